@@ -31,7 +31,7 @@ from tpshard.cli.serve_worker import open_weights
 from tpshard.models import hf_config
 from tpshard.parallelism import Mesh, partition
 from tpshard.programs import step_programs, training
-from tpshard.programs.served import served
+from tpshard.programs.served import model_to_serve
 from tpshard.programs.serving import ServeSetting, build_serving
 from tpshard.programs.setting import Setting
 from tpshard.recipes.diagnostic import Mistakes
@@ -81,7 +81,7 @@ def furthest(computed: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     return max(apart(one, other, scale) for one, other in zip(computed, expected, strict=True))
 
 
-def trained(name: str, folder: Path, mesh: Mapping[str, int]) -> dict[str, Any]:
+def train(name: str, folder: Path, mesh: Mapping[str, int]) -> dict[str, Any]:
     """A training step on one mesh: its collectives, and the differences of loss and gradients from transformers'."""
     program = step_programs.micro_program(Setting.of(recipe(folder, mesh)))
     several = architectures.keeps_apart(name)
@@ -98,7 +98,7 @@ def trained(name: str, folder: Path, mesh: Mapping[str, int]) -> dict[str, Any]:
 def serves(name: str, folder: Path) -> float:
     """The difference of a server's logits on two devices from transformers'."""
     loaded = recipe(folder, {})
-    programs = build_serving(ServeSetting.of(loaded, served(loaded, "cpu"), "cpu"), rows=[8])
+    programs = build_serving(ServeSetting.of(loaded, model_to_serve(loaded, "cpu"), "cpu"), rows=[8])
     values = architectures.values(name)
 
     def block(path: str, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
@@ -111,7 +111,7 @@ def serves(name: str, folder: Path) -> float:
     return apart(logits, torch.cat(each))
 
 
-def quantized(name: str, place: Path) -> float:
+def quantize(name: str, place: Path) -> float:
     """How far the logits of its GPTQ folder on two devices are from transformers', with the weights it stands for."""
     config = architectures.CONFIGS[name]
     if any("expert" in key for key in config):
@@ -133,9 +133,9 @@ def causal(name: str, place: Path) -> dict[str, Any]:
     folder = architectures.folder(place / name, name)
     row: dict[str, Any] = {"name": name, "class": architectures.CONFIGS[name]["architectures"][0]}
     row["plan"] = attempt(lambda: len(training.build(Setting.of(recipe(folder, MESHES[1]))).micro.collectives))
-    row["train"] = {" x ".join(mesh): attempt(lambda mesh=mesh: trained(name, folder, mesh)) for mesh in MESHES}  # type: ignore[misc]
+    row["train"] = {" x ".join(mesh): attempt(lambda mesh=mesh: train(name, folder, mesh)) for mesh in MESHES}  # type: ignore[misc]
     row["serve"] = attempt(lambda: serves(name, folder))
-    row["gptq"] = attempt(lambda: quantized(name, place)) if not isinstance(row["serve"], dict) else row["serve"]
+    row["gptq"] = attempt(lambda: quantize(name, place)) if not isinstance(row["serve"], dict) else row["serve"]
     row["quantize"] = attempt(lambda: family(folder))
     return row
 
@@ -231,7 +231,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     ]
     for row in rows:
         refused = isinstance(row["plan"], dict)
-        cells = [f"`{row['name']}`", f"`{row['class']}`", "no" if refused else "yes", _trained(row["train"])]
+        cells = [f"`{row['name']}`", f"`{row['class']}`", "no" if refused else "yes", _train(row["train"])]
         cells.append("" if row["serve"] is None else "no" if isinstance(row["serve"], dict) else "yes")
         cells.append("" if row.get("gptq") is None else "no" if isinstance(row["gptq"], dict) else "yes")
         cells.append("yes, by `hf`" if isinstance(row["quantize"], str) else "no")
@@ -239,7 +239,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _trained(meshes: Mapping[str, Any]) -> str:
+def _train(meshes: Mapping[str, Any]) -> str:
     if any("refused" in outcome for outcome in meshes.values()):
         return "no"
     worst = max(outcome["gradients"] for outcome in meshes.values())

@@ -66,7 +66,7 @@ def products(models: list[str]) -> list[Product]:
     return listed
 
 
-def random_packed(p: Product) -> Packed:
+def random_codes(p: Product) -> Packed:
     """A random weight: any words are valid.
 
     Scales are like a trained model's, so that silu sees values of usual size.
@@ -133,7 +133,7 @@ def dense_call(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
 
 
 def measure(p: Product, rows: list[int], choice: TileChoice, bandwidth: float, check: bool) -> list[dict[str, Any]]:
-    first = random_packed(p)
+    first = random_codes(p)
     packed = [first, *(replace(first, words=first.words.clone()) for _ in range(copies(first.nbytes) - 1))]
     dense = [torch.randn(p.columns, p.inputs, dtype=torch.bfloat16, device="cuda") / math.sqrt(p.inputs)
              for _ in range(copies(p.dense_bytes))]  # fmt: skip

@@ -153,7 +153,7 @@ def apart(got: list[Tensor], want: list[Tensor]) -> float:
     return max(float((g - w).abs().max() / w.abs().max().clamp_min(1e-3)) for g, w in zip(got, want, strict=True))
 
 
-def measured(name: str, mesh: str, step: bool) -> dict[str, Any]:
+def measure(name: str, mesh: str, step: bool) -> dict[str, Any]:
     """The row of one program: difference from eager mode, efficiency, warnings."""
     row: dict[str, Any] = {"model": name, "mesh": mesh, "what": "step" if step else "forward"}
     began = time.perf_counter()
@@ -191,7 +191,7 @@ def main() -> None:
         for step in (False,) if options.forward else (False, True):
             for mesh in options.mesh:
                 try:
-                    row = measured(name, mesh, step)
+                    row = measure(name, mesh, step)
                 except Exception as error:
                     frame = traceback.extract_tb(error.__traceback__)[-1]
                     where = f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"

@@ -65,7 +65,7 @@ def main() -> None:
     options = parser.parse_args()
     record, stages = Record("partition_scale", quiet=options.json), Stages()
     for name, stage in (
-        ("capture", "capture"), ("propagate_stored", "propagation"), ("partition_graph", "partitioning"),
+        ("capture", "capture"), ("propagate_and_store", "propagation"), ("partition_graph", "partitioning"),
     ):  # fmt: skip
         stages.watch(step_programs, name, stage)
     with stages.timed("everything"):

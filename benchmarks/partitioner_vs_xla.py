@@ -435,7 +435,7 @@ def main() -> None:
             except Exception as error:
                 row["xla_error"] = f"{type(error).__name__}: {error}"
         rows.append(row)
-        record.say(_shown(row))
+        record.say(_show(row))
     if jax is not None:
         above = [r["program"] for r in rows if r.get("bytes", math.inf) > r.get("xla_bytes", math.inf)]
         record.say(f"\nabove XLA: {len(above)} of {len(rows)}: {'; '.join(above)}")
@@ -444,7 +444,7 @@ def main() -> None:
     record.close(as_json=options.json, write=options.record)
 
 
-def _shown(row: dict[str, Any]) -> str:
+def _show(row: dict[str, Any]) -> str:
     def kinds(totals: dict[str, tuple[int, int]]) -> str:
         return " ".join(f"{n} {kind}" for kind, (n, _) in sorted(totals.items())) or "none"
 
@@ -453,9 +453,9 @@ def _shown(row: dict[str, Any]) -> str:
     mine, other = row["bytes"], row.get("xla_bytes")
     ratio = "" if other is None else "1.00" if mine == other else f"{mine / other:.2f}" if other else "inf"
     peer = row.get("xla_error", "")[:60] or kinds(row.get("xla_collectives", {}))
-    there = "" if other is None else f"{other / 2**20:.3f}"
+    other_mib = "" if other is None else f"{other / 2**20:.3f}"
     return (
-        f"{row['program']:<40} {mine / 2**20:>8.3f} {there:>8} {ratio:>6} {row['flop_efficiency']:>6.2f}"
+        f"{row['program']:<40} {mine / 2**20:>8.3f} {other_mib:>8} {ratio:>6} {row['flop_efficiency']:>6.2f}"
         f"  {kinds(row['collectives'])} | {peer}"
     )
 

@@ -125,13 +125,13 @@ class Ours:
         return result.loss, result.grad_norm
 
     def _timed(self, function: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:
-        def timed(*args: Any) -> Any:
+        def measure_time(*args: Any) -> Any:
             start = time.perf_counter()
             result = function(*args)
             note(time.perf_counter() - start, *args)
             return result
 
-        return timed
+        return measure_time
 
     def _wait(self, seconds: float, *args: Any) -> None:
         self.waited += seconds

@@ -181,7 +181,7 @@ def _length(chance: random.Random, recipe: DrawnRecipe) -> Changes:
     return [f"model.seq_len={256 if 'tiny' in recipe.text else chance.choice([8192, 8192, 4096, 1024])}"]
 
 
-def _compiled(chance: random.Random, recipe: DrawnRecipe) -> Changes:
+def _compile_program(chance: random.Random, recipe: DrawnRecipe) -> Changes:
     return [f"compile={chance.choice(['inductor', 'blocks', 'eager'])}"]
 
 
@@ -193,21 +193,21 @@ def _optimizer(chance: random.Random, recipe: DrawnRecipe) -> Changes:
 SETTINGS = {
     "mesh": _mesh, "pipeline": _pipeline, "per_device": _per_device, "accumulate": _accumulate, "remat": _remat,
     "buckets": _buckets, "gathering": _gathering, "dtypes": _dtypes, "sequence": _sequence, "length": _length,
-    "compiled": _compiled, "optimizer": _optimizer,
+    "compiled": _compile_program, "optimizer": _optimizer,
 }  # fmt: skip
 """What is drawn, in this order: a pipeline depends on the mesh."""
 
 
 # ---- comparing ---------------------------------------------------------------------------------------------------
-def whole_plan(recipe: Recipe, *, as_plan: bool) -> Pricing:
+def plan_whole(recipe: Recipe, *, as_plan: bool) -> Pricing:
     """The pricing of a recipe's full plan: by `plan`, or from a program that is captured with all layers."""
     if as_plan:
         return make.report(recipe, recipe.name).pricing
     with make.without_gc():
-        return make.price_training(training.build(Setting.of(recipe, devices_of(recipe)), make=_captured_whole))
+        return make.price_training(training.build(Setting.of(recipe, devices_of(recipe)), make=_capture_whole))
 
 
-def _captured_whole(
+def _capture_whole(
     setting: Setting, base: Program | None = None, *, gathered: bool = False, unreduced: bool = False
 ) -> Program:
     return step_programs.micro_program(setting, base, gathered=gathered, unreduced=unreduced)
@@ -247,13 +247,13 @@ def _price_as_edit(base: Recipe, changes: Changes, variants: Variants) -> dict[s
 
 def _plan(recipe: DrawnRecipe, *, as_plan: bool) -> dict[str, float] | str:
     try:
-        return figures(whole_plan(recipe.recipe(), as_plan=as_plan))
+        return figures(plan_whole(recipe.recipe(), as_plan=as_plan))
     except Mistakes as mistakes:
         return _words(mistakes)
 
 
 def _words(mistakes: Mistakes) -> str:
-    return "; ".join(found.message for found in mistakes.diagnostics)
+    return "; ".join(one.message for one in mistakes.diagnostics)
 
 
 def compare(

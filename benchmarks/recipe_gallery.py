@@ -26,7 +26,7 @@ PLACE = PageTable(
 COMMAND = [sys.executable, "-m", "tpshard.cli.main"]
 
 
-def planned(name: str) -> dict[str, Any]:
+def plan_recipe(name: str) -> dict[str, Any]:
     """The key figures of a recipe's plan, and its exit code."""
     done = subprocess.run([*COMMAND, "plan", name, "--dry-run", "--json"], capture_output=True, text=True)
     if done.returncode not in (0, 4) or not done.stdout:
@@ -42,7 +42,7 @@ def planned(name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def trained(name: str, steps: int) -> dict[str, Any]:
+def train(name: str, steps: int) -> dict[str, Any]:
     """What a few steps gave on this machine."""
     with tempfile.TemporaryDirectory() as place:
         overrides = [f"train.steps={steps}", f"run.dir={place}/run"]
@@ -89,11 +89,11 @@ def main() -> None:
     options = parser.parse_args()
     record = Record("recipe_gallery", quiet=options.json)
     for name in options.names or sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml")):
-        plan = planned(name)
+        plan = plan_recipe(name)
         runs_on_cpu = "cpu" in str(plan["device"]).lower() and (
             options.train is None or name in options.train.split(",")
         )
-        ran = trained(name, options.steps) if runs_on_cpu else None
+        ran = train(name, options.steps) if runs_on_cpu else None
         record.rows.append({"name": name, "plan": plan, "run": ran})
         record.say(json.dumps(record.rows[-1]))
     close_with_table(record, table(record.rows), PLACE, options)

@@ -81,7 +81,7 @@ def _commit() -> str:
     return described.stdout.strip()
 
 
-def _shown(argument: str) -> str:
+def _show(argument: str) -> str:
     """An argument of the command line; paths are reduced to their names."""
     path = Path(argument)
     return path.name if path.is_absolute() or ".." in path.parts else argument
@@ -120,7 +120,7 @@ class Record:
         """Output of commands, for transcripts in README and docs."""
         script = Path(sys.argv[0]).resolve()
         shown = str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name
-        self.command = " ".join(["python", shown, *map(_shown, sys.argv[1:])])
+        self.command = " ".join(["python", shown, *map(_show, sys.argv[1:])])
         self.date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self.machine, self.versions = machine(), versions(*peers)
         self._begun = time.monotonic()

@@ -83,7 +83,7 @@ def serve_and_time(out: Path, arguments: list[str]) -> int:
             last_input[:] = [take(slices)]
             return last_input[0]
 
-        def timed() -> Any:
+        def measure_time() -> Any:
             begun = time.perf_counter()
             if steps and steps[-1][3] < 0:
                 steps[-1] = (*steps[-1][:3], begun + steps[-1][3])
@@ -98,7 +98,7 @@ def serve_and_time(out: Path, arguments: list[str]) -> int:
                 last_input.clear()
             return events
 
-        engine.step, engine._input = timed, keep_input  # type: ignore[method-assign]
+        engine.step, engine._input = measure_time, keep_input  # type: ignore[method-assign]
         observe(metrics, engine)
 
     Metrics.observe = observed  # type: ignore[method-assign]
@@ -210,9 +210,9 @@ def main() -> int:
                     row: dict[str, Any] = {"turn": turn, "rate": rate, "steps": way}
                     for name, share in SHARES.items():
                         for figure in ("ttft", "tpot"):
-                            served_s, there = getattr(answered, figure)(share), getattr(planned, figure)(share)
-                            row[f"{figure}.{name}"] = [round(1e3 * served_s, 2), round(1e3 * there, 2)]
-                            ratios[f"{way}.{rate:g}.{figure}.{name}"].append(served_s / there)
+                            served_s, planned_s = getattr(answered, figure)(share), getattr(planned, figure)(share)
+                            row[f"{figure}.{name}"] = [round(1e3 * served_s, 2), round(1e3 * planned_s, 2)]
+                            ratios[f"{way}.{rate:g}.{figure}.{name}"].append(served_s / planned_s)
                     record.rows.append(row)
                     record.say(json.dumps(row))
     for name, values in ratios.items():

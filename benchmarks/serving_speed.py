@@ -37,7 +37,7 @@ from tpshard.models import build, to_hf
 from tpshard.models.config import ModelConfig
 from tpshard.models.hf_config import write_config
 from tpshard.models.hf_names import hf_tensors
-from tpshard.programs.served import served
+from tpshard.programs.served import model_to_serve
 from tpshard.programs.serving import ServeSetting, build_serving
 from tpshard.recipes.load import loads
 from tpshard.serve.engine import Engine
@@ -187,7 +187,7 @@ def nearest(weight: torch.Tensor, act_order: bool) -> Quantized:
 def job(folder: Path, *overrides: str) -> Job:
     text = "name: served\ncluster: {device: cpu}\nmodel: {preset: tiny}\n"
     recipe = loads(text, [f"serve.checkpoint={folder}", "timeout_s.step=600", *overrides])
-    return Job.of(build_serving(ServeSetting.of(recipe, served(recipe, "cpu"), "cpu")), str(folder), 1024)
+    return Job.of(build_serving(ServeSetting.of(recipe, model_to_serve(recipe, "cpu"), "cpu")), str(folder), 1024)
 
 
 def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:

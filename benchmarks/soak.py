@@ -51,11 +51,11 @@ def leg(number: int, steps: int, stop: int, folder: Path) -> dict[str, Any]:
         code, printed = run(folder, until)
         starts.append(code)
         died = re.findall(r"rank (\d+) was lost: killed by (SIG\w+)(.*)", printed)
-        deaths += [{"rank": int(rank), "signal": name, "after": reached(folder)} for rank, name, _ in died]
+        deaths += [{"rank": int(rank), "signal": name, "after": reach(folder)} for rank, name, _ in died]
         if code not in (0, 75) and not died:
-            deaths.append({"exit": code, "after": reached(folder), "printed": printed[-500:]})
+            deaths.append({"exit": code, "after": reach(folder), "printed": printed[-500:]})
     row = {
-        "leg": number, "mesh": mesh, "steps": reached(folder), "stop": stop, "exits": starts, "deaths": deaths,
+        "leg": number, "mesh": mesh, "steps": reach(folder), "stop": stop, "exits": starts, "deaths": deaths,
         "seconds": round(time.monotonic() - begun, 1),
     }  # fmt: skip
     if not deaths:
@@ -72,14 +72,14 @@ def run(folder: Path, stop: int | None) -> tuple[int, str]:
         )  # fmt: skip
         while process.poll() is None:
             time.sleep(0.2)
-            if stop is not None and reached(folder) >= stop:
+            if stop is not None and reach(folder) >= stop:
                 process.send_signal(signal.SIGTERM)
                 stop = None
         output.seek(0)
         return process.returncode, output.read()
 
 
-def reached(folder: Path) -> int:
+def reach(folder: Path) -> int:
     """The last recorded step."""
     try:
         tail = (folder / "runs" / "soak" / "metrics.jsonl").read_bytes()[-2000:]

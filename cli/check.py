@@ -40,7 +40,7 @@ def check(
     from tpshard.programs import equality
     from tpshard.programs.setting import Setting
     from tpshard.recipes.diagnostic import Exit, Mistakes
-    from tpshard.recipes.load import changed
+    from tpshard.recipes.load import with_changes
 
     if not against:
         raise typer.BadParameter("name the other recipe, such as --against mesh.tp=2", param_hint="--against")
@@ -52,14 +52,14 @@ def check(
             fix="name another value of a key, such as --against mesh.tp=1",
         )  # fmt: skip
     wide = wide_dtypes(*pair)
-    pair = [changed(each, wide) for each in pair]
+    pair = [with_changes(each, wide) for each in pair]
     settings = [Setting.of(each) for each in pair]
     print(f"training {steps} step{'s' * (steps > 1)} on both, all ranks in this process", file=sys.stderr)
     compared = equality.compare(settings[0], settings[1], steps)
     first = None
     if not compared.equal:
         print("they differ: comparing every value of one batch", file=sys.stderr)
-        whole = [Setting.of(changed(each, _at_once(setting))) for each, setting in zip(pair, settings)]
+        whole = [Setting.of(with_changes(each, _at_once(setting))) for each, setting in zip(pair, settings)]
         first = equality.first_difference(whole[0], whole[1])
     if as_json:
         import json

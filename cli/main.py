@@ -43,7 +43,7 @@ class _AsGiven:
         return list(value) if isinstance(value, tuple) else value
 
 
-def _as_given(parameters: list[Any]) -> list[Any]:
+def _skip_conversion(parameters: list[Any]) -> list[Any]:
     """Skips Typer's conversion of text and flags, for which recent versions import pydantic.
 
     That import takes longer than all the rest of `validate`. Other versions of Typer ignore the attribute.
@@ -59,14 +59,14 @@ class Command(typer.core.TyperCommand):
     """A Typer command without the import of pydantic."""
 
     def get_params(self, ctx: Any) -> Any:
-        return _as_given(super().get_params(ctx))
+        return _skip_conversion(super().get_params(ctx))
 
 
 class Group(typer.core.TyperGroup):
     """A Typer group without the import of pydantic."""
 
     def get_params(self, ctx: Any) -> Any:
-        return _as_given(super().get_params(ctx))
+        return _skip_conversion(super().get_params(ctx))
 
 
 class Commands(Group):

@@ -163,18 +163,18 @@ def _text(
     tokenizer = load_tokenizer(model.tokenizer)
     check_vocab(tokenizer, model.config.vocab)
 
-    def joined(batches: list[TokenBatch]) -> Sequences:
+    def join_batches(batches: list[TokenBatch]) -> Sequences:
         fields = ("tokens", "targets", "documents", "positions")
         return Sequences(*(torch.cat([getattr(batch, name) for batch in batches]) for name in fields))
 
     at_once = min(sequences, 8)
     loader = Loader(corpus.train, tokenizer, seq_len=seq_len, global_sequences=at_once, bad_rows=recipe.data.bad_rows)
-    calibration = joined([loader.next() for _ in range(-(-sequences // at_once))])
+    calibration = join_batches([loader.next() for _ in range(-(-sequences // at_once))])
     loader.close()
     held_out = held_out_batches(
         corpus.held_out, tokenizer, seq_len=seq_len, global_sequences=recipe.evaluate.sequences, batches=1
     )
-    return calibration, joined(held_out)
+    return calibration, join_batches(held_out)
 
 
 def _write(quantizer: Quantizer, model: SourceModel, out: Path, overwrite: bool) -> Quantizing:

@@ -75,10 +75,10 @@ def _model(recipe: str, overrides: list[str], loaded: Recipe) -> SourceModel:
 
 def _shape(recipe: str, overrides: list[str], loaded: Recipe) -> Served:
     """The model as it would be served, without its weights; a recipe's own model needs no checkpoint."""
-    from tpshard.programs.served import LATEST, served
+    from tpshard.programs.served import LATEST, model_to_serve
 
     if loaded.serve.checkpoint == LATEST:
-        return served(loaded, _kind(loaded))
+        return model_to_serve(loaded, _kind(loaded))
     return stored_model(loaded, _model(recipe, overrides, loaded))
 
 

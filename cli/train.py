@@ -80,7 +80,7 @@ def _work(recipe: str, overrides: Sequence[str], place: WorkerPlace, plan_file: 
         if plan.file is not None:
             save.check(plan.file, loaded, place.world)
         planned = plan.programs if plan.file is not None else None
-        around = Surroundings(version(), device, planned, plan.screen, plan.saved, _comparison, _peak)
+        around = Surroundings(version(), device, planned, plan.screen, plan.plan_text, _comparison, _peak)
         code = work(loaded, place, around)
         if place.rank == 0 and (comparison := _comparison(Path(loaded.run.dir))):
             print(comparison, file=sys.stderr, flush=True)
@@ -120,7 +120,7 @@ class _Plan:
         head = f"{report.annotated} values annotated (*), {report.inferred} inferred"
         return "\n".join([head, *screen.shardings(report)])
 
-    def saved(self, programs: TrainingPrograms) -> str:
+    def plan_text(self, programs: TrainingPrograms) -> str:
         """The contents of the run's plan.json: the plan file, or a plan without programs, which the run has built."""
         from tpshard.plan import save
 

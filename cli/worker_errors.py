@@ -44,10 +44,10 @@ def visible_gpus(env: Mapping[str, str] = os.environ) -> int:
     from tpshard.cli.machine import probe_driver
 
     chosen = env.get("CUDA_VISIBLE_DEVICES")
-    there = len(probe_driver().gpus) if chosen is None or chosen.strip() else 0
+    gpus = len(probe_driver().gpus) if chosen is None or chosen.strip() else 0
     if chosen is None:
-        return there
-    return min(there, len([part for part in chosen.split(",") if part.strip() not in ("", "-1")]))
+        return gpus
+    return min(gpus, len([part for part in chosen.split(",") if part.strip() not in ("", "-1")]))
 
 
 def device_kind(recipe: Recipe, gpus: int) -> str:

@@ -206,17 +206,17 @@ torch.library.register_autograd("tpshard::attention", _gradient, setup_context=_
 
 
 @torch.library.register_vmap("tpshard::attention", lib=_library)
-def _mapped(
+def _vmap(
     info: Any, in_dims: tuple[int | None, ...], q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None,
     scale: float, window: int | None = None, softcap: float | None = None,
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:  # fmt: skip
     """Attention mapped over a dim (`torch.vmap`), which joins the batch as its outer part."""
     n = info.batch_size
 
-    def merged(x: Tensor, dim: int | None) -> Tensor:
+    def merge_into_batch(x: Tensor, dim: int | None) -> Tensor:
         return (x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
 
-    q, k, v = (merged(x, dim) for x, dim in zip((q, k, v), in_dims))
-    documents = documents if documents is None else merged(documents, in_dims[3])
+    q, k, v = (merge_into_batch(x, dim) for x, dim in zip((q, k, v), in_dims))
+    documents = documents if documents is None else merge_into_batch(documents, in_dims[3])
     out, lse = torch.ops.tpshard.attention(q, k, v, documents, scale, window, softcap)
     return (out.unflatten(0, (n, -1)), lse.unflatten(0, (n, -1))), (0, 0)

@@ -193,7 +193,7 @@ def _tensor_files(folder: Path) -> dict[str, str]:
 
 
 @contextmanager
-def written_aside(out: str | Path) -> Iterator[Path]:
+def write_aside(out: str | Path) -> Iterator[Path]:
     """Yields a temporary folder beside `out`, and renames it to `out` when the block ends without an error.
 
     Raises FileExistsError where `out` exists. An error removes the temporary folder.
@@ -238,7 +238,7 @@ def write_folder(
     `quantized` and `dense` may be generators: at most `shard_bytes` are in memory. `out` must not exist; it appears
     complete or not at all.
     """
-    with written_aside(out) as folder:
+    with write_aside(out) as folder:
         write_into(folder, model_config, quantized, dense, config, shard_bytes)
         for file in files:
             shutil.copyfile(file, folder / file.name)

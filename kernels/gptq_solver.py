@@ -65,7 +65,7 @@ def ordering(importance: Tensor, settings: Settings, order: Order, heads: Heads 
     size = inputs if settings.group_size == -1 else settings.group_size
     if order == "head_local" and heads is not None:
         if size < heads.head_dim:
-            return _within_heads(importance, size, heads)
+            return _order_in_heads(importance, size, heads)
         if size % heads.head_dim and size != inputs:
             raise ValueError(
                 f"Groups of {size} inputs and heads of {heads.head_dim} do not divide one another: a head-local order "
@@ -80,7 +80,7 @@ def ordering(importance: Tensor, settings: Settings, order: Order, heads: Heads 
     return Ordering(sequence, group)
 
 
-def _within_heads(importance: Tensor, size: int, heads: Heads) -> Ordering:
+def _order_in_heads(importance: Tensor, size: int, heads: Heads) -> Ordering:
     """The order of `head_local` where groups of `size` inputs are smaller than a head."""
     if heads.head_dim % size:
         raise ValueError(

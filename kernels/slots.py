@@ -37,7 +37,7 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _rows(slots: Tensor, n: int) -> Tensor:
+def _flat_rows(slots: Tensor, n: int) -> Tensor:
     """Each slot's row [b, s, k] with all sequences' slots side by side; a negative slot is the row after the last."""
     first = torch.arange(slots.shape[0], device=slots.device).view(-1, 1, 1) * n
     return torch.where(slots >= 0, slots + first, slots.shape[0] * n)
@@ -45,7 +45,7 @@ def _rows(slots: Tensor, n: int) -> Tensor:
 
 def _to_slots(x: Tensor, slots: Tensor, weights: Tensor | None, n: int) -> Tensor:
     (b, _, m), out = x.shape, x.new_zeros(x.shape[0] * n + 1, x.shape[2])
-    rows = _rows(slots, n)
+    rows = _flat_rows(slots, n)
     for choice in range(slots.shape[2]):
         value = x if weights is None else (x * weights[..., choice, None]).to(x.dtype)
         out[rows[..., choice].reshape(-1)] = value.reshape(-1, m)
@@ -55,7 +55,7 @@ def _to_slots(x: Tensor, slots: Tensor, weights: Tensor | None, n: int) -> Tenso
 def _contents(y: Tensor, slots: Tensor, choice: int) -> Tensor:
     """The contents [b, s, m] of the slot that is each token's choice number `choice`; 0 for a negative slot."""
     b, n, m = y.shape
-    rows = _rows(slots[..., choice : choice + 1], n).reshape(-1)
+    rows = _flat_rows(slots[..., choice : choice + 1], n).reshape(-1)
     values = y.reshape(-1, m).index_select(0, rows.clamp(max=b * n - 1))
     return values.masked_fill_((rows == b * n).unsqueeze(1), 0).view(b, -1, m)
 

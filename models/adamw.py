@@ -106,8 +106,8 @@ def adamw_update(
     moments.
     """
     squares = gradient_squares(grads, count, treated) if squares is None else squares
-    norm, finite, scale = clipped(squares, loss_sum, count, config.clip_grad_norm)
-    balanced = iter(rebalanced(params, grads, treated, finite))
+    norm, finite, scale = clip(squares, loss_sum, count, config.clip_grad_norm)
+    balanced = iter(rebalance(params, grads, treated, finite))
     updated = Updated([], [], [], norm, finite)
     for param, grad, m, v, how in zip(params, grads, exp_avg, exp_avg_sq, treated, strict=True):
         if how.balance:
@@ -123,7 +123,7 @@ def adamw_update(
     return updated
 
 
-def clipped(squares: Tensor, loss_sum: Tensor, count: Tensor, most: float | None) -> tuple[Tensor, Tensor, Tensor]:
+def clip(squares: Tensor, loss_sum: Tensor, count: Tensor, most: float | None) -> tuple[Tensor, Tensor, Tensor]:
     """(global norm of the averaged gradient, whether it and the loss are finite, what a summed gradient is multiplied
     by): scalars. `most` is the norm that is clipped to; None: no clipping."""
     share, norm = _share(count), squares.sqrt()
@@ -131,7 +131,7 @@ def clipped(squares: Tensor, loss_sum: Tensor, count: Tensor, most: float | None
     return norm, finite, share if most is None else share * (most / (norm + 1e-6)).clamp(max=1.0)
 
 
-def rebalanced(
+def rebalance(
     params: Sequence[Tensor], grads: Sequence[Tensor], treated: Sequence[Treatment], finite: Tensor
 ) -> list[Tensor]:
     """New biases of mixtures' experts, in the order of the parameters; the old ones where `finite` is false."""

@@ -158,7 +158,9 @@ class Architecture:
         further = {"use_cache": False} if "use_cache" in takes else {}
         step = None if self.attends else own_attention.take_place(model, interface.NAME)
 
-        def renamed(tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> dict[str, Any]:
+        def transformers_inputs(
+            tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None
+        ) -> dict[str, Any]:
             named: dict[str, Any] = {"input_ids": tokens, **further}
             if "position_ids" in takes:
                 named["position_ids"] = positions
@@ -168,7 +170,9 @@ class Architecture:
                 step.documents, step.positions = documents, positions
             return named
 
-        model.register_forward_pre_hook(lambda _, args, kwargs: ((), renamed(*args, **kwargs)), with_kwargs=True)
+        model.register_forward_pre_hook(
+            lambda _, args, kwargs: ((), transformers_inputs(*args, **kwargs)), with_kwargs=True
+        )
         model.register_forward_hook(lambda _, __, output: output.logits)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tpshard.kernels.gptq_config import read_config
 from tpshard.models import hf, hf_files
 from tpshard.models.architecture import Architecture
-from tpshard.models.aside import written_aside
+from tpshard.models.aside import write_aside
 from tpshard.models.hf_quantized import DequantizedTensors
 from tpshard.models.init import Initial
 
@@ -217,7 +217,7 @@ def write_folder(
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     values = dict(architecture.raw) | {"dtype": str(dtype).removeprefix("torch.")}
     values.pop("torch_dtype", None)
-    with written_aside(folder, overwrite=overwrite) as aside:
+    with write_aside(folder, overwrite=overwrite) as aside:
         hf.write_shards(aside, sizes, lambda name: read(name).to("cpu", dtype), shard_bytes)
         hf.write_json(aside / "config.json", values)
         if tokenizer is not None:

@@ -12,7 +12,7 @@ import psutil
 
 
 @contextmanager
-def written_aside(out: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[Path]:
+def write_aside(out: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[Path]:
     """Yields a temporary folder, which becomes `out` when the block ends without an error and is removed otherwise.
 
     FileExistsError if `out` is a file or a folder that is not empty, unless `overwrite`; a folder that contains the

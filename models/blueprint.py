@@ -115,7 +115,7 @@ class Blueprint:
         if self.architecture is not None:
             if self.weights is not None:
                 return self.weights.block(name, starts, sizes, dtype)
-            begun = self._begun[name]
+            begun = self._initial[name]
             if isinstance(begun, Initial):
                 return initial_block({name: begun}, name, starts, sizes, seed, dtype)
             return begun[tuple(slice(start, start + size) for start, size in zip(starts, sizes))].to(dtype, copy=True)
@@ -161,7 +161,7 @@ class Blueprint:
         return init_plan(self.build())
 
     @cached_property
-    def _begun(self) -> dict[str, Initial | Tensor]:
+    def _initial(self) -> dict[str, Initial | Tensor]:
         assert self.architecture is not None
         return initial(self.architecture.build())
 

@@ -69,19 +69,19 @@ def decoder(
 ) -> Family:  # fmt: skip
     """A family computed by `models.decoder`: an embedding table, layers of attention and MLP, each after a norm, a
     final norm and a head. `learned`: with a table of position embeddings."""
-    layer = {"attention_norm": norm, **_prefixed("attention", attention.leaves)}
-    layer |= {"mlp_norm": norm, **_prefixed("mlp", mlp.leaves)}
+    layer = {"attention_norm": norm, **_prefix("attention", attention.leaves)}
+    layer |= {"mlp_norm": norm, **_prefix("mlp", mlp.leaves)}
     leaves = {"tok_embed": Leaf("table", ("vocab", "embed"))}
     if learned:
         leaves["pos_embed"] = Leaf("table", ("positions", "embed"))
-    leaves |= {**_prefixed("layers.*", layer), "norm": norm, "output": Leaf("linear", ("vocab", "embed"))}
+    leaves |= {**_prefix("layers.*", layer), "norm": norm, "output": Leaf("linear", ("vocab", "embed"))}
     stream = Named(("batch", "seq", "embed"))
-    named = _prefixed("layers.*.attention", attention.activations) | _prefixed("layers.*.mlp", mlp.activations)
+    named = _prefix("layers.*.attention", attention.activations) | _prefix("layers.*.mlp", mlp.activations)
     activations = {"embedded": stream, **named, "layers.*.residual": stream, "logits": Named(("batch", "seq", "vocab"))}
     return Family(name, "learned" if learned else "rotary", mlp.name, leaves, activations, frozenset(numbers), hf)
 
 
-def _prefixed(place: str, these: Mapping[str, _Value]) -> dict[str, _Value]:
+def _prefix(place: str, these: Mapping[str, _Value]) -> dict[str, _Value]:
     return {f"{place}.{name}": value for name, value in these.items()}
 
 
@@ -212,7 +212,7 @@ def expert_names(router: str, experts: str, gate: str, up: str, down: str) -> di
 def no_router_bias(c: Any) -> None:
     if c.balance == "bias":
         raise ValueError(
-            f"{c.described.hf.model_type} has no router bias; a model with `balance: bias` cannot be written as one"
+            f"{c.family_entry.hf.model_type} has no router bias; a model with `balance: bias` cannot be written as one"
         )
 
 

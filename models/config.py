@@ -100,21 +100,21 @@ class ModelConfig:
                 raise Contradiction(f"`{name}: {size!r}` is not a positive integer", name)
         if self.family not in FAMILIES:
             raise ValueError(f"there is no model family `{self.family}`; families: {', '.join(FAMILIES)}")
-        for name in OPTIONAL - self.described.numbers:
+        for name in OPTIONAL - self.family_entry.numbers:
             if getattr(self, name) != DEFAULTS[name]:
                 raise Contradiction(f"the {self.family} family does not have `{name}`", name)
         if self.dtype not in DTYPES:
             raise Contradiction(f"`dtype: {self.dtype}` is not one of {', '.join(DTYPES)}", "dtype")
         if self.heads % self.kv_heads:
             raise Contradiction(f"{self.heads} heads cannot share {self.kv_heads} KV heads evenly", "kv_heads", "heads")
-        if self.described.positions == "rotary" and self.head_dim % 2:
+        if self.family_entry.positions == "rotary" and self.head_dim % 2:
             raise Contradiction(f"`head_dim: {self.head_dim}` is odd; rotary positions rotate pairs", "head_dim")
         if self.full_layers and self.window is None:
             contradiction = "`full_layers` are the layers that ignore `window`, but no `window` is set"
             raise Contradiction(contradiction, "full_layers")
         if self.window is not None and self.window < 1:
             raise Contradiction(f"`window: {self.window}` must be at least 1, a token's own position", "window")
-        if self.described.mlp == "moe":
+        if self.family_entry.mlp == "moe":
             self._check_experts()
         if not (self.norm_eps > 0 and self.rope_theta > 0):
             raise Contradiction("`norm_eps` and `rope_theta` must be positive", "norm_eps", "rope_theta")
@@ -139,7 +139,7 @@ class ModelConfig:
         return self.balance == "bias"
 
     @property
-    def described(self) -> Family:
+    def family_entry(self) -> Family:
         """The description of the config's family."""
         return FAMILIES[self.family]
 
@@ -171,7 +171,7 @@ class ModelConfig:
     @cached_property
     def leaves(self) -> dict[str, Leaf]:
         """Every module with parameters by path, in the order of a forward pass, with `bias` as a bool."""
-        described = self._all(self.described.leaves)
+        described = self._all(self.family_entry.leaves)
         expanded = {path: replace(leaf, bias=self._flag(leaf.bias)) for path, leaf in described if self._has(leaf)}
         if self.tie_embeddings:
             del expanded["output"]
@@ -208,7 +208,7 @@ class ModelConfig:
     @cached_property
     def activations(self) -> dict[str, Dims]:
         """The dims of every activation that the model names."""
-        return {path: named.dims for path, named in self._all(self.described.activations) if self._has(named)}
+        return {path: named.dims for path, named in self._all(self.family_entry.activations) if self._has(named)}
 
     def _flag(self, flag: bool | str) -> bool:
         return flag if isinstance(flag, bool) else bool(getattr(self, flag))

@@ -55,7 +55,7 @@ class Block(nn.Module):
         self.attention_norm = parts("attention_norm")
         self.attention = Attention(parts.inside("attention"), layer)
         self.mlp_norm = parts("mlp_norm")
-        self.mlp = MLPS[parts.config.described.mlp](parts.inside("mlp"))
+        self.mlp = MLPS[parts.config.family_entry.mlp](parts.inside("mlp"))
 
     def forward(self, x: Tensor, turn: Rotation | None, documents: Tensor | None) -> Tensor:
         """x [batch, seq, embed] -> [batch, seq, embed]."""

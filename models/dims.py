@@ -45,7 +45,7 @@ _library.impl("named", _autograd, "Autograd")
 
 
 @torch.library.register_vmap("tpshard::named", lib=_library)
-def _mapped(info: Any, in_dims: tuple[int | None, ...], x: Tensor, name: str, dims: list[str]) -> tuple[Tensor, int]:
+def _vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, name: str, dims: list[str]) -> tuple[Tensor, int]:
     assert in_dims[0] is not None
     return torch.ops.tpshard.named(x.movedim(in_dims[0], 0), name, [STAGE, *dims]), 0
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from tpshard.kernels.tensor_file import write_tensors
 from tpshard.models import hf_config, hf_files, hf_json
-from tpshard.models.aside import written_aside
+from tpshard.models.aside import write_aside
 from tpshard.models.assemble import build
 from tpshard.models.config import ModelConfig
 from tpshard.models.hf_names import fuse, hf_modules, hf_tensors
@@ -86,13 +86,13 @@ class HFFolder:
                     wrong.append(f"`{name}` is {list(self.tensors.shape(name))}, config.json makes it {list(shape)}")
                 elif self.tensors.dtype(name) not in FLOATS:
                     wrong.append(f"`{name}` is of dtype {self.tensors.dtype(name)}, which is not supported")
-            elif not _BUFFERS.fullmatch(name) and not self._tied(name):
+            elif not _BUFFERS.fullmatch(name) and not self._is_tied(name):
                 wrong.append(f"`{name}` is no parameter of a {self.raw['model_type']} model")
         if wrong:
             more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
             raise ValueError(f"{self.folder}: {'; '.join(wrong[:5])}{more}")
 
-    def _tied(self, name: str) -> bool:
+    def _is_tied(self, name: str) -> bool:
         """Whether a tensor duplicates the embedding table and is therefore allowed to be missing."""
         if name != "lm_head.weight" or not self.config.tie_embeddings:
             return False
@@ -172,7 +172,7 @@ def write_hf(
     def tensor_of(tensor: str) -> Tensor:
         return fuse([(stored(parameter), home) for parameter, home in tensors[tensor]])
 
-    with written_aside(folder, overwrite=overwrite) as aside:
+    with write_aside(folder, overwrite=overwrite) as aside:
         write_shards(aside, sizes, tensor_of, shard_bytes)
         write_json(aside / "config.json", values)
         if tokenizer is not None:

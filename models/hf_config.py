@@ -175,17 +175,17 @@ def write_config(c: ModelConfig, dtype: str, tokens: Mapping[str, Any] | None = 
         "use_cache": True,
         "vocab_size": c.vocab,
     }
-    hf = c.described.hf
+    hf = c.family_entry.hf
     hf.check(c)
     own = {key.theirs: getattr(c, key.ours) if key.write is None else key.write(c) for key in hf.keys}
     fixed = {key: allowed[0] for key, allowed in hf.fixed.items()}
     kind = {"architectures": [hf.architecture], "model_type": hf.model_type}
-    rope = _written_rope(c) if c.described.positions == "rotary" else {}
-    windows = _written_windows(c, hf.windows) if hf.windows is not None else {}
+    rope = _rope_to_json(c) if c.family_entry.positions == "rotary" else {}
+    windows = _windows_to_json(c, hf.windows) if hf.windows is not None else {}
     return {**shared, **kind, **own, **fixed, **hf.written, **rope, **windows}
 
 
-def _written_windows(c: ModelConfig, described: Windows) -> dict[str, Any]:
+def _windows_to_json(c: ModelConfig, described: Windows) -> dict[str, Any]:
     entries: dict[str, Any] = {"sliding_window": c.window}
     if described.switch:
         entries["use_sliding_window"] = c.window is not None
@@ -195,7 +195,7 @@ def _written_windows(c: ModelConfig, described: Windows) -> dict[str, Any]:
     return entries
 
 
-def _written_rope(c: ModelConfig) -> dict[str, Any]:
+def _rope_to_json(c: ModelConfig) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default"}
     if c.rope_scaling is not None:
         rope = {

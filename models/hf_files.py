@@ -59,12 +59,12 @@ class Tensors:
             path = file_inside(self.folder, file)
             if not path.is_file():
                 raise ValueError(f"{self.folder / file} is missing")
-            with self._named(file):
+            with self._naming_the_file(file):
                 self._files[file] = safe_open(path, framework="pt", device="cpu").__enter__()
         return self._files[file]
 
     @contextmanager
-    def _named(self, file: str) -> Iterator[None]:
+    def _naming_the_file(self, file: str) -> Iterator[None]:
         try:
             yield
         except SafetensorError as error:
@@ -90,13 +90,13 @@ class Tensors:
 
     def _slice(self, name: str) -> Any:
         file = self._home[name]
-        with self._named(file):
+        with self._naming_the_file(file):
             return self._open(file).get_slice(name)
 
     def block(self, name: str, starts: Sequence[int] = (), sizes: Sequence[int] = ()) -> Tensor:
         """A copy of elements [starts, starts + sizes) of tensor `name`; omitted trailing dims are whole."""
         cut = tuple(slice(start, start + size) for start, size in zip(starts, sizes))
-        with self._named(self._home[name]):
+        with self._naming_the_file(self._home[name]):
             if not cut or 0 in sizes:
                 whole: Tensor = self._open(self._home[name]).get_tensor(name)
                 return whole[cut].clone(memory_format=torch.contiguous_format)

@@ -50,7 +50,7 @@ def hf_modules(c: ModelConfig) -> dict[str, Home]:
     For example `layers.0.attention.wq` -> Home("model.layers.0.self_attn.q_proj"). Modules that share a fused matrix
     are ordered by KV head: its queries, its key, its value.
     """
-    hf, sharing = c.described.hf, dict[str, list[tuple[str, str]]]()
+    hf, sharing = c.family_entry.hf, dict[str, list[tuple[str, str]]]()
     for path in c.leaves:
         layer = re.search(r"\.(\d+)\.", path)
         pattern = path if layer is None else path.replace(layer[0], ".*.", 1)

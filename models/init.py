@@ -118,12 +118,12 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
-def _signed(word: int) -> int:
+def _to_signed(word: int) -> int:
     return word - (1 << 64) if word >> 63 else word
 
 
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_MIX_1, _MIX_2 = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
+_GOLDEN = _to_signed(0x9E3779B97F4A7C15)
+_MIX_1, _MIX_2 = _to_signed(0xBF58476D1CE4E5B9), _to_signed(0x94D049BB133111EB)
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -64,17 +64,19 @@ def attend(
     scale = 1.0 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling)
     if causal and attention_mask is None:
         width = max(query.shape[-1], value.shape[-1])  # zeros change neither the scores nor the rest of a result
-        q, k, v = (_padded(x, width).transpose(1, 2) for x in (query, key, value))
+        q, k, v = (_pad(x, width).transpose(1, 2) for x in (query, key, value))
         return attention(q, k, v, documents, scale, sliding_window, softcap)[..., : value.shape[-1]], None
-    return _written_out(query, key, value, attention_mask, documents, scale, sliding_window, softcap, causal), None
+    return _explicit_attention(
+        query, key, value, attention_mask, documents, scale, sliding_window, softcap, causal
+    ), None
 
 
-def _padded(x: Tensor, width: int) -> Tensor:
+def _pad(x: Tensor, width: int) -> Tensor:
     """x with zeros after its last dim, up to `width`."""
     return x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1]))
 
 
-def _written_out(
+def _explicit_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, documents: Tensor | None, scale: float,
     window: int | None, softcap: float | None, causal: bool,
 ) -> Tensor:  # fmt: skip

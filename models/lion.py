@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 from tpshard.kernels.optimizer_steps import lion_step
-from tpshard.models.adamw import Treatment, clipped, gradient_squares, rebalanced
+from tpshard.models.adamw import Treatment, clip, gradient_squares, rebalance
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ def lion_update(
 ) -> LionStep:
     """One Lion update from the gradients of a *summed* loss; arguments and results as of `adamw.adamw_update`."""
     squares = gradient_squares(grads, count, treated) if squares is None else squares
-    norm, finite, scale = clipped(squares, loss_sum, count, config.clip_grad_norm)
-    balanced = iter(rebalanced(params, grads, treated, finite))
+    norm, finite, scale = clip(squares, loss_sum, count, config.clip_grad_norm)
+    balanced = iter(rebalance(params, grads, treated, finite))
     moved = LionStep([], [], norm, finite)
     for param, grad, m, how in zip(params, grads, exp_avg, treated, strict=True):
         if how.balance:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from tpshard.models.adamw import AdamW, Treatment, Updated, adamw_update, clipped, gradient_squares
+from tpshard.models.adamw import AdamW, Treatment, Updated, adamw_update, clip, gradient_squares
 
 STEPS = 5
 """Newton-Schulz iterations of an update."""
@@ -60,7 +60,7 @@ def muon_update(
     `spread` the engine exchanges shards of all of them for whole ones on each device, once in each direction.
     """
     squares = gradient_squares(grads, count, treated) if squares is None else squares
-    norm, finite, scale = clipped(squares, loss_sum, count, config.adamw.clip_grad_norm)
+    norm, finite, scale = clip(squares, loss_sum, count, config.adamw.clip_grad_norm)
     others = [i for i, how in enumerate(treated) if not how.orthogonal]
     rest = adamw_update(
         [params[i] for i in others], [grads[i] for i in others], [exp_avg[i] for i in others], exp_avg_sq, loss_sum,

@@ -82,10 +82,10 @@ def _operand_permutations(op: Op, place: Reordered, alike: int) -> list[tuple[Va
     for value, dims in zip(op.operands, rule.operands):
         if not passed & {f for dim in dims for f in dim}:
             continue  # broadcast along the dim
-        there = _in_operand(rule, dims, place)
-        if there is None:
+        operand_place = _in_operand(rule, dims, place)
+        if operand_place is None:
             return None
-        permuted.append((value, there, alike))
+        permuted.append((value, operand_place, alike))
     return permuted or None
 
 

@@ -48,8 +48,8 @@ def timetable(
             task = row[at[device]]
             needed = list(table.needs(task))
             if all(other in ended for other in needed):
-                there = (ended[n] + (late(n) if table.device_of(n.stage) != device else 0.0) for n in needed)
-                start = max([now, *there])
+                arrivals = (ended[n] + (late(n) if table.device_of(n.stage) != device else 0.0) for n in needed)
+                start = max([now, *arrivals])
                 if start <= now:
                     began[task], left[device] = now, seconds(task)
                 due = min(due, start) if start > now else due

@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from tpshard.parallelism.exchange import sent_as
+from tpshard.parallelism.exchange import cpu_collective
 from tpshard.parallelism.mesh import Axes
 from tpshard.parallelism.network import Level, Link, Topology, Wire, hierarchical_s, pairwise_s
 from tpshard.parallelism.rules.entry import Work
@@ -252,7 +252,7 @@ def collective(device: Device, topology: Topology, kind: str, refs: Axes, buffer
         return CommCost(0.0, 0, "none", "none")
     if kind == "recv":  # takes as long as its send, which runs elsewhere
         return CommCost(0.0, 0, span.wire, "point to point", span.wire)
-    as_kind, received = sent_as(kind, buffer, span.members) if device.kind == "cpu" else (kind, buffer)
+    as_kind, received = cpu_collective(kind, buffer, span.members) if device.kind == "cpu" else (kind, buffer)
     sent = wire_bytes(as_kind, received, span.members, device.backend)
     # gloo's all-reduce has two rounds even between two ranks, where they send no more than the buffer
     rounds = 2 if sent > received or (as_kind == "all_reduce" and device.backend == "gloo") else 1

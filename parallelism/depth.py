@@ -32,12 +32,12 @@ class Depth:
         return self.layers - SHALLOW + 1
 
     @cached_property
-    def _numbered(self) -> re.Pattern[str]:
+    def _layer_number(self) -> re.Pattern[str]:
         return re.compile(rf"{re.escape(self.stack)}\.(\d+)(?=\.|$)")
 
     def layer(self, name: str) -> int | None:
         """The layer's number in a name; None outside of layers."""
-        match = self._numbered.match(name)
+        match = self._layer_number.match(name)
         return None if match is None else int(match[1])
 
     def shallow(self, layer: int) -> int:
@@ -51,7 +51,7 @@ class Depth:
 
         None is for names that an op outside of layers reads: only the last layer's number changes, to the deep model's.
         """
-        match = None if by == 0 else self._numbered.match(name)
+        match = None if by == 0 else self._layer_number.match(name)
         if match is None:
             return name
         if by is None:

@@ -27,7 +27,7 @@ def runs_as_exchange(kind: str, buffer: int, members: int) -> bool:
     return kind == "all_reduce" and small and (members == 2 or buffer <= MOST_BYTES)
 
 
-def sent_as(kind: str, buffer: int, members: int) -> tuple[str, int]:
+def cpu_collective(kind: str, buffer: int, members: int) -> tuple[str, int]:
     """The kind of collective that a CPU sends, and the bytes of a rank's input to it."""
     if not runs_as_exchange(kind, buffer, members):
         return kind, buffer

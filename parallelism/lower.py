@@ -134,7 +134,7 @@ class Emitter:
         """Emits one resharding step; `shape` is global. `why` goes into the collective's record."""
         run = {
             "gather": self._gather, "scatter": self._scatter, "reduce": self._reduce, "exchange": self._exchange,
-            "slice": self._slice, "mask": self._mask, "spread": self._spread, "permute": self._permute,
+            "slice": self._slice, "mask": self._mask, "spread": self._to_partial_sum, "permute": self._permute,
         }[step.kind]  # fmt: skip
         return run(node, step, tuple(shape), why)
 
@@ -271,7 +271,7 @@ class Emitter:
         keep = self.call(is_first, (self.position(axes),), [])
         return self.move(aten.mul.Scalar, node, info(node).specs[0].shape, keep)
 
-    def _spread(self, node: fx.Node, step: ReshardStep, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
+    def _to_partial_sum(self, node: fx.Node, step: ReshardStep, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
         """Shards as parts of a sum: each at its place, with zeros at all others."""
         local = local_shape(shape, step.after)
         for d in range(len(shape)):

@@ -163,10 +163,10 @@ def pairwise_s(kind: str, buffer: int, members: int, crossings: Sequence[Crossin
     times = {}
     for one in crossings:
         if kind == "all_to_all":
-            there = one.members * (one.parts if not one.level.between_hosts else 1)
-            share = (members - one.members if one.level.between_hosts else there - one.members) / members
+            nearby = one.members * (one.parts if not one.level.between_hosts else 1)
+            share = (members - one.members if one.level.between_hosts else nearby - one.members) / members
             if not one.level.between_hosts and any(other.level.rails for other in crossings):
-                share = max(share, (there - one.members) / there)  # what is for another rail goes through here first
+                share = max(share, (nearby - one.members) / nearby)  # what is for another rail goes through here first
             times[one.level.name] = buffer * share / one.own_rate(one.parts - 1)
         else:
             # of a group's members on a host one sends to the next host: the others leave a shared link to it

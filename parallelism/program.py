@@ -184,7 +184,7 @@ class Program:
         """The program with another graph."""
         return replace(self, graph=graph)
 
-    def reordered(self) -> Program:
+    def with_new_order(self) -> Program:
         """The program after a pass that only reordered its nodes."""
         program = self.replace_graph(self.graph)
         program._unordered.update(self._unordered)

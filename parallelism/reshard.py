@@ -247,7 +247,7 @@ def _cheapest(
     heap = [(0.0, next(counter), first)]
     bytes_of: dict[tuple[Axes, ...], int] = {}  # many sequences lead to the same layout
 
-    def held_by(dims: tuple[Axes, ...]) -> int:
+    def shard_bytes(dims: tuple[Axes, ...]) -> int:
         if dims not in bytes_of:
             bytes_of[dims] = _shard_bytes(shape, dims, itemsize)
         return bytes_of[dims]
@@ -263,10 +263,10 @@ def _cheapest(
             break
         if spent > best.get(current, math.inf):
             continue
-        before_bytes = held_by(state[0])
+        before_bytes = shard_bytes(state[0])
         for move in useful_moves(shape, state, goal, goal_axes, kind, swaps):
             what, parts, after = move
-            after_bytes = held_by(after[0])
+            after_bytes = shard_bytes(after[0])
             sent = before_bytes
             if what == "exchange":
                 sent = _exchange_bytes(shape, _layout(state, kind), _layout(after, kind), parts, itemsize)

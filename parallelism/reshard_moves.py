@@ -38,7 +38,7 @@ def useful_moves(
         """Whether the target's first `n` parts extend the present ones, and lead to the target."""
         return cuts_on(d, dims[d], goal[0][d][:n]) and cuts_on(d, goal[0][d][:n], goal[0][d])
 
-    def added(d: int, among: Iterable[Axis]) -> Iterator[Axes]:
+    def additions(d: int, among: Iterable[Axis]) -> Iterator[Axes]:
         """Yields what one move can add to a dim: an axis that divides it evenly, or the target's next parts."""
         among = set(among)
         yield from ((axis,) for axis in sorted(among) if even(shape[d], (*dims[d], axis)))
@@ -71,10 +71,10 @@ def useful_moves(
                     after = put(e, (*dims[e], *block), put(d, axes[:-n]))
                     yield "exchange", tuple((a, d, e) for a in block), (after, partial)
     for e in range(len(dims)):
-        for block in added(e, goal_axes - used):
+        for block in additions(e, goal_axes - used):
             yield "slice", tuple((a, -1, e) for a in block), (put(e, (*dims[e], *block)), partial)
         if kind == "sum":
-            for block in added(e, (goal_axes & set(partial)) - set(goal[1])):
+            for block in additions(e, (goal_axes & set(partial)) - set(goal[1])):
                 rest = tuple(a for a in partial if a not in block)
                 yield "scatter", tuple((a, -1, e) for a in block), (put(e, (*dims[e], *block)), rest)
     for d, axes in enumerate(dims) if kind == "sum" else ():
@@ -167,7 +167,7 @@ def moved_axes(before: Sequence[Axes], after: Sequence[Axes]) -> Parts:
 def same_pieces(shape: tuple[int, ...], source: tuple[Axes, ...], target: tuple[Axes, ...]) -> bool:
     """Whether both cut every dim into the same pieces, whichever devices hold them."""
     return all(
-        size_of(s) == size_of(t) and (even(n, s) or _uneven_alike(n, merge(s), merge(t)))
+        size_of(s) == size_of(t) and (even(n, s) or _same_uneven_cuts(n, merge(s), merge(t)))
         for n, s, t in zip(shape, source, target)
     )
 
@@ -176,7 +176,7 @@ PIECES = 256
 """The most pieces of an uneven dim that are compared one by one."""
 
 
-def _uneven_alike(size: int, source: Axes, target: Axes) -> bool:
+def _same_uneven_cuts(size: int, source: Axes, target: Axes) -> bool:
     """Whether two shardings cut a dim at the same places, though not evenly; many pieces only by like axes."""
     if [a.size for a in source] == [a.size for a in target]:
         return True

@@ -109,8 +109,8 @@ class Table:
                     needed = list(self.needs(task))
                     if any(n not in ended for n in needed):
                         break
-                    there = (ended[n] + (late(n) if self.device_of(n.stage) != device else 0.0) for n in needed)
-                    start = max([free[device], *there])
+                    arrivals = (ended[n] + (late(n) if self.device_of(n.stage) != device else 0.0) for n in needed)
+                    start = max([free[device], *arrivals])
                     ended[task] = free[device] = start + seconds(task)
                     slots.append(Slot(task, start, free[device]))
                     at[device] += 1

@@ -32,7 +32,7 @@ def used_values(graph: Graph) -> dict[str, list[Value]]:
     return used
 
 
-def propagate_stored(
+def propagate_and_store(
     graph: Graph,
     mesh: Mesh,
     annotations: Mapping[Value, Annotation],
@@ -71,8 +71,8 @@ def propagate_stored(
     final = propagate(graph, mesh, annotated, ties, free.rules)
     # axes found without the storage keep their reasons; `written_at` explains only what the storage adds
     for place, causes in free.causes.items():
-        there = [axis for axis, _ in causes]
-        final.causes[place] = causes + [pair for pair in final.causes.get(place, ()) if not overlap(pair[0], there)]
+        axes = [axis for axis, _ in causes]
+        final.causes[place] = causes + [pair for pair in final.causes.get(place, ()) if not overlap(pair[0], axes)]
     return final
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tpshard.plan.report import Report
-from tpshard.plan.screen import axes_text, cut, pipeline_words, spread
+from tpshard.plan.screen import axes_text, cut, pipeline_words, sharding_text
 from tpshard.plan.units import gib, seconds
 
 
@@ -43,8 +43,8 @@ def diff(before: Report, after: Report) -> dict[str, Any]:
 def _shardings(before: Report, after: Report) -> list[dict[str, Any]]:
     def table(report: Report) -> dict[str, str]:
         return {
-            t.name: spread(t.sharding, t.dims)
-            + (f" at rest {spread(t.stored, t.dims)}" if t.stored is not None else "")
+            t.name: sharding_text(t.sharding, t.dims)
+            + (f" at rest {sharding_text(t.stored, t.dims)}" if t.stored is not None else "")
             for t in report.tensors
         }
 

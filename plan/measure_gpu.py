@@ -32,8 +32,8 @@ def nearest(name: str, memory: int) -> str:
     """The name of the shipped device that is most like a GPU of this name and memory; its links are assumed."""
     kinds = {"A100": "a100", "H100": "h100", "H200": "h200", "B200": "b200"}
     family = next((short for long, short in kinds.items() if long in name), "h100")
-    there = [shipped for shipped in DEVICES if shipped.startswith(family)] or ["h100-sxm-80g"]
-    return min(there, key=lambda shipped: (abs(device(shipped).memory_bytes - memory), shipped))
+    candidates = [shipped for shipped in DEVICES if shipped.startswith(family)] or ["h100-sxm-80g"]
+    return min(candidates, key=lambda shipped: (abs(device(shipped).memory_bytes - memory), shipped))
 
 
 def measure_gpu(tell: Callable[[str], None], name: str, today: str) -> str:

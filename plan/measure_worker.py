@@ -231,7 +231,7 @@ def communications(crowd: int, cores: int) -> Callable[[Clock], list[list[Any]]]
     cases: list[tuple[list[Any], int, Callable[[Tensor], Tensor], list[Tensor]]] = []
     a, b = torch.randn(2048, 128), torch.randn(128, 384)
 
-    def spent(run: Callable[[Tensor], object], pieces: int, buffers: list[Tensor]) -> tuple[float, float]:
+    def mean_seconds(run: Callable[[Tensor], object], pieces: int, buffers: list[Tensor]) -> tuple[float, float]:
         """The mean seconds of a computation and the collective after it: by the clock, and of this process."""
         begun, own = time.perf_counter(), time.process_time()
         for buffer in buffers:
@@ -257,7 +257,7 @@ def communications(crowd: int, cores: int) -> Callable[[Clock], list[list[Any]]]
     def measure(_: Clock) -> list[list[Any]]:
         rows = []
         for case, pieces, run, buffers in cases:
-            (wall, own), (wall_with, own_with) = (spent(each, pieces, buffers) for each in (lambda _: None, run))
+            (wall, own), (wall_with, own_with) = (mean_seconds(each, pieces, buffers) for each in (lambda _: None, run))
             computed = own * turns if turns > 1 else wall
             seconds = max(1e-6, wall_with - computed)
             rows.append([*case, computed, seconds, min(1.0, max(0.0, own_with - own) * turns / seconds)])

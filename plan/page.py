@@ -9,7 +9,7 @@ from importlib import resources
 
 from tpshard.plan import page_data, pictures
 from tpshard.plan.report import Edit, Report
-from tpshard.plan.screen import LABELS, axes_text, spread, verdict
+from tpshard.plan.screen import LABELS, axes_text, sharding_text, verdict
 from tpshard.plan.units import count, gib, plural, seconds
 
 SECTIONS = ("verdict", "mesh", "shardings", "timeline", "memory", "collectives", "what-if")
@@ -129,8 +129,8 @@ def _shardings(report: Report) -> str:
             (
                 t.name,
                 "x".join(map(str, t.shape)),
-                spread(t.sharding, t.dims),
-                spread(t.stored, t.dims) if t.stored is not None else "",
+                sharding_text(t.sharding, t.dims),
+                sharding_text(t.stored, t.dims) if t.stored is not None else "",
             )
         )
         titles.append(t.reason)

@@ -16,7 +16,7 @@ from tpshard.plan.pictures import COLORS, tint
 from tpshard.plan.pricing import Line, PricedPart
 from tpshard.plan.report import Report, Tensor
 from tpshard.plan.rows import pattern
-from tpshard.plan.screen import LABELS, spread
+from tpshard.plan.screen import LABELS, sharding_text
 from tpshard.plan.trace import lanes
 
 FINEST = 20_000
@@ -46,8 +46,8 @@ def groups(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         key = (
             pattern(one.name),
             one.shape,
-            spread(one.sharding, one.dims),
-            spread(one.stored or (), one.dims),
+            sharding_text(one.sharding, one.dims),
+            sharding_text(one.stored or (), one.dims),
             one.written_at,
         )
         by_key.setdefault(key, []).append(one)

@@ -151,10 +151,10 @@ def memory(report: Report, part: PricedPart, height: int) -> str:
     names = [name for name in CATEGORIES if name in curves]
     for name in names:
         upper = [b + curves[name][i] for b, i in zip(base, picks)]
-        there = [f"{_LEFT + at[i] * scale_x:.1f},{plot_h - v * scale_y:.1f}" for i, v in zip(picks, upper)]
+        points = [f"{_LEFT + at[i] * scale_x:.1f},{plot_h - v * scale_y:.1f}" for i, v in zip(picks, upper)]
         back = [f"{_LEFT + at[i] * scale_x:.1f},{plot_h - v * scale_y:.1f}" for i, v in zip(picks, base)][::-1]
         out.append(
-            f'<polygon points="{" ".join(there + back)}" fill="{COLORS[name]}"><title>{LABELS[name]}</title></polygon>'
+            f'<polygon points="{" ".join(points + back)}" fill="{COLORS[name]}"><title>{LABELS[name]}</title></polygon>'
         )
         base = upper
     y = plot_h - limit * scale_y

@@ -94,7 +94,7 @@ def net(report: Report, recipe: Recipe, variants: Variants | None = None) -> Net
     others = [] if report.pricing.pipeline is not None else [price_order(report, order) for order in _orders(axes)]
     ranked = sorted(others, key=lambda one: (one.step_s, one.order))
     variants = variants or Variants()
-    ranked = [*(_price_whole(recipe, one, axes, variants) for one in ranked[:WHOLE]), *ranked[WHOLE:]]
+    ranked = [*(_price_build(recipe, one, axes, variants) for one in ranked[:WHOLE]), *ranked[WHOLE:]]
     return Net(device.network, places, tuple(report.lines), (own, *sorted(ranked, key=lambda one: one.step_s)))
 
 
@@ -130,7 +130,7 @@ def price_order(report: Report, order: Sequence[str]) -> Placement:
     return Placement(tuple(order), comm, exposed, total + pricing.fixed_s, whole=False)
 
 
-def _price_whole(recipe: Recipe, one: Placement, axes: dict[str, int], variants: Variants) -> Placement:
+def _price_build(recipe: Recipe, one: Placement, axes: dict[str, int], variants: Variants) -> Placement:
     """Prices an order by building the recipe with it; returns the placement unchanged where that is not possible."""
     mesh = ", ".join(f"{name}: {axes[name]}" for name in one.order)
     try:

@@ -150,15 +150,15 @@ def write(path: Path, text: str) -> None:
 
 def check_writable(path: Path) -> None:
     """Raises `Mistakes` (exit 5) if `write` would fail, before the plan is made. Creates nothing."""
-    there = path.parent
-    while not os.path.lexists(there) and there != there.parent:
-        there = there.parent
+    ancestor = path.parent
+    while not os.path.lexists(ancestor) and ancestor != ancestor.parent:
+        ancestor = ancestor.parent
     if path.is_dir():
         why = "it is a folder"
-    elif not there.is_dir():
-        why = f"{there} is no folder"
-    elif not os.access(there, os.W_OK | os.X_OK):
-        why = f"no permission to write in {there}"
+    elif not ancestor.is_dir():
+        why = f"{ancestor} is no folder"
+    elif not os.access(ancestor, os.W_OK | os.X_OK):
+        why = f"no permission to write in {ancestor}"
     else:
         return
     raise Mistakes.one(f"{path} cannot be written", exit=Exit.MACHINE, why=why)

@@ -27,7 +27,7 @@ LABELS = {
 }  # fmt: skip
 
 
-def spread(sharding: Sequence[Any], dims: Sequence[str] = ()) -> str:
+def sharding_text(sharding: Sequence[Any], dims: Sequence[str] = ()) -> str:
     """A sharding in the notation of the docs, such as `[M_tp, E]`: each dim's letter with the axes that shard it."""
 
     def axes(dim: Any) -> str:
@@ -142,8 +142,10 @@ def shardings(report: Report, width: float = math.inf) -> list[str]:
     """A row per kind of tensor with its sharding and reason; `*` marks those that the recipe annotates."""
     groups: dict[tuple[str, str, str], list[Tensor]] = {}
     for tensor in report.tensors:
-        stored = spread(tensor.stored, tensor.dims) if tensor.stored is not None else ""
-        groups.setdefault((pattern(tensor.name), spread(tensor.sharding, tensor.dims), stored), []).append(tensor)
+        stored = sharding_text(tensor.stored, tensor.dims) if tensor.stored is not None else ""
+        groups.setdefault((pattern(tensor.name), sharding_text(tensor.sharding, tensor.dims), stored), []).append(
+            tensor
+        )
     rows = []
     for (name, used, stored), members in groups.items():
         many = f" x{len(members)}" if len(members) > 1 else ""

@@ -17,7 +17,7 @@ from tpshard.programs import cluster
 from tpshard.programs.setting import Setting, devices_of
 from tpshard.programs.variants import Variants
 from tpshard.recipes.diagnostic import Mistakes
-from tpshard.recipes.load import changed
+from tpshard.recipes.load import with_changes
 from tpshard.recipes.schema import Recipe
 
 
@@ -35,7 +35,7 @@ class VariantPrice:
 
 def variant(recipe: Recipe, changes: Sequence[str]) -> Recipe:
     """The recipe with `key.path=value` changes. Raises `Mistakes` where they contradict each other."""
-    return changed(recipe, changes)
+    return with_changes(recipe, changes)
 
 
 def price_variant(recipe: Recipe, what: str = "train", variants: Variants | None = None) -> VariantPrice:
@@ -260,10 +260,12 @@ class _Search:
                 continue
             candidate = _price_candidate(self.recipe, unpriced, self.variants)
             if candidate is None or not candidate.price.fits:
-                outcome = "refused" if candidate is None else f"does not fit, {gib(_needed(candidate))}"
+                outcome = "refused" if candidate is None else f"does not fit, {gib(_needed_bytes(candidate))}"
                 self.tell(f"{' '.join(what)}: {outcome}")
                 self.result.refused += 1
-                self.result.closest = min(filter(None, (self.result.closest, candidate)), key=_needed, default=None)
+                self.result.closest = min(
+                    filter(None, (self.result.closest, candidate)), key=_needed_bytes, default=None
+                )
                 continue
             self.result.candidates.append(candidate)
             self.tell(f"{' '.join(what)}: {seconds(candidate.price.step_s)}")
@@ -324,7 +326,7 @@ class _Search:
                 self.least_remat(best.mesh, per_device, best.more)
 
 
-def _needed(candidate: Candidate) -> int:
+def _needed_bytes(candidate: Candidate) -> int:
     return candidate.price.needed_bytes
 
 
@@ -383,7 +385,7 @@ def text(result: SearchResult, recipe: Recipe, rows: int = 24) -> str:
         lines += ["", "# the fastest, as a recipe", winner(result, recipe).rstrip()]
     elif result.closest is not None:
         least = result.closest
-        lines.append(f"   the smallest needs {gib(_needed(least))} a device: {', '.join(least.changes)}")
+        lines.append(f"   the smallest needs {gib(_needed_bytes(least))} a device: {', '.join(least.changes)}")
     return "\n".join(lines) + "\n"
 
 

@@ -12,7 +12,7 @@ from tpshard.plan.pricing import StepPart, price_parts
 from tpshard.plan.report import PlannedJob, Report
 from tpshard.plan.units import gib
 from tpshard.programs import cluster
-from tpshard.programs.served import served
+from tpshard.programs.served import model_to_serve
 from tpshard.programs.serving import BLOCK_SIZE, ServeSetting, ServingPrograms, build_serving
 from tpshard.recipes.schema import Recipe
 
@@ -27,7 +27,7 @@ def report(
     the mesh does not fit the heads.
     """
     device, _, per_host = cluster.device_of(recipe)
-    setting = ServeSetting.of(recipe, served(recipe, device.kind), device.kind)
+    setting = ServeSetting.of(recipe, model_to_serve(recipe, device.kind), device.kind)
     requests, length = recipe.serve.requests, recipe.model.seq_len
     sequences = 1 if what == "prefill" else min(requests, setting.most)
     sizes = _steps(setting, length if what == "prefill" else sequences)
@@ -86,7 +86,7 @@ def cache_blocks(recipe: Recipe, programs: ServingPrograms | None = None, device
     of_recipe, _, per_host = cluster.device_of(recipe)
     device = device or of_recipe
     if programs is None:
-        setting = ServeSetting.of(recipe, served(recipe, device.kind), device.kind)
+        setting = ServeSetting.of(recipe, model_to_serve(recipe, device.kind), device.kind)
         programs = build_serving(setting, setting.rows[:1])
     mine = device.shared_by(processes(recipe, programs.setting.mesh.ranks, per_host))
     return programs.cache_blocks(mine.memory_bytes - mine.context_bytes)

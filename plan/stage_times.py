@@ -297,13 +297,13 @@ def _with_messages(priced: Priced, device: Device) -> Timeline:
     timeline = priced.run()
     comms = [info_of(kernel.node).comm for kernel in priced.kernels]
     ends = sum(comm is not None and comm.kind in ("send", "recv") for comm in comms)
-    taken = ends * device.cpu.message_s / 2
-    if not taken or not timeline.at:
+    message_s = ends * device.cpu.message_s / 2
+    if not message_s or not timeline.at:
         return timeline
     return replace(
-        timeline, seconds=timeline.seconds + taken, slowed_s=timeline.slowed_s + taken,
-        at=[*timeline.at[:-1], timeline.at[-1] + taken],
-        events=[event if event.end <= timeline.at[-1] else event._replace(end=event.end + taken)
+        timeline, seconds=timeline.seconds + message_s, slowed_s=timeline.slowed_s + message_s,
+        at=[*timeline.at[:-1], timeline.at[-1] + message_s],
+        events=[event if event.end <= timeline.at[-1] else event._replace(end=event.end + message_s)
                 for event in timeline.events],
     )  # fmt: skip
 

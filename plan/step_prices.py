@@ -13,7 +13,7 @@ from tpshard.parallelism.program import Program
 from tpshard.parallelism.timeline import price
 from tpshard.plan.server import processes
 from tpshard.programs import cluster
-from tpshard.programs.served import served
+from tpshard.programs.served import model_to_serve
 from tpshard.programs.serving import BLOCK_SIZE, ServeSetting, ServingPrograms, build_serving
 from tpshard.programs.traffic import Room
 from tpshard.recipes.diagnostic import Exit, Mistakes
@@ -100,7 +100,7 @@ class ServerBuilder:
         Raises `Mistakes` (exit 4) where the mesh does not fit the heads, or the weights the device.
         """
         device, _, per_host = cluster.device_of(recipe)
-        setting = ServeSetting.of(recipe, served(recipe, device.kind), device.kind)
+        setting = ServeSetting.of(recipe, model_to_serve(recipe, device.kind), device.kind)
         programs_of = {rows: self._program(setting, rows) for rows in setting.rows}
         first = next(iter(programs_of.values()))
         programs = replace(first, setting=setting, steps={rows: one.steps[rows] for rows, one in programs_of.items()})

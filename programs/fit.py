@@ -185,17 +185,17 @@ class _Fit:
             if dim in ruled and dim not in ("batch", "kv_heads"):
                 yield _Use(dim, axes, f"sharding.rules.{dim}", "")
         for pattern, names in sharding.annotate.items():
-            for tensor in self.matched(pattern, len(names)):
+            for tensor in self.matching_tensors(pattern, len(names)):
                 for dim, logical in zip(self.tensors[tensor], names):
                     if logical and logical not in DIMS and logical in sharding.rules:
                         yield _Use(dim, sharding.rules[logical], f"sharding.annotate.{pattern}", tensor)
         for pattern, pinned in sharding.pin.items():
-            for tensor in self.matched(pattern, len(pinned)):
+            for tensor in self.matching_tensors(pattern, len(pinned)):
                 for dim, axes in zip(self.tensors[tensor], pinned):
                     if axes and dim != "batch":
                         yield _Use(dim, axes, f"sharding.pin.{pattern}", tensor)
 
-    def matched(self, pattern: str, rank: int) -> list[str]:
+    def matching_tensors(self, pattern: str, rank: int) -> list[str]:
         return [name for name, dims in self.tensors.items() if matches(pattern, name) and len(dims) == rank]
 
     def uneven(self) -> Iterator[Diagnostic]:
@@ -225,7 +225,9 @@ class _Fit:
                 where=self.recipe.where(f"mesh.{axis}"),
                 why=numbers + kv,
                 fix=f"{fix}sharding.on_uneven: pad",
-                also=_written(self.recipe.where(use.path), f"cuts {use.tensor or use.dim} over {', '.join(use.axes)}"),
+                also=_written_place(
+                    self.recipe.where(use.path), f"cuts {use.tensor or use.dim} over {', '.join(use.axes)}"
+                ),
             )
         yield from self.replicated()
 
@@ -259,7 +261,7 @@ class _Fit:
             )
 
     def positions(self) -> Iterator[Diagnostic]:
-        if self.c.described.positions == "learned" and self.recipe.model.seq_len > self.c.max_seq:
+        if self.c.family_entry.positions == "learned" and self.recipe.model.seq_len > self.c.max_seq:
             yield Diagnostic(
                 f"sequences of {self.recipe.model.seq_len:,} tokens, but {self.model} has {self.c.max_seq:,} positions",
                 exit=Exit.FIT,
@@ -268,5 +270,5 @@ class _Fit:
             )
 
 
-def _written(source: Source, words: str) -> tuple[tuple[Source, str], ...]:
+def _written_place(source: Source, words: str) -> tuple[tuple[Source, str], ...]:
     return ((source, words),) if source.line else ()

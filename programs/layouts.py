@@ -211,9 +211,9 @@ def planned_orders(config: ModelConfig, order: Order, group_size: int) -> dict[s
         if into != "heads" or order == "global":
             orders[name] = ActOrder(key)
         elif size < config.head_dim:
-            orders[name] = _within_heads(key, config)
+            orders[name] = _order_in_heads(key, config)
     return orders
 
 
-def _within_heads(key: str, config: ModelConfig) -> ActOrder:
+def _order_in_heads(key: str, config: ModelConfig) -> ActOrder:
     return ActOrder(key, config.heads, config.heads // config.kv_heads)

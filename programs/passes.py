@@ -47,14 +47,14 @@ def apply(setting: Setting, program: Program, watch: Watch | None = None) -> Pro
     """The program as it will run. `watch` sees it after each pass."""
 
     @cache
-    def recomputed(reshard_after_forward: bool) -> Program:
+    def with_remat(reshard_after_forward: bool) -> Program:
         return run([remat(setting, reshard_after_forward)], program)
 
     @cache
     def program_with(chosen: Choices) -> Program:
-        return run(scheduling(setting, chosen), recomputed(chosen.reshard_after_forward))
+        return run(scheduling(setting, chosen), with_remat(chosen.reshard_after_forward))
 
-    chosen = choose(setting, recomputed, program_with)
+    chosen = choose(setting, with_remat, program_with)
     return program_with(chosen) if watch is None else run(passes(setting, chosen), program, watch)
 
 

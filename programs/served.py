@@ -190,7 +190,7 @@ def stored_model(recipe: Recipe, blueprint: Blueprint, folder: Path, stored: str
     return Served(blueprint, serving_dtype(recipe, quantization, stored, kind), quantization)
 
 
-def served(recipe: Recipe, kind: str) -> Served:
+def model_to_serve(recipe: Recipe, kind: str) -> Served:
     """The model that `tpshard serve` would serve on a `cpu` or `gpu`.
 
     Of an existing folder only the configuration and the orders of inputs are read. For a missing one, if the recipe

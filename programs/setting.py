@@ -102,7 +102,7 @@ class Setting:
         shard. In a vectorized pipeline its layers are stacked."""
         if self.stacking is None:
             return self.single
-        stacked = self._built()
+        stacked = self._build_module()
         stacked.layers = StackedLayers(
             list(self.single.get_submodule(LAYERS).children()), self.stacking, self.batch.data_ranks
         )
@@ -111,9 +111,9 @@ class Setting:
     @cached_property
     def single(self) -> nn.Module:
         """The module with parameters of single layers, as checkpoints have them."""
-        return self._built()
+        return self._build_module()
 
-    def _built(self) -> nn.Module:
+    def _build_module(self) -> nn.Module:
         if misfits := list(fp8_misfits(self.recipe, self.config, self.mesh.axes)):
             raise Mistakes(misfits)
         if self.config is not None:
@@ -138,7 +138,7 @@ class Setting:
         section, axis = self.recipe.pipeline, self.pipeline_axis
         if section is None or axis is None or not section.vectorized:
             return None
-        check_micro_batches(self.recipe, self.divided, axis.size)
+        check_micro_batches(self.recipe, self.division, axis.size)
         if self.config is None or self.config.experts is not None:
             raise Mistakes.one(
                 "`pipeline.form: vectorized` runs the layers of tpshard's own dense families", exit=Exit.FIT,
@@ -162,7 +162,7 @@ class Setting:
                 "`pipeline.form: vectorized` needs layers that differ only in their weights", exit=Exit.FIT,
                 where=self.recipe.where("pipeline.form"), why=why, fix="form: staged",
             )  # fmt: skip
-        return Stacking(axis.size, section.stages_per_device, len(layers) // stages, self.divided.micro_batches)
+        return Stacking(axis.size, section.stages_per_device, len(layers) // stages, self.division.micro_batches)
 
     def shape_in_layer(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of a parameter in checkpoints: of one that is stacked, that of a single layer's."""
@@ -298,10 +298,10 @@ class Setting:
     def batch(self) -> BatchPlan:
         """The division of a step's sequences; a vectorized pipeline takes all of a data rank's at once."""
         section = self.recipe.pipeline
-        return self.divided.at_once() if section is not None and section.vectorized else self.divided
+        return self.division.at_once() if section is not None and section.vectorized else self.division
 
     @cached_property
-    def divided(self) -> BatchPlan:
+    def division(self) -> BatchPlan:
         """The division of a step's sequences into micro-batches, those of a vectorized pipeline too."""
         ranks = 1
         for axis in self.data_axes:

@@ -321,7 +321,7 @@ def exchange_program(
                 feeds[name, other].meta[INFO] = Info((Spec(port.local, dtype),), origin=port.name)
                 inputs.append(port)
 
-    def moved(target: Any, value: fx.Node, name: str, label: str, other: int) -> fx.Node:
+    def communicate(target: Any, value: fx.Node, name: str, label: str, other: int) -> fx.Node:
         node = graph.call_function(target, (value, other - me))
         spec = value.meta[INFO].specs[0]
         need = Demand("sent" if target is send else "received", Through(name, "boundary"), label, stage=other)
@@ -331,14 +331,14 @@ def exchange_program(
         node.meta[INFO] = Info((spec,), label, place, comm=comm)
         return node
 
-    sent = {key: moved(send, feeds[key[0], me], key[0], f"{key[0]}.grad_sum@{me}", key[1])
+    sent = {key: communicate(send, feeds[key[0], me], key[0], f"{key[0]}.grad_sum@{me}", key[1])
             for key in feeds if key[1] != me}  # fmt: skip
     for name in names:
         total: fx.Node | None = None
         for other in (other for shared, other in feeds if shared == name):
             label = f"{name}.grad_sum@{other}"
             feed = feeds[name, other]
-            part = feed if other == me else moved(recv, feed, name, label, other)
+            part = feed if other == me else communicate(recv, feed, name, label, other)
             if total is not None:
                 both = graph.call_function(aten.add.Tensor, (total, part))
                 both.meta[INFO] = Info(part.meta[INFO].specs, label, place)

@@ -24,7 +24,7 @@ from tpshard.parallelism.propagate import propagate
 from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.sharding import Layout, Sharding
 from tpshard.parallelism.simulate import draws
-from tpshard.parallelism.storage import boundaries, propagate_stored
+from tpshard.parallelism.storage import boundaries, propagate_and_store
 from tpshard.parallelism.why import SourcePlace
 from tpshard.programs.annotations import annotate, source_of
 from tpshard.programs.checks import uneven_notes
@@ -220,9 +220,11 @@ def _partition(
         for name, values in stored.items():
             for value in values:
                 annotations[value] = Annotation(Sharding(storage[name].dims, (False,) * value.rank), axis)
-        shardings = propagate_stored(graph, setting.mesh, annotations, {}, setting.data_axes, setting.fsdp_axis, axis)
+        shardings = propagate_and_store(
+            graph, setting.mesh, annotations, {}, setting.data_axes, setting.fsdp_axis, axis
+        )
     else:
-        shardings = propagate_stored(
+        shardings = propagate_and_store(
             graph, setting.mesh, annotations, stored, setting.data_axes, setting.fsdp_axis, axis
         )
     stages = setting.pipeline_axis
@@ -265,12 +267,12 @@ def update_program(
     shapes = {n: setting.shape_in_layer(n, p.shape) for n, p in params.items()}
     treated = treatments(shapes, setting.balanced, setting.orthogonal)
     sums_dtype = DTYPES[setting.recipe.fsdp.accumulate.dtype]
-    count, kept = len(names), setting.moments(names)
+    count, moment_names = len(names), setting.moments(names)
 
     def step(*flat: Tensor) -> Any:
         p, g = list(flat[:count]), list(flat[count : 2 * count])
         rest = iter(flat[2 * count :])
-        moments = {s: [next(rest) for state, _ in kept if state == s] for s in setting.state_names}
+        moments = {s: [next(rest) for state, _ in moment_names if state == s] for s in setting.state_names}
         exp_avg, exp_avg_sq = moments["exp_avg"], moments.get("exp_avg_sq", [])
         loss, tokens, lr, update, *all_squares = rest
         how, squares = [treated[n] for n in names], all_squares[0] if all_squares else None
@@ -296,25 +298,25 @@ def update_program(
 
     dtypes = [torch.float32, torch.int64, *[torch.float32] * (3 if squares else 2)]
     scalars = [torch.empty((), dtype=dtype, device="meta") for dtype in dtypes]
-    moments = like(setting.state_dtype, (name for _, name in kept))
+    moments = like(setting.state_dtype, (name for _, name in moment_names))
     arguments = [*params.values(), *like(sums_dtype, names), *moments, *scalars]
-    labels = [*names, *(f"{n}.grad_sum" for n in names), *(f"{n}.{state}" for state, n in kept),
+    labels = [*names, *(f"{n}.grad_sum" for n in names), *(f"{n}.{state}" for state, n in moment_names),
               "loss_sum", "count", "lr", "update", *["squares"] * (squares is not None)]  # fmt: skip
     graph = capture(step, arguments, labels)
     for op in graph.ops:
         op.place = Place(phase="update")
     mark_outputs(graph)
     annotations = dict(split_annotations(graph, setting.mesh))
-    stored = [*names, *(name for _, name in kept)]
+    stored = [*names, *(name for _, name in moment_names)]
     for values, places in ((graph.inputs, [*names, *stored]), (graph.outputs, stored)):
         for value, name in zip(values, places):
             annotations[value] = _annotation(storage[name], "how it is stored")
-    for i, value in enumerate(graph.inputs[: 2 * count + len(kept)]):
+    for i, value in enumerate(graph.inputs[: 2 * count + len(moment_names)]):
         mark([value], ("parameter", "gradient", "optimizer")[min(i // count, 2)])
-    for i, value in enumerate(graph.outputs[: count + len(kept)]):
+    for i, value in enumerate(graph.outputs[: count + len(moment_names)]):
         mark([value], "parameter" if i < count else "optimizer")
     if squares is not None:
         annotations[graph.inputs[-1]] = squares(graph.inputs[-1])
     program = partition_graph(propagate(graph, setting.mesh, annotations))
-    program.donated = {i: i if i < count else i + count for i in range(count + len(kept))}
+    program.donated = {i: i if i < count else i + count for i in range(count + len(moment_names))}
     return program

@@ -89,17 +89,17 @@ class Rehearsal:
     """Mean number of requests per step."""
 
     @property
-    def settled(self) -> tuple[Answered, ...]:
+    def after_start(self) -> tuple[Answered, ...]:
         """The answers without the first fifth, which found an emptier server."""
         return self.answers[len(self.answers) // 5 :]
 
     def ttft(self, share: float) -> float:
         """The quantile of the seconds to the first token."""
-        return quantile([a.ttft for a in self.settled], share)
+        return quantile([a.ttft for a in self.after_start], share)
 
     def tpot(self, share: float) -> float:
         """The quantile of the seconds per further token."""
-        return quantile([a.tpot for a in self.settled], share)
+        return quantile([a.tpot for a in self.after_start], share)
 
     @property
     def requests_a_second(self) -> float:

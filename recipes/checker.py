@@ -26,7 +26,7 @@ class _Bad:
 BAD = _Bad()
 
 
-def expected(hint: Any) -> str:
+def allowed_text(hint: Any) -> str:
     """The values allowed for a type, as text."""
     words = [_words(base, constraints) for base, constraints in alternatives(hint)]
     return join(dict.fromkeys(words))
@@ -79,7 +79,7 @@ class Checker:
             inner = section_of(hint)
             assert inner is not None
             hint = hints(inner)[str(name)]
-        return self.value(self.merged.written(path), hint, path)
+        return self.value(self.merged.raw_at(path), hint, path)
 
     def section(self, raw: Mapping[str, Any], cls: type[Section], path: Path, where: Source | None = None) -> Any:
         """An instance of `cls`. A refused value is replaced by its default, so that the rest can be checked."""
@@ -214,7 +214,7 @@ class Checker:
         key, options = _key(path), alternatives(hint)
         bases = [base for base, _ in options]
         if "${" in str(raw) and not final:
-            return self.completed(node, hint, path)
+            return self.interpolated_value(node, hint, path)
         if raw == "???" and not final and Any not in bases:
             self.bad.add(key)
             if node.source.line and path not in self.reported:  # otherwise a default derived from a wrong key
@@ -247,7 +247,7 @@ class Checker:
                 return self.wrong(path, message, node.source, f"must be {constraint.legal}", fix)
         return value
 
-    def completed(self, node: Node, hint: Any, path: Path) -> Any:
+    def interpolated_value(self, node: Node, hint: Any, path: Path) -> Any:
         """The value of an interpolation, checked as if written in its place.
 
         Text that depends on the environment is kept as written; anything else must be known now.
@@ -303,7 +303,7 @@ class Checker:
             close = suggestion(raw, choices)
             message = f"`{key}: {shown}` is not one of the choices"
             fix = f"did you mean {close}?" if close else ""
-            return self.wrong(path, message, node.source, f"must be {expected(hint)}", fix)
+            return self.wrong(path, message, node.source, f"must be {allowed_text(hint)}", fix)
         fix = ""
         numbers = any(base in (int, float) for base, _ in options)
         if isinstance(raw, str) and not node.plain and numbers and _as_number(node) is not None:

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
 from tpshard.recipes import model_keys, parallel_keys, schema, serving_keys, training_keys
-from tpshard.recipes.checker import expected
+from tpshard.recipes.checker import allowed_text
 from tpshard.recipes.constraints import ALONE, BYTES, Constraint
 from tpshard.recipes.diagnostic import join
 from tpshard.recipes.hints import alternatives, hints, section_of, wholly_section
@@ -161,7 +161,7 @@ def legal(hint: Any) -> str:
     words = []
     for base, constraints in alternatives(hint):
         limits = [c.legal for c in constraints]
-        words.append(limits[0] if constraints and constraints[0].whole else ", ".join([expected(base), *limits]))
+        words.append(limits[0] if constraints and constraints[0].whole else ", ".join([allowed_text(base), *limits]))
     return join(dict.fromkeys(words))
 
 

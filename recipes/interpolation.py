@@ -55,7 +55,7 @@ class Resolved:
 
 def resolve_at(config: DictConfig, path: Path) -> Resolved:
     """The value at a path as maps, lists and scalars, with all interpolations resolved by OmegaConf."""
-    with _traced(path) as (resolved, chain):
+    with _trace(path) as (resolved, chain):
         try:
             value: Any = reduce(lambda inside, key: inside[key], path, config)
             chain.clear()  # what the values inside a map name is not recorded
@@ -67,7 +67,7 @@ def resolve_at(config: DictConfig, path: Path) -> Resolved:
 
 
 @contextmanager
-def _traced(path: Path) -> Iterator[tuple[Resolved, list[Path]]]:
+def _trace(path: Path) -> Iterator[tuple[Resolved, list[Path]]]:
     """A context in which OmegaConf has only the allowed resolvers, and in which what it reads is recorded.
 
     Yields the record and the chain of keys that are being resolved, from the value at `path` to the innermost.

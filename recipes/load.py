@@ -51,7 +51,7 @@ def loads(text: str, overrides: Sequence[str] = (), *, file: str = "<text>") -> 
     return _sound(_examine_layers(extends.layers_of_text(text, file, recorded), overrides, "recipe", recorded))
 
 
-def changed(recipe: Recipe, changes: Sequence[str]) -> Recipe:
+def with_changes(recipe: Recipe, changes: Sequence[str]) -> Recipe:
     """The recipe with further `key.path=value` overrides: what loading its file with them gives.
 
     Defaults that are derived from other keys are derived again. Raises `Mistakes` where the changes are wrong.
@@ -176,7 +176,7 @@ def _override(text: str, number: int) -> Node:
     file = f"<override {number}>"
     key, *rest = re.split(r"(?<!\\)=", text, maxsplit=1)
 
-    def malformed(why: str, col: int = 1, width: int = 1) -> Mistakes:
+    def syntax_mistake(why: str, col: int = 1, width: int = 1) -> Mistakes:
         return Mistakes.one(
             f"the override `{text}` is not key.path=value",
             exit=Exit.USAGE,
@@ -186,20 +186,20 @@ def _override(text: str, number: int) -> Node:
         )
 
     if not rest:
-        raise malformed("no `=`", width=len(text))
+        raise syntax_mistake("no `=`", width=len(text))
     if not key.strip():
-        raise malformed("no key before `=`")
+        raise syntax_mistake("no key before `=`")
     if re.search(r"\s", key):
-        raise malformed("a space in the key", width=len(key))
+        raise syntax_mistake("a space in the key", width=len(key))
     if key.count("[") != key.count("]"):
-        raise malformed("a bracket without the other", width=len(key))
+        raise syntax_mistake("a bracket without the other", width=len(key))
     parts: list[str] = []
     below: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"{key}=null"]))
     while isinstance(below, dict):
         ((part, below),) = below.items()
         parts.append(part)
     if "" in parts:
-        raise malformed("an empty part between dots", col=len(".".join(parts[: parts.index("")])) + 1)
+        raise syntax_mistake("an empty part between dots", col=len(".".join(parts[: parts.index("")])) + 1)
     where = Source(file, 1, 1, text, len(key))
     if rest[0].strip():
         leaf = compose(rest[0], file, shown=text, offset=len(key) + 1, mapping=False)
@@ -243,7 +243,7 @@ def _derive(merged: Merged, name: str) -> None:
     def default(path: str, value: Callable[[], Any]) -> None:
         keys = tuple(path.split("."))
         with contextlib.suppress(LookupError):
-            if merged.written(keys) is None:
+            if merged.raw_at(keys) is None:
                 merged.put(keys, "???")  # OmegaConf's sign for a missing value, until there is one
                 merged.put(keys, value())
 
@@ -254,7 +254,7 @@ def _derive(merged: Merged, name: str) -> None:
     default("optimizer.state_dtype", lambda: read("fsdp.master_dtype"))
     default("schedule.warmup_steps", lambda: min(2000, read("train.steps") // 10))
     default("data.tokenizer", lambda: None if read("data.source") == "sample" else "${oc.env:TOKENIZER_DIR}")
-    if isinstance(mesh := merged.written(("mesh",)), dict):
+    if isinstance(mesh := merged.raw_at(("mesh",)), dict):
         merged.put(("mesh",), _complete(mesh))
     default(
         "cluster.devices_per_node",
@@ -264,9 +264,9 @@ def _derive(merged: Merged, name: str) -> None:
 
 def _put_on(merged: Merged, layer: Node) -> None:
     """Adds a layer. A pipeline's axis that is added to a mesh lies outside of its others: stages send least."""
-    before = merged.written(("mesh",)) if "mesh" in merged.raw else None
+    before = merged.raw_at(("mesh",)) if "mesh" in merged.raw else None
     merged.add(layer)
-    mesh = merged.written(("mesh",)) if "mesh" in merged.raw else None
+    mesh = merged.raw_at(("mesh",)) if "mesh" in merged.raw else None
     if isinstance(before, dict) and isinstance(mesh, dict) and "pp" in mesh.keys() - before.keys():
         merged.put(("mesh",), {"pp": mesh["pp"], **mesh})
 

@@ -92,7 +92,7 @@ class Merged:
             raise Mistakes.one(message, where=self.place(path), why=why)
         return resolved
 
-    def written(self, path: Path) -> Any:
+    def raw_at(self, path: Path) -> Any:
         """The value at a path as written, with `~` and `$NAME` in paths as interpolations."""
         return written_at(self.raw, path)
 

@@ -145,7 +145,7 @@ class Reply:
         try:
             answer = await self.server.order(scope, receive, self.parse)
             work = asyncio.ensure_future((self._stream if answer.order.stream else self._whole)(answer, noting))
-            leaving = asyncio.ensure_future(_left(receive))
+            leaving = asyncio.ensure_future(_wait_for_disconnect(receive))
             try:
                 longest = self.server.service.limits.request_s
                 done, _ = await asyncio.wait({work, leaving}, timeout=longest, return_when=asyncio.FIRST_COMPLETED)
@@ -205,7 +205,7 @@ def _data(value: dict[str, Any], more: bool = True) -> dict[str, Any]:
     return {"type": "http.response.body", "body": b"data: " + json.dumps(value).encode() + b"\n\n", "more_body": more}
 
 
-async def _left(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 

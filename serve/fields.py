@@ -188,7 +188,7 @@ def biases(value: Any) -> tuple[tuple[int, float], ...]:
     for key, bias in value.items():
         if not (key.isascii() and key.isdigit() and len(key) <= 10 and key == str(int(key))):
             raise Refused(f"has a key that is not a token id: {_show(key)}")
-        out.append((int(key), _within(f"of token {key}", number(-100, 100), bias)))
+        out.append((int(key), _check_part(f"of token {key}", number(-100, 100), bias)))
     return tuple(out)
 
 
@@ -201,7 +201,7 @@ def prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
         raise Refused(f"is not 1 to {MAX_PROMPTS} prompts")
     out: list[str | tuple[int, ...]] = []
     for v in many:
-        token = partial(_within, "has a token that", whole_number(0, 2**31 - 1))
+        token = partial(_check_part, "has a token that", whole_number(0, 2**31 - 1))
         out.append(tuple(map(token, v)) if isinstance(v, list) else text(v))
         if not out[-1]:
             raise Refused("is empty")
@@ -211,7 +211,7 @@ def prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
 def messages(value: Any) -> tuple[dict[str, Any], ...]:
     if not isinstance(value, list) or not 0 < len(value) <= 4096:
         raise Refused("is not a list of 1 to 4096 messages")
-    return tuple(_within(f"has an item {i}", _message, v) for i, v in enumerate(value))
+    return tuple(_check_part(f"has an item {i}", _message, v) for i, v in enumerate(value))
 
 
 def _message(value: Any) -> dict[str, Any]:
@@ -227,12 +227,12 @@ def _message(value: Any) -> dict[str, Any]:
         for part in content:
             if not isinstance(part, dict) or part.get("type") != "text" or set(part) != {"type", "text"}:
                 raise Refused("with a part of `content` that is not text; only text is supported")
-        content = "".join(_within("whose `text`", text, part["text"]) for part in content)
-    out = {"role": value["role"], "content": _within("whose `content`", text, content)}
-    return out | ({"name": _within("whose `name`", text, value["name"])} if value.get("name") is not None else {})
+        content = "".join(_check_part("whose `text`", text, part["text"]) for part in content)
+    out = {"role": value["role"], "content": _check_part("whose `content`", text, content)}
+    return out | ({"name": _check_part("whose `name`", text, value["name"])} if value.get("name") is not None else {})
 
 
-def _within(place: str, check: Check, value: Any) -> Any:
+def _check_part(place: str, check: Check, value: Any) -> Any:
     """Checks a part of a field and returns its value; a refusal names the part."""
     try:
         return check(value)

@@ -56,9 +56,9 @@ class Metrics:
             self._last[s.id] = now
             self.tokens.inc()
         if event.finish is not None:
-            self.ended(s.id, s.arrived, event.finish)
+            self.count_finished(s.id, s.arrived, event.finish)
 
-    def ended(self, number: int, arrived: float, reason: str) -> None:
+    def count_finished(self, number: int, arrived: float, reason: str) -> None:
         """Counts a finished request and its duration; `arrived` is in seconds of the monotonic clock."""
         self._last.pop(number, None)
         self.whole.observe(time.monotonic() - arrived)

@@ -32,7 +32,7 @@ from tpshard.kernels.gptq_solver import (
 )
 from tpshard.kernels.quantized import Quantized, concatenate
 from tpshard.models import build
-from tpshard.models.aside import written_aside
+from tpshard.models.aside import write_aside
 from tpshard.models.config import ModelConfig
 from tpshard.models.hf import copy_tokenizer
 from tpshard.models.hf_config import write_config
@@ -387,7 +387,7 @@ def write(
         dynamic={f"-:{home.replace('.', chr(92) + '.')}$": {} for home in quantizer.report.left_dense},
     )
     model = write_config(replace(config, dtype="fp16"), "fp16", token_ids)
-    with written_aside(out, overwrite=overwrite) as folder:
+    with write_aside(out, overwrite=overwrite) as folder:
         write_into(folder, model, quantizer.run(), quantizer.dense(), gptq)
         if tokenizer is not None:
             copy_tokenizer(tokenizer, folder)

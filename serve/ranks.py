@@ -108,7 +108,7 @@ class Ranks:
         missing = set(ranks)
         while missing:
             left = deadline - time.monotonic()
-            ready = self._workers.listen(0.1 if self._workers.troubled else min(_LOOK_S, max(0.0, left)))
+            ready = self._workers.listen(0.1 if self._workers.has_failure else min(_LOOK_S, max(0.0, left)))
             for rank in ready:
                 try:
                     got, _ = receive(self._channels[rank])
@@ -117,7 +117,7 @@ class Ranks:
                     continue
                 if got == kind:
                     missing.discard(rank)
-            if self._workers.settled or (self._workers.troubled and not self._workers.living):
+            if self._workers.reports_complete or (self._workers.has_failure and not self._workers.living):
                 self._raise_lost()
             if not ready and missing:
                 self._look(min(missing), left, seconds)
@@ -128,7 +128,7 @@ class Ranks:
             if _is_stopped(worker.process.pid):
                 self._end(f"rank {worker.rank} was lost: it was stopped by a signal")
         for worker in self._workers.all:
-            if worker.died and not self._workers.troubled:
+            if worker.died and not self._workers.has_failure:
                 self._end(f"rank {worker.rank} was lost: it exited unexpectedly")
         if left <= 0:
             self._end(f"rank {rank} did not answer within {seconds:g} s; the workers were ended")

@@ -83,7 +83,7 @@ class Sequence:
         return len(self.tokens) - self.computed
 
     @property
-    def unscored(self) -> bool:
+    def needs_scores(self) -> bool:
         """Whether prompt scores are requested and incomplete."""
         return self.prompt_logprobs and len(self.prompt_scores) < len(self.prompt) - 1
 

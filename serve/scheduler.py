@@ -35,7 +35,7 @@ class Slice:
     @property
     def scores(self) -> bool:
         """Whether these rows' logits score the prompt."""
-        return self.sequence.unscored
+        return self.sequence.needs_scores
 
 
 class Scheduler:
@@ -85,7 +85,7 @@ class Scheduler:
 
     def _slice(self, s: Sequence, rows: int, logit_rows: int) -> Slice:
         count = min(s.left, rows)
-        if s.unscored:
+        if s.needs_scores:
             count = min(count, logit_rows)
         return Slice(s, s.computed, count)
 
@@ -113,7 +113,7 @@ class Scheduler:
     def _give_back(self, s: Sequence) -> None:
         self.pool.release(s.blocks)
         s.blocks, s.computed, s.published = [], 0, 0
-        if s.unscored:
+        if s.needs_scores:
             s.prompt_scores.clear()
 
     def _admit(self, rows: int, logit_rows: int) -> list[Slice]:
@@ -122,7 +122,7 @@ class Scheduler:
         for s in list(self.waiting):
             if not rows or not logit_rows or len(self.running) >= self.max_running:
                 break
-            reusable = 0 if s.unscored else (len(s.tokens) - 1) // self._size
+            reusable = 0 if s.needs_scores else (len(s.tokens) - 1) // self._size
             digests = [self._digest(s, i) for i in range(reusable)]
             cached = self.pool.cached_prefix(digests)
             if cached < reusable and digests[cached] in pending:

@@ -204,7 +204,7 @@ class Service:
     def _take(self, engine: Engine, what: str, sequence: Sequence) -> None:
         if what != "add":
             if not sequence.done:
-                self.metrics.ended(sequence.id, sequence.arrived, what)
+                self.metrics.count_finished(sequence.id, sequence.arrived, what)
             engine.abort(sequence)
         elif not sequence.done:
             try:

@@ -71,14 +71,17 @@ class Filler:
             return self._dense(port, port.name, place)
         if port.held.form == "onednn":
             return _pack(self._dense(port, port.held.of[0], place))
-        parts = [self._read_coded(port, name, place) for name in port.held.of]
+        parts = [self._read_quantized(port, name, place) for name in port.held.of]
         return prepare(parts[0] if len(parts) == 1 else concatenate(parts), self.device)
 
     def _dense(self, port: Port, name: str, place: Sequence[tuple[int, int]]) -> Tensor:
         """A block of a parameter, with outputs and inputs in the program's order."""
         if self.weights.quantized(name) is not None:
             return (
-                self._read_coded(port, name, place).dequantize(torch.float32).T.to(self.device, port.dtype).contiguous()
+                self._read_quantized(port, name, place)
+                .dequantize(torch.float32)
+                .T.to(self.device, port.dtype)
+                .contiguous()
             )
         (start, size), *rest = place
         columns = self.arrangement.columns_of(name, self._group)
@@ -90,13 +93,13 @@ class Filler:
 
     def _read_dense(self, name: str, place: Sequence[tuple[int, int]]) -> Tensor:
         """A block of a parameter, with zeros beyond what is stored."""
-        there = [max(0, min(size, n - start)) for n, (start, size) in zip(self.weights.shapes[name], place)]
-        if 0 in there:
+        lengths = [max(0, min(size, n - start)) for n, (start, size) in zip(self.weights.shapes[name], place)]
+        if 0 in lengths:
             return torch.zeros([size for _, size in place])
-        missing = [x for (_, size), got in zip(reversed(place), reversed(there)) for x in (0, size - got)]
-        return F.pad(self.weights.block(name, [start for start, _ in place], there), missing)
+        missing = [x for (_, size), got in zip(reversed(place), reversed(lengths)) for x in (0, size - got)]
+        return F.pad(self.weights.block(name, [start for start, _ in place], lengths), missing)
 
-    def _read_coded(self, port: Port, name: str, place: Sequence[tuple[int, int]]) -> Quantized:
+    def _read_quantized(self, port: Port, name: str, place: Sequence[tuple[int, int]]) -> Quantized:
         """A block of a quantized parameter, in the program's order."""
         whole = self.weights.quantized(name)
         assert whole is not None, f"{name} is not quantized"

@@ -79,7 +79,7 @@ def _batch_norm(x: Tensor, w: Tensor, b: Tensor) -> list[Tensor]:
     return [trained + F.batch_norm(x, mean, var, w, b), mean * var]
 
 
-def _decomposed(x: Tensor) -> list[Tensor]:
+def _decompose(x: Tensor) -> list[Tensor]:
     """Cases of decompositions, compared by values that do not depend on the signs of vectors."""
     u, s, vh = torch.linalg.svd(x, full_matrices=False)
     q, r = torch.linalg.qr(x)
@@ -177,7 +177,7 @@ LAYERS: dict[str, list[Case]] = {
     ],
     "aten.linalg_lu": [of(lambda x: torch.linalg.lu(_square(x)), f(4, 3, 3))],
     "aten.geqrf": [of(lambda x: tuple(torch.geqrf(x)), f(4, 3, 2))],
-    "aten.linalg_qr aten._linalg_svd": [of(_decomposed, f(4, 3, 2))],
+    "aten.linalg_qr aten._linalg_svd": [of(_decompose, f(4, 3, 2))],
     "aten.linalg_householder_product": [of(lambda x, t: torch.linalg.householder_product(x, t), f(4, 3, 2), f(4, 2))],
     "aten._linalg_eigh": [both(lambda x: torch.linalg.eigvalsh(_square(x)), f(4, 2, 3))],
     "aten.linalg_eig": [of(lambda x: torch.linalg.eig(_square(x)).eigenvalues.real.sort().values, f(4, 3, 3))],

@@ -41,12 +41,12 @@ def plant(program: Program, fault: Fault) -> Program:
         strides = tuple(mesh.stride[name] for name in mesh.axes)
         rank = faulty.graph.call_function(offset, (tuple(map(mesh.axis, mesh.axes)), strides))
         rank.meta[INFO] = Info((Spec((), before.meta[INFO].specs[0].dtype),))
-        results[2 + place] = faulty.graph.call_function(altered, (before, after, rank, fault.factor, fault.rank))
+        results[2 + place] = faulty.graph.call_function(alter, (before, after, rank, fault.factor, fault.rank))
         results[2 + place].meta[INFO] = info(after)
     output.args = (type(output.args[0])(results),)
     return faulty
 
 
-def altered(before: Tensor, after: Tensor, rank: int, factor: float, where: int | None) -> Tensor:
+def alter(before: Tensor, after: Tensor, rank: int, factor: float, where: int | None) -> Tensor:
     """`after`, with its difference from `before` scaled if this rank has the fault."""
     return before + (after - before) * factor if where is None or where == rank else after.clone()

@@ -15,7 +15,7 @@ from tpshard.models import Blueprint
 from tpshard.models.config import ModelConfig
 from tpshard.parallelism.runtime.context import alone
 from tpshard.parallelism.simulate import cut, run_lockstep
-from tpshard.programs.served import Served, served
+from tpshard.programs.served import Served, model_to_serve
 from tpshard.programs.serving import ServeSetting, ServingPrograms, build_serving
 from tpshard.recipes.load import loads
 from tpshard.recipes.schema import Recipe
@@ -54,8 +54,8 @@ def runner_of(model: torch.nn.Module, *overrides: str, blocks: int = 64, dtype: 
 
 
 def programs_of(folder: Path, *overrides: str) -> ServingPrograms:
-    told_all = recipe(f"serve.checkpoint={folder}", *overrides)
-    return build_serving(ServeSetting.of(told_all, served(told_all, "cpu"), "cpu"))
+    overridden = recipe(f"serve.checkpoint={folder}", *overrides)
+    return build_serving(ServeSetting.of(overridden, model_to_serve(overridden, "cpu"), "cpu"))
 
 
 def folder_runner(folder: Path, *overrides: str, blocks: int = 16) -> ProgramRunner:

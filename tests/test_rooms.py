@@ -52,7 +52,7 @@ def arrows() -> dict[str, set[str]]:
     }
 
 
-def reached(start: str, graph: dict[str, set[str]]) -> set[str]:
+def reach(start: str, graph: dict[str, set[str]]) -> set[str]:
     names: set[str] = set()
     queue = [start]
     while queue:
@@ -77,6 +77,6 @@ def test_no_room_imports_upward() -> None:
 
 def test_no_files_import_each_other_in_a_circle() -> None:
     graph = arrows()
-    behind = {name: reached(name, graph) for name in graph}
+    behind = {name: reach(name, graph) for name in graph}
     in_circles = {name for name in graph if name in behind[name]}
     assert in_circles == set()

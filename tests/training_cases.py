@@ -67,12 +67,12 @@ def train(context: Context, programs: TrainingPrograms, count: int = 3) -> dict[
     engine.initialize(SEED)
     update, sums = engine.step, []
 
-    def watched(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    def watch(*tensors: torch.Tensor) -> list[torch.Tensor]:
         count = len(engine.ports)
         sums[:] = [total.clone() for total in tensors[count : 2 * count]]
         return update(*tensors)
 
-    engine.step = watched
+    engine.step = watch
     plan = setting.batch
     losses, norms, grads = [], [], {}
     for step in range(count):
@@ -83,14 +83,14 @@ def train(context: Context, programs: TrainingPrograms, count: int = 3) -> dict[
         result = engine.update(0.01, step + 1)
         if step == 0:
             pairs = zip(engine.ports, sums)
-            grads = whole(engine, dict(part for port, total in pairs for part in engine.saved("", port, total)))
+            grads = whole(engine, dict(part for port, total in pairs for part in engine.named_shards("", port, total)))
         losses.append(result.loss)
         norms.append(result.grad_norm)
         assert (result.finite, result.targets) == (True, 12 * 11), result
     loss, targets = engine.evaluate(global_batch(9).rows(plan.per_device * engine.data_rank,
                                                          plan.per_device * (engine.data_rank + 1)))  # fmt: skip
     return {"losses": losses, "norms": norms, "grads": grads, "state": whole(engine, engine.tensors()),
-            "eval": (loss, targets), "expected": set(engine.expected())}  # fmt: skip
+            "eval": (loss, targets), "expected": set(engine.stored_shapes())}  # fmt: skip
 
 
 @cache

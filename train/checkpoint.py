@@ -138,14 +138,14 @@ def prune(directory: Path, step: int, keep_last: int) -> None:
     Later checkpoints belong to an abandoned part of the run (before a rollback, or before a new start in an old
     folder). They are kept under another name, so that nothing resumes from them.
     """
-    there = steps(directory)
+    checkpoints = steps(directory)
     with contextlib.suppress(OSError):
-        older = [path for number, path in there.items() if number <= step]
+        older = [path for number, path in checkpoints.items() if number <= step]
         for path in older[:-keep_last] if keep_last else []:
             doomed = directory / f".{path.name}.deleted"
             path.rename(doomed)  # first: half a checkpoint must not look like a whole one
             shutil.rmtree(doomed, ignore_errors=True)
-        for number, path in there.items():
+        for number, path in checkpoints.items():
             if number > step:
                 aside = directory / f"superseded-{path.name}"
                 while aside.exists():

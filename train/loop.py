@@ -138,7 +138,7 @@ class TrainingLoop:
         return mine or SavedCheckpoint(self.checkpoints / step_name(step))
 
     def _restore(self, checkpoint: SavedCheckpoint) -> None:
-        checkpoint.require(self.engine.expected())
+        checkpoint.require(self.engine.stored_shapes())
         self.engine.load(checkpoint.block)
         saved = checkpoint.meta["course"]
         self.course.step, self.course.updates = saved["step"], saved["updates"]

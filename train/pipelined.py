@@ -65,13 +65,15 @@ class PipelineEngine(State):
         sent = super().sent_bytes
         return None if sent is None else sent + self._sent_between
 
-    def expected(self) -> Mapping[str, tuple[Sequence[int], torch.dtype]]:
+    def stored_shapes(self) -> Mapping[str, tuple[Sequence[int], torch.dtype]]:
         """Global shape and dtype of every tensor of all stages."""
         setting = self.programs.setting
         shapes = {port.name: port.shape for port in self.programs.micro.inputs if port.kind == "parameter"}
         params = {name: (shape, self.params[0].dtype) for name, shape in shapes.items()}
-        kept = setting.moments(shapes)
-        return params | {f"{OPTIMIZER}{state}/{name}": (shapes[name], setting.state_dtype) for state, name in kept}
+        moment_names = setting.moments(shapes)
+        return params | {
+            f"{OPTIMIZER}{state}/{name}": (shapes[name], setting.state_dtype) for state, name in moment_names
+        }
 
     def accumulate(self, batch: StepBatch, seed: int) -> None:
         self._batches.append(self._named_batch(batch, seed))

@@ -192,14 +192,14 @@ def _one_at_a_time(path: Path) -> Iterator[None]:
 
 def _disk(path: Path) -> str:
     """`the disk at /home, 12.0 of 50.0 MiB free`, for the file system of `path`."""
-    there = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
-    while not there.is_mount():
-        there = there.parent
+    mount = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    while not mount.is_mount():
+        mount = mount.parent
     try:
-        usage = shutil.disk_usage(there)
+        usage = shutil.disk_usage(mount)
     except OSError:
-        return f"the disk at {there}"
-    return f"the disk at {there}, {usage.free / 2**20:,.1f} of {usage.total / 2**20:,.1f} MiB free"
+        return f"the disk at {mount}"
+    return f"the disk at {mount}, {usage.free / 2**20:,.1f} of {usage.total / 2**20:,.1f} MiB free"
 
 
 def _read(path: Path) -> Holder | None:

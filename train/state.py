@@ -157,7 +157,7 @@ class State:
         for (state, name), tensor in zip(self.kept, self.moments, strict=True):
             yield f"{OPTIMIZER}{state}/", ports[name], tensor
 
-    def saved(self, prefix: str, port: Port, tensor: Tensor) -> Iterator[tuple[str, Shard]]:
+    def named_shards(self, prefix: str, port: Port, tensor: Tensor) -> Iterator[tuple[str, Shard]]:
         """This rank's part of a tensor as checkpoints name it: a stacked one is a tensor for each layer."""
         pairs = block(port.shape, port.layout, self.context.mesh, self.context.rank)
         starts, sizes = tuple(start for start, _ in pairs), tuple(size for _, size in pairs)
@@ -176,9 +176,9 @@ class State:
         return None if stacking is None else stacking.members(port.name)
 
     def tensors(self) -> dict[str, Shard]:
-        return dict(pair for named in self._named_tensors() for pair in self.saved(*named))
+        return dict(pair for named in self._named_tensors() for pair in self.named_shards(*named))
 
-    def expected(self) -> Mapping[str, tuple[Sequence[int], torch.dtype]]:
+    def stored_shapes(self) -> Mapping[str, tuple[Sequence[int], torch.dtype]]:
         return {
             prefix + name: (self.programs.setting.shape_in_layer(port.name, port.shape), tensor.dtype)
             for prefix, port, tensor in self._named_tensors() for name in self._members(port) or [port.name]
@@ -197,7 +197,7 @@ class State:
     def _fill(self, prefix: str, port: Port, tensor: Tensor, read: Callable[..., Tensor]) -> None:
         """Reads this rank's part of a tensor, by the names, starts and sizes of its blocks in checkpoints."""
         tensor.zero_()
-        for name, shard in self.saved(prefix, port, tensor):
+        for name, shard in self.named_shards(prefix, port, tensor):
             shard.tensor[...] = read(name, shard.starts, tuple(shard.tensor.shape)).to(shard.tensor)
 
 

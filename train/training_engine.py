@@ -85,7 +85,7 @@ class TrainingEngine(Protocol):
         """This rank's blocks of parameters (by name) and moments (`optimizer/exp_avg/NAME`, ...)."""
         ...
 
-    def expected(self) -> Mapping[str, tuple[Sequence[int], torch.dtype]]:
+    def stored_shapes(self) -> Mapping[str, tuple[Sequence[int], torch.dtype]]:
         """Global shape and dtype of every tensor of `tensors`, the same on every rank."""
         ...
 

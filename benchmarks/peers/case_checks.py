@@ -32,7 +32,7 @@ Answer = tuple[bool, Any, str]
 MODES = {"basic": (Loop(4, False),), "aggressive": (Loop(4, True),)}
 
 
-def _built(case: dict[str, Any], rewrite: Callable[[Graph], None] | None = None) -> tuple[Builder, dict[str, Value]]:
+def _build(case: dict[str, Any], rewrite: Callable[[Graph], None] | None = None) -> tuple[Builder, dict[str, Value]]:
     """The graph of a case, rewritten as a captured graph would be, and its values by name."""
     builder = Builder(read(case["program"]))
     if rewrite is not None:
@@ -56,7 +56,7 @@ def _annotations(case: dict[str, Any], named: dict[str, Value], mesh: Mesh) -> d
 # ---- propagation ----------------------------------------------------------------------------------------------------
 def propagation(case: dict[str, Any]) -> Answer:
     mesh = mesh_of(case)
-    builder, named = _built(case)
+    builder, named = _build(case)
     mode = str(case.get("engine_mode")).split(";")[0].split(" ")[0]
     annotations = _annotations(case, named, mesh)
     shardings = propagate(
@@ -115,7 +115,7 @@ def _rule_of(expected: dict[str, str]) -> tuple[Dims, Dims, dict[str, int], dict
 
 
 # ---- reshards -------------------------------------------------------------------------------------------------------
-def _sent(steps: tuple[ReshardStep, ...], shape: tuple[int, ...], itemsize: int) -> int:
+def _sent_bytes(steps: tuple[ReshardStep, ...], shape: tuple[int, ...], itemsize: int) -> int:
     """Bytes that a device sends."""
     return round(cost(steps, shape, itemsize, latency=0))
 
@@ -144,10 +144,10 @@ def reshard_plan(case: dict[str, Any]) -> Answer:
         )
         uneven = any(n % size_of(axes) for layout in (at, after) for n, axes in zip(shape, layout.dims))
         if uneven:  # pieces that do not lie one in another take more than the one collective
-            sent = max(sent, _sent(redistribution(shape, at, after, 4, latency=0), shape, 4))
+            sent = max(sent, _sent_bytes(redistribution(shape, at, after, 4, latency=0), shape, 4))
         theirs += sent
         at = after
-    sent = _sent(mine, shape, 4)
+    sent = _sent_bytes(mine, shape, 4)
     reached = (mine[-1].after if mine else source) == goal or not mine
     got = {"steps": [f"{s.kind} -> {s.after.show(mesh)}" for s in mine], "bytes": sent, "peer_bytes": theirs}
     reason = "" if sent <= theirs else f"{sent} bytes, {theirs} expected: {got['steps']}"
@@ -156,7 +156,7 @@ def reshard_plan(case: dict[str, Any]) -> Answer:
 
 def explicit_reshards(case: dict[str, Any]) -> Answer:
     mesh = mesh_of(case)
-    builder, named = _built(case)
+    builder, named = _build(case)
     annotations = _annotations(case, named, mesh)
     for name, value in named.items():  # what carries no sharding is whole
         if value not in annotations and not name.startswith("_"):
@@ -188,7 +188,7 @@ def _peer_bytes(case: dict[str, Any], named: dict[str, Value], mesh: Mesh, layou
         if "no" in step:  # no reshard: every op is computed as its values lie
             computed = [(n, v) for n, v in named.items() if v.producer is not None and not n.startswith("_")]
             for _, value in computed:
-                total += _computed(value, dict(at.values()), dict(at.values())[value])[1]
+                total += _compute(value, dict(at.values()), dict(at.values())[value])[1]
             continue
         if step["op"] in named or "kind" in step:
             base = step["op"]
@@ -197,7 +197,7 @@ def _peer_bytes(case: dict[str, Any], named: dict[str, Value], mesh: Mesh, layou
                 result_layout = (
                     layout_of(step["result_sharding"], named[name].rank, mesh) if "result_sharding" in step else None
                 )
-                layout, sent = _computed(named[name], layout_of_value, result_layout)
+                layout, sent = _compute(named[name], layout_of_value, result_layout)
                 total += sent if "." not in name or name.endswith(".0") else 0
                 at[name] = (named[name], layout)
                 stated.add(name)
@@ -210,7 +210,7 @@ def _peer_bytes(case: dict[str, Any], named: dict[str, Value], mesh: Mesh, layou
         value, before = at[name]
         after = layout_of(step["to"], value.rank, mesh)
         if step["op"] == "reshard" and value.producer is not None and name in named and name not in stated:
-            before, sent = _computed(value, {v: layout for n, (v, layout) in at.items() if n != name}, None)
+            before, sent = _compute(value, {v: layout for n, (v, layout) in at.items() if n != name}, None)
             total += sent
         if step["op"] == "all_reduce":
             members = size_of(axes_in(step["axes"].removeprefix("max"), mesh))
@@ -218,19 +218,19 @@ def _peer_bytes(case: dict[str, Any], named: dict[str, Value], mesh: Mesh, layou
                 "all_reduce", local_bytes(value.shape, Layout(after.dims), value.dtype.itemsize), members
             )
         elif step["op"] == "reshard":
-            total += _moved(value, Layout(before.dims), Layout(after.dims))
+            total += _move(value, Layout(before.dims), Layout(after.dims))
         elif step["op"] not in ("sharded_to_unreduced", "replicated_to_unreduced", "all_slice"):
-            total += _moved(value, before, after)
+            total += _move(value, before, after)
         at[step["name"]] = (value, after)
     return total
 
 
-def _moved(value: Value, before: Layout, after: Layout) -> int:
+def _move(value: Value, before: Layout, after: Layout) -> int:
     itemsize = value.dtype.itemsize
-    return _sent(redistribution(value.shape, before, after, itemsize, latency=0), value.shape, itemsize)
+    return _sent_bytes(redistribution(value.shape, before, after, itemsize, latency=0), value.shape, itemsize)
 
 
-def _computed(value: Value, layouts: dict[Value, Layout], result_layout: Layout | None) -> tuple[Layout, int]:
+def _compute(value: Value, layouts: dict[Value, Layout], result_layout: Layout | None) -> tuple[Layout, int]:
     """The layout in which a statement leaves its result that computes on its operands as they lie, and the bytes that
     this takes. A statement may be several ops. wanted: the result's layout, where a step says it."""
     op = value.producer
@@ -238,7 +238,7 @@ def _computed(value: Value, layouts: dict[Value, Layout], result_layout: Layout 
         return layouts.get(value, Layout(((),) * value.rank)), 0
     rule, total, homes = rule_for(op), 0, []
     for operand in op.operands:
-        layout, sent = (layouts[operand], 0) if operand in layouts else _computed(operand, layouts, None)
+        layout, sent = (layouts[operand], 0) if operand in layouts else _compute(operand, layouts, None)
         homes.append(layout)
         total += sent
     cuts: dict[int, Cut] = {}
@@ -251,7 +251,7 @@ def _computed(value: Value, layouts: dict[Value, Layout], result_layout: Layout 
     for operand, have, dims in zip(op.operands, homes, rule.operands):
         need = choose.layout_of(rule, dims, cuts, False)
         if need.dims != have.dims:  # a dim of size 1, or axes that another operand has elsewhere
-            total += _moved(operand, Layout(have.dims), need)
+            total += _move(operand, Layout(have.dims), need)
     result = factors.layout_of(rule.results[value.index], cuts, rule.sizes)
     return Layout(result.dims), total + round(inside(op, rule, cuts))
 
@@ -264,10 +264,10 @@ def partition(case: dict[str, Any]) -> Answer:
     mesh = mesh_of(case)
     if case["program"].startswith("reshard("):
         return _partitioned_reshard(case, mesh)
-    builder, named = _built(case, join_pieces)
+    builder, named = _build(case, join_pieces)
     program = partition_graph(propagate(builder.graph, mesh, _annotations(case, named, mesh)), latency=0)
     got: dict[str, Any] = {"collectives": [f"{c.kind} {c.axes} {c.bytes}" for c in program.collectives]}
-    if not _as_expected([c.kind for c in program.collectives], case["expected"]):
+    if not _equals_expected([c.kind for c in program.collectives], case["expected"]):
         mine = sum(wire_bytes(c.kind, c.bytes, c.size) for c in program.collectives)
         theirs = _least_bytes(case["expected"]["collectives"], mesh)
         got |= {"bytes": mine, "peer_bytes": theirs}
@@ -291,7 +291,7 @@ def _least_bytes(expected: list[dict[str, Any]], mesh: Mesh) -> int | None:
     return total
 
 
-def _as_expected(mine: list[str], expected: dict[str, Any]) -> bool:
+def _equals_expected(mine: list[str], expected: dict[str, Any]) -> bool:
     """Whether the kinds of a program's collectives are the expected ones, or cheaper; or, where a note says that the
     peer's test asserts less than that, what it does assert."""
     note = expected.get("note", "")
@@ -302,7 +302,7 @@ def _as_expected(mine: list[str], expected: dict[str, Any]) -> bool:
     exactly = re.search(r"only asserts that exactly (\d+) (?:collective-)?([\w-]+)", note)
     if exactly:
         return mine.count(exactly[2].replace("-", "_")) == int(exactly[1]) and "all_gather" not in mine
-    return not _unmatched(mine, expected["collectives"])
+    return not _without_match(mine, expected["collectives"])
 
 
 def _partitioned_reshard(case: dict[str, Any], mesh: Mesh) -> Answer:
@@ -315,11 +315,11 @@ def _partitioned_reshard(case: dict[str, Any], mesh: Mesh) -> Answer:
     steps = redistribution(shape, source, goal, 4)
     mine = [kinds[s.kind] for s in steps if s.kind in kinds]
     got = {"collectives": mine}
-    holds = _as_expected(mine, case["expected"])
+    holds = _equals_expected(mine, case["expected"])
     return holds, got, "" if holds else f"{mine}, expected {case['expected']['collectives']}"
 
 
-def _unmatched(mine: list[str], expected: list[dict[str, Any]]) -> bool:
+def _without_match(mine: list[str], expected: list[dict[str, Any]]) -> bool:
     """Whether a collective has no expected one, as dear or dearer, of its own."""
     allowed = [e["op"].replace("collective_", "") for e in expected for _ in range(e.get("count", 1))]
     for kind in sorted(mine, key=lambda k: -DEAR[k]):

@@ -214,14 +214,14 @@ def _iota(b: Builder, call: Call, shape: Any = None, dim: int = 0, **_: Any) -> 
     shape = numbers(shape) if shape is not None else list(call.shapes[0])
     row = b.emit(aten.arange.default, shape[dim])
     view = [n if d == dim else 1 for d, n in enumerate(shape)]
-    return _expanded(b, _viewed(b, row, view), shape)
+    return _expand(b, _view(b, row, view), shape)
 
 
-def _viewed(b: Builder, x: Value, shape: Sequence[int]) -> Value:
+def _view(b: Builder, x: Value, shape: Sequence[int]) -> Value:
     return x if x.shape == tuple(shape) else b.emit(aten.view.default, x, list(shape))
 
 
-def _expanded(b: Builder, x: Value, shape: Sequence[int]) -> Value:
+def _expand(b: Builder, x: Value, shape: Sequence[int]) -> Value:
     return x if x.shape == tuple(shape) else b.emit(aten.expand.default, x, list(shape))
 
 
@@ -248,7 +248,7 @@ def _broadcast(b: Builder, call: Call, x: Value, dims: Any = (), to: Any = None)
     places, shape = numbers(dims), numbers(to)
     x = _permuted(b, x, sorted(range(x.rank), key=lambda d: places[d]))
     size = dict(zip(sorted(places), x.shape))
-    return _expanded(b, _viewed(b, x, [size.get(d, 1) for d in range(len(shape))]), shape)
+    return _expand(b, _view(b, x, [size.get(d, 1) for d in range(len(shape))]), shape)
 
 
 @maker_of("cat")
@@ -361,7 +361,7 @@ def _reduce_window(b: Builder, call: Call, x: Value, window: Any = "", op: str =
     spatial = (lead[len(lead) - (2 - len(used)) :] if len(used) < 2 else []) + used
     lead = [d for d in lead if d not in spatial]
     moved = _permuted(b, x, [*lead, *spatial])
-    grown = _viewed(b, moved, [*[1] * (2 - len(lead)), *moved.shape]) if len(lead) < 2 else moved
+    grown = _view(b, moved, [*[1] * (2 - len(lead)), *moved.shape]) if len(lead) < 2 else moved
     widths = [w for d in spatial[::-1] for w in pads[d]]
     if any(widths):
         grown = b.emit(aten.constant_pad_nd.default, grown, widths)
@@ -372,7 +372,7 @@ def _reduce_window(b: Builder, call: Call, x: Value, window: Any = "", op: str =
         out = b.emit(aten.max_pool2d_with_indices.default, grown, sizes, steps)[0]
     else:
         raise NoSuchOp(f"a window's `{op}`")
-    out = _viewed(b, out, [*out.shape[2 - len(lead) :]]) if len(lead) < 2 else out
+    out = _view(b, out, [*out.shape[2 - len(lead) :]]) if len(lead) < 2 else out
     return _permuted(b, out, [[*lead, *spatial].index(d) for d in range(x.rank)])
 
 
@@ -384,7 +384,7 @@ def _labels(text: str) -> tuple[str, str, str]:
     return lhs, rhs, out
 
 
-def _remarked(b: Builder, call: Call, x: Value, w: Value) -> str:
+def _remark(b: Builder, call: Call, x: Value, w: Value) -> str:
     """The labels behind the arguments' shapes: `lhs: [128,56,56,64] (f01b), rhs: [128,56,56,256] (i01o)`. The result's
     are the left operand's, or, if sizes say otherwise, in the first order that these allow."""
     left, right = b.labels.get(x.name), b.labels.get(w.name)
@@ -406,7 +406,7 @@ def _remarked(b: Builder, call: Call, x: Value, w: Value) -> str:
 def _conv(b: Builder, call: Call, x: Value, w: Value, window: Any = "", feature_groups: int = 1, batch_groups: int = 1,
           **options: Any) -> Any:  # fmt: skip
     lhs, rhs, out = _labels(
-        options.get("dim_labels") or options.get("dims") or _remarked(b, call, x, w) or "bf01_oi01->bf01"
+        options.get("dim_labels") or options.get("dims") or _remark(b, call, x, w) or "bf01_oi01->bf01"
     )
     spatial = sorted(c for c in lhs if c.isdigit())
     rank = len(spatial)
@@ -431,10 +431,10 @@ def _conv(b: Builder, call: Call, x: Value, w: Value, window: Any = "", feature_
     product = _as_product(x, w, lhs, rhs, out, spatial, at)
     if product is not None and feature_groups == batch_groups == 1:
         equation, keeps = product  # dims of size 1 that no equation has are taken off, and put back
-        flat = (_viewed(b, v, [n for n, keep in zip(v.shape, flags) if keep]) for v, flags in zip((x, w), keeps))
+        flat = (_view(b, v, [n for n, keep in zip(v.shape, flags) if keep]) for v, flags in zip((x, w), keeps))
         result = b.emit(contract, *flat, equation)
         sizes = iter(result.shape)
-        return _viewed(b, result, [next(sizes) if keep else 1 for keep in keeps[2]])
+        return _view(b, result, [next(sizes) if keep else 1 for keep in keeps[2]])
     if any(n != [1] for n in at["lhs_dilate"]):
         raise NoSuchOp("a convolution over dilated input")
     if rank == 0 or rank > 3:
@@ -442,9 +442,9 @@ def _conv(b: Builder, call: Call, x: Value, w: Value, window: Any = "", feature_
     x = _permuted(b, x, [lhs.index(c) for c in ["b", "f", *spatial]])
     if batch_groups > 1:  # parts of the batch, each with its own output channels, are groups of channels
         n, channels, *rest = x.shape
-        x = _viewed(b, x, [batch_groups, n // batch_groups, channels, *rest])
+        x = _view(b, x, [batch_groups, n // batch_groups, channels, *rest])
         x = _permuted(b, x, [1, 0, *range(2, rank + 3)])
-        x, feature_groups = _viewed(b, x, [n // batch_groups, batch_groups * channels, *rest]), batch_groups
+        x, feature_groups = _view(b, x, [n // batch_groups, batch_groups * channels, *rest]), batch_groups
     w = _permuted(b, w, [rhs.index(c) for c in ["o", "i", *spatial]])
     flipped = [2 + i for i in range(rank) if at["rhs_reversal"][i] == [1] and at["size"][i] != [1]]
     w = b.emit(aten.flip.default, w, flipped) if flipped else w
@@ -486,7 +486,7 @@ def _as_product(
         else:
             return None
 
-    def spelled(labels: str, names: dict[str, str], operand: bool) -> tuple[str, list[bool]]:
+    def spell(labels: str, names: dict[str, str], operand: bool) -> tuple[str, list[bool]]:
         text, keeps = "", []
         for c in labels:
             keeps.append(not c.isdigit() or bool(names[c]))
@@ -496,7 +496,7 @@ def _as_product(
                 text += letter[c] if operand or c == "b" else "o"
         return text, keeps
 
-    parts = [spelled(lhs, left, True), spelled(rhs, right, True), spelled(out, result, False)]
+    parts = [spell(lhs, left, True), spell(rhs, right, True), spell(out, result, False)]
     return f"{parts[0][0]},{parts[1][0]}->{parts[2][0]}", [keeps for _, keeps in parts]
 
 
@@ -517,7 +517,7 @@ def _index_parts(b: Builder, indices: Value, vector: int, count: int) -> list[Va
 
 def _positions(b: Builder, size: int, dim: int, rank: int) -> Value:
     """0, 1, ... along one dim of the indices."""
-    return _viewed(b, b.emit(aten.arange.default, size), [size if d == dim else 1 for d in range(rank)])
+    return _view(b, b.emit(aten.arange.default, size), [size if d == dim else 1 for d in range(rank)])
 
 
 def _slots(
@@ -529,7 +529,7 @@ def _slots(
     for d, at in batch.items():
         slots[d] = _positions(b, x.shape[d], at, rank + len(windows))
     for d, start in starts.items():
-        slots[d] = _viewed(b, start, [*start.shape, *[1] * (rank - start.rank + len(windows))])
+        slots[d] = _view(b, start, [*start.shape, *[1] * (rank - start.rank + len(windows))])
     for i, (d, count) in enumerate(windows.items()):
         row = _positions(b, count, rank + i, rank + len(windows))
         slots[d] = row if slots[d] is None else slots[d] if count == 1 else b.emit(aten.add.Tensor, slots[d], row)
@@ -550,7 +550,7 @@ def _places(rank: int, windows: Sequence[int], window_dims: Sequence[int]) -> li
     return [("window", next(dims)) if d in windows else ("batch", next(counted)) for d in range(rank)]
 
 
-def _addressed(
+def _address(
     b: Builder, x: Value, indices: Value, sizes: dict[int, int], gone: Sequence[int], **o: Any
 ) -> tuple[list[Any], int, dict[int, int]]:
     """The indices of a gather or scatter, their rank, and the windows of dims that are read or written in part.
@@ -576,7 +576,7 @@ def _gather(b: Builder, call: Call, x: Value, indices: Value, **o: Any) -> Any:
     offset, collapsed = _dims(o, "offset_dims"), _dims(o, "collapsed_slice_dims", "collapsed")
     batch, sizes = _dims(o, "operand_batching_dims"), _dims(o, "slice_sizes")
     window_dims = [d for d in range(x.rank) if d not in (*collapsed, *batch)]
-    slots, rank, windows = _addressed(b, x, indices, {d: sizes[d] for d in window_dims}, collapsed, **o)
+    slots, rank, windows = _address(b, x, indices, {d: sizes[d] for d in window_dims}, collapsed, **o)
     if all(s is None for s in slots):
         raise NoSuchOp("a gather without indices")
     have = _indexed(slots, rank, windows)
@@ -593,7 +593,7 @@ def _scatter(b: Builder, call: Call, *args: Any, accumulate: bool, **o: Any) -> 
     for x, updates in zip(args[:count], args[count + 1 :]):
         window_dims = [d for d in range(x.rank) if d not in (*inserted, *batch)]
         sizes = {d: updates.shape[at] for d, at in zip(window_dims, window)}
-        slots, rank, windows = _addressed(b, x, indices, sizes, inserted, **o)
+        slots, rank, windows = _address(b, x, indices, sizes, inserted, **o)
         if all(s is None for s in slots):
             raise NoSuchOp("a scatter without indices")
         places = _places(updates.rank, window, window_dims)

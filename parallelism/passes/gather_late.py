@@ -18,4 +18,4 @@ def gather_late(program: Program) -> Program:
         if moves.computes(node):
             order.add(node)
     order.apply()
-    return program.reordered()
+    return program.with_new_order()

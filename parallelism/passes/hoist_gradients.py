@@ -28,4 +28,4 @@ def hoist_gradients(program: Program) -> Program:
             first, second = max(at[operand] for operand in node.all_input_nodes)
             at[node] = (first, second + 1)
     reorder(program.graph, sorted((node for node in nodes if node.op != "output"), key=at.__getitem__))
-    return program.reordered()
+    return program.with_new_order()

@@ -46,7 +46,7 @@ def overlap_exchanges(program: Program) -> Program:
                 else:
                     late.append(other)
     order.apply()
-    return program.reordered()
+    return program.with_new_order()
 
 
 @dataclass

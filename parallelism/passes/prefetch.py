@@ -29,4 +29,4 @@ def prefetch(program: Program, units: int = 1) -> Program:
         return used[at + 1 : at + 1 + units]
 
     NodeOrder(program.graph, ahead).apply()
-    return program.reordered()
+    return program.with_new_order()

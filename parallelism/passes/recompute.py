@@ -126,9 +126,13 @@ def keep_selected(names: Collection[str] = ()) -> Keep:
         part_of_saved = (
             source is not None and source.op == "call_function" and info(source).saved and node.target is getitem
         )
-        return sent or (info(node).saved and named(node)) or (part_of_saved and source is not None and named(source))
+        return (
+            sent
+            or (info(node).saved and matches_name(node))
+            or (part_of_saved and source is not None and matches_name(source))
+        )
 
-    def named(node: fx.Node) -> bool:
+    def matches_name(node: fx.Node) -> bool:
         target = str(getattr(node.target, "overloadpacket", node.target))
         module = info(node).module
         candidates = (target, target.rpartition(".")[2], module, module.rpartition(".")[2])

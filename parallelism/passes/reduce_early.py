@@ -31,7 +31,7 @@ def reduce_early(program: Program) -> Program:
             if missing[reduction] == 0:
                 order.add(reduction)
     order.apply()
-    return program.reordered()
+    return program.with_new_order()
 
 
 def _sources(reduction: fx.Node, moves: Moves) -> set[fx.Node]:

@@ -13,7 +13,7 @@ from tpshard.parallelism.program import Program
 Pass = Callable[[Program], Program]
 """A function that edits its own copy of a program and returns it, named like the pass.
 
-A pass that only reorders nodes returns `program.reordered()`, so that later ones need not classify them again."""
+A pass that only reorders nodes returns `program.with_new_order()`, so that later ones need not classify them again."""
 
 
 class PassResult(NamedTuple):

@@ -23,7 +23,7 @@ def sink_waits(program: Program, in_flight: int = 1) -> Program:
         elif node not in moves.reduced:
             order.add(node)
     order.apply()
-    return program.reordered()
+    return program.with_new_order()
 
 
 class _Sinking:

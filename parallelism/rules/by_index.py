@@ -175,11 +175,11 @@ def index_put(op: Op) -> Rule:
     With `accumulate` the values may be sharded instead of x: the results of all devices are then summed.
     """
     if len(op.args) > 3 and op.args[3]:
-        return replace(written(op, Kind.WHOLE), others=(written(op, Kind.REDUCE),))
-    return written(op, Kind.WHOLE)
+        return replace(index_put_as(op, Kind.WHOLE), others=(index_put_as(op, Kind.REDUCE),))
+    return index_put_as(op, Kind.WHOLE)
 
 
-def written(op: Op, kind: Kind) -> Rule:
+def index_put_as(op: Op, kind: Kind) -> Rule:
     """The rule of x.index_put(indices, values): a device of a sharded dim writes only its own elements. The dims of the
     indices are of `kind`: whole, or summed."""
     factors = Factors()

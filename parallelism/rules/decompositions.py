@@ -16,7 +16,7 @@ aten = torch.ops.aten
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-def along_flattened(op: Any) -> Callable[..., Tensor]:
+def flatten_first(op: Any) -> Callable[..., Tensor]:
     """The decomposition of argmax or argmin of all elements: along the one dim of the flattened tensor."""
 
     def flat(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:

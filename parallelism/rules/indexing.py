@@ -141,11 +141,11 @@ def gather(op: Op) -> Rule:
 def scatter(op: Op) -> Rule:
     """The rule of scatter and scatter_add; what is added may be sharded instead of x, and the results summed."""
     if "scatter_add" in op.target.overloadpacket.__name__ and op.operands[0].rank:
-        return replace(written(op, Kind.WHOLE), others=(written(op, Kind.REDUCE),))
-    return written(op, Kind.WHOLE)
+        return replace(indexed_write(op, Kind.WHOLE), others=(indexed_write(op, Kind.REDUCE),))
+    return indexed_write(op, Kind.WHOLE)
 
 
-def written(op: Op, kind: Kind) -> Rule:
+def indexed_write(op: Op, kind: Kind) -> Rule:
     """The rule of one call: a device of a sharded dim writes only its own elements. Along that dim, the index is of
     `kind`: whole, or summed."""
     x, index = op.operands[:2]

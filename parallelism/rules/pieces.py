@@ -15,7 +15,7 @@ from tpshard.parallelism.rules import strides
 from tpshard.parallelism.rules.entry import Entry, Table
 from tpshard.parallelism.rules.indexing import own_indices
 from tpshard.parallelism.rules.rule import Factors, Kind, LocalOp, Rule, Window
-from tpshard.parallelism.rules.shape import alike, view_entry, whole
+from tpshard.parallelism.rules.shape import same_dims, view_entry, whole
 
 aten = torch.ops.aten
 
@@ -61,7 +61,7 @@ def slice_rule(op: Op) -> Rule:
         node = at.window(0)
         return node if step == 1 else at.emit(aten.slice.Tensor, node, dim, 0, 1 << 62, step, shape=at.shape())
 
-    rule = alike(op, [dim], Kind.PERMUTE, local=local)
+    rule = same_dims(op, [dim], Kind.PERMUTE, local=local)
     rule = with_windows(rule, [Window(0, dim, 1, dim, first=start, stride=step)])
     return replace(rule, others=(pick_positions(op, dim, range(start, start + step * op.results[0].shape[dim], step)),))
 
@@ -123,7 +123,7 @@ def split(op: Op) -> Rule:
             return at.same()
         return [at.window(0, 1 + i) for i in range(len(op.results))]
 
-    rule = alike(op, [dim], Kind.PERMUTE, local=local)
+    rule = same_dims(op, [dim], Kind.PERMUTE, local=local)
     return with_windows(rule, [Window(0, dim, 1 + i, dim, first=starts[i]) for i in range(len(op.results))])
 
 
@@ -145,7 +145,7 @@ def pad(op: Op) -> Rule:
         rest = [0 if rank - 1 - i // 2 in cut else n for i, n in enumerate(widths)]
         return at.emit(aten.constant_pad_nd.default, node, rest, value, shape=at.shape()) if any(rest) else node
 
-    rule = alike(op, list(before), Kind.PERMUTE, (0,) if not value else (), local=local)
+    rule = same_dims(op, list(before), Kind.PERMUTE, (0,) if not value else (), local=local)
     return with_windows(rule, [Window(0, d, 1, d, first=-n, fill=value) for d, n in before.items()])
 
 
@@ -166,7 +166,7 @@ def roll(op: Op) -> Rule:
         node = at.window(0)
         return at.emit(aten.roll.default, node, list(rest.values()), list(rest), shape=at.shape()) if rest else node
 
-    rule = alike(op, list(moved), Kind.PERMUTE, local=local)
+    rule = same_dims(op, list(moved), Kind.PERMUTE, local=local)
     nearer = {d: -n if 2 * n <= x.shape[d] else x.shape[d] - n for d, n in moved.items()}
     return with_windows(rule, [Window(0, d, 1, d, first=n, cyclic=True) for d, n in nearer.items()])
 
@@ -181,7 +181,7 @@ def flip(op: Op) -> Rule:
         node = at.mirror(0)
         return at.emit(aten.flip.default, node, rest, shape=at.shape()) if rest else node
 
-    rule = alike(op, dims, Kind.PERMUTE, local=local)
+    rule = same_dims(op, dims, Kind.PERMUTE, local=local)
     return replace(rule, mirrored=tuple(f for d in dims for f in rule.operands[0][d]))
 
 
@@ -205,7 +205,7 @@ def cat(op: Op) -> Rule:
             node = at.emit(aten.where.self, from_on(at, f, dim, starts[i]), at.window(i), node, shape=at.shape())
         return node
 
-    rule = alike(op, [dim], Kind.PERMUTE, tuple(range(len(op.operands))), local=local)
+    rule = same_dims(op, [dim], Kind.PERMUTE, tuple(range(len(op.operands))), local=local)
     return with_windows(rule, [Window(i, dim, len(starts) - 1, dim, first=-starts[i]) for i in range(len(op.operands))])
 
 
@@ -244,7 +244,7 @@ def slice_scatter(op: Op) -> Rule:
         inside = at.emit(aten.where.self, from_on(at, f, dim, start), at.window(1), at.inputs[0], shape=at.shape())
         return at.emit(aten.where.self, from_on(at, f, dim, end), at.inputs[0], inside, shape=at.shape())
 
-    rule = alike(op, [dim], Kind.PERMUTE, (0, 1), local=local)
+    rule = same_dims(op, [dim], Kind.PERMUTE, (0, 1), local=local)
     return with_windows(rule, [Window(0, dim, 2, dim), Window(1, dim, 2, dim, first=-start)])
 
 
@@ -258,7 +258,7 @@ def triangle(op: Op) -> Rule:
         row, column = (at.offset(f) for (f,) in dims[-2:]) if all(dims[-2:]) else (0, 0)
         if row == 0 and column == 0:
             return at.same()
-        moved = at.emit(diagonal_within, diagonal, row, column, shape=())
+        moved = at.emit(diagonal_in_shard, diagonal, row, column, shape=())
         return at.emit(op.target, at.inputs[0], moved, shape=at.shape())
 
     if not all(dims[-2:]):
@@ -266,7 +266,7 @@ def triangle(op: Op) -> Rule:
     return factors.rule([dims], [dims], additive=(0,), local=local)
 
 
-def diagonal_within(diagonal: int, row: int, column: int) -> int:
+def diagonal_in_shard(diagonal: int, row: int, column: int) -> int:
     """The index of a diagonal relative to a shard that starts at `row` and `column`."""
     return diagonal + row - column
 

@@ -15,7 +15,7 @@ from tpshard.parallelism.rules import decompositions as by
 from tpshard.parallelism.rules.entry import Entry, Table
 from tpshard.parallelism.rules.letters import letters
 from tpshard.parallelism.rules.rule import Dim, Factors, Kind, LocalOp, Rule, product
-from tpshard.parallelism.rules.windows import Sliding, spread
+from tpshard.parallelism.rules.windows import Sliding, per_spatial_dim
 
 aten = torch.ops.aten
 INDEX = torch.int64
@@ -28,9 +28,9 @@ class Pooling:
     """
 
     def __init__(self, x: Value, out: Value, rank: int, geometry: Sequence[Any], plain: bool = True):
-        kernel = spread(geometry[0], rank)
-        stride = spread(geometry[1], rank, kernel)
-        padding, dilation = spread(geometry[2], rank, 0), spread(geometry[3], rank)
+        kernel = per_spatial_dim(geometry[0], rank)
+        stride = per_spatial_dim(geometry[1], rank, kernel)
+        padding, dilation = per_spatial_dim(geometry[2], rank, 0), per_spatial_dim(geometry[3], rank)
         self.lead = x.rank - rank
         self.factors = Factors()
         before = self.factors.dims(x.shape[: self.lead])
@@ -82,9 +82,9 @@ def max_pool(rank: int) -> Callable[[Op], Rule]:
                 return at.same()
             node = at.window(0)
             sizes = pool.sliding
-            kernel = spread(geometry[0], rank)
+            kernel = per_spatial_dim(geometry[0], rank)
             baseed = at.several(
-                op.target, node, kernel, sizes.stride, sizes.padding_of(at), spread(geometry[3], rank), ceil,
+                op.target, node, kernel, sizes.stride, sizes.padding_of(at), per_spatial_dim(geometry[3], rank), ceil,
                 like=[(at.shape(), out.dtype), (at.shape(), INDEX)],
             )  # fmt: skip
             window = at.shape_of(node)[pool.lead :]
@@ -124,7 +124,7 @@ def max_pool_backward(rank: int) -> Callable[[Op], Rule]:
 def _even(args: Sequence[Any], rank: int) -> bool:
     """Whether all windows of average pooling have one divisor; args: padding, ceil_mode, count_include_pad, divisor."""
     padding, ceil, count, divisor = (*args, *(None,) * 4)[:4]
-    return bool(divisor) or (not ceil and (count is not False or not any(spread(padding, rank, 0))))
+    return bool(divisor) or (not ceil and (count is not False or not any(per_spatial_dim(padding, rank, 0))))
 
 
 def average_pool(rank: int) -> Callable[[Op], Rule]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from tpshard.parallelism.graph import Op
-from tpshard.parallelism.rules.decompositions import along_flattened
+from tpshard.parallelism.rules.decompositions import flatten_first
 from tpshard.parallelism.rules.entry import Entry, Table
 from tpshard.parallelism.rules.reduction import along, whole_reduction
 from tpshard.parallelism.rules.rule import Dim, Exchange, Factors, LocalOp, Rule, product
@@ -161,8 +161,8 @@ def running_sum(op: Op) -> Rule:
 
 
 OPS: Table = {
-    aten.argmax: Entry(extreme, recorded=along_flattened(aten.argmax)),
-    aten.argmin: Entry(extreme, recorded=along_flattened(aten.argmin)),
+    aten.argmax: Entry(extreme, recorded=flatten_first(aten.argmax)),
+    aten.argmin: Entry(extreme, recorded=flatten_first(aten.argmin)),
     aten.max.dim: Entry(extreme),
     aten.min.dim: Entry(extreme),
     aten.topk: Entry(topk),

@@ -90,7 +90,7 @@ def expand(op: Op) -> Rule:
     return factors.rule([operand], [result], additive=(0,), priority=0, local=local)
 
 
-def alike(op: Op, dims: Sequence[int], kind: Kind, additive: tuple[int, ...] = (0,), **rest: Any) -> Rule:
+def same_dims(op: Op, dims: Sequence[int], kind: Kind, additive: tuple[int, ...] = (0,), **rest: Any) -> Rule:
     """The rule of an op whose tensors have corresponding dims; `dims`, which may differ in length, are of `kind`."""
     factors = Factors()
     rank = op.results[0].rank
@@ -118,7 +118,7 @@ def unlike(rule: Rule, op: Op) -> tuple[int, ...]:
 
 def whole(op: Op, dims: Sequence[int], additive: tuple[int, ...] = (0,)) -> Rule:
     """The rule of an op whose tensors have corresponding dims, of which `dims` must be whole (sort)."""
-    return alike(op, dims, Kind.WHOLE, additive)
+    return same_dims(op, dims, Kind.WHOLE, additive)
 
 
 def _with_whole(op: Op, *gone: int) -> tuple[Factors, list[Dim], list[Dim]]:
@@ -199,13 +199,13 @@ def as_permute(op: Op) -> None:
     op.target, op.args = aten.permute.default, (Ref(0), tuple(order))
 
 
-def as_conjugated(op: Op) -> None:
+def resolve_conjugation(op: Op) -> None:
     """Rewrites a lazy conjugation to a real one, since collectives send bits and would lose the flag."""
     if op.operands:
         op.target = aten._conj_physical.default
 
 
-def as_negated(op: Op) -> None:
+def resolve_negation(op: Op) -> None:
     """Rewrites a lazy negation to a real one."""
     op.target = aten.neg.default
 
@@ -232,8 +232,8 @@ OPS: Table = {
     aten.diagonal_scatter: Entry(diagonal_scatter),
     aten.diagonal_backward: Entry(diagonal_backward),
     aten.as_strided: Entry(view=strides.explicit),
-    aten._conj: Entry(canonical=as_conjugated),
-    aten._neg_view: Entry(canonical=as_negated),
+    aten._conj: Entry(canonical=resolve_conjugation),
+    aten._neg_view: Entry(canonical=resolve_negation),
     aten.alias: operand,
     aten.detach: decomposed,  # to alias
     aten.lift_fresh: operand,

@@ -21,7 +21,7 @@ from tpshard.parallelism.rules.rule import Dim, Factors, Kind, LocalOp, Rule, Wi
 aten = torch.ops.aten
 
 
-def spread(numbers: Any, rank: int, otherwise: Any = 1) -> list[int]:
+def per_spatial_dim(numbers: Any, rank: int, otherwise: Any = 1) -> list[int]:
     """Spreads a layer's argument over the spatial dims: it may be one number for all of them, or omitted."""
     values = [numbers] if isinstance(numbers, int) else list(numbers if numbers is not None else ())
     return list(otherwise) if not values and not isinstance(otherwise, int) else (values or [otherwise]) * (
@@ -97,7 +97,7 @@ class Channels:
         self.i, self.o = self.factors.new(i), self.factors.new(o)
         rank = x.rank - 2
         read, reader = (out, x) if transposed else (x, out)
-        stride, padding, dilation = (spread(numbers, rank) for numbers in geometry)
+        stride, padding, dilation = (per_spatial_dim(numbers, rank) for numbers in geometry)
         sides: tuple[Value, Value] = (reader, weight)
         if summed:  # every position of the weight reads all windows' elements at that position
             sides, stride, dilation, kind = (weight, reader), dilation, stride, Kind.REDUCE
@@ -132,7 +132,7 @@ def sliding_over(op: Op, summed: bool = False) -> Rule:
     x, weight = op.operands[:2]
     (out,) = op.results
     place = len(op.operands)
-    transposed, more = op.args[6], spread(op.args[7], x.rank - 2)
+    transposed, more = op.args[6], per_spatial_dim(op.args[7], x.rank - 2)
     channels = Channels(x, weight, out, transposed, op.args[8], op.args[3:6], summed=summed)
     channels.factors.kinds[channels.i] = Kind.REDUCE
     sliding = channels.sliding
@@ -178,7 +178,10 @@ def convolution_backward(op: Op) -> Rule:
 
     def local(at: LocalOp) -> Any:
         at.inputs[read] = at.window(read, reader)
-        padding, more = channels.sliding.padding_of(at), channels.sliding.padding_of(at, spread(op.args[8], x.rank - 2))
+        padding, more = (
+            channels.sliding.padding_of(at),
+            channels.sliding.padding_of(at, per_spatial_dim(op.args[8], x.rank - 2)),
+        )
         return at.with_args(
             *op.args[:3], None, op.args[4], padding, *op.args[6:8], more, at.size(channels.g), op.args[10]
         )

@@ -96,7 +96,7 @@ class Launcher:
         rendezvous = f"tcp:{self.nodes.meet}" if self.nodes.count > 1 else None
         try:
             self.workers.start(self.argv, rendezvous, env={RESTARTS: str(self.restarts.done)})
-            while self.workers.living and not self.workers.settled:
+            while self.workers.living and not self.workers.reports_complete:
                 self.workers.listen(0.1)
                 if not self._pass_on_signals():
                     return Exit.INTERRUPTED

@@ -64,7 +64,7 @@ class Worker:
     """When its end was noticed, in monotonic seconds; 0 while it runs."""
 
     @property
-    def said_why(self) -> bool:
+    def reported_cause(self) -> bool:
         """Whether the worker reported why it failed or stalled."""
         return any(r.kind in ("failed", "secondary", "stalled") for r in self.reports)
 
@@ -109,7 +109,7 @@ class Workers:
 
     >>> workers = Workers(world=2)
     >>> workers.start(argv)
-    >>> while workers.living and not workers.settled:
+    >>> while workers.living and not workers.reports_complete:
     ...     workers.listen(0.1)
     >>> verdict = workers.verdict()
     """
@@ -188,12 +188,12 @@ class Workers:
         return max((worker.step for worker in self.all), default=0)
 
     @property
-    def troubled(self) -> bool:
+    def has_failure(self) -> bool:
         """Whether a worker has failed or is lost."""
         return self._deadline is not None
 
     @property
-    def settled(self) -> bool:
+    def reports_complete(self) -> bool:
         """Whether a worker has failed and the others have had time to report."""
         return self._deadline is not None and time.monotonic() > self._deadline
 
@@ -218,7 +218,7 @@ class Workers:
             if worker.process.poll() is not None:
                 self._read(worker)
                 worker.died = time.monotonic()
-                if worker.process.returncode not in FINE and not worker.said_why:
+                if worker.process.returncode not in FINE and not worker.reported_cause:
                     self._trouble("died")
         return ready
 
@@ -258,7 +258,7 @@ class Workers:
         causes: list[tuple[float, Verdict]] = []
         for worker in self.all:
             causes += [(r.time, self._own(r)) for r in worker.reports if r.kind == "failed"]
-            if worker.died and worker.process.returncode not in FINE and not worker.said_why:
+            if worker.died and worker.process.returncode not in FINE and not worker.reported_cause:
                 causes.append((worker.died, self._death(worker)))
         if causes:
             return min(causes, key=lambda cause: cause[0])[1]

@@ -154,10 +154,10 @@ def test_a_collective_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch, t
 def test_a_folder_that_cannot_be_written_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     from tpshard.cli import doctor
 
-    def refused(**_: object) -> None:
+    def refusal(**_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(doctor.tempfile, "TemporaryDirectory", refused)
+    monkeypatch.setattr(doctor.tempfile, "TemporaryDirectory", refusal)
     states = {f.name: f.state for f in doctor.disk()}
     assert states["here"] == states["temporary"] == "bad"
 

@@ -59,10 +59,10 @@ def test_usage_mistakes_are_2(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_bug_is_1_and_asks_for_a_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def broken(*_: object) -> None:
+    def break_down(*_: object) -> None:
         raise RuntimeError("oh")
 
-    monkeypatch.setattr("tpshard.cli.preflight.load_checked", broken)
+    monkeypatch.setattr("tpshard.cli.preflight.load_checked", break_down)
     assert main.run(["validate", "tiny", "serve.api_key=hunter2"]) == Exit.BUG
     printed = capsys.readouterr().err
     assert "RuntimeError: oh" in printed and "a bug in tpshard" in printed
@@ -70,10 +70,10 @@ def test_a_bug_is_1_and_asks_for_a_report(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_an_interrupt_is_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted(*_: object) -> None:
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tpshard.cli.preflight.load_checked", interrupted)
+    monkeypatch.setattr("tpshard.cli.preflight.load_checked", interrupt)
     assert main.run(["validate", "tiny"]) == Exit.INTERRUPTED
     assert "Traceback" not in capsys.readouterr().err
 
@@ -110,11 +110,11 @@ def test_a_narrow_terminal_and_a_locale_without_unicode_are_no_crash(tmp_path: P
 
 
 def test_shells_complete_commands_recipes_and_keys() -> None:
-    def completed(line: str) -> list[str]:
+    def complete(line: str) -> list[str]:
         done = tpshard(_TPSHARD_COMPLETE="complete_bash", COMP_WORDS=line, COMP_CWORD=str(len(line.split(" ")) - 1))
         return done.stdout.splitlines()
 
-    assert "validate" in completed("tpshard va")
-    assert "llama3-70b" in completed("tpshard plan llama3")
-    assert completed("tpshard plan tiny train.st") == ["train.steps="]
-    assert completed("tpshard recipes cp quick") == ["quickstart"]
+    assert "validate" in complete("tpshard va")
+    assert "llama3-70b" in complete("tpshard plan llama3")
+    assert complete("tpshard plan tiny train.st") == ["train.steps="]
+    assert complete("tpshard recipes cp quick") == ["quickstart"]

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 ROOMS = sorted({mark.parent.name for mark in ROOT.glob("*/py.typed")} - {"package"})
 
 
-def copied(tmp_path: Path) -> Path:
+def copy(tmp_path: Path) -> Path:
     """The checkout without what is built in it."""
     skip = shutil.ignore_patterns(
         ".git", ".venv", "*.egg-info", "build", "dist", "runs", "__pycache__", ".*_cache", "tests"
@@ -59,7 +59,7 @@ def test_a_planted_error_is_found_by_mypy(tmp_path: Path) -> None:
 def test_a_wheel_holds_every_room_and_works_outside_the_checkout(tmp_path: Path, kind: str) -> None:
     argv = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
     quiet = {"capture_output": True, "text": True, "timeout": PATIENCE}
-    source = copied(tmp_path)
+    source = copy(tmp_path)
     if kind == "sdist":
         call = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
         subprocess.run([sys.executable, "-c", call, str(tmp_path)], cwd=source, check=True, **quiet)  # type: ignore[call-overload]

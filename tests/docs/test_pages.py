@@ -67,9 +67,9 @@ def test_links_lead_somewhere(page: Path) -> None:
         if "://" in target:
             continue
         path, _, anchor = target.partition("#")
-        there = (page.parent / path).resolve() if path else page
-        assert there.is_file(), f"{page.name} links to {target}"
-        assert not anchor or anchor in titles(there), f"{page.name} links to {target}"
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.is_file(), f"{page.name} links to {target}"
+        assert not anchor or anchor in titles(linked), f"{page.name} links to {target}"
 
 
 def test_the_site_builds(tmp_path: Path) -> None:

@@ -84,16 +84,16 @@ def test_paged(h: int, kv: int, d: int, dtype: torch.dtype, window: int | None, 
     pools, new, *rest = cache(kv, d, dtype)
     q = torch.randn(1, rest[0].shape[1], h, d, generator=torch.Generator().manual_seed(1)).to(dtype)
     reference = paged_attention_reference(q.double(), *new.double(), *pools.double(), *rest, d**-0.5, window)
-    there = [x.to(device) for x in rest]
+    on_device = [x.to(device) for x in rest]
     k_pool, v_pool = (x.to(device).clone() for x in pools)
-    k_pool.flatten(0, 1)[there[1][0]] = 0  # the operation stores what is new
-    out = paged_attention(q.to(device), *new.to(device), k_pool, v_pool, *there, window=window)
+    k_pool.flatten(0, 1)[on_device[1][0]] = 0  # the operation stores what is new
+    out = paged_attention(q.to(device), *new.to(device), k_pool, v_pool, *on_device, window=window)
     assert torch.equal(k_pool.cpu(), pools[0])
     torch.testing.assert_close(out.cpu().double(), reference.double(), atol=BOUND[dtype], rtol=BOUND[dtype])
     for row in range(q.shape[1]):  # whatever else is in the call
-        one = [x[:, row : row + 1] for x in there[:3]]
+        one = [x[:, row : row + 1] for x in on_device[:3]]
         alone = paged_attention(
-            q[:, row : row + 1].to(device), *new[:, :, row : row + 1].to(device), k_pool, v_pool, *one, there[3],
+            q[:, row : row + 1].to(device), *new[:, :, row : row + 1].to(device), k_pool, v_pool, *one, on_device[3],
             window=window,
         )  # fmt: skip
         assert torch.equal(alone[0, 0], out[0, row])

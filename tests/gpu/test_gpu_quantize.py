@@ -21,7 +21,7 @@ def text(sequences: int, seed: int) -> Sequences:
     return Sequences(tokens, tokens.roll(-1, 1))
 
 
-def quantized(device: str, out: Path) -> Quantizing:
+def quantize(device: str, out: Path) -> Quantizing:
     model = build(CONFIG, device="cpu", seed=3)
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     settings = Settings(bits=4, group_size=16)
@@ -32,7 +32,7 @@ def quantized(device: str, out: Path) -> Quantizing:
 
 
 def test_a_device_quantizes_as_the_cpu_does(device: str, tmp_path: Path) -> None:
-    on_gpu, on_cpu = quantized(device, tmp_path / "there"), quantized("cpu", tmp_path / "here")
+    on_gpu, on_cpu = quantize(device, tmp_path / "there"), quantize("cpu", tmp_path / "here")
     assert [x.name for x in on_gpu.linears] == [x.name for x in on_cpu.linears]
     for x, y in zip(on_gpu.linears, on_cpu.linears):
         assert abs(x.error / y.error - 1) < 0.02, x.name

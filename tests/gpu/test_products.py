@@ -108,11 +108,11 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
     products: list[object] = []
     measure = triton_launch.TileChoice._measure
 
-    def noted(self: triton_launch.TileChoice, x: Tensor, packed: object, gated: bool, guesses: list[object]) -> object:
+    def note(self: triton_launch.TileChoice, x: Tensor, packed: object, gated: bool, guesses: list[object]) -> object:
         products.append((x.shape[0], gated))
         return measure(self, x, packed, gated, guesses)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(triton_launch.TileChoice, "_measure", noted)
+    monkeypatch.setattr(triton_launch.TileChoice, "_measure", note)
     ops._choice.cache_clear()
     yield products
     ops._choice.cache_clear()

@@ -14,7 +14,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def rounded(x: Tensor, dim: int) -> Tensor:
+def round_to(x: Tensor, dim: int) -> Tensor:
     """A matrix as fp8 holds it in blocks along a dim."""
     values = dequantize(*quantize(x, transposed=dim == 0))
     return values.t() if dim == 0 else values
@@ -25,7 +25,7 @@ def test_numbers_are_rounded_to_four_significant_bits_of_their_block(dim: int) -
     x = normal(256, 384) * torch.logspace(-12, 12, 384)
     blocks = (x if dim == 1 else x.t()).unflatten(1, (-1, BLOCK))
     step = blocks.abs().amax(-1, keepdim=True) / 448 * 2.0**-10  # half of the smallest number of e4m3
-    error = (rounded(x, dim) - x).abs()
+    error = (round_to(x, dim) - x).abs()
     error = (error if dim == 1 else error.t()).unflatten(1, (-1, BLOCK))
     assert (error <= 1.001 * torch.maximum(blocks.abs() / 16, step)).all()
     assert (error > blocks.abs() / 32).any()
@@ -48,9 +48,9 @@ def test_each_gradient_is_the_product_of_operands_rounded_along_its_own_contract
     y = fp8_linear(x, w)
     dx, dw = torch.autograd.grad(y, [x, w], dy)
     rows, grads, w = x.detach().flatten(0, 1), dy.flatten(0, 1), w.detach()
-    torch.testing.assert_close(y.flatten(0, 1), rounded(rows, 1) @ rounded(w, 1).t(), rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(dx.flatten(0, 1), rounded(grads, 1) @ rounded(w, 0), rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(dw, rounded(grads, 0).t() @ rounded(rows, 0), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(y.flatten(0, 1), round_to(rows, 1) @ round_to(w, 1).t(), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(dx.flatten(0, 1), round_to(grads, 1) @ round_to(w, 0), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(dw, round_to(grads, 0).t() @ round_to(rows, 0), rtol=1e-5, atol=1e-4)
 
 
 def test_what_is_not_finite_stays_so_and_zeros_stay_zeros() -> None:

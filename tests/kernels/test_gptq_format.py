@@ -150,12 +150,12 @@ def test_folder_round_trip_in_shards(tmp_path):
 
 
 def test_nothing_is_left_behind_when_writing_fails(tmp_path):
-    def broken():
+    def break_down():
         yield "a", random_linear()
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        write_folder(tmp_path / "out", {}, broken(), (), GPTQConfig(group_size=32))
+        write_folder(tmp_path / "out", {}, break_down(), (), GPTQConfig(group_size=32))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -18,7 +18,7 @@ from tpshard.kernels.quantized import group_index
 from tpshard.kernels.reorder import head_local_order
 
 
-def correlated(inputs, rows=512, seed=0):
+def correlate(inputs, rows=512, seed=0):
     """Activations with correlated inputs of different sizes."""
     g = torch.Generator().manual_seed(seed)
     mix = torch.randn(inputs // 4, inputs, generator=g)
@@ -64,7 +64,7 @@ def literal_gptq(weight, hessian, settings, plan):
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("sym", [True, False])
 def test_solver_is_gptq_by_its_definition(order, static, sym):
-    x = correlated(192)
+    x = correlate(192)
     h = hessian_of(x)
     weight = torch.randn(24, 192, generator=torch.Generator().manual_seed(1)) * 0.05
     settings = Settings(bits=4, group_size=40, sym=sym, static_groups=static)
@@ -96,7 +96,7 @@ def test_identity_hessian_is_round_to_nearest(order, bits, group_size):
 
 
 def test_compensation_makes_up_for_errors_of_earlier_layers():
-    dense = correlated(64, rows=1024)
+    dense = correlate(64, rows=1024)
     g = torch.Generator().manual_seed(5)
     x = dense + 0.1 * dense @ torch.randn(64, 64, generator=g)  # an error that depends on the inputs
     hessian = Hessian(64)
@@ -111,7 +111,7 @@ def test_compensation_makes_up_for_errors_of_earlier_layers():
 
 
 def test_gptq_loses_less_than_rounding_and_order_helps():
-    x = correlated(256, rows=2048)
+    x = correlate(256, rows=2048)
     h = hessian_of(x)
     weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(1)) * 0.05
     settings = Settings(bits=3, group_size=64)
@@ -145,7 +145,7 @@ def test_head_local_groups_stay_within_heads_and_can_be_absorbed():
 
 def test_awkward_weights():
     settings = Settings(group_size=32)
-    h = hessian_of(correlated(64))
+    h = hessian_of(correlate(64))
     plan = ordering(h.diagonal(), settings, "global")
     zero = torch.zeros(32, 64)
     zero[3] = torch.randn(64, generator=torch.Generator().manual_seed(0))

@@ -23,7 +23,7 @@ def linear(inputs: int = 128, outputs: int = 64, bits: int = 4, size: int = 32, 
     )
 
 
-def rounded(weight: Quantized) -> Quantized:
+def round_to(weight: Quantized) -> Quantized:
     """The weight with its scales rounded to bf16."""
     return dataclasses.replace(weight, scales=weight.scales.bfloat16().half())
 
@@ -41,7 +41,7 @@ def test_the_product_is_the_reference_rounded_to_bf16(bits: int, size: int, outp
 @pytest.mark.parametrize("group", [group_index(128, 32), group_index(128, -1), RAGGED])
 def test_symmetric_weights_are_exact_but_for_their_scales(group: torch.Tensor) -> None:
     """Products with rows of the identity show single weights, rounded only to bf16."""
-    weight = rounded(dataclasses.replace(linear(symmetric=True), group=group))
+    weight = round_to(dataclasses.replace(linear(symmetric=True), group=group))
     read = int4.int4_linear(torch.eye(128).bfloat16(), int4.pack(weight))
     exact = weight.scales.float()[group.long()] * (weight.codes.float() - 8)
     assert torch.equal(read, exact.bfloat16())

@@ -55,7 +55,7 @@ def test_kernels_equal_their_references_in_the_interpreter():
     assert passed is not None and int(passed[1]) >= 60, done.stdout[-500:]
 
 
-def compiled(kernel, constants, dtype, capability, warps, stages, folder):
+def compile_program(kernel, constants, dtype, capability, warps, stages, folder):
     """(resources by cuobjdump, SASS lines) of a kernel compiled for a device that is not present."""
     names = kernel.arg_names
     floating = {"x": f"*{dtype}", "out": f"*{dtype}", "weight": f"*{dtype}"}
@@ -123,7 +123,7 @@ def test_decode_takes_few_instructions_a_weight(capability, dtype, gated, tile, 
     packed = packed_like(quads=capability < 90, sym=sym)
     constants = triton_launch.constants(packed, 4096, gated, tile, fast=True)
     kernel = triton_quantized.matmul_kernel
-    usage, sass = compiled(kernel, constants, dtype, capability, tile.warps, tile.stages, tmp_path)
+    usage, sass = compile_program(kernel, constants, dtype, capability, tile.warps, tile.stages, tmp_path)
     assert_nothing_spilled(usage, sass)
     operations = Counter(main_loop(sass))
     assert operations[PRODUCT[capability]] > 0, operations
@@ -141,7 +141,7 @@ def assert_no_tile_spills(capability, forms, rows, first_only, folder):
             key = (*constants.values(), tile.warps, tile.stages)
             if key not in names:
                 kernel = triton_quantized.matmul_kernel
-                built = compiled(kernel, constants, "bf16", capability, tile.warps, tile.stages, folder)
+                built = compile_program(kernel, constants, "bf16", capability, tile.warps, tile.stages, folder)
                 assert_nothing_spilled(*built)
                 names.add(key)
 
@@ -153,7 +153,7 @@ def forms(capability):
             packed_like(chunk=32, quads=quads), packed_like(quads=quads)]  # fmt: skip
 
 
-def emulated(assembly: str, word: int, offset: int, dtype: torch.dtype) -> list[float]:
+def emulate(assembly: str, word: int, offset: int, dtype: torch.dtype) -> list[float]:
     """The 8 outputs of the packed-pair assembly, by emulating its five instructions."""
     held: dict[str, int | list[float]] = {"$8": word, "$9": offset}
 
@@ -198,7 +198,7 @@ def test_packed_pairs_are_codes_less_their_zero(dtype, which):
         for word in (0x76543210, 0xFEDCBA98, 0x0F1E2D3C, 0xFFFFFFFF):
             pairs = [(word >> 4 * p & 15, word >> 16 + 4 * p & 15) for p in range(4)]
             expected = [float(code - zero) for pair in pairs for code in pair]
-            assert emulated(assembly, word, (zero * 0x10001 | magic) & 0xFFFFFFFF, dtype) == expected
+            assert emulate(assembly, word, (zero * 0x10001 | magic) & 0xFFFFFFFF, dtype) == expected
 
 
 @pytest.mark.parametrize(("capability", "kinds"), [(80, 2), (90, 3), (100, 1)])
@@ -222,4 +222,4 @@ def test_the_other_kernels_do_not_spill(capability, tmp_path):
                            (triton_norm.rms_norm_kernel, {"BLOCK": 8192, "PERMUTED": True}),
                            (triton_optimizer.adamw_kernel, {**ADAMW, **LION}),
                            (triton_optimizer.lion_kernel, LION)):  # fmt: skip
-        assert_nothing_spilled(*compiled(kernel, values, "bf16", capability, 8, 3, tmp_path))
+        assert_nothing_spilled(*compile_program(kernel, values, "bf16", capability, 8, 3, tmp_path))

@@ -93,16 +93,16 @@ def test_biases_of_experts_go_from_the_busy_to_the_idle(finite: bool) -> None:
     biases = [torch.arange(6) / 10, torch.zeros(2)]
     config, treated = AdamW(), [*treatments(SHAPES, {}).values(), Treatment(balance=0.01), Treatment(balance=0.02)]
 
-    def made(params: list[torch.Tensor], grads: list[torch.Tensor], treated: list[Treatment]) -> Updated:
+    def make(params: list[torch.Tensor], grads: list[torch.Tensor], treated: list[Treatment]) -> Updated:
         zeros = [torch.zeros_like(p) for p in params]
         scalars = (torch.tensor(1.0 if finite else float("nan")), torch.tensor(7), torch.tensor(0.1), torch.tensor(1.0))
         return adamw_update(params, grads, zeros, zeros, *scalars, treated=treated, config=config)
 
-    actual, without = made([*start, *biases], [*grads, *loads], treated), made(start, grads, treated[:3])
+    actual, without = make([*start, *biases], [*grads, *loads], treated), make(start, grads, treated[:3])
     assert torch.equal(actual.grad_norm, without.grad_norm)
     assert all(torch.equal(a, b) for a, b in zip(actual.params, without.params))
     assert not any(moment.any() for moment in (*actual.exp_avg[3:], *actual.exp_avg_sq[3:]))
     steps = [new - old for new, old in zip(actual.params[3:], biases)]
     expected = [torch.tensor([-0.01, 0.01, 0, 0.01, -0.01, 0]), torch.tensor([0.02, -0.02])]
-    for moved, wanted in zip(steps, expected):
-        torch.testing.assert_close(moved, wanted * finite)
+    for moved, step in zip(steps, expected):
+        torch.testing.assert_close(moved, step * finite)

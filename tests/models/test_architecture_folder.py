@@ -13,7 +13,7 @@ from tpshard.models.architecture import Architecture
 from tpshard.models.architecture_folder import FolderWeights, initial, write_folder
 
 
-def opened(folder: Path) -> tuple[Architecture, FolderWeights]:
+def open_folder(folder: Path) -> tuple[Architecture, FolderWeights]:
     architecture = Architecture.of(folder)
     return architecture, FolderWeights(folder, architecture, architecture.build())
 
@@ -21,7 +21,7 @@ def opened(folder: Path) -> tuple[Architecture, FolderWeights]:
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "mamba"])
 def test_a_folder_goes_in_by_blocks_and_out_bit_for_bit(name: str, tmp_path: Path) -> None:
     """gpt2 ties its tables; mixtral's experts are saved one by one."""
-    architecture, weights = opened(architectures.folder(tmp_path / "in", name, weights=True))
+    architecture, weights = open_folder(architectures.folder(tmp_path / "in", name, weights=True))
     values = architectures.values(name)
     assert set(architecture.shapes) == set(values)
     for path, value in values.items():
@@ -41,7 +41,7 @@ def test_a_base_models_folder_is_read(tmp_path: Path) -> None:
     folder = architectures.folder(tmp_path, "gpt2", weights=True)
     tensors = load_file(folder / "model.safetensors")
     save_file({key.removeprefix("transformer."): value for key, value in tensors.items()}, folder / "model.safetensors")
-    _, weights = opened(folder)
+    _, weights = open_folder(folder)
     value = architectures.values("gpt2")["transformer.wte.weight"]
     assert torch.equal(weights.block("transformer.wte.weight", (), ()), value)
 

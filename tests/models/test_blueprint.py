@@ -61,7 +61,7 @@ def test_what_is_no_model(arguments: dict[str, object], message: str) -> None:
         Blueprint.from_json({"config": {"family": "llama"}})
 
 
-def quantized(outputs: int, inputs: int, seed: int) -> Quantized:
+def quantize(outputs: int, inputs: int, seed: int) -> Quantized:
     g = torch.Generator().manual_seed(seed)
     group = torch.randint(2, (inputs,), generator=g, dtype=torch.int32)
     group[:2] = torch.tensor([0, 1])
@@ -80,7 +80,7 @@ def test_a_quantized_folder_reads_as_its_dense_weights(kind: str, tmp_path: Path
     linears, expected = {}, {}
     for number, module in enumerate(sorted(homes & {n.removesuffix(".weight") for n in dense.tensors.names()})):
         outputs, inputs = dense.tensors.shape(f"{module}.weight")
-        linear = quantized(outputs, inputs, number)
+        linear = quantize(outputs, inputs, number)
         bias = f"{module}.bias"
         if bias in dense.tensors:
             linear = Quantized(**{**vars(linear), "bias": dense.tensors.block(bias).half()})

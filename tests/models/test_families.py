@@ -40,14 +40,14 @@ def test_the_modules_are_those_described(label: str) -> None:
 def test_the_activations_are_those_described(label: str) -> None:
     names: set[tuple[str, ...]] = set()
 
-    def noted(x: Tensor, label: str, *dims: str) -> Tensor:
+    def note(x: Tensor, label: str, *dims: str) -> Tensor:
         names.add((label, *dims))
         return x
 
     described = VARIANTS[label]
     with ExitStack() as patches:
         for module in (decoder, mlp, routing):
-            patches.enter_context(mock.patch.object(module, "name", noted))
+            patches.enter_context(mock.patch.object(module, "name", note))
         build(described)(torch.zeros(1, 8, dtype=torch.int64, device="meta"))
     assert {(path.split(".")[-1], *dims) for path, dims in described.activations.items()} == names
 

@@ -461,8 +461,8 @@ def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_killed_writer_leaves_nothing_in_place(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from tpshard.models.aside import written_aside\n"
-        "with written_aside(sys.argv[1]) as aside:\n"
+        "import sys, time; from tpshard.models.aside import write_aside\n"
+        "with write_aside(sys.argv[1]) as aside:\n"
         "    (aside / 'half').write_text('x'); print('writing', flush=True); time.sleep(600)\n"
     )
     out = tmp_path / "out"

@@ -24,9 +24,11 @@ def scalars(update: int, loss: float = 1.0) -> list[torch.Tensor]:
 def test_matrices_move_as_torchs_muon_moves_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.double)  # both iterate in float64, free of rounding
     params, moments, squares = tensors(0), [torch.zeros(shape) for shape in SHAPES], [torch.zeros(5)]
-    kept = [[torch.nn.Parameter(one.clone()) for one in (p if p.dim() == 3 else [p])] for p in params if p.dim() > 1]
+    matrices = [
+        [torch.nn.Parameter(one.clone()) for one in (p if p.dim() == 3 else [p])] for p in params if p.dim() > 1
+    ]
     peer = torch.optim.Muon(
-        [one for group in kept for one in group], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+        [one for group in matrices for one in group], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
     )
     for update in (1, 2, 3):
         grads = tensors(update)
@@ -35,11 +37,11 @@ def test_matrices_move_as_torchs_muon_moves_them(monkeypatch: pytest.MonkeyPatch
         )  # fmt: skip
         params, moments, squares = done.params, done.exp_avg, done.exp_avg_sq
         averaged = [g / 4 for g in grads if g.dim() > 1]
-        for group, grad in zip(kept, averaged, strict=True):
+        for group, grad in zip(matrices, averaged, strict=True):
             for one, its in zip(group, grad if grad.dim() == 3 else [grad], strict=True):
                 one.grad = its
         peer.step()
-    for group, param in zip(kept, [p for p in params if p.dim() > 1], strict=True):
+    for group, param in zip(matrices, [p for p in params if p.dim() > 1], strict=True):
         expected = torch.stack([one.detach() for one in group]) if param.dim() == 3 else group[0].detach()
         torch.testing.assert_close(param, expected, rtol=0, atol=1e-6)
 

@@ -17,11 +17,11 @@ def read_rows(x: Tensor, i: Tensor) -> Tensor:
     return x[torch.arange(6)[:, None], i]
 
 
-def read_transposed(x: Tensor, i: Tensor) -> Tensor:
+def read_transpose(x: Tensor, i: Tensor) -> Tensor:
     return x.transpose(0, 1)[i.T, torch.arange(6)]
 
 
-def read_stacked(x: Tensor, i: Tensor) -> Tensor:
+def read_stack(x: Tensor, i: Tensor) -> Tensor:
     both = torch.cat([torch.arange(6)[None, :, None].expand(1, 6, 4), i[None]])
     return x[both[0], both[1]]
 
@@ -51,7 +51,7 @@ def add_one(x: Tensor, i: Tensor) -> Tensor:
 
 
 ALL: list[Callable[..., Any]] = [
-    read_rows, read_transposed, read_stacked, write_rows, add_rows, read_two, read_last, write_two, add_one,
+    read_rows, read_transpose, read_stack, write_rows, add_rows, read_two, read_last, write_two, add_one,
 ]  # fmt: skip
 PLACES: list[list[Any]] = [
     [("a",), ("a",)], [("b",), None], [(None, "a"), None], [("b", "a"), ("b",)], [(None, "b", "a"), (None, "a")],

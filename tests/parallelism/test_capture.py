@@ -26,7 +26,7 @@ def _fakes(args: list[Tensor]) -> list[Tensor]:
         return [torch.empty(arg.shape, dtype=arg.dtype) for arg in args]
 
 
-def _recorded(fn: Callable[..., Any], args: list[Tensor]) -> Seen:
+def _record(fn: Callable[..., Any], args: list[Tensor]) -> Seen:
     fakes = _fakes(args)
     with fakes[0].fake_mode:  # type: ignore[attr-defined]
         recorder = Recorder()
@@ -42,7 +42,7 @@ def _once() -> dict[Any, Callable[..., Any]]:
     """The decompositions; one that ends in the op itself is not split again."""
     splitting: list[Any] = []
 
-    def guarded(func: Any, split: Callable[..., Any]) -> Callable[..., Any]:
+    def guard(func: Any, split: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             if func in splitting:
                 return NotImplemented
@@ -54,10 +54,10 @@ def _once() -> dict[Any, Callable[..., Any]]:
 
         return run
 
-    return {func: guarded(func, split) for func, split in decompositions().items()}
+    return {func: guard(func, split) for func, split in decompositions().items()}
 
 
-def _traced(fn: Callable[..., Any], args: list[Tensor]) -> Seen:
+def _trace(fn: Callable[..., Any], args: list[Tensor]) -> Seen:
     tracer = make_fx(fn, decomposition_table=_once(), tracing_mode="fake", _allow_non_fake_inputs=True)
     result = tracer(*_fakes(args))
     calls = []
@@ -75,7 +75,7 @@ def test_every_op_is_recorded_as_torch_traces_it() -> None:
         case = numbered(number)
         if case.family == "statistics" or case.draws:
             continue  # one branches on data, and torch traces draws as they are
-        assert _recorded(case.fn, case.args) == _traced(case.fn, case.args), str(case)
+        assert _record(case.fn, case.args) == _trace(case.fn, case.args), str(case)
 
 
 def test_constants_and_changes_in_place_are_recorded() -> None:

@@ -52,7 +52,7 @@ def read_afterwards(x: Tensor) -> tuple[Tensor, Tensor]:
     return part + 0, part.sum()
 
 
-def strided(x: Tensor) -> Tensor:
+def strided_view(x: Tensor) -> Tensor:
     y = x.clone()
     y.as_strided((3, 2), (7, 2), 1).mul_(5)
     return y + x.as_strided((4, 6), (1, 4))
@@ -76,7 +76,7 @@ def same_twice(x: Tensor) -> Tensor:
     return y * x
 
 
-def unsqueezed(x: Tensor) -> Tensor:
+def unsqueeze(x: Tensor) -> Tensor:
     return (x * 1).unsqueeze_(0).transpose_(1, 2)
 
 
@@ -86,7 +86,7 @@ def of_strides(x: Tensor) -> Tensor:
     return grad
 
 
-def written_with_gradient(x: Tensor) -> Tensor:
+def write_with_gradient(x: Tensor) -> Tensor:
     y = x.requires_grad_()
     z = (y * 2).clone()
     z[1:, ::2] *= y[1:, ::2]
@@ -95,8 +95,8 @@ def written_with_gradient(x: Tensor) -> Tensor:
 
 
 FUNCTIONS: list[Callable[[Tensor], object]] = [
-    column, columns, row, flat, view_of_view, read_afterwards, strided, circular, in_a_loop, same_twice, unsqueezed,
-    of_strides, written_with_gradient,
+    column, columns, row, flat, view_of_view, read_afterwards, strided_view, circular, in_a_loop, same_twice, unsqueeze,
+    of_strides, write_with_gradient,
 ]  # fmt: skip
 
 

@@ -53,7 +53,7 @@ class Names(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def dispatched(context: Context) -> tuple[set[str], list[Tensor]]:
+def dispatch(context: Context) -> tuple[set[str], list[Tensor]]:
     program = gathering(context.world)
     inputs = [torch.arange(16.0).reshape(4, 4) + i for i in range(3)]
     executor, names = Executor(program, context), Names()
@@ -65,7 +65,7 @@ def dispatched(context: Context) -> tuple[set[str], list[Tensor]]:
 def test_ranks_dispatch_short_names_alone_and_gather_what_the_simulation_gathers(pool: Any) -> None:
     inputs = [torch.arange(16.0).reshape(4, 4) + i for i in range(3)]
     expected = gathering(2).simulate(*inputs)
-    for ops, actual in pool.run(dispatched, world=2):
+    for ops, actual in pool.run(dispatch, world=2):
         assert {"all_gather_into_tensor_out", "wait_tensor"} <= ops <= SHORT
         assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 

@@ -29,7 +29,7 @@ LAUNCH = (
 
 
 @contextmanager
-def launched(
+def launch(
     mode: str, world: int, folder: Path, *, restarts: int = 0, **environment: str
 ) -> Iterator[subprocess.Popen[str]]:
     """A launcher in its own session; afterwards no process of it may be left."""
@@ -64,14 +64,14 @@ def gone(processes: list[psutil.Process]) -> bool:
 
 
 def test_workers_find_their_place_in_the_environment(tmp_path: Path) -> None:
-    with launched("environment", 3, tmp_path) as launcher:
+    with launch("environment", 3, tmp_path) as launcher:
         out, err = launcher.communicate(timeout=PATIENCE)
     assert launcher.returncode == 0, err
     assert out == "0 0 3 3\n"  # Rank 0 has the terminal; the others' output is kept aside.
 
 
 def test_an_exit_without_a_word_is_explained_by_what_the_worker_printed(tmp_path: Path) -> None:
-    with launched("silent-exit", 2, tmp_path) as launcher:
+    with launch("silent-exit", 2, tmp_path) as launcher:
         _, err = launcher.communicate(timeout=PATIENCE)
     assert launcher.returncode == 7
     assert err.index("something only a native library says") < err.index("rank 1 ended with exit code 7")
@@ -79,7 +79,7 @@ def test_an_exit_without_a_word_is_explained_by_what_the_worker_printed(tmp_path
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
 def test_a_polite_signal_reaches_every_worker(number: int, code: int, tmp_path: Path) -> None:
-    with launched("until-signal", 2, tmp_path) as launcher:
+    with launch("until-signal", 2, tmp_path) as launcher:
         children = workers(launcher, tmp_path, 2)
         launcher.send_signal(number)
         launcher.communicate(timeout=PATIENCE)
@@ -88,7 +88,7 @@ def test_a_polite_signal_reaches_every_worker(number: int, code: int, tmp_path: 
 
 
 def test_a_signal_during_start_up_is_held_until_the_worker_listens(tmp_path: Path) -> None:
-    with launched("until-signal", 1, tmp_path) as launcher:
+    with launch("until-signal", 1, tmp_path) as launcher:
         until(lambda: psutil.Process(launcher.pid).children(), "a worker")
         launcher.send_signal(signal.SIGTERM)
         launcher.communicate(timeout=PATIENCE)
@@ -96,7 +96,7 @@ def test_a_signal_during_start_up_is_held_until_the_worker_listens(tmp_path: Pat
 
 
 def test_the_second_ctrl_c_waits_for_nothing(tmp_path: Path) -> None:
-    with launched("deaf", 2, tmp_path) as launcher:
+    with launch("deaf", 2, tmp_path) as launcher:
         children = workers(launcher, tmp_path, 2)
         launcher.send_signal(signal.SIGINT)
         time.sleep(0.5)
@@ -108,14 +108,14 @@ def test_the_second_ctrl_c_waits_for_nothing(tmp_path: Path) -> None:
 
 
 def test_workers_die_with_the_launcher(tmp_path: Path) -> None:
-    with launched("deaf", 2, tmp_path) as launcher:
+    with launch("deaf", 2, tmp_path) as launcher:
         children = workers(launcher, tmp_path, 2)
         launcher.kill()
         assert gone(children)
 
 
 def test_the_failing_ranks_own_error_is_the_last_thing_printed(tmp_path: Path) -> None:
-    with launched("raise", 2, tmp_path) as launcher:
+    with launch("raise", 2, tmp_path) as launcher:
         _, err = launcher.communicate(timeout=PATIENCE)
     assert launcher.returncode == 1
     assert err.rstrip().splitlines()[-1] == "error: planted before the first collective", err
@@ -124,7 +124,7 @@ def test_the_failing_ranks_own_error_is_the_last_thing_printed(tmp_path: Path) -
 
 def test_a_killed_worker_ends_the_rest_and_nothing_listens_beyond_loopback(tmp_path: Path) -> None:
     before = set(os.listdir("/dev/shm"))
-    with launched("run", 2, tmp_path) as launcher:
+    with launch("run", 2, tmp_path) as launcher:
         children = workers(launcher, tmp_path, 2)
         tree = [psutil.Process(launcher.pid), *psutil.Process(launcher.pid).children(recursive=True)]
         sockets = [c for p in tree for c in p.net_connections() if c.status == psutil.CONN_LISTEN]
@@ -147,7 +147,7 @@ def test_a_killed_worker_ends_the_rest_and_nothing_listens_beyond_loopback(tmp_p
     [("SIGSEGV", 0, "Segmentation fault"), ("SIGABRT", 1, "Aborted"), ("SIGBUS", 1, "Bus error")],
 )
 def test_a_run_whose_worker_crashes_is_started_again(name: str, rank: int, fatal: str, tmp_path: Path) -> None:
-    with launched(f"crash {name} {rank} 7", 2, tmp_path, restarts=1) as launcher:
+    with launch(f"crash {name} {rank} 7", 2, tmp_path, restarts=1) as launcher:
         _, err = launcher.communicate(timeout=PATIENCE)
     assert launcher.returncode == 0, err
     stacks, lost, again = (
@@ -171,7 +171,7 @@ def test_a_run_whose_worker_crashes_is_started_again(name: str, rank: int, fatal
     ],
 )
 def test_a_run_is_not_started_again_for_ever(steps: str, restarts: int, started: int, why: str, tmp_path: Path) -> None:
-    with launched(f"crash SIGSEGV 1 {steps}", 2, tmp_path, restarts=restarts) as launcher:
+    with launch(f"crash SIGSEGV 1 {steps}", 2, tmp_path, restarts=restarts) as launcher:
         _, err = launcher.communicate(timeout=PATIENCE)
     assert launcher.returncode == 9
     assert err.count("is started again") == started and ("why no restart:" in err) == bool(why) and why in err
@@ -180,13 +180,13 @@ def test_a_run_is_not_started_again_for_ever(steps: str, restarts: int, started:
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGFPE"])
 def test_other_deaths_are_no_crashes(name: str, tmp_path: Path) -> None:
-    with launched(f"crash {name} 1 7", 2, tmp_path, restarts=1) as launcher:
+    with launch(f"crash {name} 1 7", 2, tmp_path, restarts=1) as launcher:
         _, err = launcher.communicate(timeout=PATIENCE)
     assert launcher.returncode == 9 and f"killed by {name}" in err and "started again" not in err
 
 
 def test_a_run_that_was_asked_to_stop_is_not_started_again(tmp_path: Path) -> None:
-    with launched("deaf", 2, tmp_path, restarts=1) as launcher:
+    with launch("deaf", 2, tmp_path, restarts=1) as launcher:
         children = workers(launcher, tmp_path, 2)
         launcher.send_signal(signal.SIGTERM)
         time.sleep(0.5)
@@ -197,7 +197,7 @@ def test_a_run_that_was_asked_to_stop_is_not_started_again(tmp_path: Path) -> No
 
 def test_one_of_several_hosts_does_not_go_on_alone(tmp_path: Path) -> None:
     hosts = Nodes(2, 0, "127.0.0.1:9").environment()
-    with launched("crash SIGSEGV 0 7", 2, tmp_path, restarts=1, **hosts) as launcher:
+    with launch("crash SIGSEGV 0 7", 2, tmp_path, restarts=1, **hosts) as launcher:
         _, err = launcher.communicate(timeout=PATIENCE)
     assert launcher.returncode == 9 and "killed by SIGSEGV" in err and "started again" not in err
 
@@ -226,7 +226,7 @@ def test_a_report_that_may_be_dropped_never_waits(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_hanging_worker_is_named_with_what_the_others_wait_for(tmp_path: Path) -> None:
-    with launched("hang", 2, tmp_path) as launcher:
+    with launch("hang", 2, tmp_path) as launcher:
         _, err = launcher.communicate(timeout=PATIENCE)
     assert launcher.returncode == 9
     assert "rank 0 made no progress for 1.5 s in step 5, in all_reduce over tp of layers.0.mlp" in err
@@ -235,7 +235,7 @@ def test_a_hanging_worker_is_named_with_what_the_others_wait_for(tmp_path: Path)
 
 
 def test_a_frozen_worker_is_named_though_it_cannot_answer(tmp_path: Path) -> None:
-    with launched("frozen", 2, tmp_path) as launcher:
+    with launch("frozen", 2, tmp_path) as launcher:
         _, err = launcher.communicate(timeout=PATIENCE)
     assert launcher.returncode == 9
     assert err.splitlines()[-1].startswith("error: rank 1 does not answer; rank 0 made no progress"), err

@@ -128,7 +128,7 @@ def test_gradients_go_back_through_collectives() -> None:
     assert {c.kind for c in program.collectives} == {"permute"}
 
 
-def nested(x: Tensor) -> Tensor:
+def nest(x: Tensor) -> Tensor:
     return by(lambda x: x, [ROWS], [ROWS])(x)
 
 
@@ -147,7 +147,7 @@ def nested(x: Tensor) -> Tensor:
         (lambda: by(lambda x: all_to_all(x, "x", 0, 1), [ROWS], [ROWS])(X), "does not divide over `x`"),
         (lambda: by(lambda x: permute(x, "x", [(0, 1), (2, 1)]), [ROWS], [ROWS])(X), "to each, at most once"),
         (lambda: by(lambda x: mesh_split(x, MESH, [-1, 1]), [ROWS], [ROWS])(X), "annotates whole tensors"),
-        (lambda: by(nested, [ROWS], [ROWS], ("x",))(X), "is called inside of another"),
+        (lambda: by(nest, [ROWS], [ROWS], ("x",))(X), "is called inside of another"),
     ],
 )  # fmt: skip
 def test_what_is_not_legal_is_refused(make: Callable[[], Any], message: str) -> None:

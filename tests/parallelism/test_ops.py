@@ -40,7 +40,7 @@ MOST = 48
 """Placements of a case that are tried; of more, so many."""
 
 
-def _attended(*shape: int, documents: bool = False) -> list[Of]:
+def _attend(*shape: int, documents: bool = False) -> list[Of]:
     b, s, h, kv, d = shape
     return [f(b, s, h, d), f(b, s, kv, d), f(b, s, kv, d), *([ints(2, b, s)] if documents else [])]
 
@@ -81,7 +81,7 @@ def _flash_gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Any:
     return aten._scaled_dot_product_flash_attention_for_cpu_backward.default(dout, q, k, v, out, lse, 0.0, False)
 
 
-def _paged(q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
+def _page(q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
     rows = torch.arange(4)[None]
     return ours.paged_attention.default(
         q, k, v, k_pool, v_pool, rows, rows + 8, rows * 0, torch.tensor([[1]]), 0.5
@@ -112,7 +112,7 @@ def _nll_gradient(logits: Tensor, target: Tensor) -> Any:
     return aten.nll_loss_backward.default(torch.ones_like(loss), logits, target, None, 2, -100, weight)
 
 
-def _written(x: Tensor, mask: Tensor) -> Tensor:
+def _write(x: Tensor, mask: Tensor) -> Tensor:
     return aten.masked_fill_.Scalar(x.clone(), mask, 3.0)
 
 
@@ -120,7 +120,7 @@ def _like(target: Any, **kwargs: Any) -> Case:
     return call(target, f(4, 6), **kwargs)
 
 
-def _sized(target: Any, *args: Any) -> Case:
+def _size_of(target: Any, *args: Any) -> Case:
     return of(lambda x: target([4, 6], *args) + x, f(4, 6))
 
 
@@ -317,9 +317,9 @@ CASES: dict[str, list[Case]] = {
         call(aten.index_put.default, f(4, 6), [None, ints(6, 8)], f(4, 8), True),
     ],
     # made where they are
-    "aten.full": [_sized(aten.full.default, 2.0)],
-    "aten.zeros": [_sized(aten.zeros.default)],
-    "aten.ones": [_sized(aten.ones.default)],
+    "aten.full": [_size_of(aten.full.default, 2.0)],
+    "aten.zeros": [_size_of(aten.zeros.default)],
+    "aten.ones": [_size_of(aten.ones.default)],
     "aten.empty.memory_format": [of(lambda x: torch.ones_like(aten.empty.memory_format([4, 6])) + x, f(4, 6))],
     "aten.new_zeros": [_like(aten.new_zeros.default, size=[6, 4])],
     "aten.new_ones": [_like(aten.new_ones.default, size=[6, 4])],
@@ -333,14 +333,14 @@ CASES: dict[str, list[Case]] = {
     "aten.scalar_tensor": [of(lambda x: aten.scalar_tensor.default(2.0) * x, f(4, 6))],
     # attention
     "tpshard.attention": [
-        call(ours.attention.default, *_attended(4, 3, 6, 2, 4), None, 0.5),
-        call(ours.attention.default, *_attended(2, 4, 4, 4, 4, documents=True), 0.5),
+        call(ours.attention.default, *_attend(4, 3, 6, 2, 4), None, 0.5),
+        call(ours.attention.default, *_attend(2, 4, 4, 4, 4, documents=True), 0.5),
     ],
-    "tpshard.attention_backward": [of(_attention_gradients, *_attended(4, 3, 6, 2, 4), f(4, 3, 6, 4))],
+    "tpshard.attention_backward": [of(_attention_gradients, *_attend(4, 3, 6, 2, 4), f(4, 3, 6, 4))],
     "tpshard.attention_part": [
-        call(ours.attention_part.default, *_attended(2, 4, 4, 2, 4), None, None, 0.5, None, 4, 2),
+        call(ours.attention_part.default, *_attend(2, 4, 4, 2, 4), None, None, 0.5, None, 4, 2),
     ],
-    "tpshard.attention_part_backward": [of(_part_gradients, *_attended(2, 4, 4, 2, 4), f(2, 4, 4, 4))],
+    "tpshard.attention_part_backward": [of(_part_gradients, *_attend(2, 4, 4, 2, 4), f(2, 4, 4, 4))],
     # experts
     "tpshard.experts": [of(_experts, f(4, 3), *EXPERTS)],
     "tpshard.experts_backward": [of(_experts_gradients, f(4, 3), f(4, 3), *EXPERTS)],
@@ -358,7 +358,7 @@ CASES: dict[str, list[Case]] = {
     "aten.max_pool2d_with_indices": [call(aten.max_pool2d_with_indices.default, f(4, 6, 4, 4), [2, 2])],
     "aten.avg_pool2d": [call(aten.avg_pool2d.default, f(4, 6, 4, 4), [2, 2])],
     "tpshard.paged_attention": [
-        of(_paged, f(1, 4, 6, 8), f(1, 4, 2, 8), f(1, 4, 2, 8), f(3, 8, 2, 8), f(3, 8, 2, 8), written=(3, 4)),
+        of(_page, f(1, 4, 6, 8), f(1, 4, 2, 8), f(1, 4, 2, 8), f(3, 8, 2, 8), f(3, 8, 2, 8), written=(3, 4)),
     ],
     "tpshard.reorder": [of(lambda x: ours.reorder.default(x, torch.tensor([2, 0, 1, 0, 2, 1]), 2), f(4, 6))],
     # optimizers
@@ -429,7 +429,7 @@ CASES: dict[str, list[Case]] = {
     "aten.unsafe_split": [call(aten.unsafe_split.Tensor, f(4, 6), 2, 1)],
     "aten.unfold_backward": [call(aten.unfold_backward.default, f(4, 3, 2), [4, 6], 1, 2, 2)],
     "aten.index_add": [call(aten.index_add.default, f(4, 6), 0, ints(4, 8), f(8, 6))],
-    "aten.masked_fill_": [of(_written, f(4, 6), truths(4, 6))],
+    "aten.masked_fill_": [of(_write, f(4, 6), truths(4, 6))],
     "prims.broadcast_in_dim": [call(prims.broadcast_in_dim.default, f(4, 6), [4, 2, 6], [0, 2])],
 }
 
@@ -599,11 +599,11 @@ def test_what_commutes_with_a_permutation() -> None:
             continue
         expected = _run(op, operands)
         for d, members in enumerate(rule.results[0]):
-            there = [[i for i, dim in enumerate(dims) if dim == members] for dims in rule.operands]
-            if len(members) != 1 or rule.kinds[members[0]] is not Kind.PASS or not any(there):
+            member_dims = [[i for i, dim in enumerate(dims) if dim == members] for dims in rule.operands]
+            if len(members) != 1 or rule.kinds[members[0]] is not Kind.PASS or not any(member_dims):
                 continue
             turned = torch.arange(rule.sizes[members[0]]).flip(0)
-            inputs = [t.index_select(places[0], turned) if places else t for t, places in zip(operands, there)]
+            inputs = [t.index_select(places[0], turned) if places else t for t, places in zip(operands, member_dims)]
             torch.testing.assert_close(_run(op, inputs), expected.index_select(d, turned))
             tried.add(name_of(op.target))
     assert len(tried) > 20 and not {"aten.cumsum.default", "aten.scatter.value"} & tried

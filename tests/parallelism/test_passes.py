@@ -79,7 +79,7 @@ def in_sizes(program: Program) -> Program:
     return bucket(program, buckets.by_size(buckets.in_order_of_use(program), Counter(), 1.0))
 
 
-def scheduled(units: int = 1) -> list[Pass]:
+def schedule(units: int = 1) -> list[Pass]:
     return [hoist_gradients, gather_late, partial(prefetch, units=units), reduce_early, sink_waits]
 
 
@@ -99,8 +99,8 @@ VARIANTS: dict[str, list[Pass]] = {
     "reduced early": [reduce_early],
     "waits sunk": [sink_waits],
     "in another order": [sink_waits, reduce_early, partial(prefetch, units=1), gather_late, hoist_gradients],
-    "scheduled": scheduled(2),
-    "all": [again(keep_selected()), in_units, *scheduled()],
+    "scheduled": schedule(2),
+    "all": [again(keep_selected()), in_units, *schedule()],
 }
 
 
@@ -156,7 +156,7 @@ def peak(program: Program) -> int:
 def test_recomputation_takes_less_memory() -> None:
     program = step_program()
     stored = {
-        name: peak(run([*VARIANTS[name], *scheduled()], program))
+        name: peak(run([*VARIANTS[name], *schedule()], program))
         for name in ("none", "every second", "selective", "full")
     }
     assert stored["full"] < stored["selective"] < stored["none"]
@@ -165,7 +165,7 @@ def test_recomputation_takes_less_memory() -> None:
 
 def test_gathered_parameters_are_not_kept() -> None:
     program = step_program()
-    actual, stored = (run([*VARIANTS[name], *scheduled()], program) for name in ("none", "kept gathered"))
+    actual, stored = (run([*VARIANTS[name], *schedule()], program) for name in ("none", "kept gathered"))
     assert peak(actual) < peak(stored)
     gathers = [sum(c.kind == "all_gather" and c.of == "parameter" for c in p.collectives) for p in (actual, stored)]
     # the embedding's table is not needed again: its gradient needs the indices alone
@@ -193,7 +193,7 @@ def events(program: Program) -> list[tuple[str, str, int]]:
 @pytest.mark.parametrize("units", [0, 1, 2])
 def test_as_many_buckets_are_gathered_ahead_as_asked(units: int) -> None:
     program = step_program()
-    done = run([again(keep_all), in_units, *scheduled(units)], program)
+    done = run([again(keep_all), in_units, *schedule(units)], program)
     open_gathers = most = 0
     for kind, what, _ in events(done):
         if what == "parameter":
@@ -204,7 +204,7 @@ def test_as_many_buckets_are_gathered_ahead_as_asked(units: int) -> None:
 
 def test_gradients_are_scattered_where_they_are_made() -> None:
     program = step_program()
-    done = run([again(keep_all), in_units, *scheduled()], program)
+    done = run([again(keep_all), in_units, *schedule()], program)
     kinds = [kind for kind, what, _ in events(done) if what == "gradient"]
     units = len(by_unit(program))
     assert kinds.count("issue") == kinds.count("wait") == units
@@ -243,7 +243,7 @@ def test_each_pass_moves_only_what_it_says() -> None:
 
     before = step_program()
     nodes = [node.name for node in before.graph.nodes]
-    run([again(keep_all), in_units, *scheduled(2)], before, watch)
+    run([again(keep_all), in_units, *schedule(2)], before, watch)
     assert [node.name for node in before.graph.nodes] == nodes  # a copy is changed
     after = {name: (actual, computing) for name, actual, computing in steps}
     assert list(after) == [

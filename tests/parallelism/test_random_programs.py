@@ -39,7 +39,7 @@ def _program(case: Case) -> Program:
     return partition(case.fn, case.args, case.mesh, case.in_shardings, case.out_shardings)
 
 
-def _bytes_moved(node: fx.Node, operands: list[Tensor], results: list[Tensor]) -> int:
+def _moved_bytes(node: fx.Node, operands: list[Tensor], results: list[Tensor]) -> int:
     """The buffer that the ring cost multiplies, from the tensors themselves."""
     if "all_gather" in str(node.target):
         return results[0].nbytes
@@ -63,7 +63,7 @@ def test_devices_together_compute_what_one_does(part: int) -> None:
             results = run_lockstep(
                 program,
                 [local_arguments(program, rank, case.args) for rank in range(case.mesh.ranks)],
-                lambda node, reads, outs, into=counted: into.append((node.name, _bytes_moved(node, reads, outs))),
+                lambda node, reads, outs, into=counted: into.append((node.name, _moved_bytes(node, reads, outs))),
             )
         except Exception as error:
             raise AssertionError(shown) from error

@@ -21,10 +21,10 @@ def test_an_axis_that_nothing_uses_is_told_with_what_would_use_it() -> None:
     assert "and 1 like it: 2 devices along y compute the same, 49" in warning
     assert "nothing shards dim 1 of `mm` [8, 32]" in warning
 
-    def mended(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    def mend(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
         return torch.relu(mesh_split(x @ up, MESH, [0, 1])) @ down
 
-    program = partition(mended, ARGS, MESH, [("x",), None, None])
+    program = partition(mend, ARGS, MESH, [("x",), None, None])
     assert not program.warnings and program.flop_efficiency == 1
 
 

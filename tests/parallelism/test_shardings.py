@@ -214,14 +214,14 @@ def test_any_layout_reaches_any_other(mesh: Mesh, shape: tuple[int, int]) -> Non
 def test_plans_send_no_more_than_through_replication_and_hold_no_more_than_they_must() -> None:
     mesh, shape = MESHES[0], (16, 16)
 
-    def sent(steps: tuple[ReshardStep, ...]) -> float:
+    def sent_bytes(steps: tuple[ReshardStep, ...]) -> float:
         return cost(steps, shape, 4) - LATENCY_BYTES * sum(s.kind not in ("slice", "mask") for s in steps)
 
     for source, target in random.Random(4).sample(list(itertools.product(layouts(mesh, 2), repeat=2)), 300):
         whole = Layout(((), ()))
         direct = redistribution(shape, Layout(source), Layout(target), 4)
         through = (*redistribution(shape, Layout(source), whole, 4), *redistribution(shape, whole, Layout(target), 4))
-        assert sent(direct) <= sent(through) + 1, (source, target, direct)
+        assert sent_bytes(direct) <= sent_bytes(through) + 1, (source, target, direct)
         bound = max(math.prod(local_shape(shape, Layout(d))) for d in (source, target))
         assert all(math.prod(local_shape(shape, s.after)) <= bound for s in direct), (source, target, direct)
 

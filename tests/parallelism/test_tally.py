@@ -7,10 +7,10 @@ from tpshard.parallelism.runtime.tally import Tally
 
 
 def test_storages_count_once_and_only_while_they_live() -> None:
-    there = torch.zeros(1000)
-    tally = Tally([there])
+    before = torch.zeros(1000)
+    tally = Tally([before])
     with tally:
-        actual = there + 1
+        actual = before + 1
         view = actual.view(10, 100)
         twice = view * 2
         assert tally.held_bytes == 3 * 4000
@@ -21,4 +21,4 @@ def test_storages_count_once_and_only_while_they_live() -> None:
     del twice
     assert (tally.held_bytes, tally.peak_bytes, tally.sent_bytes) == (4000, 3 * 4000, 0)
     with tally:
-        assert (there + 1).sum() and tally.peak_bytes == 3 * 4000
+        assert (before + 1).sum() and tally.peak_bytes == 3 * 4000

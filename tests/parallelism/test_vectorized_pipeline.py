@@ -14,7 +14,7 @@ MESHES = [Mesh({"pp": 4}), Mesh({"pp": 4, "data": 2})]
 Fn = Callable[[Tensor, Tensor], Tensor]
 
 
-def pipelined(mesh: Mesh, rounds: int) -> Fn:
+def pipeline(mesh: Mesh, rounds: int) -> Fn:
     """x: [micro-batches, rows, width], w: [rounds, stages, width, width] -> [micro-batches, rows, width].
 
     Layer i is on stage i mod stages; what the last stage made goes to the first one until all rounds are done. With one
@@ -41,7 +41,7 @@ def pipelined(mesh: Mesh, rounds: int) -> Fn:
     return run
 
 
-def layered(x: Tensor, w: Tensor) -> Tensor:
+def layers_of(x: Tensor, w: Tensor) -> Tensor:
     """The same, a layer after the other."""
     for layer in w.flatten(0, 1):
         x = torch.tanh(x @ layer)
@@ -65,10 +65,10 @@ def test_the_shift_is_a_permute_and_never_a_gather(mesh: Mesh, rounds: int, micr
     w = torch.randn(rounds, STAGES, WIDTH, WIDTH, generator=generator, dtype=torch.float64) / WIDTH**0.5
     rows, stages = (None, "data" if "data" in mesh.axes else None), (None, "pp")
     program = partition(
-        with_gradients(pipelined(mesh, rounds)), (x, w), mesh, in_shardings=[rows, stages],
+        with_gradients(pipeline(mesh, rounds)), (x, w), mesh, in_shardings=[rows, stages],
         out_shardings=[rows, rows, stages],
     )  # fmt: skip
-    for actual, expected in zip(program.simulate(x, w), with_gradients(layered)(x, w), strict=True):
+    for actual, expected in zip(program.simulate(x, w), with_gradients(layers_of)(x, w), strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
     over = [c for c in program.collectives if "pp" in c.axes]
     shifts = [c for c in over if c.kind == "permute"]

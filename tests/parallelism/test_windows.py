@@ -21,7 +21,7 @@ def images(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def stepped(fn: Callable[..., Tensor]) -> Callable[..., Any]:
+def step(fn: Callable[..., Tensor]) -> Callable[..., Any]:
     """A function and its gradients."""
 
     def run(*args: Tensor) -> Any:
@@ -33,7 +33,7 @@ def stepped(fn: Callable[..., Tensor]) -> Callable[..., Any]:
 
 
 def same(fn: Callable[..., Tensor], args: list[Tensor], mesh: Mesh, dims: Any, out: Any = None) -> Program:
-    whole = stepped(fn)
+    whole = step(fn)
     program = partition(whole, args, mesh, [dims, *[None] * (len(args) - 1)], [out, *[None] * len(args)])
     torch.testing.assert_close(program.simulate(*args), whole(*args))
     return program

@@ -13,7 +13,7 @@ from small_recipe import RECIPE
 from torch.utils._python_dispatch import TorchDispatchMode
 from tpshard.devices.read import device
 from tpshard.parallelism.cost import Cpu, Crowd, collective
-from tpshard.parallelism.exchange import sent_as
+from tpshard.parallelism.exchange import cpu_collective
 from tpshard.parallelism.fusion import kernels
 from tpshard.parallelism.liveness import liveness
 from tpshard.parallelism.network import Topology
@@ -72,7 +72,7 @@ def test_collectives_and_bytes_equal_those_dispatched_on_real_ranks(pool, report
         counted = planned.setdefault(part.part.name, Counter())
         for comm in part.part.program.collectives:
             # on a CPU the executor sends some as an all-to-all, and the plan prices them as such
-            counted[sent_as(comm.kind, comm.bytes, comm.size)] += 1
+            counted[cpu_collective(comm.kind, comm.bytes, comm.size)] += 1
     expected = {name: sorted((k, b, n) for (k, b), n in actual.items()) for name, actual in planned.items()}
     assert expected["micro-batch"]
     for sent, held in results:

@@ -12,7 +12,7 @@ from tpshard.plan.forecast import ASSUMED_FAILURES, Conditions, amount, best_int
 from tpshard.recipes.diagnostic import Exit
 
 
-def lived(work: float, interval: float, save: float, restart: float, between: float, rng: random.Random) -> float:
+def lifetime(work: float, interval: float, save: float, restart: float, between: float, rng: random.Random) -> float:
     """Seconds of one run with randomly drawn failures."""
     spent, done, failure = 0.0, 0.0, rng.expovariate(1 / between)
     while done < work:
@@ -33,7 +33,7 @@ def lived(work: float, interval: float, save: float, restart: float, between: fl
 )
 def test_the_expected_time_is_the_mean_of_runs(interval: float, save: float, restart: float, between: float) -> None:
     rng, work, runs = random.Random(1), 200_000.0, 400
-    mean = sum(lived(work, interval, save, restart, between, rng) for _ in range(runs)) / runs
+    mean = sum(lifetime(work, interval, save, restart, between, rng) for _ in range(runs)) / runs
     assert expected_seconds(work, interval, save, restart, between) == pytest.approx(mean, rel=0.02)
 
 

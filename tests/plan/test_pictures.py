@@ -130,7 +130,7 @@ def test_clicks_show_chains_and_tensors_and_the_wheel_zooms(report, tmp_path):
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
-def opened(html, folder):
+def open_page(html, folder):
     """(DOM, lines on the console, addresses that the page asked for) of a page in headless Chromium."""
     (folder / "plan.html").write_text(html)
     done = subprocess.run(
@@ -147,11 +147,11 @@ def opened(html, folder):
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
 def test_the_page_opens_in_chromium_without_errors_or_requests(report, tmp_path):
-    dom, console, requests = opened(page.page(report), tmp_path)
+    dom, console, requests = open_page(page.page(report), tmp_path)
     assert (console, requests) == ([], set())
     assert 'id="what-if"' in dom
     broken = '<img src="http://example.invalid/a.png"><script>nothing.there</script>'  # this test can fail
-    _, console, requests = opened(broken, tmp_path)
+    _, console, requests = open_page(broken, tmp_path)
     assert "nothing is not defined" in "".join(console)
     assert requests == {"http://example.invalid/a.png"}
 

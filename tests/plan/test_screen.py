@@ -30,18 +30,18 @@ def test_one_screen(report):
 
 
 def test_a_narrow_screen_keeps_the_line_that_decided():
-    def marked(*places: SourcePlace) -> Tensor:
+    def mark(*places: SourcePlace) -> Tensor:
         return Tensor("w", (8, 8), ("tp" if places else None, None), places, "parameter", True)
 
     file, batch, heads = "/far/away/llama3-8b.yaml", "batch: [dp, fsdp]", "heads: tp"
-    written = marked(SourcePlace(file, 8, 18, batch), SourcePlace(file, 8, 48, heads))
+    written = mark(SourcePlace(file, 8, 18, batch), SourcePlace(file, 8, 48, heads))
     assert screen.short(written) == "llama3-8b.yaml:8:18 (batch: [dp, fsdp]); llama3-8b.yaml:8:48 (heads: tp)"
     assert screen.short(written, "llama3-8b.yaml", 50) == "8:18 (batch: [dp, fsdp]); 8:48 (heads: tp)"
     assert screen.short(written, "llama3-8b.yaml", 20) == "8:18, 8:48"
-    defaults = marked(*(SourcePlace("<default>", says=says, default=True) for says in (batch, heads)))
+    defaults = mark(*(SourcePlace("<default>", says=says, default=True) for says in (batch, heads)))
     assert screen.short(defaults) == "batch: [dp, fsdp] (default); heads: tp (default)"
     assert screen.short(defaults, "", 25) == "batch, heads (default)"
-    assert screen.short(marked()) == "whole: no annotation cuts it" and screen.short(marked(), "", 10) == "whole"
+    assert screen.short(mark()) == "whole: no annotation cuts it" and screen.short(mark(), "", 10) == "whole"
 
 
 def test_no_row_of_the_shardings_is_cut(report):

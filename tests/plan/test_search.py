@@ -29,13 +29,13 @@ def test_too_little_memory_names_edits_that_fit(small, capsys):
 
 
 def test_a_server_that_does_not_fit_is_told_edits_that_fit_when_made(report, monkeypatch):
-    def needed(*changes):
+    def needed_bytes(*changes):
         return make.report(loads(RECIPE, ["serve.mesh.tp=1", *changes]), "", "decode").pricing.needed_bytes
 
-    full = needed()
+    full = needed_bytes()
     actual = make.report(loads(RECIPE, ["serve.mesh.tp=1"]), "", "decode")
     limit = full - 1
-    assert needed("serve.requests=8") < limit
+    assert needed_bytes("serve.requests=8") < limit
     whole = cluster.device_of
 
     def tight(recipe):
@@ -47,7 +47,7 @@ def test_a_server_that_does_not_fit_is_told_edits_that_fit_when_made(report, mon
     edits = search.edits(actual, loads(RECIPE, ["serve.mesh.tp=1"]))
     assert len(edits) == 3 and all(edit.fits for edit in edits)
     for edit in edits:
-        assert needed(*(change.replace(": ", "=") for change in edit.change.split(", "))) == edit.needed_bytes
+        assert needed_bytes(*(change.replace(": ", "=") for change in edit.change.split(", "))) == edit.needed_bytes
 
 
 def test_an_edit_that_fits_is_not_offered_again_with_more_beside_it(report, monkeypatch):

@@ -7,7 +7,7 @@ from tpshard.plan import search, search_bounds
 from tpshard.plan.search_bounds import Bounds
 from tpshard.programs.setting import Setting
 from tpshard.programs.variants import Variants
-from tpshard.recipes.load import changed, loads
+from tpshard.recipes.load import loads, with_changes
 
 RECIPE = """
 name: deep
@@ -30,7 +30,7 @@ CASES = [
 def test_a_bound_is_below_the_price_and_not_far(monkeypatch, mesh, pipeline, remat, compiled) -> None:
     monkeypatch.setattr(search_bounds, "DEEP", 6)
     recipe = loads(RECIPE)
-    variant = changed(recipe, [f"mesh={mesh}", f"pipeline={pipeline}", f"remat={remat}", f"compile={compiled}",
+    variant = with_changes(recipe, [f"mesh={mesh}", f"pipeline={pipeline}", f"remat={remat}", f"compile={compiled}",
                                "batch.per_device=2"])  # fmt: skip
     priced = search.price_variant(variant, variants=Variants()).needed_bytes
     least = Bounds(recipe).needed(variant, dict(Setting.of(variant).mesh.axes))
@@ -42,9 +42,9 @@ def test_a_bound_is_below_the_price_and_not_far(monkeypatch, mesh, pipeline, rem
 def test_a_pipelines_price_builds_its_first_last_and_one_middle_stage() -> None:
     bounds, recipe = Bounds(loads(RECIPE)), loads(RECIPE)
     assert bounds.layers_built(recipe) == 8
-    staged = changed(recipe, ["mesh={pp: 4, fsdp: 1}", "pipeline={schedule: 1f1b}", "batch.per_device=1"])
+    staged = with_changes(recipe, ["mesh={pp: 4, fsdp: 1}", "pipeline={schedule: 1f1b}", "batch.per_device=1"])
     assert bounds.layers_built(staged) == 6
-    assert bounds.layers_built(changed(staged, ["model.layers=1"])) == 0, "pricing refuses it"
+    assert bounds.layers_built(with_changes(staged, ["model.layers=1"])) == 0, "pricing refuses it"
 
 
 def test_what_cannot_fit_is_not_built_and_what_is_too_much_is_listed(monkeypatch) -> None:

@@ -19,7 +19,7 @@ from tpshard.kernels.gptq_solver import Order, Settings
 from tpshard.models import build, to_hf
 from tpshard.models.config import ModelConfig
 from tpshard.models.hf_config import folder_config
-from tpshard.parallelism.exchange import sent_as
+from tpshard.parallelism.exchange import cpu_collective
 from tpshard.parallelism.flow import info_of, op_name
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.runtime.context import Context
@@ -42,7 +42,7 @@ CONFIG = ModelConfig(
 ROWS = 8
 
 
-def quantized(out: Path, order: Order, config: ModelConfig = CONFIG) -> Path:
+def quantize(out: Path, order: Order, config: ModelConfig = CONFIG) -> Path:
     model = build(config, device="cpu", seed=1)
     parameters = dict(model.named_parameters())
     tokens = torch.randint(0, 128, (4, 16), generator=torch.Generator().manual_seed(0))
@@ -55,7 +55,7 @@ def quantized(out: Path, order: Order, config: ModelConfig = CONFIG) -> Path:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = tmp_path_factory.mktemp("gptq")
     orders: tuple[Order, ...] = ("head_local", "global")
-    return {order: quantized(base / order, order) for order in orders}
+    return {order: quantize(base / order, order) for order in orders}
 
 
 def changes(checkpoint: Path | str, layout: str) -> list[str]:
@@ -90,7 +90,7 @@ class Counting(TorchDispatchMode):
 
 def as_sent(program: Program) -> Counter[tuple[str, int]]:
     """(kind, bytes handed over) -> times, on a CPU."""
-    return Counter(sent_as(c.kind, c.bytes, c.size) for c in program.collectives)
+    return Counter(cpu_collective(c.kind, c.bytes, c.size) for c in program.collectives)
 
 
 def prompt() -> StepInput:
@@ -149,7 +149,7 @@ def test_every_layout_sends_on_real_ranks_what_is_planned(dtype: str, pool: Any,
 
 
 def test_an_mlp_that_tp_does_not_divide_is_served_as_planned(pool: Any, tmp_path: Path, capsys: Any) -> None:
-    groups = quantized(tmp_path / "groups", "head_local", replace(CONFIG, mlp=7 * 32))
+    groups = quantize(tmp_path / "groups", "head_local", replace(CONFIG, mlp=7 * 32))
     to_hf(build(replace(CONFIG, mlp=97), device="cpu", seed=1), dense := tmp_path / "dense")
     cases = [(groups, "tp_aware", "224 to 256"), (groups, "naive", "224 to 256"), (dense, "tp_aware", "97 to 128")]
     reports = [make.report(recipe(folder, layout), "", "decode") for folder, layout, _ in cases]
@@ -192,8 +192,8 @@ def test_columns_that_pad_an_mlp_are_no_useful_work(tmp_path: Path) -> None:
 
     expected, actual = work(whole), work(padded)
     assert len(actual) == 8 * CONFIG.layers  # three products and their biases, a gate and what it multiplies
-    for (module, op, useful, _), (there, as_there, computed, useful_there) in zip(expected, actual, strict=True):
-        assert (module, op, useful) == (there, as_there, useful_there)
+    for (module, op, useful, _), (same_module, same_op, computed, same_useful) in zip(expected, actual, strict=True):
+        assert (module, op, useful) == (same_module, same_op, same_useful)
         if (module[-4:], op) != ("down", "add"):
             assert 2 * computed * 97 == useful * 128
     losses = {(row["op"], row["where"]): row["efficiency"] for row in padded.losses}
@@ -224,15 +224,15 @@ def test_a_folder_that_is_not_there_is_planned_as_it_will_be_written(
     own = [f"model.{d}" for d in dims]
     cases = [(folder, layout, order, 128) for order, folder in folders.items() for layout in LAYOUTS]
     for mlp in (7 * 32, 112):  # groups that two ranks do not divide; an MLP that no GPTQ folder holds quantized
-        folder = quantized(tmp_path / f"{mlp}", "head_local", replace(CONFIG, mlp=mlp))
+        folder = quantize(tmp_path / f"{mlp}", "head_local", replace(CONFIG, mlp=mlp))
         cases.append((folder, "tp_aware", "head_local", mlp))
     for folder, layout, order, mlp in cases:
-        there = make.report(recipe(folder, layout), "", "decode")
+        quantized_plan = make.report(recipe(folder, layout), "", "decode")
         expected = ["quantize.group_size=32", f"quantize.order={order}", f"model.mlp={mlp}"]
         planned = make.report(recipe("not-yet", layout, *own, *expected), "", "decode")
         assert any("not-yet does not exist yet" in warning for warning in planned.warnings)
-        assert planned.fingerprint == there.fingerprint
-        assert planned.static_bytes() == there.static_bytes()
+        assert planned.fingerprint == quantized_plan.fingerprint
+        assert planned.static_bytes() == quantized_plan.static_bytes()
     dense = make.report(recipe("latest", "naive", *own), "", "decode")
     assert not dense.reshards and not dense.job.quantized
     broken = folders["global"].parent / "broken"
@@ -252,7 +252,7 @@ def test_four_bits_are_planned_as_four_bits(device: str, held: int, folders: dic
     assert port.local_bytes == 64 * held
 
 
-def cached(*overrides: str) -> Recipe:
+def cached_blocks(*overrides: str) -> Recipe:
     more = ["serve.requests=8", "serve.mesh.tp=2", *overrides]
     return loads("name: small\ncluster: {device: cpu, devices_per_node: 2}\nmodel: {preset: tiny}\n", more)
 
@@ -274,7 +274,7 @@ def test_a_plan_holds_the_cache_that_the_server_makes(what: str, overrides: list
     options = ["serve.requests=8", "serve.mesh.tp=2", "cluster.device=cpu", *overrides]
     assert tpshard(["serve", "tiny", "--check", "--json", *options]) == 0
     check = json.loads(capsys.readouterr().out)
-    report = make.report(cached(*overrides), "", what)
+    report = make.report(cached_blocks(*overrides), "", what)
     assert report.static_bytes()["cache"] == report.pricing.worst.memory.at_peak["cache"] == check["memory"]["cache"]
     # 16 KiB hold 16 positions of 2 KV heads in 4 layers; a request has 256
     output = [warning for warning in report.warnings if "the cache" in warning]
@@ -283,9 +283,9 @@ def test_a_plan_holds_the_cache_that_the_server_makes(what: str, overrides: list
 
 
 def test_a_plan_limits_the_cache_as_the_server_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = make.report(cached(), "", "decode")
+    whole = make.report(cached_blocks(), "", "decode")
     with_memory(4 * 2**20, monkeypatch)
-    report = make.report(cached(), "", "decode")  # a quarter is for the cache
+    report = make.report(cached_blocks(), "", "decode")  # a quarter is for the cache
     assert report.static_bytes()["cache"] == 2**20 + 2**14
     assert "holds 4 of 8 requests of 256" in report.warnings[0]
     assert report.useful_flops < whole.useful_flops  # what is not in the cache is not attended to
@@ -293,20 +293,20 @@ def test_a_plan_limits_the_cache_as_the_server_does(monkeypatch: pytest.MonkeyPa
 
 def test_a_cache_that_leaves_no_room_is_cut_first(monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = ["model.layers=8", "serve.cache_mb=4"]
-    full = make.report(cached(*overrides), "", "decode").pricing.needed_bytes
+    full = make.report(cached_blocks(*overrides), "", "decode").pricing.needed_bytes
     with_memory(full - 2**20, monkeypatch)
-    report = make.report(cached(*overrides), "", "decode")
-    first = search.edits(report, cached(*overrides))[0]
+    report = make.report(cached_blocks(*overrides), "", "decode")
+    first = search.edits(report, cached_blocks(*overrides))[0]
     assert not report.fits and first.fits
     key, _, value = first.change.partition(": ")
     assert key == "serve.cache_mb" and 1 <= int(value) < 4
-    actual = make.report(cached(*overrides, f"{key}={value}"), "", "decode").pricing.needed_bytes
+    actual = make.report(cached_blocks(*overrides, f"{key}={value}"), "", "decode").pricing.needed_bytes
     assert first.needed_bytes == pytest.approx(actual, rel=1e-4)
 
 
 def test_a_variant_is_priced_with_the_cache_of_all_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     with_memory(12 * 2**20, monkeypatch)  # room for the requests of two layers and not of eight
-    deep = cached("model.layers=8", "model.vocab=256")
+    deep = cached_blocks("model.layers=8", "model.vocab=256")
     report = make.report(deep, "", "decode")
     assert "holds 6 of 8" in report.warnings[0]
     assert search.price_variant(deep, "decode").needed_bytes == pytest.approx(report.pricing.needed_bytes, rel=1e-4)

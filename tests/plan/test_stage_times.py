@@ -41,13 +41,13 @@ compile: eager
 
 
 @cache
-def planned(schedule: str) -> Report:
+def plan_recipe(schedule: str) -> Report:
     return make.report(loads(RECIPE, [f"pipeline.schedule={schedule}"]), "staged.yaml")
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
 def test_a_step_is_the_schedule_and_what_runs_once(schedule: str) -> None:
-    report = planned(schedule)
+    report = plan_recipe(schedule)
     actual = report.pricing.pipeline
     assert actual is not None
     slots = {d: [s for s in actual.slots if actual.table.device_of(s.task.stage) == d] for d in range(2)}
@@ -66,7 +66,7 @@ def test_a_step_is_the_schedule_and_what_runs_once(schedule: str) -> None:
 
 def test_memory_is_what_the_schedule_holds() -> None:
     """GPipe stores all micro-batches; 1F1B stores at most as many as there are stages."""
-    gpipe, one = planned("gpipe").pricing.pipeline, planned("1f1b").pricing.pipeline
+    gpipe, one = plan_recipe("gpipe").pricing.pipeline, plan_recipe("1f1b").pricing.pipeline
     assert gpipe is not None and one is not None
     assert [s.saved_bytes for s in gpipe.stages] == [s.saved_bytes for s in one.stages]
     assert [d.held for d in gpipe.devices] == [8, 8] and [d.held for d in one.devices] == [2, 1]
@@ -78,7 +78,7 @@ def test_memory_is_what_the_schedule_holds() -> None:
 def test_activations_of_a_micro_batch_grow_the_heap_once() -> None:
     """However many micro-batches a schedule holds, their activations are new memory once, not in every task."""
     for schedule in ("gpipe", "1f1b"):
-        actual = planned(schedule).pricing.pipeline
+        actual = plan_recipe(schedule).pricing.pipeline
         assert actual is not None
         for stage, priced in zip(actual.stages, actual.devices):
             assert 8 * stage.saved_bytes < priced.grown_bytes < 8 * 2 * stage.saved_bytes
@@ -108,7 +108,7 @@ def test_stages_take_turns_on_the_cores_of_a_host_and_messages_take_time_of_them
 
 
 def test_stages_share_the_parameters() -> None:
-    report = planned("1f1b")
+    report = plan_recipe("1f1b")
     one = make.report(loads(RECIPE, ["mesh.pp=1", "mesh.fsdp=1"]), "one.yaml")
     assert report.job.params == one.job.params
     assert report.useful_flops == pytest.approx(one.useful_flops, rel=1e-3)
@@ -117,7 +117,7 @@ def test_stages_share_the_parameters() -> None:
 
 
 def test_a_pipeline_is_shown_everywhere() -> None:
-    report = planned("1f1b")
+    report = plan_recipe("1f1b")
     shown = screen.screen(report)
     assert "PIPELINE  1f1b, 2 stages, 8 micro-batches: " in shown and "waiting for other stages" in shown
     assert "F0 F1" in screen.screen(report, verbose=True)
@@ -140,7 +140,7 @@ def test_passes_on_stages_end_in_the_step_that_is_planned() -> None:
 
 
 def test_a_plan_with_stages_differs_from_one_without_by_what_stages_send() -> None:
-    staged, whole = planned("1f1b"), make.report(loads(RECIPE, ["mesh={pp: 1, fsdp: 2}"]), "one.yaml")
+    staged, whole = plan_recipe("1f1b"), make.report(loads(RECIPE, ["mesh={pp: 1, fsdp: 2}"]), "one.yaml")
     actual = diff.diff(whole, staged)
     kinds = {row["kind"]: row["count"] for row in actual["collectives"] if row["axes"] == "pp"}
     assert {"send", "recv"} <= kinds.keys() and all(before == 0 for before, _ in kinds.values())
@@ -154,8 +154,8 @@ def test_a_plan_with_stages_differs_from_one_without_by_what_stages_send() -> No
 
 
 def test_a_pipeline_that_waits_is_told_schedules_that_wait_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    report, recipe = planned("1f1b"), loads(RECIPE, ["pipeline.schedule=1f1b"])
-    less = planned("zero_bubble").pricing
+    report, recipe = plan_recipe("1f1b"), loads(RECIPE, ["pipeline.schedule=1f1b"])
+    less = plan_recipe("zero_bubble").pricing
     assert report.pricing.pipeline is not None and less.pipeline is not None
     assert report.pricing.pipeline.bubble > 0.1 and less.pipeline.bubble < report.pricing.pipeline.bubble
     changes = list(search_pipelines.faster(report, recipe))

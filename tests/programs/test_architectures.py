@@ -167,13 +167,13 @@ def test_a_model_that_looks_at_values_is_refused_with_its_line(tmp_path: Path, m
 def test_a_servers_step_is_transformers_own(name: str, tp: int, tmp_path: Path) -> None:
     """Attention to the cache replaces the class's attention, sliding windows included."""
     from servers import lockstep, prompts
-    from tpshard.programs.served import served
+    from tpshard.programs.served import model_to_serve
     from tpshard.programs.serving import ServeSetting, build_serving
     from tpshard.serve.weights import Weights
 
     recipe = setting_of(architectures.folder(tmp_path, name), {}).recipe
     recipe = loads(recipe.to_yaml(), [f"serve.mesh.tp={tp}"])
-    programs = build_serving(ServeSetting.of(recipe, served(recipe, "cpu"), "cpu"), rows=[8])
+    programs = build_serving(ServeSetting.of(recipe, model_to_serve(recipe, "cpu"), "cpu"), rows=[8])
     values = architectures.values(name)
 
     def block(path: str, starts: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
@@ -215,10 +215,10 @@ def test_rows_written_into_new_memory_stay_apart() -> None:
 
 
 def test_a_model_whose_tokens_meet_outside_of_attention_is_not_served(tmp_path: Path) -> None:
-    from tpshard.programs.served import served
+    from tpshard.programs.served import model_to_serve
     from tpshard.programs.serving import ServeSetting, build_serving
 
     recipe = setting_of(architectures.folder(tmp_path, "mamba"), {}).recipe
     with pytest.raises(Mistakes) as error:
-        build_serving(ServeSetting.of(recipe, served(recipe, "cpu"), "cpu"), rows=[8])
+        build_serving(ServeSetting.of(recipe, model_to_serve(recipe, "cpu"), "cpu"), rows=[8])
     assert error.value.exit == Exit.FIT and "`backbone.layers.0.mixer` lets tokens of a step see" in str(error.value)

@@ -119,10 +119,10 @@ def test_rules_of_later_priority_take_the_axes_that_earlier_ones_leave() -> None
     default, same, later = programs.values()
     assert same.fingerprint == default.fingerprint
 
-    def activations_moved(program: Program) -> int:
+    def moved_activations(program: Program) -> int:
         return sum(c.bytes for c in program.collectives if c.kind == "all_to_all")
 
-    assert activations_moved(later) < activations_moved(default)
+    assert moved_activations(later) < moved_activations(default)
 
 
 def test_an_annotation_takes_the_priorities_of_its_dims(monkeypatch: pytest.MonkeyPatch) -> None:

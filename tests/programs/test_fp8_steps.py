@@ -15,7 +15,7 @@ from tpshard.programs import training
 from tpshard.programs.cluster import device_of
 from tpshard.programs.equality import compare, first_difference
 from tpshard.programs.fit import misfits
-from tpshard.programs.served import served
+from tpshard.programs.served import model_to_serve
 from tpshard.programs.setting import Setting
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.load import loads
@@ -111,7 +111,7 @@ def test_devices_and_servers_without_fp8_say_so() -> None:
     assert "h100-sxm-80g" in str(refused.value.diagnostics[0].fix)
     assert device_of(loads(RECIPE, ["cluster.device=h200"]))[0].rate("float8_e4m3fn") > 1.9e15
     with pytest.raises(Mistakes, match="a server does not multiply in fp8"):
-        served(loads(RECIPE), "gpu")
+        model_to_serve(loads(RECIPE), "gpu")
     served_in_bf16 = loads(RECIPE, ["cluster.device=a100-80g", "serve.dtype=bf16"])
-    assert served(served_in_bf16, "gpu").dtype == "bf16"
+    assert model_to_serve(served_in_bf16, "gpu").dtype == "bf16"
     assert report(served_in_bf16, "", "decode").fits

@@ -179,7 +179,7 @@ def test_what_is_added_must_be_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: other values in the padding change the logits."""
     model, zeros = served("llama, 11 groups", "head_local"), Quantized.pad
 
-    def spoiled(self: Quantized, inputs: int, outputs: int) -> Quantized:
+    def spoil(self: Quantized, inputs: int, outputs: int) -> Quantized:
         values = zeros(self, inputs, outputs)
         added = values.scales == 0
         codes = values.codes.where(~added[values.group.long()], 9)
@@ -187,7 +187,7 @@ def test_what_is_added_must_be_zero(monkeypatch: pytest.MonkeyPatch) -> None:
 
     logits = model.step("tp_aware", 2)
     torch.testing.assert_close(model.logits(logits), model.expected(), rtol=1e-4, atol=1e-4)
-    monkeypatch.setattr(Quantized, "pad", spoiled)
+    monkeypatch.setattr(Quantized, "pad", spoil)
     with pytest.raises(AssertionError, match="not close"):
         torch.testing.assert_close(model.logits(logits), model.expected(), rtol=1e-4, atol=1e-4)
 
@@ -224,7 +224,7 @@ def test_only_what_is_not_divided_is_padded() -> None:
 
 
 def test_what_is_left_to_do_at_run_time() -> None:
-    def reordered(programs: ServingPrograms) -> list[tuple[str, int]]:
+    def reorder(programs: ServingPrograms) -> list[tuple[str, int]]:
         """The operations that permute at run time, each with its number of blocks."""
         nodes = [(n, str(n.target)) for n in programs.any.graph.nodes]
         orders = [(n.args[1], n.args[2]) for n, name in nodes if name == "tpshard.reorder.default"]
@@ -233,10 +233,10 @@ def test_what_is_left_to_do_at_run_time() -> None:
 
     inputs = [("layers_0_attention_wq", 1), ("layers_0_mlp_gate", 1)]  # q, k and v share one, gate and up too
     local, crossing = served("llama", "head_local"), served("llama", "global")
-    assert reordered(local.step("tp_aware", 2)) == inputs
-    assert reordered(crossing.step("tp_aware", 2)) == [("layers_0_attention_wo", 1), *inputs]
+    assert reorder(local.step("tp_aware", 2)) == inputs
+    assert reorder(crossing.step("tp_aware", 2)) == [("layers_0_attention_wo", 1), *inputs]
     for layout in ("naive", "local_sort"):
-        actual = reordered(local.step(layout, 2))
+        actual = reorder(local.step(layout, 2))
         assert [name for name, _ in actual] == [
             "layers_0_attention_wo", "layers_0_attention_wq", "layers_0_mlp_down", "layers_0_mlp_gate"
         ]  # fmt: skip

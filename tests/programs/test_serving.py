@@ -147,10 +147,10 @@ def test_the_cache_fills_what_is_left() -> None:
 
 
 def test_a_device_holds_its_part_of_an_mlp_that_tp_does_not_divide() -> None:
-    def sized(mlp: int, tp: int) -> Any:
+    def size_of(mlp: int, tp: int) -> Any:
         return build_serving(setting(replace(LLAMA, mlp=mlp), f"serve.mesh.tp={tp}"), rows=[8])
 
-    uneven, evenly = {tp: sized(1001, tp) for tp in (1, 2, 4)}, {tp: sized(1024, tp) for tp in (2, 4)}
+    uneven, evenly = {tp: size_of(1001, tp) for tp in (1, 2, 4)}, {tp: size_of(1024, tp) for tp in (2, 4)}
     for tp in (2, 4):
         assert uneven[tp].bytes("parameter") == evenly[tp].bytes("parameter")
     assert uneven[4].bytes("parameter") < 0.27 * uneven[1].bytes("parameter")

@@ -42,13 +42,13 @@ def slowly(*overrides: str) -> object:
 
 
 @cache
-def built(*overrides: str) -> training.TrainingPrograms:
+def build(*overrides: str) -> training.TrainingPrograms:
     return training.build(setting(*overrides))
 
 
 @cache
 def step(*overrides: str) -> StepValues:
-    return Lockstep(built(*overrides), 32).step()
+    return Lockstep(build(*overrides), 32).step()
 
 
 GPIPE, ROUNDS = ("model.layers=2", "mesh={pp: 2, tp: 2}"), (CIRCULAR,)
@@ -81,7 +81,7 @@ def test_loss_and_gradients_are_those_of_one_device(overrides: tuple[str, ...]) 
 @pytest.mark.parametrize("overrides", [GPIPE, ROUNDS], ids=str)
 def test_the_shift_is_a_permute(overrides: tuple[str, ...]) -> None:
     """Layers go on by permutes of one micro-batch, once a step and back; over stages nothing is ever gathered."""
-    stacking, over = setting(*overrides).stacking, [c for c in built(*overrides).micro.collectives if "pp" in c.axes]
+    stacking, over = setting(*overrides).stacking, [c for c in build(*overrides).micro.collectives if "pp" in c.axes]
     shifts = [c for c in over if c.kind == "permute"]
     assert stacking is not None and len(shifts) == 2 * (stacking.steps - 1)
     assert {c.kind for c in over} <= {"permute", "all_reduce", "reduce_scatter"}
@@ -102,7 +102,7 @@ def test_layers_are_dealt_round_the_stages() -> None:
 
 
 def test_the_plan_shows_bubble_and_stages() -> None:
-    report = make.report_of_training(built(*GPIPE))
+    report = make.report_of_training(build(*GPIPE))
     assert "PIPELINE  gpipe, vectorized, 2 stages of 1 layer, 2 micro-batches in 3 steps: 33.3% bubble" in (
         screen.screen(report)
     )
@@ -116,7 +116,7 @@ def test_the_plan_shows_bubble_and_stages() -> None:
         assert all(before.end <= start + 1e-12 for before in lanes.slots if before.task in lanes.table.needs(task))
     assert "device 1 along pp" in trace(report) and "F1 of stage 1" in svg(report) and "F1 of stage 1" in page(report)
     assert " 1 .  F0 F1" in screen.screen(report, verbose=True)
-    plain = make.report_of_training(built("mesh.pp=1", "pipeline=null", "model.layers=2"))
+    plain = make.report_of_training(build("mesh.pp=1", "pipeline=null", "model.layers=2"))
     assert report.job.params == plain.job.params
     assert report.useful_flops == pytest.approx(plain.useful_flops, rel=0.02), "masks count too"
 

@@ -31,7 +31,7 @@ def setting(*overrides: str) -> Setting:
     return Setting.of(loads(RECIPE, overrides))
 
 
-def refused(*overrides: str) -> str:
+def refusal(*overrides: str) -> str:
     """The error of a recipe that cannot be built, with its exit code."""
     with pytest.raises(Mistakes) as caught:
         training.build(setting(*overrides))
@@ -83,7 +83,7 @@ def test_stages_rounds_and_micro_batches_are_derived() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_would(overrides: list[str], message: str) -> None:
-    assert refused(*overrides).startswith(message)
+    assert refusal(*overrides).startswith(message)
 
 
 def test_a_model_without_layers_is_refused() -> None:

@@ -187,7 +187,7 @@ class Reference(fx.Interpreter):
         return F.silu(gate) * up
 
 
-def quantized(inputs: int, outputs: int, seed: int) -> Quantized:
+def quantize(inputs: int, outputs: int, seed: int) -> Quantized:
     g = torch.Generator().manual_seed(seed)
     group = group_index(inputs, 32)
     codes = torch.randint(0, 16, (inputs, outputs), generator=g, dtype=torch.uint8)
@@ -214,7 +214,7 @@ SHAPES: dict[str, tuple[Callable[..., Any], int]] = {
 def test_a_gate_and_what_it_lets_through_are_one_launch(shape: str, invariant: bool) -> None:
     run, joined = SHAPES[shape]
     x, other, bias = torch.randn(3, 64), torch.randn(3, 64), torch.randn(32)
-    held = {"gate": quantized(64, 32, 1), "up": quantized(64, 32, 2)}
+    held = {"gate": quantize(64, 32, 1), "up": quantize(64, 32, 2)}
     inputs = [x, other, *(w.dequantize(torch.float32).T.contiguous() for w in held.values()), bias]
     program = partition(run, inputs, Mesh({}), names=["x", "other", "gate", "up", "bias"])
     coded = Coded(GPTQConfig(group_size=32, sym=False), "gpu", False, "")

@@ -149,10 +149,10 @@ def test_a_task_and_a_module_of_ones_own_need_no_change_here(tmp_path: Path, mon
 
 
 def test_only_language_models_are_served() -> None:
-    from tpshard.programs.served import served
+    from tpshard.programs.served import model_to_serve
     from tpshard.programs.serving import ServeSetting
 
     recipe = load("conformer")
     with pytest.raises(Mistakes) as error:
-        ServeSetting.of(recipe, served(recipe, "cpu"), "cpu")
+        ServeSetting.of(recipe, model_to_serve(recipe, "cpu"), "cpu")
     assert error.value.exit == Exit.FIT and "with `task: frames` cannot be served" in str(error.value)

@@ -153,7 +153,7 @@ def alone() -> Iterator[Any]:
         dist.destroy_process_group()
 
 
-def issued(program: Program) -> list[tuple[str, str, Tensor]]:
+def issue_order(program: Program) -> list[tuple[str, str, Tensor]]:
     """The collectives that rank 0 issues in one micro-batch."""
     groups = Groups(program.mesh)
     groups.ensure(c.refs for c in program.collectives)
@@ -177,7 +177,7 @@ def test_collectives_are_those_of_theory(mesh: str, alone: Any) -> None:
     settings = setting(mesh, "model.layers=3", *TINY)
     program = step_programs.micro_program(settings)
     alone(program.mesh.ranks)
-    calls = issued(program)
+    calls = issue_order(program)
     tokens, width = settings.batch.per_device * settings.seq_len, settings.config.width
     parameters = len(list(settings.model.parameters()))
     assert parameters == 9 * layers + 3
@@ -213,7 +213,7 @@ def test_sequence_parallelism_exchanges_all_reduces_for_pairs(alone: Any) -> Non
     alone(4)
     tokens = settings.batch.per_device * settings.seq_len
     counted = Counter(
-        (op, short(group), tensor.numel() // tokens) for op, group, tensor in issued(program) if tensor.dim()
+        (op, short(group), tensor.numel() // tokens) for op, group, tensor in issue_order(program) if tensor.dim()
     )
     assert counted["all_gather_into_tensor", "tp", 64] == counted["reduce_scatter_tensor", "tp", 128] == 4 * layers + 2
     assert {key: n for key, n in counted.items() if key[2] >= 1 and key[1] == "tp"} == {

@@ -97,7 +97,7 @@ class Trained:
         assert_close(self.weights, expected.weights)
 
 
-def trained(*arguments: Any, **options: Any) -> Trained:
+def train(*arguments: Any, **options: Any) -> Trained:
     run = Simulated(*arguments, **options)
     steps = [run.step(1e-2) for _ in range(STEPS)]
     return Trained(steps[0].gradients, [(step.loss, step.grad_norm) for step in steps], run.weights())
@@ -105,7 +105,7 @@ def trained(*arguments: Any, **options: Any) -> Trained:
 
 @pytest.fixture(scope="module")
 def alone() -> Trained:
-    return trained("{}")
+    return train("{}")
 
 
 STEPS = 5
@@ -116,7 +116,7 @@ CASES = [(name, [], False) for name in MESHES] + [
 
 @pytest.mark.parametrize(("mesh", "overrides", "sequence"), CASES)
 def test_steps_are_those_of_one_device(mesh: str, overrides: list[str], sequence: bool, alone: Trained) -> None:
-    trained(MESHES[mesh], *overrides, sequence=sequence).assert_equals(alone)
+    train(MESHES[mesh], *overrides, sequence=sequence).assert_equals(alone)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -173,7 +173,7 @@ def with_experts(mixture: str) -> str:
 @pytest.mark.parametrize("mixture", MIXTURES)
 def test_experts_train_as_on_one_device(mixture: str, mesh: str) -> None:
     sizes, overrides = EXPERT_MESHES[mesh]
-    trained(sizes, *overrides, recipe=with_experts(mixture)).assert_equals(alone_with(mixture))
+    train(sizes, *overrides, recipe=with_experts(mixture)).assert_equals(alone_with(mixture))
 
 
 def test_what_experts_count_is_the_same_on_every_device_and_mesh() -> None:
@@ -196,7 +196,7 @@ def test_what_experts_count_is_the_same_on_every_device_and_mesh() -> None:
 
 @cache
 def alone_with(mixture: str) -> Trained:
-    return trained("{}", recipe=with_experts(mixture))
+    return train("{}", recipe=with_experts(mixture))
 
 
 # ---- accumulation --------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def accumulating(gather: str, reduce: str, per_device: int = 1) -> Simulated:
     return Simulated(MESHES["dp2 x fsdp2"], *overrides)
 
 
-def sent(run: Simulated) -> Counter[tuple[str, str]]:
+def sent_bytes(run: Simulated) -> Counter[tuple[str, str]]:
     """Parameter and gradient collectives of a whole step."""
     result, times = run.programs, run.setting.batch.micro_batches
     counted: Counter[tuple[str, str]] = Counter()
@@ -227,11 +227,11 @@ def test_less_is_sent() -> None:
     count, times = len(plain.names), plain.setting.batch.micro_batches
     assert times == 3
     # the table's gradient needs no gathered table: one gather less in each backward pass
-    assert sent(plain) == {
+    assert sent_bytes(plain) == {
         ("all_gather", "parameter"): times * (2 * count - 1), ("reduce_scatter", "gradient"): times * count,
         ("all_reduce", "gradient"): times * count,
     }  # fmt: skip
-    assert sent(least) == {
+    assert sent_bytes(least) == {
         ("all_gather", "parameter"): count, ("reduce_scatter", "gradient"): count, ("all_reduce", "gradient"): count
     }  # fmt: skip
 

@@ -24,7 +24,7 @@ def place(d: Diagnostic) -> tuple[int, int]:
     return d.where.line, d.where.col
 
 
-def pointed(d: Diagnostic) -> str:
+def pointed_text(d: Diagnostic) -> str:
     """The characters that the caret underlines."""
     assert d.where is not None
     return d.where.text[d.where.col - 1 :][: d.where.width]
@@ -100,7 +100,7 @@ def test_a_wrong_value_says_where_and_what_would_be_legal(line: str, mark: str, 
     mistakes = wrong(text)
     assert mistakes[0].exit == Exit.RECIPE
     assert mistakes[0].where is not None and mistakes[0].where.line == text.count("\n")
-    assert pointed(mistakes[0]) == mark
+    assert pointed_text(mistakes[0]) == mark
     assert legal in mistakes[0].why
 
 
@@ -133,7 +133,7 @@ def test_what_yaml_1_1_reads_otherwise_is_refused(line: str, mark: str, read_as:
     actual = [d for d in wrong(f"model: {{preset: tiny}}\n{line}\n") if "YAML 1.1" in d.message]
     assert len(actual) == 1
     assert actual[0].message == f"unquoted `{mark}` is {read_as}"
-    assert pointed(actual[0]) == mark
+    assert pointed_text(actual[0]) == mark
     assert actual[0].fix
 
 
@@ -307,12 +307,12 @@ def test_of_brackets_without_end_only_the_first_are_read(opening: str, monkeypat
     read = 0
     get_event = yaml.SafeLoader.get_event
 
-    def counted(loader: yaml.SafeLoader) -> yaml.Event:
+    def count(loader: yaml.SafeLoader) -> yaml.Event:
         nonlocal read
         read += 1
         return get_event(loader)
 
-    monkeypatch.setattr(yaml.SafeLoader, "get_event", counted)
+    monkeypatch.setattr(yaml.SafeLoader, "get_event", count)
     with pytest.raises(Mistakes, match="nested deeper than 40 levels"):
         loads("model: " + opening * 5000)
     assert 40 < read < 200

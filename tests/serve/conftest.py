@@ -34,7 +34,7 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 
 
-def sharpened(config: ModelConfig, seed: int = 1) -> torch.nn.Module:
+def sharpen(config: ModelConfig, seed: int = 1) -> torch.nn.Module:
     """Random weights, large enough for varied answers."""
     model = build(config, device="cpu", seed=seed)
     with torch.no_grad():
@@ -45,7 +45,7 @@ def sharpened(config: ModelConfig, seed: int = 1) -> torch.nn.Module:
 
 @pytest.fixture(scope="session")
 def model() -> torch.nn.Module:
-    return sharpened(CONFIG)
+    return sharpen(CONFIG)
 
 
 @pytest.fixture(scope="session")

@@ -46,7 +46,7 @@ def answers(runner: Any) -> list[list[int]]:
     return [s.tokens for s in sequences]
 
 
-def all_ended(pids: list[int]) -> bool:
+def wait_for_all(pids: list[int]) -> bool:
     return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids)
 
 
@@ -60,7 +60,7 @@ def test_two_ranks_answer_like_one_and_their_death_is_noticed(folder: Path, runn
         os.kill(pids[1], signal.SIGSTOP)
         with pytest.raises(WorkerLost, match="rank 1 was lost: it was stopped by a signal"):
             answers(ranks)
-        assert all_ended(pids)
+        assert wait_for_all(pids)
     finally:
         ranks.close()
 
@@ -77,7 +77,7 @@ def test_a_rank_without_memory_in_the_middle_of_decoding_is_lost_and_named(folde
         with pytest.raises(WorkerLost, match="rank 1 was lost"):
             while engine.busy:
                 engine.step()
-        assert all_ended(pids)
+        assert wait_for_all(pids)
     finally:
         ranks.close()
 
@@ -126,7 +126,7 @@ def test_a_server_that_is_ended_while_it_starts_leaves_nothing(
         assert process.wait(PATIENCE) == (0 if number == signal.SIGTERM else -number)
         assert ("ended before it was ready" in process.communicate()[1]) == (number == signal.SIGTERM)
         psutil.wait_procs(workers, PATIENCE)
-        assert all_ended([worker.pid for worker in workers])
+        assert wait_for_all([worker.pid for worker in workers])
         assert not list((tmp_path / "scratch").iterdir())
     finally:
         process.kill()
@@ -206,7 +206,7 @@ def test_a_server_survives_its_worker_and_drains_at_the_end(process: Process, re
         assert web.post(url, json=body).status_code == 503
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert process.process.wait(PATIENCE) == 0
-    assert all_ended(workers)
+    assert wait_for_all(workers)
     (record,) = recipe.parent.rglob("offline-run-*/*.wandb")  # the recipe said so
     assert b"serve/kv_blocks" in record.read_bytes() and b"served-serve" in record.read_bytes()
 
@@ -228,7 +228,7 @@ def fails(
     return run
 
 
-def denied() -> None:
+def denial() -> None:
     raise PermissionError(errno.EACCES, "Permission denied")
 
 
@@ -242,7 +242,7 @@ def test_what_cannot_be_served_is_refused_before_it_is_loaded(
         code, output = fails(f"serve.checkpoint={folder}", "serve.mesh.tp=1", f"serve.port={port}")
         assert code == 5 and f"port {port}" in output and "another program" in output
     with monkeypatch.context() as patch:
-        patch.setattr(socket.socket, "bind", lambda *_: denied())
+        patch.setattr(socket.socket, "bind", lambda *_: denial())
         code, output = fails(f"serve.checkpoint={folder}", "serve.mesh.tp=1", "serve.port=80")
         assert code == 5 and "port 80" in output and "choose a higher" in output
     code, output = fails(f"serve.checkpoint={folder}", "serve.host=0.0.0.0")

@@ -129,7 +129,7 @@ def test_a_chats_tokens_come_with_the_bytes_of_its_text(client: openai.OpenAI) -
 
 def test_what_can_never_be_taken_is_no_matter_of_waiting(server: Running) -> None:
     assert len(post(server, BODY | {"n": 12, "prompt": ["a"] * 4})["choices"]) == 48
-    status, error = refused(server, json=BODY | {"n": 13, "prompt": ["a"] * 4})
+    status, error = refusal(server, json=BODY | {"n": 13, "prompt": ["a"] * 4})
     assert (status, error["param"]) == (400, "n") and "48" in error["message"]
 
 
@@ -187,7 +187,7 @@ def test_bias_and_penalties_and_ends(server: Running) -> None:
     assert text(logit_bias={"70": 100}, stop_token_ids=[70])["finish_reason"] == "stop"
 
 
-def refused(server: Running, path: str = "/v1/completions", **more: Any) -> tuple[int, dict[str, Any]]:
+def refusal(server: Running, path: str = "/v1/completions", **more: Any) -> tuple[int, dict[str, Any]]:
     response = web.request(more.pop("method", "POST"), server.url + path, **more)
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -195,23 +195,23 @@ def refused(server: Running, path: str = "/v1/completions", **more: Any) -> tupl
 
 
 def test_refusals_have_openais_shape(server: Running) -> None:
-    assert refused(server, json=BODY | {"frequency": 1})[0] == 400
-    assert refused(server, json=BODY | {"max_tokens": 1e99})[1]["param"] == "max_tokens"
-    assert refused(server, json=BODY | {"model": "../../etc"})[0] == 404
-    assert refused(server, json=BODY | {"model": "/etc/passwd"})[1]["code"] == "model_not_found"
-    assert refused(server, "/v1/models/../../etc/passwd", method="GET")[0] == 404
-    assert refused(server, "/v1/models/%2e%2e%2fetc", method="GET")[0] == 404
-    assert refused(server, content=b"{")[0] == 400
-    assert refused(server, content=b'{"a":' * 100_00)[0] == 400
-    assert refused(server, content=b" " * ((1 << 16) + 1))[0] == 413
-    assert refused(server, content=iter([b" " * (1 << 15)] * 3))[0] == 413  # chunked: no length is announced
-    assert refused(server, "/v1/completions", method="GET")[0] == 405
+    assert refusal(server, json=BODY | {"frequency": 1})[0] == 400
+    assert refusal(server, json=BODY | {"max_tokens": 1e99})[1]["param"] == "max_tokens"
+    assert refusal(server, json=BODY | {"model": "../../etc"})[0] == 404
+    assert refusal(server, json=BODY | {"model": "/etc/passwd"})[1]["code"] == "model_not_found"
+    assert refusal(server, "/v1/models/../../etc/passwd", method="GET")[0] == 404
+    assert refusal(server, "/v1/models/%2e%2e%2fetc", method="GET")[0] == 404
+    assert refusal(server, content=b"{")[0] == 400
+    assert refusal(server, content=b'{"a":' * 100_00)[0] == 400
+    assert refusal(server, content=b" " * ((1 << 16) + 1))[0] == 413
+    assert refusal(server, content=iter([b" " * (1 << 15)] * 3))[0] == 413  # chunked: no length is announced
+    assert refusal(server, "/v1/completions", method="GET")[0] == 405
     assert web.get(server.url + "/v1/completions").headers["allow"] == "POST"
-    assert refused(server, "/v1/completions/", json=BODY)[0] == 404
-    assert refused(server, "/v1/embeddings", json={})[0] == 404
-    assert refused(server, "/docs", method="GET")[0] == 404
-    assert refused(server, json=BODY | {"prompt": [300]})[1]["param"] == "prompt"
-    assert refused(server, json=BODY | {"logit_bias": {"300": 1}})[1]["param"] == "logit_bias"
+    assert refusal(server, "/v1/completions/", json=BODY)[0] == 404
+    assert refusal(server, "/v1/embeddings", json={})[0] == 404
+    assert refusal(server, "/docs", method="GET")[0] == 404
+    assert refusal(server, json=BODY | {"prompt": [300]})[1]["param"] == "prompt"
+    assert refusal(server, json=BODY | {"logit_bias": {"300": 1}})[1]["param"] == "logit_bias"
     assert post(server, BODY)["choices"][0]["text"]
 
 
@@ -221,8 +221,8 @@ def test_prompts_at_the_context_limit(server: Running) -> None:
     below, at, above = ([7] * (limit - 1), [7] * limit, [7] * (limit + 1))
     for prompt, more in ((at, {}), (above, {}), (below, {"max_tokens": 2}), (above, {"max_tokens": 0, "echo": True})):
         body = {"model": "tiny", "prompt": prompt, "temperature": 0} | more
-        assert refused(server, json=body)[1]["code"] == "context_length_exceeded"
-    assert refused(server, json=BODY | {"prompt": "a" * 60_000})[1]["code"] == "context_length_exceeded"
+        assert refusal(server, json=body)[1]["code"] == "context_length_exceeded"
+    assert refusal(server, json=BODY | {"prompt": "a" * 60_000})[1]["code"] == "context_length_exceeded"
     answer = post(server, {"model": "tiny", "prompt": below, "temperature": 0})
     assert answer["usage"]["completion_tokens"] == 1
     scored = post(server, {"model": "tiny", "prompt": at, "max_tokens": 0, "echo": True, "logprobs": 1})
@@ -359,18 +359,18 @@ def test_a_lost_worker_fails_its_requests_at_once_and_is_replaced(runner: Progra
     with served(make, Limits()) as server:
         expected = post(server, BODY)["choices"][0]["text"]
         failures.append(MemoryError("out of memory"))  # fails this batch, not the server
-        assert refused(server, json=BODY)[0] == 503
+        assert refusal(server, json=BODY)[0] == 503
         assert web.get(server.url + "/health").status_code == 200
         assert len(actual) == 1
         failures.append(WorkerLost("rank 1 was killed"))
-        status, error = refused(server, json=BODY)
+        status, error = refusal(server, json=BODY)
         assert status == 503 and not held.is_set()  # before another one is there
         assert error["type"] == "server_error"
         assert starting.wait(PATIENCE)
         assert actual[0].closed_annotation
         assert web.get(server.url + "/health").status_code == 503
         assert web.get(server.url + "/ready").status_code == 503
-        assert refused(server, json=BODY)[0] == 503
+        assert refusal(server, json=BODY)[0] == 503
         held.set()
         until(lambda: web.get(server.url + "/health").status_code == 200, "another worker")
         assert post(server, BODY)["choices"][0]["text"] == expected
@@ -385,7 +385,7 @@ def test_a_request_that_takes_too_long_is_ended(runner: ProgramRunner, served: A
             return super().step(batch)
 
     with served(lambda: Slow(runner, []), Limits(request_s=0.2, body_s=0.3)) as server:
-        status, error = refused(server, json=BODY | {"max_tokens": 490, "ignore_eos": True, "prompt": [9] * 20})
+        status, error = refusal(server, json=BODY | {"max_tokens": 490, "ignore_eos": True, "prompt": [9] * 20})
         assert (status, error["code"]) == (408, "timeout")
         server.settled()
         host, port = server.url.removeprefix("http://").split(":")

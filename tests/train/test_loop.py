@@ -104,7 +104,7 @@ class PlainEngine:
     def tensors(self) -> dict[str, Shard]:
         return {name: Shard.whole(t) for name, t in self.named().items()}
 
-    def expected(self) -> Mapping[str, tuple[Sequence[int], torch.dtype]]:
+    def stored_shapes(self) -> Mapping[str, tuple[Sequence[int], torch.dtype]]:
         return {name: (t.shape, t.dtype) for name, t in self.named().items()}
 
     def load(self, read: Callable[..., torch.Tensor]) -> None:
@@ -171,7 +171,7 @@ def folder(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def interrupted(context: Context, folder: str) -> tuple[list[Any], list[Any], list[bool], list[str]]:
+def interrupt(context: Context, folder: str) -> tuple[list[Any], list[Any], list[bool], list[str]]:
     whole, rows, _, params = train(context, folder, ["checkpoint.every_steps=0"])
     assert whole.exit == 0 and whole.last_loss is not None and whole.first_loss is not None
     assert whole.last_loss < whole.first_loss - 0.3
@@ -187,7 +187,7 @@ def interrupted(context: Context, folder: str) -> tuple[list[Any], list[Any], li
 
 
 def test_a_stopped_run_continues_with_the_same_losses(pool: Any, folder: str) -> None:
-    results = pool.run(interrupted, folder, world=2)
+    results = pool.run(interrupt, folder, world=2)
     expected, losses, equal, notes = results[0]
     assert losses == expected and len(losses) == 8 and all(equal)
     assert any("continuing from step 4" in note for note in notes)
@@ -195,7 +195,7 @@ def test_a_stopped_run_continues_with_the_same_losses(pool: Any, folder: str) ->
     assert all(results[1][2])
 
 
-def unevaluated(context: Context, folder: str, step: int) -> tuple[list[Any], list[Any], int]:
+def evaluate_nothing(context: Context, folder: str, step: int) -> tuple[list[Any], list[Any], int]:
     every = "evaluate.every_steps=4"
     _, rows, _, _ = train(context, folder, ["checkpoint.every_steps=0", every])
     first, some, _, _ = train(context, folder, [every], stop_at=step - 1)
@@ -211,7 +211,7 @@ def unevaluated(context: Context, folder: str, step: int) -> tuple[list[Any], li
 
 @pytest.mark.parametrize("step", [4, 8])
 def test_an_evaluation_that_a_stop_left_out_is_made_up_for(pool: Any, folder: str, step: int) -> None:
-    expected, actual, before = pool.run(unevaluated, folder, step, world=2)[0]
+    expected, actual, before = pool.run(evaluate_nothing, folder, step, world=2)[0]
     assert [step for step, _ in expected] == [4, 8] and actual == expected
     assert before == step // 4 - 1
 

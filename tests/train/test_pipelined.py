@@ -52,10 +52,10 @@ def test_three_steps_equal_the_plain_model(
     for actual in pool.run(steps, inputs, world=math.prod(mesh.values()), mesh=axes):
         assert_trained(actual, reference(3, *shape))
         assert actual["expected"] == actual["state"].keys(), "a checkpoint on any mesh has them all"
-        assert actual["eval"] == evaluated(actual["state"], shape, plan.per_device * plan.data_ranks)
+        assert actual["eval"] == evaluate(actual["state"], shape, plan.per_device * plan.data_ranks)
 
 
-def evaluated(state: dict[str, torch.Tensor], shape: list[str], rows: int) -> Any:
+def evaluate(state: dict[str, torch.Tensor], shape: list[str], rows: int) -> Any:
     """Loss and number of tokens of the first rows of a batch, by the plain model with these weights."""
     with float64():
         model = blueprint(setting_of({}, *shape)).build(device="cpu", seed=SEED)

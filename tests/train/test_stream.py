@@ -189,7 +189,7 @@ def test_what_changed_since_the_last_run_is_named(tmp_path: Path) -> None:
     before.next()
     state = before.state_dict()
 
-    def refused(**other: int) -> str:
+    def refusal(**other: int) -> str:
         corpus = open_text(str(folder))
         arguments = {"seq_len": SEQ, "global_sequences": ROWS, "seed": 0, **other}
         with pytest.raises(Mistakes) as caught:
@@ -197,17 +197,17 @@ def test_what_changed_since_the_last_run_is_named(tmp_path: Path) -> None:
         assert caught.value.exit == Exit.DATA
         return str(caught.value)
 
-    assert "batch.global_sequences was 12, is 6" in refused(global_sequences=6)
-    assert "model.seq_len was 48, is 32" in refused(seq_len=32)
+    assert "batch.global_sequences was 12, is 6" in refusal(global_sequences=6)
+    assert "model.seq_len was 48, is 32" in refusal(seq_len=32)
     name = "c4-train.00001-of-00003.json.gz"
     original = (folder / name).read_bytes()
     (folder / name).write_bytes(packed(texts(40, 77)))
-    assert f"{name} has changed" in refused()
+    assert f"{name} has changed" in refusal()
     (folder / name).unlink()
-    assert f"{name} is gone" in refused()
+    assert f"{name} is gone" in refusal()
     (folder / name).write_bytes(original)
     (folder / "more.json.gz").write_bytes(packed(texts(3)))
-    assert "more.json.gz is new" in refused()
+    assert "more.json.gz is new" in refusal()
     forced = loader(open_text(str(folder)))
     forced.load_state_dict(state, force=True)
     assert forced.step == 1 and forced.next().tokens.shape == (ROWS, SEQ)

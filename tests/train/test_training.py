@@ -47,7 +47,7 @@ def test_held_out_sequences_are_the_same_on_every_mesh(ranks: int) -> None:
     assert len(alone) == 7 and torch.equal(rows, alone)
 
 
-def stalled(context: Context, said_so: str) -> tuple[str, str]:
+def stall(context: Context, said_so: str) -> tuple[str, str]:
     """Rank 1 comes when rank 0's watchdog has spoken: what does it say?"""
     setting = Setting.of(loads(RECIPE + "mesh: {fsdp: 2}"))
     program = training.build(setting).micro
@@ -74,7 +74,7 @@ def stalled(context: Context, said_so: str) -> tuple[str, str]:
 
 
 def test_the_watchdog_names_the_collective_and_the_module_it_belongs_to(pool: Any, tmp_path: Path) -> None:
-    (output, after), _ = pool.run(stalled, str(tmp_path / "said"), world=2, mesh={"dp": 1, "fsdp": 2, "tp": 1})
+    (output, after), _ = pool.run(stall, str(tmp_path / "said"), world=2, mesh={"dp": 1, "fsdp": 2, "tp": 1})
     expected = "rank 0 made no progress for 2 s in step 7, in all_gather over fsdp (tok_embed.weight)"
     assert output.startswith(expected), output
     assert after == str(Doing("computing"))
