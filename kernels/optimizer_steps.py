@@ -93,7 +93,7 @@ def _adamw_cpu(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, finite: Tensor, scale: Tensor, lr: Tensor,
     update: Tensor, beta1: float, beta2: float, eps: float, decay: float,
 ) -> None:  # fmt: skip
-    """By torch's fused AdamW, which is one pass over all tensors of one dtype."""
+    """AdamW on a CPU by torch's fused kernel, which is one pass over all tensors of one dtype."""
     rate = float(lr)
 
     def step(grad: Tensor, param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:

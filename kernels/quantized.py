@@ -54,7 +54,9 @@ class Quantized:
         return bool((self.group[1:] >= self.group[:-1]).all())
 
     def check(self, name: str = "quantized linear") -> Quantized:
-        """Returns itself. Raises ValueError naming `name` where shapes, dtypes or ranges contradict each other."""
+        """Checks shapes, dtypes and ranges, and returns the weight itself. Raises ValueError naming `name` where
+        shapes, dtypes or ranges contradict each other.
+        """
         shape = (self.groups, self.outputs)
         if self.codes.dtype != torch.uint8 or self.zeros.dtype != torch.uint8 or self.group.dtype != torch.int32:
             raise ValueError(f"{name}: codes and zeros must be uint8 and group int32.")

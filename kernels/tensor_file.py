@@ -13,7 +13,9 @@ from torch import Tensor
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes contiguous tensors that share no memory. Raises OSError where the disk is full or cannot be written."""
+    """Writes contiguous tensors that share no memory into a safetensors file. Raises OSError where the disk is full or
+    cannot be written.
+    """
     try:
         save_file(dict(tensors), path, {"format": "pt"})
     except SafetensorError as error:  # safetensors' own type, also for a full disk

@@ -211,7 +211,8 @@ _COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def _arrivals(device: torch.device) -> Tensor:
-    """int32 counters, one per block, which every launch leaves at zero; the launches of one stream share them.
+    """The counters by which the programs of a launch know which of them finishes a block last: int32, one per block,
+    left at zero by every launch; the launches of one stream share them.
 
     Captured launches have counters of their own, and their graphs must not be replayed on two streams at once. These
     are allocated by the first launch outside a capture: memory zeroed during a capture is zero only after the replay.

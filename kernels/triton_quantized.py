@@ -146,7 +146,7 @@ def unpack(words, zero, BITS: tl.constexpr, CHUNK: tl.constexpr, QUADS: tl.const
 
 @triton.jit
 def _dequantize(codes, scales, zeros, at, MIDDLE: tl.constexpr, SYMMETRIC: tl.constexpr):
-    """scales[at] * (codes - zeros[at]) in fp32, with a scale and a zero for every value."""
+    """Dequantized values: scales[at] * (codes - zeros[at]) in fp32, with a scale and a zero for every value."""
     steps = codes.to(tl.float32)
     if SYMMETRIC:
         steps = steps - MIDDLE

@@ -73,7 +73,7 @@ class Architecture:
 
     @property
     def heads(self) -> tuple[int, int, int] | None:
-        """Query heads, KV heads, numbers of a head; None where config.json does not say."""
+        """(query heads, KV heads, size of a head); None where config.json does not say."""
         config = self.config.get_text_config()
         heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
         if heads is None or width is None:

@@ -87,7 +87,9 @@ class FolderWeights:
         return self.tensors.coded_weights.get(self._home[name])
 
     def _spellings(self, model: nn.Module) -> dict[str, list[str]]:
-        """What each parameter may be called: as the model or its base calls it, or what is tied to it."""
+        """The names under which a folder may store each parameter: as the model or its base calls it, or what is tied
+        to it.
+        """
         prefix = f"{getattr(model, 'base_model_prefix', '')}."
         ties = {name: others for others in _tied_names(model) for name in others}
         return {

@@ -23,7 +23,7 @@ _COLUMNS = 8
 
 @dataclass
 class Step:
-    """The tokens' documents and positions, as given by the model's caller, [batch, seq] each."""
+    """The documents and positions, [batch, seq] each, of the tokens that attention computes."""
 
     documents: Tensor | None = None
     positions: Tensor | None = None

@@ -36,7 +36,7 @@ class Trail:
 
     @property
     def place(self) -> Place:
-        """The place of the op that is traced now."""
+        """The place, in the model and in the step, of the op that is traced now."""
         return self.stack[-1]
 
     @contextlib.contextmanager

@@ -37,7 +37,7 @@ class ReasonLookup(Protocol):
     """The reasons of a program's values by name."""
 
     def __call__(self, name: str) -> ShardingReason:
-        """KeyError if no value has the name."""
+        """The reason of the value with a name; KeyError if there is none."""
         ...
 
 

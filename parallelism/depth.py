@@ -71,18 +71,18 @@ class Depth:
         return re.search(rf"`{re.escape(self.stack)}\.\d", text) is not None
 
     def place(self, place: Place, by: int | None) -> Place:
-        """A place moved by a number of layers."""
+        """A place with the number of its layer shifted."""
         layer = place.layer
         if by and layer is not None and layer.stack == self.stack:
             layer = layer._replace(number=layer.number + by)
         return place._replace(module=self.shift_name(place.module, by), layer=layer)
 
     def through(self, op: Through, by: int | None) -> Through:
-        """A step of a chain of reasons, moved by a number of layers."""
+        """A step of a chain of reasons, with the numbers of its layers shifted."""
         return op._replace(name=self.shift_name(op.name, by), module=self.shift_name(op.module, by))
 
     def info(self, info: Info, by: int | None) -> Info:
-        """A node's metadata with all names moved by a number of layers."""
+        """A node's metadata, with the numbers of layers in all names shifted."""
         if by == 0:
             return info
         comm = None if info.comm is None else self._collective(info.comm, by)

@@ -189,7 +189,7 @@ class _Fused(_Unfused):
 
 
 def _readers(flow: Flow) -> dict[fx.Node, list[fx.Node]]:
-    """For each storage, the nodes that read it, also through views."""
+    """The nodes that read each storage, also through views."""
     readers: dict[fx.Node, list[fx.Node]] = {}
     for node in flow.nodes:
         if node not in flow.views:

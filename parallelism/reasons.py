@@ -94,7 +94,7 @@ class Reasons:
         return answer
 
     def any_root(self, value: Value, axis: Axis) -> tuple[tuple[SourcePlace, ...], bool]:
-        """The annotation from which an axis comes that reaches a value through its producers' operands."""
+        """The annotation that an axis of a value comes from, found by going back through its producers."""
         producer = value.producer
         for _ in range(FAR):
             if producer is None:

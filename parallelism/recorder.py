@@ -87,7 +87,7 @@ class Recorder(TorchDispatchMode):
         """The rows of a batch whose draws depend on the row's place in a step (see `draws`); 0 if there is none."""
 
     def input(self, name: str, fake: Tensor) -> None:
-        """Adds the function's next argument."""
+        """Records the function's next argument as an input of the graph."""
         value = Value(name, tuple(fake.shape), fake.dtype, None, len(self.inputs))
         self.inputs.append(value)
         self.value_of[id(fake)] = (value, fake)

@@ -121,7 +121,8 @@ class Sharding:
     __str__ = show
 
     def notation(self, mesh: Mesh, names: Sequence[str] = ()) -> str:
-        """The sharding in `notation`, with `?` for an open dim, and followed by the axes that may shard no dim.
+        """The sharding as text, such as `[E_fsdp?, M]`: `?` marks an open dim, and the axes that may shard no dim
+        follow.
 
         names: the names of the dims.
         """
@@ -252,7 +253,9 @@ class Layout(NamedTuple):
         return text
 
     def notation(self, mesh: Mesh, names: Sequence[str] = ()) -> str:
-        """The layout in `notation`; an unreduced maximum is `{max_tp}`. names: the names of the dims."""
+        """The layout as text, such as `[E_fsdp, M_tp]`; an unreduced maximum is `{max_tp}`. names: the names of the
+        dims.
+        """
         cuts = ["+".join(show_axis(axis, mesh) for axis in axes) for axes in self.dims]
         partial = "+".join(show_axis(axis, mesh) for axis in self.partial)
         what = "U" if self.kind == "sum" else self.kind

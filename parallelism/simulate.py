@@ -95,7 +95,7 @@ def run_lockstep(
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each node, the operands that it is the last to read."""
+    """The operands of each node that no later node reads."""
     read: set[fx.Node] = set()
     out: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):

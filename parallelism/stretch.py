@@ -243,7 +243,7 @@ class _Stretch:
         ]
 
     def _by(self, node: fx.Node, copy: int) -> int | None:
-        """How far a copy of a node moves; None outside of layers."""
+        """The number of layers by which the copy of a node is shifted; None outside of layers."""
         layer = self.layer[node]
         return None if layer is None else self._far(layer, copy)
 
@@ -254,7 +254,7 @@ class _Stretch:
         return replace(port, name=self.depth.shift_name(port.name, by))
 
     def _records(self) -> dict[str, ValueRecord]:
-        """The deep model's values, in its order."""
+        """The records of the deep model's values, in its order."""
         blocks: list[tuple[int | None, list[ValueRecord]]] = []
         for record in self.program.records.values():
             layer = self.depth.layer(record.name)

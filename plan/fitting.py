@@ -23,7 +23,7 @@ Settings = Mapping[str, object]
 
 
 class Harm(enum.IntEnum):
-    """What an edit costs, the least harmful first."""
+    """The kinds of cost that an edit has, the least harmful first."""
 
     WHEN = 0
     SLOWER = 1

@@ -38,7 +38,7 @@ class PlanEntry:
     folder: Path
 
     def read(self, kinds: Iterable[str]) -> dict[str, str] | None:
-        """The texts of these kinds; None if one is missing."""
+        """Reads texts of the plan from the cache; None if one is missing."""
         try:
             texts = {kind: gzip.decompress((self.folder / f"{kind}.gz").read_bytes()).decode() for kind in kinds}
             os.utime(self.folder)
@@ -47,7 +47,7 @@ class PlanEntry:
         return texts
 
     def write(self, texts: dict[str, str]) -> None:
-        """Stores these texts, each atomically. A folder that cannot be written is ignored."""
+        """Stores texts of the plan in the cache, each atomically. A folder that cannot be written is ignored."""
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             for kind, text in texts.items():

@@ -24,7 +24,7 @@ _OPS = ("tpshard.experts.default", "tpshard.experts_backward.default")
 
 @dataclass(frozen=True)
 class Routing:
-    """What a step takes under one routing of tokens to experts."""
+    """The time and memory of a step under one routing of tokens to experts."""
 
     busiest: float
     """Tokens of the busiest expert over the mean."""

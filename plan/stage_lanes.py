@@ -15,7 +15,7 @@ from tpshard.programs.stacked_layers import LAYERS, Stacking
 
 @dataclass(frozen=True)
 class StageLanes:
-    """The tasks of a pipeline with their times."""
+    """The tasks of a pipeline with their start and end times, a lane per device."""
 
     table: Table
     slots: list[Slot]
@@ -46,7 +46,7 @@ def stage_lanes(report: Report) -> StageLanes | None:
 
 
 def _span(part: PricedPart, phases: tuple[str, ...]) -> tuple[float, float]:
-    """From the first to the last event of the layers in these phases, in seconds; (0, 0) if there is none."""
+    """(start of the first, end of the last event) of the layers in these phases, in seconds; (0, 0) if none."""
     infos = ((event, info_of(part.priced.kernels[event.task].node)) for event in part.timeline.events)
     own = [e for e, info in infos if info.phase in phases and info.module.partition(".")[0] == LAYERS]
     return min((e.start for e in own), default=0.0), max((e.end for e in own), default=0.0)

@@ -87,7 +87,7 @@ class Piped:
 
     @property
     def step_s(self) -> float:
-        """Seconds of the schedule, plus the work done once, which all devices do together."""
+        """Seconds of a step: those of the schedule, plus the work done once, which all devices do together."""
         return self.seconds + max(device.once_s for device in self.devices)
 
     @property

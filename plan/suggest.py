@@ -33,7 +33,7 @@ Change = tuple[tuple[str, str], ...]
 
 @dataclass
 class Suggested:
-    """The result of the search."""
+    """The faster variants of a recipe that a search has met."""
 
     edits: list[Edit] = field(default_factory=list)
     """Edits that make a step at least 2% faster, the fastest first."""

@@ -200,7 +200,9 @@ class _Reader:
         return True
 
     def fits(self, value: Value, dim: int, axes: Axes, name: str, path: str) -> Axes:
-        """The axes if they divide the dim; otherwise a mistake, or with padding the axes that divide it."""
+        """The axes over which a dim can be sharded: all if they divide it, with padding those that do; otherwise a
+        mistake.
+        """
         size = value.shape[dim]
         if size % size_of(axes) == 0:
             return axes

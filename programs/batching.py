@@ -33,7 +33,7 @@ class BatchPlan:
         return self.global_sequences // self.data_ranks
 
     def at_once(self) -> BatchPlan:
-        """The same sequences in one forward and backward pass."""
+        """The plan in which a data rank computes all its sequences of a step in one forward and backward pass."""
         return replace(self, per_device=self.sequences_each)
 
     def rows(self, data_rank: int) -> range:
@@ -82,7 +82,7 @@ def derive(recipe: Recipe, data_ranks: int, stages: int = 1) -> BatchPlan:
 
 
 def _in_pipeline(recipe: Recipe, whole: BatchPlan, devices: int) -> BatchPlan:
-    """`whole` with the number of micro-batches that the pipeline asks for or needs."""
+    """The division `whole`, with the number of micro-batches that the pipeline asks for or needs."""
     pipeline, each = recipe.pipeline, whole.sequences_each
     assert pipeline is not None
     micros, per_device = pipeline.micro_batches, recipe.batch.per_device

@@ -178,8 +178,9 @@ class Chooser:
         return buckets.greedy(pieces, gather_s, room)
 
     def best(self, program: Program, by_unit: Groups, program_with: Callable[[Groups], Program]) -> Groups:
-        """One bucket per unit, which users recognise, unless greedy ones are clearly faster or the only ones that
-        fit."""
+        """The buckets of a step's collectives: one per unit, unless greedy ones are clearly faster or the only ones
+        that fit.
+        """
         if self.setting.fsdp_axis is None or not buckets.in_order_of_use(program):
             return by_unit
         greedy = self.greedy(program)

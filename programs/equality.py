@@ -31,7 +31,7 @@ Some gradients are zero but for rounding: those of the keys' biases, since softm
 
 @dataclass(frozen=True)
 class Distance:
-    """The difference of a value between the two, relative in norm."""
+    """The difference of a value between the two compared runs, relative in norm."""
 
     name: str
     step: int
@@ -96,7 +96,9 @@ def vocabulary(setting: Setting) -> int | None:
 
 
 def compare(one: Setting, other: Setting, steps: int = 1) -> Compared:
-    """Trains both on the same batches, from the same weights. Raises Mistakes where they train different models."""
+    """Trains two settings on the same batches from the same weights, and compares their losses, gradients and weights.
+    Raises Mistakes where they train different models.
+    """
     _check_same(one, other)
     vocab = vocabulary(one)
     runs = [_run(build(setting), vocab) for setting in (one, other)]

@@ -72,7 +72,7 @@ class Lockstep:
         return single[name] if members is None else torch.stack([single[member] for member in members])
 
     def _single(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Inverse of `stacked`."""
+        """The parameters of single layers, from one of the programs: the inverse of `stack`."""
         members = self._members(name)
         yield from [(name, tensor)] if members is None else zip(members, tensor)
 

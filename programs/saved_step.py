@@ -18,7 +18,8 @@ CLASSES = (DevicePrograms, Stage, StageTask, Table)
 
 
 def pack(programs: TrainingPrograms) -> str | None:
-    """All that a run executes, its evaluation included: JSON (`parallelism.program_file`), compressed, in base64.
+    """Serializes everything that a run executes, its evaluation included: JSON (`parallelism.program_file`),
+    compressed, in base64.
 
     None where an argument of an operation has no form in JSON: such a plan can be read, but not run.
     """

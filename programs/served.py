@@ -43,7 +43,7 @@ class Coded:
 
     @property
     def alike(self) -> tuple[object, ...]:
-        """Weights for which this is equal can be put side by side."""
+        """A key that is equal for weights which can be put side by side."""
         s = self.settings
         return s.bits, s.group_size, s.sym, self.order
 

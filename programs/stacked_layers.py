@@ -169,7 +169,7 @@ class StackedLayers(nn.ModuleList):
         return x
 
     def _weights(self, layers: Sequence[tuple[int, nn.Module]], rounds: Tensor) -> tuple[nn.Module, dict[str, Tensor]]:
-        """A layer, and the parameters of each stage's, which are those of the stage's round."""
+        """A layer to run, and the parameters with which each stage runs it: those of the stage's current round."""
         (_, first), *others = layers
         weights: dict[str, Tensor] = dict(first.named_parameters())
         for turn, other in others:

@@ -198,7 +198,9 @@ def table_of(setting: Setting) -> Table:
 
 
 def _finish(setting: Setting, stage: Stage) -> Stage:
-    """Bucketed and scheduled: backward programs by the buckets of the forward one, which reads all parameters."""
+    """Merges the collectives of a stage's programs into buckets and schedules them: backward programs by the buckets of
+    the forward one, which reads all parameters.
+    """
     return _run_passes(stage, scheduling(setting, _choices_of(setting, stage)))
 
 
@@ -219,7 +221,7 @@ def _run_passes(stage: Stage, passes: Sequence[Pass]) -> Stage:
 
 
 class PassedStages(NamedTuple):
-    """A pipeline as a pass left its stages."""
+    """The stages of a pipeline after one pass."""
 
     name: str
     """The pass's."""

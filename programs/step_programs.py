@@ -76,7 +76,8 @@ def micro_program(
     setting: Setting, base: Program | None = None, *, gathered: bool = False, unreduced: bool = False,
     watched: bool = False,
 ) -> Program:  # fmt: skip
-    """Forward and backward of one micro-batch; gradients of the summed loss are added to the sums.
+    """Builds the program of forward and backward of one micro-batch; gradients of the summed loss are added to the
+    sums.
 
     gathered: parameters are inputs in the form in which `base` (the plain program) uses them. unreduced: the sums are
     laid out as gradients are computed, whole and partial over the data axes. watched: every floating-point result of an
@@ -146,7 +147,7 @@ def _annotation(layout: Layout, how: str) -> Annotation:
 def gather_program(
     setting: Setting, base: Program, storage: Mapping[str, Layout], names: Sequence[str] | None = None
 ) -> Program:
-    """All parameters (or `names`), cast and gathered once for all micro-batches of a step."""
+    """Builds the program that casts and gathers all parameters (or `names`) once for all micro-batches of a step."""
 
     def step(params: dict[str, Tensor]) -> Any:
         return [boundary(p.to(setting.used_dtype(n)), "parameter", n) for n, p in params.items()]
@@ -159,7 +160,9 @@ def gather_program(
 def reduce_program(
     setting: Setting, base: Program, storage: Mapping[str, Layout], names: Sequence[str] | None = None
 ) -> Program:
-    """The gradient sums of all micro-batches, of all parameters or `names`, reduced and sharded once at the end."""
+    """Builds the program that reduces and shards the gradient sums of all micro-batches, of all parameters or `names`,
+    once per step.
+    """
 
     def step(sums: dict[str, Tensor]) -> Any:
         return [boundary(s.to(setting.reduced_dtype(n)), "gradient", n).to(s.dtype) for n, s in sums.items()]
@@ -187,7 +190,7 @@ def _between(
 
 
 def evaluate_program(setting: Setting, storage: Mapping[str, Layout]) -> Program:
-    """The loss of one micro-batch of held-out text."""
+    """Builds the program that computes the loss of one micro-batch of held-out text."""
     trail = Trail()
 
     def step(params: dict[str, Tensor], batch: dict[str, Tensor]) -> Any:
@@ -255,7 +258,7 @@ def update_program(
     setting: Setting, storage: Mapping[str, Layout], names: Sequence[str] | None = None,
     *, squares: Callable[[Value], Annotation] | None = None,
 ) -> Program:  # fmt: skip
-    """The optimizer on the shards, with the global norm of all gradients.
+    """Builds the program of the optimizer: it updates the shards, with the global norm of all gradients.
 
     names: a stage's parameters; the last input is then the squared norm of all stages' gradients, and `squares`
     annotates it.

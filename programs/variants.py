@@ -35,7 +35,9 @@ class Variants:
         return built
 
     def build(self, setting: Setting) -> training.TrainingPrograms:
-        """The programs of `training.build`. Raises Mistakes for what does not fit."""
+        """Builds the programs of a setting as `training.build` does, but reuses those of earlier variants. Raises
+        Mistakes for what does not fit.
+        """
         recipe = setting.recipe
         if setting.stacking is not None or recipe.staged:
             return training.build(setting)
@@ -61,7 +63,7 @@ class Variants:
         return training.build(setting, make=make, update=update)
 
     def _program(self, kind: str, key: str, make: Callable[[], Program]) -> Program:
-        """The program of a kind for what `key` says, built only if the last two are others."""
+        """The program of a kind under a key, which is built unless it is one of the last two."""
         last = self._last.setdefault(kind, {})
         program = last.pop(key, None)
         if program is None:

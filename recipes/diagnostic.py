@@ -185,7 +185,7 @@ def _window(source: Source, width: int) -> tuple[str, int]:
 
 
 def join(words: Iterable[str]) -> str:
-    """a, b or c"""
+    """Joins words as in `a, b or c`."""
     *most, last = list(words)
     return f"{', '.join(most)} or {last}" if most else last
 

@@ -31,7 +31,9 @@ class RopeScalingSection(Section):
 
 
 class Model(Section):
-    """The model. Exactly one of `preset`, `hf`, `transformers` and `module`; the other keys change its dimensions."""
+    """The model that is trained and served. Exactly one of `preset`, `hf`, `transformers` and `module`; the other keys
+    change its dimensions.
+    """
 
     exclusive: ClassVar[tuple[str, ...]] = ("preset", "hf", "transformers", "module")
     paths: ClassVar[tuple[str, ...]] = ("hf", "transformers")

@@ -42,7 +42,7 @@ class ShardingSection(Section):
 
 
 class BucketSize(Section):
-    """Merge neighbouring collectives up to a size."""
+    """Buckets of neighbouring collectives up to a size."""
 
     mb: Positive
     """Megabytes (10^6 bytes) per bucket."""
@@ -92,7 +92,7 @@ class Fsdp(Section):
 
 
 class RematEvery(Section):
-    """Recompute some of the layers."""
+    """Recomputation of every n-th layer."""
 
     every: Count
     """Every n-th layer is recomputed."""

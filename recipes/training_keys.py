@@ -11,7 +11,7 @@ from tpshard.recipes.value_types import Count, CountOrZero, Dtype, NonNegative, 
 
 
 class Data(Section):
-    """Where the text comes from."""
+    """The text that a run trains on."""
 
     paths: ClassVar[tuple[str, ...]] = ("source", "tokenizer")
 
@@ -34,7 +34,7 @@ class Batch(Section):
 
 
 class Optimizer(Section):
-    """The optimizer."""
+    """The optimizer and its settings."""
 
     name: Literal["adamw", "lion", "muon"] = "adamw"
     """The algorithm. adamw keeps two moments of each parameter, lion one; muon keeps one of the layers' matrices and
@@ -103,7 +103,7 @@ class Launch(Section):
 
 
 class Run(Section):
-    """Where a run leaves its files."""
+    """The folder in which a run writes its files."""
 
     paths: ClassVar[tuple[str, ...]] = ("dir",)
 

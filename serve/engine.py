@@ -99,7 +99,9 @@ class Engine:
         return StepInput(flat[0], flat[1], flat[2], flat[3], tables, flat[4])
 
     def _receive(self, slices: list[Slice], logits: Tensor) -> Iterator[Event]:
-        """The events of a step. logits: [logit_rows, vocab], in the order of the slices."""
+        """Samples a token for each sequence from a step's logits, and yields the events. logits: [logit_rows, vocab],
+        in the order of the slices.
+        """
         choosing: list[tuple[Sequence, int]] = []
         sound = torch.isfinite(logits.amax(-1)).tolist()
         row = 0

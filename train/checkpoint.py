@@ -122,7 +122,9 @@ def steps(directory: Path) -> dict[int, Path]:
 
 
 def clean(directory: Path) -> None:
-    """Repairs what a killed save left. Called at the start of a run, by the process that holds its lock."""
+    """Removes or completes the folders that a killed save left unfinished. Called at the start of a run, by the process
+    that holds its lock.
+    """
     with contextlib.suppress(OSError):
         for path in sorted(directory.iterdir()):
             if match := re.fullmatch(r"\.(step-\d{6,})\.(tmp|deleted|replaced)", path.name):
@@ -181,7 +183,7 @@ def _write_json(path: Path, value: object) -> None:
 
 
 def _write_part(work: Path, rank: int, world: int, tensors: Mapping[str, Shard], local: dict[str, Any]) -> None:
-    """Writes this rank's file, with the blocks that it was chosen to write among their holders."""
+    """Writes this rank's file: the blocks that only it holds, and its share of those that several ranks hold."""
     holders: dict[tuple[str, str], list[int]] = {}
     for other in range(world):
         for name, block in _read_blocks(work, other).items():

@@ -28,7 +28,9 @@ class Guard:
         self.skipped_in_a_row = 0
 
     def decide(self, back_to: int) -> tuple[Policy, str]:
-        """(what to do, why if it is to stop). `back_to`: the step that a rollback would return to."""
+        """The decision on a step that is not finite: (what to do, why if the run is to stop). `back_to`: the step that
+        a rollback would return to.
+        """
         if self.policy == "skip":
             self.skipped_in_a_row += 1
             self.skipped += 1

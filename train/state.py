@@ -124,7 +124,9 @@ class State:
     def _result(
         self, losses: Tensor, counts: Tensor, norm: Tensor, finite: Tensor, counted: Tensor | None
     ) -> StepResult:
-        """The StepResult. `losses` and `counts` are per micro-batch, `counted` is the sum of the model's counters."""
+        """The result of an update, with its loss, tokens and gradient norm. `losses` and `counts` are per micro-batch,
+        `counted` is the sum of the model's counters.
+        """
         each, targets = losses.double() / counts.clamp(min=1), int(counts.sum())
         mean = float(losses.double().sum()) / max(1, targets)
         named: dict[str, list[float]] = {}

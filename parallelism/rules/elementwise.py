@@ -41,7 +41,7 @@ def elements(op: Op, additive: tuple[int, ...] = (), fills: tuple[tuple[int, flo
 
 # ---- where partial sums pass --------------------------------------------------------------------------------------
 def nothing(op: Op) -> tuple[int, ...]:
-    """For ops that are not linear."""
+    """No operand: the op is linear in none, so that no partial sum passes it."""
     return ()
 
 

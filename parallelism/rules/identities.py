@@ -26,7 +26,7 @@ def same(op: Op) -> Rule:
 
 
 def barrier(op: Op) -> Rule:
-    """propagation_barrier(x, allowed)."""
+    """The rule of propagation_barrier(x, allowed): an identity that axes pass only in the allowed directions."""
     return replace(same(op), direction=Direction[op.args[1].upper()])
 
 

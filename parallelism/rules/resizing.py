@@ -37,7 +37,7 @@ class Resizing:
         self.large: tuple[Dim, ...] = (*lead, *(a + b for a, b in zip(each, inner)))
 
     def windows(self, read: int, reader: int) -> tuple[tuple[int, Window], ...]:
-        """The windows between the tensors with these numbers."""
+        """The window of each spatial dim through which tensor number `reader` reads tensor number `read`."""
         return tuple(
             (f, Window(read, d, reader, d, -self.reach, span=2 * self.reach + 1, scale=ratio))
             for d, (f, ratio) in enumerate(zip(self.spatial, self.ratios), 2) if f is not None

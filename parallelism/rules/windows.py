@@ -54,7 +54,7 @@ class Sliding:
         )
 
     def windows(self, read: int, reader: int, fill: float | None = None) -> tuple[tuple[int, Window], ...]:
-        """The windows between the tensors with these numbers."""
+        """The window of each spatial dim through which tensor number `reader` reads tensor number `read`."""
         return tuple(
             (f, Window(read, dim, reader, dim, -self.padding[d], self.stride[d], self.spans[d], fill))
             for d, f in enumerate(self.factors) if f is not None and self.kind is not Kind.WHOLE

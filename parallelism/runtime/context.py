@@ -53,7 +53,7 @@ class Context:
         return self.rank == 0
 
     def largest(self, number: int) -> int:
-        """The largest number of all ranks. Every rank must call it."""
+        """The largest of the numbers that the ranks pass. Every rank must call it."""
         if self.world == 1:
             return number
         shared = torch.tensor(number)
@@ -104,7 +104,9 @@ class Context:
             )
 
     def close(self) -> None:
-        """Leaves the run. Every rank must call it, after the last collective."""
+        """Ends this worker's part in the run: its watchdog, signal handlers and process groups. Every rank must call
+        it, after the last collective.
+        """
         self.watchdog.close()
         self.stopping.close()
         self.groups.close()

@@ -92,7 +92,9 @@ class Launcher:
                 signal.signal(number, handler)
 
     def _supervise(self) -> int | None:
-        """Runs the workers once. Returns the run's exit code, or None if they are to be restarted."""
+        """Starts the workers and waits until they have ended. Returns the run's exit code, or None if they are to be
+        restarted.
+        """
         rendezvous = f"tcp:{self.nodes.meet}" if self.nodes.count > 1 else None
         try:
             self.workers.start(self.argv, rendezvous, env={RESTARTS: str(self.restarts.done)})
