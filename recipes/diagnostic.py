@@ -131,15 +131,10 @@ def _other_places(d: Diagnostic) -> list[tuple[Source, str]]:
 
 
 def _place(source: Source | None) -> dict[str, Any]:
+    keys = ("file", "line", "col", "end_col", "text")
     if source is None:
-        return {"file": None, "line": None, "col": None, "end_col": None, "text": None}
-    return {
-        "file": source.file,
-        "line": source.line,
-        "col": source.col,
-        "end_col": source.col + source.width,
-        "text": source.text,
-    }
+        return dict.fromkeys(keys)
+    return dict(zip(keys, (source.file, source.line, source.col, source.col + source.width, source.text)))
 
 
 def _block(d: Diagnostic, color: bool, width: int) -> str:

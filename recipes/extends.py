@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -24,16 +25,16 @@ def layers(path: Path, recorded: list[Diagnostic]) -> list[Node]:
     Mistakes that leave a usable tree are added to `recorded`. Raises `Mistakes`, with the chain, when a file cannot be
     read, is not YAML, is outside the recipe's tree, or extends itself.
     """
-    return _climb(path, _read(path, None, recorded), _roots(path), [path], recorded)
+    return _climb(path, _read(path, None, recorded), _root(path), [path], recorded)
 
 
 def layers_of_text(text: str, file: str, recorded: list[Diagnostic]) -> list[Node]:
     """`layers` of a recipe given as text; its `extends` is relative to the working directory."""
     folder = Path.cwd()
-    return _climb(folder / "text", compose(text, file, recorded), [folder.resolve()], [Path(file)], recorded)
+    return _climb(folder / "text", compose(text, file, recorded), folder.resolve(), [Path(file)], recorded)
 
 
-def _climb(path: Path, tree: Node, roots: list[Path], chain: list[Path], recorded: list[Diagnostic]) -> list[Node]:
+def _climb(path: Path, tree: Node, root: Path, chain: list[Path], recorded: list[Diagnostic]) -> list[Node]:
     node = tree.get("extends")
     if node is None:
         return [tree]
@@ -44,8 +45,8 @@ def _climb(path: Path, tree: Node, roots: list[Path], chain: list[Path], recorde
             where=node.source,
             fix="for example `extends: llama3-8b` or `extends: ../base.yaml`",
         )
-    base = _base(path, node, roots, chain)
-    if any(_same(base, earlier) for earlier in chain):
+    base = _base(path, node, root, chain)
+    if any(base.resolve() == earlier.resolve() for earlier in chain):
         raise Mistakes.one(
             f"`extends` is circular: {_chain_text([*chain, base])}", where=node.source, why="back to the start"
         )
@@ -53,10 +54,10 @@ def _climb(path: Path, tree: Node, roots: list[Path], chain: list[Path], recorde
         raise Mistakes.one(
             f"`extends` has a chain of more than {MAX_CHAIN} files: {_chain_text(chain)}", where=node.source
         )
-    return [*_climb(base, _read(base, (node.source, chain), recorded), roots, [*chain, base], recorded), rest]
+    return [*_climb(base, _read(base, (node.source, chain), recorded), root, [*chain, base], recorded), rest]
 
 
-def _base(path: Path, node: Node, roots: list[Path], chain: list[Path]) -> Path:
+def _base(path: Path, node: Node, root: Path, chain: list[Path]) -> Path:
     name = node.text
     if "/" not in name and not name.endswith((".yaml", ".yml")):
         if name in builtins():
@@ -72,32 +73,22 @@ def _base(path: Path, node: Node, roots: list[Path], chain: list[Path]) -> Path:
         )
     base = Path(os.path.normpath(path.parent / name))
     inside = base.resolve()
-    if os.path.isabs(name) or not any(inside.is_relative_to(root) for root in roots):
+    if os.path.isabs(name) or not inside.is_relative_to(root):
         raise Mistakes.one(
             f"`extends: {name}` leads out of the recipe's tree: {_chain_text(chain)} -> {name}",
             where=node.source,
-            why="absolute" if os.path.isabs(name) else "outside of " + " and ".join(dict.fromkeys(map(str, roots))),
+            why="absolute" if os.path.isabs(name) else f"outside of {root}",
             fix="extend a file beside the recipe, or a shipped recipe by its name",
         )
     return base
 
 
-def _roots(path: Path) -> list[Path]:
-    """The roots of the recipe's tree: its folder, and the working directory and project folder above it."""
-    folder = path.resolve().parent
+def _root(path: Path) -> Path:
+    """The root of the recipe's tree: the outermost of its folder, and the working directory and project above it."""
+    folder, working = path.resolve().parent, Path.cwd().resolve()
     above = [folder, *folder.parents]
-    working = Path.cwd().resolve()
-    project = next((p for p in above if (p / ".git").exists() or (p / "pyproject.toml").exists()), None)
-    roots = [folder]
-    if working in above:
-        roots.append(working)
-    if project is not None:
-        roots.append(project)
-    return [min(roots, key=lambda root: len(root.parts))]
-
-
-def _same(one: Path, other: Path) -> bool:
-    return one.resolve() == other.resolve()
+    projects = [p for p in above if (p / ".git").exists() or (p / "pyproject.toml").exists()]
+    return min([folder, *projects[:1], *(p for p in above if p == working)], key=lambda root: len(root.parts))
 
 
 def _chain_text(chain: list[Path]) -> str:
@@ -105,7 +96,7 @@ def _chain_text(chain: list[Path]) -> str:
 
 
 def _read(path: Path, extending: tuple[Source, list[Path]] | None, recorded: list[Diagnostic]) -> Node:
-    where = extending[0] if extending else None
+    where, code = (extending[0], Exit.RECIPE) if extending else (None, Exit.USAGE)
     chain = f": {_chain_text([*extending[1], path])}" if extending else ""
     try:
         if not path.is_file():
@@ -113,10 +104,8 @@ def _read(path: Path, extending: tuple[Source, list[Path]] | None, recorded: lis
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        code = Exit.RECIPE if extending else Exit.USAGE
         raise Mistakes.one(f"there is no file {path}{chain}", exit=code, where=where, why="not found") from None
     except OSError as error:
-        code = Exit.RECIPE if extending else Exit.USAGE
         raise Mistakes.one(f"cannot read {path}: {error.strerror}{chain}", exit=code, where=where) from None
     try:
         return read(data, str(path), recorded)
@@ -124,7 +113,4 @@ def _read(path: Path, extending: tuple[Source, list[Path]] | None, recorded: lis
         if not extending:
             raise
         note = (extending[0], "extended here")
-        raise Mistakes(
-            Diagnostic(d.message, d.exit, d.where, d.why, d.fix, d.severity, (*d.also, note))
-            for d in mistakes.diagnostics
-        ) from None
+        raise Mistakes(replace(d, also=(*d.also, note)) for d in mistakes.diagnostics) from None

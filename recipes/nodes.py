@@ -248,24 +248,13 @@ class _Tree:
         if key.kind != "scalar":
             self.wrong("a key must be text", key.source)
         elif key.plain and key.text == "<<":
-            self.wrong(
-                "merge keys are not supported", key.source, why="not part of YAML 1.2", fix="use `extends: FILE`"
-            )
+            self.wrong("merge keys are not supported", key.source, "not part of YAML 1.2", "use `extends: FILE`")
         elif (read_as := trap(key)) is not None:
-            self.wrong(
-                f"unquoted `{key.text}` is read as {read_as} by YAML 1.1",
-                key.source,
-                why="a key must be text",
-                fix=f'write "{key.text}" with quotes if it is meant as text',
-            )
+            fix = f'write "{key.text}" with quotes if it is meant as text'
+            self.wrong(f"unquoted `{key.text}` is read as {read_as} by YAML 1.1", key.source, "a key must be text", fix)
         elif key.text in first:
-            self.wrong(
-                f"the key `{key.text}` occurs twice in one map",
-                key.source,
-                why="the second",
-                fix="keep one of them",
-                also=((first[key.text], "the first"),),
-            )
+            message, also = f"the key `{key.text}` occurs twice in one map", ((first[key.text], "the first"),)
+            self.wrong(message, key.source, "the second", "keep one of them", also)
         else:
             return True
         return False
@@ -293,17 +282,11 @@ def _decode(data: bytes, file: str) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        before = data[: error.start]
-        line = before.count(b"\n") + 1
-        begin = before.rfind(b"\n") + 1
-        end = data.find(b"\n", error.start)
-        shown = data[begin : end if end >= 0 else len(data)].decode("utf-8", "backslashreplace")
-        col = len(before[begin:].decode("utf-8")) + 1
-        raise Mistakes.one(
-            f"the byte 0x{data[error.start]:02x} is not UTF-8",
-            where=Source(file, line, col, shown, 4),
-            fix="save the file as UTF-8",
-        ) from None
+        *before, start = data[: error.start].split(b"\n")
+        shown = data.split(b"\n")[len(before)].decode("utf-8", "backslashreplace")
+        where = Source(file, len(before) + 1, len(start.decode("utf-8")) + 1, shown, 4)
+        message = f"the byte 0x{data[error.start]:02x} is not UTF-8"
+        raise Mistakes.one(message, where=where, fix="save the file as UTF-8") from None
 
 
 def _syntax(error: yaml.MarkedYAMLError, place: _Places) -> Diagnostic:
@@ -323,12 +306,7 @@ def _syntax(error: yaml.MarkedYAMLError, place: _Places) -> Diagnostic:
         fix = "quote text that holds `: `, or check the indentation"
     elif "expected <block end>" in problem:
         fix = "check the indentation: keys of one map begin in the same column"
-    also: tuple[tuple[Source, str], ...] = ()
-    if (
-        error.context
-        and error.context_mark
-        and error.problem_mark
-        and error.context_mark.line != error.problem_mark.line
-    ):
-        also = ((place.of(error.context_mark), error.context),)
-    return Diagnostic(message, where=where, fix=fix, also=also)
+    begin, end = error.context_mark, error.problem_mark
+    if error.context and begin and end and begin.line != end.line:
+        return Diagnostic(message, where=where, fix=fix, also=((place.of(begin), error.context),))
+    return Diagnostic(message, where=where, fix=fix)
