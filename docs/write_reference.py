@@ -90,8 +90,8 @@ def device_files() -> str:
         memory = f"{device.memory_bytes / 2**30:.0f} GiB"
         rows.append((f"`{path.stem}`", comment, memory, f"{device.memory_bandwidth / 1e12:.2g} TB/s"))
     head = (
-        "# Devices\n\nWhat `cluster.device` may name; or the path of a file of your own, whose keys "
-        "[Planning](../planning.md#devices) explains.\n\n"
+        "# Devices\n\nThe shipped devices, which `cluster.device` can name. It can also be the path of your own file; "
+        "[Planning](../planning.md#devices) explains its keys.\n\n"
     )
     return head + table(("device", "what it is", "memory", "bandwidth"), rows)
 
@@ -100,8 +100,8 @@ def device_files() -> str:
 def metrics() -> str:
     """What a row of metrics.jsonl holds."""
     head = (
-        "# Metrics\n\n`runs/NAME/metrics.jsonl` has one JSON object a line, and wandb gets the same. A row of a "
-        "training step has these keys, null where a figure is not known:\n\n"
+        "# Metrics\n\n`runs/NAME/metrics.jsonl` has one JSON object per line; wandb gets the same. A row of a "
+        "training step has these keys, with null for an unknown figure:\n\n"
     )
     rows = [(f"`{name}`", text) for name, text in STEP_KEYS.items()]
     tail = (
@@ -122,7 +122,7 @@ def exit_codes() -> str:
             name = statement.targets[0].id  # type: ignore[attr-defined]
             meaning = after.value.value if isinstance(after, ast.Expr) else ""  # type: ignore[attr-defined]
             rows.append((str(int(exits.Exit[name])), f"`{name}`", " ".join(meaning.split())))
-    head = "# Exit codes\n\nThe same for every command. Of several mistakes the lowest of 2 to 5 is taken.\n\n"
+    head = "# Exit codes\n\nAll commands use the same exit codes. If there are several mistakes, the lowest of 2 to 5 is used.\n\n"
     return head + table(("code", "name", "when"), rows)
 
 
@@ -131,9 +131,8 @@ def diagnostics() -> str:
     """Every diagnostic: what, exit code, why and fix; with a recipe that shows it where one can."""
     parts = [
         "# Diagnostics\n\nAll errors and warnings about a user's input, by the part of tpshard that reports them. "
-        "`…` stands for a name or a number. The exit code is 3 where an entry says nothing else. A diagnostic "
-        "names its place as `file:line:col`; `--json` prints the same as data. "
-        "[Exit codes](exit-codes.md) says what the codes mean.\n"
+        "`…` stands for a name or a number. The exit code is 3 unless the entry names another "
+        "([exit codes](exit-codes.md)). A diagnostic names its place as `file:line:col`; `--json` prints it as data.\n"
     ]
     shown, listed = samples(), entries()
     for room, title in ROOMS.items():
@@ -160,10 +159,9 @@ def _diagnostic(entry: Entry, sample: tuple[str, str] | None) -> str:
 def json_outputs() -> str:
     """Every key of what commands print with `--json`."""
     parts = [
-        "# JSON outputs\n\nWith `--json` a command prints one JSON document on stdout, and words for people on stderr. "
-        "Bytes are bytes and times are seconds, of one device where nothing else is said. `[]` stands for each entry "
-        "of a list, `*` for any name. A mistake is told in words on stderr and by "
-        "the exit code; `validate --json` has it as data.\n"
+        "# JSON outputs\n\nWith `--json` a command prints one JSON document on stdout, and notes and errors as text on "
+        "stderr; only `validate --json` prints errors as data. Sizes are in bytes and times in seconds, and both are "
+        "those of one device unless the key says otherwise. `[]` stands for each entry of a list, `*` for any name.\n"
     ]
     for output in OUTPUTS:
         rows = [(f"`{key}`", text) for key, text in {**output.keys, **output.sometimes}.items()]
