@@ -229,6 +229,17 @@ SAMPLES = (
     "model: *base",
     "model: &a {preset: *a}",
     "model: !!python/name:os.system {}",
+    "model: {preset: tiny}\n[name]: a",
+    "model: " + "[" * 42,
+    "extends: /etc/base.yaml",
+    "model: {preset: tiny}\nname: '${oc.decode:${seed}}'",
+    "model: {preset: tiny, heads: 8, kv_heads: 3}",
+    "model: {preset: tiny, head_dim: 5}",
+    "model: {preset: tiny, experts: 4}",
+    "model: {preset: tiny-moe, dtype: fp8}",
+    "model: {preset: tiny, dtype: fp8, seq_len: 100}",
+    "model: {preset: tiny, dtype: fp8}\nmesh: {tp: 2}",
+    "model: {preset: tiny, dtype: fp8}\nmesh: {pp: 2}\npipeline: {schedule: gpipe, form: vectorized}",
 )
 """Recipes with mistakes, each short enough to be read at a glance."""
 

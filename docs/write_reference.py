@@ -122,7 +122,7 @@ def exit_codes() -> str:
             name = statement.targets[0].id  # type: ignore[attr-defined]
             meaning = after.value.value if isinstance(after, ast.Expr) else ""  # type: ignore[attr-defined]
             rows.append((str(int(exits.Exit[name])), f"`{name}`", " ".join(meaning.split())))
-    head = "# Exit codes\n\nAll commands use the same exit codes. If there are several mistakes, the lowest of 2 to 5 is used.\n\n"
+    head = "# Exit codes\n\nAll commands use the same exit codes. Of several mistakes, the lowest of 2 to 5 counts.\n\n"
     return head + table(("code", "name", "when"), rows)
 
 
