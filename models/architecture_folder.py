@@ -8,9 +8,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from tpshard.kernels.gptq_config import read_config
 from tpshard.models import hf, hf_files
 from tpshard.models.architecture import Architecture
@@ -29,7 +31,7 @@ class FolderWeights:
 
     ValueError for pickles and for tensors that are missing, superfluous or of another shape. Where the folder's names
     differ from the parameters' (as for experts stored one by one), transformers loads all weights at once. The weights
-    of a GPTQ folder are dequantized. Without `values` headers are checked and nothing is loaded.
+    of a GPTQ folder are dequantized. Without `values` only headers are read, and checked in the same way.
     """
 
     def __init__(
@@ -46,8 +48,8 @@ class FolderWeights:
             raise ValueError(f"{folder} is quantized, and {reason} (experts one by one): not supported")
         if self._home is not None:
             self._check(model, self._home)
-        elif values:
-            self._loaded = self._load()
+        else:
+            self._loaded = self._load(values)
 
     @staticmethod
     def has_weights(folder: str | os.PathLike[str]) -> bool:
@@ -131,15 +133,22 @@ class FolderWeights:
             more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
             raise ValueError(f"{self.folder}: {'; '.join(wrong[:5])}{more}")
 
-    def _load(self) -> dict[str, Tensor]:
+    def _load(self, values: bool) -> dict[str, Tensor]:
+        """The parameters by transformers' own loading; without `values`, fake tensors of the shapes in the headers."""
         from transformers.utils import logging
 
         cls = self.architecture.cls
         logging.disable_progress_bar()
-        model, loading = cls.from_pretrained(
-            self.folder, config=self.architecture.config, use_safetensors=True, local_files_only=True,
-            output_loading_info=True, ignore_mismatched_sizes=True,
-        )  # fmt: skip
+        options: dict[str, Any] = {
+            "config": self.architecture.config, "output_loading_info": True, "ignore_mismatched_sizes": True,
+        }  # fmt: skip
+        if values:
+            model, loading = cls.from_pretrained(self.folder, use_safetensors=True, local_files_only=True, **options)
+        else:
+            in_this_thread = mock.patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1")  # where the mode is active
+            with FakeTensorMode(allow_non_fake_inputs=True), in_this_thread:
+                shapes = {name: torch.empty(self.tensors.shape(name)) for name in self.tensors.names()}
+                model, loading = cls.from_pretrained(None, state_dict=shapes, **options)
         for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             names = sorted(str(key[0] if isinstance(key, tuple) else key) for key in loading.get(what, ()))
             if names:

@@ -13,6 +13,7 @@ from tpshard.models.architecture import Architecture
 from tpshard.models.architecture_folder import FolderWeights
 from tpshard.models.assemble import build_module
 from tpshard.models.config import ModelConfig
+from tpshard.models.hf import HFFolder
 from tpshard.models.hf_config import computes, folder_config
 from tpshard.models.layers import multiply_in_fp8
 from tpshard.models.plan_dims import Naming
@@ -52,7 +53,12 @@ def model_config(recipe: Recipe) -> ModelConfig | None:
     overrides = model.overrides()
     try:
         if model.hf is not None:
-            return override(folder_config(model.hf), overrides) if computes(model.hf) else None
+            if not computes(model.hf):
+                return None
+            config = override(folder_config(model.hf), overrides)
+            if FolderWeights.has_weights(model.hf):  # refuses pickles
+                HFFolder(model.hf)  # raises for tensors that do not fit
+            return config
         return preset(str(model.preset), overrides)
     except ValueError as error:
         raise Mistakes.one(str(error), exit=Exit.RECIPE, where=recipe.where("model")) from error

@@ -133,6 +133,37 @@ def test_a_plan_reads_what_a_folder_holds(tmp_path: Path) -> None:
     assert error.value.exit == Exit.RECIPE
 
 
+@pytest.mark.parametrize("key", ["transformers", "hf"])
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize(
+    ("tensor", "value", "message"),
+    [
+        ("model.norm.weight", None, "model.norm.weight"),
+        ("model.norm.weight", torch.ones(31), "model.norm.weight"),
+        ("model.foreign", torch.ones(3), "model.foreign"),
+    ],
+)
+def test_a_plan_tells_of_tensors_that_do_not_fit(
+    key: str, name: str, tensor: str, value: torch.Tensor | None, message: str, tmp_path: Path
+) -> None:
+    """mixtral's experts are stored one by one, so that transformers' own loading checks it."""
+    folder = architectures.folder(tmp_path, name, weights=True)
+    setting_of(folder, {}, key=key).architecture  # noqa: B018 (raises)
+    tensors = load_file(folder / "model.safetensors") | {tensor: value}
+    save_file({name: t for name, t in tensors.items() if t is not None}, folder / "model.safetensors")
+    with pytest.raises(Mistakes) as error:
+        setting_of(folder, {}, key=key).architecture  # noqa: B018 (raises)
+    assert error.value.exit == Exit.RECIPE and len(error.value.diagnostics) == 1 and message in str(error.value)
+
+
+def test_a_missing_and_a_foreign_tensor_are_told_together(tmp_path: Path) -> None:
+    folder = architectures.folder(tmp_path, "llama", weights=True)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({"model.foreign": tensors.pop("model.norm.weight"), **tensors}, folder / "model.safetensors")
+    with pytest.raises(Mistakes, match=r"missing keys for LlamaForCausalLM: model\.norm\.weight"):
+        setting_of(folder, {}).architecture  # noqa: B018 (raises)
+
+
 def test_a_model_that_looks_at_values_is_refused_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.llama import modeling_llama
 
