@@ -155,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """The exit code of a command line; its errors are printed to stderr."""
+    """Runs a command line and returns its exit code; errors are printed to stderr."""
     usage_error, click_error = typer.BadParameter.__mro__[1:3]
     group = typer.main.get_command(app)
     try:

@@ -53,7 +53,7 @@ def wide_dtype(x: Tensor) -> torch.dtype:
 
 
 class Side(NamedTuple):
-    """How an operand of an equation becomes the matrix that `fp8_quantize` takes."""
+    """The arrangement of an operand of an equation as the matrix that `fp8_quantize` takes."""
 
     rows: str
     """Its dims in the result, by letter."""

@@ -47,7 +47,7 @@ class PricedPart:
 
     @property
     def heap(self) -> HeapRun:
-        """What a run does to the heap of a process on a CPU."""
+        """The bytes that one run takes on the C library's heap, of a process on a CPU."""
         return heap_run(self.memory)
 
 
@@ -245,7 +245,7 @@ LARGEST = 1 << 25
 
 
 class HeapRun(NamedTuple):
-    """What one run of a program does to the heap of glibc, in bytes."""
+    """The bytes that one run of a program takes on the heap of the C library (glibc)."""
 
     peak: int
     """On the heap at the run's peak."""
