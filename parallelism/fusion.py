@@ -257,7 +257,22 @@ def seconds(kernel: Kernel, device: Device) -> float:
         streamed = kernel.moved + device.cpu.exponential * kernel.exponentials
         return streamed / device.stream_rate
     head_dim = info.specs[0].shape[-1] if kernel.work.startswith("attention") and info.specs else 0
-    return operation(
+    one = operation(
         device, kernel.work, kernel.flops, kernel.moved, kernel.dtype, eager=not kernel.compiled, head_dim=head_dim,
         exponentials=kernel.exponentials,
     )  # fmt: skip
+    return one + _in_parts(kernel, device)
+
+
+def _in_parts(kernel: Kernel, device: Device) -> float:
+    """Seconds of a CPU for an operation that it computes by several of the library.
+
+    Each has its own overhead. One that reads a cache copies keys and values out of it first: these are read, written
+    and read again.
+    """
+    entry = entry_of(kernel.node.target)
+    if device.kind != "cpu" or entry.calls == 1:
+        return 0.0
+    least = device.overhead.op_s if kernel.compiled else device.overhead.eager_op_s
+    copied = 3 * kernel.moved / device.stream_rate if entry.cached else 0.0
+    return (entry.calls - 1) * least + copied

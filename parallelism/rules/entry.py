@@ -70,6 +70,8 @@ class Entry:
     """Exponentials per element of the result."""
     cached: tuple[int, ...] = ()
     """Operands that are a cache with a free number of blocks: FLOPs and bytes read are those of one block."""
+    calls: int = 1
+    """Library operations that it issues one after the other on a CPU, without views; a GPU has one kernel for them."""
     saved: bool = False
     """Whether it is expensive to recompute, so that selective recomputation keeps it."""
 

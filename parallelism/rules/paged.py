@@ -6,6 +6,9 @@ from tpshard.parallelism.graph import Op
 from tpshard.parallelism.rules.entry import Entry, Table
 from tpshard.parallelism.rules.rule import Factors, Kind, Rule
 
+CALLS = 14
+"""Library operations of a step in which all rows read equally many blocks."""
+
 
 def paged_attention(op: Op) -> Rule:
     """The rule of attention over a paged cache: only heads may be sharded.
@@ -36,4 +39,8 @@ def paged_attention(op: Op) -> Rule:
     )  # fmt: skip
 
 
-OPS: Table = {"tpshard.paged_attention": Entry(paged_attention, work="attention", saved=True, carries=2, cached=(3, 4))}
+OPS: Table = {
+    "tpshard.paged_attention": Entry(
+        paged_attention, work="attention", saved=True, carries=2, cached=(3, 4), calls=CALLS
+    )
+}

@@ -1,0 +1,58 @@
+"""A CPU computes some kernels by several operations of the library, and the plan prices as many."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from tpshard.devices.read import device
+from tpshard.kernels.norm import NORM, rms_norm
+from tpshard.kernels.paged_attention import PAGED, paged_attention_reference
+from tpshard.parallelism import Mesh, partition
+from tpshard.parallelism.cost import Overhead
+from tpshard.parallelism.fusion import kernels, seconds
+from tpshard.parallelism.rules.table import entry_of
+
+
+class Counting(TorchDispatchMode):
+    """Counts the operations that are no views."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.calls += not op.is_view and "_unsafe_view" not in str(op)
+        return op(*args, **(kwargs or {}))
+
+
+def test_the_kernels_issue_as_many_operations_as_their_entries_say() -> None:
+    x, weight = torch.ones(1, 8, 16), torch.ones(16)
+    with Counting() as norm:
+        rms_norm(x, weight, None, 1e-5)
+    assert norm.calls == entry_of(NORM).calls
+    rows = torch.arange(8)[None]
+    q, k, pool = torch.ones(1, 8, 4, 16), torch.ones(1, 8, 2, 16), torch.zeros(20, 16, 2, 16)
+    tables, positions = torch.arange(16).view(8, 2) + 1, torch.full((1, 8), 20)
+    other, slots = pool.clone(), rows * 16 + 16
+    with Counting() as paged:
+        paged_attention_reference(q, k, k, pool, other, positions, slots, rows, tables, 0.25)
+    assert paged.calls == entry_of(PAGED).calls
+
+
+def test_a_cpu_pays_for_each_of_them_and_for_copies_of_the_cache() -> None:
+    def step(q, k, keys, values, positions, tables):
+        return PAGED(q, k, k, keys, values, positions, positions, positions, tables, 0.25, None, None)
+
+    rows = torch.arange(8)[None]
+    pools = [torch.zeros(20, 16, 2, 16) for _ in range(2)]
+    inputs = [torch.ones(1, 8, 4, 16), torch.ones(1, 8, 2, 16), *pools, rows, rows.view(8, 1)]
+    program = partition(step, inputs, Mesh({"x": 1}))
+    base = replace(device("cpu"), overhead=Overhead(op_s=0.0, eager_op_s=0.0))
+    slow = replace(base, overhead=Overhead(op_s=0.0, eager_op_s=1.0))
+    gpu = device("h100-sxm-80g")
+    (kernel,) = (k for k in kernels(program, compiled="none") if k.node.target is PAGED)
+    assert seconds(kernel, slow) - seconds(kernel, base) == pytest.approx(entry_of(PAGED).calls)
+    doubled = replace(kernel, moved=2 * kernel.moved)
+    assert seconds(doubled, base) - seconds(kernel, base) == pytest.approx(3 * kernel.moved / base.stream_rate)
+    assert seconds(kernel, gpu) <= max(gpu.overhead.eager_op_s, kernel.moved / gpu.stream_rate)
