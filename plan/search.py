@@ -202,7 +202,7 @@ class SearchResult:
     closest: Candidate | None = None
     """The smallest of the variants that exceed the memory."""
     untried: list[str] = field(default_factory=list)
-    """Variants that were not built, because the search had built `MOST_LAYERS` layers."""
+    """Variants that were not built, because the search had built `MOST_LAYERS` layers, or more stages were faster."""
 
     @property
     def best(self) -> Candidate | None:
@@ -213,8 +213,8 @@ def search(recipe: Recipe, say: Callable[[str], None] | None = None) -> SearchRe
     """Tries meshes, micro-batches and recomputation on the recipe's devices; returns those that fit, fastest first.
 
     Recomputation is increased only until the step fits, the micro-batch only while it fits. Variants that cannot fit,
-    by their bound (`search_bounds`), are not built, nor those beyond `MOST_LAYERS`, which `untried` lists. Raises
-    `Mistakes` if an error in the recipe itself prevents pricing.
+    by their bound (`search_bounds`), are not built. Nor are those that `untried` lists. Raises `Mistakes` if an error
+    in the recipe itself prevents pricing.
     """
     tried = _Search(recipe, say or (lambda _: None))
     whole = [] if recipe.pipeline is None else ["pipeline=null"]
@@ -294,11 +294,10 @@ class _Search:
         return False
 
     def pipelines(self) -> None:
-        """Tries pipelines: every number of stages in place of data ranks, for the two fastest sizes of tp.
+        """Tries pipelines: numbers of stages in place of data ranks, for the two fastest sizes of tp.
 
-        Many stages come first: they have few layers, and are built fast.
-
-        The two fastest of these are tried with other schedules and larger micro-batches.
+        Many stages come first, because they have few layers and are built fast; fewer stages are left out once they
+        make a step slower. The two fastest pipelines are tried with other schedules and larger micro-batches.
         """
         recipe = self.recipe
         if not (layers := search_pipelines.layers_of(recipe)):
@@ -310,14 +309,20 @@ class _Search:
         first_fits: list[Candidate] = []
         for tp in widths[:2]:
             whole = next(mesh for mesh in every if mesh.get("tp", 1) == tp and mesh.get("dp", 1) == 1)
+            least_s, slower = math.inf, False
             for stages in reversed(search_pipelines.sizes(recipe, layers, whole["fsdp"])):
                 mesh = {"pp": 1} | whole | {"pp": stages, "fsdp": whole["fsdp"] // stages}
+                if slower:
+                    self.result.untried.append(_sizes(mesh))
+                    continue
                 for once in [()] if fixed else [search_pipelines.ONCE, ()]:
                     if not _per_device(recipe, mesh):
                         continue
                     candidate = self.least_remat(mesh, 1, [*search_pipelines.first(recipe), *once])
                     if candidate is not None:
                         first_fits.append(candidate)
+                        slower = candidate.price.step_s > least_s
+                        least_s = min(least_s, candidate.price.step_s)
                         break
         for best in sorted(first_fits, key=lambda c: c.price.step_s)[:2]:
             for other in search_pipelines.schedules(recipe, layers, best.mesh["pp"]):
@@ -380,7 +385,8 @@ def text(result: SearchResult, recipe: Recipe, rows: int = 24) -> str:
             f"{'  ' + ', '.join(_pipeline_words(c.more)) if c.more else ''}"
         )
     if result.untried:
-        lines.append(f"   not tried, after {MOST_LAYERS:,} layers of variants: {'; '.join(result.untried)}")
+        why = f"a search builds {MOST_LAYERS:,} layers at most, and no fewer stages than make a step slower"
+        lines.append(f"   not tried: {'; '.join(result.untried)} ({why})")
     if result.best is not None:
         lines += ["", "# the fastest, as a recipe", winner(result, recipe).rstrip()]
     elif result.closest is not None:

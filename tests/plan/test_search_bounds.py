@@ -65,4 +65,20 @@ def test_what_cannot_fit_is_not_built_and_what_is_too_much_is_listed(monkeypatch
     assert result.untried and any("not built" in note for note in notes)
     stages = [pp for pp, _ in built if pp > 1]
     assert stages == sorted(stages, reverse=True)
-    assert "not tried, after 22 layers of variants: " in search.text(result, loads(RECIPE))
+    assert "(a search builds 22 layers at most, " in search.text(result, loads(RECIPE))
+
+
+def test_fewer_stages_are_left_out_once_they_are_slower(monkeypatch) -> None:
+    built: list[int] = []
+
+    def price(recipe, **_):
+        stages = recipe.mesh.get("pp", 1)
+        built.append(stages)
+        return search.VariantPrice(1, {1: 1.0, 2: 4.0, 4: 3.0, 8: 2.0}[stages], 0.0, True)
+
+    monkeypatch.setattr(search, "price_variant", price)
+    recipe = loads(RECIPE, ["cluster.nodes=8", "mesh.fsdp=8"])
+    result = search.search(recipe)
+    assert 8 in built and 4 in built and 2 not in built
+    assert result.untried == ["pp 2 x fsdp 4"]
+    assert "not tried: pp 2 x fsdp 4 (" in search.text(result, recipe)
