@@ -21,7 +21,8 @@ def quantize_kernel(x, values, scales, M, row_stride, column_stride, K, SMALLEST
     places = m[:, None].to(tl.int64) * row_stride + k[None, :].to(tl.int64) * column_stride
     tile = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
     # a block with a NaN has NaN in its values anyway: dividing keeps it
-    scale = tl.maximum(tl.max(tl.abs(tile), 1), SMALLEST) / 448.0
+    largest = tl.maximum(tl.max(tl.abs(tile), 1), SMALLEST)
+    scale = tl.div_rn(largest, tl.full((BLOCK_M,), 448.0, tl.float32))  # rounded as on a CPU, unlike `/`
     rounded = tl.div_rn(tile, scale[:, None] + tl.zeros_like(tile)).to(values.dtype.element_ty)
     tl.store(values + m[:, None].to(tl.int64) * K + k[None, :], rounded, mask=inside)
     tl.store(scales + block.to(tl.int64) * M + m, scale, mask=m < M)
