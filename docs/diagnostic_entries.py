@@ -1,23 +1,20 @@
-"""Every diagnostic that the code can raise, read from its source, and sample recipes that show what tpshard prints.
+"""Every diagnostic that the code can raise, read from its source.
 
-`write_reference.py` makes docs/reference/diagnostics.md of them. A diagnostic's text is a template: `…` stands for a
-name or a number that is filled in when it is printed.
+`write_reference.py` makes docs/reference/diagnostics.md of them, with the samples of `diagnostic_samples.py`. A
+diagnostic's text is a template: `…` stands for a name or a number that is filled in when it is printed.
 """
 
 from __future__ import annotations
 
 import ast
-import contextlib
 import itertools
 import re
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from tpshard.cli.preflight import load_checked
-from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, as_text
+from tpshard.recipes.diagnostic import Exit, printable
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {
@@ -51,12 +48,12 @@ class Entry:
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        words = re.escape(self.message).replace(re.escape(FILLED), ".+?")
-        return re.compile(rf"(`\w+`: )?{words}", re.DOTALL)  # a contradiction is printed after its section
+        words = re.escape(printable(self.message)).replace(re.escape(FILLED), ".+?")
+        return re.compile(rf"(`\w+`: )?{words}")  # a contradiction is printed after its section
 
-    def printed(self, diagnostic: Diagnostic) -> bool:
-        """Whether a diagnostic is this entry filled in."""
-        return self.pattern.fullmatch(diagnostic.message) is not None
+    def fits(self, message: str) -> bool:
+        """Whether a printed message is this entry filled in."""
+        return self.pattern.fullmatch(message) is not None
 
 
 def entries() -> list[Entry]:
@@ -157,111 +154,3 @@ def _exit(node: ast.expr | None, path: Path) -> str:
     names = [part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute)] if node is not None else []
     codes = [name for name in names if name in Exit.__members__]
     return " or ".join(codes) if codes else "DATA" if path.stem in ("corpus", "stream", "lanes") else "RECIPE"
-
-
-SAMPLES = (
-    "modle: {preset: tiny}",
-    "model: {preset: tiny, hf: folder}",
-    "model: {preset: null}",
-    "model: {preset: tiny, args: {width: 8}}",
-    "model: {preset: tiny, dims: {head.weight: [vocab, embed]}}",
-    "model: {transformers: folder, layers: 4}",
-    "model: {preset: tiny}\noptimizer: {lr: -1}",
-    "model: {preset: tiny}\ntrain: {steps: [100]}",
-    "model: {preset: tiny}\ntrain: {steps: fast}",
-    "model: {preset: tiny}\ncompile: jit",
-    "model: {preset: tiny}\noptimizer: {lr: .inf}",
-    "model: {preset: tiny}\noptimizer: {betas: [0.9]}",
-    "model: {preset: tiny}\nfsdp: {bucket: {size: 4}}",
-    "model: {preset: tiny}\nmodel: {preset: 1b}",
-    "model: {preset: tiny}\non: {lr: 1}",
-    "model: {preset: tiny}\n<<: {name: base}",
-    "model: {preset: tiny}\n1: one",
-    "model: {preset: tiny}\n\tname: a",
-    "model: {preset: tiny}\n---\nmodel: {preset: 1b}",
-    "model: [preset: tiny",
-    "model: {preset: tiny}\nmesh: {fsdp: -1, tp: -1}",
-    "model: {preset: tiny}\nmesh: {fsdp: 4, tp: 2}\ncluster: {device: h100-sxm-80g, devices_per_node: 4, nodes: 1}",
-    "model: {preset: tiny}\nmesh: {fsdp: 2}\nsharding: {rules: {mlp: tpp}}",
-    "model: {preset: tiny}\nmesh: {fsdp: 2, expert: 4}",
-    "model: {preset: tiny}\nsharding: {rules: {mpl: tp}}",
-    "model: {preset: tiny}\nsharding: {priority: {embed: 1}}",
-    "model: {preset: tiny}\nsharding: {annotate: {tokens: [batch, frames]}}",
-    "model: {preset: tiny}\nsharding: {rules: {mlp: [tp, tp]}}",
-    "model: {preset: tiny}\nsharding: {pin: {output.weight: [tp, tp]}}",
-    "model: {preset: tiny}\nmesh: {tp: 2}\nsharding: {rules: {mlp: tp}, annotate: {output.weight: [mlp, mlp]}}",
-    "model: {preset: tiny}\nmesh: {tp: 2}\nsharding: {rules: {embed: tp, mlp: tp}}",
-    "model: {preset: tiny}\nsharding: {annotate: {hidden.weight: [mlp, null]}}",
-    "model: {preset: tiny}\nsharding: {annotate: {output.weight: [mlp]}}",
-    "model: {preset: tiny}\nmesh: {fsdp: 3}",
-    "model: {preset: tiny}\nmesh: {fsdp: 2}\nbatch: {global_sequences: 8, per_device: 3}",
-    "model: {preset: tiny}\nmesh: {tp: 3}",
-    "model: {preset: tiny}\nmesh: {tp: 8}",
-    "model: {preset: granite-tiny, seq_len: 100000}",
-    "model: {preset: tiny}\nschedule: {warmup_steps: 500}\ntrain: {steps: 100}",
-    "model: {preset: tiny}\noptimizer: {name: lion, momentum: 0.9}",
-    "model: {preset: tiny-moe, experts: 8, top_k: 99}",
-    "model: {preset: tiny}\nmesh: {pp: 2}\npipeline: {schedule: gpipe, form: vectorized}\n"
-    "sharding: {rules: {stage: tp}}",
-    "model: {preset: tiny}\npipeline: {schedule: 1f1b}",
-    "model: {preset: tiny}\nmesh: {pp: 2}\npipeline: {schedule: 1f1b}\n"
-    "sharding: {rules: {stage: pp}, annotate: {norm.weight: [stage]}}",
-    "model: {preset: tiny}\nmesh: {pp: 2}\npipeline: {schedule: 1f1b, stages: 4}",
-    "model: {preset: tiny}\nmesh: {pp: 2}\npipeline: {schedule: 1f1b, rounds: 2}",
-    "model: {preset: tiny}\nmesh: {pp: 2}\npipeline: {schedule: 1f1b}\nsharding: {rules: {mlp: pp}}",
-    "model: {preset: tiny}\nmesh: {pp: 2}\npipeline: {schedule: 1f1b, form: vectorized}",
-    "model: {preset: tiny}\nmesh: {pp: 2}\npipeline: {schedule: gpipe, form: vectorized, split: [1, 3]}",
-    "model: {preset: tiny}\nname: ${train.stepz}",
-    "model: {preset: tiny}\nname: ${run.dir}\nrun: {dir: '${name}'}",
-    "model: {preset: tiny}\ntrain: {steps: '${oc.env:NAME_OF_NO_VARIABLE}'}",
-    "model: {preset: tiny}\ntrain: {steps: '???'}",
-    "model: {preset: tiny}\nname: '${oc.create:{}}'",
-    "model: {preset: tiny}\n${name}: 1",
-    "extends: no-such-recipe",
-    "extends: [a, b]",
-    "extends: recipe.yaml",
-    "extends: ./base.yaml",
-    "schema: 99\nmodel: {preset: tiny}",
-    "schema: one\nmodel: {preset: tiny}",
-    "schema: 0\nmodel: {preset: tiny}",
-    "- tiny",
-    "# nothing",
-    "model: *base",
-    "model: &a {preset: *a}",
-    "model: !!python/name:os.system {}",
-    "model: {preset: tiny}\n[name]: a",
-    "model: " + "[" * 42,
-    "extends: /etc/base.yaml",
-    "model: {preset: tiny}\nname: '${oc.decode:${seed}}'",
-    "model: {preset: tiny, heads: 8, kv_heads: 3}",
-    "model: {preset: tiny, head_dim: 5}",
-    "model: {preset: tiny, experts: 4}",
-    "model: {preset: tiny-moe, dtype: fp8}",
-    "model: {preset: tiny, dtype: fp8, seq_len: 100}",
-    "model: {preset: tiny, dtype: fp8}\nmesh: {tp: 2}",
-    "model: {preset: tiny, dtype: fp8}\nmesh: {pp: 2}\npipeline: {schedule: gpipe, form: vectorized}",
-)
-"""Recipes with mistakes, each short enough to be read at a glance."""
-
-
-def printed(text: str) -> tuple[Diagnostic, ...]:
-    """What `tpshard validate recipe.yaml` says of a file with this text."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        Path("recipe.yaml").write_text(text + "\n", encoding="utf-8")
-        try:
-            return tuple(load_checked("recipe.yaml", [])[1])
-        except Mistakes as mistakes:
-            return mistakes.diagnostics
-
-
-def samples() -> dict[str, tuple[str, str]]:
-    """Message template -> (recipe, what is printed): the first sample that shows it."""
-    shown: dict[str, tuple[str, str]] = {}
-    listed = entries()
-    for text in SAMPLES:
-        for diagnostic in printed(text):
-            fitting = [entry for entry in listed if entry.printed(diagnostic)]
-            entry = max(fitting, key=lambda entry: len(entry.message), default=None)
-            if entry is not None:
-                shown.setdefault(entry.message, (text, as_text([diagnostic])))
-    return shown

@@ -14,7 +14,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from diagnostic_entries import ROOMS, Entry, entries, samples
+from diagnostic_entries import ROOMS, Entry, entries
+from diagnostic_samples import VALIDATE, Sample, samples
 from json_outputs import OUTPUTS
 from tpshard.cli.main import COMMANDS, command
 from tpshard.devices import read as devices
@@ -22,6 +23,7 @@ from tpshard.recipes import document, exits
 from tpshard.train.records import STEP_KEYS
 
 FOLDER = Path(__file__).resolve().parent / "reference"
+FILES_SHOWN, BYTES_SHOWN = 3, 60
 HEAD = "<!-- Written by docs/write_reference.py; change the code instead. -->\n\n"
 
 
@@ -128,7 +130,7 @@ def exit_codes() -> str:
 
 # ---- diagnostics ---------------------------------------------------------------------------------------------------
 def diagnostics() -> str:
-    """Every diagnostic: what, exit code, why and fix; with a recipe that shows it where one can."""
+    """Every diagnostic: what, exit code, why and fix; with a sample that shows it where one can."""
     parts = [
         "# Diagnostics\n\nAll errors and warnings about a user's input, by the part of tpshard that reports them. "
         "`…` stands for a name or a number. The exit code is 3 unless the entry names another "
@@ -142,7 +144,7 @@ def diagnostics() -> str:
     return "".join(parts)
 
 
-def _diagnostic(entry: Entry, sample: tuple[str, str] | None) -> str:
+def _diagnostic(entry: Entry, sample: tuple[Sample, str] | None) -> str:
     codes = " or ".join(f"{int(exits.Exit[name])} ({name})" for name in entry.exit.split(" or "))
     head = f"\n### {_heading(entry.message)}\n\n"
     if entry.severity == "warning":
@@ -152,8 +154,23 @@ def _diagnostic(entry: Entry, sample: tuple[str, str] | None) -> str:
     if sample is None:
         why = f"Why: {entry.why}. " if entry.why else ""
         return head + why + (f"Fix: {entry.fix}." if entry.fix else "") + "\n"
-    recipe, printed = sample
-    return f"{head.rstrip()}\n\n```yaml\n{recipe}\n```\n\n```text\n{printed.rstrip()}\n```\n"
+    mistake, printed = sample
+    files = {"recipe.yaml": mistake.recipe, **mistake.files}
+    shown = [_file(name, text, len(mistake.files) > 0) for name, text in files.items() if text]
+    asked = "" if mistake.command == VALIDATE else f"$ tpshard {mistake.command}\n"
+    more = [f"\nand {len(shown) - FILES_SHOWN} more files\n"] if len(shown) > FILES_SHOWN else []
+    blocks = [*shown[:FILES_SHOWN], *more, f"\n```text\n{asked}{printed.rstrip()}\n```\n"]
+    return f"{head.rstrip()}\n" + "".join(blocks)
+
+
+def _file(name: str, text: str | bytes, named: bool) -> str:
+    """A file of a sample; bytes that are no short text are written as in Python, and cut."""
+    if isinstance(text, bytes):
+        text = f"{text[:BYTES_SHOWN]!r}" + (f" and {len(text) - BYTES_SHOWN} more" if len(text) > BYTES_SHOWN else "")
+    elif any(ord(character) < 32 and character not in "\n\t" for character in text):
+        text = repr(text)
+    title = f"\n`{name}`:\n" if named else ""
+    return f"{title}\n```{'yaml' if name.endswith('.yaml') else 'text'}\n{text}\n```\n"
 
 
 def json_outputs() -> str:

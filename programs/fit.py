@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from tpshard.models.config import ModelConfig
 from tpshard.models.family import DIMS, INPUTS
 from tpshard.programs.fp8_fit import fp8_misfits
+from tpshard.programs.layer_split import split_misfit
 from tpshard.programs.patterns import covers, matches, nearest
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Source, join
 from tpshard.recipes.schema import Recipe
@@ -50,7 +51,7 @@ def misfits(recipe: Recipe, c: ModelConfig | None) -> list[Diagnostic]:
         mistakes += fp8_misfits(recipe, c, mesh)
     if c is not None:
         fit = _Fit(recipe, c, mesh, world)
-        mistakes += [*fit.names(), *fit.axes_once(), *fit.uneven(), *fit.positions()]
+        mistakes += [*fit.names(), *fit.axes_once(), *fit.uneven(), *fit.positions(), *fit.stages()]
     return mistakes
 
 
@@ -268,6 +269,15 @@ class _Fit:
                 where=self.recipe.where("model.seq_len"),
                 fix=f"model.seq_len: {self.c.max_seq}, or model.max_seq: {self.recipe.model.seq_len}",
             )
+
+    def stages(self) -> Iterator[Diagnostic]:
+        """Checks that a staged pipeline has as many layers as its stages need, or its split gives them."""
+        pipeline, size = self.recipe.pipeline, self.mesh.get("pp", 1)
+        if pipeline is None or pipeline.vectorized or size == 1 or self.c.layers < 2:
+            return
+        wrong = split_misfit(self.recipe, self.c.layers, size * pipeline.stages_per_device)
+        if wrong is not None:
+            yield wrong
 
 
 def _written_place(source: Source, words: str) -> tuple[tuple[Source, str], ...]:

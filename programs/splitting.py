@@ -10,6 +10,7 @@ from tpshard.parallelism.passes.recompute import layer_of
 from tpshard.parallelism.stages import Stage, blocks_of
 from tpshard.parallelism.timeline import price
 from tpshard.programs.choices import Chooser
+from tpshard.programs.layer_split import fair_split, split_misfit
 from tpshard.programs.setting import Setting
 from tpshard.recipes.diagnostic import Exit, Mistakes
 
@@ -35,24 +36,10 @@ def layers_of(setting: Setting, count: int, stages: int) -> list[int]:
             why="stages are cut between modules of a list, as `layers.0`, `layers.1`, ...",
             fix="leave `pipeline` out, or put the model's layers into an nn.ModuleList",
         )  # fmt: skip
-    if section.split is not None:
-        if len(section.split) == stages and sum(section.split) == count:
-            return list(section.split)
-        fair = ", ".join(map(str, _fair(count, stages)))
-        raise Mistakes.one(
-            f"`pipeline.split` has {sum(section.split)} layer{'s' * (sum(section.split) != 1)} in {len(section.split)} "
-            f"stage{'s' * (len(section.split) != 1)}",
-            exit=Exit.FIT, where=recipe.where("pipeline.split"),
-            why=f"the model has {count} layers for {stages} stages",
-            fix=f"pipeline.split: [{fair}], or leave it out" if count >= stages else f"at most {count} stages",
-        )  # fmt: skip
-    if count < stages:
-        raise Mistakes.one(
-            f"{stages} stages are more than the {count} layers of the model",
-            exit=Exit.FIT, where=recipe.where("pipeline"), why="every stage has at least one layer",
-            fix=f"at most {count} stages (mesh.pp x pipeline.rounds)",
-        )  # fmt: skip
-    return _fair(count, stages)
+    wrong = split_misfit(recipe, count, stages)
+    if wrong is not None:
+        raise Mistakes([wrong])
+    return list(section.split) if section.split is not None else fair_split(count, stages)
 
 
 def balance_stages(
@@ -132,10 +119,3 @@ def _layer_seconds(stage_times: Sequence[_StageTimes]) -> tuple[list[float], flo
         for i in members:
             seconds[i] = mean
     return seconds, stage_times[0].outside, stage_times[-1].outside
-
-
-def _fair(layers: int, stages: int) -> list[int]:
-    """An even split, with fewer layers in the first and last stage, which also have the embedding and the head."""
-    each, more = divmod(layers, stages)
-    inner = sorted(range(stages), key=lambda i: (i in (0, stages - 1), i))
-    return [each + (i in inner[:more]) for i in range(stages)]

@@ -216,3 +216,17 @@ def test_keys_of_the_model_are_those_of_its_configuration() -> None:
     assert keys == {f.name for f in fields(ModelConfig)} - {"family"}
     assert set(model_keys.Preset.__args__) == set(PRESETS)
     assert set(value_types.Dtype.__args__) == set(DTYPES)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "message"),
+    [
+        ("{schedule: 1f1b, split: [1, 2]}", "`pipeline.split` has 3 layers in 2 stages"),
+        ("{schedule: 1f1b, split: [2, 1, 1]}", "`pipeline.split` has 4 layers in 3 stages"),
+        ("{schedule: interleaved_1f1b, rounds: 3}", "6 stages are more than the 4 layers of the model"),
+    ],
+)
+def test_the_stages_of_a_pipeline_have_the_layers_of_the_model(pipeline: str, message: str) -> None:
+    (error,) = errors(f"mesh: {{pp: 2}}\npipeline: {pipeline}")
+    assert (error.message, error.exit) == (message, Exit.FIT)
+    assert errors("mesh: {pp: 2}\npipeline: {schedule: 1f1b, split: [1, 3]}") == []
