@@ -56,7 +56,8 @@ def convert(
     if out.exists() and not overwrite and not (out.is_dir() and not any(out.iterdir())):
         raise Mistakes.one(f"{out} exists", exit=Exit.USAGE, fix="choose another name, or --overwrite")
     if tokenizer is not None and not tokenizer.is_dir():
-        raise Mistakes.one(f"the tokenizer {tokenizer} is not a folder", exit=Exit.USAGE)
+        fix = "give the folder of a Hugging Face tokenizer"
+        raise Mistakes.one(f"the tokenizer {tokenizer} is not a folder", exit=Exit.USAGE, fix=fix)
     model = open_source(source, overrides or (), theirs=True)
     keep_apart(model, out)
     folder = tokenizer or model.tokenizer
@@ -90,7 +91,8 @@ def _write(model: SourceModel, out: Path, dtype: str | None, tokenizer: Path | N
         raise Mistakes.one(str(error), exit=Exit.USAGE, fix="choose another name, or --overwrite") from error
     except ValueError as error:
         raise Mistakes.one(
-            f"{model.name} cannot be written as a Hugging Face folder", exit=Exit.FIT, why=str(error)
-        ) from error
+            f"{model.name} cannot be written as a Hugging Face folder", exit=Exit.FIT, why=str(error),
+            fix="`tpshard serve` reads it where it is",
+        ) from error  # fmt: skip
     except OSError as error:
         raise Mistakes.one(f"{out} cannot be written", exit=Exit.MACHINE, why=str(error), fix=ROOM) from error

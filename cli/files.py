@@ -32,7 +32,8 @@ def write(path: Path, text: str, *, overwrite: bool = False) -> None:
     except FileExistsError:
         raise _exists_error(path) from None
     except OSError as error:
-        raise Mistakes.one(f"{path} cannot be written", exit=Exit.MACHINE, why=error.strerror or str(error)) from error
+        why, fix = error.strerror or str(error), "choose a writable folder, on a disk with room"
+        raise Mistakes.one(f"{path} cannot be written", exit=Exit.MACHINE, why=why, fix=fix) from error
     finally:
         if aside and os.path.exists(aside):
             os.unlink(aside)

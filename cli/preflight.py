@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpshard.programs.fit import misfits
+from tpshard.programs.wrong_model import wrong_model
 from tpshard.recipes import load as recipes
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes
 from tpshard.recipes.schema import DEVICES
@@ -64,11 +65,9 @@ def configuration(recipe: Recipe) -> ModelConfig | None:
     from tpshard.models import presets
 
     model = recipe.model
-    key = "preset"
     try:
         if model.preset is not None:
             return presets.preset(model.preset, model.overrides())
-        key = "hf"
         if model.stored()["hf"] is not None and (Path(model.hf or "") / "config.json").is_file():
             from tpshard.models.hf_config import computes, folder_config
 
@@ -77,9 +76,7 @@ def configuration(recipe: Recipe) -> ModelConfig | None:
     except Mistakes:
         return None  # the folder's environment variable is not set, and validation does not need it
     except (ValueError, OSError) as error:
-        overridden = [name for name in getattr(error, "names", ()) if name in model.overrides()]
-        where = recipe.where(f"model.{overridden[0] if overridden else key}")
-        raise Mistakes.one(f"`model`: {error}", where=where) from None
+        raise wrong_model(recipe, error) from None
     return None
 
 

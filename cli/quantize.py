@@ -139,7 +139,7 @@ def _quantizer(
         )
     except ValueError as error:
         raise Mistakes.one(
-            f"{model.name} cannot be quantized with these settings", exit=Exit.FIT, why=str(error)
+            f"{model.name} cannot be quantized with these settings", exit=Exit.FIT, why=str(error), fix=OTHERS
         ) from error
 
 
@@ -187,7 +187,7 @@ def _write(quantizer: Quantizer, model: SourceModel, out: Path, overwrite: bool)
         raise Mistakes.one(str(error), exit=Exit.USAGE, fix="choose another name, or --overwrite") from error
     except ValueError as error:
         matches = ((code, fix) for words, code, fix in _wrong() if words in str(error))
-        code, fix = next(matches, (Exit.FIT, ""))
+        code, fix = next(matches, (Exit.FIT, OTHERS))
         raise Mistakes.one(f"{model.name} cannot be quantized", exit=code, why=str(error), fix=fix) from error
     except OSError as error:
         raise Mistakes.one(f"{out} cannot be written", exit=Exit.MACHINE, why=str(error), fix=ROOM) from error
@@ -206,6 +206,10 @@ def _wrong() -> list[tuple[str, Exit, str]]:
         ("beyond the range of fp16", Exit.FIT, smaller),
         ("not finite", Exit.CHECKPOINT, "use an earlier checkpoint, from before the values became non-finite"),
     ]
+
+
+OTHERS = "other settings below `quantize`"
+"""The fix for a reason that is not one of `_wrong`."""
 
 
 def _progress(done: int, of: int, name: str) -> None:

@@ -139,13 +139,15 @@ def _run(loaded: Recipe, model: SourceModel, need: Need, sock: Any, key: str | N
             f"{model.name} has no tokenizer", exit=Exit.DATA, where=loaded.where("data.tokenizer"),
             fix="name its folder in `data.tokenizer`",
         )  # fmt: skip
+    own = "name the folder of the model's own tokenizer in `data.tokenizer`"
     try:
         tokenizer = Tokenizer(model.tokenizer)
     except ValueError as error:
-        raise Mistakes.one(str(error), exit=Exit.DATA) from error
+        raise Mistakes.one(str(error), exit=Exit.DATA, fix=own) from error
     programs = need.programs
     if tokenizer.size > programs.vocab:
-        raise Mistakes.one(f"the tokenizer has {tokenizer.size} tokens, the model {programs.vocab}", exit=Exit.DATA)
+        message = f"the tokenizer has {tokenizer.size} tokens, the model {programs.vocab}"
+        raise Mistakes.one(message, exit=Exit.DATA, fix=own)
     job = Job.of(programs, model.name, need.blocks)
     limits = Limits(running=section.requests, queue=section.queue, request_s=section.request_s, grace_s=section.grace_s)
     metrics = Metrics()
@@ -155,7 +157,8 @@ def _run(loaded: Recipe, model: SourceModel, need: Need, sock: Any, key: str | N
     try:
         service.start()
     except WorkerLost as error:
-        raise Mistakes.one(f"the model could not be started: {error}", exit=Exit.WORKER_LOST) from error
+        fix = "the lines above name the cause; `tpshard doctor` checks this machine"
+        raise Mistakes.one(f"the model could not be started: {error}", exit=Exit.WORKER_LOST, fix=fix) from error
     template = None
     if tokenizer.chat_template is not None:
         template = ChatTemplate(tokenizer.chat_template, tokenizer.special)

@@ -52,6 +52,7 @@ def open_source(
             f"{model.name} is a {model.blueprint.architecture.model_type}, computed by transformers' own class",
             exit=Exit.FIT,
             why="such a model can be trained, served and converted, but not quantized",
+            fix="a model of one of tpshard's families, such as Llama, Qwen or Mistral",
         )
     return model
 
@@ -100,6 +101,11 @@ def _latest(checkpoints: Path, recipe: Recipe) -> Path:
     return checkpoint.folder
 
 
+def _unreadable(folder: Path, error: Exception) -> Mistakes:
+    fix = "copy it again, or name another"
+    return Mistakes.one(f"{folder} cannot be read", exit=Exit.CHECKPOINT, why=str(error), fix=fix)
+
+
 def _from_folder(folder: Path) -> SourceModel:
     from tpshard.models import Blueprint
     from tpshard.models.hf import DTYPES, HFFolder
@@ -112,13 +118,13 @@ def _from_folder(folder: Path) -> SourceModel:
             return _of_transformers(folder, tokenizer)
         opened = HFFolder(folder)
     except (ValueError, OSError) as error:
-        raise Mistakes.one(f"{folder} cannot be read", exit=Exit.CHECKPOINT, why=str(error)) from error
+        raise _unreadable(folder, error) from error
 
     def read(name: str) -> torch.Tensor:
         try:
             return opened.read(name)
         except (ValueError, OSError) as error:
-            raise Mistakes.one(f"{folder} cannot be read", exit=Exit.CHECKPOINT, why=str(error)) from error
+            raise _unreadable(folder, error) from error
 
     dtype = DTYPES[opened.config.dtype]
     return SourceModel(str(folder), Blueprint(opened.config), read, dtype, tokenizer, opened.token_ids)
@@ -137,7 +143,7 @@ def _of_transformers(folder: Path, tokenizer: Path | None) -> SourceModel:
         try:
             return weights.block(name, (), ())
         except (ValueError, OSError) as error:
-            raise Mistakes.one(f"{folder} cannot be read", exit=Exit.CHECKPOINT, why=str(error)) from error
+            raise _unreadable(folder, error) from error
 
     return SourceModel(str(folder), blueprint, read, blueprint.architecture.dtype, tokenizer)
 
@@ -153,23 +159,25 @@ def _from_checkpoint(folder: Path, recipe: Recipe | None, modules: bool) -> Sour
             Blueprint.from_json(checkpoint.meta["model"]) if "model" in checkpoint.meta else blueprint_of(recipe)
         )
     except ValueError as error:
-        raise Mistakes.one(f"{folder} does not describe its model", exit=Exit.CHECKPOINT, why=str(error)) from error
+        message, fix = f"{folder} does not describe its model", "copy the recipe.yaml of its run two folders up"
+        raise Mistakes.one(message, exit=Exit.CHECKPOINT, why=str(error), fix=fix) from error
     if blueprint.module is not None and not modules:
         raise Mistakes.one(
             f"{folder} holds a module of your own, {blueprint.module}",
             exit=Exit.FIT,
             why="only the models of tpshard and of transformers can be written as Hugging Face folders",
+            fix="`tpshard serve` reads the checkpoint",
         )
     try:
         dtype = _require(checkpoint, blueprint)
     except ValueError as error:  # the module cannot be imported
-        raise Mistakes.one(f"{folder} cannot be read", exit=Exit.CHECKPOINT, why=str(error)) from error
+        raise _unreadable(folder, error) from error
 
     def read(name: str) -> torch.Tensor:
         try:
             return checkpoint.tensor(name)
         except Damaged as error:
-            raise Mistakes.one(f"{folder} cannot be read", exit=Exit.CHECKPOINT, why=str(error)) from error
+            raise _unreadable(folder, error) from error
 
     return SourceModel(str(folder), blueprint, read, dtype, _tokenizer(recipe))
 

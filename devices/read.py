@@ -178,7 +178,7 @@ def parse(data: bytes, file: str) -> Device:
     if result.kind == "cpu" and result.cpu.cores < 1:
         reader.wrong("a CPU needs `host.cores`", root, "its processes share them", "host: {cores: 8, ...}")
     if result.context_bytes >= result.memory_bytes:
-        reader.wrong("`context` leaves no memory", root, f"{result.context_bytes} of {result.memory_bytes} bytes", "")
+        reader.wrong("`context` leaves no memory", root, f"a device has {result.memory_bytes:,} bytes", "a smaller one")
     if reader.mistakes:
         raise Mistakes(reader.mistakes)
     return result
@@ -271,14 +271,12 @@ class _Reader:
         """The value of each key of a map, or its default. Unknown and missing keys are mistakes."""
         values: dict[str, Any] = {}
         if node.kind != "map":
-            self.wrong(f"`{path or 'the file'}` is not a map", node, "key: value pairs expected", "")
+            self.wrong(f"`{path or 'the file'}` is not a map", node, "", "write `key: value` pairs")
             return {name: key.default for name, key in keys.items()}
         for written, _ in node.entries:
             if written.text not in keys:
-                key_names = ", ".join(keys)
-                self.wrong(
-                    f"unknown key `{_join(path, written.text)}`", written, "not part of a device file", key_names
-                )
+                message = f"unknown key `{_join(path, written.text)}`"
+                self.wrong(message, written, "not part of a device file", ", ".join(keys))
         for name, key in keys.items():
             value_node = node.get(name)
             if value_node is None:
@@ -304,29 +302,29 @@ class _Reader:
             return self._crowds(node, path)
         if key.unit == "texts":
             if node.kind != "map":
-                self.wrong(f"`{path}` is not a map", node, "constant: what it was fitted on", "")
+                self.wrong(f"`{path}` is not a map", node, "", "write `constant: what it was fitted on`")
             return {name.text: value.text for name, value in node.entries}
         if node.kind != "scalar":
-            self.wrong(f"`{path}` is not a single value", node, f"a {key.unit}", "")
+            self.wrong(f"`{path}` is not a single value", node, "", f"write one {key.unit}")
             return key.default
         if "|" in key.unit:
             if node.text not in key.unit.split("|"):
-                self.wrong(f"`{path}: {node.text}` is not known", node, key.unit.replace("|", " or "), "")
+                self.wrong(f"`{path}: {node.text}` is not known", node, "", f"write {key.unit.replace('|', ' or ')}")
             return node.text
         if key.unit == "text":
             return node.text
         if key.unit == "bool":
             truth = scalar(node)
             if not isinstance(truth, bool):
-                self.wrong(f"`{path}: {node.text}` is not true or false", node, "", "")
+                self.wrong(f"`{path}: {node.text}` is not true or false", node, "", "write true or false")
             return truth
         number = self._number(node, key, path)
         if number is None:
             return key.default
         if not (key.least <= number <= key.most):
             least, most = _show(key.least, key.unit), _show(key.most, key.unit)
-            limits = least if least == most else f"between {least} and {most}"
-            self.wrong(f"`{path}: {node.text}` cannot be", node, f"{limits} expected", "")
+            limits = f"of {least}" if least == most else f"between {least} and {most}"
+            self.wrong(f"`{path}: {node.text}` is not allowed", node, "", f"write a value {limits}")
         return int(number) if key.unit == "int" else number
 
     def _levels(self, node: Node, path: str) -> list[dict[str, Any]]:
@@ -337,14 +335,15 @@ class _Reader:
 
     def _crowds(self, node: Node, path: str) -> dict[int, dict[str, Any]]:
         if node.kind != "map":
-            self.wrong(f"`{path}` is not a map", node, "number of processes: what one of them reaches", "")
+            self.wrong(f"`{path}` is not a map", node, "", "write `number of processes: what one reaches`")
             return {}
         crowds = {}
         for written, value in node.entries:
+            inside = _join(path, written.text)
             if not written.text.isascii() or not written.text.isdigit() or not 1 <= int(written.text) <= 4096:
-                self.wrong(f"`{_join(path, written.text)}` is not a number of processes", written, "1 to 4096", "")
+                self.wrong(f"`{inside}` is not a number of processes", written, "", "write 1 to 4096")
                 continue
-            crowds[int(written.text)] = self.section(value, _CROWD, _join(path, written.text))
+            crowds[int(written.text)] = self.section(value, _CROWD, inside)
         return crowds
 
     def _rates(self, node: Node, path: str) -> dict[str, float]:
@@ -358,7 +357,7 @@ class _Reader:
                 continue
             rates[name.text] = self.value(value, _RATES[name.text], _join(path, name.text))
         if not {"bf16", "fp32"} & rates.keys():
-            self.wrong(f"`{path}` has neither bf16 nor fp32", node, "one of them is needed", "")
+            self.wrong(f"`{path}` has neither bf16 nor fp32", node, "one of them is needed", "add fp32: 1 TFLOP/s")
         return rates
 
     def _number(self, node: Node, key: _Key, path: str) -> float | None:
@@ -366,13 +365,14 @@ class _Reader:
             parsed = scalar(node)
             good = isinstance(parsed, int) if key.unit == "int" else isinstance(parsed, (int, float))
             if isinstance(parsed, bool) or not good or not math.isfinite(float(parsed)):  # type: ignore[arg-type]
-                self.wrong(f"`{path}: {node.text}` is not a number", node, f"a {key.unit} expected", "")
+                kind = "whole number" if key.unit == "int" else "number"
+                self.wrong(f"`{path}: {node.text}` is not a {kind}", node, "", f"write a {kind}")
                 return None
             return float(parsed)  # type: ignore[arg-type]
         match = _UNITS[key.unit].fullmatch(node.text.strip())
         if match is None:
             words, example = _WORDS[key.unit]
-            self.wrong(f"`{path}: {node.text}` is not {words} with its unit", node, f"such as {example}", "")
+            self.wrong(f"`{path}: {node.text}` is not {words} with its unit", node, "", f"write it as in {example}")
             return None
         if key.unit == "time":
             return float(match[1]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}[match[2]]

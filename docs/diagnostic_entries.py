@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {
     "recipes": "Recipes",
     "cli": "Commands and files",
+    "devices": "Device files",
     "models": "Models",
     "parallelism": "Sharding",
     "programs": "Programs",
@@ -28,8 +29,16 @@ ROOMS = {
     "serve": "Serving",
 }
 """Folder of the code -> heading on the page, in the order of the page."""
-CALLS = {"Diagnostic": 0, "one": 0, "mistake": 0, "wrong": 0, "Contradiction": 0, "_violation": 2}
-"""Function that makes a diagnostic -> position of its message."""
+CALLS = {
+    "Diagnostic": (0, 3), "one": (0, 9), "mistake": (0, 9), "wrong": (0, 2), "_wrong": (0, 1), "Contradiction": (0, 9),
+    "_violation": (2, 3),
+}  # fmt: skip
+"""Function that makes a diagnostic -> positions of its message and of why, which the fix follows. The checker's `wrong`
+has a path before its message."""
+FIXED = {"Contradiction"}
+"""Functions whose diagnostics get their fix where they are reported."""
+EXITS = {"corpus": "DATA", "stream": "DATA", "lanes": "DATA", "machine": "MACHINE"}
+"""File -> exit code of the diagnostics whose call does not name one."""
 FILLED = "…"
 
 
@@ -42,6 +51,9 @@ class Entry:
     message: str
     why: str
     fix: str
+    """"" if there is none, or if its text is computed."""
+    has_fix: bool
+    """Whether the code gives a fix, or says in the note at the place what the value must be."""
     exit: str
     """Names of `Exit`, joined by "or"."""
     severity: str
@@ -69,30 +81,31 @@ def _of_file(room: str, path: Path) -> Iterator[Entry]:
     last = 0
     for call in sorted(calls, key=lambda call: call.lineno):
         name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-        if name not in CALLS or not call.args or (name == "wrong" and len(call.args) < 2):
+        if name not in CALLS or not call.args:
             continue
         around = [f for f in functions if f.lineno <= call.lineno <= (f.end_lineno or f.lineno)]
         inner = max(around, key=lambda f: f.lineno, default=None)
-        texts = Texts(inner, last + 1, call.end_lineno or call.lineno)
+        texts = Texts(tree, inner, last + 1, call.end_lineno or call.lineno)
         last = call.end_lineno or call.lineno
-        position = CALLS[name]
-        if name == "wrong" and getattr(call.args[1], "attr", "") != "source":
-            position = 1  # wrong(path, message, source, ...) of the checker; that of the parser has no path
-        if name == "wrong" and texts.all(call.args[position]) == [FILLED]:
-            continue
-        keywords = {keyword.arg: keyword.value for keyword in call.keywords}
-        behind = {"wrong": 2, "_violation": 1}.get(name, len(call.args))
-        rest = dict(zip(("why", "fix"), call.args[position + behind :]))
+        position, behind = CALLS[name]
+        if name == "wrong" and texts.all(call.args[0]) == [FILLED]:
+            position, behind = position + 1, behind + 1
+        keywords = dict(zip(("why", "fix"), call.args[behind:])) | {k.arg: k.value for k in call.keywords if k.arg}
+        unpacked = any(isinstance(argument, ast.Starred) for argument in call.args)
+        has_fix = name in FIXED or unpacked or texts.all(keywords.get("fix", ast.Constant(""))) != [""]
+        code = keywords.get("exit", call.args[1] if name == "Diagnostic" and len(call.args) > 1 else None)
+        why = texts.joined(keywords.get("why"))
         for message in texts.all(call.args[position]):
-            if len(message.replace(FILLED, "").split()) < 2:
+            if not message.replace(FILLED, "").strip(" `:;,."):
                 continue  # the text comes from elsewhere
             yield Entry(
                 room,
                 str(path.relative_to(ROOT)),
                 message,
-                texts.joined(keywords.get("why", rest.get("why"))),
-                texts.joined(keywords.get("fix", rest.get("fix"))),
-                _exit(keywords.get("exit"), path),
+                why,
+                texts.joined(keywords.get("fix")),
+                has_fix or why.startswith("must be"),
+                _exit(code, path),
                 "warning" if "warning" in texts.joined(keywords.get("severity")) else "error",
             )
 
@@ -107,23 +120,27 @@ def _assign(values: dict[str, list[ast.expr]], target: ast.expr, value: ast.expr
 
 
 class Texts:
-    """The texts that an expression of a function may be: constants, f-strings, both sides of a condition, and local
-    variables that hold one of these.
+    """The texts that an expression of a function may be: constants, f-strings, both sides of a condition, and variables
+    of the function or its module that hold one of these.
 
     Of a variable that is assigned between the lines `first` and `last`, other assignments do not count: they are for
     another diagnostic.
     """
 
-    def __init__(self, function: ast.FunctionDef | None, first: int, last: int):
+    def __init__(self, module: ast.Module, function: ast.FunctionDef | None, first: int, last: int):
+        constants: dict[str, list[ast.expr]] = {}
         everywhere: dict[str, list[ast.expr]] = {}
         near: dict[str, list[ast.expr]] = {}
+        for node in module.body:
+            if isinstance(node, ast.Assign):
+                _assign(constants, node.targets[0], node.value)
         for node in ast.walk(function) if function else ():
             if isinstance(node, ast.Assign):
                 for target in node.targets:
                     _assign(everywhere, target, node.value)
                     if first <= node.lineno <= last:
                         _assign(near, target, node.value)
-        self.locals = everywhere | near
+        self.variables = constants | everywhere | near
 
     def all(self, node: ast.expr, depth: int = 0) -> list[str]:
         """The templates that the expression may be, each once; a computed text is `…`."""
@@ -139,8 +156,8 @@ class Texts:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
             pairs = itertools.product(self.all(node.left, depth), self.all(node.right, depth))
             return [left + right for left, right in pairs]
-        if isinstance(node, ast.Name) and node.id in self.locals and depth < 3:
-            texts = [text for value in self.locals[node.id] for text in self.all(value, depth + 1)]
+        if isinstance(node, ast.Name) and node.id in self.variables and depth < 3:
+            texts = [text for value in self.variables[node.id] for text in self.all(value, depth + 1)]
             return list(dict.fromkeys(texts))
         return [FILLED]
 
@@ -153,4 +170,4 @@ class Texts:
 def _exit(node: ast.expr | None, path: Path) -> str:
     names = [part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute)] if node is not None else []
     codes = [name for name in names if name in Exit.__members__]
-    return " or ".join(codes) if codes else "DATA" if path.stem in ("corpus", "stream", "lanes") else "RECIPE"
+    return " or ".join(codes) if codes else EXITS.get(path.stem, "RECIPE")

@@ -27,7 +27,8 @@ class RopeScaling:
 
 
 class Contradiction(ValueError):
-    """Numbers that contradict each other; `names` are those at fault, the likeliest first."""
+    """Numbers of a recipe or a config.json that contradict each other; `names` are those at fault, the likeliest
+    first. What neither can say is a plain ValueError."""
 
     def __init__(self, message: str, *names: str):
         super().__init__(message)
@@ -104,7 +105,7 @@ class ModelConfig:
             if getattr(self, name) != DEFAULTS[name]:
                 raise Contradiction(f"the {self.family} family does not have `{name}`", name)
         if self.dtype not in DTYPES:
-            raise Contradiction(f"`dtype: {self.dtype}` is not one of {', '.join(DTYPES)}", "dtype")
+            raise ValueError(f"`dtype: {self.dtype}` is not one of {', '.join(DTYPES)}")
         if self.heads % self.kv_heads:
             raise Contradiction(f"{self.heads} heads cannot share {self.kv_heads} KV heads evenly", "kv_heads", "heads")
         if self.family_entry.positions == "rotary" and self.head_dim % 2:
@@ -113,25 +114,23 @@ class ModelConfig:
             contradiction = "`full_layers` are the layers that ignore `window`, but no `window` is set"
             raise Contradiction(contradiction, "full_layers")
         if self.window is not None and self.window < 1:
-            raise Contradiction(f"`window: {self.window}` must be at least 1, a token's own position", "window")
+            raise ValueError(f"`window: {self.window}` must be at least 1, a token's own position")
         if self.family_entry.mlp == "moe":
             self._check_experts()
         if not (self.norm_eps > 0 and self.rope_theta > 0):
-            raise Contradiction("`norm_eps` and `rope_theta` must be positive", "norm_eps", "rope_theta")
+            raise ValueError("`norm_eps` and `rope_theta` must be positive")
 
     def _check_experts(self) -> None:
         if self.experts is None or self.top_k is None or not 1 <= self.top_k <= self.experts:
             contradiction = f"`top_k: {self.top_k}` must be between 1 and `experts: {self.experts}`"
             raise Contradiction(contradiction, "top_k", "experts")
         if self.capacity is not None and not self.capacity > 0:
-            contradiction = f"`capacity: {self.capacity}` gives experts no tokens; it must be above 0, or null"
-            raise Contradiction(contradiction, "capacity")
+            raise ValueError(f"`capacity: {self.capacity}` gives experts no tokens; it must be above 0, or null")
         for name, choices in (("routing", ("softmax", "sigmoid")), ("balance", ("bias", "loss", "none"))):
             if getattr(self, name) not in choices:
-                raise Contradiction(f"`{name}: {getattr(self, name)}` is not one of {', '.join(choices)}", name)
+                raise ValueError(f"`{name}: {getattr(self, name)}` is not one of {', '.join(choices)}")
         if self.shared_experts < 0 or not (self.balance_rate > 0 and self.route_scale > 0):
-            contradiction = "`balance_rate` and `route_scale` must be positive, and `shared_experts` at least 0"
-            raise Contradiction(contradiction, "balance_rate", "route_scale", "shared_experts")
+            raise ValueError("`balance_rate` and `route_scale` must be positive, and `shared_experts` at least 0")
 
     @property
     def balanced_by_bias(self) -> bool:

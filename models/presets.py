@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from tpshard.models.config import Contradiction, ModelConfig, RopeScaling
+from tpshard.models.config import ModelConfig, RopeScaling
 
 _LLAMA_3 = ModelConfig(
     "llama", layers=32, width=4096, heads=32, kv_heads=8, head_dim=128, mlp=14336, vocab=128256, max_seq=131072,
@@ -65,7 +65,7 @@ def override(config: ModelConfig, overrides: Mapping[str, Any]) -> ModelConfig:
     for key in overrides:
         if key not in names:
             choices = f"it has {', '.join(sorted(names))}"
-            raise Contradiction(f"a model's configuration has no field `{key}`{_similar(key, names)}; {choices}", key)
+            raise ValueError(f"a model's configuration has no field `{key}`{_similar(key, names)}; {choices}")
     changes = dict(overrides)
     scaling = changes.get("rope_scaling")
     if isinstance(scaling, Mapping):
@@ -74,7 +74,7 @@ def override(config: ModelConfig, overrides: Mapping[str, Any]) -> ModelConfig:
         except TypeError:
             choices = ", ".join(f.name for f in fields(RopeScaling))
             received = ", ".join(map(str, scaling))
-            raise Contradiction(f"`rope_scaling` has the keys {choices}, not {received}", "rope_scaling") from None
+            raise ValueError(f"`rope_scaling` has the keys {choices}, not {received}") from None
     return replace(config, **changes)
 
 

@@ -265,7 +265,11 @@ def _workers(crowds: list[int], cores: int, tell: Callable[[str], None]) -> dict
                 error.seek(0)
                 lines = error.read().strip().splitlines()
                 why = lines[-1] if lines else f"exit code {code}"
-                raise Mistakes.one(f"the measurement with {len(workers)} processes failed", exit=Exit.MACHINE, why=why)
+                message, fix = (
+                    f"the measurement with {len(workers)} processes failed",
+                    "close other programs, retry",
+                )
+                raise Mistakes.one(message, exit=Exit.MACHINE, why=why, fix=fix)
         each = [json.loads(Path(folder, f"result-{rank}.json").read_text()) for rank in range(len(workers))]
     return {n: [typical(result[str(n)]) for result in each[:n]] for n in crowds}
 

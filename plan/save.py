@@ -145,7 +145,7 @@ def write(path: Path, text: str) -> None:
     except OSError as error:
         aside.unlink(missing_ok=True)
         why = error.strerror or str(error)
-        raise Mistakes.one(f"{path} cannot be written", exit=Exit.MACHINE, why=why) from error
+        raise _unwritable(path, why) from error
 
 
 def check_writable(path: Path) -> None:
@@ -161,7 +161,12 @@ def check_writable(path: Path) -> None:
         why = f"no permission to write in {ancestor}"
     else:
         return
-    raise Mistakes.one(f"{path} cannot be written", exit=Exit.MACHINE, why=why)
+    raise _unwritable(path, why)
+
+
+def _unwritable(path: Path, why: str) -> Mistakes:
+    fix = "choose a file in a writable folder, on a disk with room"
+    return Mistakes.one(f"{path} cannot be written", exit=Exit.MACHINE, why=why, fix=fix)
 
 
 def read(path: str) -> SavedPlan:
@@ -180,7 +185,7 @@ def read(path: str) -> SavedPlan:
             dict(held.get("versions", {})), hashes, held.get("step"), report, text,
         )  # fmt: skip
     except OSError as error:
-        raise Mistakes.one(f"the plan {path} cannot be read", why=error.strerror or str(error)) from error
+        raise Mistakes.one(f"the plan {path} cannot be read", why=error.strerror or str(error), fix=fix) from error
     except (ValueError, TypeError, KeyError) as error:
         raise Mistakes.one(f"{path} is not a saved plan", why=str(error), fix=fix) from error
 

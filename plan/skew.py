@@ -59,7 +59,8 @@ def skew(pricing: Pricing, setting: Setting, busiest: float) -> Skew:
     where = setting.recipe.where("model")
     experts, top_k, capacity = _numbers(setting)
     if not experts or not top_k:
-        raise Mistakes.one("--skew needs a model with experts", exit=Exit.FIT, where=where)
+        fix = "leave --skew out, or plan a model with experts"
+        raise Mistakes.one("--skew needs a model with experts", exit=Exit.FIT, where=where, fix=fix)
     if pricing.pipeline is not None:
         raise Mistakes.one(
             "--skew does not support a pipeline", exit=Exit.FIT, where=setting.recipe.where("pipeline"),
@@ -67,8 +68,9 @@ def skew(pricing: Pricing, setting: Setting, busiest: float) -> Skew:
         )  # fmt: skip
     if not 1 <= busiest <= experts / top_k:
         raise Mistakes.one(
-            f"--skew {busiest:g}: the busiest expert gets 1 to {experts / top_k:g} times the mean", exit=Exit.USAGE,
+            f"--skew {busiest:g}: no expert can get {busiest:g} times the mean", exit=Exit.USAGE,
             why=f"each token chooses {top_k} of {experts} experts, an expert at most once",
+            fix=f"--skew between 1 and {experts / top_k:g}",
         )  # fmt: skip
     routings = [_routing(pricing, one, experts, capacity) for one in (1.0, busiest)]
     return Skew(experts, top_k, capacity, *routings)

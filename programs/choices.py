@@ -23,7 +23,7 @@ from tpshard.programs import cluster
 from tpshard.programs.fsdp_units import unit_of
 from tpshard.programs.patterns import covers
 from tpshard.programs.setting import Setting
-from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.recipes.diagnostic import Mistakes
 from tpshard.recipes.parallel_keys import BucketFile, BucketSize, RematEvery
 from tpshard.recipes.schema import Recipe
 
@@ -104,21 +104,22 @@ def _buckets(setting: Setting, chooser: Chooser, program: Program, program_with:
     return chooser.best(program, by_unit, program_with) if policy == "auto" else by_unit
 
 
+BUCKETS = 'give a JSON file such as [["tok_embed.weight"], ["norm.weight", "output.weight"]]'
+
+
 def _from_file(setting: Setting, path: str, names: list[str]) -> Groups:
     where = setting.recipe.where("fsdp.bucket.file")
     try:
         read = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
-        raise Mistakes.one(
-            f"buckets cannot be read from {path}", exit=Exit.RECIPE, where=where, why=str(error)
-        ) from error
+        raise Mistakes.one(f"buckets cannot be read from {path}", where=where, why=str(error), fix=BUCKETS) from error
     rows = read.get("buckets") if isinstance(read, dict) else read
     if not isinstance(rows, list) or not all(isinstance(n, str) for row in rows for n in [*row]):
-        raise Mistakes.one(f"{path} is not a list of lists of parameter names", exit=Exit.RECIPE, where=where)
+        raise Mistakes.one(f"{path} is not a list of lists of parameter names", where=where, fix=BUCKETS)
     unknown = [n for row in rows for n in row if n not in names]
     if unknown:
-        raise Mistakes.one(f"{path} names parameters that the model does not have: {', '.join(unknown[:5])}",
-                           exit=Exit.RECIPE, where=where)  # fmt: skip
+        message = f"{path} names parameters that the model does not have: {', '.join(unknown[:5])}"
+        raise Mistakes.one(message, where=where, fix="`tpshard plan` lists the names of parameters")
     return rows
 
 

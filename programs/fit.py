@@ -258,6 +258,7 @@ class _Fit:
                 f"each of the {self.c.kv_heads} KV heads is replicated on {ways // self.c.kv_heads} devices",
                 where=self.recipe.where(f"mesh.{last}"),
                 why=f"{ways} ways, {self.c.heads} heads, {self.c.kv_heads} KV heads",
+                fix=f"mesh.{last}: {max(1, self.mesh[last] * self.c.kv_heads // ways)} has no copies",
                 severity="warning",
             )
 

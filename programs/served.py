@@ -184,10 +184,13 @@ def stored_model(recipe: Recipe, blueprint: Blueprint, folder: Path, stored: str
         if blueprint.architecture is not None and (folder / "config.json").is_file():
             quantization = Quantization.of_theirs(folder, blueprint.architecture)
     except (ValueError, OSError) as error:
-        why = str(error)
-        where = recipe.where("serve.checkpoint")
-        raise Mistakes.one(f"{folder} cannot be read", exit=Exit.CHECKPOINT, where=where, why=why) from error
+        raise _unreadable(recipe, folder, error) from error
     return Served(blueprint, serving_dtype(recipe, quantization, stored, kind), quantization)
+
+
+def _unreadable(recipe: Recipe, folder: Path, error: Exception) -> Mistakes:
+    where, fix = recipe.where("serve.checkpoint"), "copy the folder again, or name another"
+    return Mistakes.one(f"{folder} cannot be read", exit=Exit.CHECKPOINT, where=where, why=str(error), fix=fix)
 
 
 def model_to_serve(recipe: Recipe, kind: str) -> Served:
@@ -205,8 +208,7 @@ def model_to_serve(recipe: Recipe, kind: str) -> Served:
                 return stored_model(recipe, Blueprint(architecture=theirs), folder, theirs.kind, kind)
             config = folder_config(folder)
         except (ValueError, OSError) as error:
-            where = recipe.where("serve.checkpoint")
-            raise Mistakes.one(f"{folder} cannot be read", exit=Exit.CHECKPOINT, where=where, why=str(error)) from error
+            raise _unreadable(recipe, folder, error) from error
         return stored_model(recipe, Blueprint(config), folder, config.dtype, kind)
     own = model_config(recipe)
     if own is None:

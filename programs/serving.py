@@ -48,7 +48,8 @@ from tpshard.programs.step_kernels import (
     quantize,
     store_norms_in_order,
 )
-from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.programs.wrong_model import wrong_model
+from tpshard.recipes.diagnostic import Exit, Mistakes, join
 from tpshard.recipes.schema import Recipe
 
 Kind = Literal["cpu", "gpu"]
@@ -88,16 +89,16 @@ class ServeSetting:
         if recipe.task != "lm":
             raise Mistakes.one(
                 f"a model with `task: {recipe.task}` cannot be served", exit=Exit.FIT, where=recipe.where("task"),
-                why="a server predicts the next token",
+                why="a server predicts the next token", fix="serve a model that is trained with task: lm",
             )  # fmt: skip
         mesh = Mesh({axis: max(1, size) for axis, size in recipe.serve.mesh.items()})
         setting = ServeSetting(recipe, mesh, served, kind)
         ways, config = setting.ways("heads"), served.config
         if config is not None and not config.divides("heads", ways):
-            fit = ", ".join(str(n) for n in range(1, config.heads + 1) if config.divides("heads", n))
+            fit = join(str(n) for n in range(1, config.heads + 1) if config.divides("heads", n))
             raise Mistakes.one(
-                f"tp {ways} does not fit {config.heads} heads and {config.kv_heads} KV heads; these do: {fit}",
-                exit=Exit.FIT, where=recipe.where("serve.mesh"),
+                f"tp {ways} does not fit {config.heads} heads and {config.kv_heads} KV heads", exit=Exit.FIT,
+                where=recipe.where("serve.mesh"), fix=f"serve.mesh.tp: {fit}",
             )  # fmt: skip
         return setting
 
@@ -122,7 +123,7 @@ class ServeSetting:
         try:
             return self.served.model(self.config)
         except ValueError as error:
-            raise Mistakes.one(str(error), exit=Exit.RECIPE, where=self.recipe.where("model.module")) from error
+            raise wrong_model(self.recipe, error) from error
 
     @cached_property
     def dims(self) -> dict[str, tuple[str, ...]]:
@@ -306,8 +307,9 @@ def _capture_step(setting: ServeSetting, rows: int) -> tuple[Graph, Arrangement]
         take_logit_rows(graph, rows_of(graph, {tokens: 1, positions: 1}), setting.logit_rows(rows))
     except ValueError as error:
         raise Mistakes.one(
-            "the model cannot be served", exit=Exit.FIT, where=setting.recipe.where("model"), why=str(error)
-        ) from error
+            "the model cannot be served", exit=Exit.FIT, where=setting.recipe.where("model"), why=str(error),
+            fix="a model whose tokens meet only in causal attention",
+        ) from error  # fmt: skip
     orders = setting.served.orders
     named = {name: setting.dims.get(name, ("", ""))[1] for name in orders}
     inner = {name: dim for name, dim in named.items() if dim in ("heads", "mlp")}

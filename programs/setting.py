@@ -25,6 +25,7 @@ from tpshard.programs import naming
 from tpshard.programs.batching import BatchPlan, check_micro_batches, derive
 from tpshard.programs.fp8_fit import fp8_misfits
 from tpshard.programs.stacked_layers import LAYERS, StackedLayers, Stacking, difference
+from tpshard.programs.wrong_model import wrong_model
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.schema import Recipe
 
@@ -61,7 +62,7 @@ def model_config(recipe: Recipe) -> ModelConfig | None:
             return config
         return preset(str(model.preset), overrides)
     except ValueError as error:
-        raise Mistakes.one(str(error), exit=Exit.RECIPE, where=recipe.where("model")) from error
+        raise wrong_model(recipe, error) from error
 
 
 def architecture(recipe: Recipe) -> Architecture | None:
@@ -82,7 +83,7 @@ def architecture(recipe: Recipe) -> Architecture | None:
             FolderWeights(folder, described, described.build(), values=False)
         return described
     except (ValueError, OSError) as error:
-        raise Mistakes.one(str(error), exit=Exit.RECIPE, where=recipe.where(f"model.{key}")) from error
+        raise wrong_model(recipe, error) from error
 
 
 @dataclass(frozen=True)
@@ -132,8 +133,7 @@ class Setting:
                 return self.architecture.build(self.master_dtype)
             return build_module(str(self.recipe.model.module), self.recipe.model.args, dtype=self.master_dtype)
         except ValueError as error:
-            key = "module" if self.architecture is None else "transformers"
-            raise Mistakes.one(str(error), exit=Exit.RECIPE, where=self.recipe.where(f"model.{key}")) from error
+            raise wrong_model(self.recipe, error) from error
 
     @cached_property
     def stacking(self) -> Stacking | None:
@@ -181,7 +181,8 @@ class Setting:
         try:
             return task_of(self.recipe.task, self.seq_len)
         except ValueError as error:
-            raise Mistakes.one(str(error), exit=Exit.RECIPE, where=self.recipe.where("task")) from error
+            fix = "correct the class, or task: lm, mlm, frames or volumes"
+            raise Mistakes.one(str(error), exit=Exit.RECIPE, where=self.recipe.where("task"), fix=fix) from error
 
     @cached_property
     def architecture(self) -> Architecture | None:

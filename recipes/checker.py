@@ -203,7 +203,7 @@ class Checker:
             kinds = [shape[0]] * len(raw)
         elif len(shape) != len(raw):
             message = f"`{_key(path)}` has {len(raw)} values; {len(shape)} are expected"
-            return self.wrong(path, message, where or self.merged.place(path))
+            return self.wrong(path, message, where or self.merged.place(path), fix=f"write {len(shape)} values")
         else:
             kinds = list(shape)
         values = [self.value(item, kind, (*path, i), where) for i, (item, kind) in enumerate(zip(raw, kinds))]

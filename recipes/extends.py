@@ -47,13 +47,12 @@ def _climb(path: Path, tree: Node, root: Path, chain: list[Path], recorded: list
         )
     base = _base(path, node, root, chain)
     if any(base.resolve() == earlier.resolve() for earlier in chain):
-        raise Mistakes.one(
-            f"`extends` is circular: {_chain_text([*chain, base])}", where=node.source, why="back to the start"
-        )
+        message = f"`extends` is circular: {_chain_text([*chain, base])}"
+        fix = "remove `extends` from the last of these files"
+        raise Mistakes.one(message, where=node.source, why="back to the start", fix=fix)
     if len(chain) >= MAX_CHAIN:
-        raise Mistakes.one(
-            f"`extends` has a chain of more than {MAX_CHAIN} files: {_chain_text(chain)}", where=node.source
-        )
+        message = f"`extends` has a chain of more than {MAX_CHAIN} files: {_chain_text(chain)}"
+        raise Mistakes.one(message, where=node.source, fix="join some of these files")
     return [*_climb(base, _read(base, (node.source, chain), recorded), root, [*chain, base], recorded), rest]
 
 
@@ -104,9 +103,12 @@ def _read(path: Path, extending: tuple[Source, list[Path]] | None, recorded: lis
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        raise Mistakes.one(f"there is no file {path}{chain}", exit=code, where=where, why="not found") from None
+        fix = "write its path relative to the file that extends it" if extending else ""
+        message = f"there is no file {path}{chain}"
+        raise Mistakes.one(message, exit=code, where=where, why="not found", fix=fix) from None
     except OSError as error:
-        raise Mistakes.one(f"cannot read {path}: {error.strerror}{chain}", exit=code, where=where) from None
+        message, fix = f"cannot read {path}: {error.strerror}{chain}", "check who may read the file"
+        raise Mistakes.one(message, exit=code, where=where, fix=fix) from None
     try:
         return read(data, str(path), recorded)
     except Mistakes as mistakes:

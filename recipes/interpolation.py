@@ -31,6 +31,9 @@ MAX_RESOLVED = 2_000
 ERRORS = (OmegaConfBaseException, RecursionError, LookupError, AttributeError, TypeError, ValueError)
 """The errors that OmegaConf raises for an interpolation that cannot be resolved."""
 
+FORMS = 'write "${oc.env:NAME,default}" or "${key.path}"; a default with signs in it needs quotes of its own'
+"""The fix for an interpolation that OmegaConf refuses."""
+
 _RESOLVER = re.compile(r"\$\{\s*([A-Za-z_][\w.-]*)\s*:")
 _LOCK = threading.RLock()
 
@@ -172,10 +175,10 @@ def mistake(resolved: Resolved, path: Path, raw: Any, place: Callable[[Path], So
     if text == "???":
         return at, to_be_given(at, place(at), also)
     if missing is None:
-        why = str(resolved.error).partition("\n")[0]
-        return at, Diagnostic(f"`{dotted(at)}: {text}` cannot be resolved", where=place(at), why=why, also=also)
+        return at, unresolvable(f"{dotted(at)}: {text}", resolved, place(at), also)
     close = suggestion(dotted(missing), (dotted(p) for p in _all(raw) if p not in (at, missing)))
-    message, fix = f"`{dotted(at)}: {text}` refers to `{dotted(missing)}`", f"did you mean `{close}`?" if close else ""
+    message = f"`{dotted(at)}: {text}` refers to `{dotted(missing)}`"
+    fix = f"did you mean `{close}`?" if close else f"name a key that has a value, or give `{dotted(missing)}` one"
     return at, Diagnostic(message, where=place(at), why="that key has no value", fix=fix, also=also)
 
 
@@ -186,6 +189,12 @@ def to_be_given(path: Path, where: Source, also: Places = ()) -> Diagnostic:
     """The mistake for a value that is still OmegaConf's `???`."""
     fix = "give it in a recipe that extends this one, or as an override"
     return Diagnostic(f"`{dotted(path)}` must be given", where=where, why="`???` means no value", fix=fix, also=also)
+
+
+def unresolvable(text: str, resolved: Resolved, where: Source, also: Places = ()) -> Diagnostic:
+    """The mistake for an interpolation that OmegaConf can parse, but not complete."""
+    why = str(resolved.error).partition("\n")[0]
+    return Diagnostic(f"`{text}` cannot be resolved", where=where, why=why, fix=FORMS, also=also)
 
 
 def unset(name: str, where: Source | None, also: Places = ()) -> Diagnostic:

@@ -53,7 +53,7 @@ def one_model(recipe: Recipe) -> Iterator[Diagnostic]:
         message, fix = f"`model` names {len(named)} models", f"keep one of {', '.join(named)}"
         yield _violation(recipe, f"model.{named[1]}", message, "one too many", fix, {f"model.{named[0]}": "the other"})
     if stored["args"] and "module" not in named:
-        yield _violation(recipe, "model.args", "`model.args` are for `model.module`", "no module here")
+        yield _violation(recipe, "model.args", "`model.args` are for `model.module`", "no module here", "remove them")
     for key in model.overrides() if stored["transformers"] is not None else ():
         message = f"`model.{key}` changes a dimension, which only tpshard's own models allow"
         why = "a `transformers` model is defined by its config.json"
@@ -66,7 +66,9 @@ def one_rest(recipe: Recipe) -> Iterator[Diagnostic]:
         rest = [axis for axis, size in mesh.items() if size == -1]
         if len(rest) > 1:
             message, why = f"{len(rest)} axes of `{path}` are -1", "only one axis can take the remaining devices"
-            yield _violation(recipe, f"{path}.{rest[1]}", message, why, also={f"{path}.{rest[0]}": "the first"})
+            yield _violation(
+                recipe, f"{path}.{rest[1]}", message, why, "give one of them a size", {f"{path}.{rest[0]}": "the first"}
+            )
 
 
 def mesh_on_cluster(recipe: Recipe) -> Iterator[Diagnostic]:
@@ -153,12 +155,13 @@ def axis_once(recipe: Recipe) -> Iterator[Diagnostic]:
     rules = recipe.sharding.rules
     for name, axes in rules.items():
         for axis in sorted({a for a in axes if axes.count(a) > 1}):
-            yield _violation(recipe, f"sharding.rules.{name}", f"`{axis}` occurs twice in the rule for `{name}`")
+            message = f"`{axis}` occurs twice in the rule for `{name}`"
+            yield _violation(recipe, f"sharding.rules.{name}", message, fix="name it once")
     for pattern, dims in recipe.sharding.pin.items():
         flat = [axis for dim in dims for axis in dim]
         for axis in sorted({a for a in flat if flat.count(a) > 1}):
             message, why = f"`{axis}` occurs twice in the pin of `{pattern}`", "an axis shards only one dim of a tensor"
-            yield _violation(recipe, f"sharding.pin.{pattern}", message, why)
+            yield _violation(recipe, f"sharding.pin.{pattern}", message, why, "name it once")
     for pattern, names in recipe.sharding.annotate.items():
         name_of: dict[str, str] = {}
         for name in filter(None, names):
@@ -180,8 +183,9 @@ def axis_once(recipe: Recipe) -> Iterator[Diagnostic]:
 def steps_hold_warmup(recipe: Recipe) -> Iterator[Diagnostic]:
     warmup, steps = recipe.schedule.warmup_steps, recipe.train.steps
     if warmup > steps:
-        message = f"{warmup:,} steps of warm-up in a run of {steps:,}"
-        yield _violation(recipe, "schedule.warmup_steps", message, "the peak is never reached", severity="warning")
+        message, why = f"{warmup:,} steps of warm-up in a run of {steps:,}", "the peak is never reached"
+        fix = f"schedule.warmup_steps: {steps // 10}"
+        yield _violation(recipe, "schedule.warmup_steps", message, why, fix, severity="warning")
 
 
 def optimizer_reads(recipe: Recipe) -> Iterator[Diagnostic]:
@@ -190,7 +194,7 @@ def optimizer_reads(recipe: Recipe) -> Iterator[Diagnostic]:
     for key in unread[recipe.optimizer.name]:
         if getattr(recipe.optimizer, key) != getattr(Optimizer, key):
             message, why = f"`optimizer.{key}` has no effect", f"{recipe.optimizer.name} does not use it"
-            yield _violation(recipe, f"optimizer.{key}", message, why, severity="warning")
+            yield _violation(recipe, f"optimizer.{key}", message, why, "remove it", severity="warning")
 
 
 def pipeline_has_stages(recipe: Recipe) -> Iterator[Diagnostic]:

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from tpshard.recipes.diagnostic import Diagnostic, Mistakes, Source
 from tpshard.recipes.hints import hints, mapping_of, section_of
 from tpshard.recipes.interpolation import (
+    FORMS,
     MAX_RESOLVED,
     Resolved,
     mistake,
@@ -89,7 +90,8 @@ class Merged:
         if self.count > MAX_RESOLVED:
             message = f"`{dotted(path)}` expands to too many interpolations"
             why = f"more than {MAX_RESOLVED:,} interpolations after expansion"
-            raise Mistakes.one(message, where=self.place(path), why=why)
+            fix = "write the values themselves, or use `extends`"
+            raise Mistakes.one(message, where=self.place(path), why=why, fix=fix)
         return resolved
 
     def raw_at(self, path: Path) -> Any:
@@ -145,7 +147,8 @@ class Merged:
             values = {}
             for key, value in node.entries:
                 if "${" in key.text:
-                    self.mistakes.append(Diagnostic("a key cannot be interpolated", where=key.source))
+                    message, fix = "a key cannot be interpolated", "write the key itself"
+                    self.mistakes.append(Diagnostic(message, where=key.source, fix=fix))
                     continue
                 inside = (*path, key.text)
                 self.places[inside] = (key, value)
@@ -156,8 +159,7 @@ class Merged:
         if isinstance(text, str) and "${" in text and (why := unreadable(text)):
             keys = tuple(key for key in path if isinstance(key, str))
             message = f"`{dotted(keys)}: {node.text}` is not a valid interpolation"
-            fix = 'write "${oc.env:NAME,default}" or "${key.path}"; a default with signs in it needs quotes of its own'
-            self.mistakes.append(Diagnostic(message, where=node.source, why=why, fix=fix))
+            self.mistakes.append(Diagnostic(message, where=node.source, why=why, fix=FORMS))
             self.bad.add(keys)
             text = "???"
         if text == "???":

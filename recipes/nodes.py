@@ -188,7 +188,8 @@ class _Composer(yaml.SafeLoader):
         event = self.peek_event()
         where = self.place.of(event.start_mark, event.end_mark)
         if self.depth >= MAX_DEPTH:
-            raise Mistakes.one(f"nested deeper than {MAX_DEPTH} levels", where=where)
+            fix = "remove brackets: no value of a recipe is nested so deep"
+            raise Mistakes.one(f"nested deeper than {MAX_DEPTH} levels", where=where, fix=fix)
         tag = getattr(event, "tag", None)
         if tag is not None and tag != "!":
             message = f"the tag `{tag.replace('tag:yaml.org,2002:', '!!')}` is not allowed"
@@ -218,7 +219,7 @@ class _Tree:
         if id(from_) in self.done:
             done = self.done[id(from_)]
             if done is None:
-                raise Mistakes.one("an alias contains itself", where=where)
+                raise Mistakes.one("an alias contains itself", where=where, fix="write the value itself")
             return done
         self.done[id(from_)] = None
         count = 1
@@ -246,7 +247,7 @@ class _Tree:
 
     def legal_key(self, key: Node, first: dict[str, Source]) -> bool:
         if key.kind != "scalar":
-            self.wrong("a key must be text", key.source)
+            self.wrong("a key must be text", key.source, fix="write it without brackets, as in `steps: 100`")
         elif key.plain and key.text == "<<":
             self.wrong("merge keys are not supported", key.source, "not part of YAML 1.2", "use `extends: FILE`")
         elif (read_as := trap(key)) is not None:
@@ -278,7 +279,8 @@ def _decode(data: bytes, file: str) -> str:
             fix="save it as UTF-8 without BOM",
         )
     if len(data) > MAX_BYTES:
-        raise Mistakes.one(f"the file has {len(data):,} bytes; a recipe has at most {MAX_BYTES:,}", where=top)
+        message = f"the file has {len(data):,} bytes; a recipe has at most {MAX_BYTES:,}"
+        raise Mistakes.one(message, where=top, fix="is this the right file? A recipe names data by its path")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -292,7 +294,7 @@ def _decode(data: bytes, file: str) -> str:
 def _syntax(error: yaml.MarkedYAMLError, place: _Places) -> Diagnostic:
     where = place.of(error.problem_mark or error.context_mark)
     problem = error.problem or "cannot be read"
-    message, fix = f"not YAML: {problem}", ""
+    message, fix = f"not YAML: {problem}", "quote the text, or check brackets and indentation"
     if "'\\t'" in problem or where.text[where.col - 1 : where.col] == "\t":
         message, fix = "a tab where YAML requires spaces", "indent with spaces"
     elif problem == "but found another document":
@@ -300,6 +302,7 @@ def _syntax(error: yaml.MarkedYAMLError, place: _Places) -> Diagnostic:
         return Diagnostic(message, where=where, why="a recipe is one document", fix=fix)
     elif problem.startswith("found undefined alias"):
         message = f"the alias `*{problem.split(chr(39))[1]}` names no anchor before it"
+        fix = "write the value itself, or quote text that begins with `*`"
     elif "expected ',' or" in problem or "<stream end>" in problem:
         fix = "close the bracket or brace, or quote text that holds `,` `:` `{` or `[`"
     elif "mapping values are not allowed" in problem:

@@ -35,7 +35,8 @@ def read_key(file: Path | None = None, of_recipe: str | None = None) -> str | No
         try:
             key: str | None = file.read_text("utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise Mistakes.one(f"the API key's file cannot be read: {error}", exit=Exit.MACHINE) from error
+            message, fix = f"the API key's file cannot be read: {error}", "check its path, and who may read it"
+            raise Mistakes.one(message, exit=Exit.MACHINE, fix=fix) from error
     else:
         key = of_recipe if of_recipe is not None else os.environ.get("TPSHARD_API_KEY")
     if key is not None and (not key.strip() or not key.isascii() or not key.isprintable()):

@@ -229,7 +229,8 @@ def check(text: TextSource, bad_rows: float) -> None:
     try:
         size = sum(file.path.stat().st_size for file in local)
     except OSError as error:
-        raise text.mistake(f"a file of {text.name} cannot be read", why=str(error)) from error
+        fix = "check who may read it, or remove it from data.source"
+        raise text.mistake(f"a file of {text.name} cannot be read", why=str(error), fix=fix) from error
     if text.trusted or len(local) < len(text.files) or size > SMALL:
         return
     counter = BadRows(text, bad_rows, warn=False)

@@ -103,5 +103,6 @@ def _draw(task: Task, numbers: Sequence[int], seed: int) -> MadeBatch:
                 f"the task's rows have {got} in the field `{name}`",
                 exit=Exit.DATA,
                 why=f"the field is {list(shape)} of {field.dtype}",
+                fix="correct `rows` of the task, or its `fields`",
             )
     return MadeBatch(tensors, tuple(f"row {number}" for number in numbers))

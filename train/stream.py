@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.train.corpus import BadRows, TextSource, check, pieces, rows
 from tpshard.train.lanes import Chain, Lane, LanePlace
 from tpshard.train.tokens import TextTokenizer
@@ -271,13 +270,9 @@ class Loader:
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The state of all rows, from the states of every rank at the same step.
-
-    Raises:
-        Mistakes: exit 6; the ranks are at different steps.
-    """
-    if len({(s["step"], s["global_sequences"], s["tokenizer"]) for s in states}) != 1:
-        raise Mistakes.one("the ranks' positions in the text belong to different steps", exit=Exit.DATA)
+    """The state of all rows, from the states of every rank at the same step."""
+    steps = {(s["step"], s["global_sequences"], s["tokenizer"]) for s in states}
+    assert len(steps) == 1, "the ranks' positions in the text belong to different steps"
     lanes = {row: at for state in states for row, at in state["lanes"].items()}
     return {**states[0], "lanes": dict(sorted(lanes.items(), key=lambda item: int(item[0])))}
 

@@ -25,6 +25,7 @@ from tpshard.programs import training
 from tpshard.programs.batching import BatchPlan
 from tpshard.programs.setting import Setting
 from tpshard.programs.training import TrainingPrograms
+from tpshard.programs.wrong_model import wrong_model
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.schema import Recipe
 from tpshard.train.corpus import Corpus, open_text
@@ -249,7 +250,7 @@ def _blueprint(recipe: Recipe) -> Blueprint:
     try:
         return Blueprint.of(model.preset, model.hf, model.module, model.args, model.overrides(), model.transformers)
     except (ValueError, OSError) as error:
-        raise Mistakes.one(str(error), where=recipe.where("model")) from error
+        raise wrong_model(recipe, error) from error
 
 
 def _build_programs(setting: Setting, context: Context) -> TrainingPrograms:

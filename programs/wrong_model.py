@@ -1,0 +1,25 @@
+"""The mistake that a recipe makes by naming a model that cannot be built."""
+
+from __future__ import annotations
+
+from tpshard.recipes.diagnostic import Exit, Mistakes, join
+from tpshard.recipes.schema import Recipe
+
+FIXES = {
+    "hf": "correct its config.json, or name another folder",
+    "transformers": "correct its config.json, or name another folder",
+    "module": "correct the class or `model.args`",
+    "preset": "change the model's dimensions",
+}
+"""Key that names the model -> how to fix what the recipe's other keys did not cause."""
+
+
+def wrong_model(recipe: Recipe, error: Exception) -> Mistakes:
+    """The mistake for `error`, at the dimension that the recipe changes and the error names, or else at the model."""
+    model, names = recipe.model.stored(), getattr(error, "names", ())
+    changed = [f"model.{name}" for name in names if model.get(name) is not None]
+    key = next(key for key in recipe.model.exclusive if model[key] is not None)
+    where = recipe.where(changed[0] if changed else f"model.{key}")
+    fix = f"change {join(f'model.{name}' for name in names)}" if changed else FIXES[key]
+    message = f"{error}" if key == "module" else f"`model`: {error}"
+    return Mistakes.one(message, exit=Exit.RECIPE, where=where, fix=fix)
