@@ -103,13 +103,13 @@ def known_axes(recipe: Recipe) -> Iterator[Diagnostic]:
 
 
 def used_axes(recipe: Recipe) -> Iterator[Diagnostic]:
-    """Requires that every axis is used; an unused one would waste its devices."""
+    """Requires that every axis of several devices is used; an unused one would waste them."""
     used = {axis for axes in _uses(recipe).values() for axis in axes}
     used |= {"pp"} if recipe.pipeline is not None else set()
     if not used <= {*recipe.mesh, *AXES}:
         return  # a misspelt axis would be reported twice
     for axis, size in recipe.mesh.items():
-        if axis not in used and not (axis in ("pp", "dp", "fsdp", "tp") and size == 1):
+        if axis not in used and size != 1:
             fix = f"name it in sharding.rules, sharding.pin or fsdp.axis, as in rules: {{batch: [dp, fsdp, {axis}]}}"
             if axis == "pp":
                 fix = "add pipeline: {schedule: 1f1b}"

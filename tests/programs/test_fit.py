@@ -137,6 +137,8 @@ def test_an_axis_that_nothing_uses_is_told() -> None:
     (actual,) = law("mesh: {fsdp: 2, pp: 2}")
     assert (actual.message, lines(actual)) == ("nothing uses the mesh axis `pp`", [2])
     assert law("mesh: {tp: 2}\nsharding: {rules: {batch: [dp, fsdp]}}")[0].message == "nothing uses the mesh axis `tp`"
+    idle = loads("model: {preset: tiny}\nmesh: {fsdp: 2, pp: 1, ep: 1, spatial: 1, x: 1}")  # wastes no device
+    assert idle.mesh["ep"] == 1
     assert loads("model: {preset: tiny}\nmesh: {x: 2, tp: 2}\nsharding: {pin: {tok_embed.weight: [x, null]}, "
                  "rules: {heads: tp}}").mesh["x"] == 2  # fmt: skip
 
