@@ -5,8 +5,9 @@ Reads presets or a folder's config.json; does not import torch.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,14 +22,16 @@ if TYPE_CHECKING:
     from tpshard.recipes.schema import Recipe
 
 
-def load_checked(path: str, overrides: Sequence[str] = ()) -> tuple[Recipe, list[Diagnostic]]:
-    """The recipe and its warnings. Raises `Mistakes` with all its errors."""
+def load_checked(path: str, overrides: Sequence[str] = (), *, text: bool = False) -> tuple[Recipe, list[Diagnostic]]:
+    """The recipe and its warnings. Raises `Mistakes` with all its errors; with `text` also those of missing data."""
     examined = recipes.examine(path, overrides)
     diagnostics = list(examined.diagnostics)
     if examined.sound("cluster", "mesh", "model", "sharding", "batch", "fsdp.wrap", "fsdp.bucket", "fsdp.axis"):
         diagnostics = recipes.in_order([*diagnostics, *model_errors(examined.recipe)])
     if examined.sound("cluster.device"):
         diagnostics = recipes.in_order([*diagnostics, *device_file(examined.recipe)])
+    if text and examined.sound("data", "task"):
+        diagnostics = recipes.in_order([*diagnostics, *text_errors(examined.recipe)])
     if any(d.severity == "error" for d in diagnostics):
         raise Mistakes(diagnostics)
     return examined.recipe, diagnostics
@@ -58,26 +61,38 @@ def model_errors(recipe: Recipe) -> list[Diagnostic]:
 
 
 def configuration(recipe: Recipe) -> ModelConfig | None:
-    """The configuration of the recipe's model; None for a user's module, and for a folder that is not on this machine.
+    """The configuration of the recipe's model; None for a user's module and for transformers' classes.
 
-    Raises `Mistakes` (exit 3) when the numbers contradict each other.
+    Raises `Mistakes` (exit 3) when its numbers contradict each other, and when its folder cannot be read.
     """
     from tpshard.models import presets
 
     model = recipe.model
+    key = next((key for key in model.exclusive if model.stored()[key] is not None), "module")
     try:
-        if model.preset is not None:
-            return presets.preset(model.preset, model.overrides())
-        if model.stored()["hf"] is not None and (Path(model.hf or "") / "config.json").is_file():
-            from tpshard.models.hf_config import computes, folder_config
-
-            folder = model.hf or ""
-            return presets.override(folder_config(folder), model.overrides()) if computes(folder) else None
+        if key == "preset":
+            return presets.preset(str(model.preset), model.overrides())
+        return None if key == "module" else _of_folder(getattr(model, key), key, model.overrides())
     except Mistakes:
         return None  # the folder's environment variable is not set, and validation does not need it
     except (ValueError, OSError) as error:
         raise wrong_model(recipe, error) from None
-    return None
+
+
+def _of_folder(folder: str, key: str, overrides: Mapping[str, Any]) -> ModelConfig | None:
+    """The configuration of a folder's model, None where transformers computes it. ValueError for what is unsupported,
+    as far as config.json and the headers of the weights say."""
+    from tpshard.models import hf_config, hf_headers, presets
+    from tpshard.models.class_names import check_class
+
+    config = None
+    if key == "hf" and hf_config.computes(folder):
+        config = presets.override(hf_config.folder_config(folder), overrides)
+    else:
+        check_class(hf_config.read_raw(folder))
+    if hf_headers.has_weights(folder):
+        hf_headers.homes(folder)
+    return config
 
 
 def _tokens(recipe: Recipe, config: ModelConfig) -> list[Diagnostic]:
@@ -95,6 +110,28 @@ def _tokens(recipe: Recipe, config: ModelConfig) -> list[Diagnostic]:
             fix=f"model.vocab: {-(-count // 128) * 128}",
         )
     ]
+
+
+def text_errors(recipe: Recipe) -> list[Diagnostic]:
+    """The errors of text and tokenizer that are not on this machine; commands that do not read them need not ask."""
+    if recipe.task not in ("lm", "mlm"):
+        return []
+    diagnostics: list[Diagnostic] = []
+    for key in ("source", "tokenizer"):
+        value = None
+        with contextlib.suppress(Mistakes):  # its environment variable is not set, and validation does not need it
+            value = getattr(recipe.data, key)
+        if value is None or (key == "source" and value in ("sample", "c4")):
+            continue
+        from tpshard.train.corpus import open_text
+        from tpshard.train.tokens import tokenizer_files
+
+        read = open_text if key == "source" else tokenizer_files
+        try:
+            read(value, where=recipe.where(f"data.{key}"))
+        except Mistakes as mistakes:
+            diagnostics += mistakes.diagnostics
+    return diagnostics
 
 
 def _tokenizer_size(recipe: Recipe) -> int | None:

@@ -15,7 +15,8 @@ Files = Annotated[
 
 
 def validate(files: Files, as_json: Json = False) -> int:
-    """Check recipes and report every mistake: keys, types, limits, and whether model, mesh and cluster fit.
+    """Check recipes and report every mistake: keys, types, limits, whether model, mesh and cluster fit, and whether the
+    folders of model, text and tokenizer can be read here.
 
     An argument of the form key.path=value overrides that key in all of them.
     """
@@ -30,7 +31,7 @@ def validate(files: Files, as_json: Json = False) -> int:
     diagnostics: dict[Diagnostic, None] = {}  # two recipes may extend the same base
     for name in recipes:
         try:
-            warnings = load_checked(name, overrides)[1]
+            warnings = load_checked(name, overrides, text=True)[1]
             diagnostics |= dict.fromkeys(warnings)
             if not as_json:
                 print(f"{name}: fine", file=sys.stderr)

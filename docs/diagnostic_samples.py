@@ -147,6 +147,7 @@ COMMANDS = (
     Sample(command="convert model out train.steps=3", files={"model/config.json": "{}"}),
     Sample(command="convert model out", files={"model/config.json": "{}"}),
     Sample("model: {preset: tiny, vocab: 1000}"),
+    Sample("model: {preset: tiny}\ndata: {tokenizer: organization/name}"),
 )
 """Mistakes that other commands report, or that need a file."""
 

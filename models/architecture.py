@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from tpshard.kernels import gptq_config
-from tpshard.models import hf_config, interface, own_attention
+from tpshard.models import class_names, hf_config, interface, own_attention
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,10 @@ class Architecture:
         """The transformers class that `architectures` names."""
         import transformers
 
-        names = self.raw.get("architectures") or ()
-        if not isinstance(names, list) or len(names) != 1:
-            raise ValueError(f"config.json: `architectures: {names}` does not name one class")
-        named_class = getattr(transformers, str(names[0]), None)
+        name = class_names.class_name(self.raw)
+        named_class = getattr(transformers, name, None)
         if not (isinstance(named_class, type) and issubclass(named_class, transformers.PreTrainedModel)):
-            raise ValueError(f"config.json: transformers {transformers.__version__} has no model named `{names[0]}`")
+            raise class_names.no_class(name)
         return named_class
 
     @cached_property

@@ -51,17 +51,6 @@ class FolderWeights:
         else:
             self._loaded = self._load(values)
 
-    @staticmethod
-    def has_weights(folder: str | os.PathLike[str]) -> bool:
-        """Whether a folder has weights. ValueError where it has only pickles."""
-        place = Path(folder)
-        if (place / hf_files.SINGLE).exists() or (place / hf_files.INDEX).exists():
-            return True
-        for file in sorted(place.iterdir()):
-            if file.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".safetensors"):
-                hf_files.Tensors(folder)  # raises the error
-        return False
-
     def block(self, name: str, starts: Sequence[int], sizes: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
         """Elements [starts, starts + sizes) of parameter `name`; dtype defaults to that of the file."""
         if self._home is None:

@@ -19,6 +19,7 @@ from tpshard.models.assemble import build, build_module
 from tpshard.models.config import ModelConfig
 from tpshard.models.hf import HFFolder
 from tpshard.models.hf_config import computes
+from tpshard.models.hf_headers import has_weights
 from tpshard.models.init import Initial, InitPlan, init_plan, initial_block
 
 
@@ -67,7 +68,7 @@ class Blueprint:
             if overrides:
                 raise ValueError(f"a `transformers` model has no overrides; remove {', '.join(overrides)}")
             read = Architecture.of(folder)
-            weights = FolderWeights(folder, read, read.build()) if FolderWeights.has_weights(folder) else None
+            weights = FolderWeights(folder, read, read.build()) if has_weights(folder) else None
             return Blueprint(architecture=read, weights=weights)
         source = HFFolder(hf)
         config = presets.override(source.config, overrides or {})

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from tpshard.kernels.tensor_file import write_tensors
-from tpshard.models import hf_config, hf_files, hf_json
+from tpshard.models import hf_config, hf_files, hf_headers, hf_json
 from tpshard.models.aside import write_aside
 from tpshard.models.assemble import build
 from tpshard.models.config import ModelConfig
@@ -186,7 +186,7 @@ def write_shards(folder: Path, sizes: Mapping[str, int], tensor_of: Callable[[st
         write_tensors(folder / file, {tensor: tensor_of(tensor).contiguous() for tensor in members})
     if len(shards) > 1:
         places = {tensor: file for file, members in shards.items() for tensor in members}
-        write_json(folder / hf_files.INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places})
+        write_json(folder / hf_headers.INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places})
 
 
 def copy_tokenizer(source: Path, target: Path) -> list[str]:
@@ -211,7 +211,7 @@ def _shards(sizes: Mapping[str, int], largest: int) -> dict[str, list[str]]:
         groups[-1].append(name)
         filled += size
     if len(groups) == 1:
-        return {hf_files.SINGLE: groups[0]}
+        return {hf_headers.SINGLE: groups[0]}
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
 
 

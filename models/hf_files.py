@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from tpshard.models.hf_json import file_inside, read_json
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+from tpshard.models import hf_headers
+from tpshard.models.hf_json import file_inside
 
 
 class Tensors:
@@ -25,41 +23,13 @@ class Tensors:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        if not self.folder.is_dir():
-            raise ValueError(f"{self.folder} is not a folder")
+        self._home = hf_headers.homes(self.folder)
         self._files: dict[str, Any] = {}
-        self._home: dict[str, str] = {}
-        claimed = self._index()
-        for file in [SINGLE] if claimed is None else sorted(set(claimed.values())):
-            for name in self._open(file).keys():  # noqa: SIM118 (not a mapping)
-                if claimed is not None and claimed.get(name) != file:
-                    raise ValueError(f"{self.folder / file} holds `{name}`, which {INDEX} does not place there")
-                self._home[name] = file
-        missing = sorted(set(claimed or ()) - set(self._home))
-        if missing:
-            raise ValueError(f"{self.folder / claimed[missing[0]]} lacks `{missing[0]}`, which {INDEX} places there")  # type: ignore[index]
-
-    def _index(self) -> dict[str, str] | None:
-        if (self.folder / INDEX).exists():
-            places = read_json(self.folder, INDEX).get("weight_map")
-            if not isinstance(places, dict) or not places or not all(isinstance(v, str) for v in places.values()):
-                raise ValueError(f"{self.folder / INDEX}: `weight_map` does not map names of tensors to files")
-            for file in set(places.values()):
-                if not file.endswith(".safetensors"):
-                    raise ValueError(f"{self.folder / INDEX}: {file!r} is not a safetensors file")
-            return places
-        if not (self.folder / SINGLE).exists():
-            pickles = [p.name for p in self.folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt")]
-            why = f"; {pickles[0]} is a pickle, which could run code and is not read" if pickles else ""
-            raise ValueError(f"{self.folder} holds neither {SINGLE} nor {INDEX}{why}")
-        return None
 
     def _open(self, file: str) -> Any:
         if file not in self._files:
-            path = file_inside(self.folder, file)
-            if not path.is_file():
-                raise ValueError(f"{self.folder / file} is missing")
             with self._naming_the_file(file):
+                path = file_inside(self.folder, file)
                 self._files[file] = safe_open(path, framework="pt", device="cpu").__enter__()
         return self._files[file]
 

@@ -15,6 +15,7 @@ from tpshard.models.assemble import build_module
 from tpshard.models.config import ModelConfig
 from tpshard.models.hf import HFFolder
 from tpshard.models.hf_config import computes, folder_config
+from tpshard.models.hf_headers import has_weights
 from tpshard.models.layers import multiply_in_fp8
 from tpshard.models.plan_dims import Naming
 from tpshard.models.presets import override, preset
@@ -57,7 +58,7 @@ def model_config(recipe: Recipe) -> ModelConfig | None:
             if not computes(model.hf):
                 return None
             config = override(folder_config(model.hf), overrides)
-            if FolderWeights.has_weights(model.hf):  # refuses pickles
+            if has_weights(model.hf):  # refuses pickles
                 HFFolder(model.hf)  # raises for tensors that do not fit
             return config
         return preset(str(model.preset), overrides)
@@ -79,7 +80,7 @@ def architecture(recipe: Recipe) -> Architecture | None:
             kind = Architecture.of(folder).model_type
             raise ValueError(f"tpshard has no family for {kind}; change `{changed[0]}` in its config.json instead")
         described = Architecture.of(folder)
-        if FolderWeights.has_weights(folder):  # refuses pickles
+        if has_weights(folder):  # refuses pickles
             FolderWeights(folder, described, described.build(), values=False)
         return described
     except (ValueError, OSError) as error:

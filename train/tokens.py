@@ -11,6 +11,7 @@ from typing import Any
 
 from tpshard.recipes.diagnostic import Exit, Mistakes, Source
 
+FAST = "tokenizer.json"
 END_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|end|>")
 """Names of end-of-text tokens, tried in this order where no file of the folder names one."""
 
@@ -43,24 +44,13 @@ def load_tokenizer(folder: Path | str, *, where: Source | None = None) -> TextTo
         Mistakes: exit 6; the folder has no tokenizer, a damaged one, or one without an end-of-text token.
     """
     folder = Path(folder).expanduser()
-    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")
+    paths = tokenizer_files(folder, where)
     try:
-        files = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
-        if "tokenizer.json" in files:
-            vocab, encode, id_of = _fast(files["tokenizer.json"])
-        elif files.keys() & {"tokenizer.model", "tokenizer_config.json"}:
-            vocab, encode, id_of = _by_transformers(folder)
-        else:
-            raise FileNotFoundError("no tokenizer.json in it" if folder.is_dir() else "there is no such folder")
+        files = {name: path.read_bytes() for name, path in paths.items()}
+        vocab, encode, id_of = _fast(files[FAST]) if FAST in files else _by_transformers(folder)
         special = _special_tokens(files)
     except Exception as error:  # the libraries raise bare Exceptions for a damaged file
-        raise Mistakes.one(
-            f"the tokenizer {folder} cannot be read",
-            exit=Exit.DATA,
-            where=where,
-            why=f"{type(error).__name__}: {error}",
-            fix="a folder with tokenizer.json and tokenizer_config.json; without data.tokenizer, the sample's is used",
-        ) from error
+        raise _unreadable(folder, f"{type(error).__name__}: {error}", where) from error
     end = id_of(special["eos_token"]) if "eos_token" in special else None
     if end is None and "eos_token" not in special:
         end = next((i for i in map(id_of, END_NAMES) if i is not None), None)
@@ -80,6 +70,26 @@ def load_tokenizer(folder: Path | str, *, where: Source | None = None) -> TextTo
         digest.update(files.get(name, b""))
     digest.update(repr((begin, end)).encode())
     return TextTokenizer(folder, vocab, begin, end, digest.hexdigest()[:32], encode)
+
+
+def tokenizer_files(folder: Path | str, where: Source | None = None) -> dict[str, Path]:
+    """The files of a folder that describe its tokenizer, by name. Mistakes (exit 6) where there are none."""
+    folder = Path(folder).expanduser()
+    names = (FAST, "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")
+    paths = {name: folder / name for name in names if (folder / name).is_file()}
+    if not paths.keys() & set(names[:3]):
+        raise _unreadable(folder, f"no {FAST} in it" if folder.is_dir() else "there is no such folder", where)
+    return paths
+
+
+def _unreadable(folder: Path, why: str, where: Source | None) -> Mistakes:
+    return Mistakes.one(
+        f"the tokenizer {folder} cannot be read",
+        exit=Exit.DATA,
+        where=where,
+        why=why,
+        fix="a folder with tokenizer.json and tokenizer_config.json; without data.tokenizer, the sample's is used",
+    )
 
 
 def check_vocab(tokenizer: TextTokenizer, model_vocab: int, *, where: Source | None = None) -> None:

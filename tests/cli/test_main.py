@@ -59,7 +59,7 @@ def test_usage_mistakes_are_2(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_bug_is_1_and_asks_for_a_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def break_down(*_: object) -> None:
+    def break_down(*_: object, **__: object) -> None:
         raise RuntimeError("oh")
 
     monkeypatch.setattr("tpshard.cli.preflight.load_checked", break_down)
@@ -70,7 +70,7 @@ def test_a_bug_is_1_and_asks_for_a_report(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_an_interrupt_is_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupt(*_: object) -> None:
+    def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("tpshard.cli.preflight.load_checked", interrupt)

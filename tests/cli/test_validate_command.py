@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+from patience import PATIENCE
 from tpshard import devices
 from tpshard.cli.main import run
 from tpshard.recipes.diagnostic import Exit
@@ -101,6 +104,76 @@ def test_a_folders_configuration_is_checked_like_a_preset(workdir: Path, capsys:
     assert "has no effect on a model of tpshard's family llama" in diagnostics(capsys)[0]["message"]
     (workdir / "model" / "config.json").write_text("{")
     assert run(["validate", "--json", "a.yaml"]) == Exit.RECIPE
+
+
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 4096, "max_position_embeddings": 128,
+}  # fmt: skip
+PHI = {**LLAMA, "model_type": "phi3", "architectures": ["Phi3ForCausalLM"]}
+HEADER = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+TENSORS = len(HEADER).to_bytes(8, "little") + HEADER + bytes(8)
+
+
+@pytest.mark.parametrize("key", ["hf", "transformers"])
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({}, "model holds no config.json"),
+        ({"config.json": b"{"}, "is not valid JSON"),
+        ({"config.json": {**PHI, "auto_map": {"AutoModel": "evil.Model"}}}, "`auto_map` asks to run code"),
+        ({"config.json": {**PHI, "architectures": ["PhiForCausalLN"]}}, "has no model named `PhiForCausalLN`"),
+        ({"config.json": {**PHI, "architectures": []}}, "does not name one class"),
+        ({"config.json": LLAMA, "pytorch_model.bin": b""}, "pytorch_model.bin is a pickle"),
+        ({"config.json": PHI, "pytorch_model.bin": b""}, "pytorch_model.bin is a pickle"),
+        ({"config.json": PHI, "model.safetensors": TENSORS[:-1]}, "its header says"),
+        ({"config.json": PHI, "model.safetensors": b"version https://git-lfs"}, "is not a valid safetensors file"),
+        ({"config.json": PHI, "model.safetensors.index.json": {"weight_map": {"a": "b.safetensors"}}}, "is missing"),
+    ],
+)
+def test_a_folder_that_cannot_be_a_model_is_told_without_torch(
+    key: str, files: dict[str, Any], words: str, workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (workdir / "model").mkdir()
+    for name, content in files.items():
+        (workdir / "model" / name).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    (workdir / "a.yaml").write_text(f"name: a\nmodel: {{{key}: model}}\n")
+    assert run(["validate", "--json", "a.yaml"]) == Exit.RECIPE
+    (actual,) = diagnostics(capsys)
+    assert words in actual["message"]
+    assert (actual["file"], actual["line"], actual["col"]) == ("a.yaml", 2, 11 + len(key))
+
+
+@pytest.mark.parametrize("config", [LLAMA, PHI, {**PHI, "architectures": ["Gemma2DecoderLayer"]}])
+def test_a_sound_folder_is_fine_and_opens_neither_torch_nor_transformers(config: dict[str, Any], workdir: Path) -> None:
+    """A class that transformers does not list is looked for in its models' files."""
+    (workdir / "model").mkdir()
+    (workdir / "model" / "config.json").write_text(json.dumps(config))
+    (workdir / "model" / "model.safetensors").write_bytes(TENSORS)
+    (workdir / "a.yaml").write_text("model: {hf: model}\n")
+    script = (
+        "import sys; from tpshard.cli.main import run; code = run(['validate', 'a.yaml']); "
+        "print(code, [name for name in ('torch', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE)
+    assert done.stdout == "0 []\n", done.stderr
+
+
+def test_text_and_tokenizer_that_are_not_there_are_6(
+    workdir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (workdir / "a.yaml").write_text("model: {preset: tiny}\ndata:\n  source: text\n  tokenizer: some/where\n")
+    assert run(["validate", "--json", "a.yaml"]) == Exit.DATA
+    text, tokenizer = diagnostics(capsys)
+    assert (text["message"], text["line"]) == ("data.source: there is no text", 3)
+    assert (tokenizer["why"], tokenizer["line"], tokenizer["col"]) == ("there is no such folder", 4, 14)
+    (workdir / "some" / "where").mkdir(parents=True)
+    assert run(["validate", "--json", "a.yaml", "data.source=c4"]) == Exit.DATA
+    assert diagnostics(capsys)[0]["why"] == "no tokenizer.json in it"
+    assert run(["validate", "--json", "a.yaml", "task=frames"]) != Exit.DATA  # reads neither
+    monkeypatch.setenv("TOKENIZER_DIR", "nowhere")
+    assert run(["validate", "tiny", "data.source=c4"]) == Exit.DATA
+    assert run(["plan", "tiny", "data.source=c4", "--dry-run", "--json"]) == Exit.DONE  # plans are made elsewhere too
 
 
 def test_recipes_are_listed_shown_and_copied(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,41 @@
+"""The transformers class of a folder, by name: whether it exists is read from transformers' source. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+
+def class_name(raw: Mapping[str, Any]) -> str:
+    """The class that the `architectures` of a config.json name. ValueError where they do not name one."""
+    names = raw.get("architectures") or ()
+    if not isinstance(names, list) or len(names) != 1:
+        raise ValueError(f"config.json: `architectures: {names}` does not name one class")
+    return str(names[0])
+
+
+def check_class(raw: Mapping[str, Any]) -> None:
+    """Raises ValueError where `architectures` names no class of the installed transformers, which is not imported."""
+    name = class_name(raw)
+    if not _has_class(name):
+        raise no_class(name)
+
+
+def no_class(name: str) -> ValueError:
+    return ValueError(f"config.json: transformers {version('transformers')} has no model named `{name}`")
+
+
+def _has_class(name: str) -> bool:
+    """Whether a model's file of transformers defines a class. The files are searched where `auto` does not list it."""
+    found = find_spec("transformers")
+    models = Path(found.origin).parent / "models" if found is not None and found.origin is not None else None
+    listed = None if models is None else models / "auto" / "modeling_auto.py"
+    if models is None or listed is None or not listed.is_file():
+        return True  # importing transformers will tell
+    if f'"{name}"' in listed.read_text(encoding="utf-8"):
+        return True
+    defined = f"\nclass {name}(".encode()
+    return any(defined in path.read_bytes() for path in models.glob("*/modeling_*.py"))
