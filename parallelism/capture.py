@@ -10,8 +10,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import disable_autocast_cache
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from tpshard.parallelism.canonical import canonicalize
 from tpshard.parallelism.draws import SEED
@@ -20,6 +18,7 @@ from tpshard.parallelism.graph import Graph, Layer, Place, mark
 from tpshard.parallelism.recorder import Recorder
 from tpshard.parallelism.remember import Like, fake
 from tpshard.parallelism.rules.strides import contiguous
+from tpshard.parallelism.unchecked import Unchecked
 
 
 class Trail:
@@ -145,32 +144,25 @@ def capture(
         full[i] = _fake(leaves[i], mode)
         recorder.input(name, full[i])
     try:
-        with mode, recorder, disable_autocast_cache(), _UncheckedOneHot():
+        with mode, recorder, disable_autocast_cache(), Unchecked():
             results, out_tree = pytree.tree_flatten(fn(*pytree.tree_unflatten(full, in_tree)))
     except DataDependentOutputException as error:
         raise ValueError(f"Python reads an element's value, which a static graph does not have: {error}") from error
     except DynamicOutputShapeException as error:
         raise ValueError(f"a result's shape depends on data, but a static graph's shapes are fixed: {error}") from error
     graph = recorder.graph(results)
+    parts = [name for i, name in zip(where, names) if leaves[i].storage_offset() or not leaves[i].is_contiguous()]
+    if parts and any(op.target is torch.ops.aten.as_strided.default for op in graph.ops):
+        raise ValueError(
+            f"`as_strided` reads memory by position, and the argument `{parts[0]}` is a view of another tensor: pass a "
+            "contiguous copy"
+        )
     graph.in_tree, graph.out_tree = in_tree, out_tree
     graph = functionalize(graph)
     if graph.seed is not None:
         mark([graph.seed], SEED)
     canonicalize(graph)
     return graph
-
-
-class _UncheckedOneHot(TorchFunctionMode):
-    """Computes `one_hot` as a comparison: inside a `torch.func` transform torch's own reads the data to check it."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (_one_hot if func is F.one_hot else func)(*args, **(kwargs or {}))
-
-
-def _one_hot(input: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    if num_classes < 0:  # as many as the data has
-        return F.one_hot(input)
-    return (input.unsqueeze(-1) == torch.arange(num_classes, device=input.device)).long()
 
 
 def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

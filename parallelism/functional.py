@@ -166,14 +166,21 @@ def _flat(x: Tensor) -> tuple[Tensor, list[int]]:
     strides = x.stride()
     order = sorted(range(x.dim()), key=lambda d: (-strides[d], -x.shape[d]))
     stored = x.permute(order)
-    if not stored.is_contiguous() or x.untyped_storage().nbytes() != x.numel() * x.itemsize:
-        raise ValueError("`aten.as_strided.default` of a tensor that is a part of another one is not supported")
+    if not stored.is_contiguous():
+        raise ValueError("`aten.as_strided.default` of a tensor that does not fill its memory is not supported")
     return stored.reshape(-1), order
 
 
 def _places(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> Tensor:
-    """The position in memory of each element of a strided view: int64 [*size]."""
-    place = torch.full(tuple(size), int(x.storage_offset()) if offset is None else offset, dtype=torch.int64)
+    """The position among the elements of `x`, in memory order, of each element of a strided view: int64 [*size].
+
+    ValueError where the view has elements of the tensor that `x` is a part of.
+    """
+    first = 0 if offset is None else offset - int(x.storage_offset())
+    last = first + sum((n - 1) * step for n, step in zip(size, stride))
+    if first < 0 or last >= x.numel():
+        raise ValueError("`aten.as_strided.default` beyond a tensor that is a part of another one is not supported")
+    place = torch.full(tuple(size), first, dtype=torch.int64)
     for d, (n, step) in enumerate(zip(size, stride)):
         place = place + (torch.arange(n) * step).view(-1, *[1] * (len(size) - 1 - d))
     return place

@@ -144,3 +144,34 @@ def test_a_transform_of_a_function_with_one_hot_is_captured() -> None:
 
     program = partition(gradient, [x, picked], Mesh({"a": 2}), [("a",), ("a",)])
     torch.testing.assert_close(program.simulate(x, picked)[0], gradient(x, picked))
+
+
+UNCHECKED: list[Callable[[Tensor], Tensor]] = [
+    torch.cov,
+    lambda x: x[0].cov(correction=0),
+    lambda x: torch.cov(x[:, :1], correction=0),
+    lambda x: torch.cov((9 * x).long()),
+    torch.corrcoef,
+    lambda x: x[0].corrcoef(),
+    lambda x: torch.nn.functional.gaussian_nll_loss(x, x.tanh(), x.abs(), full=True),
+    lambda x: torch.nn.functional.gaussian_nll_loss(x, x.tanh(), x[:, 0].abs() / 1e6, reduction="none"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(UNCHECKED)))
+def test_functions_that_only_check_data_are_captured(number: int) -> None:
+    fn, x = UNCHECKED[number], torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def with_gradient(x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.detach().requires_grad_()
+        y = fn(x)
+        return y.detach(), torch.autograd.grad(y.sum() + 0 * x.sum(), x)[0]
+
+    program = partition(with_gradient, [x], Mesh({"a": 2, "b": 3}), [("a", "b")])
+    for actual, expected in zip(program.simulate(x), with_gradient(x), strict=True):
+        torch.testing.assert_close(actual, expected, equal_nan=True)
+
+
+def test_weights_of_a_covariance_are_read_so_that_it_is_refused() -> None:
+    with pytest.raises(ValueError, match="static graph"):
+        capture(lambda x, w: torch.cov(x, fweights=w), [torch.randn(2, 3), torch.ones(3, dtype=torch.int64)])

@@ -58,6 +58,18 @@ def strided_view(x: Tensor) -> Tensor:
     return y + x.as_strided((4, 6), (1, 4))
 
 
+def strided_view_of_a_part(x: Tensor) -> tuple[Tensor, ...]:
+    y = x.clone()
+    part = y.view(-1)[4:20].view(4, 4)
+    part.mul_(5)
+    return (
+        y + 0,
+        part.as_strided((3, 2), (4, 2), 5),
+        y[1:3].as_strided((2, 4), (6, 1)),
+        y[1:3].t().as_strided((2,), (3,)),
+    )
+
+
 def circular(x: Tensor) -> Tensor:
     return F.pad(x[None], (2, 1), mode="circular")
 
@@ -95,8 +107,8 @@ def write_with_gradient(x: Tensor) -> Tensor:
 
 
 FUNCTIONS: list[Callable[[Tensor], object]] = [
-    column, columns, row, flat, view_of_view, read_afterwards, strided_view, circular, in_a_loop, same_twice, unsqueeze,
-    of_strides, write_with_gradient,
+    column, columns, row, flat, view_of_view, read_afterwards, strided_view, strided_view_of_a_part, circular,
+    in_a_loop, same_twice, unsqueeze, of_strides, write_with_gradient,
 ]  # fmt: skip
 
 
@@ -123,3 +135,18 @@ def test_a_write_into_what_is_given_is_refused_by_name() -> None:
     outside = torch.zeros(4)
     with pytest.raises(ValueError, match="in place"):
         capture(lambda x: outside.add_(x), [torch.empty(4)])
+
+
+def test_a_strided_view_that_leaves_its_tensor_is_refused() -> None:
+    for outside in (lambda x: x[2:].as_strided((2,), (1,), 0), lambda x: x[:2].as_strided((2,), (3,))):
+        with pytest.raises(ValueError, match="beyond a tensor that is a part of another one"):
+            capture(outside, [torch.empty(5)])
+
+
+def test_a_strided_view_is_refused_where_an_argument_is_a_view_itself() -> None:
+    """A graph's arguments have no strides, on which the view's elements depend in eager mode."""
+    base = torch.randn(24)
+    for x in (base[4:], base[::2], base.view(4, 6).t()):
+        with pytest.raises(ValueError, match="`x` is a view"):
+            capture(lambda x: x.clone().as_strided((2, 2), (3, 1), 1), [x], ["x"])
+    assert capture(lambda x: x.as_strided((2, 2), (3, 1), 1), [base[:12]]).outputs

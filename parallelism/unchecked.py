@@ -1,0 +1,72 @@
+"""Functions of torch that read data only to check it, computed without the check, which a static graph cannot make."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+
+class Unchecked(TorchFunctionMode):
+    """A mode that replaces these functions; inside the replacement the mode is off."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return UNCHECKED.get(func, func)(*args, **(kwargs or {}))
+
+
+def _one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
+    """Inside a `torch.func` transform torch's own reads the data."""
+    if num_classes < 0:  # as many as the data has
+        return F.one_hot(input)
+    return (input.unsqueeze(-1) == torch.arange(num_classes, device=input.device)).long()
+
+
+def _cov(
+    input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
+) -> Tensor:
+    """Torch's own looks whether the degrees of freedom are positive, which without weights is known."""
+    if fweights is not None or aweights is not None or input.dim() > 2:
+        return torch.cov(input, correction=correction, fweights=fweights, aweights=aweights)
+    rows = input if input.dim() == 2 else input.reshape(1, -1)
+    count = rows.shape[1]
+    centered = rows - rows.sum(1, keepdim=True) / count
+    return (centered @ centered.t().conj() / max(0, count - correction)).squeeze()
+
+
+def _corrcoef(input: Tensor) -> Tensor:
+    if input.is_complex():
+        return torch.corrcoef(input)
+    cov = _cov(input)
+    if cov.dim() == 0:
+        return cov / cov
+    deviation = cov.diag().sqrt()
+    return (cov / deviation.unsqueeze(1) / deviation.unsqueeze(0)).clip(-1, 1)
+
+
+def _gaussian_nll_loss(
+    input: Tensor, target: Tensor, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+) -> Tensor:
+    """Torch's own asks whether any variance is negative; here those count as `eps`, as small ones do."""
+    if isinstance(var, Tensor) and var.shape == input.shape[:-1]:
+        var = var.unsqueeze(-1)
+    if not isinstance(var, Tensor) or var.shape[:-1] != input.shape[:-1] or reduction not in REDUCTIONS:
+        return F.gaussian_nll_loss(input, target, var, full, eps, reduction)
+    var = var + (var.clamp(min=eps) - var).detach()  # the gradient ignores the limit
+    loss = 0.5 * (var.log() + (input - target) ** 2 / var) + (0.5 * math.log(2 * math.pi) if full else 0.0)
+    return REDUCTIONS[reduction](loss)
+
+
+REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda x: x, "mean": Tensor.mean, "sum": Tensor.sum}
+UNCHECKED: dict[Any, Callable[..., Tensor]] = {
+    F.one_hot: _one_hot,
+    F.gaussian_nll_loss: _gaussian_nll_loss,
+    torch.cov: _cov,
+    Tensor.cov: _cov,
+    torch.corrcoef: _corrcoef,
+    Tensor.corrcoef: _corrcoef,
+}
