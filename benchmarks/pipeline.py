@@ -95,7 +95,7 @@ def batch_of(options: dict[str, Any]) -> TokenBatch:
 
 
 # ---- tpshard --------------------------------------------------------------------------------------------------------
-class Ours:
+class TpshardVariant:
     """An engine of tpshard; `step` returns the loss, the norm, and of a pipeline what it computed and waited."""
 
     def __init__(self, context: Context, setting: Setting, batch: TokenBatch):
@@ -172,7 +172,7 @@ class PeerStage(nn.Module):
         return x if self.norm is None or self.output is None else self.output(self.norm(x))
 
 
-class Theirs:
+class TorchVariant:
     """A schedule of torch.distributed.pipelining on the same split, with AdamW and clipping by the global norm."""
 
     def __init__(self, context: Context, setting: Setting, schedule: str, split: Sequence[int], batch: TokenBatch):
@@ -230,20 +230,20 @@ def worker(options: dict[str, Any]) -> None:
     batch = batch_of(options)
     with connect(place, Mesh({"pp": world, "dp": 1, "fsdp": 1, "tp": 1}), watch=False) as context:
         flat = replace(context, groups=Groups(Mesh({"dp": 1, "fsdp": world, "tp": 1})))
-        variants: dict[str, Any] = {"fsdp": Ours(flat, setting_of(world, options, None), batch)}
+        variants: dict[str, Any] = {"fsdp": TpshardVariant(flat, setting_of(world, options, None), batch)}
         for schedule in options["schedules"]:
             setting = setting_of(world, options, schedule)
-            ours = variants[schedule] = Ours(context, setting, batch)
+            ours = variants[schedule] = TpshardVariant(context, setting, batch)
             pipeline = ours.programs.pipeline
             assert pipeline is not None
-            variants[f"torch {schedule}"] = Theirs(context, setting, schedule, pipeline.layers, batch)
+            variants[f"torch {schedule}"] = TorchVariant(context, setting, schedule, pipeline.layers, batch)
         times: dict[str, list[float]] = {name: [] for name in variants}
         bubbles: dict[str, list[float]] = {schedule: [] for schedule in options["schedules"]}
         first: dict[str, tuple[float, float]] = {}
         for turn in range(options["warmup"] + options["rounds"]):
             names = list(variants)
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                if turn == options["warmup"] and isinstance(variants[name], Ours):
+                if turn == options["warmup"] and isinstance(variants[name], TpshardVariant):
                     variants[name].taken.clear()
                 context.barrier()
                 start = time.perf_counter()

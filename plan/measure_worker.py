@@ -16,7 +16,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from itertools import cycle
@@ -29,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tpshard.kernels import attention
 from tpshard.parallelism.runtime import gloo
+from tpshard.parallelism.runtime.heap import keep_freed_memory
 from tpshard.plan.measure_blocks import blocks
 
 OPS = attention.__name__  # importing it registers torch.ops.tpshard.attention
@@ -133,14 +133,6 @@ def streams() -> Callable[[Clock], list[list[float]]]:
         tape, result = blocks(elements, max(1, min(16, (1 << 21) // elements)))
         cases.append(([tape.ops, tape.moved, tape.exponentials], partial(tape.module(result), *tape.inputs)))
     return lambda clock: [[*amounts, clock.seconds(run, 2 * LEAST_S)] for amounts, run in cases]
-
-
-def keep_memory() -> None:
-    """Makes the C allocator keep freed memory, so that no timing includes page faults; glibc only."""
-    with suppress(AttributeError, OSError):
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-3, 1 << 25)  # M_MMAP_THRESHOLD, at its maximum
-        mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
 
 
 def new_memory(size: int) -> Tensor:
@@ -276,19 +268,19 @@ def messages(crowd: int) -> Callable[[Clock], list[float]]:
     a, b = torch.randn(128, 256), torch.randn(256, 1024)
     sent, received = torch.ones(MESSAGE_BYTES // 4), torch.empty(MESSAGE_BYTES // 4)
 
-    def spent(peer: int | None) -> float:
-        begun = time.process_time()
+    def core_seconds(peer: int | None) -> float:
+        start = time.process_time()
         for _ in range(MESSAGES):
             works: list[Any] = [] if peer is None else [dist.irecv(received, peer), dist.isend(sent, peer)]
             for _ in range(MESSAGE_PIECES):
                 torch.mm(a, b)
             for work in works:
                 work.wait()
-        return (time.process_time() - begun) / MESSAGES
+        return (time.process_time() - start) / MESSAGES
 
     def measure(_: Clock) -> list[float]:
         peer = rank ^ 1
-        return [spent(peer) - spent(None) for _ in range(4)] if peer < crowd else []
+        return [core_seconds(peer) - core_seconds(None) for _ in range(4)] if peer < crowd else []
 
     return measure
 
@@ -319,7 +311,7 @@ def main(folder: str, rank: int, cores: int, rounds: int, crowds: list[int]) -> 
     )  # fmt: skip
     results: dict[int, list[dict[str, Any]]] = {crowd: [{} for _ in range(rounds)] for crowd in crowds if rank < crowd}
     torch.set_num_threads(1)
-    keep_memory()
+    keep_freed_memory()  # as in the processes of a run, so that no timing includes page faults
     with torch.no_grad():
         alike = {
             "matmul": products(), "attention": attentions(), "stream": streams(), "overhead": overheads(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from tpshard.parallelism.cost import CommCost, Device, collective
 from tpshard.parallelism.flow import info_of
@@ -13,6 +13,7 @@ from tpshard.parallelism.liveness import Memory, liveness
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.network import Topology
 from tpshard.parallelism.program import Collective, Program
+from tpshard.parallelism.runtime.heap import MAPPED_BYTES
 from tpshard.parallelism.timeline import Priced, Timeline, price
 
 if TYPE_CHECKING:
@@ -45,10 +46,13 @@ class PricedPart:
         """Seconds of all runs of the part in a step."""
         return self.timeline.seconds * self.part.times
 
-    @property
-    def heap(self) -> HeapRun:
-        """The bytes that one run takes on the C library's heap, of a process on a CPU."""
-        return heap_run(self.memory)
+    def mapped_s(self, device: Device) -> float:
+        """Seconds of all runs in which a CPU's system provides memory.
+
+        The heap of a process keeps what earlier steps freed, but results of `MAPPED_BYTES` and more are mapped anew.
+        """
+        mapped = sum(size for size in self.memory.results if size >= MAPPED_BYTES)
+        return mapped * self.part.times / device.cpu.growth if device.cpu.growth else 0.0
 
 
 @dataclass
@@ -223,66 +227,16 @@ def price_parts(
         memory = liveness(part.program, priced.kernels, always=part.always)
         done.append(PricedPart(part, priced, priced.run(), memory))
     loop = _looping(mine, parts[0].program.mesh, per_host) if trains else 0.0
-    grown = grown_bytes([done_part.heap for done_part in done for _ in range(done_part.part.times)])
-    return Pricing(mine, done, loop + growing_s(grown, mine))
+    return Pricing(mine, done, loop + sum(priced_part.mapped_s(mine) for priced_part in done))
 
 
 def priced_pipeline(piped: Piped, device: Device, mesh: Mesh, per_host: int) -> Pricing:
     """Prices a training step in stages, from its priced tasks. `device` is that of one process."""
-    grown = piped.devices[piped.slowest].grown_bytes
-    return Pricing(device, piped.parts, _looping(device, mesh, per_host) + growing_s(grown, device), piped)
+    mapped_s = sum(part.mapped_s(device) for part in piped.parts)
+    return Pricing(device, piped.parts, _looping(device, mesh, per_host) + mapped_s, piped)
 
 
 def _looping(device: Device, mesh: Mesh, per_host: int) -> float:
     """Seconds of the training loop per step: the host's own work, and the agreement of all ranks to continue."""
     everyone = mesh.sorted(mesh.axis(name) for name in mesh.axes)
     return device.overhead.step_s + collective(device, Topology(mesh, per_host), "all_reduce", everyone, 8).seconds
-
-
-# ---- memory that a CPU's system provides --------------------------------------------------------------------------
-LARGEST = 1 << 25
-"""Bytes above which glibc maps each result anew instead of taking it from the heap."""
-
-
-class HeapRun(NamedTuple):
-    """The bytes that one run of a program takes on the heap of the C library (glibc)."""
-
-    peak: int
-    """On the heap at the run's peak."""
-    after: int
-    """On the heap after the run: activations that later programs read."""
-    mapped: int
-    """Of results that are too large for the heap."""
-    largest: int
-    """Of the largest result on the heap."""
-
-
-def heap_run(memory: Memory) -> HeapRun:
-    """The run of a program with this memory, which leaves nothing on the heap."""
-    large = [size for _, kind, size in memory.largest if size > LARGEST and kind not in _STAYING]
-    peak = memory.peak_bytes - sum(memory.at_peak.get(kind, 0) for kind in _STAYING) - sum(large)
-    mapped = sum(size for size in memory.results if size > LARGEST)
-    return HeapRun(peak, 0, mapped, max((size for size in memory.results if size <= LARGEST), default=0))
-
-
-def grown_bytes(runs: Sequence[HeapRun]) -> int:
-    """Bytes per step that the system provides anew for the programs that a process runs one after the other.
-
-    glibc returns the free end of the heap to the system, except for twice the largest result. So the heap grows where a
-    run needs more than is in use and free. A result that is too large for the heap is mapped anew whenever it is
-    computed.
-    """
-    free = 2 * max((run.largest for run in runs), default=0)
-    total, end = 0, free
-    for run in runs:
-        total += max(0, run.peak - end) + run.mapped
-        end = min(max(end, run.peak), run.after + free)
-    return total
-
-
-def growing_s(grown: int, device: Device) -> float:
-    """Seconds that a CPU's system takes to provide memory."""
-    return grown / device.cpu.growth if device.cpu.growth else 0.0
-
-
-_STAYING = ("parameters", "gradients", "optimizer", "cache")

@@ -167,12 +167,12 @@ def _served_smaller(report: Report, recipe: Recipe) -> Iterator[list[str]]:
         yield [f"serve.mesh.tp={max(tp, most)}", "serve.requests=1"]
 
 
+# ---- search ---------------------------------------------------------------------------------------------------------
 MOST_LAYERS = 1_600
 """Layers that a search builds, of all variants together: 50 variants of a model with 32 layers."""
 UNPRICED = VariantPrice(0, 0.0, 0.0, False)
 
 
-# ---- search ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Candidate:
     """One variant of the search."""

@@ -16,7 +16,7 @@ from tpshard.parallelism.program import Program
 from tpshard.parallelism.schedules import Slot, StageTask, Table
 from tpshard.parallelism.stepping import program_of
 from tpshard.parallelism.timeline import Priced, Timeline, price
-from tpshard.plan.pricing import HeapRun, PricedPart, StepPart, grown_bytes, heap_run
+from tpshard.plan.pricing import PricedPart, StepPart
 from tpshard.programs.staged import StagedPrograms
 
 NAMES = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
@@ -52,8 +52,6 @@ class DevicePrice:
     peak_bytes: int
     held: int
     """The maximal number of (micro-batch, stage) pairs whose activations it holds."""
-    grown_bytes: int
-    """Bytes per step that the system provides anew (see `pricing.grown_bytes`); of interest on a CPU."""
 
 
 @dataclass
@@ -186,10 +184,10 @@ def price_pipeline(pipeline: StagedPrograms, whole: Device, per_host: int, compi
             )
         )  # fmt: skip
     for i in range(table.devices):
-        parts, peak, grown = _device(pipeline, i, runs, whole.shared_by(per_host), per_host, compiled)
+        parts, peak = _device(pipeline, i, runs, whole.shared_by(per_host), per_host, compiled)
         apart = sum(p.seconds for p in parts if p.part.name in ONCE)
         busy = sum(seconds(task) for task in table.rows[i])
-        devices.append(DevicePrice(busy, apart, peak.memory.peak_bytes, table.most_held(i), grown))
+        devices.append(DevicePrice(busy, apart, peak.memory.peak_bytes, table.most_held(i)))
         worst.append(peak)
         parts_of.append(parts)
     flops = [_flops(stage.programs) for stage in pipeline.stages]
@@ -210,9 +208,8 @@ ONCE = ("gather", "reduce", "exchange", "totals", "update")
 def _device(
     pipeline: StagedPrograms, place: int, runs: Mapping[tuple[str, int], tuple[Priced, Timeline]], device: Device,
     per_host: int, compiled: Compiled,
-) -> tuple[list[PricedPart], PricedPart, int]:  # fmt: skip
-    """The programs that one device runs in a step, the one in which its memory peaks, and the bytes that its heap grows
-    by (see `pricing.grown_bytes`)."""
+) -> tuple[list[PricedPart], PricedPart]:  # fmt: skip
+    """The programs that one device runs in a step, and the one in which its memory peaks."""
     table, mine = pipeline.table, pipeline.devices[place]
     rest = {HELD[kind]: _of_kind(mine.update, kind) for kind in ("parameter", "gradient", "optimizer")}
     if mine.gather is not None:
@@ -222,8 +219,6 @@ def _device(
     held_bytes = 0  # the sum of all
     own: dict[tuple[str, int], int] = {}
     first: dict[tuple[str, int], PricedPart] = {}
-    heap: dict[tuple[str, int], HeapRun] = {}
-    heap_runs = []
     for task in table.rows[place]:
         key, program = (task.kind, task.stage), program_of(pipeline.stages, task)
         others = held_bytes - held[task.stage, task.micro]
@@ -234,8 +229,6 @@ def _device(
             part = StepPart(name, program, table.micro_batches, _bytes_beside(rest, program, others), compiled)
             memory = liveness(program, priced.kernels, always=part.always)
             own[key] = memory.peak_bytes - others
-            run = heap_run(memory)
-            heap[key] = run._replace(peak=run.peak - others)
             first[key] = PricedPart(part, priced, _without_last_sends(timeline), memory)
             parts.append(first[key])
         more = max(0, held[task.stage, task.micro] - inside)  # saved for W while I runs
@@ -249,7 +242,6 @@ def _device(
             after = _of_kind(later, "saved")
         held_bytes += after - held[task.stage, task.micro]
         held[task.stage, task.micro] = after
-        heap_runs.append(heap[key]._replace(peak=heap[key].peak + others + more, after=held_bytes))
     assert tallest is not None
     _, key, others = tallest
     chosen = first[key]
@@ -261,8 +253,7 @@ def _device(
         part = StepPart(name, once, 1, _bytes_beside(rest, once, 0), compiled)
         memory = liveness(once, priced.kernels, always=part.always)
         parts.append(PricedPart(part, priced, _without_last_sends(priced.run()), memory))
-        heap_runs.append(parts[-1].heap)
-    return parts, max([peak_part, *parts], key=lambda p: p.memory.peak_bytes), grown_bytes(heap_runs)
+    return parts, max([peak_part, *parts], key=lambda p: p.memory.peak_bytes)
 
 
 def _run_once(pipeline: StagedPrograms, place: int) -> Iterator[tuple[str, Program]]:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.runtime import messages
 from tpshard.parallelism.runtime.groups import Groups
+from tpshard.parallelism.runtime.heap import keep_freed_memory
 from tpshard.parallelism.runtime.messages import WorkerFault
 from tpshard.parallelism.runtime.place import WorkerPlace
 from tpshard.parallelism.runtime.stop import StopRequest, exit_code
@@ -156,6 +157,8 @@ def connect(
             fix=f"start {mesh.ranks} workers, or use a mesh of {place.world} devices",
         )
     chosen = _device(device, place)
+    if chosen.type == "cpu":
+        keep_freed_memory()
     stopping = StopRequest()
     if watch:
         stopping.listen()

@@ -172,8 +172,8 @@ def test_the_training_loop_has_work_of_its_own_and_agrees_once_a_step(programs, 
 
 
 @pytest.mark.parametrize(("largest", "mapped"), [(1 << 25, 0), (1 << 10, 3)])
-def test_memory_is_handed_out_anew_above_what_stays_on_the_heap(monkeypatch, largest, mapped):
-    def step(x: torch.Tensor) -> torch.Tensor:  # x lives throughout, and at most three results of 4096 bytes
+def test_results_too_large_for_the_heap_are_mapped_anew_in_each_step(monkeypatch, largest, mapped):
+    def step(x: torch.Tensor) -> torch.Tensor:  # three results of 4096 bytes
         a, b = x + 1, x + 2
         return (a * b).sum()
 
@@ -181,29 +181,13 @@ def test_memory_is_handed_out_anew_above_what_stays_on_the_heap(monkeypatch, lar
 
     program = partition(step, [torch.ones(1024)], Mesh({"x": 1}))
     program = replace(program, inputs=tuple(replace(port, kind="parameter") for port in program.inputs))
-    monkeypatch.setattr(pricing, "LARGEST", largest)
+    monkeypatch.setattr(pricing, "MAPPED_BYTES", largest)
     boxes = {n: replace(device("cpu"), cpu=Cpu(cores=2, growth=growth)) for n, growth in ((1, 1e3), (2, 1e3), (0, 0.0))}
     times = {
         n: price_parts([StepPart("", program, n, compiled="none")], box, 1, processes=1).fixed_s
         for n, box in boxes.items()
     }
-    heap = 0 if mapped else 3 * 4096 - 2 * 4096
-    assert times == {1: pytest.approx((heap + mapped * 4096) / 1e3), 2: pytest.approx(2 * times[1]), 0: 0.0}
-
-
-def test_the_heap_grows_only_above_what_is_in_use_or_free():
-    def run(peak: int, after: int = 0, mapped: int = 0) -> pricing.HeapRun:
-        return pricing.HeapRun(peak, after, mapped, largest=10)
-
-    assert pricing.grown_bytes([run(100)]) == 80, "twice the largest result stays free from the step before"
-    assert pricing.grown_bytes([run(100)] * 3) == 3 * 80
-    assert pricing.grown_bytes([run(15), run(20)]) == 0
-    ahead = [run(100 * i + 150, 100 * i + 100) for i in range(4)]  # each leaves 100 for the backward passes
-    back = [run(100 * i + 170, 100 * i) for i in reversed(range(4))]
-    # 130, then each time 150 above 100 of which 20 are free; of the backward passes the first alone needs more
-    assert pricing.grown_bytes(ahead) == 130 + 3 * 130
-    assert pricing.grown_bytes([*ahead, *back]) == 130 + 3 * 130 + 50 + 3 * 50
-    assert pricing.grown_bytes([run(20, mapped=7)] * 2) == 14
+    assert times == {1: pytest.approx(mapped * 4096 / 1e3), 2: pytest.approx(2 * times[1]), 0: 0.0}
 
 
 def test_stages_on_fewer_cores_have_a_cores_speed_for_themselves():
