@@ -9,34 +9,62 @@ from tpshard.parallelism.program import Program
 from tpshard.parallelism.stretch import stretch_program
 from tpshard.programs import step_programs
 from tpshard.programs.checks import traceable
+from tpshard.programs.memo import Memo, key_of_partition
 from tpshard.programs.setting import Setting
 
 STACK = "layers"
 """The name of every family's list of layers."""
 
 
-def micro(setting: Setting, base: Program | None = None, *, gathered: bool = False, unreduced: bool = False) -> Program:
-    """Builds the micro-batch's program, from that of a model with few layers if all layers are alike."""
-    few = few_layers(setting, base, gathered=gathered, unreduced=unreduced)
-    if few is not None and setting.config is not None:
-        deep = stretch_program(few, STACK, setting.config.layers)
-        if deep is not None:
-            return deep
-    return step_programs.micro_program(setting, base, gathered=gathered, unreduced=unreduced)
+def micro(
+    setting: Setting, base: Program | None = None, *, gathered: bool = False, unreduced: bool = False,
+    memo: Memo | None = None,
+) -> Program:  # fmt: skip
+    """Builds the micro-batch's program, from that of a model with few layers if all layers are alike.
+
+    memo: keeps the program, which nothing may change then.
+    """
+    memo = memo or Memo()
+
+    def make() -> Program:
+        few = few_layers(setting, base, gathered=gathered, unreduced=unreduced, memo=memo)
+        if few is not None and setting.config is not None:
+            deep = stretch_program(few, STACK, setting.config.layers)
+            if deep is not None:
+                return deep
+        return step_programs.micro_program(setting, base, gathered=gathered, unreduced=unreduced, memo=memo)
+
+    return memo.of(f"micro, from {base is not None}", _key(setting, base, gathered, unreduced), make)
 
 
 def few_layers(
-    setting: Setting, base: Program | None = None, *, gathered: bool = False, unreduced: bool = False
-) -> Program | None:
-    """The micro-batch's program of the same model with few layers; None if that saves nothing or layers may differ."""
+    setting: Setting, base: Program | None = None, *, gathered: bool = False, unreduced: bool = False,
+    memo: Memo | None = None,
+) -> Program | None:  # fmt: skip
+    """The micro-batch's program of the same model with few layers; None if that saves nothing or layers may differ.
+
+    memo: keeps the program, which nothing may change then.
+    """
     config, pipeline = setting.config, setting.recipe.pipeline
     if config is None or config.layers <= SHALLOW + 1 or config.full_layers or _names_layers(setting):
         return None
     if pipeline is not None and pipeline.vectorized:  # its layers are stacked
         return None
     shallow = replace(setting, config=replace(config, layers=SHALLOW))
-    with traceable(setting):
-        return step_programs.micro_program(shallow, base, gathered=gathered, unreduced=unreduced)
+    memo = memo or Memo()
+
+    def make() -> Program:
+        with traceable(setting):
+            return step_programs.micro_program(shallow, base, gathered=gathered, unreduced=unreduced, memo=memo)
+
+    return memo.of(f"few layers, from {base is not None}", _key(shallow, base, gathered, unreduced), make)
+
+
+def _key(setting: Setting, base: Program | None, gathered: bool, unreduced: bool) -> str:
+    """What a micro-batch's program reads of its setting and of `base`."""
+    names = [] if base is None else [name for name, _ in setting.model.named_parameters()]
+    layouts = [base.records[f"{name}.{form}"].layout for form in ("used", "grad") for name in names if base is not None]
+    return repr((key_of_partition(setting), gathered, unreduced, layouts))
 
 
 def _names_layers(setting: Setting) -> bool:

@@ -29,6 +29,7 @@ from tpshard.programs import alike, step_programs
 from tpshard.programs.batching import check_micro_batches
 from tpshard.programs.checks import check_reshards, traceable
 from tpshard.programs.choices import Choices, choose
+from tpshard.programs.memo import Memo
 from tpshard.programs.passes import apply, remat, scheduling
 from tpshard.programs.setting import DTYPES, Setting
 from tpshard.programs.splitting import balance_stages, layers_of
@@ -115,8 +116,10 @@ class StagedPrograms:
         return {"schedule": table} | fingerprints
 
 
-def build(setting: Setting, make_micro: step_programs.MicroMaker = alike.micro) -> tuple[Program, StagedPrograms]:
-    """The micro-batch's program of a recipe with a pipeline, and its stages.
+def build(
+    setting: Setting, make_micro: step_programs.MicroMaker = alike.micro, memo: Memo | None = None
+) -> tuple[Program, StagedPrograms]:
+    """The micro-batch's program of a recipe with a pipeline, and its stages. `memo` keeps what others may share.
 
     Raises Mistakes where stages, layers and micro-batches do not fit each other.
     """
@@ -133,7 +136,7 @@ def build(setting: Setting, make_micro: step_programs.MicroMaker = alike.micro) 
     layers, stages = balance_stages(setting, layers, table.devices, stages_of)
     held = [_names_on(table, stages, device, list(storage)) for device in range(table.devices)]
     noted = sum(p.shape[0] for p in again.outputs[2 + len(storage) :])
-    devices = tuple(device_programs(setting, storage, base, held, i, noted) for i in range(table.devices))
+    devices = tuple(device_programs(setting, storage, base, held, i, noted, memo) for i in range(table.devices))
     return again, StagedPrograms(setting, axis_of(setting), table, tuple(layers), stages, devices, storage)
 
 
@@ -152,7 +155,7 @@ def recompute_uncut(setting: Setting, base: Program, make_micro: step_programs.M
     if gathers or reduces:
         whole = make_micro(setting, base, gathered=gathers, unreduced=reduces)
     check_reshards(setting, (whole,))
-    whole.warnings.extend(setting.notes)
+    whole = replace(whole, warnings=[*whole.warnings, *setting.notes])
     return run([remat(setting, fsdp.reshard_after_forward is not False)], whole)
 
 
@@ -169,8 +172,9 @@ def finished_stages(setting: Setting, again: Program, table: Table, layers: Sequ
 
 
 def device_programs(
-    setting: Setting, storage: Mapping[str, Layout], base: Program, held: Sequence[Sequence[str]], i: int, noted: int
-) -> DevicePrograms:
+    setting: Setting, storage: Mapping[str, Layout], base: Program, held: Sequence[Sequence[str]], i: int, noted: int,
+    memo: Memo | None = None,
+) -> DevicePrograms:  # fmt: skip
     """The programs that device `i` runs once per step.
 
     held: the parameters of every device. noted: the number of counters.
@@ -182,9 +186,9 @@ def device_programs(
     return DevicePrograms(
         tuple(names),
         totals_program(setting, storage, axis, names, first, noted),
-        _update(setting, storage, axis, names),
-        apply(setting, step_programs.gather_program(setting, base, storage, names)) if gathers else None,
-        apply(setting, step_programs.reduce_program(setting, base, storage, names)) if reduces else None,
+        _update(setting, storage, axis, names, memo),
+        apply(setting, step_programs.gather_program(setting, base, storage, names, memo)) if gathers else None,
+        apply(setting, step_programs.reduce_program(setting, base, storage, names, memo)) if reduces else None,
         exchange_program(setting, storage, axis, i, held, shared) if shared else None,
     )
 
@@ -298,8 +302,12 @@ def totals_program(
     return partition_graph(propagate(graph, setting.mesh, annotations))
 
 
-def _update(setting: Setting, storage: Mapping[str, Layout], axis: Axis, names: Sequence[str]) -> Program:
-    return step_programs.update_program(setting, storage, names, squares=lambda value: summed_annotation(axis, value))
+def _update(
+    setting: Setting, storage: Mapping[str, Layout], axis: Axis, names: Sequence[str], memo: Memo | None
+) -> Program:
+    return step_programs.update_program(
+        setting, storage, names, squares=lambda value: summed_annotation(axis, value), memo=memo
+    )
 
 
 def exchange_program(

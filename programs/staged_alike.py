@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.stages import Stage
 from tpshard.parallelism.stretch import stretch_program
 from tpshard.programs.alike import STACK, few_layers, micro
+from tpshard.programs.memo import Memo
 from tpshard.programs.setting import Setting
 from tpshard.programs.splitting import balance_stages, layers_of
 from tpshard.programs.staged import (
@@ -25,23 +27,22 @@ from tpshard.recipes.parallel_keys import BucketFile, RematEvery
 from tpshard.recipes.schema import Recipe
 
 
-def build(setting: Setting) -> tuple[Program, StagedPrograms] | None:
-    """`staged.build` with equal middle stages built once.
+def build(setting: Setting, memo: Memo | None = None) -> tuple[Program, StagedPrograms] | None:
+    """`staged.build` with equal middle stages built once. `memo` keeps programs of models with few layers.
 
     None if the model's layers differ, by themselves or in what the recipe does to them, or there are too few stages to
     gain. Raises Mistakes for what does not fit.
     """
     if _treats_layers_apart(setting.recipe):
         return None
-    config, few = setting.config, few_layers(setting)
-    if config is None or few is None:
+    config, table, axis = setting.config, table_of(setting), axis_of(setting)
+    if config is None:
         return None
-    deep = stretch_program(few, STACK, config.layers)
-    if deep is None:
+    even = layers_of(setting, config.layers, table.stages)  # raises before anything is built
+    memo = memo or Memo()
+    if (few := few_layers(setting, memo=memo)) is None or (deep := stretch_program(few, STACK, config.layers)) is None:
         return None
-    table, axis = table_of(setting), axis_of(setting)
-    even = layers_of(setting, config.layers, table.stages)
-    cut = _Alike(setting, few)
+    cut = _Alike(setting, memo)
     if cut.built_layers(even) >= config.layers:
         return None
     layers, stages = balance_stages(setting, even, table.devices, cut.stages)
@@ -60,7 +61,7 @@ def build(setting: Setting) -> tuple[Program, StagedPrograms] | None:
     for i, mine_ in enumerate(held):
         alike = tuple(_in_few(name) for name in mine_)
         if alike not in built:
-            built[alike] = device_programs(setting, storage, base, held, i, noted)
+            built[alike] = device_programs(setting, storage, base, held, i, noted, memo)
         devices.append(built[alike])
     return few, StagedPrograms(setting, axis, table, tuple(layers), stages, tuple(devices), storage)
 
@@ -78,8 +79,8 @@ def _treats_layers_apart(recipe: Recipe) -> bool:
 class _Alike:
     """The stages of a model's splits, cut from models with fewer layers."""
 
-    def __init__(self, setting: Setting, few: Program):
-        self.setting, self.few, self.table = setting, few, table_of(setting)
+    def __init__(self, setting: Setting, memo: Memo):
+        self.setting, self.table, self.make = setting, table_of(setting), partial(micro, memo=memo)
 
     def _counts(self, split: Sequence[int]) -> tuple[int, list[int], int]:
         """The numbers of layers of the first stage, of each kind of middle stage, and of the last."""
@@ -95,7 +96,7 @@ class _Alike:
         config = self.setting.config
         assert config is not None
         shorter = replace(self.setting, config=replace(config, layers=self.built_layers(split)))
-        again = recompute_uncut(shorter, micro(shorter), micro)
+        again = recompute_uncut(shorter, self.make(shorter), self.make)
         head, *inner, tail = finished_stages(shorter, again, self.table, [first, *between, last])
         kinds = dict(zip(between, inner))
         all_stages = [head, *(kinds[count] for count in split[1:-1]), tail]

@@ -28,8 +28,17 @@ from tpshard.parallelism.storage import boundaries, propagate_and_store
 from tpshard.parallelism.why import SourcePlace
 from tpshard.programs.annotations import annotate, source_of
 from tpshard.programs.checks import uneven_notes
+from tpshard.programs.memo import Memo, key_of_capture, key_of_model
 from tpshard.programs.setting import DTYPES, Setting
 from tpshard.programs.stacked_layers import discount
+
+GRAPHS = 16
+"""The captured graphs that a `Memo` keeps: with few layers they are small, and one serves many meshes."""
+
+
+UPDATES, BETWEEN = 4, 8
+"""The programs of updates, and those that gather or reduce, that a `Memo` keeps: a pipeline has up to three kinds of
+devices."""
 
 
 class MicroMaker(Protocol):
@@ -72,17 +81,8 @@ def _forward(
         return setting.task.loss(logits, batch)
 
 
-def micro_program(
-    setting: Setting, base: Program | None = None, *, gathered: bool = False, unreduced: bool = False,
-    watched: bool = False,
-) -> Program:  # fmt: skip
-    """Builds the program of forward and backward of one micro-batch; gradients of the summed loss are added to the
-    sums.
-
-    gathered: parameters are inputs in the form in which `base` (the plain program) uses them. unreduced: the sums are
-    laid out as gradients are computed, whole and partial over the data axes. watched: every floating-point result of an
-    op is also an output, in execution order, named `watched NAME`.
-    """
+def _capture_micro(setting: Setting, gathered: bool, unreduced: bool, watched: bool) -> Graph:
+    """The graph of a micro-batch with the roles of its inputs and outputs; nothing may change it."""
     trail = Trail()
     names = list(_parameters(setting))
 
@@ -119,9 +119,29 @@ def micro_program(
     inputs, outputs = graph.inputs, graph.outputs
     mark(inputs[:count], "parameter")
     mark([*inputs[count : 2 * count], *outputs[2 : 2 + count]], "gradient")
-    fields = [value for value in inputs[2 * count :] if value is not graph.seed]
-    mark(fields, "batch")
+    mark([value for value in inputs[2 * count :] if value is not graph.seed], "batch")
     mark([*outputs[:2], *outputs[2 + count : own]], "scalar")
+    return graph
+
+
+def micro_program(
+    setting: Setting, base: Program | None = None, *, gathered: bool = False, unreduced: bool = False,
+    watched: bool = False, memo: Memo | None = None,
+) -> Program:  # fmt: skip
+    """Builds the program of forward and backward of one micro-batch; gradients of the summed loss are added to the
+    sums.
+
+    gathered: parameters are inputs in the form in which `base` (the plain program) uses them. unreduced: the sums are
+    laid out as gradients are computed, whole and partial over the data axes. watched: every floating-point result of an
+    op is also an output, in execution order, named `watched NAME`. memo: keeps the captured graph.
+    """
+    names = list(_parameters(setting))
+    key = repr((key_of_capture(setting), gathered, unreduced, watched))
+    graph = (memo or Memo()).of(
+        "graph", key, lambda: _capture_micro(setting, gathered, unreduced, watched), most=GRAPHS
+    )
+    count, inputs, outputs = len(names), graph.inputs, graph.outputs
+    fields = [value for value in inputs[2 * count :] if value is not graph.seed]
     stored: dict[str, list[Value]] = {n: [] for n in names}
     annotations: dict[Value, Annotation] = {}
     for i, name in enumerate(names):
@@ -145,21 +165,24 @@ def _annotation(layout: Layout, how: str) -> Annotation:
 
 
 def gather_program(
-    setting: Setting, base: Program, storage: Mapping[str, Layout], names: Sequence[str] | None = None
-) -> Program:
+    setting: Setting, base: Program, storage: Mapping[str, Layout], names: Sequence[str] | None = None,
+    memo: Memo | None = None,
+) -> Program:  # fmt: skip
     """Builds the program that casts and gathers all parameters (or `names`) once for all micro-batches of a step."""
 
     def step(params: dict[str, Tensor]) -> Any:
         return [boundary(p.to(setting.used_dtype(n)), "parameter", n) for n, p in params.items()]
 
     params = _parameters(setting, names)
-    used = {n: _annotation(base.records[f"{n}.used"].layout, "how it is used") for n in params}
-    return _between(setting, step, params, {n: _annotation(storage[n], "how it is stored") for n in params}, used)
+    used = {n: (base.records[f"{n}.used"].layout, "how it is used") for n in params}
+    stored = {n: (storage[n], "how it is stored") for n in params}
+    return _between(setting, step, params, stored, used, memo)
 
 
 def reduce_program(
-    setting: Setting, base: Program, storage: Mapping[str, Layout], names: Sequence[str] | None = None
-) -> Program:
+    setting: Setting, base: Program, storage: Mapping[str, Layout], names: Sequence[str] | None = None,
+    memo: Memo | None = None,
+) -> Program:  # fmt: skip
     """Builds the program that reduces and shards the gradient sums of all micro-batches, of all parameters or `names`,
     once per step.
     """
@@ -168,25 +191,33 @@ def reduce_program(
         return [boundary(s.to(setting.reduced_dtype(n)), "gradient", n).to(s.dtype) for n, s in sums.items()]
 
     sums = {n: p.to(DTYPES[setting.recipe.fsdp.accumulate.dtype]) for n, p in _parameters(setting, names).items()}
-    computed = {n: _annotation(base.records[f"{n}.grad"].layout, "how the gradient is made") for n in sums}
-    return _between(setting, step, sums, computed, {n: _annotation(storage[n], "how it is stored") for n in sums})
+    computed = {n: (base.records[f"{n}.grad"].layout, "how the gradient is made") for n in sums}
+    return _between(setting, step, sums, computed, {n: (storage[n], "how it is stored") for n in sums}, memo)
+
+
+Placed = Mapping[str, tuple[Layout, str]]
+"""The layout of each tensor by name, and what it says of the tensor."""
 
 
 def _between(
-    setting: Setting, step: Any, tensors: Mapping[str, Tensor], before: Mapping[str, Annotation],
-    after: Mapping[str, Annotation],
-) -> Program:  # fmt: skip
+    setting: Setting, step: Any, tensors: Mapping[str, Tensor], before: Placed, after: Placed, memo: Memo | None
+) -> Program:
     """A program that only moves each tensor from one layout to another."""
-    graph = capture(step, (dict(tensors),), list(tensors))
-    mark_outputs(graph)
-    annotations: dict[Value, Annotation] = {}
-    for name, start, end in zip(tensors, graph.inputs, graph.outputs):
-        annotations[start], annotations[end] = before[name], after[name]
-    for kind in ("parameter", "gradient"):
-        for name, (_, value) in boundaries(graph, kind).items():
-            annotations[value] = after[name]
-    mark([*graph.inputs, *graph.outputs], "parameter")
-    return partition_graph(propagate(graph, setting.mesh, annotations))
+
+    def make() -> Program:
+        graph = capture(step, (dict(tensors),), list(tensors))
+        mark_outputs(graph)
+        annotations: dict[Value, Annotation] = {}
+        for name, start, end in zip(tensors, graph.inputs, graph.outputs):
+            annotations[start], annotations[end] = _annotation(*before[name]), _annotation(*after[name])
+        for kind in ("parameter", "gradient"):
+            for name, (_, value) in boundaries(graph, kind).items():
+                annotations[value] = _annotation(*after[name])
+        mark([*graph.inputs, *graph.outputs], "parameter")
+        return partition_graph(propagate(graph, setting.mesh, annotations))
+
+    key = repr((key_of_model(setting), setting.mesh.axes, before, after))
+    return (memo or Memo()).of("between", key, make, most=BETWEEN)
 
 
 def evaluate_program(setting: Setting, storage: Mapping[str, Layout]) -> Program:
@@ -256,17 +287,33 @@ def _shared(setting: Setting, layout: Layout, matrices: Tensor) -> Tensor:
 
 def update_program(
     setting: Setting, storage: Mapping[str, Layout], names: Sequence[str] | None = None,
-    *, squares: Callable[[Value], Annotation] | None = None,
+    *, squares: Callable[[Value], Annotation] | None = None, memo: Memo | None = None,
 ) -> Program:  # fmt: skip
     """Builds the program of the optimizer: it updates the shards, with the global norm of all gradients.
 
     names: a stage's parameters; the last input is then the squared norm of all stages' gradients, and `squares`
-    annotates it.
+    annotates it. memo: keeps the program, and its captured graph.
     """
+    recipe, memo = setting.recipe, memo or Memo()
+    names = list(_parameters(setting, names))
+    read = (*key_of_model(setting), recipe.optimizer, recipe.train.clip_grad_norm, names, squares is not None)
+    mine = (setting.mesh.axes, [storage[name] for name in names], setting.pipeline_axis)
+    key = repr((*read, *mine) if recipe.optimizer.name == "muon" else read)  # which spreads matrices over the mesh
+
+    def make() -> Program:
+        graph = memo.of(
+            "graph of an update", key, lambda: _capture_update(setting, storage, names, squares is not None)
+        )
+        return _partition_update(setting, storage, names, graph, squares)
+
+    return memo.of("update", repr((read, mine)), make, most=UPDATES)
+
+
+def _capture_update(setting: Setting, storage: Mapping[str, Layout], names: Sequence[str], staged: bool) -> Graph:
+    """The graph of an update with the roles of its inputs and outputs; `staged`: with the squared norm as an input."""
     o, most = setting.recipe.optimizer, setting.recipe.train.clip_grad_norm
     betas = (o.betas[0], o.betas[1])
     params = _parameters(setting, names)
-    names = list(params)
     shapes = {n: setting.shape_in_layer(n, p.shape) for n, p in params.items()}
     treated = treatments(shapes, setting.balanced, setting.orthogonal)
     sums_dtype = DTYPES[setting.recipe.fsdp.accumulate.dtype]
@@ -299,25 +346,33 @@ def update_program(
     def like(dtype: torch.dtype, names: Iterable[str]) -> list[Tensor]:
         return [torch.empty_like(params[name], dtype=dtype) for name in names]
 
-    dtypes = [torch.float32, torch.int64, *[torch.float32] * (3 if squares else 2)]
+    dtypes = [torch.float32, torch.int64, *[torch.float32] * (3 if staged else 2)]
     scalars = [torch.empty((), dtype=dtype, device="meta") for dtype in dtypes]
     moments = like(setting.state_dtype, (name for _, name in moment_names))
     arguments = [*params.values(), *like(sums_dtype, names), *moments, *scalars]
     labels = [*names, *(f"{n}.grad_sum" for n in names), *(f"{n}.{state}" for state, n in moment_names),
-              "loss_sum", "count", "lr", "update", *["squares"] * (squares is not None)]  # fmt: skip
+              "loss_sum", "count", "lr", "update", *["squares"] * staged]  # fmt: skip
     graph = capture(step, arguments, labels)
     for op in graph.ops:
         op.place = Place(phase="update")
     mark_outputs(graph)
+    for i, value in enumerate(graph.inputs[: 2 * count + len(moment_names)]):
+        mark([value], ("parameter", "gradient", "optimizer")[min(i // count, 2)])
+    for i, value in enumerate(graph.outputs[: count + len(moment_names)]):
+        mark([value], "parameter" if i < count else "optimizer")
+    return graph
+
+
+def _partition_update(
+    setting: Setting, storage: Mapping[str, Layout], names: Sequence[str], graph: Graph,
+    squares: Callable[[Value], Annotation] | None,
+) -> Program:  # fmt: skip
+    count, moment_names = len(names), setting.moments(names)
     annotations = dict(split_annotations(graph, setting.mesh))
     stored = [*names, *(name for _, name in moment_names)]
     for values, places in ((graph.inputs, [*names, *stored]), (graph.outputs, stored)):
         for value, name in zip(values, places):
             annotations[value] = _annotation(storage[name], "how it is stored")
-    for i, value in enumerate(graph.inputs[: 2 * count + len(moment_names)]):
-        mark([value], ("parameter", "gradient", "optimizer")[min(i // count, 2)])
-    for i, value in enumerate(graph.outputs[: count + len(moment_names)]):
-        mark([value], "parameter" if i < count else "optimizer")
     if squares is not None:
         annotations[graph.inputs[-1]] = squares(graph.inputs[-1])
     program = partition_graph(propagate(graph, setting.mesh, annotations))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from tpshard.models import counts
 from tpshard.parallelism.passes.run import PassResult
@@ -13,6 +13,7 @@ from tpshard.parallelism.sharding import Layout
 from tpshard.programs import alike, staged
 from tpshard.programs.checks import check_reshards, traceable
 from tpshard.programs.cluster import check_fp8
+from tpshard.programs.memo import Memo
 from tpshard.programs.passes import apply
 from tpshard.programs.setting import Setting
 from tpshard.programs.staged import StagedPrograms
@@ -74,28 +75,29 @@ class TrainingPrograms:
 
 def build(
     setting: Setting, watch: Callable[[TrainingPrograms, PassResult], None] | None = None,
-    make: MicroMaker | None = None, update: Callable[[Setting, Mapping[str, Layout]], Program] | None = None,
+    make: MicroMaker | None = None, memo: Memo | None = None,
 ) -> TrainingPrograms:  # fmt: skip
     """Captures, propagates and partitions all programs of a training recipe. Raises Mistakes for what does not fit.
 
-    `watch` sees the programs with the micro-batch's as each pass leaves it. `make` replaces `alike.micro`; `update`
-    replaces `update_program`, where the model is not in stages.
+    `watch` sees the programs with the micro-batch's as each pass leaves it. `make` replaces `alike.micro`. `memo` keeps
+    what other settings may share.
     """
     check_fp8(setting.recipe)
-    make = make or alike.micro
+    memo = memo or Memo()
+    make = make or partial(alike.micro, memo=memo)
     if setting.recipe.staged:
-        return of_stages(setting, *staged.build(setting, make))
+        return of_stages(setting, *staged.build(setting, make, memo))
     with traceable(setting):
         micro = make(setting)
     storage = {p.name: p.layout for p in micro.inputs if p.kind == "parameter"}
-    updating = (update or update_program)(setting, storage)
+    updating = update_program(setting, storage, memo=memo)
     accumulate = setting.recipe.fsdp.accumulate
     several = setting.batch.micro_batches > 1
     gather = reduce = None
     if several and accumulate.gather == "step":
-        gather = apply(setting, gather_program(setting, micro, storage))
+        gather = apply(setting, gather_program(setting, micro, storage, memo=memo))
     if several and accumulate.reduce == "last":
-        reduce = apply(setting, reduce_program(setting, micro, storage))
+        reduce = apply(setting, reduce_program(setting, micro, storage, memo=memo))
     if gather is not None or reduce is not None:
         micro = make(setting, micro, gathered=gather is not None, unreduced=reduce is not None)
     check_reshards(setting, (micro,))

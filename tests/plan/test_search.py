@@ -10,8 +10,8 @@ from small_recipe import RECIPE, tight_device
 from tpshard.cli.main import run as tpshard
 from tpshard.plan import command, make, search, suggest
 from tpshard.plan.report import Edit
-from tpshard.programs import cluster
-from tpshard.recipes.diagnostic import Exit
+from tpshard.programs import cluster, step_programs
+from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.load import loads
 
 
@@ -88,6 +88,25 @@ def test_search_ranks_what_fits():
     assert variants.candidates[0].pareto
     winner = loads(search.text(variants, recipe).partition("# the fastest, as a recipe\n")[2])
     assert winner.mesh == {**winner.mesh, **variants.candidates[0].mesh}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["batch={global_sequences: 4, per_device: 2}"], "micro-batches"),
+        (["batch={global_sequences: 4, per_device: 3}"], "does not divide"),
+        (["batch={global_sequences: 16, per_device: 1}", "model.layers=3"], "more than the 3 layers"),
+    ],
+)
+def test_a_pipeline_that_will_be_refused_is_refused_before_it_is_built(changes, words, monkeypatch):
+    def capture(*_, **__):
+        raise AssertionError("built")
+
+    monkeypatch.setattr(step_programs, "capture", capture)
+    recipe = loads(RECIPE, ["cluster.nodes=2", "mesh={pp: 4, fsdp: 2, tp: 1}", "pipeline={schedule: 1f1b}",
+                            "model.layers=8"])  # fmt: skip
+    with pytest.raises(Mistakes, match=words):
+        search.price_variant(search.variant(recipe, changes))
 
 
 def test_a_search_of_a_pipeline_tries_stages_and_schedules_and_none(monkeypatch):

@@ -12,6 +12,7 @@ from tpshard.parallelism.program import Program, info
 from tpshard.parallelism.stretch import stretch_program
 from tpshard.plan import make, search
 from tpshard.programs import alike, staged_alike, step_programs, training
+from tpshard.programs.memo import Memo, key_of_capture
 from tpshard.programs.setting import Setting, devices_of
 from tpshard.programs.variants import Variants
 from tpshard.recipes.load import loads
@@ -146,3 +147,19 @@ def test_a_pipeline_of_alike_stages_has_the_price_of_its_whole_programs(pipeline
 def test_stages_whose_layers_a_recipe_treats_apart_are_not_alike(more: str) -> None:
     deep = setting("{pp: 4, fsdp: 2}", "tiny", "pipeline: {schedule: 1f1b}", "compile: eager", more)
     assert staged_alike.build(deep) is None
+
+
+def test_settings_that_share_a_captured_graph_get_their_own_programs() -> None:
+    """A graph serves every mesh with as many rows, and building from it changes nothing in it."""
+    memo, keys, actual = Memo(), set(), []
+    for mesh in ("{fsdp: 4}", "{fsdp: 2, tp: 2}", "{dp: 2, fsdp: 2}", "{fsdp: 4}"):
+        rows = f"batch.per_device={2 if 'tp' in mesh else 1}"
+        one = Setting.of(loads(setting(mesh).recipe.to_yaml(), ["model.layers=2", rows]))
+        keys.add(key_of_capture(one))
+        programs = training.build(one, memo=memo)
+        actual.append((one, programs.micro.fingerprint, programs.update.fingerprint))
+    assert len(keys) == 1
+    for one, micro, update in actual:
+        alone = training.build(one)
+        assert (micro, update) == (alone.micro.fingerprint, alone.update.fingerprint)
+    assert actual[0][1:] == actual[-1][1:] and actual[0][1:] != actual[1][1:]
