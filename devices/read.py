@@ -96,8 +96,11 @@ _CONSTANTS = {
     "exponential": _Key("ratio", 0.0, 1000.0, 0.0),
     "view": _Key("time", 0.0, 0.1, 0.0),
     "growth": _Key("bandwidth", 0.0, 1e15, 0.0),
+    "cold_bandwidth": _Key("bandwidth", 0.0, 1e15, 0.0),
+    "cold_overhead": _Key("ratio", 1.0, 100.0, 1.0),
     "reserved": _Key("ratio", 1.0, 2.0, 1.05),
 }
+_OF_CPU = ("packing", "exponential", "softmax", "growth", "cold_bandwidth", "cold_overhead")
 _TOP = {
     "schema": _Key("int", 1, 1),
     "name": _Key("text"),
@@ -171,7 +174,7 @@ def parse(data: bytes, file: str) -> Device:
             cores=host["cores"],
             crowds={n: _crowd(crowd) for n, crowd in host["crowds"].items()},
             view_s=constants["view"],
-            **{name: constants[name] for name in ("packing", "exponential", "softmax", "growth")},
+            **{name: constants[name] for name in _OF_CPU},
         ),
         fitted=top["fitted"],
     )

@@ -75,6 +75,10 @@ class Overhead:
         return Overhead(*(factor * seconds for seconds in astuple(self)))
 
 
+NEAR_CACHES = 6 << 20
+"""Bytes after which a core's near caches hold nothing older; measured with 2 MiB of second-level cache per core."""
+
+
 @dataclass(frozen=True)
 class Cpu:
     """Constants that only a CPU has: processes share its cores, and overheads are not hidden behind kernels."""
@@ -91,6 +95,10 @@ class Cpu:
     """Seconds of the interpreter for an operation that moves nothing, such as a view."""
     growth: float = 0.0
     """Bytes/s at which the system provides the memory that a program allocates and frees; 0: at no cost."""
+    cold_bandwidth: float = 0.0
+    """Bytes/s at which a program reads its inputs, which are in memory and not in a cache; 0: as anything else."""
+    cold_overhead: float = 1.0
+    """The overhead of an operation whose code has left the near caches, as a multiple (see `NEAR_CACHES`)."""
     skew_s: float = 0.0
     """Fixed seconds of a collective, until every member has had its turn; set from `crowds` for a process's share."""
     spread: float = 0.0
@@ -101,6 +109,10 @@ class Cpu:
     process's share."""
     crowds: Mapping[int, Crowd] = field(default_factory=dict)
     """The contention by number of processes on a host; between two entries the smaller one counts."""
+
+    def overhead_after(self, recent: int) -> float:
+        """The overhead of an operation as a multiple, if the operations before it moved `recent` bytes."""
+        return 1.0 + (self.cold_overhead - 1.0) * min(1.0, recent / NEAR_CACHES)
 
 
 @dataclass(frozen=True)
@@ -176,6 +188,7 @@ class Device:
             cpu=replace(
                 own,
                 growth=own.growth * (crowd.memory if crowd.growth is None else crowd.growth) / processes,
+                cold_bandwidth=own.cold_bandwidth * crowd.memory / processes,
                 view_s=own.view_s * overhead,
                 skew_s=crowd.skew_s * more,
                 spread=crowd.spread,
@@ -192,7 +205,9 @@ class Device:
         few = self.shared_by(cores)
         return replace(
             mine, rates=few.rates, memory_bandwidth=few.memory_bandwidth, overhead=few.overhead,
-            cpu=replace(mine.cpu, growth=few.cpu.growth, view_s=few.cpu.view_s),
+            cpu=replace(
+                mine.cpu, growth=few.cpu.growth, cold_bandwidth=few.cpu.cold_bandwidth, view_s=few.cpu.view_s
+            ),
         )  # fmt: skip
 
     def rate(self, dtype: str) -> float:
@@ -284,16 +299,21 @@ def collective(device: Device, topology: Topology, kind: str, refs: Axes, buffer
 
 def operation(
     device: Device, work: Work, flops: int, moved: int, dtype: str, *, eager: bool, head_dim: int = 0,
-    exponentials: int = 0,
+    exponentials: int = 0, cold: int = 0, recent: int = 0,
 ) -> float:  # fmt: skip
     """Seconds of one kernel by the roofline: the larger of computing and moving bytes, at the device's efficiencies.
 
     moved: bytes read and written in the device's memory. head_dim: attention's. exponentials: elements of a stream that
-    need one. A CPU computes and moves in turn, so that the two add up.
+    need one. cold, recent: see `fusion.Kernel`. A CPU computes and moves in turn, so that the two add up.
     """
     if work == "free":
         return 0.0
     least = device.overhead.eager_op_s if eager else device.overhead.op_s
+    if device.kind == "cpu":
+        least *= device.cpu.overhead_after(recent)
+        if device.cpu.cold_bandwidth and not work.startswith("attention"):
+            least += cold / device.cpu.cold_bandwidth
+            moved -= cold
     memory = (moved + device.cpu.exponential * exponentials) / device.stream_rate
     if work == "stream":
         return memory + least if device.kind == "cpu" else max(memory, least)

@@ -6,6 +6,7 @@ reductions between two matrix products (or collectives) form one kernel, and onl
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -20,6 +21,9 @@ from tpshard.parallelism.rules.table import entry_of
 
 _MOST_READS = 2
 """A value with several readers and at least this many operands of its size is written rather than recomputed."""
+
+WINDOW = 16
+"""Kernels after which the same operation usually comes again."""
 
 
 @dataclass
@@ -39,6 +43,10 @@ class Kernel:
     compiled: bool = False
     exponentials: int = 0
     """Elements that need an exponential."""
+    cold: int = 0
+    """Of the bytes moved, those of the program's inputs, which no kernel has just computed."""
+    recent: int = 0
+    """Bytes that the kernels before it moved: the last `WINDOW` of the program, which runs again and again."""
 
 
 def classify(node: fx.Node, is_view: bool) -> Work:
@@ -94,13 +102,14 @@ def _kernels(flow: Flow, compiled: Compiled, cached: CacheReads) -> list[Kernel]
             continue
         mine = group.get(node, node)
         inside = node in inlined
-        read = 0
+        read = cold = 0
         if not inside:
             for source, shown in _sources(flow, node, fused):
                 # a fused kernel reads a value once; a view reads no more than its own elements
                 if (mine, source) not in counted:
                     counted.add((mine, source))
                     read += shown
+                    cold += shown if source.op == "placeholder" else 0
         entry = entry_of(node.target)
         if entry.lookup:
             read = min(read, 2 * info.bytes + 8)
@@ -113,9 +122,16 @@ def _kernels(flow: Flow, compiled: Compiled, cached: CacheReads) -> list[Kernel]
             pools = [node.all_input_nodes[i] for i in entry.cached]
             read += int((cached.blocks - 1) * sum([flow.bytes[pool] for pool in pools]))
         moved = read + written
-        out.append(Kernel(node, work, flops, moved, written, dtype, counts, seen_by[node], exponentials))
+        cold = min(cold, read)
+        out.append(Kernel(node, work, flops, moved, written, dtype, counts, seen_by[node], exponentials, cold))
         if counts:
             opened.add(mine)
+    moved_bytes = [kernel.moved for kernel in out if kernel.moved][-WINDOW:]
+    last = deque(moved_bytes, len(moved_bytes))
+    for kernel in out:
+        kernel.recent = sum(last)
+        if kernel.moved:
+            last.append(kernel.moved)
     return out
 
 
@@ -252,14 +268,15 @@ def seconds(kernel: Kernel, device: Device) -> float:
     if kernel.work == "free":
         # the interpreter dispatches it though it moves nothing; a compiler removes it
         dispatched = node.op == "call_function" and info.specs and info.comm is None
-        return device.cpu.view_s if dispatched and not kernel.compiled else 0.0
+        dispatch_s = device.cpu.view_s * device.cpu.overhead_after(kernel.recent)
+        return dispatch_s if dispatched and not kernel.compiled else 0.0
     if kernel.work == "stream" and not kernel.counts:
         streamed = kernel.moved + device.cpu.exponential * kernel.exponentials
         return streamed / device.stream_rate
     head_dim = info.specs[0].shape[-1] if kernel.work.startswith("attention") and info.specs else 0
     one = operation(
         device, kernel.work, kernel.flops, kernel.moved, kernel.dtype, eager=not kernel.compiled, head_dim=head_dim,
-        exponentials=kernel.exponentials,
+        exponentials=kernel.exponentials, cold=kernel.cold, recent=kernel.recent,
     )  # fmt: skip
     return one + _in_parts(kernel, device)
 
@@ -274,5 +291,6 @@ def _in_parts(kernel: Kernel, device: Device) -> float:
     if device.kind != "cpu" or entry.calls == 1:
         return 0.0
     least = device.overhead.op_s if kernel.compiled else device.overhead.eager_op_s
+    least *= device.cpu.overhead_after(kernel.recent)
     copied = 3 * kernel.moved / device.stream_rate if entry.cached else 0.0
     return (entry.calls - 1) * least + copied

@@ -94,6 +94,10 @@ class Computing:
     """Bytes that could be streamed during one exponential."""
     growth: float
     """Bytes/s at which the system provides new memory."""
+    cold_bandwidth: float
+    """Bytes/s at which values are read from memory."""
+    cold_overhead: float
+    """The overhead of operations whose code has left the near caches, as a multiple."""
     op_s: float
     view_s: float
     step_s: float
@@ -103,9 +107,9 @@ class Computing:
 
 def computing(results: Sequence[Result]) -> Computing:
     """The compute constants of one process, from the rows of all processes of a crowd."""
-    op_s, view_s, exponential_s, fresh_s = (
+    op_s, view_s, warm_s, cold_s, exponential_s, fresh_s, stored_s = (
         max(0.0, _middle(t for entry in results for t in entry["overhead"][key]))
-        for key in ("op", "view", "exponential", "fresh")
+        for key in ("op", "view", "warm", "cold", "exponential", "fresh", "stored")
     )
     # Exponentials were measured separately: a block without them takes at least a fifth of its time. So was a single
     # operation, but among larger ones; in a block on little memory the next operation finds its code in the caches.
@@ -133,6 +137,8 @@ def computing(results: Sequence[Result]) -> Computing:
         streaming=1 / per_byte,
         exponential=exponential_s / per_byte,
         growth=1 / max(fresh_s, 1e-13),
+        cold_bandwidth=1 / max(stored_s, 1e-13),
+        cold_overhead=max(1.0, cold_s / max(warm_s, 1e-9)),
         op_s=op_s,
         view_s=view_s,
         step_s=max(0.0, _middle(t for entry in results for t in entry["loop"])),
@@ -310,6 +316,7 @@ def device_file(name: str, today: str, cores: int, memory: int, results_of: dict
         "streaming": "1.0", "exponential": f"{own.exponential:.3g}", "op": f"{op_s * 5e5:.3g} us",
         "eager_op": f"{op_s * 1e6:.3g} us",
         "growth": f"{own.growth * base / 1e9:.4g} GB/s", "view": f"{view_s * 1e6:.3g} us",
+        "cold_bandwidth": f"{own.cold_bandwidth * base / 1e9:.4g} GB/s", "cold_overhead": f"{own.cold_overhead:.3g}",
         "issue": "0 us", "step": f"{own.step_s * 1e3:.3g} ms", "reserved": "1.0",
     }  # fmt: skip
     when = f"measured {today}"

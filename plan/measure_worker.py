@@ -40,6 +40,8 @@ HEADS = ((8, 256, 8, 16), (4, 256, 8, 32), (2, 512, 8, 64), (1, 512, 8, 128))
 """(batch, sequence, heads, head size)."""
 ELEMENTS = (1 << 16, 1 << 18, 1 << 20, 1 << 21)
 FRESH_BYTES = 1 << 24
+STORED_BYTES = 1 << 28
+"""Of values that no cache holds."""
 COMM_BYTES = (64, 1 << 16, 1 << 20, 1 << 22)
 MESSAGE_BYTES = 1 << 17
 MESSAGES, MESSAGE_PIECES = 16, 8
@@ -76,11 +78,13 @@ class Clock:
         fastest = sorted(samples)[: max(1, len(samples) * 9 // 10)]
         return sum(fastest) / len(fastest) * self.turns
 
-    def behind(self, run: Callable[[int], object], larger: list[Tensor], times: int = 100) -> float:
-        """Mean seconds of `run(i)`, each after an operation on one of the larger tensors, without the slowest tenth."""
+    def behind(
+        self, run: Callable[[int], object], before: Callable[[int], object] = lambda i: None, times: int = 100
+    ) -> float:
+        """Mean seconds of `run(i)`, each after `before(i)`, which does not count, without the slowest tenth."""
         samples = []
         for i in range(times):
-            torch.mul(larger[i % len(larger)], 2.0)
+            before(i)
             begun = self.read()
             run(i)
             samples.append(self.read() - begun)
@@ -141,12 +145,15 @@ def new_memory(size: int) -> Tensor:
 
 
 def overheads() -> Callable[[Clock], dict[str, list[float]]]:
-    """Measures the seconds of a tiny operation, a view, an exponential, and a byte of new memory.
+    """Measures the seconds of a tiny operation, a view, an exponential, and a byte of new memory and of stored values.
 
-    Operation and view each follow an operation that evicts the nearer caches. An exponential is the time per element
-    beyond an operation without one. New memory is the time of its first write beyond that of the second.
+    Small operations of several kinds are timed after each other (`warm`), and after products with weights that evict
+    the near caches (`cold`). An exponential is the time per element beyond an operation without one. New memory is the
+    time of its first write beyond that of the second. Stored values are read from memory, not from a cache.
     """
-    larger = [torch.rand(elements // 512, 512) for elements in ELEMENTS[:2]]
+    weights = [torch.randn(1536, 512) for _ in range(24)]
+    rows, few = torch.rand(8, 512), [torch.rand(8, 512) for _ in range(2)]
+    stored = torch.ones(STORED_BYTES // 4)
     small = [torch.rand(8, 16) for _ in range(512)]  # like an optimizer's: not in the caches
     kinds = (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.maximum.default, aten.sub.Tensor)
     x = torch.rand(ELEMENTS[1]) - 1  # as after subtracting a maximum; overflowing values take several times as long
@@ -158,7 +165,16 @@ def overheads() -> Callable[[Clock], dict[str, list[float]]]:
         aten.sqrt.default(result) if i % 2 else aten.sum.dim_IntList(result, [0])
 
     def view(i: int) -> None:
-        aten.permute.default(aten.reshape.default(larger[i % 2], [8, -1, 32, 16]), [0, 2, 1, 3])
+        aten.permute.default(aten.reshape.default(few[i % 2], [8, -1, 32, 16]), [0, 2, 1, 3])
+
+    def several(i: int) -> None:
+        a, b = small[i % len(small)], small[(i + 7) % len(small)]
+        total = aten.add.Tensor(aten.mul.Tensor(a, b), aten.silu.default(a))
+        aten.cat.default([aten.roll.default(total, [1], [1]), aten.div.Tensor(a, b)], 1)
+
+    def evict(i: int) -> None:
+        for weight in weights[4 * i % 24 : 4 * i % 24 + 4]:
+            torch.mm(rows, weight.t())
 
     def fresh(clock: Clock) -> float:
         # by one thread: two that write to one new mapping delay each other, which a program's threads do not
@@ -171,11 +187,12 @@ def overheads() -> Callable[[Clock], dict[str, list[float]]]:
         return (time.thread_time() - times[0] - 2 * (times[2] - times[1])) * clock.share / FRESH_BYTES
 
     def measure(clock: Clock) -> dict[str, list[float]]:
-        nothing = clock.behind(lambda i: None, larger)
+        idle_s = clock.behind(lambda i: None)
         overhead_s = {
-            "op": [(clock.behind(op, larger) - nothing) / 2],
-            "view": [(clock.behind(view, larger) - nothing) / 2],
-        }
+            "op": [(clock.behind(op) - idle_s) / 2], "view": [(clock.behind(view) - idle_s) / 2],
+            "warm": [clock.behind(several) - idle_s], "cold": [clock.behind(several, evict) - idle_s],
+            "stored": [clock.seconds(stored.sum) / STORED_BYTES],
+        }  # fmt: skip
         pair_s = [[clock.seconds(partial(run, x)) for run in pair] for pair in pairs]
         overhead_s["exponential"] = [(exponential - plain) / x.numel() for exponential, plain in pair_s]
         return {**overhead_s, "fresh": [fresh(clock) for _ in range(5)]}

@@ -11,7 +11,7 @@ from tpshard.devices.read import device
 from tpshard.kernels.norm import NORM, rms_norm
 from tpshard.kernels.paged_attention import PAGED, paged_attention_reference
 from tpshard.parallelism import Mesh, partition
-from tpshard.parallelism.cost import Overhead
+from tpshard.parallelism.cost import NEAR_CACHES, Overhead
 from tpshard.parallelism.fusion import kernels, seconds
 from tpshard.parallelism.rules.table import entry_of
 
@@ -56,3 +56,24 @@ def test_a_cpu_pays_for_each_of_them_and_for_copies_of_the_cache() -> None:
     doubled = replace(kernel, moved=2 * kernel.moved)
     assert seconds(doubled, base) - seconds(kernel, base) == pytest.approx(3 * kernel.moved / base.stream_rate)
     assert seconds(kernel, gpu) <= max(gpu.overhead.eager_op_s, kernel.moved / gpu.stream_rate)
+
+
+def test_a_cpu_reads_inputs_from_memory_and_dispatches_slowly_after_large_operations() -> None:
+    def step(x, weight):
+        y = x @ weight
+        return y + 1, x * 2
+
+    def program(n):
+        return partition(step, [torch.ones(4, n), torch.ones(n, n)], Mesh({"x": 1}))
+
+    base = replace(device("cpu"), overhead=Overhead(op_s=0.0, eager_op_s=1e-3))
+    cold = replace(base, cpu=replace(base.cpu, cold_bandwidth=base.stream_rate / 4))
+    evicted = replace(base, cpu=replace(base.cpu, cold_overhead=3.0))
+    product, plus, double = (k for k in kernels(program(2048), compiled="none") if k.work != "free")
+    assert product.cold == 4 * (4 * 2048 + 2048**2) and plus.cold == 0 and double.cold == 4 * 4 * 2048
+    assert seconds(double, cold) - seconds(double, base) == pytest.approx(3 * double.cold / base.stream_rate)
+    assert seconds(plus, cold) == seconds(plus, base)
+    assert seconds(plus, evicted) - seconds(plus, base) == pytest.approx(2e-3)  # behind 16 MiB of weights
+    near = [k for k in kernels(program(64), compiled="none") if k.work != "free"][1]
+    assert seconds(near, evicted) - seconds(near, base) == pytest.approx(2e-3 * near.recent / NEAR_CACHES)
+    assert near.recent == sum(k.moved for k in kernels(program(64), compiled="none"))  # the step before counts too

@@ -21,6 +21,7 @@ SOFTMAX, ATTENTION, BACK = 24.0, 40e9, 35e9
 OP, VIEW = 4e-6, 6e-6
 HOP, SENT, SKEW, SPREAD = 2e-4, 0.9e9, {2: 5e-4, 4: 3e-3}, {2: 0.04, 4: 0.07}
 LOOP, MESSAGE = 6e-3, 4e-4
+STORED, COLD = 9e9, 2.5
 
 
 def process(n: int) -> dict[str, Any]:
@@ -43,7 +44,9 @@ def process(n: int) -> dict[str, Any]:
             for ops, moved, exps in ((496, 3e8, 2e6), (248, 5e8, 4e6), (62, 6e8, 4e6), (31, 6e8, 4e6))
         ],
         "overhead": {
-            "op": [OP * turns], "view": [VIEW * turns], "exponential": [EXPONENTIAL * lost], "fresh": [lost / FRESH] * 3
+            "op": [OP * turns], "view": [VIEW * turns], "exponential": [EXPONENTIAL * lost],
+            "fresh": [lost / FRESH] * 3, "stored": [lost / STORED], "warm": [OP * turns],
+            "cold": [OP * turns * COLD],
         },
         "comm": [
             [k, m, b, before, SKEW[n] + measure._hops(k, m) * HOP * turns + wire_bytes(k, b, m, "gloo") / SENT * turns
@@ -100,6 +103,8 @@ def test_constants_come_back_from_synthetic_measurements(machine: Device) -> Non
     assert two.inside.latency_s == pytest.approx(HOP, rel=0.05)
     assert two.inside.bandwidth == pytest.approx(SENT, rel=0.05) and not two.inside.shared
     assert two.cpu.growth == pytest.approx(FRESH, rel=0.02)
+    assert two.cpu.cold_bandwidth == pytest.approx(STORED, rel=0.02)
+    assert two.cpu.cold_overhead == pytest.approx(COLD, rel=0.02)
     assert two.cpu.exponential / two.memory_bandwidth == pytest.approx(EXPONENTIAL, rel=0.02)
     assert (two.cpu.skew_s, two.cpu.spread) == (pytest.approx(SKEW[2], rel=0.05), pytest.approx(SPREAD[2], rel=0.05))
     assert two.overhead.step_s == pytest.approx(LOOP)
