@@ -12,6 +12,7 @@ from tpshard.cli.arguments import Overrides, Overwrite, complete_recipe
 
 if TYPE_CHECKING:
     from tpshard.cli.sources import SourceModel
+    from tpshard.recipes.diagnostic import Mistakes
 
 Source = Annotated[
     str,
@@ -23,7 +24,6 @@ Source = Annotated[
     ),
 ]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.", show_default=False)]
-ROOM = "choose a writable folder, on a disk with room for the model"
 
 
 class Type(StrEnum):
@@ -87,12 +87,20 @@ def _write(model: SourceModel, out: Path, dtype: str | None, tokenizer: Path | N
             token_ids=model.token_ids,
             overwrite=overwrite,
         )
-    except FileExistsError as error:
-        raise Mistakes.one(str(error), exit=Exit.USAGE, fix="choose another name, or --overwrite") from error
     except ValueError as error:
         raise Mistakes.one(
             f"{model.name} cannot be written as a Hugging Face folder", exit=Exit.FIT, why=str(error),
             fix="`tpshard serve` reads it where it is",
         ) from error  # fmt: skip
     except OSError as error:
-        raise Mistakes.one(f"{out} cannot be written", exit=Exit.MACHINE, why=str(error), fix=ROOM) from error
+        raise unwritten(out, error) from error
+
+
+def unwritten(out: Path, error: OSError) -> Mistakes:
+    """The mistake for a folder that cannot be written; one that exists is the error without a number."""
+    from tpshard.recipes.diagnostic import Exit, Mistakes
+
+    if isinstance(error, FileExistsError) and error.errno is None:
+        return Mistakes.one(str(error), exit=Exit.USAGE, fix="choose another name, or --overwrite")
+    fix = "choose a writable folder, on a disk with room for the model"
+    return Mistakes.one(f"{out} cannot be written", exit=Exit.MACHINE, why=str(error), fix=fix)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from tpshard.cli.arguments import Json, Overrides, Overwrite
-from tpshard.cli.convert import ROOM, Out, Source
+from tpshard.cli.convert import Out, Source, unwritten
 
 if TYPE_CHECKING:
     from tpshard.cli.sources import SourceModel
@@ -183,14 +183,12 @@ def _write(quantizer: Quantizer, model: SourceModel, out: Path, overwrite: bool)
 
     try:
         return write(quantizer, out, tokenizer=model.tokenizer, token_ids=model.token_ids, overwrite=overwrite)
-    except FileExistsError as error:
-        raise Mistakes.one(str(error), exit=Exit.USAGE, fix="choose another name, or --overwrite") from error
     except ValueError as error:
         matches = ((code, fix) for words, code, fix in _wrong() if words in str(error))
         code, fix = next(matches, (Exit.FIT, OTHERS))
         raise Mistakes.one(f"{model.name} cannot be quantized", exit=code, why=str(error), fix=fix) from error
     except OSError as error:
-        raise Mistakes.one(f"{out} cannot be written", exit=Exit.MACHINE, why=str(error), fix=ROOM) from error
+        raise unwritten(out, error) from error
     finally:
         _progress_ends()
 

@@ -60,8 +60,10 @@ class Entry:
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        words = re.escape(printable(self.message)).replace(re.escape(FILLED), ".+?")
-        return re.compile(rf"(`\w+`: )?{words}")  # a contradiction is printed after its section
+        parts = re.escape(printable(self.message)).split("`")
+        filled = (("[^`]*?", ".*?")[i % 2 == 0] for i in range(len(parts)))  # a name in code marks has none
+        words = "`".join(part.replace(re.escape(FILLED), any_text) for part, any_text in zip(parts, filled))
+        return re.compile(rf"(`\w+`: (config.json: )?)?{words}")  # a contradiction is printed after its section
 
     def fits(self, message: str) -> bool:
         """Whether a printed message is this entry filled in."""

@@ -15,15 +15,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from diagnostic_entries import ROOMS, Entry, entries
-from diagnostic_samples import VALIDATE, Sample, samples
+from diagnostic_samples import samples
 from json_outputs import OUTPUTS
+from mistake_sample import VALIDATE, Sample
 from tpshard.cli.main import COMMANDS, command
 from tpshard.devices import read as devices
 from tpshard.recipes import document, exits
 from tpshard.train.records import STEP_KEYS
 
 FOLDER = Path(__file__).resolve().parent / "reference"
-FILES_SHOWN, BYTES_SHOWN = 3, 60
+FILES_SHOWN, LINES_SHOWN, BYTES_SHOWN = 3, 16, 60
 HEAD = "<!-- Written by docs/write_reference.py; change the code instead. -->\n\n"
 
 
@@ -140,7 +141,7 @@ def diagnostics() -> str:
     for room, title in ROOMS.items():
         in_room = [entry for entry in listed if entry.room == room]
         parts.append(f"\n## {title}\n" if in_room else "")
-        parts += [_diagnostic(entry, shown.get(entry.message)) for entry in in_room]
+        parts += [_diagnostic(entry, shown.get(entry)) for entry in in_room]
     return "".join(parts)
 
 
@@ -156,19 +157,22 @@ def _diagnostic(entry: Entry, sample: tuple[Sample, str] | None) -> str:
         return head + why + (f"Fix: {entry.fix}." if entry.fix else "") + "\n"
     mistake, printed = sample
     files = {"recipe.yaml": mistake.recipe, **mistake.files}
-    shown = [_file(name, text, len(mistake.files) > 0) for name, text in files.items() if text]
+    shown = [_file(name, text, len(mistake.files) > 0 or not mistake.recipe) for name, text in files.items() if text]
     asked = "" if mistake.command == VALIDATE else f"$ tpshard {mistake.command}\n"
+    shown += ["\nA small model is in the folder `model`.\n"] if mistake.model else []
     more = [f"\nand {len(shown) - FILES_SHOWN} more files\n"] if len(shown) > FILES_SHOWN else []
     blocks = [*shown[:FILES_SHOWN], *more, f"\n```text\n{asked}{printed.rstrip()}\n```\n"]
     return f"{head.rstrip()}\n" + "".join(blocks)
 
 
 def _file(name: str, text: str | bytes, named: bool) -> str:
-    """A file of a sample; bytes that are no short text are written as in Python, and cut."""
+    """A file of a sample, cut where it is long; bytes that are no text are written as in Python."""
     if isinstance(text, bytes):
         text = f"{text[:BYTES_SHOWN]!r}" + (f" and {len(text) - BYTES_SHOWN} more" if len(text) > BYTES_SHOWN else "")
     elif any(ord(character) < 32 and character not in "\n\t" for character in text):
         text = repr(text)
+    elif len(lines := text.splitlines()) > LINES_SHOWN:
+        text = "\n".join([*lines[:3], f"... and {len(lines) - 3} more lines"])
     title = f"\n`{name}`:\n" if named else ""
     return f"{title}\n```{'yaml' if name.endswith('.yaml') else 'text'}\n{text}\n```\n"
 

@@ -98,7 +98,7 @@ class ModelConfig:
         for name in ("layers", "width", "heads", "kv_heads", "head_dim", "mlp", "vocab", "max_seq", "seq_len"):
             size = getattr(self, name)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise Contradiction(f"`{name}: {size!r}` is not a positive integer", name)
+                raise ValueError(f"`{name}: {size!r}` is not a positive integer")
         if self.family not in FAMILIES:
             raise ValueError(f"there is no model family `{self.family}`; families: {', '.join(FAMILIES)}")
         for name in OPTIONAL - self.family_entry.numbers:
@@ -112,7 +112,7 @@ class ModelConfig:
             raise Contradiction(f"`head_dim: {self.head_dim}` is odd; rotary positions rotate pairs", "head_dim")
         if self.full_layers and self.window is None:
             contradiction = "`full_layers` are the layers that ignore `window`, but no `window` is set"
-            raise Contradiction(contradiction, "full_layers")
+            raise Contradiction(contradiction, "full_layers", "window")
         if self.window is not None and self.window < 1:
             raise ValueError(f"`window: {self.window}` must be at least 1, a token's own position")
         if self.family_entry.mlp == "moe":
