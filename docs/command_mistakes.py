@@ -140,7 +140,6 @@ FOLDERS = (
     ),
     Sample(command="quantize model out", model=True),
     Sample(command="quantize model model --overwrite", model=True),
-    quantized("", {"tok/vocab.txt": "a"}),
     quantized("", {"tok/tokenizer.json": TOKENIZER}),
     quantized("", {**ENDED, "tok/tokenizer.json": LARGE}),
     quantized(" --text texts", {**ENDED, "texts/a.json": ROWS}),

@@ -108,7 +108,6 @@ FILES = (
     Sample(b"model: {preset: tiny}\nname: a\nrun: {dir: '" + b"${name}" * 2001 + b"'}"),
     Sample("model: {preset: tiny, vocab: 1000}"),
     Sample("model: {preset: tiny}\ndata: {tokenizer: organization/name}"),
-    Sample("model: {hf: folder}", files={"folder/config.json": '{"model_type": "mamba"}'}),
     Sample("model: {hf: folder, full_layers: [1]}", files={"folder/config.json": QWEN}),
 )
 """Mistakes in a recipe's bytes, in an override, and in a file that it names."""
