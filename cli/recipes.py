@@ -95,10 +95,9 @@ def cp(name: Name, to: To = None, overwrite: Overwrite = False) -> None:
     from tpshard.recipes.extends import builtins
 
     if name not in builtins():
-        from tpshard.recipes.diagnostic import suggestion
+        from tpshard.recipes.diagnostic import did_you_mean
 
-        close = suggestion(name, builtins())
-        fix = f"did you mean {close}?" if close else f"shipped: {', '.join(builtins())}"
+        fix = did_you_mean(name, builtins(), f"shipped: {', '.join(builtins())}")
         raise Mistakes.one(f"there is no shipped recipe `{name}`", exit=Exit.USAGE, fix=fix)
     path = to or Path(f"{name}.yaml")
     if path.is_dir():

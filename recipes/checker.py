@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from tpshard.recipes import schema
 from tpshard.recipes.constraints import ALONE, BYTES, Constraint, bytes_in
-from tpshard.recipes.diagnostic import Diagnostic, Source, join, suggestion
+from tpshard.recipes.diagnostic import Diagnostic, Source, did_you_mean, join
 from tpshard.recipes.hints import alternatives, hints, mapping_of, section_of
 from tpshard.recipes.nodes import Node, Path, as_node, dotted, scalar, trap
 from tpshard.recipes.section import Pending, Section, default_of, waits
@@ -26,9 +26,12 @@ class _Bad:
 BAD = _Bad()
 
 
-def allowed_text(hint: Any) -> str:
-    """The values allowed for a type, as text."""
-    words = [_words(base, constraints) for base, constraints in alternatives(hint)]
+def legal(hint: Any) -> str:
+    """The values that a type allows, as text, limits included."""
+    words = []
+    for base, constraints in alternatives(hint):
+        limits = [constraint.legal for constraint in constraints]
+        words.append(limits[0] if constraints and constraints[0].whole else ", ".join([_words(base), *limits]))
     return join(dict.fromkeys(words))
 
 
@@ -86,11 +89,11 @@ class Checker:
         values: dict[str, Any] = {}
         written: dict[str, Any] = {}
         unsaved: set[str] = set()
-        legal = hints(cls)
+        types = hints(cls)
         for key, item in raw.items():
             inside = (*path, key)
-            if key not in legal:
-                self.unknown(inside, list(legal), where)
+            if key not in types:
+                self.unknown(inside, types, where)
                 continue
             self.note(inside, where)
             metadata = cls.__dataclass_fields__[key].metadata
@@ -98,7 +101,7 @@ class Checker:
                 unsaved.add(key)
             if _key(inside) in self.bad or ("derived" in metadata and item is None):
                 continue
-            value = self.value(item, legal[key], inside, where)
+            value = self.value(item, types[key], inside, where)
             if value is not BAD:
                 values[key] = value
                 if where is None and "${" in str(item) and not (isinstance(value, Section) and isinstance(item, dict)):
@@ -107,7 +110,7 @@ class Checker:
             absent = field.name not in raw
             underived = absent and where is not None and "derived" in field.metadata  # of an interpolated section
             if field.name not in values and (underived or default_of(field) is MISSING):
-                if absent and not (underived and raw.keys() - legal.keys()):
+                if absent and not (underived and raw.keys() - types.keys()):
                     fix = "`model: {preset: tiny}` is enough" if field.name == "model" else ""
                     missing = _key((*path, field.name))
                     source = where or self.merged.place(path)
@@ -138,18 +141,12 @@ class Checker:
             return node
         return as_node(raw, where or self.merged.place(path))
 
-    def unknown(self, path: Path, legal: list[str], where: Source | None) -> None:
+    def unknown(self, path: Path, keys: Iterable[str], where: Source | None) -> None:
         """Records an unknown key, with the likeliest key that was meant."""
         name, key = str(path[-1]), _key(path)
-        close = suggestion(name, legal)
-        if len(path) == 1 and name == "extends":
-            legal = [*legal, "extends"]
-        if close:
-            fix = f"did you mean `{close}`?"
-        elif len(places := homes().get(name, [])) == 1:
-            fix = f"it belongs to `{places[0]}`"
-        else:
-            fix = f"known here: {', '.join(legal)}"
+        places = homes().get(name, [])
+        elsewhere = f"it belongs to `{places[0]}`" if len(places) == 1 else f"known here: {', '.join(keys)}"
+        fix = did_you_mean(name, keys, elsewhere)
         self.wrong(path, f"unknown key `{key}`", where or self.merged.key_place(path), fix=fix)
 
     def value(self, raw: Any, hint: Any, path: Path, where: Source | None = None) -> Any:
@@ -167,9 +164,9 @@ class Checker:
         if sections:
             best = max(sections, key=lambda cls: len(raw.keys() & hints(cls).keys()))
             if len(sections) > 1 and not raw.keys() & hints(best).keys():
-                legal = join("{" + ", ".join(hints(cls)) + "}" for cls in sections)
                 message = f"`{_key(path)}` does not match any of the allowed maps"
-                return self.wrong(path, message, where or self.merged.place(path), fix=legal)
+                fix = join("{" + ", ".join(hints(cls)) + "}" for cls in sections)
+                return self.wrong(path, message, where or self.merged.place(path), fix=fix)
             return self.section(raw, best, path, where)
         pair = (str, Any) if Any in options else mapping_of(hint)
         if pair is not None:
@@ -238,11 +235,10 @@ class Checker:
             return self.refuse_type(raw, node, hint, path)
         value, constraints = fits[0]
         if isinstance(value, float) and not math.isfinite(value):
-            return self.wrong(path, f"`{key}: {node.text}` is not finite", node.source, f"must be {_legal(options)}")
+            return self.wrong(path, f"`{key}: {node.text}` is not finite", node.source, f"must be {legal(hint)}")
         for constraint in constraints:
             if value is not None and not constraint.holds(value):
-                close = suggestion(str(value), constraint.names)
-                fix = f"did you mean {close}?" if close else ""
+                fix = did_you_mean(str(value), constraint.names)
                 message = f"`{key}: {_short(node.text)}` is not allowed"
                 return self.wrong(path, message, node.source, f"must be {constraint.legal}", fix)
         return value
@@ -286,24 +282,22 @@ class Checker:
         elif str in bases:
             fix = f'write "{node.text}" with quotes'
         else:
-            fix = "write " + join(dict.fromkeys(_words(base, ()) for base in bases))
+            fix = "write " + join(dict.fromkeys(map(_words, bases)))
         message = f"unquoted `{node.text}` is read as {read_as} by YAML 1.1"
         return self.wrong(path, message, node.source, f"`{_key(path)}`", fix)
 
     def refuse_type(self, raw: Any, node: Node, hint: Any, path: Path) -> _Bad:
         """Records a value of the wrong type, with the likeliest fix."""
         key, options = _key(path), alternatives(hint)
-        why = f"must be {_legal(options)}"
+        why = f"must be {legal(hint)}"
         if isinstance(raw, dict | list):
             kind = "a list" if isinstance(raw, list) else "a map"
             return self.wrong(path, f"`{key}` is {kind}", node.source, why=why)
         choices = [str(c) for base, _ in options if get_origin(base) is Literal for c in get_args(base)]
         shown = _short(node.text) if node.text else "null"
         if isinstance(raw, str) and choices:
-            close = suggestion(raw, choices)
             message = f"`{key}: {shown}` is not one of the choices"
-            fix = f"did you mean {close}?" if close else ""
-            return self.wrong(path, message, node.source, f"must be {allowed_text(hint)}", fix)
+            return self.wrong(path, message, node.source, why, did_you_mean(raw, choices))
         fix = ""
         numbers = any(base in (int, float) for base, _ in options)
         if isinstance(raw, str) and not node.plain and numbers and _as_number(node) is not None:
@@ -316,14 +310,6 @@ class Checker:
 def _key(path: Path) -> str:
     """The key of a value: its path without the indices of lists."""
     return ".".join(part for part in path if isinstance(part, str))
-
-
-def _legal(options: list[tuple[Any, tuple[Constraint, ...]]]) -> str:
-    words = []
-    for base, constraints in options:
-        limits = [c.legal for c in constraints if c not in (ALONE, BYTES)]
-        words.append(", ".join([_words(base, constraints), *limits]))
-    return join(dict.fromkeys(words))
 
 
 def _as(value: Any, base: Any, constraints: tuple[Constraint, ...]) -> Any:
@@ -356,9 +342,7 @@ def _as_number(node: Node) -> float | None:
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _words(base: Any, constraints: tuple[Constraint, ...]) -> str:
-    if BYTES in constraints:
-        return "a number of bytes such as 70GiB"
+def _words(base: Any) -> str:
     if get_origin(base) is Literal:
         return join(str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in get_args(base))
     if isinstance(base, type) and issubclass(base, Section):

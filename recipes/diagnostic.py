@@ -185,6 +185,12 @@ def join(words: Iterable[str]) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
+def did_you_mean(word: str, choices: Iterable[str], otherwise: str = "") -> str:
+    """The fix for a word that is not one of `choices`: the most similar one, or else `otherwise`."""
+    close = suggestion(word, choices)
+    return f"did you mean `{close}`?" if close else otherwise
+
+
 def suggestion(word: str, choices: Iterable[str]) -> str:
     """The one of `choices` that is most similar to `word`; "" if none is similar."""
     names = list(choices)

@@ -11,9 +11,8 @@ from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
 from tpshard.recipes import model_keys, parallel_keys, schema, serving_keys, training_keys
-from tpshard.recipes.checker import allowed_text
+from tpshard.recipes.checker import legal
 from tpshard.recipes.constraints import ALONE, BYTES, Constraint
-from tpshard.recipes.diagnostic import join
 from tpshard.recipes.hints import alternatives, hints, section_of, wholly_section
 from tpshard.recipes.section import Section, default_of
 from tpshard.recipes.write import as_data
@@ -154,15 +153,6 @@ def keys(prefix: str = "") -> list[DocumentedKey]:
 
     visit(schema.Recipe, "")
     return [key for key in documented if key.path == prefix or key.path.startswith(f"{prefix}.") or not prefix]
-
-
-def legal(hint: Any) -> str:
-    """The allowed values of a type as text, limits included."""
-    words = []
-    for base, constraints in alternatives(hint):
-        limits = [c.legal for c in constraints]
-        words.append(limits[0] if constraints and constraints[0].whole else ", ".join([allowed_text(base), *limits]))
-    return join(dict.fromkeys(words))
 
 
 def _plain(value: Any) -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, Source, suggestion
+from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, Source, did_you_mean
 from tpshard.recipes.nodes import MAX_BYTES, Node, compose, read
 
 MAX_CHAIN = 16
@@ -40,11 +40,9 @@ def _climb(path: Path, tree: Node, root: Path, chain: list[Path], recorded: list
         return [tree]
     rest = Node("map", tree.source, entries=tuple((k, v) for k, v in tree.entries if k.text != "extends"))
     if node.kind != "scalar" or not node.text:
-        raise Mistakes.one(
-            "`extends` must be the path of one file, or the name of a shipped recipe",
-            where=node.source,
-            fix="for example `extends: llama3-8b` or `extends: ../base.yaml`",
-        )
+        message = "`extends` must be the path of one file, or the name of a shipped recipe"
+        fix = "for example `extends: llama3-8b` or `extends: ../base.yaml`"
+        raise Mistakes.one(message, where=node.source, fix=fix)
     base = _base(path, node, root, chain)
     if any(base.resolve() == earlier.resolve() for earlier in chain):
         message = f"`extends` is circular: {_chain_text([*chain, base])}"
@@ -61,24 +59,16 @@ def _base(path: Path, node: Node, root: Path, chain: list[Path]) -> Path:
     if "/" not in name and not name.endswith((".yaml", ".yml")):
         if name in builtins():
             return builtins()[name]
-        close = suggestion(name, builtins())
-        raise Mistakes.one(
-            f"there is no shipped recipe `{name}` to extend: {_chain_text(chain)} -> {name}",
-            where=node.source,
-            why="not found",
-            fix=f"did you mean {close}?"
-            if close
-            else f"shipped: {', '.join(builtins())}; or a path such as ./{name}.yaml",
-        )
+        message = f"there is no shipped recipe `{name}` to extend: {_chain_text(chain)} -> {name}"
+        fix = did_you_mean(name, builtins(), f"shipped: {', '.join(builtins())}; or a path such as ./{name}.yaml")
+        raise Mistakes.one(message, where=node.source, why="not found", fix=fix)
     base = Path(os.path.normpath(path.parent / name))
     inside = base.resolve()
     if os.path.isabs(name) or not inside.is_relative_to(root):
-        raise Mistakes.one(
-            f"`extends: {name}` leads out of the recipe's tree: {_chain_text(chain)} -> {name}",
-            where=node.source,
-            why="absolute" if os.path.isabs(name) else f"outside of {root}",
-            fix="extend a file beside the recipe, or a shipped recipe by its name",
-        )
+        message = f"`extends: {name}` leads out of the recipe's tree: {_chain_text(chain)} -> {name}"
+        why = "absolute" if os.path.isabs(name) else f"outside of {root}"
+        fix = "extend a file beside the recipe, or a shipped recipe by its name"
+        raise Mistakes.one(message, where=node.source, why=why, fix=fix)
     return base
 
 

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.base import Container, Node
 from omegaconf.basecontainer import BaseContainer
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
-from tpshard.recipes.diagnostic import Diagnostic, Source, suggestion
+from tpshard.recipes.diagnostic import Diagnostic, Source, did_you_mean
 from tpshard.recipes.nodes import Path, dotted
 
 ALLOWED = ("oc.env", "oc.decode", "oc.select", "oc.dict.keys", "oc.dict.values")
@@ -169,16 +169,14 @@ def mistake(resolved: Resolved, path: Path, raw: Any, place: Callable[[Path], So
     if before and (not named or len(at) < len(resolved.broken[-1])):
         missing, at = at if text in (None, "???") else None, before.pop()
     also = tuple((place(p), "needed here") for p in before)
-    if resolved.unset:
-        return at, unset(resolved.unset[0], place(at), also)
     text = or_none(raw, at)
-    if text == "???":
+    if text == "???" and not resolved.unset:
         return at, to_be_given(at, place(at), also)
-    if missing is None:
+    if missing is None or resolved.unset:
         return at, unresolvable(f"{dotted(at)}: {text}", resolved, place(at), also)
-    close = suggestion(dotted(missing), (dotted(p) for p in _all(raw) if p not in (at, missing)))
-    message = f"`{dotted(at)}: {text}` refers to `{dotted(missing)}`"
-    fix = f"did you mean `{close}`?" if close else f"name a key that has a value, or give `{dotted(missing)}` one"
+    message, others = f"`{dotted(at)}: {text}` refers to `{dotted(missing)}`", set(_all(raw)) - {at, missing}
+    otherwise = f"name a key that has a value, or give `{dotted(missing)}` one"
+    fix = did_you_mean(dotted(missing), sorted(map(dotted, others)), otherwise)
     return at, Diagnostic(message, where=place(at), why="that key has no value", fix=fix, also=also)
 
 
@@ -192,15 +190,14 @@ def to_be_given(path: Path, where: Source, also: Places = ()) -> Diagnostic:
 
 
 def unresolvable(text: str, resolved: Resolved, where: Source, also: Places = ()) -> Diagnostic:
-    """The mistake for an interpolation that OmegaConf can parse, but not complete."""
+    """The mistake for an interpolation that OmegaConf can parse, but not complete: a variable is unset, or an error."""
+    if resolved.unset:
+        name = resolved.unset[0]
+        message = f"the environment variable {name} is not set"
+        fix = f"export {name}=..., or give a default: ${{oc.env:{name},default}}"
+        return Diagnostic(message, where=where, why="needed now", fix=fix, also=also)
     why = str(resolved.error).partition("\n")[0]
     return Diagnostic(f"`{text}` cannot be resolved", where=where, why=why, fix=FORMS, also=also)
-
-
-def unset(name: str, where: Source | None, also: Places = ()) -> Diagnostic:
-    """The mistake for a value that needs an unset environment variable."""
-    fix = f"export {name}=..., or give a default: ${{oc.env:{name},default}}"
-    return Diagnostic(f"the environment variable {name} is not set", where=where, why="needed now", fix=fix, also=also)
 
 
 def _all(raw: Any, path: Path = ()) -> Iterator[Path]:

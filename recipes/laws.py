@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Literal
 
 from tpshard.models.family import DIMS
-from tpshard.recipes.diagnostic import Diagnostic, Mistakes, suggestion
+from tpshard.recipes.diagnostic import Diagnostic, Mistakes, did_you_mean
 from tpshard.recipes.mesh_sizes import misfit
 from tpshard.recipes.schema import Recipe
 from tpshard.recipes.training_keys import Optimizer
@@ -66,9 +66,8 @@ def one_rest(recipe: Recipe) -> Iterator[Diagnostic]:
         rest = [axis for axis, size in mesh.items() if size == -1]
         if len(rest) > 1:
             message, why = f"{len(rest)} axes of `{path}` are -1", "only one axis can take the remaining devices"
-            yield _violation(
-                recipe, f"{path}.{rest[1]}", message, why, "give one of them a size", {f"{path}.{rest[0]}": "the first"}
-            )
+            also = {f"{path}.{rest[0]}": "the first"}
+            yield _violation(recipe, f"{path}.{rest[1]}", message, why, "give one of them a size", also)
 
 
 def mesh_on_cluster(recipe: Recipe) -> Iterator[Diagnostic]:
@@ -94,12 +93,10 @@ def known_axes(recipe: Recipe) -> Iterator[Diagnostic]:
     for path, axes in _uses(recipe).items():
         for axis in dict.fromkeys(axes):
             if axis not in recipe.mesh and axis not in AXES:
-                close = suggestion(axis, recipe.mesh)
                 message = f"`{path}` uses the mesh axis `{axis}`, which does not exist"
-                fix = f"did you mean {close}?" if close else f"add it: mesh: {{..., {axis}: 2}}"
-                yield _violation(
-                    recipe, path, message, f"the mesh has {', '.join(recipe.mesh)}", fix, {"mesh": "the mesh"}
-                )
+                why = f"the mesh has {', '.join(recipe.mesh)}"
+                fix = did_you_mean(axis, recipe.mesh, f"add it: mesh: {{..., {axis}: 2}}")
+                yield _violation(recipe, path, message, why, fix, {"mesh": "the mesh"})
 
 
 def used_axes(recipe: Recipe) -> Iterator[Diagnostic]:
@@ -125,29 +122,25 @@ def known_logical_axes(recipe: Recipe) -> Iterator[Diagnostic]:
     annotated |= {name for names in recipe.model.dims.values() for name in names if name}
     for name in recipe.sharding.rules:
         if name not in DIMS and name not in annotated:
-            close = suggestion(name, [*DIMS, *annotated])
-            fix = f"did you mean {close}?" if close else f"dims are {', '.join(DIMS)}, or those in annotate"
-            message = f"no tensor has a dim called `{name}`"
-            yield _violation(recipe, f"sharding.rules.{name}", message, "the rule would have no effect", fix)
+            message, why = f"no tensor has a dim called `{name}`", "the rule would have no effect"
+            fix = did_you_mean(name, [*DIMS, *annotated], f"dims are {', '.join(DIMS)}, or those in annotate")
+            yield _violation(recipe, f"sharding.rules.{name}", message, why, fix)
     for pattern, names in recipe.sharding.annotate.items():
         for name in filter(None, names):
             if name not in DIMS and name not in recipe.sharding.rules:
-                close = suggestion(name, [*DIMS, *recipe.sharding.rules])
-                fix = f"did you mean {close}?" if close else f"add a rule: {name}: tp"
                 message = f"the dim name `{name}` has no rule and is not a dim of the model"
-                yield _violation(
-                    recipe, f"sharding.annotate.{pattern}", message, "the annotation would have no effect", fix
-                )
+                fix = did_you_mean(name, [*DIMS, *recipe.sharding.rules], f"add a rule: {name}: tp")
+                why = "the annotation would have no effect"
+                yield _violation(recipe, f"sharding.annotate.{pattern}", message, why, fix)
 
 
 def priorities_of_rules(recipe: Recipe) -> Iterator[Diagnostic]:
     """Requires that every dim with a priority has a rule."""
     for name in recipe.sharding.priority:
         if name not in recipe.sharding.rules:
-            close = suggestion(name, [*recipe.sharding.rules])
-            fix = f"did you mean {close}?" if close else f"add a rule: {name}: tp"
-            message = f"the dim `{name}` has a priority but no rule"
-            yield _violation(recipe, f"sharding.priority.{name}", message, "the priority would have no effect", fix)
+            message, why = f"the dim `{name}` has a priority but no rule", "the priority would have no effect"
+            fix = did_you_mean(name, recipe.sharding.rules, f"add a rule: {name}: tp")
+            yield _violation(recipe, f"sharding.priority.{name}", message, why, fix)
 
 
 def axis_once(recipe: Recipe) -> Iterator[Diagnostic]:
@@ -171,10 +164,8 @@ def axis_once(recipe: Recipe) -> Iterator[Diagnostic]:
                     continue
                 first = name_of[axis]
                 pair = dict.fromkeys((first, name))
-                why = f"`{first}` and `{name}` are both sharded over {axis}"
-                if first == name:
-                    why = f"`{first}` twice, sharded over {axis}"
-                message = f"`{pattern}` would be sharded over `{axis}` twice"
+                twice = f"`{first}` twice, sharded" if first == name else f"`{first}` and `{name}` are both sharded"
+                message, why = f"`{pattern}` would be sharded over `{axis}` twice", f"{twice} over {axis}"
                 fix = "give one of its dims another rule, or null here"
                 also = {f"sharding.rules.{n}": f"{n} -> {', '.join(rules[n])}" for n in pair}
                 yield _violation(recipe, f"sharding.annotate.{pattern}", message, why, fix, also)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tpshard.models.presets import PRESETS
 from tpshard.recipes import extends, laws
 from tpshard.recipes.checker import BAD, Checker
-from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, Source, suggestion
+from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, Source, did_you_mean
 from tpshard.recipes.hints import hints, mapping_of, section_of
 from tpshard.recipes.nodes import Node, compose, scalar
 from tpshard.recipes.schema import SCHEMA_VERSION, Recipe
@@ -95,15 +95,10 @@ def find(name: str) -> Path:
         return path
     if name in extends.builtins():
         return extends.builtins()[name]
-    close = suggestion(name, extends.builtins())
     looks_like_path = path.suffix in (".yaml", ".yml") or os.sep in name
     why = "a folder without a recipe.yaml" if path.is_dir() else "no such file" if looks_like_path else ""
-    raise Mistakes.one(
-        f"there is no recipe `{name}`",
-        exit=Exit.USAGE,
-        why=why,
-        fix=f"did you mean {close}?" if close else f"shipped recipes: {', '.join(extends.builtins())}",
-    )
+    fix = did_you_mean(name, extends.builtins(), f"shipped recipes: {', '.join(extends.builtins())}")
+    raise Mistakes.one(f"there is no recipe `{name}`", exit=Exit.USAGE, why=why, fix=fix)
 
 
 def _name_of(path: Path) -> str:
@@ -177,13 +172,8 @@ def _override(text: str, number: int) -> Node:
     key, *rest = re.split(r"(?<!\\)=", text, maxsplit=1)
 
     def syntax_mistake(why: str, col: int = 1, width: int = 1) -> Mistakes:
-        return Mistakes.one(
-            f"the override `{text}` is not key.path=value",
-            exit=Exit.USAGE,
-            where=Source(file, 1, col, text, max(1, width)),
-            why=why,
-            fix="for example train.steps=100",
-        )
+        message, where = f"the override `{text}` is not key.path=value", Source(file, 1, col, text, max(1, width))
+        return Mistakes.one(message, exit=Exit.USAGE, where=where, why=why, fix="for example train.steps=100")
 
     if not rest:
         raise syntax_mistake("no `=`", width=len(text))
@@ -218,11 +208,8 @@ def _nest(parts: list[str], leaf: Node, hint: Any, where: Source) -> Node:
     elif mapping_of(hint) is not None:
         name, value = ".".join(parts), leaf
     else:
-        raise Mistakes.one(
-            f"there are no keys below `{where.text[: where.width].removesuffix('.' + '.'.join(parts))}`",
-            where=where,
-            fix="give the whole value: key=[a, b] or key={a: b}",
-        )
+        message = f"there are no keys below `{where.text[: where.width].removesuffix('.' + '.'.join(parts))}`"
+        raise Mistakes.one(message, where=where, fix="give the whole value: key=[a, b] or key={a: b}")
     return Node("map", where, entries=((Node("scalar", where, name), value),))
 
 

@@ -30,34 +30,19 @@ def misfit(
         "{" + ", ".join(f"{axis}: {size}" for axis, size in other.items() if size != 1) + "}"
         for other in nearest_meshes(mesh, world)[:3]
     ]
-    return Diagnostic(
-        f"the mesh {sizes or '1'} does not fit {world} devices",
-        exit=Exit.MACHINE,
-        where=where,
-        why=f"{product} does not divide {world}" if rest else f"the product is {product}",
-        fix="mesh: " + " or ".join(near) if near else f"sizes whose product is {world}",
-        also=also,
-    )
+    why = f"{product} does not divide {world}" if rest else f"the product is {product}"
+    fix = "mesh: " + " or ".join(near) if near else f"sizes whose product is {world}"
+    message = f"the mesh {sizes or '1'} does not fit {world} devices"
+    return Diagnostic(message, Exit.MACHINE, where, why, fix, also=also)
 
 
 def nearest_meshes(mesh: Mapping[str, int], world: int) -> list[dict[str, int]]:
     """Meshes on `world` devices that differ from `mesh` in one axis, closest first."""
-    fixed = {axis: size for axis, size in mesh.items() if size != -1}
     by_distance = []
-    for axis in mesh:
-        others = math.prod(size for other, size in fixed.items() if other != axis)
-        if world % others == 0:
-            size = world // others
-            by_distance.append((abs(math.log(size / max(fixed.get(axis, size), 1))), {**mesh, axis: size}))
-    if -1 in mesh.values():
-        for axis, size in fixed.items():
-            others = math.prod(s for a, s in fixed.items() if a != axis)
-            legal = [d for d in range(1, world + 1) if world % (d * others) == 0]
-            if legal:
-                best = min(legal, key=lambda d: abs(math.log(d / size)))
-                by_distance.append((abs(math.log(best / size)), {**mesh, axis: best}))
-    meshes: list[dict[str, int]] = []
-    for _, candidate in sorted(by_distance, key=lambda pair: pair[0]):
-        if candidate not in meshes and candidate != mesh:
-            meshes.append(candidate)
-    return meshes
+    for axis, size in mesh.items():
+        whole, left = divmod(world, math.prod(s for other, s in mesh.items() if other != axis and s != -1))
+        if size != -1 and not left:
+            legal = [n for n in range(1, whole + 1) if whole % n == 0] if -1 in mesh.values() else [whole]
+            best = min(legal, key=lambda n: abs(math.log(n / size)))
+            by_distance.append((abs(math.log(best / size)), {**mesh, axis: best}))
+    return [candidate for _, candidate in sorted(by_distance, key=lambda pair: pair[0]) if candidate != mesh]

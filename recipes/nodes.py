@@ -70,11 +70,9 @@ def compose(
     except yaml.reader.ReaderError as error:
         before = text[: error.position] if isinstance(error.position, int) else ""
         where = place.at(before.count("\n") + 1, len(before) - before.rfind("\n"))
-        raise Mistakes.one(
-            f"the character U+{ord(text[error.position]):04X} is not allowed in YAML",
-            where=where,
-            fix='write it as an escape between double quotes, such as "\\x07"',
-        ) from None
+        message = f"the character U+{ord(text[error.position]):04X} is not allowed in YAML"
+        fix = 'write it as an escape between double quotes, such as "\\x07"'
+        raise Mistakes.one(message, where=where, fix=fix) from None
     top = tree.node(root)[0] if root is not None else Node("scalar", place.at(1, 1), "", True)
     if mapping and not tree.mistakes:
         _must_be_map(top)
@@ -271,13 +269,9 @@ def _decode(data: bytes, file: str) -> str:
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise Mistakes.one("the file is UTF-16", where=top, why="a recipe is UTF-8", fix="save it as UTF-8")
     if data.startswith(codecs.BOM_UTF8):
-        text = data[3:].decode("utf-8", "replace").split("\n", 1)[0]
-        raise Mistakes.one(
-            "the file begins with a byte order mark",
-            where=Source(file, 1, 1, text),
-            why="three bytes before this",
-            fix="save it as UTF-8 without BOM",
-        )
+        message, fix = "the file begins with a byte order mark", "save it as UTF-8 without BOM"
+        where = Source(file, 1, 1, data[3:].decode("utf-8", "replace").split("\n", 1)[0])
+        raise Mistakes.one(message, where=where, why="three bytes before this", fix=fix)
     if len(data) > MAX_BYTES:
         message = f"the file has {len(data):,} bytes; a recipe has at most {MAX_BYTES:,}"
         raise Mistakes.one(message, where=top, fix="is this the right file? A recipe names data by its path")

@@ -11,6 +11,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
+from tpshard.recipes import training_keys as training
 from tpshard.recipes.constraints import form, limits, name_or_file
 from tpshard.recipes.diagnostic import Diagnostic, Source
 from tpshard.recipes.mesh_sizes import mesh_on
@@ -18,19 +19,6 @@ from tpshard.recipes.model_keys import Model
 from tpshard.recipes.parallel_keys import Fsdp, Pipeline, RematEvery, ShardingSection
 from tpshard.recipes.section import Section, derived
 from tpshard.recipes.serving_keys import Quantize, Serve
-from tpshard.recipes.training_keys import (
-    Batch,
-    Checkpoint,
-    Data,
-    Evaluate,
-    Launch,
-    Logging,
-    Optimizer,
-    Run,
-    Schedule,
-    Timeout,
-    Train,
-)
 from tpshard.recipes.value_types import AxisName, AxisSize
 
 SCHEMA_VERSION = 1
@@ -81,17 +69,17 @@ class Recipe(Section):
     eagerly; or nothing."""
     pipeline: Pipeline | None = None
     """Pipeline stages; needs a mesh axis `pp`."""
-    data: Data = field(default_factory=Data)
-    batch: Batch = field(default_factory=Batch)
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    schedule: Schedule = field(default_factory=Schedule)
-    train: Train = field(default_factory=Train)
-    evaluate: Evaluate = field(default_factory=Evaluate)
-    timeout_s: Timeout = field(default_factory=Timeout)
-    launch: Launch = field(default_factory=Launch)
-    run: Run = field(default_factory=Run)
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    logging: Logging = field(default_factory=Logging)
+    data: training.Data = field(default_factory=training.Data)
+    batch: training.Batch = field(default_factory=training.Batch)
+    optimizer: training.Optimizer = field(default_factory=training.Optimizer)
+    schedule: training.Schedule = field(default_factory=training.Schedule)
+    train: training.Train = field(default_factory=training.Train)
+    evaluate: training.Evaluate = field(default_factory=training.Evaluate)
+    timeout_s: training.Timeout = field(default_factory=training.Timeout)
+    launch: training.Launch = field(default_factory=training.Launch)
+    run: training.Run = field(default_factory=training.Run)
+    checkpoint: training.Checkpoint = field(default_factory=training.Checkpoint)
+    logging: training.Logging = field(default_factory=training.Logging)
     quantize: Quantize = field(default_factory=Quantize)
     serve: Serve = field(default_factory=Serve)
 

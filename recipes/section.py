@@ -99,11 +99,9 @@ def resolve(value: Any, config: Any) -> Any:
         return tuple(resolve(item, config) for item in value)
     if not isinstance(value, Pending):
         return value
-    from tpshard.recipes.interpolation import resolve_at, unresolvable, unset
+    from tpshard.recipes.interpolation import resolve_at, unresolvable
 
     resolved = resolve_at(config, value.path)
-    if resolved.error is not None and resolved.unset:
-        raise Mistakes([unset(resolved.unset[0], value.source)])
     if resolved.error is not None:
         raise Mistakes([unresolvable(value, resolved, value.source)])
     return None if resolved.value is None else str(resolved.value)

@@ -202,7 +202,7 @@ def test_a_copy_never_replaces_unless_asked(workdir: Path, capsys: pytest.Captur
     assert (workdir / "folder" / "tiny.yaml").exists()
     assert run(["recipes", "cp", "tiny", "new/deep/x.yaml"]) == 0
     assert run(["recipes", "cp", "tinny"]) == Exit.USAGE
-    assert "did you mean tiny?" in capsys.readouterr().err
+    assert "did you mean `tiny`?" in capsys.readouterr().err
     (workdir / "dangling.yaml").symlink_to(workdir / "nowhere")
     assert run(["recipes", "cp", "tiny", "dangling.yaml"]) == Exit.USAGE
     assert not [p for p in workdir.rglob("*") if p.name.startswith(".")]

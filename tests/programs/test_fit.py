@@ -128,9 +128,9 @@ def test_unknown_axes_show_the_mesh() -> None:
         ),
         key=lines,
     )
-    assert (rule.fix, lines(rule)) == ("did you mean tp?", [4, 2])
+    assert (rule.fix, lines(rule)) == ("did you mean `tp`?", [4, 2])
     assert lines(pin) == [5, 2]
-    assert axis.fix == "did you mean fsdp?"
+    assert axis.fix == "did you mean `fsdp`?"
 
 
 def test_an_axis_that_nothing_uses_is_told() -> None:
@@ -145,11 +145,11 @@ def test_an_axis_that_nothing_uses_is_told() -> None:
 
 def test_a_rule_or_annotation_for_a_dim_that_does_not_exist_is_told() -> None:
     (actual,) = law("mesh: {tp: 2}\nsharding: {rules: {haeds: tp}}")
-    assert actual.fix == "did you mean heads?"
+    assert actual.fix == "did you mean `heads`?"
     (actual,) = law("mesh: {tp: 2}\nsharding: {rules: {heads: tp}, annotate: {layers.*.residual: [batch, sq, embed]}}")
-    assert actual.fix == "did you mean seq?"
+    assert actual.fix == "did you mean `seq`?"
     (actual,) = law("mesh: {tp: 2}\nsharding: {rules: {heads: tp}, priority: {haeds: 1}}")
-    assert actual.fix == "did you mean heads?" and "a priority but no rule" in actual.message
+    assert actual.fix == "did you mean `heads`?" and "a priority but no rule" in actual.message
     assert loads("model: {module: 'a:B'}\nsharding: {rules: {channels: tp}}").sharding.rules == {"channels": ("tp",)}
 
 

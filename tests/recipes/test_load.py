@@ -257,7 +257,7 @@ def test_the_name_of_a_file_that_is_not_there_is_a_usage_mistake(tmp_path: Path)
     with pytest.raises(Mistakes) as caught:
         load("quickstrat")
     assert caught.value.exit == Exit.USAGE
-    assert caught.value.diagnostics[0].fix == "did you mean quickstart?"
+    assert caught.value.diagnostics[0].fix == "did you mean `quickstart`?"
     with pytest.raises(Mistakes) as caught:
         load(tmp_path / "no.yaml")
     assert caught.value.exit == Exit.USAGE

@@ -105,8 +105,8 @@ def test_a_wrong_value_says_where_and_what_would_be_legal(line: str, mark: str, 
 
 
 def test_a_misspelt_choice_is_suggested() -> None:
-    assert wrong("model: {preset: llama3-8B}")[0].fix == "did you mean llama3-8b?"
-    assert wrong("model: {preset: tiny}\ncluster: {device: h100-sxm-80}")[0].fix == "did you mean h100-sxm-80g?"
+    assert wrong("model: {preset: llama3-8B}")[0].fix == "did you mean `llama3-8b`?"
+    assert wrong("model: {preset: tiny}\ncluster: {device: h100-sxm-80}")[0].fix == "did you mean `h100-sxm-80g`?"
 
 
 def test_numbers_are_read_as_people_write_them() -> None:
@@ -324,4 +324,4 @@ def test_of_brackets_without_end_only_the_first_are_read(opening: str, monkeypat
 
 def test_the_name_of_a_family_is_completed() -> None:
     (actual,) = wrong("model: {preset: tiny}\ncluster: {device: h100}\n")
-    assert actual.fix == "did you mean h100-sxm-80g?"
+    assert actual.fix == "did you mean `h100-sxm-80g`?"
