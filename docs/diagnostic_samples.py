@@ -9,12 +9,14 @@ import contextlib
 import functools
 import gzip
 import io
+import os
 import re
 import shlex
 import sys
 import tempfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from unittest import mock
 
 import command_mistakes
 import device_mistakes
@@ -67,8 +69,8 @@ def listed() -> list[Entry]:
 
 def printed(sample: Sample) -> Iterator[tuple[str, str]]:
     """Yields (message, whole text) of every diagnostic that the sample's command prints."""
-    stderr, modules = io.StringIO(), set(sys.modules)
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+    stderr, modules, whole_lines = io.StringIO(), set(sys.modules), mock.patch.dict(os.environ, {"COLUMNS": "0"})
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), whole_lines:
         files = {"recipe.yaml": sample.recipe, **(model_folder() if sample.model else {}), **sample.files}
         for name, content in files.items():
             if content:

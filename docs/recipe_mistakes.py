@@ -105,7 +105,10 @@ FILES = (
     Sample(b"model: {preset: tiny}\nname: \xff"),
     Sample(b"model: {preset: tiny}" + b"\n" * 2**20),
     Sample("a: &a " + str([1] * 80) + "\nb: &b [" + "*a, " * 16 + "*a]\nmodel: [" + "*b, " * 16 + "*b]"),
-    Sample(b"model: {preset: tiny}\nname: a\nrun: {dir: '" + b"${name}" * 2001 + b"'}"),
+    Sample(
+        f"model: {{preset: tiny}}\nname: {'${seed}' * 7}\ndata: {{source: '{'${name}' * 7}'}}\n"
+        f"run: {{dir: '{'${data.source}' * 7}'}}\nserve: {{host: '{'${run.dir}' * 7}'}}"
+    ),
     Sample("model: {preset: tiny, vocab: 1000}"),
     Sample("model: {preset: tiny}\ndata: {tokenizer: organization/name}"),
     Sample("model: {hf: folder, full_layers: [1]}", files={"folder/config.json": QWEN}),
