@@ -313,7 +313,7 @@ def operation(
         least *= device.cpu.overhead_after(recent)
         if device.cpu.cold_bandwidth and not work.startswith("attention"):
             least += cold / device.cpu.cold_bandwidth
-            moved -= cold
+            moved -= 0 if work == "matmul" else cold  # a product packs its operands wherever they come from
     memory = (moved + device.cpu.exponential * exponentials) / device.stream_rate
     if work == "stream":
         return memory + least if device.kind == "cpu" else max(memory, least)

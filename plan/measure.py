@@ -342,7 +342,7 @@ host:
 {chr(10).join(crowd(n) for n in sorted(each))}
 constants: {{{", ".join(f"{key}: {value}" for key, value in constants.items())}}}
 fitted:
-  matmul: "{when}, products of 3x10^7 to 2x10^9 FLOPs, {errors["matmul"]}"
+  matmul: "{when}, products of 10^7 to 2x10^9 FLOPs, {errors["matmul"]}"
   streaming: "{when}, blocks of pointwise operations and sums on 0.25 to 8 MB, {errors["streaming"]}"
   attention: "{when}, sequences of 256 and 512, heads of 16 to 128, {errors["attention"]}"
   inside: "{when}, gloo with {" and ".join(str(n) for n in sends)} processes, mean error {100 * near.error:.0f}%"

@@ -33,9 +33,12 @@ from tpshard.plan.measure_blocks import blocks
 
 OPS = attention.__name__  # importing it registers torch.ops.tpshard.attention
 MATMULS = {
-    torch.float32: ((2048, 128, 64), (2048, 128, 384), (1024, 512, 512), (1024, 512, 1536), (1024, 1024, 1024)),
+    torch.float32: (
+        (2048, 128, 64), (2048, 128, 384), (1024, 512, 512), (1024, 512, 1536), (1024, 1024, 1024),
+        (8, 512, 1536), (64, 512, 1536),  # a server's few rows
+    ),
     torch.bfloat16: ((256, 64, 128), (256, 128, 256)),  # a CPU without instructions for it is a hundred times slower
-}
+}  # fmt: skip
 HEADS = ((8, 256, 8, 16), (4, 256, 8, 32), (2, 512, 8, 64), (1, 512, 8, 128))
 """(batch, sequence, heads, head size)."""
 ELEMENTS = (1 << 16, 1 << 18, 1 << 20, 1 << 21)
