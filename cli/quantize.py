@@ -213,7 +213,7 @@ OTHERS = "other settings below `quantize`"
 def _progress(done: int, of: int, name: str) -> None:
     if sys.stderr.isatty():
         print(f"\r\x1b[K{done + 1}/{of} {name}", end="", file=sys.stderr, flush=True)
-    elif name.endswith("mlp.down") or done == 0:
+    elif name.endswith(("mlp.down", "down[0]")) or done == 0:
         print(f"{done + 1}/{of} {name}", file=sys.stderr, flush=True)
 
 
@@ -223,10 +223,20 @@ def _progress_ends() -> None:
 
 
 def _table(report: Quantizing) -> str:
-    width = max((len(linear.name) for linear in report.linears), default=5)
+    errors: dict[str, list[tuple[float, float]]] = {}
+    for linear in report.linears:  # a row for all experts of a layer
+        errors.setdefault(linear.name.partition("[")[0], []).append((linear.error, linear.nearest_error))
+    worst = {name: [max(column) for column in zip(*rows)] for name, rows in errors.items()}
+    names = {name: name if len(rows) == 1 else f"{name} (worst of {len(rows)})" for name, rows in errors.items()}
+    width = max((len(name) for name in names.values()), default=5)
     rows = [f"{'layer':<{width}}  error    to nearest"]
-    rows += [f"{x.name:<{width}}  {x.error:.5f}  {x.nearest_error:.5f}" for x in report.linears]
+    rows += [f"{names[name]:<{width}}  {error:.5f}  {nearest:.5f}" for name, (error, nearest) in worst.items()]
     rows += [f"{name} stays dense: its sizes are not multiples of 32" for name in report.left_dense]
+    if report.unseen:
+        rows.append(
+            f"{len(report.unseen)} linears of experts were rounded to nearest, because no calibration token "
+            f"chose them: {', '.join(report.unseen[:3])}{', ...' if len(report.unseen) > 3 else ''}"
+        )
     if report.loss_before is not None and report.loss_after is not None:
         more = report.loss_after - report.loss_before
         rows.append(

@@ -34,8 +34,8 @@ def open_weights(source: str) -> Weights:
         assert blueprint.weights is not None, "a folder that is opened has weights"
         if not blueprint.weights.quantized:
             return Weights(blueprint.shapes, blueprint.weights.block)
-        coded = QuantizedModules(path, blueprint.weights.module_of)
-        return Weights(blueprint.shapes, blueprint.weights.block, coded.linear, coded.group)
+        coded = QuantizedModules(path, blueprint.weights.module_of, blueprint.weights.stack_of)
+        return Weights(blueprint.shapes, blueprint.weights.block, coded.linear, coded.group, coded.expert)
     folder = HFFolder(path)
 
     def block(name: str, starts: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
@@ -44,7 +44,7 @@ def open_weights(source: str) -> Weights:
     if not folder.quantized:
         return Weights(folder.config.shapes, block)
     stored = QuantizedParameters(path, folder.config)
-    return Weights(folder.config.shapes, block, stored.linear, stored.group)
+    return Weights(folder.config.shapes, block, stored.linear, stored.group, stored.expert)
 
 
 def prepare(job: Job) -> tuple[ServingPrograms, Weights]:

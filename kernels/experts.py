@@ -12,7 +12,7 @@ in fp32 in the order of the experts, so that the same inputs give the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -30,6 +30,18 @@ _library.define(
 def experts(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """The sum over each token's experts: x [..., m], ids and weights [..., k] -> [..., m]. Shapes as in the module."""
     return torch.ops.tpshard.experts(x, ids, weights, gate, up, down)
+
+
+def routed_sum(x: Tensor, ids: Tensor, weights: Tensor, count: int, compute: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """The sum over each token's experts, of `count`: x [..., m], ids and weights [..., k] -> [..., m].
+
+    compute: maps an expert and its tokens [n, m] to their results [n, m].
+    """
+    rows, shares = x.reshape(-1, x.shape[-1]), weights.reshape(-1, 1)
+    out = torch.zeros(rows.shape, dtype=_wide(x), device=x.device)
+    for e, tokens, places in _shares(ids, count):
+        out.index_add_(0, tokens, compute(e, rows[tokens]).to(out.dtype) * shares[places])
+    return out.to(x.dtype).view(x.shape)
 
 
 def _shares(ids: Tensor, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -60,13 +72,11 @@ def _check(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, do
 
 def _forward(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     _check(x, ids, weights, gate, up, down)
-    rows, shares = x.reshape(-1, x.shape[-1]), weights.reshape(-1, 1)
-    out = torch.zeros(rows.shape, dtype=_wide(x), device=x.device)
-    for e, tokens, places in _shares(ids, gate.shape[0]):
-        some = rows[tokens]
-        hidden = F.silu(F.linear(some, gate[e])) * F.linear(some, up[e])
-        out.index_add_(0, tokens, F.linear(hidden, down[e]).to(out.dtype) * shares[places])
-    return out.to(x.dtype).view(x.shape)
+
+    def compute(e: int, some: Tensor) -> Tensor:
+        return F.linear(F.silu(F.linear(some, gate[e])) * F.linear(some, up[e]), down[e])
+
+    return routed_sum(x, ids, weights, gate.shape[0], compute)
 
 
 def _backward(

@@ -17,11 +17,14 @@ from tpshard.kernels.gptq_config import read_config
 from tpshard.models import hf, hf_files
 from tpshard.models.architecture import Architecture
 from tpshard.models.aside import write_aside
+from tpshard.models.expert_tensors import Stack
 from tpshard.models.hf_quantized import DequantizedTensors
 from tpshard.models.init import Initial
 
 _CONSTANTS = re.compile(r".*\.(rotary_emb\.inv_freq|masked_bias|attn\.bias|attention\.bias|position_ids)")
 """Constants that older versions of transformers saved beside the parameters."""
+_MIXTRALS = ".block_sparse_moe."
+"""What Mixtral's folders call the module `.mlp.`."""
 _WHOLE = 1 << 16
 """Elements of the largest parameter that is initialized by the class's own rule."""
 
@@ -29,9 +32,9 @@ _WHOLE = 1 << 16
 class FolderWeights:
     """A folder's weights, by the names of the module's parameters. Only headers are read until a block is asked for.
 
-    ValueError for pickles and for tensors that are missing, superfluous or of another shape. Where the folder's names
-    differ from the parameters' (as for experts stored one by one), transformers loads all weights at once. The weights
-    of a GPTQ folder are dequantized. Without `values` only headers are read, and checked in the same way.
+    ValueError for pickles and for tensors that are missing, superfluous or of another shape. Experts may be stored one
+    by one. Where the folder's names differ otherwise from the parameters', transformers loads all weights at once. The
+    weights of a GPTQ folder are dequantized. Without `values` only headers are read, and checked in the same way.
     """
 
     def __init__(
@@ -42,10 +45,13 @@ class FolderWeights:
         self.quantized = read_config(self.folder) is not None
         self.tensors = DequantizedTensors(folder) if self.quantized else hf_files.Tensors(folder)
         self._turned = _transposed_names(model)
-        self._home = self._homes(self._spellings(model), type(model).__name__)
+        spellings = self._spellings(model)
+        stacks = {name: Stack.find(spellings[name], shape[0], self.tensors) for name, shape in self.shapes.items()}
+        self._stacks = {name: stack for name, stack in stacks.items() if stack is not None}
+        self._home = self._homes(spellings, type(model).__name__)
         if self._home is None and self.quantized:
             reason = f"its tensors are not named as {type(model).__name__} names them"
-            raise ValueError(f"{folder} is quantized, and {reason} (experts one by one): not supported")
+            raise ValueError(f"{folder} is quantized, and {reason}: not supported")
         if self._home is not None:
             self._check(model, self._home)
         else:
@@ -56,6 +62,9 @@ class FolderWeights:
         if self._home is None:
             cut = tuple(slice(start, start + size) for start, size in zip(starts, sizes))
             value = self._loaded[name][cut].clone()
+        elif name in self._stacks:
+            shape = self.shapes[name]
+            value = self._stacks[name].block(self.tensors, starts or (0,) * len(shape), sizes or shape)
         else:
             value = self._read(name, self._home[name], starts, sizes)
         return value if dtype is None else value.to(dtype)
@@ -75,27 +84,45 @@ class FolderWeights:
         that the model holds [inputs, outputs]."""
         if not isinstance(self.tensors, DequantizedTensors) or self._home is None or name in self._turned:
             return None
-        return self.tensors.coded_weights.get(self._home[name])
+        return self.tensors.coded_weights.get(self._home.get(name, ""))
+
+    def stack_of(self, name: str) -> list[list[str]] | None:
+        """The quantized linears [outputs, inputs] of each expert of a stacked parameter, in the order of their outputs;
+        None for other parameters, and for experts of which some are dense."""
+        if not isinstance(self.tensors, DequantizedTensors) or name not in self._stacks:
+            return None
+        coded, stack = self.tensors.coded_weights, self._stacks[name]
+        if not all(tensor in coded for tensor in stack.tensors):
+            return None
+        return [[coded[tensor] for tensor in matrices] for matrices in stack.experts]
 
     def _spellings(self, model: nn.Module) -> dict[str, list[str]]:
-        """The names under which a folder may store each parameter: as the model or its base calls it, or what is tied
-        to it.
+        """The names under which a folder may store each parameter: as the model or its base calls it, as Mixtral's
+        folders do, or what is tied to it.
         """
         prefix = f"{getattr(model, 'base_model_prefix', '')}."
         ties = {name: others for others in _tied_names(model) for name in others}
         return {
-            name: [other for tied in ties.get(name, (name,)) for other in (tied, tied.removeprefix(prefix))]
+            name: [
+                other.replace(".mlp.", part)
+                for tied in ties.get(name, (name,))
+                for other in (tied, tied.removeprefix(prefix))
+                for part in (".mlp.", _MIXTRALS)
+            ]
             for name in self.shapes
         }
 
     def _homes(self, spellings: Mapping[str, Sequence[str]], cls: str) -> dict[str, str] | None:
-        """The stored tensor of each parameter; None where names differ by more than the base model's prefix.
+        """The stored tensor of each parameter that is not stacked; None where names differ otherwise than spelled.
 
         ValueError where some have none, and nothing else is stored that could be theirs.
         """
-        homes = {n: next((o for o in others if o in self.tensors), None) for n, others in spellings.items()}
+        single = {name: others for name, others in spellings.items() if name not in self._stacks}
+        homes = {n: next((o for o in others if o in self.tensors), None) for n, others in single.items()}
         absent = [name for name, tensor in homes.items() if tensor is None]
-        spelled = {other for others in spellings.values() for other in others}
+        stacked = {tensor for stack in self._stacks.values() for tensor in stack.tensors}
+        absent += sorted(tensor for tensor in stacked if tensor not in self.tensors)
+        spelled = {other for others in spellings.values() for other in others} | stacked
         foreign = [t for t in self.tensors.names() if t not in spelled and not _CONSTANTS.fullmatch(t)]
         if absent and not foreign:
             raise ValueError(f"{self.folder}: missing keys for {cls}: {', '.join(absent[:5])}")
@@ -103,16 +130,22 @@ class FolderWeights:
 
     def _check(self, model: nn.Module, homes: Mapping[str, str]) -> None:
         wrong = []
+        for name, stack in self._stacks.items():
+            shape = list(self.shapes[name])
+            for tensor in stack.misfits(shape, self.tensors.shape):
+                wrong.append(f"`{tensor}` is {list(self.tensors.shape(tensor))}, config.json makes `{name}` {shape}")
         for name, tensor in homes.items():
             turned = self._is_transposed(name, tensor)
             stored = self.tensors.shape(tensor)
             if (stored[::-1] if turned else stored) != self.shapes[name]:
                 expected = list(self.shapes[name])
                 wrong.append(f"`{tensor}` is {list(stored)}, config.json makes it {expected}")
-            elif self.tensors.dtype(tensor) not in hf.FLOATS:
+        stacked = {tensor for stack in self._stacks.values() for tensor in stack.tensors}
+        for tensor in (*homes.values(), *sorted(stacked)):
+            if self.tensors.dtype(tensor) not in hf.FLOATS:
                 wrong.append(f"`{tensor}` is of dtype {self.tensors.dtype(tensor)}, which is not supported")
         ignored = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
-        placed = set(homes.values()) | {name for others in _tied_names(model) for name in others}
+        placed = set(homes.values()) | stacked | {name for others in _tied_names(model) for name in others}
         placed |= {name for name, _ in model.named_buffers()}
         for tensor in self.tensors.names():
             accepted = tensor in placed or _CONSTANTS.fullmatch(tensor) or any(p.search(tensor) for p in ignored)

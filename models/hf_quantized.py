@@ -70,7 +70,7 @@ class DequantizedTensors(Tensors):
 
 
 def quantizable(config: ModelConfig) -> frozenset[str]:
-    """The matrices of the layers that GPTQ files can hold: those whose inputs and outputs are multiples of 32.
+    """The matrices of the layers that GPTQ files can hold, experts stacked: inputs and outputs are multiples of 32.
 
     Parameters that share a fused matrix in the folder are quantized together or not at all.
     """
@@ -80,7 +80,7 @@ def quantizable(config: ModelConfig) -> frozenset[str]:
         if (
             name.startswith("layers.")
             and leaf == "weight"
-            and len(shape) == 2
+            and len(shape) > 1
             and "choice" not in config.parameters[name]
         ):
             together.setdefault(homes[module].module, []).append(name)
@@ -88,60 +88,84 @@ def quantizable(config: ModelConfig) -> frozenset[str]:
         name
         for names in together.values()
         for name in names
-        if shapes[name][1] % 32 == 0 and sum(shapes[other][0] for other in names) % 32 == 0
+        if shapes[name][-1] % 32 == 0 and sum(shapes[other][-2] for other in names) % 32 == 0
     )
 
 
-class QuantizedModules:
-    """The quantized linears of a GPTQ folder by the names of parameters, which `module_of` maps to the folder's."""
+Stacked = Sequence[Sequence[str]]
+"""The quantized linears of a parameter of stacked experts: of each expert, those whose outputs follow one another."""
 
-    def __init__(self, folder: str | os.PathLike[str], module_of: Callable[[str], str | None]) -> None:
-        self._folder, self._module_of = GPTQFolder(Path(folder)), module_of
+
+class QuantizedModules:
+    """The quantized linears of a GPTQ folder by the names of parameters, which are mapped to the folder's.
+
+    module_of: the linear of a parameter; stack_of: the linears of a parameter of stacked experts. Both return None for
+    other parameters.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        module_of: Callable[[str], str | None],
+        stack_of: Callable[[str], Stacked | None],
+    ) -> None:
+        self._folder, self._module_of, self._stack_of = GPTQFolder(Path(folder)), module_of, stack_of
         self.settings = self._folder.config
 
     def settings_of(self, name: str) -> GPTQConfig | None:
-        """How a parameter is quantized; None where it is not."""
-        module = self._module_of(name)
-        return None if module is None else self._folder.config.of(module)
+        """How a parameter is quantized; None where it is not, or where its experts are quantized differently."""
+        stack = self._stack_of(name)
+        if stack is None:
+            module = self._module_of(name)
+            return None if module is None else self._folder.config.of(module)
+        first, *others = (self._folder.config.of(module) for expert in stack for module in expert)
+        return first if all(other == first for other in others) else None
 
     def linear(self, name: str) -> Quantized | None:
-        """A weight's quantized form, whole; None for a parameter that is dense."""
+        """A weight's quantized form, whole; None for a parameter that is dense or stacked."""
         module = self._module_of(name)
         return None if module is None else self._folder.linear(module)
 
+    def expert(self, name: str, index: int, start: int, size: int) -> Quantized:
+        """Outputs [start, start + size) of one matrix of a stacked parameter; they are outputs of one linear."""
+        stack = self._stack_of(name)
+        assert stack is not None, f"{name} is not stacked"
+        for module in stack[index]:
+            linear = self._folder.linear(module)
+            if start + size <= linear.outputs:
+                return linear.take_columns(torch.arange(start, start + size))
+            start -= linear.outputs
+        raise AssertionError(f"outputs of several linears of {name}")
+
     def group(self, name: str) -> Tensor | None:
-        """The group of each input of a weight, int32 [inputs]; None for a parameter that is dense."""
+        """The group of each input of a weight, int32 [inputs]; None for a parameter that is dense or stacked."""
         module = self._module_of(name)
         return None if module is None else self._folder.group(module)
 
 
-class QuantizedParameters:
-    """The quantized linears of a GPTQ folder, by the model's parameter names (`layers.0.mlp.up.weight`)."""
+class QuantizedParameters(QuantizedModules):
+    """The quantized linears of a GPTQ folder, by the names of a tpshard family (`layers.0.mlp.up.weight`)."""
 
     def __init__(self, folder: str | os.PathLike[str], config: ModelConfig) -> None:
-        self._folder, self._homes = GPTQFolder(Path(folder)), hf_modules(config)
-        self.settings = self._folder.config
-        self._modules = set(self._folder.modules)
+        super().__init__(folder, self._module, self._stack)
+        self._homes, self._modules = hf_modules(config), set(self._folder.modules)
 
     def _home(self, name: str) -> Home | None:
         module, _, leaf = name.rpartition(".")
-        home = self._homes.get(module)
-        return home if home is not None and leaf == "weight" and home.module in self._modules else None
+        return self._homes.get(module) if leaf == "weight" else None
 
-    def settings_of(self, name: str) -> GPTQConfig | None:
-        """The quantization settings of a parameter; None for a dense one."""
+    def _module(self, name: str) -> str | None:
         home = self._home(name)
-        return None if home is None else self._folder.config.of(home.module)
+        return home.module if home is not None and home.module in self._modules else None
+
+    def _stack(self, name: str) -> Stacked | None:
+        home = self._home(name)
+        modules = [] if home is None else [home.module.format(i) for i in range(home.stack)]
+        return [[module] for module in modules] if modules and self._modules.issuperset(modules) else None
 
     def linear(self, name: str) -> Quantized | None:
-        """The whole quantized weight of a parameter; None for a dense one."""
-        home = self._home(name)
-        if home is None:
-            return None
-        linear = self._folder.linear(home.module)
-        return linear if home.part is None else linear.take_columns(home.take(torch.arange(linear.outputs)))
-
-    def group(self, name: str) -> Tensor | None:
-        """The group of each input of a weight, int32 [inputs]; None for a dense one."""
-        home = self._home(name)
-        return None if home is None else self._folder.group(home.module)
+        """A weight's quantized form, its own outputs of a fused matrix; None for one that is dense or stacked."""
+        linear, home = super().linear(name), self._home(name)
+        if linear is None or home is None or home.part is None:
+            return linear
+        return linear.take_columns(home.take(torch.arange(linear.outputs)))

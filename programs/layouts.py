@@ -29,6 +29,7 @@ from tpshard.models.hf_quantized import quantizable
 from tpshard.parallelism.absorb import absorb
 from tpshard.parallelism.graph import Graph, Op, Ref, Value
 from tpshard.parallelism.rules.contraction import contract
+from tpshard.programs.parameter_parts import ParameterPart
 
 Layout = Literal["naive", "local_sort", "tp_aware"]
 LAYOUTS: tuple[Layout, ...] = ("naive", "local_sort", "tp_aware")
@@ -80,6 +81,8 @@ class Arrangement:
     """The order in each further input of the program, int64 [inputs]; these follow all parameters."""
     of: dict[str, str] = field(default_factory=dict)
     """The further input by which a weight's inputs are permuted; none for a weight whose order was moved."""
+    parts: dict[str, ParameterPart] = field(default_factory=dict)
+    """The parameters of which a program has parts, by the inputs' names."""
 
     def order(self, row_order: RowOrder, group: Groups) -> Tensor:
         """The order [inputs] int64, within blocks."""
@@ -204,7 +207,7 @@ def planned_orders(config: ModelConfig, order: Order, group_size: int) -> dict[s
     for name in config.parameters:
         inputs = config.shapes[name][-1]
         size = inputs if group_size == -1 else group_size
-        if order == "none" or size >= inputs or name not in held:
+        if order == "none" or size >= inputs or name not in held or len(config.shapes[name]) != 2:
             continue
         into = config.parameters[name][1]
         key = f"{name.removesuffix('.weight').rpartition('.')[0]} {into}"

@@ -92,7 +92,8 @@ class Quantization:
         if settings is None:
             return None
         model = architecture.build()
-        stored = QuantizedModules(folder, FolderWeights(folder, architecture, model).module_of)
+        files = FolderWeights(folder, architecture, model)
+        stored = QuantizedModules(folder, files.module_of, files.stack_of)
         weights = {name: own for name, _ in model.named_parameters() if (own := stored.settings_of(name)) is not None}
         dims = dict.fromkeys(weights, ("", "")) | {
             name: named.dims for name, named in plan_dims.dims_of_plan(model).items()
@@ -109,7 +110,7 @@ class Quantization:
         orders = planned_orders(config, section.order, section.group_size)
 
         def groups(name: str) -> torch.Tensor | None:
-            return group_index(config.shapes[name][1], section.group_size) if name in weights else None
+            return group_index(config.shapes[name][-1], section.group_size) if name in weights else None
 
         return Quantization(settings, weights, orders, shared_rows(config, groups))
 
@@ -155,7 +156,9 @@ class Served:
             ragged = row_order is not None and order is not None and order.blocks % row_order.blocks != 0
             if multiplies(settings.bits, DTYPES[self.dtype], kind):
                 coded[name] = Coded(settings, kind, ragged, "" if order is None else order.key)
-        return coded
+        return coded | {
+            name: coded[part.parameter] for name, part in arrangement.parts.items() if part.parameter in coded
+        }
 
 
 def serving_dtype(recipe: Recipe, quantized: Quantization | None, stored: str, kind: str) -> str:

@@ -36,6 +36,7 @@ from tpshard.programs.annotations import annotate
 from tpshard.programs.layouts import Arrangement, arrange
 from tpshard.programs.padding import notes, pad_mlp
 from tpshard.programs.paging import ROWS, page_attention, rows_of, take_logit_rows
+from tpshard.programs.parameter_parts import cut_parameters
 from tpshard.programs.served import Served
 from tpshard.programs.step_kernels import (
     Pass,
@@ -46,6 +47,7 @@ from tpshard.programs.step_kernels import (
     join_gates,
     merge_views,
     quantize,
+    quantize_experts,
     store_norms_in_order,
 )
 from tpshard.programs.wrong_model import wrong_model
@@ -185,8 +187,9 @@ class ServingPrograms:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the parameters in the programs; stored ones may be smaller."""
-        return {name: tuple(p.shape) for name, p in self.setting.model.named_parameters()}
+        """The shapes of the parameters in the programs, and of parts of them; stored ones may be smaller."""
+        parts = {name: part.shape for name, part in self.arrangement.parts.items()}
+        return {name: tuple(p.shape) for name, p in self.setting.model.named_parameters()} | parts
 
     def fitting(self, rows: int) -> int:
         """The size of the program that runs this many rows."""
@@ -250,10 +253,10 @@ def _step(setting: ServeSetting, rows: int) -> tuple[Program, Arrangement]:
     graph, arrangement = _capture_step(setting, rows)
     mark_outputs(graph)
     names = dict.fromkeys(STEP, "batch") | {name: "parameter" for name, _ in setting.model.named_parameters()}
-    names |= dict.fromkeys(arrangement.inputs, "order")
+    names |= dict.fromkeys(arrangement.parts, "parameter") | dict.fromkeys(arrangement.inputs, "order")
     for value in graph.inputs:
         value.marked = names.get(value.name, "cache")
-    annotations = _annotations(setting, graph)
+    annotations = _annotations(setting, graph, arrangement)
     # an order over all inputs is the same on all devices; one within blocks is sharded with them
     one_block = [name for name, row_order in arrangement.inputs.items() if row_order.blocks == 1]
     annotations |= {value: WHOLE[value.rank] for value in graph.inputs if value.name in one_block}
@@ -283,6 +286,7 @@ def passes(setting: ServeSetting, arrangement: Arrangement, rows: int) -> list[P
         fuse_norms,
         store_norms_in_order,
         quantize(weights, setting.kind, setting.invariant),
+        quantize_experts(weights, setting.invariant),
         join_gates(weights),
         *([fix_rows(setting.kind)] if setting.invariant else []),
     ]
@@ -310,11 +314,13 @@ def _capture_step(setting: ServeSetting, rows: int) -> tuple[Graph, Arrangement]
             "the model cannot be served", exit=Exit.FIT, where=setting.recipe.where("model"), why=str(error),
             fix="a model whose tokens meet only in causal attention",
         ) from error  # fmt: skip
+    parts = cut_parameters(graph, parameters)
     orders = setting.served.orders
     named = {name: setting.dims.get(name, ("", ""))[1] for name in orders}
     inner = {name: dim for name, dim in named.items() if dim in ("heads", "mlp")}
     spread = {name: setting.ways(dim) for name, dim in inner.items()}
-    return graph, arrange(graph, orders, setting.recipe.serve.layout, spread, parameters)
+    arrangement = arrange(graph, orders, setting.recipe.serve.layout, spread, parameters)
+    return graph, replace(arrangement, parts=parts)
 
 
 def _flops(graph: Graph) -> dict[str, int]:
@@ -322,12 +328,16 @@ def _flops(graph: Graph) -> dict[str, int]:
     return {op.name: rule_for(op).flops for op in graph.ops}
 
 
-def _annotations(setting: ServeSetting, graph: Graph) -> dict[Value, Annotation]:
+def _annotations(setting: ServeSetting, graph: Graph, arrangement: Arrangement) -> dict[Value, Annotation]:
     """The recipe's annotations, as in training; the rest of parameters and cache is propagated.
 
     Dims that their axes do not divide stay whole, as do the logits, and a step's rows unless the recipe shards them.
     """
-    used = {value.name: [value] for value in graph.inputs if value.role == "parameter"}
+    used: dict[str, list[Value]] = {}
+    for value in graph.inputs:
+        if value.role == "parameter":
+            part = arrangement.parts.get(value.name)
+            used.setdefault(value.name if part is None else part.parameter, []).append(value)
     step = [value for value in graph.inputs if value.name in STEP]
     annotations = annotate(
         setting, graph, [v for v in step if v.name not in ("tables", "logit_rows")], used=used, serving=True

@@ -15,13 +15,15 @@ from torch import fx
 from tpshard.kernels.int4 import int4_linear
 from tpshard.kernels.linear import can_pack, fixed_rows_linear, linear
 from tpshard.kernels.norm import NORM
+from tpshard.kernels.quantized_experts import quantized_experts
 from tpshard.kernels.quantized_linear import quantized_gate, quantized_linear
 from tpshard.kernels.reorder import REORDER
 from tpshard.parallelism.passes.copy import copy_program
-from tpshard.parallelism.program import INFO, Held, Info, Program, Spec, info
+from tpshard.parallelism.program import INFO, Held, Info, Port, Program, Spec, info
 from tpshard.programs.served import Coded
 
 aten = torch.ops.aten
+EXPERTS = torch.ops.tpshard.experts.default
 Pass = Callable[[Program], Program]
 
 
@@ -232,6 +234,39 @@ def quantize(weights: Mapping[str, Coded], kind: str, invariant: bool) -> Pass:
         return edited.finish()
 
     return quantize
+
+
+def quantize_experts(weights: Mapping[str, Coded], invariant: bool) -> Pass:
+    """A pass after which experts with these weights multiply codes; an input holds their three stacks of matrices."""
+
+    def quantize_experts(program: Program) -> Program:
+        edited = _Edited(program)
+        for node in edited.calls:
+            if node.target is not EXPERTS:
+                continue
+            stacks: Sequence[fx.Node] = node.args[3:]  # type: ignore[assignment]
+            ports = [edited.ports[stack] for stack in stacks if stack in edited.ports and len(stack.users) == 1]
+            if len(ports) < len(stacks) or not all(port.name in weights for port in ports):
+                continue
+            held = Held("experts", _expert_bytes(ports, weights), tuple(port.name for port in ports))
+            packed = edited.hold(stacks[0], held)
+            node.target, node.args = quantized_experts, (*node.args[:3], packed, invariant)
+            for stack in stacks[1:]:
+                edited.drop(stack)
+        return edited.finish()
+
+    return quantize_experts
+
+
+def _expert_bytes(ports: Sequence[Port], weights: Mapping[str, Coded]) -> int:
+    """Bytes of gate, up and down of a device's experts, with an order of each expert's inputs if the folder has
+    some."""
+    (count, _, width), coded = ports[0].local, weights[ports[0].name]
+    held = 8 * count * width if coded.settings.desc_act else 0
+    for port in ports:
+        _, outputs, inputs = port.local
+        held += count * outputs * weights[port.name].row_bytes(port.shape[2], inputs)
+    return held
 
 
 def join_gates(weights: Mapping[str, Coded]) -> Pass:

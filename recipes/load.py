@@ -141,6 +141,8 @@ def _examine_layers(layers: list[Node], overrides: Sequence[str], name: str, rec
     if "ep" in recipe.mesh and "batch" in rules and not recipe.where("sharding.rules.batch").line:
         rules["batch"] = (*rules["batch"], "ep")
         rules.setdefault("expert", ("ep",))
+    if "ep" in recipe.serve.mesh and not recipe.where("sharding.rules.expert").line:
+        rules.setdefault("expert", ("ep",))
     if recipe.pipeline is not None and recipe.pipeline.vectorized:
         rules["stage"] = recipe.sharding.rules.get("stage", ("pp",))  # null stays, and is refused
         if not recipe.where("sharding.rules.vocab").line:  # embedding and head are on no stage: all devices share them

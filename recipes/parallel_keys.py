@@ -20,7 +20,8 @@ class ShardingSection(Section):
         }
     )  # fmt: skip
     """For each dim name, the mesh axes that shard it (a list is outer to inner). Absent or null: left to propagation.
-    If the mesh has an axis `ep`, the defaults also have {batch: [dp, fsdp, ep], expert: ep}."""
+    If the mesh has an axis `ep`, the defaults also have {batch: [dp, fsdp, ep], expert: ep}; if `serve.mesh` has one,
+    {expert: ep}."""
     annotate: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
     """Dim names for parameters or activations by name pattern; null: left to propagation."""
     priority: Mapping[str, Annotated[int, limits(least=0, most=100)]] = field(default_factory=dict)

@@ -86,7 +86,7 @@ def kernels(program: Program) -> dict[str, int]:
     calls: Counter[str] = Counter()
     for node in program.graph.nodes:
         name = str(node.target) if "tpshard." in str(node.target) else getattr(node.target, "__name__", "")
-        if node.op == "call_function" and ("tpshard." in name or name.endswith(("linear", "gate"))):
+        if node.op == "call_function" and ("tpshard." in name or name.endswith(("linear", "gate", "experts"))):
             calls[name.removeprefix("tpshard.").removesuffix(".default")] += 1
     return dict(calls)
 

@@ -8,6 +8,7 @@ through the quantized layers, so that both losses come from the same pass.
 from __future__ import annotations
 
 import copy
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from tpshard.kernels.gptq_config import GPTQConfig
 from tpshard.kernels.gptq_format import write_into
@@ -39,6 +41,16 @@ from tpshard.models.hf_config import write_config
 from tpshard.models.hf_names import Home, fuse, hf_modules, hf_tensors
 from tpshard.models.hf_quantized import quantizable
 from tpshard.models.loss import cross_entropy_sum
+from tpshard.serve.layer_calls import (
+    CallCatcher,
+    LayerCall,
+    LayerCaught,
+    OutputReplay,
+    expert_inputs,
+    input_of,
+    shared_inputs,
+    through,
+)
 
 Method = Literal["gptq", "nearest"]
 
@@ -89,6 +101,9 @@ class Quantizing:
     method: str
     linears: list[LinearResult] = field(default_factory=list)
     left_dense: list[str] = field(default_factory=list)
+    """The modules in the folder whose sizes GPTQ cannot hold; `*` stands for the number of an expert."""
+    unseen: list[str] = field(default_factory=list)
+    """The experts' linears that no token of the calibration text reached, rounded to nearest."""
     loss_before: float | None = None
     loss_after: float | None = None
     held_out_tokens: int = 0
@@ -128,6 +143,7 @@ class Quantizer:
         rows: int = 8,
         step: Callable[[int, int, str], None] = lambda done, of, name: None,
     ):
+        config = replace(config, capacity=None)  # a server drops no tokens
         self.config, self.read, self.settings, self.order = config, read, settings, order
         self.method, self.device, self.dtype, self.step = method, device, dtype, step
         self.calibration = calibration.to(device).split(rows)
@@ -137,11 +153,19 @@ class Quantizer:
         self.parameters = config.shapes
         self.report = Quantizing(settings.bits, settings.group_size, order, method)
         self.homes = hf_modules(config)
-        self.plans: dict[str, Ordering] = {}
-        self.linears = [name for name, module in self.model.named_modules() if _is_linear(name, module)]
+        matrices = {
+            name: leaf
+            for name, leaf in config.leaves.items()
+            if name.startswith("layers.") and leaf.kind in ("linear", "experts")
+        }
         fits = quantizable(config)
-        self.fits = {self.homes[name].module: f"{name}.weight" in fits for name in self.linears}
-        self.report.left_dense = sorted(home for home, fits in self.fits.items() if not fits)
+        self.fits = {name: f"{name}.weight" in fits for name in matrices}
+        routers = {name for name, leaf in matrices.items() if "choice" in leaf.dims}
+        times = {name: (config.experts or 0) if leaf.kind == "experts" else 1 for name, leaf in matrices.items()}
+        self.count = sum(count for name, count in times.items() if name not in routers)
+        dense = {name: self.homes[name].module.format("*") for name, fits in self.fits.items() if not fits}
+        self.dense_modules = sorted(set(dense.values()))
+        self.report.left_dense = sorted({module for name, module in dense.items() if name not in routers})
 
     @torch.no_grad()
     def run(self) -> Iterator[tuple[str, Quantized]]:
@@ -160,10 +184,10 @@ class Quantizer:
             quantized = self._quantize_layer(layer, prefix, streams["calibration"], dense, streams["reference"])
             for name in ("reference", "dense"):
                 if name in streams:
-                    streams[name] = [_through(dense, x) for x in streams[name]]
+                    streams[name] = [through(dense, x) for x in streams[name]]
             for name in ("calibration", "quantized"):
                 if name in streams:
-                    streams[name] = [_through(layer, x) for x in streams[name]]
+                    streams[name] = [through(layer, x) for x in streams[name]]
             layer.to("meta")
             yield from self._join(quantized)
         if self.held_out:
@@ -173,8 +197,7 @@ class Quantizer:
 
     def dense(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (tensor's name in the folder, fp16 values) of everything that is not quantized."""
-        quantized = {name for name in self.linears if self.fits[self.homes[name].module]}
-        names = [name for name in self.parameters if name.rpartition(".")[0] not in quantized]
+        names = [name for name in self.parameters if not self.fits.get(name.rpartition(".")[0])]
         for tensor, parts in hf_tensors(self.config, names).items():
             value = fuse([(self.read(parameter), home) for parameter, home in parts]).to(torch.float16)
             if not bool(torch.isfinite(value).all()):
@@ -191,71 +214,116 @@ class Quantizer:
                 loaded = nn.Parameter(value.to(self.device, self.dtype), requires_grad=parameter.requires_grad)
                 setattr(module.get_submodule(owner), leaf, loaded)
 
-    def _inputs(self, batches: Sequence[Sequences]) -> list[_Call]:
+    def _inputs(self, batches: Sequence[Sequences]) -> list[LayerCall]:
         """The calls of the first layer, one per batch."""
-        catcher = _Catcher()
+        catcher = CallCatcher()
         self.model.layers = nn.ModuleList([catcher])
         for batch in batches:
             try:
                 self.model(batch.tokens, batch.documents, batch.positions)
-            except _Caught:
+            except LayerCaught:
                 continue
         return catcher.calls
 
-    def _loss(self, calls: Sequence[_Call]) -> tuple[float, int]:
+    def _loss(self, calls: Sequence[LayerCall]) -> tuple[float, int]:
         total, count = 0.0, 0
         for batch, call in zip(self.held_out, calls):
-            self.model.layers = nn.ModuleList([_Replay(call.x)])
+            self.model.layers = nn.ModuleList([OutputReplay(call.x)])
             logits = self.model(batch.tokens, batch.documents, batch.positions)
             some, tokens = cross_entropy_sum(logits, batch.targets)
             total, count = total + float(some), count + int(tokens)
         return total / max(count, 1), count
 
     def _quantize_layer(
-        self, layer: nn.Module, prefix: str, calls: Sequence[_Call], dense: nn.Module, references: Sequence[_Call]
+        self,
+        layer: nn.Module,
+        prefix: str,
+        calls: Sequence[LayerCall],
+        dense: nn.Module,
+        references: Sequence[LayerCall],
     ) -> dict[str, Quantized]:
         """Quantizes a layer. Linears with one input share Hessian and order; later ones see earlier ones quantized."""
         quantized: dict[str, Quantized] = {}
-        for together in _shared_inputs(layer, calls[0]):
-            names = [name for name in together if self.fits[self.homes[prefix + name].module]]
+        for together in shared_inputs(layer, calls[0]):
+            names = [name for name in together if self.fits.get(prefix + name)]
             if not names:
                 continue
-            statistics = self._hessian(names[0], layer, calls, dense, references)
-            hessian, name = statistics.mean(), names[0]
-            try:
-                plan = ordering(hessian.diagonal(), self.settings, self.order, self._heads(layer, name))
-                for name in names:
-                    linear = layer.get_submodule(name)
-                    quantized[prefix + name] = self._quantize_linear(linear, prefix + name, statistics, plan)
-            except ValueError as error:
-                raise ValueError(f"{prefix}{name}: {error}") from error
+            linears = {prefix + name: layer.get_submodule(name) for name in names}
+            weights = {name: linear.weight.detach() for name, linear in linears.items()}  # type: ignore[union-attr, operator]
+            statistics = Hessian(weights[prefix + names[0]].shape[1], self.device)
+            for call, reference in zip(calls, references):
+                statistics.add(input_of(layer, names[0], call), input_of(dense, names[0], reference))
+            for name, result in self._solve(weights, statistics, self._heads(layer, names[0])).items():
+                linear, bias = linears[name], getattr(linears[name], "bias", None)
+                linear.weight = nn.Parameter(self._dense_form(result), requires_grad=False)
+                quantized[name] = result if bias is None else replace(result, bias=bias.detach().to(torch.float16))
+        if self.fits.get(f"{prefix}mlp.experts.down"):
+            quantized |= self._quantize_experts(layer, prefix, calls, dense, references)
         return quantized
 
-    def _quantize_linear(self, linear: nn.Module, name: str, statistics: Hessian, plan: Ordering) -> Quantized:
-        self.step(len(self.report.linears), len(self.linears), name)
+    def _quantize_experts(
+        self,
+        layer: nn.Module,
+        prefix: str,
+        calls: Sequence[LayerCall],
+        dense: nn.Module,
+        references: Sequence[LayerCall],
+    ) -> dict[str, Quantized]:
+        """Quantizes a layer's experts, each for the tokens that choose it, by names with the expert's number."""
+        seen = [expert_inputs(layer, call) for call in calls]
+        x, ids = (torch.cat(parts) for parts in zip(*seen))
+        dense_x = torch.cat([expert_inputs(dense, reference)[0] for reference in references])
+        own, originals = (_expert_weights(one) for one in (layer, dense))
+        quantized: dict[str, Quantized] = {}
+
+        def quantize(expert: int, leaves: Sequence[str], inputs: Tensor, dense_inputs: Tensor) -> None:
+            statistics = Hessian(inputs.shape[1], self.device)
+            statistics.add(inputs, dense_inputs)
+            names = {f"{prefix}mlp.experts.{leaf}[{expert}]": leaf for leaf in leaves}
+            results = self._solve({name: own[leaf][expert] for name, leaf in names.items()}, statistics)
+            for name, result in results.items():
+                own[names[name]][expert] = self._dense_form(result)
+            quantized.update(results)
+            self.report.unseen += [] if len(inputs) else names
+
+        for e in range(len(own["gate"])):
+            chosen = (ids == e).any(-1)
+            inputs, dense_inputs = x[chosen], dense_x[chosen]
+            quantize(e, ("gate", "up"), inputs, dense_inputs)
+            quantize(e, ("down",), _hidden(inputs, own, e), _hidden(dense_inputs, originals, e))
+        return quantized
+
+    def _solve(
+        self, weights: Mapping[str, Tensor], statistics: Hessian, heads: Heads | None = None
+    ) -> dict[str, Quantized]:
+        """Quantizes weights [outputs, inputs] that have one input. ValueError names the weight."""
+        quantized, name = dict[str, Quantized](), next(iter(weights))
+        try:
+            plan = ordering(statistics.mean().diagonal(), self.settings, self.order, heads)
+            for name, weight in weights.items():
+                quantized[name] = self._quantize_weight(weight, name, statistics, plan)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        return quantized
+
+    def _quantize_weight(self, values: Tensor, name: str, statistics: Hessian, plan: Ordering) -> Quantized:
+        self.step(len(self.report.linears), self.count, name)
         began = time.monotonic()
-        weight: Tensor = linear.weight.detach().float()  # type: ignore[union-attr, operator]
+        weight = values.float()
         quantized = nearest = round_to_nearest(weight, self.settings)
         hessian = statistics.mean()
         if self.method == "gptq":
             target = compensate(weight, hessian, statistics.cross(), self.settings.damp)
             quantized = solve(target, hessian, self.settings, plan)
-        linear.weight = nn.Parameter(quantized.dequantize().T.to(self.dtype).contiguous(), requires_grad=False)
         error, nearest_error = (relative_error(weight, q, hessian) for q in (quantized, nearest))
         outputs, inputs = weight.shape
         seconds = time.monotonic() - began
         self.report.linears.append(LinearResult(name, (outputs, inputs), error, nearest_error, seconds))
-        bias = getattr(linear, "bias", None)
-        return quantized if bias is None else replace(quantized, bias=bias.detach().to(torch.float16))
+        return quantized
 
-    def _hessian(
-        self, name: str, layer: nn.Module, calls: Sequence[_Call], dense: nn.Module, references: Sequence[_Call]
-    ) -> Hessian:
-        weight: Tensor = layer.get_submodule(name).weight  # type: ignore[assignment]
-        hessian = Hessian(weight.shape[1], self.device)
-        for call, reference in zip(calls, references):
-            hessian.add(_input_of(layer, name, call), _input_of(dense, name, reference))
-        return hessian
+    def _dense_form(self, quantized: Quantized) -> Tensor:
+        """The weight [outputs, inputs] that a quantized one stands for, in the dtype of the activations."""
+        return quantized.dequantize().T.to(self.dtype).contiguous()
 
     def _heads(self, layer: nn.Module, name: str) -> Heads | None:
         dims: Mapping[str, tuple[str, ...]] = getattr(layer.get_submodule(name), "dims", {})
@@ -266,7 +334,9 @@ class Quantizer:
         """The linears as the folder stores them: those that share a matrix side by side, in its order of outputs."""
         shared: dict[str, list[tuple[str, Home]]] = {}
         for name in quantized:
-            shared.setdefault(self.homes[name].module, []).append((name, self.homes[name]))
+            stack, _, expert = name.partition("[")
+            home = self.homes[stack]
+            shared.setdefault(home.module.format(expert.rstrip("]")), []).append((name, home))
         for module, parts in shared.items():
             parts.sort(key=lambda part: part[1].part[2] if part[1].part else 0)
             start, rows = 0, []
@@ -277,91 +347,24 @@ class Quantizer:
             yield module, joined.to("cpu").take_columns(fuse(rows))
 
 
-class _Caught(Exception):
-    """Ends a forward pass early, once the needed values are captured."""
+def _expert_weights(layer: nn.Module) -> dict[str, Tensor]:
+    """The stacked weights of a layer's experts, in memory of their own, which the layer reads."""
+    weights = {}
+    for leaf in ("gate", "up", "down"):
+        stack = layer.get_submodule(f"mlp.experts.{leaf}")
+        weights[leaf] = stack.weight.detach().clone()  # type: ignore[union-attr, operator]
+        stack.weight = nn.Parameter(weights[leaf], requires_grad=False)
+    return weights
 
 
-@dataclass(frozen=True)
-class _Call:
-    """The arguments of a layer: the residual stream, and others passed unchanged."""
-
-    x: Tensor
-    rest: tuple[Any, ...]
-    named: Mapping[str, Any]
-
-    def into(self, layer: nn.Module) -> Tensor:
-        return layer(self.x, *self.rest, **self.named)  # type: ignore[no-any-return]
+def _hidden(x: Tensor, weights: Mapping[str, Tensor], expert: int) -> Tensor:
+    """The values between gate, up and down of an expert: x [tokens, embed] -> [tokens, mlp]."""
+    return F.silu(F.linear(x, weights["gate"][expert])) * F.linear(x, weights["up"][expert])
 
 
-class _Catcher(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[_Call] = []
-
-    def forward(self, x: Tensor, *rest: Any, **named: Any) -> Tensor:
-        self.calls.append(_Call(x, rest, named))
-        raise _Caught
-
-
-class _Replay(nn.Module):
-    def __init__(self, x: Tensor) -> None:
-        super().__init__()
-        self.x = x
-
-    def forward(self, *rest: Any, **named: Any) -> Tensor:
-        return self.x
-
-
-def _input_of(layer: nn.Module, name: str, call: _Call) -> Tensor:
-    """The input of the linear `name` when the layer is called."""
-    inputs: list[Tensor] = []
-
-    def see(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        inputs.append(arguments[0])
-        raise _Caught  # the rest of the layer is not needed
-
-    handle = layer.get_submodule(name).register_forward_pre_hook(see)
-    try:
-        call.into(layer)
-    except _Caught:
-        pass
-    finally:
-        handle.remove()
-    return inputs[0]
-
-
-def _through(layer: nn.Module, call: _Call) -> _Call:
-    return replace(call, x=call.into(layer))
-
-
-def _is_linear(name: str, module: nn.Module) -> bool:
-    """Whether a module is a matrix inside the layers, which excludes embedding, norms and head."""
-    weight = getattr(module, "weight", None)
-    return name.startswith("layers.") and isinstance(weight, Tensor) and weight.dim() == 2
-
-
-def _shared_inputs(layer: nn.Module, call: _Call) -> list[list[str]]:
-    """The layer's linears in the order they run, grouped by their input."""
-    order: list[tuple[str, Tensor]] = []
-    handles = [
-        module.register_forward_pre_hook(lambda _, arguments, name=name: order.append((name, arguments[0])))
-        for name, module in layer.named_modules()
-        if isinstance(getattr(module, "weight", None), Tensor) and module.weight.dim() == 2
-    ]
-    try:
-        call.into(layer)
-    finally:
-        for handle in handles:
-            handle.remove()
-    together: list[list[str]] = []
-    last: Tensor | None = None
-    for name, x in order:
-        if x is last:
-            together[-1].append(name)
-        else:
-            together.append([name])
-        last = x
-    return together
+def _pattern(module: str) -> str:
+    """A regular expression for a module's name, in which `*` stands for a number."""
+    return re.escape(module).replace(r"\*", r"\d+")
 
 
 def write(
@@ -384,7 +387,7 @@ def write(
         sym=settings.sym,
         static_groups=settings.static_groups,
         damp_percent=settings.damp,
-        dynamic={f"-:{home.replace('.', chr(92) + '.')}$": {} for home in quantizer.report.left_dense},
+        dynamic={f"-:{_pattern(module)}$": {} for module in quantizer.dense_modules},
     )
     model = write_config(replace(config, dtype="fp16"), "fp16", token_ids)
     with write_aside(out, overwrite=overwrite) as folder:

@@ -12,14 +12,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from tpshard.kernels import linear
 from tpshard.kernels.quantized import Quantized, concatenate, extend_groups
+from tpshard.kernels.quantized_experts import PackedExpert
 from tpshard.kernels.quantized_linear import prepare
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.program import Port
 from tpshard.parallelism.simulate import block
 from tpshard.programs.layouts import Arrangement
+from tpshard.programs.parameter_parts import ParameterPart
 
 ReadBlock = Callable[[str, Sequence[int], Sequence[int]], Tensor]
 """A function (name, starts, sizes) -> that block of a dense parameter."""
+
+
+def _no_expert(name: str, index: int, start: int, size: int) -> Quantized:
+    raise AssertionError(f"matrix {index} of {name} is not quantized")
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,28 @@ class Weights:
     """The whole quantized form of a parameter; None for a dense one."""
     group: Callable[[str], Tensor | None] = lambda _name: None
     """The group of each input of a quantized parameter, int32 [inputs]; None for a dense one."""
+    expert: Callable[[str, int, int, int], Quantized] = _no_expert
+    """(name, index, start, size) -> outputs [start, start + size) of a quantized matrix of a stacked parameter."""
+
+    def cut(self, parts: Mapping[str, ParameterPart]) -> Weights:
+        """The weights with parts of parameters as further ones, by their names."""
+
+        def block(name: str, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
+            part = parts.get(name)
+            if part is None:
+                return self.block(name, starts, sizes)
+            shifted = [start + part.start * (dim == part.dim) for dim, start in enumerate(starts)]
+            return self.block(part.parameter, shifted, sizes)
+
+        def expert(name: str, index: int, start: int, size: int) -> Quantized:
+            part = parts.get(name)
+            if part is None:
+                return self.expert(name, index, start, size)
+            assert part.dim == 1, "quantized matrices are cut between outputs"
+            return self.expert(part.parameter, index, part.start + start, size)
+
+        shapes = {**self.shapes, **{name: part.shape for name, part in parts.items()}}
+        return replace(self, shapes=shapes, block=block, expert=expert)
 
 
 @dataclass
@@ -53,7 +81,7 @@ class Filler:
     def __post_init__(self) -> None:
         # a linear's group and codes are read one after the other
         quantized, group = lru_cache(maxsize=2)(self.weights.quantized), lru_cache(maxsize=None)(self.weights.group)
-        self.weights = replace(self.weights, quantized=quantized, group=group)
+        self.weights = replace(self.weights, quantized=quantized, group=group).cut(self.arrangement.parts)
 
     def __call__(self, port: Port) -> Any:
         if port.name not in self.by_name:
@@ -71,6 +99,9 @@ class Filler:
             return self._dense(port, port.name, place)
         if port.held.form == "onednn":
             return _pack(self._dense(port, port.held.of[0], place))
+        if port.held.form == "experts":
+            (first, count), hidden, _ = place
+            return [self._pack_expert(port.held.of, expert, hidden) for expert in range(first, first + count)]
         parts = [self._read_quantized(port, name, place) for name in port.held.of]
         return prepare(parts[0] if len(parts) == 1 else concatenate(parts), self.device)
 
@@ -107,6 +138,17 @@ class Filler:
         outputs, inputs = self.shapes[name]
         own = whole.pad(inputs, outputs).take_columns(_cut(columns, place[0])).take_rows(_cut(rows, place[1]))
         return replace(own, bias=None)  # the bias is a parameter of its own
+
+    def _pack_expert(self, names: Sequence[str], expert: int, hidden: tuple[int, int]) -> PackedExpert:
+        """One expert with this device's hidden columns. names: gate, up and down."""
+        matrices = []
+        for name in names:
+            whole = self.weights.expert(name, expert, 0, self.weights.shapes[name][1])
+            _, outputs, inputs = self.shapes[name]
+            matrices.append(whole.pad(inputs, outputs))
+        start, size = hidden
+        gate, up, down = matrices
+        return PackedExpert.pack(gate, up, down, slice(start, start + size), self.device)
 
     def _group(self, name: str) -> Tensor | None:
         """`Weights.group`, extended to the program's number of inputs."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
+from functools import reduce
 from pathlib import Path
 
 import architectures
@@ -12,39 +14,70 @@ from tpshard.kernels.gptq_config import GPTQConfig
 from tpshard.kernels.gptq_format import write_folder
 from tpshard.kernels.quantized import Quantized
 
-WIDER = {"num_key_value_heads": 4, "intermediate_size": 64}
+WIDER = {
+    "num_key_value_heads": 4, "intermediate_size": 64, "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}  # fmt: skip
 """GPTQ holds matrices whose sides are multiples of 32."""
+MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+MIXTRALS = {".mlp.": ".block_sparse_moe.", ".gate_proj": ".w1", ".up_proj": ".w3", ".down_proj": ".w2"}
+"""Other names of modules and matrices in Mixtral's folders."""
 
 
 def quantized(name: str, place: Path) -> tuple[Path, dict[str, Tensor]]:
     """Writes an act-ordered GPTQ folder of a small random model; returns it with its dequantized parameters.
 
-    Linears of one input share their order, as those of one Hessian do.
+    Linears of one input share their order, as those of one Hessian do; each expert has its own.
     """
     from transformers.pytorch_utils import Conv1D
 
     model, values, orders = architectures.own(name), architectures.values(name), dict[str, Tensor]()
     coded: dict[str, Quantized] = {}
     generator = torch.Generator().manual_seed(5)
-    for path, module in model.named_modules():
-        if not re.search(r"\b(layers|h)\.\d", path) or not isinstance(module, (nn.Linear, Conv1D)):
-            continue
-        turned = isinstance(module, Conv1D)
-        weight = values[f"{path}.weight"] if turned else values[f"{path}.weight"].T  # [inputs, outputs]
+
+    def code(path: str, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Quantizes a weight [inputs, outputs] and returns what it stands for."""
         inputs = len(weight)
         shared = f"{path.rpartition('.')[0]} {any(end in path for end in ('o_proj', 'down', 'c_proj'))} {inputs}"
         group = torch.arange(inputs, dtype=torch.int32) // 16
-        order = orders.setdefault(shared, torch.randperm(inputs, generator=generator))
-        group = group[order]
+        group = group[orders.setdefault(shared, torch.randperm(inputs, generator=generator))]
         largest = torch.stack([weight[group == g].abs().amax(0) for g in range(inputs // 16)])
         scales = (largest / 7).half()
         codes = (weight / scales.float()[group.long()] + 8).round().clamp(0, 15).to(torch.uint8)
-        bias = values.get(f"{path}.bias")
         coded[path] = Quantized(codes, scales, torch.full_like(scales, 8, dtype=torch.uint8), group, 4, bias)
-        dense = coded[path].dequantize(torch.float32)
-        values[f"{path}.weight"] = dense if turned else dense.T.contiguous()
-    quantized_names = {f"{path}.{leaf}" for path in coded for leaf in ("weight", "bias")}
+        return coded[path].dequantize(torch.float32)
+
+    for path, module in model.named_modules():
+        if not re.search(r"\b(layers|h)\.\d", path):
+            continue
+        if isinstance(module, (nn.Linear, Conv1D)) and module.weight.numel() > 32 * 8:
+            turned = isinstance(module, Conv1D)
+            weight = values[f"{path}.weight"]
+            dense = code(path, weight if turned else weight.T, _half(values, f"{path}.bias"))
+            values[f"{path}.weight"] = dense if turned else dense.T.contiguous()
+        for stacked in set(MATRICES) & set(dict(module.named_parameters(recurse=False))):
+            matrices = values[f"{path}.{stacked}"].unflatten(1, (len(MATRICES[stacked]), -1))
+            dense = torch.stack([
+                code(f"{path}.{i}.{matrix}", own.T).T for i, expert in enumerate(matrices)
+                for matrix, own in zip(MATRICES[stacked], expert)
+            ])  # fmt: skip
+            values[f"{path}.{stacked}"] = dense.view(matrices.shape).flatten(1, 2)
+    held = {f"{path}.{leaf}" for path in coded for leaf in ("weight", "bias")}
+    held |= {path for path in values if path.rpartition(".")[2] in MATRICES}
+    spelled = _spelling(MIXTRALS if name == "mixtral" else {})
     settings = GPTQConfig(bits=4, group_size=16, desc_act=True)
-    dense_values = [(path, value) for path, value in values.items() if path not in quantized_names]
-    write_folder(place, architectures.config_of(name), coded.items(), dense_values, settings)
+    linears = {spelled(path): linear for path, linear in coded.items()}
+    dense_values = [(spelled(path), value) for path, value in values.items() if path not in held]
+    write_folder(place, architectures.config_of(name), linears.items(), dense_values, settings)
     return place, values
+
+
+def _spelling(others: Mapping[str, str]) -> Callable[[str], str]:
+    return lambda path: reduce(lambda spelled, change: spelled.replace(*change), others.items(), path)
+
+
+def _half(values: dict[str, Tensor], path: str) -> Tensor | None:
+    """A bias, rounded to the dtype of the files."""
+    if path in values:
+        values[path] = values[path].half().float()
+    return values.get(path)
