@@ -7,10 +7,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tpshard.kernels.quantized_experts import quantized_experts
+from tpshard.parallelism.program import Program
 
 MOST_ROWS = 64
 """Steps with more rows keep the device busy without graphs."""
 _WARM = 3
+WAITING = (torch.ops.tpshard.experts.default, quantized_experts)
+"""Operations that wait for the device: the host counts the tokens of each expert."""
+
+
+def can_capture(program: Program) -> bool:
+    """Whether a program's step is the same sequence of launches at every call."""
+    return not any(node.target in WAITING for node in program.graph.nodes)
 
 
 class Captured:

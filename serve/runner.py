@@ -12,7 +12,7 @@ from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor
 from tpshard.parallelism.simulate import cut
 from tpshard.programs.serving import BLOCK_SIZE, STEP, ServingPrograms
-from tpshard.serve.cuda_graphs import MOST_ROWS, Captured
+from tpshard.serve.cuda_graphs import MOST_ROWS, Captured, can_capture
 from tpshard.serve.step import StepInput
 from tpshard.serve.weights import Filler, Weights
 
@@ -73,7 +73,7 @@ class ProgramRunner:
         """Prepares small steps to be captured as CUDA graphs at first use."""
         width, pool = -(-self.max_seq // self.block_size), None
         for size, run in self._run.items():
-            if size <= MOST_ROWS:
+            if size <= MOST_ROWS and can_capture(self._programs.steps[size]):
                 ports = self._programs.steps[size].inputs
                 brought = [i for i, port in enumerate(ports) if port.name in STEP]
                 tables = next(i for i, port in enumerate(ports) if port.name == "tables")
