@@ -256,9 +256,8 @@ def main() -> None:
             record.say(f"{json.dumps(row)}  {time.monotonic() - begun:.0f} s")
     if options.names and (RECORDS / "gallery.json").exists():  # the other rows stay
         fresh = {row["name"]: row for row in record.rows}
-        recorded = [row["name"] for row in load("gallery")["rows"]]
-        old = {row["name"]: row for row in load("gallery")["rows"]}
-        record.rows[:] = [{**old, **fresh}[name] for name in dict.fromkeys([*recorded, *fresh])]
+        known = {row["name"]: row for row in load("gallery")["rows"]} | fresh
+        record.rows[:] = [known[name] for name in (*architectures.CONFIGS, *ENCODERS) if name in known]
     close_with_table(record, table(record.rows), PLACE, options)
 
 

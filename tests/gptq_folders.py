@@ -48,7 +48,7 @@ def quantized(name: str, place: Path) -> tuple[Path, dict[str, Tensor]]:
         return coded[path].dequantize(torch.float32)
 
     for path, module in model.named_modules():
-        if not re.search(r"\b(layers|h)\.\d", path):
+        if not re.search(r"\b(layers|h|blocks)\.\d", path):
             continue
         if isinstance(module, (nn.Linear, Conv1D)) and module.weight.numel() > 32 * 8:
             turned = isinstance(module, Conv1D)

@@ -13,6 +13,7 @@ from tpshard.kernels.int4 import Int4, int4_linear
 from tpshard.kernels.norm import NORM, rms_norm
 from tpshard.kernels.packed import Packed
 from tpshard.kernels.quantized import Quantized, group_count, group_index, reference_matmul
+from tpshard.kernels.quantized_experts import PackedExpert, quantized_experts
 
 BOUND = {torch.float16: 4e-3, torch.bfloat16: 2e-2, torch.float32: 1e-3}
 """Relative, of a whole product; weights pass through fp16, and a gate is rounded before it multiplies."""
@@ -179,3 +180,36 @@ def test_a_product_that_was_never_measured_can_be_captured() -> None:
         out = ops.quantized_linear(held, prepared, True)
     graph.replay()
     assert_close(out, reference_matmul(x.double(), weight))
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_experts_equal_their_reference_and_add_up_from_parts(alike: bool, device: str) -> None:
+    """Act-ordered experts of two devices, whose gate and up have one order or two."""
+    generator, width, hidden = torch.Generator().manual_seed(0), 128, 192
+
+    def ordered(inputs: int, outputs: int, order: Tensor | None = None) -> Quantized:
+        weight = linear(inputs, outputs, group_size=64)
+        order = torch.randperm(inputs, generator=generator) if order is None else order
+        return replace(weight, group=weight.group[order], bias=None)
+
+    experts = []
+    for _ in range(3):
+        order = torch.randperm(width, generator=generator)
+        up = ordered(width, hidden, order if alike else None)
+        experts.append((ordered(width, hidden, order), up, ordered(hidden, width)))
+    x = drawn(9, width, torch.bfloat16)
+    ids = torch.rand(9, 3, generator=generator).topk(2, -1).indices
+    weights = torch.rand(9, 2, generator=generator)
+    halves = [
+        [PackedExpert.pack(*matrices, slice(start, start + hidden // 2), device) for matrices in experts]
+        for start in (0, hidden // 2)
+    ]
+    assert len(halves[0][0].inward) == (1 if alike else 2)
+    given = [tensor.to(device) for tensor in (x, ids, weights)]
+    actual = sum(quantized_experts(*given, half, True).cpu().double() for half in halves)  # type: ignore[arg-type]
+    expected = torch.zeros(9, width, dtype=torch.float64)
+    for e, (gate, up, down) in enumerate(experts):
+        inside = torch.nn.functional.silu(reference_matmul(x.double(), gate)) * reference_matmul(x.double(), up)
+        share = (weights * (ids == e)).sum(-1, keepdim=True)
+        expected += reference_matmul(inside, down) * share
+    assert (actual - expected).norm() <= 2e-2 * expected.norm()  # type: ignore[operator]
