@@ -55,7 +55,7 @@ class Table:
         """The number of stages per device."""
         return self.stages // self.devices
 
-    @property
+    @cached_property
     def splits_backward(self) -> bool:
         """Whether gradients of inputs and of weights are separate tasks."""
         return any(task.kind == "W" for row in self.rows for task in row)

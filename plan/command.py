@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
@@ -22,6 +23,7 @@ from tpshard.plan import (
     save,
     screen,
     search,
+    search_result,
     suggest,
 )  # fmt: skip
 from tpshard.plan import diff as diffs
@@ -151,8 +153,8 @@ def check(folder: Path, as_json: bool = False) -> CommandResult:
 def _answer_search(
     recipe: Recipe, options: PlanOptions, tell: Callable[[str], None], to_write: Sequence[Path]
 ) -> CommandResult:
-    result = search.search(recipe, tell)
-    winner = search.winner(result, recipe)
+    result = search.search(recipe, tell, processes=os.cpu_count() or 1)
+    winner = search_result.winner(result, recipe)
     for path in to_write if winner else ():
         save.write(path, winner)
         tell(f"saved {path}; next: tpshard plan {path}, tpshard train {path}")
@@ -163,7 +165,7 @@ def _answer_search(
             "candidates": rows, "refused": result.refused, "untried": result.untried, "recipe": winner or None
         }  # fmt: skip
         return CommandResult(json.dumps(answer, indent=1) + "\n", code)
-    return CommandResult(search.text(result, recipe), code)
+    return CommandResult(search_result.text(result, recipe), code)
 
 
 def _answer_explain(report: Report, name: str) -> str:

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tpshard.plan.report import Report
-from tpshard.plan.search import VariantPrice, edits, price_variant, variant
+from tpshard.plan.search import edits, price_variant, variant
+from tpshard.plan.search_result import VariantPrice
 from tpshard.plan.units import gib, seconds
 from tpshard.programs.variants import Variants
 from tpshard.recipes.diagnostic import Exit, Mistakes

@@ -6,12 +6,24 @@ Every variant is built completely and priced like its own plan; `programs.varian
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import BrokenExecutor
+from dataclasses import replace
+from typing import TypeVar
 
-from tpshard.plan import make, search_pipelines, server
+from tpshard.plan import make, search_bounds, search_pipelines, server
 from tpshard.plan.report import Edit, Report
 from tpshard.plan.search_bounds import Bounds
+from tpshard.plan.search_processes import Helpers, share
+from tpshard.plan.search_result import (
+    UNPRICED,
+    Candidate,
+    SearchResult,
+    VariantPrice,
+    mark_fastest,
+    pipeline_words,
+    sizes,
+)
 from tpshard.plan.units import gib, seconds
 from tpshard.programs import cluster
 from tpshard.programs.setting import Setting, devices_of
@@ -19,18 +31,6 @@ from tpshard.programs.variants import Variants
 from tpshard.recipes.diagnostic import Mistakes
 from tpshard.recipes.load import with_changes
 from tpshard.recipes.schema import Recipe
-
-
-@dataclass(frozen=True)
-class VariantPrice:
-    """The figures of a variant: reserved memory of a device, and the time of a step."""
-
-    needed_bytes: int
-    step_s: float
-    exposed_s: float
-    fits: bool
-    comm_s: float = 0.0
-    """Time in which a collective runs, exposed or not."""
 
 
 def variant(recipe: Recipe, changes: Sequence[str]) -> Recipe:
@@ -168,66 +168,25 @@ def _served_smaller(report: Report, recipe: Recipe) -> Iterator[list[str]]:
 
 
 # ---- search ---------------------------------------------------------------------------------------------------------
-MOST_LAYERS = 1_600
-"""Layers that a search builds, of all variants together: 50 variants of a model with 32 layers."""
-UNPRICED = VariantPrice(0, 0.0, 0.0, False)
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One variant of the search."""
-
-    mesh: dict[str, int]
-    remat: str
-    per_device: int
-    price: VariantPrice
-    tokens_per_s_per_device: float
-    pareto: bool = False
-    more: tuple[str, ...] = ()
-    """Changes of other keys: those of a pipeline."""
-
-    @property
-    def changes(self) -> list[str]:
-        sizes = [f"mesh.{axis}={size}" for axis, size in self.mesh.items()]
-        return [*sizes, *self.more, f"remat={self.remat}", f"batch.per_device={self.per_device}"]
-
-
-@dataclass
-class SearchResult:
-    """The variants that fit, the fastest first, and what is known of the others."""
-
-    candidates: list[Candidate] = field(default_factory=list)
-    refused: int = 0
-    """Variants that contradict themselves (divisibility) or exceed the memory."""
-    closest: Candidate | None = None
-    """The smallest of the variants that exceed the memory."""
-    untried: list[str] = field(default_factory=list)
-    """Variants that were not built, because the search had built `MOST_LAYERS` layers, or more stages were faster."""
-
-    @property
-    def best(self) -> Candidate | None:
-        return self.candidates[0] if self.candidates else None
-
-
-def search(recipe: Recipe, say: Callable[[str], None] | None = None) -> SearchResult:
+def search(recipe: Recipe, say: Callable[[str], None] | None = None, processes: int = 1) -> SearchResult:
     """Tries meshes, micro-batches and recomputation on the recipe's devices; returns those that fit, fastest first.
 
     Recomputation is increased only until the step fits, the micro-batch only while it fits. Variants that cannot fit,
-    by their bound (`search_bounds`), are not built. Nor are those that `untried` lists. Raises `Mistakes` if an error
-    in the recipe itself prevents pricing.
+    by their bound (`search_bounds`), are not built. Nor are those that `untried` lists. processes: how many price
+    variants; the result is the same for any number. Raises `Mistakes` if an error in the recipe itself prevents
+    pricing.
     """
-    tried = _Search(recipe, say or (lambda _: None))
-    whole = [] if recipe.pipeline is None else ["pipeline=null"]
-    for mesh in meshes(recipe):
-        for per_device in _per_device(recipe, mesh):
-            if tried.least_remat(mesh, per_device, whole) is None:
-                break
-    if recipe.pipeline is not None or (recipe.cluster is not None and recipe.cluster.nodes > 1):
-        tried.pipelines()
+    every = list(meshes(recipe))
+    large = search_pipelines.layers_of(recipe) * len(every) >= LARGE
+    with Helpers(processes - 1 if large else 0) as helpers:
+        tried = _Search(recipe, say or (lambda _: None), helpers, search_bounds.MOST_LAYERS)
+        tried.each(_Search.mesh, every)
+        if recipe.pipeline is not None or (recipe.cluster is not None and recipe.cluster.nodes > 1):
+            tried.pipelines()
     result = tried.result
     if not result.candidates and result.closest is None:
         price_variant(recipe)
-    result.candidates = _mark_fastest(result.candidates)
+    result.candidates = mark_fastest(result.candidates)
     return result
 
 
@@ -238,10 +197,45 @@ def _per_device(recipe: Recipe, mesh: Mapping[str, int]) -> list[int]:
     return [n for n in (1, 2, 4, 8) if each and each % n == 0]
 
 
+T = TypeVar("T")
+LARGE = 200
+"""Layers of a model times meshes from which on a search starts further processes, each of which takes seconds."""
+Priced = dict[tuple[str, ...], "Candidate | None"]
+"""Variants by their changes; None for those that contradict themselves."""
+
+
 class _Search:
-    def __init__(self, recipe: Recipe, tell: Callable[[str], None]):
+    def __init__(self, recipe: Recipe, tell: Callable[[str], None], helpers: Helpers, layers: int):
         self.recipe, self.tell, self.variants, self.result = recipe, tell, Variants(), SearchResult()
-        self.bounds, self.layers_left = Bounds(recipe), MOST_LAYERS
+        self.bounds, self.layers_left, self.helpers = Bounds(recipe), layers, helpers
+        self.priced: Priced = {}
+        self.first_fits: list[Candidate] = []
+        """The pipelines with the first schedule that fit."""
+
+    def each(self, method: Callable[[_Search, T], None], items: Sequence[T]) -> None:
+        """Tries items one after another; with helpers all of them are priced before, at the same time.
+
+        What is tried, and in which order, never depends on the helpers: an item that they did not price is priced then.
+        """
+        parts = share(items, self.helpers.count + 1)
+        layers = self.layers_left // len(parts)
+        if len(parts) > 1:
+            others = [self.helpers.start(_price_ahead, self.recipe, method, part, layers) for part in parts[1:]]
+            self.priced |= _price_ahead(self.recipe, method, parts[0], layers)
+            for other in others:
+                try:
+                    self.priced |= other.result()
+                except BrokenExecutor:
+                    self.tell("a process of the search was ended, by the system or by hand; its part is priced here")
+        for item in items:
+            method(self, item)
+
+    def mesh(self, mesh: Mapping[str, int]) -> None:
+        """Tries the sizes of micro-batches with a mesh, until one does not fit."""
+        whole = [] if self.recipe.pipeline is None else ["pipeline=null"]
+        for per_device in _per_device(self.recipe, mesh):
+            if self.least_remat(mesh, per_device, whole) is None:
+                break
 
     def stores(self, mesh: Mapping[str, int]) -> bool:
         """Whether a device could hold its share of parameters, gradients and moments, if all axes but dp divide it."""
@@ -251,14 +245,14 @@ class _Search:
         """Finds the least recomputation with which a variant fits, and keeps it; None where none fits."""
         if not self.stores(mesh):
             self.result.refused += 1
-            self.tell(f"{_sizes(mesh)}: parameters, gradients and moments alone exceed the memory")
+            self.tell(f"{sizes(mesh)}: parameters, gradients and moments alone exceed the memory")
             return None
         for remat in ("none", "selective", "full"):
-            what = [_sizes(mesh), *_pipeline_words(more), f"remat {remat} per_device {per_device}"]
+            what = [sizes(mesh), *pipeline_words(more), f"remat {remat} per_device {per_device}"]
             unpriced = Candidate(dict(mesh), remat, per_device, UNPRICED, 0.0, more=tuple(more))
             if self._is_ruled_out(unpriced, " ".join(what)):
                 continue
-            candidate = _price_candidate(self.recipe, unpriced, self.variants)
+            candidate = self._price(unpriced)
             if candidate is None or not candidate.price.fits:
                 outcome = "refused" if candidate is None else f"does not fit, {gib(_needed_bytes(candidate))}"
                 self.tell(f"{' '.join(what)}: {outcome}")
@@ -271,6 +265,12 @@ class _Search:
             self.tell(f"{' '.join(what)}: {seconds(candidate.price.step_s)}")
             return candidate
         return None
+
+    def _price(self, unpriced: Candidate) -> Candidate | None:
+        key = tuple(unpriced.changes)
+        if key not in self.priced:
+            self.priced[key] = _price_candidate(self.recipe, unpriced, self.variants)
+        return self.priced[key]
 
     def _is_ruled_out(self, unpriced: Candidate, what: str) -> bool:
         """Whether a variant is not built: it exceeds the memory by its bound, or too many layers were built already.
@@ -299,36 +299,50 @@ class _Search:
         Many stages come first, because they have few layers and are built fast; fewer stages are left out once they
         make a step slower. The two fastest pipelines are tried with other schedules and larger micro-batches.
         """
-        recipe = self.recipe
-        if not (layers := search_pipelines.layers_of(recipe)):
+        if not search_pipelines.layers_of(self.recipe):
             return
         ordered = sorted(self.result.candidates, key=lambda c: c.price.step_s)
-        every = list(meshes(recipe))
-        widths = list(dict.fromkeys(c.mesh.get("tp", 1) for c in ordered)) or [every[-1].get("tp", 1)]
+        every = [mesh.get("tp", 1) for mesh in meshes(self.recipe)]
+        widths = list(dict.fromkeys(c.mesh.get("tp", 1) for c in ordered)) or [every[-1]]
+        self.each(_Search.stages, widths[:2])
+        self.each(_Search.schedules, sorted(self.first_fits, key=lambda c: c.price.step_s)[:2])
+
+    def stages(self, tp: int) -> None:
+        """Tries numbers of stages with a size of tp, until fewer stages are slower."""
+        recipe, layers = self.recipe, search_pipelines.layers_of(self.recipe)
+        whole = next(mesh for mesh in meshes(recipe) if mesh.get("tp", 1) == tp and mesh.get("dp", 1) == 1)
         fixed = recipe.fsdp.accumulate.gather == "step" or bool(recipe.where("fsdp.accumulate").line)
-        first_fits: list[Candidate] = []
-        for tp in widths[:2]:
-            whole = next(mesh for mesh in every if mesh.get("tp", 1) == tp and mesh.get("dp", 1) == 1)
-            least_s, slower = math.inf, False
-            for stages in reversed(search_pipelines.sizes(recipe, layers, whole["fsdp"])):
-                mesh = {"pp": 1} | whole | {"pp": stages, "fsdp": whole["fsdp"] // stages}
-                if slower:
-                    self.result.untried.append(_sizes(mesh))
+        least_s, slower = math.inf, False
+        for stages in reversed(search_pipelines.sizes(recipe, layers, whole["fsdp"])):
+            mesh = {"pp": 1} | whole | {"pp": stages, "fsdp": whole["fsdp"] // stages}
+            if slower:
+                self.result.untried.append(sizes(mesh))
+                continue
+            for once in [()] if fixed else [search_pipelines.ONCE, ()]:
+                if not _per_device(recipe, mesh):
                     continue
-                for once in [()] if fixed else [search_pipelines.ONCE, ()]:
-                    if not _per_device(recipe, mesh):
-                        continue
-                    candidate = self.least_remat(mesh, 1, [*search_pipelines.first(recipe), *once])
-                    if candidate is not None:
-                        first_fits.append(candidate)
-                        slower = candidate.price.step_s > least_s
-                        least_s = min(least_s, candidate.price.step_s)
-                        break
-        for best in sorted(first_fits, key=lambda c: c.price.step_s)[:2]:
-            for other in search_pipelines.schedules(recipe, layers, best.mesh["pp"]):
-                self.least_remat(best.mesh, best.per_device, [*best.more, *other])
-            for per_device in (n for n in _per_device(recipe, best.mesh) if n == 2):
-                self.least_remat(best.mesh, per_device, best.more)
+                candidate = self.least_remat(mesh, 1, [*search_pipelines.first(recipe), *once])
+                if candidate is not None:
+                    self.first_fits.append(candidate)
+                    slower = candidate.price.step_s > least_s
+                    least_s = min(least_s, candidate.price.step_s)
+                    break
+
+    def schedules(self, best: Candidate) -> None:
+        """Tries other schedules and larger micro-batches with a pipeline's mesh."""
+        layers = search_pipelines.layers_of(self.recipe)
+        for other in search_pipelines.schedules(self.recipe, layers, best.mesh["pp"]):
+            self.least_remat(best.mesh, best.per_device, [*best.more, *other])
+        for per_device in (n for n in _per_device(self.recipe, best.mesh) if n == 2):
+            self.least_remat(best.mesh, per_device, best.more)
+
+
+def _price_ahead(recipe: Recipe, method: Callable[[_Search, T], None], items: Sequence[T], layers: int) -> Priced:
+    """The prices of what a search tries of some items, if it builds no more than `layers`."""
+    tried = _Search(recipe, lambda _: None, Helpers(0), layers)
+    for item in items:
+        method(tried, item)
+    return tried.priced
 
 
 def _needed_bytes(candidate: Candidate) -> int:
@@ -360,58 +374,3 @@ def _price_candidate(recipe: Recipe, unpriced: Candidate, variants: Variants) ->
         return None
     tokens = candidate.batch.global_sequences * candidate.model.seq_len
     return replace(unpriced, price=price, tokens_per_s_per_device=tokens / price.step_s / devices_of(candidate))
-
-
-def _mark_fastest(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Sorts candidates, fastest first, and marks those that no other beats in both time and memory."""
-    ordered = sorted(candidates, key=lambda c: (c.price.step_s, c.price.needed_bytes))
-    least = math.inf
-    out = []
-    for c in ordered:
-        better = c.price.needed_bytes < least
-        least = min(least, c.price.needed_bytes)
-        out.append(replace(c, pareto=better))
-    return out
-
-
-def text(result: SearchResult, recipe: Recipe, rows: int = 24) -> str:
-    """The Pareto table, and the fastest variant as a recipe."""
-    lines = [f"{len(result.candidates)} variants fit, {result.refused} do not; * no other is both faster and smaller"]
-    lines.append(f"   {'mesh':<38} {'remat':<10} per_device     memory       step  tokens/s a device")
-    for c in result.candidates[:rows]:
-        lines.append(
-            f" {'*' if c.pareto else ' '} {_sizes(c.mesh):<38} {c.remat:<10} {c.per_device:>10} "
-            f"{gib(c.price.needed_bytes):>10} {seconds(c.price.step_s):>10} {c.tokens_per_s_per_device:>12.0f}"
-            f"{'  ' + ', '.join(_pipeline_words(c.more)) if c.more else ''}"
-        )
-    if result.untried:
-        why = f"a search builds {MOST_LAYERS:,} layers at most, and no fewer stages than make a step slower"
-        lines.append(f"   not tried: {'; '.join(result.untried)} ({why})")
-    if result.best is not None:
-        lines += ["", "# the fastest, as a recipe", winner(result, recipe).rstrip()]
-    elif result.closest is not None:
-        least = result.closest
-        lines.append(f"   the smallest needs {gib(_needed_bytes(least))} a device: {', '.join(least.changes)}")
-    return "\n".join(lines) + "\n"
-
-
-def winner(result: SearchResult, recipe: Recipe) -> str:
-    """The fastest variant as a recipe in YAML; "" if none fits."""
-    return variant(recipe, result.best.changes).to_yaml() if result.best is not None else ""
-
-
-def _pipeline_words(more: Sequence[str]) -> list[str]:
-    """The changes of a variant's pipeline, as words for the table."""
-    settings: dict[str, str] = {}
-    for change in more:
-        key, _, value = change.partition("=")
-        settings[key.rpartition(".")[2]] = value.removeprefix("{schedule: ").removesuffix("}")
-    if settings.get("pipeline") == "null":
-        return []
-    schedule = settings.pop("schedule", settings.pop("pipeline", ""))
-    settings.pop("pipeline", None)
-    return [*([schedule] if schedule else []), *(f"{key} {value}" for key, value in settings.items())]
-
-
-def _sizes(mesh: Mapping[str, int]) -> str:
-    return " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "1 device"

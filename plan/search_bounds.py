@@ -27,6 +27,8 @@ from tpshard.recipes.schema import Recipe
 
 DEEP = 40
 """Layers of a model from which on a few layers are built first: a shallower model is priced as fast itself."""
+MOST_LAYERS = 1_600
+"""Layers that a search builds, of all variants together: 50 variants of a model with 32 layers."""
 
 
 @dataclass

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 from tpshard.plan import search_pipelines
 from tpshard.plan.report import Edit, Report
-from tpshard.plan.search import VariantPrice, price_variant, variant
+from tpshard.plan.search import price_variant, variant
+from tpshard.plan.search_result import VariantPrice
 from tpshard.plan.units import seconds
 from tpshard.programs.variants import Variants
 from tpshard.recipes.diagnostic import Mistakes

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
 from small_recipe import RECIPE, tight_device
 from tpshard.cli.main import run as tpshard
-from tpshard.plan import command, make, search, suggest
+from tpshard.plan import command, make, search, search_result, suggest
 from tpshard.plan.report import Edit
 from tpshard.programs import cluster, step_programs
 from tpshard.recipes.diagnostic import Exit, Mistakes
@@ -55,7 +56,7 @@ def test_an_edit_that_fits_is_not_offered_again_with_more_beside_it(report, monk
 
     def quick(recipe, what, variants):
         tried.append((recipe.batch.per_device, recipe.remat))
-        return search.VariantPrice(1, 1.0, 0.0, recipe.batch.per_device == 1 or recipe.remat == "full")
+        return search_result.VariantPrice(1, 1.0, 0.0, recipe.batch.per_device == 1 or recipe.remat == "full")
 
     monkeypatch.setattr(search, "price_variant", quick)
     edits = search.edits(report, loads(RECIPE, ["remat=none"]), count=2)
@@ -68,7 +69,7 @@ def test_a_search_builds_no_mesh_that_cannot_store_the_state(monkeypatch):
 
     def quick(recipe, **_):
         tried.append((recipe.mesh["dp"], recipe.mesh["fsdp"]))
-        return search.VariantPrice(1, 1.0, 0.0, True)
+        return search_result.VariantPrice(1, 1.0, 0.0, True)
 
     monkeypatch.setattr(search, "price_variant", quick)
     text = "cluster: {device: a100-40g, nodes: 4, devices_per_node: 2}\nmodel: {preset: llama3-8b}\nmesh: {fsdp: 8}"
@@ -86,7 +87,7 @@ def test_search_ranks_what_fits():
     steps = [c.price.step_s for c in variants.candidates]
     assert steps == sorted(steps)
     assert variants.candidates[0].pareto
-    winner = loads(search.text(variants, recipe).partition("# the fastest, as a recipe\n")[2])
+    winner = loads(search_result.text(variants, recipe).partition("# the fastest, as a recipe\n")[2])
     assert winner.mesh == {**winner.mesh, **variants.candidates[0].mesh}
 
 
@@ -109,6 +110,51 @@ def test_a_pipeline_that_will_be_refused_is_refused_before_it_is_built(changes, 
         search.price_variant(search.variant(recipe, changes))
 
 
+class InThisProcess:
+    """`search.Helpers` whose work is done at once; it counts that."""
+
+    started = 0
+
+    def __init__(self, count: int):
+        self.count = count
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def start(self, function, *args):
+        InThisProcess.started += 1
+        future = Future()
+        future.set_result(function(*args))
+        return future
+
+
+@pytest.mark.parametrize("helpers", [InThisProcess, pytest.param(search.Helpers, marks=pytest.mark.slow)])
+def test_a_search_in_several_processes_is_the_search_in_one(helpers, monkeypatch):
+    recipe = loads(RECIPE, ["cluster.devices_per_node=2", "mesh.fsdp=2", "mesh.tp=1",
+                            "batch.global_sequences=2", "batch.per_device=1"])  # fmt: skip
+    priced, price = [], search.price_variant
+
+    def counted(recipe, **more):
+        priced.append(recipe)
+        return price(recipe, **more)
+
+    monkeypatch.setattr(search, "price_variant", counted)
+    alone = search.search(recipe)
+    count = len(priced)
+    monkeypatch.setattr(search, "Helpers", helpers)
+    monkeypatch.setattr(search, "LARGE", 0)
+    told: list[str] = []
+    assert search.search(recipe, told.append, processes=2) == alone
+    if helpers is InThisProcess:
+        assert InThisProcess.started and len(priced) == 2 * count, "nothing is priced twice"
+    else:
+        assert len(priced) < 2 * count
+    assert len(told) == len(alone.candidates) + alone.refused
+
+
 def test_a_search_of_a_pipeline_tries_stages_and_schedules_and_none(monkeypatch):
     """The search keeps what the recipe sets, such as a named schedule."""
     tried: list[str] = []
@@ -118,7 +164,7 @@ def test_a_search_of_a_pipeline_tries_stages_and_schedules_and_none(monkeypatch)
         tried.append(
             "none" if pipeline is None else f"{pipeline.schedule} {recipe.mesh['pp']} x {pipeline.stages_per_device}"
         )
-        return search.VariantPrice(1, 1.0 / recipe.mesh.get("pp", 1), 0.0, True)
+        return search_result.VariantPrice(1, 1.0 / recipe.mesh.get("pp", 1), 0.0, True)
 
     monkeypatch.setattr(search, "price_variant", quick)
     changes = ["cluster.nodes=2", "mesh={pp: 2, fsdp: -1}", "batch={global_sequences: 16}", "model.layers=8"]
@@ -177,7 +223,7 @@ def test_the_fastest_is_saved_as_a_recipe_that_plans_as_it_was_found(small, caps
 def test_a_search_that_finds_nothing_says_why(small, capsys, monkeypatch):
     assert tpshard(["plan", "small.yaml", "--search", "cluster.device=nowhere.yaml"]) == Exit.RECIPE
     assert "nowhere.yaml" in capsys.readouterr().err
-    too_much = lambda recipe, **_: search.VariantPrice(2**40 + recipe.batch.per_device, 1.0, 0.0, False)  # noqa: E731
+    too_much = lambda recipe, **_: search_result.VariantPrice(2**40 + recipe.batch.per_device, 1.0, 0.0, False)  # noqa: E731
     monkeypatch.setattr(search, "price_variant", too_much)
     assert tpshard(["plan", "small.yaml", "--search"]) == Exit.FIT
     assert "the smallest needs 1024 GiB a device: " in capsys.readouterr().out

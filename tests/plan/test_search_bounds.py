@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tpshard.plan import search, search_bounds
+from tpshard.plan import search, search_bounds, search_result
 from tpshard.plan.search_bounds import Bounds
 from tpshard.programs.setting import Setting
 from tpshard.programs.variants import Variants
@@ -49,12 +49,12 @@ def test_a_pipelines_price_builds_its_first_last_and_one_middle_stage() -> None:
 
 def test_what_cannot_fit_is_not_built_and_what_is_too_much_is_listed(monkeypatch) -> None:
     monkeypatch.setattr(search_bounds, "DEEP", 6)
-    monkeypatch.setattr(search, "MOST_LAYERS", 22)
+    monkeypatch.setattr(search_bounds, "MOST_LAYERS", 22)
     built: list[tuple[int, str]] = []
 
     def price(recipe, **_):
         built.append((recipe.mesh.get("pp", 1), recipe.remat))
-        return search.VariantPrice(1, 1.0, 0.0, True)
+        return search_result.VariantPrice(1, 1.0, 0.0, True)
 
     monkeypatch.setattr(search, "price_variant", price)
     monkeypatch.setattr(Bounds, "needed", lambda self, variant, mesh: 1 << 60 if variant.remat == "none" else 0)
@@ -65,7 +65,7 @@ def test_what_cannot_fit_is_not_built_and_what_is_too_much_is_listed(monkeypatch
     assert result.untried and any("not built" in note for note in notes)
     stages = [pp for pp, _ in built if pp > 1]
     assert stages == sorted(stages, reverse=True)
-    assert "(a search builds 22 layers at most, " in search.text(result, loads(RECIPE))
+    assert "(a search builds 22 layers at most, " in search_result.text(result, loads(RECIPE))
 
 
 def test_fewer_stages_are_left_out_once_they_are_slower(monkeypatch) -> None:
@@ -74,11 +74,11 @@ def test_fewer_stages_are_left_out_once_they_are_slower(monkeypatch) -> None:
     def price(recipe, **_):
         stages = recipe.mesh.get("pp", 1)
         built.append(stages)
-        return search.VariantPrice(1, {1: 1.0, 2: 4.0, 4: 3.0, 8: 2.0}[stages], 0.0, True)
+        return search_result.VariantPrice(1, {1: 1.0, 2: 4.0, 4: 3.0, 8: 2.0}[stages], 0.0, True)
 
     monkeypatch.setattr(search, "price_variant", price)
     recipe = loads(RECIPE, ["cluster.nodes=8", "mesh.fsdp=8"])
     result = search.search(recipe)
     assert 8 in built and 4 in built and 2 not in built
     assert result.untried == ["pp 2 x fsdp 4"]
-    assert "not tried: pp 2 x fsdp 4 (" in search.text(result, recipe)
+    assert "not tried: pp 2 x fsdp 4 (" in search_result.text(result, recipe)

@@ -23,7 +23,7 @@ from tpshard.plan import (
     trace,
 )
 from tpshard.plan.report import Report
-from tpshard.plan.search import VariantPrice
+from tpshard.plan.search_result import VariantPrice
 from tpshard.plan.stage_times import Piped, price_pipeline
 from tpshard.programs import training
 from tpshard.programs.setting import Setting, devices_of

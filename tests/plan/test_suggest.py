@@ -9,7 +9,8 @@ import pytest
 from small_recipe import RECIPE
 from tpshard.plan import make, suggest
 from tpshard.plan.report import Report
-from tpshard.plan.search import VariantPrice, variant
+from tpshard.plan.search import variant
+from tpshard.plan.search_result import VariantPrice
 from tpshard.recipes.load import loads
 from tpshard.recipes.schema import Recipe
 

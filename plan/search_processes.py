@@ -1,0 +1,36 @@
+"""Processes that price variants of a search at the same time."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Helpers:
+    """Further processes of a search, which start with their first work. A context that ends them."""
+
+    def __init__(self, count: int):
+        self.count = max(0, count)
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> Helpers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def start(self, function: Callable[..., T], *args: Any) -> Future[T]:
+        """Starts `function(*args)` in a process; both must be picklable."""
+        if self._pool is None:  # a forked process would inherit torch's threads without running them
+            self._pool = ProcessPoolExecutor(self.count, mp_context=multiprocessing.get_context("spawn"))
+        return self._pool.submit(function, *args)
+
+
+def share(items: Sequence[T], among: int) -> list[Sequence[T]]:
+    """The items dealt out like cards, in at most `among` parts: neighbours take about as long."""
+    return [items[i::among] for i in range(min(among, len(items)))] or [[]]

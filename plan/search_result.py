@@ -1,0 +1,120 @@
+"""What a search found: variants with their figures, as a table, and the fastest one as a recipe."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from tpshard.plan import search_bounds
+from tpshard.plan.units import gib, seconds
+from tpshard.recipes.load import with_changes
+from tpshard.recipes.schema import Recipe
+
+
+@dataclass(frozen=True)
+class VariantPrice:
+    """The figures of a variant: reserved memory of a device, and the time of a step."""
+
+    needed_bytes: int
+    step_s: float
+    exposed_s: float
+    fits: bool
+    comm_s: float = 0.0
+    """Time in which a collective runs, exposed or not."""
+
+
+UNPRICED = VariantPrice(0, 0.0, 0.0, False)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One variant of the search."""
+
+    mesh: dict[str, int]
+    remat: str
+    per_device: int
+    price: VariantPrice
+    tokens_per_s_per_device: float
+    pareto: bool = False
+    more: tuple[str, ...] = ()
+    """Changes of other keys: those of a pipeline."""
+
+    @property
+    def changes(self) -> list[str]:
+        sizes = [f"mesh.{axis}={size}" for axis, size in self.mesh.items()]
+        return [*sizes, *self.more, f"remat={self.remat}", f"batch.per_device={self.per_device}"]
+
+
+@dataclass
+class SearchResult:
+    """The variants that fit, the fastest first, and what is known of the others."""
+
+    candidates: list[Candidate] = field(default_factory=list)
+    refused: int = 0
+    """Variants that contradict themselves (divisibility) or exceed the memory."""
+    closest: Candidate | None = None
+    """The smallest of the variants that exceed the memory."""
+    untried: list[str] = field(default_factory=list)
+    """Variants that were not built, because the search had built `MOST_LAYERS` layers, or more stages were faster."""
+
+    @property
+    def best(self) -> Candidate | None:
+        return self.candidates[0] if self.candidates else None
+
+
+def mark_fastest(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Sorts candidates, fastest first, and marks those that no other beats in both time and memory."""
+    ordered = sorted(candidates, key=lambda c: (c.price.step_s, c.price.needed_bytes))
+    least = math.inf
+    out = []
+    for c in ordered:
+        better = c.price.needed_bytes < least
+        least = min(least, c.price.needed_bytes)
+        out.append(replace(c, pareto=better))
+    return out
+
+
+def text(result: SearchResult, recipe: Recipe, rows: int = 24) -> str:
+    """The Pareto table, and the fastest variant as a recipe."""
+    lines = [f"{len(result.candidates)} variants fit, {result.refused} do not; * no other is both faster and smaller"]
+    lines.append(f"   {'mesh':<38} {'remat':<10} per_device     memory       step  tokens/s a device")
+    for c in result.candidates[:rows]:
+        lines.append(
+            f" {'*' if c.pareto else ' '} {sizes(c.mesh):<38} {c.remat:<10} {c.per_device:>10} "
+            f"{gib(c.price.needed_bytes):>10} {seconds(c.price.step_s):>10} {c.tokens_per_s_per_device:>12.0f}"
+            f"{'  ' + ', '.join(pipeline_words(c.more)) if c.more else ''}"
+        )
+    if result.untried:
+        why = (
+            f"a search builds {search_bounds.MOST_LAYERS:,} layers at most, and no fewer stages than make a step slower"
+        )
+        lines.append(f"   not tried: {'; '.join(result.untried)} ({why})")
+    if result.best is not None:
+        lines += ["", "# the fastest, as a recipe", winner(result, recipe).rstrip()]
+    elif result.closest is not None:
+        least = result.closest
+        lines.append(f"   the smallest needs {gib(least.price.needed_bytes)} a device: {', '.join(least.changes)}")
+    return "\n".join(lines) + "\n"
+
+
+def winner(result: SearchResult, recipe: Recipe) -> str:
+    """The fastest variant as a recipe in YAML; "" if none fits."""
+    return with_changes(recipe, result.best.changes).to_yaml() if result.best is not None else ""
+
+
+def pipeline_words(more: Sequence[str]) -> list[str]:
+    """The changes of a variant's pipeline, as words for the table."""
+    settings: dict[str, str] = {}
+    for change in more:
+        key, _, value = change.partition("=")
+        settings[key.rpartition(".")[2]] = value.removeprefix("{schedule: ").removesuffix("}")
+    if settings.get("pipeline") == "null":
+        return []
+    schedule = settings.pop("schedule", settings.pop("pipeline", ""))
+    settings.pop("pipeline", None)
+    return [*([schedule] if schedule else []), *(f"{key} {value}" for key, value in settings.items())]
+
+
+def sizes(mesh: Mapping[str, int]) -> str:
+    return " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "1 device"
