@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -73,6 +73,8 @@ class Quantization:
     """The act-orders of those that have one."""
     shared: int = 1
     """The number of inputs of `down` that share scales (see `programs.padding`)."""
+    stacks: int = 0
+    """How many of the weights are stacks of experts, whose orders concern no other operation."""
 
     @staticmethod
     def of_folder(folder: Path, config: ModelConfig) -> Quantization | None:
@@ -83,7 +85,8 @@ class Quantization:
         model, stored = build(config), QuantizedParameters(folder, config)
         weights = {name: own for name in config.parameters if (own := stored.settings_of(name)) is not None}
         orders = act_orders(model, config, stored.group)
-        return Quantization(settings, weights, orders, shared_rows(config, stored.group))
+        shared = shared_rows(config, stored.group)
+        return Quantization(settings, weights, orders, shared, _stacks(config.shapes, weights))
 
     @staticmethod
     def of_theirs(folder: Path, architecture: Architecture) -> Quantization | None:
@@ -98,7 +101,8 @@ class Quantization:
         dims = dict.fromkeys(weights, ("", "")) | {
             name: named.dims for name, named in plan_dims.dims_of_plan(model).items()
         }
-        return Quantization(settings, weights, orders_of(dims, architecture.heads, stored.group))
+        orders = orders_of(dims, architecture.heads, stored.group)
+        return Quantization(settings, weights, orders, stacks=_stacks(files.shapes, weights))
 
     @staticmethod
     def of_recipe(section: Quantize, config: ModelConfig) -> Quantization:
@@ -112,12 +116,19 @@ class Quantization:
         def groups(name: str) -> torch.Tensor | None:
             return group_index(config.shapes[name][-1], section.group_size) if name in weights else None
 
-        return Quantization(settings, weights, orders, shared_rows(config, groups))
+        return Quantization(settings, weights, orders, shared_rows(config, groups), _stacks(config.shapes, weights))
 
     def __str__(self) -> str:
         size, ordered = self.settings.group_size, len(self.orders)
         groups = f"groups of {size}" if size > 0 else "one group a linear"
-        return f"{self.settings.bits} bits in {groups}, {ordered} of {len(self.weights)} linears act-ordered"
+        experts = f", and {self.stacks} stacks of experts" if self.stacks else ""
+        linears = len(self.weights) - self.stacks
+        return f"{self.settings.bits} bits in {groups}, {ordered} of {linears} linears act-ordered{experts}"
+
+
+def _stacks(shapes: Mapping[str, tuple[int, ...]], weights: Iterable[str]) -> int:
+    """How many weights are stacks of matrices."""
+    return sum(len(shapes[name]) == 3 for name in weights)
 
 
 @dataclass(frozen=True)

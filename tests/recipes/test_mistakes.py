@@ -180,6 +180,14 @@ def test_what_is_no_recipe_is_refused_with_its_place(
     assert [p.name for p in tmp_path.iterdir()] == ["a.yaml"]
 
 
+def test_a_hugging_face_folder_in_place_of_a_recipe_is_told_where_it_goes(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(Mistakes) as error:
+        load(tmp_path)
+    (told,) = error.value.diagnostics
+    assert "which is a model" in told.why and f"serve.checkpoint={tmp_path}" in told.fix
+
+
 def test_an_alias_bomb_is_refused_before_it_is_written_out(tmp_path: Path) -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]

@@ -91,6 +91,15 @@ def test_tokens_over_http_are_those_of_generate(name: str, tp: int, tmp_path: Pa
 
 
 # ---- quantized folders ----------------------------------------------------------------------------------------------
+CODED = (
+    "qwen2", "qwen3", "mistral", "phi3", "gpt2", "gemma2", "gemma3_text", "olmo2", "granite", "mixtral", "qwen2_moe",
+    "qwen3_moe",
+)  # fmt: skip
+NOT_TURNED = ("gpt2", "phi3", "mixtral", "qwen2_moe", "qwen3_moe")
+"""Models whose gates and values lie in one matrix, or in one operation with the rest of an expert; a shared expert is
+whole on every device."""
+
+
 @pytest.mark.parametrize(
     ("name", "tp", "layout"),
     [
@@ -99,7 +108,7 @@ def test_tokens_over_http_are_those_of_generate(name: str, tp: int, tmp_path: Pa
         ("gpt2", 1, "tp_aware"),
         *(
             pytest.param(name, tp, layout, marks=pytest.mark.slow)
-            for name in ("qwen2", "qwen3", "mistral", "phi3", "gpt2", "gemma2", "gemma3_text", "olmo2", "granite")
+            for name in CODED
             for tp, layout in ((1, "tp_aware"), (2, "tp_aware"), (2, "naive"), (2, "local_sort"))
         ),
     ],
@@ -110,7 +119,7 @@ def test_a_gptq_folder_gives_the_tokens_of_its_dense_weights(
     wider = {key: value for key, value in gptq_folders.WIDER.items() if key in architectures.CONFIGS[name]}
     monkeypatch.setitem(architectures.CONFIGS, name, {**architectures.CONFIGS[name], **wider})
     folder, values = gptq_folders.quantized(name, tmp_path / name)
-    if tp > 1 and layout == "tp_aware" and name not in ("gpt2", "phi3"):  # whose gates and values lie in one matrix
+    if tp > 1 and layout == "tp_aware" and name not in NOT_TURNED:
         overrides = (f"serve.mesh.tp={tp}", "serve.step_tokens=8", "serve.requests=8")
         turned = programs_of(folder, *overrides).arrangement.columns
         assert len(turned) == 4 and all("gate" in one or "up" in one for one in turned), "no order is left of the MLP"
