@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from tpshard.kernels.linear import fixed_rows_linear
 
 _library = torch.library.Library("tpshard", "FRAGMENT")
 _library.define("experts(Tensor x, Tensor ids, Tensor weights, Tensor gate, Tensor up, Tensor down) -> Tensor")
@@ -72,9 +73,20 @@ def _check(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, do
 
 def _forward(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     _check(x, ids, weights, gate, up, down)
+    return _multiply(x, ids, weights, gate, up, down, F.linear)
 
+
+def fixed_rows_experts(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """`experts`, with the same bits for a token whatever the other tokens are (see `kernels.linear`)."""
+    return _multiply(x, ids, weights, gate, up, down, fixed_rows_linear)
+
+
+def _multiply(
+    x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor,
+    linear: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:  # fmt: skip
     def compute(e: int, some: Tensor) -> Tensor:
-        return F.linear(F.silu(F.linear(some, gate[e])) * F.linear(some, up[e]), down[e])
+        return linear(F.silu(linear(some, gate[e])) * linear(some, up[e]), down[e])
 
     return routed_sum(x, ids, weights, gate.shape[0], compute)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from tpshard.kernels.experts import fixed_rows_experts
 from tpshard.kernels.int4 import int4_linear
 from tpshard.kernels.linear import can_pack, fixed_rows_linear, linear
 from tpshard.kernels.norm import NORM
@@ -135,7 +136,7 @@ def fold_linears(program: Program) -> Program:
 
 
 def fix_rows(kind: str) -> Pass:
-    """A pass after which every linear multiplies a fixed number of rows at a time, so that rows are independent.
+    """A pass after which linears and experts multiply a fixed number of rows at a time, so that rows are independent.
 
     See `kernels.linear`. On a `cpu` the weights are held as its library packs them.
     """
@@ -143,6 +144,8 @@ def fix_rows(kind: str) -> Pass:
     def fix_rows(program: Program) -> Program:
         edited = _Edited(program)
         for node in edited.calls:
+            if node.target is EXPERTS:
+                node.target = fixed_rows_experts
             if node.target is not linear:
                 continue
             node.target, (rows, weight) = fixed_rows_linear, node.args

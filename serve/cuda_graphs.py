@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tpshard.kernels.experts import fixed_rows_experts
 from tpshard.kernels.quantized_experts import quantized_experts
 from tpshard.parallelism.program import Program
 
 MOST_ROWS = 64
 """Steps with more rows keep the device busy without graphs."""
 _WARM = 3
-WAITING = (torch.ops.tpshard.experts.default, quantized_experts)
+WAITING = (torch.ops.tpshard.experts.default, fixed_rows_experts, quantized_experts)
 """Operations that wait for the device: the host counts the tokens of each expert."""
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import architectures
 import gptq_folders
+import numpy as np
 import pytest
 import torch
 from servers import folder_runner, lockstep, programs_of, prompts
@@ -21,6 +22,7 @@ from tpshard.models.presets import PRESETS
 from tpshard.serve.cuda_graphs import can_capture
 from tpshard.serve.need import kernels
 from tpshard.serve.quantize_layers import Quantizer, Sequences, write
+from tpshard.serve.step import StepInput
 
 STEP = ("serve.requests=8", "serve.step_tokens=8")
 MOE = replace(
@@ -75,9 +77,24 @@ def test_logits_are_those_of_the_dense_weights(
     worst = 3e-2 if dtype == "bf16" else 1e-5
     assert (logits - expected).abs().max() <= worst * expected.abs().max()
     called = kernels(programs.any)
-    assert called["quantized_experts" if dtype == "bf16" else "experts"] == 2
+    assert called["quantized_experts" if dtype == "bf16" else "fixed_rows_experts"] == 2
     moved = [c for c in programs.any.collectives if c.of == "parameter"]
     assert not moved, "gate and up lie in one parameter of transformers, and each is where it is used"
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_token_has_the_same_bits_in_every_batch(dtype: str, folders: dict[str, tuple[Path, Tensor]]) -> None:
+    runner = folder_runner(folders["mixtral"][0], f"serve.dtype={dtype}", "serve.requests=8", "serve.step_tokens=32")
+    tokens = np.arange(32) * 7 % 64
+    places = np.arange(32)
+
+    def logits(rows: int) -> Tensor:
+        """Of the first 8 tokens of a prompt, in a step with so many tokens of two prompts."""
+        own = places[:rows]
+        step = StepInput(tokens[:rows], own % 16, 16 + own, own // 16, np.array([[1], [2]]), np.arange(8))
+        return runner.step(step)
+
+    assert torch.equal(logits(32), logits(8))
 
 
 def test_experts_are_held_as_codes(folders: dict[str, tuple[Path, Tensor]]) -> None:
