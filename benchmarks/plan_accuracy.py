@@ -5,22 +5,31 @@
 FILE has the columns of the published runs: each row becomes a recipe, is planned, and is printed with signed errors and
 mean absolute percentages. `--write` writes the table to docs/plan_accuracy.md and its summary into the plan's screen.
 
-Settings that a row does not state are taken from how its source ran: the loss of `tt_2024*` ran eagerly, that of all
-others was compiled apart from the blocks. Constants belong to devices; none belongs to a row.
+Settings that a row does not state are taken from how its source ran. The loss of `tt_2024*` ran eagerly, that of all
+others but `kf_*` was compiled apart from the blocks. Of `kf_*` the public code says more than the rows (KempnerForge:
+`training/loop.py`, `training/loss.py`, `distributed/tensor_parallel.py`): the loss ran eagerly in the dtype of the
+logits, and the loop held these until the next micro-batch had its own; with tensor parallelism every device held the
+whole embedding, and norms were sharded over the sequence, which the rows deny. Constants belong to devices; none
+belongs to a row.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import math
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tpshard.parallelism.fusion import Compiled
+from tpshard.parallelism.sharding import local_shape
 from tpshard.plan import make
+from tpshard.plan.pricing import StepPart, price_parts
+from tpshard.programs import cluster
 from tpshard.programs.setting import Setting
+from tpshard.programs.training import TrainingPrograms
 from tpshard.programs.variants import Variants
 from tpshard.recipes.diagnostic import Mistakes
 from tpshard.recipes.load import loads
@@ -102,13 +111,16 @@ def recipe_of(row: dict[str, str]) -> Recipe:
     dtype = "bf16" if quant == "none" else "fp8"
     per_node, gpus = number(row, "gpus_per_node", 8), number(row, "gpus")
     ranks, times, tp = number(row, "dp_rep") * number(row, "fsdp"), number(row, "grad_accum"), number(row, "tp")
-    rules, annotate, pin = "", "", ""
-    if row.get("seq_parallel") == "1":
+    rules, annotate, pins = "", "", []
+    if row.get("seq_parallel") == "1" or (tp > 1 and holds_logits(row)):
         rules = "rules: {batch: [dp, fsdp], vocab: tp, heads: tp, mlp: tp, seq_sp: tp}"
         annotate = 'annotate: {"layers.*.residual": [batch, seq_sp, embed]}'
     if tp > 1 and row.get("loss_parallel") != "1":
-        pin = 'pin: {"logits": [[dp, fsdp], null, null]}'
-    sharding = ", ".join(part for part in (rules, annotate, pin) if part)
+        pins.append('"logits": [[dp, fsdp], null, null]')
+    if tp > 1 and holds_logits(row):
+        pins += ['"tok_embed.weight": [null, null]', '"embedded": [[dp, fsdp], null, null]']
+    sharding = ", ".join(part for part in (rules, annotate, f"pin: {{{', '.join(pins)}}}" if pins else "") if part)
+    wrap = "[layers.*, [tok_embed, norm, output]]" if holds_logits(row) else "[layers.*, [tok_embed], [norm, output]]"
     reduce = "last" if row.get("accumulate_unsharded") == "1" and times > 1 else "each"
     device = device_of(row)
     return loads(
@@ -117,9 +129,11 @@ name: {row["src"]}
 cluster: {{device: {device}, nodes: {max(1, gpus // per_node)}, devices_per_node: {min(gpus, per_node)}}}
 mesh: {{dp: {number(row, "dp_rep")}, fsdp: {number(row, "fsdp")}, tp: {tp}}}
 model: {{{MODELS[row["model"]]}, seq_len: {number(row, "seq")}, dtype: {dtype}}}
+task: {"torch_loss:TorchCrossEntropy" if holds_logits(row) else "lm"}
 sharding: {{{sharding}}}
 fsdp:
   bucket: wrap
+  wrap: {wrap}
   master_dtype: {row["master_dtype"]}
   param_dtype: {row["gather_dtype"]}
   reduce_dtype: {row["reduce_dtype"]}
@@ -133,18 +147,31 @@ batch: {{global_sequences: {number(row, "local_bs") * ranks * times}, per_device
 
 
 def eager_loss(row: dict[str, str]) -> bool:
-    return row["src"].startswith("tt_2024")
+    return row["src"].startswith(("tt_2024", "kf_"))
 
 
-def compiled_of(row: dict[str, str]) -> Compiled | None:
-    """What was compiled, where recipes cannot say it: the loss beside eager blocks."""
-    return "rest" if row["compile"] == "0" and not eager_loss(row) else None
+def holds_logits(row: dict[str, str]) -> bool:
+    """Whether the training loop holds the logits of a micro-batch until the next one has its own."""
+    return row["src"].startswith("kf_")
+
+
+def parts_of(row: dict[str, str], programs: TrainingPrograms) -> list[StepPart]:
+    """The parts of a step as the source ran them, where recipes cannot say it."""
+    compiled: Compiled | None = "rest" if row["compile"] == "0" and not eager_loss(row) else None
+    parts = make.training_parts(programs, compiled)
+    if not holds_logits(row):
+        return parts
+    logits = programs.micro.records["logits"]
+    held = {"logits_and_loss": math.prod(local_shape(logits.shape, logits.layout)) * logits.dtype.itemsize}
+    assert parts[0].name == "micro-batch"
+    return [replace(parts[0], always={**parts[0].always, **held}), *parts[1:]]
 
 
 def figures(row: dict[str, str], recipe: Recipe, quick: bool) -> tuple[float, float]:
     """(GiB in the row's measure of memory, seconds of a step)."""
     build = Variants().for_prices if quick else make.build_programs
-    pricing = make.price_training(build(Setting.of(recipe)), compiled_of(row))
+    parts, (device, _, per_host) = parts_of(row, build(Setting.of(recipe))), cluster.device_of(recipe)
+    pricing = price_parts(parts, device, per_host, processes=per_host, trains=True)
     memory = pricing.reserved_bytes if row.get("mem_kind") == "reserved_peak" else pricing.peak_bytes
     return memory / 2**30, pricing.step_s
 
