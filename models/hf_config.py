@@ -48,10 +48,11 @@ def computes(folder: str | os.PathLike[str]) -> bool:
 
 
 def read_raw(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The contents of a folder's config.json. ValueError if it is missing or asks to run code."""
+    """The contents of a folder's config.json. ValueError if either is missing, or if it asks to run code."""
     path = Path(folder)
     if not (path / "config.json").exists():
-        raise ValueError(f"{path} holds no config.json")
+        there = path.is_dir()
+        raise ValueError(f"{path} holds no config.json" if there else f"{path} is not a folder on this machine")
     raw = hf_json.read_json(path, "config.json")
     hf_json.refuse_code(raw, path / "config.json")
     return raw

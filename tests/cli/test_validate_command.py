@@ -144,6 +144,13 @@ def test_a_folder_that_cannot_be_a_model_is_told_without_torch(
     assert (actual["file"], actual["line"], actual["col"]) == ("a.yaml", 2, 11 + len(key))
 
 
+def test_a_name_on_the_hub_is_no_folder(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (workdir / "a.yaml").write_text("model: {hf: organization/name}\n")
+    for command in ("validate", "plan"):
+        assert run([command, "a.yaml"]) == Exit.RECIPE
+        assert "organization/name is not a folder on this machine\n  --> a.yaml:1:13" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("config", [LLAMA, PHI, {**PHI, "architectures": ["Gemma2DecoderLayer"]}])
 def test_a_sound_folder_is_fine_and_opens_neither_torch_nor_transformers(config: dict[str, Any], workdir: Path) -> None:
     """A class that transformers does not list is looked for in its models' files."""
