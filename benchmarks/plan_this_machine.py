@@ -92,7 +92,7 @@ def cpu_seconds() -> tuple[float, float]:
 
 
 def pace() -> float:
-    """Seconds that a fixed piece of work takes all cores: matrix products, and sums beyond the caches."""
+    """Seconds in which all cores do a fixed amount of work: matrix products, and sums of more than the caches hold."""
     a, x = torch.ones(768, 768), torch.ones(1 << 22)
     seconds = []
     for _ in range(12):

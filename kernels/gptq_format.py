@@ -51,7 +51,7 @@ def encode(weight: Quantized, checkpoint_format: str = "gptq") -> dict[str, Tens
 
 
 def decode(tensors: Mapping[str, Tensor], config: GPTQConfig, name: str = "quantized linear") -> Quantized:
-    """The linear stored in `tensors`, named without the module's prefix. Raises ValueError naming `name`."""
+    """Reads the quantized linear layer in `tensors` (qweight, qzeros, scales, ...). Raises ValueError naming `name`."""
     missing = {"qweight", "qzeros", "scales"} - tensors.keys()
     if missing:
         raise ValueError(f"{name}: {', '.join(sorted(missing))} is missing.")

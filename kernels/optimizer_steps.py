@@ -1,4 +1,4 @@
-"""An optimizer's step of one parameter as one operation, in one pass over its tensors, and the sum of squares of one.
+"""Optimizers' steps, each one operation that passes once over a parameter's tensors, and a tensor's sum of squares.
 
     tpshard::adamw_step(param, grad, exp_avg, exp_avg_sq, finite, scale, lr, update, beta1, beta2, eps, decay)
         -> (param, exp_avg, exp_avg_sq)

@@ -85,7 +85,7 @@ class Quantized:
         return torch.argsort(self.group, stable=True)
 
     def take_rows(self, rows: Tensor) -> Quantized:
-        """The linear with input rows `rows` in that order.
+        """The part of the layer that multiplies the inputs `rows`, in that order.
 
         Groups are renumbered as they appear; unused ones are dropped.
         """

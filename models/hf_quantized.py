@@ -122,7 +122,7 @@ class QuantizedModules:
         return first if all(other == first for other in others) else None
 
     def linear(self, name: str) -> Quantized | None:
-        """A weight's quantized form, whole; None for a parameter that is dense or stacked."""
+        """The whole quantized weight; None for a parameter that is dense or stacked."""
         module = self._module_of(name)
         return None if module is None else self._folder.linear(module)
 

@@ -295,8 +295,10 @@ def layout_of(rule: Rule, dims: Sequence[tuple[int, ...]], choice: Choice, resul
     layout = factors.layout_of(dims, choice, rule.sizes)
     if not result:
         return layout
-    mine = {f for members in dims for f in members}
-    partial = [a for f, cut in choice.items() if rule.kinds[f] is Kind.REDUCE and f not in mine for a in cut.axes]
+    own_factors = {f for members in dims for f in members}
+    partial = [
+        a for f, cut in choice.items() if rule.kinds[f] is Kind.REDUCE and f not in own_factors for a in cut.axes
+    ]
     return layout.as_sum(merge(sorted(partial)), rule.reduction)
 
 
@@ -350,9 +352,9 @@ def _cost(
             rest = {f: cut for f, cut in choice.items() if f != exchange.factor}
             members = size_of(choice[exchange.factor].axes)
             if exchange.rotating:  # one hop per other device, each overlapped with computing a part
-                sent = (members - 1) / members * exchange.bytes * share(rule, rest)
+                hop_bytes = (members - 1) / members * exchange.bytes * share(rule, rest)
                 hidden = rule.flops * share(rule, choice) / FLOPS_PER_BYTE
-                total += (members - 1) * exchange.collectives * latency + max(0.0, sent - hidden)
+                total += (members - 1) * exchange.collectives * latency + max(0.0, hop_bytes - hidden)
             else:
                 total += exchange.collectives * latency + (members - 1) * exchange.bytes * share(rule, rest)
     for f, window in rule.windows:

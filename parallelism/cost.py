@@ -199,14 +199,14 @@ class Device:
 
     def with_own_core(self, processes: int) -> Device:
         """`shared_by(processes)` as one of them finds it while no more of them compute than the host has cores."""
-        mine, cores = self.shared_by(processes), max(1, self.cpu.cores)
+        one_process, cores = self.shared_by(processes), max(1, self.cpu.cores)
         if self.kind != "cpu" or processes <= cores:
-            return mine
+            return one_process
         few = self.shared_by(cores)
         return replace(
-            mine, rates=few.rates, memory_bandwidth=few.memory_bandwidth, overhead=few.overhead,
+            one_process, rates=few.rates, memory_bandwidth=few.memory_bandwidth, overhead=few.overhead,
             cpu=replace(
-                mine.cpu, growth=few.cpu.growth, cold_bandwidth=few.cpu.cold_bandwidth, view_s=few.cpu.view_s
+                one_process.cpu, growth=few.cpu.growth, cold_bandwidth=few.cpu.cold_bandwidth, view_s=few.cpu.view_s
             ),
         )  # fmt: skip
 

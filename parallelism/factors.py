@@ -101,12 +101,12 @@ def extension(part: FactorAxes, axes: Axes, size: int, barred: Iterable[Axis]) -
     A closed or overflowing factor is not extended. Every factor of a dim except the last must be divided evenly, by a
     sub-axis if the whole axis does not divide it.
     """
-    mine = part.axes
-    if not starts_with(axes, mine):
+    present = part.axes
+    if not starts_with(axes, present):
         return axes
     barred = tuple(barred)
-    extended = list(mine)
-    for axis in remainder(axes, mine) if part.open and not part.overflow else ():
+    extended = list(present)
+    for axis in remainder(axes, present) if part.open and not part.overflow else ():
         free = without((axis,), barred)
         if not free:
             break

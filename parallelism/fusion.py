@@ -100,21 +100,21 @@ def _kernels(flow: Flow, compiled: Compiled, cached: CacheReads) -> list[Kernel]
         if work == "free":
             out.append(Kernel(node, "free", 0, 0, 0, dtype, False, seen_by[node]))
             continue
-        mine = group.get(node, node)
+        kernel_id = group.get(node, node)
         inside = node in inlined
         read = cold = 0
         if not inside:
             for source, shown in _sources(flow, node, fused):
                 # a fused kernel reads a value once; a view reads no more than its own elements
-                if (mine, source) not in counted:
-                    counted.add((mine, source))
+                if (kernel_id, source) not in counted:
+                    counted.add((kernel_id, source))
                     read += shown
                     cold += shown if source.op == "placeholder" else 0
         entry = entry_of(node.target)
         if entry.lookup:
             read = min(read, 2 * info.bytes + 8)
         written = 0 if inside else info.bytes
-        counts = not inside and mine not in opened
+        counts = not inside and kernel_id not in opened
         exponentials = entry.exponentials * _elements(info)
         flops = info.flops
         if entry.cached:
@@ -125,7 +125,7 @@ def _kernels(flow: Flow, compiled: Compiled, cached: CacheReads) -> list[Kernel]
         cold = min(cold, read)
         out.append(Kernel(node, work, flops, moved, written, dtype, counts, seen_by[node], exponentials, cold))
         if counts:
-            opened.add(mine)
+            opened.add(kernel_id)
     moved_bytes = [kernel.moved for kernel in out if kernel.moved][-WINDOW:]
     last = deque(moved_bytes, len(moved_bytes))
     for kernel in out:
@@ -153,7 +153,7 @@ def _sources(flow: Flow, node: fx.Node, fused: _Unfused) -> list[tuple[fx.Node, 
     read_bytes: dict[fx.Node, int] = {}
     queue = [(source, root[source]) for source in flow.sources[node]]
     visited: set[fx.Node] = set()
-    mine = group.get(node)
+    kernel = group.get(node)
     while queue:
         source, base = queue.pop()
         if base in inlined:
@@ -161,7 +161,7 @@ def _sources(flow: Flow, node: fx.Node, fused: _Unfused) -> list[tuple[fx.Node, 
                 visited.add(base)
                 queue.extend([(s, root[s]) for s in flow.sources[base]])
             continue
-        if mine is not None and base is not node and group.get(base) is mine:
+        if kernel is not None and base is not node and group.get(base) is kernel:
             continue  # stays in registers, though it may also be written
         shown = min(size[source], max(size[base], 1))
         read_bytes[base] = max(read_bytes.get(base, 0), shown)
@@ -186,18 +186,18 @@ class _Fused(_Unfused):
         for node in flow.nodes:
             if works[node] != "stream" or not seen_by[node]:
                 continue
-            mine: set[fx.Node] = set()
+            inputs: set[fx.Node] = set()
             for source in flow.sources[node]:
                 base = flow.root[source]
-                mine |= reads[base] if base in self.inlined else {base}
-            reads[node] = mine
+                inputs |= reads[base] if base in self.inlined else {base}
+            reads[node] = inputs
             users = readers.get(node, ())
             if node in outputs or any(works[user] != "stream" or not seen_by[user] for user in users):
                 continue
             if not entry_of(node.target).inlined:
                 continue
             if len(users) > 1:
-                large = sum([2 * size[source] >= size[node] for source in mine])
+                large = sum([2 * size[source] >= size[node] for source in inputs])
                 crosses = infos[node].phase == "forward" and any(infos[user].phase != "forward" for user in users)
                 if large > (1 if crosses else _MOST_READS):
                     continue

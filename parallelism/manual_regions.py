@@ -179,15 +179,15 @@ def permute(x: Tensor, axis: str, pairs: Sequence[tuple[int, int]]) -> Tensor:
     at = held.index(axis)
     total: Tensor | None = None
     for shift in sorted({(b - a) % n for a, b in pairs}):
-        sent = whole if shift == 0 else _anchor(torch.roll(whole, shift, at), held)
-        mine = [b for a, b in pairs if (b - a) % n == shift]
-        if len(mine) < n:
+        rolled = whole if shift == 0 else _anchor(torch.roll(whole, shift, at), held)
+        receivers = [b for a, b in pairs if (b - a) % n == shift]
+        if len(receivers) < n:
             receives = torch.zeros(n, dtype=torch.bool)
-            for b in mine:
+            for b in receivers:
                 receives = receives | (torch.arange(n) == b)
             receives = receives.view([n if d == at else 1 for d in range(whole.dim())])
-            sent = torch.where(receives, sent, torch.zeros((), dtype=x.dtype))
-        total = sent if total is None else total + sent
+            rolled = torch.where(receives, rolled, torch.zeros((), dtype=x.dtype))
+        total = rolled if total is None else total + rolled
     return _wrap(torch.zeros_like(whole) if total is None else total, held)
 
 

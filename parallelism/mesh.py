@@ -163,10 +163,10 @@ def union(*lists: Iterable[Axis]) -> Axes:
     return merge(sorted({part for axes in each for part in split(axes, cuts)}))
 
 
-def difference(axes: Iterable[Axis], gone: Iterable[Axis]) -> Axes:
-    """The parts of `axes` that are not in `gone`."""
-    axes, gone = tuple(axes), tuple(gone)
-    return merge(part for part in split(axes, atoms((axes, gone))) if not overlap(part, gone))
+def difference(axes: Iterable[Axis], removed: Iterable[Axis]) -> Axes:
+    """The parts of `axes` that are not in `removed`."""
+    axes, removed = tuple(axes), tuple(removed)
+    return merge(part for part in split(axes, atoms((axes, removed))) if not overlap(part, removed))
 
 
 def covers(wide: Sequence[Axis], narrow: Sequence[Axis]) -> bool:

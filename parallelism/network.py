@@ -180,7 +180,7 @@ def hierarchical_s(buffer: int, members: int, rounds: int, crossings: Sequence[C
     times, outer = {}, math.prod(one.parts for one in crossings)
     for one in crossings:
         outer //= one.parts
-        sent = buffer * (one.parts - 1) * outer / members
+        level_bytes = buffer * (one.parts - 1) * outer / members
         hops = min(one.parts - 1, 2 * math.ceil(math.log2(one.parts)))
-        times[one.level.name] = rounds * (sent / one.own_rate(one.parts - 1) + hops * one.level.link.latency_s)
+        times[one.level.name] = rounds * (level_bytes / one.own_rate(one.parts - 1) + hops * one.level.link.latency_s)
     return times

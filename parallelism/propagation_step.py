@@ -152,11 +152,11 @@ class EdgeVisit:
             for tensor in group:
                 if f not in tensor:
                     continue
-                mine = tensor[f].axes
-                shared = common_prefix(agreed, mine)
+                sharded = tensor[f].axes
+                shared = common_prefix(agreed, sharded)
                 if shared == agreed:
-                    agreed = mine if grows else agreed
-                elif shared != mine:
+                    agreed = sharded if grows else agreed
+                elif shared != sharded:
                     agreed, grows = shared, False
             grows = grows and direction is Direction.BOTH
         return agreed

@@ -95,18 +95,18 @@ def _view(func: Any, args: Any, kwargs: Any, source: Any) -> Any:
     return type(result)([FakeTensor(source.fake_mode, one, source.fake_device) for one in result])
 
 
-def _exact(arg: Any, ours: bool) -> Any:
+def _exact(arg: Any, own_op: bool) -> Any:
     """An argument as a part of a cache key, with its type: 1, 1.0 and True are equal, but promote dtypes differently.
 
-    ours: whether the op belongs to tpshard, whose strings are names of values.
+    own_op: whether the op belongs to tpshard, whose strings are names of values.
     """
     if isinstance(arg, Ref):
         return arg
     if isinstance(arg, (tuple, list)):
-        return tuple([_exact(a, ours) for a in arg])
+        return tuple([_exact(a, own_op) for a in arg])
     if isinstance(arg, dict):
-        return tuple([(name, _exact(a, ours)) for name, a in arg.items()])
-    if ours and isinstance(arg, str):
+        return tuple([(name, _exact(a, own_op)) for name, a in arg.items()])
+    if own_op and isinstance(arg, str):
         return None
     return (type(arg), arg) if isinstance(arg, (int, float)) else arg
 

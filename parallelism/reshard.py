@@ -146,12 +146,12 @@ def _search(shape: tuple[int, ...], source: Layout, target: Layout, itemsize: in
     bound = max(_shard_bytes(shape, source.dims, itemsize), _shard_bytes(shape, target.dims, itemsize))
     best = _cheapest(shape, source, target, itemsize, latency, cuts, bound, False)
     assert best is not None, f"no way from {source.show()} to {target.show()} for shape {list(shape)}"
-    sent = [s for s in _join(best[1]) if s.kind not in FREE]
+    transfers = [s for s in _join(best[1]) if s.kind not in FREE]
     least = _shard_bytes(shape, target.dims, itemsize)
-    swells = any(s.kind == "gather" and _shard_bytes(shape, s.after.dims, itemsize) > least for s in sent)
+    swells = any(s.kind == "gather" and _shard_bytes(shape, s.after.dims, itemsize) > least for s in transfers)
     # Every partial axis must be reduced, so sequences that only reduce gain nothing from swaps. Others have a permute
     # and a move before or after it.
-    needed = len(sent) < 2 or all(s.kind in ("scatter", "reduce") for s in sent)
+    needed = len(transfers) < 2 or all(s.kind in ("scatter", "reduce") for s in transfers)
     apart = any(b % a for points in cuts.values() for a, b in itertools.pairwise(points))  # parts of different axes
     if (needed and not swells) or best[0] <= 2 * latency or apart:
         return best[1]
@@ -191,14 +191,14 @@ def _slice_and_permute(
                                      for a in two[len(one):]), source, first)] if sliced != dims else []  # fmt: skip
         if laid != sliced:
             steps.append(ReshardStep("permute", moved_axes(sliced, laid), first, second))
-        spent = 0.0
+        price = 0.0
         for step in steps:
             before, after = (_shard_bytes(shape, layout.dims, itemsize) for layout in (step.before, step.after))
-            spent += _price(step.kind, step.parts, before, after, latency)
+            price += _price(step.kind, step.parts, before, after, latency)
         coarse = atoms((*second.dims, second.partial, *target.dims, target.partial))
         rest = _cheapest(shape, second, target, itemsize, latency, coarse, bound, False, most=TRIES)
-        if rest is not None and (best is None or spent + rest[0] < best[0]):
-            best = spent + rest[0], steps + rest[1]
+        if rest is not None and (best is None or price + rest[0] < best[0]):
+            best = price + rest[0], steps + rest[1]
     return best
 
 
@@ -256,21 +256,21 @@ def _cheapest(
     for tries in itertools.count():
         if not heap or tries > most:
             return None
-        spent, _, current = heapq.heappop(heap)
+        reached_price, _, current = heapq.heappop(heap)
         state, last = current
         if state == goal:
             end = current
             break
-        if spent > best.get(current, math.inf):
+        if reached_price > best.get(current, math.inf):
             continue
         before_bytes = shard_bytes(state[0])
         for move in useful_moves(shape, state, goal, goal_axes, kind, swaps):
             what, parts, after = move
             after_bytes = shard_bytes(after[0])
-            sent = before_bytes
+            moved_bytes = before_bytes
             if what == "exchange":
-                sent = _exchange_bytes(shape, _layout(state, kind), _layout(after, kind), parts, itemsize)
-            price = _price(what, parts, sent, after_bytes, latency)
+                moved_bytes = _exchange_bytes(shape, _layout(state, kind), _layout(after, kind), parts, itemsize)
+            price = _price(what, parts, moved_bytes, after_bytes, latency)
             if last == what and what == "permute":
                 price = 0.001  # two permutes merge into one
             elif last == what and what not in FREE and _joinable_parts(what, reached_by[current][1][1], parts):
@@ -281,10 +281,10 @@ def _cheapest(
             if over > 0 and what == "gather":
                 price += SWELLING * over + latency
             reached = (after, what)
-            if spent + price < min(limit, best.get(reached, math.inf)):
-                best[reached] = spent + price
+            if reached_price + price < min(limit, best.get(reached, math.inf)):
+                best[reached] = reached_price + price
                 reached_by[reached] = (current, move)
-                heapq.heappush(heap, (spent + price, next(counter), reached))
+                heapq.heappush(heap, (reached_price + price, next(counter), reached))
     assert end is not None
     path: list[ReshardStep] = []
     at = end

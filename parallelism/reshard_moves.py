@@ -23,7 +23,7 @@ def useful_moves(
     present = [a for d in dims for a in d] + list(partial)
     used = {a for a in goal_axes | set(goal[1]) if overlap(a, present)}
 
-    def put(d: int, axes: Axes, rest: tuple[Axes, ...] = dims) -> tuple[Axes, ...]:
+    def with_axes(d: int, axes: Axes, rest: tuple[Axes, ...] = dims) -> tuple[Axes, ...]:
         return (*rest[:d], axes, *rest[d + 1 :])
 
     def cuts_on(d: int, outer: Axes, axes: Axes) -> bool:
@@ -59,7 +59,7 @@ def useful_moves(
             continue
         if axes != goal[0][d][: len(axes)] or not cuts_on(d, axes, goal[0][d]):
             n = next(n for n in range(1, len(axes) + 1) if cuts_on(d, axes[:-n], axes))
-            yield "gather", tuple((a, d, -1) for a in axes[-n:]), (put(d, axes[:-n]), partial)
+            yield "gather", tuple((a, d, -1) for a in axes[-n:]), (with_axes(d, axes[:-n]), partial)
         for n in range(1, len(axes) + 1):  # the innermost n axes together, so that their order is kept
             block = axes[-n:]
             if block[0] not in goal_axes:
@@ -68,18 +68,18 @@ def useful_moves(
                 continue
             for e in range(len(dims)):
                 if e != d and fits(e, (*dims[e], *block)):
-                    after = put(e, (*dims[e], *block), put(d, axes[:-n]))
+                    after = with_axes(e, (*dims[e], *block), with_axes(d, axes[:-n]))
                     yield "exchange", tuple((a, d, e) for a in block), (after, partial)
     for e in range(len(dims)):
         for block in additions(e, goal_axes - used):
-            yield "slice", tuple((a, -1, e) for a in block), (put(e, (*dims[e], *block)), partial)
+            yield "slice", tuple((a, -1, e) for a in block), (with_axes(e, (*dims[e], *block)), partial)
         if kind == "sum":
             for block in additions(e, (goal_axes & set(partial)) - set(goal[1])):
                 rest = tuple(a for a in partial if a not in block)
-                yield "scatter", tuple((a, -1, e) for a in block), (put(e, (*dims[e], *block)), rest)
+                yield "scatter", tuple((a, -1, e) for a in block), (with_axes(e, (*dims[e], *block)), rest)
     for d, axes in enumerate(dims) if kind == "sum" else ():
         if axes and axes[-1] in goal[1] and cuts_on(d, axes[:-1], axes):
-            yield "spread", ((axes[-1], d, -1),), (put(d, axes[:-1]), tuple(sorted((*partial, axes[-1]))))
+            yield "spread", ((axes[-1], d, -1),), (with_axes(d, axes[:-1]), tuple(sorted((*partial, axes[-1]))))
     for i, axis in enumerate(partial):
         if axis not in goal[1]:
             yield "reduce", ((axis, -1, -1),), (dims, (*partial[:i], *partial[i + 1 :]))
@@ -99,7 +99,7 @@ def _swaps(shape: tuple[int, ...], dims: tuple[Axes, ...], partial: Axes, unused
     """Yields permutes that swap two axes of one size, or replace an axis by an unused one."""
     places = [(d, i, axis) for d, axes in enumerate(dims) for i, axis in enumerate(axes)]
 
-    def put(rows: list[list[Axis]]) -> Iterator[Move]:
+    def permute_to(rows: list[list[Axis]]) -> Iterator[Move]:
         after = tuple(tuple(row) for row in rows)
         if same_pieces(shape, dims, after):
             yield "permute", moved_axes(dims, after), (after, partial)
@@ -109,12 +109,12 @@ def _swaps(shape: tuple[int, ...], dims: tuple[Axes, ...], partial: Axes, unused
             if a.size == b.size:
                 rows = [list(axes) for axes in dims]
                 rows[d][i], rows[e][k] = b, a
-                yield from put(rows)
+                yield from permute_to(rows)
         for b in sorted(unused):
             if a.size == b.size:
                 rows = [list(axes) for axes in dims]
                 rows[d][i] = b
-                yield from put(rows)
+                yield from permute_to(rows)
 
 
 def relabel_towards(dims: tuple[Axes, ...], goal: tuple[Axes, ...], partial: Axes) -> tuple[Axes, ...] | None:

@@ -204,7 +204,7 @@ def check(table: Table) -> None:
             raise ValueError(f"device {device} runs {next(t for t in row if row.count(t) > 1)} twice")
     table.timetable(lambda task: 1.0)
     for forward in (True, False):
-        sent: dict[tuple[int, int], list[StageTask]] = {}
+        sends: dict[tuple[int, int], list[StageTask]] = {}
         read: dict[tuple[int, int], list[StageTask]] = {}
         for device, row in enumerate(table.rows):
             for task in row:
@@ -212,11 +212,11 @@ def check(table: Table) -> None:
                     continue
                 after = task.stage + (1 if forward else -1)
                 if 0 <= after < table.stages:
-                    sent.setdefault((device, table.device_of(after)), []).append(task)
+                    sends.setdefault((device, table.device_of(after)), []).append(task)
                 before = [n for n in table.needs(task) if n.stage != task.stage]
                 for needed in before:
                     read.setdefault((table.device_of(needed.stage), device), []).append(needed)
-        for pair, tasks in sent.items():
+        for pair, tasks in sends.items():
             for one, other in zip(tasks, read[pair]):
                 if one != other:
                     raise ValueError(f"device {pair[1]} needs {other} when device {pair[0]} sends {one}")

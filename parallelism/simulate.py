@@ -220,11 +220,11 @@ def join(port: Port, mesh: Mesh, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     for rank in range(mesh.ranks):
         blocks = block(port.shape, port.layout, mesh, rank)
         view = out
-        mine = parts[rank]
+        shard = parts[rank]
         for dim, (start, size) in enumerate(blocks):
             view = view.narrow(dim, start, size)
-            mine = mine.narrow(dim, 0, size)
-        view.copy_(mine)
+            shard = shard.narrow(dim, 0, size)
+        view.copy_(shard)
     return out
 
 

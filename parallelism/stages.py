@@ -78,9 +78,9 @@ def cut(program: Program, axis: Axis, layers: Sequence[int], *, split_backward: 
     stage_of: dict[str, int] = {}
     parts = []
     for stage, count in enumerate(layers):
-        mine = tuple(blocks[len(stage_of) : len(stage_of) + count])
-        stage_of.update(dict.fromkeys(mine, stage))
-        parts.append(mine)
+        stage_blocks = tuple(blocks[len(stage_of) : len(stage_of) + count])
+        stage_of.update(dict.fromkeys(stage_blocks, stage))
+        parts.append(stage_blocks)
     return _Cutter(program, axis, stage_of, len(layers), split_backward).run(parts)
 
 
@@ -191,10 +191,10 @@ class _Cutter:
         for node in reversed(self.nodes[:-1]):
             home = self.home.get(node)
             for operand in node.all_input_nodes:
-                theirs = self.home.get(operand)
-                if home is None or theirs is None:
+                operand_home = self.home.get(operand)
+                if home is None or operand_home is None:
                     continue
-                to = reach.get(node, MANY) if set(home.stages) & set(theirs.stages) else MANY
+                to = reach.get(node, MANY) if set(home.stages) & set(operand_home.stages) else MANY
                 reach[operand] = to if reach.get(operand, to) == to else MANY
         for node, home in self.home.items():
             if home.run == "B" and node.target is operator.getitem:  # one of several results of an op

@@ -117,34 +117,34 @@ class _Stretch:
             raise _Unlike
         self._compare_args((node.args, node.kwargs), (other.args, other.kwargs))
 
-    def _compare_args(self, mine: Any, theirs: Any) -> None:
-        if isinstance(mine, fx.Node) and isinstance(theirs, fx.Node):
-            self._compare_read(mine, theirs)
-        elif isinstance(mine, (list, tuple)) and isinstance(theirs, (list, tuple)):
-            if len(mine) != len(theirs):
+    def _compare_args(self, args: Any, next_args: Any) -> None:
+        if isinstance(args, fx.Node) and isinstance(next_args, fx.Node):
+            self._compare_read(args, next_args)
+        elif isinstance(args, (list, tuple)) and isinstance(next_args, (list, tuple)):
+            if len(args) != len(next_args):
                 raise _Unlike
-            for a, b in zip(mine, theirs):
+            for a, b in zip(args, next_args):
                 self._compare_args(a, b)
-        elif isinstance(mine, Mapping) and isinstance(theirs, Mapping):
-            if mine.keys() != theirs.keys():
+        elif isinstance(args, Mapping) and isinstance(next_args, Mapping):
+            if args.keys() != next_args.keys():
                 raise _Unlike
-            for key in mine:
-                self._compare_args(mine[key], theirs[key])
-        elif mine != theirs:
+            for key in args:
+                self._compare_args(args[key], next_args[key])
+        elif args != next_args:
             raise _Unlike
 
-    def _compare_read(self, mine: fx.Node, theirs: fx.Node) -> None:
+    def _compare_read(self, read: fx.Node, next_read: fx.Node) -> None:
         """Compares the operands of a node and its twin: they must be equal, or correspond in the next layer."""
-        layer, layer_of_theirs = self.layer[mine], self.layer[theirs]
-        if mine is theirs and layer not in (COMPARED, REPEATED, LAST):
+        layer, layer_of_theirs = self.layer[read], self.layer[next_read]
+        if read is next_read and layer not in (COMPARED, REPEATED, LAST):
             return
         if layer is None or layer_of_theirs != layer + 1:
             raise _Unlike
-        if layer == COMPARED and self.twin.get(mine) is not theirs:
+        if layer == COMPARED and self.twin.get(read) is not next_read:
             raise _Unlike
-        if layer == REPEATED and self.back.setdefault(theirs, mine) is not mine:
+        if layer == REPEATED and self.back.setdefault(next_read, read) is not read:
             raise _Unlike
-        if layer != COMPARED and self._specs(mine) != self._specs(theirs):
+        if layer != COMPARED and self._specs(read) != self._specs(next_read):
             raise _Unlike
 
     def _check_readers(self) -> None:
@@ -230,15 +230,15 @@ class _Stretch:
     def _outputs(self, node: fx.Node) -> list[tuple[int, int]]:
         """The results of the deep program in order: the index of each in the shallow program, and the copy."""
         layers = [self.layer[result] for result in node.args[0]]  # type: ignore[index,union-attr]
-        mine = [i for i, layer in enumerate(layers) if layer == REPEATED]
-        if not mine:
+        repeated = [i for i, layer in enumerate(layers) if layer == REPEATED]
+        if not repeated:
             return [(i, 0) for i in range(len(layers))]
-        first, last = mine[0], mine[-1]
-        if mine != list(range(first, last + 1)):
+        first, last = repeated[0], repeated[-1]
+        if repeated != list(range(first, last + 1)):
             raise _Unlike
         return [
             *((i, 0) for i in range(first)),
-            *((i, copy) for copy in range(self.copies) for i in mine),
+            *((i, copy) for copy in range(self.copies) for i in repeated),
             *((i, 0) for i in range(last + 1, len(layers))),
         ]
 

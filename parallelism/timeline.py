@@ -64,7 +64,7 @@ class Timeline:
 
 
 def simulate(tasks: Sequence[LaneTask], slowdown: dict[str, float]) -> Timeline:
-    """Simulates tasks in issue order.
+    """The timeline of a device that issues these tasks in order: when each starts and ends, on compute and network.
 
     slowdown: for each network level, the share of the computing rate that a collective on it takes.
     """

@@ -136,12 +136,12 @@ def _computing(measured: float, plan: Any, device: Device | None, spread: float)
     shares = {**work, "host": host}
     ratio = measured / planned
     lines = []
-    for kind, spent in sorted(shares.items(), key=lambda item: -item[1]):
-        if spent < SHARE * planned:
+    for kind, work_s in sorted(shares.items(), key=lambda item: -item[1]):
+        if work_s < SHARE * planned:
             continue
         name, words = CONSTANTS.get(kind, ("", "constants.step, and of a CPU the memory it maps anew"))
-        line = f"{words}: {100 * spent / planned:.0f}% of the computing time, which took {ratio:.2f} times the plan"
-        alone = 1 + (measured - planned) / spent  # if the others are right
+        line = f"{words}: {100 * work_s / planned:.0f}% of the computing time, which took {ratio:.2f} times the plan"
+        alone = 1 + (measured - planned) / work_s  # if the others are right
         was = getattr(device.efficiency, name) if device is not None and name else 1.0
         if name and was < alone:  # no more than all of the rate
             line += f"; {was:.3g} would be {was / alone:.3g} if it alone is wrong"
@@ -156,10 +156,10 @@ def _links(exposed: RunFigure, plan: Any) -> list[str]:
         times[line["link"]] = times.get(line["link"], 0.0) + line["time_s"]
     whole = sum(times.values())
     return [
-        f"{link}: bandwidth, efficiency and latency of the link; {100 * spent / whole:.0f}% of the collectives' time; "
+        f"{link}: bandwidth, efficiency and latency of the link; {100 * link_s / whole:.0f}% of the collectives' time; "
         f"{seconds(exposed.measured)} was waited for, planned {seconds(exposed.planned)}"
-        for link, spent in sorted(times.items(), key=lambda item: -item[1])
-        if link != "none" and spent >= SHARE * whole
+        for link, link_s in sorted(times.items(), key=lambda item: -item[1])
+        if link != "none" and link_s >= SHARE * whole
     ]
 
 

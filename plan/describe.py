@@ -89,11 +89,11 @@ def explain(program: Program, name: str) -> str:
     if not names:
         raise KeyError(f"no value is named {name!r}{_similar(name, program)}")
     parts = [program.explain(n) for n in names]
-    meant = {*names, *(records[n].label for n in names)}
+    labels = {*names, *(records[n].label for n in names)}
     moved = [
         f"  {c.kind} over {'+'.join(map(str, c.axes))}, {c.bytes} bytes: {c.reason}"
         for c in program.collectives
-        if meant & {*c.value}
+        if labels & {*c.value}
     ]
     return "\n".join([*parts, *(["collectives that move it:"] if moved else []), *dict.fromkeys(moved)]) + "\n"
 

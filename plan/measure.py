@@ -294,12 +294,12 @@ def device_file(name: str, today: str, cores: int, memory: int, results_of: dict
     op_s, view_s = own.op_s, own.view_s
 
     def crowd(n: int) -> str:
-        mine = each[n]
+        rates_of_one = each[n]
         parts = {
-            "compute": f"{mine.rates['fp32'] * n / rates['fp32']:.3g}",
-            "memory": f"{mine.streaming * n / memory_rate:.3g}",
-            "growth": f"{mine.growth * n / (own.growth * base):.3g}",
-            "overhead": f"{(mine.op_s + mine.view_s) / max(op_s + view_s, 1e-9):.3g}",
+            "compute": f"{rates_of_one.rates['fp32'] * n / rates['fp32']:.3g}",
+            "memory": f"{rates_of_one.streaming * n / memory_rate:.3g}",
+            "growth": f"{rates_of_one.growth * n / (own.growth * base):.3g}",
+            "overhead": f"{(rates_of_one.op_s + rates_of_one.view_s) / max(op_s + view_s, 1e-9):.3g}",
         }
         if n in sends:
             parts |= {

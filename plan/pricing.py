@@ -220,14 +220,14 @@ def price_parts(
     per_host: devices of a host that the mesh uses. processes: those on the busiest host. trains: whether the training
     loop's own work is included.
     """
-    mine = device.shared_by(processes)
+    one_device = device.shared_by(processes)
     done = []
     for part in parts:
-        priced = price(part.program, mine, per_host, compiled=part.compiled, cached=part.cached)
+        priced = price(part.program, one_device, per_host, compiled=part.compiled, cached=part.cached)
         memory = liveness(part.program, priced.kernels, always=part.always)
         done.append(PricedPart(part, priced, priced.run(), memory))
-    loop = _looping(mine, parts[0].program.mesh, per_host) if trains else 0.0
-    return Pricing(mine, done, loop + sum(priced_part.mapped_s(mine) for priced_part in done))
+    loop = _looping(one_device, parts[0].program.mesh, per_host) if trains else 0.0
+    return Pricing(one_device, done, loop + sum(priced_part.mapped_s(one_device) for priced_part in done))
 
 
 def priced_pipeline(piped: Piped, device: Device, mesh: Mesh, per_host: int) -> Pricing:

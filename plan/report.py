@@ -223,7 +223,7 @@ class Report:
         times, device = self.pricing, self.pricing.device
         kinds = {"matmul": "matmul", "attention": "attention", "stream": "streaming"}
         works = ["fp8"] * (self.job.dtype == "fp8")  # the efficiency of products was fitted to those in bf16
-        works += [kinds[kind] for kind, spent in self.work_seconds().items() if spent > _COUNTS * times.step_s]
+        works += [kinds[kind] for kind, work_s in self.work_seconds().items() if work_s > _COUNTS * times.step_s]
         links = [line.wire for line in self.lines if line.wire != "none"]
         used = sorted(set(links))
         return {
@@ -356,17 +356,17 @@ class Report:
         """Bytes per device of stored parameters, gradients and optimizer state: exact."""
         held: Counter[str] = Counter()
         for entry in self.pricing.parts:
-            mine: Counter[str] = Counter()
+            part_bytes: Counter[str] = Counter()
             for port in entry.part.program.inputs:
                 if port.kind in ("parameter", "optimizer", "cache"):
-                    mine[{"parameter": "parameters"}.get(port.kind, port.kind)] += port.local_bytes
+                    part_bytes[{"parameter": "parameters"}.get(port.kind, port.kind)] += port.local_bytes
             for port in entry.part.program.outputs:
                 if port.kind == "gradient":
-                    mine["gradients"] += port.local_bytes
+                    part_bytes["gradients"] += port.local_bytes
             for kind, size in entry.part.always.items():
                 # a step uses a part of the cache, and `always` has the rest; gathered parameters belong to stored ones
-                mine[kind] = mine[kind] + size if kind == "cache" else max(mine[kind], size)
-            for kind, size in mine.items():
+                part_bytes[kind] = part_bytes[kind] + size if kind == "cache" else max(part_bytes[kind], size)
+            for kind, size in part_bytes.items():
                 held[kind] = max(held[kind], size)
         return dict(sorted(held.items()))
 

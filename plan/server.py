@@ -88,8 +88,8 @@ def cache_blocks(recipe: Recipe, programs: ServingPrograms | None = None, device
     if programs is None:
         setting = ServeSetting.of(recipe, model_to_serve(recipe, device.kind), device.kind)
         programs = build_serving(setting, setting.rows[:1])
-    mine = device.shared_by(processes(recipe, programs.setting.mesh.ranks, per_host))
-    return programs.cache_blocks(mine.memory_bytes - mine.context_bytes)
+    one_device = device.shared_by(processes(recipe, programs.setting.mesh.ranks, per_host))
+    return programs.cache_blocks(one_device.memory_bytes - one_device.context_bytes)
 
 
 def processes(recipe: Recipe, ranks: int, per_host: int) -> int:

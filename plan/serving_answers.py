@@ -231,10 +231,10 @@ def _front(
 def unbeaten(points: Sequence[FrontPoint]) -> Iterator[FrontPoint]:
     """The points that no other beats in both tokens per device and time per token."""
     for one in points:
-        mine = (one.tokens_a_second_a_device, -one.tpot_s)
+        goodness = (one.tokens_a_second_a_device, -one.tpot_s)
         if not any(
-            (other.tokens_a_second_a_device, -other.tpot_s) != mine
-            and other.tokens_a_second_a_device >= mine[0] and -other.tpot_s >= mine[1]
+            (other.tokens_a_second_a_device, -other.tpot_s) != goodness
+            and other.tokens_a_second_a_device >= goodness[0] and -other.tpot_s >= goodness[1]
             for other in points
         ):  # fmt: skip
             yield one

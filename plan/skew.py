@@ -83,9 +83,9 @@ def _numbers(setting: Setting) -> tuple[int, int, float | None]:
         return config.experts or 0, config.top_k or 0, config.capacity
     if setting.architecture is None:
         return 0, 0, None
-    theirs = setting.architecture.config.get_text_config()
-    experts = getattr(theirs, "num_experts", None) or getattr(theirs, "num_local_experts", None)
-    return experts or 0, getattr(theirs, "num_experts_per_tok", None) or 0, None
+    hf_config = setting.architecture.config.get_text_config()
+    experts = getattr(hf_config, "num_experts", None) or getattr(hf_config, "num_local_experts", None)
+    return experts or 0, getattr(hf_config, "num_experts_per_tok", None) or 0, None
 
 
 def _routing(pricing: Pricing, busiest: float, experts: int, capacity: float | None) -> Routing:

@@ -108,8 +108,8 @@ class Piped:
     @property
     def idle_s(self) -> float:
         """Seconds that the slowest device waits for others, or for a core."""
-        mine = self.devices[self.slowest]
-        return self.step_s - mine.busy_s - mine.once_s
+        slowest = self.devices[self.slowest]
+        return self.step_s - slowest.busy_s - slowest.once_s
 
     def to_json(self) -> dict[str, Any]:
         """The pipeline as `plan --json` prints it."""
@@ -210,10 +210,10 @@ def _device(
     per_host: int, compiled: Compiled,
 ) -> tuple[list[PricedPart], PricedPart]:  # fmt: skip
     """The programs that one device runs in a step, and the one in which its memory peaks."""
-    table, mine = pipeline.table, pipeline.devices[place]
-    rest = {HELD[kind]: _of_kind(mine.update, kind) for kind in ("parameter", "gradient", "optimizer")}
-    if mine.gather is not None:
-        rest["parameters"] += _of_kind(mine.gather, "parameter", outputs=True)
+    table, programs = pipeline.table, pipeline.devices[place]
+    rest = {HELD[kind]: _of_kind(programs.update, kind) for kind in ("parameter", "gradient", "optimizer")}
+    if programs.gather is not None:
+        rest["parameters"] += _of_kind(programs.gather, "parameter", outputs=True)
     parts, tallest = [], None
     held = dict.fromkeys(((s, m) for s in table.stages_of(place) for m in range(table.micro_batches)), 0)
     held_bytes = 0  # the sum of all
@@ -258,9 +258,9 @@ def _device(
 
 def _run_once(pipeline: StagedPrograms, place: int) -> Iterator[tuple[str, Program]]:
     """Yields the programs that a device runs once per step, with their names."""
-    mine = pipeline.devices[place]
+    programs = pipeline.devices[place]
     for name in ONCE:
-        program: Program | None = getattr(mine, name)
+        program: Program | None = getattr(programs, name)
         if program is not None:
             yield name, program
 
@@ -300,7 +300,7 @@ def _with_messages(priced: Priced, device: Device) -> Timeline:
 
 
 def _until_handed_over(timeline: Timeline) -> float:
-    """Seconds until a program is done except for its sends, which overlap with the next program."""
+    """Seconds until a program has computed what it sends; the sends themselves overlap with the next program."""
     return timeline.at[-1] if timeline.at else 0.0
 
 

@@ -106,8 +106,8 @@ class ServerBuilder:
         programs = replace(first, setting=setting, steps={rows: one.steps[rows] for rows, one in programs_of.items()})
         ranks = setting.mesh.ranks
         per_host = processes(recipe, ranks, per_host)
-        mine = device.shared_by(per_host)
-        free = mine.memory_bytes - mine.context_bytes
+        one_device = device.shared_by(per_host)
+        free = one_device.memory_bytes - one_device.context_bytes
         blocks, each = programs.cache_blocks(free), programs.bytes("cache")
         if programs.bytes("parameter") + (blocks + 1) * each > free:
             raise Mistakes.one(
@@ -117,7 +117,9 @@ class ServerBuilder:
             )  # fmt: skip
         settings = recipe.serve
         room = Room(blocks, setting.most, setting.logit_rows(setting.most), settings.requests, settings.queue)
-        return PricedServer(recipe, programs, StepPrices(programs.steps, mine, per_host), room, (blocks + 1) * each)
+        return PricedServer(
+            recipe, programs, StepPrices(programs.steps, one_device, per_host), room, (blocks + 1) * each
+        )
 
     def _program(self, setting: ServeSetting, rows: int) -> ServingPrograms:
         key = (tuple(setting.mesh.axes.items()), rows, setting.logit_rows(rows))

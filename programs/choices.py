@@ -156,11 +156,11 @@ class Chooser:
         starts = sorted((at, name) for name, at in first.items())
         costs = [seconds(kernel, self.device) if info(kernel.node).phase == "forward" else 0.0 for kernel in parts]
         sizes = {port.name: _gathered_bytes(port.shape, self.setting.param_dtype.itemsize) for port in program.inputs}
-        spent = {}
+        compute_s = {}
         for i, (at, name) in enumerate(starts):
             end = starts[i + 1][0] if i + 1 < len(starts) else len(costs)
-            spent[name] = sum(costs[at:end])
-        return [buckets.Piece(name, sizes[name], spent[name]) for name in order]
+            compute_s[name] = sum(costs[at:end])
+        return [buckets.Piece(name, sizes[name], compute_s[name]) for name in order]
 
     def greedy(self, program: Program) -> Groups:
         """Buckets by SimpleFSDP's greedy auto-wrapping under time and memory limits."""

@@ -30,8 +30,8 @@ def dim_names(recipe: Recipe, model: nn.Module, architecture: Architecture | Non
     mistakes: list[Diagnostic] = []
     for pattern, dims in recipe.model.dims.items():
         path = f"model.dims.{pattern}"
-        meant = [name for name in parameters if matches(pattern, name)]
-        if not meant:
+        matching = [name for name in parameters if matches(pattern, name)]
+        if not matching:
             close = nearest(pattern, parameters, modules=False)
             mistakes.append(
                 Diagnostic(
@@ -42,7 +42,7 @@ def dim_names(recipe: Recipe, model: nn.Module, architecture: Architecture | Non
                     fix=f"did you mean {close}?" if close else f"its parameters are {_some(_patterns(parameters))}",
                 )
             )
-        wrong = next((name for name in meant if parameters[name].dim() != len(dims)), None)
+        wrong = next((name for name in matching if parameters[name].dim() != len(dims)), None)
         if wrong is not None:
             mistakes.append(
                 Diagnostic(
@@ -53,7 +53,7 @@ def dim_names(recipe: Recipe, model: nn.Module, architecture: Architecture | Non
                     fix=f"one name for each of its {parameters[wrong].dim()} dims, or null for one left to propagation",
                 )
             )
-        namings |= {name: Naming(tuple(d or "" for d in dims), f"a dim by {recipe.where(path)}") for name in meant}
+        namings |= {name: Naming(tuple(d or "" for d in dims), f"a dim by {recipe.where(path)}") for name in matching}
     if mistakes:
         raise Mistakes(mistakes)
     return namings

@@ -91,7 +91,7 @@ def rows_of(graph: Graph, inputs: Mapping[Value, int]) -> dict[Value, int]:
 
 
 def _unset(value: Value) -> bool:
-    """Whether a value is memory without contents, or a part of such, so that all its rows are alike."""
+    """Whether a value is allocated memory that nothing wrote, or a part of it, so that all its rows are alike."""
     op = value.producer
     if op is None or op.target is aten.empty.memory_format:
         return op is not None

@@ -217,7 +217,7 @@ class Setting:
 
     @cached_property
     def balanced(self) -> dict[str, float]:
-        """The balancing biases of experts with their step. They are fp32, so that their counts are exact."""
+        """Name of each bias that balances experts -> its step. They are fp32, so that their counts are exact."""
         return balance_steps(self.model)
 
     def used_dtype(self, name: str) -> torch.dtype:

@@ -109,8 +109,8 @@ class StackedLayers(nn.ModuleList):
     """The layers of a model in stacked form; iterated over, it is one layer that runs the whole pipeline."""
 
     def __init__(self, layers: Sequence[nn.Module], stacking: Stacking, data_ranks: int):
-        """layers: all of them, with parameters of the same names and shapes. data_ranks: among which the rows of a
-        batch are divided, in order."""
+        """Stacks all `layers`, whose parameters have the same names and shapes. data_ranks: the number of ranks among
+        which the rows of a batch are divided, in order."""
         slots = (stacking.layers(slot) for slot in range(stacking.rounds * stacking.per_stage))
         super().__init__(_stack_layer(layers[members[0]], stacking.stages) for members in slots)
         self.stacking, self.data_ranks = stacking, data_ranks
@@ -173,9 +173,9 @@ class StackedLayers(nn.ModuleList):
         (_, first), *others = layers
         weights: dict[str, Tensor] = dict(first.named_parameters())
         for turn, other in others:
-            for own, theirs in other.named_parameters():
-                mine = (rounds == turn).view(-1, *[1] * (theirs.dim() - 1))
-                weights[own] = torch.where(mine, theirs, weights[own])
+            for own, parameter in other.named_parameters():
+                in_round = (rounds == turn).view(-1, *[1] * (parameter.dim() - 1))
+                weights[own] = torch.where(in_round, parameter, weights[own])
         return first, weights
 
     # ---- rows and micro-batches --------------------------------------------------------------------------------------
@@ -213,9 +213,9 @@ def difference(layers: Sequence[nn.Module]) -> str:
     described = [_description(layer) for layer in layers]
     for number, other in enumerate(described):
         for key in {**described[0], **other}:
-            mine, theirs = described[0].get(key, "nothing"), other.get(key, "nothing")
-            if mine != theirs:
-                return f"`{key}` is {mine} in layer 0 and {theirs} in layer {number}"
+            first, second = described[0].get(key, "nothing"), other.get(key, "nothing")
+            if first != second:
+                return f"`{key}` is {first} in layer 0 and {second} in layer {number}"
     return ""
 
 

@@ -247,8 +247,8 @@ def between_passes(setting: Setting, again: Program, pipeline: StagedPrograms) -
 
 
 def _names_on(table: Table, stages: Sequence[Stage], device: int, names: Sequence[str]) -> tuple[str, ...]:
-    mine = {name for stage in table.stages_of(device) for name in stages[stage].parameters}
-    return tuple(name for name in names if name in mine)
+    on_device = {name for stage in table.stages_of(device) for name in stages[stage].parameters}
+    return tuple(name for name in names if name in on_device)
 
 
 # ---- what a device runs once a step ----------------------------------------------------------------------------------
@@ -323,8 +323,8 @@ def exchange_program(
     graph, inputs, outputs, place = fx.Graph(), [], [], Place(phase="update")
     feeds: dict[tuple[str, int], fx.Node] = {}
     for name in names:
-        for other, theirs in enumerate(held):
-            if name in theirs:
+        for other, other_names in enumerate(held):
+            if name in other_names:
                 kind, label = ("gradient", "") if other == me else ("received", f"@{other}")
                 port = Port(f"{name}.grad_sum{label}", shapes[name], dtype, storage[name], kind)
                 feeds[name, other] = graph.placeholder(port.name.replace(".", "_").replace("@", "_of_"))
@@ -341,7 +341,7 @@ def exchange_program(
         node.meta[INFO] = Info((spec,), label, place, comm=comm)
         return node
 
-    sent = {key: communicate(send, feeds[key[0], me], key[0], f"{key[0]}.grad_sum@{me}", key[1])
+    sends = {key: communicate(send, feeds[key[0], me], key[0], f"{key[0]}.grad_sum@{me}", key[1])
             for key in feeds if key[1] != me}  # fmt: skip
     for name in names:
         total: fx.Node | None = None
@@ -357,7 +357,7 @@ def exchange_program(
         assert total is not None
         outputs.append((total, Port(f"{name}.grad_sum", shapes[name], dtype, storage[name], "gradient")))
     outputs += [(node, Port(f"{name}.grad_sum@{me}", shapes[name], dtype, storage[name], "sent"))
-                for (name, _), node in sent.items()]  # fmt: skip
+                for (name, _), node in sends.items()]  # fmt: skip
     end = graph.output(tuple(node for node, _ in outputs))
     end.meta[INFO] = Info(())
     return Program(mesh, graph, tuple(inputs), tuple(port for _, port in outputs))

@@ -53,13 +53,13 @@ def build(setting: Setting, memo: Memo | None = None) -> tuple[Program, StagedPr
     of_stage = _names(names, layers, stages)
     held = []
     for device in range(table.devices):
-        mine = {name for stage in table.stages_of(device) for name in of_stage[stage]}
-        held.append([name for name in names if name in mine])
+        on_device = {name for stage in table.stages_of(device) for name in of_stage[stage]}
+        held.append([name for name in names if name in on_device])
     noted = sum(p.shape[0] for p in few.outputs[2 + len(ports) :])
     built: dict[tuple[str, ...], DevicePrograms] = {}
     devices = []
-    for i, mine_ in enumerate(held):
-        alike = tuple(_in_few(name) for name in mine_)
+    for i, own_names in enumerate(held):
+        alike = tuple(_in_few(name) for name in own_names)
         if alike not in built:
             built[alike] = device_programs(setting, storage, base, held, i, noted, memo)
         devices.append(built[alike])

@@ -33,16 +33,16 @@ class StagedLockstep(Lockstep):
         stages, table = self.pipeline.stages, self.pipeline.table
         fed = {p.name: p for stage in stages for program in stage.backward for p in program.inputs}
         params, sums = [], []
-        for mine, ranks in zip(self.pipeline.devices, self.ranks):
-            held = {name: [self.params[rank][self.names.index(name)] for rank in ranks] for name in mine.names}
-            params.append(held if mine.gather is None else self._once(mine.gather, held, ranks))
-            shapes = {f"{name}.grad_sum": fed[f"{name}.grad_sum"].local for name in mine.names}
+        for programs, ranks in zip(self.pipeline.devices, self.ranks):
+            held = {name: [self.params[rank][self.names.index(name)] for rank in ranks] for name in programs.names}
+            params.append(held if programs.gather is None else self._once(programs.gather, held, ranks))
+            shapes = {f"{name}.grad_sum": fed[f"{name}.grad_sum"].local for name in programs.names}
             sums.append({n: [torch.zeros(s, dtype=torch.float64) for _ in ranks] for n, s in shapes.items()})
         with float64():
             scalars = simulate_step(table, stages, self.pipeline.axis, params, sums, self._batches())
-        for i, (mine, ranks) in enumerate(zip(self.pipeline.devices, self.ranks)):
-            if mine.reduce is not None:
-                sums[i] = self._once(mine.reduce, sums[i], ranks)
+        for i, (programs, ranks) in enumerate(zip(self.pipeline.devices, self.ranks)):
+            if programs.reduce is not None:
+                sums[i] = self._once(programs.reduce, sums[i], ranks)
         self.counted = [[parts[2][0]] for _, parts in sorted(scalars.items()) if len(parts) > 2]
         loss = sum(float(parts[0][0]) for parts in scalars.values())
         return self._everywhere(sums), loss, sum(int(parts[1][0]) for parts in scalars.values())
@@ -55,9 +55,9 @@ class StagedLockstep(Lockstep):
         for number, fields in enumerate(self.batches()):
             parts = self.local(fields, ports)
             drawn = {SEED: seeds(self.setting, micro, self.number, number)}
-            for mine, ranks in zip(inputs, self.ranks):
+            for micro_batches, ranks in zip(inputs, self.ranks):
                 micro_batch = {port.name: [parts[rank][i] for rank in ranks] for i, port in enumerate(ports)}
-                mine.append(micro_batch | {name: seed * len(ranks) for name, seed in drawn.items() if seed})
+                micro_batches.append(micro_batch | {name: seed * len(ranks) for name, seed in drawn.items() if seed})
         return inputs
 
     def _once(self, program: Program, inputs: dict[str, list[Tensor]], ranks: list[int]) -> dict[str, list[Tensor]]:

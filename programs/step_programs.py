@@ -297,8 +297,8 @@ def update_program(
     recipe, memo = setting.recipe, memo or Memo()
     names = list(_parameters(setting, names))
     read = (*key_of_model(setting), recipe.optimizer, recipe.train.clip_grad_norm, names, squares is not None)
-    mine = (setting.mesh.axes, [storage[name] for name in names], setting.pipeline_axis)
-    key = repr((*read, *mine) if recipe.optimizer.name == "muon" else read)  # which spreads matrices over the mesh
+    layout = (setting.mesh.axes, [storage[name] for name in names], setting.pipeline_axis)
+    key = repr((*read, *layout) if recipe.optimizer.name == "muon" else read)  # which spreads matrices over the mesh
 
     def make() -> Program:
         graph = memo.of(
@@ -306,7 +306,7 @@ def update_program(
         )
         return _partition_update(setting, storage, names, graph, squares)
 
-    return memo.of("update", repr((read, mine)), make, most=UPDATES)
+    return memo.of("update", repr((read, layout)), make, most=UPDATES)
 
 
 def _capture_update(setting: Setting, storage: Mapping[str, Layout], names: Sequence[str], staged: bool) -> Graph:

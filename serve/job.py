@@ -82,14 +82,14 @@ def receive(channel: socket.socket) -> tuple[bytes, bytes]:
 
 
 def _exactly(channel: socket.socket, size: int) -> bytes:
-    parts, got = [], 0
-    while got < size:
+    parts, received = [], 0
+    while received < size:
         try:
-            part = channel.recv(min(size - got, 1 << 20))
+            part = channel.recv(min(size - received, 1 << 20))
         except OSError as error:
             raise Closed(str(error)) from error
         if not part:
             raise Closed("the other side closed the channel")
         parts.append(part)
-        got += len(part)
+        received += len(part)
     return b"".join(parts)

@@ -89,13 +89,15 @@ class Ranks:
 
     def _start(self, command: Sequence[str]) -> None:
         pairs = [socket.socketpair() for _ in range(self._job.world)]
-        self._channels = [ours for ours, _ in pairs]
-        descriptors = {rank: {CHANNEL: theirs.fileno(), LOGITS: self._shared} for rank, (_, theirs) in enumerate(pairs)}
+        self._channels = [parent_end for parent_end, _ in pairs]
+        descriptors = {
+            rank: {CHANNEL: worker_end.fileno(), LOGITS: self._shared} for rank, (_, worker_end) in enumerate(pairs)
+        }
         try:
             self._workers.start(command, captured=False, descriptors=descriptors)
         finally:
-            for _, theirs in pairs:
-                theirs.close()
+            for _, worker_end in pairs:
+                worker_end.close()
         for rank, channel in enumerate(self._channels):
             channel.settimeout(self._job.step_s)
             self._workers.watch(channel, rank)
@@ -111,11 +113,11 @@ class Ranks:
             ready = self._workers.listen(0.1 if self._workers.has_failure else min(_LOOK_S, max(0.0, left)))
             for rank in ready:
                 try:
-                    got, _ = receive(self._channels[rank])
+                    received, _ = receive(self._channels[rank])
                 except (Closed, ValueError):
                     self._workers.forget(self._channels[rank])  # its message or its exit says why
                     continue
-                if got == kind:
+                if received == kind:
                     missing.discard(rank)
             if self._workers.reports_complete or (self._workers.has_failure and not self._workers.living):
                 self._raise_lost()

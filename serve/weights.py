@@ -127,7 +127,7 @@ class Filler:
         lengths = [max(0, min(size, n - start)) for n, (start, size) in zip(self.weights.shapes[name], place)]
         if 0 in lengths:
             return torch.zeros([size for _, size in place])
-        missing = [x for (_, size), got in zip(reversed(place), reversed(lengths)) for x in (0, size - got)]
+        missing = [x for (_, size), present in zip(reversed(place), reversed(lengths)) for x in (0, size - present)]
         return F.pad(self.weights.block(name, [start for start, _ in place], lengths), missing)
 
     def _read_quantized(self, port: Port, name: str, place: Sequence[tuple[int, int]]) -> Quantized:

@@ -21,8 +21,8 @@ from tpshard.recipes.schema import Recipe
 from tpshard.train import nonfinite
 from tpshard.train.checkpoint import SaveFailed, save, step_name
 from tpshard.train.expert_balance import balance
+from tpshard.train.generated_rows import GeneratedRows, StepBatch
 from tpshard.train.learning_rate import learning_rate
-from tpshard.train.made import MadeRows, StepBatch
 from tpshard.train.progress import Progress
 from tpshard.train.restore import SavedCheckpoint, newest
 from tpshard.train.stream import Loader, merge_states
@@ -85,7 +85,7 @@ class TrainingLoop:
         recipe: Recipe,
         context: Context,
         engine: TrainingEngine,
-        loader: Loader | MadeRows,
+        loader: Loader | GeneratedRows,
         plan: BatchPlan,
         *,
         folder: Path,

@@ -16,7 +16,7 @@ from tpshard.parallelism.stages import Stage
 from tpshard.parallelism.stepping import Walk, neighbour, program_of
 from tpshard.programs.training import TrainingPrograms
 from tpshard.train.checkpoint import OPTIMIZER
-from tpshard.train.made import StepBatch
+from tpshard.train.generated_rows import StepBatch
 from tpshard.train.state import COUNTED, InitialBlock, State
 from tpshard.train.training_engine import StepResult
 

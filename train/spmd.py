@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from tpshard.parallelism.runtime.context import Context
 from tpshard.programs.training import TrainingPrograms
-from tpshard.train.made import StepBatch
+from tpshard.train.generated_rows import StepBatch
 from tpshard.train.state import InitialBlock, State, flops
 from tpshard.train.training_engine import StepResult
 

@@ -20,7 +20,7 @@ from tpshard.programs.choices import compiled_by
 from tpshard.programs.step_programs import seeds
 from tpshard.programs.training import TrainingPrograms
 from tpshard.train.checkpoint import OPTIMIZER
-from tpshard.train.made import StepBatch
+from tpshard.train.generated_rows import StepBatch
 from tpshard.train.shards import Shard
 from tpshard.train.training_engine import ReadBlock, StepResult
 

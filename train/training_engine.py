@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from tpshard.train.made import StepBatch
+from tpshard.train.generated_rows import StepBatch
 from tpshard.train.shards import Shard
 
 ReadBlock = Callable[[str, Sequence[int], Sequence[int]], Tensor]

@@ -29,8 +29,8 @@ from tpshard.programs.wrong_model import wrong_model
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.schema import Recipe
 from tpshard.train.corpus import Corpus, open_text
+from tpshard.train.generated_rows import GeneratedRows, StepBatch, held_out_rows
 from tpshard.train.loop import Outcome, Row, TrainingLoop, summary
-from tpshard.train.made import MadeRows, StepBatch, held_out_rows
 from tpshard.train.pipelined import PipelineEngine
 from tpshard.train.progress import Progress, duration, progress_for, short
 from tpshard.train.records import Records
@@ -263,12 +263,12 @@ def _build_programs(setting: Setting, context: Context) -> TrainingPrograms:
     return programs
 
 
-def _data(setting: Setting, data_rank: int, folder: Path) -> tuple[Loader | MadeRows, Iterator[StepBatch]]:
+def _data(setting: Setting, data_rank: int, folder: Path) -> tuple[Loader | GeneratedRows, Iterator[StepBatch]]:
     """This rank's rows of every step, and its micro-batches of held-out rows."""
     recipe, plan = setting.recipe, setting.batch
     if not setting.task.text:
         numbers, each = _held_out_part(setting, data_rank)
-        rows = MadeRows(setting.task, recipe, plan.rows(data_rank))
+        rows = GeneratedRows(setting.task, recipe, plan.rows(data_rank))
         return rows, held_out_rows(setting.task, recipe, numbers, each, plan.per_device)
     corpus = open_text(recipe.data.source, where=recipe.where("data.source"), fallback=folder)
     tokenizer = _tokenizer(recipe, corpus, setting)

@@ -155,7 +155,8 @@ class Writer:
         return tuple(self.values[i].shape)
 
     def case(self, family: str, seed: int) -> Case:
-        """The function as it is now, with shardings; returns its last value and up to two others."""
+        """A test case of the function written so far, with random shardings; its results are the last value and up to
+        two others."""
         rng = self.rng
         used = sorted({i for _, _, of in self.steps for kind, i in of if kind == "arg"})
 

@@ -122,14 +122,14 @@ def _own_slots(at: LocalOp, call: Lookup, rank: int) -> tuple[list[Any], Any, tu
         slots[d] = at.inputs[1 + i]
         if f is None or not at.axes(f):
             continue
-        mine = at.operand_shape(1 + i)
+        index_shape = at.operand_shape(1 + i)
         if counted:  # element by element, padding included, so that nothing is written into another element's place
-            slots[d] = _counting(at, call.of[i].index((f,)), at.size(f), mine)
+            slots[d] = _counting(at, call.of[i].index((f,)), at.size(f), index_shape)
             continue
         whole = at.op.operands[0].shape[d]
-        positive = at.emit(aten.remainder.Scalar, slots[d], whole, shape=mine, dtype=torch.int64)
-        slots[d], far = own_indices(at, positive, f, mine)
-        shape = tuple(torch.broadcast_shapes(shape, mine))
+        positive = at.emit(aten.remainder.Scalar, slots[d], whole, shape=index_shape, dtype=torch.int64)
+        slots[d], far = own_indices(at, positive, f, index_shape)
+        shape = tuple(torch.broadcast_shapes(shape, index_shape))
         foreign = far if foreign is None else at.emit(
             aten.logical_or.default, foreign, far, shape=shape, dtype=torch.bool
         )  # fmt: skip
@@ -216,11 +216,11 @@ def index_put_as(op: Op, kind: Kind) -> Rule:
         grown = tuple(n + 1 if i == d else n for i, n in enumerate(at.shape()))
         widths = [0, 0] * (x.rank - 1 - d) + [0, 1]
         padded = at.emit(aten.constant_pad_nd.default, target, widths, 0, shape=grown)
-        mine = at.operand_shape(1 + call.at.index(d))
-        wide = at.emit(aten.expand.default, slots[d], list(torch.broadcast_shapes(mine, shape)),
-                       shape=torch.broadcast_shapes(mine, shape), dtype=torch.int64)  # fmt: skip
+        index_shape = at.operand_shape(1 + call.at.index(d))
+        wide = at.emit(aten.expand.default, slots[d], list(torch.broadcast_shapes(index_shape, shape)),
+                       shape=torch.broadcast_shapes(index_shape, shape), dtype=torch.int64)  # fmt: skip
         slots[d] = at.emit(aten.masked_fill.Scalar, wide, foreign, at.size(f),
-                           shape=torch.broadcast_shapes(mine, shape), dtype=torch.int64)  # fmt: skip
+                           shape=torch.broadcast_shapes(index_shape, shape), dtype=torch.int64)  # fmt: skip
         result = at.emit(op.target, padded, slots, value, *rest, shape=grown)
         return at.emit(aten.slice.Tensor, result, d, 0, at.size(f), shape=at.shape())
 

@@ -45,8 +45,8 @@ def _rule(op: Op, forward: bool) -> Rule:
         if not at.axes(e):
             return at.same()
         shape = at.operand_shape(where)
-        mine = at.emit(aten.sub.Tensor, at.inputs[where], at.offset(e), shape=shape, dtype=torch.int64)
-        return at.with_args(*(mine if i == where else Ref(i) for i in range(len(op.operands))))
+        local_experts = at.emit(aten.sub.Tensor, at.inputs[where], at.offset(e), shape=shape, dtype=torch.int64)
+        return at.with_args(*(local_experts if i == where else Ref(i) for i in range(len(op.operands))))
 
     operands = [row, choice, choice, inward, inward, outward]
     results = [row] if forward else [row, choice, inward, inward, outward]

@@ -40,8 +40,8 @@ def embedding(op: Op) -> Rule:
         if not at.axes(v):
             return at.with_args(Ref(0), Ref(1))
         shape = at.operand_shape(1)
-        mine, foreign = own_indices(at, at.inputs[1], v, shape)
-        looked_up = at.emit(aten.embedding.default, at.inputs[0], mine, shape=at.shape())
+        local_rows, foreign = own_indices(at, at.inputs[1], v, shape)
+        looked_up = at.emit(aten.embedding.default, at.inputs[0], local_rows, shape=at.shape())
         mask, _ = _unsqueeze(at, foreign, shape, len(shape))
         return at.emit(aten.masked_fill.Scalar, looked_up, mask, 0, shape=at.shape())
 
@@ -66,13 +66,13 @@ def embedding_backward(op: Op) -> Rule:
         if not at.axes(v):
             return at.with_args(Ref(0), Ref(1), at.size(v), padding, scale)
         shape = at.operand_shape(1)
-        mine, foreign = own_indices(at, at.inputs[1], v, shape)
+        local_rows, foreign = own_indices(at, at.inputs[1], v, shape)
         if padding >= 0:  # an index into the whole table, whose row gets no gradient
             unlearned = at.emit(aten.eq.Scalar, at.inputs[1], padding, shape=shape, dtype=torch.bool)
             foreign = at.emit(aten.logical_or.default, foreign, unlearned, shape=shape, dtype=torch.bool)
         mask, _ = _unsqueeze(at, foreign, shape, len(shape))
         own_grad = at.emit(aten.masked_fill.Scalar, at.inputs[0], mask, 0, shape=at.operand_shape(0))
-        return at.emit(op.target, own_grad, mine, at.size(v), -1, scale, shape=at.shape())
+        return at.emit(op.target, own_grad, local_rows, at.size(v), -1, scale, shape=at.shape())
 
     return factors.rule(
         [(*rows, *d), rows], [((v,), *d)], local=local, additive=(0,), flops=grad.numel, fills=((1, 0),)
@@ -92,8 +92,8 @@ def index_select(op: Op) -> Rule:
         if not at.axes(v):
             return at.same()
         shape = at.operand_shape(1)
-        mine, foreign = own_indices(at, at.inputs[1], v, shape)
-        looked_up = at.emit(op.target, at.inputs[0], dim, mine, shape=at.shape())
+        local_rows, foreign = own_indices(at, at.inputs[1], v, shape)
+        looked_up = at.emit(op.target, at.inputs[0], dim, local_rows, shape=at.shape())
         view = tuple(shape[0] if d == dim else 1 for d in range(x.rank))
         mask = at.emit(aten.reshape.default, foreign, list(view), shape=view, dtype=torch.bool)
         return at.emit(aten.masked_fill.Scalar, looked_up, mask, 0, shape=at.shape())
@@ -131,8 +131,8 @@ def gather(op: Op) -> Rule:
     def local(at: LocalOp) -> Any:
         if not at.axes(v):
             return at.same()
-        mine, foreign = own_indices(at, at.inputs[1], v, at.operand_shape(1))
-        looked_up = at.emit(op.target, at.inputs[0], dim, mine, shape=at.shape())
+        local_rows, foreign = own_indices(at, at.inputs[1], v, at.operand_shape(1))
+        looked_up = at.emit(op.target, at.inputs[0], dim, local_rows, shape=at.shape())
         return at.emit(aten.masked_fill.Scalar, looked_up, foreign, 0, shape=at.shape())
 
     return factors.rule([tuple(source), tuple(picked)], [tuple(picked)], local=local, fills=((1, 0),), guarded=(v,))
@@ -177,12 +177,12 @@ def indexed_write(op: Op, kind: Kind) -> Rule:
         if not at.axes(v):
             return at.same()
         shape = at.operand_shape(1)
-        mine, foreign = own_indices(at, at.inputs[1], v, shape)
+        local_rows, foreign = own_indices(at, at.inputs[1], v, shape)
         if adds:
             own_source = at.emit(aten.masked_fill.Scalar, at.inputs[2], foreign, 0, shape=at.operand_shape(2))
-            return at.emit(op.target, at.inputs[0], dim, mine, own_source, shape=at.shape())
+            return at.emit(op.target, at.inputs[0], dim, local_rows, own_source, shape=at.shape())
         # one more row than owned: foreign values are written there and cut off
-        edge = at.emit(aten.masked_fill.Scalar, mine, foreign, at.size(v), shape=shape, dtype=torch.int64)
+        edge = at.emit(aten.masked_fill.Scalar, local_rows, foreign, at.size(v), shape=shape, dtype=torch.int64)
         grown = tuple(n + 1 if d == dim else n for d, n in enumerate(at.shape()))
         widths = [0, 0] * (x.rank - 1 - dim) + [0, 1]
         padded = at.emit(aten.constant_pad_nd.default, at.inputs[0], widths, 0, shape=grown)

@@ -82,9 +82,9 @@ def pick_positions(op: Op, dim: int, positions: range) -> Rule:
         index = at.emit(
             aten.arange.start_step, positions.start, positions.stop, positions.step, shape=count, dtype=torch.int64
         )
-        mine, foreign = own_indices(at, index, chosen, count)
+        local_rows, foreign = own_indices(at, index, chosen, count)
         shape = [len(positions) if d == dim else n for d, n in enumerate(at.operand_shape(0))]
-        rows = at.emit(aten.index_select.default, at.inputs[0], dim, mine, shape=shape)
+        rows = at.emit(aten.index_select.default, at.inputs[0], dim, local_rows, shape=shape)
         mask = [len(positions) if d == dim else 1 for d in range(x.rank)]
         foreign = at.emit(aten.reshape.default, foreign, mask, shape=mask, dtype=torch.bool)
         rows = at.emit(aten.masked_fill.Scalar, rows, foreign, 0, shape=shape)

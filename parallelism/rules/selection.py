@@ -39,8 +39,8 @@ def _by_local_results(op: Op, dim: int, remaining: int, collectives: int, **rest
     if op.results[0].rank < x.rank:
         out = (*out[:dim], *out[dim + 1 :])
     others = product([n for d, n in enumerate(x.shape) if d != dim])
-    sent = remaining * others * (x.dtype.itemsize + (INDEX.itemsize if collectives > 1 else 0))
-    exchanged = tuple(Exchange(f, sent, collectives) for f in dims[dim])
+    exchanged_bytes = remaining * others * (x.dtype.itemsize + (INDEX.itemsize if collectives > 1 else 0))
+    exchanged = tuple(Exchange(f, exchanged_bytes, collectives) for f in dims[dim])
     return factors.rule(
         [tuple(dims)], [out] * len(op.results), exchanged=exchanged, flops=x.numel, work=tuple(range(x.rank)), **rest
     )

@@ -103,9 +103,9 @@ def _forward(op: Op, flops: int, call: Call, ring: bool) -> Rule:
 
         def part(behind: int, moving: list[Any]) -> list[Any]:
             first_key = at.pick(dims.s, [((p - behind) % members) * at.size(dims.s) for p in range(members)])
-            theirs = moving[2] if rest else None
+            key_documents = moving[2] if rest else None
             return at.several(
-                ATTENTION_PART, queries, *moving[:2], own, theirs, call.scale, call.window, first,
+                ATTENTION_PART, queries, *moving[:2], own, key_documents, call.scale, call.window, first,
                 first_key if ring else 0, call.softcap, like=like, work=1 / members if ring else 1.0,
             )  # fmt: skip
 
@@ -143,9 +143,9 @@ def _backward(op: Op, flops: int, call: Call, ring: bool) -> Rule:
 
         def part(behind: int, moving: list[Any]) -> list[Any]:
             first_key = at.pick(dims.s, [((p - behind) % members) * at.size(dims.s) for p in range(members)])
-            theirs = moving[2] if rest else None
+            added = moving[2] if rest else None
             return at.several(
-                ATTENTION_PART_BACKWARD, grad, q, *moving[:2], out, lse, own, theirs, call.scale, call.window, first,
+                ATTENTION_PART_BACKWARD, grad, q, *moving[:2], out, lse, own, added, call.scale, call.window, first,
                 first_key if ring else 0, call.softcap, like=like, work=1 / members if ring else 1.0,
             )  # fmt: skip
 
@@ -156,8 +156,8 @@ def _backward(op: Op, flops: int, call: Call, ring: bool) -> Rule:
             dk, dv = (at.shift(node, dims.s) for node in (dk, dv))
             parts = part(behind, moving)
             dq, dk, dv = (
-                at.emit(aten.add.Tensor, mine, theirs, shape=at.shape_of(mine), dtype=at.dtype_of(mine))
-                for mine, theirs in zip((dq, dk, dv), parts)
+                at.emit(aten.add.Tensor, total, added, shape=at.shape_of(total), dtype=at.dtype_of(total))
+                for total, added in zip((dq, dk, dv), parts)
             )
         if ring:  # from the last device that added to them back to their own
             dk, dv = (at.shift(node, dims.s) for node in (dk, dv))

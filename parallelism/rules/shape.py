@@ -32,7 +32,7 @@ def reshape_factors(
     places = [[d for d, n in enumerate(shape) if n != 1] for shape in (source, target)]
     covered = [1, 1]
 
-    def put(side: int, factor: int, size: int) -> None:
+    def append_factor(side: int, factor: int, size: int) -> None:
         dims[side][places[side][0]].append(factor)
         covered[side] *= max(size, 1)
         left_of[side][0] //= max(size, 1)
@@ -44,16 +44,16 @@ def reshape_factors(
         common = math.gcd(*both)
         if covered[0] == covered[1] and common != 1:
             shared = factors.new(common)
-            put(0, shared, common)
-            put(1, shared, common)
+            append_factor(0, shared, common)
+            append_factor(1, shared, common)
         elif covered[0] == covered[1]:
             for side, size in enumerate(both):
-                put(side, factors.new(size, Kind.WHOLE), size)
+                append_factor(side, factors.new(size, Kind.WHOLE), size)
         else:
             side = int(covered[1] < covered[0])
-            mine, (gap, uneven) = both[side], divmod(covered[1 - side], covered[side])
-            size = gap if not uneven and mine % gap == 0 else mine // common if mine > common else mine
-            put(side, factors.new(size, Kind.WHOLE), size)
+            elements, (gap, uneven) = both[side], divmod(covered[1 - side], covered[side])
+            size = gap if not uneven and elements % gap == 0 else elements // common if elements > common else elements
+            append_factor(side, factors.new(size, Kind.WHOLE), size)
     return tuple(map(tuple, dims[0])), tuple(map(tuple, dims[1]))
 
 
@@ -121,11 +121,11 @@ def whole(op: Op, dims: Sequence[int], additive: tuple[int, ...] = (0,)) -> Rule
     return same_dims(op, dims, Kind.WHOLE, additive)
 
 
-def _with_whole(op: Op, *gone: int) -> tuple[Factors, list[Dim], list[Dim]]:
-    """The factors of the first operand, whose dims `gone` are whole; its dims, and those of them that are not gone."""
+def _with_whole(op: Op, *whole: int) -> tuple[Factors, list[Dim], list[Dim]]:
+    """The factors of the first operand, whose dims `whole` are whole; its dims, and the others of them."""
     factors = Factors()
     shape = op.operands[0].shape
-    changed = {d % len(shape) for d in gone}
+    changed = {d % len(shape) for d in whole}
     dims: list[Dim] = [
         (factors.new(n, Kind.WHOLE if d in changed else Kind.PASS),) if n != 1 else () for d, n in enumerate(shape)
     ]

@@ -292,10 +292,10 @@ def interface_towards(host: str) -> str:
         family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)  # Sends nothing: it only looks up the route.
-            mine = probe.getsockname()[0]
+            own_address = probe.getsockname()[0]
     except OSError:
         return ""
     for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address.partition("%")[0] == mine for entry in addresses):
+        if any(entry.address.partition("%")[0] == own_address for entry in addresses):
             return name
     return ""

@@ -171,13 +171,13 @@ def localize(
 
 def _localize_issue(graph: fx.Graph, node: fx.Node, exchange: bool) -> None:
     """Makes the input of a collective contiguous, and turns some collectives into an all-to-all."""
-    sent = node.args[0]
+    source = node.args[0]
     exchange = exchange and _is_exchange(node)
     with graph.inserting_before(node):
         if exchange and node.target is funcol.all_reduce.default:
-            packed = graph.call_function(copies, (sent, _members(node)))
+            packed = graph.call_function(copies, (source, _members(node)))
         else:
-            packed = graph.call_function(aten.contiguous.default, (sent,))
+            packed = graph.call_function(aten.contiguous.default, (source,))
         node.args = (packed, *node.args[1:])
         if exchange:
             pieces = graph.call_function(piece_sizes, (packed, _members(node)))

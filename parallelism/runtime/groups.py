@@ -36,14 +36,14 @@ class Groups:
         """Creates the missing groups over these sets of axes. Every rank must call it with the same sets."""
         missing = {axes for axes in map(self.mesh.sorted, sets) if axes and axes not in self._groups}
         for axes in sorted(missing, key=lambda axes: [self.mesh.key(axis) + (axis.size,) for axis in axes]):
-            mine = None
+            own_group = None
             for ranks in self.mesh.groups(axes):
                 group = dist.new_group(ranks, backend=self.backend, group_desc=group_name(axes))
                 if dist.get_rank() in ranks:
-                    mine = group
-            assert mine is not None, "the groups over any axes cover every rank"
-            _register(group_name(axes), mine)
-            self._groups[axes] = mine
+                    own_group = group
+            assert own_group is not None, "the groups over any axes cover every rank"
+            _register(group_name(axes), own_group)
+            self._groups[axes] = own_group
 
     def get(self, axes: Sequence[Axis]) -> dist.ProcessGroup:
         """The group over `axes`, in any order. Raises KeyError if `ensure` did not create it."""

@@ -241,7 +241,7 @@ class Workers:
                     self._trouble(message.kind)
 
     def _trouble(self, kind: str) -> None:
-        """Notes a failure, and until when to wait for reports that explain it."""
+        """Records a failure, and sets the time until which other workers' reports may still explain it."""
         settle = time.monotonic() + _SETTLE_S[kind]
         self._deadline = settle if self._deadline is None else min(self._deadline, settle)
 

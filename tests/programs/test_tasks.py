@@ -12,7 +12,7 @@ from tpshard.programs import step_programs
 from tpshard.programs.setting import Setting
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.load import load, loads
-from tpshard.train.made import MadeRows, held_out_rows
+from tpshard.train.generated_rows import GeneratedRows, held_out_rows
 
 
 def text_rows(rows: int, length: int, vocab: int) -> dict[str, torch.Tensor]:
@@ -73,10 +73,10 @@ def test_rows_follow_from_their_numbers_alone(name: str) -> None:
 def test_rows_go_on_where_a_run_stood_on_another_mesh() -> None:
     recipe = loads("model: {module: 'a:B', seq_len: 8}\ntask: frames\nbatch: {global_sequences: 4}\n")
     task = task_of("frames", 8)
-    whole = MadeRows(task, recipe, range(4))
+    whole = GeneratedRows(task, recipe, range(4))
     first, second = whole.next(), whole.next()
     assert not torch.equal(first.tensor("frames"), second.tensor("frames"))
-    later = MadeRows(task, recipe, range(2, 4))
+    later = GeneratedRows(task, recipe, range(2, 4))
     later.load_state_dict({**whole.state_dict(), "step": 1})
     assert torch.equal(later.next().tensor("frames"), second.rows(2, 4).tensor("frames"))
     with pytest.raises(Mistakes) as error:

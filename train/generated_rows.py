@@ -15,8 +15,8 @@ from tpshard.train.stream import TokenBatch
 
 
 @dataclass(frozen=True)
-class MadeBatch:
-    """Some rows of one step, by field; `origin` lists their numbers in the run."""
+class GeneratedBatch:
+    """Generated rows of one step, one tensor per field of the task; `origin` lists the rows' numbers in the run."""
 
     tensors: Mapping[str, Tensor]
     origin: tuple[str, ...]
@@ -25,22 +25,22 @@ class MadeBatch:
         """One field, [rows, ...]."""
         return self.tensors[field]
 
-    def rows(self, start: int, stop: int) -> MadeBatch:
+    def rows(self, start: int, stop: int) -> GeneratedBatch:
         """Rows start..stop of this batch, as a micro-batch."""
         part = slice(start, stop)
-        return MadeBatch({key: tensor[part] for key, tensor in self.tensors.items()}, self.origin[part])
+        return GeneratedBatch({key: tensor[part] for key, tensor in self.tensors.items()}, self.origin[part])
 
 
-StepBatch = TokenBatch | MadeBatch
+StepBatch = TokenBatch | GeneratedBatch
 
 
-class MadeRows:
+class GeneratedRows:
     """The batches of one data rank, `part` of the rows of every step; `train.stream.Loader` does the same for text."""
 
     def __init__(self, task: Task, recipe: Recipe, part: Sequence[int]):
         self.task, self.recipe, self.part, self.step = task, recipe, tuple(part), 0
 
-    def next(self) -> MadeBatch:
+    def next(self) -> GeneratedBatch:
         """This rank's rows of the next step."""
         first = self.step * self.recipe.batch.global_sequences
         self.step += 1
@@ -73,7 +73,7 @@ class MadeRows:
 
 def held_out_rows(
     task: Task, recipe: Recipe, numbers: Sequence[int], each: int, per_device: int
-) -> Iterator[MadeBatch]:
+) -> Iterator[GeneratedBatch]:
     """Micro-batches of `each` held-out rows by their numbers; missing rows are padding without targets."""
     batch = _draw(task, [held_out(number) for number in numbers], recipe.seed)
     whole = -(-each // per_device) * per_device
@@ -84,15 +84,15 @@ def held_out_rows(
         key: torch.cat([tensor, blank[key].expand(missing, *blank[key].shape)])
         for key, tensor in batch.tensors.items()
     }  # fmt: skip
-    filled = MadeBatch(tensors, (*batch.origin, *[""] * missing))
+    filled = GeneratedBatch(tensors, (*batch.origin, *[""] * missing))
     for start in range(0, each, per_device):
         yield filled.rows(start, start + per_device)
 
 
-def _draw(task: Task, numbers: Sequence[int], seed: int) -> MadeBatch:
+def _draw(task: Task, numbers: Sequence[int], seed: int) -> GeneratedBatch:
     if not numbers:
         empty = {key: torch.zeros(0, *field.shape, dtype=field.dtype) for key, field in task.fields.items()}
-        return MadeBatch(empty, ())
+        return GeneratedBatch(empty, ())
     tensors = task.rows(numbers, seed)
     for name, field in task.fields.items():
         tensor = tensors.get(name)
@@ -105,4 +105,4 @@ def _draw(task: Task, numbers: Sequence[int], seed: int) -> MadeBatch:
                 why=f"the field is {list(shape)} of {field.dtype}",
                 fix="correct `rows` of the task, or its `fields`",
             )
-    return MadeBatch(tensors, tuple(f"row {number}" for number in numbers))
+    return GeneratedBatch(tensors, tuple(f"row {number}" for number in numbers))
