@@ -21,7 +21,7 @@ serve: {{checkpoint: llama3-8b-gptq, mesh: {{tp: 8}}, layout: {layout}, requests
 
 
 def plan(layout: str) -> str:
-    """What `tpshard plan` prints for a layout."""
+    """Runs `tpshard plan` for a layout, and returns what it prints."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, f"{layout}.yaml").write_text(RECIPE.format(layout=layout))
         command = [sys.executable, "-m", "tpshard.cli.main", "plan", f"{layout}.yaml", "--for", "decode", "--dry-run"]

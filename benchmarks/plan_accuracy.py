@@ -220,7 +220,7 @@ def summary(outcomes: list[Outcome]) -> list[str]:
 
 
 def accuracy_line(outcomes: list[Outcome]) -> str:
-    """What a plan of a training step on GPUs says of its own accuracy: of rows that nothing was fitted on."""
+    """The sentence in which plans of GPUs state their accuracy, measured on rows that nothing was fitted on."""
     parts = []
     for what, name in (("memory", "memory"), ("time", "step time")):
         errors = [abs(e) for o in outcomes if not o.fitted and (e := getattr(o, f"{what}_error")) is not None]

@@ -114,7 +114,7 @@ def _add_bell(block: Tensor, initial: Initial, starts: Sequence[int], key: int) 
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """x >> bits as for unsigned words (a logical shift)."""
+    """Shifts the bits of x right and fills with zeros (a logical shift)."""
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 

@@ -33,7 +33,7 @@ class Memo:
 
 
 def key_of_model(setting: Setting) -> tuple[object, ...]:
-    """What every captured graph reads of a setting: the model, and the dtypes of parameters and gradients."""
+    """The part of a setting on which every captured graph depends: model, and dtypes of parameters and gradients."""
     fsdp = setting.recipe.fsdp
     dtypes = (fsdp.master_dtype, fsdp.param_dtype, fsdp.reduce_dtype, fsdp.accumulate.dtype)
     return (setting.recipe.model, setting.config, dtypes, setting.stacking)

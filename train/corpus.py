@@ -173,7 +173,7 @@ def rows(text: TextSource, file: TextFile, start: int = 0) -> Iterator[TextRow]:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """`text` cut into pieces of at most PIECE characters, after white space where there is some near the end."""
+    """Cuts `text` into pieces of at most PIECE characters, after white space where there is some near the end."""
     start = 0
     while len(text) - start > PIECE:
         end = start + PIECE

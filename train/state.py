@@ -67,7 +67,7 @@ class State:
     # ---- which part of the data is this rank's ---------------------------------------------------------------
     @property
     def data_ranks(self) -> int:
-        """Number of parts of a batch."""
+        """Number of ranks among which the rows of a batch are divided."""
         return self.programs.setting.batch.data_ranks
 
     @property

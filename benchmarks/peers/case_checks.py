@@ -277,8 +277,8 @@ def partition(case: dict[str, Any]) -> Answer:
 
 
 def _least_bytes(expected: list[dict[str, Any]], mesh: Mesh) -> int | None:
-    """The bytes that a device sends at least for the expected collectives, each over the smallest axis; None where a
-    shape is not known. Elements have 4 bytes."""
+    """The least number of bytes that a device sends for the expected collectives, each over the smallest axis; None
+    where a shape is unknown. Elements have 4 bytes."""
     members, total = min(mesh.axes.values()), 0
     for each in expected:
         kind = each["op"].replace("collective_", "")
