@@ -216,15 +216,14 @@ def _network(root: Node, top: dict[str, Any], reader: _Reader) -> tuple[Link, Li
                 reader.wrong(f"`host.{key}` is missing", node, _HOST[key].what, f"{key}: {_WORDS['link'][1]}")
         return (NO_LINK, NO_LINK, ()) if reader.mistakes else (_link(host["inside"]), _link(host["across"]), ())
     for key in ("inside", "across"):
-        written = node.get(key)
-        if written is not None:
-            reader.wrong(f"`host.{key}` and `levels` say the same", written, "one of them", f"leave `host.{key}` out")
+        if (written := node.get(key)) is not None:
+            reader.wrong(f"`host.{key}` and `levels` both describe the links", written, "", f"leave `host.{key}` out")
     levels = tuple(
         Level(link=_link(values), **{key: values[key] for key in _LEVEL.keys() - _LINK.keys()})
         for values in level_values
     )
     if why := _level_mistake(levels, host["devices"], top["kind"]):
-        reader.wrong("these `levels` make no network", list_node, why, "from the nearest: " + _WORDS["levels"][1])
+        reader.wrong("these `levels` do not form a network", list_node, why, "from the nearest: " + _WORDS["levels"][1])
     if reader.mistakes:
         return NO_LINK, NO_LINK, ()
     first = next(i for i, level in enumerate(levels) if level.between_hosts)
@@ -308,7 +307,7 @@ class _Reader:
                 self.wrong(f"`{path}` is not a map", node, "", "write `constant: what it was fitted on`")
             return {name.text: value.text for name, value in node.entries}
         if node.kind != "scalar":
-            self.wrong(f"`{path}` is not a single value", node, "", f"write one {key.unit}")
+            self.wrong(f"`{path}` is not a single value", node, "", "write one value, without brackets")
             return key.default
         if "|" in key.unit:
             if node.text not in key.unit.split("|"):

@@ -191,7 +191,7 @@ class _Reader:
             self.reported.add(path)
             self.mistakes.append(
                 Diagnostic(
-                    f"`{pattern}` has {entries} dims here, but {value.name} has {value.rank}: {list(value.shape)}",
+                    f"`{path}` has {entries} entries for {value.rank} dims: the shape is {list(value.shape)}",
                     exit=Exit.RECIPE,
                     where=self.recipe.where(path),
                     fix=f"give {value.rank} entries" + (f", for {', '.join(value.dims)}" if value.dims else ""),
@@ -216,7 +216,7 @@ class _Reader:
             divisors = [str(n) for n in range(1, size + 1) if size % n == 0 and n <= 4 * size_of(axes)]
             self.mistakes.append(
                 Diagnostic(
-                    f"{size_of(axes)} devices ({names}) do not divide the {size} of dim {dim} of `{name}`",
+                    f"{size_of(axes)} devices ({names}) do not divide dim {dim} of `{name}`, whose size is {size}",
                     exit=Exit.FIT,
                     where=self.recipe.where(path),
                     why=f"{size} = {size_of(axes)} x {size // size_of(axes)} + {size % size_of(axes)}",

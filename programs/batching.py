@@ -94,9 +94,9 @@ def _in_pipeline(recipe: Recipe, whole: BatchPlan, devices: int) -> BatchPlan:
     if each % micros or (per_device is not None and per_device * micros != each):
         counts = [n for n in range(1, each + 1) if each % n == 0]
         near = ", ".join(map(str, sorted(counts, key=lambda n: (abs(n - micros), n))[:3]))
-        of = f" of {per_device}" if per_device is not None else ""
+        of = f" of `batch.per_device: {per_device}`" if per_device is not None else ""
         raise Mistakes.one(
-            f"`pipeline.micro_batches: {micros}`{of} are not the {each} sequences of a data rank",
+            f"`pipeline.micro_batches: {micros}`{of} do not divide the {each} sequences of a data rank",
             exit=Exit.FIT,
             where=recipe.where("pipeline.micro_batches"),
             why=f"{whole.global_sequences} sequences over {whole.data_ranks} data ranks",

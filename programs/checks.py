@@ -81,7 +81,7 @@ def check_reshards(setting: Setting, programs: Iterable[Program]) -> None:
 def _unasked_collective(setting: Setting, comm: Collective) -> Diagnostic:
     value = comm.value[0]
     return Diagnostic(
-        f"{comm.kind} of `{value}`, {comm.bytes / MIB:.1f} MiB, which nothing in the recipe asks for",
+        f"nothing in the recipe asks for the {comm.kind} of `{value}`, {comm.bytes / MIB:.1f} MiB",
         exit=Exit.FIT,
         where=setting.recipe.where("sharding.on_reshard"),
         why=comm.reason,

@@ -122,7 +122,7 @@ class _Fit:
             if wrong:
                 shape = self.tensors[wrong[0]]
                 yield Diagnostic(
-                    f"`{pattern}` has {len(dims)} entries, and `{wrong[0]}` has {len(shape)} dims",
+                    f"`{path}` has {len(dims)} entries for the {len(shape)} dims of `{wrong[0]}`",
                     where=self.recipe.where(path),
                     why=f"its dims are [{', '.join(shape)}]",
                     fix=f"give {len(shape)} entries" + (", or a narrower pattern" if len(wrong) < len(matched) else ""),
@@ -258,7 +258,7 @@ class _Fit:
                 f"each of the {self.c.kv_heads} KV heads is replicated on {ways // self.c.kv_heads} devices",
                 where=self.recipe.where(f"mesh.{last}"),
                 why=f"{ways} ways, {self.c.heads} heads, {self.c.kv_heads} KV heads",
-                fix=f"mesh.{last}: {max(1, self.mesh[last] * self.c.kv_heads // ways)} has no copies",
+                fix=f"mesh.{last}: {max(1, self.mesh[last] * self.c.kv_heads // ways)} keeps one copy of each",
                 severity="warning",
             )
 

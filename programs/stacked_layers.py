@@ -213,7 +213,7 @@ def difference(layers: Sequence[nn.Module]) -> str:
     described = [_description(layer) for layer in layers]
     for number, other in enumerate(described):
         for key in {**described[0], **other}:
-            first, second = described[0].get(key, "nothing"), other.get(key, "nothing")
+            first, second = described[0].get(key, "unset"), other.get(key, "unset")
             if first != second:
                 return f"`{key}` is {first} in layer 0 and {second} in layer {number}"
     return ""

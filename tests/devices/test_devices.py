@@ -92,7 +92,7 @@ def test_levels_read_and_those_that_make_no_network_are_refused():
         ("name: spine,", "name: spine, hosts: 6,", "several of the level before"),
         ("nvlink, devices: 8", "nvlink, hosts: 1", "first those of one host"),
         ("kind: gpu", "kind: cpu", "share its memory"),
-        ("  devices: 8\n", "  devices: 8\n  across: {bandwidth: 1 GB/s, latency: 1 us}\n", "say the same"),
+        ("  devices: 8\n", "  devices: 8\n  across: {bandwidth: 1 GB/s, latency: 1 us}\n", "both describe the links"),
         ("bandwidth: 450 GB/s, ", "", "`levels[0].bandwidth` is missing"),
     ):
         assert old in LEVELS

@@ -74,8 +74,8 @@ def test_stages_rounds_and_micro_batches_are_derived() -> None:
         (["model.layers=1"], "4 a pipeline needs several layers, and this model has one"),
         (["model.layers=3"], "4 4 stages are more than the 3 layers of the model; every stage has at least one layer"),
         (["pipeline.micro_batches=2"], "4 1f1b on 4 stages needs at least 4 micro-batches, not 2; 32 sequences"),
-        (["pipeline.micro_batches=5"], "4 `pipeline.micro_batches: 5` are not the 32 sequences of a data rank"),
-        (["pipeline.micro_batches=8", "batch.per_device=2"], "4 `pipeline.micro_batches: 8` of 2 are not the 32"),
+        (["pipeline.micro_batches=5"], "4 `pipeline.micro_batches: 5` do not divide the 32 sequences of a data rank"),
+        (["pipeline.micro_batches=8", "batch.per_device=2"], "4 `pipeline.micro_batches: 8` of `batch.per_device: 2`"),
         (
             ["pipeline={schedule: interleaved_1f1b, micro_batches: 3}", "batch.global_sequences=12", "mesh={pp: 2}"],
             "4 interleaved_1f1b needs a multiple of its 2 stages as micro-batches, not 3",
