@@ -19,6 +19,7 @@ from torch import fx
 from tpshard.parallelism.draws import SEED
 from tpshard.parallelism.flow import info_of
 from tpshard.parallelism.mesh import Axis
+from tpshard.parallelism.passes.copy import copy_node
 from tpshard.parallelism.passes.recompute import layer_of
 from tpshard.parallelism.program import INFO, Info, Port, Program, Spec, info, make_collective
 from tpshard.parallelism.rules.table import entry_of
@@ -311,7 +312,7 @@ class _Cutter:
             if len(operands) < len(node.all_input_nodes):
                 copies[node] = copies[operands[0]]
                 continue
-            copies[node] = graph.node_copy(node, lambda n: copies[n])
+            copies[node] = copy_node(graph, node, copies.__getitem__)
             if node in part.sent:
                 sends[node] = self._transfer(graph, send, copies[node], node, part)
         return self._finish(part, graph, copies, sends, inputs)

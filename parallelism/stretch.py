@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import fx
 from tpshard.parallelism.depth import COMPARED, LAST, REPEATED, Depth
+from tpshard.parallelism.passes.copy import copy_node
 from tpshard.parallelism.program import INFO, Info, Port, Program, ValueRecord, info
 from tpshard.parallelism.propagated_reasons import PropagatedReasons
 
@@ -176,7 +177,7 @@ class _Stretch:
             if node.op == "placeholder":
                 new = graph.placeholder(self.depth.shift_name(self.port[node].name, by).replace(".", "_"))
             else:
-                new = graph.node_copy(node, lambda operand: copies[self._read(node, operand, copy)])
+                new = copy_node(graph, node, lambda operand: copies[self._read(node, operand, copy)])
             copies[node, copy] = new
             if node in self.port:
                 inputs.append((node, copy))

@@ -11,7 +11,7 @@ from tpshard.parallelism.program import Program
 from tpshard.parallelism.stages import Stage
 from tpshard.parallelism.stretch import stretch_program
 from tpshard.programs.alike import STACK, few_layers, micro
-from tpshard.programs.memo import Memo
+from tpshard.programs.memo import Memo, key_of_partition
 from tpshard.programs.setting import Setting
 from tpshard.programs.splitting import balance_stages, layers_of
 from tpshard.programs.staged import (
@@ -40,7 +40,10 @@ def build(setting: Setting, memo: Memo | None = None) -> tuple[Program, StagedPr
         return None
     even = layers_of(setting, config.layers, table.stages)  # raises before anything is built
     memo = memo or Memo()
-    if (few := few_layers(setting, memo=memo)) is None or (deep := stretch_program(few, STACK, config.layers)) is None:
+    if (few := few_layers(setting, memo=memo)) is None:
+        return None
+    deep = memo.of("deep", key_of_partition(setting), lambda: stretch_program(few, STACK, config.layers))
+    if deep is None:
         return None
     cut = _Alike(setting, memo)
     if cut.built_layers(even) >= config.layers:

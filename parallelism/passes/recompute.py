@@ -8,6 +8,7 @@ from operator import getitem
 
 from torch import fx
 from tpshard.parallelism.graph import Layer
+from tpshard.parallelism.passes.copy import copy_node
 from tpshard.parallelism.program import INFO, Program, info
 
 Keep = Callable[[fx.Node], bool]
@@ -59,7 +60,7 @@ def _clone_before(
         queue.extend(operand for operand in current.all_input_nodes if operand in again)
     with graph.inserting_before(reader):
         for current in sorted(chain, key=position.__getitem__):
-            copy = graph.node_copy(current, lambda n: clones.get(n, n))
+            copy = copy_node(graph, current, lambda n: clones.get(n, n))
             metadata = info(current)
             # repeated work counts for the device, but not as useful work of the model
             copy.meta[INFO] = replace(metadata, place=metadata.place._replace(phase="recompute"), global_flops=0)
