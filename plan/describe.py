@@ -64,7 +64,7 @@ def shardings(program: Program, parameters: Sequence[str]) -> tuple[list[Tensor]
     stored = dict(zip((port.name for port in program.inputs), program.in_shardings))
     used = {r.label: name for name, r in program.records.items() if r.role == "parameter" and name != r.label}
     shown = {used.get(name, name): name for name in parameters}
-    named = [name for name, r in program.records.items() if name == r.label and name not in stored]
+    named = [name for name, r in program.records.items() if name == r.label and name not in (*stored, *shown)]
     out = [
         replace(tensor, name=shown[tensor.name], kind="parameter", stored=stored.get(shown[tensor.name]))
         for tensor in tensors_of(program, list(shown))

@@ -12,6 +12,8 @@ OPS: Table = {
     "int4_linear": product,
     "quantized_linear": product,
     "quantized_gate": product,
+    "fixed_rows_experts": product,
+    "quantized_experts": product,
     "tpshard.rms_norm_permuted": Entry(calls=6),
     "tpshard.fp8_quantize": product,  # bound by memory, but a kernel of its own, with which no stream fuses
     "tpshard.fp8_multiply": product,

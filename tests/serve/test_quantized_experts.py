@@ -13,12 +13,15 @@ import torch
 from servers import folder_runner, lockstep, programs_of, prompts
 from torch import Tensor
 from tpshard.cli.serve_worker import open_weights
+from tpshard.kernels.experts import fixed_rows_experts
 from tpshard.kernels.gptq_format import GPTQFolder
 from tpshard.kernels.gptq_solver import Settings
 from tpshard.kernels.int4 import Int4
-from tpshard.kernels.quantized_experts import PackedExpert
+from tpshard.kernels.quantized_experts import PackedExpert, quantized_experts
 from tpshard.models import build, from_hf
 from tpshard.models.presets import PRESETS
+from tpshard.parallelism.rules.table import entry_of
+from tpshard.plan.describe import shardings
 from tpshard.serve.cuda_graphs import can_capture
 from tpshard.serve.need import kernels
 from tpshard.serve.quantize_layers import Quantizer, Sequences, write
@@ -107,6 +110,9 @@ def test_experts_are_held_as_codes(folders: dict[str, tuple[Path, Tensor]]) -> N
     inward = [one.inward[0] for one in held]
     packed = [*(one.weight for one in inward), *(one.down for one in held)]
     assert all(isinstance(one, Int4) for one in packed)
+    listed = [tensor.name for tensor in shardings(runner._programs.any, list(runner._programs.shapes))[0]]
+    assert len(listed) == len(set(listed)) and set(port.held.of) <= set(listed)
+    assert entry_of(quantized_experts).work == entry_of(fixed_rows_experts).work == "matmul"
     assert not can_capture(runner._programs.any), "the host counts the tokens of each expert"
     orders = sum(one.order.nbytes for one in inward)
     assert port.local_bytes == orders + sum(one.codes.nbytes + one.scales.nbytes for one in packed)
