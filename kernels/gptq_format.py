@@ -25,6 +25,7 @@ from tpshard.kernels.tensor_file import write_tensors
 
 SUFFIXES = ("qweight", "qzeros", "scales", "g_idx", "bias")
 INDEX = "model.safetensors.index.json"
+_ORDER_LOST = "act-order (desc_act) without g_idx: the order of the inputs is lost."
 
 
 def encode(weight: Quantized, checkpoint_format: str = "gptq") -> dict[str, Tensor]:
@@ -79,7 +80,7 @@ def decode(tensors: Mapping[str, Tensor], config: GPTQConfig, name: str = "quant
 def _groups(g_idx: Tensor | None, inputs: int, groups: int, config: GPTQConfig, name: str) -> Tensor:
     if g_idx is None:
         if config.desc_act:
-            raise ValueError(f"{name}: act-order (desc_act) without g_idx: the order of the inputs is lost.")
+            raise ValueError(f"{name}: {_ORDER_LOST}")
         return group_index(inputs, config.group_size)
     if tuple(g_idx.shape) != (inputs,) or g_idx.is_floating_point():
         raise ValueError(f"{name}: g_idx {list(g_idx.shape)} for {inputs} inputs.")
@@ -123,6 +124,8 @@ class GPTQFolder:
         owned = {f"{module}.{suffix}" for module in self.modules for suffix in SUFFIXES}
         self.dense = sorted(set(self._file_of) - owned)
         for module in self.modules:
+            self._check_names(module)
+        for module in self.modules:
             if config.of(module) is None:
                 raise ValueError(f"{module} is quantized although `dynamic` leaves it dense.")
 
@@ -147,6 +150,15 @@ class GPTQFolder:
     def _shape(self, name: str) -> list[int]:
         with _open(self.folder / self._file_of[name]) as file:
             return list(file.get_slice(name).get_shape())
+
+    def _check_names(self, module: str) -> None:
+        """Raises ValueError where a tensor of a linear is missing, before any of a large folder is read."""
+        missing = [name for name in ("qzeros", "scales") if f"{module}.{name}" not in self._file_of]
+        if missing:
+            raise ValueError(f"{module}: {', '.join(missing)} is missing.")
+        own = self.config.of(module)
+        if own is not None and own.desc_act and f"{module}.g_idx" not in self._file_of:
+            raise ValueError(f"{module}: {_ORDER_LOST}")
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, as it is stored."""

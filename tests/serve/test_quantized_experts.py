@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import gptq_folders
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from servers import folder_runner, lockstep, programs_of, prompts
 from torch import Tensor
 from tpshard.cli.serve_worker import open_weights
@@ -22,6 +24,7 @@ from tpshard.models import build, from_hf
 from tpshard.models.presets import PRESETS
 from tpshard.parallelism.rules.table import entry_of
 from tpshard.plan.describe import shardings
+from tpshard.recipes.diagnostic import Mistakes
 from tpshard.serve.cuda_graphs import can_capture
 from tpshard.serve.need import kernels
 from tpshard.serve.quantize_layers import Quantizer, Sequences, write
@@ -81,7 +84,7 @@ def test_logits_are_those_of_the_dense_weights(
     assert (logits - expected).abs().max() <= worst * expected.abs().max()
     called = kernels(programs.any)
     assert called["quantized_experts" if dtype == "bf16" else "fixed_rows_experts"] == 2
-    moved = [c for c in programs.any.collectives if c.of == "parameter"]
+    moved = [c for c in programs.any.collectives if c.kind != "all_reduce" and c.of != "logits"]
     assert not moved, "gate and up lie in one parameter of transformers, and each is where it is used"
 
 
@@ -98,6 +101,19 @@ def test_a_token_has_the_same_bits_in_every_batch(dtype: str, folders: dict[str,
         return runner.step(step)
 
     assert torch.equal(logits(32), logits(8))
+
+
+@pytest.mark.parametrize(
+    ("lost", "message"), [("scales", "scales is missing"), ("g_idx", "the order of the inputs is lost")]
+)
+def test_a_folder_that_lacks_a_tensor_of_an_expert_is_refused_when_it_is_opened(
+    lost: str, message: str, folders: dict[str, tuple[Path, Tensor]], tmp_path: Path
+) -> None:
+    shutil.copytree(folders["mixtral"][0], tmp_path / "folder")
+    file, name = tmp_path / "folder" / "model.safetensors", "model.layers.1.block_sparse_moe.experts.3.w3"
+    save_file({key: value for key, value in load_file(file).items() if key != f"{name}.{lost}"}, file)
+    with pytest.raises(Mistakes, match=f"{name}: .*{message}"):
+        programs_of(tmp_path / "folder", *STEP)
 
 
 def test_experts_are_held_as_codes(folders: dict[str, tuple[Path, Tensor]]) -> None:
