@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from device_mistakes import DEVICE
 from mistake_sample import Sample
 from recipe_mistakes import QWEN
+from tpshard.train.checkpoint import FORMAT, VERSION, manifest_sum
 
 PLAN = "plan recipe.yaml --dry-run"
 DECODE = f"{PLAN} --for decode"
@@ -45,6 +50,16 @@ def plan_of_net(recipe: str, net: str = NET) -> Sample:
 def quantized(options: str, files: dict[str, str]) -> Sample:
     """The quantization of a small model with a tokenizer."""
     return Sample(command=f"quantize model out data.tokenizer=tok{options}", files=files, model=True)
+
+
+def converted(meta: dict[str, object], files: Mapping[str, str] = MappingProxyType({})) -> Sample:
+    """The conversion of a checkpoint without tensors, whose manifest holds `meta`."""
+    manifest: dict[str, object] = {
+        "format": FORMAT, "version": VERSION, "step": 5, "world": 1, "meta": meta, "ranks": [{}], "files": {},
+        "tensors": {},
+    }  # fmt: skip
+    text = json.dumps({**manifest, "sha256": manifest_sum(manifest)})
+    return Sample(command=f"convert {CHECKPOINT} out", files={f"{CHECKPOINT}/manifest.json": text, **files})
 
 
 PLANS = (
@@ -134,6 +149,9 @@ FOLDERS = (
     Sample(command="convert model /dev/null/out", model=True),
     Sample("model: {preset: tiny}", "convert recipe.yaml out", {f"{CHECKPOINT}/manifest.json": "{}"}),
     Sample(command=f"convert {CHECKPOINT} out", files={f"{CHECKPOINT}/manifest.json": "{}"}),
+    converted({}),
+    converted({"model": {"module": "net:Net", "args": {}}}),
+    converted({}, {"runs/recipe/recipe.yaml": "model: {preset: tiny}"}),
     Sample(command="quantize model.pt out"),
     Sample(
         command="quantize model out", files={"model/config.json": '{"quantization_config": {"quant_method": "awq"}}'}
