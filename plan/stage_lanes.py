@@ -10,7 +10,7 @@ from tpshard.plan.pricing import PricedPart
 from tpshard.plan.report import Report
 from tpshard.plan.screen import pipeline_words
 from tpshard.plan.units import seconds
-from tpshard.programs.stacked_layers import LAYERS, Stacking
+from tpshard.programs.stacked_layers import Stacking
 
 
 @dataclass(frozen=True)
@@ -38,17 +38,17 @@ def stage_lanes(report: Report) -> StageLanes | None:
     if how is None:
         return None
     for part in report.pricing.parts:
-        spans = [_span(part, ("forward",)), _span(part, ("backward", "recompute"))]
+        spans = [_span(part, how.path, phases) for phases in (("forward",), ("backward", "recompute"))]
         if all(end > start for start, end in spans):
             words = f"{pipeline_words(report)}, {seconds(part.timeline.seconds)}"
             return StageLanes(how.table, _slots(how, *spans), part.timeline.seconds, words)
     return None
 
 
-def _span(part: PricedPart, phases: tuple[str, ...]) -> tuple[float, float]:
-    """(start of the first, end of the last event) of the layers in these phases, in seconds; (0, 0) if none."""
+def _span(part: PricedPart, path: str, phases: tuple[str, ...]) -> tuple[float, float]:
+    """(start of the first, end of the last event) of the layers in the list `path`, in seconds; (0, 0) if none."""
     infos = ((event, info_of(part.priced.kernels[event.task].node)) for event in part.timeline.events)
-    own = [e for e, info in infos if info.phase in phases and info.module.partition(".")[0] == LAYERS]
+    own = [e for e, info in infos if info.phase in phases and f"{info.module}.".startswith(f"{path}.")]
     return min((e.start for e in own), default=0.0), max((e.end for e in own), default=0.0)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 from tpshard.models.architecture import Architecture
-from tpshard.models.dims import param_dims
+from tpshard.models.dims import STAGE, param_dims
 from tpshard.models.plan_dims import Naming, dims_of_plan
 from tpshard.programs.patterns import matches, nearest
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes
@@ -68,7 +68,8 @@ def notes(
     name = type(model).__name__
     if architecture is not None and recipe.model.transformers is None:
         sentences.append(f"tpshard has no family for {architecture.model_type}: transformers' {name} computes it")
-    free = _patterns([n for n, _ in model.named_parameters() if not any(named.get(n, Naming((), "")).dims)])
+    unnamed = {"", STAGE}
+    free = _patterns([n for n, _ in model.named_parameters() if unnamed.issuperset(named.get(n, Naming((), "")).dims)])
     if free:
         sentences.append(
             f"nothing names the dims of {_some(free)} of {name}: their shardings are inferred (model.dims)"

@@ -13,6 +13,7 @@ from tpshard.models.architecture import Architecture
 from tpshard.models.architecture_folder import FolderWeights
 from tpshard.models.assemble import build_module
 from tpshard.models.config import ModelConfig
+from tpshard.models.dims import STAGE
 from tpshard.models.hf import HFFolder
 from tpshard.models.hf_config import computes, folder_config
 from tpshard.models.hf_headers import has_weights
@@ -25,7 +26,7 @@ from tpshard.parallelism.mesh import Axes, Axis, Mesh
 from tpshard.programs import naming
 from tpshard.programs.batching import BatchPlan, check_micro_batches, derive
 from tpshard.programs.fp8_fit import fp8_misfits
-from tpshard.programs.stacked_layers import LAYERS, StackedLayers, Stacking, difference
+from tpshard.programs.stacked_layers import StackedLayers, Stacking, difference, lists_of_layers
 from tpshard.programs.wrong_model import wrong_model
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.schema import Recipe
@@ -110,10 +111,9 @@ class Setting:
         shard. In a vectorized pipeline its layers are stacked."""
         if self.stacking is None:
             return self.single
-        stacked = self._build_module()
-        stacked.layers = StackedLayers(
-            list(self.single.get_submodule(LAYERS).children()), self.stacking, self.batch.data_ranks
-        )
+        stacked, layers = self._build_module(), list(self.single.get_submodule(self.stacking.path).children())
+        parent, _, leaf = self.stacking.path.rpartition(".")
+        setattr(stacked.get_submodule(parent), leaf, StackedLayers(layers, self.stacking, self.batch.data_ranks))
         return stacked
 
     @cached_property
@@ -146,15 +146,19 @@ class Setting:
         if section is None or axis is None or not section.vectorized:
             return None
         check_micro_batches(self.recipe, self.division, axis.size)
-        if self.config is None or self.config.experts is not None:
+        lists = lists_of_layers(self.single)
+        why = "this model has experts" if self.config is not None and self.config.experts is not None else (
+            "" if len(lists) == 1 else f"this model has {', '.join(f'`{path}`' for path in lists) or 'none'}"
+        )  # fmt: skip
+        if why:
             raise Mistakes.one(
-                "`pipeline.form: vectorized` runs the layers of tpshard's own dense families", exit=Exit.FIT,
-                where=self.recipe.where("pipeline.form"),
-                why="this model has experts" if self.config is not None else "this model is another module",
-                fix="form: staged, for any model with repeated layers; or a preset without experts, or `model.hf` with "
-                "a folder of model_type llama, mistral, qwen2, qwen3 or gpt_bigcode",
+                "`pipeline.form: vectorized` stacks the layers of one list of equal modules", exit=Exit.FIT,
+                where=self.recipe.where("pipeline.form"), why=why,
+                fix="form: staged, for any model with repeated layers; or a model without experts whose layers are in "
+                "one nn.ModuleList",
             )  # fmt: skip
-        layers, stages = list(self.single.get_submodule(LAYERS).children()), axis.size * section.stages_per_device
+        ((path, layers),) = lists.items()
+        stages = axis.size * section.stages_per_device
         if len(layers) % stages:
             fits = [n for n in range(2, len(layers) + 1) if len(layers) % (n * section.stages_per_device) == 0]
             less = len(layers) // stages * stages
@@ -169,7 +173,8 @@ class Setting:
                 "`pipeline.form: vectorized` needs layers that differ only in their weights", exit=Exit.FIT,
                 where=self.recipe.where("pipeline.form"), why=why, fix="form: staged",
             )  # fmt: skip
-        return Stacking(axis.size, section.stages_per_device, len(layers) // stages, self.division.micro_batches)
+        each = len(layers) // stages
+        return Stacking(axis.size, section.stages_per_device, each, self.division.micro_batches, path)
 
     def shape_in_layer(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of a parameter in checkpoints: of one that is stacked, that of a single layer's."""
@@ -193,7 +198,18 @@ class Setting:
     @cached_property
     def named(self) -> dict[str, Naming]:
         """The dim names of the parameters that have some, and their source."""
-        return naming.dim_names(self.recipe, self.model, self.architecture)
+        single = naming.dim_names(self.recipe, self.single, self.architecture)
+        if self.stacking is None:
+            return single
+        named: dict[str, Naming] = {}
+        for name, parameter in self.model.named_parameters():
+            members = self.stacking.members(name)
+            if members is not None:
+                dims, by = single.get(members[0], Naming(("",) * (parameter.dim() - 1), ""))
+                named[name] = Naming((STAGE, *dims), by)
+            elif name in single:
+                named[name] = single[name]
+        return named
 
     @cached_property
     def dims(self) -> dict[str, tuple[str, ...]]:

@@ -7,7 +7,7 @@ micro-batch, and then passes their results on by a shift along the stage dim, wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,10 +20,19 @@ from tpshard.parallelism.passes.recompute import layer_of
 from tpshard.parallelism.program import INFO, Program, info
 from tpshard.parallelism.schedules import StageTask, Table
 
-LAYERS = "layers"
-"""The module that has the layers, in tpshard's families."""
 ROWS = ("batch", "seq", "embed")
 """The dims of the residual stream."""
+
+
+def lists_of_layers(model: nn.Module) -> dict[str, list[nn.Module]]:
+    """The layers of a module that can be stacked: the outermost lists of several modules of one class, by path."""
+    lists: dict[str, list[nn.Module]] = {}
+    for path, module in model.named_modules():
+        layers = list(module.children())
+        repeated = isinstance(module, (nn.ModuleList, nn.Sequential)) and len({type(layer) for layer in layers}) == 1
+        if repeated and len(layers) > 1 and not any(path.startswith(f"{outer}.") for outer in lists):
+            lists[path] = layers
+    return lists
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,8 @@ class Stacking:
     per_stage: int
     """Layers of a stage in one round."""
     micro_batches: int
+    path: str = "layers"
+    """The list of the model that has the layers."""
 
     def __str__(self) -> str:
         rounds = f" x {self.rounds} rounds" if self.rounds > 1 else ""
@@ -73,11 +84,10 @@ class Stacking:
 
     def members(self, name: str) -> list[str] | None:
         """The parameters of single layers that are stacked as `name`, by stage; None for one outside of the layers."""
-        head, _, rest = name.partition(".")
-        if head != LAYERS:
+        if not name.startswith(f"{self.path}."):
             return None
-        slot, _, parameter = rest.partition(".")
-        return [f"{LAYERS}.{layer}.{parameter}" for layer in self.layers(int(slot))]
+        slot, _, parameter = name.removeprefix(f"{self.path}.").partition(".")
+        return [f"{self.path}.{layer}.{parameter}" for layer in self.layers(int(slot))]
 
     def turn(self, time: int, stage: int) -> tuple[int, int] | None:
         """(micro-batch, round) of a stage in a step; None while it fills or drains."""
@@ -106,23 +116,49 @@ class Stacking:
 
 
 class StackedLayers(nn.ModuleList):
-    """The layers of a model in stacked form; iterated over, it is one layer that runs the whole pipeline."""
+    """The layers of a model in stacked form; as a list, it has one layer, which runs the whole pipeline."""
 
     def __init__(self, layers: Sequence[nn.Module], stacking: Stacking, data_ranks: int):
         """Stacks all `layers`, whose parameters have the same names and shapes. data_ranks: the number of ranks among
         which the rows of a batch are divided, in order."""
         slots = (stacking.layers(slot) for slot in range(stacking.rounds * stacking.per_stage))
-        super().__init__(_stack_layer(layers[members[0]], stacking.stages) for members in slots)
+        super().__init__()
+        described = [_description(layer) for layer in layers]
+        numbers = [key for key in described[0] if _is_number(key, described)]
+        self.slots = [_stack_layer(layers[members[0]], stacking.stages, numbers) for members in slots]
+        for slot, layer in enumerate(self.slots):
+            self.add_module(str(slot), layer)
         self.stacking, self.data_ranks = stacking, data_ranks
 
     def __iter__(self) -> Iterator[nn.Module]:
         yield self
 
-    def forward(self, x: Tensor, *context: Any) -> Tensor:
-        """x: [batch, seq, embed] -> the same, after all layers. A tensor of `context` with a
-        batch dim goes with its rows."""
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, layers: int | slice) -> Any:
+        """The pipeline, for all layers; ValueError for some of them."""
+        if isinstance(layers, int):
+            return [self][layers]
+        every = range(self.stacking.stages * len(self.slots))
+        if every[layers] != every and layers != slice(None, len(self)):
+            raise ValueError("a vectorized pipeline runs all layers together, not some of them")
+        return [self]
+
+    def __getattr__(self, name: str) -> Any:
+        """What the model reads of a layer: all are alike."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("0"), name)
+
+    def forward(self, x: Tensor, *context: Any, **named: Any) -> Tensor:
+        """x: [batch, seq, embed] -> the same, after all layers. A tensor of `context` and `named` with a batch dim goes
+        with its rows. ValueError where a layer returns more than `x`.
+        """
         how, rows = self.stacking, x.shape[0]
-        leaves, tree = pytree.tree_flatten(context)
+        rows_dims = ROWS if x.dim() == len(ROWS) else (ROWS[0], *[""] * (x.dim() - 1))
+        leaves, tree = pytree.tree_flatten((context, named))
         moving = [isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows for leaf in leaves]
         parts = [self._micros(leaf) if moves else leaf for leaf, moves in zip(leaves, moving)]
         stages = torch.arange(how.stages)
@@ -137,7 +173,7 @@ class StackedLayers(nn.ModuleList):
             shifted = torch.roll(y, 1, 0) if time else y
             if turns[0] is not None and turns[0][1] == 0:
                 shifted = torch.where(place == 0, 0.0, shifted) + entering[turns[0][0]]
-            shifted = name(shifted, "shifted", STAGE, *ROWS)
+            shifted = name(shifted, "shifted", STAGE, *rows_dims)
             since = (time - stages).clamp(0, how.micro_batches * how.rounds - 1)
             group, within = since // (how.stages * how.rounds), since % (how.stages * how.rounds)
             micro, rounds = group * how.stages + within % how.stages, within // how.stages
@@ -156,12 +192,13 @@ class StackedLayers(nn.ModuleList):
         each = self.stacking.per_stage
         rounds_used = sorted({turn[1] for turn in turns if turn is not None})
         for place in range(each):
-            layer, weights = self._weights([(turn, self[turn * each + place]) for turn in rounds_used], rounds)
+            layer, weights = self._weights([(turn, self.slots[turn * each + place]) for turn in rounds_used], rounds)
 
             def one(weights: dict[str, Tensor], x: Tensor, *own: Any, layer: nn.Module = layer) -> Tensor:
-                result: Tensor = torch.func.functional_call(
-                    layer, weights, (x, *pytree.tree_unflatten(list(own), tree))
-                )
+                context, named = pytree.tree_unflatten(list(own), tree)
+                result = torch.func.functional_call(layer, weights, (x, *context), named)
+                if not isinstance(result, Tensor) or result.shape != x.shape:
+                    raise ValueError("in a vectorized pipeline a layer returns one tensor of its input's shape")
                 return result
 
             along = tuple(0 if moves else None for moves in moving)
@@ -189,15 +226,15 @@ class StackedLayers(nn.ModuleList):
         return x.unflatten(1, (self.data_ranks, -1)).transpose(0, 1).flatten(0, 2)
 
 
-def _stack_layer(layer: nn.Module, stages: int) -> nn.Module:
-    """A copy of a layer whose parameters have a leading dim for the stages."""
+def _stack_layer(layer: nn.Module, stages: int, numbers: Sequence[str]) -> nn.Module:
+    """A copy of a layer whose parameters have a leading dim for the stages. numbers: attributes with its number."""
     copy = deepcopy(layer)
+    for path, _, attribute in (key.rpartition(".") for key in numbers):
+        setattr(copy.get_submodule(path), attribute, LayerNumber(attribute))
     for module in copy.modules():
         for own, parameter in list(module.named_parameters(recurse=False)):
             shape = (stages, *parameter.shape)
             setattr(module, own, nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta")))
-        if isinstance(getattr(module, "dims", None), dict):
-            module.dims = {own: (STAGE, *dims) for own, dims in module.dims.items()}  # type: ignore[assignment, operator, union-attr]
     return copy
 
 
@@ -211,12 +248,32 @@ def discount(program: Program, share: float) -> None:
 def difference(layers: Sequence[nn.Module]) -> str:
     """How the first two unlike layers differ besides in their parameters' values; "" if all are alike."""
     described = [_description(layer) for layer in layers]
+    numbers = {key for key in described[0] if _is_number(key, described)}
     for number, other in enumerate(described):
-        for key in {**described[0], **other}:
+        for key in (key for key in {**described[0], **other} if key not in numbers):
             first, second = described[0].get(key, "unset"), other.get(key, "unset")
             if first != second:
                 return f"`{key}` is {first} in layer 0 and {second} in layer {number}"
     return ""
+
+
+def _is_number(key: str, described: Sequence[Mapping[str, object]]) -> bool:
+    """Whether an attribute is the layer's number, as `layer_idx` of transformers' modules."""
+    return [one.get(key) for one in described] == list(range(len(described)))
+
+
+class LayerNumber:
+    """The number of a layer that stands for several: it can be handed on, but not computed with."""
+
+    def __init__(self, attribute: str):
+        self.attribute = attribute
+
+    def _refuse(self, *_: Any) -> Any:
+        raise ValueError(f"`{self.attribute}` differs between the layers that a vectorized pipeline stacks")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __floordiv__ = _refuse
+    __mod__ = __pow__ = __rpow__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refuse
+    __bool__ = __int__ = __float__ = __index__ = __hash__ = _refuse  # type: ignore[assignment]
 
 
 def _description(layer: nn.Module) -> dict[str, object]:
@@ -227,6 +284,7 @@ def _description(layer: nn.Module) -> dict[str, object]:
         described |= {prefix + name: list(p.shape) for name, p in module.named_parameters(recurse=False)}
         plain = {k: v for k, v in vars(module).items() if isinstance(v, (int, float, str, tuple)) and k[:1] != "_"}
         described |= {prefix + name: value for name, value in plain.items()}
+        described |= {prefix + name: "a buffer" for name, _ in module.named_buffers(recurse=False)}
         described[prefix + "class"] = type(module).__name__
     return described
 

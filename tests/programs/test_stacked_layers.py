@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 from tpshard.parallelism.float64 import BOUND, distance
 from tpshard.parallelism.schedules import check
 from tpshard.plan import make, screen
@@ -29,6 +33,48 @@ pipeline: {schedule: gpipe, form: vectorized, micro_batches: 2}
 compile: eager
 """
 CIRCULAR = "pipeline.schedule=circular"
+
+
+class Block(nn.Module):
+    """A user's layer; `numbered` computes with its number, `pair` returns two tensors."""
+
+    def __init__(self, number: int, scale: float, numbered: bool, pair: bool) -> None:
+        super().__init__()
+        self.layer_idx, self.scale, self.numbered, self.pair = number, scale, numbered, pair
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor, share: float, *, documents: Tensor | None = None) -> Any:
+        if self.numbered:
+            x = x * (1 + self.layer_idx)
+        assert documents is not None
+        alike = (documents[:, :, None] == documents[:, None]).tril()
+        x = x + share * torch.softmax((x @ x.mT).masked_fill(~alike, -1e9), -1) @ x
+        x = x + self.scale * self.down(F.gelu(self.up(self.norm(x))))
+        return (x, None) if self.pair else x
+
+
+class Net(nn.Module):
+    """A user's model whose layers are in a list of a submodule, called with a number and by keyword."""
+
+    def __init__(self, lists: int = 1, apart: bool = False, numbered: bool = False, pair: bool = False) -> None:
+        super().__init__()
+        self.embed, self.body, self.head = nn.Embedding(32, 8), nn.Module(), nn.Linear(8, 32)
+        for i in range(lists):
+            blocks = [Block(n, 1.0 / (n + 1) if apart else 1.0, numbered, pair) for n in range(4)]
+            self.body.add_module(f"blocks{i}", nn.ModuleList(blocks))
+
+    def forward(self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        x = self.embed(tokens)
+        for blocks in self.body.children():
+            assert isinstance(blocks, nn.ModuleList)
+            for block in blocks[: len(blocks)]:
+                assert not block.numbered or block.layer_idx is not None
+                x = block(x, 0.5, documents=documents)
+        return self.head(x)
+
+
+def module(args: str = "") -> str:
+    return f"model={{module: '{__name__}:Net', args: {{{args}}}, seq_len: 8, dtype: fp32}}"
 
 
 @cache
@@ -59,6 +105,7 @@ GPIPE, ROUNDS = ("model.layers=2", "mesh={pp: 2, tp: 2}"), (CIRCULAR,)
     [
         GPIPE,
         ROUNDS,
+        (module(), CIRCULAR, "mesh={pp: 2, tp: 2}"),
         slowly(CIRCULAR, "mesh={pp: 2, tp: 2}", "model.tie_embeddings=true"),
         slowly("mesh={pp: 2, fsdp: 2}", "remat=full"),
         slowly(CIRCULAR, "mesh={pp: 2, fsdp: 2}", "remat=full", "pipeline.micro_batches=4"),
@@ -70,7 +117,7 @@ GPIPE, ROUNDS = ("model.layers=2", "mesh={pp: 2, tp: 2}"), (CIRCULAR,)
     ids=str,
 )  # fmt: skip
 def test_loss_and_gradients_are_those_of_one_device(overrides: tuple[str, ...]) -> None:
-    model = [o for o in overrides if o.startswith("model.")]
+    model = [o for o in overrides if o.startswith("model")]
     actual, expected = step(*overrides), step("mesh.pp=1", "pipeline=null", *model)
     assert actual.loss == pytest.approx(expected.loss, rel=BOUND)
     assert actual.gradients.keys() == expected.gradients.keys()
@@ -132,8 +179,16 @@ def test_the_plan_shows_bubble_and_stages() -> None:
          "equally many layers; mesh.pp: 5; model.layers: 4 or 6; or form: staged"),
         ([CIRCULAR, "pipeline.micro_batches=null", "batch={global_sequences: 9, per_device: 3}"],
          "4 vectorized, circular needs a multiple of its 2 stages as micro-batches, not 3"),
-        (["model={preset: tiny-moe}"], "4 `pipeline.form: vectorized` runs the layers of tpshard's own dense families; "
+        (["model={preset: tiny-moe}"], "4 `pipeline.form: vectorized` stacks the layers of one list of equal modules; "
          "this model has experts"),
+        ([module("lists: 2")], "4 `pipeline.form: vectorized` stacks the layers of one list of equal modules; "
+         "this model has `body.blocks0`, `body.blocks1`; form: staged"),
+        ([module("apart: true")], "4 `pipeline.form: vectorized` needs layers that differ only in their weights; "
+         "`scale` is 1.0 in layer 0 and 0.5 in layer 1"),
+        ([module("numbered: true")], "3 `Net` cannot be traced into one static graph; "
+         "`x = x * (1 + self.layer_idx)` in "),
+        ([module("pair: true")], "3 `Net` cannot be traced into one static graph; "
+         "`x = block(x, 0.5, documents=documents)` in "),
     ],
     ids=str,
 )  # fmt: skip
