@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -16,18 +18,27 @@ class Helpers:
     def __init__(self, count: int):
         self.count = max(0, count)
         self._pool: ProcessPoolExecutor | None = None
+        self._others: set[BaseProcess] = set()
 
     def __enter__(self) -> Helpers:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if self._pool is None:
+            return
+        if error is not None:  # Ctrl-C: nobody waits for their work
+            for process in set(multiprocessing.active_children()) - self._others:
+                process.terminate()
+        self._pool.shutdown(cancel_futures=True)
 
     def start(self, function: Callable[..., T], *args: Any) -> Future[T]:
         """Starts `function(*args)` in a process; both must be picklable."""
         if self._pool is None:  # a forked process would inherit torch's threads without running them
-            self._pool = ProcessPoolExecutor(self.count, mp_context=multiprocessing.get_context("spawn"))
+            self._others = set(multiprocessing.active_children())
+            spawn = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(
+                self.count, spawn, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)
+            )
         return self._pool.submit(function, *args)
 
 
