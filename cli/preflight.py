@@ -113,7 +113,10 @@ def _tokens(recipe: Recipe, config: ModelConfig) -> list[Diagnostic]:
 
 
 def text_errors(recipe: Recipe) -> list[Diagnostic]:
-    """The errors of text and tokenizer that are not on this machine; commands that do not read them need not ask."""
+    """What is wrong with text and tokenizer; commands that do not read them need not ask.
+
+    An absolute path that does not exist is a warning: the recipe may be for other machines.
+    """
     if recipe.task not in ("lm", "mlm"):
         return []
     diagnostics: list[Diagnostic] = []
@@ -126,9 +129,19 @@ def text_errors(recipe: Recipe) -> list[Diagnostic]:
         from tpshard.train.corpus import open_text
         from tpshard.train.tokens import tokenizer_files
 
+        where, path = recipe.where(f"data.{key}"), Path(value).expanduser()
+        if path.is_absolute() and not path.exists():
+            diagnostics.append(
+                Diagnostic(
+                    f"{value} is not on this machine", severity="warning", where=where,
+                    why="`train` needs it on every host",
+                    fix=f"correct `data.{key}`, unless the recipe is for other hosts",
+                )
+            )  # fmt: skip
+            continue
         read = open_text if key == "source" else tokenizer_files
         try:
-            read(value, where=recipe.where(f"data.{key}"))
+            read(value, where=where)
         except Mistakes as mistakes:
             diagnostics += mistakes.diagnostics
     return diagnostics

@@ -180,6 +180,11 @@ def test_text_and_tokenizer_that_are_not_there_are_6(
     assert run(["validate", "--json", "a.yaml", "task=frames"]) != Exit.DATA  # reads neither
     monkeypatch.setenv("TOKENIZER_DIR", "nowhere")
     assert run(["validate", "tiny", "data.source=c4"]) == Exit.DATA
+    capsys.readouterr()
+    assert (
+        run(["validate", "--json", "tiny", "data.source=c4", "data.tokenizer=/other/machines/tokenizer"]) == Exit.DONE
+    )
+    assert [d["message"] for d in diagnostics(capsys)] == ["/other/machines/tokenizer is not on this machine"]
     assert run(["plan", "tiny", "data.source=c4", "--dry-run", "--json"]) == Exit.DONE  # plans are made elsewhere too
 
 
