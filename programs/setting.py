@@ -26,7 +26,8 @@ from tpshard.parallelism.mesh import Axes, Axis, Mesh
 from tpshard.programs import naming
 from tpshard.programs.batching import BatchPlan, check_micro_batches, derive
 from tpshard.programs.fp8_fit import fp8_misfits
-from tpshard.programs.stacked_layers import StackedLayers, Stacking, difference, lists_of_layers
+from tpshard.programs.layer_likeness import difference
+from tpshard.programs.stacked_layers import StackedLayers, Stacking, lists_of_layers
 from tpshard.programs.wrong_model import wrong_model
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.schema import Recipe
@@ -113,7 +114,9 @@ class Setting:
             return self.single
         stacked, layers = self._build_module(), list(self.single.get_submodule(self.stacking.path).children())
         parent, _, leaf = self.stacking.path.rpartition(".")
-        setattr(stacked.get_submodule(parent), leaf, StackedLayers(layers, self.stacking, self.batch.data_ranks))
+        own = self.config is not None  # no layer of tpshard's families reads a tensor whose first dim is another
+        stack = StackedLayers(layers, self.stacking, self.batch.data_ranks, own)
+        setattr(stacked.get_submodule(parent), leaf, stack)
         return stacked
 
     @cached_property
@@ -168,7 +171,7 @@ class Setting:
                 fix=(f"mesh.pp: {', '.join(map(str, fits))}; " if fits else "")
                 + f"model.layers: {f'{less} or ' if less else ''}{less + stages}; or form: staged",
             )  # fmt: skip
-        if why := difference(layers):
+        if why := difference(self.single, path):
             raise Mistakes.one(
                 "`pipeline.form: vectorized` needs layers that differ only in their weights", exit=Exit.FIT,
                 where=self.recipe.where("pipeline.form"), why=why, fix="form: staged",

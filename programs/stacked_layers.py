@@ -7,7 +7,7 @@ micro-batch, and then passes their results on by a shift along the stage dim, wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +19,7 @@ from tpshard.models.dims import STAGE, name
 from tpshard.parallelism.passes.recompute import layer_of
 from tpshard.parallelism.program import INFO, Program, info
 from tpshard.parallelism.schedules import StageTask, Table
+from tpshard.programs.layer_likeness import LayerNumber, layer_numbers
 
 ROWS = ("batch", "seq", "embed")
 """The dims of the residual stream."""
@@ -118,23 +119,26 @@ class Stacking:
 class StackedLayers(nn.ModuleList):
     """The layers of a model in stacked form; as a list, it has one layer, which runs the whole pipeline."""
 
-    def __init__(self, layers: Sequence[nn.Module], stacking: Stacking, data_ranks: int):
+    def __init__(self, layers: Sequence[nn.Module], stacking: Stacking, data_ranks: int, rows_first: bool):
         """Stacks all `layers`, whose parameters have the same names and shapes. data_ranks: the number of ranks among
-        which the rows of a batch are divided, in order."""
+        which the rows of a batch are divided, in order. rows_first: whether a tensor with as many elements in its first
+        dim as the batch has rows has a batch dim, even if another dim is as large."""
         slots = (stacking.layers(slot) for slot in range(stacking.rounds * stacking.per_stage))
         super().__init__()
-        described = [_description(layer) for layer in layers]
-        numbers = [key for key in described[0] if _is_number(key, described)]
+        numbers = layer_numbers(layers)
         self.slots = [_stack_layer(layers[members[0]], stacking.stages, numbers) for members in slots]
         for slot, layer in enumerate(self.slots):
             self.add_module(str(slot), layer)
-        self.stacking, self.data_ranks = stacking, data_ranks
+        self.stacking, self.data_ranks, self.rows_first = stacking, data_ranks, rows_first
 
     def __iter__(self) -> Iterator[nn.Module]:
         yield self
 
     def __len__(self) -> int:
         return 1
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.stacking})"
 
     def __getitem__(self, layers: int | slice) -> Any:
         """The pipeline, for all layers; ValueError for some of them."""
@@ -154,12 +158,18 @@ class StackedLayers(nn.ModuleList):
 
     def forward(self, x: Tensor, *context: Any, **named: Any) -> Tensor:
         """x: [batch, seq, embed] -> the same, after all layers. A tensor of `context` and `named` with a batch dim goes
-        with its rows. ValueError where a layer returns more than `x`.
+        with its rows.
+
+        ValueError where a layer returns more than `x`, and where another dim of `x` has as many elements as the batch,
+        so that a tensor may have either.
         """
         how, rows = self.stacking, x.shape[0]
         rows_dims = ROWS if x.dim() == len(ROWS) else (ROWS[0], *[""] * (x.dim() - 1))
         leaves, tree = pytree.tree_flatten((context, named))
         moving = [isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows for leaf in leaves]
+        if any(moving) and rows in x.shape[1:] and not self.rows_first:
+            what = f"the {rows} rows of the batch or another dim of the layers' input {list(x.shape)}"
+            raise ValueError(f"the first dim of a tensor may be {what}: change `model.seq_len` or the batch")
         parts = [self._micros(leaf) if moves else leaf for leaf, moves in zip(leaves, moving)]
         stages = torch.arange(how.stages)
         place = stages.view(-1, *[1] * x.dim())
@@ -243,50 +253,3 @@ def discount(program: Program, share: float) -> None:
     for node in program.graph.nodes:
         if layer_of(node) is not None and (facts := info(node)).global_flops:
             node.meta[INFO] = replace(facts, global_flops=round(facts.global_flops * share))
-
-
-def difference(layers: Sequence[nn.Module]) -> str:
-    """How the first two unlike layers differ besides in their parameters' values; "" if all are alike."""
-    described = [_description(layer) for layer in layers]
-    numbers = {key for key in described[0] if _is_number(key, described)}
-    for number, other in enumerate(described):
-        for key in (key for key in {**described[0], **other} if key not in numbers):
-            first, second = described[0].get(key, "unset"), other.get(key, "unset")
-            if first != second:
-                return f"`{key}` is {first} in layer 0 and {second} in layer {number}"
-    return ""
-
-
-def _is_number(key: str, described: Sequence[Mapping[str, object]]) -> bool:
-    """Whether an attribute is the layer's number, as `layer_idx` of transformers' modules."""
-    return [one.get(key) for one in described] == list(range(len(described)))
-
-
-class LayerNumber:
-    """The number of a layer that stands for several: it can be handed on, but not computed with."""
-
-    def __init__(self, attribute: str):
-        self.attribute = attribute
-
-    def _refuse(self, *_: Any) -> Any:
-        raise ValueError(f"`{self.attribute}` differs between the layers that a vectorized pipeline stacks")
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __floordiv__ = _refuse
-    __mod__ = __pow__ = __rpow__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refuse
-    __bool__ = __int__ = __float__ = __index__ = __hash__ = _refuse  # type: ignore[assignment]
-
-
-def _description(layer: nn.Module) -> dict[str, object]:
-    """The parameters' shapes and the plain attributes of a layer's modules, by path."""
-    described: dict[str, object] = {}
-    for path, module in layer.named_modules():
-        prefix = f"{path}." if path else ""
-        described |= {prefix + name: list(p.shape) for name, p in module.named_parameters(recurse=False)}
-        plain = {k: v for k, v in vars(module).items() if isinstance(v, (int, float, str, tuple)) and k[:1] != "_"}
-        described |= {prefix + name: value for name, value in plain.items()}
-        described |= {prefix + name: "a buffer" for name, _ in module.named_buffers(recurse=False)}
-        described[prefix + "class"] = type(module).__name__
-    return described
-
-
-__all__ = ["StackedLayers", "Stacking", "difference", "discount"]

@@ -17,6 +17,7 @@ from tpshard.plan.pictures import svg
 from tpshard.plan.stage_lanes import stage_lanes
 from tpshard.plan.trace import trace
 from tpshard.programs import training
+from tpshard.programs.layer_likeness import difference
 from tpshard.programs.lockstep import Lockstep, StepValues
 from tpshard.programs.setting import Setting, devices_of
 from tpshard.programs.stacked_layers import Stacking
@@ -38,10 +39,11 @@ CIRCULAR = "pipeline.schedule=circular"
 class Block(nn.Module):
     """A user's layer; `numbered` computes with its number, `pair` returns two tensors."""
 
-    def __init__(self, number: int, scale: float, numbered: bool, pair: bool) -> None:
+    def __init__(self, number: int, scale: float, numbered: bool, pair: bool, odd: str) -> None:
         super().__init__()
+        self.act = F.gelu if odd != "act" or number % 2 else torch.relu
         self.layer_idx, self.scale, self.numbered, self.pair = number, scale, numbered, pair
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8)
+        self.norm, self.up, self.down = nn.LayerNorm(10), nn.Linear(10, 12), nn.Linear(12, 10)
 
     def forward(self, x: Tensor, share: float, *, documents: Tensor | None = None) -> Any:
         if self.numbered:
@@ -49,18 +51,22 @@ class Block(nn.Module):
         assert documents is not None
         alike = (documents[:, :, None] == documents[:, None]).tril()
         x = x + share * torch.softmax((x @ x.mT).masked_fill(~alike, -1e9), -1) @ x
-        x = x + self.scale * self.down(F.gelu(self.up(self.norm(x))))
+        x = x + self.scale * self.down(self.act(self.up(self.norm(x))))
         return (x, None) if self.pair else x
 
 
 class Net(nn.Module):
     """A user's model whose layers are in a list of a submodule, called with a number and by keyword."""
 
-    def __init__(self, lists: int = 1, apart: bool = False, numbered: bool = False, pair: bool = False) -> None:
+    def __init__(
+        self, lists: int = 1, apart: bool = False, numbered: bool = False, pair: bool = False, odd: str = ""
+    ) -> None:
         super().__init__()
-        self.embed, self.body, self.head = nn.Embedding(32, 8), nn.Module(), nn.Linear(8, 32)
+        self.embed, self.body, self.head = nn.Embedding(32, 10), nn.Module(), nn.Linear(10, 32)
         for i in range(lists):
-            blocks = [Block(n, 1.0 / (n + 1) if apart else 1.0, numbered, pair) for n in range(4)]
+            blocks = [Block(n, 1.0 / (n + 1) if apart else 1.0, numbered, pair, odd) for n in range(4)]
+            if odd == "shared":
+                blocks[3].up.weight = blocks[0].up.weight
             self.body.add_module(f"blocks{i}", nn.ModuleList(blocks))
 
     def forward(self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
@@ -74,7 +80,7 @@ class Net(nn.Module):
 
 
 def module(args: str = "") -> str:
-    return f"model={{module: '{__name__}:Net', args: {{{args}}}, seq_len: 8, dtype: fp32}}"
+    return f"model={{module: '{__name__}:Net', args: {{{args}}}, seq_len: 6, dtype: fp32}}"
 
 
 @cache
@@ -185,6 +191,12 @@ def test_the_plan_shows_bubble_and_stages() -> None:
          "this model has `body.blocks0`, `body.blocks1`; form: staged"),
         ([module("apart: true")], "4 `pipeline.form: vectorized` needs layers that differ only in their weights; "
          "`scale` is 1.0 in layer 0 and 0.5 in layer 1"),
+        ([module("odd: act")], "4 `pipeline.form: vectorized` needs layers that differ only in their weights; "
+         "`act` is <built-in method relu"),
+        ([module("odd: shared")], "4 `pipeline.form: vectorized` needs layers that differ only in their weights; "
+         "`body.blocks0.0.up.weight` is shared with another part of the model"),
+        ([module().replace("seq_len: 6", "seq_len: 8")], "3 `Net` cannot be traced into one static graph; "
+         "`x = block(x, 0.5, documents=documents)` in "),
         ([module("numbered: true")], "3 `Net` cannot be traced into one static graph; "
          "`x = x * (1 + self.layer_idx)` in "),
         ([module("pair: true")], "3 `Net` cannot be traced into one static graph; "
@@ -197,3 +209,13 @@ def test_what_does_not_fit_is_refused_with_what_would(overrides: list[str], text
         training.build(setting(*overrides))
     (one, *_) = caught.value.diagnostics
     assert f"{int(one.exit)} {one.message}; {one.why}; {one.fix}".startswith(text)
+
+
+def test_layers_with_buffers_may_differ() -> None:
+    net = Net()
+    assert difference(net, "body.blocks0") == ""
+    net.body.blocks0[2].register_buffer("slope", torch.ones(1))  # type: ignore[union-attr, index]
+    assert (
+        difference(net, "body.blocks0")
+        == "`body.blocks0.2.slope` is a buffer, which may have another value in each layer"
+    )

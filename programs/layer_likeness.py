@@ -1,0 +1,84 @@
+"""Whether the layers of a model differ only in their parameters' values, so that one can run with those of another."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+"""The attributes that every module has, such as `training` and its hooks."""
+
+
+def difference(model: nn.Module, path: str) -> str:
+    """Why the layers in the list `path` of a model cannot stand for each other; "" if they can.
+
+    They differ in a class, an attribute or the shape of a parameter, share a parameter, or have buffers, whose values
+    are unknown.
+    """
+    layers = list(model.get_submodule(path).children())
+    described = [_description(layer) for layer in layers]
+    numbers = layer_numbers(layers)
+    for number, other in enumerate(described):
+        for key in (key for key in {**described[0], **other} if key not in numbers):
+            first, second = described[0].get(key, "unset"), other.get(key, "unset")
+            if not _same(first, second):
+                return f"`{key}` is {_shown(first)} in layer 0 and {_shown(second)} in layer {number}"
+    named = list(model.named_parameters(remove_duplicate=False))
+    uses = Counter(id(parameter) for _, parameter in named)
+    shared = [name for name, parameter in named if name.startswith(f"{path}.") and uses[id(parameter)] > 1]
+    if shared:
+        return f"`{shared[0]}` is shared with another part of the model"
+    buffers = [name for name, _ in model.get_submodule(path).named_buffers()]
+    return f"`{path}.{buffers[0]}` is a buffer, which may have another value in each layer" if buffers else ""
+
+
+def layer_numbers(layers: Sequence[nn.Module]) -> list[str]:
+    """The attributes that are the layers' numbers, such as `layer_idx` of transformers' modules."""
+    described = [_description(layer) for layer in layers]
+    return [
+        key for key in described[0]
+        if all(type(one.get(key)) is int and one[key] == number for number, one in enumerate(described))
+    ]  # fmt: skip
+
+
+class LayerNumber:
+    """The number of a layer that stands for several: it can be handed on, but not computed with (ValueError)."""
+
+    def __init__(self, attribute: str):
+        self.attribute = attribute
+
+    def _refuse(self, *_: Any) -> Any:
+        raise ValueError(f"`{self.attribute}` differs between the layers that a vectorized pipeline stacks")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __floordiv__ = _refuse
+    __mod__ = __pow__ = __rpow__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refuse
+    __bool__ = __int__ = __float__ = __index__ = __hash__ = _refuse  # type: ignore[assignment]
+
+
+def _description(layer: nn.Module) -> dict[str, object]:
+    """The classes, parameters' shapes and attributes of a layer's modules, by path."""
+    described: dict[str, object] = {}
+    for path, module in layer.named_modules():
+        prefix = f"{path}." if path else ""
+        described |= {prefix + name: list(p.shape) for name, p in module.named_parameters(recurse=False)}
+        described |= {prefix + name: value for name, value in vars(module).items() if name not in _OF_TORCH}
+        described[prefix + "class"] = type(module).__name__
+    return described
+
+
+def _same(first: Any, second: Any) -> bool:
+    """Whether two attributes are one object, or equal; a tensor is only equal to itself."""
+    if first is second:
+        return True
+    try:
+        return bool(first == second)
+    except (RuntimeError, TypeError, ValueError):
+        return False
+
+
+def _shown(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
