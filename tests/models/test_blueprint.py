@@ -50,7 +50,7 @@ def test_a_folder(tmp_path: Path) -> None:
         ({"preset": "tiny", "args": {"a": 1}}, "args"),
         ({"module": "a:B", "overrides": {"layers": 1}}, "layers"),
         ({"preset": "tiny", "overrides": {"experts": 4}}, "experts"),
-        ({"hf": "/nowhere"}, "config.json"),
+        ({"hf": "/nowhere"}, "is not a folder on this machine"),
     ],
     ids=str,
 )
