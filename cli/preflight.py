@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -129,22 +131,22 @@ def text_errors(recipe: Recipe) -> list[Diagnostic]:
         from tpshard.train.corpus import open_text
         from tpshard.train.tokens import tokenizer_files
 
-        where, path = recipe.where(f"data.{key}"), Path(value).expanduser()
-        if path.is_absolute() and not path.exists():
-            diagnostics.append(
-                Diagnostic(
-                    f"{value} is not on this machine", severity="warning", where=where,
-                    why="`train` needs it on every host",
-                    fix=f"correct `data.{key}`, unless the recipe is for other hosts",
-                )
-            )  # fmt: skip
-            continue
-        read = open_text if key == "source" else tokenizer_files
+        where, read = recipe.where(f"data.{key}"), open_text if key == "source" else tokenizer_files
         try:
             read(value, where=where)
         except Mistakes as mistakes:
-            diagnostics += mistakes.diagnostics
+            elsewhere = Diagnostic(
+                f"{value} is not on this machine", severity="warning", where=where,
+                why="`train` needs it on every host", fix=f"correct `data.{key}`, unless the recipe is for other hosts",
+            )  # fmt: skip
+            diagnostics += [elsewhere] if _is_elsewhere(value) else mistakes.diagnostics
     return diagnostics
+
+
+def _is_elsewhere(path: str) -> bool:
+    """Whether an absolute path, or the folder of an absolute glob, does not exist here."""
+    start, *pattern = re.split(r"[*?\[]", path)
+    return os.path.isabs(path) and not os.path.exists(os.path.dirname(start) if pattern else start)
 
 
 def _tokenizer_size(recipe: Recipe) -> int | None:

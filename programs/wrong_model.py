@@ -6,8 +6,8 @@ from tpshard.recipes.diagnostic import Exit, Mistakes, join
 from tpshard.recipes.schema import Recipe
 
 FIXES = {
-    "hf": "correct its config.json, or name another folder",
-    "transformers": "correct its config.json, or name another folder",
+    "hf": "name another folder, or correct this one",
+    "transformers": "name another folder, or correct this one",
     "module": "correct the class or `model.args`",
     "preset": "change the model's dimensions",
 }

@@ -247,6 +247,25 @@ def check(text: TextSource, bad_rows: float) -> None:
 
 
 def _local(source: str, where: Source | None) -> Corpus:
+    try:
+        paths, what = _files_of(source)
+    except (OSError, RuntimeError) as error:  # a name that is too long, no right to look, no such home
+        paths, what = [], f"{source} cannot be looked up: {getattr(error, 'strerror', None) or error}"
+    if not paths:
+        raise Mistakes.one(
+            f"data.source: {what}",
+            exit=Exit.DATA,
+            where=where,
+            fix="`sample`, `c4`, or a directory or glob of C4-format *.json.gz",
+        )
+    short = [p.name for p in paths]
+    names = short if len(set(short)) == len(short) else [str(p) for p in paths]
+    files: list[TextFile] = [LocalFile(p, name) for p, name in zip(paths, names)]
+    return _split(source, files, where)
+
+
+def _files_of(source: str) -> tuple[list[Path], str]:
+    """The files of a folder or glob, and what is wrong if there are none."""
     path = Path(source).expanduser()
     if path.is_dir():
         paths = sorted({*path.glob("*.json.gz"), *path.glob("*.jsonl.gz")} or path.rglob("*.json.gz"))
@@ -259,17 +278,7 @@ def _local(source: str, where: Source | None) -> Corpus:
         what = f"no file matches {source}"
     else:
         paths, what = [], f"there is no {source}"
-    if not paths:
-        raise Mistakes.one(
-            f"data.source: {what}",
-            exit=Exit.DATA,
-            where=where,
-            fix="`sample`, `c4`, or a directory or glob of C4-format *.json.gz",
-        )
-    short = [p.name for p in paths]
-    names = short if len(set(short)) == len(short) else [str(p) for p in paths]
-    files: list[TextFile] = [LocalFile(p, name) for p, name in zip(paths, names)]
-    return _split(source, files, where)
+    return paths, what
 
 
 def _split(name: str, files: Sequence[TextFile], where: Source | None) -> Corpus:

@@ -74,9 +74,12 @@ def load_tokenizer(folder: Path | str, *, where: Source | None = None) -> TextTo
 
 def tokenizer_files(folder: Path | str, where: Source | None = None) -> dict[str, Path]:
     """The files of a folder that describe its tokenizer, by name. Mistakes (exit 6) where there are none."""
-    folder = Path(folder).expanduser()
     names = (FAST, "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")
-    paths = {name: folder / name for name in names if (folder / name).is_file()}
+    try:
+        folder = Path(folder).expanduser()
+        paths = {name: folder / name for name in names if (folder / name).is_file()}
+    except (OSError, RuntimeError) as error:  # a name that is too long, no right to look, no such home
+        raise _unreadable(Path(folder), getattr(error, "strerror", None) or str(error), where) from None
     if not paths.keys() & set(names[:3]):
         raise _unreadable(folder, f"no {FAST} in it" if folder.is_dir() else "there is no such folder", where)
     return paths

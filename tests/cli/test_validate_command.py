@@ -185,6 +185,14 @@ def test_text_and_tokenizer_that_are_not_there_are_6(
         run(["validate", "--json", "tiny", "data.source=c4", "data.tokenizer=/other/machines/tokenizer"]) == Exit.DONE
     )
     assert [d["message"] for d in diagnostics(capsys)] == ["/other/machines/tokenizer is not on this machine"]
+    (workdir / "rows.json.gz").touch()
+    assert (
+        run(["validate", "--json", "tiny", f"data.source={workdir}/*.json.gz", "data.tokenizer=/no/one"]) == Exit.DONE
+    )
+    assert [d["message"] for d in diagnostics(capsys)] == ["/no/one is not on this machine"]
+    for odd in ("~no-such-user/x", "a" * 300):  # paths that cannot be looked up
+        assert run(["validate", "tiny", f"data.source={odd}"]) == Exit.DATA
+        assert run(["validate", "tiny", "data.source=c4", f"data.tokenizer={odd}"]) == Exit.DATA
     assert run(["plan", "tiny", "data.source=c4", "--dry-run", "--json"]) == Exit.DONE  # plans are made elsewhere too
 
 
