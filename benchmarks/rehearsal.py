@@ -10,9 +10,9 @@ for each further token, at the median and the 99th percentile:
 measured   the simulation with step times of the same run: for each step, a random one of the server's steps with as
            many rows that read about as much of the cache
 priced     the simulation with step times priced on `--device` (by default the shipped `cpu`; `tpshard doctor
-           --measure` writes this machine's file)
+           --measure` writes this machine's file, with the host's time per step, token and request)
 
-Neither includes HTTP and tokenization. Runs of the rates are interleaved; each ratio is of one run.
+Runs of the rates are interleaved; each ratio is of one run.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ import httpx
 import numpy as np
 from tpshard.models import build, to_hf
 from tpshard.models.config import ModelConfig
+from tpshard.parallelism.cost import ServingOverhead
 from tpshard.parallelism.fusion import CacheReads
 from tpshard.plan.step_prices import ServerBuilder
 from tpshard.programs.serving import BLOCK_SIZE
@@ -204,9 +205,12 @@ def main() -> int:
                     answered = asyncio.run(served(server.url, traffic))
                 finally:
                     steps = server.end()
-                ways = {"measured": drawn(steps, priced.programs.fitting, turn), "priced": priced.prices}
-                for way, step_s in ways.items():
-                    planned = rehearse(priced.room, traffic, step_s)
+                # a measured step ends with the start of the next one, so that it has the host's time in it
+                whole = ServingOverhead(request_s=priced.overhead.request_s)
+                measured = drawn(steps, priced.programs.fitting, turn)
+                ways = {"measured": (measured, whole), "priced": (priced.prices, priced.overhead)}
+                for way, (step_s, overhead) in ways.items():
+                    planned = rehearse(priced.room, traffic, step_s, overhead)
                     row: dict[str, Any] = {"turn": turn, "rate": rate, "steps": way}
                     for name, share in SHARES.items():
                         for figure in ("ttft", "tpot"):

@@ -78,10 +78,11 @@ def doctor(
 
 def _measure_device(out: Path, overwrite: bool) -> int:
     from tpshard.cli.files import refuse, write
+    from tpshard.cli.measure_server import measure_server
     from tpshard.plan.measure import measure
 
     refuse(out, overwrite)
-    text = measure(lambda stage: print(stage, file=sys.stderr), name=out.stem)
+    text = measure(lambda stage: print(stage, file=sys.stderr), name=out.stem, measure_server=measure_server)
     write(out, text, overwrite=overwrite)
     print(out)
     return 0

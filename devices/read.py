@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from tpshard.parallelism.cost import Cpu, Crowd, Device, Efficiency, Overhead
+from tpshard.parallelism.cost import Cpu, Crowd, Device, Efficiency, Overhead, ServingOverhead
 from tpshard.parallelism.network import Level, Link
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, Source
 from tpshard.recipes.nodes import Node, read, scalar
@@ -88,9 +88,15 @@ _OVERHEAD = {
     "issue": _Key("time", 0.0, 0.1, 2e-5),
     "step": _Key("time", 0.0, 10.0, 0.0),
 }
+_SERVING = {
+    "serve_step": _Key("time", 0.0, 10.0, 0.0),
+    "serve_token": _Key("time", 0.0, 1.0, 0.0),
+    "serve_request": _Key("time", 0.0, 10.0, 0.0),
+}
 _CONSTANTS = {
     **_EFFICIENCY,
     **_OVERHEAD,
+    **_SERVING,
     "softmax": _Key("ratio", 0.0, 1000.0, 0.0),
     "packing": _Key("ratio", 0.01, 100.0, 1.0),
     "exponential": _Key("ratio", 0.0, 1000.0, 0.0),
@@ -168,7 +174,10 @@ def parse(data: bytes, file: str) -> Device:
         across=across,
         levels=levels,
         efficiency=Efficiency(**{name: constants[name] for name in _EFFICIENCY}),
-        overhead=Overhead(**{f"{name}_s": constants[name] for name in _OVERHEAD}),
+        overhead=Overhead(
+            **{f"{name}_s": constants[name] for name in _OVERHEAD},
+            serving=ServingOverhead(*(constants[name] for name in _SERVING)),
+        ),
         reserved=constants["reserved"],
         cpu=Cpu(
             cores=host["cores"],

@@ -163,6 +163,8 @@ ANSWERS = {
     "refused[]": "With `--search`: meshes that cannot be served, and why.",
     "provenance": "Where the times of steps come from.",
     "programs[].*": "Rows and fingerprint of each program.",
+    "host.*": "Seconds of the server's host besides the programs, per step, token and request; 0 where the device file "
+    "has none.",
 }  # fmt: skip
 
 NEED = {

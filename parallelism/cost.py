@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -59,6 +59,18 @@ class Efficiency:
 
 
 @dataclass(frozen=True)
+class ServingOverhead:
+    """Seconds that a server's host takes besides its programs. Zero where nobody measured them."""
+
+    step_s: float = 0.0
+    """Per step: scheduling, messages to the workers and back, sampling."""
+    token_s: float = 0.0
+    """Per token of an answer: its text, and sending it over HTTP."""
+    request_s: float = 0.0
+    """From a request's arrival to the first step that may take it: HTTP, checks, tokenization."""
+
+
+@dataclass(frozen=True)
 class Overhead:
     """Times that do not depend on the amount of computation."""
 
@@ -70,9 +82,13 @@ class Overhead:
     """Seconds of the compute lane for issuing a collective and waiting for it."""
     step_s: float = 0.0
     """Seconds of a training step besides its operations: data, metrics, the host's loop."""
+    serving: ServingOverhead = ServingOverhead()
 
     def times(self, factor: float) -> Overhead:
-        return Overhead(*(factor * seconds for seconds in astuple(self)))
+        """The overhead of one of several processes; a server's own process is not one of them."""
+        return Overhead(
+            factor * self.op_s, factor * self.eager_op_s, factor * self.issue_s, factor * self.step_s, self.serving
+        )
 
 
 NEAR_CACHES = 6 << 20

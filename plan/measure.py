@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import psutil
-from tpshard.parallelism.cost import Device, collective, wire_bytes
+from tpshard.parallelism.cost import Device, ServingOverhead, collective, wire_bytes
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.network import Link, Topology
 from tpshard.plan.units import plural
@@ -202,8 +202,13 @@ def _hops(kind: str, members: int) -> float:
     return collective(unit, Topology(mesh, members), kind, (mesh.axis("x"),), 64).seconds
 
 
-def measure(say: Callable[[str], None] | None = None, *, name: str = "", today: str = "") -> str:
-    """The text of a device file for this machine. `say` receives a line per stage. Two minutes on two cores.
+def measure(
+    say: Callable[[str], None] | None = None, *, name: str = "", today: str = "",
+    measure_server: Callable[[str], ServingOverhead] | None = None,
+) -> str:  # fmt: skip
+    """The text of a device file for this machine. `say` receives a line per stage. Three minutes on two cores.
+
+    measure_server: measures a server on this machine's CPU, given the file without its result; None leaves that out.
 
     Raises `Mistakes` (exit 5) if the measuring processes do not start.
     """
@@ -220,7 +225,12 @@ def measure(say: Callable[[str], None] | None = None, *, name: str = "", today: 
     many = ", ".join(map(str, crowds))
     tell(f"{many} processes on {plural(cores, 'core')} compute, move and send, {ROUNDS} times ...")
     results = _workers(crowds, cores, tell)
-    return device_file(name or "measured-cpu", today, cores, psutil.virtual_memory().total, results)
+    name, memory = name or "measured-cpu", psutil.virtual_memory().total
+    text = device_file(name, today, cores, memory, results)
+    if measure_server is None:
+        return text
+    tell("a server with 1 and 8 clients ...")
+    return device_file(name, today, cores, memory, results, measure_server(text))
 
 
 ROUNDS = 5
@@ -280,8 +290,11 @@ def _workers(crowds: list[int], cores: int, tell: Callable[[str], None]) -> dict
     return {n: [typical(result[str(n)]) for result in each[:n]] for n in crowds}
 
 
-def device_file(name: str, today: str, cores: int, memory: int, results_of: dict[int, list[Result]]) -> str:
-    """A device file from the measurements of each crowd.
+def device_file(
+    name: str, today: str, cores: int, memory: int, results_of: dict[int, list[Result]],
+    serving: ServingOverhead | None = None,
+) -> str:  # fmt: skip
+    """A device file from the measurements of each crowd, and of a server if there was one.
 
     The rates are those of the largest crowd with a core per process; the other crowds' are given as shares of them.
     """
@@ -320,6 +333,11 @@ def device_file(name: str, today: str, cores: int, memory: int, results_of: dict
         "issue": "0 us", "step": f"{own.step_s * 1e3:.3g} ms", "reserved": "1.0",
     }  # fmt: skip
     when = f"measured {today}"
+    note = ""
+    if serving is not None:
+        for key, value in (("step", serving.step_s), ("token", serving.token_s), ("request", serving.request_s)):
+            constants[f"serve_{key}"] = f"{value * 1e3:.3g} ms"
+        note = f'  serving: "{when}, a server of one narrow layer on this machine with 1 and 8 clients"\n'
     errors = {key: f"mean error {100 * value:.0f}%" for key, value in own.errors.items()}
     link = f"bandwidth: {near.bandwidth * 2 / 1e9:.4g} GB/s, latency: {near.latency_s * 1e6:.4g} us"
     machine = f"{platform.processor() or platform.machine()}, {plural(cores, 'core')}"
@@ -346,7 +364,7 @@ fitted:
   streaming: "{when}, blocks of pointwise operations and sums on 0.25 to 8 MB, {errors["streaming"]}"
   attention: "{when}, sequences of 256 and 512, heads of 16 to 128, {errors["attention"]}"
   inside: "{when}, gloo with {" and ".join(str(n) for n in sends)} processes, mean error {100 * near.error:.0f}%"
-"""
+{note}"""
 
 
 def _share(value: float) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from tpshard.parallelism.cost import ServingOverhead
 from tpshard.plan.step_prices import PricedServer, ServerBuilder
 from tpshard.plan.units import gib, plural, seconds
 from tpshard.programs.serving import BLOCK_SIZE
@@ -17,7 +18,7 @@ from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.load import loads
 from tpshard.recipes.schema import Recipe
 
-Rehearse = Callable[[Room, Traffic, StepTime], Rehearsal]
+Rehearse = Callable[[Room, Traffic, StepTime, ServingOverhead], Rehearsal]
 SHARE = 0.99
 """The share of requests for which limits must hold."""
 FRONT_REQUESTS = (8, 32, 128, 512)
@@ -130,6 +131,7 @@ class ServeAnswers:
             "at_rate": _json(self.at_rate), "saturated": _json(self.saturated), "highest": _json(self.highest),
             "curve": [_json(f) for f in self.curve], "front": [asdict(point) for point in self.front],
             "refused": list(self.refused), "provenance": self.provenance, "programs": server.listed,
+            "host": asdict(server.overhead),
         }  # fmt: skip
 
 
@@ -161,7 +163,7 @@ def answers(
         )  # fmt: skip
 
     def figures(one: PricedServer, load: Traffic) -> Figures:
-        return Figures.of(rehearse(one.room, load, one.prices), load, limits)
+        return Figures.of(rehearse(one.room, load, one.prices, one.overhead), load, limits)
 
     full = figures(server, _full(traffic, server))
     at_rate = figures(server, traffic) if traffic.rate is not None else None
@@ -294,8 +296,21 @@ def screen(answers: ServeAnswers) -> str:
                 f"{seconds(p.ttft_s):>14}{p.rate:13.3g}"
             )
         lines += [f"  left out: {one}" for one in answers.refused]
-    lines.append("Network, tokenization and sampling are not included.")
+    lines.append(_included(server.overhead))
     return "\n".join(lines) + "\n"
+
+
+def _included(host: ServingOverhead) -> str:
+    """A sentence on which of the host's times the figures include."""
+    if host == ServingOverhead():
+        return (
+            "Only the steps' programs are included: the device file has no `serve_step` (`tpshard doctor --measure`\n"
+            "writes it on a CPU), and the network is not priced."
+        )
+    return (
+        f"Included is the host's time: {seconds(host.step_s)} a step, {seconds(host.token_s)} a token of an answer, "
+        f"{seconds(host.request_s)} a\nrequest. The network is not."
+    )
 
 
 def _row(what: str, f: Figures) -> list[str]:

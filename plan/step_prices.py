@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tpshard.parallelism.cost import Device
+from tpshard.parallelism.cost import Device, ServingOverhead
 from tpshard.parallelism.fusion import CacheReads
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.timeline import price
@@ -67,6 +67,11 @@ class PricedServer:
     prices: StepPrices
     room: Room
     cache_bytes: int
+
+    @property
+    def overhead(self) -> ServingOverhead:
+        """The time of the server's host besides the programs."""
+        return self.prices.device.overhead.serving
 
     @property
     def ranks(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from tpshard.parallelism.cost import ServingOverhead
 from tpshard.parallelism.fusion import CacheReads
 from tpshard.programs.serving import BLOCK_SIZE
 from tpshard.programs.traffic import Answered, Rehearsal, Room, StepTime, Traffic
@@ -11,23 +12,29 @@ from tpshard.serve.blocks import BlockPool
 from tpshard.serve.request import Sampling, Sequence
 from tpshard.serve.scheduler import Scheduler, Slice
 
+NONE = ServingOverhead()
 
-def rehearse(room: Room, traffic: Traffic, step_s: StepTime) -> Rehearsal:
+
+def rehearse(room: Room, traffic: Traffic, step_s: StepTime, overhead: ServingOverhead = NONE) -> Rehearsal:
     """Simulates all of the traffic. A request that arrives during a step is seen after it, as in a server.
+
+    step_s: the seconds of a step's program. overhead: the time of the server's host besides the programs.
 
     ValueError if a single request does not fit the cache.
     """
     if traffic.prompt + traffic.answer > room.blocks * BLOCK_SIZE:
         raise ValueError(f"{traffic.prompt + traffic.answer} tokens do not fit a cache of {room.blocks * BLOCK_SIZE}")
-    return _Stage(room, traffic, step_s).play()
+    return _Stage(room, traffic, step_s, overhead).play()
 
 
 class _Stage:
-    def __init__(self, room: Room, traffic: Traffic, step_s: StepTime) -> None:
-        self.room, self.traffic, self.step_s = room, traffic, step_s
+    def __init__(self, room: Room, traffic: Traffic, step_s: StepTime, overhead: ServingOverhead) -> None:
+        self.room, self.traffic, self.step_s, self.overhead = room, traffic, step_s, overhead
         pool = BlockPool(room.blocks, BLOCK_SIZE)
         self.scheduler = Scheduler(pool, room.rows, room.logit_rows, min(room.running, room.logit_rows))
-        self.coming = deque(enumerate(traffic.arrivals()))
+        self.arrivals = deque(at + overhead.request_s for at in self._first_arrivals())
+        """When a step may take the next requests, as far as that is known."""
+        self.arrived = 0
         self.open: set[int] = set()
         """Numbers of the requests in the server, which are their sequences' ids."""
         self.came: dict[int, float] = {}
@@ -36,32 +43,39 @@ class _Stage:
         self.now, self.steps, self.refused, self.running = 0.0, 0, 0, 0
 
     def play(self) -> Rehearsal:
-        while self.coming or self.open:
+        while self.arrivals or self.open:
             self._let_in()
             slices = self.scheduler.schedule()
             if not slices:
-                self.now = max(self.now, self.coming[0][1])
+                self.now = max(self.now, self.arrivals[0])
                 continue
             self.steps += 1
             self.running += len(slices)
+            tokens = sum(piece.ends for piece in slices)
+            self.now += self.overhead.step_s + self.overhead.token_s * tokens
             self.now += self.step_s(sum(piece.count for piece in slices), cache_reads(slices))
             self._receive(slices)
         answers = [Answered(self.came[i], self.first[i], self.last[i], self.traffic.answer) for i in sorted(self.last)]
         mean = self.running / max(1, self.steps)
         return Rehearsal(tuple(answers), self.refused, self.scheduler.preemptions, self.steps, self.now, mean)
 
+    def _first_arrivals(self) -> list[float]:
+        """Arrival times at a given rate; in a closed loop, of each client's first request."""
+        arrivals = self.traffic.arrivals()
+        return arrivals if self.traffic.rate is not None else arrivals[: self.traffic.clients]
+
     def _let_in(self) -> None:
-        closed = self.traffic.rate is None
-        most = self.traffic.clients if closed else self.room.running + self.room.queue
-        while self.coming and self.coming[0][1] <= self.now and not (closed and len(self.open) >= most):
-            number, at = self.coming.popleft()
-            if len(self.open) >= most:
+        most = self.room.running + self.room.queue
+        while self.arrivals and self.arrivals[0] <= self.now:
+            at, number = self.arrivals.popleft(), self.arrived
+            self.arrived += 1
+            if self.traffic.rate is not None and len(self.open) >= most:
                 self.refused += 1
                 continue
             prompt = (number, *([0] * (self.traffic.prompt - 1)))
             sequence = Sequence(prompt, Sampling(), self.traffic.answer, id=number, arrived=at)
             self.open.add(number)
-            self.came[number] = self.now if closed else at
+            self.came[number] = at - self.overhead.request_s
             self.scheduler.add(sequence)
 
     def _receive(self, slices: list[Slice]) -> None:
@@ -77,6 +91,8 @@ class _Stage:
                 self.last[number] = self.now
                 self.scheduler.remove(s)
                 self.open.remove(number)
+                if self.traffic.rate is None and self.arrived + len(self.arrivals) < self.traffic.count:
+                    self.arrivals.append(self.now + self.overhead.request_s)
 
 
 def cache_reads(slices: list[Slice]) -> CacheReads:

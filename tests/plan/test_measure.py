@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tpshard.devices.read import parse
-from tpshard.parallelism.cost import Device, collective, wire_bytes
+from tpshard.parallelism.cost import Device, ServingOverhead, collective, wire_bytes
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.network import Topology
 from tpshard.plan import measure, measure_blocks
@@ -110,6 +110,15 @@ def test_constants_come_back_from_synthetic_measurements(machine: Device) -> Non
     assert two.overhead.step_s == pytest.approx(LOOP)
     assert (two.cpu.message_s, machine.shared_by(4).cpu.message_s) == pytest.approx((2 * MESSAGE, 4 * MESSAGE))
     assert machine.with_own_core(4).cpu.message_s == pytest.approx(4 * MESSAGE)
+
+
+def test_the_time_of_a_servers_host_is_written_and_read() -> None:
+    result = {n: [process(n) for _ in range(n)] for n in (1, 2, 4)}
+    host = ServingOverhead(0.0021, 0.0003, 0.006)
+    machine = parse(device_file("synthetic", "2026-01-02", CORES, 8 << 30, result, host).encode(), "synthetic.yaml")
+    read = machine.overhead.serving
+    assert astuple(read) == pytest.approx(astuple(host)) and machine.shared_by(4).overhead.serving == read
+    assert "1 and 8 clients" in machine.fitted["serving"]
 
 
 def test_four_processes_on_two_cores_take_turns_and_lose_some(machine: Device) -> None:

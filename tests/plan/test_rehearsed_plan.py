@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+from importlib import resources
 from pathlib import Path
 
 import pytest
 from tpshard.cli.main import run as tpshard
 from tpshard.parallelism.fusion import CacheReads
 from tpshard.parallelism.timeline import price
-from tpshard.plan.serving_answers import FrontPoint, TimeLimits, answers, unbeaten
+from tpshard.plan.serving_answers import FrontPoint, TimeLimits, answers, screen, unbeaten
 from tpshard.plan.step_prices import ServerBuilder
 from tpshard.programs.traffic import Traffic
 from tpshard.recipes.load import loads
@@ -44,6 +45,23 @@ def test_the_highest_rate_keeps_the_limits_and_a_higher_one_does_not() -> None:
         answered.server.room, Traffic(40, 16, 1.1 * answered.highest.rate, count=200), answered.server.prices
     )
     assert not limits.hold_for(more)
+
+
+def test_a_device_file_with_the_hosts_time_adds_it_and_one_without_says_so(tmp_path: Path) -> None:
+    shipped = resources.files("tpshard.devices").joinpath("cpu.yaml").read_text()
+    assert "constants: {" in shipped
+    host = "constants: {serve_step: 40 ms, serve_token: 2 ms, serve_request: 300 ms, "
+    file = tmp_path / "host.yaml"
+    file.write_text(shipped.replace("constants: {", host))
+    load = Traffic(40, 16, rate=0.1, count=20)
+    without, with_host = (
+        answers(loads(RECIPE, [f"cluster.device={device}"]), load, TimeLimits(), rehearse) for device in ("cpu", file)
+    )
+    assert without.at_rate is not None and with_host.at_rate is not None
+    assert with_host.at_rate.tpot_s[0] - without.at_rate.tpot_s[0] == pytest.approx(0.042, rel=1e-6)
+    assert with_host.at_rate.ttft_s[0] - without.at_rate.ttft_s[0] == pytest.approx(0.342, rel=1e-6)
+    assert "has no `serve_step`" in screen(without) and "40 ms a step" in screen(with_host)
+    assert with_host.to_json()["host"] == {"step_s": 0.04, "token_s": 0.002, "request_s": 0.3}
 
 
 def test_no_point_of_a_front_beats_another() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tpshard.parallelism.cost import ServingOverhead
 from tpshard.parallelism.fusion import CacheReads
 from tpshard.programs.traffic import Room, Traffic
 from tpshard.serve.engine import Engine
@@ -55,6 +56,18 @@ def test_times_of_a_request_alone_are_those_of_its_steps() -> None:
     for one in done.answers:
         assert one.ttft == pytest.approx(3 * 0.5, rel=1e-3)  # 40 tokens in steps of 16
         assert one.tpot == pytest.approx(0.1, rel=1e-3)
+
+
+def test_the_hosts_time_is_added_to_steps_tokens_and_requests() -> None:
+    host = ServingOverhead(step_s=1.0, token_s=0.1, request_s=10.0)
+    alone = rehearse(ROOM, Traffic(40, 5, rate=1e-6, count=10), lambda rows, _: 0.5 if rows > 1 else 0.2, host)
+    for one in alone.answers:
+        assert one.ttft == pytest.approx(10.0 + 3 * (1.0 + 0.5) + 0.1, rel=1e-3)  # 40 tokens in steps of 16
+        assert one.tpot == pytest.approx(0.2 + 1.0 + 0.1, rel=1e-3)
+    together = rehearse(ROOM, Traffic(1, 5, clients=4, count=4), lambda rows, _: 0.0, host)
+    assert {round(one.tpot, 6) for one in together.answers} == {1.0 + 4 * 0.1}
+    in_turn = rehearse(ROOM, Traffic(1, 1, clients=1, count=3), lambda rows, _: 0.0, host)
+    assert in_turn.seconds == pytest.approx(3 * (10.0 + 1.1)) and len(in_turn.answers) == 3
 
 
 def test_a_queue_that_is_full_refuses() -> None:
