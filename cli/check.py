@@ -37,6 +37,7 @@ def check(
     If they differ by more than rounding explains, names the first operation that differs and the line of the recipe
     that sharded it, and exits with 1. Meant for small models: the memory of all ranks is in this process.
     """
+    from tpshard.parallelism.words import plural
     from tpshard.programs import equality
     from tpshard.programs.setting import Setting
     from tpshard.recipes.diagnostic import Exit, Mistakes
@@ -54,7 +55,7 @@ def check(
     wide = wide_dtypes(*pair)
     pair = [with_changes(each, wide) for each in pair]
     settings = [Setting.of(each) for each in pair]
-    print(f"training {steps} step{'s' * (steps > 1)} on both, all ranks in this process", file=sys.stderr)
+    print(f"training {plural(steps, 'step')} on both, all ranks in this process", file=sys.stderr)
     compared = equality.compare(settings[0], settings[1], steps)
     first = None
     if not compared.equal:

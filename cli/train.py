@@ -41,6 +41,7 @@ def _start(recipe: str, overrides: Sequence[str], plan: str | None) -> int:
     from tpshard.cli import machine
     from tpshard.cli.worker_errors import visible_gpus, workers_of
     from tpshard.parallelism.runtime.launcher import Nodes, launch
+    from tpshard.parallelism.words import plural
     from tpshard.plan import save
 
     loaded = load(recipe, overrides)
@@ -56,7 +57,7 @@ def _start(recipe: str, overrides: Sequence[str], plan: str | None) -> int:
     if saved is not None:
         save.check(saved, loaded, world)
     local_workers = world // nodes.count
-    print(f"starting {local_workers} worker{'s' * (local_workers != 1)} on this host", file=sys.stderr, flush=True)
+    print(f"starting {plural(local_workers, 'worker')} on this host", file=sys.stderr, flush=True)
     chosen = [] if plan is None else ["--plan", plan]
     return launch(["train", recipe, *overrides, *chosen], world=world, nodes=nodes, restarts=loaded.launch.restarts)
 

@@ -44,7 +44,7 @@ def _shardings(before: Report, after: Report) -> list[dict[str, Any]]:
     def table(report: Report) -> dict[str, str]:
         return {
             t.name: sharding_text(t.sharding, t.dims)
-            + (f" at rest {sharding_text(t.stored, t.dims)}" if t.stored is not None else "")
+            + (f" stored {sharding_text(t.stored, t.dims)}" if t.stored is not None else "")
             for t in report.tensors
         }
 

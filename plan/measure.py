@@ -29,7 +29,7 @@ import psutil
 from tpshard.parallelism.cost import Device, ServingOverhead, collective, wire_bytes
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.network import Link, Topology
-from tpshard.plan.units import plural
+from tpshard.parallelism.words import plural
 from tpshard.recipes.diagnostic import Exit, Mistakes
 
 Result = dict[str, Any]

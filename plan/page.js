@@ -43,7 +43,7 @@ function tensorText(tensor) {
   const same = tensor.names.length > 1 ? `<p>${tensor.names.length} tensors are alike: ${escaped(tensor.pattern)}</p>` : "";
   const forms = tensor.forms.map((form) => {
     const told = form.annotated ? `<p>annotated ${escaped(form.annotated)}</p>` : "";
-    const none = form.chains.length ? "" : "<p>No annotation cuts it.</p>";
+    const none = form.chains.length ? "" : "<p>No annotation shards it.</p>";
     return `<h3>${escaped(form.form)}</h3>${told}${none}${chainGraph(tensor, form)}`;
   });
   return same + forms.join("");

@@ -61,7 +61,7 @@ class Tensor:
     shape: tuple[int, ...]
     sharding: tuple[Any, ...]
     written_at: tuple[SourcePlace, ...]
-    """The sources of the axes that shard it; empty where it is whole."""
+    """The sources of the axes that shard it; empty where it is replicated."""
     kind: str
     annotated: bool
     stored: tuple[Any, ...] | None = None
@@ -72,7 +72,7 @@ class Tensor:
     @property
     def reason(self) -> str:
         if not any(self.sharding):
-            return "whole: no annotation cuts it"
+            return "replicated: no annotation shards it"
         return words.places(self.written_at) or "inferred"
 
 

@@ -10,11 +10,13 @@ from typing import Any
 
 from tpshard.parallelism import words
 from tpshard.parallelism.sharding import notation
+from tpshard.parallelism.words import plural
 from tpshard.plan import forecast, skew
-from tpshard.plan.report import Edit, Report, Tensor
+from tpshard.plan.report import Edit, PlannedJob, Report, Tensor
 from tpshard.plan.rows import pattern
 from tpshard.plan.stage_times import Piped
-from tpshard.plan.units import count, gib, plural, seconds
+from tpshard.plan.units import count, gib, seconds
+from tpshard.programs.batching import BatchPlan
 
 WIDTH, HEIGHT = 100, 60
 STAGES = 4
@@ -103,9 +105,7 @@ def screen(report: Report, *, verbose: bool = False, width: int = WIDTH) -> str:
         *([f"  weights {job.quantized}"] if job.quantized else []),
         f"  mesh    {' x '.join(f'{k} {v}' for k, v in job.mesh.items())} = {report.devices} x "
         f"{times.device.name}{assumed}, {plural(job.nodes, 'host')} of {job.devices_per_node}",
-        f"  batch   {job.global_sequences} sequences = "
-        f"{job.global_sequences // max(1, job.per_device * job.micro_batches)} data ranks x {job.per_device} x "
-        f"{plural(job.micro_batches, 'micro-batch')}, {count(job.tokens)} tokens a step",
+        f"  batch   {_batch(job)}, {count(job.tokens)} tokens",
     ]
     whole = forecast.rows(report.forecast) if report.forecast is not None else []
     whole += skew.rows(report.skew) if report.skew is not None else []
@@ -149,10 +149,10 @@ def shardings(report: Report, width: float = math.inf) -> list[str]:
     rows = []
     for (name, used, stored), members in groups.items():
         many = f" x{len(members)}" if len(members) > 1 else ""
-        at_rest = f" rest {stored}" if stored and stored != used else ""
+        how_stored = f" stored {stored}" if stored and stored != used else ""
         shape = "x".join(map(str, members[0].shape))
         mark = "*" if members[0].annotated else " "
-        rows.append((f"{mark}{name}{many}", shape, used + at_rest))
+        rows.append((f"{mark}{name}{many}", shape, used + how_stored))
     wide = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
     file, room = home(report), width - sum(wide) - 4
     return [
@@ -310,6 +310,14 @@ def _advice(report: Report) -> list[str]:
     if report.accuracy:
         rows.append(f"  accuracy: {report.accuracy}")
     return rows
+
+
+def _batch(job: PlannedJob) -> str:
+    """The sequences of a step, and in training how they are divided."""
+    if job.what != "train":
+        return f"{plural(job.global_sequences, 'sequence')} a step"
+    data_ranks = job.global_sequences // max(1, job.per_device * job.micro_batches)
+    return str(BatchPlan(job.global_sequences, data_ranks, job.per_device))
 
 
 def _edit(edit: Edit, before: float | None = None) -> str:

@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tpshard.parallelism.cost import ServingOverhead
+from tpshard.parallelism.words import plural
 from tpshard.plan.step_prices import PricedServer, ServerBuilder
-from tpshard.plan.units import gib, plural, seconds
+from tpshard.plan.units import gib, seconds
 from tpshard.programs.serving import BLOCK_SIZE
 from tpshard.programs.traffic import Rehearsal, Room, StepTime, Traffic
 from tpshard.recipes.diagnostic import Exit, Mistakes

@@ -14,11 +14,6 @@ def gib(n: float) -> str:
     return f"{n:.0f} B"
 
 
-def plural(n: float, word: str) -> str:
-    """A number with a noun in singular or plural: `1 host`, `2 hosts`, `2 micro-batches`."""
-    return f"{n:g} {word}" if n == 1 else f"{n:g} {word}{'es' if word.endswith('h') else 's'}"
-
-
 def bytes_axis(top: float) -> tuple[float, str]:
     """The unit, as its bytes and name, for the labels of an axis that ends at `top` bytes."""
     units = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))

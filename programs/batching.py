@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tpshard.parallelism.schedules import refusal
+from tpshard.parallelism.words import plural
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.parallel_keys import Pipeline
 from tpshard.recipes.schema import Recipe
@@ -41,9 +42,8 @@ class BatchPlan:
         return range(data_rank * self.sequences_each, (data_rank + 1) * self.sequences_each)
 
     def __str__(self) -> str:
-        ranks = f"{self.data_ranks} data rank{'s' * (self.data_ranks != 1)}"
-        times = f"{self.micro_batches} micro-batch{'es' * (self.micro_batches != 1)}"
-        return f"{self.global_sequences} sequences a step = {ranks} x {times} of {self.per_device}"
+        sequences, ranks = plural(self.global_sequences, "sequence"), plural(self.data_ranks, "data rank")
+        return f"{sequences} a step = {ranks} x {plural(self.micro_batches, 'micro-batch')} of {self.per_device}"
 
 
 def derive(recipe: Recipe, data_ranks: int, stages: int = 1) -> BatchPlan:
@@ -75,7 +75,7 @@ def derive(recipe: Recipe, data_ranks: int, stages: int = 1) -> BatchPlan:
             f"`batch.per_device: {per_device}` does not divide the {each} sequences of a data rank",
             exit=Exit.FIT,
             where=recipe.where("batch.per_device"),
-            why=f"{total} sequences over {data_ranks} data ranks",
+            why=f"{plural(total, 'sequence')} over {plural(data_ranks, 'data rank')}",
             fix="per_device " + ", ".join(map(str, sorted(divisors, key=lambda n: (abs(n - per_device), n))[:3])),
         )
     return BatchPlan(total, data_ranks, per_device)
@@ -99,7 +99,7 @@ def _in_pipeline(recipe: Recipe, whole: BatchPlan, devices: int) -> BatchPlan:
             f"`pipeline.micro_batches: {micros}`{of} do not divide the {each} sequences of a data rank",
             exit=Exit.FIT,
             where=recipe.where("pipeline.micro_batches"),
-            why=f"{whole.global_sequences} sequences over {whole.data_ranks} data ranks",
+            why=f"{plural(whole.global_sequences, 'sequence')} over {plural(whole.data_ranks, 'data rank')}",
             fix=f"micro_batches {near}" + (", and leave batch.per_device out" if per_device is not None else ""),
         )
     return replace(whole, per_device=each // micros)
@@ -120,7 +120,8 @@ def check_micro_batches(recipe: Recipe, plan: BatchPlan, devices: int) -> None:
         some = ", ".join(map(str, fits[:4]))
         raise Mistakes.one(
             why, exit=Exit.FIT, where=recipe.where(key),
-            why=f"{each} sequences of a data rank are {plan.micro_batches} micro-batches of {plan.per_device}",
+            why=f"{plural(each, 'sequence')} of a data rank are "
+            f"{plural(plan.micro_batches, 'micro-batch')} of {plan.per_device}",
             fix=f"pipeline.micro_batches: {some}" if fits else "more batch.global_sequences, or fewer stages",
         )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tpshard.parallelism.words import plural
 from tpshard.recipes.diagnostic import Diagnostic, Exit
 from tpshard.recipes.schema import Recipe
 
@@ -13,8 +14,8 @@ def split_misfit(recipe: Recipe, count: int, stages: int) -> Diagnostic | None:
     if split is not None and (len(split) != stages or sum(split) != count):
         fair = ", ".join(map(str, fair_split(count, stages)))
         return Diagnostic(
-            f"`pipeline.split` has {sum(split)} layer{'s' * (sum(split) != 1)} in {len(split)} "
-            f"stage{'s' * (len(split) != 1)}",
+            f"`pipeline.split` has {plural(sum(split), 'layer')} in "
+            f"{plural(len(split), 'stage')}",
             exit=Exit.FIT, where=recipe.where("pipeline.split"),
             why=f"the model has {count} layers for {stages} stages",
             fix=f"pipeline.split: [{fair}], or leave it out" if count >= stages else fit,

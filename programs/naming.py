@@ -9,6 +9,7 @@ from torch import nn
 from tpshard.models.architecture import Architecture
 from tpshard.models.dims import STAGE, param_dims
 from tpshard.models.plan_dims import Naming, dims_of_plan
+from tpshard.parallelism.words import plural
 from tpshard.programs.patterns import matches, nearest
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes
 from tpshard.recipes.schema import Recipe
@@ -46,7 +47,7 @@ def dim_names(recipe: Recipe, model: nn.Module, architecture: Architecture | Non
         if wrong is not None:
             mistakes.append(
                 Diagnostic(
-                    f"`{pattern}` names {len(dims)} dim{'s' * (len(dims) != 1)}, and `{wrong}` has "
+                    f"`{pattern}` names {plural(len(dims), 'dim')}, and `{wrong}` has "
                     f"{parameters[wrong].dim()}: {list(parameters[wrong].shape)}",
                     exit=Exit.RECIPE,
                     where=recipe.where(path),

@@ -19,6 +19,7 @@ from tpshard.models.dims import STAGE, name
 from tpshard.parallelism.passes.recompute import layer_of
 from tpshard.parallelism.program import INFO, Program, info
 from tpshard.parallelism.schedules import StageTask, Table
+from tpshard.parallelism.words import plural
 from tpshard.programs.layer_likeness import LayerNumber, layer_numbers
 
 ROWS = ("batch", "seq", "embed")
@@ -50,7 +51,7 @@ class Stacking:
 
     def __str__(self) -> str:
         rounds = f" x {self.rounds} rounds" if self.rounds > 1 else ""
-        layers = f"{self.per_stage} layer{'s' * (self.per_stage != 1)}"
+        layers = f"{plural(self.per_stage, 'layer')}"
         return (
             f"{self.schedule}, vectorized, {self.stages} stages{rounds} of {layers}, {self.micro_batches} "
             f"micro-batches in {self.steps} steps: {100 * self.bubble:.1f}% bubble"

@@ -21,6 +21,7 @@ from tpshard.parallelism.runtime import crash, messages
 from tpshard.parallelism.runtime.context import Context, connect
 from tpshard.parallelism.runtime.place import WorkerPlace
 from tpshard.parallelism.runtime.watchdog import Doing
+from tpshard.parallelism.words import plural
 from tpshard.programs import training
 from tpshard.programs.batching import BatchPlan
 from tpshard.programs.setting import Setting
@@ -257,7 +258,7 @@ def _build_programs(setting: Setting, context: Context) -> TrainingPrograms:
     """The programs of this run, the same on all ranks."""
     context.watchdog.doing = Doing("building the programs")
     if context.is_main:
-        _say(f"building the programs for {context.world} device{'s' * (context.world != 1)}\n", sys.stderr)
+        _say(f"building the programs for {plural(context.world, 'device')}\n", sys.stderr)
     programs = training.build(setting)
     context.agree(programs.fingerprints)
     return programs

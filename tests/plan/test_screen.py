@@ -41,7 +41,9 @@ def test_a_narrow_screen_keeps_the_line_that_decided():
     defaults = mark(*(SourcePlace("<default>", says=says, default=True) for says in (batch, heads)))
     assert screen.short(defaults) == "batch: [dp, fsdp] (default); heads: tp (default)"
     assert screen.short(defaults, "", 25) == "batch, heads (default)"
-    assert screen.short(mark()) == "whole: no annotation cuts it" and screen.short(mark(), "", 10) == "whole"
+    assert (
+        screen.short(mark()) == "replicated: no annotation shards it" and screen.short(mark(), "", 14) == "replicated"
+    )
 
 
 def test_no_row_of_the_shardings_is_cut(report):
