@@ -59,7 +59,7 @@ def model_errors(recipe: Recipe) -> list[Diagnostic]:
     except Mistakes as mistakes:
         return [*mistakes.diagnostics, *misfits(recipe, None)]
     diagnostics = misfits(recipe, config)
-    return [*diagnostics, *_tokens(recipe, config)] if config is not None else diagnostics
+    return [*diagnostics, *_tokens(recipe, config.vocab)] if config is not None else diagnostics
 
 
 def configuration(recipe: Recipe) -> ModelConfig | None:
@@ -70,11 +70,11 @@ def configuration(recipe: Recipe) -> ModelConfig | None:
     from tpshard.models import presets
 
     model = recipe.model
-    key = next((key for key in model.exclusive if model.stored()[key] is not None), "module")
+    key = model.named_by
     try:
         if key == "preset":
             return presets.preset(str(model.preset), model.overrides())
-        return None if key == "module" else _of_folder(getattr(model, key), key, model.overrides())
+        return _of_folder(getattr(model, key), key, model.overrides()) if key in ("hf", "transformers") else None
     except Mistakes:
         return None  # the folder's environment variable is not set, and validation does not need it
     except (ValueError, OSError) as error:
@@ -97,31 +97,53 @@ def _of_folder(folder: str, key: str, overrides: Mapping[str, Any]) -> ModelConf
     return config
 
 
-def _tokens(recipe: Recipe, config: ModelConfig) -> list[Diagnostic]:
+def _transformers_vocab(recipe: Recipe) -> int | None:
+    """The vocabulary that config.json gives a model which transformers computes; None for others, and where it gives
+    none."""
+    from tpshard.models import hf_config
+
+    key = recipe.model.named_by
+    if key not in ("hf", "transformers"):
+        return None
+    try:
+        folder = getattr(recipe.model, key)
+        if key == "hf" and hf_config.computes(folder):
+            return None
+        raw = hf_config.read_raw(folder)
+    except (Mistakes, ValueError, OSError):
+        return None  # reported already, or not known here
+    text = raw.get("text_config")
+    size = raw.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
+    return size if isinstance(size, int) else None
+
+
+def _tokens(recipe: Recipe, vocab: int | None) -> list[Diagnostic]:
     """The error where the vocabulary is smaller than the tokenizer's."""
     count = _tokenizer_size(recipe)
-    if count is None or count <= config.vocab:
+    if count is None or vocab is None or count <= vocab:
         return []
-    where = next((s for k in ("model.vocab", "data.tokenizer", "model") if (s := recipe.where(k)).line), None)
+    keys = ("model.vocab", "data.tokenizer", "model")
+    stored, rounded = recipe.model.named_by != "preset", -(-count // 128) * 128
     return [
         Diagnostic(
-            f"the tokenizer has {count:,} tokens, but the model's vocabulary has {config.vocab:,}",
+            f"the tokenizer has {count:,} tokens, but the model's vocabulary has {vocab:,}",
             exit=Exit.RECIPE,
-            where=where,
-            why=f"{count - config.vocab:,} tokens would have no embedding row",
-            fix=f"model.vocab: {-(-count // 128) * 128}",
+            where=next((s for k in keys if (s := recipe.where(k)).line), None),
+            why=f"{count - vocab:,} tokens would have no embedding row",
+            fix="name the model's own tokenizer in `data.tokenizer`" if stored else f"model.vocab: {rounded}",
         )
     ]
 
 
 def text_errors(recipe: Recipe) -> list[Diagnostic]:
-    """What is wrong with text and tokenizer; commands that do not read them need not ask.
+    """What is wrong with text and tokenizer, also for the model of a transformers folder; commands that do not read
+    them need not ask.
 
     An absolute path that does not exist is a warning: the recipe may be for other machines.
     """
     if recipe.task not in ("lm", "mlm"):
         return []
-    diagnostics: list[Diagnostic] = []
+    diagnostics = _tokens(recipe, _transformers_vocab(recipe))
     for key in ("source", "tokenizer"):
         value = None
         with contextlib.suppress(Mistakes):  # its environment variable is not set, and validation does not need it

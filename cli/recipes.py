@@ -68,8 +68,8 @@ def ls(as_json: Json = False) -> None:
 
 
 def _facts(recipe: Recipe) -> dict[str, str]:
-    stored = recipe.model.stored()
-    model = next((str(stored[key]) for key in recipe.model.exclusive if stored[key] is not None), "")
+    key = recipe.model.named_by
+    model = str(recipe.model.stored()[key]) if key is not None else ""
     cluster = recipe.cluster
     where = "this machine" if cluster is None else f"{cluster.nodes * cluster.devices_per_node} x {cluster.device}"
     return {"model": model, "devices": where}

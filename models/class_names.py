@@ -29,13 +29,14 @@ def no_class(name: str) -> ValueError:
 
 
 def _has_class(name: str) -> bool:
-    """Whether a model's file of transformers defines a class. The files are searched where `auto` does not list it."""
-    found = find_spec("transformers")
-    models = Path(found.origin).parent / "models" if found is not None and found.origin is not None else None
-    listed = None if models is None else models / "auto" / "modeling_auto.py"
-    if models is None or listed is None or not listed.is_file():
+    """Whether a model's file of transformers defines and exports a class."""
+    package = find_spec("transformers")
+    models = Path(package.origin).parent / "models" if package is not None and package.origin is not None else None
+    if models is None or not models.is_dir():
         return True  # importing transformers will tell
-    if f'"{name}"' in listed.read_text(encoding="utf-8"):
-        return True
-    defined = f"\nclass {name}(".encode()
-    return any(defined in path.read_bytes() for path in models.glob("*/modeling_*.py"))
+    defined, exported = f"\nclass {name}(".encode(), f'"{name}"'.encode()
+    for path in models.glob("*/modeling_*.py"):
+        source = path.read_bytes()
+        if defined in source and exported in source.rpartition(b"\n__all__")[2]:
+            return True
+    return False

@@ -48,7 +48,8 @@ def computes(folder: str | os.PathLike[str]) -> bool:
 
 
 def read_raw(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The contents of a folder's config.json. ValueError if either is missing, or if it asks to run code."""
+    """The contents of a folder's config.json. ValueError where the folder or the file is missing, or where the file
+    asks to run code."""
     path = Path(folder)
     if not (path / "config.json").exists():
         there = path.is_dir()

@@ -18,7 +18,8 @@ def wrong_model(recipe: Recipe, error: Exception) -> Mistakes:
     """The mistake for `error`, at the dimension that the recipe changes and the error names, or else at the model."""
     model, names = recipe.model.stored(), getattr(error, "names", ())
     changed = [f"model.{name}" for name in names if model.get(name) is not None]
-    key = next(key for key in recipe.model.exclusive if model[key] is not None)
+    key = recipe.model.named_by
+    assert key is not None, "a model was named"
     where = recipe.where(changed[0] if changed else f"model.{key}")
     fix = f"change {join(f'model.{name}' for name in names)}" if changed else FIXES[key]
     message = f"{error}" if key == "module" else f"`model`: {error}"

@@ -110,6 +110,12 @@ class Model(Section):
     norm_eps: Annotated[float, limits(above=0, most=1)] | None = None
     """Added under the root of the normalization."""
 
+    @property
+    def named_by(self) -> str | None:
+        """The key that names the model, the first of `exclusive` that is set; None where none is."""
+        stored = self.stored()
+        return next((key for key in self.exclusive if stored[key] is not None), None)
+
     def overrides(self) -> dict[str, Any]:
         """The dimensions that the recipe changes, by the names in `ModelConfig`."""
         others = (*self.exclusive, "dims", "args", "seq_len", "dtype")

@@ -90,6 +90,22 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_3(
     assert run(["validate", "tiny", "data.source=c4"]) == 0
 
 
+@pytest.mark.parametrize("key", ["hf", "transformers"])
+def test_a_folder_of_transformers_with_fewer_rows_than_tokens_is_3(
+    key: str, workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (workdir / "model").mkdir()
+    (workdir / "a.yaml").write_text(f"model: {{{key}: model}}\n")
+    (workdir / "model" / "config.json").write_text(json.dumps({**PHI, "vocab_size": 2048}))
+    assert run(["validate", "a.yaml"]) == Exit.DONE
+    capsys.readouterr()
+    (workdir / "model" / "config.json").write_text(json.dumps({**PHI, "vocab_size": 2000}))
+    assert run(["validate", "--json", "a.yaml"]) == Exit.RECIPE
+    (actual,) = diagnostics(capsys)
+    assert actual["message"] == "the tokenizer has 2,048 tokens, but the model's vocabulary has 2,000"
+    assert actual["fix"] == "name the model's own tokenizer in `data.tokenizer`"
+
+
 def test_a_folders_configuration_is_checked_like_a_preset(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (workdir / "model").mkdir()
     config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 6,
@@ -124,6 +140,8 @@ TENSORS = len(HEADER).to_bytes(8, "little") + HEADER + bytes(8)
         ({"config.json": {**PHI, "auto_map": {"AutoModel": "evil.Model"}}}, "`auto_map` asks to run code"),
         ({"config.json": {**PHI, "architectures": ["PhiForCausalLN"]}}, "has no model named `PhiForCausalLN`"),
         ({"config.json": {**PHI, "architectures": []}}, "does not name one class"),
+        ({"config.json": {**PHI, "architectures": ["phi3"]}}, "has no model named `phi3`"),
+        ({"config.json": {**PHI, "architectures": ["Gemma2DecoderLayer"]}}, "has no model named `Gemma2DecoderLayer`"),
         ({"config.json": LLAMA, "pytorch_model.bin": b""}, "pytorch_model.bin is a pickle"),
         ({"config.json": PHI, "pytorch_model.bin": b""}, "pytorch_model.bin is a pickle"),
         ({"config.json": PHI, "model.safetensors": TENSORS[:-1]}, "its header says"),
@@ -151,9 +169,8 @@ def test_a_name_on_the_hub_is_no_folder(workdir: Path, capsys: pytest.CaptureFix
         assert "organization/name is not a folder on this machine\n  --> a.yaml:1:13" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("config", [LLAMA, PHI, {**PHI, "architectures": ["Gemma2DecoderLayer"]}])
+@pytest.mark.parametrize("config", [LLAMA, PHI, {**PHI, "architectures": ["RobertaPreLayerNormForCausalLM"]}])
 def test_a_sound_folder_is_fine_and_opens_neither_torch_nor_transformers(config: dict[str, Any], workdir: Path) -> None:
-    """A class that transformers does not list is looked for in its models' files."""
     (workdir / "model").mkdir()
     (workdir / "model" / "config.json").write_text(json.dumps(config))
     (workdir / "model" / "model.safetensors").write_bytes(TENSORS)
