@@ -137,6 +137,10 @@ class GPTQFolder:
         names = {s: f"{module}.{s}" for s in SUFFIXES if f"{module}.{s}" in self._file_of}
         return decode({suffix: self.tensor(name) for suffix, name in names.items()}, config, module)
 
+    def outputs(self, module: str) -> int:
+        """The number of outputs of a quantized linear, from the header of its file."""
+        return self._shape(f"{module}.scales")[1]
+
     def group(self, module: str) -> Tensor:
         """The `group` [in] of `linear(module)`, without reading its codes."""
         config = self.config.of(module)

@@ -59,7 +59,7 @@ def _product(x: Tensor, weight: Packed, gated: bool, invariant: bool) -> Tensor:
         else:
             tile = _choice().tile(rows, weight, gated)
         if tile is None:
-            y = triton_launch.dense_matmul(rows, weight, gated)
+            y = triton_launch.dense_matmul(rows, weight, gated, fixed_rows=invariant)
         else:
             y = triton_launch.matmul(rows, weight, gated, tile)
     return y.view(*x.shape[:-1], y.shape[-1])

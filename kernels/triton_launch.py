@@ -14,6 +14,7 @@ import triton.language as tl
 import triton.testing
 from torch import Tensor
 from tpshard.kernels import triton_norm, triton_optimizer, triton_quantized
+from tpshard.kernels.linear import fixed_rows_linear
 from tpshard.kernels.packed import Packed
 
 
@@ -121,10 +122,15 @@ def dequantize(packed: Packed, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def dense_matmul(x: Tensor, packed: Packed, gated: bool) -> Tensor:
-    """The result of `matmul` by dequantizing and the library's product: the faster path for many rows."""
-    bias = None if packed.bias is None else packed.bias.to(x.dtype)
-    y = F.linear(x, dequantize(packed, x.dtype), bias)
+def dense_matmul(x: Tensor, packed: Packed, gated: bool, fixed_rows: bool = False) -> Tensor:
+    """The result of `matmul` by dequantizing and the library's product: the faster path for many rows. With
+    `fixed_rows` a row's bits do not depend on the other rows."""
+    bias, dense = None if packed.bias is None else packed.bias.to(x.dtype), dequantize(packed, x.dtype)
+    if fixed_rows:
+        y = fixed_rows_linear(x, dense)
+        y = y if bias is None else y + bias
+    else:
+        y = F.linear(x, dense, bias)
     if not gated:
         return y
     gate, up = y.chunk(2, -1)

@@ -23,7 +23,7 @@ from tpshard.models.init import Initial
 
 _CONSTANTS = re.compile(r".*\.(rotary_emb\.inv_freq|masked_bias|attn\.bias|attention\.bias|position_ids)")
 """Constants that older versions of transformers saved beside the parameters."""
-_MIXTRALS = ".block_sparse_moe."
+_MIXTRAL_MLP = ".block_sparse_moe."
 """What Mixtral's folders call the module `.mlp.`."""
 _WHOLE = 1 << 16
 """Elements of the largest parameter that is initialized by the class's own rule."""
@@ -107,7 +107,7 @@ class FolderWeights:
                 other.replace(".mlp.", part)
                 for tied in ties.get(name, (name,))
                 for other in (tied, tied.removeprefix(prefix))
-                for part in (".mlp.", _MIXTRALS)
+                for part in (".mlp.", _MIXTRAL_MLP)
             ]
             for name in self.shapes
         }

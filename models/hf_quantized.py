@@ -131,16 +131,21 @@ class QuantizedModules:
         stack = self._stack_of(name)
         assert stack is not None, f"{name} is not stacked"
         for module in stack[index]:
-            linear = self._folder.linear(module)
-            if start + size <= linear.outputs:
-                return linear.take_columns(torch.arange(start, start + size))
-            start -= linear.outputs
+            outputs = self._folder.outputs(module)
+            if start + size <= outputs:
+                return self._folder.linear(module).take_columns(torch.arange(start, start + size))
+            start -= outputs
         raise AssertionError(f"outputs of several linears of {name}")
 
     def group(self, name: str) -> Tensor | None:
         """The group of each input of a weight, int32 [inputs]; None for a parameter that is dense or stacked."""
         module = self._module_of(name)
         return None if module is None else self._folder.group(module)
+
+    def groups_of_first_expert(self, name: str) -> list[Tensor]:
+        """The groups of the linears of a stacked parameter's first expert; none for other parameters."""
+        stack = self._stack_of(name)
+        return [] if stack is None else [self._folder.group(module) for module in stack[0]]
 
 
 class QuantizedParameters(QuantizedModules):

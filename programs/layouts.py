@@ -182,6 +182,12 @@ def act_orders(model: nn.Module, config: ModelConfig, group: Groups) -> dict[str
     return orders_of(param_dims(model), (config.heads, config.kv_heads, config.head_dim), group)
 
 
+def order_key(group: Tensor) -> str:
+    """A key that is equal for weights whose inputs have the same groups; empty for groups in sequence."""
+    in_sequence = bool((group[1:] >= group[:-1]).all())
+    return "" if in_sequence else hashlib.sha256(group.contiguous().numpy().tobytes()).hexdigest()
+
+
 def orders_of(
     dims: Mapping[str, tuple[str, ...]], heads: tuple[int, int, int] | None, group: Groups
 ) -> dict[str, ActOrder]:
@@ -189,9 +195,9 @@ def orders_of(
     orders = {}
     for name, named in dims.items():
         own = group(name) if len(named) == 2 else None
-        if own is None or bool((own[1:] >= own[:-1]).all()):
+        key = "" if own is None else order_key(own)
+        if own is None or not key:
             continue
-        key = hashlib.sha256(own.contiguous().numpy().tobytes()).hexdigest()
         local = heads and named[1] == "heads" and reorder.head_local_order(own, *heads) is not None
         orders[name] = ActOrder(key, heads[0], heads[0] // heads[1]) if heads and local else ActOrder(key)
     return orders

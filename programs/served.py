@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from tpshard.models.architecture_folder import FolderWeights
 from tpshard.models.config import ModelConfig
 from tpshard.models.hf_config import computes, folder_config
 from tpshard.models.hf_quantized import QuantizedModules, QuantizedParameters, quantizable
-from tpshard.programs.layouts import ActOrder, Arrangement, act_orders, orders_of, planned_orders
+from tpshard.programs.layouts import ActOrder, Arrangement, act_orders, order_key, orders_of, planned_orders
 from tpshard.programs.padding import shared_rows
 from tpshard.programs.setting import DTYPES, architecture, model_config
 from tpshard.recipes.diagnostic import Exit, Mistakes
@@ -73,8 +73,9 @@ class Quantization:
     """The act-orders of those that have one."""
     shared: int = 1
     """The number of inputs of `down` that share scales (see `programs.padding`)."""
-    stacks: int = 0
-    """How many of the weights are stacks of experts, whose orders concern no other operation."""
+    stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """For each weight that is a stack of experts, the order of the inputs of each matrix of the first one ("" where
+    unknown). These orders concern no other operation."""
 
     @staticmethod
     def of_folder(folder: Path, config: ModelConfig) -> Quantization | None:
@@ -86,7 +87,7 @@ class Quantization:
         weights = {name: own for name in config.parameters if (own := stored.settings_of(name)) is not None}
         orders = act_orders(model, config, stored.group)
         shared = shared_rows(config, stored.group)
-        return Quantization(settings, weights, orders, shared, _stacks(config.shapes, weights))
+        return Quantization(settings, weights, orders, shared, _stacks(stored, config.shapes, weights))
 
     @staticmethod
     def of_theirs(folder: Path, architecture: Architecture) -> Quantization | None:
@@ -102,7 +103,7 @@ class Quantization:
             name: named.dims for name, named in plan_dims.dims_of_plan(model).items()
         }
         orders = orders_of(dims, architecture.heads, stored.group)
-        return Quantization(settings, weights, orders, stacks=_stacks(files.shapes, weights))
+        return Quantization(settings, weights, orders, stacks=_stacks(stored, files.shapes, weights))
 
     @staticmethod
     def of_recipe(section: Quantize, config: ModelConfig) -> Quantization:
@@ -116,19 +117,26 @@ class Quantization:
         def groups(name: str) -> torch.Tensor | None:
             return group_index(config.shapes[name][-1], section.group_size) if name in weights else None
 
-        return Quantization(settings, weights, orders, shared_rows(config, groups), _stacks(config.shapes, weights))
+        assumed = "of one Hessian" if settings.desc_act else ""
+        stacks = {name: (assumed,) for name in weights if len(config.shapes[name]) == 3}
+        return Quantization(settings, weights, orders, shared_rows(config, groups), stacks)
 
     def __str__(self) -> str:
         size, ordered = self.settings.group_size, len(self.orders)
         groups = f"groups of {size}" if size > 0 else "one group a linear"
-        experts = f", and {self.stacks} stacks of experts" if self.stacks else ""
-        linears = len(self.weights) - self.stacks
+        experts = f", and {len(self.stacks)} stacks of experts" if self.stacks else ""
+        linears = len(self.weights) - len(self.stacks)
         return f"{self.settings.bits} bits in {groups}, {ordered} of {linears} linears act-ordered{experts}"
 
 
-def _stacks(shapes: Mapping[str, tuple[int, ...]], weights: Iterable[str]) -> int:
-    """How many weights are stacks of matrices."""
-    return sum(len(shapes[name]) == 3 for name in weights)
+def _stacks(
+    stored: QuantizedModules, shapes: Mapping[str, tuple[int, ...]], weights: Iterable[str]
+) -> dict[str, tuple[str, ...]]:
+    return {
+        name: tuple(order_key(group) for group in stored.groups_of_first_expert(name))
+        for name in weights
+        if len(shapes[name]) == 3
+    }
 
 
 @dataclass(frozen=True)
@@ -167,9 +175,15 @@ class Served:
             ragged = row_order is not None and order is not None and order.blocks % row_order.blocks != 0
             if multiplies(settings.bits, DTYPES[self.dtype], kind):
                 coded[name] = Coded(settings, kind, ragged, "" if order is None else order.key)
-        return coded | {
-            name: coded[part.parameter] for name, part in arrangement.parts.items() if part.parameter in coded
-        }
+        stacks = {} if self.quantized is None else self.quantized.stacks
+        coded |= {name: replace(coded[name], order=orders[0]) for name, orders in stacks.items() if name in coded}
+        for name, part in arrangement.parts.items():
+            if part.parameter in coded:
+                orders = stacks.get(part.parameter, (coded[part.parameter].order,))
+                coded[name] = replace(
+                    coded[part.parameter], order=orders[min(part.start // part.shape[part.dim], len(orders) - 1)]
+                )
+        return coded
 
 
 def serving_dtype(recipe: Recipe, quantized: Quantization | None, stored: str, kind: str) -> str:

@@ -262,10 +262,11 @@ def quantize_experts(weights: Mapping[str, Coded], invariant: bool) -> Pass:
 
 
 def _expert_bytes(ports: Sequence[Port], weights: Mapping[str, Coded]) -> int:
-    """Bytes of gate, up and down of a device's experts, with an order of each expert's inputs if the folder has
-    some."""
-    (count, _, width), coded = ports[0].local, weights[ports[0].name]
-    held = 8 * count * width if coded.settings.desc_act else 0
+    """Bytes of gate, up and down of a device's experts, with the orders of each expert's inputs if the folder has some:
+    one where gate and up are multiplied as one matrix."""
+    (count, _, width), gate, up = ports[0].local, weights[ports[0].name], weights[ports[1].name]
+    read = [gate] if gate.alike == up.alike else [gate, up]
+    held = 8 * count * width * sum(1 for one in read if one.order)
     for port in ports:
         _, outputs, inputs = port.local
         held += count * outputs * weights[port.name].row_bytes(port.shape[2], inputs)

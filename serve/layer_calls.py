@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,6 +29,8 @@ class LayerCall:
 
 
 class CallCatcher(nn.Module):
+    """Stands in a layer's place: keeps the arguments of each call and ends the forward pass."""
+
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[LayerCall] = []
@@ -38,6 +41,8 @@ class CallCatcher(nn.Module):
 
 
 class OutputReplay(nn.Module):
+    """Stands in the layers' place: returns a given residual stream, whatever it is called with."""
+
     def __init__(self, x: Tensor) -> None:
         super().__init__()
         self.x = x
@@ -56,15 +61,20 @@ def input_of(layer: nn.Module, name: str, call: LayerCall) -> Tensor:
 
     handle = layer.get_submodule(name).register_forward_pre_hook(see)
     try:
-        call.into(layer)
-    except LayerCaught:
-        pass
+        _until_caught(layer, call)
     finally:
         handle.remove()
     return inputs[0]
 
 
+def _until_caught(layer: nn.Module, call: LayerCall) -> None:
+    """Calls the layer up to the place where the needed values are known."""
+    with contextlib.suppress(LayerCaught):
+        call.into(layer)
+
+
 def through(layer: nn.Module, call: LayerCall) -> LayerCall:
+    """The call of the next layer: the same one, with this layer's result as residual stream."""
     return replace(call, x=call.into(layer))
 
 
@@ -95,18 +105,14 @@ def shared_inputs(layer: nn.Module, call: LayerCall) -> list[list[str]]:
 def expert_inputs(layer: nn.Module, call: LayerCall) -> tuple[Tensor, Tensor]:
     """The tokens [rows, embed] that the layer's experts get when it is called, and the experts [rows, top_k] that each
     token chooses."""
-    seen = _ExpertInputs()
-    try:
-        with seen:
-            call.into(layer)
-    except LayerCaught:
-        pass
+    with _ExpertInputs() as seen:
+        _until_caught(layer, call)
     x, ids = seen.inputs
     return x.reshape(-1, x.shape[-1]), ids.reshape(-1, ids.shape[-1])
 
 
 class _ExpertInputs(TorchDispatchMode):
-    """Ends the forward pass at `tpshard::experts`."""
+    """Keeps the first arguments of `tpshard::experts`, and ends the forward pass there."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.tpshard.experts.default:

@@ -76,7 +76,7 @@ def test_products_equal_their_reference(bits: int, sym: bool, dtype: torch.dtype
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
 def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
     prepared, x = packed(linear(640, 256)), drawn(70, 640, dtype).cuda()
     together = ops.quantized_linear(x, prepared, True)

@@ -122,6 +122,16 @@ def test_a_row_does_not_depend_on_the_others():
         assert torch.equal(launch.matmul(x[row : row + 1], packed, False, Tile(16, 32, 2))[0], together[row])
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_row_of_a_dense_product_does_not_depend_on_the_others(gated):
+    packed = pack(linear(256, 64, bias=True).to(DEVICE))
+    x = torch.randn(67, 256, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    together = launch.dense_matmul(x, packed, gated, fixed_rows=True)
+    torch.testing.assert_close(together, launch.dense_matmul(x, packed, gated), rtol=1e-5, atol=1e-5)
+    for rows in (1, 5, 16, 33):
+        assert torch.equal(launch.dense_matmul(x[:rows], packed, gated, fixed_rows=True), together[:rows])
+
+
 @pytest.mark.parametrize("width", [64, 96, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_norm_stores_in_order(width, dtype):

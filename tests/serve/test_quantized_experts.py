@@ -19,6 +19,7 @@ from tpshard.kernels.experts import fixed_rows_experts
 from tpshard.kernels.gptq_format import GPTQFolder
 from tpshard.kernels.gptq_solver import Settings
 from tpshard.kernels.int4 import Int4
+from tpshard.kernels.quantized import Quantized
 from tpshard.kernels.quantized_experts import PackedExpert, quantized_experts
 from tpshard.models import build, from_hf
 from tpshard.models.presets import PRESETS
@@ -132,6 +133,43 @@ def test_experts_are_held_as_codes(folders: dict[str, tuple[Path, Tensor]]) -> N
     assert not can_capture(runner._programs.any), "the host counts the tokens of each expert"
     orders = sum(one.order.nbytes for one in inward)
     assert port.local_bytes == orders + sum(one.codes.nbytes + one.scales.nbytes for one in packed)
+
+
+def test_gate_and_up_may_have_orders_of_their_own(folders: dict[str, tuple[Path, Tensor]], tmp_path: Path) -> None:
+    """Each order is held, and the plan counts both."""
+    shutil.copytree(folders["qwen2_moe"][0], tmp_path / "folder")
+    file, generator = tmp_path / "folder" / "model.safetensors", torch.Generator().manual_seed(0)
+    tensors = load_file(file)
+    for name in [name for name in tensors if ".experts." in name and name.endswith("up_proj.g_idx")]:
+        tensors[name] = tensors[name][torch.randperm(len(tensors[name]), generator=generator)]
+    save_file(tensors, file)
+    runner = folder_runner(tmp_path / "folder", "serve.dtype=bf16", *STEP)
+    ports = runner._programs.any.inputs
+    port, held = next((p, x) for p, x in zip(ports, runner._given[8]) if p.held and p.held.form == "experts")
+    assert all(len(one.inward) == 2 for one in held)
+    assert port.local_bytes == sum(
+        tensor.nbytes
+        for expert in held
+        for packed in (*expert.inward, expert.down)
+        for tensor in ((packed.order, packed.weight.codes, packed.weight.scales) if hasattr(packed, "order")
+                       else (packed.codes, packed.scales))
+    )  # fmt: skip
+
+
+def test_each_matrix_of_an_expert_is_decoded_once(
+    folders: dict[str, tuple[Path, Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where transformers has gate and up in one parameter."""
+    decoded, read = list[str](), GPTQFolder.linear
+
+    def count(folder: GPTQFolder, module: str) -> Quantized:
+        decoded.append(module)
+        return read(folder, module)
+
+    monkeypatch.setattr(GPTQFolder, "linear", count)
+    folder_runner(folders["qwen2_moe"][0], "serve.dtype=bf16", *STEP)
+    experts = [module for module in decoded if ".experts." in module]
+    assert len(experts) == len(set(experts)) == 2 * 4 * 3
 
 
 # ---- `tpshard quantize` ---------------------------------------------------------------------------------------------
