@@ -37,10 +37,9 @@ def check(
     If they differ by more than rounding explains, names the first operation that differs and the line of the recipe
     that sharded it, and exits with 1. Meant for small models: the memory of all ranks is in this process.
     """
-    from tpshard.parallelism.words import plural
     from tpshard.programs import equality
     from tpshard.programs.setting import Setting
-    from tpshard.recipes.diagnostic import Exit, Mistakes
+    from tpshard.recipes.diagnostic import Exit, Mistakes, plural
     from tpshard.recipes.load import with_changes
 
     if not against:

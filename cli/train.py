@@ -41,8 +41,8 @@ def _start(recipe: str, overrides: Sequence[str], plan: str | None) -> int:
     from tpshard.cli import machine
     from tpshard.cli.worker_errors import visible_gpus, workers_of
     from tpshard.parallelism.runtime.launcher import Nodes, launch
-    from tpshard.parallelism.words import plural
     from tpshard.plan import save
+    from tpshard.recipes.diagnostic import plural
 
     loaded = load(recipe, overrides)
     saved = None if plan is None else save.read(plan)

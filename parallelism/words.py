@@ -1,4 +1,4 @@
-"""Words for people: numbers with their nouns, and the texts of reasons (`parallelism.why`)."""
+"""Words for people: the texts of reasons (`parallelism.why`)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,6 @@ from tpshard.parallelism.why import TIE, Demand, Explanation, Hop, SourcePlace, 
 
 Name = Callable[[str], str]
 """A function that returns the displayed name of a value: its own, or a pattern."""
-
-
-def plural(n: float, word: str) -> str:
-    """A number with a noun in singular or plural: `1 host`, `2 hosts`, `2 micro-batches`."""
-    number = f"{n:,}" if isinstance(n, int) else f"{n:g}"
-    return f"{number} {word}" if n == 1 else f"{number} {word}{'es' if word.endswith('h') else 's'}"
 
 
 def place(written_at: SourcePlace) -> str:

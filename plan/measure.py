@@ -29,8 +29,7 @@ import psutil
 from tpshard.parallelism.cost import Device, ServingOverhead, collective, wire_bytes
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.network import Link, Topology
-from tpshard.parallelism.words import plural
-from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.recipes.diagnostic import Exit, Mistakes, plural
 
 Result = dict[str, Any]
 """The results of one process of `measure_worker`."""

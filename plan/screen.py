@@ -10,13 +10,13 @@ from typing import Any
 
 from tpshard.parallelism import words
 from tpshard.parallelism.sharding import notation
-from tpshard.parallelism.words import plural
 from tpshard.plan import forecast, skew
 from tpshard.plan.report import Edit, PlannedJob, Report, Tensor
 from tpshard.plan.rows import pattern
 from tpshard.plan.stage_times import Piped
 from tpshard.plan.units import count, gib, seconds
 from tpshard.programs.batching import BatchPlan
+from tpshard.recipes.diagnostic import plural
 
 WIDTH, HEIGHT = 100, 60
 STAGES = 4

@@ -10,12 +10,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tpshard.parallelism.cost import ServingOverhead
-from tpshard.parallelism.words import plural
 from tpshard.plan.step_prices import PricedServer, ServerBuilder
 from tpshard.plan.units import gib, seconds
 from tpshard.programs.serving import BLOCK_SIZE
 from tpshard.programs.traffic import Rehearsal, Room, StepTime, Traffic
-from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.recipes.diagnostic import Exit, Mistakes, plural
 from tpshard.recipes.load import loads
 from tpshard.recipes.schema import Recipe
 

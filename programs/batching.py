@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tpshard.parallelism.schedules import refusal
-from tpshard.parallelism.words import plural
-from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.recipes.diagnostic import Exit, Mistakes, plural
 from tpshard.recipes.parallel_keys import Pipeline
 from tpshard.recipes.schema import Recipe
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tpshard.parallelism.words import plural
-from tpshard.recipes.diagnostic import Diagnostic, Exit
+from tpshard.recipes.diagnostic import Diagnostic, Exit, plural
 from tpshard.recipes.schema import Recipe
 
 

@@ -9,9 +9,8 @@ from torch import nn
 from tpshard.models.architecture import Architecture
 from tpshard.models.dims import STAGE, param_dims
 from tpshard.models.plan_dims import Naming, dims_of_plan
-from tpshard.parallelism.words import plural
 from tpshard.programs.patterns import matches, nearest
-from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes
+from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, plural
 from tpshard.recipes.schema import Recipe
 
 _SHOWN = 4

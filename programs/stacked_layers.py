@@ -19,8 +19,8 @@ from tpshard.models.dims import STAGE, name
 from tpshard.parallelism.passes.recompute import layer_of
 from tpshard.parallelism.program import INFO, Program, info
 from tpshard.parallelism.schedules import StageTask, Table
-from tpshard.parallelism.words import plural
 from tpshard.programs.layer_likeness import LayerNumber, layer_numbers
+from tpshard.recipes.diagnostic import plural
 
 ROWS = ("batch", "seq", "embed")
 """The dims of the residual stream."""

@@ -179,6 +179,12 @@ def _window(source: Source, width: int) -> tuple[str, int]:
     return source.text[start : start + limit], start
 
 
+def plural(n: float, word: str) -> str:
+    """A number with a noun in singular or plural: `1 host`, `2 hosts`, `2 micro-batches`."""
+    number = f"{n:,}" if isinstance(n, int) else f"{n:g}"
+    return f"{number} {word}" if n == 1 else f"{number} {word}{'es' if word.endswith('h') else 's'}"
+
+
 def join(words: Iterable[str]) -> str:
     """Joins words as in `a, b or c`."""
     *most, last = list(words)

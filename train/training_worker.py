@@ -21,13 +21,12 @@ from tpshard.parallelism.runtime import crash, messages
 from tpshard.parallelism.runtime.context import Context, connect
 from tpshard.parallelism.runtime.place import WorkerPlace
 from tpshard.parallelism.runtime.watchdog import Doing
-from tpshard.parallelism.words import plural
 from tpshard.programs import training
 from tpshard.programs.batching import BatchPlan
 from tpshard.programs.setting import Setting
 from tpshard.programs.training import TrainingPrograms
 from tpshard.programs.wrong_model import wrong_model
-from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.recipes.diagnostic import Exit, Mistakes, plural
 from tpshard.recipes.schema import Recipe
 from tpshard.train.corpus import Corpus, open_text
 from tpshard.train.generated_rows import GeneratedRows, StepBatch, held_out_rows
