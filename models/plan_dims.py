@@ -32,7 +32,7 @@ def dims_of_plan(model: nn.Module) -> dict[str, Naming]:
     modules = dict(model.named_modules())
     for name, parameter in model.named_parameters():
         path, _, leaf = name.rpartition(".")
-        style = plan.get(_general(path)) if leaf in ("weight", "bias") else None
+        style = _style(plan, _general(path)) if leaf in ("weight", "bias") else None
         owner = modules[path.rpartition(".")[0]] if style else modules[path]
         style = style or plan.get(_general(name))
         if style in _OUTPUTS or style in _INPUTS:
@@ -45,6 +45,13 @@ def dims_of_plan(model: nn.Module) -> dict[str, Naming]:
         if table is not None:
             namings |= _vocabulary(model, table)
     return namings
+
+
+def _style(plan: Mapping[str, str], layer: str) -> str | None:
+    """How the plan shards a linear layer: by its own entry, or by that of the layer with this name in the module around
+    its own, such as `mlp.gate_proj` for Qwen2-MoE's `mlp.shared_expert.gate_proj`."""
+    owner, _, leaf = layer.rpartition(".")
+    return plan.get(layer) or plan.get(f"{owner.rpartition('.')[0]}.{leaf}")
 
 
 def _general(name: str) -> str:

@@ -88,6 +88,17 @@ def test_experts_are_named_and_go_to_their_axis(tmp_path: Path) -> None:
     assert setting.dims["model.layers.0.mlp.experts.down_proj"] == ("expert", "embed", "mlp")
 
 
+def test_a_shared_expert_is_divided_as_the_plan_divides_the_layer_around_it(tmp_path: Path) -> None:
+    """Qwen2-MoE's plan has `mlp.gate_proj`, and no `mlp.shared_expert.gate_proj`."""
+    programs = training.build(setting_of(architectures.folder(tmp_path, "qwen2_moe"), {"tp": 2}))
+    stored = {
+        name.rpartition("shared_expert.")[2]: port.local
+        for name, port in zip(programs.names, programs.micro.inputs)
+        if "layers.1.mlp.shared_expert." in name
+    }
+    assert stored == {"gate_proj.weight": (8, 32), "up_proj.weight": (8, 32), "down_proj.weight": (32, 8)}
+
+
 def test_an_unknown_folder_falls_to_transformers_and_says_so(tmp_path: Path) -> None:
     setting = setting_of(architectures.folder(tmp_path / "neox", "gpt_neox"), {}, key="hf")
     assert setting.config is None and type(setting.model).__name__ == "GPTNeoXForCausalLM"
