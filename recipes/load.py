@@ -16,6 +16,7 @@ from tpshard.recipes import extends, laws
 from tpshard.recipes.checker import BAD, Checker
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, Source, did_you_mean
 from tpshard.recipes.hints import hints, mapping_of, section_of
+from tpshard.recipes.interpolation import or_none
 from tpshard.recipes.nodes import Node, compose, scalar
 from tpshard.recipes.schema import SCHEMA_VERSION, Recipe
 
@@ -255,12 +256,42 @@ def _derive(merged: Merged, name: str) -> None:
 
 
 def _put_on(merged: Merged, layer: Node) -> None:
-    """Adds a layer. A pipeline's axis that is added to a mesh lies outside of its others: stages send least."""
-    before = merged.raw_at(("mesh",)) if "mesh" in merged.raw else None
+    """Adds a layer. Axes of a mesh take the order of the layer that writes them, since devices are numbered by it."""
+    meshes = [path for path in (("mesh",), ("serve", "mesh")) if _map_at(layer, path)]
+    before = {path: or_none(merged.raw, path) for path in meshes}
     merged.add(layer)
-    mesh = merged.raw_at(("mesh",)) if "mesh" in merged.raw else None
-    if isinstance(before, dict) and isinstance(mesh, dict) and "pp" in mesh.keys() - before.keys():
-        merged.put(("mesh",), {"pp": mesh["pp"], **mesh})
+    for path in meshes:
+        after = or_none(merged.raw, path)
+        if isinstance(lower := before[path], dict) and isinstance(after, dict):
+            order = _axis_order(list(lower), list(_map_at(layer, path)))
+            merged.put(path, {axis: after[axis] for axis in order if axis in after})
+
+
+def _map_at(layer: Node, path: tuple[str, ...]) -> list[str]:
+    """The keys of the map that a layer writes at a path; none if it writes no map there."""
+    node: Node | None = layer
+    for key in path:
+        node = node.get(key) if node is not None else None
+    return [key.text for key, _ in node.entries] if node is not None else []
+
+
+def _axis_order(lower: list[str], upper: list[str]) -> list[str]:
+    """The order of a mesh's axes where a layer with the axes `upper` is put on one with the axes `lower`.
+
+    Axes of both exchange their places to have the upper layer's order; a new one lies just outside of the next that
+    the layer writes. A new `pp` lies outside of all others: stages send least.
+
+    >>> _axis_order(["dp", "fsdp", "tp"], ["tp", "ep", "dp"])
+    ["tp", "fsdp", "ep", "dp"]
+    """
+    both = iter([axis for axis in upper if axis in lower])
+    order = [next(both) if axis in upper else axis for axis in lower]
+    for i, axis in reversed(list(enumerate(upper))):
+        if axis not in lower:
+            following = upper[i + 1] if i + 1 < len(upper) else None
+            place = 0 if axis == "pp" else len(order) if following is None else order.index(following)
+            order.insert(place, axis)
+    return order
 
 
 def _complete(mesh: Mapping[str, Any]) -> dict[str, Any]:

@@ -76,12 +76,13 @@ class Section:
         """The value of each field as written, without interpolation."""
         return {name: self._written.get(name, self.__dict__[name]) for name in field_names(type(self))}
 
-    # as written: reprs go to logs and equality to caches, where the environment's values must not appear
+    # As written: reprs go to logs and equality to caches, where the environment's values must not appear. Maps with
+    # another order differ: the order of a mesh's axes says which devices are neighbours.
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.stored().items())})"
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and isinstance(other, Section) and self.stored() == other.stored()
+        return type(other) is type(self) and repr(self) == repr(other)
 
 
 def waits(value: Any) -> bool:

@@ -52,8 +52,11 @@ def test_an_order_of_axes_is_priced_where_its_devices_are(recipe: str) -> None:
     assert first.order[-1] == "tp" and len(others) == 5 and others == sorted(others, key=lambda one: one.step_s)
     assert all(one.whole for one in others)  # as a recipe of that order would be planned
     other = next(one for one in others if one.order[-3:] == ("tp", "fsdp", "dp"))
-    built = make.report(loads(recipe, ["mesh={tp: 2, fsdp: 2, dp: 2}"]), "").pricing
+    swapped = recipe.replace("{dp: 2, fsdp: 2, tp: 2}", "{tp: 2, fsdp: 2, dp: 2}")
+    assert swapped != recipe
+    built = make.report(loads(swapped), "").pricing
     assert (other.step_s, other.comm_s) == pytest.approx((built.step_s, built.comm_s))
+    assert len({round(one.comm_s, 9) for one in actual.placements}) > 3  # the orders are not one and the same
 
 
 def test_the_command_says_where_axes_run(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -268,3 +268,28 @@ def test_a_runs_folder_is_its_recipe(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "recipe.yaml").write_text(TINY)
     assert load(folder).name == "first"
+
+
+@pytest.mark.parametrize(
+    ("override", "axes"),
+    [
+        ("mesh={tp: 2, fsdp: 2}", ["dp", "tp", "fsdp"]),
+        ("mesh={tp: 2, dp: 2}", ["tp", "fsdp", "dp"]),
+        ("mesh={tp: 2}", ["dp", "fsdp", "tp"]),
+        ("mesh={ep: 2, tp: 2}", ["dp", "fsdp", "ep", "tp"]),
+        ("mesh={tp: 2, ep: 2}", ["dp", "fsdp", "tp", "ep"]),
+        ("mesh={tp: 2, pp: 2}", ["pp", "dp", "fsdp", "tp"]),
+        ("mesh.fsdp=2", ["dp", "fsdp", "tp"]),
+    ],
+)
+def test_axes_of_a_mesh_take_the_order_in_which_the_last_layer_writes_them(override: str, axes: list[str]) -> None:
+    pipeline = ["pipeline.schedule=gpipe"] if "pp" in axes else []
+    experts = ["model.preset=tiny-moe"] if "ep" in axes else []
+    recipe = loads(TINY + "mesh: {dp: 1, fsdp: 1, tp: 1}\n", [override, *pipeline, *experts])
+    assert list(recipe.mesh) == axes
+    assert (recipe == loads(recipe.to_yaml())) and list(loads(recipe.to_yaml()).mesh) == axes
+
+
+def test_recipes_whose_axes_have_another_order_differ() -> None:
+    text = TINY + "mesh: {dp: 2, fsdp: 1, tp: 2}\n"
+    assert loads(text) == loads(text, ["mesh={fsdp: 1}"]) != loads(text, ["mesh={tp: 2, dp: 2}"])
