@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from tpshard.plan.report import Report
+from tpshard.plan.rows import pattern
 from tpshard.plan.screen import axes_text, cut, pipeline_words, sharding_text
 from tpshard.plan.units import gib, seconds
+
+MOST_ROWS = 24
+"""The largest number of rows of a table on the screen."""
 
 
 def figures(report: Report) -> dict[str, float]:
@@ -42,11 +47,12 @@ def diff(before: Report, after: Report) -> dict[str, Any]:
 
 def _shardings(before: Report, after: Report) -> list[dict[str, Any]]:
     def table(report: Report) -> dict[str, str]:
-        return {
-            t.name: sharding_text(t.sharding, t.dims)
-            + (f" stored {sharding_text(t.stored, t.dims)}" if t.stored is not None else "")
-            for t in report.tensors
-        }
+        texts = {}
+        for tensor in report.tensors:
+            used = sharding_text(tensor.sharding, tensor.dims)
+            stored = used if tensor.stored is None else sharding_text(tensor.stored, tensor.dims)
+            texts[tensor.name] = used if stored == used else f"{used} stored {stored}"
+        return texts
 
     old, new = table(before), table(after)
     names = [*old, *(name for name in new if name not in old)]
@@ -96,13 +102,20 @@ def text(difference: dict[str, Any]) -> str:
     if difference["fits"][0] != difference["fits"][1]:
         lines.append("  it does not fit, the other did" if difference["fits"][0] else "  it fits, the other did not")
     lines.append(f"SHARDINGS  {len(difference['shardings'])} tensors change")
-    lines += [
-        f"  {r['name']}: {r['before'] or '(none)'} -> {r['after'] or '(none)'}" for r in difference["shardings"][:16]
-    ]
+    groups = Counter((pattern(r["name"]), r["before"], r["after"]) for r in difference["shardings"])
+    for (name, before, after), members in list(groups.items())[:MOST_ROWS]:
+        many = f" x{members}" if members > 1 else ""
+        lines.append(f"  {name}{many}: {before or '(none)'} -> {after or '(none)'}")
+    lines += _more(len(groups))
     lines.append(f"COLLECTIVES  {len(difference['collectives'])} kinds change")
-    for r in difference["collectives"][:16]:
+    for r in difference["collectives"][:MOST_ROWS]:
         lines.append(
             f"  {r['kind']} over {r['axes']} of {r['of']}: {r['count'][0]} -> {r['count'][1]}, sent "
             f"{gib(r['wire_bytes'][0])} -> {gib(r['wire_bytes'][1])}"
         )
+    lines += _more(len(difference["collectives"]))
     return "\n".join(cut(line) for line in lines) + "\n"
+
+
+def _more(rows: int) -> list[str]:
+    return [f"  ... {rows - MOST_ROWS} more (--json)"] if rows > MOST_ROWS else []

@@ -142,6 +142,10 @@ def test_diff_says_what_changes_and_what_it_costs(report):
     assert actual["figures"]["step_s"]["change"] == pytest.approx(other.pricing.step_s / report.pricing.step_s - 1)
     assert "COLLECTIVES" in diff.text(actual) and "devices:" not in diff.text(actual)
     assert "on 4 and on 8 devices" in diff.text(actual | {"devices": [4, 8]})
+    equal = [{"name": f"layers.{i}.up", "before": "[M]", "after": "[M_tp]"} for i in range(3)]
+    assert "  layers.*.up x3: [M] -> [M_tp]\n" in diff.text(actual | {"shardings": equal})
+    many = [{"name": f"{chr(97 + i)}.weight", "before": "[M]", "after": "[M_tp]"} for i in range(26)]
+    assert "... 2 more (--json)" in diff.text(actual | {"shardings": many})
     same = diff.diff(report, report)
     assert same["shardings"] == [] and same["collectives"] == []
 
