@@ -6,8 +6,8 @@ plan: a training step is captured, propagated and partitioned on fsdp 2 x tp 2. 
 transformers' own in one process, in fp32, on {tp}, {fsdp, tp} and {dp, fsdp, tp}; the largest difference of a gradient,
 relative to the largest of its parameter. serve: a step over the paged cache on two devices gives transformers' logits.
 gptq: a GPTQ folder of it,
-in act-order, gives on two devices the logits of the dense weights that it stands for. quantize: a family of tpshard
-reads its folders, and `tpshard quantize` takes those. Encoders (BERT, T5, ViT) have no
+in act-order, gives on two devices the logits of the dense weights that it stands for. quantize: the loss after
+`tpshard quantize`, by transformers with the weights that the folder stands for, less the reported one. Encoders (BERT, T5, ViT) have no
 language model's loss: a step with a loss of the user's is partitioned by `tpshard.parallelism.partition`.
 
 All devices are simulated in this process. `--docs` writes the table into docs/transformers.md.
@@ -28,7 +28,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 from tpshard.cli.serve_worker import open_weights
-from tpshard.models import hf_config
+from tpshard.kernels.gptq_solver import Settings
+from tpshard.models.architecture import Architecture
+from tpshard.models.architecture_folder import FolderWeights
 from tpshard.parallelism import Mesh, partition
 from tpshard.programs import step_programs, training
 from tpshard.programs.served import model_to_serve
@@ -36,6 +38,7 @@ from tpshard.programs.serving import ServeSetting, build_serving
 from tpshard.programs.setting import Setting
 from tpshard.recipes.diagnostic import Mistakes
 from tpshard.recipes.load import loads
+from tpshard.serve.quantize_layers import Quantizer, Sequences, write
 from tpshard.serve.weights import Weights
 
 from record import RECORDS, ROOT, PageTable, Record, add_options, close_with_table, load
@@ -134,13 +137,27 @@ def causal(name: str, place: Path) -> dict[str, Any]:
     row["train"] = {" x ".join(mesh): attempt(lambda mesh=mesh: train(name, folder, mesh)) for mesh in MESHES}  # type: ignore[misc]
     row["serve"] = attempt(lambda: serves(name, folder))
     row["gptq"] = attempt(lambda: quantize(name, place)) if not isinstance(row["serve"], dict) else row["serve"]
-    row["quantize"] = attempt(lambda: family(folder))
+    row["quantize"] = attempt(lambda: writes(name, place))
     return row
 
 
-def family(folder: Path) -> str:
-    """The family of tpshard that quantizes such a folder. ValueError where there is none."""
-    return hf_config.read_config(json.loads((folder / "config.json").read_text())).family
+def writes(name: str, place: Path) -> float:
+    """How far the loss of the folder that the quantizer writes, by transformers, is from the one that it reports."""
+    config = architectures.CONFIGS[name]
+    wider = {key: value for key, value in folders.WIDER.items() if key in config}
+    tokens = torch.randint(0, architectures.VOCAB, (8, 12), generator=torch.Generator().manual_seed(0))
+    text = Sequences(tokens, tokens.roll(-1, 1))
+    with mock.patch.dict(architectures.CONFIGS, {name: {**config, **wider}}):
+        architecture, values = Architecture(architectures.config_of(name)), architectures.values(name)
+        job = Quantizer(architecture, values.__getitem__, text, text, Settings(group_size=16), "head_local")
+        report = write(job, place / f"{name}-quantized")
+        stored = FolderWeights(place / f"{name}-quantized", architecture, architecture.build())
+        weights = {path: stored.block(path, (), ()).float() for path in values}
+        with torch.no_grad():
+            logits = torch.func.functional_call(architectures.own(name), weights, (tokens,)).logits
+    assert report.loss_after is not None
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), text.targets.flatten())
+    return abs(float(loss) - report.loss_after)
 
 
 def attempt(what: Callable[[], Any]) -> Any:
@@ -229,7 +246,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         cells = [f"`{row['name']}`", f"`{row['class']}`", "no" if refused else "yes", _train(row["train"])]
         cells.append("" if row["serve"] is None else "no" if isinstance(row["serve"], dict) else "yes")
         cells.append("" if row.get("gptq") is None else "no" if isinstance(row["gptq"], dict) else "yes")
-        cells.append("yes, by `hf`" if isinstance(row["quantize"], str) else "no")
+        cells.append("" if row["quantize"] is None else "no" if isinstance(row["quantize"], dict) else "yes")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

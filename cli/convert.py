@@ -58,7 +58,7 @@ def convert(
     if tokenizer is not None and not tokenizer.is_dir():
         fix = "give the folder of a Hugging Face tokenizer"
         raise Mistakes.one(f"the tokenizer {tokenizer} is not a folder", exit=Exit.USAGE, fix=fix)
-    model = open_source(source, overrides or (), theirs=True)
+    model = open_source(source, overrides or ())
     keep_apart(model, out)
     folder = tokenizer or model.tokenizer
     if folder is None:

@@ -118,15 +118,18 @@ def _quantizer(
     import torch
     from tpshard.kernels.gptq_solver import Settings
     from tpshard.recipes.diagnostic import Exit, Mistakes
+    from tpshard.serve.layered_model import NotQuantizable
     from tpshard.serve.quantize_layers import Quantizer
 
     section: Quantize = recipe.quantize
-    length = min(seq_len or model.config.seq_len, model.config.max_seq)
+    described = model.blueprint.config or model.blueprint.architecture
+    assert described is not None, "users' modules are refused"
+    length = min(seq_len or _seq_len(model, recipe), described.max_seq or _LONGEST)
     calibration, held_out = _text(model, recipe, text, length, section.calibration.sequences)
     gpu = torch.cuda.is_available()
     try:
         return Quantizer(
-            model.config,
+            described,
             model.read,
             calibration,
             held_out,
@@ -137,10 +140,26 @@ def _quantizer(
             dtype=torch.bfloat16 if gpu and model.dtype != torch.float32 else torch.float32,
             step=_progress,
         )
+    except NotQuantizable as error:
+        raise Mistakes.one(
+            f"{model.name} cannot be quantized", exit=Exit.FIT, why=str(error), fix=OTHER_CLASS
+        ) from error
     except ValueError as error:
         raise Mistakes.one(
             f"{model.name} cannot be quantized with these settings", exit=Exit.FIT, why=str(error), fix=OTHERS
         ) from error
+
+
+_LONGEST = 2048
+"""Tokens of a sequence, where neither the recipe nor the model says it."""
+
+
+def _seq_len(model: SourceModel, recipe: Recipe) -> int:
+    """Tokens of a calibration sequence: as many as the model was trained with."""
+    if model.blueprint.config is not None:
+        return model.config.seq_len
+    trained = recipe.model.named_by in ("hf", "transformers")
+    return int(recipe.model.seq_len) if trained else _LONGEST
 
 
 def _text(
@@ -161,7 +180,9 @@ def _text(
             f"{model.name} has no tokenizer", exit=Exit.DATA, why=why, fix="add data.tokenizer=DIR after OUT"
         )
     tokenizer = load_tokenizer(model.tokenizer)
-    check_vocab(tokenizer, model.config.vocab)
+    described = model.blueprint.config or model.blueprint.architecture
+    if described is not None and described.vocab is not None:
+        check_vocab(tokenizer, described.vocab)
 
     def join_batches(batches: list[TokenBatch]) -> Sequences:
         fields = ("tokens", "targets", "documents", "positions")
@@ -179,10 +200,15 @@ def _text(
 
 def _write(quantizer: Quantizer, model: SourceModel, out: Path, overwrite: bool) -> Quantizing:
     from tpshard.recipes.diagnostic import Exit, Mistakes
+    from tpshard.serve.layered_model import NotQuantizable
     from tpshard.serve.quantize_layers import write
 
     try:
         return write(quantizer, out, tokenizer=model.tokenizer, token_ids=model.token_ids, overwrite=overwrite)
+    except NotQuantizable as error:
+        raise Mistakes.one(
+            f"{model.name} cannot be quantized", exit=Exit.FIT, why=str(error), fix=OTHER_CLASS
+        ) from error
     except ValueError as error:
         matches = ((code, fix) for words, code, fix in _wrong() if words in str(error))
         code, fix = next(matches, (Exit.FIT, OTHERS))
@@ -206,6 +232,7 @@ def _wrong() -> list[tuple[str, Exit, str]]:
     ]
 
 
+OTHER_CLASS = "a class that the gallery in docs/transformers.md lists as quantized"
 OTHERS = "other settings below `quantize`"
 """The fix for a reason that is not one of `_wrong`."""
 

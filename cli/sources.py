@@ -38,26 +38,12 @@ class SourceModel:
         return self.blueprint.config
 
 
-def open_source(
-    source: str, overrides: Sequence[str] = (), *, modules: bool = False, theirs: bool = False
-) -> SourceModel:
-    """The model that SOURCE names. `modules` also accepts users' and transformers' modules, `theirs` only the latter.
+def open_source(source: str, overrides: Sequence[str] = (), *, modules: bool = False) -> SourceModel:
+    """The model that SOURCE names. `modules` also accepts users' modules.
 
-    Raises `Mistakes`: exit 2 or 3 where SOURCE names nothing or a wrong recipe, 4 for a model of another kind, 7 where
-    the checkpoint cannot be read.
+    Raises `Mistakes`: exit 2 or 3 where SOURCE names nothing or a wrong recipe, 4 for a user's module, 7 where the
+    checkpoint cannot be read.
     """
-    model = _open(source, overrides, modules)
-    if model.blueprint.architecture is not None and not (theirs or modules):
-        raise Mistakes.one(
-            f"{model.name} is a {model.blueprint.architecture.model_type}, computed by transformers' own class",
-            exit=Exit.FIT,
-            why="such a model can be trained, served and converted, but not quantized",
-            fix="a model of one of tpshard's families, such as Llama, Qwen or Mistral",
-        )
-    return model
-
-
-def _open(source: str, overrides: Sequence[str], modules: bool) -> SourceModel:
     path = Path(source)
     if (path / "manifest.json").is_file():
         _none(overrides, source)

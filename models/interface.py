@@ -98,19 +98,26 @@ def _explicit_attention(
     return (torch.softmax(scores, -1).to(query.dtype) @ value).transpose(1, 2)
 
 
+def are_swiglu(module: Any) -> bool:
+    """Whether a module holds SwiGLU experts without biases, which tpshard's operation computes."""
+    from transformers.integrations.moe import _default_apply_gate
+
+    if not hasattr(type(module), "_apply_gate"):
+        return False
+    plain = module.has_gate and module.is_concatenated and not (
+        module.has_bias or module.is_transposed or module.has_post_expert_norm
+    )  # fmt: skip
+    plain = plain and type(module)._apply_gate is _default_apply_gate
+    return plain and type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
+
+
 def _choosing(spelled: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A forward with tpshard's experts operation for SwiGLU experts without biases, else with transformers'
     `spelled`."""
 
     def forward(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The experts' output: hidden [tokens, width], ids and weights [tokens, top_k] -> [tokens, width]"""
-        from transformers.integrations.moe import _default_apply_gate
-
-        plain = module.has_gate and module.is_concatenated and not (
-            module.has_bias or module.is_transposed or module.has_post_expert_norm
-        )  # fmt: skip
-        plain = plain and type(module)._apply_gate is _default_apply_gate
-        if not (plain and type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")):
+        if not are_swiglu(module):
             return spelled(module, hidden, ids, weights)
         columns = module.gate_up_proj.shape[1] // 2
         gate, up = module.gate_up_proj[:, :columns], module.gate_up_proj[:, columns:]

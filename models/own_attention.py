@@ -57,12 +57,12 @@ def _without_documents(module: Any, step: Step, interface: str) -> Replacements:
     """Of a class that uses the interface, but whose layers pass it no `documents`."""
     module.config = copy.copy(module.config)
     module.config._attn_implementation = interface
-    own = module.forward
+    return {"forward": partial(_forward_with_documents, module, step)}
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return own(*args, **{**kwargs, "attention_mask": None, "documents": step.documents})
 
-    return {"forward": forward}
+def _forward_with_documents(module: Any, step: Step, *args: Any, **kwargs: Any) -> Any:
+    own = type(module).forward
+    return own(module, *args, **{**kwargs, "attention_mask": None, "documents": step.documents})
 
 
 def _written_out(module: Any, step: Step, _: str) -> Replacements:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class LayerCaught(Exception):
     """Ends a forward pass early, once the needed values are captured."""
+
+
+Form = Callable[[Tensor], Any]
+"""A function from a residual stream to what a layer returns: itself, or a tuple that it begins."""
 
 
 @dataclass(frozen=True)
@@ -24,31 +30,92 @@ class LayerCall:
     rest: tuple[Any, ...]
     named: Mapping[str, Any]
 
+    def returned_by(self, layer: nn.Module) -> Any:
+        return layer(self.x, *self.rest, **self.named)
+
     def into(self, layer: nn.Module) -> Tensor:
-        return layer(self.x, *self.rest, **self.named)  # type: ignore[no-any-return]
+        """The layer's residual stream."""
+        returned = self.returned_by(layer)
+        return returned[0] if isinstance(returned, tuple) else returned  # type: ignore[no-any-return]
 
 
-class CallCatcher(nn.Module):
-    """Stands in a layer's place: keeps the arguments of each call and ends the forward pass."""
+class _InPlace(nn.Module):
+    """Stands in a layer's place, with the layer's attributes, which its model may read."""
 
-    def __init__(self) -> None:
+    def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.calls: list[LayerCall] = []
+        self.__dict__["_layer"] = layer
 
-    def forward(self, x: Tensor, *rest: Any, **named: Any) -> Tensor:
-        self.calls.append(LayerCall(x, rest, named))
-        raise LayerCaught
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_layer"], name)
 
 
-class OutputReplay(nn.Module):
-    """Stands in the layers' place: returns a given residual stream, whatever it is called with."""
+class CallCatcher(_InPlace):
+    """Keeps the arguments of its call. Returns values that are not numbers, or ends the forward pass without a form."""
 
-    def __init__(self, x: Tensor) -> None:
-        super().__init__()
-        self.x = x
+    def __init__(self, layer: nn.Module, form: Form | None = None) -> None:
+        super().__init__(layer)
+        self.__dict__["form"], self.__dict__["call"] = form, None
 
-    def forward(self, *rest: Any, **named: Any) -> Tensor:
-        return self.x
+    def forward(self, *rest: Any, **named: Any) -> Any:
+        x, rest = (rest[0], rest[1:]) if rest else (named.pop("hidden_states"), ())
+        self.__dict__["call"] = LayerCall(x, rest, named)
+        if self.form is None:
+            raise LayerCaught
+        return self.form(torch.full_like(x, math.nan))
+
+
+class OutputReplay(_InPlace):
+    """Returns a given residual stream, whatever it is called with."""
+
+    def __init__(self, layer: nn.Module, x: Tensor, form: Form) -> None:
+        super().__init__(layer)
+        self.__dict__["x"], self.__dict__["form"] = x, form
+
+    def forward(self, *rest: Any, **named: Any) -> Any:
+        return self.form(self.x)
+
+
+@contextlib.contextmanager
+def in_place_of(model: nn.Module, path: str, layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Gives the model other layers for a while."""
+    own = model.get_submodule(path)
+    model.set_submodule(path, nn.ModuleList(layers))
+    try:
+        yield
+    finally:
+        model.set_submodule(path, own)
+
+
+def form_of(layer: nn.Module, call: LayerCall) -> Form:
+    """How a layer returns its residual stream, as seen in a call. Other tensors that it returns are not kept."""
+    returned = call.returned_by(layer)
+    if not isinstance(returned, tuple):
+        return lambda x: x
+    others = tuple(torch.full_like(one, math.nan) if isinstance(one, Tensor) else one for one in returned[1:])
+    return lambda x: (x, *others)
+
+
+def calls_of_layers(model: nn.Module, path: str, form: Form, run: Callable[[], Any]) -> list[LayerCall]:
+    """The call of each layer in a pass of the model, without the residual streams of all but the first.
+
+    ValueError for a layer whose other arguments depend on the layers before it.
+    """
+    layers = list(model.get_submodule(path).children())
+    catchers = [CallCatcher(layer, form) for layer in layers[:-1]] + [CallCatcher(layers[-1])]
+    with in_place_of(model, path, catchers), contextlib.suppress(LayerCaught):
+        run()
+    calls = [catcher.call for catcher in catchers]
+    for i, call in enumerate(calls):
+        others = [] if call is None else tree_leaves((call.rest, dict(call.named)))
+        depends = any(isinstance(one, Tensor) and one.is_floating_point() and bool(one.isnan().any()) for one in others)
+        kept = call is None or any(type(one) in (dict, list) and not one for one in (*call.rest, *call.named.values()))
+        if depends or kept:
+            raise ValueError(
+                f"`{path}.{i}` is not called with values of earlier layers alone in its first argument, which "
+                "quantizing layer by layer needs"
+            )
+    return calls
 
 
 def input_of(layer: nn.Module, name: str, call: LayerCall) -> Tensor:
@@ -73,9 +140,9 @@ def _until_caught(layer: nn.Module, call: LayerCall) -> None:
         call.into(layer)
 
 
-def through(layer: nn.Module, call: LayerCall) -> LayerCall:
-    """The call of the next layer: the same one, with this layer's result as residual stream."""
-    return replace(call, x=call.into(layer))
+def through(layer: nn.Module, call: LayerCall, following: LayerCall) -> LayerCall:
+    """The call of the next layer, with this layer's residual stream."""
+    return replace(following, x=call.into(layer))
 
 
 def shared_inputs(layer: nn.Module, call: LayerCall) -> list[list[str]]:

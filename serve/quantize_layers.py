@@ -7,11 +7,13 @@ through the quantized layers, so that both losses come from the same pass.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,25 +34,27 @@ from tpshard.kernels.gptq_solver import (
     round_to_nearest,
     solve,
 )
-from tpshard.kernels.quantized import Quantized, concatenate
-from tpshard.models import build
+from tpshard.kernels.quantized import Quantized
+from tpshard.models.architecture import Architecture
 from tpshard.models.aside import write_aside
 from tpshard.models.config import ModelConfig
 from tpshard.models.hf import copy_tokenizer
-from tpshard.models.hf_config import write_config
-from tpshard.models.hf_names import Home, fuse, hf_modules, hf_tensors
-from tpshard.models.hf_quantized import quantizable
 from tpshard.models.loss import cross_entropy_sum
 from tpshard.serve.layer_calls import (
     CallCatcher,
+    Form,
     LayerCall,
     LayerCaught,
     OutputReplay,
+    calls_of_layers,
     expert_inputs,
+    form_of,
+    in_place_of,
     input_of,
     shared_inputs,
     through,
 )
+from tpshard.serve.layered_model import ExpertMatrices, NotQuantizable, Read, layered_model
 
 Method = Literal["gptq", "nearest"]
 
@@ -118,20 +122,20 @@ class Quantizer:
     """Quantizes a model, one layer per iteration of `run`.
 
     Args:
-        config: the model; `read(name)` returns a parameter's dense values.
+        described: the model; `read(name)` returns a parameter's dense values.
         calibration, held_out: text; without held_out no losses are computed.
         order: see `gptq_solver.ordering`.
         method: `nearest` is the baseline, round-to-nearest with the same groups.
         dtype: of the activations; weights are solved in fp32.
         step: called before each linear with (done, of, name).
 
-    Raises ValueError, naming the layer, where values are not finite or do not fit the settings.
+    Raises ValueError, naming the layer, where values are not finite or do not fit the settings, and as `layered_model`.
     """
 
     def __init__(
         self,
-        config: ModelConfig,
-        read: Callable[[str], Tensor],
+        described: ModelConfig | Architecture,
+        read: Read,
         calibration: Sequences,
         held_out: Sequences | None,
         settings: Settings,
@@ -143,93 +147,99 @@ class Quantizer:
         rows: int = 8,
         step: Callable[[int, int, str], None] = lambda done, of, name: None,
     ):
-        config = replace(config, capacity=None)  # a server drops no tokens
-        self.config, self.read, self.settings, self.order = config, read, settings, order
+        self.read, self.settings, self.order = read, settings, order
         self.method, self.device, self.dtype, self.step = method, device, dtype, step
         self.calibration = calibration.to(device).split(rows)
         self.held_out = held_out.to(device).split(rows) if held_out is not None else []
-        self.model = build(config, device="meta", dtype=dtype)
-        self.layers: nn.ModuleList = self.model.layers  # type: ignore[assignment]
-        self.parameters = config.shapes
+        self.layered = layered_model(described, dtype)
+        self.model, self.path = self.layered.model, self.layered.layers
         self.report = Quantizing(settings.bits, settings.group_size, order, method)
-        self.homes = hf_modules(config)
-        matrices = {
-            name: leaf
-            for name, leaf in config.leaves.items()
-            if name.startswith("layers.") and leaf.kind in ("linear", "experts")
-        }
-        fits = quantizable(config)
-        self.fits = {name: f"{name}.weight" in fits for name in matrices}
-        routers = {name for name, leaf in matrices.items() if "choice" in leaf.dims}
-        times = {name: (config.experts or 0) if leaf.kind == "experts" else 1 for name, leaf in matrices.items()}
-        self.count = sum(count for name, count in times.items() if name not in routers)
-        dense = {name: self.homes[name].module.format("*") for name, fits in self.fits.items() if not fits}
-        self.dense_modules = sorted(set(dense.values()))
-        self.report.left_dense = sorted({module for name, module in dense.items() if name not in routers})
+        matrices = self.layered.matrices
+        self.fits = {name: matrix.fits and not matrix.router for name, matrix in matrices.items()}
+        self.count = sum(matrices[name].count for name, fits in self.fits.items() if fits)
+        dense = [matrices[name] for name, fits in self.fits.items() if not fits]
+        self.dense_modules = sorted({matrix.module for matrix in dense})
+        self.report.left_dense = sorted({matrix.module for matrix in dense if not matrix.router})
 
     @torch.no_grad()
     def run(self) -> Iterator[tuple[str, Quantized]]:
         """Yields (module's name in the folder, its quantized linear), layer by layer."""
-        layers = list(self.layers)
-        self._load(self.model, "", skip="layers.")
-        streams = {"calibration": self._inputs(self.calibration)}
-        streams["reference"] = list(streams["calibration"])
+        layers = list(self.model.get_submodule(self.path).children())
+        self._load(self.model, "", skip=f"{self.path}.")
+        self._load(layers[0], f"{self.path}.0.")
+        calls, form = self._calls(layers)
+        streams = {"calibration": calls["calibration"], "reference": calls["calibration"]}
         if self.held_out:
-            streams["dense"] = self._inputs(self.held_out)
-            streams["quantized"] = list(streams["dense"])
+            streams |= {"dense": calls["held_out"], "quantized": calls["held_out"]}
+        at: dict[str, list[LayerCall]] = {name: [each[0] for each in batches] for name, batches in streams.items()}
         for i, layer in enumerate(layers):
-            prefix = f"layers.{i}."
-            self._load(layer, prefix)
+            prefix = f"{self.path}.{i}."
+            if i:
+                self._load(layer, prefix)
             dense = copy.deepcopy(layer)
-            quantized = self._quantize_layer(layer, prefix, streams["calibration"], dense, streams["reference"])
-            for name in ("reference", "dense"):
-                if name in streams:
-                    streams[name] = [through(dense, x) for x in streams[name]]
-            for name in ("calibration", "quantized"):
-                if name in streams:
-                    streams[name] = [through(layer, x) for x in streams[name]]
+            quantized = self._quantize_layer(layer, prefix, at["calibration"], dense, at["reference"])
+            for name, batches in streams.items():
+                computed = dense if name in ("reference", "dense") else layer
+                following = [each[min(i + 1, len(layers) - 1)] for each in batches]
+                at[name] = [through(computed, call, after) for call, after in zip(at[name], following)]
             layer.to("meta")
-            yield from self._join(quantized)
+            yield from self.layered.stored(quantized)
         if self.held_out:
-            before, self.report.held_out_tokens = self._loss(streams["dense"])
-            after, _ = self._loss(streams["quantized"])
+            before, self.report.held_out_tokens = self._loss(layers, at["dense"], form)
+            after, _ = self._loss(layers, at["quantized"], form)
             self.report.loss_before, self.report.loss_after = before, after
 
     def dense(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (tensor's name in the folder, fp16 values) of everything that is not quantized."""
-        names = [name for name in self.parameters if not self.fits.get(name.rpartition(".")[0])]
-        for tensor, parts in hf_tensors(self.config, names).items():
-            value = fuse([(self.read(parameter), home) for parameter, home in parts]).to(torch.float16)
+        for tensor, read in self.layered.dense(self._left(), self.read):
+            value = read.to(torch.float16)
             if not bool(torch.isfinite(value).all()):
                 raise ValueError(f"{tensor} holds values that are not finite in fp16")
             yield tensor, value
 
+    def _left(self) -> list[str]:
+        """The parameters that are not stored quantized."""
+        quantized = [name for name, fits in self.fits.items() if fits]
+        coded = {f"{name}.bias" for name in quantized}
+        coded |= {self.layered.matrices[name].parameter for name in quantized}
+        return [name for name in self.layered.parameters if name not in coded]
+
     def _load(self, module: nn.Module, prefix: str, skip: str | None = None) -> None:
-        for name, parameter in list(module.named_parameters()):
-            if skip is None or not name.startswith(skip):
+        values: dict[int, nn.Parameter] = {}  # of parameters that have several names
+        for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+            if skip is not None and name.startswith(skip):
+                continue
+            if id(parameter) not in values:
                 value = self.read(prefix + name)
                 if not bool(torch.isfinite(value).all()):
                     raise ValueError(f"{prefix}{name} holds values that are not finite")
-                owner, _, leaf = name.rpartition(".")
-                loaded = nn.Parameter(value.to(self.device, self.dtype), requires_grad=parameter.requires_grad)
-                setattr(module.get_submodule(owner), leaf, loaded)
+                values[id(parameter)] = nn.Parameter(
+                    value.to(self.device, self.dtype), requires_grad=parameter.requires_grad
+                )
+            owner, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(owner), leaf, values[id(parameter)])
 
-    def _inputs(self, batches: Sequence[Sequences]) -> list[LayerCall]:
-        """The calls of the first layer, one per batch."""
-        catcher = CallCatcher()
-        self.model.layers = nn.ModuleList([catcher])
-        for batch in batches:
-            try:
-                self.model(batch.tokens, batch.documents, batch.positions)
-            except LayerCaught:
-                continue
-        return catcher.calls
+    def _calls(self, layers: Sequence[nn.Module]) -> tuple[dict[str, list[list[LayerCall]]], Form]:
+        """The calls of each batch's layers, and how the layers return."""
+        first = CallCatcher(layers[0])
+        with in_place_of(self.model, self.path, [first, *layers[1:]]), contextlib.suppress(LayerCaught):
+            self._pass(self.calibration[0])
+        form = form_of(layers[0], first.call)
+        batches = {"calibration": self.calibration, "held_out": self.held_out}
+        return {
+            name: [calls_of_layers(self.model, self.path, form, partial(self._pass, one)) for one in several]
+            for name, several in batches.items()
+        }, form
 
-    def _loss(self, calls: Sequence[LayerCall]) -> tuple[float, int]:
+    def _pass(self, batch: Sequences) -> Tensor:
+        apart = (batch.documents, batch.positions) if self.layered.separates_documents else (None, None)
+        return self.model(batch.tokens, *apart)  # type: ignore[no-any-return]
+
+    def _loss(self, layers: Sequence[nn.Module], calls: Sequence[LayerCall], form: Form) -> tuple[float, int]:
         total, count = 0.0, 0
         for batch, call in zip(self.held_out, calls):
-            self.model.layers = nn.ModuleList([OutputReplay(call.x)])
-            logits = self.model(batch.tokens, batch.documents, batch.positions)
+            with in_place_of(self.model, self.path, [OutputReplay(layer, call.x, form) for layer in layers]):
+                logits = self._pass(batch)
             some, tokens = cross_entropy_sum(logits, batch.targets)
             total, count = total + float(some), count + int(tokens)
         return total / max(count, 1), count
@@ -249,16 +259,19 @@ class Quantizer:
             if not names:
                 continue
             linears = {prefix + name: layer.get_submodule(name) for name in names}
-            weights = {name: linear.weight.detach() for name, linear in linears.items()}  # type: ignore[union-attr, operator]
+            weights = {name: self.layered.weight_of(linear) for name, linear in linears.items()}
             statistics = Hessian(weights[prefix + names[0]].shape[1], self.device)
             for call, reference in zip(calls, references):
                 statistics.add(input_of(layer, names[0], call), input_of(dense, names[0], reference))
-            for name, result in self._solve(weights, statistics, self._heads(layer, names[0])).items():
+            for name, result in self._solve(weights, statistics, self.layered.heads(prefix + names[0])).items():
                 linear, bias = linears[name], getattr(linears[name], "bias", None)
-                linear.weight = nn.Parameter(self._dense_form(result), requires_grad=False)
+                self.layered.set_weight(linear, self._dense_form(result))
                 quantized[name] = result if bias is None else replace(result, bias=bias.detach().to(torch.float16))
-        if self.fits.get(f"{prefix}mlp.experts.down"):
-            quantized |= self._quantize_experts(layer, prefix, calls, dense, references)
+        quantized |= self._quantize_experts(layer, prefix, calls, dense, references)
+        missing = [n for n, fits in self.fits.items() if fits and n.startswith(prefix) and not (
+            n in quantized or f"{n}[0]" in quantized)]  # fmt: skip
+        if missing:
+            raise NotQuantizable(f"`{missing[0]}` is not called as a linear layer")
         return quantized
 
     def _quantize_experts(
@@ -270,27 +283,29 @@ class Quantizer:
         references: Sequence[LayerCall],
     ) -> dict[str, Quantized]:
         """Quantizes a layer's experts, each for the tokens that choose it, by names with the expert's number."""
+        own, originals = (self.layered.experts(one, prefix) for one in (layer, dense))
+        if own is None or originals is None or not self.fits[own.names[0]]:
+            return {}
         seen = [expert_inputs(layer, call) for call in calls]
         x, ids = (torch.cat(parts) for parts in zip(*seen))
         dense_x = torch.cat([expert_inputs(dense, reference)[0] for reference in references])
-        own, originals = (_expert_weights(one) for one in (layer, dense))
         quantized: dict[str, Quantized] = {}
 
-        def quantize(expert: int, leaves: Sequence[str], inputs: Tensor, dense_inputs: Tensor) -> None:
+        def quantize(expert: int, matrices: Sequence[int], inputs: Tensor, dense_inputs: Tensor) -> None:
             statistics = Hessian(inputs.shape[1], self.device)
             statistics.add(inputs, dense_inputs)
-            names = {f"{prefix}mlp.experts.{leaf}[{expert}]": leaf for leaf in leaves}
-            results = self._solve({name: own[leaf][expert] for name, leaf in names.items()}, statistics)
+            stacks = {f"{own.names[i]}[{expert}]": own.weights[i] for i in matrices}
+            results = self._solve({name: stack[expert] for name, stack in stacks.items()}, statistics)
             for name, result in results.items():
-                own[names[name]][expert] = self._dense_form(result)
+                stacks[name][expert] = self._dense_form(result)
             quantized.update(results)
-            self.report.unseen += [] if len(inputs) else names
+            self.report.unseen += [] if len(inputs) else stacks
 
-        for e in range(len(own["gate"])):
+        for e in range(len(own.weights[0])):
             chosen = (ids == e).any(-1)
             inputs, dense_inputs = x[chosen], dense_x[chosen]
-            quantize(e, ("gate", "up"), inputs, dense_inputs)
-            quantize(e, ("down",), _hidden(inputs, own, e), _hidden(dense_inputs, originals, e))
+            quantize(e, (0, 1), inputs, dense_inputs)
+            quantize(e, (2,), _hidden(inputs, own, e), _hidden(dense_inputs, originals, e))
         return quantized
 
     def _solve(
@@ -325,41 +340,11 @@ class Quantizer:
         """The weight [outputs, inputs] that a quantized one stands for, in the dtype of the activations."""
         return quantized.dequantize().T.to(self.dtype).contiguous()
 
-    def _heads(self, layer: nn.Module, name: str) -> Heads | None:
-        dims: Mapping[str, tuple[str, ...]] = getattr(layer.get_submodule(name), "dims", {})
-        c = self.config
-        return Heads(c.heads, c.kv_heads, c.head_dim) if dims.get("weight", ())[1:] == ("heads",) else None
 
-    def _join(self, quantized: Mapping[str, Quantized]) -> Iterator[tuple[str, Quantized]]:
-        """The linears as the folder stores them: those that share a matrix side by side, in its order of outputs."""
-        shared: dict[str, list[tuple[str, Home]]] = {}
-        for name in quantized:
-            stack, _, expert = name.partition("[")
-            home = self.homes[stack]
-            shared.setdefault(home.module.format(expert.rstrip("]")), []).append((name, home))
-        for module, parts in shared.items():
-            parts.sort(key=lambda part: part[1].part[2] if part[1].part else 0)
-            start, rows = 0, []
-            for name, home in parts:
-                rows.append((torch.arange(start, start + quantized[name].outputs), home))
-                start += quantized[name].outputs
-            joined = quantized[parts[0][0]] if len(parts) == 1 else concatenate([quantized[name] for name, _ in parts])
-            yield module, joined.to("cpu").take_columns(fuse(rows))
-
-
-def _expert_weights(layer: nn.Module) -> dict[str, Tensor]:
-    """The stacked weights of a layer's experts, in memory of their own, which the layer reads."""
-    weights = {}
-    for leaf in ("gate", "up", "down"):
-        stack = layer.get_submodule(f"mlp.experts.{leaf}")
-        weights[leaf] = stack.weight.detach().clone()  # type: ignore[union-attr, operator]
-        stack.weight = nn.Parameter(weights[leaf], requires_grad=False)
-    return weights
-
-
-def _hidden(x: Tensor, weights: Mapping[str, Tensor], expert: int) -> Tensor:
+def _hidden(x: Tensor, experts: ExpertMatrices, expert: int) -> Tensor:
     """The values between gate, up and down of an expert: x [tokens, embed] -> [tokens, mlp]."""
-    return F.silu(F.linear(x, weights["gate"][expert])) * F.linear(x, weights["up"][expert])
+    gate, up, _ = experts.weights
+    return F.silu(F.linear(x, gate[expert])) * F.linear(x, up[expert])
 
 
 def _pattern(module: str) -> str:
@@ -379,7 +364,7 @@ def write(
 
     FileExistsError if `out` is not empty, OSError if it cannot be written, ValueError as for `Quantizer`.
     """
-    settings, config = quantizer.settings, quantizer.config
+    settings = quantizer.settings
     gptq = GPTQConfig(
         bits=settings.bits,
         group_size=settings.group_size,
@@ -389,7 +374,7 @@ def write(
         damp_percent=settings.damp,
         dynamic={f"-:{_pattern(module)}$": {} for module in quantizer.dense_modules},
     )
-    model = write_config(replace(config, dtype="fp16"), "fp16", token_ids)
+    model = quantizer.layered.config_json(token_ids)
     with write_aside(out, overwrite=overwrite) as folder:
         write_into(folder, model, quantizer.run(), quantizer.dense(), gptq)
         if tokenizer is not None:

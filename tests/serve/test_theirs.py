@@ -15,6 +15,10 @@ import torch
 from servers import folder_runner, programs_of, ranks_of
 from tokenizers import Tokenizer as Rust
 from torch import Tensor
+from tpshard.kernels.gptq_solver import Settings
+from tpshard.models.architecture import Architecture
+from tpshard.models.architecture_folder import FolderWeights
+from tpshard.serve.quantize_layers import Quantizer, Sequences, write
 from tpshard.serve.service import Limits
 from web import web
 
@@ -95,9 +99,8 @@ CODED = (
     "qwen2", "qwen3", "mistral", "phi3", "gpt2", "gemma2", "gemma3_text", "olmo2", "granite", "mixtral", "qwen2_moe",
     "qwen3_moe",
 )  # fmt: skip
-NOT_TURNED = ("gpt2", "phi3", "mixtral", "qwen2_moe", "qwen3_moe")
-"""Models whose gates and values lie in one matrix, or in one operation with the rest of an expert; a shared expert is
-whole on every device."""
+NOT_TURNED = ("gpt2", "phi3", "mixtral", "qwen3_moe")
+"""Models whose gates and values lie in one matrix, or in one operation with the rest of an expert."""
 
 
 @pytest.mark.parametrize(
@@ -125,3 +128,31 @@ def test_a_gptq_folder_gives_the_tokens_of_its_dense_weights(
         assert len(turned) == 4 and all("gate" in one or "up" in one for one in turned), "no order is left of the MLP"
     with running(folder, tp, served, f"serve.layout={layout}") as url:
         assert answers(url, ids) == expected(name, values)
+
+
+@pytest.mark.parametrize(
+    ("name", "tp"),
+    [
+        ("qwen2_moe", 1),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (("phi3", 2), ("qwen2_moe", 2), ("gpt2", 2), ("gemma3_text", 2))
+        ),
+    ],
+)
+def test_what_quantize_writes_is_served(
+    name: str, tp: int, tmp_path: Path, served: Any, ids: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens are those of the dense weights that the folder stands for."""
+    wider = {key: value for key, value in gptq_folders.WIDER.items() if key in architectures.CONFIGS[name]}
+    monkeypatch.setitem(architectures.CONFIGS, name, {**architectures.CONFIGS[name], **wider})
+    architecture, values = Architecture(architectures.config_of(name)), varied(name)
+    tokens = torch.randint(0, 64, (8, 16), generator=torch.Generator().manual_seed(0))
+    write(
+        Quantizer(architecture, values.__getitem__, Sequences(tokens, tokens), None, Settings(group_size=16), "global"),
+        tmp_path / "out",
+    )
+    stored = FolderWeights(tmp_path / "out", architecture, architecture.build())
+    dequantized = {path: stored.block(path, (), ()).float() for path in values}
+    with running(tmp_path / "out", tp, served) as url:
+        assert answers(url, ids) == expected(name, dequantized)
