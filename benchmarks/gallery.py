@@ -5,10 +5,10 @@
 plan: a training step is captured, propagated and partitioned on fsdp 2 x tp 2. train: its loss and its gradients are
 transformers' own in one process, in fp32, on {tp}, {fsdp, tp} and {dp, fsdp, tp}; the largest difference of a gradient,
 relative to the largest of its parameter. serve: a step over the paged cache on two devices gives transformers' logits.
-gptq: a GPTQ folder of it,
-in act-order, gives on two devices the logits of the dense weights that it stands for. quantize: the loss after
-`tpshard quantize`, by transformers with the weights that the folder stands for, less the reported one. Encoders (BERT, T5, ViT) have no
-language model's loss: a step with a loss of the user's is partitioned by `tpshard.parallelism.partition`.
+gptq: a GPTQ folder of it, in act-order, gives on two devices the logits of the dense weights that it stands for.
+quantize: the loss after `tpshard quantize`, by transformers with the weights that the folder stands for, less the
+reported one. Encoders (BERT, T5, ViT) have no language model's loss: a step with a loss of the user's is partitioned by
+`tpshard.parallelism.partition`.
 
 All devices are simulated in this process. `--docs` writes the table into docs/transformers.md.
 """
