@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 from tpshard.parallelism.mesh import Axes
+from tpshard.parallelism.passes.copy import call as add_call
 from tpshard.parallelism.passes.order import NodeOrder
 from tpshard.parallelism.program import INFO, Collective, Info, Program, Spec, info
 
@@ -52,7 +53,7 @@ def _merge(graph: fx.Graph, nodes: list[fx.Node], kind: str, unit: str) -> None:
     last = max(nodes)  # nodes compare by their position in the graph
 
     def call(target: Any, args: tuple[Any, ...], shape: tuple[int, ...], comm: Collective | None = None) -> fx.Node:
-        node = graph.call_function(target, args)
+        node = add_call(graph, target, args)
         spec = Spec(shape, first.specs[0].dtype)
         node.meta[INFO] = Info((spec,), first.origin, first.place, comm=comm, unit=unit)
         return node

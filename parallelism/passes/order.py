@@ -30,14 +30,15 @@ class NodeOrder:
     def add(self, node: fx.Node) -> None:
         """Appends a node, and before it the operands that are not in the order yet."""
         stack = [node]
+        done = self.done
         while stack:
             current = stack[-1]
-            if current in self.done:
+            if current in done:
                 stack.pop()
                 continue
-            missing = [operand for operand in current.all_input_nodes if operand not in self.done]
-            if missing:
-                stack.extend(reversed(missing))
+            operands = current.all_input_nodes
+            if not done.issuperset(operands):
+                stack.extend([operand for operand in reversed(operands) if operand not in done])
                 continue
             stack.pop()
             for other in self.ahead(current) if self.ahead is not None else ():
@@ -51,8 +52,10 @@ class NodeOrder:
     def apply(self) -> None:
         """Gives the graph this order; nodes that were not added follow in their old order."""
         for node in self.old:
-            self.add(node)
-        reorder(self.graph, self.new)
+            if node not in self.done:
+                self.add(node)
+        if self.new != self.old:
+            reorder(self.graph, self.new)
 
     def _add(self, node: fx.Node) -> None:
         if node not in self.done:

@@ -26,6 +26,8 @@ def overlap_exchanges(program: Program) -> Program:
     between: dict[fx.Node, list[fx.Node]] = {}
     for half in _halves(program):
         between.update(half.deal_products())
+    if not between:
+        return program.with_new_order()
     order = NodeOrder(program.graph)
     withheld = {product for products in between.values() for product in products}
     late: list[fx.Node] = []

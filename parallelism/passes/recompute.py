@@ -31,9 +31,11 @@ def recompute(program: Program, keep: Keep, reshard_after_forward: bool = True) 
     for node in list(graph.nodes):
         if node.op != "call_function" or info(node).phase != "backward":
             continue
-        for operand in list(node.all_input_nodes):
-            if operand in again:
-                _clone_before(graph, operand, node, again, clones, position)
+        repeated = [operand for operand in node.all_input_nodes if operand in again]
+        if not repeated:
+            continue
+        for operand in repeated:
+            _clone_before(graph, operand, node, again, clones, position)
         node.args = fx.map_arg(node.args, lambda n: clones.get(n, n) if n in again else n)
         node.kwargs = fx.map_arg(node.kwargs, lambda n: clones.get(n, n) if n in again else n)
     return program
