@@ -55,11 +55,12 @@ def balance_stages(
         return list(even), cut(even)
     chooser, rounds = Chooser(setting), len(even) // devices
     tried: dict[tuple[int, ...], tuple[float, tuple[Stage, ...]]] = {}
+    times_of: dict[int, _StageTimes] = {}  # by the stage's forward program, which `tried` keeps
     split = tuple(even)
     while split not in tried and len(tried) < TRIES:
         stages = cut(split)
         different = {id(stage.forward): stage for stage in stages}
-        times_of = {key: _seconds(stage, chooser) for key, stage in different.items()}
+        times_of |= {key: _seconds(stage, chooser) for key, stage in different.items() if key not in times_of}
         times = [times_of[id(stage.forward)] for stage in stages]
         tried[split] = max(sum(t.all for t in times[device::devices]) for device in range(devices)), stages
         layers, before, after = _layer_seconds(times)

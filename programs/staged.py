@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
@@ -159,8 +159,12 @@ def recompute_uncut(setting: Setting, base: Program, make_micro: step_programs.M
     return run([remat(setting, fsdp.reshard_after_forward is not False)], whole)
 
 
-def finished_stages(setting: Setting, again: Program, table: Table, layers: Sequence[int]) -> tuple[Stage, ...]:
-    """The stages of a recomputed program, as they run. Raises Mistakes where it cannot be cut."""
+def finished_stages(
+    setting: Setting, again: Program, table: Table, layers: Sequence[int], only: Collection[int] | None = None
+) -> tuple[Stage, ...]:
+    """The stages of a recomputed program, or `only` those with some indices, as they run. Raises Mistakes where it
+    cannot be cut.
+    """
     try:
         cuts = cut(again, axis_of(setting), layers, split_backward=table.splits_backward)
     except ValueError as error:
@@ -168,7 +172,7 @@ def finished_stages(setting: Setting, again: Program, table: Table, layers: Sequ
             f"the model cannot be cut into stages: {error}", exit=Exit.FIT, where=setting.recipe.where("pipeline"),
             fix="leave `pipeline` out, or another model",
         ) from error  # fmt: skip
-    return tuple(_finish(setting, stage) for stage in cuts)
+    return tuple(_finish(setting, stage) for stage in cuts if only is None or stage.index in only)
 
 
 def device_programs(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 
 from tpshard.parallelism.program import Program
+from tpshard.parallelism.schedules import Table
 from tpshard.parallelism.stages import Stage
 from tpshard.parallelism.stretch import stretch_program
 from tpshard.programs.alike import STACK, few_layers, micro
@@ -15,7 +16,6 @@ from tpshard.programs.memo import Memo, key_of_partition
 from tpshard.programs.setting import Setting
 from tpshard.programs.splitting import balance_stages, layers_of
 from tpshard.programs.staged import (
-    DevicePrograms,
     StagedPrograms,
     axis_of,
     device_programs,
@@ -28,10 +28,11 @@ from tpshard.recipes.schema import Recipe
 
 
 def build(setting: Setting, memo: Memo | None = None) -> tuple[Program, StagedPrograms] | None:
-    """`staged.build` with equal middle stages built once. `memo` keeps programs of models with few layers.
+    """`staged.build` with equal stages and equal devices' programs built once. `memo` keeps them for other schedules,
+    and programs of models with few layers.
 
-    None if the model's layers differ, by themselves or in what the recipe does to them, or there are too few stages to
-    gain. Raises Mistakes for what does not fit.
+    None if the model's layers differ, by themselves or in what the recipe does to them. Raises Mistakes for what does
+    not fit.
     """
     if _treats_layers_apart(setting.recipe):
         return None
@@ -46,8 +47,6 @@ def build(setting: Setting, memo: Memo | None = None) -> tuple[Program, StagedPr
     if deep is None:
         return None
     cut = _Alike(setting, memo)
-    if cut.built_layers(even) >= config.layers:
-        return None
     layers, stages = balance_stages(setting, even, table.devices, cut.stages)
     names = [name for name, _ in setting.model.named_parameters()]
     ports = {p.name: p.layout for p in few.inputs if p.kind == "parameter"}
@@ -59,13 +58,12 @@ def build(setting: Setting, memo: Memo | None = None) -> tuple[Program, StagedPr
         on_device = {name for stage in table.stages_of(device) for name in of_stage[stage]}
         held.append([name for name in names if name in on_device])
     noted = sum(p.shape[0] for p in few.outputs[2 + len(ports) :])
-    built: dict[tuple[str, ...], DevicePrograms] = {}
+    key = _key_of_devices(setting)
     devices = []
     for i, own_names in enumerate(held):
-        alike = tuple(_in_few(name) for name in own_names)
-        if alike not in built:
-            built[alike] = device_programs(setting, storage, base, held, i, noted, memo)
-        devices.append(built[alike])
+        alike = [(_in_few(name), [j - i for j, names in enumerate(held) if name in names]) for name in own_names]
+        make = partial(device_programs, setting, storage, base, held, i, noted, memo)
+        devices.append(memo.of("device programs", repr((key, alike)), make, most=DEVICES))
     return few, StagedPrograms(setting, axis, table, tuple(layers), stages, tuple(devices), storage)
 
 
@@ -79,31 +77,53 @@ def _treats_layers_apart(recipe: Recipe) -> bool:
     return any(re.search(r"[\d?\[]", name) for name in names)
 
 
+KINDS, DEVICES = 8, 6
+"""The kinds of stages, and the programs of devices, that a `Memo` keeps."""
+Kind = tuple[str, int]
+"""The place of a stage (first, middle or last), and its number of layers: stages of a kind have equal prices."""
+
+
 class _Alike:
-    """The stages of a model's splits, cut from models with fewer layers."""
+    """The stages of a model's splits, cut from models with fewer layers; each kind of stage is built once."""
 
     def __init__(self, setting: Setting, memo: Memo):
         self.setting, self.table, self.make = setting, table_of(setting), partial(micro, memo=memo)
+        self.built: dict[Kind, Stage] = memo.of("stages by kind", _key_of_stages(setting, self.table), dict)
 
-    def _counts(self, split: Sequence[int]) -> tuple[int, list[int], int]:
-        """The numbers of layers of the first stage, of each kind of middle stage, and of the last."""
-        return split[0], sorted(set(split[1:-1])), split[-1]
-
-    def built_layers(self, split: Sequence[int]) -> int:
-        """The number of layers of the model from which a split is cut."""
-        first, between, last = self._counts(split)
-        return first + sum(between) + last
+    def _kinds(self, split: Sequence[int]) -> list[Kind]:
+        """The kind of the first stage, the kinds of middle stages, and that of the last, each once."""
+        return [("first", split[0]), *(("middle", count) for count in sorted(set(split[1:-1]))), ("last", split[-1])]
 
     def stages(self, split: Sequence[int]) -> tuple[Stage, ...]:
-        first, between, last = self._counts(split)
+        kinds = self._kinds(split)
+        if any(kind not in self.built for kind in kinds):
+            self._build([kinds[0], *(kind for kind in kinds[1:-1] if kind not in self.built), kinds[-1]])
+        for kind in [kind for kind in self.built if kind not in kinds][: max(0, len(self.built) - KINDS)]:
+            del self.built[kind]
+        all_stages = [self.built["first", split[0]], *(self.built["middle", count] for count in split[1:-1])]
+        return tuple(replace(stage, index=i) for i, stage in enumerate([*all_stages, self.built["last", split[-1]]]))
+
+    def _build(self, kinds: Sequence[Kind]) -> None:
+        """Builds the stages of some kinds, in the order of the model, as far as they are not built yet."""
         config = self.setting.config
         assert config is not None
-        shorter = replace(self.setting, config=replace(config, layers=self.built_layers(split)))
+        layers = [count for _, count in kinds]
+        shorter = replace(self.setting, config=replace(config, layers=sum(layers)))
         again = recompute_uncut(shorter, self.make(shorter), self.make)
-        head, *inner, tail = finished_stages(shorter, again, self.table, [first, *between, last])
-        kinds = dict(zip(between, inner))
-        all_stages = [head, *(kinds[count] for count in split[1:-1]), tail]
-        return tuple(replace(stage, index=i) for i, stage in enumerate(all_stages))
+        new = {i: kind for i, kind in enumerate(kinds) if kind not in self.built}
+        self.built.update(zip(new.values(), finished_stages(shorter, again, self.table, layers, new)))
+
+
+def _key_of_stages(setting: Setting, table: Table) -> str:
+    """What the programs of a stage read of a setting and of its schedule."""
+    return repr((_key_of_devices(setting), setting.recipe.remat, table.splits_backward))
+
+
+def _key_of_devices(setting: Setting) -> str:
+    """What the programs that a device runs once per step read of a setting."""
+    names = (field.name for field in fields(setting.recipe) if field.name not in ("pipeline", "remat"))
+    read = {name: getattr(setting.recipe, name) for name in names}
+    return repr((key_of_partition(setting), setting.batch, read))
 
 
 def _in_few(name: str) -> str:

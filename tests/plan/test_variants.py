@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 from small_recipe import RECIPE
-from tpshard.plan.search import variant
+from tpshard.plan.search import price_variant, variant
+from tpshard.programs import staged_alike
+from tpshard.programs.variants import Variants
 from tpshard.recipes.load import loads
 
-from plan_variants import outcomes
+from plan_variants import figures, outcomes, plan_whole
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, pytest.param(range(3, 20), marks=pytest.mark.slow)])
@@ -33,3 +35,31 @@ def test_a_variant_is_the_recipe_that_its_changes_load(changes: list[str]) -> No
     assert recipe.to_yaml() == loads(RECIPE, [*overrides, *changes]).to_yaml()
     again = variant(recipe, ["remat=full"])
     assert again.to_yaml() == loads(RECIPE, [*overrides, *changes, "remat=full"]).to_yaml()
+
+
+def test_schedules_share_equal_stages_and_devices_and_cost_what_their_plans_say(monkeypatch):
+    """Schedules of one mesh have stages and devices in common; each still has the price of its own plan."""
+    built = {"device_programs": 0, "finished_stages": 0}
+    for name in built:
+        real = getattr(staged_alike, name)
+
+        def counted(*args, name=name, real=real):
+            built[name] += 1
+            return real(*args)
+
+        monkeypatch.setattr(staged_alike, name, counted)
+    sizes = ["model.layers=8", "mesh={pp: 2, fsdp: 2, tp: 1}", "batch={global_sequences: 16, per_device: 1}"]
+    recipe, variants = loads(RECIPE, [*sizes, "pipeline={schedule: gpipe}"]), Variants()
+    changes = {
+        "1f1b": ["pipeline={schedule: 1f1b, split: [4, 4]}"],
+        "gpipe": ["pipeline={schedule: gpipe, split: [4, 4]}"],
+        "zero_bubble": ["pipeline={schedule: zero_bubble, split: [4, 4]}"],
+        "rounds": ["pipeline={schedule: interleaved_1f1b, rounds: 2, split: [2, 2, 2, 2]}"],
+        "remat": ["pipeline={schedule: 1f1b, split: [4, 4]}", "remat=full"],
+    }
+    for name, change in changes.items():
+        changed = variant(recipe, change)
+        price, plan = price_variant(changed, variants=variants), figures(plan_whole(changed, as_plan=True))
+        assert plan == {"memory": price.needed_bytes, "step": price.step_s, "exposed": price.exposed_s,
+                        "comm": price.comm_s}, name  # fmt: skip
+    assert built == {"device_programs": 2, "finished_stages": 4}, "gpipe's stages are 1f1b's; all have its devices"
