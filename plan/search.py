@@ -14,11 +14,14 @@ from typing import TypeVar
 from tpshard.plan import make, search_bounds, search_pipelines, server
 from tpshard.plan.report import Edit, Report
 from tpshard.plan.search_bounds import Bounds
-from tpshard.plan.search_processes import Helpers, share
+from tpshard.plan.search_processes import Helpers, share, variants_of_helper
 from tpshard.plan.search_result import (
     UNPRICED,
     Candidate,
+    Changes,
+    KnownVariants,
     SearchResult,
+    VariantBound,
     VariantPrice,
     mark_fastest,
     pipeline_words,
@@ -27,7 +30,7 @@ from tpshard.plan.search_result import (
 from tpshard.plan.units import gib, seconds
 from tpshard.programs import cluster
 from tpshard.programs.setting import Setting, devices_of
-from tpshard.programs.variants import Variants
+from tpshard.programs.variants import Variants, without_older
 from tpshard.recipes.diagnostic import Mistakes
 from tpshard.recipes.load import with_changes
 from tpshard.recipes.schema import Recipe
@@ -178,8 +181,8 @@ def search(recipe: Recipe, say: Callable[[str], None] | None = None, processes: 
     """
     every = list(meshes(recipe))
     large = search_pipelines.layers_of(recipe) * len(every) >= LARGE
-    with Helpers(processes - 1 if large else 0) as helpers:
-        tried = _Search(recipe, say or (lambda _: None), helpers, search_bounds.MOST_LAYERS)
+    with make.without_gc(), without_older(), Helpers(processes - 1 if large else 0) as helpers:
+        tried = _Search(recipe, say or (lambda _: None), helpers, search_bounds.MOST_LAYERS, Variants())
         tried.each(_Search.mesh, every)
         if recipe.pipeline is not None or (recipe.cluster is not None and recipe.cluster.nodes > 1):
             tried.pipelines()
@@ -200,15 +203,16 @@ def _per_device(recipe: Recipe, mesh: Mapping[str, int]) -> list[int]:
 T = TypeVar("T")
 LARGE = 200
 """Layers of a model times meshes from which on a search starts further processes, each of which takes seconds."""
-Priced = dict[tuple[str, ...], "Candidate | None"]
-"""Variants by their changes; None for those that contradict themselves."""
 
 
 class _Search:
-    def __init__(self, recipe: Recipe, tell: Callable[[str], None], helpers: Helpers, layers: int):
-        self.recipe, self.tell, self.variants, self.result = recipe, tell, Variants(), SearchResult()
+    def __init__(
+        self, recipe: Recipe, tell: Callable[[str], None], helpers: Helpers, layers: int, variants: Variants
+    ):  # fmt: skip
+        self.recipe, self.tell, self.variants, self.result = recipe, tell, variants, SearchResult()
         self.bounds, self.layers_left, self.helpers = Bounds(recipe), layers, helpers
-        self.priced: Priced = {}
+        self.known = KnownVariants()
+        self.last: tuple[Changes, Recipe] = (), recipe
         self.first_fits: list[Candidate] = []
         """The pipelines with the first schedule that fit."""
 
@@ -221,10 +225,10 @@ class _Search:
         layers = self.layers_left // len(parts)
         if len(parts) > 1:
             others = [self.helpers.start(_price_ahead, self.recipe, method, part, layers) for part in parts[1:]]
-            self.priced |= _price_ahead(self.recipe, method, parts[0], layers)
+            self.known.update(_price_ahead(self.recipe, method, parts[0], layers, self.variants))
             for other in others:
                 try:
-                    self.priced |= other.result()
+                    self.known.update(other.result())
                 except BrokenExecutor:
                     self.tell("a process of the search was ended, by the system or by hand; its part is priced here")
         for item in items:
@@ -268,29 +272,49 @@ class _Search:
 
     def _price(self, unpriced: Candidate) -> Candidate | None:
         key = tuple(unpriced.changes)
-        if key not in self.priced:
-            self.priced[key] = _price_candidate(self.recipe, unpriced, self.variants)
-        return self.priced[key]
+        if key not in self.known.priced:
+            try:
+                self.known.priced[key] = _price_candidate(self._variant(key), unpriced, self.variants)
+            except Mistakes:
+                self.known.priced[key] = None
+        return self.known.priced[key]
+
+    def _variant(self, key: Changes) -> Recipe:
+        """The recipe with changes; that of the last ones is kept, because reading a recipe takes a while."""
+        if self.last[0] != key:
+            self.last = key, variant(self.recipe, key)
+        return self.last[1]
+
+    def _bound(self, unpriced: Candidate) -> VariantBound | None:
+        """What is known of a variant before it is built; None for one that contradicts itself."""
+        key = tuple(unpriced.changes)
+        if key not in self.known.bounds:
+            try:
+                changed = self._variant(key)
+                limit = cluster.device_of(changed)[0].memory_bytes
+                needed, layers = self.bounds.needed(changed, unpriced.mesh), self.bounds.layers_built(changed)
+                self.known.bounds[key] = VariantBound(needed, limit, layers)
+            except Mistakes:
+                self.known.bounds[key] = None
+        return self.known.bounds[key]
 
     def _is_ruled_out(self, unpriced: Candidate, what: str) -> bool:
         """Whether a variant is not built: it exceeds the memory by its bound, or too many layers were built already.
 
         Where nothing fits yet, full recomputation is always built, so that the search ends with a figure.
         """
-        try:
-            changed = variant(self.recipe, unpriced.changes)
-            least, layers = self.bounds.needed(changed, unpriced.mesh), self.bounds.layers_built(changed)
-        except Mistakes:
+        bound = self._bound(unpriced)
+        if bound is None:
             return False  # pricing says that it is refused
-        if least > cluster.device_of(changed)[0].memory_bytes and (self.result.candidates or unpriced.remat != "full"):
-            self.tell(f"{what}: does not fit, at least {gib(least)}; not built")
+        if bound.least_bytes > bound.limit_bytes and (self.result.candidates or unpriced.remat != "full"):
+            self.tell(f"{what}: does not fit, at least {gib(bound.least_bytes)}; not built")
             self.result.refused += 1
             return True
-        if layers > self.layers_left:
+        if bound.layers > self.layers_left:
             self.tell(f"{what}: not tried")
             self.result.untried.append(what)
             return True
-        self.layers_left -= layers
+        self.layers_left -= bound.layers
         return False
 
     def pipelines(self) -> None:
@@ -337,12 +361,15 @@ class _Search:
             self.least_remat(best.mesh, per_device, best.more)
 
 
-def _price_ahead(recipe: Recipe, method: Callable[[_Search, T], None], items: Sequence[T], layers: int) -> Priced:
-    """The prices of what a search tries of some items, if it builds no more than `layers`."""
-    tried = _Search(recipe, lambda _: None, Helpers(0), layers)
+def _price_ahead(
+    recipe: Recipe, method: Callable[[_Search, T], None], items: Sequence[T], layers: int,
+    variants: Variants | None = None,
+) -> KnownVariants:  # fmt: skip
+    """What a search finds out about some items, if it builds no more than `layers`. A helper keeps its own variants."""
+    tried = _Search(recipe, lambda _: None, Helpers(0), layers, variants or variants_of_helper())
     for item in items:
         method(tried, item)
-    return tried.priced
+    return tried.known
 
 
 def _needed_bytes(candidate: Candidate) -> int:
@@ -365,12 +392,8 @@ def meshes(recipe: Recipe) -> Iterator[dict[str, int]]:
                 yield {**fixed, "dp": dp, "fsdp": left // (tp * dp), "tp": tp}
 
 
-def _price_candidate(recipe: Recipe, unpriced: Candidate, variants: Variants) -> Candidate | None:
-    """The candidate with its price; None where it contradicts itself."""
-    try:
-        candidate = variant(recipe, unpriced.changes)
-        price = price_variant(candidate, variants=variants)
-    except Mistakes:
-        return None
-    tokens = candidate.batch.global_sequences * candidate.model.seq_len
-    return replace(unpriced, price=price, tokens_per_s_per_device=tokens / price.step_s / devices_of(candidate))
+def _price_candidate(recipe: Recipe, unpriced: Candidate, variants: Variants) -> Candidate:
+    """The candidate, whose recipe this is, with its price. Raises `Mistakes` where it contradicts itself."""
+    price = price_variant(recipe, variants=variants)
+    tokens = recipe.batch.global_sequences * recipe.model.seq_len
+    return replace(unpriced, price=price, tokens_per_s_per_device=tokens / price.step_s / devices_of(recipe))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from functools import cache
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
+
+from tpshard.programs.variants import Variants
 
 T = TypeVar("T")
 
@@ -36,12 +40,23 @@ class Helpers:
         if self._pool is None:  # a forked process would inherit torch's threads without running them
             self._others = set(multiprocessing.active_children())
             spawn = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(
-                self.count, spawn, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)
-            )
+            self._pool = ProcessPoolExecutor(self.count, spawn, initializer=_begin)
         return self._pool.submit(function, *args)
 
 
 def share(items: Sequence[T], among: int) -> list[Sequence[T]]:
     """The items dealt out like cards, in at most `among` parts: neighbours take about as long."""
     return [items[i::among] for i in range(min(among, len(items)))] or [[]]
+
+
+def _begin() -> None:
+    """Leaves Ctrl-C to the search's own process, and garbage collection to `Variants`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.disable()
+    gc.freeze()
+
+
+@cache
+def variants_of_helper() -> Variants:
+    """What this process, which helps a search, has built in its earlier parts."""
+    return Variants()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from tpshard.plan import search_bounds
 from tpshard.plan.units import gib, seconds
@@ -44,6 +45,33 @@ class Candidate:
     def changes(self) -> list[str]:
         sizes = [f"mesh.{axis}={size}" for axis, size in self.mesh.items()]
         return [*sizes, *self.more, f"remat={self.remat}", f"batch.per_device={self.per_device}"]
+
+
+Changes = tuple[str, ...]
+"""The changes of a variant."""
+
+
+class VariantBound(NamedTuple):
+    """What is known of a variant before it is built."""
+
+    least_bytes: int
+    limit_bytes: int
+    """The memory of its device."""
+    layers: int
+    """The number of layers that are built for it."""
+
+
+@dataclass
+class KnownVariants:
+    """What is known of the variants that were tried, by their changes: the same whoever finds it out."""
+
+    priced: dict[Changes, Candidate | None] = field(default_factory=dict)
+    """None for variants that contradict themselves."""
+    bounds: dict[Changes, VariantBound | None] = field(default_factory=dict)
+
+    def update(self, other: KnownVariants) -> None:
+        self.priced |= other.priced
+        self.bounds |= other.bounds
 
 
 @dataclass
