@@ -1,6 +1,6 @@
 """Every shipped recipe: its command, the key figures of its plan, and where it was run.
 
-    python benchmarks/recipe_gallery.py [--record] [--docs] [--steps N] [NAME ...]
+    python benchmarks/recipe_gallery.py [--record] [--docs] [--steps N] [NAME ...]      rows of other names stay
 
 plan: `tpshard plan NAME --dry-run --json`. run: recipes for a CPU are trained on this machine for N steps, in a folder
 that is removed afterwards; of the others nothing was run here, and the table says so. `--docs` writes the table into
@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from record import ROOT, PageTable, Record, add_options, close_with_table
+from record import RECORDS, ROOT, PageTable, Record, add_options, close_with_table, load
 
 PLACE = PageTable(
     ROOT / "docs" / "gallery.md", "<!--recipes: python benchmarks/recipe_gallery.py --docs-->", "<!--/recipes-->"
@@ -96,6 +96,9 @@ def main() -> None:
         ran = train(name, options.steps) if runs_on_cpu else None
         record.rows.append({"name": name, "plan": plan, "run": ran})
         record.say(json.dumps(record.rows[-1]))
+    if options.names and (RECORDS / "recipe_gallery.json").exists():  # the other rows stay
+        known = {row["name"]: row for row in load("recipe_gallery")["rows"]} | {row["name"]: row for row in record.rows}
+        record.rows[:] = [known[name] for name in sorted(known)]
     close_with_table(record, table(record.rows), PLACE, options)
 
 
