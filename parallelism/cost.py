@@ -168,6 +168,11 @@ class Device:
         return {level.name: level.link.slowdown for level in self.network}
 
     @property
+    def exchanges(self) -> bool:
+        """Whether some collectives run as an all-to-all with a local sum (see `parallelism.exchange`)."""
+        return self.backend == "gloo"
+
+    @property
     def stream_rate(self) -> float:
         """Bytes/s of pointwise operations and reductions."""
         return self.memory_bandwidth * self.efficiency.streaming

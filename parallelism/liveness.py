@@ -6,12 +6,13 @@ its wait. Program inputs belong to the caller and live throughout. Views keep th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
 from torch import fx
+from tpshard.parallelism.exchange import runs_as_exchange
 from tpshard.parallelism.flow import Flow
 from tpshard.parallelism.fusion import Kernel
 from tpshard.parallelism.program import Program
@@ -58,11 +59,14 @@ class Memory:
         return [(value.node.name, value.category, value.bytes) for value in self.alive[:12]]
 
 
-def liveness(program: Program, kernels: Sequence[Kernel], *, always: Mapping[str, int] | None = None) -> Memory:
+def liveness(
+    program: Program, kernels: Sequence[Kernel], *, always: Mapping[str, int] | None = None, exchanges: bool = False
+) -> Memory:
     """Memory over the program's nodes, in order.
 
-    always: bytes by category that live throughout and are not inputs (optimizer state, accumulated gradients). A
-    compiled pointwise kernel may overwrite an operand that it is the last to read.
+    always: bytes by category that live throughout and are not inputs (optimizer state, accumulated gradients).
+    exchanges: whether collectives run as on a CPU (`parallelism.exchange`). A compiled pointwise kernel may overwrite
+    an operand that it is the last to read.
     """
     flow = Flow.of(program)
     nodes = flow.nodes
@@ -79,6 +83,10 @@ def liveness(program: Program, kernels: Sequence[Kernel], *, always: Mapping[str
             change[kind][end if early else end + 1] -= size[base]
     for name, extra in (always or {}).items():
         change[name][0] += extra
+    for issue, wait, buffers in _exchanges(flow) if exchanges else ():
+        # the local sum allocates the result when the exchange ends and has freed what it sent, which is no smaller
+        change["communication"][issue] += buffers - kernels[issue].written
+        change["communication"][wait + 1] -= buffers - kernels[issue].written
 
     by_category: dict[str, list[int]] = {}
     curve = [0] * len(nodes)
@@ -103,6 +111,19 @@ def liveness(program: Program, kernels: Sequence[Kernel], *, always: Mapping[str
         alive,
         [size[base] for base in birth if base.op != "placeholder" and size[base]],
     )
+
+
+def _exchanges(flow: Flow) -> Iterator[tuple[int, int, int]]:
+    """Yields the collectives that a CPU runs as an exchange: indices of issue and wait, and the bytes of its buffers.
+
+    Those are what is received, and for an all-reduce the copies that are sent.
+    """
+    index = {node: i for i, node in enumerate(flow.nodes)}
+    for node, i in index.items():
+        comm = flow.info[node].comm
+        if comm is not None and runs_as_exchange(comm.kind, comm.bytes, comm.size):
+            waits = [index[user] for user in node.users if flow.name[user] == "wait_tensor"]
+            yield i, max(waits, default=i), comm.bytes * (2 * comm.size if comm.kind == "all_reduce" else 1)
 
 
 def _lives(

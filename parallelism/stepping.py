@@ -14,6 +14,9 @@ from tpshard.parallelism.stages import Stage
 
 T = TypeVar("T")
 
+RECEIVES_AHEAD = 2
+"""Number of tasks for which a device posts the receives before it runs them."""
+
 
 class Carrier(Protocol[T]):
     """The interface for sending to and receiving from other stages."""

@@ -11,8 +11,6 @@ from tpshard.plan.units import gib, seconds
 
 SHIPPED_CPU = "cpu"
 """The name of the device file that stands for any CPU."""
-BETWEEN_STAGES = ("send", "recv")
-"""Transfers of a pipeline, which a run does not count as collectives."""
 SKIPPED = 2
 """Logged steps of warm-up, left out of the comparison where there are enough others."""
 
@@ -20,6 +18,7 @@ SKIPPED = 2
 def compare(folder: Path, plan: Any = None) -> dict[str, Any] | None:
     """Compares a run with its plan: {figure: {predicted, measured, error}}; None without a plan or a logged step.
 
+    A run's metrics are those of rank 0; its collectives, bytes and memory are compared with the plan's of that rank.
     Measured is the median over the training rows of the last attempt; of a step logged twice the last row counts.
     `plan` defaults to the one in the folder.
     """
@@ -33,9 +32,7 @@ def compare(folder: Path, plan: Any = None) -> dict[str, Any] | None:
     predicted = {
         "step_s": plan["time"]["step_s"],
         "exposed_comm_s": plan["time"]["exposed_comm_s"],
-        "peak_memory_bytes": plan["memory"]["peak_bytes"],
-        "collectives": sum(line["count"] for line in plan["collectives"] if line["kind"] not in BETWEEN_STAGES),
-        "sent_bytes": sum(line["wire_bytes"] for line in plan["collectives"]),
+        **_of_first_rank(plan),
         "tokens_per_s": plan["tokens_per_s_per_device"] * _devices(plan),
     }
     comparison: dict[str, Any] = {}
@@ -87,6 +84,18 @@ def record(folder: Path) -> str:
     if plan["device"]["name"] == SHIPPED_CPU:
         line += "; the plan is priced by the shipped file of a CPU: `tpshard doctor --measure` writes this machine's"
     return line
+
+
+def _of_first_rank(plan: Any) -> dict[str, float]:
+    """The plan's counts and memory of rank 0, which in a pipeline is a device of the first stage."""
+    if devices := (plan.get("pipeline") or {}).get("by_device"):
+        first = devices[0]
+        peak, count, sent = first["peak_bytes"], first["collectives"], first["sent_bytes"]
+    else:
+        lines = plan["collectives"]
+        peak, count = plan["memory"]["peak_bytes"], sum(line["count"] for line in lines)
+        sent = sum(line["wire_bytes"] for line in lines)
+    return {"peak_memory_bytes": peak, "collectives": count, "sent_bytes": sent}
 
 
 def _devices(plan: Any) -> int:

@@ -224,7 +224,7 @@ def price_parts(
     done = []
     for part in parts:
         priced = price(part.program, one_device, per_host, compiled=part.compiled, cached=part.cached)
-        memory = liveness(part.program, priced.kernels, always=part.always)
+        memory = liveness(part.program, priced.kernels, always=part.always, exchanges=one_device.exchanges)
         done.append(PricedPart(part, priced, priced.run(), memory))
     loop = _looping(one_device, parts[0].program.mesh, per_host) if trains else 0.0
     return Pricing(one_device, done, loop + sum(priced_part.mapped_s(one_device) for priced_part in done))

@@ -14,12 +14,14 @@ from tpshard.parallelism.fusion import Compiled
 from tpshard.parallelism.liveness import liveness
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.schedules import Slot, StageTask, Table
-from tpshard.parallelism.stepping import program_of
+from tpshard.parallelism.stepping import RECEIVES_AHEAD, program_of
 from tpshard.parallelism.timeline import Priced, Timeline, price
 from tpshard.plan.pricing import PricedPart, StepPart
 from tpshard.programs.staged import StagedPrograms
 
 NAMES = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
+BETWEEN_STAGES = ("send", "recv")
+"""Transfers of a pipeline, which a run does not count as collectives."""
 HELD = {"parameter": "parameters", "gradient": "gradients", "optimizer": "optimizer", "saved": "activations"}
 
 
@@ -52,6 +54,10 @@ class DevicePrice:
     peak_bytes: int
     held: int
     """The maximal number of (micro-batch, stage) pairs whose activations it holds."""
+    collectives: int
+    """Collectives per step, without sends and receives between stages."""
+    sent_bytes: int
+    """Bytes that it sends per step, to other stages too."""
 
 
 @dataclass
@@ -135,7 +141,10 @@ class Piped:
                 for s in self.stages
             ],
             "by_device": [
-                {"busy_s": _round(d.busy_s), "once_s": _round(d.once_s), "peak_bytes": d.peak_bytes, "held": d.held}
+                {
+                    "busy_s": _round(d.busy_s), "once_s": _round(d.once_s), "peak_bytes": d.peak_bytes,
+                    "held": d.held, "collectives": d.collectives, "sent_bytes": d.sent_bytes,
+                }
                 for d in self.devices
             ],
             "table": [" ".join(f"{t.kind}{t.micro}/{t.stage}" for t in row) for row in table.rows],
@@ -187,7 +196,7 @@ def price_pipeline(pipeline: StagedPrograms, whole: Device, per_host: int, compi
         parts, peak = _device(pipeline, i, runs, whole.shared_by(per_host), per_host, compiled)
         apart = sum(p.seconds for p in parts if p.part.name in ONCE)
         busy = sum(seconds(task) for task in table.rows[i])
-        devices.append(DevicePrice(busy, apart, peak.memory.peak_bytes, table.most_held(i)))
+        devices.append(DevicePrice(busy, apart, peak.memory.peak_bytes, table.most_held(i), *_sent(parts)))
         worst.append(peak)
         parts_of.append(parts)
     flops = [_flops(stage.programs) for stage in pipeline.stages]
@@ -200,6 +209,17 @@ def price_pipeline(pipeline: StagedPrograms, whole: Device, per_host: int, compi
     )  # fmt: skip
     result.parts = parts_of[result.slowest]
     return result
+
+
+def _sent(parts: list[PricedPart]) -> tuple[int, int]:
+    """(collectives without those between stages, bytes sent) of the programs that a device runs in a step."""
+    count = sent = 0
+    for entry in parts:
+        for i, cost in entry.priced.costs.items():
+            comm = info_of(entry.priced.kernels[i].node).comm
+            count += entry.part.times * (comm is not None and comm.kind not in BETWEEN_STAGES)
+            sent += entry.part.times * cost.wire_bytes
+    return count, sent
 
 
 ONCE = ("gather", "reduce", "exchange", "totals", "update")
@@ -219,15 +239,18 @@ def _device(
     held_bytes = 0  # the sum of all
     own: dict[tuple[str, int], int] = {}
     first: dict[tuple[str, int], PricedPart] = {}
-    for task in table.rows[place]:
+    row = table.rows[place]
+    for i, task in enumerate(row):
         key, program = (task.kind, task.stage), program_of(pipeline.stages, task)
-        others = held_bytes - held[task.stage, task.micro]
+        coming = (program_of(pipeline.stages, later) for later in row[i + 1 : i + 1 + RECEIVES_AHEAD])
+        messages = sum(_of_kind(later, "received") for later in coming)
+        others = held_bytes - held[task.stage, task.micro] + messages
         inside = _of_kind(program, "saved")
         if key not in first:
             priced, timeline = runs[key]
             name = f"{NAMES[task.kind]} of stage {task.stage}"
             part = StepPart(name, program, table.micro_batches, _bytes_beside(rest, program, others), compiled)
-            memory = liveness(program, priced.kernels, always=part.always)
+            memory = liveness(program, priced.kernels, always=part.always, exchanges=device.exchanges)
             own[key] = memory.peak_bytes - others
             first[key] = PricedPart(part, priced, _without_last_sends(timeline), memory)
             parts.append(first[key])
@@ -246,12 +269,12 @@ def _device(
     _, key, others = tallest
     chosen = first[key]
     always = _bytes_beside(rest, chosen.part.program, others)
-    memory = liveness(chosen.part.program, chosen.priced.kernels, always=always)
+    memory = liveness(chosen.part.program, chosen.priced.kernels, always=always, exchanges=device.exchanges)
     peak_part = PricedPart(replace(chosen.part, always=always), chosen.priced, chosen.timeline, memory)
     for name, once in _run_once(pipeline, place):
         priced = price(once, device, per_host, compiled=compiled)
         part = StepPart(name, once, 1, _bytes_beside(rest, once, 0), compiled)
-        memory = liveness(once, priced.kernels, always=part.always)
+        memory = liveness(once, priced.kernels, always=part.always, exchanges=device.exchanges)
         parts.append(PricedPart(part, priced, _without_last_sends(priced.run()), memory))
     return parts, max([peak_part, *parts], key=lambda p: p.memory.peak_bytes)
 

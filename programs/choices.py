@@ -146,7 +146,10 @@ class Chooser:
         """Peak bytes of the step, including the optimizer's moments of every parameter."""
         elements = {port.name: math.prod(port.local) for port in program.inputs if port.kind == "parameter"}
         moments = self.setting.moment_bytes(elements)
-        return liveness(program, self.kernels(program), always={"optimizer": moments}).peak_bytes
+        memory = liveness(
+            program, self.kernels(program), always={"optimizer": moments}, exchanges=self.device.exchanges
+        )
+        return memory.peak_bytes
 
     # ---- buckets --------------------------------------------------------------------------------------------
     def pieces(self, program: Program) -> list[buckets.Piece]:

@@ -13,15 +13,12 @@ from tpshard.parallelism.runtime.execute import Executor
 from tpshard.parallelism.runtime.mail import Mail
 from tpshard.parallelism.schedules import StageTask
 from tpshard.parallelism.stages import Stage
-from tpshard.parallelism.stepping import Walk, neighbour, program_of
+from tpshard.parallelism.stepping import RECEIVES_AHEAD, Walk, neighbour, program_of
 from tpshard.programs.training import TrainingPrograms
 from tpshard.train.checkpoint import OPTIMIZER
 from tpshard.train.generated_rows import StepBatch
 from tpshard.train.state import COUNTED, InitialBlock, State
 from tpshard.train.training_engine import StepResult
-
-AHEAD = 2
-"""How many tasks ahead of the current one values are received."""
 
 
 class PipelineEngine(State):
@@ -110,7 +107,7 @@ class PipelineEngine(State):
         named = {port.name: value for port, value in zip(self.ports, params)}
         walk: Walk[Tensor] = Walk(self.pipeline.table, stages, self._call, self, named, sums, batches)
         for i, task in enumerate(row):
-            for coming in row[i : i + 1 + AHEAD]:
+            for coming in row[i : i + 1 + RECEIVES_AHEAD]:
                 self.mail.expect(program_of(stages, coming), self._number(coming, coming.stage))
             walk.do(task)
         self.mail.finish()

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from tpshard.parallelism.mesh import Axis
 from tpshard.parallelism.program import Program, group_name, info
 from tpshard.parallelism.runtime.context import Context
+from tpshard.parallelism.runtime.outbox import Outbox
 from tpshard.parallelism.transfer import recv, send
 
 
@@ -46,7 +47,7 @@ class Mail:
         """Bytes sent so far."""
         self._coming: dict[tuple[str, int], tuple[Tensor, Any]] = {}
         self._arriving: dict[int, Any] = {}
-        self._leaving: list[tuple[Any, Tensor]] = []
+        self._outbox = Outbox(waits=context.device.type == "cpu")
 
     def _peer(self, offset: int) -> int:
         other = (self.place + offset) % self.axis.size
@@ -83,20 +84,17 @@ class Mail:
     # ---- sending -----------------------------------------------------------------------------------------------------
     def start(self, value: Tensor, node: fx.Node) -> Tensor:
         """Starts the send of a program's node."""
-        self._leaving = [(work, sent) for work, sent in self._leaving if not work.is_completed()]
         offset, packed = _offset(node), value.contiguous()
         self.sent_bytes += packed.numel() * packed.itemsize
         work = dist.isend(
             packed, self._peer(offset), self.groups[offset > 0], self._tag(_value_name(node), self.number)
         )
-        self._leaving.append((work, packed))
+        self._outbox.keep(work, packed)
         return value
 
     def finish(self) -> None:
         """Waits until all sends are complete."""
-        for work, _ in self._leaving:
-            work.wait()
-        self._leaving.clear()
+        self._outbox.empty()
 
 
 def _offset(node: fx.Node) -> int:

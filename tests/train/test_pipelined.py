@@ -10,7 +10,9 @@ import torch
 from tpshard.models.loss import cross_entropy_sum
 from tpshard.parallelism.float64 import BOUND, float64
 from tpshard.parallelism.runtime.context import Context
+from tpshard.plan import make
 from tpshard.programs import training
+from tpshard.train.training_worker import engine_of
 from training_cases import SEED, assert_trained, blueprint, global_batch, reference, setting_of, train
 
 FOUR = "model.layers=4"
@@ -53,6 +55,33 @@ def test_three_steps_equal_the_plain_model(
         assert_trained(actual, reference(3, *shape))
         assert actual["expected"] == actual["state"].keys(), "a checkpoint on any mesh has them all"
         assert actual["eval"] == evaluate(actual["state"], shape, plan.per_device * plan.data_ranks)
+
+
+def count(context: Context, overrides: list[str]) -> tuple[int, int, int]:
+    """(collectives, bytes sent, peak bytes) of a step of this rank, as a run logs them."""
+    programs = training.build(setting_of(dict(context.mesh.axes), *overrides))
+    engine = engine_of(programs, context, blueprint(programs.setting).initial_block)
+    engine.initialize(SEED)
+    plan = programs.setting.batch
+    for step in range(3):
+        rows = plan.rows(engine.data_rank)
+        mine = global_batch(step).rows(rows.start, rows.stop)
+        for i in range(plan.micro_batches):
+            engine.accumulate(mine.rows(i * plan.per_device, (i + 1) * plan.per_device), seed=step)
+        engine.update(0.01, step + 1)
+    return engine.collectives, engine.sent_bytes, engine.peak_bytes
+
+
+@pytest.mark.parametrize("schedule", [slowly("gpipe"), "interleaved_1f1b", "zero_bubble"])
+def test_a_plan_counts_what_every_stage_sends_and_holds(pool: Any, schedule: str) -> None:
+    axes = {"pp": 2, "dp": 1, "fsdp": 2, "tp": 1}
+    inputs = [FOUR, f"pipeline={{schedule: {schedule}}}", "batch.per_device=1", "cluster={device: cpu}"]
+    piped = make.price_training(training.build(setting_of(axes, *inputs))).pipeline
+    assert piped is not None
+    for rank, (collectives, sent_bytes, peak_bytes) in enumerate(pool.run(count, inputs, world=4, mesh=axes)):
+        planned = piped.devices[rank // 2]
+        assert (collectives, sent_bytes) == (planned.collectives, planned.sent_bytes)
+        assert peak_bytes == pytest.approx(planned.peak_bytes, rel=0.05)
 
 
 def evaluate(state: dict[str, torch.Tensor], shape: list[str], rows: int) -> Any:
