@@ -109,7 +109,7 @@ def screen(report: Report, *, verbose: bool = False, width: int = WIDTH) -> str:
     ]
     whole = forecast.rows(report.forecast) if report.forecast is not None else []
     whole += skew.rows(report.skew) if report.skew is not None else []
-    tail = _times(report) + whole + _advice(report)
+    tail = _times(report) + whole + _advice(report, verbose)
     middle = [
         _memory(report), _collectives(report, verbose), _reshards(report, verbose), _pipeline(report, verbose)
     ]  # fmt: skip
@@ -299,13 +299,13 @@ def _times(report: Report) -> list[str]:
     return rows
 
 
-def _advice(report: Report) -> list[str]:
+def _advice(report: Report, verbose: bool) -> list[str]:
     most = 3 if report.searched is None else 10
     rows = [f"  try: {_edit(e, report.pricing.step_s)}" for e in report.suggestions[:most]]
     if report.searched is not None:
         rows.append(f"  searched: {report.search_summary}")
-    rows += [f"  warning: {text}" for text in report.warnings[:3]]
-    if len(report.warnings) > 3:
+    rows += [f"  warning: {text}" for text in (report.warnings if verbose else report.warnings[:3])]
+    if len(report.warnings) > 3 and not verbose:
         rows.append(f"  ... {len(report.warnings) - 3} more warnings (--verbose)")
     if report.accuracy:
         rows.append(f"  accuracy: {report.accuracy}")

@@ -101,7 +101,7 @@ def build(
     if gather is not None or reduce is not None:
         micro = make(setting, micro, gathered=gather is not None, unreduced=reduce is not None)
     check_reshards(setting, (micro,))
-    micro = replace(micro, warnings=[*micro.warnings, *setting.notes])
+    micro = replace(micro, warnings=[*setting.notes, *micro.warnings])
 
     def programs(micro: Program) -> TrainingPrograms:
         return TrainingPrograms(setting, micro, updating, storage, gather, reduce)

@@ -29,6 +29,13 @@ def test_one_screen(report):
     assert "heads: tp" in shown
 
 
+def test_all_warnings_are_shown_where_they_are_asked_for(report):
+    several = replace(report, warnings=[f"warning {i}" for i in range(5)])
+    assert "warning 3" not in screen.screen(several) and "2 more warnings (--verbose)" in screen.screen(several)
+    shown = screen.screen(several, verbose=True)
+    assert all(text in shown for text in several.warnings) and "more warnings" not in shown
+
+
 def test_a_narrow_screen_keeps_the_line_that_decided():
     def mark(*places: SourcePlace) -> Tensor:
         return Tensor("w", (8, 8), ("tp" if places else None, None), places, "parameter", True)

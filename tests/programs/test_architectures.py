@@ -103,6 +103,7 @@ def test_an_unknown_folder_falls_to_transformers_and_says_so(tmp_path: Path) -> 
     setting = setting_of(architectures.folder(tmp_path / "neox", "gpt_neox"), {}, key="hf")
     assert setting.config is None and type(setting.model).__name__ == "GPTNeoXForCausalLM"
     assert any("tpshard has no family for gpt_neox" in note for note in setting.notes)
+    assert "tpshard has no family for gpt_neox" in training.build(setting).micro.warnings[0], "a plan shows the first"
     assert setting_of(architectures.folder(tmp_path / "llama", "llama"), {}, key="hf").architecture is None
 
 
