@@ -287,7 +287,7 @@ def collective(device: Device, topology: Topology, kind: str, refs: Axes, buffer
     if span.members <= 1:
         return CommCost(0.0, 0, "none", "none")
     if kind == "recv":  # takes as long as its send, which runs elsewhere
-        return CommCost(0.0, 0, span.wire, "point to point", span.wire)
+        return CommCost(0.0, 0, span.wire, "point-to-point", span.wire)
     as_kind, received = cpu_collective(kind, buffer, span.members) if device.kind == "cpu" else (kind, buffer)
     sent = wire_bytes(as_kind, received, span.members, device.backend)
     # gloo's all-reduce has two rounds even between two ranks, where they send no more than the buffer
@@ -296,7 +296,7 @@ def collective(device: Device, topology: Topology, kind: str, refs: Axes, buffer
     tree = rounds * sum(math.ceil(math.log2(one.parts)) * one.level.link.latency_s for one in crossings)
     if as_kind in ("all_to_all", "permute", "send"):
         times = pairwise_s(as_kind, received, span.members, crossings)
-        seconds, name = max(times.values()) + tree, "pairwise" if as_kind == "all_to_all" else "point to point"
+        seconds, name = max(times.values()) + tree, "pairwise" if as_kind == "all_to_all" else "point-to-point"
     else:
         ring = rounds * sum(one.hops * one.level.link.latency_s for one in crossings)
         times = {one.level.name: sent / one.ring_rate() for one in crossings}
@@ -311,7 +311,7 @@ def collective(device: Device, topology: Topology, kind: str, refs: Axes, buffer
     if kind == "reduce_scatter" and as_kind == kind and device.backend == "gloo":
         name = "all-reduce, own part kept"
     elif as_kind != kind:
-        name = "all-to-all and local sum"
+        name = "all-to-all+sum"
     if device.kind == "cpu" and kind in ("all_reduce", "reduce_scatter"):
         seconds += received / device.stream_rate
     level = max(times, key=times.__getitem__) if device.levels else span.wire

@@ -156,11 +156,13 @@ def text(network: Net) -> str:
     for place in network.places:
         over = ", ".join(f"{name} (joins {parts})" for name, parts in place.levels)
         lines.append(f"  {place.axis:<5}{place.size:5,}{place.stride:8,}  {over}")
-    lines.append("COLLECTIVES             axes       of          level      algorithm        bytes      time   exposed")
+    lines.append(
+        "COLLECTIVES             axes      of         level      algorithm           bytes      time   exposed"
+    )
     for line in network.lines:
         lines.append(
-            f"  {line.count:6,} {line.kind:<15}{cut(axes_text(line.axes), 10):<11}{line.of:<12}{line.level:<11}"
-            f"{cut(line.algorithm, 12):<12}{gib(line.bytes):>11}{seconds(line.time_s):>10}{seconds(line.exposed_s):>10}"
+            f"  {line.count:6,} {line.kind:<15}{cut(axes_text(line.axes), 9):<10}{line.of:<11}{line.level:<11}"
+            f"{cut(line.algorithm, 14):<14}{gib(line.bytes):>11}{seconds(line.time_s):>10}{seconds(line.exposed_s):>10}"
         )
     lines.append("PLACED  axes from the outermost                    communication    exposed       step")
     for i, one in enumerate(network.placements):

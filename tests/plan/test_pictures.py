@@ -13,6 +13,7 @@ from html.parser import HTMLParser
 import pytest
 from patience import PATIENCE
 from tpshard.plan import page, page_data, pictures, screen, trace, units
+from tpshard.recipes.diagnostic import plural
 
 
 class Outside(HTMLParser):
@@ -181,5 +182,5 @@ def test_a_picture_has_one_unit_and_says_what_its_colours_mean(report):
 
 
 def test_one_of_a_thing_is_singular():
-    assert [units.plural(n, "host") for n in (1, 2)] == ["1 host", "2 hosts"]
-    assert [units.plural(n, "micro-batch") for n in (1, 8)] == ["1 micro-batch", "8 micro-batches"]
+    assert [plural(n, "host") for n in (1, 2)] == ["1 host", "2 hosts"]
+    assert [plural(n, "micro-batch") for n in (1, 8)] == ["1 micro-batch", "8 micro-batches"]
