@@ -238,7 +238,7 @@ def differences(text: str) -> Iterator[tuple[str, str]]:
 def _like(line: str, printed: Sequence[str]) -> str:
     """The printed line that differs in numbers alone, in the fewest of them; "" if there is none."""
     words = line.split()
-    pattern = re.compile(r"\s+".join(VARIES.sub("\0", word) for word in words).replace("\0", ".+"))
+    pattern = re.compile(r"\s+".join(".+".join(map(re.escape, VARIES.split(word))) for word in words))
     alike = [other for other in printed if pattern.fullmatch(other.strip())]
     return max(alike, key=lambda other: sum(a == b for a, b in zip(words, other.split())), default="")
 

@@ -79,6 +79,8 @@ def test_a_transcript_shows_what_a_command_printed(tmp_path: Path, monkeypatch: 
     old = "  loss          8.1785 -> 4.6000"
     assert list(record.differences(page.format(old))) == [(old, "  loss          8.1785 -> 4.5689")]
     assert list(record.differences(page.format("done"))) == [("done", "")]
+    starred = " *a.weight x4 [B]"
+    assert list(record.differences(page.format(starred))) == [(starred, "")], "no pattern of the words' own"
 
 
 @pytest.mark.parametrize("page", record.pages(), ids=lambda page: page.name)
