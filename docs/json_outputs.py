@@ -122,6 +122,19 @@ FITTED = {
     "fits": "True.",
     "recipe": "As YAML.",
 }
+SEARCHED = {
+    "candidates[].mesh.*": "The variants that fit, the fastest first: size of each mesh axis,",
+    "candidates[].remat": "recomputation,",
+    "candidates[].per_device": "sequences of a micro-batch,",
+    "candidates[].more[]": "changes of other keys,",
+    "candidates[].found.*": "memory of a device (`needed_bytes`), seconds of a step, of collectives and exposed,",
+    "candidates[].tokens_per_s_per_device": "tokens a second, divided by the number of devices,",
+    "candidates[].pareto": "and whether no other is both faster and smaller.",
+    "refused": "Number of variants that contradict themselves or do not fit.",
+    "untried[]": "Variants that were not built.",
+    "as_written.*": "The recipe without changes, as `found`; null if it contradicts itself.",
+    "recipe": "The fastest, as YAML; null if none fits.",
+}
 PINNED = {
     "pins.*": "Name or pattern: axes of each dim.",
     "left[]": "What could not be pinned.",
@@ -270,6 +283,7 @@ OUTPUTS = (
     Output("plan RECIPE --net", ("plan", "quickstart", "--net", "--json"), NET),
     Output("plan RECIPE --for serve", (*SERVE_PLAN, "--rate", "1"), ANSWERS),
     Output("plan RECIPE --fit", (), FITTED),
+    Output("plan RECIPE --search", (), SEARCHED),
     Output("plan RECIPE --pin", (), PINNED),
     Output("plan --check RUN", (), CHECKED),
     Output("serve RECIPE --check", ("serve", "quickstart", "--check", "--json"), NEED),

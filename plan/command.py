@@ -162,7 +162,8 @@ def _answer_search(
     if options.as_json:
         rows = [{**(row := dataclasses.asdict(c)), "found": row.pop("price")} for c in result.candidates]
         answer = {
-            "candidates": rows, "refused": result.refused, "untried": result.untried, "recipe": winner or None
+            "candidates": rows, "refused": result.refused, "untried": result.untried,
+            "as_written": result.as_written and dataclasses.asdict(result.as_written), "recipe": winner or None
         }  # fmt: skip
         return CommandResult(json.dumps(answer, indent=1) + "\n", code)
     return CommandResult(search_result.text(result, recipe), code)

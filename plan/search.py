@@ -187,8 +187,11 @@ def search(recipe: Recipe, say: Callable[[str], None] | None = None, processes: 
         if recipe.pipeline is not None or (recipe.cluster is not None and recipe.cluster.nodes > 1):
             tried.pipelines()
     result = tried.result
-    if not result.candidates and result.closest is None:
-        price_variant(recipe)
+    try:
+        result.as_written = price_variant(recipe, variants=tried.variants)
+    except Mistakes:
+        if not result.candidates and result.closest is None:
+            raise
     result.candidates = mark_fastest(result.candidates)
     return result
 
@@ -252,7 +255,7 @@ class _Search:
             self.tell(f"{sizes(mesh)}: parameters, gradients and moments alone exceed the memory")
             return None
         for remat in ("none", "selective", "full"):
-            what = [sizes(mesh), *pipeline_words(more), f"remat {remat} per_device {per_device}"]
+            what = [sizes(mesh), *pipeline_words(more, self.recipe), f"remat {remat} per_device {per_device}"]
             unpriced = Candidate(dict(mesh), remat, per_device, UNPRICED, 0.0, more=tuple(more))
             if self._is_ruled_out(unpriced, " ".join(what)):
                 continue

@@ -83,6 +83,8 @@ class SearchResult:
     """Variants that contradict themselves (divisibility) or exceed the memory."""
     closest: Candidate | None = None
     """The smallest of the variants that exceed the memory."""
+    as_written: VariantPrice | None = None
+    """The figures of the recipe without changes; None if it contradicts itself."""
     untried: list[str] = field(default_factory=list)
     """Variants that were not built, because the search had built `MOST_LAYERS` layers, or more stages were faster."""
 
@@ -111,13 +113,15 @@ def text(result: SearchResult, recipe: Recipe, rows: int = 24) -> str:
         lines.append(
             f" {'*' if c.pareto else ' '} {sizes(c.mesh):<38} {c.remat:<10} {c.per_device:>10} "
             f"{gib(c.price.needed_bytes):>10} {seconds(c.price.step_s):>10} {c.tokens_per_s_per_device:>12.0f}"
-            f"{'  ' + ', '.join(pipeline_words(c.more)) if c.more else ''}"
+            f"{'  ' + ', '.join(pipeline_words(c.more, recipe)) if c.more else ''}"
         )
     if result.untried:
         why = (
             f"a search builds {search_bounds.MOST_LAYERS:,} layers at most, and no fewer stages than make a step slower"
         )
         lines.append(f"   not tried: {'; '.join(result.untried)} ({why})")
+    if result.as_written is not None:
+        lines.append(f"   the recipe as written: {_compared(result.as_written, result.best)}")
     if result.best is not None:
         lines += ["", "# the fastest, as a recipe", winner(result, recipe).rstrip()]
     elif result.closest is not None:
@@ -131,17 +135,22 @@ def winner(result: SearchResult, recipe: Recipe) -> str:
     return with_changes(recipe, result.best.changes).to_yaml() if result.best is not None else ""
 
 
-def pipeline_words(more: Sequence[str]) -> list[str]:
-    """The changes of a variant's pipeline, as words for the table."""
-    settings: dict[str, str] = {}
-    for change in more:
-        key, _, value = change.partition("=")
-        settings[key.rpartition(".")[2]] = value.removeprefix("{schedule: ").removesuffix("}")
-    if settings.get("pipeline") == "null":
+def _compared(written: VariantPrice, best: Candidate | None) -> str:
+    figures = f"{gib(written.needed_bytes)}, {seconds(written.step_s)}{'' if written.fits else ', does not fit'}"
+    if best is None:
+        return figures
+    return f"{figures}; the fastest takes {best.price.step_s / written.step_s:.0%} of that time"
+
+
+def pipeline_words(more: Sequence[str], recipe: Recipe) -> list[str]:
+    """The schedule of a variant's pipeline and its changes of other keys, for the table; [] without a pipeline."""
+    changes = dict(change.split("=", 1) for change in more)
+    whole = changes.pop("pipeline", None)
+    if whole == "null" or (whole is None and recipe.pipeline is None):
         return []
-    schedule = settings.pop("schedule", settings.pop("pipeline", ""))
-    settings.pop("pipeline", None)
-    return [*([schedule] if schedule else []), *(f"{key} {value}" for key, value in settings.items())]
+    written = recipe.pipeline.schedule if recipe.pipeline is not None else ""
+    schedule = changes.pop("pipeline.schedule", written if whole is None else whole[len("{schedule: ") : -1])
+    return [schedule, *(f"{key.removeprefix('pipeline.')} {value}" for key, value in changes.items())]
 
 
 def sizes(mesh: Mapping[str, int]) -> str:

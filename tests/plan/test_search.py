@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 from small_recipe import RECIPE, tight_device
 from tpshard.cli.main import run as tpshard
-from tpshard.plan import command, make, search, search_result, suggest
+from tpshard.plan import command, make, search, search_pipelines, search_result, suggest
 from tpshard.plan.report import Edit
+from tpshard.plan.units import gib
 from tpshard.programs import cluster, step_programs
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.load import loads
@@ -87,8 +88,31 @@ def test_search_ranks_what_fits():
     steps = [c.price.step_s for c in variants.candidates]
     assert steps == sorted(steps)
     assert variants.candidates[0].pareto
-    winner = loads(search_result.text(variants, recipe).partition("# the fastest, as a recipe\n")[2])
+    shown = search_result.text(variants, recipe)
+    winner = loads(shown.partition("# the fastest, as a recipe\n")[2])
     assert winner.mesh == {**winner.mesh, **variants.candidates[0].mesh}
+    assert variants.as_written == search.price_variant(recipe)
+    share = steps[0] / variants.as_written.step_s
+    assert f"the recipe as written: {gib(variants.as_written.needed_bytes)}, " in shown
+    assert f"; the fastest takes {share:.0%} of that time" in shown
+
+
+@pytest.mark.parametrize(
+    ("written", "more", "words"),
+    [
+        ([], [], []),
+        ([], ["pipeline={schedule: 1f1b}"], ["1f1b"]),
+        (["mesh={pp: 2, fsdp: 2, tp: 1}", "pipeline={schedule: zero_bubble}"], [], ["zero_bubble"]),
+        (["mesh={pp: 2, fsdp: 2, tp: 1}", "pipeline={schedule: zero_bubble}"], ["pipeline=null"], []),
+        (
+            ["mesh={pp: 2, fsdp: 2, tp: 1}", "pipeline={schedule: 1f1b}"],
+            ["pipeline.schedule=interleaved_1f1b", "pipeline.rounds=2", *search_pipelines.ONCE],
+            ["interleaved_1f1b", "rounds 2", "fsdp.accumulate.gather step", "fsdp.accumulate.reduce last"],
+        ),
+    ],
+)
+def test_a_row_names_its_schedule_and_the_keys_it_changes(written, more, words):
+    assert search_result.pipeline_words(more, loads(RECIPE, written)) == words
 
 
 @pytest.mark.parametrize(
