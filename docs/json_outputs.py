@@ -277,16 +277,17 @@ NET = {
     "placements[].step_s": "of the whole step,",
     "placements[].whole": "and whether its own program was built; else the recipe's was priced so.",
 }
-SERVE_PLAN = ("plan", "quickstart", "--for", "serve", "--prompt", "32", "--answer", "8", "--count", "20", "--json")
+SMALL = ("plan", "quickstart", "model.layers=1")
+SERVE_PLAN = (*SMALL, "--for", "serve", "--prompt", "32", "--answer", "8", "--count", "20", "--json")
 OUTPUTS = (
-    Output("plan RECIPE", ("plan", "quickstart", "--json"), PLAN, PLAN_SOMETIMES),
-    Output("plan RECIPE --net", ("plan", "quickstart", "--net", "--json"), NET),
+    Output("plan RECIPE", (*SMALL, "--json"), PLAN, PLAN_SOMETIMES),
+    Output("plan RECIPE --net", (*SMALL, "--net", "--json"), NET),
     Output("plan RECIPE --for serve", (*SERVE_PLAN, "--rate", "1"), ANSWERS),
     Output("plan RECIPE --fit", (), FITTED),
     Output("plan RECIPE --search", (), SEARCHED),
     Output("plan RECIPE --pin", (), PINNED),
     Output("plan --check RUN", (), CHECKED),
-    Output("serve RECIPE --check", ("serve", "quickstart", "--check", "--json"), NEED),
+    Output("serve RECIPE --check", ("serve", "quickstart", "model.layers=1", "--check", "--json"), NEED),
     Output("validate RECIPE", ("validate", "quickstart", "fsdp.gather=1", "--json"), DIAGNOSTICS),
     Output("doctor", ("doctor", "--no-collective", "--json"), FINDINGS),
     Output("check RECIPE --against KEY=VALUE", (), COMPARED),

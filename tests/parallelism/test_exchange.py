@@ -91,7 +91,7 @@ def test_ranks_agree_bit_for_bit_and_send_what_is_priced(
         ((node, comm),) = program.issues()
         cost = comm_cost(device("cpu"), Topology(program.mesh, ranks), node, comm)
         assert {sent for *_, sent in results} == {cost.wire_bytes}
-        assert cost.algorithm == ("all-to-all and local sum" if name == "all_to_all_single" else "ring")
+        assert cost.algorithm == ("all-to-all+sum" if name == "all_to_all_single" else "ring")
 
 
 def test_an_exchange_is_cheaper_than_the_ring_where_latency_is_all() -> None:

@@ -62,7 +62,13 @@ def test_inductor_runs_the_same_program(pool) -> None:
         assert max(actual) < 1e-5
 
 
-@pytest.mark.parametrize("overrides", [(), ("mesh.fsdp=1", "mesh.tp=2", "remat=full")], ids=["fsdp", "tp"])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param((), id="fsdp", marks=pytest.mark.slow),
+        pytest.param(("mesh.fsdp=1", "mesh.tp=2", "remat=full"), id="tp"),
+    ],
+)
 def test_blocks_run_the_same_program_and_alike_ones_are_compiled_once(pool, overrides: tuple[str, ...]) -> None:
     mesh = {"dp": 1, "fsdp": 1, "tp": 2} if overrides else {"dp": 1, "fsdp": 2, "tp": 1}
     for actual, regions, compiled in pool.run(both, "layers", *overrides, world=2, mesh=mesh):

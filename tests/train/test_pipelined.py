@@ -82,7 +82,7 @@ def counted_step(context: Context, programs: Any) -> tuple[int, int, int]:
     return engine.collectives, engine.sent_bytes, engine.peak_bytes
 
 
-@pytest.mark.parametrize("schedule", [slowly("gpipe"), "interleaved_1f1b", "zero_bubble"])
+@pytest.mark.parametrize("schedule", [slowly("gpipe"), slowly("interleaved_1f1b"), "zero_bubble"])
 def test_a_plan_counts_what_every_stage_sends_and_holds(pool: Any, schedule: str) -> None:
     axes = {"pp": 2, "dp": 1, "fsdp": 2, "tp": 1}
     inputs = [FOUR, f"pipeline={{schedule: {schedule}}}", "batch.per_device=1", "cluster={device: cpu}"]
