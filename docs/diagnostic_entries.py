@@ -1,7 +1,8 @@
 """Every diagnostic that the code can raise, read from its source.
 
-`write_reference.py` makes docs/reference/diagnostics.md of them, with the samples of `diagnostic_samples.py`. A
-diagnostic's text is a template: `…` stands for a name or a number that is filled in when it is printed.
+`write_reference.py` makes the pages of docs/reference/diagnostics/ of them, with the samples of
+`diagnostic_samples.py`. A diagnostic's text is a template: `…` stands for a name or a number that is filled in when it
+is printed.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from tpshard.recipes.diagnostic import Exit, printable
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {
-    "recipes": "Recipes",
-    "cli": "Commands and files",
-    "devices": "Device files",
-    "models": "Models",
-    "parallelism": "Sharding",
-    "programs": "Programs",
-    "plan": "Plans",
-    "train": "Training and data",
-    "serve": "Serving",
+    "recipes": ("Recipes", "keys and values of a recipe, `extends`, interpolation, overrides"),
+    "cli": ("Commands and files", "options, files and folders that a command reads or writes, this machine"),
+    "devices": ("Device files", "keys and values of a device file"),
+    "models": ("Models", "a model's configuration, and a folder in Hugging Face's format"),
+    "parallelism": ("Sharding", "shardings of tensors"),
+    "programs": ("Programs", "model, mesh and device that do not fit each other; pipelines; fp8; a server's programs"),
+    "plan": ("Plans", "`plan` and its options"),
+    "train": ("Training and data", "text, tokenizers, checkpoints, a run's folder, the loss"),
+    "serve": ("Serving", "a server's address and requests"),
 }
-"""Folder of the code -> heading on the page, in the order of the page."""
+"""Folder of the code -> title of its page, and what its diagnostics are about; in the order of the index."""
 CALLS = {
     "Diagnostic": (0, 3), "one": (0, 9), "mistake": (0, 9), "wrong": (0, 2), "_wrong": (0, 1), "Contradiction": (0, 9),
     "_violation": (2, 3),

@@ -32,7 +32,7 @@ def pages() -> dict[str, str]:
     """File name -> text of every page."""
     texts = {
         "commands.md": commands(), "recipe.md": recipe(), "devices.md": device_files(), "metrics.md": metrics(),
-        "exit-codes.md": exit_codes(), "diagnostics.md": diagnostics(), "json.md": json_outputs(),
+        "exit-codes.md": exit_codes(), "json.md": json_outputs(), **diagnostics(),
     }  # fmt: skip
     return {name: HEAD + text for name, text in texts.items()}
 
@@ -130,24 +130,33 @@ def exit_codes() -> str:
 
 
 # ---- diagnostics ---------------------------------------------------------------------------------------------------
-def diagnostics() -> str:
-    """Every diagnostic: what, exit code, why and fix; with a sample that shows it where one can."""
-    parts = [
-        "# Diagnostics\n\nAll errors and warnings about a user's input, by the part of tpshard that reports them. "
-        "`…` stands for a name or a number. The exit code is 3 unless the entry names another "
-        "([exit codes](exit-codes.md)). A diagnostic names its place as `file:line:col`; `--json` prints it as data.\n"
-    ]
-    shown, listed = samples(), entries()
-    for room, title in ROOMS.items():
+def diagnostics() -> dict[str, str]:
+    """File name -> text: an index, and for each room of the code a page with its diagnostics."""
+    listed, shown = entries(), samples()
+    texts, rows = {}, []
+    for room, (title, about) in ROOMS.items():
         in_room = [entry for entry in listed if entry.room == room]
-        parts.append(f"\n## {title}\n" if in_room else "")
-        parts += [_diagnostic(entry, shown.get(entry)) for entry in in_room]
-    return "".join(parts)
+        if not in_room:
+            continue
+        page = f"diagnostics/{room}.md"
+        head = f"# Diagnostics: {title}\n\nAbout {about}. [Diagnostics](../diagnostics.md) explains the entries.\n"
+        texts[page] = head + "".join(_diagnostic(entry, shown.get(entry)) for entry in in_room)
+        rows.append((f"[{title}]({page})", about, str(len(in_room))))
+    index = (
+        "# Diagnostics\n\nThese pages list all errors and warnings about a user's input. Each page has those of one "
+        "part of tpshard.\n\n"
+        + table(("page", "about", "entries"), rows)
+        + "\nIn the title of an entry, `…` stands for a name or a number. Below it is an example: a recipe or a "
+        "command, and what tpshard prints. An entry without an example says the reason and the fix.\n\n"
+        "The exit code is 3 unless the entry names another ([exit codes](exit-codes.md)). A diagnostic names its place "
+        "as `file:line:col`; `--json` prints it as data.\n"
+    )
+    return {"diagnostics.md": index, **texts}
 
 
 def _diagnostic(entry: Entry, sample: tuple[Sample, str] | None) -> str:
     codes = " or ".join(f"{int(exits.Exit[name])} ({name})" for name in entry.exit.split(" or "))
-    head = f"\n### {_heading(entry.message)}\n\n"
+    head = f"\n## {_heading(entry.message)}\n\n"
     if entry.severity == "warning":
         head += "A warning. "
     elif entry.exit != "RECIPE":
@@ -196,7 +205,7 @@ def _heading(message: str) -> str:
 
 
 if __name__ == "__main__":
-    FOLDER.mkdir(exist_ok=True)
+    (FOLDER / "diagnostics").mkdir(parents=True, exist_ok=True)
     for file, text in pages().items():
         (FOLDER / file).write_text(text, encoding="utf-8")
         print(FOLDER / file)

@@ -83,8 +83,16 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert (tmp_path / "site" / "guides" / "make-it-fit" / "index.html").is_file()
 
 
+def test_every_page_is_in_the_menu() -> None:
+    menu = re.findall(r'= "([\w/-]+\.md)"', (ROOT / "zensical.toml").read_text(encoding="utf-8"))
+    assert sorted(menu) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+
+
 def test_the_reference_is_what_the_code_says() -> None:
-    for name, text in script("write_reference").pages().items():
+    pages = script("write_reference").pages()
+    stored = {str(path.relative_to(DOCS / "reference")) for path in (DOCS / "reference").rglob("*.md")}
+    assert stored == set(pages), "a page that the script does not write, or has not written"
+    for name, text in pages.items():
         written = (DOCS / "reference" / name).read_text(encoding="utf-8")
         assert written == text, f"run `python docs/write_reference.py`: {name} differs"
 
