@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import pickle
@@ -25,6 +26,13 @@ __all__ = ["pytest_deselected", "pytest_sessionfinish", "pytest_terminal_summary
 
 LONG = ("train", "cli", "serve", "programs", "docs")
 """Folders whose tests start processes. They run first, so that at the end no worker of pytest-xdist has one alone."""
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Lets the garbage collector run seldom, and skip all modules: graphs of many nodes would keep it busy."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -119,7 +119,7 @@ def serve_on_rank(context: Context, jobs: list[bytes]) -> list[tuple[dict[tuple[
     return done
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_every_layout_sends_on_real_ranks_what_is_planned(dtype: str, pool: Any, folders: dict[str, Path]) -> None:
     cases = [*(("head_local", layout) for layout in LAYOUTS), ("global", "tp_aware")]
     recipes = {(order, layout): recipe(folders[order], layout, f"serve.dtype={dtype}") for order, layout in cases}

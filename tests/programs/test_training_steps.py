@@ -169,8 +169,20 @@ def with_experts(mixture: str) -> str:
     return re.sub(r"(?s)model:.*\}\n(?=batch)", lambda _: f"{EXPERTS}, {MIXTURES[mixture]}}}\n", RECIPE)
 
 
-@pytest.mark.parametrize("mesh", EXPERT_MESHES)
-@pytest.mark.parametrize("mixture", MIXTURES)
+QUICK = {
+    ("dropless", "fsdp2 x ep2"), ("dropless", "experts over fsdp2 x tp2"), ("dropping", "ep2"),
+    ("dropping", "ep2 x tp2"), ("loss", "experts over fsdp2"), ("loss", "dp2 x ep2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mixture", "mesh"),
+    [
+        pytest.param(mixture, mesh, marks=() if (mixture, mesh) in QUICK else pytest.mark.slow)
+        for mixture in MIXTURES
+        for mesh in EXPERT_MESHES
+    ],
+)
 def test_experts_train_as_on_one_device(mixture: str, mesh: str) -> None:
     sizes, overrides = EXPERT_MESHES[mesh]
     train(sizes, *overrides, recipe=with_experts(mixture)).assert_equals(alone_with(mixture))

@@ -107,7 +107,6 @@ NOT_TURNED = ("gpt2", "phi3", "mixtral", "qwen3_moe")
     ("name", "tp", "layout"),
     [
         ("phi3", 1, "tp_aware"),
-        ("gemma2", 2, "tp_aware"),
         ("gpt2", 1, "tp_aware"),
         *(
             pytest.param(name, tp, layout, marks=pytest.mark.slow)

@@ -34,7 +34,7 @@ CASES = [
     slowly({"pp": 2}, "{schedule: circular}", [TIED]),
     slowly({"pp": 2, "fsdp": 2}, "{schedule: circular, form: vectorized}", [TIED, "batch.per_device=3"]),
     slowly({"pp": 2}, "{schedule: interleaved_1f1b}", [TIED]),
-    ({"pp": 4}, "{schedule: 1f1b}", [TIED]),
+    slowly({"pp": 4}, "{schedule: 1f1b}", [TIED]),
     slowly({"pp": 4}, "{schedule: zero_bubble}", []),
     slowly({"pp": 2, "fsdp": 2}, "{schedule: 1f1b, split: [1, 3]}", [TIED]),
     slowly({"pp": 2, "fsdp": 2}, "{schedule: interleaved_1f1b}",
