@@ -51,18 +51,18 @@ for _name in ("mesh_split", "boundary", "role", "grouped", "propagation_barrier"
     _library.impl(_name, _same, "CompositeExplicitAutograd")
 
 
-def mesh_split(tensor: torch.Tensor, mesh: Mesh, dims_mapping: Sequence[int] | str | Sharding) -> torch.Tensor:
+def mesh_split(tensor: torch.Tensor, mesh: Mesh, dims_mapping: Sequence[Any] | str | Sharding) -> torch.Tensor:
     """Annotates a tensor and its gradient with a sharding (GSPMD, section 3.1), and returns the tensor.
 
-    `dims_mapping` has one entry per dim: -1 (replicated) or the index of a mesh axis; or it is a sharding as text, such
-    as `"[{x,?} {y:(1)2}]"`, with open dims, parts of axes, several axes of one dim and priorities. Outside of
-    `partition` it does nothing. Raises ValueError for an invalid mapping or text.
+    `dims_mapping` has one entry per dim: -1 (replicated) or the index of a mesh axis; or it is a sharding in any form of
+    `partition`, such as `("x", None)` or the text `"[{x,?} {y:(1)2}]"`, with open dims, parts of axes, several axes of
+    one dim and priorities. Outside of `partition` it does nothing. Raises ValueError for anything else.
     """
     if torch._C._functorch.is_batchedtensor(tensor):
         raise ValueError("mesh_split annotates whole tensors, not those of a manual region, or of vmap")
-    if isinstance(dims_mapping, (str, Sharding)):
-        return split_as(tensor, mesh, Sharding.of(mesh, dims_mapping, tensor.dim()))
     names = list(mesh.axes)
+    if not isinstance(dims_mapping, (tuple, list)) or any(type(i) is not int for i in dims_mapping):
+        return split_as(tensor, mesh, Sharding.of(mesh, dims_mapping, tensor.dim()))
     mapping = list(dims_mapping)
     if len(mapping) != tensor.dim():
         raise ValueError(f"dims_mapping {mapping} has {len(mapping)} entries for a tensor of {tensor.dim()} dims")

@@ -167,13 +167,18 @@ def local_arguments(
 ) -> list[torch.Tensor]:
     """The local arguments of device `rank`: its shards of the tensors in `global_args`, padded where they are uneven.
 
-    If the program draws random numbers, its seed is the last one.
+    Of a sum over axes, their first device holds all and the others zeros. If the program draws random numbers, its seed
+    is the last one. Raises ValueError for tensors that are not those that the program was made for.
     """
     leaves = [leaf for leaf in pytree.tree_leaves(tuple(global_args)) if isinstance(leaf, torch.Tensor)]
     own = [port for port in program.inputs if port.kind != SEED]
     if len(leaves) != len(own):
         raise ValueError(f"{len(leaves)} tensors were given to a program with {len(own)} inputs")
-    parts = [cut(leaf, port.layout, program.mesh, rank) for leaf, port in zip(leaves, own)]
+    for leaf, port in zip(leaves, own):
+        sizes = zip(leaf.shape, port.shape) if leaf.dim() == len(port.shape) else [(0, 1)]
+        if any(given != size for dim, (given, size) in enumerate(sizes) if dim not in port.free):
+            raise ValueError(f"`{port.name}` is {list(port.shape)} in the program; a tensor {list(leaf.shape)} was given")
+    parts = [_summand(leaf, port.layout, program.mesh, rank) for leaf, port in zip(leaves, own)]
     if not draws(program):
         return parts
     if isinstance(seed, torch.Tensor):
@@ -199,6 +204,13 @@ def _seed() -> int:
     return torch.initial_seed()
 
 
+def _summand(tensor: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
+    """One device's shard of a global tensor, in a layout that may be an unreduced sum."""
+    part = cut(tensor, layout, mesh, rank)
+    first = all(mesh.index(axis, rank) == 0 for axis in layout.partial)
+    return part if first or layout.kind != "sum" else torch.zeros_like(part)
+
+
 def cut(tensor: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
     """Cuts one device's shard out of a global tensor; padding is zeros."""
     for dim, axes in enumerate(layout.dims):
@@ -215,8 +227,9 @@ def cut(tensor: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Te
 
 
 def join(port: Port, mesh: Mesh, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Joins the shards of all devices into the global tensor; the inverse of `cut`."""
-    out = parts[0].new_zeros(port.shape)
+    """Joins the shards of all devices into the global tensor, and reduces what the layout leaves unreduced."""
+    out, partial = parts[0].new_zeros(port.shape), port.layout.partial
+    summed: set[object] = set()
     for rank in range(mesh.ranks):
         blocks = block(port.shape, port.layout, mesh, rank)
         view = out
@@ -224,7 +237,12 @@ def join(port: Port, mesh: Mesh, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         for dim, (start, size) in enumerate(blocks):
             view = view.narrow(dim, start, size)
             shard = shard.narrow(dim, 0, size)
-        view.copy_(shard)
+        summand = (blocks, tuple(mesh.index(axis, rank) for axis in partial))
+        if not any(summand[1]):  # the first of its group, as a lower rank has a lower index
+            view.copy_(shard)
+        elif summand not in summed:
+            view.copy_(combine([view, shard], port.layout.kind))
+        summed.add(summand)
     return out
 
 

@@ -20,6 +20,18 @@ def test_a_mapping_that_does_not_fit_is_refused(mapping: list[int], why: str) ->
         mesh_split(torch.empty(4, 8), MESH, mapping)
 
 
+@pytest.mark.parametrize("sharding", [("a", None), ["a"], [("a",), "?"], "[{a} {}]"], ids=str)
+def test_every_form_of_a_sharding_is_taken(sharding: object) -> None:
+    program = partition(lambda x: mesh_split(x, MESH, sharding) * 2, [torch.empty(4, 8)], MESH)  # type: ignore[arg-type]
+    assert program.records["mul"].layout.dims == ((MESH.axis("a"),), ())
+
+
+@pytest.mark.parametrize("wrong", [5, [None, 0], ["a", "a"], ["c", None], [True, -1], [0.0, -1], {"a": 0}], ids=str)
+def test_what_is_no_sharding_is_told_what_is(wrong: object) -> None:
+    with pytest.raises(ValueError, match="give|used twice|the mesh has no axis `c`"):
+        mesh_split(torch.empty(4, 8), MESH, wrong)  # type: ignore[arg-type]
+
+
 def test_stacked_tensors_keep_their_shardings() -> None:
     """Whole matrices on each device take one all-to-all of the stack."""
 

@@ -133,6 +133,24 @@ def test_an_argument_may_have_every_property_of_a_sharding() -> None:
     assert [c.kind for c in program.collectives] == ["all_reduce"]
 
 
+@pytest.mark.parametrize("axis", ["x", "y", "z"])
+def test_a_sum_over_an_axis_is_given_and_returned_whole(axis: str) -> None:
+    """Whatever the other axes do, a simulation adds each summand once."""
+    mesh, x = Mesh({"x": 2, "y": 3, "z": 2}), torch.arange(28.0).reshape(7, 4)
+    other = "xz".replace(axis, "")[0]
+    texts = [f"[{{}} {{}}] unreduced={{{axis}}}", f"[{{{other}}} {{}}] unreduced={{{axis}}}", f"[{{{other}}} {{}}]"]
+    for into, out in itertools.product(texts, texts):
+        program = partition(lambda x: x * 2 + 1, [x], mesh, [into], [out])
+        assert torch.equal(program.simulate(x)[0], x * 2 + 1), (into, out)
+
+
+def test_a_program_refuses_tensors_of_other_shapes() -> None:
+    program = partition(lambda x: x + 1, [torch.empty(8, 4)], Mesh({"x": 2}), [("x",)])
+    for shape in ((16, 4), (8,), (8, 4, 1)):
+        with pytest.raises(ValueError, match=r"`arg0` is \[8, 4\] in the program"):
+            program.simulate(torch.empty(shape))
+
+
 def test_factors_of_a_view_cover_both_shapes() -> None:
     shapes = [(24,), (4, 6), (2, 12), (2, 3, 4), (6, 4), (1, 24), (8, 3), (3, 8), (2, 2, 6, 1), (12, 2)]
     for source, target in itertools.product(shapes, repeat=2):
