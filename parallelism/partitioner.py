@@ -144,6 +144,9 @@ class _Partitioner:
         self.left_partial: dict[Value, Axes] = {}
         """Values that stay partial until a later op or anchor, with the axes."""
         self.padding = ShardPadding(self.emitter)
+        outputs = [op for op in self.graph.ops if op.target is output]
+        self.summed_gradients = {op.operands[0] for op in outputs if op.results[0].role == "gradient"}
+        """Values that further programs read as inputs, and square: their padding is cleared."""
         self.propagated = {v: Layout(s.dims) for v, s in shardings.of.items()}
 
     # ---- deciding: factor shardings of ops, and which sums stay partial ---------------------------------------
@@ -276,6 +279,8 @@ class _Partitioner:
             if carried:
                 layout = layout.as_sum(union(layout.partial, carried))
             self.padding.note_result(node, op, rule, inputs, i, layout)
+            if result in self.summed_gradients:
+                node = self.padding.clear(node, result, layout)
             self.copies[result] = {layout: node}
             self.home[result] = layout
             if layout.partial and result not in self.left_partial:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 from tpshard.parallelism.choose import Choice
-from tpshard.parallelism.graph import Op
+from tpshard.parallelism.graph import Op, Value
 from tpshard.parallelism.lower import Emitter
 from tpshard.parallelism.program import Spec
 from tpshard.parallelism.rules.rule import Kind, Rule
@@ -29,7 +29,6 @@ class ShardPadding:
         """Fills an operand's padding with a value that does not change the op's results (see `Rule.fill`)."""
         value = op.operands[operand]
         for d in padded_dims(value.shape, layout):
-            axes, grain = layout.dims[d], layout.grain(d)
             members = [f for f in rule.operands[operand][d] if f in choice]
             # the minor-most sharded factor is the one whose last shard is padded
             fill = rule.fill(operand, members[-1])
@@ -39,11 +38,24 @@ class ShardPadding:
             if abs(fill) == math.inf and not value.dtype.is_floating_point:
                 limits = torch.iinfo(value.dtype)
                 fill = limits.max if fill > 0 else limits.min
-            mask = self.emitter.padding(axes, value.shape[d], grain, value.rank, d)
-            spec = Spec(local_shape(value.shape, layout), value.dtype)
-            node = self.emitter.call(aten.masked_fill.Scalar, (node, mask, fill), [spec])
+            node = self._masked(node, value, layout, d, fill)
             self.zeros[node] = zeros | {d} if fill == 0 else zeros - {d}
         return node
+
+    def clear(self, node: fx.Node, value: Value, layout: Layout) -> fx.Node:
+        """The value with zeros in its padding, as a program expects it of its inputs."""
+        zeros = self.zeros.get(node, frozenset())
+        for d in padded_dims(value.shape, layout):
+            if d not in zeros:
+                node = self._masked(node, value, layout, d, 0)
+        self.zeros[node] = frozenset(range(value.rank))
+        return node
+
+    def _masked(self, node: fx.Node, value: Value, layout: Layout, d: int, fill: float) -> fx.Node:
+        """A value with `fill` in the padding of dim `d`."""
+        mask = self.emitter.padding(layout.dims[d], value.shape[d], layout.grain(d), value.rank, d)
+        spec = Spec(local_shape(value.shape, layout), value.dtype)
+        return self.emitter.call(aten.masked_fill.Scalar, (node, mask, fill), [spec])
 
     def note_result(
         self, node: fx.Node, op: Op, rule: Rule, inputs: Sequence[fx.Node], result: int, layout: Layout

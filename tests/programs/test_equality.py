@@ -45,6 +45,13 @@ def test_a_pipeline_is_compared_with_the_plain_model() -> None:
     assert compared.equal and compared.largest.apart > 0
 
 
+def test_padding_of_uneven_shards_adds_nothing_to_the_gradients_norm() -> None:
+    """The vocabulary's gradient has numbers in its padding, of logits that no token has."""
+    padded = setting_of({"tp": 3}, "sharding.on_uneven=pad")
+    compared = compare(padded, setting_of({}), steps=2)
+    assert compared.equal and compared.largest.apart > 0
+
+
 def test_a_fault_in_an_operation_is_found_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault makes the gate of the second layer a thousandth too large."""
     plain = partitioner._Partitioner._emit_local
