@@ -155,7 +155,7 @@ def forecast(
 def amount(text: str) -> float:
     """The number of tokens in `15T`, `300B` or `1.5e12`. Raises ValueError."""
     match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)([kMBT]?)", text.strip())
-    if match is None or float(match[1]) <= 0:
+    if match is None or not 0 < float(match[1]) < math.inf:
         raise ValueError(f"{text!r} is not a number of tokens; write 15T, 300B or 1.5e12")
     return float(match[1]) * UNITS[match[2]]
 
