@@ -154,10 +154,11 @@ def forecast(
 
 def amount(text: str) -> float:
     """The number of tokens in `15T`, `300B` or `1.5e12`. Raises ValueError."""
-    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)([kMBT]?)", text.strip())
-    if match is None or not 0 < float(match[1]) < math.inf:
+    match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[0-9]+)?([kMBT]?)", text.strip())
+    tokens = float(match[1] + (match[2] or "")) * UNITS[match[3]] if match is not None else 0.0
+    if not 0 < tokens < math.inf:
         raise ValueError(f"{text!r} is not a number of tokens; write 15T, 300B or 1.5e12")
-    return float(match[1]) * UNITS[match[2]]
+    return tokens
 
 
 def days(s: float) -> str:

@@ -28,7 +28,7 @@ def test_every_form_of_a_sharding_is_taken(sharding: object) -> None:
 
 @pytest.mark.parametrize("wrong", [5, [None, 0], ["a", "a"], ["c", None], [True, -1], [0.0, -1], {"a": 0}], ids=str)
 def test_what_is_no_sharding_is_told_what_is(wrong: object) -> None:
-    with pytest.raises(ValueError, match="give|used twice|the mesh has no axis `c`"):
+    with pytest.raises(ValueError, match=r"give|used twice|the mesh has no axis `c`"):
         mesh_split(torch.empty(4, 8), MESH, wrong)  # type: ignore[arg-type]
 
 
