@@ -91,7 +91,7 @@ def _unreadable(folder: Path, why: str, where: Source | None) -> Mistakes:
         exit=Exit.DATA,
         where=where,
         why=why,
-        fix="a folder with tokenizer.json and tokenizer_config.json; without data.tokenizer, the sample's is used",
+        fix="a folder with tokenizer.json and tokenizer_config.json; `data.source: sample` needs none",
     )
 
 
