@@ -65,7 +65,7 @@ def prompts(count: int, vocab: int) -> list[tuple[int, ...]]:
 
 
 def summary(began: float, stamps: list[list[float]]) -> Measured:
-    """stamps: the time of every token of every request"""
+    """Tokens per second, time to the first token, time between tokens. stamps: per request, each token's time."""
     ended = max(times[-1] for times in stamps)
     gaps = [b - a for times in stamps for a, b in pairwise(times)]
     tokens = sum(map(len, stamps))

@@ -80,9 +80,9 @@ _DTYPES = (
 
 
 def wide_dtypes(one: Recipe, other: Recipe) -> list[str]:
-    """The overrides that let both recipes compute in float64, which replaces fp32, where they agree on less.
+    """The overrides that set a dtype of both recipes to fp32 where both have bf16 or fp16.
 
-    Rounding to bf16 or fp16 would hide what the two compute differently.
+    The check computes fp32 as float64. Rounding to bf16 or fp16 would hide what the recipes compute differently.
     """
 
     def dtype(recipe: Recipe, key: str) -> str:

@@ -48,11 +48,11 @@ def serve(
         return 0
     http.check_exposure(section.host, key, insecure, loaded.where("serve.host"))
     model = _model(recipe, overrides or [], loaded)
-    need = _need(loaded, stored_model(loaded, model))
+    requirements = _need(loaded, stored_model(loaded, model))
     sock = http.bind(section.host, section.port, loaded.where("serve.port"))
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    print(need, file=sys.stderr)
-    return _run(loaded, model, need, sock, key)
+    print(requirements, file=sys.stderr)
+    return _run(loaded, model, requirements, sock, key)
 
 
 def _model(recipe: str, overrides: list[str], loaded: Recipe) -> SourceModel:

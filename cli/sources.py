@@ -191,8 +191,8 @@ def _require(checkpoint: SavedCheckpoint, blueprint: Blueprint) -> torch.dtype:
     from tpshard.train.checkpoint import OPTIMIZER
 
     saved = {name: (tensor.shape, tensor.dtype) for name, tensor in checkpoint.tensors.items()}
-    state = {name: what for name, what in saved.items() if name.startswith(OPTIMIZER)}
-    dtype = next((what[1] for name, what in saved.items() if name not in state), torch.float32)
+    state = {name: shape_and_dtype for name, shape_and_dtype in saved.items() if name.startswith(OPTIMIZER)}
+    dtype = next((shape_and_dtype[1] for name, shape_and_dtype in saved.items() if name not in state), torch.float32)
     checkpoint.require(state | {name: (shape, dtype) for name, shape in blueprint.shapes.items()})
     return dtype
 

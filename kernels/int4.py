@@ -68,14 +68,14 @@ def pack(weight: Quantized) -> Int4:
     groups, counts = torch.unique_consecutive(weight.group.long(), return_counts=True)
     sizes = counts.tolist()
     group, start = group_of(sizes), 0
-    row_runs, of = list[Tensor](), list[Tensor]()
+    row_runs, group_rows = list[Tensor](), list[Tensor]()
     for index, size in zip(groups.tolist(), sizes):
         filled = -(-size // group) * group
         row_runs.append(torch.arange(start, start + size))
         row_runs.append(torch.full((filled - size,), weight.inputs))
-        of.append(torch.full((filled // group,), index))
+        group_rows.append(torch.full((filled // group,), index))
         start += size
-    take, parts = torch.cat(row_runs), torch.cat(of)
+    take, parts = torch.cat(row_runs), torch.cat(group_rows)
     middle = 1 << (weight.bits - 1)  # the middle code of the file; that of the operation is 8
     codes = F.pad(weight.codes, (0, 0, 0, 1))[take].T + (8 - middle)
     scale = weight.scales[parts].bfloat16().float()

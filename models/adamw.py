@@ -137,7 +137,7 @@ def rebalance(
     """New biases of mixtures' experts, in the order of the parameters; the old ones where `finite` is false."""
     chosen = [(p, load, how.balance) for p, load, how in zip(params, grads, treated, strict=True) if how.balance]
     means = _means([load for _, load, _ in chosen])
-    return [torch.where(finite, p - by * torch.sign(load - next(means)), p) for p, load, by in chosen]
+    return [torch.where(finite, p - rate * torch.sign(load - next(means)), p) for p, load, rate in chosen]
 
 
 def _means(loads: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -171,10 +171,12 @@ class FolderWeights:
             with FakeTensorMode(allow_non_fake_inputs=True), in_this_thread:
                 shapes = {name: torch.empty(self.tensors.shape(name)) for name in self.tensors.names()}
                 model, loading = cls.from_pretrained(None, state_dict=shapes, **options)
-        for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-            names = sorted(str(key[0] if isinstance(key, tuple) else key) for key in loading.get(what, ()))
+        for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            names = sorted(str(key[0] if isinstance(key, tuple) else key) for key in loading.get(problem, ()))
             if names:
-                raise ValueError(f"{self.folder}: {what.replace('_', ' ')} for {cls.__name__}: {', '.join(names[:5])}")
+                raise ValueError(
+                    f"{self.folder}: {problem.replace('_', ' ')} for {cls.__name__}: {', '.join(names[:5])}"
+                )
         own = {**dict(model.named_buffers()), **dict(model.named_parameters())}
         return {name: own[name].detach() for name in self.shapes}
 

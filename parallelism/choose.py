@@ -152,16 +152,16 @@ def _merge(rule: Rule, projected: Sequence[Mapping[int, Cut]], busy: Sequence[Ax
             if not cut.axes or rule.kinds[f] is Kind.WHOLE:
                 continue
             others = [a for g, other in out.items() if g != f for a in other.axes] + list(busy)
-            have = out.get(f, WHOLE)
-            if not starts_with(cut.axes, have.axes):
+            held_cut = out.get(f, WHOLE)
+            if not starts_with(cut.axes, held_cut.axes):
                 continue
             fitting: list[Axis] = []
             for axis in cut.axes:
                 if overlap(axis, others):
                     break
                 fitting.append(axis)
-            if size_of(fitting) > size_of(have.axes):
-                out[f] = Cut(merge(fitting), have.grain if have.axes else cut.grain)
+            if size_of(fitting) > size_of(held_cut.axes):
+                out[f] = Cut(merge(fitting), held_cut.grain if held_cut.axes else cut.grain)
     return out
 
 
@@ -178,9 +178,9 @@ def _move_axes(rule: Rule, base: Choice, projected: Sequence[Mapping[int, Cut]])
                 continue
             rest = {g: cut for g, cut in base.items() if not any(overlap(a, axes) for a in cut.axes)}
             for g, kind in enumerate(rule.kinds):
-                have = rest.get(g, WHOLE)
-                if kind is Kind.PASS and rule.sizes[g] % (size_of(have.axes) * size_of(axes)) == 0:
-                    out.append({**rest, g: Cut(merge((*have.axes, *axes)), have.grain)})
+                free_cut = rest.get(g, WHOLE)
+                if kind is Kind.PASS and rule.sizes[g] % (size_of(free_cut.axes) * size_of(axes)) == 0:
+                    out.append({**rest, g: Cut(merge((*free_cut.axes, *axes)), free_cut.grain)})
     if len(out) > 1:
         out.append(_spread_axes(rule, base, projected))
     return out
@@ -195,9 +195,9 @@ def _spread_axes(rule: Rule, base: Choice, projected: Sequence[Mapping[int, Cut]
                 if any(overlap(axis, cut.axes) for cut in out.values()):
                     continue
                 for g, kind in enumerate(rule.kinds):
-                    have = out.get(g, WHOLE)
-                    if kind is Kind.PASS and rule.sizes[g] % (size_of(have.axes) * axis.size) == 0:
-                        out[g] = Cut(merge((*have.axes, axis)), have.grain)
+                    free_cut = out.get(g, WHOLE)
+                    if kind is Kind.PASS and rule.sizes[g] % (size_of(free_cut.axes) * axis.size) == 0:
+                        out[g] = Cut(merge((*free_cut.axes, axis)), free_cut.grain)
                         break
     return out
 
@@ -329,24 +329,26 @@ def _cost(
         return cost(redistribution(value.shape, source, target, size, latency), value.shape, size, latency)
 
     for i, (value, home, dims) in enumerate(zip(op.operands, homes, rule.operands)):
-        need = layout_of(rule, dims, choice, False)
+        needed_layout = layout_of(rule, dims, choice, False)
         if home.partial:
-            need = need.as_sum(home.partial, home.kind) if not _clash(need, home) else need
-        if home != need and not (fetched and need in fetched[i]):
-            moved = moving(value, home, need)
+            needed_layout = (
+                needed_layout.as_sum(home.partial, home.kind) if not _clash(needed_layout, home) else needed_layout
+            )
+        if home != needed_layout and not (fetched and needed_layout in fetched[i]):
+            moved = moving(value, home, needed_layout)
             if fixed and fixed[i]:
                 total += moved * INTENT
             elif sharers and not rule.windows:
-                total += moved / len({op, *sharers[i].get(need, ())})
+                total += moved / len({op, *sharers[i].get(needed_layout, ())})
             else:
                 total += moved / readers(value, op if rule.windows else None)
-    for value, want, dims in zip(op.results, targets, rule.results):
+    for value, target_layout, dims in zip(op.results, targets, rule.results):
         if not value.users:
             continue
         computed = layout_of(rule, dims, choice, True)
-        want = with_grains(value.shape, want, computed)
-        if computed != want:
-            total += moving(value, computed, want)
+        target_layout = with_grains(value.shape, target_layout, computed)
+        if computed != target_layout:
+            total += moving(value, computed, target_layout)
     for exchange in rule.exchanged:
         if exchange.factor in choice:
             rest = {f: cut for f, cut in choice.items() if f != exchange.factor}

@@ -55,8 +55,8 @@ def detours(
                     continue
                 needed = through[op] = inner
             better[result] = layout
-        for value, need in zip(op.operands, needed):
-            needs.setdefault(value, set()).add(need)
+        for value, needed_layout in zip(op.operands, needed):
+            needs.setdefault(value, set()).add(needed_layout)
     moved: dict[Value, Layout] = {}
     for op in graph.ops:
         for result in op.results:
@@ -64,7 +64,7 @@ def detours(
                 continue
             if op in through:
                 whole = [(v, n) for v, n in zip(op.operands, through[op]) if v.numel >= result.numel]
-                agrees = all(moved.get(v, propagated[v]) == need for v, need in whole)
+                agrees = all(moved.get(v, propagated[v]) == needed_layout for v, needed_layout in whole)
             else:
                 agrees = _shorter(result, computed[result], propagated[result], better[result])
             if agrees:

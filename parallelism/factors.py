@@ -162,9 +162,9 @@ def layout_of(dims: Sequence[tuple[int, ...]], cut: Mapping[int, Cut], sizes: Se
         out.append(unproject(members, {f: cut[f].axes for f in members if f in cut}, sizes))
         grain = 1
         for i, f in enumerate(members):
-            have = cut.get(f, WHOLE)
-            if size_of(have.axes) != sizes[f] or have.grain > 1:
-                grain = have.grain * math.prod(sizes[g] for g in members[i + 1 :])
+            factor_cut = cut.get(f, WHOLE)
+            if size_of(factor_cut.axes) != sizes[f] or factor_cut.grain > 1:
+                grain = factor_cut.grain * math.prod(sizes[g] for g in members[i + 1 :])
                 break
         grains.append(grain)
     shape = [math.prod(sizes[f] for f in members) for members in dims]

@@ -73,14 +73,14 @@ def merge_map(source: tuple[int, ...], target: tuple[int, ...]) -> list[tuple[in
     i = 0
     for size in target:
         group: list[int] = []
-        have = 1
-        while i < len(source) and (have < size or (have == size and source[i] == 1 and size != 1)):
-            have *= source[i]
+        merged_size = 1
+        while i < len(source) and (merged_size < size or (merged_size == size and source[i] == 1 and size != 1)):
+            merged_size *= source[i]
             group.append(i)
             i += 1
         if size == 1 and i < len(source) and source[i] == 1:
             group, i = [i], i + 1
-        if have != size:
+        if merged_size != size:
             return None
         out.append(tuple(group))
     return out if i == len(source) else None

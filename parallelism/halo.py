@@ -166,8 +166,8 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def _resize(node: fx.Node, dim: int, size: int) -> tuple[int, ...]:
-    have = _shape(node)
-    return (*have[:dim], size, *have[dim + 1 :])
+    shape = _shape(node)
+    return (*shape[:dim], size, *shape[dim + 1 :])
 
 
 def _narrow(emitter: Emitter, node: fx.Node, dim: int, start: Any, length: int) -> fx.Node:
@@ -178,11 +178,11 @@ def _narrow(emitter: Emitter, node: fx.Node, dim: int, start: Any, length: int) 
 
 def _pad(emitter: Emitter, node: fx.Node, dim: int, before: Any, after: Any, total: int | None = None) -> fx.Node:
     """Pads with zeros; `total` is the resulting length if the widths depend on the rank."""
-    have = _shape(node)
+    shape = _shape(node)
     if before == after == 0:
         return node
-    widths = [0, 0] * (len(have) - 1 - dim) + [before, after]
-    size = have[dim] + before + after if total is None else total
+    widths = [0, 0] * (len(shape) - 1 - dim) + [before, after]
+    size = shape[dim] + before + after if total is None else total
     return emitter.move(aten.constant_pad_nd.default, node, _resize(node, dim, size), widths, 0)
 
 

@@ -123,8 +123,8 @@ class LocalPart:
         return self._why("neighbours", self._tensor(place))
 
     def _why(self, kind: Literal["neighbours", "others"], value: Value) -> dict[str, Any]:
-        need = Demand(kind, through(self.op), value.name)
-        return {"why": (need,), "value": (value.name,), "of": value.role or "activation"}
+        demand = Demand(kind, through(self.op), value.name)
+        return {"why": (demand,), "value": (value.name,), "of": value.role or "activation"}
 
     def first(self, factor: int) -> Any:
         axes = self.axes(factor)
@@ -178,8 +178,8 @@ class LocalPart:
         return self.emitter.ranked_number(pick, self.axes(factor), tuple(table))
 
     def shift(self, node: Any, factor: int) -> Any:
-        need = Demand("others", through(self.op), self.op.name)
-        why = {"why": (need,), "value": (self.op.name,), "of": "activation"}
+        demand = Demand("others", through(self.op), self.op.name)
+        why = {"why": (demand,), "value": (self.op.name,), "of": "activation"}
         return halo.shift(self.emitter, node, self.axes(factor), 1, why)
 
     def dtype(self, result: int) -> Any:

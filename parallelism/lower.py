@@ -169,34 +169,34 @@ class Emitter:
             order.append(len(single) + d)
         node = self.permute(spread, order)
         target = local_shape(shape, step.after)
-        have = list(info(node).specs[0].shape)
+        current_shape = list(info(node).specs[0].shape)
         for at, axes in joined.items():  # dims before `at` are joined already
             lengths = [target[at]]  # the dim's size before each axis divided it, outer to inner
             for axis in axes:
                 lengths.append(local_size(lengths[-1], (axis,), step.grain(at)))
             if all(long == axis.size * short for axis, long, short in zip(axes, lengths, lengths[1:])):
-                have[at : at + len(axes) + 1] = [target[at]]
+                current_shape[at : at + len(axes) + 1] = [target[at]]
             else:
                 for i in range(len(axes) - 1, -1, -1):
-                    have[at + i : at + i + 2] = [axes[i].size * have[at + i + 1]]
-                    node = self.reshape(node, have)
+                    current_shape[at + i : at + i + 2] = [axes[i].size * current_shape[at + i + 1]]
+                    node = self.reshape(node, current_shape)
                     node = self._trim(node, at + i, lengths[i])
-                    have[at + i] = lengths[i]
-        return self.reshape(node, have)
+                    current_shape[at + i] = lengths[i]
+        return self.reshape(node, current_shape)
 
     def _trim(self, node: fx.Node, d: int, size: int) -> fx.Node:
-        have = info(node).specs[0].shape
-        if have[d] == size:
+        shape = info(node).specs[0].shape
+        if shape[d] == size:
             return node
-        return self.move(aten.slice.Tensor, node, (*have[:d], size, *have[d + 1 :]), d, 0, size)
+        return self.move(aten.slice.Tensor, node, (*shape[:d], size, *shape[d + 1 :]), d, 0, size)
 
     def _grow(self, node: fx.Node, d: int, size: int) -> fx.Node:
         """Pads the end of a dim with zeros to `size`, so that it can be divided evenly."""
-        have = info(node).specs[0].shape
-        if have[d] == size:
+        shape = info(node).specs[0].shape
+        if shape[d] == size:
             return node
-        widths = [0, 0] * (len(have) - 1 - d) + [0, size - have[d]]
-        return self.move(aten.constant_pad_nd.default, node, (*have[:d], size, *have[d + 1 :]), widths, 0)
+        widths = [0, 0] * (len(shape) - 1 - d) + [0, size - shape[d]]
+        return self.move(aten.constant_pad_nd.default, node, (*shape[:d], size, *shape[d + 1 :]), widths, 0)
 
     def _cut(self, node: fx.Node, step: ReshardStep) -> tuple[fx.Node, tuple[int, ...]]:
         """Cuts a tensor into the pieces for the members of a group, as one leading dim in the order of the group.
@@ -204,24 +204,24 @@ class Emitter:
         Returns the node [members * part[0], *part[1:]] and the shape of a part.
         """
         single: list[Axis] = []
-        have = list(info(node).specs[0].shape)
+        shape = list(info(node).specs[0].shape)
         where: dict[Axis, int] = {}
         rest: list[int] = []
         at = 0
         for d in range(len(step.after.dims)):
             for axis in _by_layout([a for a, _, to in step.parts if to == d], step.after.dims[d]):
-                part = local_size(have[at], (axis,), step.grain(d))
-                if part * axis.size != have[at]:
-                    node = self._grow(self.reshape(node, have), at, part * axis.size)
-                have[at : at + 1] = [axis.size, part]
+                part = local_size(shape[at], (axis,), step.grain(d))
+                if part * axis.size != shape[at]:
+                    node = self._grow(self.reshape(node, shape), at, part * axis.size)
+                shape[at : at + 1] = [axis.size, part]
                 where[axis] = at
                 single.append(axis)
                 at += 1
             rest.append(at)
             at += 1
         single.sort(key=self.mesh.key)
-        result = tuple(have[r] for r in rest)
-        spread = self.permute(self.reshape(node, have), [*(where[a] for a in single), *rest])
+        result = tuple(shape[r] for r in rest)
+        spread = self.permute(self.reshape(node, shape), [*(where[a] for a in single), *rest])
         return self.reshape(spread, (size_of(single) * result[0], *result[1:])), result
 
     def _scatter(self, node: fx.Node, step: ReshardStep, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
@@ -262,9 +262,9 @@ class Emitter:
         return node
 
     def _narrow(self, node: fx.Node, d: int, axes: Axes, size: int, grain: int) -> fx.Node:
-        have = info(node).specs[0].shape
-        start = self.offset(axes, have[d], grain)
-        return self.move(aten.narrow.default, node, (*have[:d], size, *have[d + 1 :]), d, start, size)
+        shape = info(node).specs[0].shape
+        start = self.offset(axes, shape[d], grain)
+        return self.move(aten.narrow.default, node, (*shape[:d], size, *shape[d + 1 :]), d, start, size)
 
     def _mask(self, node: fx.Node, step: ReshardStep, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
         axes = self.mesh.sorted(a for a, _, _ in step.parts)
@@ -280,13 +280,15 @@ class Emitter:
             for axis in axes:
                 lengths.append(local_size(lengths[-1], (axis,), step.grain(d)))
             for axis, long, short in zip(reversed(axes), lengths[-2::-1], lengths[:0:-1]):
-                have, total = info(node).specs[0].shape, axis.size * short
+                node_shape, total = info(node).specs[0].shape, axis.size * short
                 before, behind = (
                     self.ranked_number(pick, (axis,), tuple(starts))
                     for starts in (range(0, total, short), range(total - short, -1, -short))
                 )
-                widths = [0, 0] * (len(have) - 1 - d) + [before, behind]
-                node = self.move(aten.constant_pad_nd.default, node, (*have[:d], total, *have[d + 1 :]), widths, 0)
+                widths = [0, 0] * (len(node_shape) - 1 - d) + [before, behind]
+                node = self.move(
+                    aten.constant_pad_nd.default, node, (*node_shape[:d], total, *node_shape[d + 1 :]), widths, 0
+                )
                 node = self._trim(node, d, long)
         return node
 
@@ -355,12 +357,12 @@ def permutation_table(before: Layout, after: Layout, axes: Axes) -> tuple[int, .
             piece = tuple(_ravel([(position[a], a.size) for a in pair[side]]) for pair in moved)
             by_piece.setdefault(piece, []).append(i)
     table = [0] * math.prod(sizes)
-    for piece, have in holders.items():
-        need = readers[piece]
-        stay = set(have) & set(need)
+    for piece, senders in holders.items():
+        receivers = readers[piece]
+        stay = set(senders) & set(receivers)
         for i in stay:
             table[i] = i
-        for i, j in zip((i for i in have if i not in stay), (j for j in need if j not in stay)):
+        for i, j in zip((i for i in senders if i not in stay), (j for j in receivers if j not in stay)):
             table[i] = j
     return tuple(table)
 

@@ -70,20 +70,20 @@ def partition_captured(
     annotations: dict[Value, Annotation] = dict(split_annotations(graph, mesh))
     arguments = [v for v in graph.inputs if v is not graph.seed]
     results = [o for o in graph.outputs if isinstance(o, Value)]
-    for what, values, shardings in (("in", arguments, in_shardings), ("out", results, out_shardings)):
+    for side, values, shardings in (("in", arguments, in_shardings), ("out", results, out_shardings)):
         if shardings is None:
             continue
         if len(shardings) != len(values):
-            raise ValueError(f"{what}_shardings has {len(shardings)} entries for {len(values)} tensors")
+            raise ValueError(f"{side}_shardings has {len(shardings)} entries for {len(values)} tensors")
         for i, (value, dims) in enumerate(zip(values, shardings)):
             if dims is None:
                 continue
             try:
                 sharding = Sharding.of(mesh, dims, value.rank)
             except ValueError as error:
-                raise ValueError(f"{what}_shardings[{i}] of `{value.name}` {list(value.shape)}: {error}") from error
-            named = written_at[i] if what == "in" and i < len(written_at) else ()
-            annotations[value] = Annotation(sharding, named or (SourcePlace(f"{what}_shardings[{i}] = {dims!r}"),))
+                raise ValueError(f"{side}_shardings[{i}] of `{value.name}` {list(value.shape)}: {error}") from error
+            named = written_at[i] if side == "in" and i < len(written_at) else ()
+            annotations[value] = Annotation(sharding, named or (SourcePlace(f"{side}_shardings[{i}] = {dims!r}"),))
     groups: dict[int, list[Value]] = {}
     for op in graph.ops:
         if is_grouped(op):
@@ -190,11 +190,11 @@ class _Partitioner:
             rule, choice = choose(op, self.s.rules[op], homes, targets, fixed, fetched, sharers, self.latency)
             self.rules[op] = rule
             for value, dims in zip(op.operands, rule.operands) if first else ():
-                need = layout_of(rule, dims, choice, False)
-                if need != self.home[value]:
-                    self.sharers.setdefault(value, {}).setdefault(need, set()).add(op)
+                needed_layout = layout_of(rule, dims, choice, False)
+                if needed_layout != self.home[value]:
+                    self.sharers.setdefault(value, {}).setdefault(needed_layout, set()).add(op)
                     if any(fixed):
-                        self.fetched.setdefault(value, set()).add(need)
+                        self.fetched.setdefault(value, set()).add(needed_layout)
             self.choices[op] = choice
             for result, dims in zip(op.results, rule.results):
                 computed = self.computed[result] = layout_of(rule, dims, choice, True)
@@ -227,8 +227,8 @@ class _Partitioner:
 
     def _layout_after_sum(self, value: Value, computed: Layout) -> Layout:
         """The layout of a partial value after its reduction: the propagated one, without losing its own axes."""
-        want = with_grains(value.shape, self.propagated[value], computed)
-        return want if any(want.dims) or not any(computed.dims) else computed.whole()
+        reduced_layout = with_grains(value.shape, self.propagated[value], computed)
+        return reduced_layout if any(reduced_layout.dims) or not any(computed.dims) else computed.whole()
 
     # ---- emitting -------------------------------------------------------------------------------------------
     def run(self) -> Program:
@@ -265,10 +265,10 @@ class _Partitioner:
             op, rule = past_padding(op, rule, choice, self.rule)
         inputs = []
         for i, (value, dims) in enumerate(zip(op.operands, rule.operands)):
-            need = layout_of(rule, dims, choice, False)
+            needed_layout = layout_of(rule, dims, choice, False)
             if carried and i in rule.additive:
-                need = need.as_sum(carried)
-            inputs.append(self.padding.fill(self.get(value, need, op), op, rule, choice, i, need))
+                needed_layout = needed_layout.as_sum(carried)
+            inputs.append(self.padding.fill(self.get(value, needed_layout, op), op, rule, choice, i, needed_layout))
         self._at(op, op.results[0])
         local = LocalPart(self.emitter, op, rule, choice, inputs)
         nodes = self._emit_local(local)
@@ -307,9 +307,9 @@ class _Partitioner:
         latency = 0 if is_boundary(reader) else self.latency
         source, steps = min(
             (
-                (have, redistribution(value.shape, have, layout, size, latency))
-                for have in copies
-                if not (have.partial and len(copies) > 1)
+                (held_layout, redistribution(value.shape, held_layout, layout, size, latency))
+                for held_layout in copies
+                if not (held_layout.partial and len(copies) > 1)
             ),
             key=lambda pair: cost(pair[1], value.shape, size, latency),
         )
@@ -338,10 +338,10 @@ class _Partitioner:
             return None
         if source.numel > value.numel or computable(op, rule, choice) != choice:
             return None
-        need = layout_of(rule, rule.operands[0], choice, False)
-        if all(have.partial for have in self.copies[source]):
+        source_layout = layout_of(rule, rule.operands[0], choice, False)
+        if all(held_layout.partial for held_layout in self.copies[source]):
             return None
-        node = self.get(source, need, reader)
+        node = self.get(source, source_layout, reader)
         (view,) = self._emit_local(LocalPart(self.emitter, op, rule, choice, [node]))
         self.padding.note_result(view, op, rule, [node], 0, layout)
         return view

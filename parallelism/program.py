@@ -227,7 +227,7 @@ def _node_json(node: fx.Node, why: bool) -> dict[str, Any]:
     if info is not None:
         comm = None if info.comm is None else {k: plain(v) for k, v in vars(info.comm).items() if k != "why"}
         if comm is not None and why:
-            comm["why"] = [plain(asdict(need)) for need in info.comm.why]
+            comm["why"] = [plain(asdict(demand)) for demand in info.comm.why]
         out["info"] = {
             "specs": [[list(s.shape), str(s.dtype)] for s in info.specs], "module": info.module,
             "phase": info.phase, "flops": info.flops, "global_flops": info.global_flops, "comm": comm,

@@ -25,10 +25,10 @@ class Reasons:
 
     def why(self, value: Value, step: ReshardStep, reader: Op) -> dict[str, Any]:
         """The reason of a step that reshards `value` for `reader`, as keyword arguments of a `Collective`."""
-        of, requested, mixes, by = what_moves(value, reader), True, "", reader
+        role, requested, mixes, cause = what_moves(value, reader), True, "", reader
         kind: Literal["sum", "given", "storage", "operand"]
         if step.kind in ("reduce", "scatter"):
-            kind, by = ("given", reader) if value.producer is None else ("sum", value.producer)
+            kind, cause = ("given", reader) if value.producer is None else ("sum", value.producer)
         elif is_boundary(reader):
             kind = "storage"
         else:
@@ -46,9 +46,9 @@ class Reasons:
                 requested = requested or annotated
                 break
         before, after = (layout.notation(self.mesh, value.dims) for layout in (step.before, step.after))
-        need = Demand(kind, through(by), value.name, before, after, mixes, axis, written_at)
-        name = reader.args[2] if of in ("parameter", "gradient") else value.name
-        return {"why": (need,), "value": (name,), "of": of, "requested": requested}
+        demand = Demand(kind, through(cause), value.name, before, after, mixes, axis, written_at)
+        name = reader.args[2] if role in ("parameter", "gradient") else value.name
+        return {"why": (demand,), "value": (name,), "of": role, "requested": requested}
 
     def asked_on_the_way(self, value: Value, reader: Op, axis: Axis) -> bool:
         """Whether an annotated activation between a value and its reader, such as a named view of it, has the axis."""

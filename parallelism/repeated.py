@@ -92,16 +92,16 @@ def _cause(one: Repeated, rule: Rule, choice: Choice, axes: str) -> tuple[str, s
             for f in factors:
                 if f in choice or (rule.kinds[f] is Kind.PERMUTE and f not in {g for g, _ in rule.windows}):
                     continue
-                what = f"dim {d} of `{value.name}` {list(value.shape)}"
+                dim_text = f"dim {d} of `{value.name}` {list(value.shape)}"
                 if rule.kinds[f] is Kind.WHOLE:
-                    needy = needy or what
+                    needy = needy or dim_text
                 elif rule.sizes[f] < members:
-                    small = small or what
+                    small = small or dim_text
                 elif value in op.results:
                     edit = f"shard it over {axes} (`mesh_split`, or `sharding.rules` of a recipe)"
-                    return f"nothing shards {what}", edit
+                    return f"nothing shards {dim_text}", edit
                 else:
-                    return f"nothing shards {what}", f"shard it over {axes}: the sum over it is one all-reduce"
+                    return f"nothing shards {dim_text}", f"shard it over {axes}: the sum over it is one all-reduce"
     if needy:
         return f"the op needs {needy} whole", f"shard another of its dims, such as the batch, over {axes}"
     if small:

@@ -265,22 +265,26 @@ def _cheapest(
             continue
         before_bytes = shard_bytes(state[0])
         for move in useful_moves(shape, state, goal, goal_axes, kind, swaps):
-            what, parts, after = move
+            move_kind, parts, after = move
             after_bytes = shard_bytes(after[0])
             moved_bytes = before_bytes
-            if what == "exchange":
+            if move_kind == "exchange":
                 moved_bytes = _exchange_bytes(shape, _layout(state, kind), _layout(after, kind), parts, itemsize)
-            price = _price(what, parts, moved_bytes, after_bytes, latency)
-            if last == what and what == "permute":
+            price = _price(move_kind, parts, moved_bytes, after_bytes, latency)
+            if last == move_kind and move_kind == "permute":
                 price = 0.001  # two permutes merge into one
-            elif last == what and what not in FREE and _joinable_parts(what, reached_by[current][1][1], parts):
+            elif (
+                last == move_kind
+                and move_kind not in FREE
+                and _joinable_parts(move_kind, reached_by[current][1][1], parts)
+            ):
                 price -= latency * 0.999
             over = after_bytes - bound
             if over > 0 and swaps:
                 continue
-            if over > 0 and what == "gather":
+            if over > 0 and move_kind == "gather":
                 price += SWELLING * over + latency
-            reached = (after, what)
+            reached = (after, move_kind)
             if reached_price + price < min(limit, best.get(reached, math.inf)):
                 best[reached] = reached_price + price
                 reached_by[reached] = (current, move)
@@ -289,8 +293,8 @@ def _cheapest(
     path: list[ReshardStep] = []
     at = end
     while at != first:
-        previous, (what, parts, _) = reached_by[at]
-        path.append(ReshardStep(what, parts, _layout(previous[0], kind), _layout(at[0], kind)))
+        previous, (move_kind, parts, _) = reached_by[at]
+        path.append(ReshardStep(move_kind, parts, _layout(previous[0], kind), _layout(at[0], kind)))
         at = previous
     return best[end], path[::-1]
 

@@ -42,15 +42,15 @@ def useful_moves(
         """Yields what one move can add to a dim: an axis that divides it evenly, or the target's next parts."""
         among = set(among)
         yield from ((axis,) for axis in sorted(among) if even(shape[d], (*dims[d], axis)))
-        have = len(dims[d])
-        if dims[d] != goal[0][d][:have]:
+        held_axes = len(dims[d])
+        if dims[d] != goal[0][d][:held_axes]:
             return
-        for n in range(have + 1, len(goal[0][d]) + 1):
-            block = goal[0][d][have:n]
+        for n in range(held_axes + 1, len(goal[0][d]) + 1):
+            block = goal[0][d][held_axes:n]
             if not among.issuperset(block):
                 return
             if on_the_way(d, n):
-                if n > have + 1 or not even(shape[d], goal[0][d][:n]):
+                if n > held_axes + 1 or not even(shape[d], goal[0][d][:n]):
                     yield block
                 return
 
@@ -123,16 +123,16 @@ def relabel_towards(dims: tuple[Axes, ...], goal: tuple[Axes, ...], partial: Axe
     Each dim gets as many of the goal's axes as fit, then axes that will move elsewhere.
     """
     rows: list[list[Axis]] = []
-    for axes, want in zip(dims, goal):
+    for axes, goal_axes in zip(dims, goal):
         row: list[Axis] = []
-        for axis in want:
+        for axis in goal_axes:
             if axis in partial or size_of(axes) % (size_of(row) * axis.size):
                 break
             row.append(axis)
         rows.append(row)
     placed = {axis for row in rows for axis in row}
     free = [axis for axes in dims for axis in axes if axis not in placed]
-    going = {axis for want in goal for axis in want}  # to another dim, for which they must be innermost
+    going = {axis for goal_axes in goal for axis in goal_axes}  # to another dim, for which they must be innermost
     for axes, row in zip(dims, rows):
         for axis in sorted(free, key=lambda a: (a in going, a not in axes)):
             if size_of(axes) % (size_of(row) * axis.size) == 0:

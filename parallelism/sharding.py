@@ -258,8 +258,8 @@ class Layout(NamedTuple):
         """
         cuts = ["+".join(show_axis(axis, mesh) for axis in axes) for axes in self.dims]
         partial = "+".join(show_axis(axis, mesh) for axis in self.partial)
-        what = "U" if self.kind == "sum" else self.kind
-        text = notation(cuts, f"{what}_{partial}" if partial else "", names)
+        letter = "U" if self.kind == "sum" else self.kind
+        text = notation(cuts, f"{letter}_{partial}" if partial else "", names)
         return text + (f" grains {', '.join(map(str, self.grains))}" if self.grains else "")
 
     def grain(self, dim: int) -> int:

@@ -260,17 +260,17 @@ class _Cutter:
                 home = self.home.get(node)
                 source = _Home("F", (stage,)) if home is None else home
                 (start,) = source.stages
-                by: Run = "F" if source.run == "F" else back
-                if start > stage if by == "F" else start < stage:
+                carrier: Run = "F" if source.run == "F" else back
+                if start > stage if carrier == "F" else start < stage:
                     raise ValueError(
                         f"`{info(node).origin}` of stage {start} is read on stage {stage}: a pipeline's stages pass "
                         f"values on in one direction"
                     )
-                way = range(start, stage) if by == "F" else range(start, stage, -1)
+                way = range(start, stage) if carrier == "F" else range(start, stage, -1)
                 for sender in way:
-                    crossing.setdefault((by, sender), set()).add(node)
-                if run != by or (start == stage and source.run != run):
-                    held: Run = by if start != stage else source.run
+                    crossing.setdefault((carrier, sender), set()).add(node)
+                if run != carrier or (start == stage and source.run != run):
+                    held: Run = carrier if start != stage else source.run
                     keeping.setdefault((held, stage), set()).add(node)
         step = {"F": 1, back: -1 if back != "F" else 1}
         for (run, stage), part in parts.items():
@@ -351,11 +351,11 @@ class _Cutter:
         ahead = (part.run == "F") == (target is send)
         other = part.stage + (1 if ahead else -1)
         op = Through(source.origin, str(getattr(node.target, "__name__", node.target)), source.module)
-        need = Demand("sent" if target is send else "received", op, node.name, stage=other)
+        demand = Demand("sent" if target is send else "received", op, node.name, stage=other)
         moved = graph.call_function(target, (value, other - part.stage))
         comm = make_collective(
-            self.program.mesh, "send" if target is send else "recv", (self.axis,), spec.bytes, spec.dtype, why=(need,),
-            value=(node.name,), of="activation",
+            self.program.mesh, "send" if target is send else "recv", (self.axis,), spec.bytes, spec.dtype,
+            why=(demand,), value=(node.name,), of="activation",
         )  # fmt: skip
         moved.meta[INFO] = Info((spec,), source.origin, source.place, comm=comm)
         return moved

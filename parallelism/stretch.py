@@ -173,9 +173,9 @@ class _Stretch:
         inside = {node for run in self.runs for node in run.nodes}
 
         def add_copy(node: fx.Node, copy: int) -> None:
-            by = self._by(node, copy)
+            layer_shift = self._by(node, copy)
             if node.op == "placeholder":
-                new = graph.placeholder(self.depth.shift_name(self.port[node].name, by).replace(".", "_"))
+                new = graph.placeholder(self.depth.shift_name(self.port[node].name, layer_shift).replace(".", "_"))
             else:
                 new = copy_node(graph, node, lambda operand: copies[self._read(node, operand, copy)])
             copies[node, copy] = new
@@ -183,7 +183,7 @@ class _Stretch:
                 inputs.append((node, copy))
             metadata = node.meta.get(INFO)
             if metadata is not None:
-                new.meta[INFO] = self.depth.info(metadata, by)
+                new.meta[INFO] = self.depth.info(metadata, layer_shift)
 
         outputs: list[tuple[int, int]] = []
         for node in self.nodes:
@@ -269,7 +269,9 @@ class _Stretch:
                 numbers.reverse()
             for copy in numbers:
                 for record in records:
-                    by = None if layer is None else self._far(layer, copy)
-                    name = self.depth.shift_name(record.name, by)
-                    records_of_deep[name] = replace(record, name=name, label=self.depth.shift_name(record.label, by))
+                    layer_shift = None if layer is None else self._far(layer, copy)
+                    name = self.depth.shift_name(record.name, layer_shift)
+                    records_of_deep[name] = replace(
+                        record, name=name, label=self.depth.shift_name(record.label, layer_shift)
+                    )
         return records_of_deep

@@ -55,8 +55,8 @@ def cause(need: Demand, name: Name = str) -> str:
     if need.kind == "others":
         return f"`{name(need.op.name)}` compares what all devices along the dim have"
     if need.kind in ("sent", "received"):
-        what = "read on" if need.kind == "sent" else "sent by"
-        return f"`{name(need.op.name)}` of {name(need.op.module or 'the model')} is {what} stage {need.stage}"
+        verb = "read on" if need.kind == "sent" else "sent by"
+        return f"`{name(need.op.name)}` of {name(need.op.module or 'the model')} is {verb} stage {need.stage}"
     if need.mixes:
         return f"the act-order of {name(need.mixes.removesuffix('.order'))} mixes shards"
     return f"`{name(need.op.name)}` needs it"

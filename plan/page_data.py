@@ -106,12 +106,12 @@ def reasons(line: Line, program: Program) -> list[dict[str, Any]]:
     """
     counts: Counter[tuple[str, str, str, tuple[str, ...]]] = Counter()
     for comm in line.issues:
-        for name, need in zip(comm.value, comm.why):
+        for name, demand in zip(comm.value, comm.why):
             record = program.records.get(name)
             called = kind(record.label if record is not None and record.label else name)
-            where = f" in {pattern(need.op.module)}" if need.op.module else ""
-            moved = f"{need.before} -> {need.after}" if need.before else ""
-            counts[called, words.cause(need, kind) + where, moved, tuple(map(place, need.written_at))] += 1
+            where = f" in {pattern(demand.op.module)}" if demand.op.module else ""
+            moved = f"{demand.before} -> {demand.after}" if demand.before else ""
+            counts[called, words.cause(demand, kind) + where, moved, tuple(map(place, demand.written_at))] += 1
     return [
         {"value": value, "cause": cause, "moved": moved, "told": list(places), "count": count}
         for (value, cause, moved, places), count in counts.items()
@@ -153,7 +153,7 @@ def _living(one: Living, name: str, entry: PricedPart) -> dict[str, Any]:
     if info.comm is not None:
         values = info.comm.value
         name = name or ", ".join(values[:3]) + (f" and {len(values) - 3} more" if len(values) > 3 else "")
-        sources = tuple(dict.fromkeys(source for need in info.comm.why for source in need.written_at))
+        sources = tuple(dict.fromkeys(source for demand in info.comm.why for source in demand.written_at))
     name = name or info.origin or one.node.name
     program = entry.part.program
     record = program.records.get(info.origin or name)

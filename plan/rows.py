@@ -57,13 +57,13 @@ def reshards_of(pricing: Pricing) -> list[dict[str, Any]]:
             comm = info_of(entry.priced.kernels[i].node).comm
             if comm is None or comm.requested:
                 continue
-            need, value = comm.why[0], pattern(comm.value[0])
-            key = (comm.kind, comm.axes, pattern(need.mixes) or value, comm.bytes)
+            demand, value = comm.why[0], pattern(comm.value[0])
+            key = (comm.kind, comm.axes, pattern(demand.mixes) or value, comm.bytes)
             row = groups.setdefault(
                 key,
                 {
                     "kind": comm.kind, "axes": [str(a) for a in comm.axes], "value": value, "count": 0,
-                    "bytes": 0, "time_s": 0.0, "reason": f"{words.cause(need, pattern)}: {words.way(need)}",
+                    "bytes": 0, "time_s": 0.0, "reason": f"{words.cause(demand, pattern)}: {words.way(demand)}",
                 },
             )  # fmt: skip
             row["count"] += entry.part.times

@@ -174,9 +174,9 @@ def _collectives(report: Report, verbose: bool) -> list[str]:
         for i, value in enumerate((line.count, line.bytes, line.wire_bytes, line.time_s, line.exposed_s)):
             row[i] += value
     shown = sorted(merged.items(), key=lambda item: (-item[1][3], item[0]))
-    for (kind, axes, of, wire), (n, size, wire_bytes, time, exposed) in shown if verbose else shown[:9]:
+    for (kind, axes, role, wire), (n, size, wire_bytes, time, exposed) in shown if verbose else shown[:9]:
         rows.append(
-            f"  {kind:<14} {axes:<12} {of:<12} {n:>7.0f} {gib(size):>10} {gib(wire_bytes):>10} {seconds(time):>8} "
+            f"  {kind:<14} {axes:<12} {role:<12} {n:>7.0f} {gib(size):>10} {gib(wire_bytes):>10} {seconds(time):>8} "
             f"{seconds(exposed):>8}  {wire}"
         )
     if len(shown) > 9 and not verbose:

@@ -255,21 +255,21 @@ class _Search:
             self.tell(f"{sizes(mesh)}: parameters, gradients and moments alone exceed the memory")
             return None
         for remat in ("none", "selective", "full"):
-            what = [sizes(mesh), *pipeline_words(more, self.recipe), f"remat {remat} per_device {per_device}"]
+            words = [sizes(mesh), *pipeline_words(more, self.recipe), f"remat {remat} per_device {per_device}"]
             unpriced = Candidate(dict(mesh), remat, per_device, UNPRICED, 0.0, more=tuple(more))
-            if self._is_ruled_out(unpriced, " ".join(what)):
+            if self._is_ruled_out(unpriced, " ".join(words)):
                 continue
             candidate = self._price(unpriced)
             if candidate is None or not candidate.price.fits:
                 outcome = "refused" if candidate is None else f"does not fit, {gib(_needed_bytes(candidate))}"
-                self.tell(f"{' '.join(what)}: {outcome}")
+                self.tell(f"{' '.join(words)}: {outcome}")
                 self.result.refused += 1
                 self.result.closest = min(
                     filter(None, (self.result.closest, candidate)), key=_needed_bytes, default=None
                 )
                 continue
             self.result.candidates.append(candidate)
-            self.tell(f"{' '.join(what)}: {seconds(candidate.price.step_s)}")
+            self.tell(f"{' '.join(words)}: {seconds(candidate.price.step_s)}")
             return candidate
         return None
 

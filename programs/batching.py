@@ -93,9 +93,9 @@ def _in_pipeline(recipe: Recipe, whole: BatchPlan, devices: int) -> BatchPlan:
     if each % micros or (per_device is not None and per_device * micros != each):
         counts = [n for n in range(1, each + 1) if each % n == 0]
         near = ", ".join(map(str, sorted(counts, key=lambda n: (abs(n - micros), n))[:3]))
-        of = f" of `batch.per_device: {per_device}`" if per_device is not None else ""
+        limit_text = f" of `batch.per_device: {per_device}`" if per_device is not None else ""
         raise Mistakes.one(
-            f"`pipeline.micro_batches: {micros}`{of} do not divide the {each} sequences of a data rank",
+            f"`pipeline.micro_batches: {micros}`{limit_text} do not divide the {each} sequences of a data rank",
             exit=Exit.FIT,
             where=recipe.where("pipeline.micro_batches"),
             why=f"{plural(whole.global_sequences, 'sequence')} over {plural(whole.data_ranks, 'data rank')}",

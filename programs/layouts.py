@@ -85,7 +85,7 @@ class Arrangement:
     """The parameters of which a program has parts, by the inputs' names."""
 
     def order(self, row_order: RowOrder, group: Groups) -> Tensor:
-        """The order [inputs] int64, within blocks."""
+        """The permutation, int64 [inputs], that sorts a weight's inputs by their groups within each block."""
         index = group(row_order.weight)
         assert index is not None, "only quantized weights are act-ordered"
         return reorder.sorting(index, row_order.blocks)

@@ -38,14 +38,14 @@ def cut_parameters(graph: Graph, parameters: Collection[str]) -> dict[str, Param
         if not sliced or len(sliced) < len(cuts) or len({part.dim for part in sliced}) > 1:
             inputs.append(value)
             continue
-        of: dict[str, Value] = {}
+        slices: dict[str, Value] = {}
         for op, part in zip(list(value.users), sliced):
             name = f"{part.parameter}[{':, ' * part.dim}{part.start}:{part.start + part.shape[part.dim]}]"
-            own = of.setdefault(name, Value(name, part.shape, value.dtype, marked=value.marked))
+            own = slices.setdefault(name, Value(name, part.shape, value.dtype, marked=value.marked))
             graph.replace(op.results[0], own)
             taken.add(id(op))
             parts[name] = part
-        inputs.extend(of.values())
+        inputs.extend(slices.values())
     graph.inputs, graph.ops = inputs, [op for op in graph.ops if id(op) not in taken]
     for i, value in enumerate(graph.inputs):
         value.index = i

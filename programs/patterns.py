@@ -12,15 +12,15 @@ from tpshard.recipes.diagnostic import suggestion
 def matches(pattern: str, name: str) -> bool:
     """Whether a pattern matches a name: `layers.*.residual` matches `layers.3.residual`, not
     `layers.3.mlp.residual`."""
-    want, have = pattern.split("."), name.split(".")
-    return len(want) == len(have) and all(fnmatchcase(h, w) for h, w in zip(have, want))
+    pattern_parts, name_parts = pattern.split("."), name.split(".")
+    return len(pattern_parts) == len(name_parts) and all(fnmatchcase(h, w) for h, w in zip(name_parts, pattern_parts))
 
 
 def covers(pattern: str, name: str) -> bool:
     """Whether `pattern` matches `name` or a module above it: `layers.*` covers `layers.3.mlp.up.weight`."""
-    have = name.split(".")
+    name_parts = name.split(".")
     depth = len(pattern.split("."))
-    return depth <= len(have) and matches(pattern, ".".join(have[:depth]))
+    return depth <= len(name_parts) and matches(pattern, ".".join(name_parts[:depth]))
 
 
 def nearest(pattern: str, names: Iterable[str], *, modules: bool) -> str:

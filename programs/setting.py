@@ -208,8 +208,8 @@ class Setting:
         for name, parameter in self.model.named_parameters():
             members = self.stacking.members(name)
             if members is not None:
-                dims, by = single.get(members[0], Naming(("",) * (parameter.dim() - 1), ""))
-                named[name] = Naming((STAGE, *dims), by)
+                dims, namer = single.get(members[0], Naming(("",) * (parameter.dim() - 1), ""))
+                named[name] = Naming((STAGE, *dims), namer)
             elif name in single:
                 named[name] = single[name]
         return named

@@ -169,8 +169,8 @@ class StackedLayers(nn.ModuleList):
         leaves, tree = pytree.tree_flatten((context, named))
         moving = [isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows for leaf in leaves]
         if any(moving) and rows in x.shape[1:] and not self.rows_first:
-            what = f"the {rows} rows of the batch or another dim of the layers' input {list(x.shape)}"
-            raise ValueError(f"the first dim of a tensor may be {what}: change `model.seq_len` or the batch")
+            mixed = f"the {rows} rows of the batch or another dim of the layers' input {list(x.shape)}"
+            raise ValueError(f"the first dim of a tensor may be {mixed}: change `model.seq_len` or the batch")
         parts = [self._micros(leaf) if moves else leaf for leaf, moves in zip(leaves, moving)]
         stages = torch.arange(how.stages)
         place = stages.view(-1, *[1] * x.dim())

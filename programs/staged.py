@@ -105,14 +105,14 @@ class StagedPrograms:
         for i, device in enumerate(self.devices):
             once = {"totals": device.totals, "update": device.update, "gather": device.gather, "reduce": device.reduce,
                     "exchange": device.exchange}  # fmt: skip
-            by_role |= {f"{what} of device {i}": program for what, program in once.items() if program is not None}
+            by_role |= {f"{role} of device {i}": program for role, program in once.items() if program is not None}
         return by_role | {"share": self.share}
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
         """A hash of each of the pipeline's programs, and of its schedule, by name."""
         table = hashlib.sha256(repr(self.table.rows).encode()).hexdigest()
-        fingerprints = {f"program of {what}": program.fingerprint for what, program in self.programs.items()}
+        fingerprints = {f"program of {role}": program.fingerprint for role, program in self.programs.items()}
         return {"schedule": table} | fingerprints
 
 
@@ -338,9 +338,9 @@ def exchange_program(
     def communicate(target: Any, value: fx.Node, name: str, label: str, other: int) -> fx.Node:
         node = graph.call_function(target, (value, other - me))
         spec = value.meta[INFO].specs[0]
-        need = Demand("sent" if target is send else "received", Through(name, "boundary"), label, stage=other)
+        demand = Demand("sent" if target is send else "received", Through(name, "boundary"), label, stage=other)
         comm = make_collective(
-            mesh, target.__name__, (axis,), spec.bytes, dtype, why=(need,), value=(label,), of="gradient"
+            mesh, target.__name__, (axis,), spec.bytes, dtype, why=(demand,), value=(label,), of="gradient"
         )
         node.meta[INFO] = Info((spec,), label, place, comm=comm)
         return node

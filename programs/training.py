@@ -60,7 +60,7 @@ class TrainingPrograms:
         if self.pipeline is not None:
             return self.pipeline.fingerprints
         programs = {"a micro-batch": self.micro, "an update": self.update, "an evaluation": self.evaluate}
-        return {f"program of {what}": program.fingerprint for what, program in programs.items()}
+        return {f"program of {role}": program.fingerprint for role, program in programs.items()}
 
     @cached_property
     def counted(self) -> dict[str, int]:

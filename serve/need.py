@@ -68,7 +68,7 @@ class Need:
             f"  cache      {self.cache_bytes / 2**20:,.1f} MiB: {self.blocks} blocks of {BLOCK_SIZE}, "
             f"{self.blocks * BLOCK_SIZE:,} tokens",
             f"  programs   for steps of {rows} tokens",
-            *(f"  {what}: {how}" for what, how in self.kernels.items()),
+            *(f"  {kernel}: {how}" for kernel, how in self.kernels.items()),
             *(f"  {note}" for note in self.programs.notes),
         ]
         for c in self.collectives:

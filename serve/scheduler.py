@@ -91,9 +91,9 @@ class Scheduler:
 
     def _room(self, s: Sequence, piece: Slice, slices: list[Slice]) -> bool:
         """Reserves the blocks of a slice, preempting younger sequences if needed."""
-        need = -(-(piece.start + piece.count) // self.pool.block_size) - len(s.blocks)
-        while need > 0:
-            new_blocks = self.pool.take(need)
+        missing_blocks = -(-(piece.start + piece.count) // self.pool.block_size) - len(s.blocks)
+        while missing_blocks > 0:
+            new_blocks = self.pool.take(missing_blocks)
             if new_blocks is not None:
                 s.blocks.extend(new_blocks)
                 return True

@@ -184,8 +184,8 @@ class Service:
                 if self._closing:
                     return
                 inbox, self._inbox = self._inbox, deque()
-            for what, sequence in inbox:
-                self._take(engine, what, sequence)
+            for request_kind, sequence in inbox:
+                self._take(engine, request_kind, sequence)
             try:
                 events = engine.step()
             except WorkerLost as error:

@@ -188,18 +188,18 @@ def _write_part(work: Path, rank: int, world: int, tensors: Mapping[str, Shard],
     for other in range(world):
         for name, block in _read_blocks(work, other).items():
             holders.setdefault((name, json.dumps(block)), []).append(other)
-    mine = {}
+    own_shards = {}
     for name, shard in tensors.items():
         among = holders[name, json.dumps(_block(shard))]
         # chosen by the hash of the name, so that replicated tensors are spread over their holders
         if shard.tensor.numel() and among[zlib.crc32(name.encode()) % len(among)] == rank:
-            mine[name] = shard
+            own_shards[name] = shard
     file = f"rank-{rank:05d}.safetensors"
     part: dict[str, Any] = {"local": local, "file": None, "blocks": {}}
-    if mine:
-        size, digest = write_safetensors(work / file, {name: shard.tensor for name, shard in mine.items()})
+    if own_shards:
+        size, digest = write_safetensors(work / file, {name: shard.tensor for name, shard in own_shards.items()})
         part["file"] = {"name": file, "bytes": size, "sha256": digest}
-        part["blocks"] = {name: _block(shard) for name, shard in mine.items()}
+        part["blocks"] = {name: _block(shard) for name, shard in own_shards.items()}
     _write_json(work / f"part-{rank:05d}.json", part)
 
 

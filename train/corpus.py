@@ -248,12 +248,12 @@ def check(text: TextSource, bad_rows: float) -> None:
 
 def _local(source: str, where: Source | None) -> Corpus:
     try:
-        paths, what = _files_of(source)
+        paths, missing = _files_of(source)
     except (OSError, RuntimeError) as error:  # a name that is too long, no right to look, no such home
-        paths, what = [], f"{source} cannot be looked up: {getattr(error, 'strerror', None) or error}"
+        paths, missing = [], f"{source} cannot be looked up: {getattr(error, 'strerror', None) or error}"
     if not paths:
         raise Mistakes.one(
-            f"data.source: {what}",
+            f"data.source: {missing}",
             exit=Exit.DATA,
             where=where,
             fix="`sample`, `c4`, or a directory or glob of C4-format *.json.gz",
@@ -269,16 +269,16 @@ def _files_of(source: str) -> tuple[list[Path], str]:
     path = Path(source).expanduser()
     if path.is_dir():
         paths = sorted({*path.glob("*.json.gz"), *path.glob("*.jsonl.gz")} or path.rglob("*.json.gz"))
-        what = f"the folder {source} has no *.json.gz"
+        missing = f"the folder {source} has no *.json.gz"
     elif path.is_file():
-        paths, what = [path], ""
+        paths, missing = [path], ""
     elif any(c in source for c in "*?["):
         root = Path(path.anchor or ".")
         paths = sorted(p for p in root.glob(str(path.relative_to(root) if path.anchor else path)) if p.is_file())
-        what = f"no file matches {source}"
+        missing = f"no file matches {source}"
     else:
-        paths, what = [], f"there is no {source}"
-    return paths, what
+        paths, missing = [], f"there is no {source}"
+    return paths, missing
 
 
 def _split(name: str, files: Sequence[TextFile], where: Source | None) -> Corpus:

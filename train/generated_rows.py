@@ -56,13 +56,13 @@ class GeneratedRows:
 
         Mistakes (exit 6) for the state of another task or size of a step; with `force` the data starts over instead.
         """
-        mine = self.state_dict()
-        changed = [key for key in ("global_sequences", "tokenizer") if state.get(key) != mine[key]]
+        own_state = self.state_dict()
+        changed = [key for key in ("global_sequences", "tokenizer") if state.get(key) != own_state[key]]
         if changed and not force:
             raise Mistakes.one(
                 "the data cannot be resumed where the saved run stopped", exit=Exit.DATA,
                 where=self.recipe.where("task"),
-                why="; ".join(f"{state.get(key)!r} then, {mine[key]!r} now" for key in changed),
+                why="; ".join(f"{state.get(key)!r} then, {own_state[key]!r} now" for key in changed),
                 fix="restore what has changed, or start a new run (checkpoint.resume: never, and another run.dir)",
             )  # fmt: skip
         self.step = int(state.get("step", 0))

@@ -131,11 +131,11 @@ class TrainingLoop:
     def _newest(self) -> SavedCheckpoint | None:
         """The newest undamaged checkpoint. Rank 0 verifies; the others follow its choice."""
         with self.context.watchdog.allow(float(self.recipe.timeout_s.start), "reading checkpoints"):
-            mine = newest(self.checkpoints) if self.context.is_main else None
-            step = self.context.from_main(None if mine is None else mine.step)
+            checkpoint = newest(self.checkpoints) if self.context.is_main else None
+            step = self.context.from_main(None if checkpoint is None else checkpoint.step)
         if step is None:
             return None
-        return mine or SavedCheckpoint(self.checkpoints / step_name(step))
+        return checkpoint or SavedCheckpoint(self.checkpoints / step_name(step))
 
     def _restore(self, checkpoint: SavedCheckpoint) -> None:
         checkpoint.require(self.engine.stored_shapes())
@@ -267,10 +267,12 @@ class TrainingLoop:
     # ---- saving -------------------------------------------------------------------------------------------
     def save(self) -> None:
         """Writes a checkpoint of this step. A failed write is a warning or ends the run (`checkpoint.on_error`)."""
-        mine = self.loader.state_dict()
-        parts = self.context.gather({key: mine[key] for key in ("step", "global_sequences", "tokenizer", "lanes")})
+        loader_state = self.loader.state_dict()
+        parts = self.context.gather(
+            {key: loader_state[key] for key in ("step", "global_sequences", "tokenizer", "lanes")}
+        )
         meta = {
-            "course": vars(self.course), "data": {**mine, **merge_states(parts)}, "seed": self.recipe.seed,
+            "course": vars(self.course), "data": {**loader_state, **merge_states(parts)}, "seed": self.recipe.seed,
             "name": self.recipe.name, "model": self.model, "mesh": dict(self.context.mesh.axes),
             "attempt": self.attempt,
         }  # fmt: skip
@@ -295,9 +297,9 @@ class TrainingLoop:
         back_to = self._saved_step or 0
         decision, why = self.guard.decide(back_to)
         account = self._account(step, result, batch, decision)
-        what = f"step {step}: {nonfinite.describe(result.loss, result.grad_norm)}"
+        problem = f"step {step}: {nonfinite.describe(result.loss, result.grad_norm)}"
         if decision == "skip":
-            self.progress.note(f"warning: {what}; skipped, the parameters are as before (see {account})")
+            self.progress.note(f"warning: {problem}; skipped, the parameters are as before (see {account})")
             self.course.step = step
         elif decision == "rollback":
             checkpoint = self._newest()
@@ -308,12 +310,12 @@ class TrainingLoop:
                 self._restore(checkpoint)
             self._saved_step = checkpoint.step if checkpoint is not None else None
             self.progress.note(
-                f"warning: {what}; back to step {self.course.step}, going on behind this batch (see {account})"
+                f"warning: {problem}; back to step {self.course.step}, going on behind this batch (see {account})"
             )
         else:
             saved = f"step {back_to} is saved" if self._saved_step else "nothing is saved"
             raise Mistakes.one(
-                f"{what}; the run stops before this update is applied",
+                f"{problem}; the run stops before this update is applied",
                 exit=Exit.NONFINITE,
                 where=self.recipe.where("train.on_nonfinite"),
                 why=why or f"the policy is {self.guard.policy}; {saved}; the batch is listed in {account}",

@@ -32,9 +32,9 @@ class PipelineEngine(State):
         self.pipeline = programs.pipeline
         self.place = context.mesh.index(self.pipeline.axis, context.rank)
         self.mine = self.pipeline.devices[self.place]
-        mine = self.pipeline.table.stages_of(self.place)
-        gradients = {p.name: p for s in mine for program in self.pipeline.stages[s].backward for p in program.inputs
-                     if p.kind == "gradient"}  # fmt: skip
+        own_stages = self.pipeline.table.stages_of(self.place)
+        backward = [program for s in own_stages for program in self.pipeline.stages[s].backward]
+        gradients = {p.name: p for program in backward for p in program.inputs if p.kind == "gradient"}
         self.sum_names = [f"{name}.grad_sum" for name in self.mine.names]
         super().__init__(
             programs, context, initial_block, self.mine.update, [gradients[name] for name in self.sum_names]
@@ -45,7 +45,7 @@ class PipelineEngine(State):
         self.runs: dict[int, Executor] = {}
         """Executors by the id of their stage's program, which the pipeline keeps alive."""
         for stages in (self.pipeline.stages, self.pipeline.evaluation):
-            for stage in mine:
+            for stage in own_stages:
                 for program in stages[stage].programs:
                     self.runs[id(program)] = self._executor(program, compiled=self.compiled, mail=self.mail)
         self.totals, self.share = self._executor(self.mine.totals), self._executor(self.pipeline.share)

@@ -117,12 +117,14 @@ class SavedCheckpoint:
         """Why this checkpoint cannot be loaded into tensors of these shapes and dtypes, as messages; empty if it
         can."""
         reasons = []
-        for what, names in (
+        for change, names in (
             ("not in the checkpoint", [n for n in expected if n not in self.tensors]),
             ("in the checkpoint only", [n for n in self.tensors if n not in expected]),
         ):
             if names:
-                reasons.append(f"{what}: {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if names[3:] else ""))
+                reasons.append(
+                    f"{change}: {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if names[3:] else "")
+                )
         for name, (shape, dtype) in expected.items():
             if saved := self.tensors.get(name):
                 if saved.shape != tuple(shape):

@@ -217,15 +217,15 @@ class Loader:
 
     def _check_enough(self) -> None:
         """Raises if all the text, and not just a short chain, started over within the first step."""
-        needed, have = self.global_sequences * self.seq_len, 0
+        needed, tokens = self.global_sequences * self.seq_len, 0
         for index in self.order:
             for row in rows(self.text, self.text.files[index]):
                 if row.text is not None and self.text.keeps(row.text):
-                    have += sum(len(self.tokenizer.document(piece)) for piece in pieces(row.text))
-                if have >= needed:
+                    tokens += sum(len(self.tokenizer.document(piece)) for piece in pieces(row.text))
+                if tokens >= needed:
                     return
         raise self.text.mistake(
-            f"{self.text.name} is smaller than one batch: {have} tokens, where a step takes {needed}",
+            f"{self.text.name} is smaller than one batch: {tokens} tokens, where a step takes {needed}",
             why=f"batch.global_sequences {self.global_sequences} x model.seq_len {self.seq_len}",
             fix="more text, a smaller batch.global_sequences, or a shorter model.seq_len",
         )
@@ -256,13 +256,13 @@ class Loader:
         if state.get("tokenizer") != self.tokenizer.fingerprint:
             differences.append(f"the tokenizer {self.tokenizer.folder} differs")
         then: Mapping[str, str] = state.get("files", {})
-        for what, names in (
+        for change, names in (
             ("is gone", sorted(then.keys() - self._files.keys())),
             ("is new", sorted(self._files.keys() - then.keys())),
             ("has changed", sorted(n for n in then.keys() & self._files.keys() if then[n] != self._files[n])),
         ):
             if names:
-                differences.append(f"{names[0]} {what}" + (f", and {len(names) - 1} more" if names[1:] else ""))
+                differences.append(f"{names[0]} {change}" + (f", and {len(names) - 1} more" if names[1:] else ""))
         missing = [row for row in self.part if str(row) not in state.get("lanes", {})]
         if missing and not differences:
             differences.append(f"the saved position lacks row {missing[0]}")

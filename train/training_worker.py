@@ -380,8 +380,8 @@ def ending(outcome: Outcome, recipe: Recipe, folder: Path) -> str:
     if outcome.last_loss is None and outcome.exit == Exit.DONE:
         lines.append(f"{folder} has all its {course.step} steps; for more: tpshard train {folder} train.steps=...")
     else:
-        what = {Exit.PREEMPTED: "stopped, as asked,", Exit.INTERRUPTED: "interrupted"}.get(outcome.exit, "done")
-        lines.append(f"{what} after step {course.step} of {recipe.train.steps}, {duration(outcome.seconds)}")
+        how_ended = {Exit.PREEMPTED: "stopped, as asked,", Exit.INTERRUPTED: "interrupted"}.get(outcome.exit, "done")
+        lines.append(f"{how_ended} after step {course.step} of {recipe.train.steps}, {duration(outcome.seconds)}")
     facts: Sequence[tuple[str, str | None]] = (
         ("loss", None if outcome.last_loss is None else f"{outcome.first_loss:.4f} -> {outcome.last_loss:.4f}"),
         ("held-out loss", None if outcome.eval_loss is None else f"{outcome.eval_loss:.4f}"),

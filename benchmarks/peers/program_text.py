@@ -11,7 +11,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Name:
-    """A value that is read."""
+    """The name of a value that a statement reads."""
 
     text: str
 

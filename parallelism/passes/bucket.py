@@ -65,7 +65,7 @@ def _merge(graph: fx.Graph, nodes: list[fx.Node], kind: str, unit: str) -> None:
         comms[0],
         bytes=sum(c.bytes for c in comms),
         value=tuple(name for c in comms for name in c.value),
-        why=tuple(need for c in comms for need in c.why),
+        why=tuple(demand for c in comms for demand in c.why),
     )
     with graph.inserting_after(last):
         anchor = graph.call_function(len)  # a position to insert before; erased below

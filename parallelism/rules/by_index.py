@@ -97,11 +97,11 @@ def lookup(op: Op, factors: Factors, kind: Kind) -> Lookup:
         raise ValueError("indexing by a boolean mask gives a result of unknown size: use torch.where")
     shape = tuple(torch.broadcast_shapes(*(i.shape for i in indices)))
     picked = factors.dims(shape)
-    of = []
+    index_dims = []
     paired: dict[int, Dim] = {}
     for d, index in zip(at, indices):
         lead = len(shape) - index.rank
-        of.append(tuple(picked[lead + i] if n == shape[lead + i] else () for i, n in enumerate(index.shape)))
+        index_dims.append(tuple(picked[lead + i] if n == shape[lead + i] else () for i, n in enumerate(index.shape)))
         dim = counts_along(index)
         if dim is not None and index.shape[dim] == x.shape[d] != 1 and picked[lead + dim] not in paired.values():
             paired[d] = picked[lead + dim]
@@ -111,7 +111,7 @@ def lookup(op: Op, factors: Factors, kind: Kind) -> Lookup:
     )
     start = at[0] if at == list(range(at[0], at[0] + len(at))) else 0
     rest = [dims[d] for d in range(x.rank) if d not in at]
-    return Lookup(at, dims, picked, of, (*rest[:start], *picked, *rest[start:]), [d in paired for d in at])
+    return Lookup(at, dims, picked, index_dims, (*rest[:start], *picked, *rest[start:]), [d in paired for d in at])
 
 
 def _own_slots(at: LocalOp, call: Lookup, rank: int) -> tuple[list[Any], Any, tuple[int, ...]]:

@@ -26,12 +26,12 @@ def contraction(op: Op, equation: str) -> Rule:
     a, b = op.operands
     size = dict(zip(left + right, a.shape + b.shape))
     factors = Factors()
-    of = {c: factors.new(n, Kind.PASS if c in out else Kind.REDUCE) for c, n in size.items()}
+    factor = {c: factors.new(n, Kind.PASS if c in out else Kind.REDUCE) for c, n in size.items()}
     return factors.rule(
-        [tuple((of[c],) for c in left), tuple((of[c],) for c in right)],
-        [tuple((of[c],) for c in out)],
+        [tuple((factor[c],) for c in left), tuple((factor[c],) for c in right)],
+        [tuple((factor[c],) for c in out)],
         flops=2 * product(list(size.values())),
-        work=tuple(of.values()),
+        work=tuple(factor.values()),
         local=lambda local: product_of(local, equation),
     )
 
@@ -52,9 +52,9 @@ def product_of(local: LocalOp, equation: str) -> Any:
 
     def arrange(index: int, have: str, first: list[str], second: list[str]) -> Any:
         node = local.inputs[index]
-        want = batch + first + second
-        order = [have.index(c) for c in want]
-        shape = tuple(size[c] for c in want)
+        letters = batch + first + second
+        order = [have.index(c) for c in letters]
+        shape = tuple(size[c] for c in letters)
         if order != sorted(order):
             node = local.emit(aten.permute.default, node, order, shape=shape)
         flat: tuple[int, ...] = (product([size[c] for c in first]), product([size[c] for c in second]))

@@ -77,8 +77,10 @@ def zero_fill(op: Op) -> tuple[int, ...]:
 
 def divisor(op: Op) -> tuple[tuple[int, float], ...]:
     """The padding of a divisor: 1 for integers, which must not be divided by the 0 that padding may hold."""
-    by = op.args[1]
-    return ((by.index, 1),) if isinstance(by, Ref) and not op.results[0].dtype.is_floating_point else ()
+    divisor_arg = op.args[1]
+    return (
+        ((divisor_arg.index, 1),) if isinstance(divisor_arg, Ref) and not op.results[0].dtype.is_floating_point else ()
+    )
 
 
 def drop_format(op: Op) -> None:

@@ -69,10 +69,10 @@ def _slots(op: Op, tensors: str) -> Rule:
     sizes = {c: n for dims, value in values for c, n in zip(dims, value.shape)}
     kinds = dict.fromkeys("skn", Kind.WHOLE) | {"b": Kind.PASS, "m": Kind.PASS if "m" in result else Kind.REDUCE}
     factors = Factors()
-    of = {c: factors.new(n, kinds[c]) for c, n in sizes.items()}
+    factor = {c: factors.new(n, kinds[c]) for c, n in sizes.items()}
     return factors.rule(
-        [tuple((of[c],) for c in dims) for dims in operands], [tuple((of[c],) for c in result)],
-        additive=(0,) if "m" in result else (), flops=2 * product(op.results[0].shape), work=(of["b"], of["m"]),
+        [tuple((factor[c],) for c in dims) for dims in operands], [tuple((factor[c],) for c in result)],
+        additive=(0,) if "m" in result else (), flops=2 * product(op.results[0].shape), work=(factor["b"], factor["m"]),
         fills=((operands.index("bsk"), 0),),
     )  # fmt: skip
 

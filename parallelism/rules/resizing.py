@@ -80,12 +80,14 @@ def resize(op: Op, reach: int) -> Rule:
         if not cut:
             return at.same()
         node = at.window(0)
-        have = list(at.shape_of(node))
+        operand_shape = list(at.shape_of(node))
         for d, f, _ in cut:
-            node = at.emit(aten.index_select.default, node, d, parts.inside(at, d, f, 0, have[d]), shape=have)
-        size = [n * ratio for n, ratio in zip(have[2:], parts.ratios)]
-        node = at.emit(op.target, node, size, *op.args[2:], shape=(*have[:2], *size))
-        shape = [*have[:2], *size]
+            node = at.emit(
+                aten.index_select.default, node, d, parts.inside(at, d, f, 0, operand_shape[d]), shape=operand_shape
+            )
+        size = [n * ratio for n, ratio in zip(operand_shape[2:], parts.ratios)]
+        node = at.emit(op.target, node, size, *op.args[2:], shape=(*operand_shape[:2], *size))
+        shape = [*operand_shape[:2], *size]
         for d, _, ratio in cut:
             shape[d] = at.shape()[d]
             node = at.emit(aten.narrow.default, node, d, reach * ratio, shape[d], shape=shape)
@@ -104,13 +106,13 @@ def resize_backward(op: Op, reach: int) -> Rule:
 
     def local(at: LocalOp) -> Any:
         cut = parts.cut(at)
-        node, have, size = at.inputs[0], list(at.operand_shape(0)), list(at.shape())
+        node, operand_shape, size = at.inputs[0], list(at.operand_shape(0)), list(at.shape())
         for d, _, ratio in cut:
             size[d] += 2 * reach
-            have[d] = size[d] * ratio
-            widths = [0, 0] * (len(have) - 1 - d) + [reach * ratio] * 2
-            node = at.emit(aten.constant_pad_nd.default, node, widths, 0, shape=have)
-        node = at.emit(op.target, node, have[2:], size, *op.args[3:], shape=size)
+            operand_shape[d] = size[d] * ratio
+            widths = [0, 0] * (len(operand_shape) - 1 - d) + [reach * ratio] * 2
+            node = at.emit(aten.constant_pad_nd.default, node, widths, 0, shape=operand_shape)
+        node = at.emit(op.target, node, operand_shape[2:], size, *op.args[3:], shape=size)
         for d, f, _ in cut:
             zeros = at.emit(aten.zeros_like.default, node, shape=size)
             inside = parts.inside(at, d, f, 1, size[d])

@@ -98,9 +98,9 @@ def topk(op: Op) -> Rule:
         (f,) = way.operands[0][dim]
         if not at.axes(f):
             return at.same()
-        have = at.operand_shape(0)
-        count = min(k, have[dim])
-        few = tuple(count if d == dim else n for d, n in enumerate(have))
+        shape = at.operand_shape(0)
+        count = min(k, shape[dim])
+        few = tuple(count if d == dim else n for d, n in enumerate(shape))
         value, index = best(at, at.inputs[0], count, few)
         values, indices = (_in_a_row(at, at.gather(node, f), dim) for node in (value, _global_indices(at, index, f)))
         value, place = best(at, values, k, at.shape())
@@ -122,9 +122,9 @@ def _global_indices(at: LocalOp, index: Any, factor: int) -> Any:
 
 def _in_a_row(at: LocalOp, node: Any, dim: int) -> Any:
     """Joins gathered shards along their dim: [members, ..., n, ...] -> [..., members * n, ...]."""
-    have = at.shape_of(node)
-    order = [*range(1, dim + 1), 0, *range(dim + 1, len(have))]
-    turned = [have[d] for d in order]
+    shape = at.shape_of(node)
+    order = [*range(1, dim + 1), 0, *range(dim + 1, len(shape))]
+    turned = [shape[d] for d in order]
     dtype = at.dtype_of(node)
     node = at.emit(aten.permute.default, node, order, shape=turned, dtype=dtype)
     joined = [*turned[:dim], turned[dim] * turned[dim + 1], *turned[dim + 2 :]]

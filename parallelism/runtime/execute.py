@@ -102,10 +102,10 @@ def describe(doing: object) -> Doing:
     if isinstance(doing, fx.Node):
         metadata = info(doing)
         if metadata.comm is not None:
-            what = (
+            action = (
                 f"{metadata.comm.kind} over {over(metadata.comm)} ({', '.join(metadata.comm.value) or metadata.origin})"
             )
-            return Doing(what, metadata.module or "the step", waiting=True)
+            return Doing(action, metadata.module or "the step", waiting=True)
         return Doing(str(doing.target), metadata.module)
     return doing if isinstance(doing, Doing) else Doing(str(doing))
 
