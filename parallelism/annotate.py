@@ -54,9 +54,9 @@ for _name in ("mesh_split", "boundary", "role", "grouped", "propagation_barrier"
 def mesh_split(tensor: torch.Tensor, mesh: Mesh, dims_mapping: Sequence[Any] | str | Sharding) -> torch.Tensor:
     """Annotates a tensor and its gradient with a sharding (GSPMD, section 3.1), and returns the tensor.
 
-    `dims_mapping` has one entry per dim: -1 (replicated) or the index of a mesh axis; or it is a sharding in any form of
-    `partition`, such as `("x", None)` or the text `"[{x,?} {y:(1)2}]"`, with open dims, parts of axes, several axes of
-    one dim and priorities. Outside of `partition` it does nothing. Raises ValueError for anything else.
+    `dims_mapping` has one entry per dim: -1 (replicated) or the index of a mesh axis; or it is a sharding in any form
+    of `partition`, such as `("x", None)` or the text `"[{x,?} {y:(1)2}]"`, with open dims, parts of axes, several
+    axes of one dim and priorities. Outside of `partition` it does nothing. Raises ValueError for anything else.
     """
     if torch._C._functorch.is_batchedtensor(tensor):
         raise ValueError("mesh_split annotates whole tensors, not those of a manual region, or of vmap")

@@ -177,7 +177,8 @@ def local_arguments(
     for leaf, port in zip(leaves, own):
         sizes = zip(leaf.shape, port.shape) if leaf.dim() == len(port.shape) else [(0, 1)]
         if any(given != size for dim, (given, size) in enumerate(sizes) if dim not in port.free):
-            raise ValueError(f"`{port.name}` is {list(port.shape)} in the program; a tensor {list(leaf.shape)} was given")
+            expected = f"`{port.name}` is {list(port.shape)} in the program"
+            raise ValueError(f"{expected}; a tensor {list(leaf.shape)} was given")
     parts = [_summand(leaf, port.layout, program.mesh, rank) for leaf, port in zip(leaves, own)]
     if not draws(program):
         return parts
