@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from functools import partial
 from pathlib import Path
@@ -155,6 +156,11 @@ def plan(
     load_told = {"--rate": rate, "--prompt": prompt, "--answer": answer, "--ttft": ttft, "--tpot": tpot,
                  "--count": count, "--seed": seed}  # fmt: skip
     load_options = [name for name, value in load_told.items() if value is not None]
+    numbers = load_told | {"--price": price, "--watts": watts, "--failures": failures, "--restart": restart,
+                           "--save": save, "--skew": skew}  # fmt: skip
+    endless = [name for name, value in numbers.items() if value is not None and not math.isfinite(value)]
+    if endless:
+        raise typer.BadParameter("the number is not finite", param_hint=", ".join(endless))
     if load_options and what != "serve":
         raise typer.BadParameter("these options need --for serve", param_hint=", ".join(load_options))
     if passes and what != "train":
@@ -163,7 +169,7 @@ def plan(
         raise typer.BadParameter("the axes placed are those of a training mesh", param_hint="--net, --for")
     if search and what not in ("train", "serve"):
         raise typer.BadParameter("the search is over training runs and servers", param_hint="--search, --for")
-    for name, on in (("--fit", fit), ("--pin", pin), ("--suggest", suggest)):
+    for name, on in (("--fit", fit), ("--pin", pin), ("--suggest", suggest), ("--check", check)):
         if on and (what != "train" or (suggest and asked_for)):
             raise typer.BadParameter("it is about training runs", param_hint=f"{name}, --for")
     about = (tokens, price, watts, failures, restart, save)
@@ -179,6 +185,8 @@ def plan(
 
         if recipe is not None:
             raise typer.BadParameter("a run has its own recipe: name none", param_hint="--check")
+        if device is not None:
+            raise typer.BadParameter("a run's plan has its own device: name none", param_hint="--device, --check")
         held = command.check(check, as_json)
         sys.stdout.write(held.text)
         return held.exit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -46,7 +47,12 @@ class Mesh:
 
     def __init__(self, axes: Mapping[str, int] | Iterable[tuple[str, int]]):
         pairs = tuple(axes.items()) if isinstance(axes, Mapping) else tuple(axes)
+        for pair in pairs:
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise ValueError(f"{pair!r} is no mesh axis: give names with sizes, such as {{'dp': 2, 'tp': 4}}")
         for name, size in pairs:
+            if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
+                raise ValueError(f"a mesh axis is named {name!r}: a name has letters, digits, `_`, `-` and `.`")
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"mesh axis `{name}` has size {size!r}: a size is a whole number of at least 1")
         if len({name for name, _ in pairs}) != len(pairs):

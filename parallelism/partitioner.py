@@ -55,6 +55,8 @@ def partition(
     draws random numbers, the program's last input is a `seed` (see `Program.local`), and every mesh draws the same
     numbers. Raises ValueError where a sharding does not fit its tensor or the mesh.
     """
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"the mesh is {mesh!r}: give a `Mesh`, such as Mesh({{'dp': 2, 'tp': 4}})")
     return partition_captured(capture(fn, args, names), mesh, in_shardings, out_shardings, latency=latency)
 
 

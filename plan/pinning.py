@@ -99,7 +99,9 @@ def _same_layout(tensor: Tensor, records: Mapping[str, Any]) -> bool:
 def text(result: Pinned, name: str) -> str:
     """The pinned recipe, with a comment that names its programs and what is not pinned."""
     head = [f"`{name}` with its shardings pinned"]
-    head += [f"program of the {part}: {fingerprint}" for part, fingerprint in result.fingerprints.items()]
+    for part, fingerprint in result.fingerprints.items():
+        named = part == "schedule" or part.startswith("program of")  # of a pipeline
+        head.append(f"{part if named else f'program of the {part}'}: {fingerprint}")
     if result.left:
         head.append(f"not pinned: {', '.join(result.left)}")
     return "".join(f"# {line}\n" for line in head) + result.recipe

@@ -84,6 +84,11 @@ def test_wrong_axes_are_refused() -> None:
         Sharding.of(mesh, [("x", 1, 2), "x"], 2)
     with pytest.raises(ValueError, match="3 dims"):
         Sharding.of(mesh, [None, None, "x"], 2)
+    for wrong in ((2, 4), {"a b": 2}, {"": 2}):
+        with pytest.raises(ValueError, match="mesh axis"):
+            Mesh(wrong)
+    with pytest.raises(ValueError, match="give a `Mesh`"):
+        partition(torch.relu, [torch.ones(4)], {"x": 2})
     with pytest.raises(ValueError, match="whole number"):
         Mesh({"x": 0})
 

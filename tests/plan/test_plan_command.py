@@ -83,6 +83,8 @@ def test_a_saved_plan_holds_the_programs_that_it_tells_of(report, tmp_path):
         ["--explain", "norm.weight", "--html", "page.html"],
         ["--search", "--for", "decode"],
         ["--html", "."],
+        ["--price", "inf"],
+        ["--for", "serve", "--prompt", "8", "--answer", "8", "--rate", "inf"],
     ],
 )
 def test_options_that_do_not_go_together_are_refused_before_planning(small, capsys, options):
