@@ -143,12 +143,14 @@ def text_errors(recipe: Recipe) -> list[Diagnostic]:
     """
     if recipe.task not in ("lm", "mlm"):
         return []
+    from tpshard.train.hub import is_on
+
     diagnostics = _tokens(recipe, _transformers_vocab(recipe))
     for key in ("source", "tokenizer"):
         value = None
         with contextlib.suppress(Mistakes):  # its environment variable is not set, and validation does not need it
             value = getattr(recipe.data, key)
-        if value is None or (key == "source" and value in ("sample", "c4")):
+        if value is None or (key == "source" and (value == "sample" or is_on(value))):
             continue
         from tpshard.train.corpus import open_text
         from tpshard.train.tokens import tokenizer_files

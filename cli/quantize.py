@@ -27,7 +27,7 @@ def quantize(
     overrides: Overrides = None,
     text: Annotated[
         str | None,
-        typer.Option(help="Calibration text: sample, c4, C4-format files. Default: the recipe's.", show_default=False),
+        typer.Option(help="Calibration text, as `data.source` names it. Default: the recipe's.", show_default=False),
     ] = None,
     seq_len: Annotated[
         int | None, typer.Option(min=1, help="Tokens per sequence. Default: the model's.", show_default=False)
@@ -173,7 +173,7 @@ def _text(
     from tpshard.train.stream import Loader, TokenBatch, held_out_batches
     from tpshard.train.tokens import check_vocab, load_tokenizer
 
-    corpus = open_text(source or recipe.data.source)
+    corpus = open_text(source or recipe.data.source, recipe.data.column)
     if model.tokenizer is None:
         why = "text needs the model's own tokenizer"
         raise Mistakes.one(

@@ -43,14 +43,14 @@ def _start(recipe: str, overrides: Sequence[str], plan: str | None) -> int:
     from tpshard.parallelism.runtime.launcher import Nodes, launch
     from tpshard.plan import save
     from tpshard.recipes.diagnostic import plural
+    from tpshard.train import hub
 
     loaded = load(recipe, overrides)
     saved = None if plan is None else save.read(plan)
     machine.require(loaded)
-    if loaded.data.source == "c4":
-        from tpshard.train import hub
-
-        hub.require("c4", loaded.where("data.source"))  # before workers take seconds to start
+    source = loaded.data.source
+    if hub.is_on(source):  # before workers take seconds to start
+        hub.require(source.removeprefix(hub.PREFIX), loaded.where("data.source"))
     nodes = Nodes.of(os.environ)
     gpus = visible_gpus() if loaded.cluster is None else 0
     world = workers_of(loaded, nodes, gpus)

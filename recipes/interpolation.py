@@ -195,6 +195,8 @@ def unresolvable(text: str, resolved: Resolved, where: Source, also: Places = ()
         name = resolved.unset[0]
         message = f"the environment variable {name} is not set"
         fix = f"export {name}=..., or give a default: ${{oc.env:{name},default}}"
+        if where.file.startswith("<default "):  # nobody wrote this interpolation
+            fix = f"give `{where.text}` a value, or export {name}=..."
         return Diagnostic(message, where=where, why="needed now", fix=fix, also=also)
     why = str(resolved.error).partition("\n")[0]
     return Diagnostic(f"`{text}` cannot be resolved", where=where, why=why, fix=FORMS, also=also)

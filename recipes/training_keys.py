@@ -16,7 +16,10 @@ class Data(Section):
     paths: ClassVar[tuple[str, ...]] = ("source", "tokenizer")
 
     source: str = "sample"
-    """c4, a directory or glob of C4-format *.json.gz, or sample (generated on this machine)."""
+    """sample (generated on this machine); c4; hub:OWNER/NAME or hub:OWNER/NAME:CONFIGURATION, another data set on the
+    Hugging Face hub; or a folder, file or pattern of *.jsonl, *.json.gz, *.parquet or *.txt."""
+    column: str = "text"
+    """The key of JSON lines, or the column of Parquet files, that holds the text."""
     tokenizer: str | None = derived(default='its own for sample, else "${oc.env:TOKENIZER_DIR}"')
     """Folder of a Hugging Face tokenizer, read when a command needs it; null: the sample's own."""
     bad_rows: Share = 0.01

@@ -1,17 +1,16 @@
-"""Sources of text: C4 on the hub, C4-format files on disk, or the sample, all as files of JSON lines.
+"""Sources of text: C4 and other data sets on the hub, files on disk, or the sample.
 
-A source is a list of files with lines `{"text": ...}`; sources differ in how a file is opened. `datasets` resolves
-names and streams bytes from the hub. Its JSON reader is not used, because it drops a whole file for one bad row.
+A source is a list of files (`train.text_formats`); sources differ in how a file is opened. `datasets` finds the files
+of a data set on the hub and streams their bytes.
 """
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import io
-import json
 import logging
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,24 +19,25 @@ from typing import BinaryIO, Literal, Protocol, cast
 from tpshard.recipes.diagnostic import Exit, Mistakes, Source
 from tpshard.train import hub
 from tpshard.train.sample import ensure_sample
+from tpshard.train.text_formats import FORMATS, NoColumn, TextFormat, TextRow, format_of, open_decompressed
 
 logger = logging.getLogger(__name__)
 
-C4 = "allenai/c4"
-"""The data set on the hub that `c4` stands for."""
+C4 = "hub:allenai/c4:en"
+"""The data set that `c4` stands for."""
+ANY_SOURCE = "`sample`, `c4`, `hub:OWNER/NAME`, or a folder, file or pattern of *.jsonl, *.json.gz, *.parquet or *.txt"
+"""What `data.source` may be, for errors."""
 HELD_OUT = 20
 """Where a source names no held-out file: one document in this many is held out (with 20 files or more, the last
 file)."""
 PIECE = 1 << 18
 """Characters per piece of a longer document. Tokenizing 100 MB at once would take all memory."""
-LONGEST_ROW = 1 << 28
-"""Bytes; a longer line is a bad row and never held in memory."""
 SMALL = 16 << 20
 """Bytes; local data up to this size is read once before the first step, so that errors in it show at the start."""
 
 
 class TextFile(Protocol):
-    """One file of JSON lines."""
+    """One file of text, in a format that its name tells."""
 
     @property
     def name(self) -> str:
@@ -56,7 +56,7 @@ class LocalFile:
     name: str
 
     def open(self) -> BinaryIO:
-        return _open_decompressed(self.name, cast(BinaryIO, self.path.open("rb")))
+        return open_decompressed(self.name, cast(BinaryIO, self.path.open("rb")))
 
     def fingerprint(self) -> str:
         """The file's size and a hash of its first and last 64 KiB."""
@@ -79,7 +79,7 @@ class HubFile:
     def open(self) -> BinaryIO:
         from datasets.utils.file_utils import xopen
 
-        return _open_decompressed(self.name, cast(BinaryIO, xopen(self.url, "rb")))
+        return open_decompressed(self.name, cast(BinaryIO, xopen(self.url, "rb")))
 
     def fingerprint(self) -> str:
         """Always empty: the hub's files are not read to compare them."""
@@ -98,6 +98,8 @@ class TextSource:
     part: Literal["all", "train", "held_out"] = "all"
     where: Source | None = None
     """The place in the recipe that names the source."""
+    column: str = "text"
+    """The key of JSON lines, or the column of a table, that holds the text."""
     trusted: bool = False
     """Whether tpshard made and verified the files, so that they are not read before the first step."""
 
@@ -107,6 +109,11 @@ class TextSource:
             return True
         held_out = hashlib.sha256(text.encode()).digest()[-1] % HELD_OUT == 0
         return held_out == (self.part == "held_out")
+
+    @property
+    def readable(self) -> str:
+        """What a readable row is, as the fix of an error."""
+        return f'a row needs a "{self.column}" that is not empty (data.column names another)'
 
     def mistake(self, message: str, *, why: str = "", fix: str = "") -> Mistakes:
         """An error (exit 6) at the place of the recipe that names the source."""
@@ -122,54 +129,59 @@ class Corpus:
     tokenizer: Path | None = None
 
 
-@dataclass(frozen=True)
-class TextRow:
-    """A line of a file: its text, or why it is unreadable. Lines count from 0."""
-
-    line: int
-    text: str | None
-    fault: str = ""
-
-
-def open_text(source: str, *, where: Source | None = None, fallback: Path | None = None) -> Corpus:
-    """The corpus of `data.source`: `sample`, `c4`, or a directory or glob of C4-format *.json.gz.
+def open_text(
+    source: str, column: str = "text", *, where: Source | None = None, fallback: Path | None = None
+) -> Corpus:
+    """The corpus of `data.source`.
 
     Args:
+        source: `sample`, `c4`, `hub:OWNER/NAME` or `hub:OWNER/NAME:CONFIGURATION`, or a folder, file or pattern.
+        column: the key or column that holds the text; plain text has none.
         where: the place of `data.source` in the recipe, for errors.
         fallback: a folder for the sample where the user's cache cannot be written.
 
     Raises:
-        Mistakes: exit 6; no such files, or the hub cannot be reached.
+        Mistakes: exit 6; no such files, of several formats, or the hub cannot be reached.
     """
     if source == "sample":
         sample = ensure_sample(fallback)
         corpus = _local(str(sample.directory), where)
         train, held_out = (replace(text, name="sample", trusted=True) for text in (corpus.train, corpus.held_out))
         return Corpus(train, held_out, sample.tokenizer)
-    if source == "c4":
-        return _hub(C4, "en", where)
-    return _local(source, where)
+    name = C4 if source == "c4" else source
+    corpus = _hub(name, where) if hub.is_on(name) else _local(source, where)
+    return Corpus(replace(corpus.train, column=column), replace(corpus.held_out, column=column))
 
 
 def rows(text: TextSource, file: TextFile, start: int = 0) -> Iterator[TextRow]:
-    """The rows of one file from line `start` on, without blank lines.
+    """The rows of one file from number `start` on, without blank ones.
 
     Raises:
-        Mistakes: exit 6 where the file cannot be read to its end (gone, cut short, not gzip, connection lost).
+        Mistakes: exit 6 where the file cannot be read to its end (gone, cut short, not gzip, connection lost), or has
+            no column of the recipe's name.
     """
-    line = -1
+    last = -1
     try:
         with file.open() as stream:
-            for line, raw in enumerate(_lines(stream)):
-                if line >= start and (raw is None or raw.strip()):
-                    yield _row(line, raw)
+            for row in _format(file).rows(stream, text.column, start):
+                last = row.number
+                yield row
     except (OSError, EOFError, zlib.error) as error:
         cut = isinstance(error, EOFError)
         raise text.mistake(
-            f"{file.name} of {text.name} {'ends in the middle' if cut else 'cannot be read'}, after {line + 1} rows",
+            f"{file.name} of {text.name} {'ends in the middle' if cut else 'cannot be read'}, after {last + 1} rows",
             why=f"{type(error).__name__}: {error}",
             fix="fetch the file again, or remove it from data.source",
         ) from error
+    except NoColumn as error:
+        fix = "set data.column to the one that holds the text"
+        raise text.mistake(f"{file.name} of {text.name} has no text", why=str(error), fix=fix) from error
+
+
+def _format(file: TextFile) -> TextFormat:
+    one = format_of(file.name)
+    assert one is not None, f"{file.name} was accepted without a format"
+    return one
 
 
 def pieces(text: str) -> Iterator[str]:
@@ -204,7 +216,7 @@ class BadRows:
             return
         self.bad += 1
         if not self.first:
-            self.first = f"{file.name}, line {row.line + 1}: {row.fault}"
+            self.first = f"{file.name}, {_format(file).unit} {row.number + 1}: {row.fault}"
             if self.warn:
                 logger.warning("skipped an unreadable row of %s: %s", self.text.name, self.first)
         self._judge(max(self.rows_read, 1000))
@@ -219,7 +231,7 @@ class BadRows:
             raise self.text.mistake(
                 f"{self.bad} of {self.rows_read} rows of {self.text.name} are unreadable",
                 why=f"the first: {self.first}",
-                fix=f"repair the data, or raise data.bad_rows (now {self.limit:g})",
+                fix=f"{self.text.readable}; repair the data, or raise data.bad_rows (now {self.limit:g})",
             )
 
 
@@ -242,7 +254,7 @@ def check(text: TextSource, bad_rows: float) -> None:
         raise text.mistake(
             f"{text.name} has no readable row",
             why=counter.first or f"{len(local)} files, all empty",
-            fix='rows are JSON lines with a "text" that is not empty',
+            fix=text.readable,
         )
 
 
@@ -252,33 +264,54 @@ def _local(source: str, where: Source | None) -> Corpus:
     except (OSError, RuntimeError) as error:  # a name that is too long, no right to look, no such home
         paths, missing = [], f"{source} cannot be looked up: {getattr(error, 'strerror', None) or error}"
     if not paths:
-        raise Mistakes.one(
-            f"data.source: {missing}",
-            exit=Exit.DATA,
-            where=where,
-            fix="`sample`, `c4`, or a directory or glob of C4-format *.json.gz",
-        )
+        raise Mistakes.one(f"data.source: {missing}", exit=Exit.DATA, where=where, fix=ANY_SOURCE)
     short = [p.name for p in paths]
     names = short if len(set(short)) == len(short) else [str(p) for p in paths]
     files: list[TextFile] = [LocalFile(p, name) for p, name in zip(paths, names)]
+    _check_formats(source, names, where)
     return _split(source, files, where)
 
 
 def _files_of(source: str) -> tuple[list[Path], str]:
-    """The files of a folder or glob, and what is wrong if there are none."""
+    """The files of a folder or pattern, and what is wrong if there are none."""
     path = Path(source).expanduser()
     if path.is_dir():
-        paths = sorted({*path.glob("*.json.gz"), *path.glob("*.jsonl.gz")} or path.rglob("*.json.gz"))
-        missing = f"the folder {source} has no *.json.gz"
+        # a *.json beside data usually describes it, so that it is read only where it is named
+        suffixes = [suffix for one in FORMATS for suffix in one.suffixes if suffix != ".json"]
+        paths = [p for p in path.glob("*") if _ends(p, suffixes)] or [p for p in path.rglob("*") if _ends(p, suffixes)]
+        missing = f"the folder {source} has no *{', *'.join(suffixes)}"
     elif path.is_file():
         paths, missing = [path], ""
     elif any(c in source for c in "*?["):
         root = Path(path.anchor or ".")
-        paths = sorted(p for p in root.glob(str(path.relative_to(root) if path.anchor else path)) if p.is_file())
+        paths = [p for p in root.glob(str(path.relative_to(root) if path.anchor else path)) if p.is_file()]
         missing = f"no file matches {source}"
     else:
         paths, missing = [], f"there is no {source}"
-    return paths, missing
+    return sorted(paths), missing
+
+
+def _ends(path: Path, suffixes: Sequence[str]) -> bool:
+    return path.name.lower().endswith(tuple(suffixes)) and path.is_file()
+
+
+def _check_formats(source: str, names: Sequence[str], where: Source | None) -> None:
+    """Raises `Mistakes` for files of no known format, or of several."""
+    formats = {name: format_of(name) for name in names}
+    unknown = [name for name, one in formats.items() if one is None]
+    if unknown:
+        more = f", and {len(unknown) - 1} more" if unknown[1:] else ""
+        message = f"data.source: {unknown[0]} of {source} has no known format{more}"
+        raise Mistakes.one(message, exit=Exit.DATA, where=where, fix=ANY_SOURCE)
+    counts = Counter(one.name for one in formats.values() if one is not None)
+    if len(counts) > 1:
+        raise Mistakes.one(
+            f"data.source: {source} has files of several formats",
+            exit=Exit.DATA,
+            where=where,
+            why=", ".join(f"{count} of {name}" for name, count in counts.most_common()),
+            fix="choose one by a pattern, such as `texts/*.jsonl`",
+        )
 
 
 def _split(name: str, files: Sequence[TextFile], where: Source | None) -> Corpus:
@@ -291,73 +324,35 @@ def _split(name: str, files: Sequence[TextFile], where: Source | None) -> Corpus
     return Corpus(TextSource(name, tuple(files), "train", where), TextSource(name, tuple(files), "held_out", where))
 
 
-def _hub(repo: str, config: str, where: Source | None) -> Corpus:
+def _hub(source: str, where: Source | None) -> Corpus:
+    repo, configuration = hub.name_of(source)
     hub.require(repo, where)
     try:
         import datasets
 
         datasets.disable_progress_bars()
-        urls = datasets.load_dataset_builder(repo, config).config.data_files or {}
-        # without the revision: a new README in the data set must not look like new text
-        files = [HubFile(url, url.rsplit("/", 1)[-1]) for split in urls for url in sorted(urls[split])]
-        if not files:
+        urls = datasets.load_dataset_builder(repo, configuration).config.data_files or {}
+        if not any(urls.values()):
             raise FileNotFoundError("it has no data files")
     except Exception as error:  # network, hub, login and cache raise many types; all mean that there is no data
         raise Mistakes.one(
-            f"{repo} ({config}) cannot be read from the hub",
+            f"{source.removeprefix(hub.PREFIX)} cannot be read from the hub",
             exit=Exit.DATA,
             where=where,
             why=f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}",
-            fix=hub.FIX,
+            fix=hub.CONFIGURATION if isinstance(error, ValueError) else hub.FIX,
         ) from error
-    return _split(repo, files, where)
+    files = {split: _hub_files(sorted(urls[split]), source, where) for split in urls}
+    held_out = next((files[split] for split in ("validation", "test") if split in files), None)
+    if held_out is None or "train" not in files:
+        return _split(repo, [file for split in files.values() for file in split], where)
+    return Corpus(TextSource(repo, files["train"], where=where), TextSource(repo, held_out, where=where))
 
 
-def _open_decompressed(name: str, file: BinaryIO) -> BinaryIO:
-    return cast(BinaryIO, _Gzip(file)) if name.endswith(".gz") else file
-
-
-class _Gzip(gzip.GzipFile):
-    """A gzip reader that also closes the underlying file, and returns all readable bytes before an error."""
-
-    def __init__(self, file: BinaryIO):
-        super().__init__(fileobj=file, mode="rb")
-        self._file = file
-
-    def close(self) -> None:
-        super().close()
-        self._file.close()
-
-
-def _lines(stream: BinaryIO) -> Iterator[bytes | None]:
-    """Lines without their ends; None for one longer than LONGEST_ROW."""
-    while raw := stream.readline(LONGEST_ROW):
-        if len(raw) == LONGEST_ROW and not raw.endswith(b"\n"):
-            while raw and not raw.endswith(b"\n"):
-                raw = stream.readline(1 << 20)
-            yield None
-        else:
-            yield raw
-
-
-def _row(line: int, raw: bytes | None) -> TextRow:
-    if raw is None:
-        return TextRow(line, None, f"longer than {LONGEST_ROW} bytes")
-    try:
-        value = json.loads(raw.removeprefix(b"\xef\xbb\xbf").decode("utf-8"))
-    except UnicodeDecodeError as error:
-        return TextRow(line, None, f"invalid UTF-8: {error.reason}")
-    except (ValueError, RecursionError) as error:
-        return TextRow(line, None, f"not JSON: {error}")
-    if not isinstance(value, dict) or "text" not in value:
-        return TextRow(line, None, 'no "text"')
-    text = value["text"]
-    if not isinstance(text, str):
-        return TextRow(line, None, f'"text" is {type(text).__name__}, not a string')
-    if not text.strip():
-        return TextRow(line, None, '"text" is empty')
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return TextRow(line, None, "an unpaired surrogate, which UTF-8 cannot encode")
-    return TextRow(line, text)
+def _hub_files(urls: Sequence[str], source: str, where: Source | None) -> tuple[TextFile, ...]:
+    # without the revision: a new README in the data set must not look like new text
+    paths = [url.partition("@")[2].partition("/")[2] or url for url in urls]
+    short = [path.rsplit("/", 1)[-1] for path in paths]
+    names = short if len(set(short)) == len(short) else paths
+    _check_formats(source, names, where)
+    return tuple(HubFile(url, name) for url, name in zip(urls, names))

@@ -1,4 +1,7 @@
-"""A quick check that the hub answers: the libraries retry for a minute before they fail."""
+"""Data sets on the Hugging Face hub: their names in recipes, and a quick check that the hub answers.
+
+The libraries retry for a minute before they fail.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,20 @@ from tpshard.recipes.diagnostic import Exit, Mistakes, Source
 HUB = "https://huggingface.co"
 PATIENCE_S = 2.5
 """Seconds for name lookup and connection; a slower network could not stream text either."""
-FIX = "check the network and HF_ENDPOINT; or give data.source a folder of C4-format *.json.gz, or `sample`"
+PREFIX = "hub:"
+FIX = "check the network and HF_ENDPOINT; or give data.source a folder of your files, or `sample`"
+CONFIGURATION = "name one of its configurations: `hub:OWNER/NAME:CONFIGURATION`"
+
+
+def is_on(source: str) -> bool:
+    """Whether a `data.source` is a data set on the hub."""
+    return source == "c4" or source.startswith(PREFIX)
+
+
+def name_of(source: str) -> tuple[str, str | None]:
+    """The repository of a source `hub:OWNER/NAME:CONFIGURATION`, and its configuration; None where it has none."""
+    repo, _, configuration = source.removeprefix(PREFIX).partition(":")
+    return repo, configuration or None
 
 
 def require(repo: str, where: Source | None = None) -> None:

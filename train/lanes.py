@@ -22,7 +22,8 @@ class LanePlace(NamedTuple):
     """The document's number in its epoch."""
     file: int = 0
     """Index into the chain's list of files."""
-    line: int = 0
+    row: int = 0
+    """The number of the row in the file."""
     piece: int = 0
 
 
@@ -81,16 +82,16 @@ class Chain:
         count = at.number
         for position in range(at.file, len(self.files)):
             file = self.text.files[self.files[position]]
-            resumed = position == at.file and at.line > 0
-            for row in rows(self.text, file, at.line if resumed else 0):
+            resumed = position == at.file and at.row > 0
+            for row in rows(self.text, file, at.row if resumed else 0):
                 if at.epoch == 0:
                     self.bad.see(file, row)
                 if row.text is None or not self.text.keeps(row.text):
                     continue
                 parts = list(pieces(row.text))
-                skip = at.piece if position == at.file and row.line == at.line else 0
+                skip = at.piece if position == at.file and row.number == at.row else 0
                 for number in range(skip, len(parts)):
-                    place = LanePlace(at.epoch, count, position, row.line, number)
+                    place = LanePlace(at.epoch, count, position, row.number, number)
                     yield Document(place, parts[number], number == 0, number == len(parts) - 1)
                     count += 1
             if at.epoch == 0 and not resumed:
@@ -99,7 +100,7 @@ class Chain:
             raise self.text.mistake(
                 f"{self.text.name} has no readable document",
                 why=", ".join(self.text.files[i].name for i in self.files[:3]) + (", ..." if self.files[3:] else ""),
-                fix='rows are JSON lines with a "text" that is not empty',
+                fix=self.text.readable,
             )
 
 
@@ -145,7 +146,7 @@ class Lane:
             row.extend(part, self.ids[self.offset + 1 : self.offset + 1 + len(part)], number)
             self.offset += len(part)
             file = self.chain.text.files[self.chain.files[self.place.file]].name
-            row.origin[f"{file}:{self.place.line + 1}"] = None
+            row.origin[f"{file}:{self.place.row + 1}"] = None
         return row
 
     def _next(self) -> bool:

@@ -262,6 +262,8 @@ class TrainingLoop:
                 row = {"step": self.course.step, "eval_loss": _number(loss), "eval_tokens": targets}
                 self.record({**row, "time": time.time(), "run": self.attempt})
             self.progress.note(f"step {self.course.step}: held-out loss {loss:.4f}")
+        else:
+            self.progress.note(f"step {self.course.step}: no held-out loss, because no document is held out")
         return self.context.stop()
 
     # ---- saving -------------------------------------------------------------------------------------------

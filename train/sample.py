@@ -90,7 +90,7 @@ def ensure_sample(fallback: Path | None = None) -> Sample:
         "the sample text cannot be written anywhere",
         exit=Exit.DATA,
         why="; ".join(refused),
-        fix="set TPSHARD_CACHE to a folder with 10 MB to spare, or give data.source a folder of C4-format *.json.gz",
+        fix="set TPSHARD_CACHE to a folder with 10 MB to spare, or give data.source a folder of your files",
     )
 
 
@@ -183,7 +183,7 @@ def _split() -> tuple[list[str], list[str]]:
             "this Python has no documentation to make the sample text from",
             exit=Exit.DATA,
             why=f"{len(by_hash)} documents under {sysconfig.get_path('stdlib')}; its *.py files are missing",
-            fix="use a Python installed with its sources, or give data.source a folder of C4-format *.json.gz",
+            fix="use a Python installed with its sources, or give data.source a folder of your files",
         )
     train: list[str] = []
     held_out: list[str] = []

@@ -237,6 +237,7 @@ class Loader:
             "seq_len": self.seq_len,
             "seed": self.seed,
             "tokenizer": self.tokenizer.fingerprint,
+            "column": self.text.column,
             "files": self._files,
             "lanes": {
                 str(row): None if lane.place is None else [*lane.place, lane.offset]
@@ -255,6 +256,8 @@ class Loader:
                 differences.append(f"{name} was {state.get(key)}, is {getattr(self, key)}")
         if state.get("tokenizer") != self.tokenizer.fingerprint:
             differences.append(f"the tokenizer {self.tokenizer.folder} differs")
+        if (column := state.get("column", "text")) != self.text.column:
+            differences.append(f"data.column was {column}, is {self.text.column}")
         then: Mapping[str, str] = state.get("files", {})
         for change, names in (
             ("is gone", sorted(then.keys() - self._files.keys())),

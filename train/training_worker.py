@@ -270,7 +270,7 @@ def _data(setting: Setting, data_rank: int, folder: Path) -> tuple[Loader | Gene
         numbers, each = _held_out_part(setting, data_rank)
         rows = GeneratedRows(setting.task, recipe, plan.rows(data_rank))
         return rows, held_out_rows(setting.task, recipe, numbers, each, plan.per_device)
-    corpus = open_text(recipe.data.source, where=recipe.where("data.source"), fallback=folder)
+    corpus = open_text(recipe.data.source, recipe.data.column, where=recipe.where("data.source"), fallback=folder)
     tokenizer = _tokenizer(recipe, corpus, setting)
     loader = Loader(
         corpus.train, tokenizer, seq_len=setting.seq_len, global_sequences=plan.global_sequences,

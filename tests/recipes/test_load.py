@@ -46,6 +46,14 @@ def test_derived_defaults_follow_other_keys() -> None:
     assert loads(TINY + "cluster: {device: cpu}\nmesh: {fsdp: 3, tp: 2}").cluster.devices_per_node == 6  # type: ignore[union-attr]
 
 
+def test_a_default_that_needs_the_environment_names_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TOKENIZER_DIR", raising=False)
+    with pytest.raises(Mistakes, match=r"give `data\.tokenizer` a value, or export TOKENIZER_DIR"):
+        print(loads(TINY + "data: {source: c4}").data.tokenizer)
+    with pytest.raises(Mistakes, match=r"export TOKENIZER_DIR=\.\.\., or give a default"):
+        print(loads(TINY + "data: {source: c4, tokenizer: '${oc.env:TOKENIZER_DIR}'}").data.tokenizer)
+
+
 def test_null_leaves_a_derived_default_as_it_is() -> None:
     recipe = loads("model: {preset: tiny, seq_len: null}\nschedule: {warmup_steps: ~}\nfsdp: {param_dtype: null}")
     assert (recipe.model.seq_len, recipe.schedule.warmup_steps, recipe.fsdp.param_dtype) == (256, 2000, "fp32")

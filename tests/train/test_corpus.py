@@ -12,12 +12,13 @@ import pytest
 from c4_files import bytes_tokenizer, folder_of, packed, texts
 from tpshard.recipes.diagnostic import Exit, Mistakes, Source
 from tpshard.train import corpus as text_module
+from tpshard.train import text_formats
 from tpshard.train.corpus import BadRows, Corpus, check, open_text, pieces, rows
 from tpshard.train.stream import Loader
 from tpshard.train.tokens import check_vocab, load_tokenizer
 
 
-def all_rows(corpus: Corpus) -> list[text_module.TextRow]:
+def all_rows(corpus: Corpus) -> list[text_formats.TextRow]:
     return [row for file in corpus.train.files for row in rows(corpus.train, file)]
 
 
@@ -96,7 +97,7 @@ def test_bad_rows_are_told_apart_and_the_good_ones_around_them_kept(tmp_path: Pa
 
 
 def test_a_row_too_long_to_hold_is_one_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_module, "LONGEST_ROW", 500)
+    monkeypatch.setattr(text_formats, "LONGEST_ROW", 500)
     rows_ = [{"text": "before"}, {"text": "x" * 5000}, {"text": "after"}]
     actual = all_rows(train_one_file(tmp_path, packed(rows_)))
     assert [row.text for row in actual] == ["before", None, "after"]

@@ -12,6 +12,7 @@ import pytest
 from c4_files import packed, texts
 from loopback_hub import Hub
 from patience import PATIENCE
+from test_text_formats import write
 
 SCRIPT = """
 import json, sys
@@ -23,7 +24,7 @@ from tpshard.train.corpus import open_text
 try:
     out = dict()
     for source in {sources!r}:
-        corpus = open_text(source)
+        corpus = open_text(source, {column!r})
         def loader(part=None):
             return Loader(corpus.train, bytes_tokenizer(), seq_len=32, global_sequences=8, part=part, bad_rows=0.05)
         whole = loader()
@@ -46,10 +47,12 @@ except Mistakes as mistakes:
 """
 
 
-def run(endpoint: str, home: Path, *sources: str, **more: str) -> subprocess.CompletedProcess[str]:
+def run(
+    endpoint: str, home: Path, *sources: str, column: str = "text", **more: str
+) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DOWNLOAD_TIMEOUT": "2", **more}
     env = {k: v for k, v in env.items() if not k.lower().endswith("_proxy")}
-    script = SCRIPT.format(here=str(Path(__file__).parent), sources=sources)
+    script = SCRIPT.format(here=str(Path(__file__).parent), sources=sources, column=column)
     return subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=PATIENCE)
 
 
@@ -72,6 +75,40 @@ def test_streaming_gives_the_same_text_as_the_same_files_on_disk(tmp_path: Path)
     assert hub_text == {**disk_text, "bad": hub_text["bad"]}
     assert hub_text["resumed"] == hub_text["first"][3]
     assert not [name for name in hub.requested if "realnewslike" in name]
+
+
+PARQUET = """---
+configs:
+- config_name: small
+  data_files:
+  - split: train
+    path: small/train/*.parquet
+  - split: test
+    path: small/test/*.parquet
+- config_name: large
+  data_files: large/*.parquet
+---
+"""
+
+
+def test_another_data_set_of_the_hub_by_configuration_and_column(tmp_path: Path) -> None:
+    """Files of equal names in several folders; the test split is held out."""
+    files: dict[str, bytes] = {"README.md": PARQUET.encode()}
+    for i, name in enumerate(("small/train/0", "small/train/1", "small/test/0", "large/0")):
+        documents = [row["text"] for row in texts(60, i)]
+        files[f"{name}.parquet"] = write(tmp_path / "a.parquet", [*documents], column="body").read_bytes()
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    for name, path in (("0", "small/train/0"), ("1", "small/train/1"), ("validation", "small/test/0")):
+        (folder / f"{name}.parquet").write_bytes(files[f"{path}.parquet"])
+    with Hub(files, repo="some/one") as hub:
+        process = run(hub.url, tmp_path / "home", "hub:some/one:small", str(folder), column="body")
+        unnamed = run(hub.url, tmp_path / "home", "hub:some/one", column="body")
+    assert process.returncode == 0, process.stderr
+    streamed, local = json.loads(process.stdout).values()
+    assert streamed.pop("files") == local.pop("files") == ["0.parquet", "1.parquet"]
+    assert streamed == local and streamed["resumed"] == streamed["first"][3]
+    assert unnamed.returncode == 6 and "hub:OWNER/NAME:CONFIGURATION" in unnamed.stderr, unnamed.stderr
 
 
 def test_a_shard_cut_short_on_the_hub_is_a_data_error_that_names_it(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from tpshard.programs.batching import derive
 from tpshard.recipes.diagnostic import Mistakes
 from tpshard.recipes.load import loads
 from tpshard.train.corpus import open_text
+from tpshard.train.lanes import IGNORE
 from tpshard.train.loop import Outcome, TrainingLoop
 from tpshard.train.progress import Silent
 from tpshard.train.shards import Shard
@@ -128,7 +129,13 @@ class Told(Silent):
 
 
 def train(
-    context: Context, folder: str, overrides: Sequence[str] = (), *, stop_at: int = 0, poison: Any = None
+    context: Context,
+    folder: str,
+    overrides: Sequence[str] = (),
+    *,
+    stop_at: int = 0,
+    poison: Any = None,
+    targets: bool = True,
 ) -> tuple[Outcome, list[dict[str, Any]], list[str], list[torch.Tensor]]:
     context.stopping.signal = None
     recipe = loads(RECIPE, overrides)
@@ -147,9 +154,10 @@ def train(
             context.stopping.signal = signal.SIGTERM
 
     tokens = torch.arange(64).reshape(2, 32)
+    following = tokens + 1 if targets else torch.full_like(tokens, IGNORE)
     loop = TrainingLoop(
         recipe, context, engine, loader, plan, folder=Path(folder) / "run", record=record, progress=progress,
-        held_out=[TokenBatch(tokens, tokens + 1, tokens * 0, tokens % 32, ("", ""), 0)] * 2,
+        held_out=[TokenBatch(tokens, following, tokens * 0, tokens % 32, ("", ""), 0)] * 2,
     )  # fmt: skip
     try:
         loop.begin()
@@ -214,6 +222,16 @@ def test_an_evaluation_that_a_stop_left_out_is_made_up_for(pool: Any, folder: st
     expected, actual, before = pool.run(evaluate_nothing, folder, step, world=2)[0]
     assert [step for step, _ in expected] == [4, 8] and actual == expected
     assert before == step // 4 - 1
+
+
+def without_targets(context: Context, folder: str) -> list[str]:
+    return train(context, folder, ["checkpoint.every_steps=0", "evaluate.every_steps=4"], targets=False)[2]
+
+
+def test_a_run_says_that_no_text_is_held_out(pool: Any, folder: str) -> None:
+    notes = pool.run(without_targets, folder, world=2)[0]
+    said = [note for note in notes if "no document is held out" in note]
+    assert [note.partition(":")[0] for note in said] == ["step 4", "step 8"]
 
 
 def poisoned(context: Context, folder: str, policy: str) -> tuple[Any, ...]:

@@ -1,0 +1,185 @@
+"""Formats of text files: JSON lines, Parquet and plain text. Each is read row by row, and a row is one document.
+
+`datasets` finds the files of a data set and streams their bytes; its readers are not used, because they drop a whole
+file for one bad row.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO, cast
+
+LONGEST_ROW = 1 << 28
+"""Bytes; a longer line is a bad row and never held in memory."""
+DOCUMENT = 1 << 15
+"""Bytes after which plain text is cut into documents, at the next blank line, or at twice as many bytes."""
+BATCH = 64
+"""Rows of a Parquet file that are decoded at once."""
+
+
+@dataclass(frozen=True)
+class TextRow:
+    """A row of a file: its text, or why it is unreadable. Rows count from 0, blank lines included."""
+
+    number: int
+    text: str | None
+    fault: str = ""
+
+
+@dataclass(frozen=True)
+class TextFormat:
+    """A format of text files, which the end of a file's name tells."""
+
+    name: str
+    suffixes: tuple[str, ...]
+    unit: str
+    """What a row is in the file, for errors."""
+    rows: Callable[[BinaryIO, str, int], Iterator[TextRow]]
+    """Yields the rows of a file's bytes from a number on; the name is that of the column with the text."""
+
+
+class NoColumn(Exception):
+    """A file has no column of the name that the recipe gives."""
+
+    def __init__(self, column: str, columns: list[str]):
+        super().__init__(f"it has no column `{column}`; its columns are {', '.join(columns)}")
+
+
+def format_of(name: str) -> TextFormat | None:
+    """The format of a file by its name; None if no format has such a suffix."""
+    return next((one for one in FORMATS if name.lower().endswith(one.suffixes)), None)
+
+
+def open_decompressed(name: str, file: BinaryIO) -> BinaryIO:
+    """The bytes of an open file, decompressed if its name ends in `.gz`."""
+    return cast(BinaryIO, _Gzip(file)) if name.lower().endswith(".gz") else file
+
+
+class _Gzip(gzip.GzipFile):
+    """A gzip reader that also closes the underlying file, and returns all readable bytes before an error."""
+
+    def __init__(self, file: BinaryIO):
+        super().__init__(fileobj=file, mode="rb")
+        self._file = file
+
+    def close(self) -> None:
+        super().close()
+        self._file.close()
+
+
+# ---- JSON lines -----------------------------------------------------------------------------------------------------
+def _json_rows(file: BinaryIO, column: str, start: int) -> Iterator[TextRow]:
+    for number, raw in enumerate(_lines(file)):
+        if number >= start and (raw is None or raw.strip()):
+            yield _json_row(number, raw, column)
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes | None]:
+    """Lines without their ends; None for one longer than LONGEST_ROW."""
+    while raw := file.readline(LONGEST_ROW):
+        if len(raw) == LONGEST_ROW and not raw.endswith(b"\n"):
+            while raw and not raw.endswith(b"\n"):
+                raw = file.readline(1 << 20)
+            yield None
+        else:
+            yield raw
+
+
+def _json_row(number: int, raw: bytes | None, column: str) -> TextRow:
+    if raw is None:
+        return TextRow(number, None, f"longer than {LONGEST_ROW} bytes")
+    try:
+        value = json.loads(raw.removeprefix(b"\xef\xbb\xbf").decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return TextRow(number, None, f"invalid UTF-8: {error.reason}")
+    except (ValueError, RecursionError) as error:
+        return TextRow(number, None, f"not JSON: {error}")
+    if not isinstance(value, dict) or column not in value:
+        return TextRow(number, None, f'no "{column}"')
+    return _row(number, value[column], column)
+
+
+def _row(number: int, text: Any, column: str) -> TextRow:
+    if not isinstance(text, str):
+        return TextRow(number, None, f'"{column}" is {type(text).__name__}, not a string')
+    if not text.strip():
+        return TextRow(number, None, f'"{column}" is empty')
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return TextRow(number, None, "an unpaired surrogate, which UTF-8 cannot encode")
+    return TextRow(number, text)
+
+
+# ---- Parquet --------------------------------------------------------------------------------------------------------
+def _parquet_rows(file: BinaryIO, column: str, start: int) -> Iterator[TextRow]:
+    """Groups of rows before `start` are not read."""
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        table = parquet.ParquetFile(file)
+        if column not in table.schema_arrow.names:
+            raise NoColumn(column, list(table.schema_arrow.names))
+        number = 0
+        for group in range(table.num_row_groups):
+            count = table.metadata.row_group(group).num_rows
+            if number + count <= start:
+                number += count
+                continue
+            for batch in table.iter_batches(BATCH, row_groups=[group], columns=[column]):
+                for text in batch.column(0).to_pylist():
+                    if number >= start:
+                        yield _row(number, text, column)
+                    number += 1
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        raise OSError(str(error)) from error
+
+
+# ---- plain text -----------------------------------------------------------------------------------------------------
+def _plain_rows(file: BinaryIO, column: str, start: int) -> Iterator[TextRow]:
+    """A long text is cut where a blank line ends a paragraph, so that no document is larger than memory."""
+    number, at, held = 0, 0, b""
+    while raw := file.readline(DOCUMENT):
+        held += raw
+        if (len(held) >= DOCUMENT and not raw.strip()) or len(held) >= 2 * DOCUMENT:
+            end = _last_character(held)
+            if number >= start:
+                yield from _plain_row(number, held[:end], at)
+            number, at, held = number + 1, at + end, held[end:]
+    if number >= start:
+        yield from _plain_row(number, held, at)
+
+
+def _plain_row(number: int, raw: bytes, at: int) -> Iterator[TextRow]:
+    """The row of these bytes, which begin at byte `at` of the file; none if they are blank."""
+    if not raw.strip():
+        return
+    try:
+        yield TextRow(number, raw.decode("utf-8").removeprefix("\ufeff"))
+    except UnicodeDecodeError as error:
+        yield TextRow(number, None, f"invalid UTF-8 at byte {at + error.start}: {error.reason}")
+
+
+def _last_character(raw: bytes) -> int:
+    """The length of `raw` without a character of UTF-8 that is cut at its end."""
+    for back in range(1, min(4, len(raw)) + 1):
+        byte = raw[-back]
+        if byte < 0x80:  # a whole character
+            return len(raw)
+        if byte >= 0xC0:  # the first byte of a longer one
+            length = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            return len(raw) if back >= length else len(raw) - back
+    return len(raw)
+
+
+FORMATS = (
+    TextFormat("JSON lines", (".jsonl", ".jsonl.gz", ".json.gz", ".json"), "line", _json_rows),
+    TextFormat("Parquet", (".parquet",), "row", _parquet_rows),
+    TextFormat("plain text", (".txt", ".txt.gz"), "part", _plain_rows),
+)
+
+__all__ = ["FORMATS", "NoColumn", "TextFormat", "TextRow", "format_of", "open_decompressed"]
