@@ -42,7 +42,17 @@ def solve_triangular(op: Op) -> Rule:
 def lu_solve(op: Op) -> Rule:
     """The rule of linalg_lu_solve(LU, pivots, B, *, left): the columns of B are independent."""
     side = "...Nk" if op.kwargs.get("left", True) else "...kN"
-    return rule_of(op, f"...MN,...N,{side}->{side}")
+    return _with_pivots(rule_of(op, f"...MN,...N,{side}->{side}"))
+
+
+def lu_unpack(op: Op) -> Rule:
+    """The rule of lu_unpack(LU, pivots): batch dims are independent."""
+    return _with_pivots(rule_of(op, "...MN,...K->...AB,...CD,...EF"))
+
+
+def _with_pivots(rule: Rule) -> Rule:
+    """The rule of an op whose operand 1 holds pivots: rows counted from 1, in the padding too."""
+    return replace(rule, fills=((1, 1.0),))
 
 
 OPS: Table = {
@@ -59,7 +69,7 @@ OPS: Table = {
     aten.linalg_lu_factor_ex: letters("...MN->...MN,...K,...", dense="all"),
     aten.geqrf: letters("...MN->...MN,...K", dense="all"),
     aten.linalg_lu: letters("...MN->...AB,...CD,...EF", dense="all"),
-    aten.lu_unpack: letters("...MN,...K->...AB,...CD,...EF", dense="all"),
+    aten.lu_unpack: Entry(lu_unpack, dense="all"),
     aten.linalg_qr: letters("...MN->...MA,...BN", dense="all"),
     aten.linalg_householder_product: letters("...MN,...K->...MN", dense="all"),
     aten._linalg_svd: letters("...MN->...AB,...C,...DE", dense="all"),

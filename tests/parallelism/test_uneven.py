@@ -111,6 +111,14 @@ def test_divisors_in_the_padding_are_not_zero() -> None:
     same(lambda a, b: (a // b, a % b, (a // b).sum()), [torch.arange(7) + 9, torch.arange(7) + 1], FOUR, [("x",)] * 2)
 
 
+@pytest.mark.parametrize("mesh", [THREE, FOUR], ids=str)
+def test_pivots_in_the_padding_are_rows(mesh: Mesh) -> None:
+    """torch checks that they count from 1, where the padding would hold 0."""
+    lu, pivots = torch.linalg.lu_factor(rand(2, 3, 3))
+    same(torch.linalg.lu_solve, [lu, pivots, rand(2, 3, 4)], mesh, [("x",)] * 3, [("x",)])
+    same(torch.lu_unpack, [lu, pivots], mesh, [("x",)] * 2, [("x",)] * 3)
+
+
 @pytest.mark.parametrize("places", list(itertools.permutations(("x", "y", None), 2)), ids=str)
 def test_two_axes_on_one_uneven_dim(places: tuple[str | None, ...]) -> None:
     def fn(x: Tensor, w: Tensor) -> Tensor:
