@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import urllib.parse
-import urllib.request
 
 from tpshard.recipes.diagnostic import Exit, Mistakes, Source
 
@@ -59,6 +57,9 @@ def require(repo: str, where: Source | None = None) -> None:
 
 def _address(endpoint: str) -> tuple[str, int]:
     """The host and port that a request to `endpoint` connects to."""
+    import urllib.parse
+    import urllib.request  # takes 30 ms, which `validate` need not spend
+
     url = urllib.parse.urlsplit(endpoint)
     proxy = urllib.request.getproxies().get(url.scheme)
     if proxy and url.hostname and not urllib.request.proxy_bypass(url.hostname):
