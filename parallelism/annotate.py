@@ -7,7 +7,7 @@ from itertools import count
 from typing import Any
 
 import torch
-from tpshard.parallelism.mesh import Mesh
+from tpshard.parallelism.mesh import Mesh, require_mesh
 from tpshard.parallelism.sharding import Sharding
 
 _library = torch.library.Library("tpshard", "FRAGMENT")
@@ -60,10 +60,10 @@ def mesh_split(tensor: torch.Tensor, mesh: Mesh, dims_mapping: Sequence[Any] | s
     """
     if torch._C._functorch.is_batchedtensor(tensor):
         raise ValueError("mesh_split annotates whole tensors, not those of a manual region, or of vmap")
-    names = list(mesh.axes)
+    require_mesh(mesh)
     if not isinstance(dims_mapping, (tuple, list)) or any(type(i) is not int for i in dims_mapping):
         return split_as(tensor, mesh, Sharding.of(mesh, dims_mapping, tensor.dim()))
-    mapping = list(dims_mapping)
+    mapping, names = list(dims_mapping), list(mesh.axes)
     if len(mapping) != tensor.dim():
         raise ValueError(f"dims_mapping {mapping} has {len(mapping)} entries for a tensor of {tensor.dim()} dims")
     if any(not -1 <= i < len(names) for i in mapping):

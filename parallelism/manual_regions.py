@@ -26,7 +26,7 @@ from torch import Tensor
 from torch._C import _functorch as layers
 from torch.utils import _pytree as pytree
 from tpshard.parallelism.annotate import split_as
-from tpshard.parallelism.mesh import Mesh
+from tpshard.parallelism.mesh import Mesh, require_mesh
 from tpshard.parallelism.sharding import Sharding
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -60,6 +60,7 @@ def manual(
     ValueError for an unknown axis, a dim that the axes do not divide, or a result that differs along an axis that its
     entry lacks (see `psum`).
     """
+    require_mesh(mesh)
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     for name in names:
         if name not in mesh.axes:

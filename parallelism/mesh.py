@@ -118,6 +118,12 @@ class Mesh:
         return [[base + offset for offset in offsets] for base in bases]
 
 
+def require_mesh(mesh: object) -> None:
+    """Raises ValueError for an argument that should be a `Mesh`, but is for example a dict of sizes."""
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"the mesh is {mesh!r}: give a `Mesh`, such as Mesh({{'dp': 2, 'tp': 4}})")
+
+
 def size_of(axes: Iterable[Axis]) -> int:
     """The number of devices that these axes divide a dim over."""
     return math.prod(axis.size for axis in axes)

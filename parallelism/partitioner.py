@@ -19,7 +19,7 @@ from tpshard.parallelism.factors import Cut, cuts
 from tpshard.parallelism.graph import Graph, Op, Place, Ref, Value
 from tpshard.parallelism.local import LocalPart
 from tpshard.parallelism.lower import Emitter
-from tpshard.parallelism.mesh import Axes, Mesh, difference, size_of, union, without
+from tpshard.parallelism.mesh import Axes, Mesh, difference, require_mesh, size_of, union, without
 from tpshard.parallelism.partial_sums import carried_sums
 from tpshard.parallelism.program import INFO, Info, Port, Program, Spec, ValueRecord
 from tpshard.parallelism.propagate import propagate
@@ -55,8 +55,7 @@ def partition(
     draws random numbers, the program's last input is a `seed` (see `Program.local`), and every mesh draws the same
     numbers. Raises ValueError where a sharding does not fit its tensor or the mesh.
     """
-    if not isinstance(mesh, Mesh):
-        raise ValueError(f"the mesh is {mesh!r}: give a `Mesh`, such as Mesh({{'dp': 2, 'tp': 4}})")
+    require_mesh(mesh)
     return partition_captured(capture(fn, args, names), mesh, in_shardings, out_shardings, latency=latency)
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tpshard.parallelism import Mesh, partition
+from tpshard.parallelism import Mesh, manual, mesh_split, partition
 from tpshard.parallelism.graph import Op, Ref, Value
 from tpshard.parallelism.mesh import (
     Axes,
@@ -87,8 +87,13 @@ def test_wrong_axes_are_refused() -> None:
     for wrong in ((2, 4), {"a b": 2}, {"": 2}):
         with pytest.raises(ValueError, match="mesh axis"):
             Mesh(wrong)
-    with pytest.raises(ValueError, match="give a `Mesh`"):
-        partition(torch.relu, [torch.ones(4)], {"x": 2})
+    for call in (
+        lambda sizes: partition(torch.relu, [torch.ones(4)], sizes),
+        lambda sizes: mesh_split(torch.ones(4), sizes, [0]),
+        lambda sizes: manual(sizes, "x", [None], [None]),
+    ):
+        with pytest.raises(ValueError, match="give a `Mesh`"):
+            call({"x": 2})
     with pytest.raises(ValueError, match="whole number"):
         Mesh({"x": 0})
 
