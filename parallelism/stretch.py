@@ -23,18 +23,14 @@ def stretch_program(program: Program, stack: str, layers: int) -> Program | None
     It is the deep model's own program: names, records, explanations and warnings included. Returns None if the layers
     between the ends differ, or a warning that is not about repeated work names a layer.
     """
-    depth, reasons = Depth(stack, layers), program.reasons
-    try:
-        deep = _Stretch(program, depth).run()
-    except _Unlike:
-        return None
-    if not isinstance(reasons, PropagatedReasons) or reasons.work is None:
-        return None
-    shallow = reasons.work.warnings()
-    others = [text for text in program.warnings if text not in shallow]
-    if any(depth.names_a_layer(text) for text in others):  # the deep model may have one for each layer
-        return None
-    return replace(deep, reasons=replace(reasons, depth=depth), warnings=[*others, *reasons.work.warnings(depth)])
+    stretch = _Stretch.of(program, Depth(stack, layers))
+    return None if stretch is None else stretch.run()
+
+
+def stretched_records(program: Program, stack: str, layers: int) -> dict[str, ValueRecord] | None:
+    """The records of the program that `stretch_program` returns, without building its graph; None where it does."""
+    stretch = _Stretch.of(program, Depth(stack, layers))
+    return None if stretch is None else stretch.records()
 
 
 class _Unlike(Exception):
@@ -67,6 +63,16 @@ class _Stretch:
         for node, other in self.twin.items():
             self._compare(node, other)
         self._check_readers()
+        self.outputs = self._outputs()
+        self.reasons, self.warnings = self._reasons_and_warnings()
+
+    @staticmethod
+    def of(program: Program, depth: Depth) -> _Stretch | None:
+        """None if the deep program may be more than the shallow one with layers repeated."""
+        try:
+            return _Stretch(program, depth)
+        except _Unlike:
+            return None
 
     # ---- the layers of nodes -----------------------------------------------------------------------------------------
     def _layers(self) -> dict[fx.Node, int | None]:
@@ -161,6 +167,17 @@ class _Stretch:
                 if skips or {layer, away} == {COMPARED, LAST}:
                     raise _Unlike
 
+    def _reasons_and_warnings(self) -> tuple[PropagatedReasons, list[str]]:
+        """The deep program's. Raises _Unlike if a warning that is not about repeated work names a layer."""
+        reasons = self.program.reasons
+        if not isinstance(reasons, PropagatedReasons) or reasons.work is None:
+            raise _Unlike
+        shallow = reasons.work.warnings()
+        others = [text for text in self.program.warnings if text not in shallow]
+        if any(self.depth.names_a_layer(text) for text in others):  # the deep model may have one for each layer
+            raise _Unlike
+        return replace(reasons, depth=self.depth), [*others, *reasons.work.warnings(self.depth)]
+
     def _specs(self, node: fx.Node) -> Any:
         return self.port[node].local if node in self.port else info(node).specs
 
@@ -185,12 +202,10 @@ class _Stretch:
             if metadata is not None:
                 new.meta[INFO] = self.depth.info(metadata, layer_shift)
 
-        outputs: list[tuple[int, int]] = []
+        results = list(self.nodes[-1].args[0])  # type: ignore[arg-type]
         for node in self.nodes:
             if node.op == "output":
-                outputs = self._outputs(node)
-                results = list(node.args[0])  # type: ignore[arg-type]
-                end = graph.output(tuple(copies[results[i], copy] for i, copy in outputs))
+                end = graph.output(tuple(copies[results[i], copy] for i, copy in self.outputs))
                 end.meta[INFO] = Info(())
             elif node in following:
                 run = following[node]
@@ -203,14 +218,14 @@ class _Stretch:
         feeds = list(self.port)
         donated = {
             i: at[feeds[self.program.donated[k]], copy]
-            for i, (k, copy) in enumerate(outputs) if k in self.program.donated
+            for i, (k, copy) in enumerate(self.outputs) if k in self.program.donated
         }  # fmt: skip
-        results = list(self.nodes[-1].args[0])  # type: ignore[arg-type]
         return replace(
-            self.program, graph=graph, donated=donated, records=self._records(),
+            self.program, graph=graph, donated=donated, records=self.records(), reasons=self.reasons,
+            warnings=self.warnings,
             inputs=tuple(self._port(self.port[node], self._by(node, copy)) for node, copy in inputs),
             outputs=tuple(
-                self._port(self.program.outputs[k], self._by(results[k], copy)) for k, copy in outputs
+                self._port(self.program.outputs[k], self._by(results[k], copy)) for k, copy in self.outputs
             ),
         )  # fmt: skip
 
@@ -228,9 +243,9 @@ class _Stretch:
             return operand, self.copies - 1
         return operand, 0
 
-    def _outputs(self, node: fx.Node) -> list[tuple[int, int]]:
+    def _outputs(self) -> list[tuple[int, int]]:
         """The results of the deep program in order: the index of each in the shallow program, and the copy."""
-        layers = [self.layer[result] for result in node.args[0]]  # type: ignore[index,union-attr]
+        layers = [self.layer[result] for result in self.nodes[-1].args[0]]  # type: ignore[index,union-attr]
         repeated = [i for i, layer in enumerate(layers) if layer == REPEATED]
         if not repeated:
             return [(i, 0) for i in range(len(layers))]
@@ -254,7 +269,7 @@ class _Stretch:
     def _port(self, port: Port, by: int | None) -> Port:
         return replace(port, name=self.depth.shift_name(port.name, by))
 
-    def _records(self) -> dict[str, ValueRecord]:
+    def records(self) -> dict[str, ValueRecord]:
         """The records of the deep model's values, in its order."""
         blocks: list[tuple[int | None, list[ValueRecord]]] = []
         for record in self.program.records.values():

@@ -27,12 +27,12 @@ class Helpers:
     def __enter__(self) -> Helpers:
         return self
 
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._pool is None:
             return
-        if error is not None:  # Ctrl-C: nobody waits for their work
-            for process in set(multiprocessing.active_children()) - self._others:
-                process.terminate()
+        # they have no more work, or (Ctrl-C) nobody waits for it; to end by themselves they would free every node
+        for process in set(multiprocessing.active_children()) - self._others:
+            process.terminate()
         self._pool.shutdown(cancel_futures=True)
 
     def start(self, function: Callable[..., T], *args: Any) -> Future[T]:

@@ -147,12 +147,18 @@ def axis_of(setting: Setting) -> Axis:
     return axis
 
 
+def gathers_or_reduces_once(setting: Setting) -> bool:
+    """Whether parameters are gathered, or gradients reduced, once for all micro-batches of a step."""
+    accumulate = setting.recipe.fsdp.accumulate
+    return accumulate.gather == "step" or accumulate.reduce == "last"
+
+
 def recompute_uncut(setting: Setting, base: Program, make_micro: step_programs.MicroMaker) -> Program:
     """The micro-batch's program before it is cut into stages: with the recipe's gathering, reducing and recomputation.
-    `base` is the program without them."""
+    `base` is the program without them, of which only the records are read if `gathers_or_reduces_once`."""
     fsdp, whole = setting.recipe.fsdp, base
-    gathers, reduces = fsdp.accumulate.gather == "step", fsdp.accumulate.reduce == "last"
-    if gathers or reduces:
+    if gathers_or_reduces_once(setting):
+        gathers, reduces = fsdp.accumulate.gather == "step", fsdp.accumulate.reduce == "last"
         whole = make_micro(setting, base, gathered=gathers, unreduced=reduces)
     check_reshards(setting, (whole,))
     whole = replace(whole, warnings=[*whole.warnings, *setting.notes])

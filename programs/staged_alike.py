@@ -10,7 +10,7 @@ from functools import partial
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.schedules import Table
 from tpshard.parallelism.stages import Stage
-from tpshard.parallelism.stretch import stretch_program
+from tpshard.parallelism.stretch import stretched_records
 from tpshard.programs.alike import STACK, few_layers, micro
 from tpshard.programs.memo import Memo, key_of_partition
 from tpshard.programs.setting import Setting
@@ -20,6 +20,7 @@ from tpshard.programs.staged import (
     axis_of,
     device_programs,
     finished_stages,
+    gathers_or_reduces_once,
     recompute_uncut,
     table_of,
 )
@@ -43,15 +44,15 @@ def build(setting: Setting, memo: Memo | None = None) -> tuple[Program, StagedPr
     memo = memo or Memo()
     if (few := few_layers(setting, memo=memo)) is None:
         return None
-    deep = memo.of("deep", key_of_partition(setting), lambda: stretch_program(few, STACK, config.layers))
-    if deep is None:
+    records = stretched_records(few, STACK, config.layers)
+    if records is None:
         return None
-    cut = _Alike(setting, memo)
+    base = replace(few, records=records)
+    cut = _Alike(setting, memo, base)
     layers, stages = balance_stages(setting, even, table.devices, cut.stages)
     names = [name for name, _ in setting.model.named_parameters()]
     ports = {p.name: p.layout for p in few.inputs if p.kind == "parameter"}
     storage = {name: ports[_in_few(name)] for name in names}
-    base = replace(few, records=deep.records)
     of_stage = _names(names, layers, stages)
     held = []
     for device in range(table.devices):
@@ -86,8 +87,9 @@ Kind = tuple[str, int]
 class _Alike:
     """The stages of a model's splits, cut from models with fewer layers; each kind of stage is built once."""
 
-    def __init__(self, setting: Setting, memo: Memo):
-        self.setting, self.table, self.make = setting, table_of(setting), partial(micro, memo=memo)
+    def __init__(self, setting: Setting, memo: Memo, base: Program):
+        """base: the micro-batch's program of a model with few layers, with the records of all layers."""
+        self.setting, self.table, self.make, self.base = setting, table_of(setting), partial(micro, memo=memo), base
         self.built: dict[Kind, Stage] = memo.of("stages by kind", _key_of_stages(setting, self.table), dict)
 
     def _kinds(self, split: Sequence[int]) -> list[Kind]:
@@ -109,7 +111,8 @@ class _Alike:
         assert config is not None
         layers = [count for _, count in kinds]
         shorter = replace(self.setting, config=replace(config, layers=sum(layers)))
-        again = recompute_uncut(shorter, self.make(shorter), self.make)
+        base = self.base if gathers_or_reduces_once(shorter) else self.make(shorter)
+        again = recompute_uncut(shorter, base, self.make)
         new = {i: kind for i, kind in enumerate(kinds) if kind not in self.built}
         self.built.update(zip(new.values(), finished_stages(shorter, again, self.table, layers, new)))
 

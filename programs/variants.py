@@ -6,13 +6,16 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import psutil
 from tpshard.programs import staged_alike, training
 from tpshard.programs.memo import Memo
 from tpshard.programs.setting import Setting
 
-GARBAGE = 50_000
-"""Nodes of earlier variants' programs, up to which these stay in memory: a graph's nodes refer to each other, so that
-only the garbage collector frees them, which planning turns off. They take about half a gigabyte."""
+GARBAGE, MOST_GARBAGE = 50_000, 250_000
+"""Nodes of earlier variants' programs that stay in memory: a graph's nodes refer to each other, so that only the
+garbage collector frees them, which planning turns off. The first takes about half a gigabyte; beyond it they stay, up
+to the second, while more than half of the machine's memory is available: to free nodes takes as long as to make them.
+"""
 
 
 @contextmanager
@@ -28,6 +31,11 @@ def without_older() -> Iterator[None]:
         gc.unfreeze()
 
 
+def _half_is_available() -> bool:
+    memory = psutil.virtual_memory()
+    return bool(memory.available > memory.total / 2)
+
+
 class Variants:
     """Builds the programs of one variant after another, and keeps what later ones may share."""
 
@@ -37,7 +45,7 @@ class Variants:
 
     def for_prices(self, setting: Setting) -> training.TrainingPrograms:
         """The programs of `build` as far as prices need them: equal stages of a pipeline share theirs."""
-        if self._dropped > GARBAGE:
+        if self._dropped > GARBAGE and (self._dropped > MOST_GARBAGE or not _half_is_available()):
             gc.collect()
             self._dropped = 0
         staged = staged_alike.build(setting, self._memo) if setting.recipe.staged else None
