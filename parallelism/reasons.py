@@ -32,7 +32,7 @@ class Reasons:
         elif is_boundary(reader):
             kind = "storage"
         else:
-            kind, requested = "operand", is_anchor(reader)
+            kind, requested = "operand", is_anchor(reader) or dispatches(value, reader)
             mixing = entry_of(reader.target).mixes
             mixes = reader.operands[mixing].name if mixing is not None else ""
         axis, written_at = "", tuple[SourcePlace, ...]()
@@ -107,6 +107,22 @@ class Reasons:
                             return root
             producer = producer.operands[0].producer if producer.operands else None
         return (), False
+
+
+def dispatches(value: Value, reader: Op) -> bool:
+    """Whether a value, or a view of it, is tokens or their routing, read by experts.
+
+    Sharding the experts asks for that exchange.
+    """
+    matrices = entry_of(reader.target).routed
+    if not matrices:
+        return False
+    for operand in reader.operands[:-matrices]:
+        while operand is not value and operand.producer is not None and len(operand.producer.operands) == 1:
+            operand = operand.producer.operands[0]
+        if operand is value:
+            return True
+    return False
 
 
 def what_moves(value: Value, reader: Op) -> Role:

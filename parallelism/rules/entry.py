@@ -62,8 +62,9 @@ class Entry:
     """Products and attention are separate kernels; streams between them fuse."""
     inlined: bool = False
     """Whether a compiler computes an element of the result where it is read, instead of writing it."""
-    routed: bool = False
-    """Whether its tokens come from other devices, as routing tells, and its results go back to them."""
+    routed: int = 0
+    """How many of its last operands are experts' matrices. The operands before them are tokens and their routing, which
+    travel to the devices that hold the experts. 0 for other ops."""
     lookup: bool = False
     """Whether it reads no more of its operands than it returns."""
     exponentials: int = 0

@@ -78,8 +78,8 @@ def _slots(op: Op, tensors: str) -> Rule:
 
 
 OPS: Table = {
-    "tpshard.experts": Entry(experts, work="matmul", saved=True, routed=True),
-    "tpshard.experts_backward": Entry(experts_backward, work="matmul", saved=True, routed=True),
+    "tpshard.experts": Entry(experts, work="matmul", saved=True, routed=3),
+    "tpshard.experts_backward": Entry(experts_backward, work="matmul", saved=True, routed=3),
     "tpshard.to_slots": Entry(lambda op: _slots(op, "bsm,bsk,bsk->bnm")),
     "tpshard.from_slots": Entry(lambda op: _slots(op, "bnm,bsk,bsk->bsm")),
     "tpshard.slot_products": Entry(lambda op: _slots(op, "bsm,bnm,bsk->bsk")),
