@@ -32,12 +32,13 @@ class Reasons:
         elif is_boundary(reader):
             kind = "storage"
         else:
-            kind, requested = "operand", is_anchor(reader) or dispatches(value, reader)
+            kind, requested = "operand", is_anchor(reader)
             mixing = entry_of(reader.target).mixes
             mixes = reader.operands[mixing].name if mixing is not None else ""
         axis, written_at = "", tuple[SourcePlace, ...]()
         for moved, source, _ in step.parts:
             requested = requested or self.asked_on_the_way(value, reader, moved)
+            requested = requested or self.asked_by_experts(value, reader, moved)
             written_at, annotated = self.root(value, source, moved)
             if not written_at:
                 written_at, annotated = self.any_root(value, moved)
@@ -52,18 +53,21 @@ class Reasons:
 
     def asked_on_the_way(self, value: Value, reader: Op, axis: Axis) -> bool:
         """Whether an annotated activation between a value and its reader, such as a named view of it, has the axis."""
-        for operand in reader.operands:
-            between: list[Value] = []
-            while operand is not value and operand.producer is not None and len(operand.producer.operands) == 1:
-                between.append(operand)
-                operand = operand.producer.operands[0]
-            if operand is value and any(
-                is_named(one.producer) and overlap(axis, axes) and self.root(one, dim, axis)[1]  # type: ignore[arg-type]
-                for one in between
-                for dim, axes in enumerate(self.s.of[one].dims)
-            ):
-                return True
-        return False
+        return any(
+            is_named(one.producer) and overlap(axis, axes) and self.root(one, dim, axis)[1]  # type: ignore[arg-type]
+            for operand in reader.operands
+            for one in views_between(value, operand) or ()
+            for dim, axes in enumerate(self.s.of[one].dims)
+        )
+
+    def asked_by_experts(self, value: Value, reader: Op, axis: Axis) -> bool:
+        """Whether a value, or a view of it, is tokens or their routing, read by experts that the axis shards."""
+        matrices = entry_of(reader.target).routed
+        return (
+            matrices > 0
+            and any(views_between(value, operand) is not None for operand in reader.operands[:-matrices])
+            and any(overlap(axis, axes) for one in reader.operands[-matrices:] for axes in self.s.of[one].dims)
+        )
 
     def root(self, value: Value, dim: int, axis: Axis) -> tuple[tuple[SourcePlace, ...], bool]:
         """The annotation from which an axis of a dim comes, and whether it annotates an activation.
@@ -109,20 +113,15 @@ class Reasons:
         return (), False
 
 
-def dispatches(value: Value, reader: Op) -> bool:
-    """Whether a value, or a view of it, is tokens or their routing, read by experts.
-
-    Sharding the experts asks for that exchange.
-    """
-    matrices = entry_of(reader.target).routed
-    if not matrices:
-        return False
-    for operand in reader.operands[:-matrices]:
-        while operand is not value and operand.producer is not None and len(operand.producer.operands) == 1:
-            operand = operand.producer.operands[0]
-        if operand is value:
-            return True
-    return False
+def views_between(value: Value, operand: Value) -> list[Value] | None:
+    """The values from an operand, included, back to a value, excluded; None if the operand is not a view of it."""
+    between: list[Value] = []
+    while operand is not value:
+        if operand.producer is None or len(operand.producer.operands) != 1:
+            return None
+        between.append(operand)
+        operand = operand.producer.operands[0]
+    return between
 
 
 def what_moves(value: Value, reader: Op) -> Role:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import Tensor, fx
+from tpshard.kernels.experts import experts
+from tpshard.parallelism import Mesh, partition
 from tpshard.parallelism.passes.moves import wait
 from tpshard.parallelism.passes.overlap_exchanges import overlap_exchanges
 from tpshard.parallelism.passes.recompute import keep_selected, recompute
@@ -84,3 +87,19 @@ def test_collectives_stay_and_no_bit_changes(capacity: str) -> None:
     ]
     for one, other in zip(plain.simulate(*inputs), overlapped.simulate(*inputs), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("matrices", "requested"), [(("ep", None, None), True), ((None, None, None), False)])
+def test_experts_ask_only_for_exchanges_along_the_axes_that_shard_them(matrices: Any, requested: bool) -> None:
+    """Tokens whose columns are sharded are gathered; experts ask for it only if that axis shards the experts."""
+    mesh = Mesh({"ep": 2})
+
+    def layer(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return experts(x, ids, weights, gate, up, down)
+
+    into, out = torch.randn(4, 6, 8), torch.randn(4, 8, 6)
+    tokens = (torch.randn(5, 8), torch.randint(0, 4, (5, 2)), torch.rand(5, 2))
+    shardings = [(None, "ep"), (None, None), (None, None), matrices, matrices, matrices]
+    program = partition(layer, (*tokens, into, into, out), mesh, in_shardings=shardings)
+    (gather,) = [c for c in program.collectives if c.kind == "all_gather" and c.value == ("arg0",)]
+    assert gather.requested is requested
