@@ -8,6 +8,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tpshard.recipes.checker import ELSEWHERE, homes
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, as_text, dumps
 from tpshard.recipes.extends import builtins
 from tpshard.recipes.load import load, loads
@@ -214,6 +215,33 @@ def test_another_schema_names_the_supported_one(version: str) -> None:
     (actual,) = wrong(f"schema: {version}\nmodel: {{preset: tiny}}\nfuture: 1\n")
     assert "supported: 1" in actual.why
     assert place(actual) == (1, 9)
+
+
+@pytest.mark.parametrize(
+    ("key", "ours"),
+    [
+        ("recompute", "remat"),
+        ("fsdp.recompute", "remat"),
+        ("dtype", "model.dtype"),
+        ("tp", "mesh.tp"),
+        ("optimizer.fsdp_size", "mesh.fsdp"),
+        ("tensor_parallel_size", "mesh.tp"),
+        ("batch_size", "batch.global_sequences"),
+        ("optimizer.learning_rate", "optimizer.lr"),
+        ("train.epochs", "train.steps"),
+    ],
+)
+def test_a_word_of_another_tool_is_answered_with_the_key_that_says_it_here(key: str, ours: str) -> None:
+    with pytest.raises(Mistakes) as caught:
+        loads("model: {preset: tiny}", [f"{key}=2"], file="a.yaml")
+    (mistake,) = caught.value.diagnostics
+    assert (mistake.message, mistake.fix) == (f"unknown key `{key}`", f"here it is `{ours}`")
+
+
+def test_every_key_named_for_another_tools_word_exists() -> None:
+    paths = {path for places in homes().values() for path in places}
+    for word, key in ELSEWHERE.items():
+        assert key in paths or key.startswith("mesh."), (word, key)
 
 
 @pytest.mark.parametrize(
