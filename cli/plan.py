@@ -197,7 +197,7 @@ def plan(
         if (unwritten and unwritten != ["--svg"]) or [name for name in asked_for if name != "--search"]:
             raise typer.BadParameter("a server's load has a table, --json and --svg", param_hint="--for")
         if prompt is None or answer is None:
-            raise typer.BadParameter("how many tokens have a request and its answer?", param_hint="--prompt, --answer")
+            raise typer.BadParameter("give the tokens of a request and of its answer", param_hint="--prompt, --answer")
         if not all(value is None or value > 0 for value in (rate, ttft, tpot)):
             raise typer.BadParameter("nothing is answered in no time", param_hint="--rate, --ttft, --tpot")
         asked_load = Load(prompt, answer, rate, ttft, tpot, count or 1000, seed or 0)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -48,6 +49,20 @@ def axes_text(axes: Sequence[Any]) -> str:
 
 def cut(text: str, width: int = WIDTH) -> str:
     return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def wrap(lines: Iterable[str], width: int = WIDTH) -> list[str]:
+    """Breaks long lines at spaces; what follows a break is indented by two columns more, or by four at least."""
+    broken: list[str] = []
+    for line in lines:
+        indent = max(4, len(line) - len(line.lstrip()) + 2)
+        if len(line) > width:
+            broken += textwrap.wrap(
+                line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+            )
+        else:
+            broken.append(line)
+    return broken
 
 
 def short(tensor: Tensor, home: str = "", room: float = math.inf) -> str:
@@ -109,10 +124,10 @@ def screen(report: Report, *, verbose: bool = False, width: int = WIDTH) -> str:
     ]
     whole = forecast.rows(report.forecast) if report.forecast is not None else []
     whole += skew.rows(report.skew) if report.skew is not None else []
-    tail = _times(report) + whole + _advice(report, verbose)
-    middle = [
-        _memory(report), _collectives(report, verbose), _reshards(report, verbose), _pipeline(report, verbose)
-    ]  # fmt: skip
+    head = wrap(head, width)
+    tail = wrap([*_times(report), *whole, *_advice(report, verbose)], width)
+    parts = [_collectives, _reshards, _pipeline]
+    middle = [wrap(lines, width) for lines in (_memory(report), *(part(report, verbose) for part in parts))]
     rows = shardings(report, width)
     if not verbose:
         room = HEIGHT - len(head) - len(tail) - sum(map(len, middle)) - 2
@@ -293,7 +308,7 @@ def _times(report: Report) -> list[str]:
         f"{report.peak_rate / 1e12:.4g} TFLOP/s x {seconds(t.step_s)})",
         f"  FLOP efficiency {report.flop_efficiency:.4f} [exact]: useful FLOPs / FLOPs of all devices",
     ]
-    for row in report.losses[:2]:
+    for row in report.losses[:2] if report.flop_efficiency < 0.99995 else ():  # what the figure above does not show
         rows.append(f"    computed more than once: {row['op']} in {row['where']}, efficiency {row['efficiency']:.3f}")
     rows.append(f"BOTTLENECK  {report.bottleneck}")
     return rows
@@ -304,6 +319,8 @@ def _advice(report: Report, verbose: bool) -> list[str]:
     rows = [f"  try: {_edit(e, report.pricing.step_s)}" for e in report.suggestions[:most]]
     if report.searched is not None:
         rows.append(f"  searched: {report.search_summary}")
+    elif report.fits and report.job.what == "train":
+        rows.append("  more: --suggest plans further changes, and combinations of them")
     rows += [f"  warning: {text}" for text in (report.warnings if verbose else report.warnings[:3])]
     if len(report.warnings) > 3 and not verbose:
         rows.append(f"  ... {len(report.warnings) - 3} more warnings (--verbose)")

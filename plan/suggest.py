@@ -18,7 +18,7 @@ from tpshard.plan.search import price_variant, variant
 from tpshard.plan.search_result import VariantPrice
 from tpshard.plan.units import seconds
 from tpshard.programs.variants import Variants
-from tpshard.recipes.diagnostic import Mistakes
+from tpshard.recipes.diagnostic import Mistakes, plural
 from tpshard.recipes.schema import Recipe
 
 GAIN = 0.98
@@ -49,10 +49,10 @@ class Suggested:
     @property
     def words(self) -> str:
         outcome = f"{len(self.edits)} faster by 2% or more" if self.edits else "nothing helps: none is 2% faster"
-        return (
-            f"{self.planned} variants planned whole, {self.unfit} do not fit, {self.unstorable} cannot even be stored, "
-            f"{self.refused} do not divide; {outcome}"
-        )
+        others = [(self.unfit, "too large for a device"), (self.unstorable, "not planned, as their state is too large")]
+        others.append((self.refused, "not planned, as they do not divide"))
+        left = "".join(f", {number} {words}" for number, words in others if number)
+        return f"{plural(self.planned, 'variant')} planned whole: {outcome}{left}"
 
     def to_json(self) -> dict[str, int]:
         return {"planned": self.planned, "unfit": self.unfit, "unstorable": self.unstorable, "refused": self.refused}

@@ -14,7 +14,8 @@ from tpshard.cli.main import run as tpshard
 from tpshard.cli.preflight import model_errors
 from tpshard.parallelism.why import SourcePlace
 from tpshard.plan import command, describe, diff, make, screen
-from tpshard.plan.report import Tensor
+from tpshard.plan.report import Edit, Tensor
+from tpshard.plan.units import seconds
 from tpshard.programs.setting import Setting
 from tpshard.recipes.load import loads
 
@@ -27,6 +28,25 @@ def test_one_screen(report):
     for word in ("FITS", "SHARDING", "COLLECTIVES", "MEMORY", "TIME", "MFU", "FLOP efficiency", "BOTTLENECK"):
         assert word in shown
     assert "heads: tp" in shown
+
+
+def test_a_suggestion_is_shown_whole_on_as_many_lines_as_it_needs(report):
+    change = ", ".join(f"fsdp.accumulate.reduce{i}: last" for i in range(8))
+    several = replace(report, suggestions=[Edit(change, 2**30, 1.5, True)])
+    lines = screen.screen(several).splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("  try: "))
+    assert max(map(len, lines)) <= 100
+    shown = " ".join(line.strip() for line in lines[first:])
+    assert shown.startswith(f"try: {change}: 1.00 GiB, step {seconds(1.5)}")
+    assert lines[first + 1].startswith("    fsdp.")
+
+
+def test_operations_computed_twice_are_named_where_the_efficiency_shows_them(report, monkeypatch):
+    lossy = replace(report, losses=[{"op": "add", "where": "layers.*", "efficiency": 0.5, "wasted": 1}])
+    monkeypatch.setattr(type(report), "flop_efficiency", 0.99)
+    assert "computed more than once: add" in screen.screen(lossy)
+    monkeypatch.setattr(type(report), "flop_efficiency", 0.99999)
+    assert "computed more than once" not in screen.screen(lossy)
 
 
 def test_all_warnings_are_shown_where_they_are_asked_for(report):
