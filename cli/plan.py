@@ -18,10 +18,10 @@ Trace = Annotated[Path | None, typer.Option("--trace", metavar="FILE", help="Wri
 Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw timeline and memory.")]
 Explain = Annotated[str | None, typer.Option("--explain", metavar="NAME", help="Say why a tensor has its sharding.")]
 Diff = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
-        "--diff", metavar="OTHER",
-        help="Compare with another recipe, or with this one changed by KEY.PATH=VALUE.",
+        "--diff", metavar="OTHER", show_default=False,
+        help="Compare with another recipe, or with this one changed by KEY.PATH=VALUE, which can be repeated.",
     ),
 ]  # fmt: skip
 Search = Annotated[
@@ -204,9 +204,14 @@ def plan(
         return run_rehearsal(load(recipe, changes), asked_load, search=search, as_json=as_json, svg=svg)
     loaded = load(recipe, changes)
     other = None
-    if diff is not None:
-        one_more = "=" in diff and not Path(diff).exists()
-        other = load(recipe, [*changes, diff]) if one_more else load(diff, on_device(None, device))
+    if diff:
+        recipes = [word for word in diff if "=" not in word or Path(word).exists()]
+        if recipes and len(diff) > 1:
+            raise typer.BadParameter(
+                "give one recipe, or several KEY.PATH=VALUE of this one; changes to another recipe belong in a file "
+                "that extends it", param_hint="--diff",
+            )  # fmt: skip
+        other = load(recipes[0], on_device(None, device)) if recipes else load(recipe, [*changes, *diff])
     from tpshard.plan import outputs
     from tpshard.plan.forecast import Conditions, amount
 
@@ -218,7 +223,7 @@ def plan(
         source=recipe if recipe is not None and "=" not in recipe else "", what=what, dry_run=dry_run, as_json=as_json,
         verbose=verbose, html=html, trace=trace, svg=svg, explain=explain, search=search,
         run=conditions if whole else None, passes=passes, skew=skew, suggest=suggest, fit=fit, pin=pin, net=net,
-        compared=(" ".join([*([recipe] if recipe else []), *(overrides or ())]) or loaded.name, diff or ""),
+        compared=(" ".join([*([recipe] if recipe else []), *(overrides or ())]) or loaded.name, " ".join(diff or ())),
     )  # fmt: skip
     note = partial(print, file=sys.stderr)
     entry = None if no_cache or other is not None else outputs.entry(loaded, options)

@@ -148,6 +148,11 @@ FLAT = "mesh={tp: 1, fsdp: 4}"
     [
         (["seed=9", FLAT, "--diff", "other.yaml"], (1, 4), (f"small.yaml seed=9 {FLAT}", "other.yaml")),
         (["seed=9", "--diff", FLAT], (2, 1), ("small.yaml seed=9", FLAT)),
+        (
+            ["seed=9", "--diff", "mesh.tp=1", "--diff", "mesh.fsdp=4"],
+            (2, 1),
+            ("small.yaml seed=9", "mesh.tp=1 mesh.fsdp=4"),
+        ),
     ],
 )
 def test_changes_are_to_the_first_of_two_recipes(small, report, capsys, monkeypatch, options, tp, names):
@@ -160,6 +165,11 @@ def test_changes_are_to_the_first_of_two_recipes(small, report, capsys, monkeypa
     assert (parsed["before"], parsed["after"]) == names
     assert [recipe.cluster.device for recipe in planned] == ["a100-40g"] * 2
     assert [recipe.seed == 9 for recipe in planned] == [True, "other.yaml" not in options]
+
+
+def test_two_other_recipes_are_refused(small, capsys):
+    assert tpshard(["plan", "small.yaml", "--diff", "small.yaml", "--diff", "mesh.tp=1"]) == Exit.USAGE
+    assert "--diff: give one recipe, or several KEY.PATH=VALUE" in capsys.readouterr().err
 
 
 def test_passes_are_shown_one_by_one(small, capsys):
