@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from tpshard.plan import save
@@ -37,9 +38,9 @@ def compare(folder: Path, plan: Any = None) -> dict[str, Any] | None:
     }
     comparison: dict[str, Any] = {}
     for name, value in predicted.items():
-        measured = sorted(float(row[name]) for row in rows if row.get(name) is not None)
+        measured = [float(row[name]) for row in rows if row.get(name) is not None]
         if measured:
-            middle = measured[len(measured) // 2]
+            middle = median(measured)
             comparison[name] = {"predicted": value, "measured": middle, "error": value / middle - 1 if middle else None}
     return comparison or None
 

@@ -140,6 +140,15 @@ def test_a_run_is_compared_with_its_plan(report, tmp_path, monkeypatch):
     assert json.loads((tmp_path / "plan_measured.json").read_text())["step_s"]["measured"] == pytest.approx(2 * step_s)
 
 
+def test_two_logged_rows_are_compared_by_their_middle(report, tmp_path):
+    save.write(tmp_path / "plan.json", save.dumps(report, loads(RECIPE)))
+    rows = [{"step": i, "loss": 1.0, "step_s": s, "tokens_per_s": 6 / s} for i, s in enumerate((9.0, 2.0, 3.0))]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    compared = compare.compare(tmp_path)
+    assert compared is not None
+    assert (compared["step_s"]["measured"], compared["tokens_per_s"]["measured"]) == (2.5, 2.5)
+
+
 FLAT = "mesh={tp: 1, fsdp: 4}"
 
 
