@@ -55,13 +55,10 @@ def wrap(lines: Iterable[str], width: int = WIDTH) -> list[str]:
     """Breaks long lines at spaces; what follows a break is indented by two columns more, or by four at least."""
     broken: list[str] = []
     for line in lines:
-        indent = max(4, len(line) - len(line.lstrip()) + 2)
-        if len(line) > width:
-            broken += textwrap.wrap(
-                line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
-            )
-        else:
-            broken.append(line)
+        indent = " " * max(4, len(line) - len(line.lstrip()) + 2)
+        broken += textwrap.wrap(
+            line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        ) or [line]
     return broken
 
 

@@ -48,7 +48,7 @@ class Suggested:
 
     @property
     def words(self) -> str:
-        outcome = f"{len(self.edits)} faster by 2% or more" if self.edits else "nothing helps: none is 2% faster"
+        outcome = f"{len(self.edits)} faster by 2% or more" if self.edits else "nothing helps, none is 2% faster"
         others = [(self.unfit, "too large for a device"), (self.unstorable, "not planned, as their state is too large")]
         others.append((self.refused, "not planned, as they do not divide"))
         left = "".join(f", {number} {words}" for number, words in others if number)

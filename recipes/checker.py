@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
-from tpshard.recipes import schema
+from tpshard.recipes import other_tools, schema
 from tpshard.recipes.constraints import ALONE, BYTES, Constraint, bytes_in
 from tpshard.recipes.diagnostic import Diagnostic, Source, did_you_mean, join
 from tpshard.recipes.hints import alternatives, hints, mapping_of, section_of
@@ -24,33 +24,6 @@ class _Bad:
 
 
 BAD = _Bad()
-
-# Words that other trainers and servers use, and what says the same here.
-ELSEWHERE: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("recompute", "activation_checkpointing", "activation_checkpoint", "gradient_checkpointing"), "remat"
-    ),
-    **dict.fromkeys(("dtype", "precision", "mixed_precision"), "model.dtype"),
-    **dict.fromkeys(("tensor_parallel", "tensor_parallel_size", "tensor_parallel_degree", "tp_size"), "mesh.tp"),
-    **dict.fromkeys(("data_parallel", "data_parallel_size", "data_parallel_replicate_degree", "dp_size"), "mesh.dp"),
-    **dict.fromkeys(("data_parallel_shard_degree", "fsdp_size"), "mesh.fsdp"),
-    **dict.fromkeys(("pipeline_parallel", "pipeline_parallel_size", "pipeline_parallel_degree", "pp_size"), "mesh.pp"),
-    **dict.fromkeys(("context_parallel", "context_parallel_size", "context_parallel_degree", "cp_size"), "mesh.cp"),
-    **dict.fromkeys(("expert_parallel", "expert_parallel_size", "expert_parallel_degree", "ep_size"), "mesh.ep"),
-    **{axis: f"mesh.{axis}" for axis in ("dp", "fsdp", "tp", "pp", "cp", "ep")},
-    **dict.fromkeys(("batch_size", "global_batch_size", "train_batch_size"), "batch.global_sequences"),
-    **dict.fromkeys(("micro_batch_size", "local_batch_size", "per_device_train_batch_size"), "batch.per_device"),
-    **dict.fromkeys(("grad_accum", "accumulation_steps", "gradient_accumulation_steps"), "batch.per_device"),
-    **dict.fromkeys(("learning_rate", "max_lr"), "optimizer.lr"),
-    **dict.fromkeys(("max_steps", "train_steps", "epochs", "num_train_epochs"), "train.steps"),
-    **dict.fromkeys(("max_norm", "max_grad_norm", "grad_clip", "gradient_clipping"), "train.clip_grad_norm"),
-    **dict.fromkeys(("sequence_length", "max_seq_len", "max_model_len", "block_size"), "model.seq_len"),
-    **dict.fromkeys(("lr_scheduler", "lr_schedule", "warmup", "warmup_ratio"), "schedule"),
-    **dict.fromkeys(("gpus", "num_gpus", "gpus_per_node", "nproc_per_node"), "cluster.devices_per_node"),
-    **dict.fromkeys(("num_nodes", "nnodes", "hosts"), "cluster.nodes"),
-    **dict.fromkeys(("dataset", "dataset_path"), "data.source"),
-    "report_to": "logging.wandb",
-}
 
 
 def legal(hint: Any) -> str:
@@ -172,11 +145,8 @@ class Checker:
         """Records an unknown key, with the likeliest key that was meant."""
         name, key = str(path[-1]), _key(path)
         places = homes().get(name, [])
-        if name in ELSEWHERE and name not in keys:
-            fix = f"here it is `{ELSEWHERE[name]}`"
-        else:
-            elsewhere = f"it belongs to `{places[0]}`" if len(places) == 1 else f"known here: {', '.join(keys)}"
-            fix = did_you_mean(name, keys, elsewhere)
+        elsewhere = f"it belongs to `{places[0]}`" if len(places) == 1 else f"known here: {', '.join(keys)}"
+        fix = other_tools.fix(key) or did_you_mean(name, keys, elsewhere)
         self.wrong(path, f"unknown key `{key}`", where or self.merged.key_place(path), fix=fix)
 
     def value(self, raw: Any, hint: Any, path: Path, where: Source | None = None) -> Any:

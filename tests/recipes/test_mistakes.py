@@ -8,7 +8,8 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tpshard.recipes.checker import ELSEWHERE, homes
+from tpshard.recipes import other_tools
+from tpshard.recipes.checker import homes
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, as_text, dumps
 from tpshard.recipes.extends import builtins
 from tpshard.recipes.load import load, loads
@@ -218,30 +219,33 @@ def test_another_schema_names_the_supported_one(version: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "ours"),
+    ("key", "fix"),
     [
-        ("recompute", "remat"),
-        ("fsdp.recompute", "remat"),
-        ("dtype", "model.dtype"),
-        ("tp", "mesh.tp"),
-        ("optimizer.fsdp_size", "mesh.fsdp"),
-        ("tensor_parallel_size", "mesh.tp"),
-        ("batch_size", "batch.global_sequences"),
-        ("optimizer.learning_rate", "optimizer.lr"),
-        ("train.epochs", "train.steps"),
+        ("recompute", "here it is `remat`"),
+        ("fsdp.recompute", "here it is `remat`"),
+        ("dtype", "here it is `model.dtype`"),
+        ("optimizer.dtype", "here it is `optimizer.state_dtype`"),
+        ("tp", "here it is `mesh.tp`"),
+        ("tensor_parallel_size", "here it is `mesh.tp`"),
+        ("serve.tensor_parallel_size", "here it is `serve.mesh.tp`"),
+        ("serve.batch_size", "here it is `serve.requests`"),
+        ("optimizer.learning_rate", "here it is `optimizer.lr`"),
+        ("grad_accum", "here it follows from `batch.global_sequences` and `batch.per_device`"),
+        ("train.stepz", "did you mean `steps`?"),
     ],
 )
-def test_a_word_of_another_tool_is_answered_with_the_key_that_says_it_here(key: str, ours: str) -> None:
+def test_a_key_of_another_tool_is_answered_with_what_says_it_here(key: str, fix: str) -> None:
     with pytest.raises(Mistakes) as caught:
         loads("model: {preset: tiny}", [f"{key}=2"], file="a.yaml")
     (mistake,) = caught.value.diagnostics
-    assert (mistake.message, mistake.fix) == (f"unknown key `{key}`", f"here it is `{ours}`")
+    assert (mistake.message, mistake.fix) == (f"unknown key `{key}`", fix)
 
 
-def test_every_key_named_for_another_tools_word_exists() -> None:
-    paths = {path for places in homes().values() for path in places}
-    for word, key in ELSEWHERE.items():
-        assert key in paths or key.startswith("mesh."), (word, key)
+def test_other_tools_keys_are_answered_with_keys_that_exist() -> None:
+    known = {path for places in homes().values() for path in places}
+    axes = {f"{mesh}.{axis}" for mesh in ("mesh", "serve.mesh") for axis in other_tools.AXES}
+    for theirs, ours in other_tools.KEYS.items():
+        assert set(ours) <= known | axes, theirs
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,58 @@
+"""Keys of other trainers and servers, and what says the same in a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+AXES = {
+    "dp": ("data_parallel", "data_parallel_size", "data_parallel_replicate_degree", "dp_size"),
+    "fsdp": ("data_parallel_shard_degree", "fsdp_size"),
+    "tp": ("tensor_parallel", "tensor_parallel_size", "tensor_parallel_degree", "tp_size"),
+    "pp": ("pipeline_parallel", "pipeline_parallel_size", "pipeline_parallel_degree", "pp_size"),
+    "cp": ("context_parallel", "context_parallel_size", "context_parallel_degree", "cp_size"),
+    "ep": ("expert_parallel", "expert_parallel_size", "expert_parallel_degree", "ep_size"),
+}
+"""Mesh axes, with words for their sizes."""
+
+
+def _each(words: Iterable[str], *keys: str) -> dict[str, tuple[str, ...]]:
+    return dict.fromkeys(words, keys)
+
+
+KEYS: Mapping[str, tuple[str, ...]] = {
+    **{word: (f"mesh.{axis}",) for axis, words in AXES.items() for word in (axis, *words)},
+    **{f"serve.{word}": ("serve.mesh.tp",) for word in ("tp", *AXES["tp"])},
+    **_each(("recompute", "activation_checkpointing", "activation_checkpoint", "gradient_checkpointing"), "remat"),
+    **_each(("dtype", "precision", "mixed_precision"), "model.dtype"),
+    **_each(("fsdp.dtype", "fsdp.precision", "fsdp.mixed_precision"), "fsdp.param_dtype", "fsdp.reduce_dtype"),
+    **_each(("optimizer.dtype", "optimizer.precision"), "optimizer.state_dtype"),
+    **_each(("batch_size", "global_batch_size", "train_batch_size"), "batch.global_sequences"),
+    **_each(("micro_batch_size", "local_batch_size", "per_device_train_batch_size"), "batch.per_device"),
+    **_each(
+        ("grad_accum", "accumulation_steps", "gradient_accumulation_steps"),
+        "batch.global_sequences", "batch.per_device",
+    ),
+    **_each(("serve.batch_size", "serve.max_batch_size", "serve.max_num_seqs"), "serve.requests"),
+    **_each(("serve.max_num_batched_tokens",), "serve.step_tokens"),
+    **_each(("learning_rate", "max_lr"), "optimizer.lr"),
+    **_each(("max_steps", "train_steps"), "train.steps"),
+    **_each(("epochs", "num_epochs", "num_train_epochs"), "train.steps", "batch.global_sequences"),
+    **_each(("max_norm", "max_grad_norm", "grad_clip", "gradient_clipping"), "train.clip_grad_norm"),
+    **_each(("sequence_length", "max_seq_len", "max_model_len", "block_size"), "model.seq_len"),
+    **_each(("lr_scheduler", "lr_schedule"), "schedule.name"),
+    **_each(("warmup", "warmup_ratio"), "schedule.warmup_steps"),
+    **_each(("gpus_per_node", "nproc_per_node"), "cluster.devices_per_node"),
+    **_each(("gpus", "num_gpus", "world_size"), "cluster.nodes", "cluster.devices_per_node"),
+    **_each(("num_nodes", "nnodes", "hosts"), "cluster.nodes"),
+    **_each(("dataset", "dataset_path"), "data.source"),
+    **_each(("report_to",), "logging.wandb"),
+}  # fmt: skip
+"""The keys here, by another tool's key: at one place (`serve.tp`), or wherever it is written (`tp`)."""
+
+
+def fix(key: str) -> str:
+    """How a recipe says what another tool says with a key, such as `serve.tp`; "" if no tool's key is known."""
+    keys = KEYS.get(key) or KEYS.get(key.rpartition(".")[2], ())
+    if len(keys) == 1:
+        return f"here it is `{keys[0]}`"
+    return f"here it follows from {' and '.join(f'`{key}`' for key in keys)}" if keys else ""
