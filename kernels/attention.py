@@ -32,6 +32,7 @@ _library.define(
 )
 
 ATTENTION = torch.ops.tpshard.attention.default
+ATTENTION_BACKWARD = torch.ops.tpshard.attention_backward.default
 ATTENTION_PART = attention_parts.PART
 ATTENTION_PART_BACKWARD = attention_parts.PART_BACKWARD
 

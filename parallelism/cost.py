@@ -91,8 +91,9 @@ class Overhead:
         )
 
 
-NEAR_CACHES = 6 << 20
-"""Bytes after which a core's near caches hold nothing older; measured with 2 MiB of second-level cache per core."""
+EVICTING_BYTES = 12 << 20
+"""Bytes between two operations of one kind after which `Cpu.cold_overhead` is measured. The near caches have lost the
+operation's code by then; after twice as many bytes the last level has too, and no later operation takes longer."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class Cpu:
     cold_bandwidth: float = 0.0
     """Bytes/s at which a program reads its inputs, which are in memory and not in a cache; 0: as anything else."""
     cold_overhead: float = 1.0
-    """The overhead of an operation whose code has left the near caches, as a multiple (see `NEAR_CACHES`)."""
+    """The overhead of an operation `EVICTING_BYTES` after the last one of its kind, as a multiple."""
     skew_s: float = 0.0
     """Fixed seconds of a collective, until every member has had its turn; set from `crowds` for a process's share."""
     spread: float = 0.0
@@ -126,9 +127,9 @@ class Cpu:
     crowds: Mapping[int, Crowd] = field(default_factory=dict)
     """The contention by number of processes on a host; between two entries the smaller one counts."""
 
-    def overhead_after(self, recent: int) -> float:
-        """The overhead of an operation as a multiple, if the operations before it moved `recent` bytes."""
-        return 1.0 + (self.cold_overhead - 1.0) * min(1.0, recent / NEAR_CACHES)
+    def overhead_after(self, since: int) -> float:
+        """The overhead of an operation as a multiple, `since` bytes after the last operation of its kind."""
+        return 1.0 + (self.cold_overhead - 1.0) * min(2.0, since / EVICTING_BYTES)
 
 
 @dataclass(frozen=True)
@@ -320,18 +321,18 @@ def collective(device: Device, topology: Topology, kind: str, refs: Axes, buffer
 
 def operation(
     device: Device, work: Work, flops: int, moved: int, dtype: str, *, eager: bool, head_dim: int = 0,
-    exponentials: int = 0, cold: int = 0, recent: int = 0,
+    exponentials: int = 0, cold: int = 0, since: int = 0,
 ) -> float:  # fmt: skip
     """Seconds of one kernel by the roofline: the larger of computing and moving bytes, at the device's efficiencies.
 
     moved: bytes read and written in the device's memory. head_dim: attention's. exponentials: elements of a stream that
-    need one. cold, recent: see `fusion.Kernel`. A CPU computes and moves in turn, so that the two add up.
+    need one. cold, since: see `fusion.Kernel`. A CPU computes and moves in turn, so that the two add up.
     """
     if work == "free":
         return 0.0
     least = device.overhead.eager_op_s if eager else device.overhead.op_s
     if device.kind == "cpu":
-        least *= device.cpu.overhead_after(recent)
+        least *= device.cpu.overhead_after(since)
         if device.cpu.cold_bandwidth and not work.startswith("attention"):
             least += cold / device.cpu.cold_bandwidth
             moved -= 0 if work == "matmul" else cold  # a product packs its operands wherever they come from

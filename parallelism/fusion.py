@@ -6,7 +6,6 @@ reductions between two matrix products (or collectives) form one kernel, and onl
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -21,9 +20,6 @@ from tpshard.parallelism.rules.table import entry_of
 
 _MOST_READS = 2
 """A value with several readers and at least this many operands of its size is written rather than recomputed."""
-
-WINDOW = 16
-"""Kernels after which the same operation usually comes again."""
 
 
 @dataclass
@@ -45,8 +41,8 @@ class Kernel:
     """Elements that need an exponential."""
     cold: int = 0
     """Of the bytes moved, those of the program's inputs, which no kernel has just computed."""
-    recent: int = 0
-    """Bytes that the kernels before it moved: the last `WINDOW` of the program, which runs again and again."""
+    since: int = 0
+    """Bytes moved since the last kernel of the same operation, in this run of the program or the one before."""
 
 
 def classify(node: fx.Node, is_view: bool) -> Work:
@@ -126,13 +122,22 @@ def _kernels(flow: Flow, compiled: Compiled, cached: CacheReads) -> list[Kernel]
         out.append(Kernel(node, work, flops, moved, written, dtype, counts, seen_by[node], exponentials, cold))
         if counts:
             opened.add(kernel_id)
-    moved_bytes = [kernel.moved for kernel in out if kernel.moved][-WINDOW:]
-    last = deque(moved_bytes, len(moved_bytes))
-    for kernel in out:
-        kernel.recent = sum(last)
-        if kernel.moved:
-            last.append(kernel.moved)
+    _count_since(out)
     return out
+
+
+def _count_since(run: list[Kernel]) -> None:
+    """Sets `Kernel.since` of all kernels of a program, which runs again and again."""
+    moved_bytes, last = 0, dict[object, int]()
+    for kernel in run:
+        moved_bytes += kernel.moved
+        last[kernel.node.target] = moved_bytes
+    last = {operation: end - moved_bytes for operation, end in last.items()}  # of the run before
+    moved_bytes = 0
+    for kernel in run:
+        kernel.since = moved_bytes - last[kernel.node.target]
+        moved_bytes += kernel.moved
+        last[kernel.node.target] = moved_bytes
 
 
 def _elements(info: Info) -> int:
@@ -268,7 +273,7 @@ def seconds(kernel: Kernel, device: Device) -> float:
     if kernel.work == "free":
         # the interpreter dispatches it though it moves nothing; a compiler removes it
         dispatched = node.op == "call_function" and info.specs and info.comm is None
-        dispatch_s = device.cpu.view_s * device.cpu.overhead_after(kernel.recent)
+        dispatch_s = device.cpu.view_s * device.cpu.overhead_after(kernel.since)
         return dispatch_s if dispatched and not kernel.compiled else 0.0
     if kernel.work == "stream" and not kernel.counts:
         streamed = kernel.moved + device.cpu.exponential * kernel.exponentials
@@ -276,7 +281,7 @@ def seconds(kernel: Kernel, device: Device) -> float:
     head_dim = info.specs[0].shape[-1] if kernel.work.startswith("attention") and info.specs else 0
     one = operation(
         device, kernel.work, kernel.flops, kernel.moved, kernel.dtype, eager=not kernel.compiled, head_dim=head_dim,
-        exponentials=kernel.exponentials, cold=kernel.cold, recent=kernel.recent,
+        exponentials=kernel.exponentials, cold=kernel.cold, since=kernel.since,
     )  # fmt: skip
     return one + _in_parts(kernel, device)
 
@@ -291,6 +296,6 @@ def _in_parts(kernel: Kernel, device: Device) -> float:
     if device.kind != "cpu" or entry.calls == 1:
         return 0.0
     least = device.overhead.op_s if kernel.compiled else device.overhead.eager_op_s
-    least *= device.cpu.overhead_after(kernel.recent)
+    least *= device.cpu.overhead_after(kernel.since)
     copied = 3 * kernel.moved / device.stream_rate if entry.cached else 0.0
     return (entry.calls - 1) * least + copied

@@ -118,15 +118,19 @@ def computing(results: Sequence[Result]) -> Computing:
     products = fit([row[1:] for entry in results for row in entry["matmul"] if row[0] == "float32"])
     per_flop, packing = products.costs
     half = fit([(row[1], row[3]) for entry in results for row in entry["matmul"] if row[0] == "bfloat16"])
-    ahead, back = (
-        fit([(flops, flops / d, s) for entry in results for flops, d, s in entry["attention"][way]]) for way in (0, 1)
-    )
-    # one number for forward and backward: the cost of their softmax, in dims of a head
-    softmax = (ahead.costs[1] + back.costs[1]) / max(ahead.costs[0] + back.costs[0], 1e-30)
-    rates = [
-        fit([(flops * (1 + softmax / d), s) for entry in results for flops, d, s in entry["attention"][way]])
+    # the operations that prepare attention are priced by their overhead
+    timed = [
+        [
+            (flops, d, max(s - (calls - 1) * op_s, 0.2 * s))
+            for entry in results
+            for flops, d, calls, s in entry["attention"][way]
+        ]
         for way in (0, 1)
     ]
+    ahead, back = (fit([(flops, flops / d, s) for flops, d, s in way]) for way in timed)
+    # one number for forward and backward: the cost of their softmax, in dims of a head
+    softmax = (ahead.costs[1] + back.costs[1]) / max(ahead.costs[0] + back.costs[0], 1e-30)
+    rates = [fit([(flops * (1 + softmax / d), s) for flops, d, s in way]) for way in timed]
     return Computing(
         rates={"fp32": 1 / per_flop, "bf16": 1 / half.costs[0]},
         packing=1 / max(packing, 1e-3 * per_byte),

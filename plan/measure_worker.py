@@ -27,11 +27,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from tpshard.kernels import attention
+from tpshard.parallelism.rules.table import entry_of
 from tpshard.parallelism.runtime import gloo
 from tpshard.parallelism.runtime.heap import keep_freed_memory
 from tpshard.plan.measure_blocks import blocks
 
-OPS = attention.__name__  # importing it registers torch.ops.tpshard.attention
 MATMULS = {
     torch.float32: (
         (2048, 128, 64), (2048, 128, 384), (1024, 512, 512), (1024, 512, 1536), (1024, 1024, 1024),
@@ -119,8 +119,12 @@ def _next(pairs: Iterator[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def attentions() -> Callable[[Clock], tuple[list[list[float]], list[list[float]]]]:
-    """Measures causal attention within documents, forward and backward: (FLOPs, head size, seconds)."""
-    forward, backward = torch.ops.tpshard.attention, torch.ops.tpshard.attention_backward
+    """Measures causal attention within documents, forward and backward.
+
+    Returns (FLOPs, head size, operations of the library, seconds).
+    """
+    forward, backward = attention.ATTENTION, attention.ATTENTION_BACKWARD
+    calls, back_calls = entry_of(forward).calls, entry_of(backward).calls
     cases = []
     for b, s, h, d in HEADS:
         q, kv, documents = torch.randn(b, s, h, d), torch.randn(b, s, h // 2, d), torch.zeros(b, s, dtype=torch.int64)
@@ -128,8 +132,8 @@ def attentions() -> Callable[[Clock], tuple[list[list[float]], list[list[float]]
         ahead = partial(forward, q, kv, kv, documents, 0.2)
         cases.append((4 * b * h * s * s * d // 2, d, ahead, partial(backward, o, q, kv, kv, o, lse, documents, 0.2)))
     return lambda clock: (
-        [[flops, d, clock.seconds(ahead)] for flops, d, ahead, _ in cases],
-        [[flops * 5 // 2, d, clock.seconds(back)] for flops, d, _, back in cases],
+        [[flops, d, calls, clock.seconds(ahead)] for flops, d, ahead, _ in cases],
+        [[flops * 5 // 2, d, back_calls, clock.seconds(back)] for flops, d, _, back in cases],
     )
 
 
@@ -150,9 +154,10 @@ def new_memory(size: int) -> Tensor:
 def overheads() -> Callable[[Clock], dict[str, list[float]]]:
     """Measures the seconds of a tiny operation, a view, an exponential, and a byte of new memory and of stored values.
 
-    Small operations of several kinds are timed after each other (`warm`), and after products with weights that evict
-    the near caches (`cold`). An exponential is the time per element beyond an operation without one. New memory is the
-    time of its first write beyond that of the second. Stored values are read from memory, not from a cache.
+    Small operations of several kinds are timed after each other (`warm`), and after products with
+    `cost.EVICTING_BYTES` of weights (`cold`). An exponential is the time per element beyond an operation without one.
+    New memory is the time of its first write beyond that of the second. Stored values are read from memory, not from a
+    cache.
     """
     weights = [torch.randn(1536, 512) for _ in range(24)]
     rows, few = torch.rand(8, 512), [torch.rand(8, 512) for _ in range(2)]

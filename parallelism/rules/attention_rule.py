@@ -126,8 +126,8 @@ def of_torch(op: Op, text: str = FORWARD) -> Rule:
 
 
 OPS: Table = {
-    "tpshard.attention": Entry(attention, work="attention", saved=True, carries=2),
-    "tpshard.attention_backward": Entry(attention_backward, work="attention_backward"),
+    "tpshard.attention": Entry(attention, work="attention", saved=True, carries=2, calls=10),
+    "tpshard.attention_backward": Entry(attention_backward, work="attention_backward", calls=9),
     "tpshard.attention_part": Entry(work="attention", saved=True),
     "tpshard.attention_part_backward": Entry(work="attention_backward"),
     aten._scaled_dot_product_flash_attention_for_cpu: Entry(of_torch, work="attention", saved=True, dense="last"),

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from tpshard.devices.read import device
+from tpshard.kernels import attention
 from tpshard.kernels.norm import NORM, rms_norm
 from tpshard.kernels.paged_attention import PAGED, paged_attention_reference
 from tpshard.parallelism import Mesh, partition
-from tpshard.parallelism.cost import NEAR_CACHES, Overhead
+from tpshard.parallelism.cost import EVICTING_BYTES, Overhead
 from tpshard.parallelism.fusion import kernels, seconds
 from tpshard.parallelism.rules.table import entry_of
 
@@ -38,6 +39,13 @@ def test_the_kernels_issue_as_many_operations_as_their_entries_say() -> None:
     with Counting() as paged:
         paged_attention_reference(q, k, k, pool, other, positions, slots, rows, tables, 0.25)
     assert paged.calls == entry_of(PAGED).calls
+    heads = torch.ones(1, 8, 2, 16)
+    with Counting() as forward:
+        out, lse = attention._cpu(heads, heads, heads, rows, 0.25)
+    with Counting() as backward:
+        attention._cpu_backward(out, heads, heads, heads, out, lse, rows, 0.25)
+    assert forward.calls == entry_of(attention.ATTENTION).calls
+    assert backward.calls == entry_of(attention.ATTENTION_BACKWARD).calls
 
 
 def test_a_cpu_pays_for_each_of_them_and_for_copies_of_the_cache() -> None:
@@ -58,7 +66,7 @@ def test_a_cpu_pays_for_each_of_them_and_for_copies_of_the_cache() -> None:
     assert seconds(kernel, gpu) <= max(gpu.overhead.eager_op_s, kernel.moved / gpu.stream_rate)
 
 
-def test_a_cpu_reads_inputs_from_memory_and_dispatches_slowly_after_large_operations() -> None:
+def test_a_cpu_reads_inputs_from_memory_and_dispatches_slowly_what_has_left_the_caches() -> None:
     def step(x, weight):
         y = x @ weight
         return y + 1, x * 2
@@ -73,7 +81,17 @@ def test_a_cpu_reads_inputs_from_memory_and_dispatches_slowly_after_large_operat
     assert product.cold == 4 * (4 * 2048 + 2048**2) and plus.cold == 0 and double.cold == 4 * 4 * 2048
     assert seconds(double, cold) - seconds(double, base) == pytest.approx(3 * double.cold / base.stream_rate)
     assert seconds(plus, cold) == seconds(plus, base)
-    assert seconds(plus, evicted) - seconds(plus, base) == pytest.approx(2e-3)  # behind 16 MiB of weights
-    near = [k for k in kernels(program(64), compiled="none") if k.work != "free"][1]
-    assert seconds(near, evicted) - seconds(near, base) == pytest.approx(2e-3 * near.recent / NEAR_CACHES)
-    assert near.recent == sum(k.moved for k in kernels(program(64), compiled="none"))  # the step before counts too
+    assert plus.since == product.moved + double.moved  # the step before counts too
+    assert seconds(plus, evicted) - seconds(plus, base) == pytest.approx(2e-3 * plus.since / EVICTING_BYTES)
+    far = [k for k in kernels(program(4096), compiled="none") if k.work != "free"][1]
+    assert seconds(far, evicted) - seconds(far, base) == pytest.approx(4e-3)  # behind 64 MiB of weights
+
+
+def test_an_operation_finds_its_code_in_the_caches_where_one_of_its_kind_came_shortly_before() -> None:
+    def step(x, weight):
+        return ((x + 1) @ weight + 1) + 2
+
+    program = partition(step, [torch.ones(4, 2048), torch.ones(2048, 2048)], Mesh({"x": 1}))
+    first, product, second, third = (k for k in kernels(program, compiled="none") if k.work != "free")
+    assert (first.since, second.since, third.since) == (0, product.moved, 0)
+    assert product.since == first.moved + second.moved + third.moved

@@ -37,7 +37,8 @@ def process(n: int) -> dict[str, Any]:
             for f, b in ((3e7, 1.6e6), (2e8, 4e6), (1e9, 5e6), (2e9, 1.2e7))
         ],
         "attention": [
-            [[1e8, d, 1e8 * (1 + SOFTMAX / d) / rate * slower] for d in (16, 32, 64, 128)] for rate in (ATTENTION, BACK)
+            [[1e8, d, 9, 8 * OP * turns + 1e8 * (1 + SOFTMAX / d) / rate * slower] for d in (16, 32, 64, 128)]
+            for rate in (ATTENTION, BACK)
         ],
         "stream": [
             [ops, moved, exps, ops * OP * turns + (moved / STREAM + exps * EXPONENTIAL) * lost]
