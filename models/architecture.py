@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -88,7 +89,15 @@ class Architecture:
     def max_seq(self) -> int | None:
         """The longest sequence that the model supports, or None where config.json does not say it."""
         size = getattr(self.config.get_text_config(), "max_position_embeddings", None)
-        return None if size is None else int(size)
+        return None if size is None else int(size) - self.first_position
+
+    @cached_property
+    def first_position(self) -> int:
+        """The position id of a document's first token. RoBERTa and its like count from the id of padding on."""
+        parts = vars(sys.modules[self.cls.__module__]).values()
+        if not any(hasattr(part, "create_position_ids_from_input_ids") for part in parts):
+            return 0
+        return int(self.config.get_text_config().pad_token_id) + 1
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -153,7 +162,7 @@ class Architecture:
         takes = inspect.signature(type(model).forward).parameters
         if "input_ids" not in takes or "labels" not in takes or model.get_output_embeddings() is None:  # type: ignore[operator]
             raise ValueError(f"{type(model).__name__} is not a causal language model")
-        further = {"use_cache": False} if "use_cache" in takes else {}
+        further, first = {"use_cache": False} if "use_cache" in takes else {}, self.first_position
         step = None if self.attends else own_attention.take_place(model, interface.NAME)
 
         def transformers_inputs(
@@ -161,7 +170,7 @@ class Architecture:
         ) -> dict[str, Any]:
             named: dict[str, Any] = {"input_ids": tokens, **further}
             if "position_ids" in takes:
-                named["position_ids"] = positions
+                named["position_ids"] = positions if positions is None or not first else positions + first
             if self.attends:
                 named["documents"] = documents
             elif step is not None:

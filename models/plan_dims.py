@@ -37,7 +37,8 @@ def dims_of_plan(model: nn.Module) -> dict[str, Naming]:
         style = style or plan.get(_general(name))
         if style in _OUTPUTS or style in _INPUTS:
             columns = _columns(model, owner, parameter.shape, style)
-            dims = _dims(columns, parameter.dim(), leaf == "bias", style in _OUTPUTS)
+            bias = leaf.endswith("bias") or parameter.dim() < 2
+            dims = _dims(columns, parameter.dim(), bias, style in _OUTPUTS)
             if getattr(owner, "is_transposed", False) and len(dims) == 3:
                 dims = (dims[0], dims[2], dims[1])
             namings[name] = Naming(dims, f"a dim by the class's plan, {style}")

@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tpshard.models.architecture import Architecture
 
 ROWS, LENGTH, VOCAB = 8, 12, 64
+FIRST_WORD = 3
+"""The first token id that is not special; RoBERTa gives padding no position of its own."""
 _LLAMA = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
@@ -56,6 +59,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mixtral": {"architectures": ["MixtralForCausalLM"], **_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {"architectures": ["Qwen2MoeForCausalLM"], **_LLAMA, **_MOE, "shared_expert_intermediate_size": 16},
     "qwen3_moe": {"architectures": ["Qwen3MoeForCausalLM"], **_LLAMA, **_MOE, "head_dim": 8},
+    "roberta": {
+        "architectures": ["RobertaForCausalLM"], **_LLAMA, "is_decoder": True, "max_position_embeddings": 66,
+        "pad_token_id": 1, "bos_token_id": 0,
+    },
     "mamba": {
         "architectures": ["MambaForCausalLM"], **_GPT, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4
     },
@@ -90,15 +97,17 @@ def own(name: str) -> Any:
 
 
 def values(name: str) -> dict[str, Tensor]:
-    """Values for its parameters, large enough for soft caps and gates to bend; norms near 1, decays of a state as
-    they begin."""
+    """Values for its parameters, large enough for soft caps and gates to bend; norms near 1, decays of a state and
+    buffers that folders store as they begin."""
     generator = torch.Generator().manual_seed(7)
+    model = own(name)
+    begun = dict(model.named_parameters()) | dict(model.named_buffers())
     result = {}
-    for path, parameter in own(name).named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        if path.endswith("A_log"):
-            result[path] = parameter.detach().clone()
-        elif parameter.dim() < 2:
+    for path in Architecture(config_of(name)).shapes:
+        noise = torch.randn(begun[path].shape, generator=generator)
+        if path.endswith("A_log") or not isinstance(begun[path], torch.nn.Parameter):
+            result[path] = begun[path].detach().clone()
+        elif begun[path].dim() < 2:
             result[path] = 0.3 * noise + (0.0 if path.endswith("bias") else 1.0)
         else:
             result[path] = 0.25 * noise
@@ -108,7 +117,7 @@ def values(name: str) -> dict[str, Tensor]:
 def batch(several: bool) -> dict[str, Tensor]:
     """A batch of tokens with documents and positions; rows have two documents if `several`."""
     generator = torch.Generator().manual_seed(3)
-    tokens = torch.randint(0, VOCAB, (ROWS, LENGTH + 1), generator=generator)
+    tokens = torch.randint(FIRST_WORD, VOCAB, (ROWS, LENGTH + 1), generator=generator)
     targets = tokens[:, 1:].clone()
     place = torch.arange(LENGTH)
     documents, positions = torch.zeros(LENGTH, dtype=torch.int64), place
@@ -127,12 +136,14 @@ def keeps_apart(name: str) -> bool:
 
 
 def reference(name: str, batch: Mapping[str, Tensor], several: bool) -> tuple[Tensor, dict[str, Tensor]]:
-    """The summed loss and its gradients by transformers' module and torch's cross-entropy."""
-    model = own(name)
-    leaves = {path: value.requires_grad_() for path, value in values(name).items()}
+    """The summed loss and its gradients by transformers' module and torch's cross-entropy; zeros for buffers."""
+    model, leaves = own(name), values(name)
+    trained = [leaves[path].requires_grad_() for path, _ in model.named_parameters()]
     inputs = {"input_ids": batch["tokens"], "use_cache": False}
     if several:
         inputs["position_ids"] = batch["positions"]
     logits = torch.func.functional_call(model, leaves, (), inputs).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch["targets"].flatten(), reduction="sum")
-    return loss.detach(), dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()))))
+    gradients = torch.autograd.grad(loss, trained, materialize_grads=True)
+    none = {path: torch.zeros_like(value) for path, value in leaves.items()}
+    return loss.detach(), none | dict(zip([path for path, _ in model.named_parameters()], gradients))
