@@ -83,7 +83,7 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing f
 
 
 def on_device(overrides: Sequence[str] | None, device: str | None) -> list[str]:
-    """The overrides, with `--device` as one of them."""
+    """The overrides of a command, with its option `--device` as the override `cluster.device`."""
     return [*(overrides or ()), *([] if device is None else [f"cluster.device={device}"])]
 
 

@@ -39,7 +39,7 @@ def completions(incomplete: str) -> list[tuple[str, str]]:
 
 
 def _free(hint: Any, path: str, rest: list[str], incomplete: str) -> list[tuple[str, str]]:
-    """Completions of a key with free names, by names in common use."""
+    """Completions of a map with free keys, such as a mesh's axes: the names in common use."""
     usual = {"mesh": ("dp", "fsdp", "tp"), "serve.mesh": ("tp",), "sharding.rules": tuple(DIMS)}.get(path, ())
     if mapping_of(hint) is None or len(rest) != 1 or "=" in incomplete:
         return []

@@ -97,7 +97,7 @@ def _write(model: SourceModel, out: Path, dtype: str | None, tokenizer: Path | N
 
 
 def unwritten(out: Path, error: OSError) -> Mistakes:
-    """The mistake for a folder that cannot be written; one that exists is the error without a number."""
+    """The mistake for a folder that cannot be written, or that exists already (an error without `errno`)."""
     from tpshard.recipes.diagnostic import Exit, Mistakes
 
     if isinstance(error, FileExistsError) and error.errno is None:

@@ -32,7 +32,7 @@ Measure = Annotated[
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. `bad` would make a run fail; `note` would slow or limit it."""
+    """One checked item in `doctor`'s report. `bad` would make a run fail; `note` would slow or limit it."""
 
     room: str
     name: str
@@ -95,7 +95,7 @@ def _line(finding: Finding) -> str:
 
 
 def versions() -> Iterator[Finding]:
-    """The versions of the packages that a run imports, without importing them."""
+    """Findings on the versions of the packages that a run imports, without importing them."""
     from importlib import metadata
 
     from tpshard.cli.main import version
@@ -120,7 +120,7 @@ def versions() -> Iterator[Finding]:
 
 
 def devices(required: int = 0) -> Iterator[Finding]:
-    """Processors, memory and GPUs, and what prevents their use."""
+    """Findings on processors, memory and GPUs, and on what prevents their use."""
     import psutil
     from tpshard.cli.machine import busy, gpu_problems, probe_driver, probe_torch
 
@@ -153,7 +153,7 @@ def devices(required: int = 0) -> Iterator[Finding]:
 
 
 def links() -> Iterator[Finding]:
-    """Network interfaces, links between GPUs, and whether this host's name resolves."""
+    """Findings on network interfaces, links between GPUs, and whether this host's name resolves."""
     import psutil
 
     addresses = psutil.net_if_addrs()
@@ -187,7 +187,7 @@ def _between_gpus(tool: str) -> Iterator[Finding]:
 
 
 def disk() -> Iterator[Finding]:
-    """Free space, and whether files can be synced and renamed, as checkpoints need."""
+    """Findings on free disk space, and whether files can be synced and renamed, as checkpoints need."""
     shm = Path("/dev/shm")
     places = {"here": Path.cwd(), "temporary": Path(tempfile.gettempdir())} | ({"shm": shm} if shm.is_dir() else {})
     for name, path in places.items():
@@ -209,7 +209,7 @@ def disk() -> Iterator[Finding]:
 
 
 def limits() -> Iterator[Finding]:
-    """The system's limits on a process."""
+    """Findings on the system's limits on a process."""
     import resource
 
     minima = {"open files": (resource.RLIMIT_NOFILE, 1024), "processes": (resource.RLIMIT_NPROC, 256)}
@@ -225,7 +225,7 @@ def limits() -> Iterator[Finding]:
 
 
 def ports() -> Iterator[Finding]:
-    """Whether loopback accepts connections, and whether the default port of `serve` is free."""
+    """Findings on whether loopback accepts connections, and whether the default port of `serve` is free."""
     for name, port in (("loopback", 0), ("serve", 8000)):
         with socket.socket() as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -58,7 +58,8 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Driver:
-    """The driver and its GPUs. `version` is "" without a driver; `error` says why there are none, if known."""
+    """This machine's NVIDIA driver and GPUs. `version` is "" without a driver; `error` says why there are none, if
+    known."""
 
     version: str
     gpus: tuple[Gpu, ...]
@@ -108,7 +109,7 @@ def probe_driver() -> Driver:
 
 
 def probe_torch() -> Torch:
-    """Imports torch and queries it."""
+    """Imports torch, and asks it for its CUDA version and the GPUs that it sees."""
     import warnings
 
     import torch
@@ -167,7 +168,7 @@ def gpu_problems(driver: Driver, torch: Torch, required: int) -> Iterator[Diagno
 
 
 def busy(driver: Driver, limit: int | None) -> Iterator[Diagnostic]:
-    """GPUs whose memory other processes use and a run would need. `limit`: the run's memory limit in bytes."""
+    """A mistake per GPU that other processes fill too much for a run. `limit`: the run's memory limit in bytes."""
     for gpu in driver.gpus:
         needed = limit if limit is not None else int(gpu.total * 0.9)
         if gpu.processes and gpu.free < needed:
@@ -180,7 +181,7 @@ def busy(driver: Driver, limit: int | None) -> Iterator[Diagnostic]:
 
 
 def kind_problems(kind: str, driver: Driver) -> Iterator[Diagnostic]:
-    """Problems where the GPUs are not of the kind that the recipe names."""
+    """A mistake if the GPUs are not of the kind that the recipe names."""
     if kind not in _KINDS:
         return
     name, gigabytes = _KINDS[kind]

@@ -62,7 +62,7 @@ def measure_server(device_file: str) -> ServingOverhead:
 
 
 def _write_model(folder: Path) -> Path:
-    """A random Llama of one layer with the sample's tokenizer."""
+    """Writes a random Llama of one layer, with the sample's tokenizer, into `folder`."""
     from tpshard.models import build, to_hf
     from tpshard.models.config import ModelConfig
     from tpshard.train.sample import VOCAB, ensure_sample
@@ -82,7 +82,7 @@ def _recipe(model: Path) -> list[str]:
 
 
 def _price(model: Path, device: Path) -> float:
-    """Seconds of the program of a step of one row."""
+    """Seconds that the planner predicts for the program of a server's step of one row."""
     from tpshard.plan.step_prices import ServerBuilder
     from tpshard.recipes.load import loads
 
@@ -129,7 +129,7 @@ def _port(output: IO[str], errors: Path) -> int:
 
 
 def _ask(port: int) -> tuple[float, float]:
-    """(seconds to the first token, seconds per further token) of one request."""
+    """Sends one request; returns (seconds to the first token, seconds per further token)."""
     body = json.dumps({
         "model": "tiny", "prompt": list(range(300, 300 + PROMPT)), "max_tokens": ANSWER, "ignore_eos": True,
         "stream": True,

@@ -136,8 +136,8 @@ def _tokens(recipe: Recipe, vocab: int | None) -> list[Diagnostic]:
 
 
 def text_errors(recipe: Recipe) -> list[Diagnostic]:
-    """What is wrong with text and tokenizer, also for the model of a transformers folder; commands that do not read
-    them need not ask.
+    """The mistakes in a recipe's text and tokenizer, and a vocabulary smaller than the tokenizer's. Commands that read
+    neither need not call this.
 
     An absolute path that does not exist is a warning: the recipe may be for other machines.
     """

@@ -114,7 +114,7 @@ class _Plan:
         return make.read_programs(self.file, setting)
 
     def screen(self, programs: TrainingPrograms) -> str:
-        """The text of the given and inferred annotations."""
+        """The shardings of all values as text, with the numbers of annotated and inferred ones."""
         from tpshard.plan import screen
 
         report = self._of(programs)

@@ -85,7 +85,8 @@ class Checker:
         return self.value(self.merged.raw_at(path), hint, path)
 
     def section(self, raw: Mapping[str, Any], cls: type[Section], path: Path, where: Source | None = None) -> Any:
-        """An instance of `cls`. A refused value is replaced by its default, so that the rest can be checked."""
+        """The checked section of class `cls` that the values `raw` describe. A refused value is replaced by its
+        default, so that the rest can be checked."""
         values: dict[str, Any] = {}
         written: dict[str, Any] = {}
         unsaved: set[str] = set()
@@ -136,7 +137,7 @@ class Checker:
             self.places[_key(path)] = key.source, value.source
 
     def leaf(self, raw: Any, path: Path, where: Source | None = None) -> Node:
-        """The scalar at a path, as written; a default or the value of an interpolation as it would be written."""
+        """The node of a scalar at a path: that of the file, or one for a default or for an interpolation's value."""
         if where is None and path in self.merged.places and (node := self.merged.places[path][1]).kind == "scalar":
             return node
         return as_node(raw, where or self.merged.place(path))

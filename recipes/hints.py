@@ -13,7 +13,7 @@ from tpshard.recipes.section import Section, field_names
 
 
 def hints(cls: type[Section]) -> dict[str, Any]:
-    """The type of each field, with its constraints."""
+    """The type hint of each field of a section, with its constraints."""
     return _hints(typing.cast(Any, cls))
 
 
@@ -35,19 +35,19 @@ def alternatives(hint: Any) -> list[tuple[Any, tuple[Constraint, ...]]]:
 
 
 def section_of(hint: Any) -> type[Section] | None:
-    """The section that a map here must be, if there is only one."""
+    """The only section class that a type hint allows for a map; None without one, or with several."""
     sections = [base for base, _ in alternatives(hint) if isinstance(base, type) and issubclass(base, Section)]
     return sections[0] if len(sections) == 1 else None
 
 
 def wholly_section(hint: Any) -> type[Section] | None:
-    """The section here, if no other type but null is allowed."""
+    """The section class of a type hint that allows nothing else but null; None for other hints."""
     bases = [base for base, _ in alternatives(hint) if base is not type(None)]
     return section_of(hint) if len(bases) == 1 else None
 
 
 def mapping_of(hint: Any) -> tuple[Any, Any] | None:
-    """The key and value types of a map with free keys, if one is allowed here."""
+    """The key and value types of the map with free keys that a type hint allows; None if it allows none."""
     for base, _ in alternatives(hint):
         if get_origin(base) in (Mapping, dict):
             return get_args(base)

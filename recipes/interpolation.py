@@ -61,7 +61,7 @@ def resolve_at(config: DictConfig, path: Path) -> Resolved:
     with _trace(path) as (resolved, chain):
         try:
             value: Any = reduce(lambda inside, key: inside[key], path, config)
-            chain.clear()  # what the values inside a map name is not recorded
+            chain.clear()  # keys named by values inside a map are not recorded
             is_tree = OmegaConf.is_config(value)
             resolved.value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True) if is_tree else value
         except ERRORS as error:
@@ -148,7 +148,7 @@ def or_none(raw: Any, path: Path) -> Any:
 
 
 def path_in(raw: Any, key: Path) -> Path:
-    """The path that an interpolated key names in plain data, up to text, which may itself be an interpolation."""
+    """The path of an interpolated key in plain data, cut at text, which may itself be an interpolation."""
     path: Path = ()
     for part in key:
         inside = or_none(raw, path)

@@ -17,7 +17,8 @@ Law = Callable[[Recipe], Iterator[Diagnostic]]
 
 
 def check(recipe: Recipe, bad: Collection[str]) -> list[Diagnostic]:
-    """All broken laws, without those that read a key in `bad`, which is already reported."""
+    """The mistakes of all constraints that the recipe violates, except those on keys in `bad`, which are already
+    reported."""
     mistakes: list[Diagnostic] = []
     for law, keys in LAWS:
         if not touches(keys, bad):
@@ -189,7 +190,7 @@ def optimizer_reads(recipe: Recipe) -> Iterator[Diagnostic]:
 
 
 def pipeline_has_stages(recipe: Recipe) -> Iterator[Diagnostic]:
-    """Requires a mesh axis `pp` for a pipeline's stages, of their number."""
+    """Requires a mesh axis `pp` for a pipeline, with a size that is the number of stages."""
     section, size = recipe.pipeline, recipe.mesh.get("pp", 1)
     stages = section.stages if section is not None else None
     if section is not None and size == 1:

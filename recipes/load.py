@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Examined:
-    """The result of examining a recipe. If there are errors, `recipe` has defaults in place of refused values."""
+    """A recipe with all its diagnostics, and the paths of its refused values. If there are errors, `recipe` has
+    defaults in place of refused values."""
 
     recipe: Recipe
     diagnostics: tuple[Diagnostic, ...]
@@ -64,7 +65,7 @@ def with_changes(recipe: Recipe, changes: Sequence[str]) -> Recipe:
 
 
 def examine(path_or_builtin: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Examined:
-    """`load` for callers with further checks: returns the mistakes together with the usable rest.
+    """Loads a recipe as `load` does, but returns its mistakes together with the usable rest.
 
     Still raises `Mistakes` when nothing is usable: no file, no YAML, another schema.
     """
@@ -122,7 +123,7 @@ def _examine_layers(layers: list[Node], overrides: Sequence[str], name: str, rec
     merged = Merged()
     for layer in layers:
         _version(layer.get("schema"))
-        merged.drop(("name",))  # a recipe is not called what it extends is
+        merged.drop(("name",))  # a recipe does not inherit the name of its base
         _put_on(merged, layer)
     merged.fill()
     for number, text in enumerate(overrides, 1):
@@ -256,7 +257,8 @@ def _derive(merged: Merged, name: str) -> None:
 
 
 def _put_on(merged: Merged, layer: Node) -> None:
-    """Adds a layer. Axes of a mesh take the order of the layer that writes them, since devices are numbered by it."""
+    """Puts a layer on top of the merged recipe. Axes of a mesh take the order of the layer that writes them, since
+    devices are numbered by it."""
     meshes = [path for path in (("mesh",), ("serve", "mesh")) if _map_at(layer, path)]
     before = {path: or_none(merged.raw, path) for path in meshes}
     merged.add(layer)

@@ -146,7 +146,7 @@ def dotted(path: Path) -> str:
 
 
 def as_node(value: Any, where: Source) -> Node:
-    """The scalar that a value which is in no file would be written as: a default, or the value of an interpolation."""
+    """The scalar node that a value from no file, such as a default, would be written as."""
     if value is None or isinstance(value, bool):
         return Node("scalar", where, str(value).lower().replace("none", "null"), True)
     if isinstance(value, float) and not abs(value) < float("inf"):
@@ -211,7 +211,7 @@ class _Tree:
         self.done: dict[int, tuple[Node, int] | None] = {}
 
     def node(self, from_: yaml.Node) -> tuple[Node, int]:
-        """The node, and its number of nodes with aliases expanded."""
+        """A PyYAML node as a `Node`, and the number of nodes that it contains with aliases expanded."""
         end = from_.end_mark if isinstance(from_, yaml.ScalarNode) else None  # for a list or map only its opening
         where = self.place.of(from_.start_mark, end)
         if id(from_) in self.done:

@@ -51,7 +51,8 @@ KEYS: Mapping[str, tuple[str, ...]] = {
 
 
 def fix(key: str) -> str:
-    """How a recipe says what another tool says with a key, such as `serve.tp`; "" if no tool's key is known."""
+    """The fix of a mistake that used another tool's key, such as `serve.tp`: the recipe's own key for it; "" for any
+    other key."""
     keys = KEYS.get(key) or KEYS.get(key.rpartition(".")[2], ())
     if len(keys) == 1:
         return f"here it is `{keys[0]}`"

@@ -37,7 +37,8 @@ class ShardingSection(Section):
     """What happens if a collective is needed that nothing in the recipe asks for."""
 
     def cuts(self, dims: Sequence[str]) -> list[tuple[str, ...]]:
-        """The axes over which rules shard a tensor's dims; columns of experts use those that the experts leave."""
+        """The axes over which the rules shard each dim of a tensor; `mlp` of experts gets only axes that `expert`
+        leaves."""
         of_experts = self.rules.get("expert", ()) if "expert" in dims else ()
         return [tuple(a for a in self.rules.get(d, ()) if d != "mlp" or a not in of_experts) for d in dims]
 
