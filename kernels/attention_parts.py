@@ -38,7 +38,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, query_documents: Tensor | None, key_documents: Tensor | None, scale: float,
     window: int | None, first_query: int, first_key: int, softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`tpshard::attention_part`, by `tpshard::attention` where the queries are the last of the keys they can see."""
+    """Computes `tpshard::attention_part`, by `tpshard::attention` if the queries are the last of their visible keys."""
     t = max(0, min(k.shape[1], first_query + q.shape[1] - first_key))  # later keys are hidden from all queries
     k, v = k[:, :t], v[:, :t]
     if query_documents is None or key_documents is None:
@@ -56,7 +56,7 @@ def backward(
     key_documents: Tensor | None, scale: float, window: int | None, first_query: int, first_key: int,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`tpshard::attention_part_backward`."""
+    """Computes `tpshard::attention_part_backward` by matrix products over blocks of queries."""
     documents = None if query_documents is None or key_documents is None else (query_documents, key_documents)
     return attention_blocks.backward(dout, q, k, v, out, lse, documents, scale, window, first_query, first_key, softcap)
 

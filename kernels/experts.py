@@ -34,7 +34,7 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, d
 
 
 def routed_sum(x: Tensor, ids: Tensor, weights: Tensor, count: int, compute: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """The sum over each token's experts, of `count`: x [..., m], ids and weights [..., k] -> [..., m].
+    """The sum over each token's experts, out of `count`: x [..., m], ids and weights [..., k] -> [..., m].
 
     compute: maps an expert and its tokens [n, m] to their results [n, m].
     """

@@ -40,7 +40,7 @@ def _deterministic() -> Iterator[None]:
 
 
 def _starts(documents: Tensor) -> Tensor:
-    """Where each run of equal ids begins in the flattened rows, and the end: [runs + 1] int32.
+    """The first flattened row of each run of equal document ids, then the number of rows: [runs + 1] int32.
 
     Synchronizes the device.
     """
@@ -52,7 +52,7 @@ def _starts(documents: Tensor) -> Tensor:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """The rows of all sequences one after another."""
+    """x [b, s, ...] as contiguous rows [b * s, ...]."""
     return x.flatten(0, 1).contiguous()
 
 

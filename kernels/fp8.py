@@ -62,7 +62,7 @@ class Side(NamedTuple):
 
 
 class Contraction(NamedTuple):
-    """An equation such as `bsk,nk->bsn`, taken apart."""
+    """The operands and the summed dims of an equation such as `bsk,nk->bsn`."""
 
     sides: tuple[Side, Side]
     summed: str
@@ -70,7 +70,8 @@ class Contraction(NamedTuple):
 
 
 def contraction_of(equation: str) -> Contraction:
-    """Takes an equation apart. ValueError unless the summed dims come first or last in each operand, in one order."""
+    """Parses an equation such as `bsk,nk->bsn`. ValueError unless the summed dims come first or last in each operand,
+    in one order."""
     inputs, out = equation.split("->")
     left, right = inputs.split(",")
     summed = "".join(c for c in left if c not in out)
@@ -86,7 +87,8 @@ def contraction_of(equation: str) -> Contraction:
 
 
 def sizes_of(equation: str, a: tuple[int, ...], b: tuple[int, ...]) -> dict[str, int]:
-    """The size of every dim by letter. ValueError where the shapes do not fit the equation or the blocks."""
+    """The size of every dim of an equation by its letter, from the shapes of its operands. ValueError where the shapes
+    do not fit the equation or the blocks."""
     left, right = equation.split("->")[0].split(",")
     sizes = dict(zip(right, b)) | dict(zip(left, a))
     fit = len(left) == len(a) and len(right) == len(b) and all(sizes[c] == n for c, n in zip(right, b))
@@ -105,7 +107,7 @@ def _product(a: Tensor, b: Tensor, equation: str) -> Tensor:
 
 
 def quantize(x: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
-    """`tpshard::fp8_quantize` in plain torch, on any device."""
+    """Quantizes a matrix to fp8 with a scale per block (`tpshard::fp8_quantize`) in plain torch, on any device."""
     rows = x.t() if transposed else x
     blocks = rows.to(wide_dtype(x)).unflatten(1, (-1, BLOCK))
     scales = blocks.abs().amax(-1).clamp(min=SMALLEST) / LARGEST
@@ -114,7 +116,7 @@ def quantize(x: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
 
 
 def multiply(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tpshard::fp8_multiply` of dequantized operands in plain torch, on any device."""
+    """Multiplies dequantized operands (`tpshard::fp8_multiply`) in plain torch, on any device."""
     return (dequantize(a, a_scales) @ dequantize(b, b_scales).t()).to(dtype)
 
 

@@ -17,7 +17,7 @@ def tile(capability: tuple[int, int]) -> dict[str, int]:
 
 
 def quantize(x: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
-    """`tpshard::fp8_quantize` of a contiguous x."""
+    """Quantizes a contiguous x to fp8 with a scale per block (`tpshard::fp8_quantize`) in Triton."""
     m, k = x.shape[::-1] if transposed else x.shape
     values = torch.empty(m, k, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(k // BLOCK, m, dtype=torch.float32, device=x.device)
@@ -29,7 +29,7 @@ def quantize(x: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
 
 
 def multiply(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tpshard::fp8_multiply` of what `quantize` returns."""
+    """Multiplies two matrices quantized by `quantize` (`tpshard::fp8_multiply`) in Triton."""
     (m, k), n = a.shape, b.shape[0]
     out = torch.empty(m, n, dtype=dtype, device=a.device)
     shape = tile(torch.cuda.get_device_capability(a.device) if a.is_cuda else (9, 0))

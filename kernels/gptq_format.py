@@ -142,7 +142,7 @@ class GPTQFolder:
         return self._shape(f"{module}.scales")[1]
 
     def group(self, module: str) -> Tensor:
-        """The `group` [in] of `linear(module)`, without reading its codes."""
+        """The group [in] of each input of a quantized linear, without reading its codes."""
         config = self.config.of(module)
         if config is None or f"{module}.qweight" not in self._file_of:
             raise ValueError(f"{module} is not quantized in {self.folder}.")

@@ -182,7 +182,7 @@ def solve(weight: Tensor, hessian: Tensor, settings: Settings, plan: Ordering) -
 
 
 def _runs(members: Tensor) -> bool:
-    """Whether the inputs of a group are consecutive."""
+    """Whether the inputs of every group are consecutive."""
     runs = torch.unique_consecutive(members)
     return len(runs) == len(torch.unique(runs))
 

@@ -68,7 +68,7 @@ def _check(q: Tensor, k: Tensor, k_pool: Tensor, v_pool: Tensor, positions: Tens
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows multiplied together: all of one span, and of one sequence (`shared`, keys read once) or of one each."""
+    """Rows of one product: all of one span, and of one sequence (`shared`, keys read once) or of one each."""
 
     rows: Tensor
     """[r]"""

@@ -53,7 +53,7 @@ class OrderedInputs:
 
 @dataclass(frozen=True)
 class PackedExpert:
-    """One expert, or a device's hidden columns of it."""
+    """The packed matrices of one expert, or of a device's hidden columns of it."""
 
     inward: tuple[OrderedInputs, ...]
     """gate and up side by side in one matrix; two matrices where their groups differ."""

@@ -23,7 +23,7 @@ def sorting(group: Tensor, blocks: int = 1) -> Tensor:
 
 
 def positions(order: Tensor, blocks: int = 1) -> Tensor:
-    """A blockwise order as positions in the whole dim, int64 [n]."""
+    """An order within blocks as positions in the whole dim, int64 [n]."""
     parts = order.view(blocks, -1)
     return (parts + torch.arange(blocks, device=order.device)[:, None] * parts.shape[1]).flatten()
 

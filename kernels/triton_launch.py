@@ -156,7 +156,7 @@ def adamw_step_(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, finite: Tensor, scale: Tensor, lr: Tensor,
     update: Tensor, beta1: float, beta2: float, eps: float, decay: float,
 ) -> None:  # fmt: skip
-    """AdamW in place; arguments as of `optimizer_steps`."""
+    """Runs one AdamW step in place; arguments as of `optimizer_steps`."""
 
     def launch(grad: Tensor, *written: Tensor) -> None:
         param, exp_avg, exp_avg_sq = written
@@ -174,7 +174,7 @@ def lion_step_(
     param: Tensor, grad: Tensor, exp_avg: Tensor, finite: Tensor, scale: Tensor, lr: Tensor, beta1: float,
     beta2: float, decay: float,
 ) -> None:  # fmt: skip
-    """Lion in place; arguments as of `optimizer_steps`."""
+    """Runs one Lion step in place; arguments as of `optimizer_steps`."""
 
     def launch(grad: Tensor, *written: Tensor) -> None:
         param, exp_avg = written
@@ -188,7 +188,7 @@ def lion_step_(
 
 
 def _log(beta: float) -> float:
-    """The logarithm of a share; of 0 a number so small that its powers are 0."""
+    """The logarithm of an optimizer's beta; for 0 a number so low that exp of it is 0."""
     return math.log(beta) if beta > 0 else -1e3
 
 
@@ -217,8 +217,8 @@ _COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def _arrivals(device: torch.device) -> Tensor:
-    """The counters by which the programs of a launch know which of them finishes a block last: int32, one per block,
-    left at zero by every launch; the launches of one stream share them.
+    """Counters by which a launch's programs know which of them finishes a block last: int32, one per block. Every
+    launch leaves them at zero; the launches of one stream share them.
 
     Captured launches have counters of their own, and their graphs must not be replayed on two streams at once. These
     are allocated by the first launch outside a capture: memory zeroed during a capture is zero only after the replay.

@@ -20,7 +20,7 @@ import triton.language as tl
 
 @triton.jit
 def _pairs4(words, offset, FP16: tl.constexpr):
-    """8 values of 4 bits: (low, high) of pairs 0..3, each q plus the offset without the magic number."""
+    """A word's eight 4-bit codes less the zero, as (low, high) of pairs 0..3; `offset` also removes a magic number."""
     if FP16:
         return tl.inline_asm_elementwise(
             """

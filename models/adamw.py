@@ -28,7 +28,7 @@ class AdamW:
 
 @dataclass(frozen=True)
 class Treatment:
-    """How one parameter is updated."""
+    """The settings by which an optimizer treats one parameter: decay, balancing, orthogonal moves."""
 
     decay: bool = False
     """Whether weight decay applies to it."""
@@ -40,7 +40,7 @@ class Treatment:
 
 
 class Updated(NamedTuple):
-    """The new values, in the order of the parameters, and the step's gradient norm."""
+    """The results of an update: new values in the order of the parameters, and the norm of the gradient."""
 
     params: list[Tensor]
     exp_avg: list[Tensor]
@@ -124,8 +124,8 @@ def adamw_update(
 
 
 def clip(squares: Tensor, loss_sum: Tensor, count: Tensor, most: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(global norm of the averaged gradient, whether it and the loss are finite, what a summed gradient is multiplied
-    by): scalars. `most` is the norm that is clipped to; None: no clipping."""
+    """The norm of the averaged gradient, whether it and the loss are finite, and the factor that averages and clips a
+    summed gradient: scalars. `most` is the norm that is clipped to; None: no clipping."""
     share, norm = _share(count), squares.sqrt()
     finite = torch.isfinite(norm) & torch.isfinite(loss_sum)
     return norm, finite, share if most is None else share * (most / (norm + 1e-6)).clamp(max=1.0)

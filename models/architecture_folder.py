@@ -80,15 +80,15 @@ class FolderWeights:
         return coded and name in self._turned
 
     def module_of(self, name: str) -> str | None:
-        """The quantized linear [outputs, inputs] in the folder that is a parameter; None for one that is dense, or
-        that the model holds [inputs, outputs]."""
+        """The folder's name for a parameter's quantized linear [outputs, inputs]; None for a parameter that is dense,
+        or [inputs, outputs] in the model."""
         if not isinstance(self.tensors, DequantizedTensors) or self._home is None or name in self._turned:
             return None
         return self.tensors.coded_weights.get(self._home.get(name, ""))
 
     def stack_of(self, name: str) -> list[list[str]] | None:
-        """The quantized linears [outputs, inputs] of each expert of a stacked parameter, in the order of their outputs;
-        None for other parameters, and for experts of which some are dense."""
+        """For each expert of a stacked parameter, the folder's names for its quantized linears in the order of their
+        outputs; None for other parameters, or if an expert is dense."""
         if not isinstance(self.tensors, DequantizedTensors) or name not in self._stacks:
             return None
         coded, stack = self.tensors.coded_weights, self._stacks[name]
@@ -113,7 +113,7 @@ class FolderWeights:
         }
 
     def _homes(self, spellings: Mapping[str, Sequence[str]], cls: str) -> dict[str, str] | None:
-        """The stored tensor of each parameter that is not stacked; None where names differ otherwise than spelled.
+        """The stored tensor of each parameter that is not stacked; None if some have no tensor under their `spellings`.
 
         ValueError where some have none, and nothing else is stored that could be theirs.
         """

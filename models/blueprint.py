@@ -111,8 +111,7 @@ class Blueprint:
     def initial_block(
         self, name: str, starts: Sequence[int], sizes: Sequence[int], seed: int, dtype: torch.dtype = torch.float32
     ) -> Tensor:
-        """A block of a parameter's initial value, as `models.init.initial_block`; read from the folder if there is
-        one."""
+        """A block of a parameter's initial value, from the folder if there is one (see `models.init.initial_block`)."""
         if self.architecture is not None:
             if self.weights is not None:
                 return self.weights.block(name, starts, sizes, dtype)

@@ -143,7 +143,7 @@ class ModelConfig:
         return FAMILIES[self.family]
 
     def window_of(self, layer: int) -> int | None:
-        """How many positions a token of a layer attends to; None: all up to its own."""
+        """The number of positions to which a token of a layer attends; None: all up to its own."""
         return None if layer in self.full_layers else self.window
 
     # ---- dims ------------------------------------------------------------------------------------------------------

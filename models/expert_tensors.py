@@ -15,7 +15,7 @@ _MATRICES = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_pro
 
 @dataclass(frozen=True)
 class Stack:
-    """The tensors of a folder that a parameter [expert, outputs, inputs] consists of."""
+    """The tensors of a folder, one or more per expert, that make up a parameter [expert, outputs, inputs]."""
 
     experts: tuple[tuple[str, ...], ...]
     """For each expert, the matrices whose outputs follow one another."""
@@ -47,7 +47,7 @@ class Stack:
         return torch.stack([_rows(tensors, matrices, starts[1:], sizes[1:]) for matrices in read])
 
     def misfits(self, shape: Sequence[int], shape_of: Callable[[str], tuple[int, ...]]) -> list[str]:
-        """The tensors with which the parameter does not have this shape."""
+        """The stored tensors that do not fit a parameter of this `shape`."""
         _, outputs, inputs = shape
         return [
             tensor
@@ -58,7 +58,7 @@ class Stack:
 
 
 def _rows(tensors: Tensors, matrices: Sequence[str], starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """A block of matrices whose rows follow one another."""
+    """A block of the matrix that several stored matrices make up, the rows of each after those of the one before."""
     (start, column), (size, columns) = starts, sizes
     parts = []
     for name in matrices:

@@ -100,7 +100,7 @@ def _read(raw: Mapping[str, Any], family: Family) -> ModelConfig:
 
 
 def _default(key: Key, name: str, raw: Mapping[str, Any], numbers: Mapping[str, Any]) -> Any:
-    """The value of a missing key or of null; None is not evaluated where the key is set."""
+    """The value that a missing or null key of config.json stands for; None, without computing it, if the key is set."""
     if raw.get(name) is not None:
         return None
     default = key.null if name in raw and key.null is not None else key.default

@@ -113,7 +113,7 @@ class QuantizedModules:
         self.settings = self._folder.config
 
     def settings_of(self, name: str) -> GPTQConfig | None:
-        """How a parameter is quantized; None where it is not, or where its experts are quantized differently."""
+        """The quantization settings of a parameter; None if it is dense, or if they differ between its experts."""
         stack = self._stack_of(name)
         if stack is None:
             module = self._module_of(name)
@@ -169,7 +169,7 @@ class QuantizedParameters(QuantizedModules):
         return [[module] for module in modules] if modules and self._modules.issuperset(modules) else None
 
     def linear(self, name: str) -> Quantized | None:
-        """A weight's quantized form, its own outputs of a fused matrix; None for one that is dense or stacked."""
+        """The quantized form of a weight, of a fused matrix only its own outputs; None for one dense or stacked."""
         linear, home = super().linear(name), self._home(name)
         if linear is None or home is None or home.part is None:
             return linear

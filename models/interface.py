@@ -112,8 +112,7 @@ def are_swiglu(module: Any) -> bool:
 
 
 def _choosing(spelled: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A forward with tpshard's experts operation for SwiGLU experts without biases, else with transformers'
-    `spelled`."""
+    """Makes a `forward` that runs tpshard's operation on SwiGLU experts without biases, and `spelled` on others."""
 
     def forward(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The experts' output: hidden [tokens, width], ids and weights [tokens, top_k] -> [tokens, width]"""

@@ -27,7 +27,7 @@ class Lion:
 
 
 class LionStep(NamedTuple):
-    """The new values, in the order of the parameters, and the step's gradient norm."""
+    """The results of an update: new values in the order of the parameters, and the norm of the gradient."""
 
     params: list[Tensor]
     exp_avg: list[Tensor]

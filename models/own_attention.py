@@ -54,7 +54,7 @@ Replacements = dict[str, Callable[..., Any]]
 
 
 def _without_documents(module: Any, step: Step, interface: str) -> Replacements:
-    """Of a class that uses the interface, but whose layers pass it no `documents`."""
+    """The replacement for a class that uses transformers' interface, but whose layers pass it no `documents`."""
     module.config = copy.copy(module.config)
     module.config._attn_implementation = interface
     return {"forward": partial(_forward_with_documents, module, step)}
@@ -66,7 +66,7 @@ def _forward_with_documents(module: Any, step: Step, *args: Any, **kwargs: Any) 
 
 
 def _written_out(module: Any, step: Step, _: str) -> Replacements:
-    """Of a class whose method `_attn` computes attention of [batch, heads, seq, head_dim]."""
+    """The replacement for a class whose method `_attn` computes attention of [batch, heads, seq, head_dim]."""
     scale = 1.0 / float(getattr(module, "scale_attn", 1.0))
     window = module.config.window_size if getattr(module, "attention_type", "") == "local" else None
 
@@ -95,7 +95,8 @@ def _falcon_forward(
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     **__: Any,
 ) -> tuple[Tensor, None]:
-    """hidden_states: [batch, seq, embed] -> the same; slopes: [heads], or None for rotary positions."""
+    """Falcon's attention; hidden_states: [batch, seq, embed] -> the same; slopes: [heads], or None for rotary
+    positions."""
     from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 
     q, k, v = _split_columns(module.query_key_value(hidden_states), module.num_heads, module.num_kv_heads)
@@ -118,7 +119,7 @@ def _bloom(module: Any, step: Step, _: str) -> Replacements:
 def _bloom_forward(
     module: Any, step: Step, slopes: Tensor, hidden_states: Tensor, residual: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, None]:
-    """hidden_states, residual: [batch, seq, embed] -> the same; slopes: [heads]"""
+    """Bloom's attention; hidden_states, residual: [batch, seq, embed] -> the same; slopes: [heads]"""
     q, k, v = _split_columns(module.query_key_value(hidden_states), module.num_heads, module.num_heads)
     scale = float(module.inv_norm_factor)
     out = _alibi(q, k, v, step, lambda positions: (slopes.to(q.device) * positions).to(q.dtype), scale)
@@ -134,7 +135,7 @@ def _mpt(module: Any, step: Step, _: str) -> Replacements:
 
 
 def _mpt_forward(module: Any, step: Step, slopes: Tensor, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
-    """hidden_states: [batch, seq, embed] -> the same; slopes: [heads]"""
+    """MPT's attention; hidden_states: [batch, seq, embed] -> the same; slopes: [heads]"""
     fused = module.Wqkv(hidden_states)
     if module.clip_qkv:
         fused = fused.clamp(min=-module.clip_qkv, max=module.clip_qkv)
@@ -144,7 +145,7 @@ def _mpt_forward(module: Any, step: Step, slopes: Tensor, hidden_states: Tensor,
 
 
 def _slopes(build_alibi_tensor: Callable[[Tensor, int, torch.dtype], Tensor], heads: int) -> Tensor:
-    """The slopes [heads] by a class's own function."""
+    """The ALiBi slopes [heads] that a class's own function computes."""
     with torch.device("cpu"):
         return build_alibi_tensor(torch.ones(1, 2, dtype=torch.int64), heads, torch.float32)[:, 0, 1]
 

@@ -49,8 +49,8 @@ def dims_of_plan(model: nn.Module) -> dict[str, Naming]:
 
 
 def _style(plan: Mapping[str, str], layer: str) -> str | None:
-    """How the plan shards a linear layer: by its own entry, or by that of the layer with this name in the module around
-    its own, such as `mlp.gate_proj` for Qwen2-MoE's `mlp.shared_expert.gate_proj`."""
+    """The style in which the plan shards a linear layer: its own, or that of its namesake one module further out. So
+    Qwen2-MoE's `mlp.shared_expert.gate_proj` has the style of `mlp.gate_proj`."""
     owner, _, leaf = layer.rpartition(".")
     return plan.get(layer) or plan.get(f"{owner.rpartition('.')[0]}.{leaf}")
 
