@@ -23,7 +23,7 @@ def _same(x: torch.Tensor, *_: Any) -> torch.Tensor:
 
 
 class _Annotated(torch.autograd.Function):
-    """The identity op of an annotation; its gradient has the annotation with the argument `mirrored`, if not None."""
+    """The identity op `op` with argument `arg`; the gradient passes the same op with `mirrored`, or no op for None."""
 
     generate_vmap_rule = True
 
@@ -42,7 +42,7 @@ class _Annotated(torch.autograd.Function):
 
 
 def annotate(tensor: torch.Tensor, op: Any, arg: Any, mirrored: Any) -> torch.Tensor:
-    """The tensor behind an annotation's identity op with an argument; `mirrored`: the gradient's, None for no op."""
+    """Passes a tensor through the identity op `op` with `arg`, and its gradient with `mirrored` (None: no op)."""
     result: torch.Tensor = _Annotated.apply(tensor, op, arg, mirrored)  # type: ignore[no-untyped-call]
     return result
 

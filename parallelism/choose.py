@@ -104,7 +104,7 @@ TRIED = 32
 
 
 def _combinations(rule: Rule, projected: Sequence[Mapping[int, Cut]], busy: Sequence[Axis]) -> list[Choice]:
-    """All choices without conflicts that cut every factor as some tensor does, by a prefix of that, or not at all."""
+    """All choices without conflicts that cut factors as some tensor does, by a prefix of its axes, or not at all."""
     cuts: dict[int, list[Cut]] = {}
     for tensor in projected:
         for f, (axes, grain) in tensor.items():
@@ -228,14 +228,14 @@ def computable(op: Op, rule: Rule, choice: Choice) -> Choice:
 
 
 def _drop_hidden(choice: Choice, rule: Rule, members: Dim) -> bool:
-    """Removes the cuts of a dim's factors that follow one that is not fully sharded; whether there were any."""
+    """Removes the cuts of a dim's factors after one that is not fully sharded; returns whether there were any."""
     full = True
     outer: Axes = ()
     before = len(choice)
     for f in members:
         axes, grain = choice.get(f, WHOLE)
         joined = len(merge((*outer, *axes))) < len(outer) + len(axes)
-        # parts of one axis, joined on a dim, cut it at once: with padding, elsewhere than one by one
+        # joined parts of one axis cut a dim at once; if that needs padding, not at the places of part by part
         if not full or (joined and not even(rule.sizes[f] // grain, axes)):
             choice.pop(f, None)
         outer, grain = choice.get(f, WHOLE)
@@ -261,7 +261,7 @@ def _halo(op: Op, axes: Axes, window: Window) -> halo.Halo | None:
 
 
 def past_padding(op: Op, rule: Rule, choice: Choice, rule_of: Callable[[Op], Rule]) -> tuple[Op, Rule]:
-    """The op as it reads the source of a padded operand, so that one exchange with the neighbours serves both.
+    """Rewrites an op on a padded operand to read the unpadded source, so that one exchange with neighbours serves both.
 
     That is so where the padding is along the window's dim alone, and nothing but the window reads the padded tensor.
     """

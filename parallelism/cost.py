@@ -85,7 +85,7 @@ class Overhead:
     serving: ServingOverhead = ServingOverhead()
 
     def times(self, factor: float) -> Overhead:
-        """The overhead of one of several processes; a server's own process is not one of them."""
+        """These overheads multiplied by `factor`, except those of a server's host, which is one process."""
         return Overhead(
             factor * self.op_s, factor * self.eager_op_s, factor * self.issue_s, factor * self.step_s, self.serving
         )
@@ -128,7 +128,7 @@ class Cpu:
     """The contention by number of processes on a host; between two entries the smaller one counts."""
 
     def overhead_after(self, since: int) -> float:
-        """The overhead of an operation as a multiple, `since` bytes after the last operation of its kind."""
+        """The factor by which an operation's overhead grows, `since` bytes after the last operation of its kind."""
         return 1.0 + (self.cold_overhead - 1.0) * min(2.0, since / EVICTING_BYTES)
 
 
@@ -220,7 +220,7 @@ class Device:
         )
 
     def with_own_core(self, processes: int) -> Device:
-        """`shared_by(processes)` as one of them finds it while no more of them compute than the host has cores."""
+        """The device of one of `processes` on a host while no more of them compute than the host has cores."""
         one_process, cores = self.shared_by(processes), max(1, self.cpu.cores)
         if self.kind != "cpu" or processes <= cores:
             return one_process
@@ -242,7 +242,7 @@ class Device:
         return max(self.rates.values())
 
     def unfitted_constants(self, constants: Iterable[str]) -> tuple[str, ...]:
-        """The constants, of these, that were not fitted on the device; names as in the device file's `fitted`."""
+        """Those of `constants` that were not fitted on the device; names as in the device file's `fitted`."""
         return tuple(name for name in constants if name not in self.fitted)
 
 
@@ -287,7 +287,7 @@ def collective(device: Device, topology: Topology, kind: str, refs: Axes, buffer
     span = topology.span(refs)
     if span.members <= 1:
         return CommCost(0.0, 0, "none", "none")
-    if kind == "recv":  # takes as long as its send, which runs elsewhere
+    if kind == "recv":  # takes as long as its send, which another device's program has
         return CommCost(0.0, 0, span.wire, "point-to-point", span.wire)
     as_kind, received = cpu_collective(kind, buffer, span.members) if device.kind == "cpu" else (kind, buffer)
     sent = wire_bytes(as_kind, received, span.members, device.backend)

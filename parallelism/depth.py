@@ -18,7 +18,7 @@ COMPARED, REPEATED, LAST = 1, 2, 3
 
 @dataclass(frozen=True)
 class Depth:
-    """The depth of a deep model, and how names in the shallow one that stands for it become its own.
+    """The depth of a deep model, and the renumbering of layers in names from the shallow model that stands for it.
 
     A name in a layer begins with the stack and the layer's number: `layers.2.mlp.up.weight`.
     """
@@ -28,7 +28,7 @@ class Depth:
 
     @property
     def copies(self) -> int:
-        """The number of layers of the deep model for which the repeated one stands."""
+        """The number of the deep model's layers for which the repeated layer of the shallow model stands."""
         return self.layers - SHALLOW + 1
 
     @cached_property

@@ -26,7 +26,7 @@ def detours(
     computed: Mapping[Value, Layout],
     fixed: Collection[Value],
 ) -> dict[Value, Layout]:
-    """The layouts of values whose propagated ones are detours.
+    """New layouts for the values whose propagated layout is only a detour.
 
     choices: in which each op computes while the propagated layouts hold. computed: the layout of each result that
     follows from it. fixed: annotated values, which stay.
@@ -73,8 +73,9 @@ def detours(
 
 
 def _shorter(value: Value, computed: Layout, over: Layout, to: Layout) -> bool:
-    """Whether a value that is computed in the layout `to`, perhaps as a partial sum, reaches it with fewer bytes than
-    over another one. An all-reduce has as many as the reduce-scatter and gather, between which less is computed."""
+    """Whether resharding a value from `computed` to `to` sends fewer bytes directly than over the layout `over`. Only
+    for a `computed` that is `to` but for partial sums. An all-reduce has as many as the reduce-scatter and gather,
+    between which less is computed."""
     if computed.whole() != to:
         return False
     size = value.dtype.itemsize

@@ -27,7 +27,7 @@ def divisor(axis: Axis, room: int) -> Axis | None:
 
 
 class FactorAxes(NamedTuple):
-    """A tensor's sharding of one factor."""
+    """The axes of one factor in one tensor, and whether propagation may extend them."""
 
     axes: Axes
     open: bool

@@ -24,7 +24,7 @@ _MOST_READS = 2
 
 @dataclass
 class Kernel:
-    """One node as the device runs it."""
+    """The kernel of one node: its kind of work, and the FLOPs and bytes of a device."""
 
     node: fx.Node
     work: Work
@@ -65,7 +65,7 @@ def is_compiled(compiled: Compiled, info: Info) -> bool:
 
 @dataclass(frozen=True)
 class CacheReads:
-    """What a step reads of a server's cache: blocks per layer, and the mean number of blocks to which a row attends."""
+    """The blocks of a server's cache that a step reads: per layer, and the mean number to which a row attends."""
 
     blocks: float = 1.0
     by_row: float = 1.0

@@ -78,7 +78,7 @@ class Emitter:
         return self.call(target, (node, *args), [Spec(tuple(shape), info(node).specs[0].dtype)])
 
     def number(self, target: Any, shape: Sequence[int], dtype: torch.dtype, *args: Any) -> fx.Node:
-        """A node with an explicit shape and dtype, where `move` takes the dtype of its operand."""
+        """A node that calls `target(*args)`, with a result of this shape and dtype."""
         return self.call(target, args, [Spec(tuple(shape), dtype)])
 
     def reshape(self, node: fx.Node, shape: Sequence[int]) -> fx.Node:
@@ -272,7 +272,7 @@ class Emitter:
         return self.move(aten.mul.Scalar, node, info(node).specs[0].shape, keep)
 
     def _to_partial_sum(self, node: fx.Node, step: ReshardStep, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
-        """Shards as parts of a sum: each at its place, with zeros at all others."""
+        """Turns shards into summands of a partial sum: each device pads its shard with zeros to the whole dim."""
         local = local_shape(shape, step.after)
         for d in range(len(shape)):
             axes = _by_layout([a for a, source, _ in step.parts if source == d], step.before.dims[d])

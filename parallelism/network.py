@@ -57,7 +57,7 @@ class Level:
         return self.link.bandwidth * self.link.efficiency / self.oversubscribed
 
     def joins(self, per_host: int) -> float:
-        """The number of devices that it joins, in a mesh with `per_host` devices on a host."""
+        """The number of devices that the level joins, in a mesh with `per_host` devices on a host."""
         return min(self.devices, per_host) if self.devices else self.hosts * per_host if self.hosts else math.inf
 
 
@@ -166,10 +166,10 @@ def pairwise_s(kind: str, buffer: int, members: int, crossings: Sequence[Crossin
             nearby = one.members * (one.parts if not one.level.between_hosts else 1)
             share = (members - one.members if one.level.between_hosts else nearby - one.members) / members
             if not one.level.between_hosts and any(other.level.rails for other in crossings):
-                share = max(share, (nearby - one.members) / nearby)  # what is for another rail goes through here first
+                share = max(share, (nearby - one.members) / nearby)  # data for other rails crosses this level first
             times[one.level.name] = buffer * share / one.own_rate(one.parts - 1)
         else:
-            # of a group's members on a host one sends to the next host: the others leave a shared link to it
+            # only one of the members on a host sends to the next host, so that it has a shared link to itself
             rate = one.own_rate() * (one.members if one.level.link.shared else 1)
             times[one.level.name] = buffer / rate
     return times

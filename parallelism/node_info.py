@@ -51,12 +51,12 @@ class Collective:
 
     @property
     def members(self) -> int:
-        """The number of values it moves: more than one in a bucket."""
+        """The number of values that the collective moves: more than one in a bucket."""
         return len(self.value)
 
     @property
     def size(self) -> int:
-        """The number of devices in its group."""
+        """The number of devices in the collective's group."""
         return size_of(self.refs)
 
 

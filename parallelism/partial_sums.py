@@ -15,7 +15,7 @@ RuleOf = Callable[[Op], Rule]
 def carried_sums(
     graph: Graph, rule_of: RuleOf, natural: Mapping[Value, tuple[Axes, str]]
 ) -> tuple[dict[Value, Axes], dict[Value, Axes]]:
-    """The values that are partial sums when their op computes them, and those of them that stay so after it.
+    """The values that are partial sums as their op computes them, and those of them that no collective reduces there.
 
     natural: the values that their op sums over sharded dims, with the axes and the kind of reduction. A value stays
     partial if its only reader is linear in it and has a result that is not larger (or is a widening cast on the way to

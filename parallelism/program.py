@@ -56,7 +56,7 @@ class ValueRecord:
 
 @dataclass
 class Program:
-    """One device's graph, with its global meaning.
+    """One device's program: its graph with the layouts of inputs, outputs and named values.
 
     `graph` is an FX graph whose collectives are `_c10d_functional` ops on groups named by `group_name`; every node has
     an `Info`. Passes are functions from a Program to a Program.
@@ -181,11 +181,11 @@ class Program:
         return hashlib.sha256(json.dumps(self.to_json(why=False), sort_keys=True).encode()).hexdigest()
 
     def replace_graph(self, graph: fx.Graph) -> Program:
-        """The program with another graph."""
+        """The same program with `graph` as its graph."""
         return replace(self, graph=graph)
 
     def with_new_order(self) -> Program:
-        """The program after a pass that only reordered its nodes."""
+        """A new program after a pass that only reordered nodes, with the cached results that no order affects."""
         program = self.replace_graph(self.graph)
         program._unordered.update(self._unordered)
         return program

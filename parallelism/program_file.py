@@ -53,7 +53,7 @@ def dump(value: Any, classes: Iterable[type] = ()) -> dict[str, Any]:
 
 
 def load(data: dict[str, Any], classes: Iterable[type] = ()) -> Any:
-    """Reads what `dump` returned, with the same `classes`. Raises ValueError for data of another form."""
+    """Reads JSON that `dump` wrote with the same `classes`. Raises ValueError for data of another form."""
     try:
         reader = _Reader({cls.__name__: cls for cls in (*CLASSES, *classes)}, data["pool"])
         return reader.decode(data["value"])

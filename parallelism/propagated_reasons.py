@@ -42,7 +42,7 @@ class PropagatedReasons:
         return ShardingReason(tuple(shardings.of[value].dims), shown, places, tuple(steps))
 
     def _stands_for(self, name: str) -> tuple[Value, int | None]:
-        """The graph's value for a name, and how many layers further the named one is; None outside of layers."""
+        """The graph's value that stands for a name, and by how many layers to shift it; None outside of layers."""
         layer = None if self.depth is None else self.depth.layer(name)
         if self.depth is None or layer is None:
             return self._values[name], None

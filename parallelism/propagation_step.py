@@ -102,7 +102,7 @@ class EdgeVisit:
                 self.expand(t, f, axes)
 
     def aggressive(self) -> None:
-        """Gives every tensor the axes that it can have, whatever the others can; results before operands.
+        """Gives every tensor all the axes that it can have, even where others cannot; results before operands.
 
         Of factors that compete for an axis wins the one with the largest source tensor, then (for pointwise ops) the
         most axes, the lowest tensor and the lowest factor.
@@ -162,7 +162,7 @@ class EdgeVisit:
         return agreed
 
     def others(self, t: int, f: int) -> Axes:
-        """The axes of a tensor's other factors."""
+        """The axes of a tensor's factors other than factor `f`."""
         return tuple(a for g, part in self.parts[t].items() if g != f for a in (*part.axes, *part.overflow))
 
     def expand(self, t: int, f: int, axes: Axes) -> None:

@@ -12,7 +12,7 @@ from tpshard.parallelism.graph import Ref
 
 
 class Like(NamedTuple):
-    """The metadata of a fake tensor with unknown content."""
+    """The shape, strides, dtype and device of a fake tensor with unknown content."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]

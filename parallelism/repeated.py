@@ -31,7 +31,7 @@ class Repeated:
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """What every device computes of each op of a graph."""
+    """The ops of a graph with the factor shardings and FLOPs by which devices compute them."""
 
     graph: Graph
     mesh: Mesh

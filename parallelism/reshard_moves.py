@@ -165,7 +165,7 @@ def moved_axes(before: Sequence[Axes], after: Sequence[Axes]) -> Parts:
 
 
 def same_pieces(shape: tuple[int, ...], source: tuple[Axes, ...], target: tuple[Axes, ...]) -> bool:
-    """Whether both cut every dim into the same pieces, whichever devices hold them."""
+    """Whether two shardings cut every dim into the same pieces, whichever devices hold them."""
     return all(
         size_of(s) == size_of(t) and (even(n, s) or _same_uneven_cuts(n, merge(s), merge(t)))
         for n, s, t in zip(shape, source, target)

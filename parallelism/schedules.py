@@ -128,7 +128,7 @@ class Table:
     def bubble(
         self, seconds: Callable[[StageTask], float], late: Callable[[StageTask], float] = lambda task: 0.0
     ) -> float:
-        """The share of the devices' time between the first task's start and the last one's end that they wait.
+        """The share of the devices' time that they wait, from the first task's start to the last task's end.
 
         seconds, late: as for `timetable`.
         """

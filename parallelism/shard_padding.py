@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 class ShardPadding:
-    """The padding of a program's nodes while the program is emitted."""
+    """Fills the padding of sharded dims where an op needs it, and tracks which padding is 0."""
 
     def __init__(self, emitter: Emitter):
         self.emitter = emitter

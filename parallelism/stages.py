@@ -131,7 +131,7 @@ class _Cutter:
 
     # ---- where nodes belong ------------------------------------------------------------------------------------------
     def _floating(self) -> set[fx.Node]:
-        """Inputs, and values computed only from the batch, only from parameters, or only from gradient sums.
+        """Finds inputs, and values computed only from the batch, only from parameters, or only from gradient sums.
 
         They belong to no stage, and are computed wherever they are read.
         """

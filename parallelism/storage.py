@@ -20,12 +20,12 @@ from tpshard.parallelism.why import SourcePlace
 
 
 def boundaries(graph: Graph, kind: str) -> dict[str, tuple[Value, Value]]:
-    """The (before, after) of each parameter's boundary of kind `parameter` or `gradient`."""
+    """The values before and after each parameter's boundary of kind `parameter` or `gradient`."""
     return {op.args[2]: (op.operands[0], op.results[0]) for op in graph.ops if is_boundary(op) and op.args[1] == kind}
 
 
 def used_values(graph: Graph) -> dict[str, list[Value]]:
-    """The values without data axes of each parameter: the used one, and the gradient before its storage."""
+    """Each parameter's values that no data axis may shard: the used parameter, and the gradient before its storage."""
     used = {name: [after] for name, (_, after) in boundaries(graph, "parameter").items()}
     for name, (before, _) in boundaries(graph, "gradient").items():
         used.setdefault(name, []).append(before)

@@ -18,7 +18,8 @@ from tpshard.parallelism.propagated_reasons import PropagatedReasons
 
 
 def stretch_program(program: Program, stack: str, layers: int) -> Program | None:
-    """A partitioned step of `SHALLOW` layers `stack.N`, before any pass, as that of `layers` layers (at least as many).
+    """Turns a partitioned step of `SHALLOW` layers `stack.N`, before any pass, into that of (at least as many)
+    `layers`.
 
     It is the deep model's own program: names, records, explanations and warnings included. Returns None if the layers
     between the ends differ, or a warning that is not about repeated work names a layer.
@@ -28,7 +29,7 @@ def stretch_program(program: Program, stack: str, layers: int) -> Program | None
 
 
 def stretched_records(program: Program, stack: str, layers: int) -> dict[str, ValueRecord] | None:
-    """The records of the program that `stretch_program` returns, without building its graph; None where it does."""
+    """The records of the program that `stretch_program` returns, without building its graph; None if that is None."""
     stretch = _Stretch.of(program, Depth(stack, layers))
     return None if stretch is None else stretch.records()
 
@@ -68,7 +69,7 @@ class _Stretch:
 
     @staticmethod
     def of(program: Program, depth: Depth) -> _Stretch | None:
-        """None if the deep program may be more than the shallow one with layers repeated."""
+        """The stretch of a shallow program; None if the deep program may be more than that with layers repeated."""
         try:
             return _Stretch(program, depth)
         except _Unlike:
@@ -90,7 +91,7 @@ class _Stretch:
         return layers
 
     def _runs(self) -> list[_Run]:
-        """The runs of the repeated layer; each is between one of the compared layer and one of the last."""
+        """The runs of the repeated layer's nodes, each between a run of the compared layer and one of the last."""
         cut: list[tuple[int | None, list[fx.Node]]] = []
         for node in self.nodes:
             if not cut or cut[-1][0] != self.layer[node]:
@@ -155,8 +156,7 @@ class _Stretch:
             raise _Unlike
 
     def _check_readers(self) -> None:
-        """Checks that only itself, its neighbours and the results read the repeated layer, and that no layer skips
-        it."""
+        """Checks that only the repeated layer, its neighbours and the results read it, and that no layer skips it."""
         for node in self.nodes:
             layer = self.layer[node]
             for operand in node.all_input_nodes if node.op != "output" else ():
@@ -168,7 +168,8 @@ class _Stretch:
                     raise _Unlike
 
     def _reasons_and_warnings(self) -> tuple[PropagatedReasons, list[str]]:
-        """The deep program's. Raises _Unlike if a warning that is not about repeated work names a layer."""
+        """The reasons and warnings of the deep program. Raises _Unlike if a warning that is not about repeated work
+        names a layer."""
         reasons = self.program.reasons
         if not isinstance(reasons, PropagatedReasons) or reasons.work is None:
             raise _Unlike

@@ -13,14 +13,14 @@ from torch.overrides import TorchFunctionMode
 
 
 class Unchecked(TorchFunctionMode):
-    """A mode that replaces these functions; inside the replacement the mode is off."""
+    """A mode that replaces the functions in `UNCHECKED`; inside a replacement the mode is off."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return UNCHECKED.get(func, func)(*args, **(kwargs or {}))
 
 
 def _one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
-    """Inside a `torch.func` transform torch's own reads the data."""
+    """F.one_hot without reading the data, which torch's own does inside a `torch.func` transform."""
     if num_classes < 0:  # as many as the data has
         return F.one_hot(input)
     return (input.unsqueeze(-1) == torch.arange(num_classes, device=input.device)).long()
@@ -29,7 +29,7 @@ def _one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
 def _cov(
     input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
 ) -> Tensor:
-    """Torch's own looks whether the degrees of freedom are positive, which without weights is known."""
+    """torch.cov without the check that the degrees of freedom are positive, if it has no weights."""
     if fweights is not None or aweights is not None or input.dim() > 2:
         return torch.cov(input, correction=correction, fweights=fweights, aweights=aweights)
     rows = input if input.dim() == 2 else input.reshape(1, -1)
@@ -51,7 +51,7 @@ def _corrcoef(input: Tensor) -> Tensor:
 def _gaussian_nll_loss(
     input: Tensor, target: Tensor, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
 ) -> Tensor:
-    """Torch's own asks whether any variance is negative; here those count as `eps`, as small ones do."""
+    """F.gaussian_nll_loss without the check for negative variances; here they count as `eps`, as small ones do."""
     if isinstance(var, Tensor) and var.shape == input.shape[:-1]:
         var = var.unsqueeze(-1)
     if not isinstance(var, Tensor) or var.shape[:-1] != input.shape[:-1] or reduction not in REDUCTIONS:

@@ -50,7 +50,7 @@ def counts_along(value: Value) -> int | None:
 
 
 def _of_piece(source: Value, dim: int, index: int) -> int | None:
-    """`counts_along` for the selection of one index of a dim, also of concatenated parts."""
+    """The dim along which `source[..., index, ...]` counts (see `counts_along`), also for a concatenated source."""
     joined = source.producer
     if joined is not None and str(joined.target) == "aten.cat.default":
         along = (joined.args[1] if len(joined.args) > 1 else 0) % source.rank

@@ -41,12 +41,12 @@ def elements(op: Op, additive: tuple[int, ...] = (), fills: tuple[tuple[int, flo
 
 # ---- where partial sums pass --------------------------------------------------------------------------------------
 def nothing(op: Op) -> tuple[int, ...]:
-    """No operand: the op is linear in none, so that no partial sum passes it."""
+    """The operands in which an op is linear: none, so that no partial sum passes it."""
     return ()
 
 
 def first(op: Op) -> tuple[int, ...]:
-    """The operands in which an op of one operand is linear: that one (neg, clone)."""
+    """The operands in which an op of one operand (neg, clone) is linear: that one."""
     return (0,)
 
 

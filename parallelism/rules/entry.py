@@ -24,7 +24,7 @@ Recorded = Literal["itself", "decomposed", "operand", "answered"] | Callable[...
 
 @dataclass(frozen=True)
 class Entry:
-    """The facts about one op."""
+    """The facts about one op: its rule, and what capture, passes and the cost model do with it."""
 
     rule: Builder = whole
     """Builds the rule of one call."""

@@ -146,7 +146,7 @@ def scatter(op: Op) -> Rule:
 
 
 def indexed_write(op: Op, kind: Kind) -> Rule:
-    """The rule of one call: a device of a sharded dim writes only its own elements. Along that dim, the index is of
+    """The rule of one scatter: a device of a sharded dim writes only its own elements. Along that dim, the index is of
     `kind`: whole, or summed."""
     x, index = op.operands[:2]
     src = op.operands[2] if len(op.operands) > 2 else None

@@ -30,7 +30,7 @@ def letters(
 
 
 def rule_of(op: Op, text: str, flops: Flops | None = None, local: Any = None, linear: str = "", same: str = "") -> Rule:
-    """The rule of one call by letters; every dim is whole if the shapes do not fit the letters."""
+    """The rule of one op call, spelled by letters; every dim is whole if the shapes do not fit the letters."""
     left, right = (side.split(",") for side in text.split("->"))
     indices = tensors(op)
     factors = Factors()

@@ -20,7 +20,7 @@ Dim = tuple[int, ...]
 
 
 class Kind(Enum):
-    """What sharding a factor means for the computation."""
+    """What sharding a factor means for the computation of an op."""
 
     PASS = "pass"
     """Sharding it only divides the work."""

@@ -33,7 +33,7 @@ class Call:
         return (b, heads, s, d) if self.heads_first else (b, s, heads, d)
 
     def turn(self, at: LocalOp, node: Any) -> Any:
-        """A node in the op's order of dims in tpshard's order, or the other way round."""
+        """Permutes a node from the op's order of dims to tpshard's, or back."""
         if not self.heads_first:
             return node
         a, b, c, d = at.shape_of(node)
@@ -159,7 +159,7 @@ def _backward(op: Op, flops: int, call: Call, ring: bool) -> Rule:
                 at.emit(aten.add.Tensor, total, added, shape=at.shape_of(total), dtype=at.dtype_of(total))
                 for total, added in zip((dq, dk, dv), parts)
             )
-        if ring:  # from the last device that added to them back to their own
+        if ring:  # the last shift brings dk and dv back to the device of their keys
             dk, dv = (at.shift(node, dims.s) for node in (dk, dv))
         return [call.turn(at, _cast(at, node, at.dtype(i))) for i, node in enumerate((dq, dk, dv))]
 
@@ -179,7 +179,7 @@ PADDED_GRADIENTS = tuple((operand, 0.0) for operand in range(6))
 
 
 def _of_ring(dims: _Factors, sent: list[Value], fills: tuple[tuple[int, float], ...]) -> dict[str, Any]:
-    """The facts about a ring in which every device sends its shard of these values to the next, until all have all.
+    """The facts about a ring in which every device passes its shard of these values on until all devices have had it.
 
     Shards of equal length follow each other, so that a device knows the positions of the keys that it receives. The
     padding behind the last key is hidden from all queries.

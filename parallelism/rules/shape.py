@@ -122,7 +122,7 @@ def whole(op: Op, dims: Sequence[int], additive: tuple[int, ...] = (0,)) -> Rule
 
 
 def _with_whole(op: Op, *whole: int) -> tuple[Factors, list[Dim], list[Dim]]:
-    """The factors of the first operand, whose dims `whole` are whole; its dims, and the others of them."""
+    """New factors for the first operand, with its dims `whole` whole; all its dims, and those that are not whole."""
     factors = Factors()
     shape = op.operands[0].shape
     changed = {d % len(shape) for d in whole}
@@ -235,7 +235,7 @@ OPS: Table = {
     aten._conj: Entry(canonical=resolve_conjugation),
     aten._neg_view: Entry(canonical=resolve_negation),
     aten.alias: operand,
-    aten.detach: decomposed,  # to alias
+    aten.detach: decomposed,  # its decomposition is alias
     aten.lift_fresh: operand,
     aten.lift_fresh_copy: operand,
     getitem: Entry(view=strides.same),

@@ -96,7 +96,7 @@ def dense(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | No
 
 
 def last_dense(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """dense_last(x): a view if the elements of the last dim are adjacent."""
+    """The strides of dense_last(x), which is a view if the elements of the last dim are adjacent."""
     return strides if before[-1] == 1 or strides[-1] == 1 else None
 
 

@@ -215,7 +215,7 @@ def _localize_wait(
 
 
 def _bind(function: Callable[[Tensor, fx.Node], Tensor], node: fx.Node) -> Callable[[Tensor], Tensor]:
-    """The function for one node, with a name, as a graph needs."""
+    """A function of a tensor alone, with a name, as a graph needs: `function` for one node."""
 
     def bound(tensor: Tensor) -> Tensor:
         return function(tensor, node)

@@ -272,13 +272,14 @@ class Workers:
         return None
 
     def _own(self, failed: WorkerMessage) -> Verdict:
-        """Why a worker ended that reported its own error; its rank is named unless all workers reported the same."""
+        """The verdict on a worker that reported its own error; it names the rank unless all workers reported the
+        same."""
         alike = sum(any(r.text == failed.text for r in worker.reports) for worker in self.all)
         head = f"rank {failed.rank} of {self.world} failed:\n" if alike < len(self.all) else ""
         return Verdict(failed.rank, _line(failed.text), head + failed.text, failed.exit or Exit.BUG)
 
     def _death(self, worker: Worker) -> Verdict:
-        """Why a worker ended that sent no report: its signal or exit code, and the end of its output."""
+        """The verdict on a worker that ended without a report: its signal or exit code, and the end of its output."""
         code, printed = worker.process.returncode, worker.tail()
         if code > 0:
             ending = f"error: rank {worker.rank} ended with exit code {code}, saying no more"
@@ -296,7 +297,7 @@ class Workers:
         return Verdict(worker.rank, f"killed by {name}", text, Exit.WORKER_LOST, tuple(notes), -code)
 
     def _hang(self, stalled: list[WorkerMessage]) -> Verdict:
-        """The rank at fault, and the message for the user, when ranks wait for each other.
+        """The verdict when ranks wait for each other: the rank at fault, and the message for the user.
 
         At fault is a silent one, else one outside of a collective, else the one that is furthest behind.
         """
