@@ -61,7 +61,7 @@ def few_layers(
 
 
 def _key(setting: Setting, base: Program | None, gathered: bool, unreduced: bool) -> str:
-    """What a micro-batch's program reads of its setting and of `base`."""
+    """A key of the parts of the setting and of `base` on which a micro-batch's program depends."""
     names = [] if base is None else [name for name, _ in setting.model.named_parameters()]
     layouts = [base.records[f"{name}.{form}"].layout for form in ("used", "grad") for name in names if base is not None]
     return repr((key_of_partition(setting), gathered, unreduced, layouts))

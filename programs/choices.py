@@ -36,7 +36,7 @@ RESERVE = 0.08
 
 
 class Choices(NamedTuple):
-    """The settings of the passes."""
+    """The settings of the passes: whether gathered parameters are freed after the forward pass, and the buckets."""
 
     reshard_after_forward: bool
     buckets: tuple[tuple[str, ...], ...]
@@ -46,7 +46,7 @@ class Choices(NamedTuple):
 def choose(
     setting: Setting, recomputed: Callable[[bool], Program], program_with: Callable[[Choices], Program]
 ) -> Choices:
-    """The choices for a step, made from the programs that run with some of them.
+    """Chooses the passes' settings for a step, by pricing the programs that result from some of them.
 
     recomputed: returns the program before buckets, with or without gathered parameters freed after the forward pass.
     program_with: returns the program that runs. Raises Mistakes for a file or pattern of buckets that is invalid.

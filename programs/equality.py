@@ -40,7 +40,7 @@ class Distance:
 
 @dataclass(frozen=True)
 class Compared:
-    """The result of `compare`."""
+    """The losses and differences of two recipes that `compare` trained on the same batches."""
 
     losses: list[tuple[float, float]]
     """Per step the loss per token of each recipe."""

@@ -60,7 +60,7 @@ def _check(
     recipe: Recipe, mesh: Mapping[str, int], size: int, axes: tuple[str, ...], key: str, what: str,
     most: int | None = None,
 ) -> Iterator[Diagnostic]:  # fmt: skip
-    """Requires whole blocks of a dim of `size` on every device along `axes`, at most `most` of which divide it."""
+    """A mistake unless devices along `axes` hold whole blocks of a dim of `size`, cut into at most `most` parts."""
     if size % BLOCK:
         around = [n for n in (size // BLOCK * BLOCK, -(-size // BLOCK) * BLOCK) if n]
         yield Diagnostic(
@@ -89,5 +89,5 @@ def _check(
 
 
 def _whole(size: int, ways: int, most: int | None) -> bool:
-    """Whether every one of `ways` devices holds whole blocks; of copies, `most` are different."""
+    """Whether `ways` devices hold whole blocks of a dim of `size`, which is cut into at most `most` parts."""
     return size // BLOCK % (ways if most is None else min(ways, most)) == 0

@@ -178,7 +178,7 @@ def _insert(graph: Graph, x: Value, products: Sequence[tuple[str, Op]], blocks: 
 
 # ---- which weights are act-ordered ------------------------------------------------------------------------------
 def act_orders(model: nn.Module, config: ModelConfig, group: Groups) -> dict[str, ActOrder]:
-    """The act-ordered weights of a model, according to their tensors."""
+    """The order of each act-ordered weight of a model, by the groups of its inputs."""
     return orders_of(param_dims(model), (config.heads, config.kv_heads, config.head_dim), group)
 
 
@@ -191,7 +191,8 @@ def order_key(group: Tensor) -> str:
 def orders_of(
     dims: Mapping[str, tuple[str, ...]], heads: tuple[int, int, int] | None, group: Groups
 ) -> dict[str, ActOrder]:
-    """The act-ordered weights with these dims. `heads`: query heads, KV heads, head size."""
+    """The order of each act-ordered weight among parameters of these dims. `heads`: query heads, KV heads, head
+    size."""
     orders = {}
     for name, named in dims.items():
         own = group(name) if len(named) == 2 else None

@@ -57,7 +57,7 @@ class Lockstep:
         return [[cut(t, p.layout, self.mesh, rank) for t, p in pairs] for rank in range(self.mesh.ranks)]
 
     def join(self, ports: Sequence[Port], parts: Parts) -> dict[str, Tensor]:
-        """Global tensors by parameter, of single layers."""
+        """Global tensors by parameter, with stacked parameters split into those of single layers."""
         joined = enumerate(zip(self.names, ports, strict=True))
         whole = {name: join(port, self.mesh, [part[i] for part in parts]) for i, (name, port) in joined}
         return {name: one for stacked, tensor in whole.items() for name, one in self._single(stacked, tensor)}
@@ -67,12 +67,12 @@ class Lockstep:
         return None if stacking is None else stacking.members(name)
 
     def stack(self, name: str, single: Mapping[str, Tensor]) -> Tensor:
-        """A parameter of the programs, from those of single layers."""
+        """A parameter of the programs, stacked from those of single layers if the pipeline is vectorized."""
         members = self._members(name)
         return single[name] if members is None else torch.stack([single[member] for member in members])
 
     def _single(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The parameters of single layers, from one of the programs: the inverse of `stack`."""
+        """Yields the parameters of single layers out of a parameter of the programs: the inverse of `stack`."""
         members = self._members(name)
         yield from [(name, tensor)] if members is None else zip(members, tensor)
 
@@ -99,7 +99,7 @@ class Lockstep:
         return {name: texts[name] for name in task.fields}
 
     def sums(self) -> tuple[Parts, float, int]:
-        """The gradients of one step, as inputs of the update; the summed loss and the number of targets."""
+        """The gradients of one step as inputs of the update, its summed loss, and its number of targets."""
         count, programs = len(self.names), self.programs
         used = self.params if programs.gather is None else run(programs.gather, self.params)
         shapes = [p.local for p in programs.micro.inputs[count : 2 * count]]

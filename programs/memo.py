@@ -20,7 +20,7 @@ class Memo:
         self._last: dict[str, dict[str, object]] = {}
 
     def of(self, kind: str, key: str, make: Callable[[], T], most: int = MOST) -> T:
-        """The result of a kind under a key: `make()`, unless it is one of the last `most`."""
+        """The result of a kind under a key: a kept one, or else that of `make()`; `most` of each kind are kept."""
         last = self._last.setdefault(kind, {})
         if key in last:
             result: T = last.pop(key)  # type: ignore[assignment]
@@ -40,14 +40,14 @@ def key_of_model(setting: Setting) -> tuple[object, ...]:
 
 
 def key_of_capture(setting: Setting) -> str:
-    """What the captured graph of a micro-batch reads of a setting, as a key of a `Memo`."""
+    """A key of the part of a setting on which the captured graph of a micro-batch depends."""
     batch = setting.batch
     rows = batch.per_device * batch.data_ranks
     return repr((*key_of_model(setting), setting.recipe.task, rows, setting.stacking and batch.data_ranks))
 
 
 def key_of_partition(setting: Setting) -> str:
-    """What the partitioned program of a micro-batch reads of a setting, before any pass."""
+    """A key of the part of a setting on which the partitioned program of a micro-batch depends, before any pass."""
     recipe = setting.recipe
     return repr(
         (key_of_capture(setting), setting.mesh.axes, recipe.sharding, recipe.fsdp.axis, recipe.pipeline is None)

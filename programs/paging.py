@@ -99,7 +99,7 @@ def _unset(value: Value) -> bool:
 
 
 def take_logit_rows(graph: Graph, where: Mapping[Value, int], count: int) -> None:
-    """Keeps only the `count` rows listed in the new input `logit_rows`, from where no attention needs the others.
+    """Computes logits only for the `count` rows in the new input `logit_rows`; other rows end after the last attention.
 
     `where` is the result of `rows_of`; the graph's one output has rows.
     """

@@ -91,7 +91,7 @@ class Quantization:
 
     @staticmethod
     def of_theirs(folder: Path, architecture: Architecture) -> Quantization | None:
-        """The quantization of a folder computed by transformers' class, as `of_folder`."""
+        """The quantization of a folder that transformers' class computes; None for a dense model."""
         settings = read_config(folder)
         if settings is None:
             return None
@@ -141,7 +141,7 @@ def _stacks(
 
 @dataclass(frozen=True)
 class Served:
-    """The model of a server, before anything is loaded."""
+    """A server's model as plain values, before any weight is loaded: blueprint, dtype and quantization."""
 
     blueprint: Blueprint
     dtype: str

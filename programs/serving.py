@@ -149,7 +149,7 @@ class ServeSetting:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """The numbers of rows with a program; a step is padded to the next one."""
+        """The sizes of the server's programs in rows; a step is padded to the next one."""
         sizes = [TILE]
         while sizes[-1] < self.most:
             sizes.append(min(sizes[-1] * APART[self.kind], self.most))

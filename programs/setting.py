@@ -121,7 +121,7 @@ class Setting:
 
     @cached_property
     def single(self) -> nn.Module:
-        """The module with parameters of single layers, as checkpoints have them."""
+        """The unstacked module, with parameters of single layers, as checkpoints have them."""
         return self._build_module()
 
     def _build_module(self) -> nn.Module:
@@ -180,7 +180,7 @@ class Setting:
         return Stacking(axis.size, section.stages_per_device, each, self.division.micro_batches, path)
 
     def shape_in_layer(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of a parameter in checkpoints: of one that is stacked, that of a single layer's."""
+        """The shape of a parameter in checkpoints, which hold a stacked parameter layer by layer."""
         stacked = self.stacking is not None and self.stacking.members(name) is not None
         return tuple(shape[1:] if stacked else shape)
 

@@ -71,7 +71,7 @@ def balance_stages(
 
 @dataclass
 class _StageTimes:
-    """The seconds of a stage on one micro-batch."""
+    """The seconds of a stage on one micro-batch, in its layers and outside of them."""
 
     layers: list[float]
     computing: list[float]

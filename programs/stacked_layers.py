@@ -39,7 +39,7 @@ def lists_of_layers(model: nn.Module) -> dict[str, list[nn.Module]]:
 
 @dataclass(frozen=True)
 class Stacking:
-    """Which layers are stacked, and in which order micro-batches pass them."""
+    """The arrangement of a vectorized pipeline: how layers are stacked, and in which order micro-batches pass them."""
 
     stages: int
     rounds: int
@@ -80,7 +80,7 @@ class Stacking:
         return (self.stages - 1) / self.steps
 
     def layers(self, slot: int) -> list[int]:
-        """The layers stacked in a module, in the order of their stages."""
+        """The numbers of the layers that are stacked in one module, in the order of their stages."""
         turn, place = divmod(slot, self.per_stage)
         return [(turn * self.stages + stage) * self.per_stage + place for stage in range(self.stages)]
 
@@ -92,7 +92,7 @@ class Stacking:
         return [f"{self.path}.{layer}.{parameter}" for layer in self.layers(int(slot))]
 
     def turn(self, time: int, stage: int) -> tuple[int, int] | None:
-        """(micro-batch, round) of a stage in a step; None while it fills or drains."""
+        """The (micro-batch, round) that a stage computes in a step; None while the stage fills or drains."""
         since = time - stage
         if not 0 <= since < self.micro_batches * self.rounds:
             return None
@@ -100,7 +100,7 @@ class Stacking:
         return group * self.stages + within % self.stages, within // self.stages
 
     def tasks(self) -> Iterator[tuple[int, int, StageTask]]:
-        """(step, stage, forward task) of everything that is not filling or draining, in order."""
+        """Yields (step, stage, forward task) of all work but filling and draining, in order."""
         for time in range(self.steps):
             for stage in range(self.stages):
                 turn = self.turn(time, stage)
@@ -151,7 +151,7 @@ class StackedLayers(nn.ModuleList):
         return [self]
 
     def __getattr__(self, name: str) -> Any:
-        """What the model reads of a layer: all are alike."""
+        """An attribute of the first layer, for a model that reads one of a layer: all layers are alike."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -199,7 +199,7 @@ class StackedLayers(nn.ModuleList):
         self, x: Tensor, turns: Sequence[tuple[int, int] | None], rounds: Tensor, context: Sequence[Any],
         moving: Sequence[bool], tree: Any,
     ) -> Tensor:  # fmt: skip
-        """The layers of every stage in its round, `rounds` [stages], on its micro-batch. x: [stages, batch, ...]"""
+        """Runs every stage's layers in its round, `rounds` [stages], on its micro-batch. x: [stages, batch, ...]"""
         each = self.stacking.per_stage
         rounds_used = sorted({turn[1] for turn in turns if turn is not None})
         for place in range(each):

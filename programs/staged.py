@@ -57,7 +57,7 @@ class DevicePrograms:
 
 @dataclass(frozen=True)
 class StagedPrograms:
-    """A step in stages. Its programs run on the ranks with the same index on `axis`."""
+    """The programs of a training step in pipeline stages. Each runs on the ranks with one index along `axis`."""
 
     setting: Setting
     axis: Axis
@@ -82,7 +82,7 @@ class StagedPrograms:
 
     @cached_property
     def share(self) -> Program:
-        """(loss, token count) of the last stage -> the same on all devices."""
+        """The program that gives all devices of the pipeline the (loss, token count) of the last stage."""
 
         def step(loss: Tensor, count: Tensor) -> Any:
             return [loss, count]

@@ -118,12 +118,12 @@ class _Alike:
 
 
 def _key_of_stages(setting: Setting, table: Table) -> str:
-    """What the programs of a stage read of a setting and of its schedule."""
+    """A key of the part of a setting and of its schedule on which the programs of a stage depend."""
     return repr((_key_of_devices(setting), setting.recipe.remat, table.splits_backward))
 
 
 def _key_of_devices(setting: Setting) -> str:
-    """What the programs that a device runs once per step read of a setting."""
+    """A key of the part of a setting on which the programs that a device runs once per step depend."""
     names = (field.name for field in fields(setting.recipe) if field.name not in ("pipeline", "remat"))
     read = {name: getattr(setting.recipe, name) for name in names}
     return repr((key_of_partition(setting), setting.batch, read))

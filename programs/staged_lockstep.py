@@ -61,7 +61,7 @@ class StagedLockstep(Lockstep):
         return inputs
 
     def _once(self, program: Program, inputs: dict[str, list[Tensor]], ranks: list[int]) -> dict[str, list[Tensor]]:
-        """The results of a device's program on its parameters or sums."""
+        """Runs one of a device's programs on its ranks; returns the results by the names of the inputs."""
         with float64():
             results = run_lockstep(program, [list(parts) for parts in zip(*inputs.values())], ranks=ranks)
         return {name: list(parts) for name, parts in zip(inputs, zip(*results))}

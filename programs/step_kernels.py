@@ -85,7 +85,7 @@ class _Edited:
 
 
 def argument_by(node: Any, place: int, *targets: Any) -> Any:
-    """The argument of a node at an index, if one of these operations computed it; else None."""
+    """The argument of a node at index `place` if one of the `targets` computed it, else None."""
     argument = node.args[place] if isinstance(node, fx.Node) and len(node.args) > place else None
     return argument if isinstance(argument, fx.Node) and argument.target in targets else None
 

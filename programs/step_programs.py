@@ -66,7 +66,7 @@ def rows_of(batch: Mapping[str, Tensor]) -> int:
 
 
 def seeds(setting: Setting, program: Program, seed: int, micro: int) -> list[Tensor]:
-    """The last argument of a program that draws random numbers, for a step's micro-batch; none of others."""
+    """The seed of a step's micro-batch as a list of arguments; empty for a program that draws no random numbers."""
     plan = setting.batch
     return [step_seed(seed, micro, plan.per_device, plan.sequences_each)] if draws(program) else []
 
@@ -82,7 +82,7 @@ def _forward(
 
 
 def _capture_micro(setting: Setting, gathered: bool, unreduced: bool, watched: bool) -> Graph:
-    """The graph of a micro-batch with the roles of its inputs and outputs; nothing may change it."""
+    """Captures the graph of a micro-batch, with the roles of its inputs and outputs; callers share it unchanged."""
     trail = Trail()
     names = list(_parameters(setting))
 

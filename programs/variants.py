@@ -20,7 +20,7 @@ to the second, while more than half of the machine's memory is available: to fre
 
 @contextmanager
 def without_older() -> Iterator[None]:
-    """A context in which garbage collection leaves out all that exists now: half of what it would walk over.
+    """A context in which garbage collection skips the objects that exist when the context begins.
 
     Collection must be off in it, or the next allocation would walk over all that was made since.
     """
