@@ -115,7 +115,7 @@ def _suspects(rows: dict[str, RunFigure], plan: Any, device: Device | None, spre
     constants: list[str] = []
     if step is not None and exposed is not None:
         constants += _computing(step.measured - exposed.measured, plan, device, spread)
-    elif step is not None and step.verdict == "off":  # what is exposed is not seen: all of the step is in question
+    elif step is not None and step.verdict == "off":  # exposed time was not measured: assume the plan's
         constants += _computing(step.measured - plan["time"]["exposed_comm_s"], plan, device, spread)
     if exposed is not None and exposed.verdict == "off" and step is not None:
         off = abs(exposed.planned - exposed.measured) / step.measured
@@ -141,9 +141,9 @@ def _computing(measured: float, plan: Any, device: Device | None, spread: float)
             continue
         name, words = CONSTANTS.get(kind, ("", "constants.step, and of a CPU the memory it maps anew"))
         line = f"{words}: {100 * work_s / planned:.0f}% of the computing time, which took {ratio:.2f} times the plan"
-        alone = 1 + (measured - planned) / work_s  # if the others are right
+        alone = 1 + (measured - planned) / work_s  # how much longer this kind took if the others took as planned
         was = getattr(device.efficiency, name) if device is not None and name else 1.0
-        if name and was < alone:  # no more than all of the rate
+        if name and was < alone:  # a share of a rate is at most 1
             line += f"; {was:.3g} would be {was / alone:.3g} if it alone is wrong"
         lines.append(line)
     return lines

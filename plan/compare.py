@@ -61,7 +61,7 @@ def measured_rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def spread(folder: Path) -> float:
-    """How much a run's step time varies: the range of its middle half, as a share of the median."""
+    """The variation of a run's step time: the range of its middle half, as a share of the median."""
     times = sorted(float(row["step_s"]) for row in measured_rows(folder) if row.get("step_s"))
     if len(times) < 4:
         return 0.0

@@ -49,7 +49,7 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class CommandResult:
-    """What the command prints, and its exit code."""
+    """The text that the command prints, and its exit code."""
 
     text: str
     """The text for stdout."""

@@ -27,7 +27,7 @@ WHOLE = 5
 
 @dataclass(frozen=True)
 class AxisPlace:
-    """Where the groups of one mesh axis sit."""
+    """The place of one mesh axis in the network: the stride of its groups, and the levels that they use."""
 
     axis: str
     size: int

@@ -89,7 +89,8 @@ class Edit:
 
 @dataclass
 class Report:
-    """A plan. `provenance` says which figures are `exact` (counted on the program), `calibrated` or `roofline`."""
+    """A plan of a step as plain data: the job, its price, shardings, collectives, warnings and suggestions.
+    `provenance` says which figures are `exact` (counted on the program), `calibrated` or `roofline`."""
 
     job: PlannedJob
     pricing: Pricing
@@ -154,7 +155,7 @@ class Report:
 
     @property
     def flop_efficiency(self) -> float:
-        """FLOPs of one device's program / those that all devices together execute; below 1 for repeated work."""
+        """FLOPs of the whole step / (devices x FLOPs of one device's program); below 1 where devices repeat work."""
         local, whole = self.pricing.flops(recompute=False)
         return whole / (self.devices * local) if local else 1.0
 

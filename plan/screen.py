@@ -305,7 +305,7 @@ def _times(report: Report) -> list[str]:
         f"{report.peak_rate / 1e12:.4g} TFLOP/s x {seconds(t.step_s)})",
         f"  FLOP efficiency {report.flop_efficiency:.4f} [exact]: useful FLOPs / FLOPs of all devices",
     ]
-    for row in report.losses[:2] if report.flop_efficiency < 0.99995 else ():  # what the figure above does not show
+    for row in report.losses[:2] if report.flop_efficiency < 0.99995 else ():  # not if the figure above is 1.0000
         rows.append(f"    computed more than once: {row['op']} in {row['where']}, efficiency {row['efficiency']:.3f}")
     rows.append(f"BOTTLENECK  {report.bottleneck}")
     return rows

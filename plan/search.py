@@ -289,7 +289,7 @@ class _Search:
         return self.last[1]
 
     def _bound(self, unpriced: Candidate) -> VariantBound | None:
-        """What is known of a variant before it is built; None for one that contradicts itself."""
+        """The bound of a variant's memory and its layers to build; None for a variant that contradicts itself."""
         key = tuple(unpriced.changes)
         if key not in self.known.bounds:
             try:
@@ -368,7 +368,8 @@ def _price_ahead(
     recipe: Recipe, method: Callable[[_Search, T], None], items: Sequence[T], layers: int,
     variants: Variants | None = None,
 ) -> KnownVariants:  # fmt: skip
-    """What a search finds out about some items, if it builds no more than `layers`. A helper keeps its own variants."""
+    """Tries some items as a search does, building at most `layers` layers, and returns their bounds and prices. A
+    helper keeps its own variants."""
     tried = _Search(recipe, lambda _: None, Helpers(0), layers, variants or variants_of_helper())
     for item in items:
         method(tried, item)

@@ -1,4 +1,4 @@
-"""What the search knows of a variant before it builds it: the least memory that it needs, and its layers to build.
+"""Bounds of a variant that the search computes before it builds it: the least memory, and the layers to build.
 
 The memory is a proven bound, not a price: that of the state, if all devices share it, and of the activations that a
 device holds at once. A layer's activations are those of a model with few layers.
@@ -33,7 +33,7 @@ MOST_LAYERS = 1_600
 
 @dataclass
 class Bounds:
-    """The bounds of a recipe's variants; keeps the activations of a layer by what they depend on."""
+    """Computes the least memory of a recipe's variants; keeps a layer's activations by what they depend on."""
 
     recipe: Recipe
     _by_layer: dict[str, int] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Bounds:
         return int(held * device.reserved) + device.context_bytes
 
     def _activations(self, setting: Setting) -> int:
-        """The least bytes of activations that the device which holds most has at once."""
+        """A lower bound of the bytes of activations that the fullest device holds at once."""
         config, pipeline = setting.config, setting.recipe.pipeline
         if config is None or config.layers < DEEP or (pipeline is not None and pipeline.vectorized):
             return 0
@@ -72,7 +72,7 @@ class Bounds:
         pairs = [table.most_held(device) for device in range(table.devices)]
         if table.rounds > 1:  # a stage has a layer or more
             return max(pairs) * each
-        # if each device had a share of the layers as large as the others' times what it holds, the most would be least
+        # the maximum is least where all devices hold equally much: layers of a device x most = layers / sum(1 / most)
         return int(config.layers * each / sum(1 / most for most in pairs))
 
     def _of_layer(self, setting: Setting) -> int:

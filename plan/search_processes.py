@@ -58,5 +58,5 @@ def _begin() -> None:
 
 @cache
 def variants_of_helper() -> Variants:
-    """What this process, which helps a search, has built in its earlier parts."""
+    """The programs that this helper process of a search keeps from its earlier parts."""
     return Variants()

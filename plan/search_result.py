@@ -1,4 +1,4 @@
-"""What a search found: variants with their figures, as a table, and the fastest one as a recipe."""
+"""The results of a search: variants with their figures, as a table, and the fastest one as a recipe."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ UNPRICED = VariantPrice(0, 0.0, 0.0, False)
 
 @dataclass(frozen=True)
 class Candidate:
-    """One variant of the search."""
+    """One variant of the search: mesh, recomputation, micro-batch and price."""
 
     mesh: dict[str, int]
     remat: str
@@ -52,7 +52,7 @@ Changes = tuple[str, ...]
 
 
 class VariantBound(NamedTuple):
-    """What is known of a variant before it is built."""
+    """The least memory and the layers of a variant, computed before the variant is built."""
 
     least_bytes: int
     limit_bytes: int
@@ -63,7 +63,7 @@ class VariantBound(NamedTuple):
 
 @dataclass
 class KnownVariants:
-    """What is known of the variants that were tried, by their changes: the same whoever finds it out."""
+    """The prices and bounds of variants by their changes; every process computes the same."""
 
     priced: dict[Changes, Candidate | None] = field(default_factory=dict)
     """None for variants that contradict themselves."""
@@ -76,7 +76,7 @@ class KnownVariants:
 
 @dataclass
 class SearchResult:
-    """The variants that fit, the fastest first, and what is known of the others."""
+    """The variants that fit, the fastest first, and counts and figures of the others."""
 
     candidates: list[Candidate] = field(default_factory=list)
     refused: int = 0

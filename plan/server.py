@@ -66,7 +66,7 @@ def report(
 
 
 def _steps(setting: ServeSetting, tokens: int) -> dict[int, int]:
-    """Rows of the programs that compute this many tokens, with their number of runs, as by the server's scheduler."""
+    """The steps that compute `tokens` tokens: for each program used, its number of rows and how often it runs."""
     times, rest = divmod(tokens, setting.most)
     runs = {setting.most: times} if times else {}
     if rest:

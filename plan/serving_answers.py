@@ -79,7 +79,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class FrontPoint:
-    """A server that no other tried one beats in both tokens per second and device, and time per token."""
+    """One of the tried servers that no other beats in both tokens per second and device, and time per token."""
 
     mesh: str
     requests: int

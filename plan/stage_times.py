@@ -307,7 +307,7 @@ def _flops(programs: tuple[Program, ...]) -> tuple[int, int]:
 
 
 def _with_messages(priced: Priced, device: Device) -> Timeline:
-    """The timeline of a program, which its messages delay: on a CPU they take time of the core that computes."""
+    """The timeline of a program with the delay by its messages, which on a CPU take time of the computing core."""
     timeline = priced.run()
     comms = [info_of(kernel.node).comm for kernel in priced.kernels]
     ends = sum(comm is not None and comm.kind in ("send", "recv") for comm in comms)

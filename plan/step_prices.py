@@ -25,7 +25,7 @@ APART = math.sqrt(2)
 
 @dataclass
 class StepPrices:
-    """The seconds of a server's steps, by the step's rows and what they read of the cache."""
+    """The seconds of a server's steps, by the step's rows and the cache blocks that they read."""
 
     steps: Mapping[int, Program]
     """The program for each number of rows, smallest first."""

@@ -34,7 +34,7 @@ Change = tuple[tuple[str, str], ...]
 
 @dataclass
 class Suggested:
-    """The faster variants of a recipe that a search has met."""
+    """The variants faster than a recipe that a search met, and the numbers of those that it left out."""
 
     edits: list[Edit] = field(default_factory=list)
     """Edits that make a step at least 2% faster, the fastest first."""
@@ -96,7 +96,7 @@ class _Search:
             price = self.quick(merged)
             if price is not None and price.fits and price.step_s < 0.995 * limit:
                 best, limit = merged, price.step_s
-        for change, price in alone.items():  # what needs room, or was no gain by itself, may be one now
+        for change, price in alone.items():  # those that did not fit, or gained nothing alone
             merged = combine(best, change)
             if merged is None or change in useful or price.step_s > 1.05 * self.base:
                 continue
@@ -106,7 +106,7 @@ class _Search:
         gains = {
             change: q for change, q in self.tried.items() if q is not None and q.fits and q.step_s < GAIN * self.base
         }
-        needed = {  # nothing in it could be left out
+        needed = {  # changes of which no part could be left out
             change: q for change, q in gains.items()
             if not any(less < change and other.step_s <= q.step_s for less, other in gains.items())
         }  # fmt: skip

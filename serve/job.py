@@ -42,7 +42,7 @@ class Job:
 
     @staticmethod
     def of(programs: ServingPrograms, source: str, blocks: int) -> Job:
-        """The job that serves these programs with the weights of a folder."""
+        """The job for the ranks of a server that runs these programs with the weights of the folder `source`."""
         setting = programs.setting
         timeouts, most = setting.recipe.timeout_s, setting.most
         return Job(

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LayerCaught(Exception):
-    """Ends a forward pass early, once the needed values are captured."""
+    """Raised to end a forward pass early, once the needed values are captured."""
 
 
 Form = Callable[[Tensor], Any]
@@ -34,13 +34,13 @@ class LayerCall:
         return layer(self.x, *self.rest, **self.named)
 
     def into(self, layer: nn.Module) -> Tensor:
-        """The layer's residual stream."""
+        """The residual stream that a layer returns when it is called with these arguments."""
         returned = self.returned_by(layer)
         return returned[0] if isinstance(returned, tuple) else returned  # type: ignore[no-any-return]
 
 
 class _InPlace(nn.Module):
-    """Stands in a layer's place, with the layer's attributes, which its model may read."""
+    """A stand-in for a layer, with the layer's attributes, which its model may read."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -51,7 +51,8 @@ class _InPlace(nn.Module):
 
 
 class CallCatcher(_InPlace):
-    """Keeps the arguments of its call. Returns values that are not numbers, or ends the forward pass without a form."""
+    """A stand-in for a layer that keeps the arguments of its call. Returns NaNs, or ends the forward pass without a
+    form."""
 
     def __init__(self, layer: nn.Module, form: Form | None = None) -> None:
         super().__init__(layer)
@@ -66,7 +67,7 @@ class CallCatcher(_InPlace):
 
 
 class OutputReplay(_InPlace):
-    """Returns a given residual stream, whatever it is called with."""
+    """A stand-in for a layer that returns a fixed residual stream, whatever it is called with."""
 
     def __init__(self, layer: nn.Module, x: Tensor, form: Form) -> None:
         super().__init__(layer)
@@ -78,7 +79,7 @@ class OutputReplay(_InPlace):
 
 @contextlib.contextmanager
 def in_place_of(model: nn.Module, path: str, layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Gives the model other layers for a while."""
+    """A context in which the model has other layers in its list of layers at `path`."""
     own = model.get_submodule(path)
     model.set_submodule(path, nn.ModuleList(layers))
     try:
@@ -88,7 +89,7 @@ def in_place_of(model: nn.Module, path: str, layers: Sequence[nn.Module]) -> Ite
 
 
 def form_of(layer: nn.Module, call: LayerCall) -> Form:
-    """How a layer returns its residual stream, as seen in a call. Other tensors that it returns are not kept."""
+    """A function that puts a residual stream into the form of a layer's result; its other tensors are not kept."""
     returned = call.returned_by(layer)
     if not isinstance(returned, tuple):
         return lambda x: x
@@ -135,13 +136,13 @@ def input_of(layer: nn.Module, name: str, call: LayerCall) -> Tensor:
 
 
 def _until_caught(layer: nn.Module, call: LayerCall) -> None:
-    """Calls the layer up to the place where the needed values are known."""
+    """Calls the layer until it raises `LayerCaught`, when the needed values are captured."""
     with contextlib.suppress(LayerCaught):
         call.into(layer)
 
 
 def through(layer: nn.Module, call: LayerCall, following: LayerCall) -> LayerCall:
-    """The call of the next layer, with this layer's residual stream."""
+    """The call of the next layer, `following`, with the residual stream that this layer returns."""
     return replace(following, x=call.into(layer))
 
 

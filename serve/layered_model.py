@@ -30,7 +30,7 @@ class NotQuantizable(ValueError):
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix of a layer."""
+    """A matrix of a layer: its place in the folder and in the model, and whether it can be quantized."""
 
     module: str
     """Its module in the folder; `*` stands for the number of an expert."""
@@ -139,7 +139,7 @@ class FamilyLayers(LayeredModel):
         return Heads(c.heads, c.kv_heads, c.head_dim) if dims.get("weight", ())[1:] == ("heads",) else None
 
     def stored(self, quantized: Mapping[str, Quantized]) -> Iterator[tuple[str, Quantized]]:
-        """Linears that share a matrix are side by side, in its order of outputs."""
+        """Yields a layer's linears by their modules in the folder; linears that share a matrix are side by side."""
         shared: dict[str, list[tuple[str, Home]]] = {}
         for name in quantized:
             stack, _, expert = name.partition("[")

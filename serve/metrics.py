@@ -38,7 +38,7 @@ class Metrics:
         self.refused = Counter("tpshard_requests_refused", "Refused requests.", ["status"], registry=self.registry)
 
     def observe(self, engine: Engine) -> None:
-        """Reads this engine from now on; counts of earlier engines are kept."""
+        """Makes the metrics read `engine` from now on; counts of earlier engines are kept."""
         if self._engine is not None:
             self._preemptions += self._engine.scheduler.preemptions
             self._prefix_hits += self._engine.scheduler.prefix_hit_tokens

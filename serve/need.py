@@ -77,7 +77,7 @@ class Need:
 
 
 def need(programs: ServingPrograms, free_bytes: int) -> Need:
-    """The requirements of one device with this much free memory."""
+    """The memory and cache that a server needs on one device with `free_bytes` of free memory."""
     return Need(programs, programs.cache_blocks(free_bytes))
 
 

@@ -282,7 +282,7 @@ class Quantizer:
         dense: nn.Module,
         references: Sequence[LayerCall],
     ) -> dict[str, Quantized]:
-        """Quantizes a layer's experts, each for the tokens that choose it, by names with the expert's number."""
+        """Quantizes a layer's experts, each on the tokens that choose it; an expert's number is part of the names."""
         own, originals = (self.layered.experts(one, prefix) for one in (layer, dense))
         if own is None or originals is None or not self.fits[own.names[0]]:
             return {}
@@ -311,7 +311,7 @@ class Quantizer:
     def _solve(
         self, weights: Mapping[str, Tensor], statistics: Hessian, heads: Heads | None = None
     ) -> dict[str, Quantized]:
-        """Quantizes weights [outputs, inputs] that have one input. ValueError names the weight."""
+        """Quantizes several weights [outputs, inputs] that multiply the same input. ValueError names the weight."""
         quantized, name = dict[str, Quantized](), next(iter(weights))
         try:
             plan = ordering(statistics.mean().diagonal(), self.settings, self.order, heads)

@@ -96,7 +96,7 @@ class _Stage:
 
 
 def cache_reads(slices: list[Slice]) -> CacheReads:
-    """What a step reads of the cache: all blocks of its sequences, and the mean number of blocks before a row."""
+    """The blocks of the cache that a step reads: all of its sequences', and the mean number before a row."""
     blocks = rows = 0
     attended = 0.0
     for piece in slices:

@@ -11,7 +11,7 @@ from tpshard.serve.blocks import Digest
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. Temperature 0 is greedy; draws depend only on (seed, choice, position)."""
+    """The sampling settings of a sequence. Temperature 0 is greedy; draws depend only on (seed, choice, position)."""
 
     temperature: float = 1.0
     top_p: float = 1.0

@@ -43,7 +43,7 @@ class Weights:
     """(name, index, start, size) -> outputs [start, start + size) of a quantized matrix of a stacked parameter."""
 
     def cut(self, parts: Mapping[str, ParameterPart]) -> Weights:
-        """The weights with parts of parameters as further ones, by their names."""
+        """The weights with `parts` of parameters added as parameters of their own, by name."""
 
         def block(name: str, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
             part = parts.get(name)

@@ -112,7 +112,7 @@ class TextSource:
 
     @property
     def readable(self) -> str:
-        """What a readable row is, as the fix of an error."""
+        """A sentence on what makes a row readable, for the fix of an error."""
         return f'a row needs a "{self.column}" that is not empty (data.column names another)'
 
     def mistake(self, message: str, *, why: str = "", fix: str = "") -> Mistakes:

@@ -1,4 +1,4 @@
-"""How evenly tokens were distributed over experts, for a run's metrics."""
+"""The balance of tokens over experts in a step, for a run's metrics."""
 
 from __future__ import annotations
 

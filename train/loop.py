@@ -35,7 +35,7 @@ Row = dict[str, Any]
 
 @dataclass
 class Course:
-    """A run's progress, saved with every checkpoint."""
+    """A run's progress (steps, updates, tokens), saved with every checkpoint."""
 
     step: int = 0
     """Steps done."""

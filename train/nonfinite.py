@@ -15,7 +15,7 @@ MOST_ROLLBACKS = 3
 
 
 class Guard:
-    """Counts skips and rollbacks, and decides what to do next."""
+    """Decides what to do after a non-finite step, by the recipe's policy and the skips and rollbacks so far."""
 
     def __init__(self, policy: Policy):
         self.policy = policy
@@ -28,8 +28,8 @@ class Guard:
         self.skipped_in_a_row = 0
 
     def decide(self, back_to: int) -> tuple[Policy, str]:
-        """The decision on a step that is not finite: (what to do, why if the run is to stop). `back_to`: the step that
-        a rollback would return to.
+        """Decides on a step that is not finite: (what to do, why if the run is to stop). `back_to`: the step that a
+        rollback would return to.
         """
         if self.policy == "skip":
             self.skipped_in_a_row += 1
@@ -46,7 +46,7 @@ class Guard:
 
 
 def suspects(losses: Sequence[float], micro_batches: int) -> list[int]:
-    """The micro-batches whose loss is not finite, or all where only the gradient is not."""
+    """The micro-batches that may be the cause: those whose loss is not finite, or all if only the gradient is not."""
     return [i for i, loss in enumerate(losses) if not math.isfinite(loss)] or list(range(micro_batches))
 
 

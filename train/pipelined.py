@@ -125,7 +125,7 @@ class PipelineEngine(State):
         return self.mail.take(port.name, self._number(task, task.stage))
 
     def send(self, task: StageTask, port: Port, value: Tensor) -> None:
-        """Called when the task's program has started to send the value."""
+        """Does nothing: the task's program has started to send the value itself."""
 
     def _exchange_sums(self, sums: list[Tensor]) -> list[Tensor]:
         """The gradient sums, with those of shared parameters added up over their devices."""

@@ -27,7 +27,7 @@ from tpshard.train.records import last_attempt
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that holds a lock, identified so that a later process with its pid is not mistaken for it."""
+    """The process that holds a lock, identified by more than its pid, which a later process may have."""
 
     pid: int
     host: str
@@ -181,7 +181,7 @@ class RunDir:
 
 @contextlib.contextmanager
 def _one_at_a_time(path: Path) -> Iterator[None]:
-    """A lock on the lock: two processes that see the same dead holder must not remove each other's new lock."""
+    """Holds a file lock: two processes that see the same dead holder must not remove each other's new lock."""
     import fcntl
 
     with path.open("a") as file:

@@ -170,8 +170,7 @@ def _make(folder: Path) -> None:
 
 
 def _split() -> tuple[list[str], list[str]]:
-    """JSON lines of the training and the held-out part, in the order of their hashes, so that neighbours are
-    unrelated."""
+    """The JSON lines of the training and of the held-out part, ordered by hash, so that neighbours are unrelated."""
     by_hash: dict[bytes, str] = {}
     for text, origin in documents():
         text = text.strip()

@@ -160,7 +160,7 @@ class State:
             yield f"{OPTIMIZER}{state}/", ports[name], tensor
 
     def named_shards(self, prefix: str, port: Port, tensor: Tensor) -> Iterator[tuple[str, Shard]]:
-        """This rank's part of a tensor as checkpoints name it: a stacked one is a tensor for each layer."""
+        """Yields this rank's part of a tensor by the names in checkpoints, where a stacked tensor is one per layer."""
         pairs = block(port.shape, port.layout, self.context.mesh, self.context.rank)
         starts, sizes = tuple(start for start, _ in pairs), tuple(size for _, size in pairs)
         if not all(sizes):  # with uneven sizes the last ranks may hold only padding

@@ -116,7 +116,7 @@ def _row(number: int, text: Any, column: str) -> TextRow:
 
 # ---- Parquet --------------------------------------------------------------------------------------------------------
 def _parquet_rows(file: BinaryIO, column: str, start: int) -> Iterator[TextRow]:
-    """Groups of rows before `start` are not read."""
+    """Yields the rows of a Parquet file from number `start` on, without reading earlier groups of rows."""
     import pyarrow
     from pyarrow import parquet
 
@@ -141,7 +141,7 @@ def _parquet_rows(file: BinaryIO, column: str, start: int) -> Iterator[TextRow]:
 
 # ---- plain text -----------------------------------------------------------------------------------------------------
 def _plain_rows(file: BinaryIO, column: str, start: int) -> Iterator[TextRow]:
-    """A long text is cut where a blank line ends a paragraph, so that no document is larger than memory."""
+    """Yields a plain text as rows, cut where a blank line ends a paragraph, so that no row is larger than memory."""
     number, at, held = 0, 0, b""
     while raw := file.readline(DOCUMENT):
         held += raw

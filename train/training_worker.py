@@ -50,7 +50,7 @@ ENOUGH = 6
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What the command passes to the training room, which must not import it: planning, and the device's speed."""
+    """Values and functions of other rooms that the command passes to `train`, which must not import them."""
 
     version: str = ""
     device: str = "cpu"
@@ -58,7 +58,7 @@ class Surroundings:
     planned: Callable[[Setting], TrainingPrograms] | None = None
     """The programs to run, where they are planned already; else they are built."""
     announce: Callable[[TrainingPrograms], str] = lambda programs: ""
-    """The text of the given and inferred annotations, for the screen."""
+    """The shardings of all values as text, with the numbers of annotated and inferred ones."""
     plan_json: Callable[[TrainingPrograms], str] | None = None
     """The plan as JSON, for the run's folder."""
     measured: Callable[[Path], str] = lambda folder: ""
@@ -143,7 +143,7 @@ def _train(
 
 
 def engine_of(programs: TrainingPrograms, context: Context, initial_block: InitialBlock) -> SpmdEngine | PipelineEngine:
-    """The engine for these programs: staged or not."""
+    """The engine that runs these programs: `PipelineEngine` for stages, else `SpmdEngine`."""
     kind = SpmdEngine if programs.pipeline is None else PipelineEngine
     return kind(programs, context, initial_block)
 
