@@ -39,12 +39,49 @@ ATTENTION_PART_BACKWARD = attention_parts.PART_BACKWARD
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, scale: float | None = None,
-    window: int | None = None, softcap: float | None = None,
+    window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Causal attention: q [b,s,h,d], k and v [b,t,kv,d] -> [b,s,h,d]. `scale` defaults to 1 / sqrt(head_dim)."""
+    """Causal attention: q [b,s,h,d], k and v [b,t,kv,d] -> [b,s,h,d]. `scale` defaults to 1 / sqrt(head_dim).
+
+    sinks: [h], scores of a further key per head, whose value is zero (gpt-oss).
+    """
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if sinks is not None:
+        out, _ = _WithSinks.apply(q, k, v, documents, sinks, scale, window, softcap)  # type: ignore[no-untyped-call]
+        return out
     out, _ = torch.ops.tpshard.attention(q, k, v, documents, scale, window, softcap)
     return out
+
+
+class _WithSinks(torch.autograd.Function):
+    """Attention with a further key per head, by the output and logsumexps of attention without it."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Tensor, scale: float, window: int | None,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The output [b,s,h,d] and the logsumexps [b,h,s] of all scores, those of the sinks included."""
+        out, lse = torch.ops.tpshard.attention(q, k, v, documents, scale, window, softcap)
+        total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+        return out * (lse - total).exp().transpose(1, 2)[..., None].to(out.dtype), total
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, documents, sinks, *ctx.how = inputs
+        ctx.save_for_backward(q, k, v, documents, sinks, *output)
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        """With the total logsumexps, the gradients of q, k and v are those of attention without sinks."""
+        q, k, v, documents, sinks, out, total = ctx.saved_tensors
+        dq, dk, dv = torch.ops.tpshard.attention_backward(dout, q, k, v, out, total, documents, *ctx.how)
+        share = (sinks.to(total.dtype)[:, None] - total).exp()
+        mean = (dout * out).sum(-1, dtype=total.dtype).transpose(1, 2)
+        return dq, dk, dv, None, -(share * mean).sum((0, 2)).to(sinks.dtype), None, None, None
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None) -> None:

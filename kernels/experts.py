@@ -40,12 +40,12 @@ def routed_sum(x: Tensor, ids: Tensor, weights: Tensor, count: int, compute: Cal
     """
     rows, shares = x.reshape(-1, x.shape[-1]), weights.reshape(-1, 1)
     out = torch.zeros(rows.shape, dtype=_wide(x), device=x.device)
-    for e, tokens, places in _shares(ids, count):
+    for e, tokens, places in tokens_by_expert(ids, count):
         out.index_add_(0, tokens, compute(e, rows[tokens]).to(out.dtype) * shares[places])
     return out.to(x.dtype).view(x.shape)
 
 
-def _shares(ids: Tensor, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+def tokens_by_expert(ids: Tensor, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yields (expert, its tokens, which of their k choices it is) for every expert with tokens.
 
     Synchronizes the device.
@@ -100,7 +100,7 @@ def _backward(
     dx = torch.zeros(rows.shape, dtype=_wide(x), device=x.device)
     dshares = torch.zeros_like(shares)
     dgate, dup, ddown = (torch.zeros_like(weight) for weight in (gate, up, down))
-    for e, tokens, places in _shares(ids, gate.shape[0]):
+    for e, tokens, places in tokens_by_expert(ids, gate.shape[0]):
         some, grad, share = rows[tokens], grads[tokens], shares[places].to(x.dtype)
         gated, linear = F.linear(some, gate[e]), F.linear(some, up[e])
         sigmoid = torch.sigmoid(gated)

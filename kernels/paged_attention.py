@@ -4,6 +4,7 @@
                              positions [b,t], slots [b,t], sequences [b,t], tables [m,w], scale, window | None,
                              softcap | None)
         -> out [b,t,h,d]
+    tpshard::paged_attention_lse(the same) -> (out, lse [b,h,t] fp32, the logsumexp of each row's scores)
 
 A pool is n blocks of s positions. Each row is a token, with its position, the slot (block * s + offset) for its key and
 value, and its sequence; `tables[sequence]` lists that sequence's blocks in order. The row attends to positions 0 up to
@@ -18,8 +19,10 @@ even a NaN that another sequence left there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,12 +30,15 @@ from torch import Tensor
 from tpshard.kernels.attention_mask import cap
 
 _library = torch.library.Library("tpshard", "FRAGMENT")
-_library.define(
-    "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor positions, "
-    "Tensor slots, Tensor sequences, Tensor tables, float scale, int? window=None, float? softcap=None) -> Tensor"
+_ARGUMENTS = (
+    "(Tensor q, Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor positions, Tensor slots, "
+    "Tensor sequences, Tensor tables, float scale, int? window=None, float? softcap=None)"
 )
+_library.define(f"paged_attention{_ARGUMENTS} -> Tensor")
+_library.define(f"paged_attention_lse{_ARGUMENTS} -> (Tensor, Tensor)")
 
 PAGED = torch.ops.tpshard.paged_attention.default
+PAGED_LSE = torch.ops.tpshard.paged_attention_lse.default
 
 _SCORES = 1 << 22
 """fp32 scores held at once; above that, the rows are computed in several parts."""
@@ -114,18 +120,29 @@ def _parts(
     return tuple(parts)
 
 
-def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, part: _Part, softcap: float | None) -> Tensor:
-    """Attention of one part: q [r, kv, g, d], scaled; keys, values [m * kv, span, d] -> [r, kv, g, d], all fp32."""
+def _attend_rows(
+    q: Tensor, keys: Tensor, values: Tensor, part: _Part, softcap: float | None, lse: Tensor | None
+) -> Tensor:
+    """Attention of one part: q [r, kv, g, d], scaled; keys, values [m * kv, span, d] -> [r, kv, g, d], all fp32.
+
+    Writes the logsumexps of the scores to `lse` [r, kv, g], if it is given.
+    """
     r, kv, g, d = q.shape
     turned, unseen = keys.transpose(1, 2), part.unseen.to(q.device)
     if not part.shared:
         scores = cap(torch.bmm(q.reshape(r * kv, g, d), turned), softcap).view(r, kv, g, part.span)
-        probabilities = torch.softmax(scores.masked_fill_(unseen, float("-inf")), -1)
+        scores = scores.masked_fill_(unseen, float("-inf"))
+        if lse is not None:
+            torch.logsumexp(scores, -1, out=lse)
+        probabilities = torch.softmax(scores, -1)
         return torch.bmm(probabilities.view(r * kv, g, part.span), values).view(r, kv, g, d)
     scores = q.new_empty(kv, r, g, part.span)
     for head in range(kv):
         torch.bmm(q[:, head], turned[head].expand(r, -1, -1), out=scores[head])
-    probabilities = torch.softmax(cap(scores, softcap).masked_fill_(unseen.transpose(0, 1), float("-inf")), -1)
+    scores = cap(scores, softcap).masked_fill_(unseen.transpose(0, 1), float("-inf"))
+    if lse is not None:
+        torch.logsumexp(scores.transpose(0, 1), -1, out=lse)
+    probabilities = torch.softmax(scores, -1)
     if not values.sum().isfinite():  # rows share these values, and some may not attend to the one that is not finite
         visible_values = (values.masked_fill(hidden.view(-1, 1), 0) for hidden in unseen)
         return torch.stack([torch.bmm(probabilities[:, i], own) for i, own in enumerate(visible_values)])
@@ -141,52 +158,88 @@ def _store(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) 
 def paged_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, positions: Tensor, slots: Tensor,
     sequences: Tensor, tables: Tensor, scale: float, window: int | None = None,
-    softcap: float | None = None,
+    softcap: float | None = None, lse: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`tpshard::paged_attention` in plain torch; writes into the pools."""
+    """`tpshard::paged_attention` in plain torch; writes into the pools, and the logsumexps to `lse` [b,h,t]."""
     _check(q, k, k_pool, v_pool, positions, window)
     _store(k, v, k_pool, v_pool, slots)
     (b, t, h, d), (_, block, kv, _) = q.shape, k_pool.shape
     rows = q.reshape(b * t, kv, h // kv, d).float() * scale
     out = torch.empty_like(rows)
+    logs = None if lse is None else out.new_empty(rows.shape[:-1])
     index_tensors = (positions.reshape(-1), sequences.reshape(-1), tables[: int(sequences.max()) + 1])
     for part in _parts(*(x.cpu().contiguous().numpy().tobytes() for x in index_tensors), block, h, kv, window):
         entries, members = part.entries.to(q.device), part.rows.to(q.device)
         keys, values = (
             pool.view(-1, d).index_select(0, entries).float().view(-1, part.span, d) for pool in (k_pool, v_pool)
         )
-        out[members] = _attend_rows(rows[members], keys, values, part, softcap)
+        some = None if logs is None else logs.new_empty(len(members), kv, h // kv)
+        out[members] = _attend_rows(rows[members], keys, values, part, softcap, some)
+        if logs is not None and some is not None:
+            logs[members] = some
+    if lse is not None and logs is not None:
+        lse.copy_(logs.reshape(b, t, h).transpose(1, 2))
     return out.reshape(b, t, h, d).to(q.dtype)
 
 
 def _paged_attention_cuda(
     q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, positions: Tensor, slots: Tensor,
     sequences: Tensor, tables: Tensor, scale: float, window: int | None = None,
-    softcap: float | None = None,
+    softcap: float | None = None, lse: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     from tpshard.kernels import triton_paged  # needs Triton, which CPU builds of torch lack
 
     _check(q, k, k_pool, v_pool, positions, window)
     _store(k, v, k_pool, v_pool, slots)
     flat = q.reshape(-1, *q.shape[2:])
-    out = triton_paged.paged_attention(
-        flat, k_pool, v_pool, positions.reshape(-1), sequences.reshape(-1), tables, scale, window, softcap
-    )
+    out, logs = triton_paged.paged_attention(
+        flat, k_pool, v_pool, positions.reshape(-1), sequences.reshape(-1), tables, scale, window, softcap,
+        lse is not None,
+    )  # fmt: skip
+    if lse is not None and logs is not None:
+        lse.copy_(logs.view(*q.shape[:3]).transpose(1, 2))
     return out.view(q.shape)
+
+
+def _with_lse(attend: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`tpshard::paged_attention_lse` by a function that writes logsumexps to its argument `lse`."""
+
+    def attend_with_lse(q: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+        lse = _new_lse(q)
+        return attend(q, *args, lse=lse), lse
+
+    return attend_with_lse
+
+
+def _new_lse(q: Tensor) -> Tensor:
+    b, t, h, _ = q.shape
+    return q.new_empty((b, h, t), dtype=torch.float32)
 
 
 _library.impl("paged_attention", paged_attention_reference, "CPU")
 _library.impl("paged_attention", _paged_attention_cuda, "CUDA")
+_library.impl("paged_attention_lse", _with_lse(paged_attention_reference), "CPU")
+_library.impl("paged_attention_lse", _with_lse(_paged_attention_cuda), "CUDA")
 
 
 @torch.library.register_fake("tpshard::paged_attention", lib=_library)
-def _(
+def _shape(
     q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, positions: Tensor, slots: Tensor,
     sequences: Tensor, tables: Tensor, scale: float, window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
     _check(q, k, k_pool, v_pool, positions, window)
     return torch.empty_like(q)
+
+
+@torch.library.register_fake("tpshard::paged_attention_lse", lib=_library)
+def _shapes_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, positions: Tensor, slots: Tensor,
+    sequences: Tensor, tables: Tensor, scale: float, window: int | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    _check(q, k, k_pool, v_pool, positions, window)
+    return torch.empty_like(q), _new_lse(q)
 
 
 def paged_attention(

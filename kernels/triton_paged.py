@@ -17,14 +17,15 @@ _ALL = 2**30
 
 @triton.jit
 def paged_attention_kernel(
-    q, k_pool, v_pool, positions, sequences, tables, out, scale, width, kv_heads, window, softcap,
+    q, k_pool, v_pool, positions, sequences, tables, out, lse, scale, width, kv_heads, window, softcap,
     GROUP: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
-    CAPPED: tl.constexpr,
+    CAPPED: tl.constexpr, WITH_LSE: tl.constexpr,
 ):  # fmt: skip
     """Attention of one row and KV head, with an online softmax in fp32 (Milakov and Gimelshein 2018).
 
-    q, out: [rows, kv_heads * GROUP, HEAD]; pools: [blocks, BLOCK, kv_heads, HEAD]; tables: [sequences, width]. The loop
-    runs from the start of the row's window to its position, so that only the row decides the order of its sums.
+    q, out: [rows, kv_heads * GROUP, HEAD]; pools: [blocks, BLOCK, kv_heads, HEAD]; tables: [sequences, width]; lse:
+    [rows, kv_heads * GROUP], written with WITH_LSE. The loop runs from the start of the row's window to its position,
+    so that only the row decides the order of its sums.
     """
     row, kv = tl.program_id(0), tl.program_id(1)
     position = tl.load(positions + row)
@@ -57,13 +58,15 @@ def paged_attention_kernel(
         largest = now
     result = weighted / total[:, None]
     tl.store(out + place, result.to(out.dtype.element_ty), mask=inside)
+    if WITH_LSE:
+        tl.store(lse + (row * kv_heads + kv) * GROUP + member, largest + tl.log(total), mask=member < GROUP)
 
 
 def paged_attention(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, positions: Tensor, sequences: Tensor, tables: Tensor, scale: float,
-    window: int | None = None, softcap: float | None = None,
-) -> Tensor:  # fmt: skip
-    """q [rows, heads, head_dim] -> the same shape.
+    window: int | None = None, softcap: float | None = None, with_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The output of q [rows, heads, head_dim], in its shape, and the logsumexps [rows, heads] in fp32 if asked for.
 
     The pools must hold the new keys. Does not synchronize with the host.
     """
@@ -71,10 +74,11 @@ def paged_attention(
     block, kv_heads = k_pool.shape[1:3]
     q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
     group = heads // kv_heads
+    lse = q.new_empty((rows, heads), dtype=torch.float32) if with_lse else None
     paged_attention_kernel[rows, kv_heads](
-        q, k_pool, v_pool, positions.contiguous(), sequences.contiguous(), tables.contiguous(), out, scale,
-        tables.shape[1], kv_heads, _ALL if window is None else window, softcap or 1.0, GROUP=group,
-        HEAD=head_dim, BLOCK=block, KEYS=_KEYS, M=max(16, triton.next_power_of_2(group)),
-        D=max(16, triton.next_power_of_2(head_dim)), CAPPED=softcap is not None,
+        q, k_pool, v_pool, positions.contiguous(), sequences.contiguous(), tables.contiguous(), out,
+        out if lse is None else lse, scale, tables.shape[1], kv_heads, _ALL if window is None else window,
+        softcap or 1.0, GROUP=group, HEAD=head_dim, BLOCK=block, KEYS=_KEYS, M=max(16, triton.next_power_of_2(group)),
+        D=max(16, triton.next_power_of_2(head_dim)), CAPPED=softcap is not None, WITH_LSE=with_lse,
     )  # fmt: skip
-    return out
+    return out, lse

@@ -7,13 +7,13 @@ operations as tpshard's families, and are sharded and priced like them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tpshard.kernels.attention import attention
 from tpshard.kernels.attention_mask import visible
+from tpshard.kernels.expert_linear import expert_linear
 from tpshard.kernels.experts import experts
 
 NAME = "tpshard"
@@ -28,11 +28,11 @@ _INDIFFERENT = {
 
 def register() -> None:
     """Registers tpshard's attention and experts with transformers, under `NAME`."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_experts_forward
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
-    ALL_EXPERTS_FUNCTIONS.register(NAME, _choosing(batched_mm_experts_forward))
+    ALL_EXPERTS_FUNCTIONS.register(NAME, route)
 
 
 def attend(
@@ -46,12 +46,14 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers' modules call.
 
     query: [batch, heads, seq, head_dim], key and value: [batch, kv_heads, seq, head_dim] -> [batch, seq, heads,
     head_dim]. The mask follows from causality, the window and the `documents` [batch, seq] of the model's caller.
+    s_aux: [heads], the scores of attention sinks.
     ValueError for arguments that the operation does not support.
     """
     for name, argument in others.items():
@@ -65,7 +67,9 @@ def attend(
     if causal and attention_mask is None:
         width = max(query.shape[-1], value.shape[-1])  # zeros change neither the scores nor the rest of a result
         q, k, v = (_pad(x, width).transpose(1, 2) for x in (query, key, value))
-        return attention(q, k, v, documents, scale, sliding_window, softcap)[..., : value.shape[-1]], None
+        return attention(q, k, v, documents, scale, sliding_window, softcap, s_aux)[..., : value.shape[-1]], None
+    if s_aux is not None:
+        raise ValueError(f"{type(module).__name__} has attention sinks and an attention mask, which is not supported")
     return _explicit_attention(
         query, key, value, attention_mask, documents, scale, sliding_window, softcap, causal
     ), None
@@ -111,15 +115,24 @@ def are_swiglu(module: Any) -> bool:
     return plain and type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
 
 
-def _choosing(spelled: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Makes a `forward` that runs tpshard's operation on SwiGLU experts without biases, and `spelled` on others."""
-
-    def forward(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """The experts' output: hidden [tokens, width], ids and weights [tokens, top_k] -> [tokens, width]"""
-        if not are_swiglu(module):
-            return spelled(module, hidden, ids, weights)
+def route(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """The experts function that transformers' modules call: hidden [tokens, width], ids and weights [tokens, top_k] ->
+    [tokens, width]."""
+    if are_swiglu(module):
         columns = module.gate_up_proj.shape[1] // 2
         gate, up = module.gate_up_proj[:, :columns], module.gate_up_proj[:, columns:]
         return experts(hidden, ids, weights, gate, up, module.down_proj)
+    inward = "gate_up_proj" if module.has_gate else "up_proj"
+    between = _times(module, inward, hidden.unsqueeze(1), ids)
+    between = module._apply_gate(between) if module.has_gate else module.act_fn(between)
+    out = _times(module, "down_proj", between, ids)
+    if module.has_post_expert_norm:
+        out = module.post_expert_norm(out)
+    return (out * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
-    return forward
+
+def _times(module: Any, name: str, x: Tensor, ids: Tensor) -> Tensor:
+    """Rows [tokens, top_k or 1, inputs] times their experts' matrices of a name, plus their biases, if any."""
+    weight = getattr(module, name)
+    out = expert_linear(x, ids, weight.transpose(1, 2) if module.is_transposed else weight)
+    return out + getattr(module, f"{name}_bias")[ids] if module.has_bias else out

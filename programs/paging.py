@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 from tpshard.kernels.attention import ATTENTION
-from tpshard.kernels.paged_attention import PAGED
+from tpshard.kernels.paged_attention import PAGED, PAGED_LSE
 from tpshard.parallelism.graph import Graph, Op, Place, Ref, Value
 from tpshard.parallelism.rules.rule import Kind
 from tpshard.parallelism.rules.table import rule_for
@@ -19,6 +19,8 @@ from tpshard.parallelism.rules.table import rule_for
 aten = torch.ops.aten
 ROWS = ("slots", "sequences", "tables")
 """Inputs that attention to the cache needs besides the rows' positions."""
+PAGING = (PAGED, PAGED_LSE)
+"""Attention to the cache."""
 PARTS = (aten.slice.Tensor, aten.select.int, aten.view_as_real.default)
 """Operations whose result is a part of a tensor or another view of it."""
 
@@ -46,9 +48,10 @@ def page_attention(graph: Graph, positions: Value, block_size: int) -> list[Valu
             for name, x in (("k", k), ("v", v))
         ]
         how = op.args[4:]  # scale, window and softcap
-        op.target, op.operands = PAGED, [*op.operands, *own, positions, *shared]
+        reads_lse = bool(op.results[1].users)
+        op.target, op.operands = PAGED_LSE if reads_lse else PAGED, [*op.operands, *own, positions, *shared]
         op.args = (*(Ref(i) for i in range(len(op.operands))), *how)
-        op.results = op.results[:1]
+        op.results = op.results if reads_lse else op.results[:1]
         pools += own
     graph.inputs += [*shared, *pools]
     number_inputs(graph)
@@ -64,8 +67,8 @@ def rows_of(graph: Graph, inputs: Mapping[Value, int]) -> dict[Value, int]:
     """
     row_dims = dict(inputs)
     for op in graph.ops:
-        if op.target is PAGED:
-            row_dims[op.results[0]] = 1
+        if op.target in PAGING:
+            row_dims |= dict(zip(op.results, (1, 2)))
             continue
         operand_dims = [row_dims.get(value) for value in op.operands]
         if all(dim is None for dim in operand_dims):
@@ -135,11 +138,11 @@ def _with_logit_rows_alone(graph: Graph, where: Mapping[Value, int], output: Val
 
     def onward(value: Value) -> bool:
         """Whether all readers of a value need only the rows with logits."""
-        return all(user.target is not PAGED and shortened.issuperset(user.results) for user in value.users)
+        return all(user.target not in PAGING and shortened.issuperset(user.results) for user in value.users)
 
     for op in reversed(graph.ops):
         read = [value for value in op.results if value.users or value is output]
-        if op.target is not PAGED and read and all(value in where and onward(value) for value in op.results):
+        if op.target not in PAGING and read and all(value in where and onward(value) for value in op.results):
             shortened.update(op.results)
     return shortened
 

@@ -16,7 +16,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from tpshard.kernels.linear import TILE
-from tpshard.kernels.paged_attention import PAGED
 from tpshard.models.assemble import evaluating
 from tpshard.models.config import ModelConfig
 from tpshard.models.dims import param_dims
@@ -35,7 +34,7 @@ from tpshard.programs import naming
 from tpshard.programs.annotations import annotate
 from tpshard.programs.layouts import Arrangement, arrange
 from tpshard.programs.padding import notes, pad_mlp
-from tpshard.programs.paging import ROWS, page_attention, rows_of, take_logit_rows
+from tpshard.programs.paging import PAGING, ROWS, page_attention, rows_of, take_logit_rows
 from tpshard.programs.parameter_parts import cut_parameters
 from tpshard.programs.served import Served
 from tpshard.programs.step_kernels import (
@@ -264,7 +263,7 @@ def _step(setting: ServeSetting, rows: int) -> tuple[Program, Arrangement]:
     caches = [
         node for node, port in zip(program.graph.find_nodes(op="placeholder"), program.inputs) if port.kind == "cache"
     ]
-    assert all(user.target is PAGED for node in caches for user in node.users), "what is written would be a copy"
+    assert all(user.target in PAGING for node in caches for user in node.users), "what is written would be a copy"
     _check_axes(setting, program)
     free = {"tables": (1,)}
     ports = [replace(port, free=(0,) if port.kind == "cache" else free.get(port.name, ())) for port in program.inputs]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from tpshard.kernels.expert_linear import fixed_rows_expert_linear
 from tpshard.kernels.experts import fixed_rows_experts
 from tpshard.kernels.int4 import int4_linear
 from tpshard.kernels.linear import can_pack, fixed_rows_linear, linear
@@ -25,6 +26,10 @@ from tpshard.programs.served import Coded
 
 aten = torch.ops.aten
 EXPERTS = torch.ops.tpshard.experts.default
+FIXED_ROWS: dict[Any, Any] = {
+    EXPERTS: fixed_rows_experts, torch.ops.tpshard.expert_linear.default: fixed_rows_expert_linear
+}  # fmt: skip
+"""For each operation of experts, the one whose rows do not depend on each other."""
 Pass = Callable[[Program], Program]
 
 
@@ -144,8 +149,7 @@ def fix_rows(kind: str) -> Pass:
     def fix_rows(program: Program) -> Program:
         edited = _Edited(program)
         for node in edited.calls:
-            if node.target is EXPERTS:
-                node.target = fixed_rows_experts
+            node.target = FIXED_ROWS.get(node.target, node.target)
             if node.target is not linear:
                 continue
             node.target, (rows, weight) = fixed_rows_linear, node.args

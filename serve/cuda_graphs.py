@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tpshard.kernels.expert_linear import fixed_rows_expert_linear
 from tpshard.kernels.experts import fixed_rows_experts
 from tpshard.kernels.quantized_experts import quantized_experts
 from tpshard.parallelism.program import Program
@@ -14,7 +15,10 @@ from tpshard.parallelism.program import Program
 MOST_ROWS = 64
 """Steps with more rows keep the device busy without graphs."""
 _WARM = 3
-WAITING = (torch.ops.tpshard.experts.default, fixed_rows_experts, quantized_experts)
+WAITING = (
+    torch.ops.tpshard.experts.default, fixed_rows_experts, quantized_experts,
+    torch.ops.tpshard.expert_linear.default, fixed_rows_expert_linear,
+)  # fmt: skip
 """Operations that wait for the device: the host counts the tokens of each expert."""
 
 

@@ -114,11 +114,11 @@ class Filler:
                 .T.to(self.device, port.dtype)
                 .contiguous()
             )
-        (start, size), *rest = place
-        columns = self.arrangement.columns_of(name, self._group)
+        columns = self.arrangement.columns_of(name, self._group) if place else None
         if columns is None:
             value = self._read_dense(name, place)
         else:
+            (start, size), *rest = place
             value = self._read_dense(name, ((0, len(columns)), *rest))[columns[start : start + size]]
         return value.to(self.device, port.dtype).contiguous()
 

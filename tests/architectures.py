@@ -59,6 +59,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mixtral": {"architectures": ["MixtralForCausalLM"], **_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {"architectures": ["Qwen2MoeForCausalLM"], **_LLAMA, **_MOE, "shared_expert_intermediate_size": 16},
     "qwen3_moe": {"architectures": ["Qwen3MoeForCausalLM"], **_LLAMA, **_MOE, "head_dim": 8},
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"], **_LLAMA, "head_dim": 8, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "sliding_window": 5,
+    },
     "roberta": {
         "architectures": ["RobertaForCausalLM"], **_LLAMA, "is_decoder": True, "max_position_embeddings": 66,
         "pad_token_id": 1, "bos_token_id": 0,
@@ -130,9 +134,20 @@ def batch(several: bool) -> dict[str, Tensor]:
 
 
 def keeps_apart(name: str) -> bool:
-    """Whether transformers' own module keeps documents apart by positions that restart."""
-    cls = type(own(name))
-    return "position_ids" in inspect.signature(cls.forward).parameters and bool(cls._supports_attention_backend)
+    """Whether transformers' own module keeps documents apart by positions that restart: the second document of a row
+    has the logits that it has alone."""
+    model, row = own(name), batch(True)
+    if "position_ids" not in inspect.signature(type(model).forward).parameters or not model._supports_attention_backend:
+        return False
+    second = row["positions"][0].tolist().index(0, 1)
+    first = Architecture(config_of(name)).first_position
+    logits = []
+    with torch.no_grad():
+        for start in (0, second):
+            tokens, positions = row["tokens"][:1, start:], row["positions"][:1, start:] + first
+            inputs = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
+            logits.append(torch.func.functional_call(model, values(name), (), inputs).logits[0, second - start :])
+    return bool(torch.allclose(*logits, rtol=1e-3, atol=1e-3))
 
 
 def reference(name: str, batch: Mapping[str, Tensor], several: bool) -> tuple[Tensor, dict[str, Tensor]]:
@@ -141,7 +156,7 @@ def reference(name: str, batch: Mapping[str, Tensor], several: bool) -> tuple[Te
     trained = [leaves[path].requires_grad_() for path, _ in model.named_parameters()]
     inputs = {"input_ids": batch["tokens"], "use_cache": False}
     if several:
-        inputs["position_ids"] = batch["positions"]
+        inputs["position_ids"] = batch["positions"] + Architecture(config_of(name)).first_position
     logits = torch.func.functional_call(model, leaves, (), inputs).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch["targets"].flatten(), reduction="sum")
     gradients = torch.autograd.grad(loss, trained, materialize_grads=True)

@@ -11,10 +11,11 @@ def documents_of(b: int, t: int, seed: int) -> Tensor:
     return starts.cumsum(1)
 
 
-def plain(
+def plain_scores(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, window: int | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The scores [b,h,s,t], -inf where a query does not attend, and the values with a head per query head."""
     group, s, t = q.shape[2] // k.shape[2], q.shape[1], k.shape[1]
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
     scores = torch.einsum("bshd,bthd->bhst", q, k) * scale
@@ -26,7 +27,14 @@ def plain(
         visible = visible & (row[:, None] - torch.arange(t) < window)
     if documents is not None:
         visible = visible & (documents[:, t - s :, None] == documents[:, None])[:, None]
-    scores = scores.masked_fill(~visible, -torch.inf)
+    return scores.masked_fill(~visible, -torch.inf), v
+
+
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, window: int | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    scores, v = plain_scores(q, k, v, documents, scale, window, softcap)
     return torch.einsum("bhst,bthd->bshd", scores.softmax(-1), v), scores.logsumexp(-1)
 
 

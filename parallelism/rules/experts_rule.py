@@ -44,8 +44,7 @@ def _rule(op: Op, forward: bool) -> Rule:
         """Subtracts this device's first expert from the ids, so that ids of other devices' experts are out of range."""
         if not at.axes(e):
             return at.same()
-        shape = at.operand_shape(where)
-        local_experts = at.emit(aten.sub.Tensor, at.inputs[where], at.offset(e), shape=shape, dtype=torch.int64)
+        local_experts = _local_ids(at, where, e)
         return at.with_args(*(local_experts if i == where else Ref(i) for i in range(len(op.operands))))
 
     operands = [row, choice, choice, inward, inward, outward]
@@ -56,6 +55,55 @@ def _rule(op: Op, forward: bool) -> Rule:
     return factors.rule(
         operands if forward else [row, *operands], results, flops=flops, work=work, local=local, guarded=(e,)
     )
+
+
+def _local_ids(at: LocalOp, ids: int, e: int) -> Any:
+    """The ids of experts less this device's first one. ids: the operand that holds them."""
+    shape = at.operand_shape(ids)
+    return at.emit(aten.sub.Tensor, at.inputs[ids], at.offset(e), shape=shape, dtype=torch.int64)
+
+
+def expert_linear(op: Op) -> Rule:
+    """The rule of products with experts' matrices: experts e and inputs i are summed, outputs o may be sharded.
+
+    `x[... c i], ids[... k], weight[e o i] -> [... k o]`. A device with some of the experts has 0 for the others'.
+    """
+    x, ids, weight = op.operands
+    factors = Factors()
+    tokens, k = factors.dims(ids.shape[:-1]), factors.dims(ids.shape[-1:])
+    e, o, i = factors.new(weight.shape[0], Kind.REDUCE), factors.new(weight.shape[1]), factors.new(x.shape[-1])
+    factors.kinds[i] = Kind.REDUCE
+
+    def local(at: LocalOp) -> Any:
+        return at.with_args(Ref(0), _local_ids(at, 1, e), Ref(2)) if at.axes(e) else at.same()
+
+    own = k if x.shape[-2] == ids.shape[-1] else ((),)
+    return factors.rule(
+        [(*tokens, *own, (i,)), (*tokens, *k), ((e,), (o,), (i,))], [(*tokens, *k, (o,))], local=local, additive=(0,),
+        flops=2 * product(ids.shape) * weight.shape[1] * x.shape[-1], guarded=(e,),
+    )  # fmt: skip
+
+
+def expert_outer(op: Op) -> Rule:
+    """The rule of the matrices' gradients, summed over tokens: experts e, outputs o and inputs i may be sharded.
+
+    `dout[... k o], x[... c i], ids[... k] -> [e o i]`.
+    """
+    grad, x, ids = op.operands
+    factors = Factors()
+    tokens = factors.dims(ids.shape[:-1], Kind.REDUCE)
+    k = factors.dims(ids.shape[-1:], Kind.REDUCE)
+    e, o, i = factors.new(op.results[0].shape[0]), factors.new(grad.shape[-1]), factors.new(x.shape[-1])
+
+    def local(at: LocalOp) -> Any:
+        ids_here = _local_ids(at, 2, e) if at.axes(e) else Ref(2)
+        return at.with_args(Ref(0), Ref(1), ids_here, at.size(e))
+
+    own = k if x.shape[-2] == ids.shape[-1] else ((),)
+    return factors.rule(
+        [(*tokens, *k, (o,)), (*tokens, *own, (i,)), (*tokens, *k)], [((e,), (o,), (i,))], local=local,
+        flops=2 * product(ids.shape) * grad.shape[-1] * x.shape[-1],
+    )  # fmt: skip
 
 
 def _slots(op: Op, tensors: str) -> Rule:
@@ -80,6 +128,8 @@ def _slots(op: Op, tensors: str) -> Rule:
 OPS: Table = {
     "tpshard.experts": Entry(experts, work="matmul", saved=True, routed=3),
     "tpshard.experts_backward": Entry(experts_backward, work="matmul", saved=True, routed=3),
+    "tpshard.expert_linear": Entry(expert_linear, work="matmul", saved=True, routed=1),
+    "tpshard.expert_outer": Entry(expert_outer, work="matmul", saved=True),
     "tpshard.to_slots": Entry(lambda op: _slots(op, "bsm,bsk,bsk->bnm")),
     "tpshard.from_slots": Entry(lambda op: _slots(op, "bnm,bsk,bsk->bsm")),
     "tpshard.slot_products": Entry(lambda op: _slots(op, "bsm,bnm,bsk->bsk")),

@@ -13,6 +13,7 @@ OPS: Table = {
     "quantized_linear": product,
     "quantized_gate": product,
     "fixed_rows_experts": product,
+    "fixed_rows_expert_linear": product,
     "quantized_experts": product,
     "tpshard.rms_norm_permuted": Entry(calls=6),
     "tpshard.fp8_quantize": product,  # bound by memory, but a kernel of its own, with which no stream fuses

@@ -15,7 +15,8 @@ def paged_attention(op: Op) -> Rule:
 
     `q[b t (kv g) d], k, v[b t kv d], pools[n s kv d], positions, slots, sequences[b t], tables[m w] -> q`. Rows write
     to the pools, so that every device with a KV head needs all rows. More devices than KV heads shard g and replicate
-    the KV heads with their pools. FLOPs are those of the present blocks, or of one if their number is free.
+    the KV heads with their pools. A second result is `lse[b (kv g) t]`. FLOPs are those of the present blocks, or of
+    one if their number is free.
     """
     q, k, _, pool = op.operands[:4]
     factors = Factors()
@@ -34,13 +35,11 @@ def paged_attention(op: Op) -> Rule:
     window = op.args[10] if len(op.args) > 10 and op.args[10] is not None else cached
     flops = 4 * q.numel * min(cached, window)
     return factors.rule(
-        [queries, keys, keys, pools, pools, row, row, row, ((m,), (w,))], [queries],
+        [queries, keys, keys, pools, pools, row, row, row, ((m,), (w,))],
+        [queries, ((b,), (kv, g), (t,))][: len(op.results)],
         flops=flops, work=(kv, g),
     )  # fmt: skip
 
 
-OPS: Table = {
-    "tpshard.paged_attention": Entry(
-        paged_attention, work="attention", saved=True, carries=2, cached=(3, 4), calls=CALLS
-    )
-}
+PAGED = Entry(paged_attention, work="attention", saved=True, carries=2, cached=(3, 4), calls=CALLS)
+OPS: Table = {"tpshard.paged_attention": PAGED, "tpshard.paged_attention_lse": PAGED}

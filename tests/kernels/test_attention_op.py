@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_cases import documents_of, expected, inputs
+from attention_cases import documents_of, expected, inputs, plain_scores
 from tpshard.kernels import flash
 from tpshard.kernels.attention import attention, blockwise, blockwise_backward
 
@@ -129,3 +129,25 @@ def test_the_flash_kernels_take_what_they_are_given(
     actual = flash.backward(dout, q, k, v, out, lse, documents, 0.25, window)
     assert [x.shape for x in actual] == [q.shape, k.shape, v.shape]
     assert not torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory
+
+
+@pytest.mark.parametrize("shape", SHAPES[:5], ids=str)
+@pytest.mark.parametrize(("packed", "window", "softcap"), [(False, None, None), (True, 6, None), (True, None, 2.0)])
+def test_a_sink_is_a_further_key_without_a_value(
+    shape: tuple[int, ...], packed: bool, window: int | None, softcap: float | None
+) -> None:
+    q, k, v, dout = inputs(shape, 4, torch.float64)
+    documents = documents_of(shape[0], shape[2], 1) if packed else None
+    sinks = torch.linspace(-1.5, 2.0, shape[3], dtype=torch.float64)
+
+    def by_softmax(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+        scores, values = plain_scores(q, k, v, documents, 0.3, window, softcap)
+        further = sinks[:, None, None].expand(*scores.shape[:3], 1)
+        shares = torch.cat([scores, further], -1).softmax(-1)[..., :-1]
+        return torch.einsum("bhst,bthd->bshd", shares, values)
+
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
+    out, reference = attention(*leaves[:3], documents, 0.3, window, softcap, leaves[3]), by_softmax(*leaves)
+    torch.testing.assert_close(out, reference, atol=1e-10, rtol=1e-10)
+    for pair in zip(*(torch.autograd.grad(result, leaves, dout) for result in (out, reference))):
+        torch.testing.assert_close(*pair, atol=1e-10, rtol=1e-10)

@@ -43,10 +43,16 @@ def test_equals_attention_over_the_whole(h: int, kv: int, d: int, window: int | 
     placing = (positions, slots, sequences, tables)
     out = paged_attention(q, new[0], new[1], k_pool, v_pool, *placing, window=window, softcap=softcap)
     assert torch.equal(k_pool, pools[0]) and torch.equal(v_pool, pools[1])
+    again, lse = torch.ops.tpshard.paged_attention_lse(
+        q, new[0], new[1], k_pool, v_pool, *placing, d**-0.5, window, softcap
+    )
+    assert torch.equal(again, out)
     for row, (i, p) in enumerate(rows):
         keys, values = past[:, i, max(0, p + 1 - (window or p + 1)) : p + 1].repeat_interleave(h // kv, dim=2)
         scores = torch.einsum("hd,phd->hp", q[0, row], keys) / math.sqrt(d)
-        weights = torch.softmax(scores if softcap is None else torch.tanh(scores / softcap) * softcap, -1)
+        scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
+        torch.testing.assert_close(lse[0, :, row], scores.logsumexp(-1))
+        weights = torch.softmax(scores, -1)
         torch.testing.assert_close(out[0, row], torch.einsum("hp,phd->hd", weights, values), rtol=0, atol=2e-6)
 
 
@@ -155,9 +161,16 @@ for h, kv, d, dtype, close in ((4, 2, 16, torch.float32, 2e-6), (3, 1, 24, torch
 
     def run(which):
         arrays = (q[0, which], *pools, positions[0, which], sequences[0, which], tables)
-        return triton_paged.paged_attention(*(a.to(device) for a in arrays), d**-0.5, window, softcap).cpu()
+        out, lse = triton_paged.paged_attention(*(a.to(device) for a in arrays), d**-0.5, window, softcap, True)
+        assert torch.equal(triton_paged.paged_attention(
+            *(a.to(device) for a in arrays), d**-0.5, window, softcap)[0], out)
+        logs.append(lse.cpu())
+        return out.cpu()
 
+    logs = []
     whole = run(list(range(len(rows))))
+    _, lse = torch.ops.tpshard.paged_attention_lse(q, *new, *pools.clone(), *told, d**-0.5, window, softcap)
+    torch.testing.assert_close(logs[0], lse[0].T.contiguous(), rtol=0, atol=close)
     kept = pools.clone()
     pools[:] = float("nan")  # what nobody wrote, or another sequence left
     for i, n in enumerate([1, 17, 64, 65, 130]):
@@ -189,7 +202,15 @@ def test_the_triton_kernel_compiles(capability: int) -> None:
 
     pointers = dict.fromkeys(("q", "k_pool", "v_pool", "out"), "*bf16")
     signature = pointers | dict.fromkeys(("positions", "sequences", "tables"), "*i64")
-    signature |= {"scale": "fp32", "width": "i32", "kv_heads": "i32", "window": "i32", "softcap": "fp32"}
-    constants = {"GROUP": 4, "HEAD": 128, "BLOCK": 16, "KEYS": 64, "M": 16, "D": 128, "CAPPED": True}
+    signature |= {
+        "lse": "*fp32",
+        "scale": "fp32",
+        "width": "i32",
+        "kv_heads": "i32",
+        "window": "i32",
+        "softcap": "fp32",
+    }
+    constants = {"GROUP": 4, "HEAD": 128, "BLOCK": 16, "KEYS": 64, "M": 16, "D": 128, "CAPPED": True,
+                 "WITH_LSE": True}  # fmt: skip
     source = ASTSource(paged_attention_kernel, signature | dict.fromkeys(constants, "constexpr"), constants)
     assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]

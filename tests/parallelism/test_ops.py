@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import tpshard.kernels.attention  # registers its op, as those below do
+import tpshard.kernels.expert_linear
 import tpshard.kernels.experts
 import tpshard.kernels.fp8
 import tpshard.kernels.optimizer_steps
@@ -59,13 +61,16 @@ SLOTS = torch.tensor([[[0, 5], [3, -1], [-1, 1]], [[2, 4], [0, 1], [3, -1]]]).re
 """[4, 3, 2]: which of 6 slots the tokens of four sequences take."""
 
 
+CHOICES = torch.tensor([[0, 3], [2, 1], [3, 2], [0, 2]])
+"""[4, 2]: which two of four experts each token takes."""
+
+
 def _experts(x: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    return ours.experts.default(x, torch.tensor([[0, 3], [2, 1], [3, 2], [0, 2]]), weights, gate, up, down)
+    return ours.experts.default(x, CHOICES, weights, gate, up, down)
 
 
 def _experts_gradients(dout: Tensor, x: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Any:
-    ids = torch.tensor([[0, 3], [2, 1], [3, 2], [0, 2]])
-    return ours.experts_backward.default(dout, x, ids, weights, gate, up, down)
+    return ours.experts_backward.default(dout, x, CHOICES, weights, gate, up, down)
 
 
 EXPERTS = (f(4, 2), f(4, 6, 3), f(4, 6, 3), f(4, 3, 6))
@@ -81,11 +86,14 @@ def _flash_gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Any:
     return aten._scaled_dot_product_flash_attention_for_cpu_backward.default(dout, q, k, v, out, lse, 0.0, False)
 
 
-def _page(q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
+PAGE = (f(1, 4, 6, 8), f(1, 4, 2, 8), f(1, 4, 2, 8), f(3, 8, 2, 8), f(3, 8, 2, 8))
+"""Queries, keys and values of four rows, and pools of three blocks."""
+
+
+def _page(*tensors: Tensor, op: Any = ours.paged_attention.default) -> Any:
+    """tensors: q, k, v and the pools."""
     rows = torch.arange(4)[None]
-    return ours.paged_attention.default(
-        q, k, v, k_pool, v_pool, rows, rows + 8, rows * 0, torch.tensor([[1]]), 0.5
-    )  # fmt: skip
+    return op(*tensors, rows, rows + 8, rows * 0, torch.tensor([[1]]), 0.5)
 
 
 def _layer_norm_gradients(x: Tensor, w: Tensor, b: Tensor, dout: Tensor) -> Any:
@@ -344,6 +352,14 @@ CASES: dict[str, list[Case]] = {
     # experts
     "tpshard.experts": [of(_experts, f(4, 3), *EXPERTS)],
     "tpshard.experts_backward": [of(_experts_gradients, f(4, 3), f(4, 3), *EXPERTS)],
+    "tpshard.expert_linear": [
+        of(lambda x, w: ours.expert_linear.default(x, CHOICES, w), f(4, 1, 3), f(4, 6, 3)),
+        of(lambda x, w: ours.expert_linear.default(x, CHOICES, w), f(4, 2, 3), f(4, 6, 3)),
+    ],
+    "tpshard.expert_outer": [
+        of(lambda d, x: ours.expert_outer.default(d, x, CHOICES, 4), f(4, 2, 6), f(4, 1, 3)),
+        of(lambda d, x: ours.expert_outer.default(d, x, CHOICES, 4), f(4, 2, 6), f(4, 2, 3)),
+    ],
     "tpshard.to_slots": [
         of(lambda x, w: ours.to_slots.default(x, SLOTS, w, 6), f(4, 3, 5), f(4, 3, 2)),
         of(lambda x: ours.to_slots.default(x, SLOTS, None, 6), f(4, 3, 5)),
@@ -358,8 +374,9 @@ CASES: dict[str, list[Case]] = {
     "aten.max_pool2d_with_indices": [call(aten.max_pool2d_with_indices.default, f(4, 6, 4, 4), [2, 2])],
     "aten.avg_pool2d": [call(aten.avg_pool2d.default, f(4, 6, 4, 4), [2, 2])],
     "tpshard.paged_attention": [
-        of(_page, f(1, 4, 6, 8), f(1, 4, 2, 8), f(1, 4, 2, 8), f(3, 8, 2, 8), f(3, 8, 2, 8), written=(3, 4)),
+        of(_page, *PAGE, written=(3, 4)),
     ],
+    "tpshard.paged_attention_lse": [of(partial(_page, op=ours.paged_attention_lse.default), *PAGE, written=(3, 4))],
     "tpshard.reorder": [of(lambda x: ours.reorder.default(x, torch.tensor([2, 0, 1, 0, 2, 1]), 2), f(4, 6))],
     # optimizers
     "tpshard.adamw_step": [

@@ -48,6 +48,7 @@ def setting_of(folder: Path, mesh: dict[str, int], more: str = "", key: str = "t
         ("gpt_neo", {"fsdp": 2, "tp": 2}, False),
         ("stablelm", {"tp": 2}, False),
         ("roberta", {"fsdp": 2, "tp": 2}, False),
+        ("gpt_oss", {"fsdp": 2, "tp": 2}, False),
     ],
 )
 def test_a_step_is_transformers_own(name: str, mesh: dict[str, int], several: bool, tmp_path: Path) -> None:
@@ -230,6 +231,7 @@ def test_a_model_that_looks_at_values_is_refused_with_its_line(tmp_path: Path, m
         ("codegen", 1),
         ("gpt_neo", 2),
         ("stablelm", 2),
+        ("gpt_oss", 2),
     ],
 )
 def test_a_servers_step_is_transformers_own(name: str, tp: int, tmp_path: Path) -> None:
