@@ -129,6 +129,10 @@ class Architecture:
             notes.append("the router's auxiliary loss (output_router_logits) is not added to the loss")
         if not self.attends and not own_attention.took_place(model):
             notes.append(f"{self.cls.__name__} mixes tokens by itself: documents in one row may attend to each other")
+        elif others := _mixers(model):
+            notes.append(
+                f"{', '.join(others)} mixes tokens outside of attention: documents in one row reach each other"
+            )
         return notes
 
     def build(self, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -192,6 +196,17 @@ def _with_infinities(value: Any) -> Any:
     if set(value) == {"__float__"}:
         return float(value["__float__"])
     return {key: _with_infinities(each) for key, each in value.items()}
+
+
+def _mixers(model: nn.Module) -> list[str]:
+    """The classes of modules besides attention in which tokens of a row meet: with convolutions, or MiniMax's."""
+    mixers = [
+        type(module).__name__
+        for module in model.modules()
+        if "LightningAttention" in type(module).__name__
+        or any(isinstance(part, nn.Conv1d) for part in module.children())
+    ]
+    return list(dict.fromkeys(mixers))
 
 
 def _hold_buffers(model: nn.Module) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -93,11 +95,21 @@ def folder(place: Path, name: str, *, weights: bool | Mapping[str, Tensor] = Fal
 
 
 def own(name: str) -> Any:
-    """transformers' own module, unchanged."""
+    """transformers' own module, unchanged, with the same initial values at every call, in torch's default dtype."""
+    return copy.deepcopy(_built(json.dumps(config_of(name)))).to(torch.get_default_dtype())
+
+
+@cache
+def _built(config: str) -> Any:
     import transformers
 
-    cls = getattr(transformers, CONFIGS[name]["architectures"][0])
-    return cls(cls.config_class.from_dict(config_of(name))).eval()
+    values = json.loads(config)
+    cls = getattr(transformers, values["architectures"][0])
+    own_config = cls.config_class.from_dict(values)
+    own_config._experts_implementation = "eager"  # grouped products have no float64
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return cls(own_config).eval()
 
 
 def values(name: str) -> dict[str, Tensor]:

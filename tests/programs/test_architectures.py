@@ -125,6 +125,17 @@ def test_a_shared_expert_is_divided_as_the_plan_divides_the_layer_around_it(tmp_
     assert stored == {"gate_proj.weight": (8, 32), "up_proj.weight": (8, 32), "down_proj.weight": (32, 8)}
 
 
+def test_layers_in_which_documents_meet_are_told(tmp_path: Path) -> None:
+    """Attention keeps them apart in a hybrid class, its convolutions do not."""
+    names = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+    config = {"model_type": "lfm2", "architectures": ["Lfm2ForCausalLM"], "vocab_size": 64, **names}
+    hybrid = Architecture(config | {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]})
+    (note,) = hybrid.notes(hybrid.build())
+    assert "Lfm2ShortConv mixes tokens outside of attention: documents in one row reach each other" in note
+    llama = Architecture(architectures.config_of("llama"))
+    assert llama.notes(llama.build()) == []
+
+
 def test_an_unknown_folder_falls_to_transformers_and_says_so(tmp_path: Path) -> None:
     setting = setting_of(architectures.folder(tmp_path / "neox", "gpt_neox"), {}, key="hf")
     assert setting.config is None and type(setting.model).__name__ == "GPTNeoXForCausalLM"

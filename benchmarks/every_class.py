@@ -1,0 +1,223 @@
+"""Tries every causal language model class of the installed transformers: a training step, and a server's step.
+
+    python benchmarks/every_class.py [--record] [--timeout SECONDS] [NAME ...]       model types, such as qwen3 mamba2
+
+Each class gets a small configuration: its own defaults, with the sizes of SIZES. A class that cannot run so in
+transformers itself is left out, with the reason. train: loss and gradients of a step on fsdp 2 x tp 2, all devices
+simulated in this process, against transformers in one process, both in float64; the largest difference of a gradient,
+relative to the largest of its parameter. serve: the logits of two tensor-parallel devices over the paged cache, in
+fp32. What tpshard refuses is listed with the reason; a difference above 1e-4 (training: 1e-6) is `wrong`, and any other
+exception is `crashed`.
+
+`--record` writes benchmarks/records/every_class.json; names given replace their rows in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import signal
+import sys
+import tempfile
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from tpshard.parallelism.float64 import float64
+from tpshard.programs import step_programs
+from tpshard.programs.setting import Setting
+from tpshard.recipes.diagnostic import Mistakes
+
+from record import RECORDS, ROOT, Record, add_options, load
+
+sys.path.insert(0, str(ROOT / "tests"))
+import architectures
+from servers import prompts
+
+import gallery
+
+MESH = {"fsdp": 2, "tp": 2}
+SIZES: tuple[tuple[int, tuple[str, ...]], ...] = (
+    (32, ("hidden_size", "d_model", "n_embd", "embedding_size", "dim", "attention_hidden_size", "lru_width")),
+    (48, ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "d_ff", "decoder_ffn_dim", "encoder_ffn_dim")),
+    (2, ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "encoder_layers")),
+    (4, ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads",
+         "decoder_attention_heads", "linear_num_value_heads", "num_linear_attention_heads")),
+    (4, ("mamba_n_heads", "mamba_num_heads")),
+    (4, ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")),
+    (2, ("num_key_value_heads", "num_kv_heads", "linear_num_key_heads")),
+    (2, ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")),
+    (8, ("head_dim", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "linear_key_head_dim", "linear_value_head_dim",
+         "global_head_dim")),
+    (4, ("rotary_dim", "qk_rope_head_dim", "state_size", "mamba_d_state", "ssm_state_size", "index_head_dim")),
+    (16, ("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size", "q_lora_rank",
+          "shared_intermediate_size", "moe_shared_expert_intermediate_size", "hidden_size_per_layer_input")),
+    (64, ("vocab_size", "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length",
+          "vocab_size_per_layer_input")),
+    (1, ("n_shared_experts", "first_k_dense_replace", "topk_group", "n_group")),
+    (16, ("mamba_d_head", "mamba_head_dim")),
+    (5, ("sliding_window", "attention_window_size", "window_size")),
+    (0, ("pad_token_id",)), (1, ("bos_token_id",)), (2, ("eos_token_id",)),
+)  # fmt: skip
+"""The value of each key of a configuration, where the class has the key and its default is a number."""
+
+
+def classes() -> dict[str, type[Any]]:
+    """The causal language model class of each model type that has one."""
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    names = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    found = {name: getattr(transformers, each, None) for name, each in names.items() if isinstance(each, str)}
+    return {name: cls for name, cls in found.items() if isinstance(cls, type) and hasattr(cls, "config_class")}
+
+
+def small(cls: type[Any]) -> dict[str, Any]:
+    """A small configuration of a class, as config.json holds it."""
+    if cls.config_class.sub_configs:
+        raise ValueError("a configuration of several models")
+    defaults = cls.config_class()
+    numbers = {key: value for value, keys in SIZES for key in keys if _counts(defaults, key)}
+    if "qk_rope_head_dim" in numbers:  # latent attention: one key per query, and rotations of a part of the head
+        numbers |= {"head_dim": numbers["qk_rope_head_dim"], "num_key_value_heads": numbers["num_attention_heads"]}
+    config = cls.config_class(**numbers)
+    return {**config.to_dict(), "architectures": [cls.__name__]}
+
+
+def _counts(defaults: Any, key: str) -> bool:
+    """Whether a configuration has a key of its own whose default is a number, or stands for one."""
+    if key in getattr(defaults, "attribute_map", {}) or isinstance(getattr(type(defaults), key, None), property):
+        return False
+    default = defaults.to_dict().get(key, "absent")
+    stands = key.endswith("_id") or key == "head_dim" or "expert" in key or "moe" in key
+    return isinstance(default, int) or (default is None and stands)
+
+
+def outcome(what: Callable[[], Any], limit: float) -> Any:
+    """The difference that `what` computes, or a dict with the key refused, wrong or crashed and the reason."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            apart = what()
+    except Mistakes as error:
+        first = error.diagnostics[0]
+        return {"refused": first.message + (f": {first.why}" if first.why else "")}
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(frame.filename).name}:{frame.lineno}"
+        return {"crashed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({where})"}
+    return apart if apart <= limit else {"wrong": apart}
+
+
+def own(what: Callable[[], Any]) -> str:
+    """ "" if transformers itself computes `what` with the configuration, else its error."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            what()
+    except Exception as error:
+        return f"transformers: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return ""
+
+
+def served(name: str) -> None:
+    """Computes the logits of prompts as a server's are compared with."""
+    tokens = torch.from_numpy(prompts().tokens)[None]
+    with torch.no_grad():
+        for part in (tokens[:, :5], tokens[:, 5:]):
+            architectures.own(name)(part)
+
+
+def trained(name: str, folder: Path) -> float:
+    """The largest difference of the loss and the gradients of a step, computed in float64."""
+    program = step_programs.micro_program(Setting.of(gallery.recipe(folder, MESH)))
+    several = architectures.keeps_apart(name)
+    batch = architectures.batch(several)
+    with float64():
+        loss, gradients = architectures.reference(name, batch, several)
+        values = architectures.values(name)
+        sums = [torch.zeros_like(value) for value in values.values()]
+        loss_sum, _, *summed = program.simulate(*values.values(), *sums, *batch.values())
+    return max(gallery.apart(loss_sum, loss), gallery.furthest(summed, list(gradients.values())))
+
+
+def examine(name: str, place: Path) -> dict[str, Any]:
+    """The row of one model type."""
+    cls = classes()[name]
+    row: dict[str, Any] = {"name": name, "class": cls.__name__}
+    torch.manual_seed(0)
+    try:
+        config = small(cls)
+    except Exception as error:
+        return row | {"left_out": f"no small configuration: {type(error).__name__}: {str(error)[:200]}"}
+    with mock.patch.dict(architectures.CONFIGS, {name: config}):
+        if reason := own(partial(architectures.reference, name, architectures.batch(False), False)):
+            return row | {"left_out": reason}
+        folder = architectures.folder(place / name, name)
+        row["train"] = outcome(partial(trained, name, folder), 1e-6)
+        reason = own(partial(served, name))
+        row["serve"] = {"left_out": reason} if reason else outcome(partial(gallery.serves, name, folder), 1e-4)
+    return row
+
+
+def in_process(name: str, timeout: int) -> dict[str, Any]:
+    """`examine` with a limit on its time."""
+    import transformers
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+
+    def late(*_: Any) -> None:
+        raise TimeoutError(f"longer than {timeout} s")
+
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(timeout)
+    try:
+        with tempfile.TemporaryDirectory() as place:
+            return examine(name, Path(place))
+    except TimeoutError as error:
+        return {"name": name, "class": classes()[name].__name__, "left_out": str(error)}
+    finally:
+        signal.alarm(0)
+
+
+def result_of(row: dict[str, Any], verb: str) -> str:
+    """One word for a verb's outcome: equal, refused, wrong, crashed or left_out."""
+    if "left_out" in row:
+        return "left_out"
+    return next(iter(row[verb])) if isinstance(row[verb], dict) else "equal"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--timeout", type=int, default=240, help="seconds for one class")
+    parser.add_argument("--workers", type=int, default=2)
+    add_options(parser)
+    options = parser.parse_args()
+    record = Record("every_class", quiet=options.json)
+    names = options.names or list(classes())
+    with multiprocessing.get_context("spawn").Pool(options.workers, maxtasksperchild=8) as pool:
+        for row in pool.imap_unordered(partial(in_process, timeout=options.timeout), names):
+            record.rows.append(row)
+            record.say(json.dumps(row))
+    if options.names and (RECORDS / "every_class.json").exists():  # the other rows stay
+        fresh = {row["name"] for row in record.rows}
+        record.rows += [row for row in load("every_class")["rows"] if row["name"] not in fresh]
+    record.rows.sort(key=lambda row: str(row["name"]))
+    for verb in ("train", "serve"):
+        for result, count in sorted(Counter(result_of(row, verb) for row in record.rows).items()):
+            record.figure(f"{verb}.{result.replace('_', '-')}", count, "classes")
+            record.say(f"{verb}: {result} {count}")
+    record.close(as_json=options.json, write=options.record)
+
+
+if __name__ == "__main__":
+    main()
