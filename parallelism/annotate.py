@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -61,9 +62,11 @@ def mesh_split(tensor: torch.Tensor, mesh: Mesh, dims_mapping: Sequence[Any] | s
     if torch._C._functorch.is_batchedtensor(tensor):
         raise ValueError("mesh_split annotates whole tensors, not those of a manual region, or of vmap")
     require_mesh(mesh)
-    if not isinstance(dims_mapping, (tuple, list)) or any(type(i) is not int for i in dims_mapping):
+    if not isinstance(dims_mapping, (tuple, list)) or any(
+        isinstance(i, bool) or not isinstance(i, Integral) for i in dims_mapping
+    ):
         return split_as(tensor, mesh, Sharding.of(mesh, dims_mapping, tensor.dim()))
-    mapping, names = list(dims_mapping), list(mesh.axes)
+    mapping, names = [int(i) for i in dims_mapping], list(mesh.axes)
     if len(mapping) != tensor.dim():
         raise ValueError(f"dims_mapping {mapping} has {len(mapping)} entries for a tensor of {tensor.dim()} dims")
     if any(not -1 <= i < len(names) for i in mapping):

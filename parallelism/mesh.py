@@ -88,6 +88,10 @@ class Mesh:
         pre, sub = int(part[0]), int(part[1])  # type: ignore[call-overload]
         if size % (pre * sub):
             raise ValueError(f"sub-axis {name}:({pre}){sub} does not divide the {size} devices of axis `{name}`")
+        if sub == 1 < size:
+            raise ValueError(
+                f"sub-axis {name}:({pre}){sub} has one device, along which nothing is sharded; leave it out"
+            )
         return Axis(str(name), pre, sub)
 
     def index(self, axis: Axis, rank: int) -> int:

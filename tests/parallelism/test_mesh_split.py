@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from tpshard.parallelism import Mesh, mesh_split, partition
@@ -24,6 +25,18 @@ def test_a_mapping_that_does_not_fit_is_refused(mapping: list[int], why: str) ->
 def test_every_form_of_a_sharding_is_taken(sharding: object) -> None:
     program = partition(lambda x: mesh_split(x, MESH, sharding) * 2, [torch.empty(4, 8)], MESH)  # type: ignore[arg-type]
     assert program.records["mul"].layout.dims == ((MESH.axis("a"),), ())
+
+
+def test_numpys_whole_numbers_are_indices_too() -> None:
+    mapping = list(np.array([1, -1]))
+    program = partition(lambda x: mesh_split(x, MESH, mapping) * 2, [torch.empty(4, 8)], MESH)
+    assert program.records["mul"].layout.dims == ((MESH.axis("b"),), ())
+
+
+@pytest.mark.parametrize("text", ["[{a:(2)1} {}]", "[{a:(1)1} {}]"])
+def test_a_part_of_an_axis_has_more_than_one_device(text: str) -> None:
+    with pytest.raises(ValueError, match="has one device, along which nothing is sharded"):
+        mesh_split(torch.empty(4, 8), MESH, text)
 
 
 @pytest.mark.parametrize("wrong", [5, [None, 0], ["a", "a"], ["c", None], [True, -1], [0.0, -1], {"a": 0}], ids=str)
