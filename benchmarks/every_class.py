@@ -32,6 +32,7 @@ from unittest import mock
 import torch
 from tpshard.parallelism.float64 import float64
 from tpshard.programs import step_programs
+from tpshard.programs.checks import traceable
 from tpshard.programs.setting import Setting
 from tpshard.recipes.diagnostic import Mistakes
 
@@ -137,7 +138,9 @@ def served(name: str) -> None:
 
 def trained(name: str, folder: Path) -> float:
     """The largest difference of the loss and the gradients of a step, computed in float64."""
-    program = step_programs.micro_program(Setting.of(gallery.recipe(folder, MESH)))
+    setting = Setting.of(gallery.recipe(folder, MESH))
+    with traceable(setting):
+        program = step_programs.micro_program(setting)
     several = architectures.keeps_apart(name)
     batch = architectures.batch(several)
     with float64():
