@@ -160,10 +160,11 @@ class LocalPart:
         return self._parts(node, specs)
 
     def several(
-        self, target: Any, *args: Any, like: Sequence[tuple[Sequence[int], Any]], work: float | None = None
-    ) -> list[Any]:
+        self, target: Any, *args: Any, like: Sequence[tuple[Sequence[int], Any]], work: float | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:  # fmt: skip
         specs = [Spec(tuple(shape), dtype) for shape, dtype in like]
-        node = self.emitter.call(target, args, specs)
+        node = self.emitter.call(target, args, specs, kwargs)
         if work is None:
             self._count(node)
         else:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from tpshard.parallelism.graph import Op, Value
-from tpshard.parallelism.rules import sequence
+from tpshard.parallelism.rules import rotation, sequence
 from tpshard.parallelism.rules.entry import Entry, Table
 from tpshard.parallelism.rules.letters import tensors
-from tpshard.parallelism.rules.rule import Dim, Factors, Kind, Rule
+from tpshard.parallelism.rules.rule import Dim, Factors, Kind, LocalOp, Rule
 
 aten = torch.ops.aten
 
@@ -87,42 +88,61 @@ BACKWARD = "q q k v q l m -> q k v"
 
 
 def of_torch(op: Op, text: str = FORWARD) -> Rule:
-    """The rule of torch's own attention: batch, heads and queries may be sharded; causal queries with a mask.
+    """The rules of torch's own attention: batch, heads and queries may be sharded, keys as well in a ring.
 
     `q[b (kv g) s d], k[b kv t d], v[b kv t d]`, and a mask that broadcasts to `[b (kv g) s t]`. The gradients of keys
-    and values are summed over the queries of a group. text: the tensors of the op, by letter.
+    and values are summed over the queries of a group. Causal queries are cut with a mask. text: the tensors of the op,
+    by letter.
     """
+    index_of = dict(zip(text.split(), tensors(op)))
+    q, k, mask = (None if (i := index_of[name]) is None else op.operands[i] for name in "qkm")
+    assert q is not None and k is not None
+    causal, scale = op.kwargs.get("is_causal", any(a is True for a in op.args)), op.kwargs.get("scale")
+    main = _dense(op, text, causal, ring=False)
+    if not causal:
+        ring = q.shape[2] == k.shape[2] > 1 and (mask is None or mask.shape[-1] == k.shape[2])
+        return replace(main, others=(_dense(op, text, causal, ring=True),)) if ring else main
+    if mask is not None:  # torch allows no mask beside is_causal
+        return main
+    call = sequence.Call(1 / math.sqrt(q.shape[3]) if scale is None else scale, heads_first=True)
+    ways = sequence.backward if text == BACKWARD else sequence.forward
+    return replace(main, others=ways(op, main.flops, call))
+
+
+def _dense(op: Op, text: str, causal: bool, ring: bool) -> Rule:
+    """The rule of torch's attention with keys that are whole on every device, or rotate in a ring."""
     operands, results = (side.split() for side in text.split(" -> "))
-    index_of = dict(zip(operands, tensors(op)))
-    q, k = (op.operands[i] for name in "qk" if (i := index_of[name]) is not None)
-    causal = op.kwargs.get("is_causal", any(a is True for a in op.args))
+    named = [name for name, i in zip(operands, tensors(op)) if i is not None]
+    q, k = (op.operands[named.index(name)] for name in "qk")
     factors = Factors()
     shared = Kind.REDUCE if text == BACKWARD else Kind.PASS
     b, kv = factors.new(q.shape[0]), factors.new(k.shape[1])
     g = factors.new(q.shape[1] // k.shape[1], shared)
-    s = factors.new(q.shape[2], Kind.WHOLE if causal else shared)
-    t, d = factors.new(k.shape[2], Kind.WHOLE), factors.new(q.shape[3], Kind.WHOLE)
-    keys: tuple[Dim, ...] = ((b,), (kv,), (t,), (d,))
-    scores: tuple[Dim, ...] = ((b,), (kv, g), (s,), (t,))
+    s = factors.new(q.shape[2], Kind.WHOLE if causal else Kind.PASS if ring else shared)
+    columns, d = factors.new(k.shape[2], Kind.WHOLE), factors.new(q.shape[3], Kind.WHOLE)
+    keys: tuple[Dim, ...] = ((b,), (kv,), (s if ring else columns,), (d,))
+    scores: tuple[Dim, ...] = ((b,), (kv, g), (s,), (columns,))
     dims = {"q": ((b,), (kv, g), (s,), (d,)), "k": keys, "v": keys, "l": scores[:3], "m": scores}
 
     def of(name: str, value: Value) -> tuple[Dim, ...]:
         full = dims[name][len(dims[name]) - value.rank :]
         return tuple(() if n == 1 else dim for n, dim in zip(value.shape, full))
 
-    spelled = {i: name for name, i in zip(operands, tensors(op)) if i is not None}
+    def local(at: LocalOp) -> Any:
+        rotate = rotation.backward if text == BACKWARD else rotation.forward
+        return rotate(at, s, k.shape[2], op.kwargs.get("scale")) if at.axes(s) else at.same()
+
     flops = (10 if text == BACKWARD else 4) * q.numel * k.shape[2]
-    main = factors.rule(
-        [of(spelled[i], value) for i, value in enumerate(op.operands)],
+    facts: dict[str, Any] = {}
+    if ring:
+        sent = [value for name, value in zip(named, op.operands) if name in "kv"] * (2 if text == BACKWARD else 1)
+        fills = (*sequence.PADDED_GRADIENTS, (6, 0.0)) if text == BACKWARD else sequence.PADDED_KEYS
+        facts = {"local": local, **sequence.of_ring(s, sent, fills)}
+    return factors.rule(
+        [of(name, value) for name, value in zip(named, op.operands)],
         [of(name, value) for name, value in zip(results, op.results)],
-        flops=flops // (2 if causal else 1), work=(b, kv, g, s),
+        flops=flops // (2 if causal else 1), work=(b, kv, g, s), **facts,
     )  # fmt: skip
-    if not causal or len(op.operands) > len(operands) - 1:  # torch allows no mask beside is_causal
-        return main
-    scale = op.kwargs.get("scale")
-    call = sequence.Call(1 / math.sqrt(q.shape[3]) if scale is None else scale, heads_first=True)
-    ways = sequence.backward if text == BACKWARD else sequence.forward
-    return replace(main, others=ways(op, main.flops, call))
 
 
 OPS: Table = {

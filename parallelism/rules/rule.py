@@ -157,8 +157,13 @@ class LocalOp(Protocol):
         """A node (or 0) with this device's position along a factor's axes."""
 
     def several(
-        self, target: Any, *args: Any, like: Sequence[tuple[Sequence[int], Any]], work: float | None = None
-    ) -> list[Any]:
+        self,
+        target: Any,
+        *args: Any,
+        like: Sequence[tuple[Sequence[int], Any]],
+        work: float | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:  # fmt: skip
         """Adds a node with several results of these local shapes and dtypes; returns a node for each.
 
         work: the share of the op's FLOPs that it does, if several nodes share them."""

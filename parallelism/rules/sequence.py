@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from tpshard.kernels.attention import ATTENTION_PART, ATTENTION_PART_BACKWARD
 from tpshard.parallelism.graph import Op, Value
+from tpshard.parallelism.rules.rotation import cast, merge
 from tpshard.parallelism.rules.rule import Dim, Exchange, Factors, Kind, LocalOp, Rule
 
 aten = torch.ops.aten
@@ -113,13 +114,13 @@ def _forward(op: Op, flops: int, call: Call, ring: bool) -> Rule:
         out, lse = part(0, moving)
         for behind in range(1, members if ring else 1):
             moving = [at.shift(node, dims.s) for node in moving]
-            out, lse = _merge_partial(at, out, lse, *part(behind, moving))
+            out, lse = merge(at, (out, lse), part(behind, moving), heads_first=False)
         return [call.turn(at, out), lse]
 
     operands = [dims.queries(), dims.keys(t), dims.keys(t), *[dims.documents(t)] * (len(op.operands) - 3)]
     return dims.all.rule(
         operands, [dims.queries(), dims.lse()], flops=flops, work=dims.work, local=local,
-        **_of_ring(dims, op.operands[1:], PADDED_KEYS) if ring else {},
+        **of_ring(dims.s, op.operands[1:], PADDED_KEYS) if ring else {},
     )  # fmt: skip
 
 
@@ -161,14 +162,14 @@ def _backward(op: Op, flops: int, call: Call, ring: bool) -> Rule:
             )
         if ring:  # the last shift brings dk and dv back to the device of their keys
             dk, dv = (at.shift(node, dims.s) for node in (dk, dv))
-        return [call.turn(at, _cast(at, node, at.dtype(i))) for i, node in enumerate((dq, dk, dv))]
+        return [call.turn(at, cast(at, node, at.dtype(i))) for i, node in enumerate((dq, dk, dv))]
 
     queries, keys = dims.queries(), dims.keys(t)
     operands = [queries, queries, keys, keys, queries, dims.lse(), *[dims.documents(t)] * (len(op.operands) - 6)]
     sent = [*op.operands[2:4], *op.operands[2:4], *op.operands[6:]]
     return dims.all.rule(
         operands, [queries, keys, keys], flops=flops, work=dims.work, local=local,
-        **_of_ring(dims, sent, PADDED_GRADIENTS) if ring else {},
+        **of_ring(dims.s, sent, PADDED_GRADIENTS) if ring else {},
     )  # fmt: skip
 
 
@@ -178,14 +179,14 @@ PADDED_GRADIENTS = tuple((operand, 0.0) for operand in range(6))
 """What the padding of dout, q, k, v, out and lse holds in a ring: padded queries add nothing to dk and dv."""
 
 
-def _of_ring(dims: _Factors, sent: list[Value], fills: tuple[tuple[int, float], ...]) -> dict[str, Any]:
-    """The facts about a ring in which every device passes its shard of these values on until all devices have had it.
+def of_ring(s: int, sent: list[Value], fills: tuple[tuple[int, float], ...]) -> dict[str, Any]:
+    """The facts about a ring over factor s, in which every device passes its shards of these values on to all others.
 
     Shards of equal length follow each other, so that a device knows the positions of the keys that it receives. The
     padding behind the last key is hidden from all queries.
     """
-    exchange = Exchange(dims.s, sum(value.bytes for value in sent), len(sent), rotating=True)
-    return {"exchanged": (exchange,), "trailing": (dims.s,), "fills": fills}
+    exchange = Exchange(s, sum(value.bytes for value in sent), len(sent), rotating=True)
+    return {"exchanged": (exchange,), "trailing": (s,), "fills": fills}
 
 
 def _own_documents(at: LocalOp, factor: int, rest: list[Any], ring: bool) -> Any:
@@ -199,25 +200,3 @@ def _own_documents(at: LocalOp, factor: int, rest: list[Any], ring: bool) -> Any
     if size * at.members(factor) > t:  # queries behind the last one have no document
         documents = at.emit(aten.constant_pad_nd.default, documents, [0, size], -1, shape=(b, t + size), dtype=dtype)
     return at.emit(aten.narrow.default, documents, 1, at.offset(factor), size, shape=(b, size), dtype=dtype)
-
-
-def _merge_partial(at: LocalOp, out: Any, lse: Any, more: Any, more_lse: Any) -> tuple[Any, Any]:
-    """Merges the outputs and logsumexps of attention to two parts of the keys."""
-    (b, h, s), dtype, wide = at.shape_of(lse), at.dtype_of(out), at.dtype_of(lse)
-    total = at.emit(aten.logaddexp.default, lse, more_lse, shape=(b, h, s), dtype=wide)
-
-    def weigh(share: Any, logs: Any) -> Any:
-        weight = at.emit(aten.sub.Tensor, logs, total, shape=(b, h, s), dtype=wide)
-        weight = at.emit(aten.exp.default, weight, shape=(b, h, s), dtype=wide)
-        weight = at.emit(aten.permute.default, weight, [0, 2, 1], shape=(b, s, h), dtype=wide)
-        weight = at.emit(aten.unsqueeze.default, weight, 3, shape=(b, s, h, 1), dtype=wide)
-        return at.emit(aten.mul.Tensor, share, weight, shape=at.shape_of(out), dtype=wide)
-
-    combined = at.emit(aten.add.Tensor, weigh(out, lse), weigh(more, more_lse), shape=at.shape_of(out), dtype=wide)
-    return _cast(at, combined, dtype), total
-
-
-def _cast(at: LocalOp, node: Any, dtype: torch.dtype) -> Any:
-    if at.dtype_of(node) == dtype:
-        return node
-    return at.emit(aten._to_copy.default, node, shape=at.shape_of(node), dtype=dtype)

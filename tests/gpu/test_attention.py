@@ -6,6 +6,8 @@ import pytest
 import torch
 from attention_cases import documents_of, expected, inputs
 from tpshard.kernels import attention, flash
+from tpshard.kernels.dense_attention import BACKWARD as BACKWARD_OF_TORCH
+from tpshard.kernels.dense_attention import FORWARD
 from tpshard.kernels.paged_attention import paged_attention, paged_attention_reference
 
 assert attention.__name__  # importing it registers the operations
@@ -58,6 +60,25 @@ def test_operands_may_lie_in_any_order_of_dims() -> None:
     expected = BACKWARD(dout, q, k, v, out, lse, None, 0.125)
     for a, b in zip(expected, BACKWARD(turned[3], *turned[:3], same, same_lse, None, 0.125)):
         assert torch.equal(a, b) and b.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("mask", ["none", "causal", "plane"])
+def test_torch_attention_in_a_captured_program(mask: str, dtype: torch.dtype, device: str) -> None:
+    """Capture records torch's operation for the CPU, which a GPU computes by `kernels.dense_attention`."""
+    q, k, v, dout = (torch.randn(2, 6, 70, 16, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(4))
+    plane = torch.zeros(70, 70, dtype=dtype).masked_fill_(torch.ones(70, 70).triu(9) > 0, -torch.inf)
+    settings = {"attn_mask": plane if mask == "plane" else None, "scale": 0.3}
+    on_device = {"attn_mask": plane.to(device) if mask == "plane" else None, "scale": 0.3}
+    causal = mask == "causal"
+    expected = FORWARD(q, k, v, 0.0, causal, **settings)
+    expected += BACKWARD_OF_TORCH(dout, q, k, v, *expected, 0.0, causal, **settings)
+    q, k, v, dout = (x.to(device) for x in (q, k, v, dout))
+    results = FORWARD(q, k, v, 0.0, causal, **on_device)
+    results += BACKWARD_OF_TORCH(dout, q, k, v, *results, 0.0, causal, **on_device)
+    for result, value in zip(results, expected, strict=True):
+        torch.testing.assert_close(result.cpu(), value, atol=BOUND[dtype], rtol=BOUND[dtype])
+        assert result.stride() == value.stride()
 
 
 # ---- over a paged cache ------------------------------------------------------------------------------------------

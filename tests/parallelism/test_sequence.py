@@ -124,3 +124,34 @@ def test_torch_attention_is_causal_where_its_sequence_is_sharded(rows: int) -> N
     program = partition(gradients, [q, k, v], Mesh({"x": 4}), by_rows, by_rows)
     torch.testing.assert_close(program.simulate(q, k, v), list(gradients(q, k, v)))
     assert program.flop_efficiency > 0.9
+
+
+MASKS = {"none": None, "rows": (1, 1, 0, 0), "heads": (1, 3, 0, 0), "plane": (0, 0)}
+"""Shapes of masks, 0 for the number of rows; some hide all keys from a query, or all of a device's keys."""
+
+
+@pytest.mark.parametrize("rows", [16, 15])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+def test_keys_rotate_under_any_mask(mask: str, mesh: Mesh, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention that is not causal, also where devices do not divide the rows: 1 / 0 stands in the padding."""
+    monkeypatch.setattr(choose, "FLOPS_PER_BYTE", 1e-9)
+    generator = torch.Generator().manual_seed(rows)
+    q, k, v = (torch.rand(1, 3, rows, 4, dtype=torch.float64, generator=generator) + 0.5 for _ in range(3))
+    shape = MASKS[mask]
+    visible = None if shape is None else torch.rand([n or rows for n in shape], generator=generator) > 0.6
+    if visible is not None and visible.shape[-2] > 1:
+        visible[..., 3, :] = False
+
+    def gradients(*args: Tensor) -> tuple[Tensor, ...]:
+        leaves = [arg.detach().requires_grad_() for arg in args[:3]]
+        inverse = [1 / leaf for leaf in leaves]
+        out = torch.nn.functional.scaled_dot_product_attention(*inverse, *args[3:])
+        return out, *torch.autograd.grad(out.square().sum(), leaves)
+
+    by_rows = (None, None, tuple(mesh.axes))
+    args = [q, k, v] if visible is None else [q, k, v, visible]
+    by_mask = [] if visible is None else [None]
+    program = partition(gradients, args, mesh, [by_rows] * 3 + by_mask, [by_rows] * 4, latency=0)
+    torch.testing.assert_close(program.simulate(*args), list(gradients(*args)), rtol=1e-10, atol=1e-10)
+    assert {c.kind for c in program.collectives if c.bytes > 8} == {"permute"}
