@@ -64,7 +64,7 @@ SIZES: tuple[tuple[int, tuple[str, ...]], ...] = (
           "vocab_size_per_layer_input")),
     (1, ("n_shared_experts", "first_k_dense_replace", "topk_group", "n_group")),
     (16, ("mamba_d_head", "mamba_head_dim")),
-    (5, ("sliding_window", "attention_window_size", "window_size")),
+    (5, ("sliding_window", "attention_window_size", "window_size")), (3, ("index_topk",)),
     (0, ("pad_token_id",)), (1, ("bos_token_id",)), (2, ("eos_token_id",)),
 )  # fmt: skip
 """The value of each key of a configuration, where the class has the key and its default is a number."""

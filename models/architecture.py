@@ -117,6 +117,11 @@ class Architecture:
         it."""
         return bool(getattr(self.cls, "_supports_attention_backend", False))
 
+    @property
+    def selects_keys(self) -> bool:
+        """Whether an indexer selects the keys of each query (DeepSeek-V3.2), under an explicit mask."""
+        return getattr(self.config.get_text_config(), "index_topk", None) is not None
+
     def notes(self, model: nn.Module) -> list[str]:
         """Differences from the authors' training: no dropout, no auxiliary losses, documents that see each other."""
         notes = []
@@ -177,6 +182,8 @@ class Architecture:
                 named["position_ids"] = positions if positions is None or not first else positions + first
             if self.attends:
                 named["documents"] = documents
+                if self.selects_keys:
+                    named["attention_mask"] = interface.explicit_mask(tokens, documents)
             elif step is not None:
                 step.documents, step.positions = documents, positions
             return named

@@ -47,13 +47,15 @@ def attend(
     softcap: float | None = None,
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
+    indices: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers' modules call.
 
     query: [batch, heads, seq, head_dim], key and value: [batch, kv_heads, seq, head_dim] -> [batch, seq, heads,
     head_dim]. The mask follows from causality, the window and the `documents` [batch, seq] of the model's caller.
-    s_aux: [heads], the scores of attention sinks.
+    s_aux: [heads], the scores of attention sinks. indices: [batch, seq, selected], the keys that an indexer selects for
+    each query; the mask hides all others.
     ValueError for arguments that the operation does not support.
     """
     for name, argument in others.items():
@@ -64,15 +66,34 @@ def attend(
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     documents = others.get("documents")
     scale = 1.0 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling)
-    if causal and attention_mask is None:
+    if causal and attention_mask is None and indices is None:
         width = max(query.shape[-1], value.shape[-1])  # zeros change neither the scores nor the rest of a result
         q, k, v = (_pad(x, width).transpose(1, 2) for x in (query, key, value))
         return attention(q, k, v, documents, scale, sliding_window, softcap, s_aux)[..., : value.shape[-1]], None
-    if s_aux is not None:
-        raise ValueError(f"{type(module).__name__} has attention sinks and an attention mask, which is not supported")
+    if indices is not None:
+        attention_mask = _selected(attention_mask, indices, key.shape[2])
     return _explicit_attention(
-        query, key, value, attention_mask, documents, scale, sliding_window, softcap, causal
+        query, key, value, attention_mask, documents, scale, sliding_window, softcap, causal, s_aux
     ), None
+
+
+def explicit_mask(tokens: Tensor, documents: Tensor | None) -> Tensor:
+    """The mask of causal attention within documents: [batch, seq] each -> [batch, 1, seq, seq] bool, true if visible.
+
+    transformers' modules with an indexer (DeepSeek-V3.2) select keys under this mask.
+    """
+    batch, seq = tokens.shape
+    pair = None if documents is None else (documents, documents)
+    return visible(pair, range(seq), range(seq), None, tokens.device).expand(batch, 1, seq, seq)
+
+
+def _selected(mask: Tensor | None, indices: Tensor, keys: int) -> Tensor:
+    """A mask [batch, 1, seq, keys] that shows only the keys of `indices` [batch, seq, selected], if `mask` does."""
+    selected = indices.new_zeros((*indices.shape[:2], keys), dtype=torch.bool).scatter(-1, indices.long(), True)
+    selected = selected.unsqueeze(1)
+    if mask is None or mask.dtype == torch.bool:
+        return selected if mask is None else mask & selected
+    return mask.masked_fill(~selected, float("-inf"))
 
 
 def _pad(x: Tensor, width: int) -> Tensor:
@@ -82,7 +103,7 @@ def _pad(x: Tensor, width: int) -> Tensor:
 
 def _explicit_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, documents: Tensor | None, scale: float,
-    window: int | None, softcap: float | None, causal: bool,
+    window: int | None, softcap: float | None, causal: bool, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
@@ -99,7 +120,12 @@ def _explicit_attention(
         scores = scores.masked_fill(~attended, float("-inf"))
     elif window is not None:
         raise ValueError("a bidirectional sliding window is not supported")
-    return (torch.softmax(scores, -1).to(query.dtype) @ value).transpose(1, 2)
+    if sinks is None:
+        weights = torch.softmax(scores, -1)
+    else:
+        further = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        weights = torch.softmax(torch.cat([scores, further], -1), -1)[..., :-1]
+    return (weights.to(query.dtype) @ value).transpose(1, 2)
 
 
 def are_swiglu(module: Any) -> bool:

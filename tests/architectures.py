@@ -23,6 +23,11 @@ _LLAMA = {
 }  # fmt: skip
 _GPT = {"vocab_size": VOCAB, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_LATENT = {
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
+    "index_n_heads": 2, "index_head_dim": 8, "index_topk": 3,
+}  # fmt: skip
+"""Latent attention to three keys that an indexer selects."""
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], **_LLAMA},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], **_LLAMA},
@@ -75,6 +80,16 @@ MORE: dict[str, dict[str, Any]] = {
     "roberta": {
         "architectures": ["RobertaForCausalLM"], **_LLAMA, "is_decoder": True, "max_position_embeddings": 66,
         "pad_token_id": 1, "bos_token_id": 0,
+    },
+    "deepseek_v32": {
+        "architectures": ["DeepseekV32ForCausalLM"], **_LLAMA, **_LATENT, "num_key_value_heads": 4,
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1,
+        "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    },
+    "hy_v4": {
+        "architectures": ["HYV4ForCausalLM"], **_LLAMA, **_LATENT, "num_key_value_heads": 4,
+        "num_local_experts": 4, "n_routed_experts": 4, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
     },
 }  # fmt: skip
 """Classes that are not in the gallery."""

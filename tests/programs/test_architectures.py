@@ -49,6 +49,8 @@ def setting_of(folder: Path, mesh: dict[str, int], more: str = "", key: str = "t
         ("stablelm", {"tp": 2}, False),
         ("roberta", {"fsdp": 2, "tp": 2}, False),
         ("gpt_oss", {"fsdp": 2, "tp": 2}, False),
+        ("deepseek_v32", {"fsdp": 2, "tp": 2}, True),
+        ("hy_v4", {"tp": 2}, True),
     ],
 )
 def test_a_step_is_transformers_own(name: str, mesh: dict[str, int], several: bool, tmp_path: Path) -> None:
