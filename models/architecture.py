@@ -172,7 +172,7 @@ class Architecture:
         if "input_ids" not in takes or "labels" not in takes or model.get_output_embeddings() is None:  # type: ignore[operator]
             raise ValueError(f"{type(model).__name__} is not a causal language model")
         further, first = {"use_cache": False} if "use_cache" in takes else {}, self.first_position
-        step = None if self.attends else own_attention.take_place(model, interface.NAME)
+        step = own_attention.take_place(model, interface.NAME)
 
         def transformers_inputs(
             tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None
@@ -184,14 +184,17 @@ class Architecture:
                 named["documents"] = documents
                 if self.selects_keys:
                     named["attention_mask"] = interface.explicit_mask(tokens, documents)
-            elif step is not None:
-                step.documents, step.positions = documents, positions
+            step.documents, step.positions = documents, positions
             return named
+
+        def logits(_: nn.Module, __: Any, output: Any) -> Tensor:
+            step.documents = step.positions = None
+            return output.logits  # type: ignore[no-any-return]
 
         model.register_forward_pre_hook(
             lambda _, args, kwargs: ((), transformers_inputs(*args, **kwargs)), with_kwargs=True
         )
-        model.register_forward_hook(lambda _, __, output: output.logits)
+        model.register_forward_hook(logits)
 
 
 def _with_infinities(value: Any) -> Any:

@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from tpshard.kernels.attention import attention
 from tpshard.kernels.attention_mask import visible
@@ -64,7 +65,9 @@ def attend(
     if dropout and module.training:
         raise ValueError(f"{type(module).__name__} uses attention dropout, which is not supported")
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-    documents = others.get("documents")
+    documents, step = others.get("documents"), getattr(module, "tpshard_step", None)
+    if documents is None and step is not None:
+        documents = step.documents
     scale = 1.0 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling)
     if causal and attention_mask is None and indices is None:
         width = max(query.shape[-1], value.shape[-1])  # zeros change neither the scores nor the rest of a result
@@ -98,34 +101,49 @@ def _selected(mask: Tensor | None, indices: Tensor, keys: int) -> Tensor:
 
 def _pad(x: Tensor, width: int) -> Tensor:
     """x with zeros after its last dim, up to `width`."""
-    return x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1]))
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
 def _explicit_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, documents: Tensor | None, scale: float,
     window: int | None, softcap: float | None, causal: bool, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
+    """Attention by torch under an explicit mask, or in plain operations with a softcap or sinks."""
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    rows, columns = range(query.shape[2]), range(key.shape[2])
+    attended = None
+    if causal:
+        pair = None if documents is None else (documents, documents)
+        attended = visible(pair, rows, columns, window, query.device)
+    elif window is not None:
+        raise ValueError("a bidirectional sliding window is not supported")
+    elif documents is not None and documents.shape[1] == len(rows) == len(columns):
+        attended = (documents.unsqueeze(2) == documents.unsqueeze(1)).unsqueeze(1)
+    if softcap is None and sinks is None:
+        return F.scaled_dot_product_attention(query, key, value, _joined(mask, attended), scale=scale).transpose(1, 2)
     scores = (query @ key.transpose(2, 3)) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.float() if scores.dtype in (torch.bfloat16, torch.float16) else scores
     if mask is not None:
         scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, float("-inf"))
-    if causal:
-        pair = None if documents is None else (documents, documents)
-        attended = visible(pair, range(query.shape[2]), range(key.shape[2]), window, query.device)
+    if attended is not None:
         scores = scores.masked_fill(~attended, float("-inf"))
-    elif window is not None:
-        raise ValueError("a bidirectional sliding window is not supported")
     if sinks is None:
         weights = torch.softmax(scores, -1)
     else:
         further = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         weights = torch.softmax(torch.cat([scores, further], -1), -1)[..., :-1]
     return (weights.to(query.dtype) @ value).transpose(1, 2)
+
+
+def _joined(mask: Tensor | None, attended: Tensor | None) -> Tensor | None:
+    """A mask and the visible keys, bool, as one mask."""
+    if mask is None or attended is None:
+        return attended if mask is None else mask
+    return mask.masked_fill(~attended, float("-inf")) if mask.is_floating_point() else mask & attended
 
 
 def are_swiglu(module: Any) -> bool:

@@ -23,25 +23,26 @@ _COLUMNS = 8
 
 @dataclass
 class Step:
-    """The documents and positions, [batch, seq] each, of the tokens that attention computes."""
+    """The documents and positions, [batch, seq] each, of the tokens that a model computes; None between its calls."""
 
     documents: Tensor | None = None
     positions: Tensor | None = None
 
 
-def take_place(model: nn.Module, interface: str) -> Step | None:
+def take_place(model: nn.Module, interface: str) -> Step:
     """Replaces the attention of the modules in `_OWN` by tpshard's operation, registered with transformers as
     `interface`.
 
-    Returns the `Step` that they read, or None if the model has no such modules.
+    Returns the `Step` that they read. All modules have it as `tpshard_step`, for layers that pass attention no
+    `documents`.
     """
-    step, replaced = Step(), False
+    step = Step()
     for module in model.modules():
+        module.tpshard_step = step  # type: ignore[assignment]
         replacements = _OWN.get(type(module).__name__)
         for method, replacement in replacements(module, step, interface).items() if replacements else ():
             setattr(module, method, replacement)
-            replaced = True
-    return step if replaced else None
+    return step
 
 
 def took_place(model: nn.Module) -> bool:
@@ -178,6 +179,7 @@ _OWN: dict[str, Callable[[Any, Step, str], Replacements]] = {
     "GPTJAttention": _written_out,
     "GPTNeoSelfAttention": _written_out,
     "MptAttention": _mpt,
+    "NemotronAttention": _without_documents,
     "StableLmAttention": _without_documents,
 }
 """For each class of module, its new methods."""

@@ -183,7 +183,8 @@ class TransformersLayers(LayeredModel):
         name = type(self.model).__name__
         if not architecture.attends and not own_attention.took_place(self.model):
             raise NotQuantizable(f"{name} mixes tokens by itself, so that `tpshard serve` could not serve its folder")
-        self.layers, self.separates_documents = _list_of_layers(self.model), architecture.attends
+        self.layers = _list_of_layers(self.model)
+        self.separates_documents = architecture.attends and not own_attention.took_place(self.model)
         self._transposed: type[nn.Module] = Conv1D
         self._dims = {path: named.dims for path, named in dims_of_plan(self.model).items()}
         self.parameters = [path for path, _ in self.model.named_parameters()]

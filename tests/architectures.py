@@ -81,6 +81,8 @@ MORE: dict[str, dict[str, Any]] = {
         "architectures": ["RobertaForCausalLM"], **_LLAMA, "is_decoder": True, "max_position_embeddings": 66,
         "pad_token_id": 1, "bos_token_id": 0,
     },
+    "nemotron": {"architectures": ["NemotronForCausalLM"], **_LLAMA},
+    "bert": {"architectures": ["BertLMHeadModel"], **_LLAMA},
     "deepseek_v32": {
         "architectures": ["DeepseekV32ForCausalLM"], **_LLAMA, **_LATENT, "num_key_value_heads": 4,
         "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1,

@@ -9,7 +9,7 @@ import architectures
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tpshard.models import interface
+from tpshard.models import interface, own_attention
 from tpshard.models.architecture import Architecture
 from tpshard.models.plan_dims import dims_of_plan
 from tpshard.parallelism.capture import capture
@@ -49,6 +49,7 @@ def setting_of(folder: Path, mesh: dict[str, int], more: str = "", key: str = "t
         ("stablelm", {"tp": 2}, False),
         ("roberta", {"fsdp": 2, "tp": 2}, False),
         ("gpt_oss", {"fsdp": 2, "tp": 2}, False),
+        ("nemotron", {"tp": 2}, True),
         ("deepseek_v32", {"fsdp": 2, "tp": 2}, True),
         ("hy_v4", {"tp": 2}, True),
     ],
@@ -66,6 +67,22 @@ def test_a_step_is_transformers_own(name: str, mesh: dict[str, int], several: bo
     rounding = 1e-7 * max(float(grad.abs().max()) for grad in grads.values())  # that of a key's bias is zero but for it
     for (path, grad), total in zip(grads.items(), summed):
         assert (total - grad).abs().max() <= 1e-5 * grad.abs().max() + max(1e-6, rounding), path
+
+
+@pytest.mark.parametrize("name", ["nemotron", "bert", "deepseek_v32", "gpt_neo", "qwen3_moe"])
+def test_documents_of_a_row_do_not_meet(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a class's layers pass attention no `documents`, as Nemotron's, and where attention is not causal."""
+    monkeypatch.setattr(
+        own_attention, "_OWN", {k: v for k, v in own_attention._OWN.items() if k != "NemotronAttention"}
+    )
+    model, row = Architecture(architectures.config_of(name)).build(), architectures.batch(True)
+    second = row["positions"][0].tolist().index(0, 1)
+    logits = []
+    with torch.no_grad():
+        for start in (0, second):
+            inputs = tuple(row[key][:, start:] for key in ("tokens", "documents", "positions"))
+            logits.append(torch.func.functional_call(model, architectures.values(name), inputs)[:, second - start :])
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 
 def test_dims_come_from_the_class_from_the_recipe_or_from_propagation(tmp_path: Path) -> None:
