@@ -103,14 +103,20 @@ def classes() -> dict[str, type[Any]]:
 
 def small(cls: type[Any]) -> dict[str, Any]:
     """A small configuration of a class, as config.json holds it."""
-    if cls.config_class.sub_configs:
-        raise ValueError("a configuration of several models")
-    defaults = cls.config_class()
-    numbers = {key: value for value, keys in SIZES for key in keys if _counts(defaults, key)}
-    if "qk_rope_head_dim" in numbers:  # latent attention: one key per query, and rotations of a part of the head
-        numbers |= {"head_dim": numbers["qk_rope_head_dim"], "num_key_value_heads": numbers["num_attention_heads"]}
-    config = cls.config_class(**numbers | OF_CLASS.get(cls.config_class.model_type, {}))
+    config = cls.config_class(**_sizes(cls.config_class))
     return {**config.to_dict(), "architectures": [cls.__name__]}
+
+
+def _sizes(config_class: type[Any]) -> dict[str, Any]:
+    """The keys of a small configuration, and of those inside it, such as of a vision tower."""
+    defaults = config_class()
+    sizes: dict[str, Any] = {key: value for value, keys in SIZES for key in keys if _counts(defaults, key)}
+    if "qk_rope_head_dim" in sizes:  # latent attention: one key per query, and rotations of a part of the head
+        sizes |= {"head_dim": sizes["qk_rope_head_dim"], "num_key_value_heads": sizes["num_attention_heads"]}
+    for key in config_class.sub_configs:
+        if (inner := type(getattr(defaults, key, None))) is not type(None):
+            sizes[key] = inner(**_sizes(inner)).to_dict()
+    return sizes | OF_CLASS.get(config_class.model_type, {})
 
 
 def _counts(defaults: Any, key: str) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -249,7 +250,8 @@ def _hold_buffers(model: nn.Module) -> None:
 
 
 def _fill_buffers(model: nn.Module) -> None:
-    """Computes the buffers that checkpoints do not store, by the class's own initialization."""
+    """Computes the buffers that checkpoints do not store, by the class's own initialization or constructor."""
+    constructed: dict[str, Tensor] = {}
     for path, module in model.named_modules():
         if not any(buffer is not None for buffer in module._buffers.values()):
             continue
@@ -261,4 +263,16 @@ def _fill_buffers(model: nn.Module) -> None:
         for name, buffer in module._buffers.items():
             unset = buffer is not None and bool((buffer.isnan() if buffer.is_floating_point() else buffer == -1).all())
             if unset:
-                raise ValueError(f"{type(model).__name__} does not initialize the buffer `{path}.{name}`")
+                constructed = constructed or _constructed_buffers(model)
+                module._buffers[name] = constructed[f"{path}.{name}"]
+
+
+def _constructed_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers as the constructor of the model's class leaves them, by name. Parameters take no memory."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, None if parameter is None else nn.Parameter(parameter.to("meta"), False))
+
+    with mock.patch.object(nn.Module, "register_parameter", on_meta):
+        return dict(type(model)(model.config).named_buffers())

@@ -82,6 +82,10 @@ MORE: dict[str, dict[str, Any]] = {
         "pad_token_id": 1, "bos_token_id": 0,
     },
     "nemotron": {"architectures": ["NemotronForCausalLM"], **_LLAMA},
+    "falcon_h1": {
+        "architectures": ["FalconH1ForCausalLM"], **_LLAMA, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16,
+        "mamba_d_state": 4, "mamba_chunk_size": 8, "ssm_multipliers": [0.5, 1.5, 2.0, 0.25, 1.0],
+    },
     "bert": {"architectures": ["BertLMHeadModel"], **_LLAMA},
     "deepseek_v32": {
         "architectures": ["DeepseekV32ForCausalLM"], **_LLAMA, **_LATENT, "num_key_value_heads": 4,

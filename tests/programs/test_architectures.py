@@ -50,6 +50,7 @@ def setting_of(folder: Path, mesh: dict[str, int], more: str = "", key: str = "t
         ("roberta", {"fsdp": 2, "tp": 2}, False),
         ("gpt_oss", {"fsdp": 2, "tp": 2}, False),
         ("nemotron", {"tp": 2}, True),
+        ("falcon_h1", {"tp": 2}, False),  # whose multipliers are buffers that only the constructor computes
         ("deepseek_v32", {"fsdp": 2, "tp": 2}, True),
         ("hy_v4", {"tp": 2}, True),
     ],
