@@ -74,6 +74,19 @@ class StagedPrograms:
         section = self.setting.recipe.pipeline
         return section is not None and section.split is None
 
+    def sum_ports(self, device: int) -> list[Port]:
+        """The gradient sums that a device keeps while its stages run, one for each of its parameters.
+
+        A parameter without a gradient, such as a router's bias, is in no backward pass: its sum stays zero, laid out as
+        the next program expects it.
+        """
+        own = self.devices[device]
+        backward = [program for stage in self.table.stages_of(device) for program in self.stages[stage].backward]
+        given = {port.name: port for program in backward for port in program.inputs if port.kind == "gradient"}
+        after = (own.totals if own.reduce is None else own.reduce).inputs[: len(own.names)]
+        names = [f"{name}.grad_sum" for name in own.names]
+        return [given.get(name) or replace(port, name=name, kind="gradient") for name, port in zip(names, after)]
+
     @cached_property
     def evaluation(self) -> tuple[Stage, ...]:
         """The forward stages of an evaluation, built on first use."""

@@ -31,13 +31,12 @@ class StagedLockstep(Lockstep):
 
     def sums(self) -> tuple[Parts, float, int]:
         stages, table = self.pipeline.stages, self.pipeline.table
-        fed = {p.name: p for stage in stages for program in stage.backward for p in program.inputs}
         params, sums = [], []
-        for programs, ranks in zip(self.pipeline.devices, self.ranks):
+        for device, (programs, ranks) in enumerate(zip(self.pipeline.devices, self.ranks)):
             held = {name: [self.params[rank][self.names.index(name)] for rank in ranks] for name in programs.names}
             params.append(held if programs.gather is None else self._once(programs.gather, held, ranks))
-            shapes = {f"{name}.grad_sum": fed[f"{name}.grad_sum"].local for name in programs.names}
-            sums.append({n: [torch.zeros(s, dtype=torch.float64) for _ in ranks] for n, s in shapes.items()})
+            ports = self.pipeline.sum_ports(device)
+            sums.append({p.name: [torch.zeros(p.local, dtype=torch.float64) for _ in ranks] for p in ports})
         with float64():
             scalars = simulate_step(table, stages, self.pipeline.axis, params, sums, self._batches())
         for i, (programs, ranks) in enumerate(zip(self.pipeline.devices, self.ranks)):

@@ -32,13 +32,9 @@ class PipelineEngine(State):
         self.pipeline = programs.pipeline
         self.place = context.mesh.index(self.pipeline.axis, context.rank)
         self.mine = self.pipeline.devices[self.place]
-        own_stages = self.pipeline.table.stages_of(self.place)
-        backward = [program for s in own_stages for program in self.pipeline.stages[s].backward]
-        gradients = {p.name: p for program in backward for p in program.inputs if p.kind == "gradient"}
-        self.sum_names = [f"{name}.grad_sum" for name in self.mine.names]
-        super().__init__(
-            programs, context, initial_block, self.mine.update, [gradients[name] for name in self.sum_names]
-        )
+        own_stages, sums = self.pipeline.table.stages_of(self.place), self.pipeline.sum_ports(self.place)
+        self.sum_names = [port.name for port in sums]
+        super().__init__(programs, context, initial_block, self.mine.update, sums)
         every = list(self.pipeline.programs.values())
         context.groups.ensure(c.refs for program in every for c in program.collectives)  # in one order on all ranks
         self.mail = Mail(context, self.pipeline.axis, every)

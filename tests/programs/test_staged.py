@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
+import architectures
 import pytest
 import torch
 from tpshard.parallelism.float64 import BOUND, distance
@@ -160,3 +162,24 @@ def test_experts_in_stages_count_their_tokens_as_on_one_device(overrides: tuple[
     assert actual.loss == pytest.approx(expected.loss, rel=BOUND)
     assert all(distance(actual.gradients[name], grad) <= BOUND for name, grad in expected.gradients.items())
     assert torch.equal(sum(parts[0] for parts in two.counted), sum(parts[0] for parts in one.counted))
+
+
+@pytest.mark.parametrize(
+    "overrides", [(), ("fsdp.accumulate.reduce=last",), ("pipeline.schedule=zero_bubble",)], ids=str
+)
+def test_parameters_without_a_gradient_lie_in_stages(overrides: tuple[str, ...], tmp_path: Path) -> None:
+    """An indexer's matrices and a router's bias are in no backward pass: their gradients are zero, as on one device."""
+    folder = architectures.folder(tmp_path, "deepseek_v32")
+    recipe = f"""
+cluster: {{device: cpu}}
+mesh: {{pp: 2}}
+model: {{transformers: {folder}, seq_len: 8, dtype: fp32}}
+batch: {{global_sequences: 4, per_device: 2}}
+pipeline: {{schedule: 1f1b}}
+"""
+    one = Lockstep(training.build(Setting.of(loads(recipe, ["mesh.pp=1", "pipeline=null"]))), 32).step()
+    two = StagedLockstep(training.build(Setting.of(loads(recipe, overrides))), 32).step()
+    assert two.loss == pytest.approx(one.loss, rel=BOUND)
+    assert all(distance(two.gradients[name], grad) <= BOUND for name, grad in one.gradients.items())
+    without = {name for name, grad in two.gradients.items() if not grad.any()}
+    assert {name for name in two.gradients if ".indexer." in name or name.endswith("correction_bias")} <= without
