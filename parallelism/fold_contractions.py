@@ -28,7 +28,7 @@ def fold_contractions(graph: Graph) -> None:
         elif equation:
             _fold_added(graph, op, equation, ops)
         elif op.target is aten.sum.dim_IntList:
-            _fold_sum(graph, op, ops)
+            _fold_sum(op, ops)
         else:
             ops.append(op)
     graph.ops = ops
@@ -103,14 +103,14 @@ def _fold_added(graph: Graph, op: Op, equation: str, ops: list[Op]) -> None:
         return
     op.target, op.args, op.kwargs = aten.add.Tensor, (Ref(0), Ref(1)), {} if beta == 1 else {"alpha": beta}
     op.operands = [_result(ops), added]
-    _add_before_view(graph, op, ops)
+    _add_before_view(op, ops)
 
 
 def _result(ops: list[Op]) -> Value:
     return ops[-1].results[0]
 
 
-def _add_before_view(graph: Graph, op: Op, ops: list[Op]) -> None:
+def _add_before_view(op: Op, ops: list[Op]) -> None:
     """Rewrites view(x) + bias to view(x + bias), so that the bias is added to the dims that the product kept apart."""
     view = ops[-1]
     if view.target is aten.view.default and op.operands[1].rank == 1:
@@ -142,7 +142,7 @@ def _new_view(value: Value, shape: tuple[int, ...], name: str, op: Op, ops: list
     return view.results[0]
 
 
-def _fold_sum(graph: Graph, op: Op, ops: list[Op]) -> None:
+def _fold_sum(op: Op, ops: list[Op]) -> None:
     """Rewrites a sum over merged dims (the gradient of a bias) to a sum over the dims themselves."""
     ops.append(op)
     source = op.operands[0]

@@ -199,7 +199,7 @@ class _Propagation:
             self.conflicts.setdefault(place, Conflict(edge.op.name, edge.tensors[t], lost, room))
         changed: list[Value] = []
         for t, factors in moved.factors:
-            self._write_back(edge, t, shardings[t], factors, moved.sources, changed)
+            self._write_back(edge, t, factors, moved.sources, changed)
         for value in list(changed):
             if value in self.ties and self.ties[value] is not edge:
                 changed += self._visit(self.ties[value], loop)
@@ -217,9 +217,8 @@ class _Propagation:
         return EdgeChange(changed, step.sources, tuple(step.conflicts)) if changed or step.conflicts else None
 
     def _write_back(
-        self, edge: Edge, t: int, sharding: Sharding, factors: dict[int, Axes], sources: dict[tuple[int, int], int],
-        changed: list[Value],
-    ) -> None:  # fmt: skip
+        self, edge: Edge, t: int, factors: dict[int, Axes], sources: dict[tuple[int, int], int], changed: list[Value]
+    ) -> None:
         value = edge.tensors[t]
         for dim, members in enumerate(edge.rule.tensors[t]):
             if not any((t, f) in sources for f in members):

@@ -206,7 +206,7 @@ def price(
     for i, kernel in enumerate(parts):
         node, comm = kernel.node, flow.info[kernel.node].comm
         if comm is not None and node.op == "call_function":
-            cost = costs[i] = comm_cost(device, topology, node, comm, apart)
+            cost = costs[i] = comm_cost(device, topology, comm, apart)
             apart = 0.0 if cost.wire != "none" else apart
             tasks.append(LaneTask(node.name, "issue", cost.seconds, lane_of(comm), cost.level))
         elif flow.name[node] == "wait_tensor":
@@ -217,8 +217,8 @@ def price(
     return Priced(program, parts, tasks, costs, device.slowdown)
 
 
-def comm_cost(device: Device, topology: Topology, node: fx.Node, comm: Collective, apart: float = 0.0) -> CommCost:
-    """The cost of a node's collective as the backend runs it; its members arrive within `apart` seconds."""
+def comm_cost(device: Device, topology: Topology, comm: Collective, apart: float = 0.0) -> CommCost:
+    """The cost of a collective as the backend runs it; its members arrive within `apart` seconds."""
     cost = collective(device, topology, comm.kind, comm.refs, comm.bytes)
     return replace(cost, seconds=cost.seconds + device.overhead.issue_s + (apart if cost.wire != "none" else 0.0))
 

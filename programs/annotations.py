@@ -150,7 +150,7 @@ class _Reader:
         path = f"sharding.annotate.{pattern}"
         if self.has_stage_dim(value, len(names)):
             names = ["stage", *names]
-        if self.ranks_differ(value, pattern, len(names), path):
+        if self.ranks_differ(value, len(names), path):
             return
         rules: Mapping[str, Sequence[str]] = self.recipe.sharding.rules
         axes = [self.axes(rules.get(n, ())) if n is not None else () for n in names]
@@ -174,7 +174,7 @@ class _Reader:
         path = f"sharding.pin.{pattern}"
         if self.has_stage_dim(value, len(dims)):
             dims = [self.recipe.sharding.rules.get("stage", ()), *dims]
-        if self.ranks_differ(value, pattern, len(dims), path):
+        if self.ranks_differ(value, len(dims), path):
             return
         axes = [self.fits(value, i, self.axes(d), pattern, path) for i, d in enumerate(dims)]
         annotations[value] = self.closed_annotation(value, axes, path, pattern, (None,) * value.rank)
@@ -184,7 +184,7 @@ class _Reader:
         pipeline = self.recipe.pipeline
         return pipeline is not None and pipeline.vectorized and value.rank == entries + 1
 
-    def ranks_differ(self, value: Value, pattern: str, entries: int, path: str) -> bool:
+    def ranks_differ(self, value: Value, entries: int, path: str) -> bool:
         if entries == value.rank:
             return False
         if path not in self.reported:

@@ -102,18 +102,14 @@ class Filler:
         if port.held.form == "experts":
             (first, count), hidden, _ = place
             return [self._pack_expert(port.held.of, expert, hidden) for expert in range(first, first + count)]
-        parts = [self._read_quantized(port, name, place) for name in port.held.of]
+        parts = [self._read_quantized(name, place) for name in port.held.of]
         return prepare(parts[0] if len(parts) == 1 else concatenate(parts), self.device)
 
     def _dense(self, port: Port, name: str, place: Sequence[tuple[int, int]]) -> Tensor:
         """A block of a parameter, with outputs and inputs in the program's order."""
         if self.weights.quantized(name) is not None:
-            return (
-                self._read_quantized(port, name, place)
-                .dequantize(torch.float32)
-                .T.to(self.device, port.dtype)
-                .contiguous()
-            )
+            values = self._read_quantized(name, place).dequantize(torch.float32).T
+            return values.to(self.device, port.dtype).contiguous()
         columns = self.arrangement.columns_of(name, self._group) if place else None
         if columns is None:
             value = self._read_dense(name, place)
@@ -130,7 +126,7 @@ class Filler:
         missing = [x for (_, size), present in zip(reversed(place), reversed(lengths)) for x in (0, size - present)]
         return F.pad(self.weights.block(name, [start for start, _ in place], lengths), missing)
 
-    def _read_quantized(self, port: Port, name: str, place: Sequence[tuple[int, int]]) -> Quantized:
+    def _read_quantized(self, name: str, place: Sequence[tuple[int, int]]) -> Quantized:
         """A block of a quantized parameter, in the program's order."""
         whole = self.weights.quantized(name)
         assert whole is not None, f"{name} is not quantized"

@@ -114,19 +114,7 @@ def gather(op: Op) -> Rule:
     dim = op.args[1] % x.rank
     factors = Factors()
     v = factors.new(x.shape[dim], Kind.REDUCE)
-    source: list[Dim] = []
-    picked: list[Dim] = []
-    for d, (n, m) in enumerate(zip(x.shape, index.shape)):
-        if d == dim:
-            source.append((v,))
-            picked.append((factors.new(m),) if m != 1 else ())
-        elif n == m:
-            shared = (factors.new(n),) if n != 1 else ()
-            source.append(shared)
-            picked.append(shared)
-        else:
-            source.append((factors.new(n, Kind.WHOLE),))
-            picked.append((factors.new(m, Kind.WHOLE),) if m != 1 else ())
+    source, picked = _dims_along(factors, op, dim, v, Kind.PASS)
 
     def local(at: LocalOp) -> Any:
         if not at.axes(v):
@@ -135,7 +123,29 @@ def gather(op: Op) -> Rule:
         looked_up = at.emit(op.target, at.inputs[0], dim, local_rows, shape=at.shape())
         return at.emit(aten.masked_fill.Scalar, looked_up, foreign, 0, shape=at.shape())
 
-    return factors.rule([tuple(source), tuple(picked)], [tuple(picked)], local=local, fills=((1, 0),), guarded=(v,))
+    return factors.rule([source, picked], [picked], local=local, fills=((1, 0),), guarded=(v,))
+
+
+def _dims_along(factors: Factors, op: Op, dim: int, v: int, kind: Kind) -> tuple[tuple[Dim, ...], tuple[Dim, ...]]:
+    """The dims of x, whose `dim` is the factor `v`, and of the index, whose factor there is new and of `kind`.
+
+    The other dims are shared where both have the same size, and whole where the index has a part of them.
+    """
+    x, index = op.operands[:2]
+    source: list[Dim] = []
+    picked: list[Dim] = []
+    for d, (n, m) in enumerate(zip(x.shape, index.shape)):
+        if d == dim:
+            source.append((v,))
+            picked.append((factors.new(m, kind),) if m != 1 else ())
+        elif n == m:
+            shared = (factors.new(n),) if n != 1 else ()
+            source.append(shared)
+            picked.append(shared)
+        else:
+            source.append((factors.new(n, Kind.WHOLE),))
+            picked.append((factors.new(m, Kind.WHOLE),) if m != 1 else ())
+    return tuple(source), tuple(picked)
 
 
 def scatter(op: Op) -> Rule:
@@ -156,19 +166,7 @@ def indexed_write(op: Op, kind: Kind) -> Rule:
     adds = "scatter_add" in op.target.overloadpacket.__name__
     factors = Factors()
     v = factors.new(x.shape[dim])
-    target: list[Dim] = []
-    of_source: list[Dim] = []
-    for d, (n, m) in enumerate(zip(x.shape, index.shape)):
-        if d == dim:
-            target.append((v,))
-            of_source.append((factors.new(m, kind if d == dim else Kind.WHOLE),) if m != 1 else ())
-        elif n == m:
-            shared = (factors.new(n),) if n != 1 else ()
-            target.append(shared)
-            of_source.append(shared)
-        else:
-            target.append((factors.new(n, Kind.WHOLE),))
-            of_source.append((factors.new(m, kind if d == dim else Kind.WHOLE),) if m != 1 else ())
+    target, of_source = _dims_along(factors, op, dim, v, kind)
 
     def local(at: LocalOp) -> Any:
         for f in of_source[dim]:  # x itself is added once
@@ -190,8 +188,8 @@ def indexed_write(op: Op, kind: Kind) -> Rule:
         result = at.emit(op.target, padded, dim, edge, value, shape=grown)
         return at.emit(aten.slice.Tensor, result, dim, 0, at.size(v), shape=at.shape())
 
-    operands = [tuple(target), tuple(of_source)] + ([tuple(of_source)] if src is not None else [])
-    return factors.rule(operands, [tuple(target)], local=local, additive=(0, 2) if adds else (), fills=((1, 0),))
+    operands = [target, of_source] + ([of_source] if src is not None else [])
+    return factors.rule(operands, [target], local=local, additive=(0, 2) if adds else (), fills=((1, 0),))
 
 
 OPS: Table = {
