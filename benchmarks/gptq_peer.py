@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from tpshard.kernels.gptq_config import GPTQConfig
-from tpshard.kernels.gptq_format import GPTQFolder, write_folder
+from tpshard.kernels.gptq_format import GPTQFolder, write_into
 from tpshard.kernels.quantized import Quantized, group_count, group_index
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers import GPTQConfig as PeerConfig
@@ -83,13 +83,15 @@ def compare(bits: int, group_size: int, sym: bool, order: bool, form: str, work:
     dense = {k: v for k, v in model.state_dict().items() if k.removesuffix(".weight") not in linears}
     config = GPTQConfig(bits=bits, group_size=group_size, desc_act=order, sym=sym, checkpoint_format=form)
     settings = json.loads(llama.to_json_string()) | {"architectures": ["LlamaForCausalLM"], "dtype": "float16"}
-    write_folder(work / "ours", settings, linears.items(), dense.items(), config, shard_bytes=200_000)
+    (work / "ours").mkdir(parents=True)
+    (work / "theirs").mkdir()
+    write_into(work / "ours", settings, linears.items(), dense.items(), config, shard_bytes=200_000)
     theirs = [
         (f"{name}.{suffix}", tensor)
         for name, weight in linears.items()
         for suffix, tensor in peer_tensors(weight, group_size, sym, order, form).items()
     ]
-    write_folder(work / "theirs", settings, (), [*theirs, *dense.items()], config)
+    write_into(work / "theirs", settings, (), [*theirs, *dense.items()], config)
     ours = {k: v for file in (work / "ours").glob("*.safetensors") for k, v in load_file(file).items()}
     peer = load_file(work / "theirs/model.safetensors")
     same_files = ours.keys() == peer.keys() and all(torch.equal(ours[k], peer[k]) for k in peer)

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 from tpshard.kernels.gptq_config import GPTQConfig
-from tpshard.kernels.gptq_format import write_folder
+from tpshard.kernels.gptq_format import write_into
 from tpshard.kernels.quantized import Quantized
 from tpshard.models import build, to_hf
 from tpshard.models.config import ModelConfig
@@ -165,7 +165,8 @@ def write_models(folder: Path, config: ModelConfig) -> tuple[Path, Path]:
             tensors[stored] = parameters[name].half()
     written = write_config(config, "fp16")
     how = GPTQConfig(bits=4, group_size=128, desc_act=True)
-    write_folder(quantized, written, linears.items(), tensors.items(), how)
+    quantized.mkdir()
+    write_into(quantized, written, linears.items(), tensors.items(), how)
     return dense, quantized
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -208,58 +206,6 @@ def _tensor_files(folder: Path) -> dict[str, str]:
     return file_of
 
 
-@contextmanager
-def write_aside(out: str | Path) -> Iterator[Path]:
-    """Yields a temporary folder beside `out`, and renames it to `out` when the block ends without an error.
-
-    Raises FileExistsError where `out` exists. An error removes the temporary folder.
-    """
-    out = Path(os.path.abspath(out))
-    if out.exists() or out.is_symlink():
-        raise FileExistsError(f"{out} exists; choose another name or remove it.")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    aside.chmod(0o777 & ~_umask())
-    try:
-        yield aside
-        for path in (*aside.rglob("*"), aside):
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        os.rename(aside, out)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
-
-
-def write_folder(
-    out: str | Path,
-    model_config: Mapping[str, Any],
-    quantized: Iterable[tuple[str, Quantized]],
-    dense: Iterable[tuple[str, Tensor]],
-    config: GPTQConfig,
-    shard_bytes: int = 5_000_000_000,
-    files: Iterable[Path] = (),
-) -> None:
-    """Writes an HF folder: config.json, safetensors (with an index where there are several), and copies of `files`.
-
-    `quantized` and `dense` may be generators: at most `shard_bytes` are in memory. `out` must not exist; it appears
-    complete or not at all.
-    """
-    with write_aside(out) as folder:
-        write_into(folder, model_config, quantized, dense, config, shard_bytes)
-        for file in files:
-            shutil.copyfile(file, folder / file.name)
-
-
 def write_into(
     folder: Path,
     model_config: Mapping[str, Any],
@@ -268,7 +214,10 @@ def write_into(
     config: GPTQConfig,
     shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Writes the files of `write_folder` into an existing folder, without a temporary one."""
+    """Writes config.json and safetensors (with an index where there are several) into an existing, empty folder.
+
+    `quantized` and `dense` may be generators: at most `shard_bytes` are in memory.
+    """
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for module, weight in quantized:

@@ -11,7 +11,7 @@ import architectures
 import torch
 from torch import Tensor, nn
 from tpshard.kernels.gptq_config import GPTQConfig
-from tpshard.kernels.gptq_format import write_folder
+from tpshard.kernels.gptq_format import write_into
 from tpshard.kernels.quantized import Quantized
 
 WIDER = {
@@ -68,7 +68,8 @@ def quantized(name: str, place: Path) -> tuple[Path, dict[str, Tensor]]:
     settings = GPTQConfig(bits=4, group_size=16, desc_act=True)
     linears = {spelled(path): linear for path, linear in coded.items()}
     dense_values = [(spelled(path), value) for path, value in values.items() if path not in held]
-    write_folder(place, architectures.config_of(name), linears.items(), dense_values, settings)
+    place.mkdir(parents=True)
+    write_into(place, architectures.config_of(name), linears.items(), dense_values, settings)
     return place, values
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tpshard.kernels.gptq_config import GPTQConfig
-from tpshard.kernels.gptq_format import write_folder
+from tpshard.kernels.gptq_format import write_into
 from tpshard.kernels.quantized import Quantized
 from tpshard.models import Blueprint, build, from_hf, to_hf
 from tpshard.models.hf import HFFolder
@@ -86,7 +86,8 @@ def test_a_quantized_folder_reads_as_its_dense_weights(kind: str, tmp_path: Path
             linear = Quantized(**{**vars(linear), "bias": dense.tensors.block(bias).half()})
         linears[module], expected[module] = linear, linear.dequantize().T
     rest = [n for n in dense.tensors.names() if n.rpartition(".")[0] not in linears]
-    write_folder(
+    (tmp_path / "gptq").mkdir()
+    write_into(
         tmp_path / "gptq",
         write_config(config, "fp16"),
         linears.items(),
