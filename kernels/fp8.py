@@ -30,7 +30,6 @@ _library = torch.library.Library("tpshard", "FRAGMENT")
 _library.define("fp8_product(Tensor a, Tensor b, str equation) -> Tensor")
 _library.define("fp8_quantize(Tensor x, bool transposed) -> (Tensor, Tensor)")
 _library.define("fp8_multiply(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, ScalarType dtype) -> Tensor")
-PRODUCT = torch.ops.tpshard.fp8_product.default
 QUANTIZE = torch.ops.tpshard.fp8_quantize.default
 MULTIPLY = torch.ops.tpshard.fp8_multiply.default
 

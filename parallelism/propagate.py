@@ -23,7 +23,7 @@ from tpshard.parallelism.mesh import (
     remainder,
     starts_with,
 )
-from tpshard.parallelism.propagated import Annotation, Cause, Conflict, Shardings
+from tpshard.parallelism.propagated import Annotation, Cause, Shardings
 from tpshard.parallelism.propagation_step import Edge, EdgeChange, EdgeVisit, Tie, directions
 from tpshard.parallelism.rules.rule import Rule
 from tpshard.parallelism.rules.table import entry_of, rule_for
@@ -69,7 +69,6 @@ class _Propagation:
             self._set(value, Sharding.unknown(value.rank))
         self.causes: dict[tuple[Value, int], list[tuple[Axis, Cause]]] = {}
         self.annotated = dict(annotations)
-        self.conflicts: dict[tuple[str, Value, Axes], Conflict] = {}
         for value, annotation in annotations.items():
             self._set(value, annotation.sharding)
             for dim, axes in enumerate(annotation.sharding.dims):
@@ -124,9 +123,7 @@ class _Propagation:
             self._set(value, replace(self.state[value], priority=written.priority))
         for edge in dict.fromkeys(self.ties.values()):
             self._close_alike(edge.tensors)
-        return Shardings(
-            self.mesh, self.graph, self.state, self.rules, self.causes, self.annotated, list(self.conflicts.values())
-        )
+        return Shardings(self.mesh, self.graph, self.state, self.rules, self.causes, self.annotated)
 
     def _close_alike(self, tied: Sequence[Value]) -> None:
         """Closes the dims of tied values that are closed, with the same axes, in one of them."""
@@ -194,9 +191,6 @@ class _Propagation:
         moved = self.moves[key]
         if moved is None:
             return []
-        for t, lost, room in moved.conflicts:
-            place = (edge.op.name, edge.tensors[t], lost)
-            self.conflicts.setdefault(place, Conflict(edge.op.name, edge.tensors[t], lost, room))
         changed: list[Value] = []
         for t, factors in moved.factors:
             self._write_back(edge, t, factors, moved.sources, changed)
@@ -214,7 +208,7 @@ class _Propagation:
             (t, {f: part.axes for f, part in new.items()})
             for t, (old, new) in enumerate(zip(step.before, step.parts)) if old != new
         )  # fmt: skip
-        return EdgeChange(changed, step.sources, tuple(step.conflicts)) if changed or step.conflicts else None
+        return EdgeChange(changed, step.sources) if changed else None
 
     def _write_back(
         self, edge: Edge, t: int, factors: dict[int, Axes], sources: dict[tuple[int, int], int], changed: list[Value]

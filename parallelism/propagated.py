@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tpshard.parallelism.graph import Graph, Op, Value
-from tpshard.parallelism.mesh import Axes, Axis, Mesh
+from tpshard.parallelism.mesh import Axis, Mesh
 from tpshard.parallelism.rules.rule import Rule
 from tpshard.parallelism.sharding import Sharding
 from tpshard.parallelism.why import SourcePlace, Through
@@ -30,21 +30,6 @@ class Cause:
     written_at: tuple[SourcePlace, ...] = ()
 
 
-@dataclass(frozen=True)
-class Conflict:
-    """Axes that a value did not get, because another of its dims has them."""
-
-    op: str
-    value: Value
-    axes: Axes
-    lost_to: Axes
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the whole value."""
-        return self.value.bytes
-
-
 @dataclass
 class Shardings:
     """The result of propagation: the sharding of every value, with its causes."""
@@ -55,7 +40,6 @@ class Shardings:
     rules: dict[Op, Rule]
     causes: dict[tuple[Value, int], list[tuple[Axis, Cause]]]
     annotated: dict[Value, Annotation]
-    conflicts: list[Conflict] = field(default_factory=list)
 
     def is_annotated(self, value: Value) -> bool:
         """Whether an axis of a value comes from the value's own annotation."""

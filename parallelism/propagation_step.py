@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from tpshard.parallelism.factors import FactorAxes, extension, parts
 from tpshard.parallelism.graph import Op, Value
-from tpshard.parallelism.mesh import Axes, common_prefix, remainder, size_of, starts_with, without
+from tpshard.parallelism.mesh import Axes, common_prefix, size_of, starts_with, without
 from tpshard.parallelism.rules.rule import Direction, Kind, Rule
 from tpshard.parallelism.sharding import Sharding
 
@@ -54,8 +54,6 @@ class EdgeChange(NamedTuple):
     """Changes as (tensor, its axes per factor)."""
     sources: dict[tuple[int, int], int]
     """The tensor from which the axes of each (tensor, factor) came."""
-    conflicts: tuple[tuple[int, Axes, Axes], ...]
-    """Conflicts as (tensor, axes it did not get, axes that prevented it)."""
 
 
 def directions(rule: Rule, single_use: bool, broadcasts: bool) -> tuple[tuple[Direction, ...], ...]:
@@ -86,7 +84,6 @@ class EdgeVisit:
         self.parts = [dict(p) for p in self.before]
         self.directions = edge.directions[level]
         self.sources: dict[tuple[int, int], int] = {}
-        self.conflicts: list[tuple[int, Axes, Axes]] = []
 
     def basic(self) -> None:
         """Gives all tensors, for each factor, the axes on which they agree, up to the first conflict in any tensor."""
@@ -127,10 +124,7 @@ class EdgeVisit:
                 free = extension(part, candidates[f], self.sizes[f], self.barred[t])
                 if free == part.axes or not starts_with(free, part.axes):
                     continue
-                others = self.others(t, f)
-                axes = extension(part, free, self.sizes[f], others)
-                if axes != free:
-                    self.conflicts.append((t, remainder(free, axes), others))
+                axes = extension(part, free, self.sizes[f], self.others(t, f))
                 if self.edge.pointwise and t < self.count:  # an operand is never sharded more than its result
                     for result in self.parts[self.count :]:
                         if f in result and result[f].axes != axes and starts_with(axes, result[f].axes):

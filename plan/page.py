@@ -13,8 +13,6 @@ from tpshard.plan.screen import LABELS, axes_text, sharding_text, verdict
 from tpshard.plan.units import count, gib, seconds
 from tpshard.recipes.diagnostic import plural
 
-SECTIONS = ("verdict", "mesh", "shardings", "timeline", "memory", "collectives", "what-if")
-
 _STYLE = """
 body{font:14px/1.45 system-ui,sans-serif;margin:24px auto;max-width:1060px;color:#222;background:#fff}
 h1{font-size:22px;margin:0 0 4px}h2{font-size:16px;margin:28px 0 8px;border-bottom:1px solid #ddd}

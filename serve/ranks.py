@@ -53,11 +53,6 @@ class Ranks:
             self.close()
             raise
 
-    @property
-    def pids(self) -> list[int]:
-        """Process ids by rank."""
-        return [worker.process.pid for worker in self._workers.all]
-
     def step(self, batch: StepInput) -> Tensor:
         message = batch.encode()
         for channel in self._channels:

@@ -82,15 +82,6 @@ def test_answer(
                 assert last.written_at[0].source.startswith("line ")
 
 
-def test_lost_conflicts_are_told() -> None:
-    graph = capture(lambda x, y: x + y, [torch.empty(8, 8, device="meta"), torch.empty(8, 8, device="meta")])
-    annotations = {
-        value: Annotation(parse(text, MESH)) for value, text in zip(graph.inputs, ["[{a} {?}]", "[{?} {a}]"])
-    }
-    lost = propagate(graph, MESH, annotations).conflicts
-    assert next((c.value.shape, [axis.name for axis in c.axes], c.bytes) for c in lost) == ((8, 8), ["a"], 256)
-
-
 def test_explanation_ends_at_the_annotation() -> None:
     program = partition(lambda x, w: torch.relu(x @ w).sum(), [torch.empty(8, 8), torch.empty(8, 16)], MESH,
                         [("a",), (None, "b")])  # fmt: skip

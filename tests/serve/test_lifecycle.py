@@ -46,6 +46,10 @@ def answers(runner: Any) -> list[list[int]]:
     return [s.tokens for s in sequences]
 
 
+def pids_of(ranks: Ranks) -> list[int]:
+    return [worker.process.pid for worker in ranks._workers.all]
+
+
 def wait_for_all(pids: list[int]) -> bool:
     return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids)
 
@@ -54,9 +58,9 @@ def test_two_ranks_answer_like_one_and_their_death_is_noticed(folder: Path, runn
     ranks = ranks_of(folder, "serve.mesh.tp=2")
     try:
         assert answers(ranks) == answers(runner)
-        listening = [c for pid in ranks.pids for c in psutil.Process(pid).net_connections() if c.status == "LISTEN"]
+        pids = pids_of(ranks)
+        listening = [c for pid in pids for c in psutil.Process(pid).net_connections() if c.status == "LISTEN"]
         assert all(c.laddr.ip in ("127.0.0.1", "::1") for c in listening)
-        pids = ranks.pids
         os.kill(pids[1], signal.SIGSTOP)
         with pytest.raises(WorkerLost, match="rank 1 was lost: it was stopped by a signal"):
             answers(ranks)
@@ -72,7 +76,7 @@ def test_a_rank_without_memory_in_the_middle_of_decoding_is_lost_and_named(folde
         engine.add(Sequence(tuple(range(2, 400)), Sampling(temperature=0), 100))
         for _ in range(3):
             engine.step()
-        pids = ranks.pids
+        pids = pids_of(ranks)
         psutil.Process(pids[1]).rlimit(psutil.RLIMIT_AS, (1 << 20, 1 << 20))  # no allocation succeeds from here on
         with pytest.raises(WorkerLost, match="rank 1 was lost"):
             while engine.busy:
