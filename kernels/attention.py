@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from tpshard.kernels import attention_blocks, attention_parts, flash
-from tpshard.kernels.attention_mask import visible, wide_dtype
+from tpshard.kernels.attention_mask import visible
+from tpshard.kernels.dtypes import wide_dtype
 
 _library = torch.library.Library("tpshard", "FRAGMENT")
 _library.define(

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from tpshard.kernels.attention_mask import cap, slopes, visible, wide_dtype
+from tpshard.kernels.attention_mask import cap, slopes, visible
+from tpshard.kernels.dtypes import wide_dtype
 
 _BLOCK = 512
 """Query rows scored at once, which needs b * h * _BLOCK * t floats of memory."""

@@ -1,4 +1,4 @@
-"""The mask of causal attention, the capping of its scores, and the dtype in which it is computed."""
+"""The mask of causal attention, and the capping of its scores."""
 
 from __future__ import annotations
 
@@ -22,11 +22,6 @@ def visible(
     if documents is not None:
         mask = mask & (documents[0].unsqueeze(2) == documents[1].unsqueeze(1))
     return mask.unsqueeze(1)
-
-
-def wide_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which attention to `x` is computed: fp64 for fp64, else fp32."""
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def cap(scores: Tensor, softcap: float | None) -> Tensor:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from tpshard.kernels import attention_blocks
-from tpshard.kernels.attention_mask import wide_dtype
+from tpshard.kernels.dtypes import wide_dtype
 
 _library = torch.library.Library("tpshard", "FRAGMENT")
 _library.define(

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from tpshard.kernels.attention_mask import wide_dtype
+from tpshard.kernels.dtypes import wide_dtype
 
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from tpshard.kernels.dtypes import wide_dtype
 from tpshard.kernels.linear import fixed_rows_linear
 
 _library = torch.library.Library("tpshard", "FRAGMENT")
@@ -39,7 +40,7 @@ def routed_sum(x: Tensor, ids: Tensor, weights: Tensor, count: int, compute: Cal
     compute: maps an expert and its tokens [n, m] to their results [n, m].
     """
     rows, shares = x.reshape(-1, x.shape[-1]), weights.reshape(-1, 1)
-    out = torch.zeros(rows.shape, dtype=_wide(x), device=x.device)
+    out = torch.zeros(rows.shape, dtype=wide_dtype(x), device=x.device)
     for e, tokens, places in tokens_by_expert(ids, count):
         out.index_add_(0, tokens, compute(e, rows[tokens]).to(out.dtype) * shares[places])
     return out.to(x.dtype).view(x.shape)
@@ -57,10 +58,6 @@ def tokens_by_expert(ids: Tensor, count: int) -> Iterator[tuple[int, Tensor, Ten
     for expert, places in enumerate(order.split(sizes)[:count]):
         if len(places):
             yield expert, places // ids.shape[-1], places
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _check(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> None:
@@ -97,7 +94,7 @@ def _backward(
     _check(x, ids, weights, gate, up, down)
     width = x.shape[-1]
     rows, grads, shares = x.reshape(-1, width), dout.reshape(-1, width), weights.reshape(-1, 1)
-    dx = torch.zeros(rows.shape, dtype=_wide(x), device=x.device)
+    dx = torch.zeros(rows.shape, dtype=wide_dtype(x), device=x.device)
     dshares = torch.zeros_like(shares)
     dgate, dup, ddown = (torch.zeros_like(weight) for weight in (gate, up, down))
     for e, tokens, places in tokens_by_expert(ids, gate.shape[0]):
@@ -106,7 +103,7 @@ def _backward(
         sigmoid = torch.sigmoid(gated)
         hidden = gated * sigmoid * linear
         dhidden = grad @ down[e]
-        dshares[places] = (dhidden * hidden).sum(-1, keepdim=True, dtype=_wide(x)).to(shares.dtype)
+        dshares[places] = (dhidden * hidden).sum(-1, keepdim=True, dtype=wide_dtype(x)).to(shares.dtype)
         ddown[e] = (grad * share).T @ hidden
         dhidden = dhidden * share
         dgated = dhidden * linear * sigmoid * (1 + gated * (1 - sigmoid))

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from tpshard.kernels.dtypes import wide_dtype
 from tpshard.kernels.fp8_blocks import BLOCK, SMALLEST
 
 VALUES = torch.float8_e4m3fn
@@ -44,11 +45,6 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         raise ValueError(f"fp8_linear: x {list(x.shape)}, weight {list(weight.shape)}: {bad[0]} is not n * {BLOCK}")
     y: Tensor = torch.ops.tpshard.fp8_product(x, weight, f"{rows}y,zy->{rows}z")
     return y if bias is None else y + bias
-
-
-def wide_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of scales and sums: fp32; fp64 for fp64."""
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 class Side(NamedTuple):

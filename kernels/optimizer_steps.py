@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tpshard.kernels.dtypes import wide_dtype
 
 _library = torch.library.Library("tpshard", "FRAGMENT")
 _ADAMW = "Tensor finite, Tensor scale, Tensor lr, Tensor update, float beta1, float beta2, float eps, float decay"
@@ -40,18 +41,13 @@ CHUNK = 1 << 16
 """Elements that a CPU computes at a time, so that values in between stay in its cache and take no memory."""
 
 
-def wide(x: Tensor) -> torch.dtype:
-    """The dtype in which values of x's dtype are computed: fp32, or fp64."""
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 # ---- what they compute ----------------------------------------------------------------------------------------------
 def adamw_formula(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, finite: Tensor, scale: Tensor, lr: Tensor,
     update: Tensor, beta1: float, beta2: float, eps: float, decay: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """AdamW (Loshchilov and Hutter 2019) in torch's ops: what `adamw_step` computes."""
-    p, g, m, v = (x.to(wide(param)) for x in (param, grad, exp_avg, exp_avg_sq))
+    p, g, m, v = (x.to(wide_dtype(param)) for x in (param, grad, exp_avg, exp_avg_sq))
     g = g * scale
     m = m * beta1 + g * (1.0 - beta1)
     v = v * beta2 + g.square() * (1.0 - beta2)
@@ -65,7 +61,7 @@ def lion_formula(
     beta2: float, decay: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Lion (Chen et al. 2023) in torch's ops: what `lion_step` computes."""
-    p, g, m = (x.to(wide(param)) for x in (param, grad, exp_avg))
+    p, g, m = (x.to(wide_dtype(param)) for x in (param, grad, exp_avg))
     g = g * scale
     p = p * (1.0 - lr * decay) - lr * torch.sign(m * beta1 + g * (1.0 - beta1))
     m = m * beta2 + g * (1.0 - beta2)
@@ -79,7 +75,7 @@ def _where(finite: Tensor, *pairs: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
 
 def square_sum_formula(x: Tensor, scale: Tensor) -> Tensor:
     """The sum of squares in torch's ops: what `square_sum` computes."""
-    return (x.to(wide(x)) * scale).square().sum()
+    return (x.to(wide_dtype(x)) * scale).square().sum()
 
 
 FORMULAS: dict[Any, Callable[..., Any]] = {
@@ -124,7 +120,7 @@ def _lion_cpu(
 
 def _in_chunks(step: Callable[..., None], grad: Tensor, written: Sequence[Tensor]) -> None:
     """Calls step(grad, *written) with a few elements of all tensors at a time, in the dtype that is computed in."""
-    dtype = wide(written[0])
+    dtype = wide_dtype(written[0])
     flat = [x.reshape(-1) for x in written]
     for part, *parts in zip(*(x.split(CHUNK) for x in (grad.reshape(-1), *flat))):
         values = [x.to(dtype) for x in parts]
@@ -140,7 +136,7 @@ def _in_chunks(step: Callable[..., None], grad: Tensor, written: Sequence[Tensor
 def _square_sum_cpu(x: Tensor, scale: Tensor) -> Tensor:
     sums = []
     for part in x.reshape(-1).split(CHUNK):
-        scaled = part.to(wide(x)) * scale
+        scaled = part.to(wide_dtype(x)) * scale
         sums.append(scaled.mul_(scaled).sum())
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
@@ -161,7 +157,7 @@ def _lion_cuda(*arguments: Any) -> None:
 
 
 def _square_sum_cuda(x: Tensor, scale: Tensor) -> Tensor:
-    return (torch.linalg.vector_norm(x, dtype=wide(x)) * scale).square()
+    return (torch.linalg.vector_norm(x, dtype=wide_dtype(x)) * scale).square()
 
 
 # ---- new tensors in place of old ones -------------------------------------------------------------------------------
@@ -199,4 +195,4 @@ def _(param: Tensor, grad: Tensor, exp_avg: Tensor, *rest: Any) -> tuple[Tensor,
 
 @torch.library.register_fake("tpshard::square_sum", lib=_library)
 def _(x: Tensor, scale: Tensor) -> Tensor:
-    return x.new_empty((), dtype=wide(x))
+    return x.new_empty((), dtype=wide_dtype(x))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from tpshard.kernels.dtypes import wide_dtype
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ def reference_matmul(x: Tensor, weight: Quantized) -> Tensor:
 
     The reference of every fused kernel. With fp32 or fp64 x it is exact for the fp16 weights to that precision.
     """
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(x)
     y = x.to(wide) @ weight.dequantize(wide)
     if weight.bias is not None:
         y = y + weight.bias.to(wide)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tpshard.kernels.dtypes import wide_dtype
 
 _library = torch.library.Library("tpshard", "FRAGMENT")
 _library.define("to_slots(Tensor x, Tensor slots, Tensor? weights, int n) -> Tensor")
@@ -31,10 +32,6 @@ def to_slots(x: Tensor, slots: Tensor, n: int, weights: Tensor | None = None) ->
 def from_slots(y: Tensor, slots: Tensor, weights: Tensor | None = None) -> Tensor:
     """For each token the sum of its slots in y [b, n, m], times `weights` [b, s, k] if any: [b, s, m]."""
     return torch.ops.tpshard.from_slots(y, slots, weights)
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _flat_rows(slots: Tensor, n: int) -> Tensor:
@@ -61,7 +58,7 @@ def _contents(y: Tensor, slots: Tensor, choice: int) -> Tensor:
 
 
 def _from_slots(y: Tensor, slots: Tensor, weights: Tensor | None) -> Tensor:
-    out = y.new_zeros(y.shape[0], slots.shape[1], y.shape[2], dtype=_wide(y))
+    out = y.new_zeros(y.shape[0], slots.shape[1], y.shape[2], dtype=wide_dtype(y))
     for choice in range(slots.shape[2]):
         value = _contents(y, slots, choice).to(out.dtype)
         out += value if weights is None else value * weights[..., choice, None]
@@ -69,7 +66,7 @@ def _from_slots(y: Tensor, slots: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def _slot_products(x: Tensor, y: Tensor, slots: Tensor) -> Tensor:
-    wide = x.to(_wide(x))
+    wide = x.to(wide_dtype(x))
     return torch.stack([(wide * _contents(y, slots, choice)).sum(-1) for choice in range(slots.shape[2])], -1)
 
 
@@ -91,7 +88,7 @@ def _tokens_shape(y: Tensor, slots: Tensor, weights: Tensor | None) -> Tensor:
 
 @torch.library.register_fake("tpshard::slot_products", lib=_library)
 def _products_shape(x: Tensor, y: Tensor, slots: Tensor) -> Tensor:
-    return x.new_empty(slots.shape, dtype=_wide(x))
+    return x.new_empty(slots.shape, dtype=wide_dtype(x))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from tpshard.kernels import optimizer_steps
+from tpshard.kernels.dtypes import wide_dtype
 from tpshard.kernels.optimizer_steps import adamw_formula, adamw_step, lion_formula, lion_step, square_sum
 
 ours = torch.ops.tpshard
@@ -65,6 +65,6 @@ def test_the_sum_of_squares_is_exact_over_many_chunks(dtype: torch.dtype) -> Non
     """A sum element by element would be off by 2e-4 in fp32."""
     x = (torch.rand(2**20 + 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.5).to(dtype)
     exact = (x.double() * 0.5).square().sum()
-    total = square_sum(x, torch.tensor(0.5, dtype=optimizer_steps.wide(x)))
-    assert total.dtype == optimizer_steps.wide(x)
+    total = square_sum(x, torch.tensor(0.5, dtype=wide_dtype(x)))
+    assert total.dtype == wide_dtype(x)
     torch.testing.assert_close(total.double(), exact, rtol=min(ROUNDING[dtype], 1e-6), atol=0.0)
