@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tpshard.models.tasks import IGNORE, LanguageModel
+from tpshard.models.loss import IGNORE
+from tpshard.models.tasks import LanguageModel
 
 
 class _CrossEntropy(torch.autograd.Function):

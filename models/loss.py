@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+IGNORE = -100
+"""The target of a position where nothing is predicted."""
+
 
 class _CrossEntropySum(torch.autograd.Function):
     """Cross-entropy with three reductions over the vocabulary forward (maximum, sum of exponentials, target's logit).
@@ -16,9 +19,9 @@ class _CrossEntropySum(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         x = logits.float()
-        counted = targets != ignore_index
+        counted = targets != IGNORE
         index = torch.where(counted, targets, 0).unsqueeze(-1)
         highest = x.amax(-1, keepdim=True)
         log_sum = torch.log(torch.exp(x - highest).sum(-1, keepdim=True)) + highest
@@ -30,17 +33,17 @@ class _CrossEntropySum(torch.autograd.Function):
         return loss, count
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, None]:  # type: ignore[override]
         logits, log_sum, index, weight = ctx.saved_tensors
         scale = weight * grad
         softmax = torch.exp(logits.float() - log_sum)
-        return (softmax * scale).scatter_add(-1, index, -scale).to(logits.dtype), None, None
+        return (softmax * scale).scatter_add(-1, index, -scale).to(logits.dtype), None
 
 
-def cross_entropy_sum(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
+def cross_entropy_sum(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """The summed cross-entropy in nats, in fp32, and the number of targets in the sum.
 
-    logits: [batch, seq, vocab]; targets: [batch, seq] int64, `ignore_index` for positions without a target
+    logits: [batch, seq, vocab]; targets: [batch, seq] int64, IGNORE for positions without a target
     -> (fp32 scalar, int64 scalar)
     """
-    return _CrossEntropySum.apply(logits, targets, ignore_index)
+    return _CrossEntropySum.apply(logits, targets)

@@ -13,10 +13,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 from tpshard.models.assemble import import_object
-from tpshard.models.loss import cross_entropy_sum
+from tpshard.models.loss import IGNORE, cross_entropy_sum
 
-IGNORE = -100
-"""The target of a position where nothing is predicted."""
 _HELD_OUT = 1 << 48
 """Rows with this number or above are held out for evaluation."""
 

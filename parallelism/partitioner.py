@@ -61,12 +61,9 @@ def partition(
 
 def partition_captured(
     graph: Graph, mesh: Mesh, in_shardings: Sequence[Any] | None = None, out_shardings: Sequence[Any] | None = None,
-    written_at: Sequence[tuple[SourcePlace, ...]] = (), latency: int = LATENCY_BYTES,
+    latency: int = LATENCY_BYTES,
 ) -> Program:  # fmt: skip
-    """`partition` for a function that is already captured, and possibly rewritten.
-
-    written_at: where each of `in_shardings` was written; by default its index in the list.
-    """
+    """`partition` for a function that is already captured, and possibly rewritten."""
     mark_outputs(graph)
     annotations: dict[Value, Annotation] = dict(split_annotations(graph, mesh))
     arguments = [v for v in graph.inputs if v is not graph.seed]
@@ -83,8 +80,7 @@ def partition_captured(
                 sharding = Sharding.of(mesh, dims, value.rank)
             except ValueError as error:
                 raise ValueError(f"{side}_shardings[{i}] of `{value.name}` {list(value.shape)}: {error}") from error
-            named = written_at[i] if side == "in" and i < len(written_at) else ()
-            annotations[value] = Annotation(sharding, named or (SourcePlace(f"{side}_shardings[{i}] = {dims!r}"),))
+            annotations[value] = Annotation(sharding, (SourcePlace(f"{side}_shardings[{i}] = {dims!r}"),))
     groups: dict[int, list[Value]] = {}
     for op in graph.ops:
         if is_grouped(op):

@@ -65,15 +65,15 @@ def suggest(
     return _Search(report, recipe, tell or (lambda _: None), variants).run()
 
 
-def promising(report: Report, recipe: Recipe, count: int = 3, variants: Variants | None = None) -> list[Edit]:
-    """Suggestions without a search: the changes that the plan's figures favour, tried one by one."""
+def promising(report: Report, recipe: Recipe, variants: Variants | None = None) -> list[Edit]:
+    """Up to three suggestions without a search: the changes that the plan's figures favour, tried one by one."""
     search, helpful = _Search(report, recipe, lambda _: None, variants), []
     tries = 2 if len(report.pricing.parts[0].part.program.nodes) < LARGE else 1
     for change in search.likely_changes()[:tries]:
         tried = search.edit(change)
         if tried is not None and tried.fits and tried.step_s < GAIN * report.pricing.step_s:
             helpful.append(tried)
-    return sorted(helpful, key=lambda edit: (edit.step_s, edit.change))[:count]
+    return sorted(helpful, key=lambda edit: (edit.step_s, edit.change))[:3]
 
 
 class _Search:

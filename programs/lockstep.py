@@ -34,11 +34,11 @@ class Lockstep:
     None) generates its own rows. Both are the same for every mesh with the same parameters and sequences per step.
     """
 
-    def __init__(self, programs: TrainingPrograms, vocab: int | None, seed: int = 0):
+    def __init__(self, programs: TrainingPrograms, vocab: int | None):
         self.programs, self.setting, self.vocab = programs, programs.setting, vocab
         self.mesh, self.names = programs.setting.mesh, programs.names
         self.ports = programs.update.inputs
-        count, random = len(self.names), torch.Generator().manual_seed(seed)
+        count, random = len(self.names), torch.Generator().manual_seed(0)
         single = {n: torch.randn(p.shape, generator=random, dtype=torch.float64) * 0.2
                   for n, p in self.setting.single.named_parameters()}  # fmt: skip
         whole = [self.stack(port.name, single) for port in self.ports[:count]]
@@ -46,8 +46,8 @@ class Lockstep:
         zeros = [torch.zeros(p.shape, dtype=torch.float64) for p in moments]
         self.params = self.local(whole, self.ports[:count])
         self.moments = self.local(zeros, moments)
-        self.random = torch.Generator().manual_seed(seed + 1)
-        self.seed, self.drawn = seed, 0
+        self.random = torch.Generator().manual_seed(1)
+        self.drawn = 0
         self.counted: Parts = []
         self.number = 0
 
@@ -91,7 +91,7 @@ class Lockstep:
         task, count, length = self.setting.task, self.setting.batch.global_sequences, self.setting.seq_len
         if self.vocab is None:
             first, self.drawn = self.drawn, self.drawn + count
-            fields = task.rows(range(first, first + count), self.seed)
+            fields = task.rows(range(first, first + count), seed=0)
             return {n: (t.double() if t.is_floating_point() else t) for n, t in ((n, fields[n]) for n in task.fields)}
         tokens, targets = torch.randint(0, self.vocab, (2, count, length), generator=self.random)
         positions = torch.arange(length).expand(count, length)

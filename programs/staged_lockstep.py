@@ -22,11 +22,11 @@ class StagedLockstep(Lockstep):
     Update and norm are those of the whole model, since stages with different programs cannot run in lock-step.
     """
 
-    def __init__(self, programs: TrainingPrograms, vocab: int | None, seed: int = 0):
+    def __init__(self, programs: TrainingPrograms, vocab: int | None):
         assert programs.pipeline is not None
         self.pipeline = programs.pipeline
         update = update_program(programs.setting, programs.pipeline.storage)
-        super().__init__(replace(programs, update=update), vocab, seed)
+        super().__init__(replace(programs, update=update), vocab)
         self.ranks = [ranks_of(self.mesh, self.pipeline.axis, d) for d in range(self.pipeline.table.devices)]
 
     def sums(self) -> tuple[Parts, float, int]:

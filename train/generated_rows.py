@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tpshard.models.tasks import IGNORE, Task, held_out
+from tpshard.models.loss import IGNORE
+from tpshard.models.tasks import Task, held_out
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.schema import Recipe
 from tpshard.train.stream import TokenBatch

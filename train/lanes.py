@@ -7,11 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tpshard.models.loss import IGNORE
 from tpshard.train.corpus import BadRows, TextSource, pieces, rows
 from tpshard.train.tokens import TextTokenizer
-
-IGNORE = -100
-"""The target of a token that ends its document."""
 
 
 class LanePlace(NamedTuple):

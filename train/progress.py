@@ -68,7 +68,7 @@ class Lines:
 class Bar:
     """A progress bar with loss and tokens/s, by rich."""
 
-    def __init__(self, steps: int, done: int = 0):
+    def __init__(self, steps: int):
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as RichProgress
@@ -79,7 +79,7 @@ class Bar:
             TextColumn("{task.fields[measures]}", markup=False), TimeRemainingColumn(compact=True),
             console=self._console, expand=True,
         )  # fmt: skip
-        self._task = self._bar.add_task("training", total=steps, completed=done, measures="")
+        self._task = self._bar.add_task("training", total=steps, measures="")
         self._bar.start()
 
     def step(self, row: Mapping[str, Any], *, logged: bool) -> None:
@@ -92,13 +92,13 @@ class Bar:
         self._bar.stop()
 
 
-def progress_for(steps: int, done: int, *, main: bool) -> Progress:
+def progress_for(steps: int, *, main: bool) -> Progress:
     """The display for this rank and this stderr."""
     if not main:
         return Silent()
     from rich.console import Console
 
-    return Bar(steps, done) if Console(stderr=True).is_terminal and sys.stderr.isatty() else Lines(steps)
+    return Bar(steps) if Console(stderr=True).is_terminal and sys.stderr.isatty() else Lines(steps)
 
 
 def measures(row: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from tpshard.models import Blueprint
+from tpshard.models.loss import IGNORE
 from tpshard.parallelism.runtime import crash, messages
 from tpshard.parallelism.runtime.context import Context, connect
 from tpshard.parallelism.runtime.place import WorkerPlace
@@ -43,7 +44,6 @@ from tpshard.train.wandb_sink import WandbSink
 
 logger = logging.getLogger(__name__)
 
-IGNORE = -100
 ENOUGH = 6
 """Recorded steps after which the plan is compared with the run; it is compared again at the end."""
 
@@ -219,7 +219,7 @@ class _Notes(logging.Handler):
 
 @contextlib.contextmanager
 def _display(recipe: Recipe, context: Context) -> Iterator[Progress]:
-    progress = progress_for(recipe.train.steps, 0, main=context.is_main)
+    progress = progress_for(recipe.train.steps, main=context.is_main)
     notes = _Notes(progress)
     logging.getLogger("tpshard").addHandler(notes)
     try:

@@ -29,10 +29,10 @@ def with_windows(rule: Rule, windows: Sequence[Window]) -> Rule:
     return replace(rule, windows=tuple(with_factor))
 
 
-def cut_dims(at: LocalOp, rule: Rule, operand: int = 0) -> set[int]:
-    """The sharded dims of an operand along which elements move."""
+def cut_dims(at: LocalOp, rule: Rule) -> set[int]:
+    """The sharded dims of the first operand along which elements move."""
     return {
-        d for d, members in enumerate(rule.operands[operand])
+        d for d, members in enumerate(rule.operands[0])
         for f in members if at.axes(f) and rule.kinds[f] is Kind.PERMUTE
     }  # fmt: skip
 

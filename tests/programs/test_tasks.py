@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from tpshard.models import Blueprint
-from tpshard.models.tasks import IGNORE, MaskedLanguageModel, held_out, task_of
+from tpshard.models.loss import IGNORE
+from tpshard.models.tasks import MaskedLanguageModel, held_out, task_of
 from tpshard.programs import step_programs
 from tpshard.programs.setting import Setting
 from tpshard.recipes.diagnostic import Exit, Mistakes

@@ -13,13 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from tpshard.models.adamw import AdamW, Treatment, adamw_update
-from tpshard.models.loss import cross_entropy_sum
+from tpshard.models.loss import IGNORE, cross_entropy_sum
 from tpshard.parallelism.runtime.context import Context
 from tpshard.programs.batching import derive
 from tpshard.recipes.diagnostic import Mistakes
 from tpshard.recipes.load import loads
 from tpshard.train.corpus import open_text
-from tpshard.train.lanes import IGNORE
 from tpshard.train.loop import Outcome, TrainingLoop
 from tpshard.train.progress import Silent
 from tpshard.train.shards import Shard

@@ -12,9 +12,9 @@ import torch
 from c4_files import END, bytes_tokenizer, folder_of, packed, texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tpshard.models.loss import IGNORE
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.train.corpus import Corpus, LocalFile, open_text
-from tpshard.train.lanes import IGNORE
 from tpshard.train.stream import Loader, TokenBatch, held_out_batches, merge_states
 
 SEQ, ROWS = 48, 12
