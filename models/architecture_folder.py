@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from tpshard.kernels.dtypes import dtype_name
 from tpshard.kernels.gptq_config import read_config
 from tpshard.models import hf, hf_files
 from tpshard.models.architecture import Architecture
@@ -250,7 +251,7 @@ def write_folder(
     """
     shapes = architecture.shapes
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
-    values = dict(architecture.raw) | {"dtype": str(dtype).removeprefix("torch.")}
+    values = dict(architecture.raw) | {"dtype": dtype_name(dtype)}
     values.pop("torch_dtype", None)
     with write_aside(folder, overwrite=overwrite) as aside:
         hf.write_shards(aside, sizes, lambda name: read(name).to("cpu", dtype), shard_bytes)

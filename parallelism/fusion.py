@@ -7,11 +7,10 @@ reductions between two matrix products (or collectives) form one kernel, and onl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal
 
-import torch
 from torch import fx
+from tpshard.kernels.dtypes import dtype_name
 from tpshard.parallelism.cost import Device, operation
 from tpshard.parallelism.flow import Flow, info_of
 from tpshard.parallelism.program import Info, Program
@@ -256,15 +255,10 @@ def _dtype(flow: Flow, node: fx.Node) -> str:
     """The compute dtype of a node: that of its first tensor operand."""
     for source in flow.sources[node]:
         for spec in flow.info[source].specs:
-            return _dtype_name(spec.dtype)
+            return dtype_name(spec.dtype)
     for spec in flow.info[node].specs:
-        return _dtype_name(spec.dtype)
+        return dtype_name(spec.dtype)
     return "float32"
-
-
-@cache
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def seconds(kernel: Kernel, device: Device) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from tpshard.kernels.dtypes import dtype_name
 from tpshard.parallelism import words
 from tpshard.parallelism.graph import ANYWHERE, Place, Role
 from tpshard.parallelism.mesh import Axes, Axis, Mesh, size_of
@@ -179,4 +180,4 @@ def parse_group(name: str) -> Axes:
 
 def make_collective(mesh: Mesh, kind: str, refs: Axes, nbytes: int, dtype: torch.dtype, **rest: Any) -> Collective:
     names = tuple(a.name if a.size == mesh.axes[a.name] else tuple(a) for a in refs)
-    return Collective(kind, names, refs, nbytes, str(dtype).removeprefix("torch."), **rest)
+    return Collective(kind, names, refs, nbytes, dtype_name(dtype), **rest)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
+from tpshard.kernels.dtypes import dtype_name
 from tpshard.parallelism.chains import LastStep, ShardingReason, StoredReasons
 from tpshard.parallelism.graph import Layer, Place
 from tpshard.parallelism.mesh import Axis, Mesh
@@ -104,7 +105,7 @@ class _Writer:
         if isinstance(value, torch.device):
             return ["device", str(value)]
         if isinstance(value, torch.Tensor):
-            return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape), value.flatten().tolist()]
+            return ["tensor", dtype_name(value.dtype), list(value.shape), value.flatten().tolist()]
         if isinstance(value, pytree.TreeSpec):
             return ["tree", pytree.treespec_dumps(value)]
         if isinstance(value, torch._ops.OpOverload):

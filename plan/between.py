@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tpshard.plan.make import price_training, without_gc
-from tpshard.plan.report import round_figure
 from tpshard.plan.screen import gib, seconds
+from tpshard.plan.units import round_figure
 from tpshard.programs import training
 from tpshard.programs.setting import Setting
 from tpshard.programs.staged import between_passes

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from tpshard.kernels import attention
+from tpshard.kernels.dtypes import dtype_name
 from tpshard.parallelism.rules.table import entry_of
 from tpshard.parallelism.runtime import gloo
 from tpshard.parallelism.runtime.heap import keep_freed_memory
@@ -101,7 +102,7 @@ def products() -> Callable[[Clock], list[list[float | str]]]:
     """Measures matrix products, plain and with either operand transposed: (dtype, FLOPs, bytes moved, seconds)."""
     cases: list[tuple[list[float | str], Callable[[], Tensor]]] = []
     for dtype, shapes in MATMULS.items():
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         for m, k, n in shapes:
             # operands in turn, so that not all are in the nearest cache
             lefts = [torch.randn(m, k, dtype=dtype) for _ in range(4)]

@@ -13,7 +13,7 @@ from tpshard.parallelism.why import SourcePlace
 from tpshard.plan.forecast import Forecast
 from tpshard.plan.pricing import Line, Pricing
 from tpshard.plan.skew import Skew
-from tpshard.plan.units import SCHEMA
+from tpshard.plan.units import SCHEMA, round_figure
 from tpshard.programs.stacked_layers import Stacking
 from tpshard.programs.training import TrainingPrograms
 
@@ -370,11 +370,6 @@ class Report:
             for kind, size in part_bytes.items():
                 held[kind] = max(held[kind], size)
         return dict(sorted(held.items()))
-
-
-def round_figure(value: float) -> float:
-    """The value with nine significant digits, so that every machine prints the same text."""
-    return float(f"{value:.9g}")
 
 
 def _plain(sharding: Sequence[Any]) -> list[Any]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tpshard.kernels.dtypes import dtype_name
 from tpshard.parallelism import words
 from tpshard.parallelism.flow import info_of, op_name
 from tpshard.parallelism.program import Program, public
 from tpshard.parallelism.why import SourcePlace
 from tpshard.plan.pricing import Pricing, work_of
-from tpshard.plan.report import Tensor, round_figure
+from tpshard.plan.report import Tensor
+from tpshard.plan.units import round_figure
 
 
 def pattern(name: str) -> str:
@@ -42,7 +44,7 @@ def tensors_of(program: Program, names: Sequence[str] | None = None) -> list[Ten
                 port.kind if port is not None else "value",
                 record.annotated,
                 public(port.layout, program.mesh) if port is not None else None,
-                str(record.dtype).removeprefix("torch."),
+                dtype_name(record.dtype),
                 record.dims,
             )
         )

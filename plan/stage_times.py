@@ -17,6 +17,7 @@ from tpshard.parallelism.schedules import Slot, StageTask, Table
 from tpshard.parallelism.stepping import RECEIVES_AHEAD, program_of
 from tpshard.parallelism.timeline import Priced, Timeline, price
 from tpshard.plan.pricing import PricedPart, StepPart
+from tpshard.plan.units import round_figure
 from tpshard.programs.staged import StagedPrograms
 
 NAMES = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
@@ -126,23 +127,23 @@ class Piped:
             "devices": table.devices,
             "rounds": table.rounds,
             "micro_batches": table.micro_batches,
-            "bubble": _round(self.bubble),
-            "seconds": _round(self.seconds),
+            "bubble": round_figure(self.bubble),
+            "seconds": round_figure(self.seconds),
             "slowest": self.slowest,
             "split": [stage.layers for stage in self.stages],
             "balanced": self.programs.balanced,
-            "above_mean": _round(self.above_mean),
+            "above_mean": round_figure(self.above_mean),
             "stages": [
                 {
                     "stage": s.stage, "device": s.device, "layers": s.layers, "saved_bytes": s.saved_bytes,
-                    "sent_bytes": s.sent_bytes, "late_s": _round(s.late_s),
-                    "seconds": {NAMES[kind]: _round(value) for kind, value in s.seconds.items()},
+                    "sent_bytes": s.sent_bytes, "late_s": round_figure(s.late_s),
+                    "seconds": {NAMES[kind]: round_figure(value) for kind, value in s.seconds.items()},
                 }
                 for s in self.stages
             ],
             "by_device": [
                 {
-                    "busy_s": _round(d.busy_s), "once_s": _round(d.once_s), "peak_bytes": d.peak_bytes,
+                    "busy_s": round_figure(d.busy_s), "once_s": round_figure(d.once_s), "peak_bytes": d.peak_bytes,
                     "held": d.held, "collectives": d.collectives, "sent_bytes": d.sent_bytes,
                 }
                 for d in self.devices
@@ -339,10 +340,6 @@ def _without_last_sends(timeline: Timeline) -> Timeline:
     """The timeline without the sends at its end, which overlap with the next program."""
     waits = sum(event.end - event.start for event in timeline.events if event.lane == "wait")
     return replace(timeline, seconds=_until_handed_over(timeline), exposed_s=waits)
-
-
-def _round(value: float) -> float:
-    return float(f"{value:.9g}")
 
 
 __all__ = ["Piped", "price_pipeline"]

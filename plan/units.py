@@ -1,9 +1,14 @@
-"""Formatting of numbers for people (bytes, seconds, counts), and the version of the plan's format."""
+"""Numbers for people (bytes, seconds, counts) and for JSON, and the version of the plan's format."""
 
 from __future__ import annotations
 
 SCHEMA = 1
 """The version of a plan's JSON."""
+
+
+def round_figure(value: float) -> float:
+    """The value with nine significant digits, so that every machine prints the same text."""
+    return float(f"{value:.9g}")
 
 
 def gib(n: float) -> str:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tpshard.kernels.dtypes import dtype_name
 from tpshard.train.shards import Shard, sync_dir, write_safetensors, write_synced
 
 logger = logging.getLogger(__name__)
@@ -173,7 +174,7 @@ class _caught:
 
 
 def _block(shard: Shard) -> list[Any]:
-    return [str(shard.tensor.dtype).removeprefix("torch."), shard.shape, shard.starts, tuple(shard.tensor.shape)]
+    return [dtype_name(shard.tensor.dtype), shard.shape, shard.starts, tuple(shard.tensor.shape)]
 
 
 def _write_json(path: Path, value: object) -> None:

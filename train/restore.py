@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from tpshard.kernels.dtypes import dtype_name
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.train.checkpoint import FORMAT, MANIFEST, VERSION, check_cover, manifest_sum, steps
 from tpshard.train.shards import sha256_of
@@ -130,7 +131,7 @@ class SavedCheckpoint:
                 if saved.shape != tuple(shape):
                     reasons.append(f"{name}: saved {list(saved.shape)}, expected {list(shape)}")
                 elif saved.dtype != dtype:
-                    reasons.append(f"{name}: saved {_short(saved.dtype)}, expected {_short(dtype)}")
+                    reasons.append(f"{name}: saved {dtype_name(saved.dtype)}, expected {dtype_name(dtype)}")
         return reasons
 
     def require(self, expected: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> None:
@@ -243,7 +244,3 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Damaged(f"{path} does not have the layout of a manifest: {type(error).__name__}: {error}") from error
     return manifest
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

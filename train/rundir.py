@@ -14,7 +14,6 @@ import secrets
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +21,7 @@ from typing import Any
 
 from tpshard.recipes.diagnostic import Exit, Mistakes, Source
 from tpshard.train import checkpoint
+from tpshard.train.file_lock import one_at_a_time
 from tpshard.train.records import last_attempt
 
 
@@ -148,7 +148,8 @@ class RunDir:
 
     def _lock(self) -> None:
         mine = Holder.this()
-        with _one_at_a_time(self.path / ".lock.guard"):
+        # two processes that see the same dead holder must not remove each other's new lock
+        with one_at_a_time(self.path / ".lock.guard"):
             for _ in range(3):
                 if self._claim(mine):
                     return
@@ -177,17 +178,6 @@ class RunDir:
             return False
         finally:
             os.unlink(beside)
-
-
-@contextlib.contextmanager
-def _one_at_a_time(path: Path) -> Iterator[None]:
-    """Holds a file lock: two processes that see the same dead holder must not remove each other's new lock."""
-    import fcntl
-
-    with path.open("a") as file:
-        with contextlib.suppress(OSError):  # disks without file locks: the link alone decides
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _disk(path: Path) -> str:

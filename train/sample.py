@@ -10,7 +10,6 @@ reveals a damaged copy.
 from __future__ import annotations
 
 import ast
-import contextlib
 import gzip
 import hashlib
 import io
@@ -27,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.train.file_lock import one_at_a_time
 
 VERSION = 1
 """Version of the sample, part of the folder's name, so that a new version is written beside the old one."""
@@ -80,7 +80,7 @@ def ensure_sample(fallback: Path | None = None) -> Sample:
             return Sample(folder, folder / "tokenizer")
         try:
             parent.mkdir(parents=True, exist_ok=True)
-            with _one_at_a_time(parent / f".{name}.lock"):
+            with one_at_a_time(parent / f".{name}.lock"):  # without a lock, the rename decides
                 if not _is_whole(folder):
                     _make(folder)
             return Sample(folder, folder / "tokenizer")
@@ -229,17 +229,6 @@ def _is_whole(folder: Path) -> bool:
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
-
-
-@contextlib.contextmanager
-def _one_at_a_time(path: Path) -> Iterator[None]:
-    """Holds a file lock, released when the process ends. Without locks (some network disks) the rename decides."""
-    import fcntl
-
-    with path.open("a") as file:
-        with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _write_gz(path: Path, lines: list[str]) -> None:
