@@ -66,6 +66,8 @@ def slots(routes: Routes, size: int) -> Tensor:
 
 
 class _Also(torch.autograd.Function):
+    """The identity of x, whose backward pass also gives `value` a gradient of its own."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
         ctx.save_for_backward(gradient)

@@ -19,9 +19,9 @@ from tpshard.plan.search_result import (
     UNPRICED,
     Candidate,
     Changes,
-    KnownVariants,
     SearchResult,
     VariantBound,
+    VariantFigures,
     VariantPrice,
     mark_fastest,
     pipeline_words,
@@ -209,12 +209,14 @@ LARGE = 200
 
 
 class _Search:
+    """A search in progress: the figures of the variants so far, and the layers that it may still build."""
+
     def __init__(
         self, recipe: Recipe, tell: Callable[[str], None], helpers: Helpers, layers: int, variants: Variants
     ):  # fmt: skip
         self.recipe, self.tell, self.variants, self.result = recipe, tell, variants, SearchResult()
         self.bounds, self.layers_left, self.helpers = Bounds(recipe), layers, helpers
-        self.known = KnownVariants()
+        self.figures = VariantFigures()
         self.last: tuple[Changes, Recipe] = (), recipe
         self.first_fits: list[Candidate] = []
         """The pipelines with the first schedule that fit."""
@@ -228,10 +230,10 @@ class _Search:
         layers = self.layers_left // len(parts)
         if len(parts) > 1:
             others = [self.helpers.start(_price_ahead, self.recipe, method, part, layers) for part in parts[1:]]
-            self.known.update(_price_ahead(self.recipe, method, parts[0], layers, self.variants))
+            self.figures.update(_price_ahead(self.recipe, method, parts[0], layers, self.variants))
             for other in others:
                 try:
-                    self.known.update(other.result())
+                    self.figures.update(other.result())
                 except BrokenExecutor:
                     self.tell("a process of the search was ended, by the system or by hand; its part is priced here")
         for item in items:
@@ -275,12 +277,12 @@ class _Search:
 
     def _price(self, unpriced: Candidate) -> Candidate | None:
         key = tuple(unpriced.changes)
-        if key not in self.known.priced:
+        if key not in self.figures.priced:
             try:
-                self.known.priced[key] = _price_candidate(self._variant(key), unpriced, self.variants)
+                self.figures.priced[key] = _price_candidate(self._variant(key), unpriced, self.variants)
             except Mistakes:
-                self.known.priced[key] = None
-        return self.known.priced[key]
+                self.figures.priced[key] = None
+        return self.figures.priced[key]
 
     def _variant(self, key: Changes) -> Recipe:
         """The recipe with changes; that of the last ones is kept, because reading a recipe takes a while."""
@@ -291,15 +293,15 @@ class _Search:
     def _bound(self, unpriced: Candidate) -> VariantBound | None:
         """The bound of a variant's memory and its layers to build; None for a variant that contradicts itself."""
         key = tuple(unpriced.changes)
-        if key not in self.known.bounds:
+        if key not in self.figures.bounds:
             try:
                 changed = self._variant(key)
                 limit = cluster.device_of(changed)[0].memory_bytes
                 needed, layers = self.bounds.needed(changed, unpriced.mesh), self.bounds.layers_built(changed)
-                self.known.bounds[key] = VariantBound(needed, limit, layers)
+                self.figures.bounds[key] = VariantBound(needed, limit, layers)
             except Mistakes:
-                self.known.bounds[key] = None
-        return self.known.bounds[key]
+                self.figures.bounds[key] = None
+        return self.figures.bounds[key]
 
     def _is_ruled_out(self, unpriced: Candidate, what: str) -> bool:
         """Whether a variant is not built: it exceeds the memory by its bound, or too many layers were built already.
@@ -367,13 +369,13 @@ class _Search:
 def _price_ahead(
     recipe: Recipe, method: Callable[[_Search, T], None], items: Sequence[T], layers: int,
     variants: Variants | None = None,
-) -> KnownVariants:  # fmt: skip
+) -> VariantFigures:  # fmt: skip
     """Tries some items as a search does, building at most `layers` layers, and returns their bounds and prices. A
     helper keeps its own variants."""
     tried = _Search(recipe, lambda _: None, Helpers(0), layers, variants or variants_of_helper())
     for item in items:
         method(tried, item)
-    return tried.known
+    return tried.figures
 
 
 def _needed_bytes(candidate: Candidate) -> int:

@@ -62,14 +62,14 @@ class VariantBound(NamedTuple):
 
 
 @dataclass
-class KnownVariants:
+class VariantFigures:
     """The prices and bounds of variants by their changes; every process computes the same."""
 
     priced: dict[Changes, Candidate | None] = field(default_factory=dict)
     """None for variants that contradict themselves."""
     bounds: dict[Changes, VariantBound | None] = field(default_factory=dict)
 
-    def update(self, other: KnownVariants) -> None:
+    def update(self, other: VariantFigures) -> None:
         self.priced |= other.priced
         self.bounds |= other.bounds
 

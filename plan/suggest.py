@@ -77,6 +77,8 @@ def promising(report: Report, recipe: Recipe, variants: Variants | None = None) 
 
 
 class _Search:
+    """The changes tried so far on a recipe that fits, and their prices."""
+
     def __init__(self, report: Report, recipe: Recipe, tell: Callable[[str], None], variants: Variants | None = None):
         self.report, self.recipe, self.tell = report, recipe, tell
         self.base = report.pricing.step_s

@@ -99,6 +99,8 @@ def _matching_values(graph: Graph, parameters: Mapping[str, Sequence[Value]], pa
 
 
 class _Reader:
+    """Turns the keys of a recipe's `sharding` into annotations of values, and collects the mistakes in them."""
+
     def __init__(self, setting: Annotated, serving: bool):
         self.setting, self.recipe, self.mesh, self.serving = setting, setting.recipe, setting.mesh, serving
         self.mistakes: list[Diagnostic] = []

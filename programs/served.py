@@ -90,7 +90,7 @@ class Quantization:
         return Quantization(settings, weights, orders, shared, _stacks(stored, config.shapes, weights))
 
     @staticmethod
-    def of_theirs(folder: Path, architecture: Architecture) -> Quantization | None:
+    def of_transformers(folder: Path, architecture: Architecture) -> Quantization | None:
         """The quantization of a folder that transformers' class computes; None for a dense model."""
         settings = read_config(folder)
         if settings is None:
@@ -210,7 +210,7 @@ def stored_model(recipe: Recipe, blueprint: Blueprint, folder: Path, stored: str
     try:
         quantization = None if blueprint.config is None else Quantization.of_folder(folder, blueprint.config)
         if blueprint.architecture is not None and (folder / "config.json").is_file():
-            quantization = Quantization.of_theirs(folder, blueprint.architecture)
+            quantization = Quantization.of_transformers(folder, blueprint.architecture)
     except (ValueError, OSError) as error:
         raise _unreadable(recipe, folder, error) from error
     return Served(blueprint, serving_dtype(recipe, quantization, stored, kind), quantization)
@@ -232,8 +232,8 @@ def model_to_serve(recipe: Recipe, kind: str) -> Served:
     if recipe.serve.checkpoint != LATEST and (folder / "config.json").is_file():
         try:
             if not computes(folder):
-                theirs = Architecture.of(folder)
-                return stored_model(recipe, Blueprint(architecture=theirs), folder, theirs.kind, kind)
+                stored_class = Architecture.of(folder)
+                return stored_model(recipe, Blueprint(architecture=stored_class), folder, stored_class.kind, kind)
             config = folder_config(folder)
         except (ValueError, OSError) as error:
             raise _unreadable(recipe, folder, error) from error

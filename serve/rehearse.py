@@ -24,10 +24,12 @@ def rehearse(room: Room, traffic: Traffic, step_s: StepTime, overhead: ServingOv
     """
     if traffic.prompt + traffic.answer > room.blocks * BLOCK_SIZE:
         raise ValueError(f"{traffic.prompt + traffic.answer} tokens do not fit a cache of {room.blocks * BLOCK_SIZE}")
-    return _Stage(room, traffic, step_s, overhead).play()
+    return _SimulatedServer(room, traffic, step_s, overhead).run()
 
 
-class _Stage:
+class _SimulatedServer:
+    """The scheduler and blocks of a server under simulated traffic, its clock, and the times of its requests."""
+
     def __init__(self, room: Room, traffic: Traffic, step_s: StepTime, overhead: ServingOverhead) -> None:
         self.room, self.traffic, self.step_s, self.overhead = room, traffic, step_s, overhead
         pool = BlockPool(room.blocks, BLOCK_SIZE)
@@ -42,7 +44,7 @@ class _Stage:
         self.last: dict[int, float] = {}
         self.now, self.steps, self.refused, self.running = 0.0, 0, 0, 0
 
-    def play(self) -> Rehearsal:
+    def run(self) -> Rehearsal:
         while self.arrivals or self.open:
             self._let_in()
             slices = self.scheduler.schedule()

@@ -52,6 +52,8 @@ class TextFile(Protocol):
 
 @dataclass(frozen=True)
 class LocalFile:
+    """A file of this machine's disks."""
+
     path: Path
     name: str
 

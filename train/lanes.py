@@ -26,6 +26,8 @@ class LanePlace(NamedTuple):
 
 
 class Document(NamedTuple):
+    """A document of the text, or one piece of a long one."""
+
     place: LanePlace
     text: str
     first: bool

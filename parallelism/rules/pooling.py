@@ -109,11 +109,11 @@ def max_pool_backward(rank: int) -> Callable[[Op], Rule]:
             shape = pool.window(at, at.operand_shape(1), at.operand_shape(0))
             like = at.emit(aten.new_empty.default, at.inputs[1], shape, shape=shape)
             indices = pool.convert_indices(at, at.inputs[2], 3, x.shape[pool.lead :], shape[pool.lead :], -1)
-            baseient = at.emit(
+            gradient = at.emit(
                 op.target, at.inputs[0], like, *op.args[2:4], pool.sliding.padding_of(at), *op.args[5:7], indices,
                 shape=shape,
             )  # fmt: skip
-            return at.fold(baseient, 3, 0)
+            return at.fold(gradient, 3, 0)
 
         base = pool.factors.rule([pool.out, pool.x, pool.out], [pool.x], local=local)
         return replace(base, windows=pool.sliding.windows(3, 0), fills=((0, 0.0), (2, 0.0)))
