@@ -32,12 +32,12 @@ from tpshard.parallelism.depth import SHALLOW
 from tpshard.parallelism.program import Program
 from tpshard.plan import make
 from tpshard.plan.pricing import Pricing
-from tpshard.plan.search import price_variant, variant
+from tpshard.plan.search import price_variant
 from tpshard.programs import step_programs, training
 from tpshard.programs.setting import Setting, devices_of
 from tpshard.programs.variants import Variants
 from tpshard.recipes.diagnostic import Mistakes
-from tpshard.recipes.load import loads
+from tpshard.recipes.load import loads, with_changes
 from tpshard.recipes.schema import Recipe
 
 from record import Record, add_options
@@ -239,7 +239,7 @@ def compared(edited: dict[str, float], planned: dict[str, float], step_s: float)
 def _price_as_edit(base: Recipe, changes: Changes, variants: Variants) -> dict[str, float] | str:
     """The figures of a variant as an edit has them; the error's words if it is refused."""
     try:
-        price = price_variant(variant(base, changes), "train", variants)
+        price = price_variant(with_changes(base, changes), "train", variants)
     except Mistakes as mistakes:
         return _words(mistakes)
     return {"memory": price.needed_bytes, "step": price.step_s, "exposed": price.exposed_s, "comm": price.comm_s}

@@ -74,6 +74,3 @@ def timetable(
     if any(at[d] < len(row) for d, row in enumerate(table.rows)):
         table.timetable(seconds, late)  # raises, and names what waits
     return sorted(slots, key=lambda slot: (slot.start, slot.end, table.device_of(slot.task.stage)))
-
-
-__all__ = ["HostShare", "host_shares", "timetable"]

@@ -180,6 +180,3 @@ def text(finding: RunFinding) -> str:
         return "\n".join([*lines, "no constant of the device is to be distrusted"]) + "\n"
     lines.append("to distrust, the likeliest first (`tpshard doctor --measure` fits them on this machine)")
     return "\n".join([*lines, *(f"  {line}" for line in finding.distrust)]) + "\n"
-
-
-__all__ = ["RunFigure", "RunFinding", "check", "text"]

@@ -12,11 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tpshard.plan.report import Report
-from tpshard.plan.search import edits, price_variant, variant
+from tpshard.plan.search import edits, price_variant
 from tpshard.plan.search_result import VariantPrice
 from tpshard.plan.units import gib, seconds
 from tpshard.programs.variants import Variants
 from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.recipes.load import with_changes
 from tpshard.recipes.schema import Recipe
 
 Settings = Mapping[str, object]
@@ -80,7 +81,7 @@ def fit(report: Report, recipe: Recipe, variants: Variants | None = None) -> Fit
     changed = [search.changes({i: levels[i]}) for i in levels]
     every = search.changes(levels)
     harms = [max(search.knobs[i].harm for i, own in zip(levels, changed) if one in own) for one in every]
-    return Fitted(every, harms, price, variant(recipe, every).to_yaml())
+    return Fitted(every, harms, price, with_changes(recipe, every).to_yaml())
 
 
 @dataclass
@@ -130,7 +131,7 @@ class _KnobSearch:
         changes = tuple(self.changes(dict(sorted(levels.items()))))
         if changes not in self.tried:
             try:
-                self.tried[changes] = price_variant(variant(self.recipe, changes), "train", self.variants)
+                self.tried[changes] = price_variant(with_changes(self.recipe, changes), "train", self.variants)
             except Mistakes:
                 return None
         return self.tried[changes]

@@ -19,6 +19,7 @@ from tpshard.plan.screen import axes_text, cut
 from tpshard.plan.units import gib, seconds
 from tpshard.programs.variants import Variants
 from tpshard.recipes.diagnostic import Mistakes
+from tpshard.recipes.load import with_changes
 from tpshard.recipes.schema import Recipe
 
 WHOLE = 5
@@ -134,7 +135,7 @@ def _price_build(recipe: Recipe, one: Placement, axes: dict[str, int], variants:
     """Prices an order by building the recipe with it; returns the placement unchanged where that is not possible."""
     mesh = ", ".join(f"{name}: {axes[name]}" for name in one.order)
     try:
-        price = search.price_variant(search.variant(recipe, [f"mesh={{{mesh}}}"]), variants=variants)
+        price = search.price_variant(with_changes(recipe, [f"mesh={{{mesh}}}"]), variants=variants)
     except Mistakes:
         return one
     return Placement(one.order, price.comm_s, price.exposed_s, price.step_s, whole=True)

@@ -36,11 +36,6 @@ from tpshard.recipes.load import with_changes
 from tpshard.recipes.schema import Recipe
 
 
-def variant(recipe: Recipe, changes: Sequence[str]) -> Recipe:
-    """The recipe with `key.path=value` changes. Raises `Mistakes` where they contradict each other."""
-    return with_changes(recipe, changes)
-
-
 def price_variant(recipe: Recipe, what: str = "train", variants: Variants | None = None) -> VariantPrice:
     """Prices a variant; `variants` reuses parts of earlier ones. Raises `Mistakes` where it does not fit together."""
     with make.without_gc():
@@ -98,7 +93,7 @@ def _keys(changes: Sequence[str]) -> frozenset[str]:
 
 def _edit(recipe: Recipe, changes: Sequence[str], variants: Variants, what: str = "train") -> Edit | None:
     try:
-        price = price_variant(variant(recipe, changes), what, variants)
+        price = price_variant(with_changes(recipe, changes), what, variants)
     except Mistakes:
         return None
     words = ", ".join(change.replace("=", ": ", 1) for change in changes)
@@ -287,7 +282,7 @@ class _Search:
     def _variant(self, key: Changes) -> Recipe:
         """The recipe with changes; that of the last ones is kept, because reading a recipe takes a while."""
         if self.last[0] != key:
-            self.last = key, variant(self.recipe, key)
+            self.last = key, with_changes(self.recipe, key)
         return self.last[1]
 
     def _bound(self, unpriced: Candidate) -> VariantBound | None:

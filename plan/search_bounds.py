@@ -120,6 +120,3 @@ def _activations_of_layer(setting: Setting) -> int:
             if place.phase == "forward" and place.module.startswith(f"{STACK}.{layer}."):
                 ends[layer] = i
     return max(0, held[ends[REPEATED]] - held[ends[COMPARED]]) if held and len(ends) == 2 else 0
-
-
-__all__ = ["Bounds"]

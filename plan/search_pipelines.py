@@ -92,6 +92,3 @@ def more_micro_batches(report: Report, recipe: Recipe) -> Iterator[list[str]]:
             yield [f"batch.per_device={report.job.per_device // 2}"]
         else:
             yield [f"pipeline.micro_batches={2 * report.job.micro_batches}"]
-
-
-__all__ = ["faster", "first", "layers_of", "schedules", "sizes", "smaller"]

@@ -60,6 +60,3 @@ def _slots(how: Stacking, forward: tuple[float, float], backward: tuple[float, f
         start, mirrored = forward[0] + time * each, backward[0] + (how.steps - 1 - time) * back
         slots += [Slot(task, start, start + each), Slot(task._replace(kind="B"), mirrored, mirrored + back)]
     return sorted(slots, key=lambda slot: (slot.start, slot.task.stage))
-
-
-__all__ = ["StageLanes", "stage_lanes"]

@@ -340,6 +340,3 @@ def _without_last_sends(timeline: Timeline) -> Timeline:
     """The timeline without the sends at its end, which overlap with the next program."""
     waits = sum(event.end - event.start for event in timeline.events if event.lane == "wait")
     return replace(timeline, seconds=_until_handed_over(timeline), exposed_s=waits)
-
-
-__all__ = ["Piped", "price_pipeline"]

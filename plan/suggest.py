@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 
 from tpshard.plan import search_pipelines
 from tpshard.plan.report import Edit, Report
-from tpshard.plan.search import price_variant, variant
+from tpshard.plan.search import price_variant
 from tpshard.plan.search_result import VariantPrice
 from tpshard.plan.units import seconds
 from tpshard.programs.variants import Variants
 from tpshard.recipes.diagnostic import Mistakes, plural
+from tpshard.recipes.load import with_changes
 from tpshard.recipes.schema import Recipe
 
 GAIN = 0.98
@@ -130,7 +131,7 @@ class _Search:
     def _price(self, change: Change) -> VariantPrice | None:
         try:
             price = price_variant(
-                variant(self.recipe, [f"{key}={value}" for key, value in change]), "train", self.variants
+                with_changes(self.recipe, [f"{key}={value}" for key, value in change]), "train", self.variants
             )
         except Mistakes:
             self.result.refused += 1

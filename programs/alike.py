@@ -71,6 +71,3 @@ def _names_layers(setting: Setting) -> bool:
     """Whether the recipe names single layers, such as `layers.3`."""
     sharding = setting.recipe.sharding
     return any(part.isdigit() for name in (*sharding.annotate, *sharding.pin) for part in name.split("."))
-
-
-__all__ = ["few_layers", "micro"]

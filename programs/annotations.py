@@ -134,7 +134,7 @@ class _Reader:
         axes = [self.axes(names) for names in self.recipe.sharding.cuts(dims)]
         opened = tuple(d not in rules for d in dims)
         by = f", {by}" if by else ""
-        sources = tuple(self.source_of(f"sharding.rules.{d}", f"{d}: {_show(rules[d])}{by}") for d in ruled)
+        sources = tuple(source_of(self.recipe, f"sharding.rules.{d}", f"{d}: {_show(rules[d])}{by}") for d in ruled)
         axes = [self.fits(value, i, a, name, f"sharding.rules.{dims[i]}") for i, a in enumerate(axes)]
         annotations[value] = Annotation(Sharding(tuple(axes), opened, priority=self.priority(dims, 0)), sources)
 
@@ -142,9 +142,6 @@ class _Reader:
         """The priority of each dim, by its name; None if all are 0."""
         numbers = tuple(self.recipe.sharding.priority.get(name or "", default) for name in names)
         return numbers if any(numbers) else None
-
-    def source_of(self, path: str, says: str) -> SourcePlace:
-        return source_of(self.recipe, path, says)
 
     def pattern(
         self, annotations: dict[Value, Annotation], value: Value, pattern: str, names: Sequence[str | None]
@@ -168,7 +165,7 @@ class _Reader:
         """
         priority = self.priority(names, int(value.producer is not None and bool(value.label)))
         sharding = Sharding(tuple(axes), (False,) * value.rank, priority=priority)
-        return Annotation(sharding, (self.source_of(path, pattern),))
+        return Annotation(sharding, (source_of(self.recipe, path, pattern),))
 
     def pin(
         self, annotations: dict[Value, Annotation], value: Value, pattern: str, dims: Sequence[Sequence[str]]
@@ -236,6 +233,3 @@ def source_of(recipe: Recipe, path: str, says: str) -> SourcePlace:
 
 def _show(axes: Sequence[str]) -> str:
     return axes[0] if len(axes) == 1 else "[" + ", ".join(axes) + "]"
-
-
-__all__ = ["Mesh", "annotate"]

@@ -204,6 +204,3 @@ def _producer_of(program: Program, name: str) -> tuple[str, str, str]:
         if node.op == "call_function" and info(node).origin == name and info(node).comm is None:
             return str(node.target), info(node).module, info(node).phase
     return "", "", ""
-
-
-__all__ = ["Compared", "Distance", "FirstDifference", "compare", "first_difference"]

@@ -56,6 +56,3 @@ def apply(setting: Setting, program: Program, watch: Watch | None = None) -> Pro
 
     chosen = choose(setting, with_remat, program_with)
     return program_with(chosen) if watch is None else run(passes(setting, chosen), program, watch)
-
-
-__all__ = ["apply", "passes"]

@@ -384,6 +384,3 @@ def exchange_program(
     end = graph.output(tuple(node for node, _ in outputs))
     end.meta[INFO] = Info(())
     return Program(mesh, graph, tuple(inputs), tuple(port for _, port in outputs))
-
-
-__all__ = ["DevicePrograms", "StagedPrograms", "build"]

@@ -151,6 +151,3 @@ def _names(names: Sequence[str], layers: Sequence[int], stages: Sequence[Stage])
             if name in stage.parameters:
                 by_stage[stage.index].append(name)
     return by_stage
-
-
-__all__ = ["build"]

@@ -75,6 +75,3 @@ class StagedLockstep(Lockstep):
                 for rank, part in zip(ranks, total):
                     shards[rank].append(part)
         return shards
-
-
-__all__ = ["StagedLockstep"]

@@ -114,6 +114,3 @@ def build(
 def of_stages(setting: Setting, whole: Program, pipeline: StagedPrograms) -> TrainingPrograms:
     """The programs of a run whose model is cut into stages, out of `whole`."""
     return TrainingPrograms(setting, whole, pipeline.devices[0].update, dict(pipeline.storage), pipeline=pipeline)
-
-
-__all__ = ["TrainingPrograms", "build"]

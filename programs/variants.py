@@ -59,6 +59,3 @@ class Variants:
         Mistakes for what does not fit.
         """
         return training.build(setting, memo=self._memo)
-
-
-__all__ = ["Variants", "without_older"]

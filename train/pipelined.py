@@ -153,6 +153,3 @@ class PipelineEngine(State):
         zeros = [torch.zeros((), dtype=port.dtype, device=self.context.device) for port in self.pipeline.share.inputs]
         loss, count = self.share(*walk.scalars.get(0, zeros))
         return float(loss), int(count)
-
-
-__all__ = ["PipelineEngine"]

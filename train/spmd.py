@@ -7,7 +7,7 @@ from torch import Tensor
 from tpshard.parallelism.runtime.context import Context
 from tpshard.programs.training import TrainingPrograms
 from tpshard.train.generated_rows import StepBatch
-from tpshard.train.state import InitialBlock, State, flops
+from tpshard.train.state import InitialBlock, State
 from tpshard.train.training_engine import StepResult
 
 
@@ -60,6 +60,3 @@ class SpmdEngine(State):
     def evaluate(self, batch: StepBatch) -> tuple[float, int]:
         loss, count = self.evaluation(*self.params, *self._local(batch, self.evaluation.program, 0, 0))
         return float(loss), int(count)
-
-
-__all__ = ["SpmdEngine", "flops"]

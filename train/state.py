@@ -207,6 +207,3 @@ def flops(program: Program) -> int:
     """Floating-point operations of all devices together, without recomputation."""
     infos = (info(node) for node in program.graph.nodes)
     return sum(k.global_flops for k in infos if k.phase != "recompute")
-
-
-__all__ = ["InitialBlock", "State", "flops"]

@@ -181,5 +181,3 @@ FORMATS = (
     TextFormat("Parquet", (".parquet",), "row", _parquet_rows),
     TextFormat("plain text", (".txt", ".txt.gz"), "part", _plain_rows),
 )
-
-__all__ = ["FORMATS", "NoColumn", "TextFormat", "TextRow", "format_of", "open_decompressed"]

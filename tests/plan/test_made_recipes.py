@@ -11,9 +11,9 @@ from small_recipe import RECIPE, tight_device
 from tpshard.cli.main import run as tpshard
 from tpshard.plan import check_run, fitting, make, pinning, save
 from tpshard.plan.report import Report
-from tpshard.plan.search import price_variant, variant
+from tpshard.plan.search import price_variant
 from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.recipes.load import loads
+from tpshard.recipes.load import loads, with_changes
 
 CHANGES = [
     "cluster.device=tight.yaml", "cluster.devices_per_node=3", "mesh.fsdp=3", "mesh.tp=1", "model.vocab=32768",
@@ -37,7 +37,7 @@ def test_the_edits_that_fit_are_all_needed_and_harm_as_little_as_can_be(small: P
     assert price_variant(loads(actual.recipe)).fits and actual.price.fits
     assert actual.harms == sorted(actual.harms)
     subsets = [[c for c in actual.changes if c != change] for change in actual.changes]
-    assert subsets and not any(price_variant(variant(recipe, changes)).fits for changes in subsets)
+    assert subsets and not any(price_variant(with_changes(recipe, changes)).fits for changes in subsets)
     tight(0.25)
     recipe = loads(RECIPE, [*CHANGES, "model.vocab=131072", "model.seq_len=512"])
     with pytest.raises(Mistakes) as refused:

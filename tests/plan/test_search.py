@@ -14,7 +14,7 @@ from tpshard.plan.report import Edit
 from tpshard.plan.units import gib
 from tpshard.programs import cluster, step_programs
 from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.recipes.load import loads
+from tpshard.recipes.load import loads, with_changes
 
 
 def test_too_little_memory_names_edits_that_fit(small, capsys):
@@ -131,7 +131,7 @@ def test_a_pipeline_that_will_be_refused_is_refused_before_it_is_built(changes, 
     recipe = loads(RECIPE, ["cluster.nodes=2", "mesh={pp: 4, fsdp: 2, tp: 1}", "pipeline={schedule: 1f1b}",
                             "model.layers=8"])  # fmt: skip
     with pytest.raises(Mistakes, match=words):
-        search.price_variant(search.variant(recipe, changes))
+        search.price_variant(with_changes(recipe, changes))
 
 
 class InThisProcess:
@@ -207,10 +207,10 @@ def test_a_search_plans_stages_schedules_and_micro_batches():
                             "model.layers=4", "batch.global_sequences=8", "batch.per_device=null"])  # fmt: skip
     actual = search.search(recipe)
     piped = [c for c in actual.candidates if c.mesh.get("pp", 1) == 2]
-    schedules = {search.variant(recipe, c.changes).pipeline.schedule for c in piped}
+    schedules = {with_changes(recipe, c.changes).pipeline.schedule for c in piped}
     assert {"1f1b", "interleaved_1f1b", "zero_bubble"} <= schedules and {c.per_device for c in piped} == {1, 2}
     for candidate in piped[:2]:
-        planned = make.report(search.variant(recipe, candidate.changes), "").pricing
+        planned = make.report(with_changes(recipe, candidate.changes), "").pricing
         assert planned.step_s == pytest.approx(candidate.price.step_s, rel=1e-9)
     without = min(c.price.step_s for c in actual.candidates if c not in piped)
     assert actual.best is not None and actual.best.price.step_s <= without

@@ -9,9 +9,8 @@ import pytest
 from small_recipe import RECIPE
 from tpshard.plan import make, suggest
 from tpshard.plan.report import Report
-from tpshard.plan.search import variant
 from tpshard.plan.search_result import VariantPrice
-from tpshard.recipes.load import loads
+from tpshard.recipes.load import loads, with_changes
 from tpshard.recipes.schema import Recipe
 
 
@@ -27,7 +26,7 @@ def test_suggestions_are_planned_whole_and_the_fastest_comes_first(monkeypatch: 
     assert suggestions.planned == 8 and suggestions.edits
     times = [edit.step_s for edit in suggestions.edits]
     assert times == sorted(times) and times[-1] < 0.98 * report.pricing.step_s
-    best = make.report(variant(recipe, changes(suggestions.edits[0])), "").pricing
+    best = make.report(with_changes(recipe, changes(suggestions.edits[0])), "").pricing
     assert (best.step_s, best.needed_bytes) == (suggestions.edits[0].step_s, suggestions.edits[0].needed_bytes)
 
 
@@ -72,7 +71,7 @@ def test_sequence_parallelism_is_put_in_and_taken_out(report) -> None:
     def changed(of: Report, recipe: Recipe) -> Recipe:
         actual = suggest._Search(of, recipe, print).free()
         (change,) = [c for c in actual if c[0][0].startswith("sharding.")]
-        return variant(recipe, [f"{key}={value}" for key, value in change])
+        return with_changes(recipe, [f"{key}={value}" for key, value in change])
 
     cut = changed(report, plain)
     with_it = make.report(cut, "")

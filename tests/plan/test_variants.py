@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from small_recipe import RECIPE
-from tpshard.plan.search import price_variant, variant
+from tpshard.plan.search import price_variant
 from tpshard.programs import staged_alike
 from tpshard.programs.variants import Variants
-from tpshard.recipes.load import loads
+from tpshard.recipes.load import loads, with_changes
 
 from plan_variants import figures, outcomes, plan_whole
 
@@ -31,9 +31,9 @@ def test_random_variants_cost_what_their_full_plans_say(number: int | range) -> 
 def test_a_variant_is_the_recipe_that_its_changes_load(changes: list[str]) -> None:
     """Defaults that depend on a changed key follow it: the moments' dtype, the axes of the vocabulary."""
     overrides = ["train.steps=40"]
-    recipe = variant(loads(RECIPE, overrides), changes)
+    recipe = with_changes(loads(RECIPE, overrides), changes)
     assert recipe.to_yaml() == loads(RECIPE, [*overrides, *changes]).to_yaml()
-    again = variant(recipe, ["remat=full"])
+    again = with_changes(recipe, ["remat=full"])
     assert again.to_yaml() == loads(RECIPE, [*overrides, *changes, "remat=full"]).to_yaml()
 
 
@@ -58,7 +58,7 @@ def test_schedules_share_equal_stages_and_devices_and_cost_what_their_plans_say(
         "remat": ["pipeline={schedule: 1f1b, split: [4, 4]}", "remat=full"],
     }
     for name, change in changes.items():
-        changed = variant(recipe, change)
+        changed = with_changes(recipe, change)
         price, plan = price_variant(changed, variants=variants), figures(plan_whole(changed, as_plan=True))
         assert plan == {"memory": price.needed_bytes, "step": price.step_s, "exposed": price.exposed_s,
                         "comm": price.comm_s}, name  # fmt: skip

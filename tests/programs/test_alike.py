@@ -15,7 +15,7 @@ from tpshard.programs import alike, staged_alike, step_programs, training
 from tpshard.programs.memo import Memo, key_of_capture
 from tpshard.programs.setting import Setting, devices_of
 from tpshard.programs.variants import Variants
-from tpshard.recipes.load import loads
+from tpshard.recipes.load import loads, with_changes
 
 SMALL = "seq_len: 16, width: 16, heads: 4, kv_heads: 2, mlp: 24, vocab: 32, layers: 7"
 LAYERED = "sharding: {annotate: {'layers.*.residual': [batch, seq_sp, embed]}, rules: {seq_sp: tp}}"
@@ -121,7 +121,7 @@ def test_a_variant_costs_what_its_plan_says(name: str, layers: int) -> None:
     )
     variants = Variants()
     for changes in ([], ["remat=selective", "fsdp.prefetch=2"]):
-        changed = search.variant(recipe, changes)
+        changed = with_changes(recipe, changes)
         actual = search.price_variant(changed, variants=variants)
         plan = make.price_training(make.build_programs(Setting.of(changed, devices_of(changed))))
         assert (actual.needed_bytes, actual.step_s, actual.exposed_s) == (
