@@ -102,6 +102,12 @@ class Program:
                 yield node, info.comm
 
     @property
+    def useful_flops(self) -> int:
+        """Floating-point operations of all devices together, without recomputation."""
+        infos = (node.meta.get(INFO) for node in self.nodes)
+        return sum(each.global_flops for each in infos if each is not None and each.phase != "recompute")
+
+    @property
     def collectives(self) -> list[Collective]:
         return [comm for _, comm in self.issues()]
 

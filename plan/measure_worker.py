@@ -82,17 +82,15 @@ class Clock:
         fastest = sorted(samples)[: max(1, len(samples) * 9 // 10)]
         return sum(fastest) / len(fastest) * self.turns
 
-    def behind(
-        self, run: Callable[[int], object], before: Callable[[int], object] = lambda i: None, times: int = 100
-    ) -> float:
+    def behind(self, run: Callable[[int], object], before: Callable[[int], object] = lambda i: None) -> float:
         """Mean seconds of `run(i)`, each after `before(i)`, which does not count, without the slowest tenth."""
         samples = []
-        for i in range(times):
+        for i in range(100):
             before(i)
             begun = self.read()
             run(i)
             samples.append(self.read() - begun)
-        fastest = sorted(samples)[: times * 9 // 10]
+        fastest = sorted(samples)[:90]
         return sum(fastest) / len(fastest) * self.turns
 
 

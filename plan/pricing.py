@@ -147,17 +147,17 @@ class Pricing:
         """Reserved bytes plus those taken before the first tensor."""
         return self.reserved_bytes + self.device.context_bytes
 
-    def flops(self, *, recompute: bool) -> tuple[int, int]:
-        """The FLOPs of a step: those of one device, and the useful ones of all devices."""
+    def flops(self) -> tuple[int, int]:
+        """The FLOPs of a step without recomputation: those of one device, and those of all devices."""
         local = whole = 0
         for entry in self.parts:
             for kernel in entry.priced.kernels:
-                if info_of(kernel.node).phase != "recompute" or recompute:
+                if info_of(kernel.node).phase != "recompute":
                     own, all_devices = work_of(kernel)
                     local += own * entry.part.times
                     whole += all_devices * entry.part.times
         if self.pipeline is not None:
-            whole = self.pipeline.all_flops if recompute else self.pipeline.useful_flops
+            whole = self.pipeline.useful_flops
         return local, whole
 
     def lines(self) -> list[Line]:

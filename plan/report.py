@@ -151,12 +151,12 @@ class Report:
     @property
     def useful_flops(self) -> int:
         """FLOPs of a step on all devices, without recomputation."""
-        return self.pricing.flops(recompute=False)[1]
+        return self.pricing.flops()[1]
 
     @property
     def flop_efficiency(self) -> float:
         """FLOPs of the whole step / (devices x FLOPs of one device's program); below 1 where devices repeat work."""
-        local, whole = self.pricing.flops(recompute=False)
+        local, whole = self.pricing.flops()
         return whole / (self.devices * local) if local else 1.0
 
     @property

@@ -76,7 +76,6 @@ class Piped:
     """The part in which memory peaks, over all devices."""
     useful_flops: int
     """FLOPs of all stages and micro-batches, without recomputation."""
-    all_flops: int
     programs: StagedPrograms
     """The programs that are priced."""
 
@@ -200,13 +199,11 @@ def price_pipeline(pipeline: StagedPrograms, whole: Device, per_host: int, compi
         devices.append(DevicePrice(busy, apart, peak.memory.peak_bytes, table.most_held(i), *_sent(parts)))
         worst.append(peak)
         parts_of.append(parts)
-    flops = [_flops(stage.programs) for stage in pipeline.stages]
-    once = [_flops(tuple(program for _, program in _run_once(pipeline, place))) for place in range(table.devices)]
+    flops = sum(program.useful_flops for stage in pipeline.stages for program in stage.programs)
+    once = sum(program.useful_flops for place in range(table.devices) for _, program in _run_once(pipeline, place))
     result = Piped(
         table, slots, stages, devices, [], max(worst, key=lambda p: p.memory.peak_bytes),
-        table.micro_batches * sum(useful for useful, _ in flops) + sum(useful for useful, _ in once),
-        table.micro_batches * sum(every for _, every in flops) + sum(every for _, every in once),
-        pipeline,
+        table.micro_batches * flops + once, pipeline,
     )  # fmt: skip
     result.parts = parts_of[result.slowest]
     return result
@@ -299,12 +296,6 @@ def _bytes_beside(rest: Mapping[str, int], program: Program, activations: int) -
 
 def _of_kind(program: Program, kind: str, *, outputs: bool = False) -> int:
     return sum(port.local_bytes for port in (program.outputs if outputs else program.inputs) if port.kind == kind)
-
-
-def _flops(programs: tuple[Program, ...]) -> tuple[int, int]:
-    """FLOPs of all devices (without recomputation, with it)."""
-    nodes = [info_of(node) for program in programs for node in program.graph.nodes]
-    return sum(n.global_flops for n in nodes if n.phase != "recompute"), sum(n.global_flops for n in nodes)
 
 
 def _with_messages(priced: Priced, device: Device) -> Timeline:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,16 +158,13 @@ class SavedCheckpoint:
             raise Damaged(f"{self.folder / file} cannot be read: {error}") from error
 
 
-def newest(
-    directory: Path, *, usable: Callable[[SavedCheckpoint], None] = SavedCheckpoint.verify
-) -> SavedCheckpoint | None:
+def newest(directory: Path) -> SavedCheckpoint | None:
     """The newest undamaged checkpoint. Damaged ones are named in a warning and passed over.
 
     Reads the whole checkpoint: one process should choose, and tell the others the step.
 
     Args:
         directory: a run's `checkpoints`.
-        usable: raises Damaged for checkpoints to pass over.
 
     Returns:
         None where there is no checkpoint.
@@ -179,7 +176,7 @@ def newest(
     for path in reversed(steps(directory).values()):
         try:
             checkpoint = SavedCheckpoint(path)
-            usable(checkpoint)
+            checkpoint.verify()
         except Damaged as error:
             refused.append(str(error))
             logger.warning("checkpoint %s is damaged: %s", path.name, error)

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 from tpshard.parallelism.fusion import Compiled
-from tpshard.parallelism.program import Port, Program, info
+from tpshard.parallelism.program import Port, Program
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor
 from tpshard.parallelism.runtime.mail import Mail
@@ -55,7 +55,7 @@ class State:
         self.moments = self._zeros([port for port in update.inputs if port.kind == "optimizer"])
         self._steps = 0
         self._tally: Tally | None = None
-        self.flops_per_sequence = flops(programs.micro) // self.batch_ports[0].shape[0]
+        self.flops_per_sequence = programs.micro.useful_flops // self.batch_ports[0].shape[0]
 
     def _executor(self, program: Program, *, compiled: Compiled = "none", mail: Mail | None = None) -> Executor:
         self.executors.append(Executor(program, self.context, compiled=compiled, mail=mail))
@@ -201,9 +201,3 @@ class State:
         tensor.zero_()
         for name, shard in self.named_shards(prefix, port, tensor):
             shard.tensor[...] = read(name, shard.starts, tuple(shard.tensor.shape)).to(shard.tensor)
-
-
-def flops(program: Program) -> int:
-    """Floating-point operations of all devices together, without recomputation."""
-    infos = (info(node) for node in program.graph.nodes)
-    return sum(k.global_flops for k in infos if k.phase != "recompute")

@@ -14,23 +14,17 @@ from tpshard.parallelism.graph import Op, Ref, Value
 from tpshard.parallelism.rules.entry import Entry
 from tpshard.parallelism.rules.rule import Dim, Factors, Kind, LocalOp, Rule, whole
 
-Flops = Callable[[Op], int]
+
+def letters(text: str, local: Callable[[LocalOp], Any] | None = None, linear: str = "", **facts: Any) -> Entry:
+    """The entry of an op by its letters. linear: indices of the tensors in which it is jointly linear, as digits."""
+    return Entry(lambda op: rule_of(op, text, local, linear), **facts)
 
 
-def letters(
-    text: str, flops: Flops | None = None, local: Callable[[LocalOp], Any] | None = None, linear: str = "",
-    same: str = "", **facts: Any,
-) -> Entry:  # fmt: skip
-    """The entry of an op by its letters.
+def rule_of(op: Op, text: str, local: Any = None, linear: str = "", same: str = "") -> Rule:
+    """The rule of one op call, spelled by letters; every dim is whole if the shapes do not fit the letters.
 
-    linear: indices of the tensors in which it is jointly linear, as digits. same: letters on which a result that lacks
-    them does not depend, because every device computes the same.
+    same: letters on which a result that lacks them does not depend, because every device computes the same.
     """
-    return Entry(lambda op: rule_of(op, text, flops, local, linear, same), **facts)
-
-
-def rule_of(op: Op, text: str, flops: Flops | None = None, local: Any = None, linear: str = "", same: str = "") -> Rule:
-    """The rule of one op call, spelled by letters; every dim is whole if the shapes do not fit the letters."""
     left, right = (side.split(",") for side in text.split("->"))
     indices = tensors(op)
     factors = Factors()
@@ -50,10 +44,7 @@ def rule_of(op: Op, text: str, flops: Flops | None = None, local: Any = None, li
         if not all(in_results) and name not in same:
             factors.kinds[f] = Kind.REDUCE
     additive = tuple(i for place in linear if (i := indices[int(place)]) is not None)
-    rest = {"work": tuple(f for name, f in shared.items() if not name.isupper())} if flops is not None else {}
-    return factors.rule(
-        operands, results, flops=flops(op) if flops is not None else 0, local=local, additive=additive, **rest
-    )
+    return factors.rule(operands, results, local=local, additive=additive)
 
 
 def tensors(op: Op) -> list[int | None]:

@@ -63,9 +63,9 @@ def whole_reduction(op: Op) -> Rule:
     return reduce(op, sharded=Kind.WHOLE)
 
 
-def along(op: Op, position: int = 1, default: int = -1) -> Rule:
+def along(op: Op, position: int = 1) -> Rule:
     """The rule of ops along a dim that must be whole: cumsum, sort, topk."""
-    dim = op.args[position] if len(op.args) > position else op.kwargs.get("dim", default)
+    dim = op.args[position] if len(op.args) > position else op.kwargs.get("dim", -1)
     rank = op.operands[0].rank
     if rank == 0:
         return whole(op, [], additive=())
@@ -115,5 +115,5 @@ OPS: Table = {
     aten.median.default: by_whole,
     aten.nanmedian.default: by_whole,
     aten.histc: Entry(histogram),
-    aten.sort: Entry(lambda op: along(op, 1)),
+    aten.sort: Entry(along),
 }

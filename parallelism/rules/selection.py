@@ -134,7 +134,7 @@ def _in_a_row(at: LocalOp, node: Any, dim: int) -> Any:
 def running_sum(op: Op) -> Rule:
     """The rule of cumsum: the cumulative sums of a shard, plus the total of all shards before it."""
     x, out = op.operands[0], op.results[0]
-    main = along(op, 1)
+    main = along(op)
     if x.rank == 0 or x.shape[op.args[1]] == 1:
         return main
     dim = op.args[1] % x.rank
