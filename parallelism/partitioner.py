@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 from tpshard.parallelism.anchors import is_anchor, is_boundary, is_grouped, output, split_annotations
 from tpshard.parallelism.capture import capture
@@ -33,8 +32,6 @@ from tpshard.parallelism.rules.table import entry_of
 from tpshard.parallelism.shard_padding import ShardPadding
 from tpshard.parallelism.sharding import Layout, Sharding, even, local_shape, replicated
 from tpshard.parallelism.why import SourcePlace
-
-aten = torch.ops.aten
 
 
 def partition(

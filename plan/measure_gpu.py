@@ -6,11 +6,9 @@ from collections.abc import Callable
 
 import torch
 from tpshard.devices.read import device
-from tpshard.kernels import attention
+from tpshard.kernels import attention  # noqa: F401  whose import registers torch.ops.tpshard.attention
 from tpshard.parallelism.network import Link
 from tpshard.recipes.schema import DEVICES
-
-OPS = attention.__name__  # importing it registers torch.ops.tpshard.attention
 
 
 def best(run: Callable[[], object], times: int = 10) -> float:

@@ -19,15 +19,6 @@ def chain(parent: Digest, tokens: Sequence[int]) -> Digest:
     return hashlib.blake2b(parent + struct.pack(f"<{len(tokens)}q", *tokens), digest_size=16).digest()
 
 
-def chains(tokens: Sequence[int], block_size: int) -> list[Digest]:
-    """The digests of all full blocks of `tokens`."""
-    digests, parent = [], ROOT
-    for start in range(0, len(tokens) - block_size + 1, block_size):
-        parent = chain(parent, tokens[start : start + block_size])
-        digests.append(parent)
-    return digests
-
-
 class BlockPool:
     """The blocks of a cache: `total` usable ones, numbered from 1 (block 0 receives the padding rows).
 

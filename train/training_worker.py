@@ -42,8 +42,6 @@ from tpshard.train.stream import Loader, TokenBatch, held_out_batches
 from tpshard.train.tokens import TextTokenizer, check_vocab, load_tokenizer
 from tpshard.train.wandb_sink import WandbSink
 
-logger = logging.getLogger(__name__)
-
 ENOUGH = 6
 """Recorded steps after which the plan is compared with the run; it is compared again at the end."""
 
