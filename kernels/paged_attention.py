@@ -240,15 +240,3 @@ def _shapes_with_lse(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     _check(q, k, k_pool, v_pool, positions, window)
     return torch.empty_like(q), _new_lse(q)
-
-
-def paged_attention(
-    q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, positions: Tensor, slots: Tensor,
-    sequences: Tensor, tables: Tensor, scale: float | None = None, window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:  # fmt: skip
-    """`tpshard::paged_attention`, with `scale` defaulting to 1 / sqrt(head_dim). It has no gradient."""
-    scale = scale or float(q.shape[-1]) ** -0.5
-    return torch.ops.tpshard.paged_attention(
-        q, k, v, k_pool, v_pool, positions, slots, sequences, tables, scale, window, softcap
-    )  # fmt: skip

@@ -8,7 +8,7 @@ from attention_cases import documents_of, expected, inputs
 from tpshard.kernels import attention, flash
 from tpshard.kernels.dense_attention import BACKWARD as BACKWARD_OF_TORCH
 from tpshard.kernels.dense_attention import FORWARD
-from tpshard.kernels.paged_attention import paged_attention, paged_attention_reference
+from tpshard.kernels.paged_attention import paged_attention_reference
 
 assert attention.__name__  # importing it registers the operations
 OP, BACKWARD = torch.ops.tpshard.attention, torch.ops.tpshard.attention_backward
@@ -108,13 +108,14 @@ def test_paged(h: int, kv: int, d: int, dtype: torch.dtype, window: int | None, 
     on_device = [x.to(device) for x in rest]
     k_pool, v_pool = (x.to(device).clone() for x in pools)
     k_pool.flatten(0, 1)[on_device[1][0]] = 0  # the operation stores what is new
-    out = paged_attention(q.to(device), *new.to(device), k_pool, v_pool, *on_device, window=window)
+    paged = torch.ops.tpshard.paged_attention
+    out = paged(q.to(device), *new.to(device), k_pool, v_pool, *on_device, d**-0.5, window)
     assert torch.equal(k_pool.cpu(), pools[0])
     torch.testing.assert_close(out.cpu().double(), reference.double(), atol=BOUND[dtype], rtol=BOUND[dtype])
     for row in range(q.shape[1]):  # whatever else is in the call
         one = [x[:, row : row + 1] for x in on_device[:3]]
-        alone = paged_attention(
+        alone = paged(
             q[:, row : row + 1].to(device), *new[:, :, row : row + 1].to(device), k_pool, v_pool, *one, on_device[3],
-            window=window,
+            d**-0.5, window,
         )  # fmt: skip
         assert torch.equal(alone[0, 0], out[0, row])

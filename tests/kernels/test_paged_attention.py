@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from patience import PATIENCE
-from tpshard.kernels.paged_attention import paged_attention, paged_attention_reference, span
+from tpshard.kernels.paged_attention import paged_attention_reference, span
 
 
 def fill(lengths: list[int], kv: int, d: int, block: int = 16) -> tuple[torch.Tensor, ...]:
@@ -26,6 +26,10 @@ def fill(lengths: list[int], kv: int, d: int, block: int = 16) -> tuple[torch.Te
         for p in range(n):
             pools[:, tables[i, p // block], p % block] = past[:, i, p]
     return tables, pools, past
+
+
+def paged_attention(q: torch.Tensor, *arrays: torch.Tensor, **how: float | None) -> torch.Tensor:
+    return torch.ops.tpshard.paged_attention(q, *arrays, q.shape[-1] ** -0.5, **how)
 
 
 @pytest.mark.parametrize("h,kv,d", [(4, 2, 16), (3, 1, 64), (8, 8, 8)])
@@ -142,9 +146,8 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 INTERPRETED = """
 import sys, torch
 sys.path[:0] = {folders!r}
-from test_paged_attention import fill
+from test_paged_attention import fill, paged_attention
 from tpshard.kernels import triton_paged
-from tpshard.kernels.paged_attention import paged_attention
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 for h, kv, d, dtype, close in ((4, 2, 16, torch.float32, 2e-6), (3, 1, 24, torch.float32, 2e-6),
