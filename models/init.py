@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from tpshard.kernels.splitmix64 import FIRST, GAMMA, SECOND, to_signed
 
 _CHUNK = 1 << 18
 """Elements computed at a time, so that the 64-bit intermediates stay in cache."""
@@ -109,7 +110,7 @@ def _add_bell(block: Tensor, initial: Initial, starts: Sequence[int], key: int) 
     outer = outer.reshape(-1, 1)
     step = max(1, _CHUNK // block.shape[-1])
     for first in range(0, rows.shape[0], step):
-        bits = _mix((outer[first : first + step] + row).add_(1).mul_(_GOLDEN).add_(key))
+        bits = _mix((outer[first : first + step] + row).add_(1).mul_(to_signed(GAMMA)).add_(key))
         rows[first : first + step] += _bell(bits).mul_(initial.std).to(block.dtype)
 
 
@@ -118,20 +119,12 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
-def _to_signed(word: int) -> int:
-    return word - (1 << 64) if word >> 63 else word
-
-
-_GOLDEN = _to_signed(0x9E3779B97F4A7C15)
-_MIX_1, _MIX_2 = _to_signed(0xBF58476D1CE4E5B9), _to_signed(0x94D049BB133111EB)
-
-
 def _mix(x: Tensor) -> Tensor:
-    """splitmix64's finalizer (Steele, Lea and Flood 2014) on int64 words, which wrap around."""
+    """The output function of SplitMix64 on int64 words, which wrap around; in place."""
     x ^= _shift_right(x, 30)
-    x *= _MIX_1
+    x *= to_signed(FIRST)
     x ^= _shift_right(x, 27)
-    x *= _MIX_2
+    x *= to_signed(SECOND)
     x ^= _shift_right(x, 31)
     return x
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tpshard.kernels.splitmix64 import FIRST, GAMMA, SECOND, to_signed
 
 _library = torch.library.Library("tpshard", "FRAGMENT")
 _library.define("draw(int[] size, ScalarType dtype) -> Tensor")
@@ -37,7 +38,6 @@ SEED = "seed"
 _CHUNK = 1 << 16
 """Elements computed at a time, so that intermediates stay in a core's cache."""
 _MASK = (1 << 64) - 1
-_GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8, torch.int64: 63}
 
 
@@ -45,11 +45,11 @@ def mix_seeds(*numbers: int) -> int:
     """Hashes several integers into one int64, such as the seed and the micro-batch of a step."""
     state = 0
     for number in numbers:
-        state = (state + number + _GAMMA) & _MASK
-        state = ((state ^ (state >> 30)) * _FIRST) & _MASK
-        state = ((state ^ (state >> 27)) * _SECOND) & _MASK
+        state = (state + number + GAMMA) & _MASK
+        state = ((state ^ (state >> 30)) * FIRST) & _MASK
+        state = ((state ^ (state >> 27)) * SECOND) & _MASK
         state ^= state >> 31
-    return _to_signed(state)
+    return to_signed(state)
 
 
 def step_seed(seed: int, micro: int, rows: int, apart: int) -> Tensor:
@@ -61,20 +61,15 @@ def step_seed(seed: int, micro: int, rows: int, apart: int) -> Tensor:
     return torch.tensor([mix_seeds(seed), mix_seeds(seed, micro), rows, apart, micro * rows])
 
 
-def _to_signed(number: int) -> int:
-    """An unsigned 64-bit integer as the int64 of the same bits."""
-    return number - (1 << 64) if number >> 63 else number
-
-
 def _shift_right(x: Tensor, bits: int) -> Tensor:
     """Shifts unsigned 64-bit words, stored as int64, right."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The output function of SplitMix64, on unsigned 64-bit words."""
-    x = (x ^ _shift_right(x, 30)) * _to_signed(_FIRST)
-    x = (x ^ _shift_right(x, 27)) * _to_signed(_SECOND)
+    """The output function of SplitMix64, on unsigned 64-bit words; not in place, so that a compiler can fuse it."""
+    x = (x ^ _shift_right(x, 30)) * to_signed(FIRST)
+    x = (x ^ _shift_right(x, 27)) * to_signed(SECOND)
     return x ^ _shift_right(x, 31)
 
 
@@ -84,7 +79,7 @@ def random(
 ) -> Tensor:  # fmt: skip
     """The random numbers of a device's part of a draw (`tpshard::random`), in operations that a compiler can fuse."""
     state = seed if not seed.dim() else seed[0 if row else 1]
-    key = _mix(_mix(state + _to_signed(_GAMMA)) + _to_signed(number * _GAMMA & _MASK))
+    key = _mix(_mix(state + to_signed(GAMMA)) + to_signed(number * GAMMA & _MASK))
     place = torch.ones((), dtype=torch.int64, device=seed.device)
     for d, (n, begin, stride) in enumerate(zip(size, begins, strides)):
         along = torch.arange(n, dtype=torch.int64, device=seed.device) + begin
@@ -93,7 +88,7 @@ def random(
             along = along // rows * apart + first + along % rows
         place = place.unsqueeze(-1) + along * stride
     # the key first: inductor treats products of positions as addresses, and its kernels fail where they overflow
-    bits = _shift_right(_mix((place + key) * _to_signed(_GAMMA)), 64 - _BITS[dtype])
+    bits = _shift_right(_mix((place + key) * to_signed(GAMMA)), 64 - _BITS[dtype])
     if dtype is torch.int64:
         return bits
     wide = torch.promote_types(dtype, torch.float32)
