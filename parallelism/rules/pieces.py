@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -114,9 +115,7 @@ def unbind(op: Op) -> Rule:
 def split(op: Op) -> Rule:
     """The rule of split and chunk: one window of a sharded dim per result."""
     dim = (op.args[2] if len(op.args) > 2 else op.kwargs.get("dim", 0)) % op.operands[0].rank
-    starts = [0]
-    for result in op.results:
-        starts.append(starts[-1] + result.shape[dim])
+    starts = [0, *accumulate(result.shape[dim] for result in op.results)]
 
     def local(at: LocalOp) -> Any:
         if not cut_dims(at, rule):
@@ -192,9 +191,7 @@ def cat(op: Op) -> Rule:
     dim = (op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)) % out.rank
     if any(v.shape == (0,) for v in op.operands):
         return whole(op, range(out.rank), additive=())
-    starts = [0]
-    for value in op.operands:
-        starts.append(starts[-1] + value.shape[dim])
+    starts = [0, *accumulate(value.shape[dim] for value in op.operands)]
 
     def local(at: LocalOp) -> Any:
         if not cut_dims(at, rule):
