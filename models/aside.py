@@ -30,14 +30,14 @@ def write_aside(out: str | os.PathLike[str], *, overwrite: bool = False) -> Iter
     try:
         yield aside
         for file in sorted(aside.rglob("*")):
-            _sync(file)
-        _sync(aside)
+            sync(file)
+        sync(aside)
         _check(place, overwrite)
         _replace(aside, place)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
-    _sync(place.parent)
+    sync(place.parent)
 
 
 def _check(place: Path, overwrite: bool) -> None:
@@ -62,7 +62,8 @@ def _replace(aside: Path, place: Path) -> None:
     aside.rename(place)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Syncs a file or a folder, so that new and renamed files in a folder survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

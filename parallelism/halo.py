@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from tpshard.parallelism.lower import Emitter, pick
 from tpshard.parallelism.mesh import Axes, size_of
-from tpshard.parallelism.program import info
+from tpshard.parallelism.node_info import info, resized, shape_of
 from tpshard.parallelism.rules.rule import Window
 from tpshard.parallelism.sharding import even, local_size
 
@@ -104,7 +104,7 @@ def window(
     if fill is None or not halo.outside:
         return node
     outside = _outside_mask(emitter, node, dim, size, axes, halo)
-    return emitter.move(aten.masked_fill.Scalar, node, _shape(node), outside, fill)
+    return emitter.move(aten.masked_fill.Scalar, node, shape_of(node), outside, fill)
 
 
 def fold(
@@ -116,7 +116,7 @@ def fold(
     """
     if halo.outside:
         outside = _outside_mask(emitter, node, dim, size, axes, halo)
-        node = emitter.move(aten.masked_fill.Scalar, node, _shape(node), outside, 0)
+        node = emitter.move(aten.masked_fill.Scalar, node, shape_of(node), outside, 0)
     total = halo.left + halo.part + halo.right + sum(halo.padding)
     starts: Any = halo.starts[0]
     rest: Any = total - halo.length - halo.starts[0]
@@ -131,7 +131,7 @@ def fold(
         received = shift(emitter, _narrow(emitter, node, dim, at, width), axes, -hop, why)
         missing = halo.part - width
         received = _pad(emitter, received, dim, *((missing, 0) if hop > 0 else (0, missing)))
-        own = emitter.move(aten.add.Tensor, own, _shape(own), received)
+        own = emitter.move(aten.add.Tensor, own, shape_of(own), received)
     return own
 
 
@@ -139,7 +139,7 @@ def mirror(emitter: Emitter, node: fx.Node, dim: int, axes: Axes, why: dict[str,
     """Emits the exchange by which a device gets its shard of a flipped dim, which the axes divide evenly."""
     members = size_of(axes)
     received = emitter.send(node, axes, [members - 1 - i for i in range(members)], why)
-    return emitter.move(aten.flip.default, received, _shape(received), [dim])
+    return emitter.move(aten.flip.default, received, shape_of(received), [dim])
 
 
 def shift(emitter: Emitter, node: fx.Node, axes: Axes, hop: int, why: dict[str, Any]) -> fx.Node:
@@ -157,37 +157,28 @@ def _outside_mask(emitter: Emitter, node: fx.Node, dim: int, size: int, axes: Ax
     before = emitter.number(aten.lt.Scalar, spec, torch.bool, places, 0)
     beyond = emitter.number(aten.ge.Scalar, spec, torch.bool, places, size)
     mask = emitter.number(aten.logical_or.default, spec, torch.bool, before, beyond)
-    rank = len(_shape(node))
+    rank = len(shape_of(node))
     return emitter.reshape(mask, [halo.length if d == dim else 1 for d in range(rank)])
 
 
-def _shape(node: fx.Node) -> tuple[int, ...]:
-    return info(node).specs[0].shape
-
-
-def _resize(node: fx.Node, dim: int, size: int) -> tuple[int, ...]:
-    shape = _shape(node)
-    return (*shape[:dim], size, *shape[dim + 1 :])
-
-
 def _narrow(emitter: Emitter, node: fx.Node, dim: int, start: Any, length: int) -> fx.Node:
-    if start == 0 and _shape(node)[dim] == length:
+    if start == 0 and shape_of(node)[dim] == length:
         return node
-    return emitter.move(aten.narrow.default, node, _resize(node, dim, length), dim, start, length)
+    return emitter.move(aten.narrow.default, node, resized(node, dim, length), dim, start, length)
 
 
 def _pad(emitter: Emitter, node: fx.Node, dim: int, before: Any, after: Any, total: int | None = None) -> fx.Node:
     """Pads with zeros; `total` is the resulting length if the widths depend on the rank."""
-    shape = _shape(node)
+    shape = shape_of(node)
     if before == after == 0:
         return node
     widths = [0, 0] * (len(shape) - 1 - dim) + [before, after]
     size = shape[dim] + before + after if total is None else total
-    return emitter.move(aten.constant_pad_nd.default, node, _resize(node, dim, size), widths, 0)
+    return emitter.move(aten.constant_pad_nd.default, node, resized(node, dim, size), widths, 0)
 
 
 def _cat(emitter: Emitter, nodes: Sequence[fx.Node], dim: int) -> fx.Node:
     if len(nodes) == 1:
         return nodes[0]
-    shape = _resize(nodes[0], dim, sum(_shape(node)[dim] for node in nodes))
+    shape = resized(nodes[0], dim, sum(shape_of(node)[dim] for node in nodes))
     return emitter.number(aten.cat.default, shape, info(nodes[0]).specs[0].dtype, list(nodes), dim)

@@ -16,7 +16,7 @@ from tpshard.parallelism.factors import WHOLE
 from tpshard.parallelism.graph import Op, Value, map_refs
 from tpshard.parallelism.lower import Emitter, is_first, pick
 from tpshard.parallelism.mesh import Axes, size_of
-from tpshard.parallelism.program import INFO, Info, Spec, info
+from tpshard.parallelism.node_info import INFO, Info, Spec, info, shape_of
 from tpshard.parallelism.rules.rule import Rule, Window
 from tpshard.parallelism.rules.strides import dense_exactly, dense_last
 from tpshard.parallelism.rules.table import entry_of
@@ -65,7 +65,7 @@ class LocalPart:
         return self.emitter.position(self.axes(factor))
 
     def shape_of(self, node: Any) -> tuple[int, ...]:
-        return info(node).specs[0].shape
+        return shape_of(node)
 
     def dtype_of(self, node: Any) -> Any:
         return info(node).specs[0].dtype

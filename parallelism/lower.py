@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from tpshard.parallelism.graph import Place
 from tpshard.parallelism.mesh import Axes, Axis, Mesh, atoms, merge, size_of, split
-from tpshard.parallelism.node_info import INFO, Info, Spec, group_name, info, make_collective, offset
+from tpshard.parallelism.node_info import INFO, Info, Spec, group_name, info, make_collective, offset, resized, shape_of
 from tpshard.parallelism.reshard import ReshardStep
 from tpshard.parallelism.reshard_moves import moved_places
 from tpshard.parallelism.sharding import Layout, even, local_shape, local_size
@@ -83,12 +83,12 @@ class Emitter:
 
     def reshape(self, node: fx.Node, shape: Sequence[int]) -> fx.Node:
         shape = tuple(shape)
-        return node if info(node).specs[0].shape == shape else self.move(aten.reshape.default, node, shape, list(shape))
+        return node if shape_of(node) == shape else self.move(aten.reshape.default, node, shape, list(shape))
 
     def permute(self, node: fx.Node, order: Sequence[int]) -> fx.Node:
         if list(order) == sorted(order):
             return node
-        shape = info(node).specs[0].shape
+        shape = shape_of(node)
         return self.move(aten.permute.default, node, [shape[d] for d in order], list(order))
 
     def offset(self, axes: Axes, size: int, grain: int = 1) -> Any:
@@ -169,7 +169,7 @@ class Emitter:
             order.append(len(single) + d)
         node = self.permute(spread, order)
         target = local_shape(shape, step.after)
-        current_shape = list(info(node).specs[0].shape)
+        current_shape = list(shape_of(node))
         for at, axes in joined.items():  # dims before `at` are joined already
             lengths = [target[at]]  # the dim's size before each axis divided it, outer to inner
             for axis in axes:
@@ -185,18 +185,17 @@ class Emitter:
         return self.reshape(node, current_shape)
 
     def _trim(self, node: fx.Node, d: int, size: int) -> fx.Node:
-        shape = info(node).specs[0].shape
-        if shape[d] == size:
+        if shape_of(node)[d] == size:
             return node
-        return self.move(aten.slice.Tensor, node, (*shape[:d], size, *shape[d + 1 :]), d, 0, size)
+        return self.move(aten.slice.Tensor, node, resized(node, d, size), d, 0, size)
 
     def _grow(self, node: fx.Node, d: int, size: int) -> fx.Node:
         """Pads the end of a dim with zeros to `size`, so that it can be divided evenly."""
-        shape = info(node).specs[0].shape
+        shape = shape_of(node)
         if shape[d] == size:
             return node
         widths = [0, 0] * (len(shape) - 1 - d) + [0, size - shape[d]]
-        return self.move(aten.constant_pad_nd.default, node, (*shape[:d], size, *shape[d + 1 :]), widths, 0)
+        return self.move(aten.constant_pad_nd.default, node, resized(node, d, size), widths, 0)
 
     def _cut(self, node: fx.Node, step: ReshardStep) -> tuple[fx.Node, tuple[int, ...]]:
         """Cuts a tensor into the pieces for the members of a group, as one leading dim in the order of the group.
@@ -204,7 +203,7 @@ class Emitter:
         Returns the node [members * part[0], *part[1:]] and the shape of a part.
         """
         single: list[Axis] = []
-        shape = list(info(node).specs[0].shape)
+        shape = list(shape_of(node))
         where: dict[Axis, int] = {}
         rest: list[int] = []
         at = 0
@@ -252,7 +251,7 @@ class Emitter:
     def _slice(self, node: fx.Node, step: ReshardStep, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
         for d in range(len(shape)):
             added = _by_layout([a for a, _, to in step.parts if to == d], step.after.dims[d])
-            size, grain = info(node).specs[0].shape[d], step.grain(d)
+            size, grain = shape_of(node)[d], step.grain(d)
             if added and even(size // grain, added):
                 node = self._narrow(node, d, merge(added), size // size_of(added), grain)
                 continue
@@ -262,14 +261,13 @@ class Emitter:
         return node
 
     def _narrow(self, node: fx.Node, d: int, axes: Axes, size: int, grain: int) -> fx.Node:
-        shape = info(node).specs[0].shape
-        start = self.offset(axes, shape[d], grain)
-        return self.move(aten.narrow.default, node, (*shape[:d], size, *shape[d + 1 :]), d, start, size)
+        start = self.offset(axes, shape_of(node)[d], grain)
+        return self.move(aten.narrow.default, node, resized(node, d, size), d, start, size)
 
     def _mask(self, node: fx.Node, step: ReshardStep, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
         axes = self.mesh.sorted(a for a, _, _ in step.parts)
         keep = self.call(is_first, (self.position(axes),), [])
-        return self.move(aten.mul.Scalar, node, info(node).specs[0].shape, keep)
+        return self.move(aten.mul.Scalar, node, shape_of(node), keep)
 
     def _to_partial_sum(self, node: fx.Node, step: ReshardStep, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
         """Turns shards into summands of a partial sum: each device pads its shard with zeros to the whole dim."""
@@ -280,15 +278,13 @@ class Emitter:
             for axis in axes:
                 lengths.append(local_size(lengths[-1], (axis,), step.grain(d)))
             for axis, long, short in zip(reversed(axes), lengths[-2::-1], lengths[:0:-1]):
-                node_shape, total = info(node).specs[0].shape, axis.size * short
+                total = axis.size * short
                 before, behind = (
                     self.ranked_number(pick, (axis,), tuple(starts))
                     for starts in (range(0, total, short), range(total - short, -1, -short))
                 )
-                widths = [0, 0] * (len(node_shape) - 1 - d) + [before, behind]
-                node = self.move(
-                    aten.constant_pad_nd.default, node, (*node_shape[:d], total, *node_shape[d + 1 :]), widths, 0
-                )
+                widths = [0, 0] * (len(shape) - 1 - d) + [before, behind]
+                node = self.move(aten.constant_pad_nd.default, node, resized(node, d, total), widths, 0)
                 node = self._trim(node, d, long)
         return node
 

@@ -117,6 +117,17 @@ def info(node: fx.Node) -> Info:
     return node.meta[INFO]
 
 
+def shape_of(node: Any) -> tuple[int, ...]:
+    """The shape of a node's first result on one device."""
+    return info(node).specs[0].shape
+
+
+def resized(node: fx.Node, dim: int, size: int) -> tuple[int, ...]:
+    """The shape of a node with another size of one dim."""
+    shape = shape_of(node)
+    return (*shape[:dim], size, *shape[dim + 1 :])
+
+
 @dataclass(frozen=True)
 class Held:
     """The form in which a device stores an input that is not a plain tensor, such as packed weights."""

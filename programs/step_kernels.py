@@ -20,6 +20,7 @@ from tpshard.kernels.norm import NORM
 from tpshard.kernels.quantized_experts import quantized_experts
 from tpshard.kernels.quantized_linear import quantized_gate, quantized_linear
 from tpshard.kernels.reorder import REORDER
+from tpshard.parallelism.node_info import shape_of
 from tpshard.parallelism.passes.copy import copy_program
 from tpshard.parallelism.program import INFO, Held, Info, Port, Program, Spec, info
 from tpshard.programs.served import Coded
@@ -93,10 +94,6 @@ def argument_by(node: Any, place: int, *targets: Any) -> Any:
     """The argument of a node at index `place` if one of the `targets` computed it, else None."""
     argument = node.args[place] if isinstance(node, fx.Node) and len(node.args) > place else None
     return argument if isinstance(argument, fx.Node) and argument.target in targets else None
-
-
-def shape_of(node: Any) -> tuple[int, ...]:
-    return info(node).specs[0].shape
 
 
 # ---- products and views ---------------------------------------------------------------------------------------------

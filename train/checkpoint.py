@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from tpshard.kernels.dtypes import dtype_name
-from tpshard.train.shards import Shard, sync_dir, write_safetensors, write_synced
+from tpshard.models.aside import sync
+from tpshard.train.shards import Shard, write_safetensors, write_synced
 
 logger = logging.getLogger(__name__)
 
@@ -219,13 +220,13 @@ def _finish(work: Path, final: Path, step: int, world: int, attempt: str, meta: 
         if path.suffix != ".safetensors":
             path.unlink()
     write_synced(work / MANIFEST, [json.dumps(manifest, allow_nan=False).encode()])
-    sync_dir(work)
+    sync(work)
     replaced = final.parent / f".{final.name}.replaced"
     if final.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
     work.rename(final)
-    sync_dir(final.parent)
+    sync(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 

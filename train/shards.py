@@ -93,15 +93,6 @@ def write_synced(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int,
     return size, digest.hexdigest()
 
 
-def sync_dir(path: Path) -> None:
-    """Syncs a folder, so that new and renamed files in it survive a power failure."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
