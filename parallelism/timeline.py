@@ -18,6 +18,7 @@ from tpshard.parallelism.flow import Flow, info_of
 from tpshard.parallelism.fusion import NONE, CacheReads, Compiled, Kernel, kernels, seconds
 from tpshard.parallelism.network import Topology
 from tpshard.parallelism.program import Collective, Program
+from tpshard.parallelism.words import axes_text
 
 
 class LaneTask(NamedTuple):
@@ -225,7 +226,7 @@ def comm_cost(device: Device, topology: Topology, comm: Collective, apart: float
 
 def lane_of(comm: Collective) -> str:
     """The lane of a collective: one per group of axes, since every process group has its own queue."""
-    return "+".join(a if isinstance(a, str) else f"{a[0]}:({a[1]}){a[2]}" for a in comm.axes)
+    return axes_text(comm.axes)
 
 
 def _issuer(wait: fx.Node, index: dict[fx.Node, int]) -> int:

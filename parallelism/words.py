@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from tpshard.parallelism.why import TIE, Demand, Explanation, Hop, SourcePlace, Through
 
 Name = Callable[[str], str]
 """A function that returns the displayed name of a value: its own, or a pattern."""
+
+
+def axes_text(axes: Sequence[Any]) -> str:
+    """Axes in the public form as text, outer to inner: `dp+tp`, and `tp:(1)2` for a sub-axis."""
+    return "+".join(a if isinstance(a, str) else f"{a[0]}:({a[1]}){a[2]}" for a in axes)
 
 
 def place(written_at: SourcePlace) -> str:

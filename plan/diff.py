@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from tpshard.parallelism.words import axes_text
 from tpshard.plan.report import Report
 from tpshard.plan.rows import pattern
-from tpshard.plan.screen import axes_text, cut, pipeline_words, sharding_text
+from tpshard.plan.screen import cut, pipeline_words, sharding_text
 from tpshard.plan.units import gib, seconds
 
 MOST_ROWS = 24

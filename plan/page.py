@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
 
+from tpshard.parallelism.words import axes_text
 from tpshard.plan import page_data, pictures
 from tpshard.plan.report import Edit, Report
-from tpshard.plan.screen import LABELS, axes_text, sharding_text, verdict
+from tpshard.plan.screen import LABELS, sharding_text, verdict
 from tpshard.plan.units import count, gib, seconds
 from tpshard.recipes.diagnostic import plural
 

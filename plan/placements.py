@@ -12,10 +12,11 @@ from tpshard.parallelism.cost import Device
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.network import Level, Topology
 from tpshard.parallelism.timeline import price
+from tpshard.parallelism.words import axes_text
 from tpshard.plan import search
 from tpshard.plan.pricing import Line
 from tpshard.plan.report import Report
-from tpshard.plan.screen import axes_text, cut
+from tpshard.plan.screen import cut
 from tpshard.plan.units import gib, seconds
 from tpshard.programs.variants import Variants
 from tpshard.recipes.diagnostic import Mistakes

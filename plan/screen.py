@@ -11,6 +11,7 @@ from typing import Any
 
 from tpshard.parallelism import words
 from tpshard.parallelism.sharding import notation
+from tpshard.parallelism.words import axes_text
 from tpshard.plan import forecast, skew
 from tpshard.plan.report import Edit, PlannedJob, Report, Tensor
 from tpshard.plan.rows import pattern
@@ -34,17 +35,10 @@ def sharding_text(sharding: Sequence[Any], dims: Sequence[str] = ()) -> str:
     """A sharding in the notation of the docs, such as `[M_tp, E]`: each dim's letter with the axes that shard it."""
 
     def axes(dim: Any) -> str:
-        if dim is None or isinstance(dim, str):
-            return dim or ""
-        if len(dim) == 3 and isinstance(dim[1], int):
-            return f"{dim[0]}:({dim[1]}){dim[2]}"
-        return "+".join(axes(part) for part in dim)
+        alone = isinstance(dim, str) or (dim is not None and len(dim) == 3 and isinstance(dim[1], int))
+        return axes_text([dim] if alone else dim or ())
 
     return notation([axes(dim) for dim in sharding], names=dims)
-
-
-def axes_text(axes: Sequence[Any]) -> str:
-    return "+".join(a if isinstance(a, str) else f"{a[0]}:({a[1]}){a[2]}" for a in axes)
 
 
 def cut(text: str, width: int = WIDTH) -> str:
