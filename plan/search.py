@@ -51,9 +51,11 @@ def price_variant(recipe: Recipe, what: str = "train", variants: Variants | None
 
 
 # ---- edits ----------------------------------------------------------------------------------------------------------
-def edits(
-    report: Report, recipe: Recipe, count: int = 3, tries: int = 9, variants: Variants | None = None
-) -> list[Edit]:
+MOST_EDITS = 9
+"""Edits of a recipe that are priced at most."""
+
+
+def edits(report: Report, recipe: Recipe, count: int = 3, variants: Variants | None = None) -> list[Edit]:
     """The smallest edits that make the recipe fit, smallest first; if none does, those that come closest.
 
     An edit that extends a fitting one is tried only if there are too few others. `variants` has the recipe's programs.
@@ -76,11 +78,10 @@ def edits(
         yield from further
 
     for change in first():
-        if tries == 0 or len(fitting) == count:
+        if len(done) == MOST_EDITS or len(fitting) == count:
             break
         edit = _edit(recipe, change, variants, report.job.what)
         if edit is not None:
-            tries -= 1
             done.append(edit)
             if edit.fits:
                 fitting.append(_keys(change))
