@@ -6,17 +6,16 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from tpshard.recipes import other_tools, schema
 from tpshard.recipes.constraints import ALONE, BYTES, Constraint, bytes_in
 from tpshard.recipes.diagnostic import Diagnostic, Source, did_you_mean, join
-from tpshard.recipes.hints import alternatives, hints, mapping_of, section_of
-from tpshard.recipes.nodes import Node, Path, as_node, dotted, scalar, trap
+from tpshard.recipes.hints import alternatives, hints, legal, mapping_of, walk, words
+from tpshard.recipes.interpolation import mistake, to_be_given
+from tpshard.recipes.merge import Merged
+from tpshard.recipes.nodes import Node, Path, as_node, dotted, key_of, scalar, trap
 from tpshard.recipes.section import Pending, Section, default_of, waits
-
-if TYPE_CHECKING:
-    from tpshard.recipes.merge import Merged
 
 
 class _Bad:
@@ -26,28 +25,12 @@ class _Bad:
 BAD = _Bad()
 
 
-def legal(hint: Any) -> str:
-    """The values that a type allows, as text, limits included."""
-    words = []
-    for base, constraints in alternatives(hint):
-        limits = [constraint.legal for constraint in constraints]
-        words.append(limits[0] if constraints and constraints[0].whole else ", ".join([_words(base), *limits]))
-    return join(dict.fromkeys(words))
-
-
 @cache
 def homes() -> dict[str, list[str]]:
     """The paths at which each key exists, to recognise a key in the wrong section."""
     paths: dict[str, list[str]] = {}
-
-    def visit(cls: type[Section], prefix: str) -> None:
-        for name, hint in hints(cls).items():
-            paths.setdefault(name, []).append(prefix + name)
-            inner = section_of(hint)
-            if inner is not None:
-                visit(inner, f"{prefix}{name}.")
-
-    visit(schema.Recipe, "")
+    for path, _, _ in walk(schema.Recipe):
+        paths.setdefault(path[-1], []).append(".".join(path))
     return paths
 
 
@@ -61,80 +44,63 @@ class Checker:
     def __init__(self, merged: Merged) -> None:
         self.merged = merged
         self.mistakes: list[Diagnostic] = list(merged.mistakes)
-        self.places: dict[str, tuple[Source, Source]] = {}
+        self.places: dict[str, tuple[Source, Source]] = {
+            key_of(path): (key.source, value.source)
+            for path, (key, value) in merged.places.items()
+            if path and isinstance(path[-1], str)
+        }
         """For each path, the places of its key and its value."""
-        self.bad: set[str] = {dotted(path) for path in merged.bad}
+        self.bad: set[str] = set(merged.bad)
         """Paths whose value was refused."""
         self.reported: set[Path] = set()
         """Paths whose interpolation is already reported."""
 
     def wrong(self, path: Path, message: str, where: Source, why: str = "", fix: str = "") -> _Bad:
         """Records a mistake and marks the path as refused; returns BAD."""
-        self.bad.add(_key(path))
+        self.bad.add(key_of(path))
         self.mistakes.append(Diagnostic(message, where=where, why=why, fix=fix))
         return BAD
-
-    def at(self, key: str) -> Any:
-        """The checked value of a key, or BAD."""
-        path: Path = tuple(key.split("."))
-        hint: Any = schema.Recipe
-        for name in path:
-            inner = section_of(hint)
-            assert inner is not None
-            hint = hints(inner)[str(name)]
-        return self.value(self.merged.raw_at(path), hint, path)
 
     def section(self, raw: Mapping[str, Any], cls: type[Section], path: Path, where: Source | None = None) -> Any:
         """The checked section of class `cls` that the values `raw` describe. A refused value is replaced by its
         default, so that the rest can be checked."""
         values: dict[str, Any] = {}
         written: dict[str, Any] = {}
-        unsaved: set[str] = set()
         types = hints(cls)
         for key, item in raw.items():
             inside = (*path, key)
             if key not in types:
                 self.unknown(inside, types, where)
                 continue
-            self.note(inside, where)
+            if where is not None:
+                self.places[key_of(inside)] = where, where
             metadata = cls.__dataclass_fields__[key].metadata
-            if not metadata.get("saved", True) and not (where or self.merged.place(inside)).line:
-                unsaved.add(key)
-            if _key(inside) in self.bad or ("derived" in metadata and item is None):
+            if key_of(inside) in self.bad or ("derived" in metadata and item is None):
                 continue
             value = self.value(item, types[key], inside, where)
             if value is not BAD:
                 values[key] = value
                 if where is None and "${" in str(item) and not (isinstance(value, Section) and isinstance(item, dict)):
                     written[key] = item if isinstance(item, dict | list) else scalar(self.leaf(item, inside))
+                elif not metadata.get("saved", True) and (where or self.merged.place(inside)).line:
+                    written[key] = value
         for field in fields(cls):
             absent = field.name not in raw
             underived = absent and where is not None and "derived" in field.metadata  # of an interpolated section
             if field.name not in values and (underived or default_of(field) is MISSING):
                 if absent and not (underived and raw.keys() - types.keys()):
                     fix = "`model: {preset: tiny}` is enough" if field.name == "model" else ""
-                    missing = _key((*path, field.name))
+                    missing = key_of((*path, field.name))
                     source = where or self.merged.place(path)
                     self.wrong((*path, field.name), f"the key `{missing}` is missing", source, fix=fix)
                 if field.name != "model":
                     return BAD
                 values["model"] = schema.Model()
         checked = cls(**values)
-        if written:
-            object.__setattr__(checked, "_written", written)
-        if unsaved:
-            object.__setattr__(checked, "_unsaved", frozenset(unsaved))
+        object.__setattr__(checked, "_written", written)
         if waits(values):
             object.__setattr__(checked, "_config", self.merged.config)
         return checked
-
-    def note(self, path: Path, where: Source | None) -> None:
-        """Records the places of a key and its value."""
-        if where is not None:
-            self.places[_key(path)] = where, where
-        elif path in self.merged.places:
-            key, value = self.merged.places[path]
-            self.places[_key(path)] = key.source, value.source
 
     def leaf(self, raw: Any, path: Path, where: Source | None = None) -> Node:
         """The node of a scalar at a path: that of the file, or one for a default or for an interpolation's value."""
@@ -144,7 +110,7 @@ class Checker:
 
     def unknown(self, path: Path, keys: Iterable[str], where: Source | None) -> None:
         """Records an unknown key, with the likeliest key that was meant."""
-        name, key = str(path[-1]), _key(path)
+        name, key = str(path[-1]), key_of(path)
         places = homes().get(name, [])
         elsewhere = f"it belongs to `{places[0]}`" if len(places) == 1 else f"known here: {', '.join(keys)}"
         fix = other_tools.fix(key) or did_you_mean(name, keys, elsewhere)
@@ -165,7 +131,7 @@ class Checker:
         if sections:
             best = max(sections, key=lambda cls: len(raw.keys() & hints(cls).keys()))
             if len(sections) > 1 and not raw.keys() & hints(best).keys():
-                message = f"`{_key(path)}` does not match any of the allowed maps"
+                message = f"`{key_of(path)}` does not match any of the allowed maps"
                 fix = join("{" + ", ".join(hints(cls)) + "}" for cls in sections)
                 return self.wrong(path, message, where or self.merged.place(path), fix=fix)
             return self.section(raw, best, path, where)
@@ -179,8 +145,9 @@ class Checker:
         values: dict[str, Any] = {}
         for key, item in raw.items():
             inside = (*path, key)
-            self.note(inside, where)
-            if _key(inside) in self.bad:
+            if where is not None:
+                self.places[key_of(inside)] = where, where
+            if key_of(inside) in self.bad:
                 continue
             name = Node("scalar", where or self.merged.key_place(inside), key)
             if self.scalar(key, name, pair[0], inside, final=True) is BAD:
@@ -200,7 +167,7 @@ class Checker:
         if len(shape) == 2 and shape[1] is Ellipsis:
             kinds = [shape[0]] * len(raw)
         elif len(shape) != len(raw):
-            message = f"`{_key(path)}` has {len(raw)} values; {len(shape)} are expected"
+            message = f"`{key_of(path)}` has {len(raw)} values; {len(shape)} are expected"
             return self.wrong(path, message, where or self.merged.place(path), fix=f"write {len(shape)} values")
         else:
             kinds = list(shape)
@@ -209,15 +176,13 @@ class Checker:
 
     def scalar(self, raw: Any, node: Node, hint: Any, path: Path, *, final: bool) -> Any:
         """The checked scalar `raw`, written as `node`; `final` if it is no interpolation, whatever its text."""
-        key, options = _key(path), alternatives(hint)
+        key, options = key_of(path), alternatives(hint)
         bases = [base for base, _ in options]
         if "${" in str(raw) and not final:
             return self.interpolated_value(node, hint, path)
         if raw == "???" and not final and Any not in bases:
             self.bad.add(key)
             if node.source.line and path not in self.reported:  # otherwise a default derived from a wrong key
-                from tpshard.recipes.interpolation import to_be_given
-
                 self.reported.add(path)
                 self.mistakes.append(to_be_given(path, node.source))
             return BAD
@@ -249,7 +214,7 @@ class Checker:
 
         Text that depends on the environment is kept as written; anything else must be known now.
         """
-        key = _key(path)
+        key = key_of(path)
         resolved = self.merged.resolved(path)
         value, bases = resolved.value, [base for base, _ in alternatives(hint)]
         may_be_text = str in bases or Any in bases
@@ -257,9 +222,9 @@ class Checker:
             if resolved.unset and may_be_text:
                 return Pending(node.text, path, node.source)
             self.bad.add(key)
-            at, mistake = self.merged.why(resolved, path)
+            at, why = mistake(resolved, path, self.merged.raw, self.merged.place)
             if at not in self.reported and dotted(at) not in self.bad - {key}:
-                self.mistakes.append(mistake)
+                self.mistakes.append(why)
             self.reported.add(at)
             return BAD
         source = replace(node.source, origins=self.merged.origins(resolved, path))
@@ -283,13 +248,13 @@ class Checker:
         elif str in bases:
             fix = f'write "{node.text}" with quotes'
         else:
-            fix = "write " + join(dict.fromkeys(map(_words, bases)))
+            fix = "write " + join(dict.fromkeys(map(words, bases)))
         message = f"unquoted `{node.text}` is read as {read_as} by YAML 1.1"
-        return self.wrong(path, message, node.source, f"`{_key(path)}`", fix)
+        return self.wrong(path, message, node.source, f"`{key_of(path)}`", fix)
 
     def refuse_type(self, raw: Any, node: Node, hint: Any, path: Path) -> _Bad:
         """Records a value of the wrong type, with the likeliest fix."""
-        key, options = _key(path), alternatives(hint)
+        key, options = key_of(path), alternatives(hint)
         why = f"must be {legal(hint)}"
         if isinstance(raw, dict | list):
             kind = "a list" if isinstance(raw, list) else "a map"
@@ -301,68 +266,26 @@ class Checker:
             return self.wrong(path, message, node.source, why, did_you_mean(raw, choices))
         fix = ""
         numbers = any(base in (int, float) for base, _ in options)
-        if isinstance(raw, str) and not node.plain and numbers and _as_number(node) is not None:
+        if isinstance(raw, str) and numbers and type(scalar(replace(node, plain=True))) in (int, float):
             fix = f"remove the quotes: {node.text}"
         elif raw is not None and not isinstance(raw, str) and any(base is str for base, _ in options):
             fix = f'quote it if it is meant as text: "{shown}"'
-        return self.wrong(path, f"`{key}: {shown}` is {_kind(raw)}", node.source, why, fix)
-
-
-def _key(path: Path) -> str:
-    """The key of a value: its path without the indices of lists."""
-    return ".".join(part for part in path if isinstance(part, str))
+        kind = words(float if type(raw) is int else type(raw))
+        return self.wrong(path, f"`{key}: {shown}` is {kind}", node.source, why, fix)
 
 
 def _as(value: Any, base: Any, constraints: tuple[Constraint, ...]) -> Any:
     """`value` converted to type `base`, or BAD."""
     if get_origin(base) is Literal:
-        same = [c for c in get_args(base) if c == value and type(c) is type(value)]
-        return same[0] if same else BAD
-    if base is type(None):
-        return None if value is None else BAD
-    if isinstance(value, bool) or base is bool:
-        return value if base is bool and isinstance(value, bool) else BAD
-    if base is int:
-        if isinstance(value, str):
-            size = bytes_in(value) if BYTES in constraints else None
-            return BAD if size is None else size
-        if isinstance(value, float) and value.is_integer():
-            return int(value)  # 1e5 steps
-        if isinstance(value, float) and not math.isfinite(value):
-            return value
-        return value if isinstance(value, int) else BAD
-    if base is float:
-        return float(value) if isinstance(value, int | float) else BAD
-    if base is str:
-        return value if isinstance(value, str) else BAD
-    return BAD
-
-
-def _as_number(node: Node) -> float | None:
-    value = scalar(Node("scalar", node.source, node.text, True))
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def _words(base: Any) -> str:
-    if get_origin(base) is Literal:
-        return join(str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in get_args(base))
-    if isinstance(base, type) and issubclass(base, Section):
-        return "a map of " + ", ".join(hints(base))
-    if get_origin(base) is tuple:
-        inner = get_args(base)
-        return "a list of lists" if get_origin(inner[0]) is tuple else "a list"
-    if get_origin(base) in (Mapping, dict):
-        return "a map"
-    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
-    return names.get(base, "a value")
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true or false"
-    return "text" if isinstance(value, str) else "a number"
+        return next((c for c in get_args(base) if c == value and type(c) is type(value)), BAD)
+    if base is int and isinstance(value, str) and BYTES in constraints:
+        size = bytes_in(value)
+        return BAD if size is None else size
+    if base is int and isinstance(value, float) and (value.is_integer() or not math.isfinite(value)):
+        return int(value) if math.isfinite(value) else value  # 1e5 steps; what is not finite is refused later
+    if base is float and type(value) is int:
+        return float(value)
+    return value if type(value) is base else BAD
 
 
 def _short(text: str) -> str:

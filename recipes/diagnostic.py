@@ -23,12 +23,16 @@ class Source:
     """The whole line, without its line end."""
     width: int = 1
     """Number of characters that the caret underlines."""
-    origins: tuple[tuple[Source, str], ...] = ()
+    origins: Notes = ()
     """The places of the values that an interpolation here refers to, each with a note."""
 
     def __str__(self) -> str:
         """`file:line:col`, or only `file` for a default (line 0)."""
         return f"{self.file}:{self.line}:{self.col}" if self.line else self.file
+
+
+Notes = tuple[tuple[Source, str], ...]
+"""Places in a recipe, each with a note about it."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +46,8 @@ class Diagnostic:
     """A note beside the caret."""
     fix: str = ""
     severity: Literal["error", "warning"] = "error"
-    also: tuple[tuple[Source, str], ...] = ()
-    """Further places of the mistake, each with a note."""
+    also: Notes = ()
+    """Further places of the mistake."""
 
 
 class Mistakes(Exception):
@@ -62,7 +66,7 @@ class Mistakes(Exception):
         where: Source | None = None,
         why: str = "",
         fix: str = "",
-        also: tuple[tuple[Source, str], ...] = (),
+        also: Notes = (),
     ) -> Mistakes:
         """An exception with a single mistake."""
         return cls([Diagnostic(message, exit, where, why, fix, "error", also)])
@@ -117,11 +121,8 @@ def dumps(diagnostics: Sequence[Diagnostic]) -> str:
 
 def printable(text: str) -> str:
     """`text` with control characters escaped, so that another person's recipe cannot control the terminal."""
-    return re.sub(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]", _escape, text)
-
-
-def _escape(match: re.Match[str]) -> str:
-    return match.group().encode("unicode_escape").decode("ascii")
+    control = r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
+    return re.sub(control, lambda match: match.group().encode("unicode_escape").decode("ascii"), text)
 
 
 def _other_places(d: Diagnostic) -> list[tuple[Source, str]]:
@@ -152,7 +153,8 @@ def _block(d: Diagnostic, color: bool, width: int) -> str:
             text, start = _window(source, width - gutter - 3 if width else 0)
             lines.append(f"{' ' * gutter} {paint('|', 'place')}")
             lines.append(f"{source.line:>{gutter}} {paint('|', 'place')} {printable(text)}")
-            lead = _blank(printable(text[: source.col - 1 - start]))
+            # tabs stay tabs, so that the caret is aligned at any tab width
+            lead = re.sub(r"[^\t]", " ", printable(text[: source.col - 1 - start]))
             carets = "^" * max(1, min(source.width, len(text) - (source.col - 1 - start)))
             mark = paint(carets, d.severity) + (f" {printable(words)}" if words else "")
             lines.append(f"{' ' * gutter} {paint('|', 'place')} {lead}{mark}")
@@ -163,11 +165,6 @@ def _block(d: Diagnostic, color: bool, width: int) -> str:
     if d.fix:
         lines.append(f"  {paint('fix', 'fix')}: {printable(d.fix)}")
     return "\n".join(lines) + "\n"
-
-
-def _blank(text: str) -> str:
-    # tabs stay tabs, so that the caret is aligned at any tab width
-    return "".join("\t" if c == "\t" else " " for c in text)
 
 
 def _window(source: Source, width: int) -> tuple[str, int]:

@@ -11,9 +11,8 @@ from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
 from tpshard.recipes import model_keys, parallel_keys, schema, serving_keys, training_keys
-from tpshard.recipes.checker import legal
 from tpshard.recipes.constraints import ALONE, BYTES, Constraint
-from tpshard.recipes.hints import alternatives, hints, section_of, wholly_section
+from tpshard.recipes.hints import alternatives, hints, legal, section_of, walk, wholly_section
 from tpshard.recipes.section import Section, default_of
 from tpshard.recipes.write import as_data
 
@@ -138,21 +137,14 @@ class DocumentedKey:
 
 def keys(prefix: str = "") -> list[DocumentedKey]:
     """All keys with a value below `prefix`, in the order of the schema."""
-    documented: list[DocumentedKey] = []
-
-    def visit(cls: type[Section], at: str) -> None:
-        for name, hint in hints(cls).items():
-            item = cls.__dataclass_fields__[name]
-            inner = wholly_section(hint)
+    documented = []
+    for path, cls, hint in walk(schema.Recipe, wholly_section):
+        key, item = ".".join(path), cls.__dataclass_fields__[path[-1]]
+        if wholly_section(hint) is None and (not prefix or key == prefix or key.startswith(f"{prefix}.")):
             value = default_of(item)
-            if inner is None:
-                default = item.metadata.get("derived") or ("required" if value is MISSING else _plain(value))
-                documented.append(DocumentedKey(at + name, legal(hint), default, texts()[cls.__name__].get(name, "")))
-            else:
-                visit(inner, f"{at}{name}.")
-
-    visit(schema.Recipe, "")
-    return [key for key in documented if key.path == prefix or key.path.startswith(f"{prefix}.") or not prefix]
+            default = item.metadata.get("derived") or ("required" if value is MISSING else _plain(value))
+            documented.append(DocumentedKey(key, legal(hint), default, texts()[cls.__name__].get(path[-1], "")))
+    return documented
 
 
 def _plain(value: Any) -> str:

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, Source, did_you_mean
-from tpshard.recipes.nodes import MAX_BYTES, Node, compose, read
+from tpshard.recipes.nodes import MAX_BYTES, Node, read
 
 MAX_CHAIN = 16
 
@@ -31,7 +31,7 @@ def layers(path: Path, recorded: list[Diagnostic]) -> list[Node]:
 def layers_of_text(text: str, file: str, recorded: list[Diagnostic]) -> list[Node]:
     """`layers` of a recipe given as text; its `extends` is relative to the working directory."""
     folder = Path.cwd()
-    return _climb(folder / "text", compose(text, file, recorded), folder.resolve(), [Path(file)], recorded)
+    return _climb(folder / "text", read(text, file, recorded), folder.resolve(), [Path(file)], recorded)
 
 
 def _climb(path: Path, tree: Node, root: Path, chain: list[Path], recorded: list[Diagnostic]) -> list[Node]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from functools import cache
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from tpshard.recipes.constraints import Constraint
-from tpshard.recipes.section import Section, field_names
+from tpshard.recipes.diagnostic import join
+from tpshard.recipes.section import Section
 
 
 def hints(cls: type[Section]) -> dict[str, Any]:
@@ -20,7 +22,7 @@ def hints(cls: type[Section]) -> dict[str, Any]:
 @cache
 def _hints(cls: Any) -> dict[str, Any]:
     annotated = typing.get_type_hints(cls, include_extras=True)
-    return {name: annotated[name] for name in field_names(cls)}
+    return {item.name: annotated[item.name] for item in fields(cls)}
 
 
 def alternatives(hint: Any) -> list[tuple[Any, tuple[Constraint, ...]]]:
@@ -44,6 +46,40 @@ def wholly_section(hint: Any) -> type[Section] | None:
     """The section class of a type hint that allows nothing else but null; None for other hints."""
     bases = [base for base, _ in alternatives(hint) if base is not type(None)]
     return section_of(hint) if len(bases) == 1 else None
+
+
+def legal(hint: Any) -> str:
+    """The values that a type allows, as text, limits included."""
+    texts = []
+    for base, constraints in alternatives(hint):
+        limits = [constraint.legal for constraint in constraints]
+        texts.append(limits[0] if constraints and constraints[0].whole else ", ".join([words(base), *limits]))
+    return join(dict.fromkeys(texts))
+
+
+def words(base: Any) -> str:
+    """A type as text."""
+    if get_origin(base) is Literal:
+        return join(str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in get_args(base))
+    if isinstance(base, type) and issubclass(base, Section):
+        return "a map of " + ", ".join(hints(base))
+    if get_origin(base) is tuple:
+        inner = get_args(base)
+        return "a list of lists" if get_origin(inner[0]) is tuple else "a list"
+    if get_origin(base) in (Mapping, dict):
+        return "a map"
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+    return names.get(base, "a value")
+
+
+def walk(
+    cls: type[Section], below: Callable[[Any], type[Section] | None] = section_of, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], type[Section], Any]]:
+    """Every key of a section and of the sections that `below` finds in it: its path, its section and its type."""
+    for name, hint in hints(cls).items():
+        yield (*path, name), cls, hint
+        if (inner := below(hint)) is not None:
+            yield from walk(inner, below, (*path, name))
 
 
 def mapping_of(hint: Any) -> tuple[Any, Any] | None:

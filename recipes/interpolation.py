@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.base import Container, Node
 from omegaconf.basecontainer import BaseContainer
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
-from tpshard.recipes.diagnostic import Diagnostic, Source, did_you_mean
+from tpshard.recipes.diagnostic import Diagnostic, Notes, Source, did_you_mean
 from tpshard.recipes.nodes import Path, dotted
 
 ALLOWED = ("oc.env", "oc.decode", "oc.select", "oc.dict.keys", "oc.dict.values")
@@ -180,16 +180,13 @@ def mistake(resolved: Resolved, path: Path, raw: Any, place: Callable[[Path], So
     return at, Diagnostic(message, where=place(at), why="that key has no value", fix=fix, also=also)
 
 
-Places = tuple[tuple[Source, str], ...]
-
-
-def to_be_given(path: Path, where: Source, also: Places = ()) -> Diagnostic:
+def to_be_given(path: Path, where: Source, also: Notes = ()) -> Diagnostic:
     """The mistake for a value that is still OmegaConf's `???`."""
     fix = "give it in a recipe that extends this one, or as an override"
     return Diagnostic(f"`{dotted(path)}` must be given", where=where, why="`???` means no value", fix=fix, also=also)
 
 
-def unresolvable(text: str, resolved: Resolved, where: Source, also: Places = ()) -> Diagnostic:
+def unresolvable(text: str, resolved: Resolved, where: Source, also: Notes = ()) -> Diagnostic:
     """The mistake for an interpolation that OmegaConf can parse, but not complete: a variable is unset, or an error."""
     if resolved.unset:
         name = resolved.unset[0]

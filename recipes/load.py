@@ -9,19 +9,17 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tpshard.models.presets import PRESETS
 from tpshard.recipes import extends, laws
 from tpshard.recipes.checker import BAD, Checker
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, Source, did_you_mean
-from tpshard.recipes.hints import hints, mapping_of, section_of
-from tpshard.recipes.interpolation import or_none
-from tpshard.recipes.nodes import Node, compose, scalar
+from tpshard.recipes.hints import hints, mapping_of, section_of, walk
+from tpshard.recipes.interpolation import or_none, written_at
+from tpshard.recipes.merge import Merged, shell_paths
+from tpshard.recipes.nodes import Node, read, scalar
 from tpshard.recipes.schema import SCHEMA_VERSION, Recipe
-
-if TYPE_CHECKING:
-    from tpshard.recipes.merge import Merged
 
 
 @dataclass(frozen=True)
@@ -118,8 +116,6 @@ def _sound(examined: Examined) -> Recipe:
 
 
 def _examine_layers(layers: list[Node], overrides: Sequence[str], name: str, recorded: list[Diagnostic]) -> Examined:
-    from tpshard.recipes.merge import Merged, shell_paths
-
     merged = Merged()
     for layer in layers:
         _version(layer.get("schema"))
@@ -139,7 +135,7 @@ def _examine_layers(layers: list[Node], overrides: Sequence[str], name: str, rec
     checker = Checker(merged)
     recipe = checker.section(merged.raw, Recipe, ())
     object.__setattr__(recipe, "_places", checker.places)
-    object.__setattr__(recipe, "_file", layers[-1].source.file)
+    object.__setattr__(recipe, "file", layers[-1].source.file)
     object.__setattr__(recipe, "_origin", (tuple(layers), tuple(overrides), name))
     object.__setattr__(recipe, "mesh", _complete(recipe.mesh))
     rules = {dim: axes for dim, axes in recipe.sharding.rules.items() if axes}
@@ -154,7 +150,7 @@ def _examine_layers(layers: list[Node], overrides: Sequence[str], name: str, rec
             rules["vocab"] = ("pp", *rules.get("vocab", ()))
     object.__setattr__(recipe.sharding, "rules", rules)
     lawful = laws.check(recipe, checker.bad)
-    object.__setattr__(recipe, "_warnings", tuple(d for d in lawful if d.severity == "warning"))
+    object.__setattr__(recipe, "warnings", tuple(d for d in lawful if d.severity == "warning"))
     return Examined(recipe, tuple(in_order([*recorded, *checker.mistakes, *lawful])), frozenset(checker.bad))
 
 
@@ -199,7 +195,7 @@ def _override(text: str, number: int) -> Node:
         raise syntax_mistake("an empty part between dots", col=len(".".join(parts[: parts.index("")])) + 1)
     where = Source(file, 1, 1, text, len(key))
     if rest[0].strip():
-        leaf = compose(rest[0], file, shown=text, offset=len(key) + 1, mapping=False)
+        leaf = read(rest[0], file, shown=text, offset=len(key) + 1)
     else:  # a shell's `key=` is empty text, not null
         leaf = Node("scalar", Source(file, 1, len(key) + 1, text, 1))
     return _nest(parts, leaf, Recipe, where)
@@ -222,10 +218,11 @@ def _nest(parts: list[str], leaf: Node, hint: Any, where: Source) -> Node:
 
 def _derive(merged: Merged, name: str) -> None:
     """Sets the defaults derived from other keys; one derived from a wrong key stays missing."""
-    checker = Checker(merged)
+    checker, types = Checker(merged), {path: hint for path, _, hint in walk(Recipe)}
 
     def read(key: str) -> Any:
-        value = checker.at(key)
+        path = tuple(key.split("."))
+        value = checker.value(written_at(merged.raw, path), types[path], path)
         if value is BAD:
             raise LookupError(key)
         return value
@@ -237,7 +234,7 @@ def _derive(merged: Merged, name: str) -> None:
     def default(path: str, value: Callable[[], Any]) -> None:
         keys = tuple(path.split("."))
         with contextlib.suppress(LookupError):
-            if merged.raw_at(keys) is None:
+            if written_at(merged.raw, keys) is None:
                 merged.put(keys, "???")  # OmegaConf's sign for a missing value, until there is one
                 merged.put(keys, value())
 
@@ -248,7 +245,7 @@ def _derive(merged: Merged, name: str) -> None:
     default("optimizer.state_dtype", lambda: read("fsdp.master_dtype"))
     default("schedule.warmup_steps", lambda: min(2000, read("train.steps") // 10))
     default("data.tokenizer", lambda: None if read("data.source") == "sample" else "${oc.env:TOKENIZER_DIR}")
-    if isinstance(mesh := merged.raw_at(("mesh",)), dict):
+    if isinstance(mesh := merged.raw["mesh"], dict):
         merged.put(("mesh",), _complete(mesh))
     default(
         "cluster.devices_per_node",

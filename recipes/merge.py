@@ -4,41 +4,40 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import MISSING
 from functools import cached_property, reduce
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from tpshard.recipes.diagnostic import Diagnostic, Mistakes, Source
-from tpshard.recipes.hints import hints, mapping_of, section_of
+from tpshard.recipes.diagnostic import Diagnostic, Mistakes, Notes, Source
+from tpshard.recipes.hints import hints, mapping_of, section_of, walk
 from tpshard.recipes.interpolation import (
     FORMS,
     MAX_RESOLVED,
     Resolved,
-    mistake,
     or_none,
     path_in,
     resolve_at,
     unreadable,
     written_at,
 )
-from tpshard.recipes.nodes import Node, Path, as_node, dotted, scalar
+from tpshard.recipes.nodes import Node, Path, as_node, dotted, key_of, scalar
 from tpshard.recipes.schema import Recipe
 from tpshard.recipes.section import Section, default_of
+from tpshard.recipes.write import as_data
 
 _SHELL = re.compile(r"\$([A-Za-z_][A-Za-z0-9_]*)")
 
 
 class Merged:
-    """The recipe merged from layers. `mistakes` are those of single texts; `bad` has their paths."""
+    """The recipe merged from layers. `mistakes` are those of single texts; `bad` has their keys."""
 
     def __init__(self) -> None:
         self.config = OmegaConf.create()
         self.places: dict[Path, tuple[Node, Node]] = {}
         """For each path, the key and value nodes written there last."""
         self.mistakes: list[Diagnostic] = []
-        self.bad: set[Path] = set()
+        self.bad: set[str] = set()
         self.count = 0
         """Number of interpolations that were resolved."""
 
@@ -58,7 +57,10 @@ class Merged:
 
     def fill(self) -> None:
         """Adds the schema's defaults for missing keys."""
-        self._merge(_defaults(Recipe, self.raw))
+        for path, cls, _ in walk(Recipe):
+            section, default = or_none(self.raw, path[:-1]), default_of(cls.__dataclass_fields__[path[-1]])
+            if isinstance(section, dict) and path[-1] not in section and default is not MISSING:
+                self.put(path, {} if isinstance(default, Section) else as_data(default))  # a section's keys follow
 
     def put(self, path: Path, value: Any) -> None:
         """Sets a value that is in no file."""
@@ -94,19 +96,11 @@ class Merged:
             raise Mistakes.one(message, where=self.place(path), why=why, fix=fix)
         return resolved
 
-    def raw_at(self, path: Path) -> Any:
-        """The value at a path as written, with `~` and `$NAME` in paths as interpolations."""
-        return written_at(self.raw, path)
-
-    def origins(self, resolved: Resolved, path: Path) -> tuple[tuple[Source, str], ...]:
+    def origins(self, resolved: Resolved, path: Path) -> Notes:
         """The places of the values that the one at `path` depends on, nearest first."""
         keys = [path_in(self.raw, key) for _, key in sorted(resolved.keys, key=lambda pair: pair[0])]
         others = [key for key in dict.fromkeys(keys) if key != path and or_none(self.raw, key) is not None]
         return tuple((self.place(key), f"the value of `{dotted(key)}`") for key in others)
-
-    def why(self, resolved: Resolved, path: Path) -> tuple[Path, Diagnostic]:
-        """The mistake that prevents resolving the value at a path, and the path of that mistake."""
-        return mistake(resolved, path, self.raw, self.place)
 
     def _merge(self, values: dict[str, Any]) -> None:
         merged = OmegaConf.unsafe_merge(self.config, values)  # unsafe: the config is not copied first
@@ -152,52 +146,26 @@ class Merged:
                     continue
                 inside = (*path, key.text)
                 self.places[inside] = (key, value)
-                self.bad.discard(inside)
+                self.bad.discard(key_of(inside))
                 values[key.text] = self._values(value, inside, missing)
             return values
         text = scalar(node)
         if isinstance(text, str) and "${" in text and (why := unreadable(text)):
-            keys = tuple(key for key in path if isinstance(key, str))
-            message = f"`{dotted(keys)}: {node.text}` is not a valid interpolation"
+            message = f"`{key_of(path)}: {node.text}` is not a valid interpolation"
             self.mistakes.append(Diagnostic(message, where=node.source, why=why, fix=FORMS))
-            self.bad.add(keys)
+            self.bad.add(key_of(path))
             text = "???"
         if text == "???":
             missing.append(path)
         return text
 
 
-def _defaults(cls: type[Section], raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The defaults of a section for the keys that are not given."""
-    defaults: dict[str, Any] = {}
-    for key, hint in hints(cls).items():
-        inner = section_of(hint)
-        if key not in raw:
-            default = default_of(cls.__dataclass_fields__[key])
-            if default is not MISSING:
-                defaults[key] = _plain(default)
-        elif inner is not None and isinstance(raw[key], dict):
-            defaults[key] = _defaults(inner, raw[key])
-    return defaults
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Section):
-        return {name: _plain(item) for name, item in value.stored().items()}
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return {name: _plain(item) for name, item in value.items()} if isinstance(value, Mapping) else value
-
-
-def shell_paths(merged: Merged, cls: type[Section] = Recipe, path: Path = ()) -> None:
+def shell_paths(merged: Merged) -> None:
     """Turns `~` and `$NAME` in keys that name files into interpolations of the environment."""
-    for key, hint in hints(cls).items():
-        value = written_at(merged.raw, path).get(key)
-        inner = section_of(hint)
-        if inner is not None and isinstance(value, dict):
-            shell_paths(merged, inner, (*path, key))
-        elif key in cls.paths and isinstance(value, str):
+    for path, cls, _ in walk(Recipe):
+        value = or_none(merged.raw, path)
+        if path[-1] in cls.paths and isinstance(value, str):
             home = "${oc.env:HOME}" if "HOME" in os.environ and re.match("~(/|$)", value) else os.path.expanduser("~")
             text = home + value[1:] if re.match("~(/|$)", value) else os.path.expanduser(value)
             if (text := _SHELL.sub(r"${oc.env:\1}", text)) != value:
-                merged.put((*path, key), text)
+                merged.put(path, text)

@@ -5,21 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, Source
+from tpshard.recipes.diagnostic import Diagnostic, Exit, Notes, Source
 
 
-def mesh_on(mesh: Mapping[str, int], devices: int, where: Source) -> dict[str, int]:
-    """The mesh with -1 replaced by the remaining `devices`. Raises `Mistakes` (exit 5) when they do not fit."""
-    wrong = misfit(mesh, devices, where)
-    if wrong is not None:
-        raise Mistakes([wrong])
-    rest = devices // math.prod(size for size in mesh.values() if size != -1)
-    return {axis: rest if size == -1 else size for axis, size in mesh.items()}
-
-
-def misfit(
-    mesh: Mapping[str, int], world: int, where: Source, also: tuple[tuple[Source, str], ...] = ()
-) -> Diagnostic | None:
+def misfit(mesh: Mapping[str, int], world: int, where: Source, also: Notes = ()) -> Diagnostic | None:
     """The mistake of a mesh with another number of devices than `world`; None if it fits. `where`: the mesh's place."""
     product = math.prod(size for size in mesh.values() if size != -1)
     rest = -1 in mesh.values()

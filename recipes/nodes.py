@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import codecs
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import yaml
-from tpshard.recipes.diagnostic import Diagnostic, Mistakes, Source
+from tpshard.recipes.diagnostic import Diagnostic, Mistakes, Notes, Source
 
 MAX_BYTES = 1 << 20
 MAX_NODES = 20_000
@@ -32,39 +33,30 @@ class Node:
     plain: bool = False
     items: tuple[Node, ...] = ()
     entries: tuple[tuple[Node, Node], ...] = ()
+    size: int = 1
+    """Number of values that it contains, with aliases expanded, itself included."""
 
     def get(self, key: str) -> Node | None:
         """The value of a key of a map; None if it has no such key."""
         return next((value for name, value in self.entries if name.text == key), None)
 
 
-def read(data: bytes, file: str, mistakes: list[Diagnostic] | None = None) -> Node:
-    """The tree of a recipe file.
+def read(
+    data: str | bytes, file: str, mistakes: list[Diagnostic] | None = None, *, shown: str | None = None, offset: int = 0
+) -> Node:
+    """The tree of YAML text, or of the bytes of a file.
 
     Raises `Mistakes` with all errors that need no schema; those that leave a usable tree are appended to `mistakes`
     instead, if it is given.
+
+    shown: the line to show in errors if the text is only its value (of an override), which begins at character
+    `offset`; anything else must be a map.
     """
-    return compose(_decode(data, file), file, mistakes)
-
-
-def compose(
-    text: str,
-    file: str,
-    mistakes: list[Diagnostic] | None = None,
-    *,
-    shown: str | None = None,
-    offset: int = 0,
-    mapping: bool = True,
-) -> Node:
-    """The tree of YAML `text`; mistakes as in `read`.
-
-    shown: the line to show in errors if the text is a part of it (an override), starting at character `offset`.
-    mapping: whether anything but a map at the top is a mistake.
-    """
+    text = _decode(data, file) if isinstance(data, bytes) else data
     place = _Places(text, file, shown, offset)
-    tree = _Tree(place)
     try:
-        root = _Composer(text, place, tree.mistakes).get_single_node()
+        loader = _Loader(text, place)
+        top: Node = loader.get_single_data() or Node("scalar", place.at(1, 1), "", True)
     except yaml.MarkedYAMLError as error:
         raise Mistakes([_syntax(error, place)]) from None
     except yaml.reader.ReaderError as error:
@@ -73,13 +65,12 @@ def compose(
         message = f"the character U+{ord(text[error.position]):04X} is not allowed in YAML"
         fix = 'write it as an escape between double quotes, such as "\\x07"'
         raise Mistakes.one(message, where=where, fix=fix) from None
-    top = tree.node(root)[0] if root is not None else Node("scalar", place.at(1, 1), "", True)
-    if mapping and not tree.mistakes:
+    if shown is None and not loader.mistakes:
         _must_be_map(top)
-    if tree.mistakes and mistakes is None:
-        raise Mistakes(tree.mistakes)
+    if loader.mistakes and mistakes is None:
+        raise Mistakes(loader.mistakes)
     if mistakes is not None:
-        mistakes += tree.mistakes
+        mistakes += loader.mistakes
     return top
 
 
@@ -145,6 +136,11 @@ def dotted(path: Path) -> str:
     return ".".join(map(str, path))
 
 
+def key_of(path: Path) -> str:
+    """The key of a value: its path without the indices of lists."""
+    return dotted(tuple(part for part in path if isinstance(part, str)))
+
+
 def as_node(value: Any, where: Source) -> Node:
     """The scalar node that a value from no file, such as a default, would be written as."""
     if value is None or isinstance(value, bool):
@@ -175,12 +171,19 @@ class _Places:
         return self.at(mark.line + 1, mark.column + 1, max(1, width))
 
 
-class _Composer(yaml.SafeLoader):
-    """PyYAML's composer, which refuses tags and deep nesting: its time grows with the square of the depth."""
+class _Loader(yaml.SafeLoader):
+    """PyYAML's loader of `Node`s, in which aliases are expanded.
 
-    def __init__(self, text: str, place: _Places, mistakes: list[Diagnostic]):
+    Refuses tags, deep nesting, since its time grows with the square of the depth, and keys that YAML allows but recipes
+    do not.
+    """
+
+    yaml_constructors: dict[str, Any] = {}  # so that no tag constructs anything else
+
+    def __init__(self, text: str, place: _Places):
         super().__init__(text)
-        self.place, self.mistakes, self.depth = place, mistakes, -1
+        self.place, self.depth = place, -1
+        self.mistakes: list[Diagnostic] = []
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
@@ -200,50 +203,35 @@ class _Composer(yaml.SafeLoader):
             node.plain = event.style is None and tag is None
         return node
 
-
-class _Tree:
-    """Converts PyYAML's nodes to `Node`s with aliases expanded; keys that YAML allows but recipes do not are
-    mistakes."""
-
-    def __init__(self, place: _Places):
-        self.place = place
-        self.mistakes: list[Diagnostic] = []
-        self.done: dict[int, tuple[Node, int] | None] = {}
-
-    def node(self, from_: yaml.Node) -> tuple[Node, int]:
-        """A PyYAML node as a `Node`, and the number of nodes that it contains with aliases expanded."""
-        end = from_.end_mark if isinstance(from_, yaml.ScalarNode) else None  # for a list or map only its opening
-        where = self.place.of(from_.start_mark, end)
-        if id(from_) in self.done:
-            done = self.done[id(from_)]
-            if done is None:
-                raise Mistakes.one("an alias contains itself", where=where, fix="write the value itself")
-            return done
-        self.done[id(from_)] = None
-        count = 1
-        if isinstance(from_, yaml.ScalarNode):
-            node = Node("scalar", where, from_.value, from_.plain)
-        elif isinstance(from_, yaml.SequenceNode):
-            pairs = [self.node(item) for item in from_.value]
-            count += sum(size for _, size in pairs)
-            node = Node("list", where, items=tuple(item for item, _ in pairs))
-        else:
-            entries: list[tuple[Node, Node]] = []
-            first: dict[str, Source] = {}
-            for key_node, value_node in from_.value:
-                key, (value, size) = self.node(key_node)[0], self.node(value_node)
-                count += size + 1
-                if self.legal_key(key, first):
-                    first[key.text] = key.source
-                    entries.append((key, value))
-            node = Node("map", where, entries=tuple(entries))
-        if count > MAX_NODES:
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Node:
+        if node in self.recursive_objects:
+            where = self.place.of(node.start_mark)
+            raise Mistakes.one("an alias contains itself", where=where, fix="write the value itself")
+        made: Node = super().construct_object(node, deep)
+        if made.size > MAX_NODES:
             message = f"more than {MAX_NODES:,} values after expanding aliases"
-            raise Mistakes.one(message, where=where, fix="write the values themselves, or use `extends`")
-        self.done[id(from_)] = node, count
-        return node, count
+            raise Mistakes.one(message, where=made.source, fix="write the values themselves, or use `extends`")
+        return made
 
-    def legal_key(self, key: Node, first: dict[str, Source]) -> bool:
+    def construct_scalar(self, node: yaml.ScalarNode) -> Node:
+        return Node("scalar", self.place.of(node.start_mark, node.end_mark), node.value, node.plain)
+
+    def construct_sequence(self, node: yaml.SequenceNode, deep: bool = False) -> Node:
+        items = tuple(map(self.construct_object, node.value))
+        size = 1 + sum(item.size for item in items)
+        return Node("list", self.place.of(node.start_mark), items=items, size=size)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Node:
+        entries: dict[str, tuple[Node, Node]] = {}
+        size = 1
+        for pair in node.value:
+            key, value = map(self.construct_object, pair)
+            size += 1 + value.size
+            if self.legal_key(key, entries):
+                entries[key.text] = key, value
+        return Node("map", self.place.of(node.start_mark), entries=tuple(entries.values()), size=size)
+
+    def legal_key(self, key: Node, earlier: Mapping[str, tuple[Node, Node]]) -> bool:
         if key.kind != "scalar":
             self.wrong("a key must be text", key.source, fix="write it without brackets, as in `steps: 100`")
         elif key.plain and key.text == "<<":
@@ -251,16 +239,17 @@ class _Tree:
         elif (read_as := trap(key)) is not None:
             fix = f'write "{key.text}" with quotes if it is meant as text'
             self.wrong(f"unquoted `{key.text}` is read as {read_as} by YAML 1.1", key.source, "a key must be text", fix)
-        elif key.text in first:
-            message, also = f"the key `{key.text}` occurs twice in one map", ((first[key.text], "the first"),)
+        elif key.text in earlier:
+            message, also = (
+                f"the key `{key.text}` occurs twice in one map",
+                ((earlier[key.text][0].source, "the first"),),
+            )
             self.wrong(message, key.source, "the second", "keep one of them", also)
         else:
             return True
         return False
 
-    def wrong(
-        self, message: str, where: Source, why: str = "", fix: str = "", also: tuple[tuple[Source, str], ...] = ()
-    ) -> None:
+    def wrong(self, message: str, where: Source, why: str = "", fix: str = "", also: Notes = ()) -> None:
         self.mistakes.append(Diagnostic(message, where=where, why=why, fix=fix, also=also))
 
 

@@ -6,6 +6,7 @@ keys, `tpshard recipes schema` as JSON Schema; docs/recipes.md explains recipes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
@@ -13,8 +14,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from tpshard.recipes import training_keys as training
 from tpshard.recipes.constraints import form, limits, name_or_file
-from tpshard.recipes.diagnostic import Diagnostic, Source
-from tpshard.recipes.mesh_sizes import mesh_on
+from tpshard.recipes.diagnostic import Diagnostic, Mistakes, Source
+from tpshard.recipes.mesh_sizes import misfit
 from tpshard.recipes.model_keys import Model
 from tpshard.recipes.parallel_keys import Fsdp, Pipeline, RematEvery, ShardingSection
 from tpshard.recipes.section import Section, derived
@@ -83,16 +84,14 @@ class Recipe(Section):
     quantize: Quantize = field(default_factory=Quantize)
     serve: Serve = field(default_factory=Serve)
 
+    file: ClassVar[str] = ""
+    """The file from which the recipe was read."""
+    warnings: ClassVar[tuple[Diagnostic, ...]] = ()
+    """Diagnostics for suspicious settings that are not errors."""
     _places: ClassVar[Mapping[str, tuple[Source, Source]]] = {}
-    _file: ClassVar[str] = ""
+    """The places of each written key and its value."""
     _origin: ClassVar[Any] = None
     """What it was loaded from: the trees of its file and of what that extends, the overrides, the default name."""
-    _warnings: ClassVar[tuple[Diagnostic, ...]] = ()
-
-    @property
-    def warnings(self) -> tuple[Diagnostic, ...]:
-        """Diagnostics for suspicious settings that are not errors."""
-        return self._warnings
 
     def where(self, key: str) -> Source:
         """The place where a key got its value: the value, or the key if the value spans lines.
@@ -103,11 +102,6 @@ class Recipe(Section):
             name, value = self._places[key]
             return value if value.line == name.line and value.text == name.text else name
         return Source(f"<default {key}>", 0, 0, key)
-
-    @property
-    def file(self) -> str:
-        """The file from which the recipe was read."""
-        return self._file
 
     def to_yaml(self, *, resolved: bool = False, pins: Mapping[str, Any] | None = None) -> str:
         """The recipe as YAML that loads to the same: complete, with interpolations, or `resolved` to known values.
@@ -125,4 +119,8 @@ class Recipe(Section):
 
     def mesh_on(self, devices: int) -> dict[str, int]:
         """The mesh with -1 replaced by the remaining `devices`. Raises `Mistakes` (exit 5) when they do not fit."""
-        return mesh_on(self.mesh, devices, self.where("mesh"))
+        wrong = misfit(self.mesh, devices, self.where("mesh"))
+        if wrong is not None:
+            raise Mistakes([wrong])
+        rest = devices // math.prod(size for size in self.mesh.values() if size != -1)
+        return {axis: rest if size == -1 else size for axis, size in self.mesh.items()}

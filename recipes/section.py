@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, ClassVar, dataclass_transform
 
@@ -21,11 +21,6 @@ def derived(*, default: str, saved: bool = True) -> Any:
 def default_of(item: Field[Any]) -> Any:
     """The default of a section's field; `MISSING` if there is none."""
     return item.default if not callable(item.default_factory) else item.default_factory()
-
-
-def field_names(cls: type[Section]) -> tuple[str, ...]:
-    """The keys of a section, in the order of the schema."""
-    return tuple(item.name for item in fields(cls))
 
 
 class Pending(str):
@@ -57,9 +52,7 @@ class Section:
     _config: ClassVar[Any] = None
     """The merged recipe, if a value depends on the environment."""
     _written: ClassVar[Mapping[str, Any]] = {}
-    """Values with interpolations, as written, as plain data."""
-    _unsaved: ClassVar[frozenset[str]] = frozenset()
-    """Derived values that a saved recipe omits."""
+    """As plain data, values with interpolations as written, and those that a saved recipe has only if written."""
 
     def __init_subclass__(cls) -> None:
         dataclass(frozen=True, kw_only=True, repr=False, eq=False)(cls)
@@ -74,7 +67,7 @@ class Section:
 
     def stored(self) -> dict[str, Any]:
         """The value of each field as written, without interpolation."""
-        return {name: self._written.get(name, self.__dict__[name]) for name in field_names(type(self))}
+        return {item.name: self._written.get(item.name, self.__dict__[item.name]) for item in fields(type(self))}
 
     # As written: reprs go to logs and equality to caches, where the environment's values must not appear. Maps with
     # another order differ: the order of a mesh's axes says which devices are neighbours.
@@ -94,15 +87,21 @@ def waits(value: Any) -> bool:
 
 def resolve(value: Any, config: Any) -> Any:
     """`value` completed from the environment. Raises `Mistakes` for an unset variable without default."""
-    if isinstance(value, Mapping):
-        return {key: resolve(item, config) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return tuple(resolve(item, config) for item in value)
-    if not isinstance(value, Pending):
-        return value
     from tpshard.recipes.interpolation import resolve_at, unresolvable
 
-    resolved = resolve_at(config, value.path)
-    if resolved.error is not None:
-        raise Mistakes([unresolvable(value, resolved, value.source)])
-    return None if resolved.value is None else str(resolved.value)
+    def complete(text: Any) -> Any:
+        if not isinstance(text, Pending):
+            return text
+        resolved = resolve_at(config, text.path)
+        if resolved.error is not None:
+            raise Mistakes([unresolvable(text, resolved, text.source)])
+        return None if resolved.value is None else str(resolved.value)
+
+    return changed(value, complete)
+
+
+def changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The value with `change` made to it, or to each value in the maps and lists that it consists of."""
+    if isinstance(value, Mapping):
+        return {key: changed(item, change) for key, item in value.items()}
+    return tuple(changed(item, change) for item in value) if isinstance(value, tuple) else change(value)

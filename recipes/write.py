@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from tpshard.recipes.diagnostic import Mistakes, Source
 from tpshard.recipes.nodes import Node, scalar, trap
-from tpshard.recipes.section import Section
+from tpshard.recipes.section import Section, changed
 
 MASK = "***"
 _SECRET = re.compile("key|apikey|token|secret|password|passwd|passphrase|pwd|credentials?|auth|bearer")
@@ -31,8 +31,9 @@ def as_data(value: Any, name: str = "", resolved: bool = False) -> Any:
     if isinstance(value, Section):
         items = (value.stored() | (_resolved_values(value) if resolved else {})).items()
         fields = type(value).__dataclass_fields__
-        left_out = {k for k, v in items if (v is None and fields[k].default is None) or k in value._unsaved}
-        return {k: as_data(v, k, resolved) for k, v in items if k not in left_out}
+        unset = {k for k, v in items if v is None and fields[k].default is None}
+        unset |= {k for k, _ in items if not fields[k].metadata.get("saved", True) and k not in value._written}
+        return {k: as_data(v, k, resolved) for k, v in items if k not in unset}
     if isinstance(value, Mapping):
         return {k: as_data(v, k, resolved) for k, v in value.items()}
     if looks_secret(name) and value is not None and not isinstance(value, bool):
@@ -48,16 +49,12 @@ def _resolved_values(section: Section) -> dict[str, Any]:
     for key in section.stored():
         with contextlib.suppress(Mistakes):
             if not looks_secret(key):
-                values[key] = _literal(getattr(section, key))
+                values[key] = changed(getattr(section, key), _literal)
     return values
 
 
 def _literal(value: Any) -> Any:
-    """The value escaped, so that nothing in it is read as an interpolation."""
-    if isinstance(value, Mapping):
-        return {k: _literal(v) for k, v in value.items()}
-    if isinstance(value, tuple):
-        return tuple(map(_literal, value))
+    """Text escaped, so that nothing in it is read as an interpolation."""
     return value.replace("${", r"\${") if isinstance(value, str) else value
 
 
