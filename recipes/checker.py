@@ -17,12 +17,8 @@ from tpshard.recipes.merge import Merged
 from tpshard.recipes.nodes import Node, Path, as_node, dotted, key_of, scalar, trap
 from tpshard.recipes.section import Pending, Section, default_of, waits
 
-
-class _Bad:
-    """Stands for a refused value, whose mistake is already recorded."""
-
-
-BAD = _Bad()
+BAD: Any = object()
+"""Stands for a refused value, whose mistake is already recorded."""
 
 
 @cache
@@ -55,7 +51,7 @@ class Checker:
         self.reported: set[Path] = set()
         """Paths whose interpolation is already reported."""
 
-    def wrong(self, path: Path, message: str, where: Source, why: str = "", fix: str = "") -> _Bad:
+    def wrong(self, path: Path, message: str, where: Source, why: str = "", fix: str = "") -> Any:
         """Records a mistake and marks the path as refused; returns BAD."""
         self.bad.add(key_of(path))
         self.mistakes.append(Diagnostic(message, where=where, why=why, fix=fix))
@@ -161,16 +157,14 @@ class Checker:
         """A list as a tuple, each item checked."""
         options = [base for base, _ in alternatives(hint)]
         shapes = [get_args(base) for base in options if get_origin(base) is tuple]
-        if not shapes and Any not in options:
+        if Any in options:
+            shapes.append((Any, Ellipsis))
+        if not shapes:
             return self.refuse_type(raw, self.leaf(raw, path, where), hint, path)
-        shape = shapes[0] if shapes else (Any, Ellipsis)
-        if len(shape) == 2 and shape[1] is Ellipsis:
-            kinds = [shape[0]] * len(raw)
-        elif len(shape) != len(raw):
-            message = f"`{key_of(path)}` has {len(raw)} values; {len(shape)} are expected"
-            return self.wrong(path, message, where or self.merged.place(path), fix=f"write {len(shape)} values")
-        else:
-            kinds = list(shape)
+        kinds = shapes[0] if shapes[0][-1] is not Ellipsis else shapes[0][:1] * len(raw)
+        if len(kinds) != len(raw):
+            message = f"`{key_of(path)}` has {len(raw)} values; {len(kinds)} are expected"
+            return self.wrong(path, message, where or self.merged.place(path), fix=f"write {len(kinds)} values")
         values = [self.value(item, kind, (*path, i), where) for i, (item, kind) in enumerate(zip(raw, kinds))]
         return BAD if any(value is BAD for value in values) else tuple(values)
 
@@ -238,7 +232,7 @@ class Checker:
         checked = self.value(value, hint, path, source)
         return Pending(node.text, path, source) if isinstance(checked, str) and resolved.read else checked
 
-    def refuse_ambiguous(self, node: Node, read_as: str, bases: list[Any], path: Path) -> _Bad:
+    def refuse_ambiguous(self, node: Node, read_as: str, bases: list[Any], path: Path) -> Any:
         """Records a scalar that YAML 1.1 and 1.2 read differently; `read_as` is the reading of 1.1."""
         digits = node.text.lstrip("+-0").isdigit()
         if bool in bases:
@@ -252,7 +246,7 @@ class Checker:
         message = f"unquoted `{node.text}` is read as {read_as} by YAML 1.1"
         return self.wrong(path, message, node.source, f"`{key_of(path)}`", fix)
 
-    def refuse_type(self, raw: Any, node: Node, hint: Any, path: Path) -> _Bad:
+    def refuse_type(self, raw: Any, node: Node, hint: Any, path: Path) -> Any:
         """Records a value of the wrong type, with the likeliest fix."""
         key, options = key_of(path), alternatives(hint)
         why = f"must be {legal(hint)}"

@@ -105,7 +105,10 @@ def _one(base: Any, constraints: tuple[Constraint, ...], definitions: dict[str, 
         if names:
             described["propertyNames"] = names
     elif get_origin(base) is tuple:
-        described = _array(get_args(base), definitions)
+        items = [_schema(part, definitions) for part in get_args(base) if part is not Ellipsis]
+        described = {"type": "array", "prefixItems": items, "minItems": len(items), "maxItems": len(items)}
+        if get_args(base)[-1] is Ellipsis:
+            described = {"type": "array", "items": items[0]}
     else:
         names_of = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
         described = {"type": names_of[base]}
@@ -116,13 +119,6 @@ def _one(base: Any, constraints: tuple[Constraint, ...], definitions: dict[str, 
     if ALONE in constraints:
         described = {"anyOf": [described, described["items"], {"type": "null"}]}
     return described
-
-
-def _array(shape: tuple[Any, ...], definitions: dict[str, Any]) -> dict[str, Any]:
-    if len(shape) == 2 and shape[1] is Ellipsis:
-        return {"type": "array", "items": _schema(shape[0], definitions)}
-    items = [_schema(part, definitions) for part in shape]
-    return {"type": "array", "prefixItems": items, "minItems": len(items), "maxItems": len(items)}
 
 
 @dataclass(frozen=True)

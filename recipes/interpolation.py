@@ -10,7 +10,6 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -57,25 +56,11 @@ class Resolved:
 
 
 def resolve_at(config: DictConfig, path: Path) -> Resolved:
-    """The value at a path as maps, lists and scalars, with all interpolations resolved by OmegaConf."""
-    with _trace(path) as (resolved, chain):
-        try:
-            value: Any = reduce(lambda inside, key: inside[key], path, config)
-            chain.clear()  # keys named by values inside a map are not recorded
-            is_tree = OmegaConf.is_config(value)
-            resolved.value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True) if is_tree else value
-        except ERRORS as error:
-            resolved.error = error
-    return resolved
+    """The value at a path as maps, lists and scalars, with all interpolations resolved by OmegaConf.
 
-
-@contextmanager
-def _trace(path: Path) -> Iterator[tuple[Resolved, list[Path]]]:
-    """A context in which OmegaConf has only the allowed resolvers, and in which what it reads is recorded.
-
-    Yields the record and the chain of keys that are being resolved, from the value at `path` to the innermost.
+    Meanwhile OmegaConf has only the allowed resolvers, and what it reads is recorded.
     """
-    resolved, chain = Resolved(), [path]
+    resolved, chain = Resolved(), [path]  # the keys that are being resolved, from this one to the innermost
     resolvers, follow = BaseContainer._resolvers, Container._resolve_node_interpolation
 
     def read_environment(root: Any, parent: Any, node: Any, args: tuple[Any, ...], words: tuple[str, ...]) -> Any:
@@ -107,10 +92,16 @@ def _trace(path: Path) -> Iterator[tuple[Resolved, list[Path]]]:
         BaseContainer._resolvers = {n: resolvers[n] for n in ALLOWED} | {"oc.env": read_environment}
         Container._resolve_node_interpolation = follow_key  # type: ignore[method-assign, assignment]
         try:
-            yield resolved, chain
+            value: Any = reduce(lambda inside, key: inside[key], path, config)
+            chain.clear()  # keys named by values inside a map are not recorded
+            is_tree = OmegaConf.is_config(value)
+            resolved.value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True) if is_tree else value
+        except ERRORS as error:
+            resolved.error = error
         finally:
             BaseContainer._resolvers = resolvers
             Container._resolve_node_interpolation = follow  # type: ignore[method-assign]
+    return resolved
 
 
 def _path_of(container: Container) -> Path:
@@ -151,10 +142,10 @@ def path_in(raw: Any, key: Path) -> Path:
     """The path of an interpolated key in plain data, cut at text, which may itself be an interpolation."""
     path: Path = ()
     for part in key:
-        inside = or_none(raw, path)
-        if isinstance(inside, str):
+        if isinstance(raw, str):
             break
-        path = (*path, int(part) if isinstance(inside, list) and str(part).isdigit() else part)
+        path = (*path, int(part) if isinstance(raw, list) and str(part).isdigit() else part)
+        raw = or_none(raw, path[-1:])
     return path
 
 

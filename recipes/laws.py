@@ -73,7 +73,7 @@ def one_rest(recipe: Recipe) -> Iterator[Diagnostic]:
 
 def mesh_on_cluster(recipe: Recipe) -> Iterator[Diagnostic]:
     """Requires that the mesh uses all devices of the cluster."""
-    if recipe.cluster is not None and sum(size == -1 for size in recipe.mesh.values()) <= 1:
+    if recipe.cluster is not None and list(recipe.mesh.values()).count(-1) <= 1:
         nodes, each = recipe.cluster.nodes, recipe.cluster.devices_per_node
         also = ((recipe.where("cluster"), f"{nodes} x {each} devices"),)
         wrong = misfit(recipe.mesh, nodes * each, recipe.where("mesh"), also)
@@ -189,11 +189,14 @@ def optimizer_reads(recipe: Recipe) -> Iterator[Diagnostic]:
             yield _violation(recipe, f"optimizer.{key}", message, why, "remove it", severity="warning")
 
 
-def pipeline_has_stages(recipe: Recipe) -> Iterator[Diagnostic]:
-    """Requires a mesh axis `pp` for a pipeline, with a size that is the number of stages."""
+def pipeline_is_possible(recipe: Recipe) -> Iterator[Diagnostic]:
+    """Requires of a pipeline that the size of `mesh.pp` is its number of stages, that its schedule has its rounds, and
+    that its schedule and split suit its form."""
     section, size = recipe.pipeline, recipe.mesh.get("pp", 1)
-    stages = section.stages if section is not None else None
-    if section is not None and size == 1:
+    if section is None:
+        return
+    stages = section.stages
+    if size == 1:
         why = "the mesh has " + ", ".join(f"{axis} {n}" for axis, n in recipe.mesh.items())
         fix = f"mesh: {{pp: {stages or 2}, ...}}"
         yield _violation(recipe, "pipeline", "`pipeline` needs a mesh axis `pp` for its stages", why, fix)
@@ -201,13 +204,6 @@ def pipeline_has_stages(recipe: Recipe) -> Iterator[Diagnostic]:
         message = f"`pipeline.stages: {stages}` must be the size of `mesh.pp`"
         why, fix = f"stages are along the axis, which has {size} devices", f"pipeline.stages: {size}, or leave it out"
         yield _violation(recipe, "pipeline.stages", message, why, fix, {"mesh": "the mesh"})
-
-
-def pipeline_form_and_schedule(recipe: Recipe) -> Iterator[Diagnostic]:
-    """Requires that a pipeline's schedule has its rounds, and that its schedule and split suit its form."""
-    section = recipe.pipeline
-    if section is None:
-        return
     schedule = section.schedule
     if section.rounds is not None and section.rounds > 1 and schedule not in ("circular", "interleaved_1f1b"):
         message = f"`pipeline.rounds: {section.rounds}` does not suit {schedule}, whose devices have one stage each"
@@ -260,7 +256,6 @@ LAWS: tuple[tuple[Law, tuple[str, ...]], ...] = (
     (axis_once, ("sharding",)),
     (steps_hold_warmup, ("schedule.warmup_steps", "train.steps")),
     (optimizer_reads, ("optimizer",)),
-    (pipeline_has_stages, PIPELINE),
-    (pipeline_form_and_schedule, PIPELINE),
+    (pipeline_is_possible, PIPELINE),
     (stages_have_their_axis, PIPELINE),
 )

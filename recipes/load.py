@@ -56,8 +56,6 @@ def with_changes(recipe: Recipe, changes: Sequence[str]) -> Recipe:
 
     Defaults that are derived from other keys are derived again. Raises `Mistakes` where the changes are wrong.
     """
-    if recipe._origin is None:
-        return loads(recipe.to_yaml(), changes, file=recipe.name)
     layers, overrides, name = recipe._origin
     return _sound(_examine_layers(list(layers), [*overrides, *changes], name, []))
 
@@ -150,7 +148,6 @@ def _examine_layers(layers: list[Node], overrides: Sequence[str], name: str, rec
             rules["vocab"] = ("pp", *rules.get("vocab", ()))
     object.__setattr__(recipe.sharding, "rules", rules)
     lawful = laws.check(recipe, checker.bad)
-    object.__setattr__(recipe, "warnings", tuple(d for d in lawful if d.severity == "warning"))
     return Examined(recipe, tuple(in_order([*recorded, *checker.mistakes, *lawful])), frozenset(checker.bad))
 
 
@@ -256,22 +253,13 @@ def _derive(merged: Merged, name: str) -> None:
 def _put_on(merged: Merged, layer: Node) -> None:
     """Puts a layer on top of the merged recipe. Axes of a mesh take the order of the layer that writes them, since
     devices are numbered by it."""
-    meshes = [path for path in (("mesh",), ("serve", "mesh")) if _map_at(layer, path)]
-    before = {path: or_none(merged.raw, path) for path in meshes}
+    meshes = [(path, layer.get(*path), or_none(merged.raw, path)) for path in (("mesh",), ("serve", "mesh"))]
     merged.add(layer)
-    for path in meshes:
+    for path, upper, lower in meshes:
         after = or_none(merged.raw, path)
-        if isinstance(lower := before[path], dict) and isinstance(after, dict):
-            order = _axis_order(list(lower), list(_map_at(layer, path)))
+        if upper is not None and upper.entries and isinstance(lower, dict) and isinstance(after, dict):
+            order = _axis_order(list(lower), [axis.text for axis, _ in upper.entries])
             merged.put(path, {axis: after[axis] for axis in order if axis in after})
-
-
-def _map_at(layer: Node, path: tuple[str, ...]) -> list[str]:
-    """The keys of the map that a layer writes at a path; none if it writes no map there."""
-    node: Node | None = layer
-    for key in path:
-        node = node.get(key) if node is not None else None
-    return [key.text for key, _ in node.entries] if node is not None else []
 
 
 def _axis_order(lower: list[str], upper: list[str]) -> list[str]:

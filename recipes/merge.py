@@ -49,9 +49,8 @@ class Merged:
     def add(self, layer: Node) -> None:
         """Adds a layer on top: maps are merged where the schema has a map, everything else is replaced."""
         self.places[()] = (layer, layer)
-        self._make_way(layer, Recipe, (), self.raw)
         missing: list[Path] = []
-        self._merge(self._values(layer, (), missing))
+        self._merge(self._values(layer, Recipe, (), self.raw, missing))
         for path in missing:  # OmegaConf's merge lets a missing value replace nothing
             self.put(path, "???")
 
@@ -108,36 +107,15 @@ class Merged:
         self.config = merged
         self.__dict__.pop("raw", None)
 
-    def _make_way(self, over: Node, hint: Any, path: Path, below: Any) -> None:
-        """Removes what the layer replaces as a whole, and expands interpolated maps that it changes."""
-        inner = section_of(hint)
-        pair = mapping_of(hint) if inner is None else None
-        mergeable = over.kind == "map" and (inner is not None or pair is not None)
-        if mergeable and isinstance(below, str) and isinstance(value := self.resolved(path).value, dict):
-            key_source, source = (node.source for node in self.places[path])
-            for key, item in value.items():
-                self.places[(*path, key)] = Node("scalar", key_source, key), as_node(item, source)
-            self.put(path, value)
-            below = value
-        if not mergeable or not isinstance(below, dict):
-            self.drop(path)
-            return
-        names = {key.text for key, _ in over.entries}
-        exclusive = getattr(inner, "exclusive", ())
-        for name in exclusive:
-            if names & set(exclusive) and name in below.keys() - names:
-                self.drop((*path, name))
-        for key, value in over.entries:
-            if key.text in below:
-                hint_inside = hints(inner).get(key.text) if inner is not None else pair[1] if pair else None
-                self._make_way(value, hint_inside, (*path, key.text), below[key.text])
-
-    def _values(self, node: Node, path: Path, missing: list[Path]) -> Any:
-        """The layer as plain data; records the places of keys and values, and text that OmegaConf cannot parse."""
+    def _values(self, node: Node, hint: Any, path: Path, below: Any, missing: list[Path]) -> Any:
+        """The layer as plain data, after removing what it replaces of `below`, the value at its path so far; records
+        the places of keys and values, and text that OmegaConf cannot parse."""
+        below = self._kept(node, hint, path, below)
         if node.kind == "list":
             self.places |= {(*path, i): (item, item) for i, item in enumerate(node.items)}
-            return [self._values(item, (*path, i), missing) for i, item in enumerate(node.items)]
+            return [self._values(item, None, (*path, i), None, missing) for i, item in enumerate(node.items)]
         if node.kind == "map":
+            inner, pair = section_of(hint), mapping_of(hint)
             values = {}
             for key, value in node.entries:
                 if "${" in key.text:
@@ -145,9 +123,10 @@ class Merged:
                     self.mistakes.append(Diagnostic(message, where=key.source, fix=fix))
                     continue
                 inside = (*path, key.text)
-                self.places[inside] = (key, value)
+                of = hints(inner).get(key.text) if inner is not None else pair[1] if pair is not None else None
                 self.bad.discard(key_of(inside))
-                values[key.text] = self._values(value, inside, missing)
+                values[key.text] = self._values(value, of, inside, below.get(key.text), missing)
+                self.places[inside] = (key, value)
             return values
         text = scalar(node)
         if isinstance(text, str) and "${" in text and (why := unreadable(text)):
@@ -158,6 +137,27 @@ class Merged:
         if text == "???":
             missing.append(path)
         return text
+
+    def _kept(self, over: Node, hint: Any, path: Path, below: Any) -> dict[str, Any]:
+        """The map below that the layer's node changes, written out if it is interpolated. What the node replaces as a
+        whole is removed."""
+        mergeable = over.kind == "map" and (section_of(hint) or mapping_of(hint)) is not None
+        if mergeable and isinstance(below, str) and isinstance(value := self.resolved(path).value, dict):
+            key_source, source = (node.source for node in self.places[path])
+            for key, item in value.items():
+                self.places[(*path, key)] = Node("scalar", key_source, key), as_node(item, source)
+            self.put(path, value)
+            below = value
+        if not mergeable or not isinstance(below, dict):
+            if below is not None:
+                self.drop(path)
+            return {}
+        names = {key.text for key, _ in over.entries}
+        exclusive = getattr(section_of(hint), "exclusive", ())
+        for name in exclusive:
+            if names & set(exclusive) and name in below.keys() - names:
+                self.drop((*path, name))
+        return below
 
 
 def shell_paths(merged: Merged) -> None:

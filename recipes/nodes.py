@@ -36,9 +36,10 @@ class Node:
     size: int = 1
     """Number of values that it contains, with aliases expanded, itself included."""
 
-    def get(self, key: str) -> Node | None:
-        """The value of a key of a map; None if it has no such key."""
-        return next((value for name, value in self.entries if name.text == key), None)
+    def get(self, key: str, *below: str) -> Node | None:
+        """The value of a key of a map, or of a key in that value; None if there is no such key."""
+        value = next((value for name, value in self.entries if name.text == key), None)
+        return value.get(*below) if value is not None and below else value
 
 
 def read(
@@ -164,9 +165,7 @@ class _Places:
         text = self.lines[line - 1] if line <= len(self.lines) else ""
         return Source(self.file, line, col, text, width)
 
-    def of(self, mark: yaml.Mark | None, end: yaml.Mark | None = None) -> Source:
-        if mark is None:
-            return self.at(1, 1)
+    def of(self, mark: yaml.Mark, end: yaml.Mark | None = None) -> Source:
         width = end.column - mark.column if end is not None and end.line == mark.line else 1
         return self.at(mark.line + 1, mark.column + 1, max(1, width))
 

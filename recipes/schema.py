@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from tpshard.recipes import training_keys as training
 from tpshard.recipes.constraints import form, limits, name_or_file
-from tpshard.recipes.diagnostic import Diagnostic, Mistakes, Source
+from tpshard.recipes.diagnostic import Mistakes, Source
 from tpshard.recipes.mesh_sizes import misfit
 from tpshard.recipes.model_keys import Model
 from tpshard.recipes.parallel_keys import Fsdp, Pipeline, RematEvery, ShardingSection
@@ -86,8 +86,6 @@ class Recipe(Section):
 
     file: ClassVar[str] = ""
     """The file from which the recipe was read."""
-    warnings: ClassVar[tuple[Diagnostic, ...]] = ()
-    """Diagnostics for suspicious settings that are not errors."""
     _places: ClassVar[Mapping[str, tuple[Source, Source]]] = {}
     """The places of each written key and its value."""
     _origin: ClassVar[Any] = None
