@@ -90,6 +90,7 @@ class Checker:
                     source = where or self.merged.place(path)
                     self.wrong((*path, field.name), f"the key `{missing}` is missing", source, fix=fix)
                 if field.name != "model":
+                    self.bad.add(key_of(path))
                     return BAD
                 values["model"] = schema.Model()
         checked = cls(**values)
@@ -278,7 +279,7 @@ def _as(value: Any, base: Any, constraints: tuple[Constraint, ...]) -> Any:
     if base is int and isinstance(value, float) and (value.is_integer() or not math.isfinite(value)):
         return int(value) if math.isfinite(value) else value  # 1e5 steps; what is not finite is refused later
     if base is float and type(value) is int:
-        return float(value)
+        return float(str(value))  # infinity, where float(value) raises OverflowError
     return value if type(value) is base else BAD
 
 

@@ -71,6 +71,7 @@ def test_a_key_in_the_wrong_section_is_sent_home() -> None:
         ("optimizer: {lr: .nan}", ".nan", "a number"),
         ("optimizer: {eps: .inf}", ".inf", "above 0"),
         ("optimizer: {lr: fast}", "fast", "a number"),
+        (f"optimizer: {{lr: {10**350}}}", str(10**350), "a number"),
         ('train: {steps: "100"}', '"100"', "a whole number"),
         ("train: {steps: 1e99}", "1e99", "at most"),
         ("train: {steps: 1.5}", "1.5", "a whole number"),
