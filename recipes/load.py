@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
 from tpshard.models.presets import PRESETS
 from tpshard.recipes import extends, laws
 from tpshard.recipes.checker import BAD, Checker
@@ -166,8 +167,6 @@ def _version(node: Node | None) -> None:
 
 def _override(text: str, number: int) -> Node:
     """`key.path=value` as a tree with one leaf. OmegaConf parses the path: dots, brackets, `\\.` for a dot in a key."""
-    from omegaconf import OmegaConf
-
     file = f"<override {number}>"
     key, *rest = re.split(r"(?<!\\)=", text, maxsplit=1)
 

@@ -8,19 +8,10 @@ from dataclasses import MISSING
 from functools import cached_property, reduce
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from tpshard.recipes.diagnostic import Diagnostic, Mistakes, Notes, Source
 from tpshard.recipes.hints import hints, mapping_of, section_of, walk
-from tpshard.recipes.interpolation import (
-    FORMS,
-    MAX_RESOLVED,
-    Resolved,
-    or_none,
-    path_in,
-    resolve_at,
-    unreadable,
-    written_at,
-)
+from tpshard.recipes.interpolation import FORMS, MAX_RESOLVED, Resolved, or_none, path_in, resolve_at, unreadable
 from tpshard.recipes.nodes import Node, Path, as_node, dotted, key_of, scalar
 from tpshard.recipes.schema import Recipe
 from tpshard.recipes.section import Section, default_of
@@ -50,7 +41,8 @@ class Merged:
         """Adds a layer on top: maps are merged where the schema has a map, everything else is replaced."""
         self.places[()] = (layer, layer)
         missing: list[Path] = []
-        self._merge(self._values(layer, Recipe, (), self.raw, missing))
+        self.config.merge_with(self._values(layer, Recipe, (), self.raw, missing))
+        del self.raw
         for path in missing:  # OmegaConf's merge lets a missing value replace nothing
             self.put(path, "???")
 
@@ -65,7 +57,7 @@ class Merged:
         """Sets a value that is in no file."""
         parent: Any = reduce(lambda inside, key: inside[key], path[:-1], self.config)
         parent[path[-1]] = value
-        written_at(self.raw, path[:-1])[path[-1]] = value
+        or_none(self.raw, path[:-1])[path[-1]] = value
 
     def drop(self, path: Path) -> None:
         """Removes a value."""
@@ -100,12 +92,6 @@ class Merged:
         keys = [path_in(self.raw, key) for _, key in sorted(resolved.keys, key=lambda pair: pair[0])]
         others = [key for key in dict.fromkeys(keys) if key != path and or_none(self.raw, key) is not None]
         return tuple((self.place(key), f"the value of `{dotted(key)}`") for key in others)
-
-    def _merge(self, values: dict[str, Any]) -> None:
-        merged = OmegaConf.unsafe_merge(self.config, values)  # unsafe: the config is not copied first
-        assert isinstance(merged, DictConfig)
-        self.config = merged
-        self.__dict__.pop("raw", None)
 
     def _values(self, node: Node, hint: Any, path: Path, below: Any, missing: list[Path]) -> Any:
         """The layer as plain data, after removing what it replaces of `below`, the value at its path so far; records
