@@ -59,7 +59,7 @@ def test_a_fault_in_an_operation_is_found_there(monkeypatch: pytest.MonkeyPatch)
     def faulty(self: Any, local: Any) -> Any:
         reference_run = plain(self, local)
         if local.op.module == "layers.1.mlp.gate" and local.op.phase == "forward" and self.mesh.axes.get("tp", 1) > 1:
-            node = self.emitter.graph.call_function(partitioner.aten.mul.Tensor, (reference_run[0], 1.001))
+            node = self.emitter.graph.call_function(torch.ops.aten.mul.Tensor, (reference_run[0], 1.001))
             node.meta[INFO] = info(reference_run[0])
             return [node, *reference_run[1:]]
         return reference_run
