@@ -61,7 +61,6 @@ def resolve_at(config: DictConfig, path: Path) -> Resolved:
     Meanwhile OmegaConf has only the allowed resolvers, and what it reads is recorded.
     """
     resolved, chain = Resolved(), [path]  # the keys that are being resolved, from this one to the innermost
-    resolvers, follow = BaseContainer._resolvers, Container._resolve_node_interpolation
 
     def read_environment(root: Any, parent: Any, node: Any, args: tuple[Any, ...], words: tuple[str, ...]) -> Any:
         resolved.read.append(str(args[0]))
@@ -89,6 +88,7 @@ def resolve_at(config: DictConfig, path: Path) -> Resolved:
 
     with _LOCK, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about an empty default, `${oc.env:NAME,}`
+        resolvers, follow = BaseContainer._resolvers, Container._resolve_node_interpolation
         BaseContainer._resolvers = {n: resolvers[n] for n in ALLOWED} | {"oc.env": read_environment}
         Container._resolve_node_interpolation = follow_key  # type: ignore[method-assign, assignment]
         try:

@@ -68,7 +68,8 @@ def read(
         raise Mistakes.one(message, where=where, fix=fix) from None
     if shown is None and not loader.mistakes:
         _must_be_map(top)
-    if loader.mistakes and mistakes is None:
+    usable = shown is not None or top.kind == "map"
+    if loader.mistakes and (mistakes is None or not usable):
         raise Mistakes(loader.mistakes)
     if mistakes is not None:
         mistakes += loader.mistakes

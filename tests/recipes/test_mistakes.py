@@ -153,6 +153,7 @@ def test_quoted_traps_are_text() -> None:
         (b"# nothing\n", 1, "empty"),
         (b"- a\n- b\n", 1, "this is a list"),
         (b"text\n", 1, "this is text"),
+        (b"!!str text\n", 1, "the tag `!!str`"),
         (b"model: {preset: tiny}\n---\nmodel: {preset: tiny}\n", 2, "second document"),
         (b"model:\n\tpreset: tiny\n", 2, "a tab"),
         (b"model: {preset: tiny\n", 2, "not YAML"),
