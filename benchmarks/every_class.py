@@ -19,6 +19,7 @@ import json
 import multiprocessing
 import signal
 import sys
+import sysconfig
 import tempfile
 import traceback
 import warnings
@@ -136,7 +137,8 @@ def outcome(what: Callable[[], Any], limit: float) -> Any:
             apart = what()
     except Mistakes as error:
         first = error.diagnostics[0]
-        return {"refused": first.message + (f": {first.why}" if first.why else "")}
+        reason = first.message + (f": {first.why}" if first.why else "")
+        return {"refused": reason.replace(sysconfig.get_path("purelib") + "/", "").replace(f"{ROOT}/", "")}
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(frame.filename).name}:{frame.lineno}"

@@ -43,16 +43,20 @@ def traceable(setting: Setting) -> Iterator[None]:
 
 
 def _line_of(error: BaseException | None) -> str | None:
-    """The innermost line of code, with its place, that is neither torch's nor this package's."""
+    """The innermost line of code, with its place, that is neither torch's nor this package's.
+
+    Of several errors that caused each other, the first is asked first.
+    """
+    innermost = None
     while error is not None:
         frames = [(str(f.f_globals.get("__name__")), f, line) for f, line in traceback.walk_tb(error.__traceback__)]
         foreign = [(f, line) for name, f, line in frames if name.partition(".")[0] not in ("torch", "tpshard")]
         if foreign:
             frame, line = foreign[-1]
             text = linecache.getline(frame.f_code.co_filename, line).strip()
-            return f"`{text}` in {frame.f_code.co_filename}:{line}"
+            innermost = f"`{text}` in {frame.f_code.co_filename}:{line}"
         error = error.__cause__
-    return None
+    return innermost
 
 
 def check_reshards(setting: Setting, programs: Iterable[Program]) -> None:
