@@ -44,7 +44,10 @@ def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dropout: float, causal: bool, *,
     attn_mask: Tensor | None = None, scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of q, k and v, from the output and logsumexps over all keys (Dao et al. 2022, algorithm 4)."""
+    """The gradients of q, k and v, from the output and logsumexps over all keys (Dao et al. 2022, algorithm 4).
+
+    Shapes and settings are those of `forward`; dout [b,h,s,d], and each gradient has the shape of its tensor.
+    """
     assert not dropout, "capture draws dropout by an operation of its own"
     wide, kv = wide_dtype(q), k.shape[1]
     factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale

@@ -264,7 +264,7 @@ def _fill_buffers(model: nn.Module) -> None:
             unset = buffer is not None and bool((buffer.isnan() if buffer.is_floating_point() else buffer == -1).all())
             if unset:
                 constructed = constructed or _constructed_buffers(model)
-                module._buffers[name] = constructed[f"{path}.{name}"]
+                module._buffers[name] = constructed[f"{path}.{name}"]  # some classes fill a buffer only there
 
 
 def _constructed_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -274,5 +274,8 @@ def _constructed_buffers(model: nn.Module) -> dict[str, Tensor]:
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, None if parameter is None else nn.Parameter(parameter.to("meta"), False))
 
-    with mock.patch.object(nn.Module, "register_parameter", on_meta):
-        return dict(type(model)(model.config).named_buffers())
+    try:
+        with mock.patch.object(nn.Module, "register_parameter", on_meta):
+            return dict(type(model)(model.config).named_buffers())
+    except Exception as error:  # the class may do anything with tensors that have values
+        raise ValueError(f"{type(model).__name__} cannot compute its buffers: {error}") from error

@@ -54,7 +54,8 @@ def attend(
     """The attention function that transformers' modules call.
 
     query: [batch, heads, seq, head_dim], key and value: [batch, kv_heads, seq, head_dim] -> [batch, seq, heads,
-    head_dim]. The mask follows from causality, the window and the `documents` [batch, seq] of the model's caller.
+    head_dim]. The mask follows from causality, the window, the `documents` [batch, seq] of the model's caller, and
+    attention_mask: [batch or 1, heads or 1, seq, keys], bool (true if visible) or added to the scores.
     s_aux: [heads], the scores of attention sinks. indices: [batch, seq, selected], the keys that an indexer selects for
     each query; the mask hides all others.
     ValueError for arguments that the operation does not support.

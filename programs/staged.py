@@ -82,10 +82,10 @@ class StagedPrograms:
         """
         own = self.devices[device]
         backward = [program for stage in self.table.stages_of(device) for program in self.stages[stage].backward]
-        given = {port.name: port for program in backward for port in program.inputs if port.kind == "gradient"}
+        in_backward = {port.name: port for program in backward for port in program.inputs if port.kind == "gradient"}
         after = (own.totals if own.reduce is None else own.reduce).inputs[: len(own.names)]
         names = [f"{name}.grad_sum" for name in own.names]
-        return [given.get(name) or replace(port, name=name, kind="gradient") for name, port in zip(names, after)]
+        return [in_backward.get(name) or replace(port, name=name, kind="gradient") for name, port in zip(names, after)]
 
     @cached_property
     def evaluation(self) -> tuple[Stage, ...]:

@@ -217,9 +217,9 @@ class Checker:
             if resolved.unset and may_be_text:
                 return Pending(node.text, path, node.source)
             self.bad.add(key)
-            at, why = mistake(resolved, path, self.merged.raw, self.merged.place)
+            at, diagnostic = mistake(resolved, path, self.merged.raw, self.merged.place)
             if at not in self.reported and dotted(at) not in self.bad - {key}:
-                self.mistakes.append(why)
+                self.mistakes.append(diagnostic)
             self.reported.add(at)
             return BAD
         source = replace(node.source, origins=self.merged.origins(resolved, path))

@@ -207,11 +207,11 @@ class _Loader(yaml.SafeLoader):
         if node in self.recursive_objects:
             where = self.place.of(node.start_mark)
             raise Mistakes.one("an alias contains itself", where=where, fix="write the value itself")
-        made: Node = super().construct_object(node, deep)
-        if made.size > MAX_NODES:
+        tree: Node = super().construct_object(node, deep)
+        if tree.size > MAX_NODES:
             message = f"more than {MAX_NODES:,} values after expanding aliases"
-            raise Mistakes.one(message, where=made.source, fix="write the values themselves, or use `extends`")
-        return made
+            raise Mistakes.one(message, where=tree.source, fix="write the values themselves, or use `extends`")
+        return tree
 
     def construct_scalar(self, node: yaml.ScalarNode) -> Node:
         return Node("scalar", self.place.of(node.start_mark, node.end_mark), node.value, node.plain)
@@ -240,11 +240,8 @@ class _Loader(yaml.SafeLoader):
             fix = f'write "{key.text}" with quotes if it is meant as text'
             self.wrong(f"unquoted `{key.text}` is read as {read_as} by YAML 1.1", key.source, "a key must be text", fix)
         elif key.text in earlier:
-            message, also = (
-                f"the key `{key.text}` occurs twice in one map",
-                ((earlier[key.text][0].source, "the first"),),
-            )
-            self.wrong(message, key.source, "the second", "keep one of them", also)
+            message, first = f"the key `{key.text}` occurs twice in one map", earlier[key.text][0].source
+            self.wrong(message, key.source, "the second", "keep one of them", ((first, "the first"),))
         else:
             return True
         return False

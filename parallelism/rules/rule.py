@@ -157,11 +157,7 @@ class LocalOp(Protocol):
         """A node (or 0) with this device's position along a factor's axes."""
 
     def several(
-        self,
-        target: Any,
-        *args: Any,
-        like: Sequence[tuple[Sequence[int], Any]],
-        work: float | None = None,
+        self, target: Any, *args: Any, like: Sequence[tuple[Sequence[int], Any]], work: float | None = None,
         **kwargs: Any,
     ) -> list[Any]:  # fmt: skip
         """Adds a node with several results of these local shapes and dtypes; returns a node for each.
