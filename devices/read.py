@@ -199,13 +199,16 @@ def parse(data: bytes, file: str) -> Device:
 def _read(data: bytes, file: str) -> Node:
     """The file's YAML tree. Errors about an empty file or a list name the device file instead of a recipe."""
     try:
-        return read(data, file)
+        tree = read(data, file)
     except Mistakes as error:
         needed = "schema, name, kind, backend, memory, memory_bandwidth, rates and host are needed"
         raise Mistakes(
             replace(d, message=d.message.replace("recipe", "device file"), fix=needed) if "recipe" in d.message else d
             for d in error.diagnostics
         ) from None
+    if tree.mistakes:
+        raise Mistakes(tree.mistakes)
+    return tree
 
 
 def _link(values: dict[str, Any]) -> Link:

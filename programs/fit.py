@@ -15,9 +15,9 @@ from tpshard.models.family import DIMS, INPUTS
 from tpshard.programs.fp8_fit import fp8_misfits
 from tpshard.programs.layer_split import split_misfit
 from tpshard.programs.patterns import covers, matches, nearest
+from tpshard.recipes.constraints import AXES
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Source, join
 from tpshard.recipes.schema import Recipe
-from tpshard.recipes.value_types import AXES
 
 
 def sizes(recipe: Recipe, c: ModelConfig) -> dict[str, int]:

@@ -6,19 +6,36 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, replace
 from functools import cache
-from typing import Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from tpshard.recipes import other_tools, schema
 from tpshard.recipes.constraints import ALONE, BYTES, Constraint, bytes_in
 from tpshard.recipes.diagnostic import Diagnostic, Source, did_you_mean, join
-from tpshard.recipes.hints import alternatives, hints, legal, mapping_of, walk, words
-from tpshard.recipes.interpolation import mistake, to_be_given
-from tpshard.recipes.merge import Merged
+from tpshard.recipes.hints import alternatives, bases_of, hints, mapping_of, sections_of, walk
 from tpshard.recipes.nodes import Node, Path, as_node, dotted, key_of, scalar, trap
 from tpshard.recipes.section import Pending, Section, default_of, waits
 
+if TYPE_CHECKING:
+    from tpshard.recipes.merge import Merged
+
+
 BAD: Any = object()
 """Stands for a refused value, whose mistake is already recorded."""
+
+KINDS = {
+    int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null", dict: "a map",
+    list: "a list",
+}  # fmt: skip
+"""The types of plain values, as text."""
+
+
+def legal(hint: Any) -> str:
+    """The values that a type allows, as text, limits included."""
+    words = []
+    for base, constraints in alternatives(hint):
+        limits = [constraint.legal for constraint in constraints]
+        words.append(limits[0] if constraints and constraints[0].whole else ", ".join([_words(base), *limits]))
+    return join(dict.fromkeys(words))
 
 
 @cache
@@ -26,7 +43,7 @@ def homes() -> dict[str, list[str]]:
     """The paths at which each key exists, to recognise a key in the wrong section."""
     paths: dict[str, list[str]] = {}
     for path, _, _ in walk(schema.Recipe):
-        paths.setdefault(path[-1], []).append(".".join(path))
+        paths.setdefault(path[-1], []).append(dotted(path))
     return paths
 
 
@@ -40,12 +57,9 @@ class Checker:
     def __init__(self, merged: Merged) -> None:
         self.merged = merged
         self.mistakes: list[Diagnostic] = list(merged.mistakes)
-        self.places: dict[str, tuple[Source, Source]] = {
-            key_of(path): (key.source, value.source)
-            for path, (key, value) in merged.places.items()
-            if path and isinstance(path[-1], str)
-        }
-        """For each path, the places of its key and its value."""
+        written = [(key_of(path), *nodes) for path, nodes in merged.places.items() if key_of(path) == dotted(path)]
+        self.places = {path: (key.source, value.source) for path, key, value in written}
+        """For each path that is not in a list, the places of its key and its value."""
         self.bad: set[str] = set(merged.bad)
         """Paths whose value was refused."""
         self.reported: set[Path] = set()
@@ -68,35 +82,31 @@ class Checker:
             if key not in types:
                 self.unknown(inside, types, where)
                 continue
-            if where is not None:
-                self.places[key_of(inside)] = where, where
             metadata = cls.__dataclass_fields__[key].metadata
-            if key_of(inside) in self.bad or ("derived" in metadata and item is None):
-                continue
-            value = self.value(item, types[key], inside, where)
+            if not metadata.get("saved", True) and not (where or self.merged.place(inside)).line:
+                written[key] = None
+            value = BAD if "derived" in metadata and item is None else self.item(item, types[key], inside, where)
             if value is not BAD:
                 values[key] = value
                 if where is None and "${" in str(item) and not (isinstance(value, Section) and isinstance(item, dict)):
                     written[key] = item if isinstance(item, dict | list) else scalar(self.leaf(item, inside))
-                elif not metadata.get("saved", True) and (where or self.merged.place(inside)).line:
-                    written[key] = value
         for field in fields(cls):
-            absent = field.name not in raw
-            underived = absent and where is not None and "derived" in field.metadata  # of an interpolated section
-            if field.name not in values and (underived or default_of(field) is MISSING):
-                if absent and not (underived and raw.keys() - types.keys()):
-                    fix = "`model: {preset: tiny}` is enough" if field.name == "model" else ""
-                    missing = key_of((*path, field.name))
-                    source = where or self.merged.place(path)
-                    self.wrong((*path, field.name), f"the key `{missing}` is missing", source, fix=fix)
-                if field.name != "model":
-                    self.bad.add(key_of(path))
-                    return BAD
-                values["model"] = schema.Model()
+            inside, interpolated = (*path, field.name), where is not None  # defaults of such a section are not derived
+            underived = interpolated and "derived" in field.metadata and raw.get(field.name) is None
+            if field.name in values or not (underived or default_of(field) is MISSING):
+                continue
+            self.bad.add(key_of(inside))
+            if raw.keys() <= types.keys() if underived else field.name not in raw:
+                fix = "`model: {preset: tiny}` is enough" if field.name == "model" else ""
+                message = f"the key `{key_of(inside)}` is missing"
+                self.wrong(inside, message, where or self.merged.place(path), fix=fix)
+            if field.name != "model":
+                return BAD
+            values["model"] = schema.Model()
         checked = cls(**values)
-        object.__setattr__(checked, "_written", written)
+        vars(checked)["_written"] = written
         if waits(values):
-            object.__setattr__(checked, "_config", self.merged.config)
+            vars(checked)["_config"] = self.merged.config
         return checked
 
     def leaf(self, raw: Any, path: Path, where: Source | None = None) -> Node:
@@ -115,72 +125,60 @@ class Checker:
 
     def value(self, raw: Any, hint: Any, path: Path, where: Source | None = None) -> Any:
         """The checked value of a hint's type, or BAD."""
+        node, bases = self.leaf(raw, path, where), bases_of(hint)
         if isinstance(raw, dict):
-            return self.map(raw, hint, path, where)
-        if isinstance(raw, list):
-            return self.sequence(raw, hint, path, where)
-        return self.scalar(raw, self.leaf(raw, path, where), hint, path, final=where is not None)
-
-    def map(self, raw: dict[str, Any], hint: Any, path: Path, where: Source | None) -> Any:
-        """A section, or a map with free keys, of the type that `hint` allows."""
-        options = [base for base, _ in alternatives(hint)]
-        sections = [base for base in options if isinstance(base, type) and issubclass(base, Section)]
-        if sections:
-            best = max(sections, key=lambda cls: len(raw.keys() & hints(cls).keys()))
-            if len(sections) > 1 and not raw.keys() & hints(best).keys():
-                message = f"`{key_of(path)}` does not match any of the allowed maps"
-                fix = join("{" + ", ".join(hints(cls)) + "}" for cls in sections)
-                return self.wrong(path, message, where or self.merged.place(path), fix=fix)
-            return self.section(raw, best, path, where)
-        pair = (str, Any) if Any in options else mapping_of(hint)
-        if pair is not None:
-            return self.mapping(raw, pair, path, where)
-        return self.refuse_type(raw, self.leaf(raw, path, where), hint, path)
+            if sections := sections_of(hint):
+                best = max(sections, key=lambda cls: len(raw.keys() & hints(cls).keys()))
+                if len(sections) > 1 and not raw.keys() & hints(best).keys():
+                    fix = join("{" + ", ".join(hints(cls)) + "}" for cls in sections)
+                    message = f"`{key_of(path)}` does not match any of the allowed maps"
+                    return self.wrong(path, message, node.source, fix=fix)
+                return self.section(raw, best, path, where)
+            pair = (str, Any) if Any in bases else mapping_of(hint)
+            if pair is not None:
+                return self.mapping(raw, pair, path, where)
+        elif isinstance(raw, list):
+            shapes = [get_args(base) for base in bases if get_origin(base) is tuple]
+            if shapes or Any in bases:
+                return self.sequence(raw, shapes[0] if shapes else (Any, Ellipsis), path, where)
+        else:
+            return self.scalar(raw, node, hint, path, final=where is not None)
+        return self.refuse_type(raw, node, hint, path)
 
     def mapping(self, raw: dict[str, Any], pair: tuple[Any, Any], path: Path, where: Source | None) -> dict[str, Any]:
         """A map with free keys; `pair` has the types of its keys and values."""
         values: dict[str, Any] = {}
         for key, item in raw.items():
             inside = (*path, key)
-            if where is not None:
-                self.places[key_of(inside)] = where, where
-            if key_of(inside) in self.bad:
-                continue
             name = Node("scalar", where or self.merged.key_place(inside), key)
-            if self.scalar(key, name, pair[0], inside, final=True) is BAD:
-                continue
-            value = self.value(item, pair[1], inside, where)
-            if value is not BAD:
-                values[key] = value
-        return values
+            if key_of(inside) not in self.bad and self.scalar(key, name, pair[0], inside, final=True) is not BAD:
+                values[key] = self.item(item, pair[1], inside, where)
+        return {key: value for key, value in values.items() if value is not BAD}
 
-    def sequence(self, raw: list[Any], hint: Any, path: Path, where: Source | None) -> Any:
-        """A list as a tuple, each item checked."""
-        options = [base for base, _ in alternatives(hint)]
-        shapes = [get_args(base) for base in options if get_origin(base) is tuple]
-        if Any in options:
-            shapes.append((Any, Ellipsis))
-        if not shapes:
-            return self.refuse_type(raw, self.leaf(raw, path, where), hint, path)
-        kinds = shapes[0] if shapes[0][-1] is not Ellipsis else shapes[0][:1] * len(raw)
+    def item(self, raw: Any, hint: Any, path: Path, where: Source | None) -> Any:
+        """The checked value of a key of a map, or BAD."""
+        if where is not None:
+            self.places[key_of(path)] = where, where
+        return BAD if key_of(path) in self.bad else self.value(raw, hint, path, where)
+
+    def sequence(self, raw: list[Any], shape: tuple[Any, ...], path: Path, where: Source | None) -> Any:
+        """A list as a tuple, each item checked; `shape` has the types of its items."""
+        kinds = [shape[0]] * len(raw) if shape[1:] == (Ellipsis,) else list(shape)
         if len(kinds) != len(raw):
-            message = f"`{key_of(path)}` has {len(raw)} values; {len(kinds)} are expected"
-            return self.wrong(path, message, where or self.merged.place(path), fix=f"write {len(kinds)} values")
+            message = f"`{key_of(path)}` has {len(raw)} values; {len(shape)} are expected"
+            return self.wrong(path, message, where or self.merged.place(path), fix=f"write {len(shape)} values")
         values = [self.value(item, kind, (*path, i), where) for i, (item, kind) in enumerate(zip(raw, kinds))]
         return BAD if any(value is BAD for value in values) else tuple(values)
 
     def scalar(self, raw: Any, node: Node, hint: Any, path: Path, *, final: bool) -> Any:
         """The checked scalar `raw`, written as `node`; `final` if it is no interpolation, whatever its text."""
-        key, options = key_of(path), alternatives(hint)
-        bases = [base for base, _ in options]
-        if "${" in str(raw) and not final:
-            return self.interpolated_value(node, hint, path)
-        if raw == "???" and not final and Any not in bases:
+        key, options, bases = key_of(path), alternatives(hint), bases_of(hint)
+        missing = raw == "???" and Any not in bases and not final
+        if missing and not node.source.line:  # a default derived from a wrong key
             self.bad.add(key)
-            if node.source.line and path not in self.reported:  # otherwise a default derived from a wrong key
-                self.reported.add(path)
-                self.mistakes.append(to_be_given(path, node.source))
             return BAD
+        if missing or ("${" in str(raw) and not final):
+            return self.interpolated_value(node, hint, path)
         if (read_as := trap(node)) is not None:
             return self.refuse_ambiguous(node, read_as, [str] if Any in bases else bases, path)
         if Any in bases:
@@ -198,7 +196,7 @@ class Checker:
         if isinstance(value, float) and not math.isfinite(value):
             return self.wrong(path, f"`{key}: {node.text}` is not finite", node.source, f"must be {legal(hint)}")
         for constraint in constraints:
-            if value is not None and not constraint.holds(value):
+            if not constraint.holds(value):
                 fix = did_you_mean(str(value), constraint.names)
                 message = f"`{key}: {_short(node.text)}` is not allowed"
                 return self.wrong(path, message, node.source, f"must be {constraint.legal}", fix)
@@ -211,16 +209,16 @@ class Checker:
         """
         key = key_of(path)
         resolved = self.merged.resolved(path)
-        value, bases = resolved.value, [base for base, _ in alternatives(hint)]
+        value, bases = resolved.value, bases_of(hint)
         may_be_text = str in bases or Any in bases
         if resolved.error is not None:
             if resolved.unset and may_be_text:
                 return Pending(node.text, path, node.source)
-            self.bad.add(key)
-            at, diagnostic = mistake(resolved, path, self.merged.raw, self.merged.place)
-            if at not in self.reported and dotted(at) not in self.bad - {key}:
-                self.mistakes.append(diagnostic)
+            at, mistake = self.merged.mistake_of(resolved, path)
+            if at not in self.reported and dotted(at) not in self.bad:
+                self.mistakes.append(mistake)
             self.reported.add(at)
+            self.bad.add(key)
             return BAD
         source = replace(node.source, origins=self.merged.origins(resolved, path))
         if key in self.places:
@@ -243,29 +241,26 @@ class Checker:
         elif str in bases:
             fix = f'write "{node.text}" with quotes'
         else:
-            fix = "write " + join(dict.fromkeys(map(words, bases)))
+            fix = "write " + join(dict.fromkeys(map(_words, bases)))
         message = f"unquoted `{node.text}` is read as {read_as} by YAML 1.1"
         return self.wrong(path, message, node.source, f"`{key_of(path)}`", fix)
 
     def refuse_type(self, raw: Any, node: Node, hint: Any, path: Path) -> Any:
         """Records a value of the wrong type, with the likeliest fix."""
-        key, options = key_of(path), alternatives(hint)
-        why = f"must be {legal(hint)}"
+        key, bases, why = key_of(path), bases_of(hint), f"must be {legal(hint)}"
         if isinstance(raw, dict | list):
-            kind = "a list" if isinstance(raw, list) else "a map"
-            return self.wrong(path, f"`{key}` is {kind}", node.source, why=why)
-        choices = [str(c) for base, _ in options if get_origin(base) is Literal for c in get_args(base)]
+            return self.wrong(path, f"`{key}` is {KINDS[type(raw)]}", node.source, why=why)
+        choices = [str(c) for base in bases if get_origin(base) is Literal for c in get_args(base)]
         shown = _short(node.text) if node.text else "null"
         if isinstance(raw, str) and choices:
             message = f"`{key}: {shown}` is not one of the choices"
             return self.wrong(path, message, node.source, why, did_you_mean(raw, choices))
-        fix = ""
-        numbers = any(base in (int, float) for base, _ in options)
-        if isinstance(raw, str) and numbers and type(scalar(replace(node, plain=True))) in (int, float):
+        fix, plain = "", scalar(replace(node, plain=True))
+        if isinstance(raw, str) and type(plain) in (int, float) and (int in bases or float in bases):
             fix = f"remove the quotes: {node.text}"
-        elif raw is not None and not isinstance(raw, str) and any(base is str for base, _ in options):
+        elif raw is not None and not isinstance(raw, str) and str in bases:
             fix = f'quote it if it is meant as text: "{shown}"'
-        kind = words(float if type(raw) is int else type(raw))
+        kind = "a number" if type(raw) is int else KINDS[type(raw)]
         return self.wrong(path, f"`{key}: {shown}` is {kind}", node.source, why, fix)
 
 
@@ -273,14 +268,24 @@ def _as(value: Any, base: Any, constraints: tuple[Constraint, ...]) -> Any:
     """`value` converted to type `base`, or BAD."""
     if get_origin(base) is Literal:
         return next((c for c in get_args(base) if c == value and type(c) is type(value)), BAD)
-    if base is int and isinstance(value, str) and BYTES in constraints:
+    if BYTES in constraints and isinstance(value, str):
         size = bytes_in(value)
         return BAD if size is None else size
-    if base is int and isinstance(value, float) and (value.is_integer() or not math.isfinite(value)):
-        return int(value) if math.isfinite(value) else value  # 1e5 steps; what is not finite is refused later
+    if base is int and isinstance(value, float):  # 1e5 steps; what is not finite is refused as such
+        return int(value) if value.is_integer() else BAD if math.isfinite(value) else value
     if base is float and type(value) is int:
-        return float(str(value))  # infinity, where float(value) raises OverflowError
+        return float(str(value))  # which is infinite where float(value) overflows
     return value if type(value) is base else BAD
+
+
+def _words(base: Any) -> str:
+    if get_origin(base) is Literal:
+        return join(str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in get_args(base))
+    if isinstance(base, type) and issubclass(base, Section):
+        return "a map of " + ", ".join(hints(base))
+    if get_origin(base) is tuple:
+        return "a list of lists" if get_origin(get_args(base)[0]) is tuple else "a list"
+    return "a map" if get_origin(base) is Mapping else KINDS.get(base, "a value")
 
 
 def _short(text: str) -> str:

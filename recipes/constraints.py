@@ -1,4 +1,4 @@
-"""Constraints on the schema's values beyond their type."""
+"""Constraints on the schema's values beyond their type, and the types of values that several sections share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +82,21 @@ ALONE = Constraint("a name, a list of names, or null", lambda value: True, {})
 
 BYTES = Constraint("a number of bytes above 0, or text such as 70GiB", lambda value: value > 0, {"exclusiveMinimum": 0})
 """A number of bytes, or text that `bytes_in` reads as one."""
+
+
+AXES = ("pp", "dp", "fsdp", "ep", "spatial", "tp")
+"""Mesh axes that rules may name even if the mesh does not have them: they then have size 1."""
+
+Count = Annotated[int, limits(least=1, most=10**12)]
+CountOrZero = Annotated[int, limits(least=0, most=10**12)]
+Positive = Annotated[float, limits(above=0, most=1e12)]
+NonNegative = Annotated[float, limits(least=0, most=1e12)]
+Share = Annotated[float, limits(least=0, most=1)]
+Dtype = Literal["fp32", "bf16", "fp16"]
+Computed = Literal["fp32", "bf16", "fp16", "fp8"]
+AxisName = Annotated[str, form(r"[A-Za-z_][A-Za-z0-9_]*", "a name of letters, digits and underscores")]
+AxisSize = Annotated[int, SIZE]
+Axes = Annotated[tuple[AxisName, ...], ALONE]
 
 
 def bytes_in(text: str) -> int | None:

@@ -11,8 +11,9 @@ from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
 from tpshard.recipes import model_keys, parallel_keys, schema, serving_keys, training_keys
+from tpshard.recipes.checker import legal
 from tpshard.recipes.constraints import ALONE, BYTES, Constraint
-from tpshard.recipes.hints import alternatives, hints, legal, section_of, walk, wholly_section
+from tpshard.recipes.hints import alternatives, hints, section_of, walk, wholly_section
 from tpshard.recipes.section import Section, default_of
 from tpshard.recipes.write import as_data
 
@@ -98,17 +99,17 @@ def _one(base: Any, constraints: tuple[Constraint, ...], definitions: dict[str, 
             definitions[base.__name__] = {}
             definitions[base.__name__] = _object(base, definitions)
         described = {"$ref": f"#/$defs/{base.__name__}"}
-    elif get_origin(base) in (Mapping, dict):
+    elif get_origin(base) is Mapping:
         key, value = get_args(base)
         described = {"type": "object", "additionalProperties": _schema(value, definitions)}
         names = {k: v for _, limits in alternatives(key) for limit in limits for k, v in limit.json.items()}
         if names:
             described["propertyNames"] = names
+    elif get_origin(base) is tuple and get_args(base)[1:] == (Ellipsis,):
+        described = {"type": "array", "items": _schema(get_args(base)[0], definitions)}
     elif get_origin(base) is tuple:
-        items = [_schema(part, definitions) for part in get_args(base) if part is not Ellipsis]
+        items = [_schema(part, definitions) for part in get_args(base)]
         described = {"type": "array", "prefixItems": items, "minItems": len(items), "maxItems": len(items)}
-        if get_args(base)[-1] is Ellipsis:
-            described = {"type": "array", "items": items[0]}
     else:
         names_of = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
         described = {"type": names_of[base]}
@@ -138,11 +139,7 @@ def keys(prefix: str = "") -> list[DocumentedKey]:
         key, item = ".".join(path), cls.__dataclass_fields__[path[-1]]
         if wholly_section(hint) is None and (not prefix or key == prefix or key.startswith(f"{prefix}.")):
             value = default_of(item)
-            default = item.metadata.get("derived") or ("required" if value is MISSING else _plain(value))
-            documented.append(DocumentedKey(key, legal(hint), default, texts()[cls.__name__].get(path[-1], "")))
+            plain = "required" if value is MISSING else json.dumps(as_data(value)).replace('"', "")
+            text = texts()[cls.__name__].get(path[-1], "")
+            documented.append(DocumentedKey(key, legal(hint), item.metadata.get("derived", plain), text))
     return documented
-
-
-def _plain(value: Any) -> str:
-    data = as_data(value)
-    return json.dumps(data).replace('"', "") if not isinstance(data, str) else data

@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, Source, did_you_mean
-from tpshard.recipes.nodes import MAX_BYTES, Node, read
+from tpshard.recipes.diagnostic import Exit, Mistakes, Source, did_you_mean
+from tpshard.recipes.nodes import MAX_BYTES, Node, compose, read
 
 MAX_CHAIN = 16
 
@@ -19,53 +19,55 @@ def builtins() -> dict[str, Path]:
     return {path.stem: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}
 
 
-def layers(path: Path, recorded: list[Diagnostic]) -> list[Node]:
+def layers(path: Path) -> list[Node]:
     """The trees of the recipe and of the files it extends, base first, without the key `extends`.
 
-    Mistakes that leave a usable tree are added to `recorded`. Raises `Mistakes`, with the chain, when a file cannot be
-    read, is not YAML, is outside the recipe's tree, or extends itself.
+    Raises `Mistakes`, with the chain, when a file cannot be read, is not YAML, is outside the recipe's tree, or extends
+    itself.
     """
-    return _climb(path, _read(path, None, recorded), _root(path), [path], recorded)
+    return _climb(_read(path, None, ""), path.parent, _root(path), [path])
 
 
-def layers_of_text(text: str, file: str, recorded: list[Diagnostic]) -> list[Node]:
+def layers_of_text(text: str, file: str) -> list[Node]:
     """`layers` of a recipe given as text; its `extends` is relative to the working directory."""
     folder = Path.cwd()
-    return _climb(folder / "text", read(text, file, recorded), folder.resolve(), [Path(file)], recorded)
+    return _climb(compose(text, file), folder, folder.resolve(), [Path(file)])
 
 
-def _climb(path: Path, tree: Node, root: Path, chain: list[Path], recorded: list[Diagnostic]) -> list[Node]:
+def _climb(tree: Node, folder: Path, root: Path, chain: list[Path]) -> list[Node]:
     node = tree.get("extends")
     if node is None:
         return [tree]
-    rest = Node("map", tree.source, entries=tuple((k, v) for k, v in tree.entries if k.text != "extends"))
+    rest = replace(tree, entries=tuple((k, v) for k, v in tree.entries if k.text != "extends"))
     if node.kind != "scalar" or not node.text:
         message = "`extends` must be the path of one file, or the name of a shipped recipe"
         fix = "for example `extends: llama3-8b` or `extends: ../base.yaml`"
         raise Mistakes.one(message, where=node.source, fix=fix)
-    base = _base(path, node, root, chain)
+    base = _base(folder, node, root, _chain_text(chain))
+    longer = [*chain, base]
     if any(base.resolve() == earlier.resolve() for earlier in chain):
-        message = f"`extends` is circular: {_chain_text([*chain, base])}"
+        message = f"`extends` is circular: {_chain_text(longer)}"
         fix = "remove `extends` from the last of these files"
         raise Mistakes.one(message, where=node.source, why="back to the start", fix=fix)
     if len(chain) >= MAX_CHAIN:
         message = f"`extends` has a chain of more than {MAX_CHAIN} files: {_chain_text(chain)}"
         raise Mistakes.one(message, where=node.source, fix="join some of these files")
-    return [*_climb(base, _read(base, (node.source, chain), recorded), root, [*chain, base], recorded), rest]
+    extended = _read(base, node.source, f": {_chain_text(longer)}")
+    return [*_climb(extended, base.parent, root, longer), rest]
 
 
-def _base(path: Path, node: Node, root: Path, chain: list[Path]) -> Path:
+def _base(folder: Path, node: Node, root: Path, chain: str) -> Path:
     name = node.text
     if "/" not in name and not name.endswith((".yaml", ".yml")):
         if name in builtins():
             return builtins()[name]
-        message = f"there is no shipped recipe `{name}` to extend: {_chain_text(chain)} -> {name}"
+        message = f"there is no shipped recipe `{name}` to extend: {chain} -> {name}"
         fix = did_you_mean(name, builtins(), f"shipped: {', '.join(builtins())}; or a path such as ./{name}.yaml")
         raise Mistakes.one(message, where=node.source, why="not found", fix=fix)
-    base = Path(os.path.normpath(path.parent / name))
+    base = Path(os.path.normpath(folder / name))
     inside = base.resolve()
     if os.path.isabs(name) or not inside.is_relative_to(root):
-        message = f"`extends: {name}` leads out of the recipe's tree: {_chain_text(chain)} -> {name}"
+        message = f"`extends: {name}` leads out of the recipe's tree: {chain} -> {name}"
         why = "absolute" if os.path.isabs(name) else f"outside of {root}"
         fix = "extend a file beside the recipe, or a shipped recipe by its name"
         raise Mistakes.one(message, where=node.source, why=why, fix=fix)
@@ -84,25 +86,20 @@ def _chain_text(chain: list[Path]) -> str:
     return " -> ".join(map(str, chain))
 
 
-def _read(path: Path, extending: tuple[Source, list[Path]] | None, recorded: list[Diagnostic]) -> Node:
-    where, code = (extending[0], Exit.RECIPE) if extending else (None, Exit.USAGE)
-    chain = f": {_chain_text([*extending[1], path])}" if extending else ""
+def _read(path: Path, where: Source | None, chain: str) -> Node:
+    """The tree of a file; `where` it is extended, and the chain of files up to it, for messages."""
+    code = Exit.RECIPE if where else Exit.USAGE
+    if not path.is_file():
+        fix = "write its path relative to the file that extends it" if where else ""
+        raise Mistakes.one(f"there is no file {path}{chain}", exit=code, where=where, why="not found", fix=fix)
     try:
-        if not path.is_file():
-            raise FileNotFoundError
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
-    except FileNotFoundError:
-        fix = "write its path relative to the file that extends it" if extending else ""
-        message = f"there is no file {path}{chain}"
-        raise Mistakes.one(message, exit=code, where=where, why="not found", fix=fix) from None
     except OSError as error:
         message, fix = f"cannot read {path}: {error.strerror}{chain}", "check who may read the file"
         raise Mistakes.one(message, exit=code, where=where, fix=fix) from None
     try:
-        return read(data, str(path), recorded)
+        return read(data, str(path))
     except Mistakes as mistakes:
-        if not extending:
-            raise
-        note = (extending[0], "extended here")
-        raise Mistakes(replace(d, also=(*d.also, note)) for d in mistakes.diagnostics) from None
+        also = ((where, "extended here"),) if where else ()
+        raise Mistakes(replace(d, also=d.also + also) for d in mistakes.diagnostics) from None

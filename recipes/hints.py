@@ -7,10 +7,9 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from functools import cache
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from tpshard.recipes.constraints import Constraint
-from tpshard.recipes.diagnostic import join
 from tpshard.recipes.section import Section
 
 
@@ -36,40 +35,33 @@ def alternatives(hint: Any) -> list[tuple[Any, tuple[Constraint, ...]]]:
     return [(hint, ())]
 
 
+def bases_of(hint: Any) -> list[Any]:
+    """The alternative types of a value without their constraints."""
+    return [base for base, _ in alternatives(hint)]
+
+
+def sections_of(hint: Any) -> list[type[Section]]:
+    """The section classes that a type hint allows for a map."""
+    return [base for base in bases_of(hint) if isinstance(base, type) and issubclass(base, Section)]
+
+
 def section_of(hint: Any) -> type[Section] | None:
     """The only section class that a type hint allows for a map; None without one, or with several."""
-    sections = [base for base, _ in alternatives(hint) if isinstance(base, type) and issubclass(base, Section)]
+    sections = sections_of(hint)
     return sections[0] if len(sections) == 1 else None
 
 
 def wholly_section(hint: Any) -> type[Section] | None:
     """The section class of a type hint that allows nothing else but null; None for other hints."""
-    bases = [base for base, _ in alternatives(hint) if base is not type(None)]
-    return section_of(hint) if len(bases) == 1 else None
+    return section_of(hint) if len({*bases_of(hint)} - {type(None)}) == 1 else None
 
 
-def legal(hint: Any) -> str:
-    """The values that a type allows, as text, limits included."""
-    texts = []
-    for base, constraints in alternatives(hint):
-        limits = [constraint.legal for constraint in constraints]
-        texts.append(limits[0] if constraints and constraints[0].whole else ", ".join([words(base), *limits]))
-    return join(dict.fromkeys(texts))
-
-
-def words(base: Any) -> str:
-    """A type as text."""
-    if get_origin(base) is Literal:
-        return join(str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in get_args(base))
-    if isinstance(base, type) and issubclass(base, Section):
-        return "a map of " + ", ".join(hints(base))
-    if get_origin(base) is tuple:
-        inner = get_args(base)
-        return "a list of lists" if get_origin(inner[0]) is tuple else "a list"
-    if get_origin(base) in (Mapping, dict):
-        return "a map"
-    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
-    return names.get(base, "a value")
+def below_key(hint: Any, key: str) -> Any:
+    """The type hint of a key's value in the section or map that a type hint allows; None if it allows no such key."""
+    inner, pair = section_of(hint), mapping_of(hint)
+    if inner is not None:
+        return hints(inner).get(key)
+    return pair[1] if pair is not None else None
 
 
 def walk(
@@ -84,7 +76,4 @@ def walk(
 
 def mapping_of(hint: Any) -> tuple[Any, Any] | None:
     """The key and value types of the map with free keys that a type hint allows; None if it allows none."""
-    for base, _ in alternatives(hint):
-        if get_origin(base) in (Mapping, dict):
-            return get_args(base)
-    return None
+    return next((get_args(base) for base in bases_of(hint) if get_origin(base) is Mapping), None)

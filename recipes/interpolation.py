@@ -9,7 +9,6 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -18,8 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.base import Container, Node
 from omegaconf.basecontainer import BaseContainer
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
-from tpshard.recipes.diagnostic import Diagnostic, Notes, Source, did_you_mean
-from tpshard.recipes.nodes import Path, dotted
+from tpshard.recipes.diagnostic import Diagnostic, Notes, Source
+from tpshard.recipes.nodes import Path
 
 ALLOWED = ("oc.env", "oc.decode", "oc.select", "oc.dict.keys", "oc.dict.values")
 """Resolvers that a recipe may use. Others of OmegaConf, such as `oc.coerce`, import modules."""
@@ -121,62 +120,6 @@ def unreadable(text: str) -> str | None:
     return None
 
 
-def written_at(raw: Any, path: Path) -> Any:
-    """The value at a path of plain data. Raises LookupError if there is none."""
-    for key in path:
-        if not isinstance(raw, list if isinstance(key, int) else dict):
-            raise LookupError(key)
-        raw = raw[key]  # type: ignore[index]
-    return raw
-
-
-def or_none(raw: Any, path: Path) -> Any:
-    """The value at a path of plain data, or None."""
-    try:
-        return written_at(raw, path)
-    except LookupError:
-        return None
-
-
-def path_in(raw: Any, key: Path) -> Path:
-    """The path of an interpolated key in plain data, cut at text, which may itself be an interpolation."""
-    path: Path = ()
-    for part in key:
-        if isinstance(raw, str):
-            break
-        path = (*path, int(part) if isinstance(raw, list) and str(part).isdigit() else part)
-        raw = or_none(raw, path[-1:])
-    return path
-
-
-def mistake(resolved: Resolved, path: Path, raw: Any, place: Callable[[Path], Source]) -> tuple[Path, Diagnostic]:
-    """The mistake that prevents resolving the value at a path, and the path of the wrong text, which may be another."""
-    chain = [path_in(raw, key) for key in resolved.broken] or [path]
-    *before, at = chain
-    if at in before:
-        return _circle(list(dict.fromkeys(chain[chain.index(at) :])), place)
-    text, missing = or_none(raw, at), None
-    named = isinstance(text, str) and ("${" in text or (text == "???" and place(at).line > 0))
-    if before and (not named or len(at) < len(resolved.broken[-1])):
-        missing, at = at if text in (None, "???") else None, before.pop()
-    also = tuple((place(p), "needed here") for p in before)
-    text = or_none(raw, at)
-    if text == "???" and not resolved.unset:
-        return at, to_be_given(at, place(at), also)
-    if missing is None or resolved.unset:
-        return at, unresolvable(f"{dotted(at)}: {text}", resolved, place(at), also)
-    message, others = f"`{dotted(at)}: {text}` refers to `{dotted(missing)}`", set(_all(raw)) - {at, missing}
-    otherwise = f"name a key that has a value, or give `{dotted(missing)}` one"
-    fix = did_you_mean(dotted(missing), sorted(map(dotted, others)), otherwise)
-    return at, Diagnostic(message, where=place(at), why="that key has no value", fix=fix, also=also)
-
-
-def to_be_given(path: Path, where: Source, also: Notes = ()) -> Diagnostic:
-    """The mistake for a value that is still OmegaConf's `???`."""
-    fix = "give it in a recipe that extends this one, or as an override"
-    return Diagnostic(f"`{dotted(path)}` must be given", where=where, why="`???` means no value", fix=fix, also=also)
-
-
 def unresolvable(text: str, resolved: Resolved, where: Source, also: Notes = ()) -> Diagnostic:
     """The mistake for an interpolation that OmegaConf can parse, but not complete: a variable is unset, or an error."""
     if resolved.unset:
@@ -188,20 +131,3 @@ def unresolvable(text: str, resolved: Resolved, where: Source, also: Notes = ())
         return Diagnostic(message, where=where, why="needed now", fix=fix, also=also)
     why = str(resolved.error).partition("\n")[0]
     return Diagnostic(f"`{text}` cannot be resolved", where=where, why=why, fix=FORMS, also=also)
-
-
-def _all(raw: Any, path: Path = ()) -> Iterator[Path]:
-    if not isinstance(raw, dict):
-        yield path
-    else:
-        for key, value in raw.items():
-            yield from _all(value, (*path, key))
-
-
-def _circle(paths: list[Path], place: Callable[[Path], Source]) -> tuple[Path, Diagnostic]:
-    start = paths.index(min(paths, key=dotted))
-    first, *rest = paths[start:] + paths[:start]
-    words = " -> ".join(f"`{dotted(path)}`" for path in (first, *rest, first))
-    also = tuple((place(path), "and here") for path in rest)
-    fix = "give one of them a value of its own" if rest else "give it a value"
-    return first, Diagnostic(f"circular interpolation: {words}", where=place(first), fix=fix, also=also)

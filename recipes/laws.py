@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Literal
 
 from tpshard.models.family import DIMS
+from tpshard.recipes.constraints import AXES
 from tpshard.recipes.diagnostic import Diagnostic, Mistakes, did_you_mean
 from tpshard.recipes.mesh_sizes import misfit
 from tpshard.recipes.schema import Recipe
 from tpshard.recipes.training_keys import Optimizer
-from tpshard.recipes.value_types import AXES
 
 Law = Callable[[Recipe], Iterator[Diagnostic]]
 
@@ -76,9 +76,7 @@ def mesh_on_cluster(recipe: Recipe) -> Iterator[Diagnostic]:
     if recipe.cluster is not None and list(recipe.mesh.values()).count(-1) <= 1:
         nodes, each = recipe.cluster.nodes, recipe.cluster.devices_per_node
         also = ((recipe.where("cluster"), f"{nodes} x {each} devices"),)
-        wrong = misfit(recipe.mesh, nodes * each, recipe.where("mesh"), also)
-        if wrong is not None:
-            yield wrong
+        yield from misfit(recipe.mesh, nodes * each, recipe.where("mesh"), also)
 
 
 def _uses(recipe: Recipe) -> dict[str, tuple[str, ...]]:
@@ -119,8 +117,8 @@ def known_logical_axes(recipe: Recipe) -> Iterator[Diagnostic]:
     """Requires that rules name dims that exist; a recipe's own names come from annotations or its own module."""
     if recipe.model.stored()["module"] is not None:
         return
-    annotated = {name for names in recipe.sharding.annotate.values() for name in names if name}
-    annotated |= {name for names in recipe.model.dims.values() for name in names if name}
+    named = (*recipe.sharding.annotate.values(), *recipe.model.dims.values())
+    annotated = {name for names in named for name in names if name}
     for name in recipe.sharding.rules:
         if name not in DIMS and name not in annotated:
             message, why = f"no tensor has a dim called `{name}`", "the rule would have no effect"

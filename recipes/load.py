@@ -8,18 +8,18 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf._key_path import split_key
 from tpshard.models.presets import PRESETS
 from tpshard.recipes import extends, laws
 from tpshard.recipes.checker import BAD, Checker
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, Source, did_you_mean
-from tpshard.recipes.hints import hints, mapping_of, section_of, walk
-from tpshard.recipes.interpolation import or_none, written_at
-from tpshard.recipes.merge import Merged, shell_paths
-from tpshard.recipes.nodes import Node, read, scalar
+from tpshard.recipes.hints import below_key, mapping_of, section_of
+from tpshard.recipes.merge import Merged
+from tpshard.recipes.nodes import Node, compose, scalar, written_at
 from tpshard.recipes.schema import SCHEMA_VERSION, Recipe
 
 
@@ -48,8 +48,7 @@ def load(path_or_builtin: str | os.PathLike[str], overrides: Sequence[str] = ())
 
 def loads(text: str, overrides: Sequence[str] = (), *, file: str = "<text>") -> Recipe:
     """The recipe in `text`; `file` is its name in error messages. Its default name is `recipe`."""
-    recorded: list[Diagnostic] = []
-    return _sound(_examine_layers(extends.layers_of_text(text, file, recorded), overrides, "recipe", recorded))
+    return _sound(_examine_layers(extends.layers_of_text(text, file), overrides, "recipe"))
 
 
 def with_changes(recipe: Recipe, changes: Sequence[str]) -> Recipe:
@@ -58,7 +57,7 @@ def with_changes(recipe: Recipe, changes: Sequence[str]) -> Recipe:
     Defaults that are derived from other keys are derived again. Raises `Mistakes` where the changes are wrong.
     """
     layers, overrides, name = recipe._origin
-    return _sound(_examine_layers(list(layers), [*overrides, *changes], name, []))
+    return _sound(_examine_layers(layers, [*overrides, *changes], name))
 
 
 def examine(path_or_builtin: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Examined:
@@ -67,8 +66,8 @@ def examine(path_or_builtin: str | os.PathLike[str], overrides: Sequence[str] = 
     Still raises `Mistakes` when nothing is usable: no file, no YAML, another schema.
     """
     path = find(os.fspath(path_or_builtin))
-    recorded: list[Diagnostic] = []
-    return _examine_layers(extends.layers(path, recorded), overrides, _name_of(path), recorded)
+    of_run = path.name == "recipe.yaml" and path.parent.name  # a run's folder has the name of its recipe
+    return _examine_layers(extends.layers(path), overrides, path.resolve().parent.name if of_run else path.stem)
 
 
 def in_order(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
@@ -103,40 +102,33 @@ def find(name: str) -> Path:
     raise Mistakes.one(f"there is no recipe `{name}`", exit=Exit.USAGE, why=why, fix=fix)
 
 
-def _name_of(path: Path) -> str:
-    # the folder of a run has the name of its recipe
-    return path.resolve().parent.name if path.name == "recipe.yaml" and path.parent.name else path.stem
-
-
 def _sound(examined: Examined) -> Recipe:
     if any(d.severity == "error" for d in examined.diagnostics):
         raise Mistakes(examined.diagnostics)
     return examined.recipe
 
 
-def _examine_layers(layers: list[Node], overrides: Sequence[str], name: str, recorded: list[Diagnostic]) -> Examined:
+def _examine_layers(layers: Sequence[Node], overrides: Sequence[str], name: str) -> Examined:
+    recorded = [mistake for layer in reversed(layers) for mistake in layer.mistakes]
     merged = Merged()
     for layer in layers:
         _version(layer.get("schema"))
         merged.drop(("name",))  # a recipe does not inherit the name of its base
-        _put_on(merged, layer)
+        merged.add(layer)
     merged.fill()
     for number, text in enumerate(overrides, 1):
         try:
-            _put_on(merged, _override(text, number))
+            merged.add(_override(text, number))
         except Mistakes as mistakes:
             recorded += mistakes.diagnostics
     if ("schema",) in merged.places:
         _version(merged.places[("schema",)][1])
     merged.fill()
-    shell_paths(merged)
     _derive(merged, name)
     checker = Checker(merged)
     recipe = checker.section(merged.raw, Recipe, ())
-    object.__setattr__(recipe, "_places", checker.places)
-    object.__setattr__(recipe, "file", layers[-1].source.file)
-    object.__setattr__(recipe, "_origin", (tuple(layers), tuple(overrides), name))
-    object.__setattr__(recipe, "mesh", _complete(recipe.mesh))
+    vars(recipe).update(_places=checker.places, _origin=(tuple(layers), tuple(overrides), name))
+    vars(recipe).update(file=layers[-1].source.file, mesh=_complete(recipe.mesh))
     rules = {dim: axes for dim, axes in recipe.sharding.rules.items() if axes}
     if "ep" in recipe.mesh and "batch" in rules and not recipe.where("sharding.rules.batch").line:
         rules["batch"] = (*rules["batch"], "ep")
@@ -147,7 +139,7 @@ def _examine_layers(layers: list[Node], overrides: Sequence[str], name: str, rec
         rules["stage"] = recipe.sharding.rules.get("stage", ("pp",))  # null stays, and is refused
         if not recipe.where("sharding.rules.vocab").line:  # embedding and head are on no stage: all devices share them
             rules["vocab"] = ("pp", *rules.get("vocab", ()))
-    object.__setattr__(recipe.sharding, "rules", rules)
+    vars(recipe.sharding)["rules"] = rules
     lawful = laws.check(recipe, checker.bad)
     return Examined(recipe, tuple(in_order([*recorded, *checker.mistakes, *lawful])), frozenset(checker.bad))
 
@@ -156,12 +148,11 @@ def _version(node: Node | None) -> None:
     version = scalar(node) if node is not None and node.kind == "scalar" else None
     if node is None or (type(version) is int and version == SCHEMA_VERSION):
         return
-    if not isinstance(version, int) or isinstance(version, bool):
+    message = f"there is no schema {version}"
+    if type(version) is not int:
         message = "`schema` is the version of the keys, a whole number"
     elif version > SCHEMA_VERSION:
         message = f"the recipe has schema {version}, newer than this tpshard"
-    else:
-        message = f"there is no schema {version}"
     raise Mistakes.one(message, where=node.source, why=f"supported: {SCHEMA_VERSION}", fix=f"schema: {SCHEMA_VERSION}")
 
 
@@ -182,16 +173,14 @@ def _override(text: str, number: int) -> Node:
         raise syntax_mistake("a space in the key", width=len(key))
     if key.count("[") != key.count("]"):
         raise syntax_mistake("a bracket without the other", width=len(key))
-    parts: list[str] = []
-    below: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"{key}=null"]))
-    while isinstance(below, dict):
-        ((part, below),) = below.items()
-        parts.append(part)
+    parts = split_key(key)
     if "" in parts:
         raise syntax_mistake("an empty part between dots", col=len(".".join(parts[: parts.index("")])) + 1)
     where = Source(file, 1, 1, text, len(key))
     if rest[0].strip():
-        leaf = read(rest[0], file, shown=text, offset=len(key) + 1)
+        leaf = compose(rest[0], file, shown=text, offset=len(key) + 1, mapping=False)
+        if leaf.mistakes:
+            raise Mistakes(leaf.mistakes)
     else:  # a shell's `key=` is empty text, not null
         leaf = Node("scalar", Source(file, 1, len(key) + 1, text, 1))
     return _nest(parts, leaf, Recipe, where)
@@ -199,11 +188,9 @@ def _override(text: str, number: int) -> Node:
 
 def _nest(parts: list[str], leaf: Node, hint: Any, where: Source) -> Node:
     """Wraps a leaf in the maps of its path. In a map with free keys the rest of the path is one key (`layers.*.up`)."""
-    inner = section_of(hint)
-    if inner is not None and (len(parts) == 1 or parts[0] not in hints(inner)):
-        name, value = parts[0], leaf
-    elif inner is not None:
-        name, value = parts[0], _nest(parts[1:], leaf, hints(inner)[parts[0]], where)
+    if section_of(hint) is not None:
+        inner = below_key(hint, parts[0])
+        name, value = parts[0], _nest(parts[1:], leaf, inner, where) if parts[1:] and inner is not None else leaf
     elif mapping_of(hint) is not None:
         name, value = ".".join(parts), leaf
     else:
@@ -214,23 +201,23 @@ def _nest(parts: list[str], leaf: Node, hint: Any, where: Source) -> Node:
 
 def _derive(merged: Merged, name: str) -> None:
     """Sets the defaults derived from other keys; one derived from a wrong key stays missing."""
-    checker, types = Checker(merged), {path: hint for path, _, hint in walk(Recipe)}
+    checker = Checker(merged)
 
     def read(key: str) -> Any:
         path = tuple(key.split("."))
-        value = checker.value(written_at(merged.raw, path), types[path], path)
+        value = checker.value(written_at(merged.raw, path), reduce(below_key, path, Recipe), path)
         if value is BAD:
             raise LookupError(key)
         return value
 
     def preset(key: str, otherwise: Any) -> Any:
-        sizes = PRESETS.get(read("model.preset") or "")
-        return otherwise if sizes is None else getattr(sizes, key)
+        return getattr(PRESETS.get(read("model.preset") or ""), key, otherwise)
 
     def default(path: str, value: Callable[[], Any]) -> None:
         keys = tuple(path.split("."))
+        section = written_at(merged.raw, keys[:-1])
         with contextlib.suppress(LookupError):
-            if written_at(merged.raw, keys) is None:
+            if isinstance(section, dict) and section[keys[-1]] is None:
                 merged.put(keys, "???")  # OmegaConf's sign for a missing value, until there is one
                 merged.put(keys, value())
 
@@ -247,37 +234,6 @@ def _derive(merged: Merged, name: str) -> None:
         "cluster.devices_per_node",
         lambda: max(1, math.prod(s for s in read("mesh").values() if s != -1) // read("cluster.nodes")),
     )
-
-
-def _put_on(merged: Merged, layer: Node) -> None:
-    """Puts a layer on top of the merged recipe. Axes of a mesh take the order of the layer that writes them, since
-    devices are numbered by it."""
-    meshes = [(path, layer.get(*path), or_none(merged.raw, path)) for path in (("mesh",), ("serve", "mesh"))]
-    merged.add(layer)
-    for path, upper, lower in meshes:
-        after = or_none(merged.raw, path)
-        if upper is not None and upper.entries and isinstance(lower, dict) and isinstance(after, dict):
-            order = _axis_order(list(lower), [axis.text for axis, _ in upper.entries])
-            merged.put(path, {axis: after[axis] for axis in order if axis in after})
-
-
-def _axis_order(lower: list[str], upper: list[str]) -> list[str]:
-    """The order of a mesh's axes where a layer with the axes `upper` is put on one with the axes `lower`.
-
-    Axes of both exchange their places to have the upper layer's order; a new one lies just outside of the next that
-    the layer writes. A new `pp` lies outside of all others: stages send least.
-
-    >>> _axis_order(["dp", "fsdp", "tp"], ["tp", "ep", "dp"])
-    ["tp", "fsdp", "ep", "dp"]
-    """
-    both = iter([axis for axis in upper if axis in lower])
-    order = [next(both) if axis in upper else axis for axis in lower]
-    for i, axis in reversed(list(enumerate(upper))):
-        if axis not in lower:
-            following = upper[i + 1] if i + 1 < len(upper) else None
-            place = 0 if axis == "pp" else len(order) if following is None else order.index(following)
-            order.insert(place, axis)
-    return order
 
 
 def _complete(mesh: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Notes, Source
 
 
-def misfit(mesh: Mapping[str, int], world: int, where: Source, also: Notes = ()) -> Diagnostic | None:
-    """The mistake of a mesh with another number of devices than `world`; None if it fits. `where`: the mesh's place."""
+def misfit(mesh: Mapping[str, int], world: int, where: Source, also: Notes = ()) -> list[Diagnostic]:
+    """The mistake, if any, of a mesh with another number of devices than `world`. `where`: the mesh's place."""
     product = math.prod(size for size in mesh.values() if size != -1)
     rest = -1 in mesh.values()
     if world % product == 0 if rest else product == world:
-        return None
+        return []
     sizes = " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size != 1)
     near = [
         "{" + ", ".join(f"{axis}: {size}" for axis, size in other.items() if size != 1) + "}"
@@ -22,7 +22,7 @@ def misfit(mesh: Mapping[str, int], world: int, where: Source, also: Notes = ())
     why = f"{product} does not divide {world}" if rest else f"the product is {product}"
     fix = "mesh: " + " or ".join(near) if near else f"sizes whose product is {world}"
     message = f"the mesh {sizes or '1'} does not fit {world} devices"
-    return Diagnostic(message, Exit.MACHINE, where, why, fix, also=also)
+    return [Diagnostic(message, Exit.MACHINE, where, why, fix, also=also)]
 
 
 def nearest_meshes(mesh: Mapping[str, int], world: int) -> list[dict[str, int]]:

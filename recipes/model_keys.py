@@ -7,9 +7,8 @@ from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from tpshard.models.presets import PRESETS
-from tpshard.recipes.constraints import form, limits
+from tpshard.recipes.constraints import Computed, Count, CountOrZero, Positive, form, limits
 from tpshard.recipes.section import Section, derived
-from tpshard.recipes.value_types import Computed, Count, CountOrZero, Positive
 
 if TYPE_CHECKING:
     Preset = str

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import yaml
@@ -34,30 +34,30 @@ class Node:
     items: tuple[Node, ...] = ()
     entries: tuple[tuple[Node, Node], ...] = ()
     size: int = 1
-    """Number of values that it contains, with aliases expanded, itself included."""
+    """Number of nodes in it, itself included, with aliases expanded."""
+    mistakes: tuple[Diagnostic, ...] = ()
+    """Of a whole file: the mistakes that need no schema and leave the tree usable."""
 
-    def get(self, key: str, *below: str) -> Node | None:
-        """The value of a key of a map, or of a key in that value; None if there is no such key."""
-        value = next((value for name, value in self.entries if name.text == key), None)
-        return value.get(*below) if value is not None and below else value
+    def get(self, key: str) -> Node | None:
+        """The value of a key of a map; None if it has no such key."""
+        return next((value for name, value in self.entries if name.text == key), None)
 
 
-def read(
-    data: str | bytes, file: str, mistakes: list[Diagnostic] | None = None, *, shown: str | None = None, offset: int = 0
-) -> Node:
-    """The tree of YAML text, or of the bytes of a file.
+def read(data: bytes, file: str) -> Node:
+    """The tree of a recipe file. Raises `Mistakes` if it has none."""
+    return compose(_decode(data, file), file)
 
-    Raises `Mistakes` with all errors that need no schema; those that leave a usable tree are appended to `mistakes`
-    instead, if it is given.
 
-    shown: the line to show in errors if the text is only its value (of an override), which begins at character
-    `offset`; anything else must be a map.
+def compose(text: str, file: str, *, shown: str | None = None, offset: int = 0, mapping: bool = True) -> Node:
+    """The tree of YAML `text`. Raises `Mistakes` if it has none.
+
+    shown: the line to show in errors if the text is a part of it (an override), starting at character `offset`.
+    mapping: whether anything but a map at the top is a mistake.
     """
-    text = _decode(data, file) if isinstance(data, bytes) else data
     place = _Places(text, file, shown, offset)
+    mistakes: list[Diagnostic] = []
     try:
-        loader = _Loader(text, place)
-        top: Node = loader.get_single_data() or Node("scalar", place.at(1, 1), "", True)
+        root: Any = _Composer(text, place, mistakes).get_single_node()
     except yaml.MarkedYAMLError as error:
         raise Mistakes([_syntax(error, place)]) from None
     except yaml.reader.ReaderError as error:
@@ -66,24 +66,19 @@ def read(
         message = f"the character U+{ord(text[error.position]):04X} is not allowed in YAML"
         fix = 'write it as an escape between double quotes, such as "\\x07"'
         raise Mistakes.one(message, where=where, fix=fix) from None
-    if shown is None and not loader.mistakes:
-        _must_be_map(top)
-    usable = shown is not None or top.kind == "map"
-    if loader.mistakes and (mistakes is None or not usable):
-        raise Mistakes(loader.mistakes)
-    if mistakes is not None:
-        mistakes += loader.mistakes
-    return top
+    top = root.tree if root is not None else Node("scalar", place.at(1, 1), "", True)
+    if mapping and top.kind != "map":
+        raise Mistakes(mistakes or [_no_map(top)])
+    return replace(top, mistakes=tuple(mistakes))
 
 
-def _must_be_map(top: Node) -> None:
+def _no_map(top: Node) -> Diagnostic:
     shortest = "the shortest recipe is `model: {preset: tiny}`"
     if top.kind == "scalar" and top.plain and top.text in ("", "~", "null"):
         fix = f"{shortest}; `tpshard recipes ls` lists others to start from"
-        raise Mistakes.one("the recipe is empty", where=top.source, fix=fix)
-    if top.kind != "map":
-        kind = "a list" if top.kind == "list" else "text"
-        raise Mistakes.one(f"a recipe is a map of keys, and this is {kind}", where=top.source, fix=shortest)
+        return Diagnostic("the recipe is empty", where=top.source, fix=fix)
+    kind = "a list" if top.kind == "list" else "text"
+    return Diagnostic(f"a recipe is a map of keys, and this is {kind}", where=top.source, fix=shortest)
 
 
 def trap(node: Node) -> str | None:
@@ -108,34 +103,36 @@ def trap(node: Node) -> str | None:
 _YAML_1_1 = yaml.SafeLoader("")
 
 
+# int() and float() accept underscores; the patterns allow no other extra characters, and ASCII digits only
+_CORE: tuple[tuple[str, Callable[[str], bool | float | None]], ...] = (
+    (r"|~|null|Null|NULL", lambda text: None),
+    (r"true|True|TRUE|false|False|FALSE", lambda text: text.lower() == "true"),
+    (r"[-+]?[0-9]+(?:_[0-9]+)*", lambda text: int(text) if len(text) < 400 else float(text)),
+    (r"0x[0-9a-fA-F]+", lambda text: int(text, 16) if len(text) < 400 else float("inf")),
+    (r"[-+]?(?:\.[0-9]+|[0-9]+(?:_[0-9]+)*(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?", float),
+    (r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", lambda text: float(text.replace(".", ""))),
+)
+
+
 def scalar(node: Node) -> bool | int | float | str | None:
     """The value of a scalar by YAML 1.2's core schema; `1_000` is a number too. A quoted scalar is always text."""
-    text = node.text
-    if not node.plain:
-        return text
-    if text in ("", "~", "null", "Null", "NULL"):
-        return None
-    if text in ("true", "True", "TRUE"):
-        return True
-    if text in ("false", "False", "FALSE"):
-        return False
-    # int() and float() accept underscores; the pattern allows no other extra characters, and ASCII digits only
-    if re.fullmatch(r"[-+]?[0-9]+(?:_[0-9]+)*", text):
-        return int(text) if len(text) < 400 else float(text)
-    if re.fullmatch(r"0x[0-9a-fA-F]+", text):
-        return int(text, 16) if len(text) < 400 else float("inf")
-    if re.fullmatch(r"[-+]?(?:\.[0-9]+|[0-9]+(?:_[0-9]+)*(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?", text):
-        return float(text)
-    if re.fullmatch(r"[-+]?\.(?:inf|Inf|INF)", text):
-        return float(text.replace(".", ""))
-    if re.fullmatch(r"\.(?:nan|NaN|NAN)", text):
-        return float("nan")
-    return text
+    for pattern, value in _CORE if node.plain else ():
+        if re.fullmatch(pattern, node.text):
+            return value(node.text)
+    return node.text
 
 
 def dotted(path: Path) -> str:
     """A path as in overrides and messages, with dots."""
     return ".".join(map(str, path))
+
+
+def written_at(raw: Any, path: Path) -> Any:
+    """The value at a path of plain data; None if there is none."""
+    for key in path:
+        inside = dict(enumerate(raw)) if isinstance(raw, list) else raw
+        raw = inside.get(key) if isinstance(inside, dict) else None
+    return raw
 
 
 def key_of(path: Path) -> str:
@@ -166,24 +163,20 @@ class _Places:
         text = self.lines[line - 1] if line <= len(self.lines) else ""
         return Source(self.file, line, col, text, width)
 
-    def of(self, mark: yaml.Mark, end: yaml.Mark | None = None) -> Source:
+    def of(self, mark: yaml.Mark | None, end: yaml.Mark | None = None) -> Source:
+        if mark is None:
+            return self.at(1, 1)
         width = end.column - mark.column if end is not None and end.line == mark.line else 1
         return self.at(mark.line + 1, mark.column + 1, max(1, width))
 
 
-class _Loader(yaml.SafeLoader):
-    """PyYAML's loader of `Node`s, in which aliases are expanded.
+class _Composer(yaml.SafeLoader):
+    """PyYAML's composer, which also makes the `tree` of each node, a `Node`. It refuses tags, keys that YAML allows but
+    recipes do not, and deep nesting: its time grows with the square of the depth."""
 
-    Refuses tags, deep nesting, since its time grows with the square of the depth, and keys that YAML allows but recipes
-    do not.
-    """
-
-    yaml_constructors: dict[str, Any] = {}  # so that no tag constructs anything else
-
-    def __init__(self, text: str, place: _Places):
+    def __init__(self, text: str, place: _Places, mistakes: list[Diagnostic]):
         super().__init__(text)
-        self.place, self.depth = place, -1
-        self.mistakes: list[Diagnostic] = []
+        self.place, self.mistakes, self.depth = place, mistakes, -1
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
@@ -194,44 +187,37 @@ class _Loader(yaml.SafeLoader):
         tag = getattr(event, "tag", None)
         if tag is not None and tag != "!":
             message = f"the tag `{tag.replace('tag:yaml.org,2002:', '!!')}` is not allowed"
-            fix = "remove it; quote text that should stay text"
-            self.mistakes.append(Diagnostic(message, where=where, why="recipes are plain data", fix=fix))
+            self.wrong(message, where, "recipes are plain data", "remove it; quote text that should stay text")
         self.depth += 1
-        node = super().compose_node(parent, index)
+        node: Any = super().compose_node(parent, index)
         self.depth -= 1
-        if isinstance(event, yaml.ScalarEvent) and node is not None:
-            node.plain = event.style is None and tag is None
-        return node
-
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Node:
-        if node in self.recursive_objects:
+        if isinstance(event, yaml.ScalarEvent):
+            node.tree = Node("scalar", where, node.value, event.style is None and tag is None)
+        elif not isinstance(event, yaml.AliasEvent):
+            node.tree = self.tree(node, self.place.of(node.start_mark))  # of a list or map only the opening is shown
+        elif not hasattr(node, "tree"):
             where = self.place.of(node.start_mark)
             raise Mistakes.one("an alias contains itself", where=where, fix="write the value itself")
-        tree: Node = super().construct_object(node, deep)
+        return node
+
+    def tree(self, node: yaml.CollectionNode, where: Source) -> Node:
+        """The `Node` of a list or map, whose parts have theirs."""
+        if isinstance(node, yaml.SequenceNode):
+            items = tuple(item.tree for item in node.value)
+            tree = Node("list", where, items=items, size=1 + sum(item.size for item in items))
+        else:
+            entries: dict[str, tuple[Node, Node]] = {}
+            for key, value in node.value:
+                if self.legal_key(key.tree, entries):
+                    entries[key.tree.text] = key.tree, value.tree
+            size = 1 + sum(1 + value.tree.size for _, value in node.value)
+            tree = Node("map", where, entries=tuple(entries.values()), size=size)
         if tree.size > MAX_NODES:
             message = f"more than {MAX_NODES:,} values after expanding aliases"
-            raise Mistakes.one(message, where=tree.source, fix="write the values themselves, or use `extends`")
+            raise Mistakes.one(message, where=where, fix="write the values themselves, or use `extends`")
         return tree
 
-    def construct_scalar(self, node: yaml.ScalarNode) -> Node:
-        return Node("scalar", self.place.of(node.start_mark, node.end_mark), node.value, node.plain)
-
-    def construct_sequence(self, node: yaml.SequenceNode, deep: bool = False) -> Node:
-        items = tuple(map(self.construct_object, node.value))
-        size = 1 + sum(item.size for item in items)
-        return Node("list", self.place.of(node.start_mark), items=items, size=size)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Node:
-        entries: dict[str, tuple[Node, Node]] = {}
-        size = 1
-        for pair in node.value:
-            key, value = map(self.construct_object, pair)
-            size += 1 + value.size
-            if self.legal_key(key, entries):
-                entries[key.text] = key, value
-        return Node("map", self.place.of(node.start_mark), entries=tuple(entries.values()), size=size)
-
-    def legal_key(self, key: Node, earlier: Mapping[str, tuple[Node, Node]]) -> bool:
+    def legal_key(self, key: Node, before: dict[str, tuple[Node, Node]]) -> bool:
         if key.kind != "scalar":
             self.wrong("a key must be text", key.source, fix="write it without brackets, as in `steps: 100`")
         elif key.plain and key.text == "<<":
@@ -239,8 +225,8 @@ class _Loader(yaml.SafeLoader):
         elif (read_as := trap(key)) is not None:
             fix = f'write "{key.text}" with quotes if it is meant as text'
             self.wrong(f"unquoted `{key.text}` is read as {read_as} by YAML 1.1", key.source, "a key must be text", fix)
-        elif key.text in earlier:
-            message, first = f"the key `{key.text}` occurs twice in one map", earlier[key.text][0].source
+        elif key.text in before:
+            message, first = f"the key `{key.text}` occurs twice in one map", before[key.text][0].source
             self.wrong(message, key.source, "the second", "keep one of them", ((first, "the first"),))
         else:
             return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 AXES = {
     "dp": ("data_parallel", "data_parallel_size", "data_parallel_replicate_degree", "dp_size"),
@@ -15,38 +15,33 @@ AXES = {
 """Mesh axes, with words for their sizes."""
 
 
-def _each(words: Iterable[str], *keys: str) -> dict[str, tuple[str, ...]]:
-    return dict.fromkeys(words, keys)
-
-
-KEYS: Mapping[str, tuple[str, ...]] = {
-    **{word: (f"mesh.{axis}",) for axis, words in AXES.items() for word in (axis, *words)},
-    **{f"serve.{word}": ("serve.mesh.tp",) for word in ("tp", *AXES["tp"])},
-    **_each(("recompute", "activation_checkpointing", "activation_checkpoint", "gradient_checkpointing"), "remat"),
-    **_each(("dtype", "precision", "mixed_precision"), "model.dtype"),
-    **_each(("fsdp.dtype", "fsdp.precision", "fsdp.mixed_precision"), "fsdp.param_dtype", "fsdp.reduce_dtype"),
-    **_each(("optimizer.dtype", "optimizer.precision"), "optimizer.state_dtype"),
-    **_each(("batch_size", "global_batch_size", "train_batch_size"), "batch.global_sequences"),
-    **_each(("micro_batch_size", "local_batch_size", "per_device_train_batch_size"), "batch.per_device"),
-    **_each(
-        ("grad_accum", "accumulation_steps", "gradient_accumulation_steps"),
-        "batch.global_sequences", "batch.per_device",
-    ),
-    **_each(("serve.batch_size", "serve.max_batch_size", "serve.max_num_seqs"), "serve.requests"),
-    **_each(("serve.max_num_batched_tokens",), "serve.step_tokens"),
-    **_each(("learning_rate", "max_lr"), "optimizer.lr"),
-    **_each(("max_steps", "train_steps"), "train.steps"),
-    **_each(("epochs", "num_epochs", "num_train_epochs"), "train.steps", "batch.global_sequences"),
-    **_each(("max_norm", "max_grad_norm", "grad_clip", "gradient_clipping"), "train.clip_grad_norm"),
-    **_each(("sequence_length", "max_seq_len", "max_model_len", "block_size"), "model.seq_len"),
-    **_each(("lr_scheduler", "lr_schedule"), "schedule.name"),
-    **_each(("warmup", "warmup_ratio"), "schedule.warmup_steps"),
-    **_each(("gpus_per_node", "nproc_per_node"), "cluster.devices_per_node"),
-    **_each(("gpus", "num_gpus", "world_size"), "cluster.nodes", "cluster.devices_per_node"),
-    **_each(("num_nodes", "nnodes", "hosts"), "cluster.nodes"),
-    **_each(("dataset", "dataset_path"), "data.source"),
-    **_each(("report_to",), "logging.wandb"),
+_TABLE: Mapping[tuple[str, ...], tuple[str, ...]] = {
+    **{(axis, *words): (f"mesh.{axis}",) for axis, words in AXES.items()},
+    tuple(f"serve.{word}" for word in ("tp", *AXES["tp"])): ("serve.mesh.tp",),
+    ("recompute", "activation_checkpointing", "activation_checkpoint", "gradient_checkpointing"): ("remat",),
+    ("dtype", "precision", "mixed_precision"): ("model.dtype",),
+    ("fsdp.dtype", "fsdp.precision", "fsdp.mixed_precision"): ("fsdp.param_dtype", "fsdp.reduce_dtype"),
+    ("optimizer.dtype", "optimizer.precision"): ("optimizer.state_dtype",),
+    ("batch_size", "global_batch_size", "train_batch_size"): ("batch.global_sequences",),
+    ("micro_batch_size", "local_batch_size", "per_device_train_batch_size"): ("batch.per_device",),
+    ("grad_accum", "accumulation_steps", "gradient_accumulation_steps"): ("batch.global_sequences", "batch.per_device"),
+    ("serve.batch_size", "serve.max_batch_size", "serve.max_num_seqs"): ("serve.requests",),
+    ("serve.max_num_batched_tokens",): ("serve.step_tokens",),
+    ("learning_rate", "max_lr"): ("optimizer.lr",),
+    ("max_steps", "train_steps"): ("train.steps",),
+    ("epochs", "num_epochs", "num_train_epochs"): ("train.steps", "batch.global_sequences"),
+    ("max_norm", "max_grad_norm", "grad_clip", "gradient_clipping"): ("train.clip_grad_norm",),
+    ("sequence_length", "max_seq_len", "max_model_len", "block_size"): ("model.seq_len",),
+    ("lr_scheduler", "lr_schedule"): ("schedule.name",),
+    ("warmup", "warmup_ratio"): ("schedule.warmup_steps",),
+    ("gpus_per_node", "nproc_per_node"): ("cluster.devices_per_node",),
+    ("gpus", "num_gpus", "world_size"): ("cluster.nodes", "cluster.devices_per_node"),
+    ("num_nodes", "nnodes", "hosts"): ("cluster.nodes",),
+    ("dataset", "dataset_path"): ("data.source",),
+    ("report_to",): ("logging.wandb",),
 }  # fmt: skip
+
+KEYS = {word: keys for words, keys in _TABLE.items() for word in words}
 """The keys here, by another tool's key: at one place (`serve.tp`), or wherever it is written (`tp`)."""
 
 

@@ -6,19 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Annotated, Literal
 
-from tpshard.recipes.constraints import BYTES, limits
+from tpshard.recipes.constraints import BYTES, Axes, AxisName, Count, Dtype, Positive, limits
 from tpshard.recipes.section import Section, derived
-from tpshard.recipes.value_types import Axes, AxisName, Count, Dtype, Positive
 
 
 class ShardingSection(Section):
     """How tensors are sharded: annotate a few, the rest is propagated."""
 
     rules: Mapping[str, Axes] = field(
-        default_factory=lambda: {
-            "batch": ("dp", "fsdp"), "vocab": ("tp",), "heads": ("tp",), "mlp": ("tp",)
-        }
-    )  # fmt: skip
+        default_factory=lambda: {"batch": ("dp", "fsdp"), "vocab": ("tp",), "heads": ("tp",), "mlp": ("tp",)}
+    )
     """For each dim name, the mesh axes that shard it (a list is outer to inner). Absent or null: left to propagation.
     If the mesh has an axis `ep`, the defaults also have {batch: [dp, fsdp, ep], expert: ep}; if `serve.mesh` has one,
     {expert: ep}."""

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from tpshard.recipes import training_keys as training
-from tpshard.recipes.constraints import form, limits, name_or_file
+from tpshard.recipes.constraints import AxisName, AxisSize, form, limits, name_or_file
 from tpshard.recipes.diagnostic import Mistakes, Source
 from tpshard.recipes.mesh_sizes import misfit
 from tpshard.recipes.model_keys import Model
 from tpshard.recipes.parallel_keys import Fsdp, Pipeline, RematEvery, ShardingSection
 from tpshard.recipes.section import Section, derived
 from tpshard.recipes.serving_keys import Quantize, Serve
-from tpshard.recipes.value_types import AxisName, AxisSize
 
 SCHEMA_VERSION = 1
 
@@ -106,9 +105,12 @@ class Recipe(Section):
 
         `pins` are added to those of `sharding.pin`. Secrets are masked.
         """
-        from tpshard.recipes.write import to_yaml
+        from tpshard.recipes.write import as_data, dump
 
-        return to_yaml(self, resolved, pins)
+        data = as_data(self, resolved=resolved)
+        if pins is not None:
+            data["sharding"]["pin"] |= as_data(pins)
+        return dump(data)
 
     @property
     def staged(self) -> bool:
@@ -117,8 +119,7 @@ class Recipe(Section):
 
     def mesh_on(self, devices: int) -> dict[str, int]:
         """The mesh with -1 replaced by the remaining `devices`. Raises `Mistakes` (exit 5) when they do not fit."""
-        wrong = misfit(self.mesh, devices, self.where("mesh"))
-        if wrong is not None:
-            raise Mistakes([wrong])
+        if wrong := misfit(self.mesh, devices, self.where("mesh")):
+            raise Mistakes(wrong)
         rest = devices // math.prod(size for size in self.mesh.values() if size != -1)
         return {axis: rest if size == -1 else size for axis, size in self.mesh.items()}

@@ -23,19 +23,31 @@ def default_of(item: Field[Any]) -> Any:
     return item.default if not callable(item.default_factory) else item.default_factory()
 
 
-class Pending(str):
-    """Text as written, completed from the environment each time it is read. `path`: its path in the merged recipe."""
+def changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A value with `change` applied to each item of its maps and lists, at any depth."""
+    if isinstance(value, Mapping):
+        return {key: changed(item, change) for key, item in value.items()}
+    return tuple(changed(item, change) for item in value) if isinstance(value, tuple) else change(value)
 
+
+@dataclass(frozen=True)
+class Pending:
+    """Text that is completed from the environment each time it is read."""
+
+    text: str
+    """As written."""
     path: Path
+    """Its path in the merged recipe."""
     source: Source
 
-    def __new__(cls, text: str, path: Path, source: Source) -> Pending:
-        text_as_written = super().__new__(cls, text)
-        text_as_written.path, text_as_written.source = path, source
-        return text_as_written
+    def complete(self, config: Any) -> str | None:
+        """The text as of now. Raises `Mistakes` for an unset variable without default."""
+        from tpshard.recipes.interpolation import resolve_at, unresolvable
 
-    def __getnewargs__(self) -> tuple[str, Path, Source]:  # type: ignore[override]
-        return str(self), self.path, self.source
+        resolved = resolve_at(config, self.path)
+        if resolved.error is not None:
+            raise Mistakes([unresolvable(self.text, resolved, self.source)])
+        return None if resolved.value is None else str(resolved.value)
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, eq_default=False, field_specifiers=(field, derived))
@@ -52,7 +64,7 @@ class Section:
     _config: ClassVar[Any] = None
     """The merged recipe, if a value depends on the environment."""
     _written: ClassVar[Mapping[str, Any]] = {}
-    """As plain data, values with interpolations as written, and those that a saved recipe has only if written."""
+    """Values with interpolations, as written, as plain data; null for derived values that a saved recipe omits."""
 
     def __init_subclass__(cls) -> None:
         dataclass(frozen=True, kw_only=True, repr=False, eq=False)(cls)
@@ -62,12 +74,12 @@ class Section:
         if name[0] != "_":
             config = object.__getattribute__(self, "__dict__").get("_config")
             if config is not None and waits(value):
-                return resolve(value, config)
+                return changed(value, lambda item: item.complete(config) if isinstance(item, Pending) else item)
         return value
 
     def stored(self) -> dict[str, Any]:
         """The value of each field as written, without interpolation."""
-        return {item.name: self._written.get(item.name, self.__dict__[item.name]) for item in fields(type(self))}
+        return {item.name: self._written.get(item.name, self.__dict__[item.name]) for item in fields(self)}
 
     # As written: reprs go to logs and equality to caches, where the environment's values must not appear. Maps with
     # another order differ: the order of a mesh's axes says which devices are neighbours.
@@ -83,25 +95,3 @@ def waits(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(map(waits, value.values()))
     return any(map(waits, value)) if isinstance(value, tuple) else isinstance(value, Pending)
-
-
-def resolve(value: Any, config: Any) -> Any:
-    """`value` completed from the environment. Raises `Mistakes` for an unset variable without default."""
-    from tpshard.recipes.interpolation import resolve_at, unresolvable
-
-    def complete(text: Any) -> Any:
-        if not isinstance(text, Pending):
-            return text
-        resolved = resolve_at(config, text.path)
-        if resolved.error is not None:
-            raise Mistakes([unresolvable(text, resolved, text.source)])
-        return None if resolved.value is None else str(resolved.value)
-
-    return changed(value, complete)
-
-
-def changed(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The value with `change` made to it, or to each value in the maps and lists that it consists of."""
-    if isinstance(value, Mapping):
-        return {key: changed(item, change) for key, item in value.items()}
-    return tuple(changed(item, change) for item in value) if isinstance(value, tuple) else change(value)

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Annotated, ClassVar, Literal
 
-from tpshard.recipes.constraints import GROUP_SIZE, limits
+from tpshard.recipes.constraints import GROUP_SIZE, AxisName, AxisSize, Count, Dtype, limits
 from tpshard.recipes.section import Section
-from tpshard.recipes.value_types import AxisName, AxisSize, Count, Dtype
 
 
 class Calibration(Section):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Annotated, ClassVar, Literal
 
-from tpshard.recipes.constraints import limits
+from tpshard.recipes.constraints import Count, CountOrZero, Dtype, NonNegative, Positive, Share, limits
 from tpshard.recipes.section import Section, derived
-from tpshard.recipes.value_types import Count, CountOrZero, Dtype, NonNegative, Positive, Share
 
 
 class Data(Section):

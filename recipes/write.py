@@ -16,14 +16,9 @@ MASK = "***"
 _SECRET = re.compile("key|apikey|token|secret|password|passwd|passphrase|pwd|credentials?|auth|bearer")
 
 
-def to_yaml(recipe: Section, resolved: bool = False, pins: Mapping[str, Any] | None = None) -> str:
-    """The text of a file that loads to an equal recipe, but for secrets. With `resolved`, interpolations that can be
-    completed here are. `pins` are added to those of `sharding.pin`."""
-    form: dict[str, Any] = {"sort_keys": False, "width": 110, "default_flow_style": None, "allow_unicode": True}
-    data = as_data(recipe, resolved=resolved)
-    if pins is not None:
-        data["sharding"]["pin"] |= as_data(pins)
-    return str(yaml.dump(data, Dumper=_Dumper, **form))
+def dump(data: Any) -> str:
+    """Plain data as YAML."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=110, default_flow_style=None, allow_unicode=True)
 
 
 def as_data(value: Any, name: str = "", resolved: bool = False) -> Any:
@@ -31,24 +26,22 @@ def as_data(value: Any, name: str = "", resolved: bool = False) -> Any:
     if isinstance(value, Section):
         items = (value.stored() | (_resolved_values(value) if resolved else {})).items()
         fields = type(value).__dataclass_fields__
-        unset = {k for k, v in items if v is None and fields[k].default is None}
-        unset |= {k for k, _ in items if not fields[k].metadata.get("saved", True) and k not in value._written}
-        return {k: as_data(v, k, resolved) for k, v in items if k not in unset}
+        return {k: as_data(v, k, resolved) for k, v in items if v is not None or fields[k].default is not None}
     if isinstance(value, Mapping):
         return {k: as_data(v, k, resolved) for k, v in value.items()}
     if looks_secret(name) and value is not None and not isinstance(value, bool):
         return mask(value)
     if isinstance(value, tuple | list):
         return [as_data(item) for item in value]
-    return str(value) if isinstance(value, str) else value
+    return value
 
 
 def _resolved_values(section: Section) -> dict[str, Any]:
     """The values of a section that depend on no unset environment variable."""
     values = {}
-    for key in section.stored():
+    for key, written in section.stored().items():
         with contextlib.suppress(Mistakes):
-            if not looks_secret(key):
+            if not looks_secret(key) and written is not None:
                 values[key] = changed(getattr(section, key), _literal)
     return values
 

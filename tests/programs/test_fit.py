@@ -211,13 +211,13 @@ def test_positions_that_are_learned_have_an_end() -> None:
 def test_keys_of_the_model_are_those_of_its_configuration() -> None:
     from dataclasses import fields
 
-    from tpshard.recipes import model_keys, value_types
+    from tpshard.recipes import constraints, model_keys
     from tpshard.recipes.hints import hints
 
     keys = set(hints(model_keys.Model)) - {*model_keys.Model.exclusive, "dims", "args"}
     assert keys == {f.name for f in fields(ModelConfig)} - {"family"}
     assert set(model_keys.Preset.__args__) == set(PRESETS)
-    assert set(value_types.Dtype.__args__) == set(DTYPES)
+    assert set(constraints.Dtype.__args__) == set(DTYPES)
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,8 @@ def test_an_override_replaces_what_an_interpolation_made_a_list() -> None:
 def test_an_interpolated_section_has_no_derived_defaults() -> None:
     (mistake,) = wrong("schedule: '${oc.decode:\"{name: constant}\"}'")
     assert mistake.message == "the key `schedule.warmup_steps` is missing" and places(mistake)[0] == "r.yaml:2:11"
+    (mistake,) = wrong("schedule: '${oc.decode:\"{warmup_steps: null}\"}'")
+    assert mistake.message == "the key `schedule.warmup_steps` is missing"
     (mistake,) = wrong("schedule: '${oc.decode:\"{nam: constant}\"}'")
     assert mistake.message == "unknown key `schedule.nam`" and places(mistake)[0] == "r.yaml:2:11"
 
