@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import cache, partial
 
+from tpshard.parallelism.passes.accumulate import accumulate
 from tpshard.parallelism.passes.bucket import bucket
 from tpshard.parallelism.passes.gather_late import gather_late
 from tpshard.parallelism.passes.hoist_gradients import hoist_gradients
@@ -15,15 +16,19 @@ from tpshard.parallelism.passes.prefetch import prefetch
 from tpshard.parallelism.passes.recompute import recompute
 from tpshard.parallelism.passes.reduce_early import reduce_early
 from tpshard.parallelism.passes.run import Pass, Watch, run
+from tpshard.parallelism.passes.simplify import simplify
 from tpshard.parallelism.passes.sink_waits import sink_waits
 from tpshard.parallelism.program import Program
 from tpshard.programs.choices import Choices, choose, keep_of
 from tpshard.programs.setting import Setting
 
+FEWER: tuple[Pass, ...] = (simplify, accumulate)
+"""The passes that need no choice: they leave out operations."""
+
 
 def passes(setting: Setting, chosen: Choices) -> list[Pass]:
     """The passes of a recipe, with the choices that it leaves open."""
-    return [remat(setting, chosen.reshard_after_forward), *scheduling(setting, chosen)]
+    return [remat(setting, chosen.reshard_after_forward), *FEWER, *scheduling(setting, chosen)]
 
 
 def remat(setting: Setting, reshard_after_forward: bool) -> Pass:
@@ -31,7 +36,7 @@ def remat(setting: Setting, reshard_after_forward: bool) -> Pass:
 
 
 def scheduling(setting: Setting, chosen: Choices) -> list[Pass]:
-    """The passes after recomputation, for a step or for each part of a step in stages."""
+    """The passes that move communication, for a step or for each part of a step in stages."""
     return [
         partial(bucket, groups=chosen.buckets),
         hoist_gradients,
@@ -48,7 +53,7 @@ def apply(setting: Setting, program: Program, watch: Watch | None = None) -> Pro
 
     @cache
     def with_remat(reshard_after_forward: bool) -> Program:
-        return run([remat(setting, reshard_after_forward)], program)
+        return run([remat(setting, reshard_after_forward), *FEWER], program)
 
     @cache
     def program_with(chosen: Choices) -> Program:

@@ -30,7 +30,7 @@ from tpshard.programs.batching import check_micro_batches
 from tpshard.programs.checks import check_reshards, traceable
 from tpshard.programs.choices import Choices, choose
 from tpshard.programs.memo import Memo
-from tpshard.programs.passes import apply, remat, scheduling
+from tpshard.programs.passes import FEWER, apply, remat, scheduling
 from tpshard.programs.setting import DTYPES, Setting
 from tpshard.programs.splitting import balance_stages, layers_of
 from tpshard.recipes.diagnostic import Exit, Mistakes
@@ -228,6 +228,7 @@ def _finish(setting: Setting, stage: Stage) -> Stage:
     """Merges the collectives of a stage's programs into buckets and schedules them: backward programs by the buckets of
     the forward one, which reads all parameters.
     """
+    stage = _run_passes(stage, FEWER)
     return _run_passes(stage, scheduling(setting, _choices_of(setting, stage)))
 
 
@@ -260,7 +261,8 @@ class PassedStages(NamedTuple):
 def between_passes(setting: Setting, again: Program, pipeline: StagedPrograms) -> Iterator[PassedStages]:
     """The stages of `again`, the micro-batch's program recomputed, as they are cut and after each pass on them."""
     stages = cut(again, pipeline.axis, pipeline.layers, split_backward=pipeline.table.splits_backward)
-    lists = [scheduling(setting, _choices_of(setting, stage)) for stage in stages]
+    chosen = [_choices_of(setting, _run_passes(stage, FEWER)) for stage in stages]
+    lists = [[*FEWER, *scheduling(setting, each)] for each in chosen]
     yield PassedStages("recompute", 0.0, replace(pipeline, stages=stages))
     for each in zip(*lists):
         started = time.perf_counter()

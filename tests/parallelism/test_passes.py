@@ -18,6 +18,7 @@ from tpshard.parallelism.passes.prefetch import prefetch
 from tpshard.parallelism.passes.recompute import keep_all, keep_layer_inputs, keep_selected, recompute
 from tpshard.parallelism.passes.reduce_early import reduce_early
 from tpshard.parallelism.passes.run import Pass, PassResult, run
+from tpshard.parallelism.passes.simplify import simplify
 from tpshard.parallelism.passes.sink_waits import sink_waits
 from tpshard.parallelism.program import Program, info
 from tpshard.programs import step_programs
@@ -90,6 +91,8 @@ VARIANTS: dict[str, list[Pass]] = {
     "every second": [again(keep_layer_inputs(2))],
     "selective": [again(keep_selected())],
     "chosen": [again(keep_selected(["attention"]))],
+    "simplified": [simplify],
+    "recomputed and simplified": [again(keep_selected()), simplify],
     "bucketed": [in_units],
     "in one bucket": [again(keep_all), in_one],
     "by size": [in_sizes],
@@ -100,7 +103,7 @@ VARIANTS: dict[str, list[Pass]] = {
     "waits sunk": [sink_waits],
     "in another order": [sink_waits, reduce_early, partial(prefetch, units=1), gather_late, hoist_gradients],
     "scheduled": schedule(2),
-    "all": [again(keep_selected()), in_units, *schedule()],
+    "all": [again(keep_selected()), simplify, in_units, *schedule()],
 }
 
 

@@ -185,8 +185,8 @@ def test_passes_are_shown_one_by_one(small, capsys):
     assert tpshard(["plan", "small.yaml", "--passes", "--json"]) == Exit.DONE
     rows = json.loads(capsys.readouterr().out)["passes"]
     assert [row["name"] for row in rows] == [
-        "", "recompute", "bucket", "hoist_gradients", "overlap_exchanges", "gather_late", "prefetch", "reduce_early",
-        "sink_waits",
+        "", "recompute", "simplify", "accumulate", "bucket", "hoist_gradients", "overlap_exchanges", "gather_late",
+        "prefetch", "reduce_early", "sink_waits",
     ]  # fmt: skip
     assert tpshard(["plan", "small.yaml", "--dry-run", "--json"]) == Exit.DONE
     plan = json.loads(capsys.readouterr().out)
@@ -195,9 +195,9 @@ def test_passes_are_shown_one_by_one(small, capsys):
     assert last["collectives"] == sum(row["count"] for row in plan["collectives"])
     assert last["collective_bytes"] == sum(row["bytes"] for row in plan["collectives"])
     counts = [row["collectives"] for row in rows]
-    assert counts[2] < counts[1] and len({*counts[2:]}) == 1  # buckets merge them; what follows moves them
+    assert len({*counts[1:4]}) == 1 and counts[4] < counts[3] and len({*counts[4:]}) == 1  # only buckets merge them
     assert tpshard(["plan", "small.yaml", "--passes"]) == Exit.DONE
     shown = capsys.readouterr().out.splitlines()
-    assert len(shown) == len(rows) + 1 and shown[1].startswith("as partitioned") and shown[7].startswith("prefetch")
+    assert len(shown) == len(rows) + 1 and shown[1].startswith("as partitioned") and shown[9].startswith("prefetch")
     assert [p.name for p in small.parent.iterdir()] == ["small.yaml"]
     assert tpshard(["plan", "small.yaml", "--passes", "--for", "decode"]) == Exit.USAGE

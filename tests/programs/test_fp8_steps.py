@@ -56,7 +56,8 @@ def test_each_linear_layer_has_three_products_of_two_rounded_operands_and_all_el
     nodes = [node for node in programs.micro.graph.nodes if node.op == "call_function"]
     kinds = [str(node.target) for node in nodes]
     assert kinds.count("tpshard.fp8_multiply.default") == 3 * 7
-    assert kinds.count("tpshard.fp8_quantize.default") == 2 * 3 * 7
+    read_again = 2 * (2 + 1)  # in both passes `wk` and `wv` read what `wq` does, and `up` what `gate` does
+    assert kinds.count("tpshard.fp8_quantize.default") == 2 * 3 * 7 - read_again
     assert {info(node).module for node in nodes if str(node.target) == "aten.mm.default"} == {"output"}
     assert setting.param_dtype == torch.bfloat16
     report = report_of_training(programs)

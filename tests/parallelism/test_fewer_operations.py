@@ -1,0 +1,134 @@
+"""Operations that change nothing or repeat others are left out, and gradients are summed where they are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from tpshard.parallelism import Mesh, partition
+from tpshard.parallelism.passes.accumulate import accumulate
+from tpshard.parallelism.passes.run import Pass, run
+from tpshard.parallelism.passes.simplify import simplify
+from tpshard.parallelism.program import Program, info
+from tpshard.programs import step_programs
+from tpshard.programs.setting import Setting
+from tpshard.recipes.load import loads
+
+aten = torch.ops.aten
+MESH = Mesh({"x": 2})
+X, SUM = torch.arange(32.0).reshape(4, 8), torch.ones(8, 8)
+
+
+def targets(program: Program) -> list[str]:
+    return [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+
+
+def checked(one: Pass, function: Callable[..., Any], *args: Tensor, donated: dict[int, int] | None = None) -> list[str]:
+    """The operations of the function's program after a pass, which must leave its results equal."""
+    program = replace(partition(function, args, MESH), donated=donated or {})
+    after = run([one], program)
+    for expected, actual in zip(program.simulate(*args), after.simulate(*args), strict=True):
+        assert torch.equal(expected, actual)
+    return targets(after)
+
+
+def test_a_view_of_a_view_reads_the_first_value() -> None:
+    program = partition(lambda x: (x + 1) @ X.T, (X,), MESH)
+    graph = program.graph
+    product = next(node for node in graph.nodes if node.target is aten.mm.default)
+    source, value = product.all_input_nodes[0], product.all_input_nodes[0]
+    with graph.inserting_before(product):
+        for shape in ([32], [2, 16], [4, 8]):
+            value = graph.call_function(aten.reshape.default, (value, shape))
+            value.meta["tpshard"] = replace(info(source), specs=(replace(info(source).specs[0], shape=tuple(shape)),))
+    product.replace_input_with(source, value)
+    assert targets(program).count("aten.reshape.default") >= 3
+    assert "aten.reshape.default" not in targets(run([simplify], program))
+
+
+def test_what_a_function_repeats_is_computed_once() -> None:
+    assert checked(simplify, lambda x: x.exp() * 2 + x.exp() * 3, X / 32).count("aten.exp.default") == 1
+    assert checked(simplify, lambda x: x.exp().sum() + x.exp2().sum(), X / 32).count("aten.exp.default") == 1
+
+
+def test_results_do_not_share_memory() -> None:
+    assert checked(simplify, lambda x: [x.exp(), x.exp()], X / 32).count("aten.exp.default") == 2
+
+
+def test_other_numbers_are_not_the_same() -> None:
+    left = checked(simplify, lambda x: [(x * -0.0).sum(), (x * 0.0).sum(), (x * 1.5).sum()], X)
+    assert sum("aten.mul" in target for target in left) == 3
+
+
+def test_random_numbers_stay_apart() -> None:
+    program = partition(lambda x: torch.rand_like(x) - torch.rand_like(x), (X,), MESH)
+    (drawn,) = run([simplify], program).simulate(X, seed=3)
+    assert drawn.abs().max() > 0.1
+
+
+def test_a_mean_s_gradient_is_scaled_before_it_is_expanded() -> None:
+    def function(x: Tensor) -> Tensor:
+        return torch.autograd.grad((x * x).mean(-1).exp().sum(), x)[0]
+
+    program = partition(function, ((X / 32).requires_grad_(),), MESH)
+    (scaling,) = (node for node in run([simplify], program).graph.nodes if node.target is aten.div.Scalar)
+    assert info(scaling).specs[0].shape == (4, 1)
+    assert torch.equal(run([simplify], program).simulate(X / 32)[0], program.simulate(X / 32)[0])
+
+
+def test_a_product_is_added_to_the_sum_that_it_overwrites() -> None:
+    assert "aten.addmm.default" in checked(accumulate, lambda s, x: s + x.T @ x, SUM, X, donated={0: 0})
+    assert "aten.addmm.default" in checked(accumulate, lambda s, x: x.T @ x + s, SUM, X, donated={0: 0})
+    batch, sums = X.reshape(2, 4, 4), torch.ones(2, 4, 4)
+    assert "aten.baddbmm.default" in checked(accumulate, lambda s, x: s + x @ x, sums, batch, donated={0: 0})
+
+
+@pytest.mark.parametrize(
+    ("function", "donated"),
+    [
+        (lambda s, x: s + x.T @ x, {}),
+        (lambda s, x: s - x.T @ x, {0: 0}),
+        (lambda s, x: torch.add(s, x.T @ x, alpha=2), {0: 0}),
+        (lambda s, x: [s + x.T @ x, s.sum()], {0: 0}),
+        (lambda s, x: [s + (p := x.T @ x), p.exp().sum()], {0: 0}),
+        (lambda s, x: s + (x.T @ x).to(torch.float64), {0: 0}),
+        (lambda s, x: s + x[:1] @ x.T @ x, {0: 0}),
+    ],
+    ids=["kept", "subtracted", "scaled", "read twice", "read elsewhere", "another dtype", "broadcast"],
+)
+def test_other_sums_stay_as_they_are(function: Callable[..., Any], donated: dict[int, int]) -> None:
+    assert "aten.addmm.default" not in checked(accumulate, function, SUM, X / 32, donated=donated)
+
+
+@cache
+def step(mesh: str) -> Program:
+    recipe = f"""
+name: small
+cluster: {{device: cpu}}
+mesh: {mesh}
+model: {{preset: tiny, layers: 2, seq_len: 8, width: 16, heads: 4, kv_heads: 2, head_dim: 4, mlp: 24, vocab: 32}}
+batch: {{global_sequences: 4}}
+"""
+    return step_programs.micro_program(Setting.of(loads(recipe)))
+
+
+@pytest.mark.parametrize(("mesh", "fused"), [("{tp: 2}", 2 * 7 + 1), ("{fsdp: 2}", 0)])
+def test_gradients_are_summed_in_their_products_unless_they_are_reduced_before(mesh: str, fused: int) -> None:
+    before = run([simplify], step(mesh))
+    after = run([accumulate], before)
+    assert targets(after).count("aten.addmm.default") == fused
+    assert after.useful_flops == before.useful_flops and after.collectives == before.collectives
+    generator = torch.Generator().manual_seed(0)
+    inputs = [
+        torch.randn(port.shape, generator=generator) if port.dtype.is_floating_point
+        else torch.arange(port.shape[1]).expand(port.shape).contiguous() if port.name == "positions"
+        else torch.zeros(port.shape, dtype=port.dtype)
+        for port in before.inputs
+    ]  # fmt: skip
+    for expected, actual in zip(before.simulate(*inputs), after.simulate(*inputs), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
