@@ -321,12 +321,12 @@ def collective(device: Device, topology: Topology, kind: str, refs: Axes, buffer
 
 def operation(
     device: Device, work: Work, flops: int, moved: int, dtype: str, *, eager: bool, head_dim: int = 0,
-    exponentials: int = 0, cold: int = 0, since: int = 0,
+    exponentials: int = 0, cold: int = 0, since: int = 0, added: int = 0,
 ) -> float:  # fmt: skip
     """Seconds of one kernel by the roofline: the larger of computing and moving bytes, at the device's efficiencies.
 
     moved: bytes read and written in the device's memory. head_dim: attention's. exponentials: elements of a stream that
-    need one. cold, since: see `fusion.Kernel`. A CPU computes and moves in turn, so that the two add up.
+    need one. cold, since, added: see `fusion.Kernel`. A CPU computes and moves in turn, so that the two add up.
     """
     if work == "free":
         return 0.0
@@ -335,7 +335,7 @@ def operation(
         least *= device.cpu.overhead_after(since)
         if device.cpu.cold_bandwidth and not work.startswith("attention"):
             least += cold / device.cpu.cold_bandwidth
-            moved -= 0 if work == "matmul" else cold  # a product packs its operands wherever they come from
+            moved -= added if work == "matmul" else cold  # a product packs its operands wherever they come from
     memory = (moved + device.cpu.exponential * exponentials) / device.stream_rate
     if work == "stream":
         return memory + least if device.kind == "cpu" else max(memory, least)

@@ -40,6 +40,8 @@ class Kernel:
     """Elements that need an exponential."""
     cold: int = 0
     """Of the bytes moved, those of the program's inputs, which no kernel has just computed."""
+    added: int = 0
+    """Of the bytes moved, those of a tensor to which a product adds its result."""
     since: int = 0
     """Bytes moved since the last kernel of the same operation, in this run of the program or the one before."""
 
@@ -118,7 +120,8 @@ def _kernels(flow: Flow, compiled: Compiled, cached: CacheReads) -> list[Kernel]
             read += int((cached.blocks - 1) * sum([flow.bytes[pool] for pool in pools]))
         moved = read + written
         cold = min(cold, read)
-        out.append(Kernel(node, work, flops, moved, written, dtype, counts, seen_by[node], exponentials, cold))
+        added = flow.bytes[node.all_input_nodes[0]] if entry.adds else 0
+        out.append(Kernel(node, work, flops, moved, written, dtype, counts, seen_by[node], exponentials, cold, added))
         if counts:
             opened.add(kernel_id)
     _count_since(out)
@@ -275,7 +278,7 @@ def seconds(kernel: Kernel, device: Device) -> float:
     head_dim = info.specs[0].shape[-1] if kernel.work.startswith("attention") and info.specs else 0
     one = operation(
         device, kernel.work, kernel.flops, kernel.moved, kernel.dtype, eager=not kernel.compiled, head_dim=head_dim,
-        exponentials=kernel.exponentials, cold=kernel.cold, since=kernel.since,
+        exponentials=kernel.exponentials, cold=kernel.cold, since=kernel.since, added=kernel.added,
     )  # fmt: skip
     return one + _in_parts(kernel, device)
 

@@ -84,8 +84,9 @@ def einsum(equation: str, **facts: Any) -> Entry:
 OPS: Table = {
     contract: Entry(lambda op: contraction(op, op.args[2]), work="matmul", saved=True, commutes=True),
     aten.mm: einsum("mk,kn->mn"),
-    aten.addmm: einsum("mk,kn->mn", recorded=addmm),
+    aten.addmm: einsum("mk,kn->mn", recorded=addmm, adds=True),
     aten.bmm: einsum("bmk,bkn->bmn"),
+    aten.baddbmm: einsum("bmk,bkn->bmn", recorded="decomposed", adds=True),
     aten.mv: einsum("mk,k->m"),
     aten.dot: einsum("k,k->"),
 }

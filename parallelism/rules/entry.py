@@ -60,6 +60,8 @@ class Entry:
     # ---- its cost: fusion, recomputation ----
     work: Work = "stream"
     """Products and attention are separate kernels; streams between them fuse."""
+    adds: bool = False
+    """Whether it adds a product of its other operands to the first."""
     inlined: bool = False
     """Whether a compiler computes an element of the result where it is read, instead of writing it."""
     routed: int = 0
