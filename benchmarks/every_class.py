@@ -66,7 +66,10 @@ SIZES: tuple[tuple[int, tuple[str, ...]], ...] = (
           "vocab_size_per_layer_input")),
     (1, ("n_shared_experts", "first_k_dense_replace", "topk_group", "n_group")),
     (16, ("mamba_d_head", "mamba_head_dim")),
-    (5, ("sliding_window", "attention_window_size", "window_size")), (3, ("index_topk",)),
+    (5, ("sliding_window", "sliding_window_size", "attention_window_size", "window_size", "attention_chunk_size",
+         "local_attention")),
+    (4, ("floor_scale", "log_scaling_n_floor", "rel_extent", "keep_window_size", "index_block_size")),
+    (2, ("index_topk_blocks",)), (3, ("index_topk",)),
     (0, ("pad_token_id",)), (1, ("bos_token_id",)), (2, ("eos_token_id",)),
 )  # fmt: skip
 """The value of each key of a configuration, where the class has the key and its default is a number."""
@@ -79,6 +82,7 @@ OF_CLASS: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "kimi_linear": {**_MIXED, "num_experts_per_token": 2, "mlp_layer_types": ["dense", "sparse"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "llama4_text": {"no_rope_layers": [1, 0], "moe_layers": [1]},
     "mamba2": {"head_dim": 16, "n_groups": 2, "chunk_size": 8},
     "nemotron": {"num_key_value_heads": 2},
     "nemotron_h": {"n_groups": 2, "chunk_size": 8, "num_hidden_layers": 4},

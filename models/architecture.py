@@ -19,7 +19,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from tpshard.kernels import gptq_config
-from tpshard.models import class_names, hf_config, interface, own_attention
+from tpshard.models import class_names, hf_config, interface, long_rotation, own_attention, own_experts
+from tpshard.models.llama4 import chunk_of
 
 
 @dataclass(frozen=True)
@@ -120,8 +121,23 @@ class Architecture:
 
     @property
     def selects_keys(self) -> bool:
-        """Whether an indexer selects the keys of each query (DeepSeek-V3.2), under an explicit mask."""
-        return getattr(self.config.get_text_config(), "index_topk", None) is not None
+        """Whether modules select the keys of each query under an explicit mask: by an indexer (DeepSeek-V3.2), or in
+        sequences of more keys than they keep (Doge)."""
+        config = self.config.get_text_config()
+        return any(getattr(config, key, None) is not None for key in ("index_topk", "keep_window_size"))
+
+    @property
+    def chunk(self) -> int | None:
+        """The number of tokens within which some layers attend (Llama 4); None without such layers."""
+        config = self.config.get_text_config()
+        layers = range(len(getattr(config, "layer_types", None) or ()))
+        return next((chunk for layer in layers if (chunk := chunk_of(config, layer)) is not None), None)
+
+    @property
+    def original_seq(self) -> int | None:
+        """The length of sequences above which the model rotates otherwise (longrope, dynamic NTK); None if it never
+        does."""
+        return long_rotation.original_length(self.config.get_text_config())
 
     def notes(self, model: nn.Module) -> list[str]:
         """Differences from the authors' training: no dropout, no auxiliary losses, documents that see each other."""
@@ -174,6 +190,8 @@ class Architecture:
             raise ValueError(f"{type(model).__name__} is not a causal language model")
         further, first = {"use_cache": False} if "use_cache" in takes else {}, self.first_position
         step = own_attention.take_place(model, interface.NAME)
+        own_experts.take_place(model)
+        long_rotation.take_place(model, step)
 
         def transformers_inputs(
             tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None
@@ -186,6 +204,7 @@ class Architecture:
                 if self.selects_keys:
                     named["attention_mask"] = interface.explicit_mask(tokens, documents)
             step.documents, step.positions = documents, positions
+            step.length = tokens.shape[1] if step.longest is None else step.longest
             return named
 
         def logits(_: nn.Module, __: Any, output: Any) -> Tensor:

@@ -16,6 +16,7 @@ from tpshard.kernels.attention import attention
 from tpshard.kernels.attention_mask import visible
 from tpshard.kernels.expert_linear import expert_linear
 from tpshard.kernels.experts import experts
+from tpshard.models import llama4
 
 NAME = "tpshard"
 
@@ -69,6 +70,9 @@ def attend(
     documents, step = others.get("documents"), getattr(module, "tpshard_step", None)
     if documents is None and step is not None:
         documents = step.documents
+    chunk = getattr(module, llama4.CHUNK, None)
+    if chunk is not None and step is not None and query.shape[2] > chunk and not step.serves:
+        documents = llama4.within_chunks(documents, step.positions, query, chunk)
     scale = 1.0 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling)
     if causal and attention_mask is None and indices is None:
         width = max(query.shape[-1], value.shape[-1])  # zeros change neither the scores nor the rest of a result

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from tpshard.kernels.attention import attention
+from tpshard.models import llama4
 
 _COLUMNS = 8
 """Extra columns per head for ALiBi: fast kernels need multiples of this."""
@@ -27,6 +28,15 @@ class Step:
 
     documents: Tensor | None = None
     positions: Tensor | None = None
+    length: int = 0
+    """The number of tokens of the longest sequence."""
+    longest: int | None = None
+    """A server's `length`; None where rows are sequences."""
+
+    @property
+    def serves(self) -> bool:
+        """Whether these are a server's rows: tokens of many sequences, none longer than the model supports."""
+        return self.documents is None and self.positions is not None
 
 
 def take_place(model: nn.Module, interface: str) -> Step:
@@ -43,6 +53,13 @@ def take_place(model: nn.Module, interface: str) -> Step:
         for method, replacement in replacements(module, step, interface).items() if replacements else ():
             setattr(module, method, replacement)
     return step
+
+
+def limit_length(model: nn.Module, longest: int) -> None:
+    """Prepares a model for a server's steps, whose rows are tokens of sequences of at most `longest` tokens."""
+    step = getattr(model, "tpshard_step", None)
+    if step is not None:
+        step.longest = longest
 
 
 def took_place(model: nn.Module) -> bool:
@@ -145,6 +162,15 @@ def _mpt_forward(module: Any, step: Step, slopes: Tensor, hidden_states: Tensor,
     return module.out_proj(out.flatten(2)), None
 
 
+def _llama4(module: Any, step: Step, _: str) -> Replacements:
+    setattr(module, llama4.CHUNK, llama4.chunk_of(module.config, module.layer_idx))
+    if module.attn_temperature_tuning and not module.use_rope:  # such layers do not normalize queries
+        module.attn_temperature_tuning = False
+        floor, scale = module.floor_scale, module.attn_scale
+        module.q_proj.register_forward_hook(lambda _, __, query: llama4.temper(step.positions, query, floor, scale))
+    return {}
+
+
 def _slopes(build_alibi_tensor: Callable[[Tensor, int, torch.dtype], Tensor], heads: int) -> Tensor:
     """The ALiBi slopes [heads] that a class's own function computes."""
     with torch.device("cpu"):
@@ -178,6 +204,7 @@ _OWN: dict[str, Callable[[Any, Step, str], Replacements]] = {
     "FalconAttention": _falcon,
     "GPTJAttention": _written_out,
     "GPTNeoSelfAttention": _written_out,
+    "Llama4TextAttention": _llama4,
     "MptAttention": _mpt,
     "NemotronAttention": _without_documents,
     "StableLmAttention": _without_documents,

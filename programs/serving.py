@@ -19,6 +19,7 @@ from tpshard.kernels.linear import TILE
 from tpshard.models.assemble import evaluating
 from tpshard.models.config import ModelConfig
 from tpshard.models.dims import param_dims
+from tpshard.models.own_attention import limit_length
 from tpshard.parallelism.annotate import role
 from tpshard.parallelism.capture import Trail, capture
 from tpshard.parallelism.graph import Graph, Value
@@ -122,9 +123,11 @@ class ServeSetting:
     def model(self) -> nn.Module:
         """The module on `meta`, in its compute dtype. Mistakes (exit 3) for an invalid user's module."""
         try:
-            return self.served.model(self.config)
+            model = self.served.model(self.config)
         except ValueError as error:
             raise wrong_model(self.recipe, error) from error
+        limit_length(model, self.max_seq)
+        return model
 
     @cached_property
     def dims(self) -> dict[str, tuple[str, ...]]:
@@ -160,10 +163,32 @@ class ServeSetting:
 
     @property
     def max_seq(self) -> int:
-        """The longest sequence that the model supports."""
+        """The longest sequence that is served: the longest that the model supports, with two exceptions.
+
+        Attention within chunks is served within the first chunk. Where rotations depend on the length, `model.seq_len`
+        decides, by default the length up to which they are the original ones.
+        """
         described = self.served.config or self.served.blueprint.architecture
         longest = None if described is None else described.max_seq
-        return self.recipe.model.seq_len if longest is None else longest
+        written = self.recipe.model.seq_len
+        if self.chunk is not None:
+            longest = min(longest or self.chunk, self.chunk)
+        elif self.original_seq is not None:
+            asked = written if self.recipe.where("model.seq_len").line else self.original_seq
+            longest = min(longest or asked, asked)
+        return written if longest is None else longest
+
+    @property
+    def chunk(self) -> int | None:
+        """The number of tokens within which some layers of the model attend; None without such layers."""
+        own_class = self.served.blueprint.architecture
+        return None if own_class is None else own_class.chunk
+
+    @property
+    def original_seq(self) -> int | None:
+        """The length of sequences above which the model rotates otherwise; None if it never does."""
+        own_class = self.served.blueprint.architecture
+        return None if own_class is None else own_class.original_seq
 
 
 def _up(rows: int) -> int:
@@ -217,7 +242,15 @@ class ServingPrograms:
         dropping = [] if stored_config is None or stored_config.capacity is None else [
             f"experts compute all tokens that choose them: `capacity: {stored_config.capacity:g}` is for training"
         ]  # fmt: skip
-        return [*([served.note] if served.note else []), *dropping, *padding]
+        limited = f"sequences have at most {self.setting.max_seq} tokens: "
+        limits = [] if self.setting.chunk is None else [f"{limited}some layers attend within chunks of so many"]
+        if (original := self.setting.original_seq) is not None:
+            limits = [
+                f"{limited}the original rotations are used; a larger `model.seq_len` uses those for long sequences"
+                if self.setting.max_seq <= original
+                else f"{limited}all use the rotations for long ones; `model.seq_len: {original}` uses the original ones"
+            ]
+        return [*([served.note] if served.note else []), *dropping, *limits, *padding]
 
     def cache_blocks(self, free_bytes: int) -> int:
         """The number of cache blocks on one device with `free_bytes`.

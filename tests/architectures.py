@@ -97,6 +97,34 @@ MORE: dict[str, dict[str, Any]] = {
         "num_local_experts": 4, "n_routed_experts": 4, "num_experts": 4, "num_experts_per_tok": 2,
         "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
     },
+    "llama4_text": {
+        "architectures": ["Llama4ForCausalLM"], **_LLAMA, "head_dim": 8, "intermediate_size_mlp": 48,
+        "num_local_experts": 4, "num_experts_per_tok": 2, "moe_layers": [1], "no_rope_layers": [1, 0],
+        "attention_chunk_size": 5, "floor_scale": 4, "attn_scale": 0.5,
+    },
+    "longcat_flash": {
+        "architectures": ["LongcatFlashForCausalLM"],
+        **{k: v for k, v in _LLAMA.items() if k not in ("num_hidden_layers", "intermediate_size")},
+        **{k: v for k, v in _LATENT.items() if not k.startswith("index")}, "num_layers": 2, "ffn_hidden_size": 48,
+        "num_key_value_heads": 4, "head_dim": 4, "moe_topk": 3, "n_routed_experts": 4, "zero_expert_num": 4,
+        "expert_ffn_hidden_size": 16,
+    },
+    "jetmoe": {
+        "architectures": ["JetMoeForCausalLM"], "kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
+        **{k: v for k, v in _LLAMA.items() if k != "num_attention_heads"},
+    },
+    "doge": {"architectures": ["DogeForCausalLM"], **_LLAMA, "keep_window_size": 3},
+    "longrope": {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], **_LLAMA,
+        "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 8, "factor": 4.0,
+            "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 2.5, 3.0, 3.5],
+        },
+    },
+    "dynamic": {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], **_LLAMA, "max_position_embeddings": 8,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+    },
 }  # fmt: skip
 """Classes that are not in the gallery."""
 

@@ -54,6 +54,12 @@ def setting_of(folder: Path, mesh: dict[str, int], more: str = "", key: str = "t
         ("falcon_h1", {"tp": 2}, False),  # whose multipliers are buffers that only the constructor computes
         ("deepseek_v32", {"fsdp": 2, "tp": 2}, True),
         ("hy_v4", {"tp": 2}, True),
+        ("llama4_text", {"fsdp": 2, "tp": 2}, False),
+        ("longcat_flash", {"fsdp": 2, "tp": 2}, True),
+        ("jetmoe", {"tp": 2}, False),
+        ("doge", {"tp": 2}, False),
+        ("longrope", {"tp": 2}, False),
+        ("dynamic", {"tp": 2}, False),
     ],
 )
 def test_a_step_is_transformers_own(name: str, mesh: dict[str, int], several: bool, tmp_path: Path) -> None:
@@ -73,7 +79,9 @@ def test_a_step_is_transformers_own(name: str, mesh: dict[str, int], several: bo
         assert (total - grad).abs().max() <= 1e-6 * grad.abs().max() + rounding, path
 
 
-@pytest.mark.parametrize("name", ["nemotron", "bert", "deepseek_v32", "gpt_neo", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "name", ["nemotron", "bert", "deepseek_v32", "gpt_neo", "qwen3_moe", "llama4_text", "jetmoe", "doge"]
+)
 def test_documents_of_a_row_do_not_meet(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a class's layers pass attention no `documents`, as Nemotron's, and where attention is not causal."""
     monkeypatch.setattr(
@@ -266,6 +274,9 @@ def test_a_model_that_looks_at_values_is_refused_with_its_line(tmp_path: Path, m
         ("gpt_neo", 2),
         ("stablelm", 2),
         ("gpt_oss", 2),
+        ("llama4_text", 2),
+        ("longcat_flash", 2),
+        ("jetmoe", 1),
     ],
 )
 def test_a_servers_step_is_transformers_own(name: str, tp: int, tmp_path: Path) -> None:
@@ -290,6 +301,43 @@ def test_a_servers_step_is_transformers_own(name: str, tp: int, tmp_path: Path) 
         each = [torch.func.functional_call(own, values, (part,)).logits[0] for part in (tokens[:, :5], tokens[:, 5:])]
     torch.testing.assert_close(logits, torch.cat(each), rtol=1e-4, atol=1e-4)
     assert tp == 1 or any(c.kind == "all_reduce" for c in programs.steps[8].collectives)
+
+
+@pytest.mark.parametrize(
+    ("name", "seq_len", "longest", "note"),
+    [
+        ("llama4_text", None, 5, "sequences have at most 5 tokens: some layers attend within chunks"),
+        ("longrope", None, 8, "sequences have at most 8 tokens: the original rotations"),
+        ("longrope", 32, 32, "sequences have at most 32 tokens: all use the rotations for long ones"),
+        ("longrope", 6, 6, "sequences have at most 6 tokens: the original rotations"),
+    ],
+)
+def test_a_server_says_where_it_ends(
+    name: str, seq_len: int | None, longest: int, note: str, tmp_path: Path
+) -> None:  # fmt: skip
+    """Long rotations are those that transformers takes for a prompt of more tokens than the original length."""
+    from servers import lockstep, prompts
+    from tpshard.programs.served import model_to_serve
+    from tpshard.programs.serving import ServeSetting, build_serving
+    from tpshard.serve.weights import Weights
+
+    folder = architectures.folder(tmp_path, name)
+    asked = [] if seq_len is None else [f"model.seq_len={seq_len}"]
+    recipe = loads(f"model: {{transformers: '{folder}'}}\nserve: {{dtype: fp32}}\n", asked)
+    programs = build_serving(ServeSetting.of(recipe, model_to_serve(recipe, "cpu"), "cpu"), rows=[8])
+    assert programs.setting.max_seq == longest and any(one.startswith(note) for one in programs.notes)
+    if longest == 32:
+        values = architectures.values(name)
+
+        def block(path: str, starts: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+            return values[path][tuple(slice(start, start + size) for start, size in zip(starts, sizes))]
+
+        logits = lockstep(programs, Weights({path: tuple(v.shape) for path, v in values.items()}, block))
+        first = torch.from_numpy(prompts().tokens)[None, :5]
+        longer = torch.cat([first, torch.full((1, 8), 3)], 1)
+        with torch.no_grad():
+            expected = torch.func.functional_call(architectures.own(name), values, (longer,)).logits[0, :5]
+        torch.testing.assert_close(logits[:5], expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("scores", "values"), [(6, 4), (4, 6)])

@@ -1,0 +1,147 @@
+"""Flips every switch of every causal language model's configuration, and compares logits with transformers'.
+
+    python benchmarks/every_switch.py [--record] [NAME ...]       model types; all take two minutes
+
+A class of transformers behaves otherwise with another configuration, and nothing says which parts of it tpshard's
+operations for attention, experts and rotations replace. So each class of `every_class.py`, in its small configuration,
+is tried with each boolean key flipped and with each type of rotary scaling, beyond the length at which it sets in. The
+logits of tpshard's module are compared with those of transformers' own, in one process, in fp32: `equal` within 2e-4
+of the largest. What transformers itself refuses is left out; `refused` names what tpshard refuses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from tpshard.models.architecture import Architecture
+
+from every_class import architectures, classes, small
+from record import Record, add_options
+
+SECONDS = 40
+"""The limit for one configuration."""
+NOT_SWITCHES = {
+    "use_cache", "return_dict", "tie_word_embeddings", "is_encoder_decoder", "is_decoder", "add_cross_attention",
+    "torchscript", "use_mamba_kernels",
+}  # fmt: skip
+"""Boolean keys that select an output, another task or another kernel; so do those that begin with `output_`."""
+ROTATIONS: tuple[dict[str, Any], ...] = (
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "dynamic", "factor": 4.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
+    {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8,
+    },
+    {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 8},
+)  # fmt: skip
+
+
+def variants(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields (what is changed, the changed configuration)."""
+    for key, value in config.items():
+        if isinstance(value, bool) and key not in NOT_SWITCHES and not key.startswith("output_"):
+            yield f"{key}: {not value}", {**config, key: not value}
+    rotation = config.get("rope_parameters")
+    if not isinstance(rotation, dict):
+        return
+    head = config.get("head_dim") or config["hidden_size"] // config.get("num_attention_heads", 4)
+    for scaling in ROTATIONS:
+        pairs = int(head * rotation.get("partial_rotary_factor", 1.0)) // 2
+        factors = {f"{name}_factor": [start + 0.2 * i for i in range(pairs)] for name, start in
+                   (("short", 1.0), ("long", 2.0))}  # fmt: skip
+        more = {**scaling, **(factors if scaling["rope_type"] == "longrope" else {})}
+        every = {**rotation, **more} if "rope_type" in rotation else {
+            kind: {**own, **more} if isinstance(own, dict) else own for kind, own in rotation.items()
+        }  # fmt: skip
+        changed = {"max_position_embeddings": 8} if scaling["rope_type"] == "dynamic" else {}
+        yield f"rope_type: {scaling['rope_type']}", {**config, **changed, "rope_parameters": every}
+
+
+def outcome(name: str, config: dict[str, Any]) -> Any:
+    """The largest difference of a logit, or a dict with the key left_out, refused, wrong or crashed and the reason."""
+    batch = {key: rows[:2] for key, rows in architectures.batch(False).items()}
+    with mock.patch.dict(architectures.CONFIGS, {name: config}), torch.no_grad():
+        try:
+            values, own = architectures.values(name), architectures.own(name)
+            inputs = {"input_ids": batch["tokens"], "use_cache": False}
+            expected = torch.func.functional_call(own, values, (), inputs).logits
+        except Exception as error:
+            return {"left_out": f"transformers: {type(error).__name__}: {' '.join(str(error).split())[:120]}"}
+        if not torch.isfinite(expected).all():
+            return {"left_out": "transformers' own logits are not finite"}
+        try:
+            model = Architecture(architectures.config_of(name)).build()
+            read = (batch["tokens"], batch["documents"], batch["positions"])
+            apart = torch.func.functional_call(model, values, read) - expected
+        except ValueError as error:
+            return {"refused": " ".join(str(error).split())[:200]}
+        except Exception as error:
+            return {"crashed": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+    relative = float(apart.abs().max() / expected.abs().max())
+    return relative if relative <= 2e-4 else {"wrong": relative}
+
+
+def in_time(name: str, config: dict[str, Any]) -> Any:
+    """`outcome`, or that it took too long."""
+
+    def late(*_: Any) -> None:
+        raise TimeoutError(f"longer than {SECONDS} s")
+
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(SECONDS)
+    try:
+        return outcome(name, config)
+    except TimeoutError as error:
+        return {"left_out": str(error)}
+    finally:
+        signal.alarm(0)
+
+
+def main() -> None:
+    import transformers
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    add_options(parser)
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    record = Record("every_switch", quiet=options.json)
+    for name, cls in sorted(classes().items()):
+        if options.names and name not in options.names:
+            continue
+        try:
+            config = small(cls)
+        except Exception:  # every_class.py says why
+            continue
+        if isinstance(in_time(name, config), dict):
+            continue
+        results = {changed: in_time(name, other) for changed, other in variants(config)}
+        notable = {changed: one for changed, one in results.items() if isinstance(one, dict) and "left_out" not in one}
+        row = {"name": name, "tried": len(results), **notable}
+        row["equal"] = sum(not isinstance(one, dict) for one in results.values())
+        record.rows.append(row)
+        record.say(json.dumps(row))
+    notable_results = Counter(next(iter(one)) for row in record.rows for one in row.values() if isinstance(one, dict))
+    counts = {
+        "equal": sum(row["equal"] for row in record.rows),
+        "refused": 0,
+        "wrong": 0,
+        "crashed": 0,
+    } | notable_results
+    for result, count in counts.items():
+        record.figure(result, count, "configurations")
+    record.close(as_json=options.json, write=options.record)
+
+
+if __name__ == "__main__":
+    main()
