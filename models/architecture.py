@@ -261,7 +261,10 @@ def _hold_buffers(model: nn.Module) -> None:
         held.append((module, name))
 
     def detach(*_: Any) -> None:
+        present = set(model.modules())  # layers may have been removed
         for module, name in held:
+            if module not in present:
+                continue
             module._parameters[name] = module._parameters[name].detach()  # type: ignore[union-attr, assignment]
 
     if held:
@@ -269,7 +272,8 @@ def _hold_buffers(model: nn.Module) -> None:
 
 
 def _fill_buffers(model: nn.Module) -> None:
-    """Computes the buffers that checkpoints do not store, by the class's own initialization or constructor."""
+    """Computes the buffers that checkpoints do not store, by the class's own initialization or constructor, and tensors
+    that are plain attributes."""
     constructed: dict[str, Tensor] = {}
     for path, module in model.named_modules():
         if not any(buffer is not None for buffer in module._buffers.values()):
@@ -282,12 +286,17 @@ def _fill_buffers(model: nn.Module) -> None:
         for name, buffer in module._buffers.items():
             unset = buffer is not None and bool((buffer.isnan() if buffer.is_floating_point() else buffer == -1).all())
             if unset:
-                constructed = constructed or _constructed_buffers(model)
+                constructed = constructed or _constructed(model)
                 module._buffers[name] = constructed[f"{path}.{name}"]  # some classes fill a buffer only there
+    for path, module in model.named_modules():
+        for name in [name for name, value in vars(module).items() if isinstance(value, Tensor) and value.is_meta]:
+            constructed = constructed or _constructed(model)
+            setattr(module, name, constructed[f"{path}.{name}"])
 
 
-def _constructed_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers as the constructor of the model's class leaves them, by name. Parameters take no memory."""
+def _constructed(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers and other tensors as the constructor of the model's class leaves them, by name. Parameters take no
+    memory."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -295,6 +304,12 @@ def _constructed_buffers(model: nn.Module) -> dict[str, Tensor]:
 
     try:
         with mock.patch.object(nn.Module, "register_parameter", on_meta):
-            return dict(type(model)(model.config).named_buffers())
+            constructed = type(model)(model.config)
     except Exception as error:  # the class may do anything with tensors that have values
         raise ValueError(f"{type(model).__name__} cannot compute its buffers: {error}") from error
+    plain = {
+        f"{path}.{name}": value
+        for path, module in constructed.named_modules()
+        for name, value in vars(module).items() if isinstance(value, Tensor)
+    }  # fmt: skip
+    return plain | dict(constructed.named_buffers())

@@ -113,6 +113,11 @@ MORE: dict[str, dict[str, Any]] = {
         "architectures": ["JetMoeForCausalLM"], "kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
         **{k: v for k, v in _LLAMA.items() if k != "num_attention_heads"},
     },
+    "trocr": {
+        "architectures": ["TrOCRForCausalLM"], "vocab_size": VOCAB, "d_model": 32, "decoder_layers": 2,
+        "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "cross_attention_hidden_size": 32,
+        "use_learned_position_embeddings": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    },
     "doge": {"architectures": ["DogeForCausalLM"], **_LLAMA, "keep_window_size": 3},
     "longrope": {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], **_LLAMA,
@@ -130,7 +135,7 @@ MORE: dict[str, dict[str, Any]] = {
 
 
 def config_of(name: str) -> dict[str, Any]:
-    return {"model_type": name, **(CONFIGS | MORE)[name]}
+    return {"model_type": name, **(MORE | CONFIGS)[name]}
 
 
 def folder(place: Path, name: str, *, weights: bool | Mapping[str, Tensor] = False, **changes: Any) -> Path:

@@ -60,6 +60,7 @@ def setting_of(folder: Path, mesh: dict[str, int], more: str = "", key: str = "t
         ("doge", {"tp": 2}, False),
         ("longrope", {"tp": 2}, False),
         ("dynamic", {"tp": 2}, False),
+        ("trocr", {"tp": 2}, False),  # whose sinusoids are a plain attribute
     ],
 )
 def test_a_step_is_transformers_own(name: str, mesh: dict[str, int], several: bool, tmp_path: Path) -> None:
