@@ -10,26 +10,45 @@ from tpshard.parallelism.graph import Place
 from tpshard.parallelism.node_info import Collective, Info
 from tpshard.parallelism.why import Demand, Through
 
-SHALLOW = 4
-"""Layers of the shallow model: two ends, and two between them that are compared."""
 COMPARED, REPEATED, LAST = 1, 2, 3
-"""Layers of the shallow model: the second is compared with the third, which is repeated."""
+"""Blocks of the shallow model: the second is compared with the third, which is repeated. The first is 0."""
 
 
 @dataclass(frozen=True)
 class Depth:
     """The depth of a deep model, and the renumbering of layers in names from the shallow model that stands for it.
 
-    A name in a layer begins with the stack and the layer's number: `layers.2.mlp.up.weight`.
+    A name in a layer begins with the stack and the layer's number: `layers.2.mlp.up.weight`. The shallow model has four
+    blocks of layers: two ends, and two between them that are compared.
     """
 
     stack: str
     layers: int
+    period: int = 1
+    """Layers of a block. The last block also has the layers that are left over."""
+    head: int = 0
+    """Further layers of the first block, which may be unlike all others."""
 
     @property
     def copies(self) -> int:
-        """The number of the deep model's layers for which the repeated layer of the shallow model stands."""
-        return self.layers - SHALLOW + 1
+        """The number of the deep model's blocks for which the repeated block of the shallow model stands."""
+        return (self.layers - self.head) // self.period - 3
+
+    @property
+    def shallow_layers(self) -> int:
+        """The number of the shallow model's layers."""
+        return self.layers - self.skipped
+
+    @property
+    def skipped(self) -> int:
+        """The number of layers that the deep model has and the shallow one has not."""
+        return (self.copies - 1) * self.period
+
+    @property
+    def kept(self) -> list[int]:
+        """The layers of the deep model that are the shallow model's, in order."""
+        first = self.head + 3 * self.period
+        return [*range(first), *range(first + self.skipped, self.layers)]
 
     @cached_property
     def _layer_number(self) -> re.Pattern[str]:
@@ -40,31 +59,44 @@ class Depth:
         match = self._layer_number.match(name)
         return None if match is None else int(match[1])
 
+    def block(self, layer: int | None) -> int | None:
+        """The block of a layer of the shallow model; None outside of layers."""
+        return None if layer is None else max(0, min((layer - self.head) // self.period, LAST))
+
     def shallow(self, layer: int) -> int:
         """The layer of the shallow model that stands for one of the deep model."""
-        if layer == self.layers - 1:
-            return LAST
-        return min(layer, REPEATED)
+        repeated = self.head + REPEATED * self.period
+        if layer < repeated:
+            return layer
+        if layer >= self.head + 3 * self.period + self.skipped:
+            return layer - self.skipped
+        return repeated + (layer - repeated) % self.period
 
     def shift_name(self, name: str, by: int | None) -> str:
         """A name with `by` added to its layer's number; names outside of layers stay.
 
-        None is for names that an op outside of layers reads: only the last layer's number changes, to the deep model's.
+        None is for names that an op outside of layers reads: only numbers in the last block change, to the deep
+        model's.
         """
         match = None if by == 0 else self._layer_number.match(name)
         if match is None:
             return name
         if by is None:
-            by = self.layers - 1 - LAST if int(match[1]) == LAST else 0
+            by = self.skipped if self.block(int(match[1])) == LAST else 0
         return f"{self.stack}.{int(match[1]) + by}{name[match.end() :]}"
 
     def count(self, name: str) -> int:
         """The number of values or ops of the deep model for which one of the shallow model stands."""
-        return self.copies if self.layer(name) == REPEATED else 1
+        return self.copies if self.block(self.layer(name)) == REPEATED else 1
 
     def in_text(self, text: str) -> str:
-        """A text about the shallow model with the number of its last layer replaced."""
-        return re.sub(rf"(?<=`{re.escape(self.stack)}\.){LAST}(?=[.`])", str(self.layers - 1), text)
+        """A text about the shallow model with the deep model's numbers of the layers in its last block."""
+
+        def renumber(match: re.Match[str]) -> str:
+            number = int(match[0])
+            return str(number + self.skipped if self.block(number) == LAST else number)
+
+        return re.sub(rf"(?<=`{re.escape(self.stack)}\.)\d+(?=[.`])", renumber, text)
 
     def names_a_layer(self, text: str) -> bool:
         """Whether a text quotes a name inside the stack, such as "`layers.3.mlp`"."""

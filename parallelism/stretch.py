@@ -1,7 +1,7 @@
-"""Building the program of a deep model from that of a shallow one with equal layers, by repeating one layer.
+"""Building the program of a deep model from that of a shallow one with equal blocks of layers, by repeating one block.
 
-Capturing, propagating and partitioning would give the same for each of these layers. This is checked, not assumed: a
-layer is repeated only if it and the previous one are the same program, node by node.
+Capturing, propagating and partitioning would give the same for each of these blocks. This is checked, not assumed: a
+block is repeated only if it and the previous one are the same program, node by node.
 """
 
 from __future__ import annotations
@@ -17,49 +17,48 @@ from tpshard.parallelism.program import INFO, Info, Port, Program, ValueRecord, 
 from tpshard.parallelism.propagated_reasons import PropagatedReasons
 
 
-def stretch_program(program: Program, stack: str, layers: int) -> Program | None:
-    """Turns a partitioned step of `SHALLOW` layers `stack.N`, before any pass, into that of (at least as many)
-    `layers`.
+def stretch_program(program: Program, depth: Depth) -> Program | None:
+    """Turns a partitioned step of the shallow model of `depth`, before any pass, into that of the deep model.
 
-    It is the deep model's own program: names, records, explanations and warnings included. Returns None if the layers
+    It is the deep model's own program: names, records, explanations and warnings included. Returns None if the blocks
     between the ends differ, or a warning that is not about repeated work names a layer.
     """
-    stretch = _Stretch.of(program, Depth(stack, layers))
+    stretch = _Stretch.of(program, depth)
     return None if stretch is None else stretch.run()
 
 
-def stretched_records(program: Program, stack: str, layers: int) -> dict[str, ValueRecord] | None:
+def stretched_records(program: Program, depth: Depth) -> dict[str, ValueRecord] | None:
     """The records of the program that `stretch_program` returns, without building its graph; None if that is None."""
-    stretch = _Stretch.of(program, Depth(stack, layers))
+    stretch = _Stretch.of(program, depth)
     return None if stretch is None else stretch.records()
 
 
 class _Unlike(Exception):
-    """Raised where two layers differ in more than their number."""
+    """Raised where two blocks differ in more than the numbers of their layers."""
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Consecutive nodes of the repeated layer."""
+    """Consecutive nodes of the repeated block."""
 
     nodes: tuple[fx.Node, ...]
     rising: bool
-    """Whether layers come in ascending order, as in the forward pass."""
+    """Whether blocks come in ascending order, as in the forward pass."""
 
 
 class _Stretch:
-    """Compares the layers of a shallow program, and builds the deep one."""
+    """Compares the blocks of a shallow program, and builds the deep one."""
 
     def __init__(self, program: Program, depth: Depth):
         self.program, self.depth, self.copies = program, depth, depth.copies
         self.nodes = list(program.graph.nodes)
         feeds = [node for node in self.nodes if node.op == "placeholder"]
         self.port = dict(zip(feeds, program.inputs, strict=True))
-        self.layer = self._layers()
+        self.block = self._blocks()
         self.twin: dict[fx.Node, fx.Node] = {}
-        """The node of the repeated layer that corresponds to each node of the compared one."""
+        """The node of the repeated block that corresponds to each node of the compared one."""
         self.back: dict[fx.Node, fx.Node] = {}
-        """The node of the repeated layer that corresponds to each node of the last layer that it reads."""
+        """The node of the repeated block that corresponds to each node of the last block that it reads."""
         self.runs = self._runs()
         for node, other in self.twin.items():
             self._compare(node, other)
@@ -69,37 +68,37 @@ class _Stretch:
 
     @staticmethod
     def of(program: Program, depth: Depth) -> _Stretch | None:
-        """The stretch of a shallow program; None if the deep program may be more than that with layers repeated."""
+        """The stretch of a shallow program; None if the deep program may be more than that with blocks repeated."""
         try:
             return _Stretch(program, depth)
         except _Unlike:
             return None
 
-    # ---- the layers of nodes -----------------------------------------------------------------------------------------
-    def _layers(self) -> dict[fx.Node, int | None]:
-        """The layer of every node, by its place, its parameter, or its operands; None outside of layers."""
-        layers: dict[fx.Node, int | None] = {}
+    # ---- the blocks of nodes -----------------------------------------------------------------------------------------
+    def _blocks(self) -> dict[fx.Node, int | None]:
+        """The block of every node, by its place, its parameter, or its operands; None outside of layers."""
+        blocks: dict[fx.Node, int | None] = {}
         for node in self.nodes:
             layer = info(node).place.layer if node.op == "call_function" else None
             if layer is not None and layer.stack == self.depth.stack:
-                layers[node] = layer.number
+                blocks[node] = self.depth.block(layer.number)
             elif node in self.port:
-                layers[node] = self.depth.layer(self.port[node].name)
+                blocks[node] = self.depth.block(self.depth.layer(self.port[node].name))
             else:
-                read = {layers[operand] for operand in node.all_input_nodes} - {None}
-                layers[node] = read.pop() if len(read) == 1 and node.op == "call_function" else None
-        return layers
+                read = {blocks[operand] for operand in node.all_input_nodes} - {None}
+                blocks[node] = read.pop() if len(read) == 1 and node.op == "call_function" else None
+        return blocks
 
     def _runs(self) -> list[_Run]:
-        """The runs of the repeated layer's nodes, each between a run of the compared layer and one of the last."""
+        """The runs of the repeated block's nodes, each between a run of the compared block and one of the last."""
         cut: list[tuple[int | None, list[fx.Node]]] = []
         for node in self.nodes:
-            if not cut or cut[-1][0] != self.layer[node]:
-                cut.append((self.layer[node], []))
+            if not cut or cut[-1][0] != self.block[node]:
+                cut.append((self.block[node], []))
             cut[-1][1].append(node)
         runs = []
-        for i, (layer, nodes) in enumerate(cut):
-            if layer != REPEATED:
+        for i, (block, nodes) in enumerate(cut):
+            if block != REPEATED:
                 continue
             around = [cut[j][0] if 0 <= j < len(cut) else None for j in (i - 1, i + 1)]
             if COMPARED not in around:
@@ -110,7 +109,7 @@ class _Stretch:
                 raise _Unlike
             self.twin.update(zip(same, nodes))
             runs.append(_Run(tuple(nodes), rising))
-        if len(self.twin) != sum(layer == COMPARED for layer in self.layer.values()):
+        if len(self.twin) != sum(block == COMPARED for block in self.block.values()):
             raise _Unlike
         return runs
 
@@ -119,9 +118,9 @@ class _Stretch:
         if (node.op, node.target) != (other.op, other.target) and node.op != "placeholder":
             raise _Unlike
         if node in self.port:
-            if self._port(self.port[node], 1) != self.port[other]:
+            if self._port(self.port[node], self.depth.period) != self.port[other]:
                 raise _Unlike
-        elif self.depth.info(info(node), 1) != info(other):
+        elif self.depth.info(info(node), self.depth.period) != info(other):
             raise _Unlike
         self._compare_args((node.args, node.kwargs), (other.args, other.kwargs))
 
@@ -142,29 +141,29 @@ class _Stretch:
             raise _Unlike
 
     def _compare_read(self, read: fx.Node, next_read: fx.Node) -> None:
-        """Compares the operands of a node and its twin: they must be equal, or correspond in the next layer."""
-        layer, layer_of_theirs = self.layer[read], self.layer[next_read]
-        if read is next_read and layer not in (COMPARED, REPEATED, LAST):
+        """Compares the operands of a node and its twin: they must be equal, or correspond in the next block."""
+        block, block_of_theirs = self.block[read], self.block[next_read]
+        if read is next_read and block not in (COMPARED, REPEATED, LAST):
             return
-        if layer is None or layer_of_theirs != layer + 1:
+        if block is None or block_of_theirs != block + 1:
             raise _Unlike
-        if layer == COMPARED and self.twin.get(read) is not next_read:
+        if block == COMPARED and self.twin.get(read) is not next_read:
             raise _Unlike
-        if layer == REPEATED and self.back.setdefault(next_read, read) is not read:
+        if block == REPEATED and self.back.setdefault(next_read, read) is not read:
             raise _Unlike
-        if layer != COMPARED and self._specs(read) != self._specs(next_read):
+        if block != COMPARED and self._specs(read) != self._specs(next_read):
             raise _Unlike
 
     def _check_readers(self) -> None:
-        """Checks that only the repeated layer, its neighbours and the results read it, and that no layer skips it."""
+        """Checks that only the repeated block, its neighbours and the results read it, and that no block skips it."""
         for node in self.nodes:
-            layer = self.layer[node]
+            block = self.block[node]
             for operand in node.all_input_nodes if node.op != "output" else ():
-                away = self.layer[operand]
-                if away == REPEATED and layer not in (COMPARED, REPEATED, LAST):
+                away = self.block[operand]
+                if away == REPEATED and block not in (COMPARED, REPEATED, LAST):
                     raise _Unlike
-                skips = (layer, away) == (REPEATED, LAST) and operand not in self.back
-                if skips or {layer, away} == {COMPARED, LAST}:
+                skips = (block, away) == (REPEATED, LAST) and operand not in self.back
+                if skips or {block, away} == {COMPARED, LAST}:
                     raise _Unlike
 
     def _reasons_and_warnings(self) -> tuple[PropagatedReasons, list[str]]:
@@ -232,60 +231,60 @@ class _Stretch:
 
     def _read(self, node: fx.Node, operand: fx.Node, copy: int) -> tuple[fx.Node, int]:
         """The copy of an operand that a node's copy reads."""
-        layer, away = self.layer[node], self.layer[operand]
-        if layer == REPEATED:
+        block, away = self.block[node], self.block[operand]
+        if block == REPEATED:
             if away == REPEATED:
                 return operand, copy
             if away == COMPARED:
                 return (operand, 0) if copy == 0 else (self.twin[operand], copy - 1)
             if away == LAST:
                 return (operand, 0) if copy == self.copies - 1 else (self.back[operand], copy + 1)
-        if away == REPEATED and layer == LAST:
+        if away == REPEATED and block == LAST:
             return operand, self.copies - 1
         return operand, 0
 
     def _outputs(self) -> list[tuple[int, int]]:
         """The results of the deep program in order: the index of each in the shallow program, and the copy."""
-        layers = [self.layer[result] for result in self.nodes[-1].args[0]]  # type: ignore[index,union-attr]
-        repeated = [i for i, layer in enumerate(layers) if layer == REPEATED]
+        blocks = [self.block[result] for result in self.nodes[-1].args[0]]  # type: ignore[index,union-attr]
+        repeated = [i for i, block in enumerate(blocks) if block == REPEATED]
         if not repeated:
-            return [(i, 0) for i in range(len(layers))]
+            return [(i, 0) for i in range(len(blocks))]
         first, last = repeated[0], repeated[-1]
         if repeated != list(range(first, last + 1)):
             raise _Unlike
         return [
             *((i, 0) for i in range(first)),
             *((i, copy) for copy in range(self.copies) for i in repeated),
-            *((i, 0) for i in range(last + 1, len(layers))),
+            *((i, 0) for i in range(last + 1, len(blocks))),
         ]
 
     def _by(self, node: fx.Node, copy: int) -> int | None:
         """The number of layers by which the copy of a node is shifted; None outside of layers."""
-        layer = self.layer[node]
-        return None if layer is None else self._far(layer, copy)
+        block = self.block[node]
+        return None if block is None else self._far(block, copy)
 
-    def _far(self, layer: int, copy: int) -> int:
-        return copy if layer == REPEATED else self.copies - 1 if layer == LAST else 0
+    def _far(self, block: int, copy: int) -> int:
+        return copy * self.depth.period if block == REPEATED else self.depth.skipped if block == LAST else 0
 
     def _port(self, port: Port, by: int | None) -> Port:
         return replace(port, name=self.depth.shift_name(port.name, by))
 
     def records(self) -> dict[str, ValueRecord]:
         """The records of the deep model's values, in its order."""
-        blocks: list[tuple[int | None, list[ValueRecord]]] = []
+        runs: list[tuple[int | None, list[ValueRecord]]] = []
         for record in self.program.records.values():
-            layer = self.depth.layer(record.name)
-            if not blocks or blocks[-1][0] != layer:
-                blocks.append((layer, []))
-            blocks[-1][1].append(record)
+            block = self.depth.block(self.depth.layer(record.name))
+            if not runs or runs[-1][0] != block:
+                runs.append((block, []))
+            runs[-1][1].append(record)
         records_of_deep: dict[str, ValueRecord] = {}
-        for i, (layer, records) in enumerate(blocks):
-            numbers = list(range(self.copies if layer == REPEATED else 1))
-            if i and blocks[i - 1][0] == LAST:  # layers come in descending order
+        for i, (block, records) in enumerate(runs):
+            numbers = list(range(self.copies if block == REPEATED else 1))
+            if i and runs[i - 1][0] == LAST:  # blocks come in descending order
                 numbers.reverse()
             for copy in numbers:
                 for record in records:
-                    layer_shift = None if layer is None else self._far(layer, copy)
+                    layer_shift = None if block is None else self._far(block, copy)
                     name = self.depth.shift_name(record.name, layer_shift)
                     records_of_deep[name] = replace(
                         record, name=name, label=self.depth.shift_name(record.label, layer_shift)

@@ -1,10 +1,10 @@
-"""Building the micro-batch's program of a deep model from that of a model with few layers, if the layers are equal."""
+"""Building the micro-batch's program of a deep model from that of one with few layers, if blocks of these are equal."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from tpshard.parallelism.depth import SHALLOW
+from tpshard.parallelism.depth import Depth
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.stretch import stretch_program
 from tpshard.programs import step_programs
@@ -14,22 +14,24 @@ from tpshard.programs.setting import Setting
 
 STACK = "layers"
 """The name of every family's list of layers."""
+FEWEST = 3
+"""The least number of equal blocks between the ends for which one is built and repeated."""
 
 
 def micro(
     setting: Setting, base: Program | None = None, *, gathered: bool = False, unreduced: bool = False,
     memo: Memo | None = None,
 ) -> Program:  # fmt: skip
-    """Builds the micro-batch's program, from that of a model with few layers if all layers are alike.
+    """Builds the micro-batch's program, from that of a model with few layers if blocks of its layers are alike.
 
     memo: keeps the program, which nothing may change then.
     """
     memo = memo or Memo()
 
     def make() -> Program:
-        few = few_layers(setting, base, gathered=gathered, unreduced=unreduced, memo=memo)
-        if few is not None and setting.config is not None:
-            deep = stretch_program(few, STACK, setting.config.layers)
+        few, depth = few_layers(setting, base, gathered=gathered, unreduced=unreduced, memo=memo), depth_of(setting)
+        if few is not None and depth is not None:
+            deep = stretch_program(few, depth)
             if deep is not None:
                 return deep
         return step_programs.micro_program(setting, base, gathered=gathered, unreduced=unreduced, memo=memo)
@@ -45,12 +47,14 @@ def few_layers(
 
     memo: keeps the program, which nothing may change then.
     """
-    config, pipeline = setting.config, setting.recipe.pipeline
-    if config is None or config.layers <= SHALLOW + 1 or config.full_layers or _names_layers(setting):
+    depth, pipeline = depth_of(setting), setting.recipe.pipeline
+    if depth is None or depth.copies < FEWEST or _names_layers(setting):
         return None
     if pipeline is not None and pipeline.vectorized:  # its layers are stacked
         return None
-    shallow = replace(setting, config=replace(config, layers=SHALLOW))
+    shallow = replace(setting, depth=depth) if setting.config is None else replace(
+        setting, config=replace(setting.config, layers=depth.shallow_layers)
+    )  # fmt: skip
     memo = memo or Memo()
 
     def make() -> Program:
@@ -58,6 +62,14 @@ def few_layers(
             return step_programs.micro_program(shallow, base, gathered=gathered, unreduced=unreduced, memo=memo)
 
     return memo.of(f"few layers, from {base is not None}", _key(shallow, base, gathered, unreduced), make)
+
+
+def depth_of(setting: Setting) -> Depth | None:
+    """The depth of a setting's model, and the shallow model that stands for it; None where all layers may differ."""
+    config = setting.config
+    if config is None:
+        return setting.alike
+    return None if config.full_layers else Depth(STACK, config.layers)
 
 
 def _key(setting: Setting, base: Program | None, gathered: bool, unreduced: bool) -> str:

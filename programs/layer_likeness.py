@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
+from tpshard.parallelism.depth import Depth
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 """The attributes that every module has, such as `training` and its hooks."""
@@ -33,6 +36,49 @@ def difference(model: nn.Module, path: str) -> str:
         return f"`{shared[0]}` is shared with another part of the model"
     buffers = [name for name, _ in model.get_submodule(path).named_buffers()]
     return f"`{path}.{buffers[0]}` is a buffer, which may have another value in each layer" if buffers else ""
+
+
+def likeness(model: nn.Module, path: str) -> Depth | None:
+    """The depth of a model whose layers in the list `path` are alike in blocks, such as five with a sliding window and
+    one without; None if they are not, or share a parameter.
+
+    Of the possible blocks, those leave out most layers.
+    """
+    layers = list(model.get_submodule(path).children())
+    described = [
+        {key: value.func if isinstance(value, partial) else value for key, value in _description(layer).items()}
+        | dict(layer.named_buffers())
+        for layer in layers
+    ]
+    numbers = {
+        key
+        for key in {key for one in described for key in one}
+        if all(type(one[key]) is int and one[key] == number for number, one in enumerate(described) if key in one)
+    }
+    kinds: list[dict[str, object]] = []
+    kind_of: list[int] = []
+    for one in described:
+        one = {key: value for key, value in one.items() if key not in numbers}
+        kind = next((i for i, kind in enumerate(kinds) if _are_same(kind, one)), len(kinds))
+        kinds += [one] * (kind == len(kinds))
+        kind_of.append(kind)
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    if any(uses[id(parameter)] > 1 for layer in layers for parameter in layer.parameters()):
+        return None
+    count, best = len(layers), None
+    for period in range(1, count // 4 + 1):
+        unlike = [i for i in range(count - period) if kind_of[i] != kind_of[i + period]]
+        depth = Depth(path, count, period, head=unlike[-1] + 1 if unlike else 0)
+        if depth.copies > 1 and (best is None or depth.skipped > best.skipped):
+            best = depth
+    return best
+
+
+def keep_layers(model: nn.Module, depth: Depth) -> None:
+    """Removes the layers of a model that the shallow model of `depth` has not."""
+    parent, _, leaf = depth.stack.rpartition(".")
+    layers = list(model.get_submodule(depth.stack).children())
+    setattr(model.get_submodule(parent), leaf, nn.ModuleList(layers[number] for number in depth.kept))
 
 
 def layer_numbers(layers: Sequence[nn.Module]) -> list[str]:
@@ -70,13 +116,19 @@ def _description(layer: nn.Module) -> dict[str, object]:
 
 
 def _same(first: Any, second: Any) -> bool:
-    """Whether two attributes are one object, or equal; a tensor is only equal to itself."""
+    """Whether two attributes are one object, or equal."""
     if first is second:
         return True
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return first.dtype == second.dtype and not first.is_meta and torch.equal(first, second)
     try:
         return bool(first == second)
     except (RuntimeError, TypeError, ValueError):
         return False
+
+
+def _are_same(one: dict[str, object], other: dict[str, object]) -> bool:
+    return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
 
 
 def _shown(value: object) -> str:

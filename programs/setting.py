@@ -22,11 +22,12 @@ from tpshard.models.plan_dims import Naming
 from tpshard.models.presets import override, preset
 from tpshard.models.routing import balance_steps
 from tpshard.models.tasks import Task, task_of
+from tpshard.parallelism.depth import Depth
 from tpshard.parallelism.mesh import Axes, Axis, Mesh
 from tpshard.programs import naming
 from tpshard.programs.batching import BatchPlan, check_micro_batches, derive
 from tpshard.programs.fp8_fit import fp8_misfits
-from tpshard.programs.layer_likeness import difference
+from tpshard.programs.layer_likeness import difference, keep_layers, likeness
 from tpshard.programs.stacked_layers import StackedLayers, Stacking, lists_of_layers
 from tpshard.programs.wrong_model import wrong_model
 from tpshard.recipes.diagnostic import Exit, Mistakes
@@ -96,6 +97,8 @@ class Setting:
     recipe: Recipe
     mesh: Mesh
     config: ModelConfig | None
+    depth: Depth | None = None
+    """For a model without a configuration: only the layers of the shallow model that stands for it are built."""
 
     @staticmethod
     def of(recipe: Recipe, devices: int | None = None) -> Setting:
@@ -134,10 +137,20 @@ class Setting:
             return model
         try:
             if self.architecture is not None:
-                return self.architecture.build(self.master_dtype)
-            return build_module(str(self.recipe.model.module), self.recipe.model.args, dtype=self.master_dtype)
+                model = self.architecture.build(self.master_dtype)
+            else:
+                model = build_module(str(self.recipe.model.module), self.recipe.model.args, dtype=self.master_dtype)
         except ValueError as error:
             raise wrong_model(self.recipe, error) from error
+        if self.depth is not None:
+            keep_layers(model, self.depth)
+        return model
+
+    @cached_property
+    def alike(self) -> Depth | None:
+        """The depth of a model without a configuration; None if its layers differ."""
+        lists = lists_of_layers(self.single)
+        return likeness(self.single, max(lists, key=lambda path: len(lists[path]))) if lists else None
 
     @cached_property
     def stacking(self) -> Stacking | None:

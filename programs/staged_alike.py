@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
 
+from tpshard.parallelism.depth import Depth
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.schedules import Table
 from tpshard.parallelism.stages import Stage
@@ -44,7 +45,7 @@ def build(setting: Setting, memo: Memo | None = None) -> tuple[Program, StagedPr
     memo = memo or Memo()
     if (few := few_layers(setting, memo=memo)) is None:
         return None
-    records = stretched_records(few, STACK, config.layers)
+    records = stretched_records(few, Depth(STACK, config.layers))
     if records is None:
         return None
     base = replace(few, records=records)

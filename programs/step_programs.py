@@ -95,10 +95,11 @@ def _capture_micro(setting: Setting, gathered: bool, unreduced: bool, watched: b
         counted = counts.take(setting.model)
         counters = [torch.cat(counted)] if counted else []
         with trail.backward(loss):
-            grads = torch.autograd.grad(loss, [used[n] for n in names], materialize_grads=True)
+            grads = torch.autograd.grad(loss, [used[n] for n in names], allow_unused=True)
         added = []
-        for name, grad in zip(names, grads):
+        for name, computed in zip(names, grads):
             with trail.inside(Place(name.rpartition(".")[0], phase="backward")):
+                grad = torch.zeros_like(used[name]) if computed is None else computed
                 if not unreduced:
                     grad = boundary(grad.to(setting.reduced_dtype(name)), "gradient", name)
                 added.append(sums[name] + grad.to(sums[name].dtype))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import architectures
 import pytest
 from torch import fx
-from tpshard.parallelism.depth import SHALLOW
+from tpshard.parallelism.depth import Depth
 from tpshard.parallelism.program import Program, info
 from tpshard.parallelism.stretch import stretch_program
 from tpshard.plan import make, search
@@ -47,6 +49,16 @@ def shape_of(program: Program) -> list[Any]:
     return rows
 
 
+def assert_same(actual: Program, whole: Program) -> None:
+    """A stretched program is the deep model's, in all that is run, priced, compared or explained."""
+    assert shape_of(actual) == shape_of(whole)
+    assert actual.donated == whole.donated and actual.inputs == whole.inputs
+    assert actual.outputs == whole.outputs and actual.warnings == whole.warnings
+    assert [node.get("info") for node in actual.to_json()["nodes"]] == [n.get("info") for n in whole.to_json()["nodes"]]
+    assert [*actual.records.items()] == [*whole.records.items()]
+    assert all(actual.explanation_of(value) == whole.explanation_of(value) for value in whole.records)
+
+
 SETTINGS = {
     "one device": setting("{fsdp: 1}"),
     "fsdp": setting("{fsdp: 4}"),
@@ -67,16 +79,43 @@ MORE = ("one device", "replicas", "tensor parallel")
 def test_a_stretched_program_is_the_deep_models_node_by_node(name: str) -> None:
     deep = SETTINGS[name]
     assert deep.config is not None
-    shallow = step_programs.micro_program(replace(deep, config=replace(deep.config, layers=SHALLOW)))
-    actual = stretch_program(shallow, "layers", deep.config.layers)
+    shallow = step_programs.micro_program(replace(deep, config=replace(deep.config, layers=4)))
+    actual = stretch_program(shallow, Depth("layers", deep.config.layers))
     assert actual is not None
-    whole = step_programs.micro_program(deep)
-    assert shape_of(actual) == shape_of(whole)
-    assert actual.donated == whole.donated and actual.inputs == whole.inputs
-    assert actual.outputs == whole.outputs and actual.warnings == whole.warnings
-    assert [node.get("info") for node in actual.to_json()["nodes"]] == [n.get("info") for n in whole.to_json()["nodes"]]
-    assert [*actual.records.items()] == [*whole.records.items()]
-    assert all(actual.explanation_of(value) == whole.explanation_of(value) for value in whole.records)
+    assert_same(actual, step_programs.micro_program(deep))
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "depth"),
+    [
+        ("gpt2", {"n_layer": 7}, Depth("transformer.h", 7)),
+        ("gpt_oss", {"num_hidden_layers": 13}, Depth("model.layers", 13, period=2)),
+        ("deepseek_v32", {"num_hidden_layers": 8}, Depth("model.layers", 8, head=1)),
+        pytest.param("gemma3_text", {"num_hidden_layers": 38}, Depth("model.layers", 38, period=6),
+                     marks=pytest.mark.slow),
+        pytest.param("llama4_text", {
+            "num_hidden_layers": 14, "no_rope_layers": [1, 0] * 7, "moe_layers": [*range(1, 14, 2)],
+        }, Depth("model.layers", 14, period=2), marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_blocks_of_a_transformers_class_are_repeated(
+    name: str, more: dict[str, Any], depth: Depth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {k: v for k, v in architectures.config_of(name).items() if k != "layer_types"}
+    monkeypatch.setitem(architectures.CONFIGS, name, config | more)
+    recipe = f"""
+name: blocks
+mesh: {{fsdp: 2, tp: 2}}
+model: {{transformers: "{architectures.folder(tmp_path, name)}", seq_len: 16}}
+batch: {{global_sequences: 8}}
+"""
+    deep = Setting.of(loads(recipe))
+    assert alike.depth_of(deep) == depth
+    few = alike.few_layers(deep)
+    assert few is not None
+    actual = stretch_program(few, depth)
+    assert actual is not None
+    assert_same(actual, step_programs.micro_program(deep))
 
 
 @pytest.mark.parametrize("layer", [1, 2])
@@ -84,8 +123,8 @@ def test_layers_that_are_not_alike_are_not_repeated(layer: int) -> None:
     pinned = f"sharding: {{pin: {{layers.{layer}.mlp.up.weight: [tp, null]}}, rules: {{mlp: []}}}}"
     deep = setting("{fsdp: 2, tp: 2}", "tiny", pinned)
     assert deep.config is not None
-    shallow = step_programs.micro_program(replace(deep, config=replace(deep.config, layers=SHALLOW)))
-    assert stretch_program(shallow, "layers", deep.config.layers) is None
+    shallow = step_programs.micro_program(replace(deep, config=replace(deep.config, layers=4)))
+    assert stretch_program(shallow, Depth("layers", deep.config.layers)) is None
     assert shape_of(alike.micro(deep)) == shape_of(step_programs.micro_program(deep))
 
 
