@@ -98,8 +98,8 @@ def _of_folder(folder: str, key: str, overrides: Mapping[str, Any]) -> ModelConf
 
 
 def _transformers_vocab(recipe: Recipe) -> int | None:
-    """The vocabulary that config.json gives a model which transformers computes; None for others, and where it gives
-    none."""
+    """The vocabulary size in the config.json of a model that transformers computes; None for other models, or where
+    config.json has none."""
     from tpshard.models import hf_config
 
     key = recipe.model.named_by

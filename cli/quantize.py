@@ -81,7 +81,7 @@ def _refuse(source: str) -> None:
         try:
             already = read_config(path) is not None
         except ValueError:
-            already = True  # by another method
+            already = True  # quantized by a method other than GPTQ
         if already:
             raise Mistakes.one(
                 f"{path} is already quantized", exit=Exit.FIT, fix="quantize the dense model that it was made from"

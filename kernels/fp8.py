@@ -48,12 +48,12 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class Side(NamedTuple):
-    """The arrangement of an operand of an equation as the matrix that `fp8_quantize` takes."""
+    """How one operand of an equation is arranged as a matrix for `fp8_quantize`."""
 
     rows: str
-    """Its dims in the result, by letter."""
+    """The letters of the operand's dims that the result keeps."""
     transposed: bool
-    """Whether its summed dims come first."""
+    """Whether the operand's summed dims come first."""
 
 
 class Contraction(NamedTuple):

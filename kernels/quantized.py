@@ -152,9 +152,9 @@ def group_count(inputs: int, group_size: int) -> int:
 
 
 def extend_groups(group: Tensor, inputs: int) -> Tensor:
-    """Extends `group`, the group of each input, to `inputs`: first the last group is filled, then new ones of its size.
+    """Extends `group`, the group of each input, to `inputs` entries: fills the last group, then adds groups.
 
-    A single group stays single.
+    Filled and added groups have the size of the largest; a single group takes all new inputs.
     """
     sizes = torch.bincount(group.long())
     size = int(sizes.max()) if len(sizes) > 1 else inputs

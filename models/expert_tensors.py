@@ -58,7 +58,7 @@ class Stack:
 
 
 def _rows(tensors: Tensors, matrices: Sequence[str], starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """A block of the matrix that several stored matrices make up, the rows of each after those of the one before."""
+    """Reads a block of the matrix that consists of several stored matrices, one below the other."""
     (start, column), (size, columns) = starts, sizes
     parts = []
     for name in matrices:

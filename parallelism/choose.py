@@ -223,7 +223,7 @@ def computable(op: Op, rule: Rule, choice: Choice) -> Choice:
             out[f] = Cut(merge(fitting), grain)
     merged = [members for dims in rule.tensors for members in dims if len(members) > 1]
     while any(_drop_hidden(out, rule, members) for members in merged):
-        pass  # a factor that one tensor lacks may hide others in a tensor before it
+        pass  # a cut that is removed for one dim may hide factors of another dim, so all dims are checked again
     return out
 
 
@@ -263,7 +263,8 @@ def _halo(op: Op, axes: Axes, window: Window) -> halo.Halo | None:
 def past_padding(op: Op, rule: Rule, choice: Choice, rule_of: Callable[[Op], Rule]) -> tuple[Op, Rule]:
     """Rewrites an op on a padded operand to read the unpadded source, so that one exchange with neighbours serves both.
 
-    That is so where the padding is along the window's dim alone, and nothing but the window reads the padded tensor.
+    Other ops are returned as they are. The padding must be along the window's dim alone, and nothing else may read the
+    padded tensor.
     """
     reader = op
     for i, (f, window) in enumerate(rule.windows):

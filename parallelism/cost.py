@@ -325,8 +325,8 @@ def operation(
 ) -> float:  # fmt: skip
     """Seconds of one kernel by the roofline: the larger of computing and moving bytes, at the device's efficiencies.
 
-    moved: bytes read and written in the device's memory. head_dim: attention's. exponentials: elements of a stream that
-    need one. cold, since, added: see `fusion.Kernel`. A CPU computes and moves in turn, so that the two add up.
+    moved: bytes read and written in the device's memory. head_dim: attention's. exponentials: the number that a stream
+    computes. cold, since, added: see `fusion.Kernel`. A CPU computes and moves in turn, so that the two add up.
     """
     if work == "free":
         return 0.0

@@ -84,7 +84,8 @@ def liveness(
     for name, extra in (always or {}).items():
         change[name][0] += extra
     for issue, wait, buffers in _exchanges(flow) if exchanges else ():
-        # the local sum allocates the result when the exchange ends and has freed what it sent, which is no smaller
+        # The result is allocated by the local sum after the exchange, when the sent data, which is no smaller, is free.
+        # Until the wait only the exchange's buffers count.
         change["communication"][issue] += buffers - kernels[issue].written
         change["communication"][wait + 1] -= buffers - kernels[issue].written
 
@@ -219,7 +220,7 @@ def _category(base: fx.Node, readers: Sequence[fx.Node], flow: Flow) -> str:
                 return "gathered"
     sources = [infos[flow.root[source]].comm for source in flow.sources[base]]
     if sources and all(c is not None and c.kind == "all_gather" and c.of == "parameter" for c in sources):
-        return "gathered"  # a copy in the parameter's shape
+        return "gathered"  # a copy of a gathered parameter, in its shape
     if info.phase == "forward" and any(infos[reader].phase in ("backward", "recompute") for reader in readers):
         return "activations"
     return "activations" if info.phase == "recompute" else "temporary"

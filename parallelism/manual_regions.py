@@ -347,7 +347,7 @@ def _unwrap(x: Tensor) -> tuple[Tensor, list[str]]:
 
 
 def _wrap(x: Tensor, held: Sequence[str]) -> Tensor:
-    """Wraps a tensor of all devices as one mapped over the axes `held`; the inverse of `_unwrap`."""
+    """Wraps a tensor whose first dims are the axes `held` as one mapped over them; the inverse of `_unwrap`."""
     for axis in held:
         x = layers._add_batch_dim(x, 0, _region().levels[axis])
     return x

@@ -147,8 +147,9 @@ class _Partitioner:
     def decide(self) -> None:
         """Chooses every op's factor sharding in forward order, then which partial sums are kept.
 
-        The first pass finds who reshards what: in the second, all ops use the layouts that products with parameters
-        fetch, those alone that reshard a value alike share the cost, and detours are removed.
+        Every op is chosen twice. The first pass records which ops reshard a value, and to which layouts. Then detours
+        are removed. In the second pass a layout that a product with a parameter fetches costs other ops nothing, and
+        only ops that reshard a value to the same layout share the cost.
         """
         self._choose_all(first=True)
         self.propagated |= detours(

@@ -149,8 +149,8 @@ def _search(shape: tuple[int, ...], source: Layout, target: Layout, itemsize: in
     transfers = [s for s in _join(best[1]) if s.kind not in FREE]
     least = _shard_bytes(shape, target.dims, itemsize)
     swells = any(s.kind == "gather" and _shard_bytes(shape, s.after.dims, itemsize) > least for s in transfers)
-    # Every partial axis must be reduced, so sequences that only reduce gain nothing from swaps. Others have a permute
-    # and a move before or after it.
+    # A sequence with a swap has a permute and a further transfer, so it is no better than a single transfer. It is no
+    # better than one that only reduces either, since every partial axis must be reduced.
     needed = len(transfers) < 2 or all(s.kind in ("scatter", "reduce") for s in transfers)
     apart = any(b % a for points in cuts.values() for a, b in itertools.pairwise(points))  # parts of different axes
     if (needed and not swells) or best[0] <= 2 * latency or apart:

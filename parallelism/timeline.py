@@ -219,7 +219,7 @@ def price(
 
 
 def comm_cost(device: Device, topology: Topology, comm: Collective, apart: float = 0.0) -> CommCost:
-    """The cost of a collective as the backend runs it; its members arrive within `apart` seconds."""
+    """The cost of a collective, with issuing it and with waiting `apart` seconds for its last member."""
     cost = collective(device, topology, comm.kind, comm.refs, comm.bytes)
     return replace(cost, seconds=cost.seconds + device.overhead.issue_s + (apart if cost.wire != "none" else 0.0))
 

@@ -29,7 +29,7 @@ def _one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
 def _cov(
     input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
 ) -> Tensor:
-    """torch.cov without the check that the degrees of freedom are positive, if it has no weights."""
+    """torch.cov without the check that the degrees of freedom are positive; with weights, torch.cov itself."""
     if fweights is not None or aweights is not None or input.dim() > 2:
         return torch.cov(input, correction=correction, fweights=fweights, aweights=aweights)
     rows = input if input.dim() == 2 else input.reshape(1, -1)

@@ -51,7 +51,7 @@ class Knob:
 
 @dataclass
 class Fitted:
-    """The smallest edits, and the memory and time of the recipe with them."""
+    """The smallest edits that make a recipe fit, with its memory and time after them."""
 
     changes: list[str]
     harms: list[Harm]

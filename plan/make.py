@@ -87,7 +87,7 @@ def without_gc() -> Iterator[None]:
         yield
     finally:
         if collecting:
-            if not gc.get_freeze_count():  # marks the objects as old, or the next allocation would walk over them
+            if not gc.get_freeze_count():  # makes all objects old, or the next collection would walk over the new ones
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()

@@ -46,9 +46,10 @@ class Fit:
 
 
 def fit(rows: Sequence[Sequence[float]]) -> Fit:
-    """Fits rows of (amount, ..., seconds), minimizing relative errors, so that long measurements do not dominate.
+    """Finds the costs for which amount * cost + ... is closest to the seconds of rows (amount, ..., seconds).
 
-    Costs are not negative: of the subsets of costs whose fit is not, the best one is used.
+    Minimizes relative errors, so that long measurements do not dominate. No cost is negative: every subset of the costs
+    is fitted with the others at 0, and the best fit without a negative cost is used.
     """
     table = np.array(rows, dtype=float)
     scaled, ones = table[:, :-1] / table[:, -1:], np.ones(len(table))

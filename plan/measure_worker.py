@@ -161,7 +161,7 @@ def overheads() -> Callable[[Clock], dict[str, list[float]]]:
     weights = [torch.randn(1536, 512) for _ in range(24)]
     rows, few = torch.rand(8, 512), [torch.rand(8, 512) for _ in range(2)]
     stored = torch.ones(STORED_BYTES // 4)
-    small = [torch.rand(8, 16) for _ in range(512)]  # like an optimizer's: not in the caches
+    small = [torch.rand(8, 16) for _ in range(512)]  # too many for the caches, like an optimizer's tensors
     kinds = (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.maximum.default, aten.sub.Tensor)
     x = torch.rand(ELEMENTS[1]) - 1  # as after subtracting a maximum; overflowing values take several times as long
     pairs = ((torch.exp, torch.neg), (torch.nn.functional.silu, torch.relu))

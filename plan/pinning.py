@@ -100,7 +100,7 @@ def text(result: Pinned, name: str) -> str:
     """The pinned recipe, with a comment that names its programs and what is not pinned."""
     head = [f"`{name}` with its shardings pinned"]
     for part, fingerprint in result.fingerprints.items():
-        named = part == "schedule" or part.startswith("program of")  # of a pipeline
+        named = part == "schedule" or part.startswith("program of")  # the parts of a pipeline
         head.append(f"{part if named else f'program of the {part}'}: {fingerprint}")
     if result.left:
         head.append(f"not pinned: {', '.join(result.left)}")

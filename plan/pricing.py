@@ -47,7 +47,7 @@ class PricedPart:
         return self.timeline.seconds * self.part.times
 
     def mapped_s(self, device: Device) -> float:
-        """Seconds of all runs in which a CPU's system provides memory.
+        """Seconds that a CPU's operating system takes to provide memory, over all runs of the part in a step.
 
         The heap of a process keeps what earlier steps freed, but results of `MAPPED_BYTES` and more are mapped anew.
         """

@@ -196,7 +196,10 @@ def _front(
     recipe: Recipe, traffic: Traffic, limits: TimeLimits, builder: ServerBuilder,
     figures: Callable[[PricedServer, Traffic], Figures], note: Callable[[str], None],
 ) -> tuple[tuple[FrontPoint, ...], tuple[str, ...]]:  # fmt: skip
-    """The servers that no other beats, over sizes of the mesh's axis and `serve.requests`; and the refused ones."""
+    """The servers that no other beats (`unbeaten`), over sizes of the mesh's axis and of `serve.requests`.
+
+    Also returns each mesh that was refused, with the reason.
+    """
     points: list[FrontPoint] = []
     refused: dict[str, str] = {}
     for axis, ways in _meshes(recipe):

@@ -191,8 +191,10 @@ def order_key(group: Tensor) -> str:
 def orders_of(
     dims: Mapping[str, tuple[str, ...]], heads: tuple[int, int, int] | None, group: Groups
 ) -> dict[str, ActOrder]:
-    """The order of each act-ordered weight among parameters of these dims. `heads`: query heads, KV heads, head
-    size."""
+    """Finds the act-ordered weights among parameters with these dims, and the order of each.
+
+    `heads`: query heads, KV heads, head size. `group`: the groups of a weight's inputs, by the weight's name.
+    """
     orders = {}
     for name, named in dims.items():
         own = group(name) if len(named) == 2 else None

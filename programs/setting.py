@@ -267,7 +267,7 @@ class Setting:
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The optimizer's moments."""
+        """The names of the optimizer's moments, such as `exp_avg`."""
         return STATES[self.recipe.optimizer.name]
 
     def moments(self, names: Iterable[str]) -> list[tuple[str, str]]:

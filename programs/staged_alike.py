@@ -86,7 +86,7 @@ Kind = tuple[str, int]
 
 
 class _Alike:
-    """The stages of a model's splits, cut from models with fewer layers; each kind of stage is built once."""
+    """Builds the stages of a pipeline's splits from models with fewer layers, each kind of stage once."""
 
     def __init__(self, setting: Setting, memo: Memo, base: Program):
         """base: the micro-batch's program of a model with few layers, with the records of all layers."""
@@ -107,7 +107,7 @@ class _Alike:
         return tuple(replace(stage, index=i) for i, stage in enumerate([*all_stages, self.built["last", split[-1]]]))
 
     def _build(self, kinds: Sequence[Kind]) -> None:
-        """Builds the stages of some kinds, in the order of the model, as far as they are not built yet."""
+        """Builds the stages of those `kinds`, in the order of the model, that are not built yet."""
         config = self.setting.config
         assert config is not None
         layers = [count for _, count in kinds]

@@ -75,7 +75,11 @@ def _base(folder: Path, node: Node, root: Path, chain: str) -> Path:
 
 
 def _root(path: Path) -> Path:
-    """The root of the recipe's tree: the outermost of its folder, and the working directory and project above it."""
+    """The folder that must contain all files that a recipe extends.
+
+    That is the outermost of these: the recipe's folder, the nearest project (`.git` or pyproject.toml) around it, and
+    the working directory if it contains the recipe.
+    """
     folder, working = path.resolve().parent, Path.cwd().resolve()
     above = [folder, *folder.parents]
     projects = [p for p in above if (p / ".git").exists() or (p / "pyproject.toml").exists()]

@@ -86,7 +86,7 @@ def resolve_at(config: DictConfig, path: Path) -> Resolved:
             chain.pop()
 
     with _LOCK, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about an empty default, `${oc.env:NAME,}`
+        warnings.simplefilter("ignore")  # OmegaConf warns of an empty default, `${oc.env:NAME,}`
         resolvers, follow = BaseContainer._resolvers, Container._resolve_node_interpolation
         BaseContainer._resolvers = {n: resolvers[n] for n in ALLOWED} | {"oc.env": read_environment}
         Container._resolve_node_interpolation = follow_key  # type: ignore[method-assign, assignment]

@@ -38,7 +38,7 @@ def _violation(
     recipe: Recipe, key: str, message: str, why: str = "", fix: str = "", also: Mapping[str, str] | None = None,
     severity: Literal["error", "warning"] = "error",
 ) -> Diagnostic:  # fmt: skip
-    """A mistake at a key's place. `also` has a note for each of the other keys to show."""
+    """A diagnostic that points at `key` in the recipe. `also`: further keys to show, each with a note."""
     others = tuple((recipe.where(other), note) for other, note in (also or {}).items())
     return Diagnostic(message, where=recipe.where(key), why=why, fix=fix, severity=severity, also=others)
 

@@ -41,7 +41,10 @@ class Pending:
     source: Source
 
     def complete(self, config: Any) -> str | None:
-        """The text as of now. Raises `Mistakes` for an unset variable without default."""
+        """The text with its interpolations resolved now, from the merged recipe `config` and the environment.
+
+        Raises `Mistakes` for an unset variable without default.
+        """
         from tpshard.recipes.interpolation import resolve_at, unresolvable
 
         resolved = resolve_at(config, self.path)
@@ -81,8 +84,8 @@ class Section:
         """The value of each field as written, without interpolation."""
         return {item.name: self._written.get(item.name, self.__dict__[item.name]) for item in fields(self)}
 
-    # As written: reprs go to logs and equality to caches, where the environment's values must not appear. Maps with
-    # another order differ: the order of a mesh's axes says which devices are neighbours.
+    # Reprs and equality use the values as written. Logs show reprs and caches compare by equality, and neither may hold
+    # values of the environment. Maps in another order differ: a mesh's axes in order say which devices are neighbours.
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.stored().items())})"
 

@@ -116,11 +116,11 @@ def _template(folder: Path, config: dict[str, Any]) -> str | None:
 
 @dataclass
 class Writer:
-    """The text of an answer as it grows; returns only text that can no longer change.
+    """Turns the tokens of an answer into text as they come; returns only text that can no longer change.
 
-    A character of several tokens waits for its last byte. Text that may begin a stop string waits until it is decided,
-    so that no part of a stop string is ever sent. `context`: the tokens that the text continues; some decoders strip
-    the space that a text begins with.
+    A character of several tokens waits for its last byte. Text that may begin a stop string is held back until further
+    text decides, so that no part of a stop string is ever sent. `context`: the tokens that the text continues; some
+    decoders strip the space that a text begins with.
     """
 
     tokenizer: Tokenizer

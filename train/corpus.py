@@ -263,7 +263,7 @@ def check(text: TextSource, bad_rows: float) -> None:
 def _local(source: str, where: Source | None) -> Corpus:
     try:
         paths, missing = _files_of(source)
-    except (OSError, RuntimeError) as error:  # a name that is too long, no right to look, no such home
+    except (OSError, RuntimeError) as error:  # too long a name, no permission, or no home directory of that user
         paths, missing = [], f"{source} cannot be looked up: {getattr(error, 'strerror', None) or error}"
     if not paths:
         raise Mistakes.one(f"data.source: {missing}", exit=Exit.DATA, where=where, fix=ANY_SOURCE)

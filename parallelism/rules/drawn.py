@@ -128,7 +128,7 @@ def _fills(draw: Distribution) -> Entry:
 
 
 def _normal_of_tensors(mean: Any, std: Any = 1.0, *rest: Any, **keywords: Any) -> Tensor:
-    """Computes normal with a tensor as mean or deviation; with numbers for both, a size follows."""
+    """Computes normal; `mean` and `std` are tensors or numbers. If both are numbers, `rest` begins with a size."""
     tensors = [x for x in (mean, std) if isinstance(x, Tensor)]
     shape = torch.broadcast_shapes(*(x.shape for x in tensors)) if tensors else rest[0]
     dtype = keywords.get("dtype") or (tensors[0].dtype if tensors else torch.get_default_dtype())

@@ -11,8 +11,9 @@ from tpshard.parallelism.rules.rule import Factors, Kind, Rule
 
 
 def step(flops: int) -> Entry:
-    """The entry of an optimizer's step, which takes so many FLOPs per element of a parameter. No operand may be a
-    partial sum.
+    """The entry of an optimizer's step, which takes `flops` FLOPs per element of a parameter.
+
+    No operand may be a partial sum.
     """
 
     def rule(op: Op) -> Rule:

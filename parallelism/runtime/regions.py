@@ -155,7 +155,7 @@ class _Cut:
         body, local = fx.Graph(), {}
         for i, source in enumerate(reads):
             local[source] = body.placeholder(f"read_{i}")
-        for node in nodes:  # named by what they do: alike layers have the same code
+        for node in nodes:  # new nodes are named after their ops, so that alike layers have the same code
             args, kwargs = fx.map_arg((node.args, node.kwargs), local.__getitem__)
             local[node] = body.create_node(node.op, node.target, args, kwargs)
         body.output([local[node] for node in gives])
