@@ -179,7 +179,7 @@ def _places(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int |
     first = 0 if offset is None else offset - int(x.storage_offset())
     last = first + sum((n - 1) * step for n, step in zip(size, stride))
     if first < 0 or last >= x.numel():
-        raise ValueError("`aten.as_strided.default` beyond a tensor that is a part of another one is not supported")
+        raise ValueError("`aten.as_strided.default` of elements outside of the view it is called on is not supported")
     place = torch.full(tuple(size), first, dtype=torch.int64)
     for d, (n, step) in enumerate(zip(size, stride)):
         place = place + (torch.arange(n) * step).view(-1, *[1] * (len(size) - 1 - d))

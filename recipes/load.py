@@ -172,7 +172,7 @@ def _override(text: str, number: int) -> Node:
     if re.search(r"\s", key):
         raise syntax_mistake("a space in the key", width=len(key))
     if key.count("[") != key.count("]"):
-        raise syntax_mistake("a bracket without the other", width=len(key))
+        raise syntax_mistake("an unmatched bracket", width=len(key))
     parts = split_key(key)
     if "" in parts:
         raise syntax_mistake("an empty part between dots", col=len(".".join(parts[: parts.index("")])) + 1)

@@ -308,7 +308,8 @@ def chat(body: Mapping[str, Any]) -> Order:
     if "top_logprobs" in fields and not fields.get("logprobs"):
         raise Refused("`top_logprobs` needs `logprobs: true`", param="top_logprobs")
     if "max_tokens" in fields and "max_completion_tokens" in fields:
-        raise Refused("`max_tokens` and `max_completion_tokens` are one thing", param="max_completion_tokens")
+        message = "`max_tokens` and `max_completion_tokens` mean the same: give one of them"
+        raise Refused(message, param="max_completion_tokens")
     if fields.get("max_tokens") == 0:
         raise Refused("`max_tokens` is not at least 1: 0", param="max_tokens")
     most = fields.get("max_completion_tokens", fields.get("max_tokens"))

@@ -273,6 +273,6 @@ def test_overrides_are_written_as_omegaconf_reads_them() -> None:
     names = {"layers.*.residual": ("batch", "seq", "embed")}
     for key in ("annotate.layers.*.residual", "annotate[layers.*.residual]", r"annotate.layers\.*\.residual"):
         assert loads(TINY, [f"sharding.{key}=[batch, seq, embed]"]).sharding.annotate == names
-    with pytest.raises(Mistakes, match="a bracket without the other") as caught:
+    with pytest.raises(Mistakes, match="an unmatched bracket") as caught:
         loads(TINY, ["train[steps=3"])
     assert caught.value.exit == Exit.USAGE
