@@ -102,8 +102,8 @@ def classes() -> dict[str, type[Any]]:
     from transformers.models.auto import modeling_auto
 
     names = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    found = {name: getattr(transformers, each, None) for name, each in names.items() if isinstance(each, str)}
-    return {name: cls for name, cls in found.items() if isinstance(cls, type) and hasattr(cls, "config_class")}
+    loaded = {name: getattr(transformers, each, None) for name, each in names.items() if isinstance(each, str)}
+    return {name: cls for name, cls in loaded.items() if isinstance(cls, type) and hasattr(cls, "config_class")}
 
 
 def small(cls: type[Any]) -> dict[str, Any]:

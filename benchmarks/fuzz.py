@@ -60,16 +60,16 @@ def run(program_case: Case) -> Outcome:
     except Exception as error:
         return Outcome("crash", _last(error))
     try:
-        got = program.simulate(*program_case.args)
+        actual = program.simulate(*program_case.args)
     except Exception as error:
         return Outcome("crash", _last(error))
-    if len(got) != len(expected):
-        return Outcome("wrong", f"{len(got)} results instead of {len(expected)}")
+    if len(actual) != len(expected):
+        return Outcome("wrong", f"{len(actual)} results instead of {len(expected)}")
     close = closeness(program)
-    for i, (mine, theirs) in enumerate(zip(got, expected)):
+    for i, (mine, theirs) in enumerate(zip(actual, expected)):
         gap = difference(mine, theirs, close)
         if gap:
-            tied = only_ties(program_case, got, expected, close)
+            tied = only_ties(program_case, actual, expected, close)
             return Outcome("tied" if tied else "wrong", f"result {i}: {gap}")
     return Outcome("right")
 
@@ -83,13 +83,13 @@ def closeness(program: Program) -> float:
     return 1e-4 if any(record.dtype in TOLERANCE for record in program.records.values()) else 1e-6
 
 
-def difference(got: torch.Tensor, want: torch.Tensor, close: float) -> str:
+def difference(actual: torch.Tensor, expected: torch.Tensor, close: float) -> str:
     """The difference of two tensors as text; empty where they agree to `close` or to their dtype's precision."""
-    finite = want[torch.isfinite(want)] if want.is_floating_point() else want
-    scale = 1 + (float(finite.abs().max()) if finite.numel() and want.dtype.is_floating_point else 0.0)
-    close = max(close, TOLERANCE.get(want.dtype, 0.0))
+    finite = expected[torch.isfinite(expected)] if expected.is_floating_point() else expected
+    scale = 1 + (float(finite.abs().max()) if finite.numel() and expected.dtype.is_floating_point else 0.0)
+    close = max(close, TOLERANCE.get(expected.dtype, 0.0))
     try:
-        torch.testing.assert_close(got, want, rtol=close, atol=close * scale, equal_nan=True)
+        torch.testing.assert_close(actual, expected, rtol=close, atol=close * scale, equal_nan=True)
     except AssertionError as error:
         return " ".join(str(error).split())
     return ""

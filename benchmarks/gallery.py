@@ -273,8 +273,8 @@ def main() -> None:
             record.say(f"{json.dumps(row)}  {time.monotonic() - begun:.0f} s")
     if options.names and (RECORDS / "gallery.json").exists():  # the other rows stay
         fresh = {row["name"]: row for row in record.rows}
-        known = {row["name"]: row for row in load("gallery")["rows"]} | fresh
-        record.rows[:] = [known[name] for name in (*architectures.CONFIGS, *ENCODERS) if name in known]
+        rows_by_name = {row["name"]: row for row in load("gallery")["rows"]} | fresh
+        record.rows[:] = [rows_by_name[name] for name in (*architectures.CONFIGS, *ENCODERS) if name in rows_by_name]
     close_with_table(record, table(record.rows), PLACE, options)
 
 

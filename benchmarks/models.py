@@ -148,9 +148,10 @@ class Program:
         return [loss.detach(), *(g for g in gradients if g is not None)]  # type: ignore[union-attr]
 
 
-def apart(got: list[Tensor], want: list[Tensor]) -> float:
+def apart(actual: list[Tensor], expected: list[Tensor]) -> float:
     """The largest difference, relative to the largest element of its tensor."""
-    return max(float((g - w).abs().max() / w.abs().max().clamp_min(1e-3)) for g, w in zip(got, want, strict=True))
+    pairs = zip(actual, expected, strict=True)
+    return max(float((a - e).abs().max() / e.abs().max().clamp_min(1e-3)) for a, e in pairs)
 
 
 def measure(name: str, mesh: str, step: bool) -> dict[str, Any]:
@@ -161,8 +162,8 @@ def measure(name: str, mesh: str, step: bool) -> dict[str, Any]:
     axes = tuple(MESHES[mesh])
     dims = [((axes if len(axes) > 1 else axes[0]),)] * len(program.inputs)
     partitioned = partition(program, program.args, Mesh(MESHES[mesh]), [*dims, *[()] * len(program.state)])
-    want = program(*program.args)
-    row["apart"] = apart(partitioned.simulate(*program.args), want)
+    expected = program(*program.args)
+    row["apart"] = apart(partitioned.simulate(*program.args), expected)
     row["efficiency"] = partitioned.flop_efficiency
     row["warnings"] = [str(w) for w in partitioned.warnings]
     row["collectives"] = len(partitioned.collectives)

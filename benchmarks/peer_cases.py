@@ -46,8 +46,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     if case["kind"] not in CHECKS:
         return row | {"reason": f"unknown kind `{case['kind']}`"}
     try:
-        holds, got, reason = CHECKS[case["kind"]](case)
-        return row | {"result": "holds" if holds else "fails", "got": got, "reason": reason}
+        holds, actual, reason = CHECKS[case["kind"]](case)
+        return row | {"result": "holds" if holds else "fails", "got": actual, "reason": reason}
     except (NoSuchOp, NotExpressible) as left:
         return row | {"reason": str(left)}
     except Exception as error:  # a crash of the engine is a failure of its case

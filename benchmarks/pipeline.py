@@ -248,11 +248,11 @@ def worker(options: dict[str, Any]) -> None:
                 context.barrier()
                 start = time.perf_counter()
                 result = variants[name].step()
-                took = torch.tensor([time.perf_counter() - start])
-                dist.all_reduce(took, dist.ReduceOp.MAX)
+                step_s = torch.tensor([time.perf_counter() - start])
+                dist.all_reduce(step_s, dist.ReduceOp.MAX)
                 first.setdefault(name, result)
                 if turn >= options["warmup"]:
-                    times[name].append(float(took))
+                    times[name].append(float(step_s))
                     if name in bubbles:
                         idle = 1.0 - variants[name].computed / variants[name].walked
                         bubbles[name].append(statistics.mean(context.gather(idle)))
@@ -270,8 +270,8 @@ def worker(options: dict[str, Any]) -> None:
             ]  # fmt: skip
             measured["planned"][schedule] = [price.step_s, price.pipeline.bubble]
             measured["tasks"][schedule] = [
-                [kind, stage, took, price.pipeline.stages[stage].seconds[kind]]
-                for (kind, stage), took in sorted(every.items())
+                [kind, stage, task_s, price.pipeline.stages[stage].seconds[kind]]
+                for (kind, stage), task_s in sorted(every.items())
             ]
             measured["split"][schedule] = list(pipeline.layers)
         measured["planned"]["fsdp"] = make.price_training(variants["fsdp"].programs).step_s

@@ -86,19 +86,19 @@ def measure_search(record: Record, name: str, path: str) -> None:
     start, cpu = time.perf_counter(), cpu_seconds()
     processes = min(2, os.cpu_count() or 1)
     result = search.search(recipe, notes.append, processes)
-    took, used = time.perf_counter() - start, cpu_seconds() - cpu
+    total_s, used = time.perf_counter() - start, cpu_seconds() - cpu
     unbuilt = sum(note.endswith(("not built", "alone exceed the memory")) for note in notes)
     priced = len(notes) - unbuilt - len(result.untried)
     best = result.best
     row = {"case": f"{name} search", "priced": priced, "unbuilt": unbuilt, "untried": len(result.untried),
-           "processes": processes, "cpu_s": used, "total_s": took, "best": best.changes if best is not None else [],
+           "processes": processes, "cpu_s": used, "total_s": total_s, "best": best.changes if best is not None else [],
            "best_step_s": best.price.step_s if best is not None else None}  # fmt: skip
     record.rows.append(row)
-    record.figure(f"{name}.search", took, "s")
+    record.figure(f"{name}.search", total_s, "s")
     record.figure(f"{name}.search.cpu", used, "s of CPU")
-    record.figure(f"{name}.search.50", took * 50 / max(1, priced), "s for 50 variants")
-    record.say(f"{name} search: {priced} priced, {unbuilt} not built, {len(result.untried)} not tried; {took:.1f} s in "
-               f"{processes} processes ({used:.1f} s of CPU), {took * 50 / max(1, priced):.1f} s for 50; best "
+    record.figure(f"{name}.search.50", total_s * 50 / max(1, priced), "s for 50 variants")
+    record.say(f"{name} search: {priced} priced, {unbuilt} not built, {len(result.untried)} not tried; {total_s:.1f} s "
+               f"in {processes} processes ({used:.1f} s of CPU), {total_s * 50 / max(1, priced):.1f} s for 50; best "
                f"{row['best']}")  # fmt: skip
 
 

@@ -97,8 +97,10 @@ def main() -> None:
         record.rows.append({"name": name, "plan": plan, "run": ran})
         record.say(json.dumps(record.rows[-1]))
     if options.names and (RECORDS / "recipe_gallery.json").exists():  # the other rows stay
-        known = {row["name"]: row for row in load("recipe_gallery")["rows"]} | {row["name"]: row for row in record.rows}
-        record.rows[:] = [known[name] for name in sorted(known)]
+        rows_by_name = {row["name"]: row for row in load("recipe_gallery")["rows"]} | {
+            row["name"]: row for row in record.rows
+        }
+        record.rows[:] = [rows_by_name[name] for name in sorted(rows_by_name)]
     close_with_table(record, table(record.rows), PLACE, options)
 
 

@@ -94,8 +94,8 @@ def serve_and_time(out: Path, arguments: list[str]) -> int:
                 blocks = sum(
                     int(reach[last_input[0].sequences == s].max()) for s in set(last_input[0].sequences.tolist())
                 )
-                took = -begun if engine.busy else time.perf_counter() - begun
-                steps.append((len(reach), blocks, float(reach.mean()), took))
+                step_s = -begun if engine.busy else time.perf_counter() - begun
+                steps.append((len(reach), blocks, float(reach.mean()), step_s))
                 last_input.clear()
             return events
 

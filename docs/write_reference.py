@@ -167,10 +167,10 @@ def _diagnostic(entry: Entry, sample: tuple[Sample, str] | None) -> str:
     mistake, printed = sample
     files = {"recipe.yaml": mistake.recipe, **mistake.files}
     shown = [_file(name, text, len(mistake.files) > 0 or not mistake.recipe) for name, text in files.items() if text]
-    asked = "" if mistake.command == VALIDATE else f"$ tpshard {mistake.command}\n"
+    command_line = "" if mistake.command == VALIDATE else f"$ tpshard {mistake.command}\n"
     shown += ["\nA small model is in the folder `model`.\n"] if mistake.model else []
-    more = [f"\nand {len(shown) - FILES_SHOWN} more of these files\n"] if len(shown) > FILES_SHOWN else []
-    blocks = [*shown[:FILES_SHOWN], *more, f"\n```text\n{asked}{printed.rstrip()}\n```\n"]
+    omitted = [f"\nand {len(shown) - FILES_SHOWN} more of these files\n"] if len(shown) > FILES_SHOWN else []
+    blocks = [*shown[:FILES_SHOWN], *omitted, f"\n```text\n{command_line}{printed.rstrip()}\n```\n"]
     return f"{head.rstrip()}\n" + "".join(blocks)
 
 

@@ -82,8 +82,8 @@ def _multiply(
     x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor,
     linear: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:  # fmt: skip
-    def compute(e: int, some: Tensor) -> Tensor:
-        return linear(F.silu(linear(some, gate[e])) * linear(some, up[e]), down[e])
+    def compute(e: int, rows: Tensor) -> Tensor:
+        return linear(F.silu(linear(rows, gate[e])) * linear(rows, up[e]), down[e])
 
     return routed_sum(x, ids, weights, gate.shape[0], compute)
 
@@ -98,8 +98,8 @@ def _backward(
     dshares = torch.zeros_like(shares)
     dgate, dup, ddown = (torch.zeros_like(weight) for weight in (gate, up, down))
     for e, tokens, places in tokens_by_expert(ids, gate.shape[0]):
-        some, grad, share = rows[tokens], grads[tokens], shares[places].to(x.dtype)
-        gated, linear = F.linear(some, gate[e]), F.linear(some, up[e])
+        expert_rows, grad, share = rows[tokens], grads[tokens], shares[places].to(x.dtype)
+        gated, linear = F.linear(expert_rows, gate[e]), F.linear(expert_rows, up[e])
         sigmoid = torch.sigmoid(gated)
         hidden = gated * sigmoid * linear
         dhidden = grad @ down[e]
@@ -108,7 +108,7 @@ def _backward(
         dhidden = dhidden * share
         dgated = dhidden * linear * sigmoid * (1 + gated * (1 - sigmoid))
         dlinear = dhidden * gated * sigmoid
-        dgate[e], dup[e] = dgated.T @ some, dlinear.T @ some
+        dgate[e], dup[e] = dgated.T @ expert_rows, dlinear.T @ expert_rows
         dx.index_add_(0, tokens, (dgated @ gate[e] + dlinear @ up[e]).to(dx.dtype))
     return dx.to(x.dtype).view(x.shape), dshares.view(weights.shape), dgate, dup, ddown
 

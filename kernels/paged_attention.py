@@ -99,20 +99,20 @@ def _parts(
     table = np.frombuffer(tables, dtype=np.int64).reshape(sequence.max() + 1, -1)
     many = np.bincount(sequence)[sequence] > 1
     groups: dict[tuple[int, int], list[int]] = {}
-    for row, (at, which, shared) in enumerate(zip(position.tolist(), sequence.tolist(), many.tolist())):
-        groups.setdefault((span(at), which if shared else -1), []).append(row)
+    for row, (at, sequence_id, shared) in enumerate(zip(position.tolist(), sequence.tolist(), many.tolist())):
+        groups.setdefault((span(at), sequence_id if shared else -1), []).append(row)
     parts = []
-    for (p, which), members in groups.items():
+    for (p, sequence_id), members in groups.items():
         step = max(1, _SCORES // (heads * p))
         for rows in (np.array(members[start : start + step]) for start in range(0, len(members), step)):
-            one = which >= 0
+            one = sequence_id >= 0
             last = position[rows].max(keepdims=True) if one else position[rows]
             at = np.minimum(np.arange(p), last[:, None])  # [m, span]
             own = position[rows, None, None, None]
             first = own * 0 if window is None else np.maximum(own - window + 1, 0)
             if not one:
                 at = np.maximum(at, first[:, 0, 0])
-            blocks = np.take_along_axis(table[[which] if one else sequence[rows]], at // block, 1)
+            blocks = np.take_along_axis(table[[sequence_id] if one else sequence[rows]], at // block, 1)
             slots = (blocks * block + at % block)[:, None]
             entries = torch.from_numpy(slots * kv + np.arange(kv)[:, None]).flatten()  # of [m, kv, span]
             unseen = torch.from_numpy((np.arange(p) > own) | (np.arange(p) < first))
@@ -173,10 +173,10 @@ def paged_attention_reference(
         keys, values = (
             pool.view(-1, d).index_select(0, entries).float().view(-1, part.span, d) for pool in (k_pool, v_pool)
         )
-        some = None if logs is None else logs.new_empty(len(members), kv, h // kv)
-        out[members] = _attend_rows(rows[members], keys, values, part, softcap, some)
-        if logs is not None and some is not None:
-            logs[members] = some
+        part_logs = None if logs is None else logs.new_empty(len(members), kv, h // kv)
+        out[members] = _attend_rows(rows[members], keys, values, part, softcap, part_logs)
+        if logs is not None and part_logs is not None:
+            logs[members] = part_logs
     if lse is not None and logs is not None:
         lse.copy_(logs.reshape(b, t, h).transpose(1, 2))
     return out.reshape(b, t, h, d).to(q.dtype)

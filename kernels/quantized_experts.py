@@ -102,4 +102,4 @@ def quantized_experts(x: Tensor, ids: Tensor, weights: Tensor, packed: list[Pack
     An id outside of `packed` belongs to another device and adds nothing. With `invariant` a row's bits do not depend on
     the other rows.
     """
-    return routed_sum(x, ids, weights, len(packed), lambda e, some: packed[e](some, invariant))
+    return routed_sum(x, ids, weights, len(packed), lambda e, rows: packed[e](rows, invariant))

@@ -54,8 +54,9 @@ class HFFolder:
         home, read = self._modules[module], self.tensors.block
         tensor, *others = home.tensors(leaf)
         if home.stack:
-            some = (tensor, *others)[starts[0] : starts[0] + sizes[0]]
-            value = torch.stack([read(one, starts[1:], sizes[1:]) for one in some]) if some else torch.empty(*sizes)
+            expert_tensors = (tensor, *others)[starts[0] : starts[0] + sizes[0]]
+            blocks = [read(name, starts[1:], sizes[1:]) for name in expert_tensors]
+            value = torch.stack(blocks) if blocks else torch.empty(*sizes)
         elif home.part is None:
             value = read(tensor, starts, sizes)
         elif home.part[0] == 1:

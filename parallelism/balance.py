@@ -34,10 +34,10 @@ def balance(layers: Sequence[float], before: float, after: float, devices: int, 
     now, better = slowness(counts), True
     while better:
         better = False
-        for more in range(stages):
-            for less in range(stages):
-                if more != less and counts[less] > 1:
-                    moved = [n + (i == more) - (i == less) for i, n in enumerate(counts)]
+        for receiver in range(stages):
+            for giver in range(stages):
+                if receiver != giver and counts[giver] > 1:
+                    moved = [n + (i == receiver) - (i == giver) for i, n in enumerate(counts)]
                     if (then := slowness(moved)) < now:
                         counts, now, better = moved, then, True
     return counts

@@ -373,13 +373,13 @@ def _cost(
     return total + work * share(rule, choice) / FLOPS_PER_BYTE
 
 
-def with_grains(shape: Sequence[int], want: Layout, computed: Layout) -> Layout:
+def with_grains(shape: Sequence[int], propagated: Layout, computed: Layout) -> Layout:
     """Gives a propagated layout, whose grains are free, the grains of the layout in which the value is computed."""
     if not computed.grains:
-        return want
-    fitting = [starts_with(a, b) or starts_with(b, a) for a, b in zip(want.dims, computed.dims)]
+        return propagated
+    fitting = [starts_with(a, b) or starts_with(b, a) for a, b in zip(propagated.dims, computed.dims)]
     grains = [g if fits else 1 for g, fits in zip(computed.grains, fitting)]
-    return want._replace(grains=even_grains(shape, want.dims, grains))
+    return propagated._replace(grains=even_grains(shape, propagated.dims, grains))
 
 
 def readers(value: Value, shift: Op | None = None) -> int:

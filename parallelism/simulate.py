@@ -176,7 +176,7 @@ def local_arguments(
         raise ValueError(f"{len(leaves)} tensors were given to a program with {len(own)} inputs")
     for leaf, port in zip(leaves, own):
         sizes = zip(leaf.shape, port.shape) if leaf.dim() == len(port.shape) else [(0, 1)]
-        if any(given != size for dim, (given, size) in enumerate(sizes) if dim not in port.free):
+        if any(actual != size for dim, (actual, size) in enumerate(sizes) if dim not in port.free):
             expected = f"`{port.name}` is {list(port.shape)} in the program"
             raise ValueError(f"{expected}; a tensor {list(leaf.shape)} was given")
     parts = [_summand(leaf, port.layout, program.mesh, rank) for leaf, port in zip(leaves, own)]

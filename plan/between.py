@@ -39,12 +39,12 @@ def rows(setting: Setting) -> list[Row]:
     """
     priced_rows: list[Row] = []
 
-    def watch(programs: training.TrainingPrograms, name: str, settings: dict[str, Any], took: float) -> None:
+    def watch(programs: training.TrainingPrograms, name: str, settings: dict[str, Any], pass_s: float) -> None:
         pricing = price_training(programs)
         lines = pricing.lines()
         priced_rows.append(
             Row(
-                name, _plain(settings), took, sum(line.count for line in lines),
+                name, _plain(settings), pass_s, sum(line.count for line in lines),
                 sum(line.bytes for line in lines), pricing.peak_bytes, pricing.step_s, pricing.exposed_s,
             )
         )  # fmt: skip
@@ -52,8 +52,8 @@ def rows(setting: Setting) -> list[Row]:
     with without_gc():
         step = training.build(setting, lambda programs, p: watch(programs, p.name, p.settings, p.seconds))
         if step.pipeline is not None:
-            for name, took, pipeline in between_passes(setting, step.micro, step.pipeline):
-                watch(replace(step, pipeline=pipeline), name, {}, took)
+            for name, pass_s, pipeline in between_passes(setting, step.micro, step.pipeline):
+                watch(replace(step, pipeline=pipeline), name, {}, pass_s)
     return priced_rows
 
 

@@ -336,12 +336,12 @@ def device_file(
         "cold_bandwidth": f"{own.cold_bandwidth * base / 1e9:.4g} GB/s", "cold_overhead": f"{own.cold_overhead:.3g}",
         "issue": "0 us", "step": f"{own.step_s * 1e3:.3g} ms", "reserved": "1.0",
     }  # fmt: skip
-    when = f"measured {today}"
+    fitted_on = f"measured {today}"
     note = ""
     if serving is not None:
         for key, value in (("step", serving.step_s), ("token", serving.token_s), ("request", serving.request_s)):
             constants[f"serve_{key}"] = f"{value * 1e3:.3g} ms"
-        note = f'  serving: "{when}, a server of one narrow layer on this machine with 1 and 8 clients"\n'
+        note = f'  serving: "{fitted_on}, a server of one narrow layer on this machine with 1 and 8 clients"\n'
     errors = {key: f"mean error {100 * value:.0f}%" for key, value in own.errors.items()}
     link = f"bandwidth: {near.bandwidth * 2 / 1e9:.4g} GB/s, latency: {near.latency_s * 1e6:.4g} us"
     machine = f"{platform.processor() or platform.machine()}, {plural(cores, 'core')}"
@@ -364,10 +364,10 @@ host:
 {chr(10).join(crowd(n) for n in sorted(each))}
 constants: {{{", ".join(f"{key}: {value}" for key, value in constants.items())}}}
 fitted:
-  matmul: "{when}, products of 10^7 to 2x10^9 FLOPs, {errors["matmul"]}"
-  streaming: "{when}, blocks of pointwise operations and sums on 0.25 to 8 MB, {errors["streaming"]}"
-  attention: "{when}, sequences of 256 and 512, heads of 16 to 128, {errors["attention"]}"
-  inside: "{when}, gloo with {" and ".join(str(n) for n in sends)} processes, mean error {100 * near.error:.0f}%"
+  matmul: "{fitted_on}, products of 10^7 to 2x10^9 FLOPs, {errors["matmul"]}"
+  streaming: "{fitted_on}, blocks of pointwise operations and sums on 0.25 to 8 MB, {errors["streaming"]}"
+  attention: "{fitted_on}, sequences of 256 and 512, heads of 16 to 128, {errors["attention"]}"
+  inside: "{fitted_on}, gloo with {" and ".join(str(n) for n in sends)} processes, mean error {100 * near.error:.0f}%"
 {note}"""
 
 

@@ -63,7 +63,7 @@ def measure_gpu(tell: Callable[[str], None], name: str, today: str) -> str:
             f"efficiency: {of.efficiency:g}, slowdown: {of.slowdown:g}}}"
         )
 
-    when = f"measured {today}"
+    fitted_on = f"measured {today}"
     return f"""# {properties.name}; written by `tpshard doctor --measure`.
 # Dense rates and links are those of {base_name}.
 schema: 1
@@ -82,5 +82,6 @@ host:
 constants: {{matmul: {min(1.0, sustained / peak):.3g}, attention: {min(1.0, ahead / peak):.3g}, """ + (
         f"attention_backward: {min(1.0, back / peak):.3g}, streaming: {min(1.0, moved / base.memory_bandwidth):.3g}, "
         f"op: {op * 0.5e6:.3g} us, eager_op: {op * 1e6:.3g} us, reserved: {base.reserved:g}}}\n"
-        f'fitted: {{matmul: "{when}, 8192^3 in bf16", streaming: "{when}, 512 MiB in bf16", attention: "{when}"}}\n'
+        f'fitted: {{matmul: "{fitted_on}, 8192^3 in bf16", streaming: "{fitted_on}, 512 MiB in bf16", '
+        f'attention: "{fitted_on}"}}\n'
     )

@@ -45,8 +45,8 @@ def _chart(name: str, times: list[tuple[float, float]], curve: tuple[Figures, ..
         words = f"{top * tick / 4 / size:.3g} {unit}"
         out.append(f'<text x="{_LEFT - 6}" y="{max(9.0, y + 4):.1f}" text-anchor="end" fill="#555555">{words}</text>')
         out.append(f'<line x1="{_LEFT}" x2="{_W - 20}" y1="{y:.1f}" y2="{y:.1f}" stroke="#eeeeee"/>')
-    for which, color in enumerate(_COLORS.values()):
-        points = " ".join(at(f.rate, pair[which]) for f, pair in zip(curve, times))
+    for curve_index, color in enumerate(_COLORS.values()):
+        points = " ".join(at(f.rate, pair[curve_index]) for f, pair in zip(curve, times))
         out.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"/>')
     if limit is not None:
         y = _H - _H * limit / top

@@ -103,15 +103,15 @@ class _Search:
             merged = combine(best, change)
             if merged is None or change in useful or price.step_s > 1.05 * self.base:
                 continue
-            more = self.quick(merged)
-            if more is not None and more.fits and more.step_s < 0.995 * limit:
-                best, limit = merged, more.step_s
+            merged_price = self.quick(merged)
+            if merged_price is not None and merged_price.fits and merged_price.step_s < 0.995 * limit:
+                best, limit = merged, merged_price.step_s
         gains = {
             change: q for change, q in self.tried.items() if q is not None and q.fits and q.step_s < GAIN * self.base
         }
         needed = {  # changes of which no part could be left out
             change: q for change, q in gains.items()
-            if not any(less < change and other.step_s <= q.step_s for less, other in gains.items())
+            if not any(subset < change and other.step_s <= q.step_s for subset, other in gains.items())
         }  # fmt: skip
         edits = [_edit(sorted(change, key=_order), price) for change, price in needed.items()]
         self.result.edits = sorted(edits, key=lambda edit: (edit.step_s, edit.change))

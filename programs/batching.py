@@ -116,12 +116,12 @@ def check_micro_batches(recipe: Recipe, plan: BatchPlan, devices: int) -> None:
     if why := pipeline_refusal(pipeline, devices, plan.micro_batches):
         key = "pipeline.micro_batches" if pipeline.micro_batches is not None else "batch"
         fits = [n for n in range(1, each + 1) if each % n == 0 and not pipeline_refusal(pipeline, devices, n)]
-        some = ", ".join(map(str, fits[:4]))
+        smallest_fits = ", ".join(map(str, fits[:4]))
         raise Mistakes.one(
             why, exit=Exit.FIT, where=recipe.where(key),
             why=f"{plural(each, 'sequence')} of a data rank are "
             f"{plural(plan.micro_batches, 'micro-batch')} of {plan.per_device}",
-            fix=f"pipeline.micro_batches: {some}" if fits else "more batch.global_sequences, or fewer stages",
+            fix=f"pipeline.micro_batches: {smallest_fits}" if fits else "more batch.global_sequences, or fewer stages",
         )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ def cut_parameters(graph: Graph, parameters: Collection[str]) -> dict[str, Param
     the inputs' names."""
     parts: dict[str, ParameterPart] = {}
     inputs: list[Value] = []
-    taken: set[int] = set()
+    replaced_ops: set[int] = set()
     for value in graph.inputs:
         cuts = [_part(op) for op in value.users] if value.name in parameters else []
         sliced = [part for part in cuts if part is not None]
@@ -43,10 +43,10 @@ def cut_parameters(graph: Graph, parameters: Collection[str]) -> dict[str, Param
             name = f"{part.parameter}[{':, ' * part.dim}{part.start}:{part.start + part.shape[part.dim]}]"
             own = slices.setdefault(name, Value(name, part.shape, value.dtype, marked=value.marked))
             graph.replace(op.results[0], own)
-            taken.add(id(op))
+            replaced_ops.add(id(op))
             parts[name] = part
         inputs.extend(slices.values())
-    graph.inputs, graph.ops = inputs, [op for op in graph.ops if id(op) not in taken]
+    graph.inputs, graph.ops = inputs, [op for op in graph.ops if id(op) not in replaced_ops]
     for i, value in enumerate(graph.inputs):
         value.index = i
     return parts

@@ -177,12 +177,12 @@ class Setting:
         stages = axis.size * section.stages_per_device
         if len(layers) % stages:
             fits = [n for n in range(2, len(layers) + 1) if len(layers) % (n * section.stages_per_device) == 0]
-            less = len(layers) // stages * stages
+            fewer = len(layers) // stages * stages
             raise Mistakes.one(
                 f"{stages} stages do not divide the {len(layers)} layers of the model", exit=Exit.FIT,
                 where=self.recipe.where("pipeline"), why="stages of a vectorized pipeline have equally many layers",
                 fix=(f"mesh.pp: {', '.join(map(str, fits))}; " if fits else "")
-                + f"model.layers: {f'{less} or ' if less else ''}{less + stages}; or form: staged",
+                + f"model.layers: {f'{fewer} or ' if fewer else ''}{fewer + stages}; or form: staged",
             )  # fmt: skip
         if why := difference(self.single, path):
             raise Mistakes.one(

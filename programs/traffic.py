@@ -105,8 +105,8 @@ class Rehearsal:
     def requests_a_second(self) -> float:
         """Answers per second between the filling and the emptying of the server."""
         ends = sorted(a.last for a in self.answers)
-        some = ends[len(ends) // 5 : max(len(ends) * 4 // 5, len(ends) // 5 + 2)]
-        return (len(some) - 1) / (some[-1] - some[0]) if len(some) > 1 and some[-1] > some[0] else 0.0
+        middle = ends[len(ends) // 5 : max(len(ends) * 4 // 5, len(ends) // 5 + 2)]
+        return (len(middle) - 1) / (middle[-1] - middle[0]) if len(middle) > 1 and middle[-1] > middle[0] else 0.0
 
 
 def quantile(values: Sequence[float], share: float) -> float:

@@ -173,9 +173,9 @@ def shared_inputs(layer: nn.Module, call: LayerCall) -> list[list[str]]:
 def expert_inputs(layer: nn.Module, call: LayerCall) -> tuple[Tensor, Tensor]:
     """The tokens [rows, embed] that the layer's experts get when it is called, and the experts [rows, top_k] that each
     token chooses."""
-    with _ExpertInputs() as seen:
+    with _ExpertInputs() as caught:
         _until_caught(layer, call)
-    x, ids = seen.inputs
+    x, ids = caught.inputs
     return x.reshape(-1, x.shape[-1]), ids.reshape(-1, ids.shape[-1])
 
 

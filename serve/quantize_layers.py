@@ -240,8 +240,8 @@ class Quantizer:
         for batch, call in zip(self.held_out, calls):
             with in_place_of(self.model, self.path, [OutputReplay(layer, call.x, form) for layer in layers]):
                 logits = self._pass(batch)
-            some, tokens = cross_entropy_sum(logits, batch.targets)
-            total, count = total + float(some), count + int(tokens)
+            batch_loss, tokens = cross_entropy_sum(logits, batch.targets)
+            total, count = total + float(batch_loss), count + int(tokens)
         return total / max(count, 1), count
 
     def _quantize_layer(
@@ -286,8 +286,8 @@ class Quantizer:
         own, originals = (self.layered.experts(one, prefix) for one in (layer, dense))
         if own is None or originals is None or not self.fits[own.names[0]]:
             return {}
-        seen = [expert_inputs(layer, call) for call in calls]
-        x, ids = (torch.cat(parts) for parts in zip(*seen))
+        inputs_by_call = [expert_inputs(layer, call) for call in calls]
+        x, ids = (torch.cat(parts) for parts in zip(*inputs_by_call))
         dense_x = torch.cat([expert_inputs(dense, reference)[0] for reference in references])
         quantized: dict[str, Quantized] = {}
 

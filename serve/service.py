@@ -222,8 +222,8 @@ class Service:
                 self._open.pop(event.sequence.id, None)
             if entry is not None:
                 grouped.setdefault(entry[1], []).append(event)
-        for deliver, some in grouped.items():
-            deliver(some)
+        for deliver, own_events in grouped.items():
+            deliver(own_events)
 
     def _fail_all(self, why: str) -> None:
         with self._wake:

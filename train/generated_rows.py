@@ -99,9 +99,9 @@ def _draw(task: Task, numbers: Sequence[int], seed: int) -> GeneratedBatch:
         tensor = tensors.get(name)
         shape = (len(numbers), *field.shape)
         if tensor is None or tuple(tensor.shape) != shape or tensor.dtype != field.dtype:
-            got = "nothing" if tensor is None else f"{list(tensor.shape)} of {tensor.dtype}"
+            actual = "nothing" if tensor is None else f"{list(tensor.shape)} of {tensor.dtype}"
             raise Mistakes.one(
-                f"the task's rows have {got} in the field `{name}`",
+                f"the task's rows have {actual} in the field `{name}`",
                 exit=Exit.DATA,
                 why=f"the field is {list(shape)} of {field.dtype}",
                 fix="correct `rows` of the task, or its `fields`",

@@ -249,8 +249,8 @@ class TrainingLoop:
         """
         loss_sum, targets = 0.0, 0
         for i, batch in enumerate(self.held_out):
-            some, count = self.engine.evaluate(batch)
-            loss_sum, targets = loss_sum + some, targets + count
+            batch_loss, count = self.engine.evaluate(batch)
+            loss_sum, targets = loss_sum + batch_loss, targets + count
             self.context.watchdog.beat()
             if i + 1 < len(self.held_out) and (code := self.context.stop()):
                 return code

@@ -47,10 +47,10 @@ def ambiguous(case: Case, expected: Sequence[Tensor], close: float) -> list[Tens
     return masks
 
 
-def only_ties(case: Case, got: Sequence[Tensor], expected: Sequence[Tensor], close: float) -> bool:
+def only_ties(case: Case, actual: Sequence[Tensor], expected: Sequence[Tensor], close: float) -> bool:
     """Whether all elements in which results differ from eager mode's are ambiguous, and there are such elements."""
-    if [g.shape for g in got] != [e.shape for e in expected] or case.draws:
+    if [a.shape for a in actual] != [e.shape for e in expected] or case.draws:
         return False
     masks = ambiguous(case, expected, close)
-    differ = [~torch.isclose(g.to(e.dtype), e, close, close, True) for g, e in zip(got, expected)]
+    differ = [~torch.isclose(a.to(e.dtype), e, close, close, True) for a, e in zip(actual, expected)]
     return any(bool(d.any()) for d in differ) and all(bool((m | ~d).all()) for m, d in zip(masks, differ))

@@ -1,4 +1,4 @@
-"""What must hold for a case of each kind: (holds, got, reason)."""
+"""What must hold for a case of each kind: (holds, actual, reason)."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def propagation(case: dict[str, Any]) -> Answer:
         builder.graph, mesh, annotations, list(builder.ties.values()), loops=MODES.get(mode, LOOPS)
     ).of
     exact = "shardy" in case["source"].split(":")[0]
-    got, wrong = {}, []
+    actual, wrong = {}, []
     for name, text in case["expected"]["shardings"].items():
         value = named[name]
         mine, theirs = shardings[value], sharding_of(text, value.rank, mesh)
-        got[name] = mine.show(mesh)
+        actual[name] = mine.show(mesh)
         if exact:
             same = (mine.dims, mine.open, mine.replicated, mine.unreduced) == (
                 theirs.dims, theirs.open, theirs.replicated, theirs.unreduced
@@ -78,7 +78,7 @@ def propagation(case: dict[str, Any]) -> Answer:
             same = all(starts_with(m, w) for m, w in zip(mine.dims, theirs.dims))
         if not same:
             wrong.append(f"{name}: {mine.show(mesh)}, expected {text}")
-    return not wrong, got, "; ".join(wrong)
+    return not wrong, actual, "; ".join(wrong)
 
 
 # ---- rules ----------------------------------------------------------------------------------------------------------
@@ -89,8 +89,8 @@ def op_rule(case: dict[str, Any]) -> Answer:
     mine = joined(builder, text.calls[-1].results)
     theirs = _rule_of(expected)
     wrong, cheaper = mine.differs(*theirs)
-    got = {"rule": mine.show()} | ({"bytes and the peer's, of factors of another kind": cheaper} if cheaper else {})
-    return not wrong, got, wrong
+    actual = {"rule": mine.show()} | ({"bytes and the peer's, of factors of another kind": cheaper} if cheaper else {})
+    return not wrong, actual, wrong
 
 
 Dims = list[list[list[str]]]
@@ -149,9 +149,9 @@ def reshard_plan(case: dict[str, Any]) -> Answer:
         at = after
     sent = _sent_bytes(mine, shape, 4)
     reached = (mine[-1].after if mine else source) == goal or not mine
-    got = {"steps": [f"{s.kind} -> {s.after.show(mesh)}" for s in mine], "bytes": sent, "peer_bytes": theirs}
-    reason = "" if sent <= theirs else f"{sent} bytes, {theirs} expected: {got['steps']}"
-    return reached and sent <= theirs, got, reason if reached else "ends in another layout"
+    actual = {"steps": [f"{s.kind} -> {s.after.show(mesh)}" for s in mine], "bytes": sent, "peer_bytes": theirs}
+    reason = "" if sent <= theirs else f"{sent} bytes, {theirs} expected: {actual['steps']}"
+    return reached and sent <= theirs, actual, reason if reached else "ends in another layout"
 
 
 def explicit_reshards(case: dict[str, Any]) -> Answer:
@@ -166,9 +166,9 @@ def explicit_reshards(case: dict[str, Any]) -> Answer:
     )
     program = partition_graph(propagate(builder.graph, mesh, annotations, list(builder.ties.values())), latency=0)
     mine = sum(wire_bytes(c.kind, c.bytes, c.size) for c in program.collectives)
-    got: dict[str, Any] = {"collectives": [f"{c.kind} {c.axes} {c.bytes}" for c in program.collectives]}
-    got |= {"bytes": mine, "peer_bytes": theirs}
-    return mine <= theirs, got, "" if mine <= theirs else f"{mine} bytes, {theirs} expected: {got['collectives']}"
+    actual: dict[str, Any] = {"collectives": [f"{c.kind} {c.axes} {c.bytes}" for c in program.collectives]}
+    actual |= {"bytes": mine, "peer_bytes": theirs}
+    return mine <= theirs, actual, "" if mine <= theirs else f"{mine} bytes, {theirs} expected: {actual['collectives']}"
 
 
 def layout_of_annotation(annotation: Annotation) -> Layout:
@@ -248,10 +248,10 @@ def _compute(value: Value, layouts: dict[Value, Layout], result_layout: Layout |
         for factor, cut in factors.cuts(Layout(layout.dims), dims, rule.sizes).items():
             if cut.axes and factor not in cuts and not any(overlap(a, c.axes) for a in cut.axes for c in cuts.values()):
                 cuts[factor] = cut
-    for operand, have, dims in zip(op.operands, homes, rule.operands):
+    for operand, home, dims in zip(op.operands, homes, rule.operands):
         need = choose.layout_of(rule, dims, cuts, False)
-        if need.dims != have.dims:  # a dim of size 1, or axes that another operand has elsewhere
-            total += _move(operand, Layout(have.dims), need)
+        if need.dims != home.dims:  # a dim of size 1, or axes that another operand has elsewhere
+            total += _move(operand, Layout(home.dims), need)
     result = factors.layout_of(rule.results[value.index], cuts, rule.sizes)
     return Layout(result.dims), total + round(inside(op, rule, cuts))
 
@@ -266,14 +266,14 @@ def partition(case: dict[str, Any]) -> Answer:
         return _partitioned_reshard(case, mesh)
     builder, named = _build(case, join_pieces)
     program = partition_graph(propagate(builder.graph, mesh, _annotations(case, named, mesh)), latency=0)
-    got: dict[str, Any] = {"collectives": [f"{c.kind} {c.axes} {c.bytes}" for c in program.collectives]}
+    actual: dict[str, Any] = {"collectives": [f"{c.kind} {c.axes} {c.bytes}" for c in program.collectives]}
     if not _equals_expected([c.kind for c in program.collectives], case["expected"]):
         mine = sum(wire_bytes(c.kind, c.bytes, c.size) for c in program.collectives)
         theirs = _least_bytes(case["expected"]["collectives"], mesh)
-        got |= {"bytes": mine, "peer_bytes": theirs}
+        actual |= {"bytes": mine, "peer_bytes": theirs}
         if theirs is None or mine > theirs:
-            return False, got, f"{got['collectives']}, expected {case['expected']['collectives']}"
-    return (*_numerics(builder, program, got),)  # type: ignore[return-value]
+            return False, actual, f"{actual['collectives']}, expected {case['expected']['collectives']}"
+    return (*_numerics(builder, program, actual),)  # type: ignore[return-value]
 
 
 def _least_bytes(expected: list[dict[str, Any]], mesh: Mesh) -> int | None:
@@ -314,9 +314,9 @@ def _partitioned_reshard(case: dict[str, Any], mesh: Mesh) -> Answer:
              "permute": "permute"}  # fmt: skip
     steps = redistribution(shape, source, goal, 4)
     mine = [kinds[s.kind] for s in steps if s.kind in kinds]
-    got = {"collectives": mine}
+    actual = {"collectives": mine}
     holds = _equals_expected(mine, case["expected"])
-    return holds, got, "" if holds else f"{mine}, expected {case['expected']['collectives']}"
+    return holds, actual, "" if holds else f"{mine}, expected {case['expected']['collectives']}"
 
 
 def _without_match(mine: list[str], expected: list[dict[str, Any]]) -> bool:
@@ -330,12 +330,12 @@ def _without_match(mine: list[str], expected: list[dict[str, Any]]) -> bool:
     return False
 
 
-def _numerics(builder: Builder, program: Any, got: dict[str, Any]) -> Answer:
+def _numerics(builder: Builder, program: Any, actual: dict[str, Any]) -> Answer:
     from peers.interpret import evaluate
 
     total = sum(v.numel for op in builder.ops for v in [*op.operands, *op.results])
     if total > 30_000_000:
-        return True, got | {"numerics": "too large to run"}, ""
+        return True, actual | {"numerics": "too large to run"}, ""
     generator = torch.Generator().manual_seed(0)
     args = [
         torch.randn(v.shape, generator=generator) if v.dtype.is_floating_point
@@ -349,4 +349,5 @@ def _numerics(builder: Builder, program: Any, got: dict[str, Any]) -> Answer:
         if a.numel() and a.dtype != torch.bool
     ]
     close = all(torch.allclose(a, b, rtol=1e-4, atol=1e-3) for a, b in zip(whole, parts))
-    return close, got | {"largest difference": max(far, default=0.0)}, "" if close else "the numbers differ from eager"
+    actual = actual | {"largest difference": max(far, default=0.0)}
+    return close, actual, "" if close else "the numbers differ from eager"

@@ -579,9 +579,9 @@ def _gather(b: Builder, call: Call, x: Value, indices: Value, **o: Any) -> Any:
     slots, rank, windows = _address(b, x, indices, {d: sizes[d] for d in window_dims}, collapsed, **o)
     if all(s is None for s in slots):
         raise NoSuchOp("a gather without indices")
-    have = _indexed(slots, rank, windows)
+    places = _indexed(slots, rank, windows)
     picked = b.emit(aten.index.Tensor, x, slots)
-    return _permuted(b, picked, [have.index(place) for place in _places(picked.rank, offset, window_dims)])
+    return _permuted(b, picked, [places.index(place) for place in _places(picked.rank, offset, window_dims)])
 
 
 def _scatter(b: Builder, call: Call, *args: Any, accumulate: bool, **o: Any) -> Any:
@@ -608,8 +608,8 @@ def _dynamic_slice(b: Builder, call: Call, x: Value, start: Any = (), sizes: Any
     slots = _slots(b, x, {d: start[d] for d in windows}, {}, windows, 0)
     if not windows:
         return b.emit(aten.clone.default, x)
-    have = _indexed(slots, 0, windows)
-    return _permuted(b, b.emit(aten.index.Tensor, x, slots), [have.index(("window", d)) for d in range(x.rank)])
+    places = _indexed(slots, 0, windows)
+    return _permuted(b, b.emit(aten.index.Tensor, x, slots), [places.index(("window", d)) for d in range(x.rank)])
 
 
 @maker_of("dynamic_update_slice")

@@ -97,14 +97,14 @@ class Joined:
         """The bytes that a device sends if a factor of this kind is sharded over two devices: an all-reduce of the
         results, the halo, or a gather of the operands; none for what passes, unless no result has it."""
         count = len(self.operands)
-        have = [any(factor in dim for dim in t) for t in [*self.operands, *self.results]]
+        contains = [any(factor in dim for dim in t) for t in [*self.operands, *self.results]]
         if kind == "reduction":
             return self.reduced.get(factor) or float(sum(v.bytes for v in self.values[count:]))
         if kind == "permutation" and factor in self.halos:
             return self.halos[factor]
-        if kind == "" and any(have[count:]):
+        if kind == "" and any(contains[count:]):
             return 0.0
-        return sum(v.bytes for v, has in zip(self.values[:count], have) if has) / 2
+        return sum(v.bytes for v, has_factor in zip(self.values[:count], contains) if has_factor) / 2
 
 
 Dims = list[list[list[Any]]]

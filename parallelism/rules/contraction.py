@@ -50,10 +50,10 @@ def product_of(local: LocalOp, equation: str) -> Any:
         for name, letters in (("B", batch), ("M", rows), ("N", columns), ("K", summed))
     }
 
-    def arrange(index: int, have: str, first: list[str], second: list[str]) -> Any:
+    def arrange(index: int, operand_letters: str, first: list[str], second: list[str]) -> Any:
         node = local.inputs[index]
         letters = batch + first + second
-        order = [have.index(c) for c in letters]
+        order = [operand_letters.index(c) for c in letters]
         shape = tuple(size[c] for c in letters)
         if order != sorted(order):
             node = local.emit(aten.permute.default, node, order, shape=shape)

@@ -50,7 +50,7 @@ def _local(at: LocalOp) -> Any:
     for index, side in enumerate(contraction.sides):
         letters = equation.split("->")[0].split(",")[index]
         local = dict(zip(letters, at.operand_shape(index)))
-        rows, summed = (product([local[c] for c in some]) for some in (side.rows, contraction.summed))
+        rows, summed = (product([local[c] for c in dims]) for dims in (side.rows, contraction.summed))
         matrix = (summed, rows) if side.transposed else (rows, summed)
         node = at.inputs[index]
         if at.operand_shape(index) != matrix:

@@ -108,14 +108,14 @@ def _as_torch(at: LocalOp, lse: Any) -> Any:
     return at.emit(aten.masked_fill.Scalar, lse, empty, 0.0, shape=at.shape_of(lse), dtype=at.dtype_of(lse))
 
 
-def merge(at: LocalOp, some: Sequence[Any], more: Sequence[Any], heads_first: bool) -> tuple[Any, Any]:
+def merge(at: LocalOp, first: Sequence[Any], second: Sequence[Any], heads_first: bool) -> tuple[Any, Any]:
     """The outputs and logsumexps of attention to two parts of the keys, as one.
 
     heads_first: whether the outputs have the logsumexps' order of dims, `[b h s d]` as `[b h s]`, else `[b s h d]`.
     """
-    out, lse = some
+    out, lse = first
     (b, h, s), dtype, wide = at.shape_of(lse), at.dtype_of(out), at.dtype_of(lse)
-    total = at.emit(aten.logaddexp.default, lse, more[1], shape=(b, h, s), dtype=wide)
+    total = at.emit(aten.logaddexp.default, lse, second[1], shape=(b, h, s), dtype=wide)
 
     def weigh(share: Any, logs: Any) -> Any:
         weight = at.emit(aten.sub.Tensor, logs, total, shape=(b, h, s), dtype=wide)
@@ -125,7 +125,7 @@ def merge(at: LocalOp, some: Sequence[Any], more: Sequence[Any], heads_first: bo
         weight = at.emit(aten.unsqueeze.default, weight, 3, shape=(*at.shape_of(weight), 1), dtype=wide)
         return at.emit(aten.mul.Tensor, share, weight, shape=at.shape_of(out), dtype=wide)
 
-    combined = at.emit(aten.add.Tensor, weigh(out, lse), weigh(*more), shape=at.shape_of(out), dtype=wide)
+    combined = at.emit(aten.add.Tensor, weigh(out, lse), weigh(*second), shape=at.shape_of(out), dtype=wide)
     return cast(at, combined, dtype), total
 
 

@@ -111,8 +111,8 @@ class _Cut:
             return None
         return metadata.place.layer, metadata.phase == "forward"
 
-    def _reads(self, node: fx.Node, which: set[fx.Node]) -> bool:
-        return any(source in which for source in node.all_input_nodes)
+    def _reads(self, node: fx.Node, nodes: set[fx.Node]) -> bool:
+        return any(source in nodes for source in node.all_input_nodes)
 
     def _place_uncompiled(self, node: fx.Node) -> None:
         """Places an operation that is not compiled: before the open region, if it does not depend on it.
