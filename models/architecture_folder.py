@@ -114,9 +114,10 @@ class FolderWeights:
         }
 
     def _homes(self, spellings: Mapping[str, Sequence[str]], cls: str) -> dict[str, str] | None:
-        """The stored tensor of each parameter that is not stacked; None if some have no tensor under their `spellings`.
+        """The stored tensor of each parameter that is not stacked; None if the folder spells some names otherwise.
 
-        ValueError where some have none, and nothing else is stored that could be theirs.
+        `spellings`: the names that a parameter's tensor may have. ValueError where tensors are missing, and the folder
+        has no tensor of an unknown name that could be one of them.
         """
         single = {name: others for name, others in spellings.items() if name not in self._stacks}
         homes = {n: next((o for o in others if o in self.tensors), None) for n, others in single.items()}

@@ -28,7 +28,7 @@ class RopeScaling:
 
 class Contradiction(ValueError):
     """Numbers of a recipe or a config.json that contradict each other; `names` are those at fault, the likeliest
-    first. What neither can say is a plain ValueError."""
+    first. Values that the checks of recipes and config.json exclude already raise a plain ValueError."""
 
     def __init__(self, message: str, *names: str):
         super().__init__(message)

@@ -134,7 +134,9 @@ def _count_since(run: list[Kernel]) -> None:
     for kernel in run:
         moved_bytes += kernel.moved
         last[kernel.node.target] = moved_bytes
-    last = {operation: end - moved_bytes for operation, end in last.items()}  # of the run before
+    last = {
+        operation: end - moved_bytes for operation, end in last.items()
+    }  # where the previous run of the program left off
     moved_bytes = 0
     for kernel in run:
         kernel.since = moved_bytes - last[kernel.node.target]

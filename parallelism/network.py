@@ -117,7 +117,7 @@ class Topology:
         return -(-self.mesh.ranks // self.per_host)
 
     def span(self, refs: Axes) -> Span:
-        """The extent of the worst group over these axes, the one on most hosts."""
+        """The extent of the group over these axes that spans the most hosts."""
         return _span(self.mesh, self.per_host, refs)
 
     def crossings(self, refs: Axes, levels: tuple[Level, ...], host_devices: int) -> tuple[Crossing, ...]:

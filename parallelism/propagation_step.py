@@ -101,8 +101,8 @@ class EdgeVisit:
     def aggressive(self) -> None:
         """Gives every tensor all the axes that it can have, even where others cannot; results before operands.
 
-        Of factors that compete for an axis wins the one with the largest source tensor, then (for pointwise ops) the
-        most axes, the lowest tensor and the lowest factor.
+        If factors compete for an axis, the one with the largest source tensor wins, then (for pointwise ops) the one
+        with the most axes, the lowest tensor and the lowest factor.
         """
         candidates = [self.compatible(f) for f in range(len(self.sizes))]
         if not any(candidates):

@@ -177,7 +177,10 @@ PIECES = 256
 
 
 def _same_uneven_cuts(size: int, source: Axes, target: Axes) -> bool:
-    """Whether two shardings cut a dim at the same places, though not evenly; many pieces only by like axes."""
+    """Whether two shardings of a dim that they cut unevenly cut it at the same places.
+
+    Beyond `PIECES` pieces only the sizes of the axes are compared.
+    """
     if [a.size for a in source] == [a.size for a in target]:
         return True
     return size_of(source) <= PIECES and starts(size, source) == starts(size, target)

@@ -298,9 +298,10 @@ def device_file(
     name: str, today: str, cores: int, memory: int, results_of: dict[int, list[Result]],
     serving: ServingOverhead | None = None,
 ) -> str:  # fmt: skip
-    """A device file from the measurements of each crowd, and of a server if there was one.
+    """The text of a device file, from the measurements of each crowd (processes at once) and perhaps of a server.
 
-    The rates are those of the largest crowd with a core per process; the other crowds' are given as shares of them.
+    The rates are those of the largest crowd with a core per process. Rates of other crowds are written as shares of
+    these.
     """
     each = {n: computing(results) for n, results in results_of.items()}
     sends = {n: communicating(results, each[n].streaming) for n, results in results_of.items() if n > 1}

@@ -30,7 +30,7 @@ class Helpers:
     def __exit__(self, *_: object) -> None:
         if self._pool is None:
             return
-        # they have no more work, or (Ctrl-C) nobody waits for it; to end by themselves they would free every node
+        # no work is left, or after Ctrl-C nobody waits for it; processes that end by themselves free every node first
         for process in set(multiprocessing.active_children()) - self._others:
             process.terminate()
         self._pool.shutdown(cancel_futures=True)
@@ -45,7 +45,7 @@ class Helpers:
 
 
 def share(items: Sequence[T], among: int) -> list[Sequence[T]]:
-    """The items dealt out like cards, in at most `among` parts: neighbours take about as long."""
+    """Divides items into at most `among` parts, one item to each part in turn, since neighbours take about as long."""
     return [items[i::among] for i in range(min(among, len(items)))] or [[]]
 
 

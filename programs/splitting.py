@@ -45,10 +45,10 @@ def layers_of(setting: Setting, count: int, stages: int) -> list[int]:
 def balance_stages(
     setting: Setting, even: Sequence[int], devices: int, cut: Callable[[Sequence[int]], tuple[Stage, ...]]
 ) -> tuple[list[int], tuple[Stage, ...]]:
-    """Chooses the layers of each stage and returns them with the stages, which `cut` makes: the recipe's split, or else
-    the one whose slowest device is fastest.
+    """Chooses the number of layers of each stage: the recipe's split, else the one whose slowest device is fastest.
 
-    Layer times are measured on an even split, then on the best split by these times, until a split repeats.
+    Returns it with the stages that `cut` makes of it. Layer times are measured on an even split, then on the best split
+    by these times, until a split repeats.
     """
     section = setting.recipe.pipeline
     if section is not None and section.split is not None:

@@ -58,7 +58,7 @@ def looks_secret(key: str) -> bool:
 
 
 def mask(value: Any) -> Any:
-    """An interpolation without its default; anything else is hidden."""
+    """Masks a secret: an interpolation keeps the variable's name and hides its default; other values are hidden."""
     if isinstance(value, str) and (match := re.fullmatch(r"\$\{(oc\.env:[A-Za-z0-9_]+)(,.*)?\}", value, re.DOTALL)):
         return f"${{{match[1]}{',' + MASK if match[2] else ''}}}"
     return MASK

@@ -84,7 +84,7 @@ class _Half:
             last = turn == len(self.waits) - 1
             for product in [p for p in left if free[p][turn]]:
                 if not last and any(free[product][turn + 1 :]) and flops + info(product).flops / 2 > share:
-                    break  # the next ones follow it
+                    break  # this product and later ones go to later waits
                 flops += info(product).flops
                 out.setdefault(self.nodes[i], []).append(product)
                 left.remove(product)

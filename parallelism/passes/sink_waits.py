@@ -51,7 +51,7 @@ class _Sinking:
             if node in visited or node.op == "output":
                 continue
             visited.add(node)
-            if node in self.moves.reductions:  # another one, of the shards among replicas
+            if node in self.moves.reductions:  # a further reduction, of the shards over replicas
                 self.issue(node)
             elif self.order.can(node):
                 self.order.add(node)

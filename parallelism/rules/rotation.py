@@ -85,7 +85,7 @@ def _whole_mask(at: LocalOp, s: int, t: int, mask: Any) -> Any:
 
 
 def _columns(at: LocalOp, s: int, mask: Any, behind: int) -> Any:
-    """The columns of the mask for the keys of the device that is so far behind this one."""
+    """The columns of the mask for the keys of the device that is `behind` positions before this one, cyclically."""
     if mask is None:
         return None
     size, members = at.size(s), at.members(s)

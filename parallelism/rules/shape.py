@@ -111,7 +111,7 @@ def same_dims(op: Op, dims: Sequence[int], kind: Kind, additive: tuple[int, ...]
 
 
 def unlike(rule: Rule, op: Op) -> tuple[int, ...]:
-    """The factors of dims whose size in the operand is not the one in the result."""
+    """The factors of dims whose sizes in the operand and in the result differ."""
     dims = zip(rule.operands[0], op.operands[0].shape, op.results[0].shape)
     return tuple(f for members, before, after in dims if before != after for f in members)
 

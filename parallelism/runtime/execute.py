@@ -215,7 +215,7 @@ def _localize_wait(
 
 
 def _bind(function: Callable[[Tensor, fx.Node], Tensor], node: fx.Node) -> Callable[[Tensor], Tensor]:
-    """A function of a tensor alone, with a name, as a graph needs: `function` for one node."""
+    """`function` with its node bound: a function of a tensor alone, which has a name as graphs require."""
 
     def bound(tensor: Tensor) -> Tensor:
         return function(tensor, node)
