@@ -28,12 +28,13 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from tpshard.parallelism.depth import SHALLOW
+from tpshard.parallelism.depth import Depth
 from tpshard.parallelism.program import Program
 from tpshard.plan import make
 from tpshard.plan.pricing import Pricing
 from tpshard.plan.search import price_variant
 from tpshard.programs import step_programs, training
+from tpshard.programs.alike import FEWEST, STACK
 from tpshard.programs.setting import Setting, devices_of
 from tpshard.programs.variants import Variants
 from tpshard.recipes.diagnostic import Mistakes
@@ -265,7 +266,7 @@ def compare(
     outcome.layers = base.model.layers or 0
     try:
         edited = _price_as_edit(base, changes, variants)
-        stretched = outcome.staged or (base.model.layers or 0) > SHALLOW + 1
+        stretched = outcome.staged or Depth(STACK, base.model.layers or 0).copies >= FEWEST
         plans = [_plan(recipe, as_plan=as_plan) for as_plan in ((True, False) if stretched else (True,))]
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
