@@ -1,1 +1,1 @@
-"""Building programs from recipes: recipe -> model -> graph -> shardings -> Program, shared by all commands."""
+"""Builds programs from recipes: recipe -> model -> graph -> shardings -> Program, shared by all commands."""

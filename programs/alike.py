@@ -1,4 +1,4 @@
-"""Building the micro-batch's program of a deep model from that of one with few layers, if blocks of these are equal."""
+"""Builds the micro-batch's program of a deep model by repeating an equal block of the program of a shallow one."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tpshard.programs.setting import Setting
 STACK = "layers"
 """The name of every family's list of layers."""
 FEWEST = 3
-"""The least number of equal blocks between the ends for which one is built and repeated."""
+"""The smallest number of repetitions of a block (`Depth.copies`) for which a shallow model is built instead."""
 
 
 def micro(
     setting: Setting, base: Program | None = None, *, gathered: bool = False, unreduced: bool = False,
     memo: Memo | None = None,
 ) -> Program:  # fmt: skip
-    """Builds the micro-batch's program, from that of a model with few layers if blocks of its layers are alike.
+    """Builds the micro-batch's program: from that of a shallow model if its blocks are equal, else from all layers.
 
-    memo: keeps the program, which nothing may change then.
+    base, gathered, unreduced: as in `step_programs.micro_program`. memo: keeps the program; callers must not change it.
     """
     memo = memo or Memo()
 
@@ -45,7 +45,7 @@ def few_layers(
 ) -> Program | None:  # fmt: skip
     """The micro-batch's program of the same model with few layers; None if that saves nothing or layers may differ.
 
-    memo: keeps the program, which nothing may change then.
+    memo: keeps the program; callers must not change it.
     """
     depth, pipeline = depth_of(setting), setting.recipe.pipeline
     if depth is None or depth.copies < FEWEST or _names_layers(setting):
@@ -65,7 +65,7 @@ def few_layers(
 
 
 def depth_of(setting: Setting) -> Depth | None:
-    """The depth of a setting's model, and the shallow model that stands for it; None where all layers may differ."""
+    """The number of layers of a setting's model and of its shallow model; None where all layers may differ."""
     config = setting.config
     if config is None:
         return setting.alike

@@ -1,4 +1,4 @@
-"""Turning a recipe's sharding section into annotations on the values of a graph."""
+"""Turns a recipe's sharding section into annotations on the values of a graph."""
 
 from __future__ import annotations
 
@@ -38,13 +38,14 @@ def annotate(
     used: Mapping[str, Sequence[Value]] | None = None, serving: bool = False, by: Mapping[str, str] | None = None,
     fields: Mapping[str, Sequence[str]] | None = None,
 ) -> dict[Value, Annotation]:  # fmt: skip
-    """Annotations from rules for parameters, batch and expert inputs, patterns for named values, and pins over all.
+    """Returns the annotations of a graph's values: those of `sharding.rules`, replaced by `annotate`, then by `pin`.
 
-    A dim whose name has a rule is closed; others are left to propagation. used: the values of each parameter to which
-    rules apply, by default those at its boundaries. by: who named a parameter's dims. fields: names of the batch's
-    dims. Raises Mistakes (exit 4) for a dim that its axes do not divide unless the recipe pads, (exit 3) for a pin or
-    pattern of another rank. In a server's step such a dim stays whole, and patterns may name values that only training
-    has.
+    A dim whose name has a rule is closed: propagation may not shard it further. used: the values of each parameter to
+    which rules apply, by default those at its boundaries. by: who named a parameter's dims. fields: names of the
+    batch's dims. serving: a dim that its axes do not divide stays whole, and a pattern may match nothing.
+
+    Raises Mistakes (exit 4) for a dim that its axes do not divide unless the recipe pads, (exit 3) for a pin or pattern
+    of another rank.
     """
     reader = _Reader(setting, serving)
     annotations: dict[Value, Annotation] = {}
@@ -92,7 +93,7 @@ def _matching_values(graph: Graph, parameters: Mapping[str, Sequence[Value]], pa
     for value in graph.values():
         label = used.get(id(value)) or value.label or (value.name if value.producer is None else "")
         if label in parameters and id(value) not in used:
-            continue  # the stored form follows the used one
+            continue  # a stored parameter gets its sharding from the used one
         if label and matches(pattern, label):
             matching.append(value)
     return matching
@@ -107,7 +108,7 @@ class _Reader:
         self.reported: set[str] = set()
 
     def require(self, values: list[Value], pattern: str, path: str) -> list[Value]:
-        """The values of a pattern; a mistake if there are none in a user's module (presets are checked earlier)."""
+        """Returns `values`, the matches of a pattern; none is a mistake in a user's module (presets: see `fit`)."""
         if not values and self.setting.config is None and not self.serving:
             parameters = ", ".join(list(self.setting.dims)[:6])
             self.mistakes.append(
@@ -159,7 +160,7 @@ class _Reader:
     def closed_annotation(
         self, value: Value, axes: Sequence[Axes], path: str, pattern: str, names: Sequence[str | None]
     ) -> Annotation:
-        """The annotation of all dims of a value, with their names.
+        """The annotation that closes all dims of a value. names: their dim names, which decide priorities.
 
         An activation's is by default applied after the parameters': it uses the axes that they leave.
         """
@@ -179,7 +180,7 @@ class _Reader:
         annotations[value] = self.closed_annotation(value, axes, path, pattern, (None,) * value.rank)
 
     def has_stage_dim(self, value: Value, entries: int) -> bool:
-        """Whether a value has the stage dim of a vectorized pipeline before the dims that have entries."""
+        """Whether a value has the stage dim of a vectorized pipeline before the `entries` dims that a pattern names."""
         pipeline = self.recipe.pipeline
         return pipeline is not None and pipeline.vectorized and value.rank == entries + 1
 
@@ -199,8 +200,9 @@ class _Reader:
         return True
 
     def fits(self, value: Value, dim: int, axes: Axes, name: str, path: str) -> Axes:
-        """The axes over which a dim can be sharded: all if they divide it, with padding those that do; otherwise a
-        mistake.
+        """The axes over which a dim is sharded: `axes`, or none in a server's step if they do not divide it.
+
+        In training, axes that do not divide the dim are a mistake unless `sharding.on_uneven` is `pad`.
         """
         size = value.shape[dim]
         if size % size_of(axes) == 0:
@@ -226,7 +228,7 @@ class _Reader:
 
 
 def source_of(recipe: Recipe, path: str, says: str) -> SourcePlace:
-    """A key of a recipe with its value and place, as the source of an annotation."""
+    """The source of an annotation: the place of the recipe's key `path`, with its value as text (`says`)."""
     where = recipe.where(path)
     return SourcePlace(where.file, where.line, where.col, says, default=not where.line)
 

@@ -1,4 +1,4 @@
-"""Dividing a step's sequences among data ranks, and each rank's among micro-batches."""
+"""Divides a step's sequences among data ranks, and each rank's among micro-batches."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tpshard.recipes.schema import Recipe
 
 MOST_BY_DEFAULT = 8
 FILLING = 4
-"""Default micro-batches per device of a pipeline; the bubble is then a fifth of the step."""
+"""Default micro-batches per device of a pipeline; the bubble is then less than a fifth of the step."""
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """`global_sequences` = `data_ranks` x `micro_batches` x `per_device`."""
+    """The division of a step's sequences: `global_sequences` = `data_ranks` x `micro_batches` x `per_device`."""
 
     global_sequences: int
     data_ranks: int
@@ -46,10 +46,10 @@ class BatchPlan:
 
 
 def derive(recipe: Recipe, data_ranks: int, stages: int = 1) -> BatchPlan:
-    """The plan for a number of data ranks, and of devices of a pipeline.
+    """Divides a step's sequences among data ranks and micro-batches. stages: devices of the pipeline.
 
-    Without `batch.per_device` a micro-batch is the largest divisor of a data rank's sequences up to 8. In a pipeline it
-    is `pipeline.micro_batches`, or the largest that gives four micro-batches per device.
+    Without `batch.per_device` a micro-batch is the largest divisor of a data rank's sequences up to 8. In a pipeline
+    there are `pipeline.micro_batches` of them, or as few as give at least four per device.
 
     Raises:
         Mistakes: exit 4; the sequences are not divisible.
@@ -81,7 +81,7 @@ def derive(recipe: Recipe, data_ranks: int, stages: int = 1) -> BatchPlan:
 
 
 def _in_pipeline(recipe: Recipe, whole: BatchPlan, devices: int) -> BatchPlan:
-    """The division `whole`, with the number of micro-batches that the pipeline asks for or needs."""
+    """Divides each data rank's sequences of `whole` into as many micro-batches as the recipe or the pipeline needs."""
     pipeline, each = recipe.pipeline, whole.sequences_each
     assert pipeline is not None
     micros, per_device = pipeline.micro_batches, recipe.batch.per_device

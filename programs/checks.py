@@ -43,9 +43,9 @@ def traceable(setting: Setting) -> Iterator[None]:
 
 
 def _line_of(error: BaseException | None) -> str | None:
-    """The innermost line of code, with its place, that is neither torch's nor this package's.
+    """The innermost line of code, with its place, that is neither torch's nor this package's; None without one.
 
-    Of several errors that caused each other, the first is asked first.
+    If errors caused each other, the line of the original cause is preferred.
     """
     innermost = None
     while error is not None:
@@ -62,7 +62,7 @@ def _line_of(error: BaseException | None) -> str | None:
 def check_reshards(setting: Setting, programs: Iterable[Program]) -> None:
     """Applies `sharding.on_reshard` to collectives that no annotation asks for: error, warn or allow.
 
-    Raises Mistakes (exit 4) that name each of them with its reason.
+    For `error` raises Mistakes (exit 4) that name the five largest, each with its reason.
     """
     how = setting.recipe.sharding.on_reshard
     if how == "allow":

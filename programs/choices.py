@@ -1,6 +1,6 @@
-"""The choices of recomputation and buckets: the recipe's, or where it leaves them open the best by price.
+"""Chooses recomputation, buckets and resharding after the forward pass: the recipe's, or else by estimated cost.
 
-Every choice is made by pricing the program that would run, on the recipe's device; the machine is never inspected.
+Time and memory of the program that would run are estimated for the recipe's device; this machine is never inspected.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tpshard.recipes.schema import Recipe
 Groups = buckets.Groups
 
 CLEARLY = 0.98
-"""Share of the unit buckets' step time below which greedy buckets are chosen."""
+"""Greedy buckets are chosen if their step takes less than this share of the step with a bucket per unit."""
 RESERVE = 0.08
 """Share of a device's memory reserved for the allocator and the communication library."""
 
@@ -46,7 +46,7 @@ class Choices(NamedTuple):
 def choose(
     setting: Setting, recomputed: Callable[[bool], Program], program_with: Callable[[Choices], Program]
 ) -> Choices:
-    """Chooses the passes' settings for a step, by pricing the programs that result from some of them.
+    """Chooses the passes' settings for a step, by estimating the time and memory of programs with candidate settings.
 
     recomputed: returns the program before buckets, with or without gathered parameters freed after the forward pass.
     program_with: returns the program that runs. Raises Mistakes for a file or pattern of buckets that is invalid.
@@ -182,8 +182,8 @@ class Chooser:
         return buckets.greedy(pieces, gather_s, room)
 
     def best(self, program: Program, by_unit: Groups, program_with: Callable[[Groups], Program]) -> Groups:
-        """The buckets of a step's collectives: one per unit, unless greedy ones are clearly faster or the only ones
-        that fit.
+        """The buckets of a step's collectives: one per unit, unless greedy ones are clearly faster, or exceed the
+        device's memory by less.
         """
         if self.setting.fsdp_axis is None or not buckets.in_order_of_use(program):
             return by_unit

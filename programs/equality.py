@@ -1,4 +1,4 @@
-"""Comparing two recipes that differ in mesh or policy: whether they train alike, and else the first difference.
+"""Compares the training of two recipes that differ in mesh or policy, and finds the first operation that differs.
 
 Both run in this process, all ranks in lock-step, in float64: different orders of sums differ by about 1e-15, and a
 difference above `BOUND` is an error.
@@ -23,7 +23,7 @@ from tpshard.programs.training import TrainingPrograms, build
 from tpshard.recipes.diagnostic import Exit, Mistakes
 
 CANCELLED = 1e-3
-"""Gradients with a smaller share of the norm of all gradients are compared relative to this share of it.
+"""A gradient whose norm is below this share of the norm of all gradients is compared relative to that share.
 
 Some gradients are zero but for rounding: those of the keys' biases, since softmax ignores what is added to all scores.
 """
@@ -73,7 +73,7 @@ class FirstDifference:
     phase: str
     """forward or backward."""
     shardings: tuple[str, str]
-    """The shardings of the value in both, each with its causes down to the recipe's line."""
+    """The shardings of the value in both runs, each with its causes down to the recipe's line."""
 
 
 def vocabulary(setting: Setting) -> int | None:
@@ -157,10 +157,10 @@ def _check_same(one: Setting, other: Setting) -> None:
 
 # ---- where a difference begins -------------------------------------------------------------------------------------
 def first_difference(one: Setting, other: Setting) -> FirstDifference | None:
-    """The first operation whose results differ, over all values of one micro-batch with a step's sequences.
+    """Finds the first operation whose results differ by more than rounding in the first micro-batch of a step.
 
-    The programs are partitioned, but without buckets, prefetching and recomputation. None means that the difference
-    comes from these, from the sum over micro-batches or from the update.
+    Both run the partitioned program without buckets, prefetching and recomputation. None means that all results agree:
+    the difference comes from these passes, from the sum over micro-batches or from the update.
     """
     programs = [micro_program(setting, watched=True) for setting in (one, other)]
     vocab = vocabulary(one)

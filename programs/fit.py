@@ -1,4 +1,4 @@
-"""Checking whether a recipe fits its model and its mesh: patterns, ranks and divisibility, before anything is built.
+"""Checks whether a recipe fits its model and its mesh: patterns, ranks and divisibility, before anything is built.
 
 Needs only the model's configuration, not torch. A user's module has none; then only `laws` are checked, and building it
 reveals the rest.
@@ -179,7 +179,7 @@ class _Fit:
                         )
 
     def uses(self) -> Iterator[_Use]:
-        """Yields every computed dim that a rule, an annotation or a pin shards."""
+        """Yields every dim of a parameter or activation, except `batch`, that a rule, an annotation or a pin shards."""
         sharding = self.recipe.sharding
         ruled = {dim for dims in self.tensors.values() for dim in dims}
         for dim, axes in sharding.rules.items():
@@ -200,7 +200,7 @@ class _Fit:
         return [name for name, dims in self.tensors.items() if matches(pattern, name) and len(dims) == rank]
 
     def uneven(self) -> Iterator[Diagnostic]:
-        """Checks that axes divide the dims they shard. KV heads may be fewer than devices, if these are a multiple."""
+        """Checks that axes divide the dims they shard. KV heads may be fewer than devices if they divide these."""
         if self.recipe.sharding.on_uneven == "pad":
             return
         checked: set[tuple[str, tuple[str, ...]]] = set()

@@ -1,4 +1,4 @@
-"""Checking whether a model's linear layers, its sequences and its mesh fit fp8 products (`model.dtype: fp8`)."""
+"""Checks whether a model's linear layers, its sequences and its mesh fit fp8 products (`model.dtype: fp8`)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _MOST = 64
 def fp8_misfits(recipe: Recipe, c: ModelConfig | None, mesh: Mapping[str, int]) -> Iterator[Diagnostic]:
     """Everything that does not fit `model.dtype: fp8`; nothing for another dtype.
 
-    Both dims of every linear layer of a block are one product's contraction, and so is the sequence. Each must be made
-    of whole blocks on every device.
+    The products of a linear layer (forward, gradient of its input, gradient of its weight) contract its inputs, its
+    outputs and the sequence. Each of these dims must consist of whole blocks of `BLOCK` elements on every device.
     """
     if recipe.model.dtype != "fp8":
         return
@@ -51,7 +51,7 @@ def fp8_misfits(recipe: Recipe, c: ModelConfig | None, mesh: Mapping[str, int]) 
                 continue
             checked.add((dim, size))
             axes = rules.get("heads", ()) if dim == "kv_heads" and dim not in rules else rules.get(dim, ())
-            most = c.kv_heads if dim == "kv_heads" else None  # beyond, devices hold copies
+            most = c.kv_heads if dim == "kv_heads" else None  # over more devices KV heads are replicated
             kind = path.partition(".")[2].partition(".")[2]
             yield from _check(recipe, mesh, size, axes, "model.dtype", f"{size:,} {dim} of `{kind}`", most)
 

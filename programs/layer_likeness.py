@@ -1,4 +1,4 @@
-"""Whether the layers of a model differ only in their parameters' values, so that one can run with those of another."""
+"""Checks whether the layers of a model differ only in their parameters' values, so that one module can run them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 def difference(model: nn.Module, path: str) -> str:
     """Why the layers in the list `path` of a model cannot stand for each other; "" if they can.
 
-    They differ in a class, an attribute or the shape of a parameter, share a parameter, or have buffers, whose values
-    are unknown.
+    They cannot if they differ in a class, an attribute or the shape of a parameter, if they share a parameter, or if
+    they have buffers, whose values are unknown.
     """
     layers = list(model.get_submodule(path).children())
     described = [_description(layer) for layer in layers]
@@ -39,10 +39,10 @@ def difference(model: nn.Module, path: str) -> str:
 
 
 def likeness(model: nn.Module, path: str) -> Depth | None:
-    """The depth of a model whose layers in the list `path` are alike in blocks, such as five with a sliding window and
-    one without; None if they are not, or share a parameter.
+    """The depth of a model whose layers in the list `path` repeat in blocks, such as five with a sliding window and
+    one without; None if they do not, or share a parameter.
 
-    Of the possible blocks, those leave out most layers.
+    The length of a block is chosen so that the shallow model leaves out most layers.
     """
     layers = list(model.get_submodule(path).children())
     described = [
@@ -75,14 +75,14 @@ def likeness(model: nn.Module, path: str) -> Depth | None:
 
 
 def keep_layers(model: nn.Module, depth: Depth) -> None:
-    """Removes the layers of a model that the shallow model of `depth` has not."""
+    """Removes from a model the layers that the shallow model of `depth` lacks."""
     parent, _, leaf = depth.stack.rpartition(".")
     layers = list(model.get_submodule(depth.stack).children())
     setattr(model.get_submodule(parent), leaf, nn.ModuleList(layers[number] for number in depth.kept))
 
 
 def layer_numbers(layers: Sequence[nn.Module]) -> list[str]:
-    """The attributes that are the layers' numbers, such as `layer_idx` of transformers' modules."""
+    """The names of the attributes that hold each layer's number, such as `layer_idx` of transformers' modules."""
     described = [_description(layer) for layer in layers]
     return [
         key for key in described[0]
@@ -91,7 +91,7 @@ def layer_numbers(layers: Sequence[nn.Module]) -> list[str]:
 
 
 class LayerNumber:
-    """The number of a layer that stands for several: it can be handed on, but not computed with (ValueError)."""
+    """A placeholder for the number of a stacked layer: it can be passed on; computing with it raises ValueError."""
 
     def __init__(self, attribute: str):
         self.attribute = attribute

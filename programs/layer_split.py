@@ -1,4 +1,4 @@
-"""Whether a pipeline's stages can have the layers that its recipe gives them. Does not import torch."""
+"""Checks whether a pipeline's stages can have the layers that its recipe gives them. Does not import torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Layouts of act-ordered weights, as a rewrite of the captured program that works for any linear layers.
+"""Rewrites a captured program for act-ordered weights: GPTQ weights whose rows are sorted by quantization group.
 
-
-A weight whose rows are sorted by group needs its inputs in the same order: `tpshard::reorder`, an operation of the
-program. For a linear whose inputs are sharded, the layout decides that order, and so where the partitioner must gather:
+Such a weight needs its inputs in the same order, which the operation `tpshard::reorder` produces. For a linear whose
+inputs are sharded, the layout decides the order, and so where the partitioner must gather:
 
     naive        one order over all rows: the permutation crosses shards, which requires a gather
     local_sort   each device's rows sorted by themselves: a permutation in blocks, without a gather
@@ -78,11 +77,11 @@ class Arrangement:
     columns: dict[str, ColumnOrder] = field(default_factory=dict)
     """The order of the outputs of each parameter (weight or bias) of a preceding linear."""
     inputs: dict[str, RowOrder] = field(default_factory=dict)
-    """The order in each further input of the program, int64 [inputs]; these follow all parameters."""
+    """The order that each additional input of the program holds, int64 [inputs]; these follow all parameters."""
     of: dict[str, str] = field(default_factory=dict)
-    """The further input by which a weight's inputs are permuted; none for a weight whose order was moved."""
+    """Weight -> the additional input that permutes its inputs; a weight whose order was moved has no entry."""
     parts: dict[str, ParameterPart] = field(default_factory=dict)
-    """The parameters of which a program has parts, by the inputs' names."""
+    """Input of the program -> the part of a parameter that it holds (`parameter_parts`)."""
 
     def order(self, row_order: RowOrder, group: Groups) -> Tensor:
         """The permutation, int64 [inputs], that sorts a weight's inputs by their groups within each block."""
@@ -109,10 +108,11 @@ class Arrangement:
 def arrange(
     graph: Graph, orders: Mapping[str, ActOrder], layout: Layout, shards: Mapping[str, int], parameters: Collection[str]
 ) -> Arrangement:
-    """Rewrites a captured graph for act-ordered weights [outputs, inputs], given by the names of its inputs.
+    """Inserts the permutations that act-ordered weights [outputs, inputs] of a captured graph need; returns them.
 
-    shards: the number of devices over which the inputs of a row-parallel weight are sharded; weights not in it are
-    column-parallel. parameters: the inputs whose columns may be permuted.
+    orders: the order of each such weight, by the name of its input. shards: the number of devices over which the inputs
+    of a row-parallel weight are sharded; weights not in it are column-parallel. parameters: the inputs whose columns
+    may be permuted.
     """
     arrangement = Arrangement()
     may_turn = {value for value in graph.inputs if value.name in parameters}
@@ -178,7 +178,7 @@ def _insert(graph: Graph, x: Value, products: Sequence[tuple[str, Op]], blocks: 
 
 # ---- which weights are act-ordered ------------------------------------------------------------------------------
 def act_orders(model: nn.Module, config: ModelConfig, group: Groups) -> dict[str, ActOrder]:
-    """The order of each act-ordered weight of a model, by the groups of its inputs."""
+    """Weight -> its order, for each act-ordered weight of a model. group: gives the groups of a weight's inputs."""
     return orders_of(param_dims(model), (config.heads, config.kv_heads, config.head_dim), group)
 
 

@@ -28,7 +28,7 @@ class StepValues:
 
 
 class Lockstep:
-    """All ranks of a training recipe, driven like the training loop.
+    """Trains all ranks of a recipe together in this process, in the steps of the training loop.
 
     Weights are normal random numbers of deviation 0.2. Tokens are uniform over `vocab`; a task without text (`vocab` is
     None) generates its own rows. Both are the same for every mesh with the same parameters and sequences per step.

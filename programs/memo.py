@@ -1,4 +1,4 @@
-"""Results of the stages of building programs, kept by what each stage reads, for variants that share them."""
+"""A cache of what building programs yields on the way, such as captured graphs, for variants that share it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tpshard.programs.setting import Setting
 T = TypeVar("T")
 
 MOST = 2
-"""The results of a kind that are kept, unless its caller asks for another number: programs are large."""
+"""The default number of results kept per kind; few, because programs are large."""
 
 
 class Memo:
@@ -20,12 +20,12 @@ class Memo:
         self._last: dict[str, dict[str, object]] = {}
 
     def of(self, kind: str, key: str, make: Callable[[], T], most: int = MOST) -> T:
-        """The result of a kind under a key: a kept one, or else that of `make()`; `most` of each kind are kept."""
+        """The kept result of a kind under a key, or else that of `make()`. The `most` last used of a kind are kept."""
         last = self._last.setdefault(kind, {})
         if key in last:
             result: T = last.pop(key)  # type: ignore[assignment]
         else:
-            while len(last) >= most:  # before making another: these are large
+            while len(last) >= most:  # before the next is made, because results are large
                 del last[next(iter(last))]
             result = make()
         last[key] = result

@@ -17,8 +17,8 @@ _SHOWN = 4
 
 
 def dim_names(recipe: Recipe, model: nn.Module, architecture: Architecture | None) -> dict[str, Naming]:
-    """Dim names from transformers' plan for the class, or from the modules themselves, overridden by the recipe's
-    `model.dims`; other parameters are left to propagation.
+    """The dim names of parameters: of transformers' tensor-parallel plan for the class, or else of the modules
+    themselves, overridden by the recipe's `model.dims`. Parameters without names are left to propagation.
 
     Raises Mistakes (exit 3) for a pattern that matches no parameter or has another number of dims.
     """

@@ -1,4 +1,4 @@
-"""Padding an MLP whose width tensor parallelism does not divide, by columns that are always 0.
+"""Pads an MLP whose width tensor parallelism does not divide, with columns that are always 0.
 
 A program gives every device an equal part. So gate and up get extra outputs with weight and bias 0, for which silu(0) *
 0 and gelu(0) are 0, and down gets rows of 0 for them: the logits do not change. Rows of a quantized down are divided
@@ -28,7 +28,7 @@ def shared_rows(config: ModelConfig, group: Groups) -> int:
 
 
 def pad_mlp(config: ModelConfig, tp: int, shared: int = 1) -> ModelConfig:
-    """`config` with an MLP that `tp` devices divide, between groups of `shared` inputs if each device can have one.
+    """Widens the MLP of `config` until `tp` devices divide it, between groups of `shared` inputs if each can get one.
 
     Returns `config` itself if they divide it already.
     """

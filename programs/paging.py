@@ -1,8 +1,8 @@
-"""Turning a model's forward pass into a server's step: rewrites of the captured graph, for any model.
+"""Rewrites the captured graph of any model's forward pass into a server's step.
 
 A step's rows are tokens of many sequences. They interact only in attention, which becomes attention to a paged cache
 that belongs to the operation: the model knows nothing of it. All other operations must treat rows independently, which
-their factors show.
+is checked by the factors of their sharding rules.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 ROWS = ("slots", "sequences", "tables")
 """Inputs that attention to the cache needs besides the rows' positions."""
 PAGING = (PAGED, PAGED_LSE)
-"""Attention to the cache."""
+"""The operations that attend to the cache; the second also returns the log-sum-exp of the scores."""
 PARTS = (aten.slice.Tensor, aten.select.int, aten.view_as_real.default)
 """Operations whose result is a part of a tensor or another view of it."""
 
@@ -102,7 +102,7 @@ def _unset(value: Value) -> bool:
 
 
 def take_logit_rows(graph: Graph, where: Mapping[Value, int], count: int) -> None:
-    """Computes logits only for the `count` rows in the new input `logit_rows`; other rows end after the last attention.
+    """Computes logits only for the `count` rows in the new input `logit_rows`; drops others after the last attention.
 
     `where` is the result of `rows_of`; the graph's one output has rows.
     """

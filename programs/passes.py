@@ -23,7 +23,7 @@ from tpshard.programs.choices import Choices, choose, keep_of
 from tpshard.programs.setting import Setting
 
 FEWER: tuple[Pass, ...] = (simplify, accumulate)
-"""The passes that need no choice: they leave out operations."""
+"""The passes without settings, which remove operations."""
 
 
 def passes(setting: Setting, chosen: Choices) -> list[Pass]:
@@ -49,7 +49,7 @@ def scheduling(setting: Setting, chosen: Choices) -> list[Pass]:
 
 
 def apply(setting: Setting, program: Program, watch: Watch | None = None) -> Program:
-    """The program as it will run. `watch` sees it after each pass."""
+    """Applies all passes to a partitioned program; returns the one that runs. watch: sees the result of each pass."""
 
     @cache
     def with_remat(reshard_after_forward: bool) -> Program:

@@ -1,4 +1,4 @@
-"""Saving the programs of a training run as text, and loading them without planning again."""
+"""Saves the programs of a training run as text, and loads them without planning again."""
 
 from __future__ import annotations
 

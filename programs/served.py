@@ -32,7 +32,7 @@ LATEST = "latest"
 
 @dataclass(frozen=True)
 class Coded:
-    """A weight that a `cpu` or `gpu` multiplies as codes, as one device holds it."""
+    """A quantized weight that a kernel of `kind` (`cpu` or `gpu`) multiplies as integer codes, on one device."""
 
     settings: GPTQConfig
     kind: str
@@ -43,7 +43,7 @@ class Coded:
 
     @property
     def alike(self) -> tuple[object, ...]:
-        """A key that is equal for weights which can be put side by side."""
+        """A key that is equal for weights which can be joined into one matrix."""
         s = self.settings
         return s.bits, s.group_size, s.sym, self.order
 
@@ -70,12 +70,12 @@ class Quantization:
     weights: Mapping[str, GPTQConfig]
     """The settings of each quantized parameter's module."""
     orders: Mapping[str, ActOrder]
-    """The act-orders of those that have one."""
+    """The order of each act-ordered parameter."""
     shared: int = 1
     """The number of inputs of `down` that share scales (see `programs.padding`)."""
     stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """For each weight that is a stack of experts, the order of the inputs of each matrix of the first one ("" where
-    unknown). These orders concern no other operation."""
+    """For each weight that is a stack of experts, the key of the input order of each matrix of the first expert ("" for
+    groups in sequence). These orders concern no other operation."""
 
     @staticmethod
     def of_folder(folder: Path, config: ModelConfig) -> Quantization | None:
@@ -147,7 +147,7 @@ class Served:
     dtype: str
     quantized: Quantization | None = None
     note: str = ""
-    """What was assumed; empty where the files say it."""
+    """A note for the user on what was assumed; empty where the files say it."""
 
     @property
     def config(self) -> ModelConfig | None:
@@ -171,7 +171,7 @@ class Served:
         coded = {}
         for name, settings in {} if self.quantized is None else dict(self.quantized.weights).items():
             row_order, order = arrangement.rows.get(name), self.orders.get(name)
-            # heads do not share groups
+            # where the order stays within heads, no group spans two of them
             ragged = row_order is not None and order is not None and order.blocks % row_order.blocks != 0
             if multiplies(settings.bits, DTYPES[self.dtype], kind):
                 coded[name] = Coded(settings, kind, ragged, "" if order is None else order.key)

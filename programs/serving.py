@@ -65,11 +65,11 @@ WHOLE = [
     Annotation(Sharding(((),) * rank, (False,) * rank), (SourcePlace("a server's rows are whole"),))
     for rank in range(3)
 ]
-"""By rank: what every device has all of."""
+"""The annotation of a value that is replicated on all devices, by its rank."""
 CACHE = Annotation(
     Sharding(((),) * 4, (False, False, True, False)), (SourcePlace("a block of the cache is whole, but for KV heads"),)
 )
-"""Of a cache: attention writes to what a device holds, so that it must be what attention reads."""
+"""The annotation of a cache, sharded by KV heads at most: attention must read the local tensor that it writes to."""
 APART = {"cpu": 2, "gpu": 8}
 """The ratio of consecutive step sizes. On a GPU the first dozens of rows cost as much as one."""
 
@@ -165,8 +165,8 @@ class ServeSetting:
     def max_seq(self) -> int:
         """The longest sequence that is served: the longest that the model supports, with two exceptions.
 
-        Attention within chunks is served within the first chunk. Where rotations depend on the length, `model.seq_len`
-        decides, by default the length up to which they are the original ones.
+        Attention within chunks is served within the first chunk. Where rotary frequencies depend on the length,
+        `model.seq_len` decides; its default is `original_seq`.
         """
         described = self.served.config or self.served.blueprint.architecture
         longest = None if described is None else described.max_seq
@@ -186,7 +186,7 @@ class ServeSetting:
 
     @property
     def original_seq(self) -> int | None:
-        """The length of sequences above which the model rotates otherwise; None if it never does."""
+        """The length of sequences above which the rotary embedding uses other frequencies; None if it never does."""
         own_class = self.served.blueprint.architecture
         return None if own_class is None else own_class.original_seq
 
@@ -356,7 +356,7 @@ def _capture_step(setting: ServeSetting, rows: int) -> tuple[Graph, Arrangement]
 
 
 def _flops(graph: Graph) -> dict[str, int]:
-    """FLOPs by operation."""
+    """Name of each operation of a graph -> its FLOPs."""
     return {op.name: rule_for(op).flops for op in graph.ops}
 
 

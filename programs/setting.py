@@ -1,4 +1,4 @@
-"""The settings of a recipe that precede any graph: model, mesh, dtypes, and the division of the batch."""
+"""What a recipe decides before any graph is captured: model, mesh, dtypes, and the division of the batch."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Setting:
     mesh: Mesh
     config: ModelConfig | None
     depth: Depth | None = None
-    """For a model without a configuration: only the layers of the shallow model that stands for it are built."""
+    """If set, only the layers of its shallow model are built; for models without a configuration."""
 
     @staticmethod
     def of(recipe: Recipe, devices: int | None = None) -> Setting:
@@ -117,7 +117,7 @@ class Setting:
             return self.single
         stacked, layers = self._build_module(), list(self.single.get_submodule(self.stacking.path).children())
         parent, _, leaf = self.stacking.path.rpartition(".")
-        own = self.config is not None  # no layer of tpshard's families reads a tensor whose first dim is another
+        own = self.config is not None  # in tpshard's families a first dim as large as the batch is the batch dim
         stack = StackedLayers(layers, self.stacking, self.batch.data_ranks, own)
         setattr(stacked.get_submodule(parent), leaf, stack)
         return stacked
@@ -249,7 +249,7 @@ class Setting:
 
     @cached_property
     def balanced(self) -> dict[str, float]:
-        """Name of each bias that balances experts -> its step. They are fp32, so that their counts are exact."""
+        """Name of each router bias that balances experts -> its change per update. Biases are fp32: exact counts."""
         return balance_steps(self.model)
 
     def used_dtype(self, name: str) -> torch.dtype:
@@ -342,7 +342,7 @@ class Setting:
 
     @cached_property
     def division(self) -> BatchPlan:
-        """The division of a step's sequences into micro-batches, those of a vectorized pipeline too."""
+        """The division of a step's sequences into micro-batches, also for a vectorized pipeline."""
         ranks = 1
         for axis in self.data_axes:
             ranks *= axis.size

@@ -1,4 +1,4 @@
-"""The number of layers of each pipeline stage: as the recipe says, or so that the stages' times are balanced."""
+"""Chooses the number of layers of each pipeline stage: as the recipe says, or so that stages take equally long."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tpshard.programs.setting import Setting
 from tpshard.recipes.diagnostic import Exit, Mistakes
 
 ALIKE = 0.02
-"""Layers whose times differ by less than this share count as equal, with their mean."""
+"""Layers whose compute times differ by less than this share count as equal: each gets the mean of their times."""
 TRIES = 4
 """The maximal number of splits that are built."""
 
@@ -47,8 +47,8 @@ def balance_stages(
 ) -> tuple[list[int], tuple[Stage, ...]]:
     """Chooses the number of layers of each stage: the recipe's split, else the one whose slowest device is fastest.
 
-    Returns it with the stages that `cut` makes of it. Layer times are measured on an even split, then on the best split
-    by these times, until a split repeats.
+    Returns it with the stages that `cut` makes of it. Layer times are estimated on the split `even`, then on the best
+    split by these times, until a split repeats or `TRIES` are built.
     """
     section = setting.recipe.pipeline
     if section is not None and section.split is not None:
@@ -75,7 +75,7 @@ class _StageTimes:
 
     layers: list[float]
     computing: list[float]
-    """Of those in layers, without waiting for collectives."""
+    """Seconds of each layer's computation alone, without waiting for collectives."""
     outside: float
 
     @property
@@ -89,7 +89,7 @@ def _seconds(stage: Stage, chooser: Chooser) -> _StageTimes:
     times = _StageTimes([0.0] * len(stage.blocks), [0.0] * len(stage.blocks), 0.0)
     for program in stage.programs:
         priced = price(program, chooser.device, chooser.per_host, compiled=chooser.compiled)
-        counted = 0.0  # until the next node that computes: the wait counts for it
+        counted = 0.0  # the end of the last node that computed; the wait after it counts for the next one
         for kernel, task, at in zip(priced.kernels, priced.tasks, (timeline := priced.run()).at):
             if task.kind != "compute" or task.seconds == 0.0:
                 continue

@@ -47,7 +47,7 @@ class Stacking:
     """Layers of a stage in one round."""
     micro_batches: int
     path: str = "layers"
-    """The list of the model that has the layers."""
+    """The path of the model's list of layers."""
 
     def __str__(self) -> str:
         rounds = f" x {self.rounds} rounds" if self.rounds > 1 else ""
@@ -92,7 +92,7 @@ class Stacking:
         return [f"{self.path}.{layer}.{parameter}" for layer in self.layers(int(slot))]
 
     def turn(self, time: int, stage: int) -> tuple[int, int] | None:
-        """The (micro-batch, round) that a stage computes in a step; None while the stage fills or drains."""
+        """The (micro-batch, round) that a stage computes in a step; None where the pipeline fills or drains."""
         since = time - stage
         if not 0 <= since < self.micro_batches * self.rounds:
             return None
@@ -250,7 +250,7 @@ def _stack_layer(layer: nn.Module, stages: int, numbers: Sequence[str]) -> nn.Mo
 
 
 def discount(program: Program, share: float) -> None:
-    """Counts only a share of the layers' FLOPs as those of the model: the rest fills and drains the pipeline."""
+    """Reduces the layers' useful FLOPs (`global_flops`) to a share; the rest fills and drains the pipeline."""
     for node in program.graph.nodes:
         if layer_of(node) is not None and (facts := info(node)).global_flops:
             node.meta[INFO] = replace(facts, global_flops=round(facts.global_flops * share))

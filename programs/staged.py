@@ -57,7 +57,7 @@ class DevicePrograms:
 
 @dataclass(frozen=True)
 class StagedPrograms:
-    """The programs of a training step in pipeline stages. Each runs on the ranks with one index along `axis`."""
+    """The programs of a training step in pipeline stages. Each runs on the ranks that share an index along `axis`."""
 
     setting: Setting
     axis: Axis
@@ -132,7 +132,7 @@ class StagedPrograms:
 def build(
     setting: Setting, make_micro: step_programs.MicroMaker = alike.micro, memo: Memo | None = None
 ) -> tuple[Program, StagedPrograms]:
-    """The micro-batch's program of a recipe with a pipeline, and its stages. `memo` keeps what others may share.
+    """The micro-batch's program of a recipe with a pipeline, and its stages. memo: keeps what other settings may share.
 
     Raises Mistakes where stages, layers and micro-batches do not fit each other.
     """
@@ -181,8 +181,9 @@ def recompute_uncut(setting: Setting, base: Program, make_micro: step_programs.M
 def finished_stages(
     setting: Setting, again: Program, table: Table, layers: Sequence[int], only: Collection[int] | None = None
 ) -> tuple[Stage, ...]:
-    """The stages of a recomputed program, or `only` those with some indices, as they run. Raises Mistakes where it
-    cannot be cut.
+    """Cuts a program with recomputation into stages and applies their passes. only: the indices to return, if not all.
+
+    Raises Mistakes where it cannot be cut.
     """
     try:
         cuts = cut(again, axis_of(setting), layers, split_backward=table.splits_backward)
@@ -252,14 +253,14 @@ class PassedStages(NamedTuple):
     """The stages of a pipeline after one pass."""
 
     name: str
-    """The pass's."""
+    """The name of the pass."""
     seconds: float
-    """What the pass took, on all stages."""
+    """Seconds that the pass took on all stages."""
     pipeline: StagedPrograms
 
 
 def between_passes(setting: Setting, again: Program, pipeline: StagedPrograms) -> Iterator[PassedStages]:
-    """The stages of `again`, the micro-batch's program recomputed, as they are cut and after each pass on them."""
+    """Yields the stages as they are cut, then after each pass. again: the micro-batch's program with recomputation."""
     stages = cut(again, pipeline.axis, pipeline.layers, split_backward=pipeline.table.splits_backward)
     chosen = [_choices_of(setting, _run_passes(stage, FEWER)) for stage in stages]
     lists = [[*FEWER, *scheduling(setting, each)] for each in chosen]

@@ -1,4 +1,4 @@
-"""Building a pipeline's programs for pricing only: equal stages are built once."""
+"""Builds a pipeline's programs for pricing only: equal stages are built once."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _treats_layers_apart(recipe: Recipe) -> bool:
 
 
 KINDS, DEVICES = 8, 6
-"""The kinds of stages, and the programs of devices, that a `Memo` keeps."""
+"""How many kinds of stages, and programs of devices, a `Memo` keeps."""
 Kind = tuple[str, int]
 """The place of a stage (first, middle or last), and its number of layers: stages of a kind have equal prices."""
 

@@ -1,7 +1,7 @@
 """Passes that choose the kernels of a server's step. They keep all values, except for the order of sums.
 
-They rewrite one device's program before it is compared and run. A weight that a kernel reads in a special layout
-becomes an input that is held in it (`program.Held`); the executor converts it.
+They rewrite one device's program before ranks compare its fingerprint and run it. A weight that a kernel reads in a
+special layout becomes an input in that layout (`program.Held`); the executor converts it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Edited:
         feeds = [node for node in self.graph.nodes if node.op == "placeholder"]
         self.ports = dict(zip(feeds, program.inputs))
         self.further: dict[tuple[fx.Node, str], fx.Node] = {}
-        """The additional input that holds another one in a layout, where the plain one is read too."""
+        """(weight, layout) -> the additional input that holds the weight in it, where the plain one is read too."""
 
     @property
     def calls(self) -> list[fx.Node]:
@@ -161,7 +161,7 @@ def fix_rows(kind: str) -> Pass:
 
 
 def count_useful(flops: Mapping[str, int]) -> Pass:
-    """A pass that sets the useful FLOPs of padded operations, by the operation of the captured graph."""
+    """A pass that sets the useful FLOPs of padded operations. flops: those of each operation without padding."""
 
     def count_useful(program: Program) -> Program:
         edited = _Edited(program)
@@ -186,7 +186,7 @@ def fuse_norms(program: Program) -> Program:
 
 
 def _norm(node: fx.Node) -> tuple[Any, ...] | None:
-    """The arguments of the norm whose result a node is; None if it is none."""
+    """The arguments of `NORM` for a node that computes the result of a norm; None for any other node."""
     if node.target is not aten.mul.Tensor:
         return None
     narrowed = argument_by(node, 0, aten._to_copy.default)

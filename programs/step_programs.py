@@ -33,11 +33,11 @@ from tpshard.programs.setting import DTYPES, Setting
 from tpshard.programs.stacked_layers import discount
 
 GRAPHS = 16
-"""The captured graphs that a `Memo` keeps: with few layers they are small, and one serves many meshes."""
+"""How many captured graphs a `Memo` keeps: with few layers they are small, and one serves many meshes."""
 
 
 UPDATES, BETWEEN = 4, 8
-"""The programs of updates, and those that gather or reduce, that a `Memo` keeps: a pipeline has up to three kinds of
+"""How many programs of updates, and how many that gather or reduce, a `Memo` keeps: a pipeline has up to three kinds of
 devices."""
 
 
@@ -197,7 +197,7 @@ def reduce_program(
 
 
 Placed = Mapping[str, tuple[Layout, str]]
-"""The layout of each tensor by name, and what it says of the tensor."""
+"""Name of each tensor -> its layout, and the reason for it that a plan shows."""
 
 
 def _between(
@@ -222,7 +222,7 @@ def _between(
 
 
 def evaluate_program(setting: Setting, storage: Mapping[str, Layout]) -> Program:
-    """Builds the program that computes the loss of one micro-batch of held-out text."""
+    """Builds the program that computes the loss of one micro-batch of held-out data."""
     trail = Trail()
 
     def step(params: dict[str, Tensor], batch: dict[str, Tensor]) -> Any:
@@ -299,7 +299,7 @@ def update_program(
     names = list(_parameters(setting, names))
     read = (*key_of_model(setting), recipe.optimizer, recipe.train.clip_grad_norm, names, squares is not None)
     layout = (setting.mesh.axes, [storage[name] for name in names], setting.pipeline_axis)
-    key = repr((*read, *layout) if recipe.optimizer.name == "muon" else read)  # which spreads matrices over the mesh
+    key = repr((*read, *layout) if recipe.optimizer.name == "muon" else read)  # muon's graph depends on the layouts
 
     def make() -> Program:
         graph = memo.of(

@@ -94,11 +94,11 @@ class Rehearsal:
         return self.answers[len(self.answers) // 5 :]
 
     def ttft(self, share: float) -> float:
-        """The quantile of the seconds to the first token."""
+        """The quantile `share` of the seconds to the first token."""
         return quantile([a.ttft for a in self.after_start], share)
 
     def tpot(self, share: float) -> float:
-        """The quantile of the seconds per further token."""
+        """The quantile `share` of the seconds per further token."""
         return quantile([a.tpot for a in self.after_start], share)
 
     @property
@@ -110,6 +110,6 @@ class Rehearsal:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest of `values` that a share of them does not exceed; 0 for none."""
+    """The value below which a `share` of the `values` lies; 0 for no values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0

@@ -79,8 +79,8 @@ def build(
 ) -> TrainingPrograms:  # fmt: skip
     """Captures, propagates and partitions all programs of a training recipe. Raises Mistakes for what does not fit.
 
-    `watch` sees the programs with the micro-batch's as each pass leaves it. `make` replaces `alike.micro`. `memo` keeps
-    what other settings may share.
+    watch: called after each pass on the micro-batch's program, with all programs and that pass's result. make: builds
+    the micro-batch's program, by default `alike.micro`. memo: keeps what other settings may share.
     """
     check_fp8(setting.recipe)
     memo = memo or Memo()
@@ -112,5 +112,5 @@ def build(
 
 
 def of_stages(setting: Setting, whole: Program, pipeline: StagedPrograms) -> TrainingPrograms:
-    """The programs of a run whose model is cut into stages, out of `whole`."""
+    """The programs of a run in stages. whole: the micro-batch's program that the stages were cut from."""
     return TrainingPrograms(setting, whole, pipeline.devices[0].update, dict(pipeline.storage), pipeline=pipeline)

@@ -1,4 +1,4 @@
-"""Building the programs of a recipe's variants quickly and exactly: equal layers and equal parts are built once."""
+"""Builds the programs of a recipe's variants quickly and exactly: equal layers and equal parts are built once."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tpshard.programs.memo import Memo
 from tpshard.programs.setting import Setting
 
 GARBAGE, MOST_GARBAGE = 50_000, 250_000
-"""Nodes of earlier variants' programs that stay in memory: a graph's nodes refer to each other, so that only the
-garbage collector frees them, which planning turns off. The first takes about half a gigabyte; beyond it they stay, up
-to the second, while more than half of the machine's memory is available: to free nodes takes as long as to make them.
-"""
+"""How many graph nodes of dropped programs may wait for garbage collection: up to the first number always, up to the
+second while more than half of the machine's memory is available. A graph's nodes refer to each other, so that only the
+garbage collector frees them, which planning turns off and which takes as long as making them. The first number of nodes
+takes about half a gigabyte."""
 
 
 @contextmanager
@@ -44,7 +44,7 @@ class Variants:
         self._dropped = 0
 
     def for_prices(self, setting: Setting) -> training.TrainingPrograms:
-        """The programs of `build` as far as prices need them: equal stages of a pipeline share theirs."""
+        """Builds the programs of a setting for pricing only: equal stages of a pipeline share one program."""
         if self._dropped > GARBAGE and (self._dropped > MOST_GARBAGE or not _half_is_available()):
             gc.collect()
             self._dropped = 0

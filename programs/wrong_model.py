@@ -11,7 +11,7 @@ FIXES = {
     "module": "correct the class or `model.args`",
     "preset": "change the model's dimensions",
 }
-"""Key that names the model -> how to fix what the recipe's other keys did not cause."""
+"""Key that names the model -> the fix that is shown where no other key of the recipe caused the error."""
 
 
 def wrong_model(recipe: Recipe, error: Exception) -> Mistakes:
