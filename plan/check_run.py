@@ -36,7 +36,7 @@ CONSTANTS = {
 
 @dataclass(frozen=True)
 class RunFigure:
-    """A figure of the plan beside the run's."""
+    """One figure as the plan predicts it and as the run measured it."""
 
     figure: str
     planned: float

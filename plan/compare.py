@@ -1,4 +1,4 @@
-"""Comparing a plan with its run, from the files plan.json and metrics.jsonl of the run's folder."""
+"""Compares a plan with its run, from the files plan.json and metrics.jsonl of the run's folder."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def report_of(
 
 
 def extra_warnings(job: PlannedJob, device: Device, update: Program) -> list[str]:
-    """The warnings of the update, and those about a device that is assumed, not fitted, or has fewer places."""
+    """The warnings of the update, and those of a device: assumed, not fitted, or fewer in a host than planned."""
     warnings = list(update.warnings)
     if job.device_assumed:
         warnings.append("no `cluster` is named: priced on the shipped two-core CPU, not on this machine")

@@ -60,7 +60,7 @@ class Forecast:
     price: float | None
     watts: float | None
     assumed: tuple[str, ...]
-    """Those of failures, restart_s and save_s that are assumed."""
+    """Which of failures, restart_s and save_s are assumed."""
 
     @property
     def work_s(self) -> float:

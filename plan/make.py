@@ -1,4 +1,4 @@
-"""Making the `Report` of a recipe: builds the programs that would run, and prices them on the recipe's device."""
+"""Makes the `Report` of a recipe: builds the programs that would run, and prices them on the recipe's device."""
 
 from __future__ import annotations
 

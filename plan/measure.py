@@ -111,15 +111,15 @@ def computing(results: Sequence[Result]) -> Computing:
         max(0.0, _middle(t for entry in results for t in entry["overhead"][key]))
         for key in ("op", "view", "warm", "cold", "exponential", "fresh", "stored")
     )
-    # Exponentials were measured separately: a block without them takes at least a fifth of its time. So was a single
-    # operation, but among larger ones; in a block on little memory the next operation finds its code in the caches.
+    # The time of exponentials, measured separately, is subtracted; at least a fifth of a block's time is left. The
+    # overhead of an operation is fitted again: in a small block, unlike in `op_s`, its code is still in the caches.
     rows = [row for entry in results for row in entry["stream"]]
     streams = fit([(ops, moved, max(s - exps * exponential_s, 0.2 * s)) for ops, moved, exps, s in rows])
     per_byte = max(streams.costs[1], 1e-13)
     products = fit([row[1:] for entry in results for row in entry["matmul"] if row[0] == "float32"])
     per_flop, packing = products.costs
     half = fit([(row[1], row[3]) for entry in results for row in entry["matmul"] if row[0] == "bfloat16"])
-    # the operations that prepare attention are priced by their overhead
+    # subtracts the operations that prepare attention, which the cost model prices by their overhead
     timed = [
         [
             (flops, d, max(s - (calls - 1) * op_s, 0.2 * s))
@@ -177,7 +177,7 @@ class Communicating:
 def communicating(results: Sequence[Result], local: float) -> Communicating:
     """The communication constants. `local`: bytes/s of a local sum, which the cost model counts separately."""
     rows, busy = [], []
-    # all members see one collective: the time that one waits for another is not latency
+    # takes the mean over the members of each collective, since waiting for another member is not latency
     every: dict[tuple[Any, ...], list[list[float]]] = {}
     for entry in results:
         for i, (kind, members, buffer, *sample) in enumerate(entry["comm"]):
@@ -210,7 +210,7 @@ def measure(
     say: Callable[[str], None] | None = None, *, name: str = "", today: str = "",
     measure_server: Callable[[str], ServingOverhead] | None = None,
 ) -> str:  # fmt: skip
-    """The text of a device file for this machine. `say` receives a line per stage. Three minutes on two cores.
+    """Measures this machine, and returns a device file as text; takes three minutes on two cores. say: gets progress.
 
     measure_server: measures a server on this machine's CPU, given the file without its result; None leaves that out.
 

@@ -45,7 +45,7 @@ HEADS = ((8, 256, 8, 16), (4, 256, 8, 32), (2, 512, 8, 64), (1, 512, 8, 128))
 ELEMENTS = (1 << 16, 1 << 18, 1 << 20, 1 << 21)
 FRESH_BYTES = 1 << 24
 STORED_BYTES = 1 << 28
-"""Of values that no cache holds."""
+"""Bytes of the values that are read from memory: more than caches hold."""
 COMM_BYTES = (64, 1 << 16, 1 << 20, 1 << 22)
 MESSAGE_BYTES = 1 << 17
 MESSAGES, MESSAGE_PIECES = 16, 8
@@ -59,8 +59,8 @@ aten, funcol = torch.ops.aten, torch.ops._c10d_functional
 class Clock:
     """Measures the seconds of a call in one process of a crowd.
 
-    A process with one thread is timed by its own CPU time, times the number of processes per core; other processes of
-    the machine then do not count. Several threads are timed by the wall clock.
+    A process with one thread is timed by its own CPU time, times the number of processes per core, so that programs
+    outside of the crowd do not count. Several threads are timed by the wall clock.
     """
 
     def __init__(self, threads: int, turns: float):
@@ -69,7 +69,7 @@ class Clock:
         """Wall seconds per CPU second, if the process's threads divide the work."""
 
     def seconds(self, run: Callable[[], object], least_s: float = LEAST_S) -> float:
-        """Mean seconds over calls of at least `least_s` together, without the first and the slowest tenth.
+        """Mean seconds of a call, without the first and the slowest tenth of calls, over at least `least_s` in all.
 
         A step is a sum of operations, so the mean is right: a median would ignore delays that only some of them have.
         """
@@ -83,7 +83,7 @@ class Clock:
         return sum(fastest) / len(fastest) * self.turns
 
     def behind(self, run: Callable[[int], object], before: Callable[[int], object] = lambda i: None) -> float:
-        """Mean seconds of `run(i)`, each after `before(i)`, which does not count, without the slowest tenth."""
+        """Mean seconds of `run(i)`, without the slowest tenth; `before(i)` runs untimed before each call."""
         samples = []
         for i in range(100):
             before(i)
@@ -239,16 +239,16 @@ def communications(crowd: int, cores: int) -> Callable[[Clock], list[list[Any]]]
     """Measures collectives as a program runs them, in pairs and over all of a crowd, each after some computation.
 
     Returns (kind, members, bytes of the buffer, seconds of the computation, seconds, share of the host's cores kept
-    busy). Late members are waited for. Some collectives follow much computation: the longer ranks compute, the further
-    apart they arrive. With more processes than cores, ranks also compute while others wait; then the time is the wall
-    time beyond the turns of the computation. Every rank must call this, whether it is in the crowd or not.
+    busy). The seconds include waiting for late members. Some collectives follow much computation: the longer ranks
+    compute, the further apart they arrive. With more processes than cores, ranks also compute while others wait; then
+    the time is the wall time beyond the turns of the computation. Every rank must call this, in the crowd or not.
     """
     rank, turns = dist.get_rank(), max(1.0, crowd / cores)
     cases: list[tuple[list[Any], int, Callable[[Tensor], Tensor], list[Tensor]]] = []
     a, b = torch.randn(2048, 128), torch.randn(128, 384)
 
     def mean_seconds(run: Callable[[Tensor], object], pieces: int, buffers: list[Tensor]) -> tuple[float, float]:
-        """The mean seconds of a computation and the collective after it: by the clock, and of this process."""
+        """Mean seconds of a computation and the collective after it: in wall time, and in CPU time of this process."""
         begun, own = time.perf_counter(), time.process_time()
         for buffer in buffers:
             for _ in range(pieces):
@@ -285,8 +285,8 @@ def communications(crowd: int, cores: int) -> Callable[[Clock], list[list[Any]]]
 def messages(crowd: int) -> Callable[[Clock], list[float]]:
     """Measures the seconds of a core that one message to another process and one from it take, in pairs of processes.
 
-    A process computes while its messages travel, as a stage of a pipeline does. Besides the issuing thread, those of
-    the library work, which find the caches cold.
+    A process computes while its messages travel, as a stage of a pipeline does. The seconds include the work of the
+    library's own threads, whose data has left the caches.
     """
     rank = dist.get_rank()
     a, b = torch.randn(128, 256), torch.randn(256, 1024)

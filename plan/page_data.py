@@ -28,7 +28,7 @@ MOST_ALIVE = 200
 def data(report: Report) -> dict[str, Any]:
     """All data of the page: tensors, collectives and timelines."""
     program = report.pricing.parts[0].part.program
-    for entry in report.pricing.parts:  # that of the step, not of an update or a gather
+    for entry in report.pricing.parts:  # the micro-batch's program, not an update's or a gather's
         if entry.part.name.startswith("micro-batch"):
             program = entry.part.program
     return {

@@ -1,4 +1,4 @@
-"""`plan --net`: where every mesh axis runs, and what other orders of the axes over the devices would give."""
+"""`plan --net`: the network links over which each mesh axis communicates, and the price of other orders of the axes."""
 
 from __future__ import annotations
 

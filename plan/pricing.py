@@ -1,4 +1,4 @@
-"""Pricing a step: simulates its programs on compute and communication lanes, and follows memory over time."""
+"""Prices a step: simulates its programs on compute and communication lanes, and follows memory over time."""
 
 from __future__ import annotations
 

@@ -365,7 +365,7 @@ class Report:
                 if port.kind == "gradient":
                     part_bytes["gradients"] += port.local_bytes
             for kind, size in entry.part.always.items():
-                # a step uses a part of the cache, and `always` has the rest; gathered parameters belong to stored ones
+                # `always` has the part of the cache that a step does not use; of other kinds the larger figure counts
                 part_bytes[kind] = part_bytes[kind] + size if kind == "cache" else max(part_bytes[kind], size)
             for kind, size in part_bytes.items():
                 held[kind] = max(held[kind], size)

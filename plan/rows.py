@@ -16,13 +16,13 @@ from tpshard.plan.units import round_figure
 
 
 def pattern(name: str) -> str:
-    """`layers.3.mlp.up.weight` -> `layers.*.mlp.up.weight`."""
+    """Replaces the numbers in a name by `*`: `layers.3.mlp.up.weight` -> `layers.*.mlp.up.weight`."""
     first, *rest = name.split(".")
     return ".".join([first, *("*" if part.isdigit() else part for part in rest)])
 
 
 def tensors_of(program: Program, names: Sequence[str] | None = None) -> list[Tensor]:
-    """Named values of a program with sharding and reason: parameters first, then activations."""
+    """The named values of a program with their shardings and the sources of these. names: those to return, else all."""
     stored = {port.name: port for port in program.inputs if port.kind == "parameter"}
     chosen = list(program.records) if names is None else list(names)
     out = []
@@ -103,7 +103,7 @@ def losses_of(pricing: Pricing, devices: int, bubble: float = 0.0) -> list[dict[
 
 
 def buckets_of(pricing: Pricing) -> list[dict[str, Any]]:
-    """FSDP's collectives in issue order with their bytes, for the part that runs most often."""
+    """FSDP's collectives in issue order with their bytes, for the part that takes most of a step's time."""
     rows = []
     entry = max(pricing.parts, key=lambda p: p.seconds)
     for i, cost in sorted(entry.priced.costs.items()):

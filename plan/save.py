@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 ELSEWHERE = (
     "name", "data", "evaluate", "timeout_s", "launch", "run", "checkpoint", "logging", "quantize", "serve",
 )  # fmt: skip
-"""Sections of a recipe that say what a run reads and writes and when, not what it computes: they may differ."""
+"""Sections of a recipe in which it may differ from its plan: they do not say what a run computes."""
 
 ROOMS = ("devices", "kernels", "models", "parallelism", "programs", "recipes")
-"""The rooms whose code decides a plan's programs."""
+"""The packages of tpshard whose code decides a plan's programs."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def versions(recipe: Recipe) -> dict[str, str]:
 
 
 def code_of(rooms: Iterable[str]) -> str:
-    """A hash of all files of some rooms."""
+    """A hash of the code and data files of some packages of tpshard."""
     code = hashlib.sha256()
     for room in rooms:
         spec = importlib.util.find_spec(f"tpshard.{room}")

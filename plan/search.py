@@ -1,4 +1,4 @@
-"""Variants of a recipe, priced: edits that would fit, and the search over meshes.
+"""Prices variants of a recipe: edits that would make it fit, and those of the search over meshes.
 
 Every variant is built completely and priced like its own plan; `programs.variants` makes that fast.
 """
@@ -37,7 +37,7 @@ from tpshard.recipes.schema import Recipe
 
 
 def price_variant(recipe: Recipe, what: str = "train", variants: Variants | None = None) -> VariantPrice:
-    """Prices a variant; `variants` reuses parts of earlier ones. Raises `Mistakes` where it does not fit together."""
+    """Prices a variant; `variants` reuses parts of earlier ones. Raises `Mistakes` where it contradicts itself."""
     with make.without_gc():
         if what == "train":
             setting = Setting.of(recipe, devices_of(recipe))
@@ -52,7 +52,7 @@ def price_variant(recipe: Recipe, what: str = "train", variants: Variants | None
 
 # ---- edits ----------------------------------------------------------------------------------------------------------
 MOST_EDITS = 9
-"""Edits of a recipe that are priced at most."""
+"""The largest number of edits of a recipe that are priced."""
 
 
 def edits(report: Report, recipe: Recipe, count: int = 3, variants: Variants | None = None) -> list[Edit]:
@@ -201,7 +201,7 @@ def _per_device(recipe: Recipe, mesh: Mapping[str, int]) -> list[int]:
 
 T = TypeVar("T")
 LARGE = 200
-"""Layers of a model times meshes from which on a search starts further processes, each of which takes seconds."""
+"""The number of layers times meshes from which on a search starts helper processes, whose start takes seconds."""
 
 
 class _Search:
@@ -215,7 +215,7 @@ class _Search:
         self.figures = VariantFigures()
         self.last: tuple[Changes, Recipe] = (), recipe
         self.first_fits: list[Candidate] = []
-        """The pipelines with the first schedule that fit."""
+        """The pipelines that fit with the schedule tried first."""
 
     def each(self, method: Callable[[_Search, T], None], items: Sequence[T]) -> None:
         """Tries items one after another; with helpers all of them are priced before, at the same time.
@@ -281,7 +281,7 @@ class _Search:
         return self.figures.priced[key]
 
     def _variant(self, key: Changes) -> Recipe:
-        """The recipe with changes; that of the last ones is kept, because reading a recipe takes a while."""
+        """The recipe with changes; the last one is kept, because reading a recipe takes a while."""
         if self.last[0] != key:
             self.last = key, with_changes(self.recipe, key)
         return self.last[1]

@@ -1,7 +1,7 @@
 """Bounds of a variant that the search computes before it builds it: the least memory, and the layers to build.
 
-The memory is a proven bound, not a price: that of the state, if all devices share it, and of the activations that a
-device holds at once. A layer's activations are those of a model with few layers.
+The memory is a lower bound, not an estimate: parameters, gradients and moments divided by all axes but dp, plus the
+activations that a device holds at once. The activations of one layer are those in a model with few layers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tpshard.recipes.diagnostic import Mistakes
 from tpshard.recipes.schema import Recipe
 
 DEEP = 40
-"""Layers of a model from which on a few layers are built first: a shallower model is priced as fast itself."""
+"""The number of layers from which on activations are bounded by building a few layers; fewer are priced as fast."""
 MOST_LAYERS = 1_600
 """Layers that a search builds, of all variants together: 50 variants of a model with 32 layers."""
 
@@ -76,7 +76,7 @@ class Bounds:
         return int(config.layers * each / sum(1 / most for most in pairs))
 
     def _of_layer(self, setting: Setting) -> int:
-        """Bytes of activations of one layer and micro-batch: what is alive after one more layer of a shallow model.
+        """Bytes of activations of one layer and micro-batch: by how much they grow over a layer of a shallow model.
 
         They depend on the sequences of a micro-batch, recomputation, and the axes other than those of data and stages.
         """
@@ -109,7 +109,7 @@ def _activations_of_layer(setting: Setting) -> int:
     if few is None:
         return 0
     program = run([remat(setting, setting.recipe.fsdp.reshard_after_forward is not False)], few)
-    # what a stage saves is handed from program to program, as the interpreter does, whatever compiles these
+    # a stage's backward is another program, which gets every saved value, as in a program that is not compiled
     compiled = "none" if setting.recipe.staged else compiled_by(setting.recipe)
     memory = liveness(program, kernels(program, compiled=compiled))
     held = memory.by_category.get("activations", [])

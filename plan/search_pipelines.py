@@ -12,7 +12,7 @@ from tpshard.recipes.schema import Recipe
 MOST_STAGES = 16
 """The maximal number of pipeline devices that are tried."""
 ONCE = ("fsdp.accumulate.gather=step", "fsdp.accumulate.reduce=last")
-"""Gathers parameters and reduces gradients once per step instead of once per micro-batch."""
+"""The changes that gather parameters and reduce gradients once per step instead of once per micro-batch."""
 
 
 def layers_of(recipe: Recipe) -> int:
@@ -45,7 +45,7 @@ def schedules(recipe: Recipe, layers: int, stages: int) -> Iterator[list[str]]:
 
 
 def first(recipe: Recipe) -> list[str]:
-    """The change that divides a model into stages, if the recipe has none."""
+    """The change to the schedule that is tried first, 1f1b; none if the recipe fixes its schedule."""
     if recipe.pipeline is None:
         return ["pipeline={schedule: 1f1b}"]
     pipeline = recipe.pipeline

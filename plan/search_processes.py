@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Helpers:
-    """Further processes of a search, which start with their first work. A context that ends them."""
+    """Helper processes of a search, which start with their first work. Leaving the context ends them."""
 
     def __init__(self, count: int):
         self.count = max(0, count)
@@ -30,7 +30,7 @@ class Helpers:
     def __exit__(self, *_: object) -> None:
         if self._pool is None:
             return
-        # no work is left, or after Ctrl-C nobody waits for it; processes that end by themselves free every node first
+        # no result is awaited any more, and a process that exits by itself frees every graph node first, which is slow
         for process in set(multiprocessing.active_children()) - self._others:
             process.terminate()
         self._pool.shutdown(cancel_futures=True)

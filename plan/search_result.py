@@ -48,7 +48,7 @@ class Candidate:
 
 
 Changes = tuple[str, ...]
-"""The changes of a variant."""
+"""The changes `key=value` that make a variant of a recipe."""
 
 
 class VariantBound(NamedTuple):

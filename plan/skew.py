@@ -29,12 +29,12 @@ class Routing:
     busiest: float
     """Tokens of the busiest expert over the mean."""
     busiest_device: float
-    """Tokens of its device over the mean of devices."""
+    """Tokens of the busiest expert's device over the mean of all devices."""
     step_s: float
     workspace_bytes: int
     """Bytes of temporaries of the busiest expert's products, beyond the plan's peak; 0 with a capacity."""
     dropped: float
-    """The share of choices without a slot, from these shares alone; chance drops more."""
+    """The share of choices without a slot if the other experts get equally many; random differences drop more."""
 
 
 @dataclass(frozen=True)

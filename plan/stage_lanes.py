@@ -20,7 +20,7 @@ class StageLanes:
     table: Table
     slots: list[Slot]
     seconds: float
-    """Length of the picture."""
+    """Seconds that the lanes cover."""
     words: str
 
 

@@ -1,4 +1,4 @@
-"""Pricing a pipeline: the time and memory of each task of the schedule, and the waiting of the devices."""
+"""Prices a pipeline: the time and memory of each task of the schedule, and the waiting of the devices."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def _device(
         rest["parameters"] += _of_kind(programs.gather, "parameter", outputs=True)
     parts, tallest = [], None
     held = dict.fromkeys(((s, m) for s in table.stages_of(place) for m in range(table.micro_batches)), 0)
-    held_bytes = 0  # the sum of all
+    held_bytes = 0  # the sum of `held`
     own: dict[tuple[str, int], int] = {}
     first: dict[tuple[str, int], PricedPart] = {}
     row = table.rows[place]
@@ -252,7 +252,7 @@ def _device(
             own[key] = memory.peak_bytes - others
             first[key] = PricedPart(part, priced, _without_last_sends(timeline), memory)
             parts.append(first[key])
-        more = max(0, held[task.stage, task.micro] - inside)  # saved for W while I runs
+        more = max(0, held[task.stage, task.micro] - inside)  # what W will read, which stays while I runs
         peak = own[key] + others + more
         if tallest is None or peak > tallest[0]:
             tallest = (peak, key, others + more)

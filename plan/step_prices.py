@@ -34,7 +34,7 @@ class StepPrices:
     _seconds: dict[tuple[int, int, int], float] = field(default_factory=dict)
 
     def __call__(self, rows: int, cached: CacheReads) -> float:
-        """Seconds of a step with this many rows, padded to the next size; padding reads a block of its own."""
+        """Seconds of a step with this many rows, padded to the next program's size; a padding row reads one block."""
         size = next(n for n in self.steps if n >= rows)
         by_row = (cached.by_row * rows + size - rows) / size
         (b0, b1, b), (r0, r1, r) = _bracket(cached.blocks), _bracket(by_row)

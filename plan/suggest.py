@@ -23,7 +23,7 @@ from tpshard.recipes.load import with_changes
 from tpshard.recipes.schema import Recipe
 
 GAIN = 0.98
-"""The share of the step time below which a change helps."""
+"""A change helps if a step with it takes less than this share of the recipe's step time."""
 MOST = 60
 """The maximal number of variants that are planned."""
 LARGE = 20_000

@@ -12,7 +12,7 @@ from tpshard.plan.stage_lanes import stage_lanes
 
 
 def lanes(part: PricedPart) -> list[str]:
-    """The names of a part's lanes: computation first, then one per group of collectives."""
+    """The names of a part's lanes: computation, waiting, and then those of its collectives."""
     names = {event.lane for event in part.timeline.events}
     return [lane for lane in ("compute", "wait") if lane in names] + sorted(names - {"compute", "wait"})
 
