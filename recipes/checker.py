@@ -1,4 +1,4 @@
-"""Checking a merged recipe against the schema: returns the typed values, and a mistake for each wrong one."""
+"""Checks a merged recipe against the schema: returns the typed values, and a mistake for each wrong one."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def homes() -> dict[str, list[str]]:
 class Checker:
     """Checks one merged recipe. `mistakes` collects all errors; `places` has the place of every written key.
 
-    Values are plain data with their path in the recipe. `where` is the place of a value that an interpolation stands
-    for; without it the place is where the merged recipe has the value from.
+    Values are plain data with their path in the recipe. where: the place of the interpolation that gave the value;
+    None for a value that is written, whose place is in the merged recipe.
     """
 
     def __init__(self, merged: Merged) -> None:
@@ -72,7 +72,7 @@ class Checker:
         return BAD
 
     def section(self, raw: Mapping[str, Any], cls: type[Section], path: Path, where: Source | None = None) -> Any:
-        """The checked section of class `cls` that the values `raw` describe. A refused value is replaced by its
+        """Checks the values `raw` of a section of class `cls`; returns the section. A refused value is replaced by its
         default, so that the rest can be checked."""
         values: dict[str, Any] = {}
         written: dict[str, Any] = {}
@@ -124,7 +124,7 @@ class Checker:
         self.wrong(path, f"unknown key `{key}`", where or self.merged.key_place(path), fix=fix)
 
     def value(self, raw: Any, hint: Any, path: Path, where: Source | None = None) -> Any:
-        """The checked value of a hint's type, or BAD."""
+        """Checks a value against a type hint; returns it as that type, or BAD."""
         node, bases = self.leaf(raw, path, where), bases_of(hint)
         if isinstance(raw, dict):
             if sections := sections_of(hint):
@@ -146,7 +146,7 @@ class Checker:
         return self.refuse_type(raw, node, hint, path)
 
     def mapping(self, raw: dict[str, Any], pair: tuple[Any, Any], path: Path, where: Source | None) -> dict[str, Any]:
-        """A map with free keys; `pair` has the types of its keys and values."""
+        """Checks a map with free keys, of which `pair` has the types of keys and values; returns what is right."""
         values: dict[str, Any] = {}
         for key, item in raw.items():
             inside = (*path, key)
@@ -162,7 +162,7 @@ class Checker:
         return BAD if key_of(path) in self.bad else self.value(raw, hint, path, where)
 
     def sequence(self, raw: list[Any], shape: tuple[Any, ...], path: Path, where: Source | None) -> Any:
-        """A list as a tuple, each item checked; `shape` has the types of its items."""
+        """Checks a list; returns a tuple of the checked items, or BAD. `shape` has the types of the items."""
         kinds = [shape[0]] * len(raw) if shape[1:] == (Ellipsis,) else list(shape)
         if len(kinds) != len(raw):
             message = f"`{key_of(path)}` has {len(raw)} values; {len(shape)} are expected"
@@ -171,7 +171,7 @@ class Checker:
         return BAD if any(value is BAD for value in values) else tuple(values)
 
     def scalar(self, raw: Any, node: Node, hint: Any, path: Path, *, final: bool) -> Any:
-        """The checked scalar `raw`, written as `node`; `final` if it is no interpolation, whatever its text."""
+        """Checks the scalar `raw`, written as `node`; returns its value or BAD. final: it is no interpolation."""
         key, options, bases = key_of(path), alternatives(hint), bases_of(hint)
         missing = raw == "???" and Any not in bases and not final
         if missing and not node.source.line:  # a default derived from a wrong key

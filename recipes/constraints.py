@@ -26,7 +26,7 @@ class Constraint:
 def limits(
     *, least: float | None = None, above: float | None = None, most: float | None = None, below: float | None = None
 ) -> Constraint:
-    """A number between bounds; `least` and `most` are inclusive, `above` and `below` are not."""
+    """The constraint that a number is between bounds; `least` and `most` are inclusive, `above` and `below` are not."""
     kinds: tuple[tuple[float | None, str, Callable[[Any, Any], bool], str], ...] = (
         (least, "at least", operator.ge, "minimum"), (above, "above", operator.gt, "exclusiveMinimum"),
         (most, "at most", operator.le, "maximum"), (below, "below", operator.lt, "exclusiveMaximum"),
@@ -45,7 +45,7 @@ def _number(bound: float) -> str:
 
 
 def form(pattern: str, legal: str) -> Constraint:
-    """Text that matches a pattern; `legal` describes it."""
+    """The constraint that text matches a pattern; `legal` describes the text."""
     matching = re.compile(pattern)
     return Constraint(
         legal, lambda value: matching.fullmatch(value) is not None, {"pattern": f"^(?:{pattern})$"}, whole=False
@@ -53,7 +53,7 @@ def form(pattern: str, legal: str) -> Constraint:
 
 
 def name_or_file(names: tuple[str, ...], suffix: str) -> Constraint:
-    """A shipped name, or the path of a user's file."""
+    """The constraint that text is a shipped name, or the path of a user's file."""
     return Constraint(
         f"{', '.join(names)}, or the path of a {suffix} file",
         lambda value: value in names or value.endswith(suffix),
@@ -67,7 +67,7 @@ SIZE = Constraint(
     lambda value: value == -1 or 1 <= value <= 2**20,
     {"anyOf": [{"minimum": 1, "maximum": 2**20}, {"const": -1}]},
 )
-"""The size of a mesh axis."""
+"""The constraint on the size of a mesh axis."""
 
 GROUP_SIZE = Constraint(
     "a positive multiple of 8, or -1 for the whole column",
@@ -75,13 +75,13 @@ GROUP_SIZE = Constraint(
     {"anyOf": [{"minimum": 8, "multipleOf": 8}, {"const": -1}]},
     whole=False,
 )
-"""The number of rows that share a scale."""
+"""The constraint on the number of rows that share a scale."""
 
 ALONE = Constraint("a name, a list of names, or null", lambda value: True, {})
-"""A list that may be written without brackets if it has one item, and as null if it is empty."""
+"""Marks a list that may be written without brackets if it has one item, and as null if it is empty."""
 
 BYTES = Constraint("a number of bytes above 0, or text such as 70GiB", lambda value: value > 0, {"exclusiveMinimum": 0})
-"""A number of bytes, or text that `bytes_in` reads as one."""
+"""Marks a number of bytes, or text that `bytes_in` reads as one."""
 
 
 AXES = ("pp", "dp", "fsdp", "ep", "spatial", "tp")

@@ -1,4 +1,4 @@
-"""Reading the schema's type annotations: the types of a value with their constraints, and nested sections and maps."""
+"""Reads the schema's type annotations: the types of a value with their constraints, and nested sections and maps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Interpolation in OmegaConf's grammar: other keys, the environment, and text decoded as a value.
+"""Resolves interpolations in OmegaConf's grammar: of other keys, of the environment, and of text decoded as a value.
 
 Other resolvers are refused, so that no recipe can import a module, run code or read a file.
 """
@@ -121,7 +121,7 @@ def unreadable(text: str) -> str | None:
 
 
 def unresolvable(text: str, resolved: Resolved, where: Source, also: Notes = ()) -> Diagnostic:
-    """The mistake for an interpolation that OmegaConf can parse, but not complete: a variable is unset, or an error."""
+    """The mistake for an interpolation that OmegaConf can parse, but not resolve: an unset variable, or its error."""
     if resolved.unset:
         name = resolved.unset[0]
         message = f"the environment variable {name} is not set"

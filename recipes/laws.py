@@ -30,7 +30,7 @@ def check(recipe: Recipe, bad: Collection[str]) -> list[Diagnostic]:
 
 
 def touches(keys: tuple[str, ...], bad: Collection[str]) -> bool:
-    """Whether one of the bad paths is a prefix of one of the keys, or below it."""
+    """Whether one of the paths `bad` is one of the keys, or above or below it."""
     return any(b == k or b.startswith(k + ".") or k.startswith(b + ".") for k in keys for b in bad)
 
 

@@ -1,4 +1,4 @@
-"""Loading recipes: from a file, a shipped name and overrides to a checked `Recipe`, or to all their mistakes."""
+"""Loads recipes: from a file, a shipped name and overrides to a checked `Recipe`, or to all their mistakes."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def _version(node: Node | None) -> None:
 
 
 def _override(text: str, number: int) -> Node:
-    """`key.path=value` as a tree with one leaf. OmegaConf parses the path: dots, brackets, `\\.` for a dot in a key."""
+    """Makes a tree with one leaf of `key.path=value`. OmegaConf parses dots, brackets, and `\\.` (a dot in a key)."""
     file = f"<override {number}>"
     key, *rest = re.split(r"(?<!\\)=", text, maxsplit=1)
 

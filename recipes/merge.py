@@ -1,4 +1,4 @@
-"""Merging the layers of a recipe by OmegaConf, while recording where each value was written."""
+"""Merges the layers of a recipe by OmegaConf, and records where each value was written."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tpshard.recipes.section import Section, default_of
 from tpshard.recipes.write import as_data
 
 MESHES = (("mesh",), ("serve", "mesh"))
-"""Where axes take the order of the layer that writes them last, since devices are numbered by it."""
+"""The paths of meshes. Their axes take the order of the last layer that writes them: devices are numbered by it."""
 
 _SHELL = re.compile(r"\$([A-Za-z_][A-Za-z0-9_]*)")
 
 
 class Merged:
-    """The recipe merged from layers. `mistakes` are those of single texts; `bad` has their keys."""
+    """The recipe merged from layers. `mistakes`: those in interpolations; `bad`: the keys of their values."""
 
     def __init__(self) -> None:
         self.config = OmegaConf.create()
@@ -55,13 +55,13 @@ class Merged:
                 self.put(path, {} if isinstance(default, Section) else as_data(default))  # a section's keys follow
 
     def put(self, path: Path, value: Any) -> None:
-        """Sets a value that is in no file."""
+        """Sets the value at a path to one that is in no file."""
         parent: Any = reduce(lambda inside, key: inside[key], path[:-1], self.config)
         parent[path[-1]] = value
         written_at(self.raw, path[:-1])[path[-1]] = value
 
     def drop(self, path: Path) -> None:
-        """Removes a value."""
+        """Sets the value at a path to null, and forgets its place."""
         self.put(path, None)
         self.places = {p: nodes for p, nodes in self.places.items() if p[: len(path)] != path}
 

@@ -1,4 +1,4 @@
-"""Parsing YAML into a tree of nodes that know their place. No objects are constructed, so no code can run.
+"""Parses YAML into a tree of nodes with their places in the file. No objects are constructed, so no code can run.
 
 Only YAML that all versions read alike is accepted: plain scalars follow the core schema of YAML 1.2, and one that YAML
 1.1 would read differently is a mistake (`trap`).
@@ -153,7 +153,7 @@ class _Places:
     """Converts the parser's marks to sources."""
 
     def __init__(self, text: str, file: str, shown: str | None, offset: int):
-        # YAML and editors end lines only here; str.splitlines has eight more line ends
+        # the line ends of YAML and of editors; str.splitlines splits at eight others too
         self.lines = re.split(r"\r\n|\r|\n|\x85|\u2028|\u2029", text)
         self.file, self.shown, self.offset = file, shown, offset
 
@@ -201,7 +201,7 @@ class _Composer(yaml.SafeLoader):
         return node
 
     def tree(self, node: yaml.CollectionNode, where: Source) -> Node:
-        """The `Node` of a list or map, whose parts have theirs."""
+        """Makes the `Node` of a list or map from the nodes of its parts."""
         if isinstance(node, yaml.SequenceNode):
             items = tuple(item.tree for item in node.value)
             tree = Node("list", where, items=items, size=1 + sum(item.size for item in items))

@@ -1,4 +1,4 @@
-"""Keys of other trainers and servers, and what says the same in a recipe."""
+"""Keys of other trainers and servers, and the recipe's keys for the same settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ AXES = {
     "cp": ("context_parallel", "context_parallel_size", "context_parallel_degree", "cp_size"),
     "ep": ("expert_parallel", "expert_parallel_size", "expert_parallel_degree", "ep_size"),
 }
-"""Mesh axes, with words for their sizes."""
+"""Mesh axis -> the keys with which other tools set its size."""
 
 
 _TABLE: Mapping[tuple[str, ...], tuple[str, ...]] = {
@@ -42,7 +42,7 @@ _TABLE: Mapping[tuple[str, ...], tuple[str, ...]] = {
 }  # fmt: skip
 
 KEYS = {word: keys for words, keys in _TABLE.items() for word in words}
-"""The keys here, by another tool's key: at one place (`serve.tp`), or wherever it is written (`tp`)."""
+"""Another tool's key -> the recipe's keys for it. `serve.tp` is meant in that section only, `tp` in any."""
 
 
 def fix(key: str) -> str:

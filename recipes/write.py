@@ -1,4 +1,4 @@
-"""Writing a recipe as YAML: complete, interpolations as written, secrets masked."""
+"""Writes a recipe as YAML: complete, interpolations as written, secrets masked."""
 
 from __future__ import annotations
 
