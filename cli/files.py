@@ -1,4 +1,4 @@
-"""Writing files atomically, without overwriting unless asked to."""
+"""Writes files atomically, without overwriting unless asked to."""
 
 from __future__ import annotations
 

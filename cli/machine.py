@@ -1,4 +1,4 @@
-"""Detecting this machine's GPUs, and checking whether a recipe can run on it. Imports torch only when needed.
+"""Detects this machine's GPUs, and checks whether a recipe can run on it. Imports torch only when needed.
 
 GPUs are read from the driver's `nvidia-smi`, because a torch that does not match the driver cannot report them.
 """

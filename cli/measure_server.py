@@ -35,7 +35,7 @@ ROUNDS = 5
 
 
 def measure_server(device_file: str) -> ServingOverhead:
-    """Measures on this machine's CPU, in about fifteen seconds.
+    """Measures the host's time per step, token and request of a server on this CPU, in about fifteen seconds.
 
     device_file: the text of a file of this machine, which prices the steps. Raises `Mistakes` (exit 5) if the server
     does not start.

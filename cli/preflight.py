@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 
 def load_checked(path: str, overrides: Sequence[str] = (), *, text: bool = False) -> tuple[Recipe, list[Diagnostic]]:
-    """The recipe and its warnings. Raises `Mistakes` with all its errors; with `text` also those of missing data."""
+    """Reads and checks a recipe; returns it with its warnings. text: whether to check its data and tokenizer too.
+
+    Raises `Mistakes` with all its errors.
+    """
     examined = recipes.examine(path, overrides)
     diagnostics = list(examined.diagnostics)
     if examined.sound("cluster", "mesh", "model", "sharding", "batch", "fsdp.wrap", "fsdp.bucket", "fsdp.axis"):

@@ -89,9 +89,9 @@ def _refuse(source: str) -> None:
 
 
 def _open(source: str, overrides: Sequence[str]) -> tuple[SourceModel, Recipe]:
-    """The model, and the recipe with the quantization settings.
+    """The model that SOURCE names, and the recipe with the quantization settings.
 
-    A folder has none: then overrides change the defaults.
+    For a folder that is the recipe of its run, or `tiny` without one, with the overrides applied.
     """
     from tpshard.cli.arguments import load
     from tpshard.cli.sources import open_source

@@ -1,4 +1,4 @@
-"""Reading SOURCE arguments: a recipe (its latest checkpoint), a checkpoint, or a Hugging Face folder."""
+"""Reads SOURCE arguments: a recipe (its latest checkpoint), a checkpoint, or a Hugging Face folder."""
 
 from __future__ import annotations
 

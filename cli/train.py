@@ -142,7 +142,7 @@ def _comparison(folder: Path) -> str:
 
 
 def _peak(programs: TrainingPrograms) -> float | None:
-    """Peak FLOP/s of all devices, where the recipe names a GPU; the data of a CPU describe another machine."""
+    """Peak FLOP/s of all devices if they are GPUs; None for a CPU, whose device file describes another machine."""
     from tpshard.programs import cluster
 
     device, nodes, per_host = cluster.device_of(programs.setting.recipe)

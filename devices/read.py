@@ -1,4 +1,4 @@
-"""Reading device files: checks them and returns a `Device`. All errors are reported together, with their places."""
+"""Reads device files: checks them and returns a `Device`. All errors are reported together, with their places."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ _RATES = {name: _Key("rate", 1e8, 1e17) for name in ("bf16", "fp16", "fp32", "tf
 
 
 def device(name_or_file: str, where: Source | None = None) -> Device:
-    """The device of a name or of a YAML file. Raises `Mistakes` (exit 3) with file, line and column."""
+    """Reads a shipped device by its name, or a device file. Raises `Mistakes` (exit 3) with file, line and column."""
     if name_or_file in DEVICES:
         text = resources.files("tpshard.devices").joinpath(f"{name_or_file}.yaml").read_bytes()
         return parse(text, f"{name_or_file}.yaml")
@@ -263,7 +263,7 @@ def _level_mistake(levels: tuple[Level, ...], devices: int, kind: str) -> str:
 
 
 NO_LINK = Link(1.0, 0.0)
-"""Stands for a link that was refused."""
+"""A placeholder for the links of a device file with mistakes."""
 
 
 def _crowd(values: dict[str, Any]) -> Crowd:

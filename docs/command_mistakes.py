@@ -28,14 +28,14 @@ class Net(nn.Module):
 
     def forward(self, tokens, documents=None, positions=None):
         return self.out(self.table(tokens))"""
-"""A user's module."""
+"""The source of a user's module."""
 BRANCH = NET.replace("        return", "        if tokens.max() > 60:\n            tokens = tokens - 1\n        return")
 UNNAMED = NET.replace("vocab", "words")
 BUCKETS = "model: {preset: tiny, layers: 1}\nfsdp: {bucket: {file: buckets.json}}"
 VECTORIZED = "pipeline: {schedule: gpipe, form: vectorized}"
 TOKENIZER = '{"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}}'
 ENDED = {"tok/tokenizer.json": TOKENIZER, "tok/tokenizer_config.json": '{"eos_token": "a"}'}
-"""A tokenizer's folder."""
+"""The files of a tokenizer's folder `tok`, by path."""
 LARGE = TOKENIZER.replace('"b": 1', '"b": 1, "c": 300')
 SHORT = " --text texts --seq-len 2 quantize.calibration.sequences=1 evaluate.sequences=1"
 MANY_ROWS = "\n".join(f'{{"text": "{"ab" * n}"}}' for n in range(1, 200))

@@ -40,7 +40,7 @@ CHANGES = (
     ("bf16: 900", "bf16: 900 TFLOP/s, fp61: 900"),
     ("bf16: 900", "fp8: 900"),
 )
-"""(text, what is written instead): mistakes in that file."""
+"""(text of `DEVICE`, its replacement): each makes one mistake."""
 
 SAMPLES = (
     Sample(command="validate tiny cluster.device=my.yaml"),

@@ -62,9 +62,11 @@ class Entry:
     @cached_property
     def pattern(self) -> re.Pattern[str]:
         parts = re.escape(printable(self.message)).split("`")
-        filled = (("[^`]*?", ".*?")[i % 2 == 0] for i in range(len(parts)))  # a name in code marks has none
+        # text that is filled in between code marks has no code mark itself
+        filled = (("[^`]*?", ".*?")[i % 2 == 0] for i in range(len(parts)))
         words = "`".join(part.replace(re.escape(FILLED), any_text) for part, any_text in zip(parts, filled))
-        return re.compile(rf"(`\w+`: (config.json: )?)?{words}")  # a contradiction is printed after its section
+        # before the message of a contradiction its section is printed
+        return re.compile(rf"(`\w+`: (config.json: )?)?{words}")
 
     def fits(self, message: str) -> bool:
         """Whether a printed message is this entry filled in."""

@@ -8,7 +8,7 @@ QWEN = (
     '{"model_type": "qwen2", "vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128,\n'
     ' "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}'
 )
-"""A config.json."""
+"""The text of a config.json."""
 
 TEXTS = (
     "modle: {preset: tiny}",

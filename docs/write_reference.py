@@ -45,7 +45,7 @@ def table(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 # ---- the command line ----------------------------------------------------------------------------------------------
 def commands() -> str:
-    """Every command with its arguments and options."""
+    """The page of every command with its arguments and options."""
     parts = ["# Commands\n\n`tpshard COMMAND --help` says the same.\n"]
     for name, about in COMMANDS.items():
         parts.append(f"\n## tpshard {name}\n\n")
@@ -76,7 +76,7 @@ def _command(words: str, command: Any) -> str:
 
 # ---- recipes and devices -------------------------------------------------------------------------------------------
 def recipe() -> str:
-    """Every key of a recipe."""
+    """The page of every key of a recipe."""
     rows = [(f"`{key.path}`", key.text, key.legal, f"`{key.default}`") for key in document.keys("")]
     about = "`tpshard recipes keys PREFIX` prints the same; [Recipes](../recipes.md) explains layers."
     head = f"# Recipe keys\n\n{about}\n\n"
@@ -84,7 +84,7 @@ def recipe() -> str:
 
 
 def device_files() -> str:
-    """The shipped devices, with the first comment of each file."""
+    """The page of the shipped devices, with the first comment of each file."""
     rows = []
     for path in sorted(Path(devices.__file__).parent.glob("*.yaml")):
         about = [line.removeprefix("#").strip() for line in path.read_text(encoding="utf-8").splitlines()]
@@ -101,7 +101,7 @@ def device_files() -> str:
 
 # ---- records and exit codes ----------------------------------------------------------------------------------------
 def metrics() -> str:
-    """What a row of metrics.jsonl holds."""
+    """The page of what a row of metrics.jsonl holds."""
     head = (
         "# Metrics\n\n`runs/NAME/metrics.jsonl` has one JSON object per line; wandb gets the same. A row of a "
         "training step has these keys, with null for an unknown figure:\n\n"
@@ -116,7 +116,7 @@ def metrics() -> str:
 
 
 def exit_codes() -> str:
-    """The exit codes, with their docstrings."""
+    """The page of the exit codes, with their docstrings."""
     tree = ast.parse(inspect.getsource(exits.Exit))
     body = tree.body[0].body  # type: ignore[attr-defined]
     rows = []
@@ -187,7 +187,7 @@ def _file(name: str, text: str | bytes, named: bool) -> str:
 
 
 def json_outputs() -> str:
-    """Every key of what commands print with `--json`."""
+    """The page of every key of what commands print with `--json`."""
     parts = [
         "# JSON outputs\n\nWith `--json` a command prints one JSON document on stdout, and notes and errors as text on "
         "stderr; only `validate --json` prints errors as data. Sizes are in bytes and times in seconds, and both are "
@@ -200,7 +200,7 @@ def json_outputs() -> str:
 
 
 def _heading(message: str) -> str:
-    """Code marks cannot be nested in headings, and `<`, `*`, `_`, `[` are Markdown's."""
+    """The message as the text of a Markdown heading: without code marks, and with `<`, `*`, `_`, `[`, `]` escaped."""
     return re.sub(r"([*_<\[\]])", r"\\\1", message.replace("`", ""))
 
 
