@@ -114,9 +114,10 @@ def _suspects(rows: dict[str, RunFigure], plan: Any, device: Device | None, spre
     step, exposed, peak = (rows.get(name) for name in ("step_s", "exposed_comm_s", "peak_memory_bytes"))
     constants: list[str] = []
     if step is not None and exposed is not None:
-        constants += _computing(step.measured - exposed.measured, plan, device, spread)
+        constants += _computing(step.measured - exposed.measured, exposed.planned, plan, device, spread)
     elif step is not None and step.verdict == "off":  # exposed time was not measured: assume the plan's
-        constants += _computing(step.measured - plan["time"]["exposed_comm_s"], plan, device, spread)
+        waited = plan["time"]["exposed_comm_s"]
+        constants += _computing(step.measured - waited, waited, plan, device, spread)
     if exposed is not None and exposed.verdict == "off" and step is not None:
         off = abs(exposed.planned - exposed.measured) / step.measured
         if off > TIME / 2:
@@ -126,9 +127,9 @@ def _suspects(rows: dict[str, RunFigure], plan: Any, device: Device | None, spre
     return constants
 
 
-def _computing(measured: float, plan: Any, device: Device | None, spread: float) -> list[str]:
+def _computing(measured: float, waited: float, plan: Any, device: Device | None, spread: float) -> list[str]:
     """Names the constants behind the computing time, if it differs from the plan by more than the run's spread."""
-    planned = plan["time"]["step_s"] - plan["time"]["exposed_comm_s"]
+    planned = plan["time"]["step_s"] - waited
     if measured <= 0 or abs(planned / measured - 1) <= max(TIME, spread):
         return []
     work = plan["time"]["by_work"]

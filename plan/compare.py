@@ -32,7 +32,6 @@ def compare(folder: Path, plan: Any = None) -> dict[str, Any] | None:
         return None
     predicted = {
         "step_s": plan["time"]["step_s"],
-        "exposed_comm_s": plan["time"]["exposed_comm_s"],
         **_of_first_rank(plan),
         "tokens_per_s": plan["tokens_per_s_per_device"] * _devices(plan),
     }
@@ -88,15 +87,19 @@ def record(folder: Path) -> str:
 
 
 def _of_first_rank(plan: Any) -> dict[str, float]:
-    """The plan's counts and memory of rank 0, which in a pipeline is a device of the first stage."""
+    """The plan's waiting, counts and memory of rank 0, which in a pipeline is a device of the first stage.
+
+    There it also waits for other stages.
+    """
     if devices := (plan.get("pipeline") or {}).get("by_device"):
         first = devices[0]
+        waited = plan["pipeline"]["seconds"] - first["busy_s"]
         peak, count, sent = first["peak_bytes"], first["collectives"], first["sent_bytes"]
     else:
-        lines = plan["collectives"]
+        lines, waited = plan["collectives"], plan["time"]["exposed_comm_s"]
         peak, count = plan["memory"]["peak_bytes"], sum(line["count"] for line in lines)
         sent = sum(line["wire_bytes"] for line in lines)
-    return {"peak_memory_bytes": peak, "collectives": count, "sent_bytes": sent}
+    return {"exposed_comm_s": waited, "peak_memory_bytes": peak, "collectives": count, "sent_bytes": sent}
 
 
 def _devices(plan: Any) -> int:

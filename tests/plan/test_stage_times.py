@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from tpshard.devices import read
@@ -13,6 +14,7 @@ from tpshard.parallelism.cost import Cpu, Crowd
 from tpshard.parallelism.stepping import RECEIVES_AHEAD
 from tpshard.plan import (
     between,
+    compare,
     diff,
     make,
     page,
@@ -122,6 +124,18 @@ def test_a_pipeline_is_shown_everywhere() -> None:
     assert len(lanes) == 2 * 2 * 8
     assert {"send", "recv"} <= {line.kind for line in report.lines}
     assert save.fingerprints(report) == report.pricing.pipeline.programs.fingerprints  # type: ignore[union-attr]
+
+
+def test_a_run_of_stages_is_compared_with_the_waiting_for_each_other(tmp_path: Path) -> None:
+    report = plan_recipe("1f1b")
+    save.write(tmp_path / "plan.json", save.dumps(report, loads(RECIPE, ["pipeline.schedule=1f1b"])))
+    planned = report.to_json()["pipeline"]
+    waited = planned["seconds"] - planned["by_device"][0]["busy_s"]
+    rows = [{"step": i, "loss": 1.0, "step_s": 1.0, "exposed_comm_s": 2 * waited} for i in range(4)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    compared = compare.compare(tmp_path)
+    assert compared is not None and compared["exposed_comm_s"]["error"] == pytest.approx(-0.5)
+    assert waited > 10 * report.pricing.exposed_s
 
 
 def test_passes_on_stages_end_in_the_step_that_is_planned() -> None:
