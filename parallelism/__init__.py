@@ -33,7 +33,7 @@ _HOMES |= dict.fromkeys(set(__all__) - set(_HOMES), "manual_regions")
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a name that needs torch on first use: the launcher of a run starts without torch."""
+    """Imports a public name on first use, so that importing the package does not import torch."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,4 +1,4 @@
-"""Moving a permutation of activations offline, back through operations that commute with it, into the parameters.
+"""Removing permutations of activations from a program by permuting the parameters that produce them once, in advance.
 
     y = f(x @ A + a, x @ B)[..., P] @ C   ->   y = f(x @ A[:, P] + a[P], x @ B[:, P]) @ C
 
@@ -22,7 +22,10 @@ from tpshard.parallelism.rules.table import entry_of, rule_for
 
 @dataclass(frozen=True)
 class Reordered:
-    """A permuted dim: within `blocks` equal parts, of the dim itself or for each index of dim `outer`."""
+    """A dim whose positions are permuted within each of `blocks` equal parts.
+
+    If `outer` is given, the parts are one for each index of dim `outer`.
+    """
 
     dim: int
     blocks: int = 1

@@ -1,4 +1,4 @@
-"""Identity ops of the global graph that carry an annotation: results, boundaries, `mesh_split`, named activations."""
+"""Tests for the identity ops of the global graph that carry an annotation, a name or a role of their operand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tpshard.parallelism.why import SourcePlace
 
 
 def output(x: Any) -> Any:
-    """An identity on a result of the function, which separates the result's annotation from its producer's."""
+    """The identity op behind every result of the function, so that a result and its source can differ in sharding."""
     return x
 
 

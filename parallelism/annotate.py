@@ -93,7 +93,7 @@ def sharding_group(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 MIRRORED = {"none": "none", "forward": "backward", "backward": "forward", "both": "both"}
-"""What a barrier lets pass, and what the same barrier lets pass between the gradients."""
+"""For each `allowed` of a propagation barrier, the one of the barrier between the gradients."""
 
 
 def propagation_barrier(tensor: torch.Tensor, allowed: str = "none") -> torch.Tensor:
@@ -108,7 +108,7 @@ def propagation_barrier(tensor: torch.Tensor, allowed: str = "none") -> torch.Te
 
 
 def split_as(tensor: torch.Tensor, mesh: Mesh, sharding: Sharding) -> torch.Tensor:
-    """`mesh_split` with a sharding of the tensor's rank, also inside of a manual region."""
+    """Annotates a tensor and its gradient with a `Sharding`; unlike `mesh_split`, also inside of a manual region."""
     text = sharding.show(mesh)
     return annotate(tensor, torch.ops.tpshard.mesh_split, text, text)
 

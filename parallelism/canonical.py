@@ -1,4 +1,4 @@
-"""Rewriting a captured graph so that shardings propagate through it: contractions over any dims, few kinds of views."""
+"""Rewriting a captured graph into a canonical form with fewer kinds of ops, through which shardings propagate."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def take_roles(graph: Graph) -> None:
 
 
 def spread_roles(graph: Graph) -> None:
-    """Gives every value the role of its views."""
+    """Gives a value without a role the role of a view of it."""
     for op in reversed(graph.ops):
         if op.results and op.results[0].marked and entry_of(op.target).view is not None:
             op.operands[0].marked = op.operands[0].marked or op.results[0].marked
@@ -126,9 +126,9 @@ def merge_views(graph: Graph) -> None:
 
 
 def split_constants(graph: Graph) -> None:
-    """Gives every reader of a value without inputs (a filled tensor, positions, views of these) a copy of its own.
+    """Gives every reader of a constant (a filled tensor, positions, or a view of one) a copy of the ops that make it.
 
-    Readers that share zeros should not affect each other's sharding.
+    Propagation passes shardings between the readers of one value; readers of separate copies do not affect each other.
     """
     constant: set[Value] = set()
     for op in graph.ops:
@@ -157,7 +157,7 @@ def split_constants(graph: Graph) -> None:
 
 
 def rename(graph: Graph) -> None:
-    """Gives values named by the model that name, prefixed by the module's path; their gradients end in `.grad`.
+    """Renames values that the model names to `MODULE.NAME`, and their gradients to `MODULE.NAME.grad`.
 
     At a boundary the used parameter is `NAME.used`, its gradient `NAME.grad`, and the stored one `NAME.grad.stored`.
     """

@@ -22,7 +22,7 @@ from tpshard.parallelism.unchecked import Unchecked
 
 
 class Trail:
-    """Records, while tracing, the module of every op.
+    """The tracker of the model's module and the step's phase to which each traced op belongs.
 
     Forward ops get it from module hooks. Backward ops get it from the sequence number of the running autograd node,
     which is between those at the module's entry and exit.
@@ -31,7 +31,7 @@ class Trail:
     def __init__(self) -> None:
         self.stack = [Place()]
         self.spans: list[tuple[int, int, Place]] = []
-        """(first, last + 1) sequence numbers of the ops of a place, inner places first."""
+        """The autograd sequence numbers [start, end) of the ops of each place, inner places first."""
 
     @property
     def place(self) -> Place:
@@ -106,7 +106,7 @@ class Trail:
 
 
 def _with_layers(module: nn.Module) -> Iterator[tuple[str, Layer | None, nn.Module]]:
-    """Every module with its path and the outermost layer that contains it."""
+    """Yields the path, the outermost layer that contains it (None if none does) and the module, for every submodule."""
     stacks = (nn.ModuleList, nn.Sequential)
     layers: dict[str, Layer] = {}
     for path, child in module.named_modules():

@@ -1,4 +1,4 @@
-"""The reasons of shardings: the last steps of propagation to each value, and the chains that these steps make."""
+"""Explaining a value's sharding: the propagation steps by which each axis reached it, back to an annotation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from tpshard.parallelism.why import Explanation, Hop, SourcePlace, Through
 
 
 class LastStep(NamedTuple):
-    """The propagation of an axis to a dim of a value, from a dim of `source` or, if that is empty, an annotation."""
+    """The step in which propagation gave an axis to dim `dim` of a value.
+
+    The axis came from dim `source_dim` of the value `source`, or from an annotation if `source` is empty.
+    """
 
     dim: int
     axis: Axis
@@ -24,7 +27,7 @@ class LastStep(NamedTuple):
 
 
 class ShardingReason(NamedTuple):
-    """The sharding of a value with the last step of each of its axes."""
+    """The sharding of a value, with the propagation step that gave it each of its axes."""
 
     dims: tuple[Axes, ...]
     annotated: str
@@ -34,15 +37,15 @@ class ShardingReason(NamedTuple):
 
 
 class ReasonLookup(Protocol):
-    """The reasons of a program's values by name."""
+    """A function from the name of a program's value to the reason of its sharding."""
 
     def __call__(self, name: str) -> ShardingReason:
-        """The reason of the value with a name; KeyError if there is none."""
+        """Returns the reason of the value `name`; raises KeyError if there is no such value."""
         ...
 
 
 def explanation(reasons: ReasonLookup, mesh: Mesh, name: str) -> Explanation:
-    """Why a value has its sharding: one chain per axis, each ending at an annotation."""
+    """Explains the sharding of the value `name`: one chain of steps per axis, each ending at an annotation."""
     reason = reasons(name)
     links = [
         hop for dim, axes in enumerate(reason.dims) for axis in axes for hop in chain(reasons, mesh, name, dim, axis)

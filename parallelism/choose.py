@@ -16,17 +16,17 @@ from tpshard.parallelism.sharding import Layout, even, even_grains, local_bytes,
 
 aten = torch.ops.aten
 FLOPS_PER_BYTE = 1000.0
-"""FLOPs that a device computes while it sends a byte; weighs replicated work against resharding."""
+"""FLOPs that cost as much as sending one byte, in the comparison of replicated work with resharding."""
 
 Choice = dict[int, Cut]
-"""The cut of each sharded factor."""
+"""How an op is computed: the cut (axes and grain) of each sharded factor."""
 
 
 NEEDY = (Kind.WHOLE, Kind.PERMUTE)
 """Kinds of factors that cost communication if they are sharded."""
 
 INTENT = 100.0
-"""Factor on the cost of moving an operand away from its annotation, so that parameters stay in place."""
+"""Multiplier of the cost of resharding an annotated operand, so that parameters keep their annotated layout."""
 
 
 def choose(
@@ -39,7 +39,7 @@ def choose(
     sharers: Sequence[Mapping[Layout, Collection[Op]]] = (),
     latency: int = LATENCY_BYTES,
 ) -> tuple[Rule, Choice]:
-    """Chooses the rule by which an op is computed, and the cut of each of its factors.
+    """Chooses the rule by which an op is computed, and the cut of each of its factors; returns both.
 
     If the layouts of all tensors agree, they are the choice. Otherwise every tensor's sharding, completed by those of
     the others, is a candidate, and the cheapest wins. A factor that needs its whole dim gives its axes to a free batch
@@ -85,8 +85,7 @@ def _candidates(
 
 
 def _reorder_cuts(rule: Rule, layouts: Sequence[Layout]) -> dict[int, dict[int, Cut]]:
-    """For each tensor with a dim whose axes do not divide its factors one by one, the cuts of these axes in another
-    order, in which they do."""
+    """The cuts of tensors whose dims' axes divide the factors only in another order, by the index of the tensor."""
     out: dict[int, dict[int, Cut]] = {}
     for t, (layout, dims) in enumerate(zip(layouts, rule.tensors)):
         for d, (axes, members) in enumerate(zip(layout.dims, dims)):
@@ -104,7 +103,10 @@ TRIED = 32
 
 
 def _combinations(rule: Rule, projected: Sequence[Mapping[int, Cut]], busy: Sequence[Axis]) -> list[Choice]:
-    """All choices without conflicts that cut factors as some tensor does, by a prefix of its axes, or not at all."""
+    """The choices that cut each factor by a prefix of the axes that some tensor has for it, or not at all.
+
+    No axis is used twice; at most `TRIED` choices are returned.
+    """
     cuts: dict[int, list[Cut]] = {}
     for tensor in projected:
         for f, (axes, grain) in tensor.items():
@@ -168,7 +170,7 @@ def _merge(rule: Rule, projected: Sequence[Mapping[int, Cut]], busy: Sequence[Ax
 def _move_axes(rule: Rule, base: Choice, projected: Sequence[Mapping[int, Cut]]) -> list[Choice]:
     """Choices in which the axes of a factor that must be whole, or is summed, shard a free factor instead.
 
-    Not for the sums of products: their operands are also read by the products of the gradients, where they lie.
+    The summed factor of a matrix product keeps its axes: the products of the gradients read the same operands in place.
     """
     moving = (*NEEDY, Kind.REDUCE) if not rule.flops else NEEDY
     out: list[Choice] = []
@@ -203,7 +205,7 @@ def _spread_axes(rule: Rule, base: Choice, projected: Sequence[Mapping[int, Cut]
 
 
 def computable(op: Op, rule: Rule, choice: Choice) -> Choice:
-    """Reduces a choice to what an op can compute.
+    """Removes the axes of a choice that an op cannot compute with, and returns the rest.
 
     Factors that must be whole are not cut. Within a dim, no factor is cut after one that is not fully sharded.
     """
@@ -235,7 +237,7 @@ def _drop_hidden(choice: Choice, rule: Rule, members: Dim) -> bool:
     for f in members:
         axes, grain = choice.get(f, WHOLE)
         joined = len(merge((*outer, *axes))) < len(outer) + len(axes)
-        # joined parts of one axis cut a dim at once; if that needs padding, not at the places of part by part
+        # adjacent parts of one axis join into one cut; with padding its shards begin elsewhere
         if not full or (joined and not even(rule.sizes[f] // grain, axes)):
             choice.pop(f, None)
         outer, grain = choice.get(f, WHOLE)
@@ -261,10 +263,10 @@ def _halo(op: Op, axes: Axes, window: Window) -> halo.Halo | None:
 
 
 def past_padding(op: Op, rule: Rule, choice: Choice, rule_of: Callable[[Op], Rule]) -> tuple[Op, Rule]:
-    """Rewrites an op on a padded operand to read the unpadded source, so that one exchange with neighbours serves both.
+    """Rewrites an op on a padded operand to read the unpadded source, so that one halo exchange serves both.
 
-    Other ops are returned as they are. The padding must be along the window's dim alone, and nothing else may read the
-    padded tensor.
+    Returns the op and its rule, unchanged for other ops. The padding must be along the window's dim alone, and nothing
+    else may read the padded tensor.
     """
     reader = op
     for i, (f, window) in enumerate(rule.windows):
@@ -374,7 +376,7 @@ def _cost(
 
 
 def with_grains(shape: Sequence[int], propagated: Layout, computed: Layout) -> Layout:
-    """Gives a propagated layout, whose grains are free, the grains of the layout in which the value is computed."""
+    """The propagated layout with the computed one's grains, on dims where the axes of one begin with the other's."""
     if not computed.grains:
         return propagated
     fitting = [starts_with(a, b) or starts_with(b, a) for a, b in zip(propagated.dims, computed.dims)]

@@ -1,4 +1,4 @@
-"""The time of a pipeline's tasks where stages share the cores of a host: more processes than cores take turns."""
+"""A pipeline's timetable on hosts with fewer cores than processes, which then take turns on the cores."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tpshard.parallelism.schedules import Slot, StageTask, Table
 
 
 class HostShare(NamedTuple):
-    """The processes of one pipeline device on one host."""
+    """The host of one pipeline device, and the number of the device's processes on it."""
 
     host: int
     processes: int
 
 
 def host_shares(mesh: Mesh, axis: Axis, per_host: int) -> list[HostShare]:
-    """The host of each position on the pipeline's axis, by its first rank, and its processes there."""
+    """The share of each position on the pipeline's axis: the host of its first rank, and its number of ranks there."""
     ranks: dict[int, list[int]] = {}
     for rank in range(mesh.ranks):
         ranks.setdefault(mesh.index(axis, rank), []).append(rank // per_host)
@@ -29,11 +29,11 @@ def timetable(
     table: Table, seconds: Callable[[StageTask], float], late: Callable[[StageTask], float],
     shares: Sequence[HostShare], cores: int,
 ) -> list[Slot]:  # fmt: skip
-    """`Table.timetable` with `cores` cores on each host: while n > cores of its processes compute, each of them does so
-    at cores / n of its speed.
+    """The start and end of every task of a pipeline whose processes share `cores` cores per host.
 
-    seconds(task): of a process with a core of its own. shares: those of the table's devices. Raises ValueError for a
-    deadlock.
+    While n > cores processes of a host compute, each runs at cores / n of its speed. seconds(task): its time with a
+    core per process. late(task): seconds until another device has its result. shares: one per device of the table.
+    Raises ValueError for a deadlock.
     """
     at, now = [0] * table.devices, 0.0
     began: dict[StageTask, float] = {}

@@ -20,10 +20,10 @@ from tpshard.parallelism.rules.entry import Work
 
 @dataclass(frozen=True)
 class Crowd:
-    """The rates, overheads and communication of each of several processes that run on one host at the same time.
+    """The slowdown of each of several processes that run on one host and share its cores, caches and memory.
 
-    They share cores, caches and memory, and take turns if there are more processes than cores. Rates are shares of an
-    even part of the host's; overheads are multiples.
+    `compute` and `memory` are rates relative to the host's divided by the number of processes; `overhead` is a multiple
+    of the overhead of a process alone.
     """
 
     compute: float = 1.0
@@ -47,7 +47,7 @@ class Crowd:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Shares of a device's rates that operations reach."""
+    """The shares of a device's FLOP/s and memory bandwidth that kinds of operations reach."""
 
     matmul: float = 0.75
     """Share of the dense rate that large matrix products reach."""

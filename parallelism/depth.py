@@ -1,4 +1,4 @@
-"""The numbers of equal layers in a shallow model and in the deep one that it stands for."""
+"""Renaming between a deep model of equal layers and the shallow model that is planned in its place."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ class Depth:
     def shift_name(self, name: str, by: int | None) -> str:
         """A name with `by` added to its layer's number; names outside of layers stay.
 
-        None is for names that an op outside of layers reads: only numbers in the last block change, to the deep
-        model's.
+        If `by` is None, a number in the last block becomes the deep model's, and others stay. This is for names that
+        an op outside of layers reads.
         """
         match = None if by == 0 else self._layer_number.match(name)
         if match is None:
@@ -86,7 +86,7 @@ class Depth:
         return f"{self.stack}.{int(match[1]) + by}{name[match.end() :]}"
 
     def count(self, name: str) -> int:
-        """The number of values or ops of the deep model for which one of the shallow model stands."""
+        """The number of the deep model's values or ops that the shallow model's value or op `name` represents."""
         return self.copies if self.block(self.layer(name)) == REPEATED else 1
 
     def in_text(self, text: str) -> str:

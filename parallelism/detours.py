@@ -1,4 +1,4 @@
-"""Detours: values that are computed in one layout, moved to the propagated one, and moved back by all their readers.
+"""Finding values whose propagated layout only causes two reshards: to it after the producer, from it by all readers.
 
 Propagation settles each value before it knows all its neighbours: a weight may shard a result's columns before the
 batch of the activation beside it is known. If the op that computes the value and every op that reads it then agree on
@@ -26,10 +26,10 @@ def detours(
     computed: Mapping[Value, Layout],
     fixed: Collection[Value],
 ) -> dict[Value, Layout]:
-    """New layouts for the values whose propagated layout is only a detour.
+    """New layouts for the values whose propagated layout only causes two reshards.
 
-    choices: in which each op computes while the propagated layouts hold. computed: the layout of each result that
-    follows from it. fixed: annotated values, which stay.
+    choices: the cuts in which each op computes under the propagated layouts. computed: the layout of each result under
+    them. fixed: annotated values, which keep their layout.
     """
     needs: dict[Value, set[Layout]] = {}
     better: dict[Value, Layout] = {}
@@ -73,9 +73,11 @@ def detours(
 
 
 def _shorter(value: Value, computed: Layout, over: Layout, to: Layout) -> bool:
-    """Whether resharding a value from `computed` to `to` sends fewer bytes directly than over the layout `over`. Only
-    for a `computed` that is `to` but for partial sums. An all-reduce has as many as the reduce-scatter and gather,
-    between which less is computed."""
+    """Whether resharding a value from `computed` to `to` sends fewer bytes directly than through the layout `over`.
+
+    False unless `computed` is `to` with partial sums. An all-reduce sends as many bytes as a reduce-scatter and an
+    all-gather, so it does not count as shorter: between these two, ops compute on shards.
+    """
     if computed.whole() != to:
         return False
     size = value.dtype.itemsize

@@ -53,7 +53,7 @@ def mix_seeds(*numbers: int) -> int:
 
 
 def step_seed(seed: int, micro: int, rows: int, apart: int) -> Tensor:
-    """The seed of a step's micro-batch, int64 [5].
+    """The seed input of a program for one micro-batch of a step, int64 [5].
 
     It holds the keys of the step and of the micro-batch, the rows of a data rank in it, the distance between the rows
     of two data ranks in the step, and the first row of the data rank.
@@ -99,7 +99,7 @@ def _in_pieces(
     seed: Tensor, number: int, size: Sequence[int], begins: Sequence[int], strides: Sequence[int], dtype: torch.dtype,
     row: int = 0,
 ) -> Tensor:  # fmt: skip
-    """`random`, computed in pieces that stay in a core's cache."""
+    """Computes `random` in chunks of `_CHUNK` elements on a CPU, so that intermediates stay in a core's cache."""
     d = next((d for d, n in enumerate(size) if n > 1), None)
     if seed.device.type != "cpu" or d is None or math.prod(size) <= _CHUNK:
         return random(seed, number, size, begins, strides, dtype, row)

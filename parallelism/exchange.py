@@ -28,7 +28,7 @@ def runs_as_exchange(kind: str, buffer: int, members: int) -> bool:
 
 
 def cpu_collective(kind: str, buffer: int, members: int) -> tuple[str, int]:
-    """The kind of collective that a CPU sends, and the bytes of a rank's input to it."""
+    """The kind of collective that CPU ranks run in place of `kind`, and the bytes of a rank's input to it."""
     if not runs_as_exchange(kind, buffer, members):
         return kind, buffer
     return "all_to_all", buffer * (members if kind == "all_reduce" else 1)

@@ -1,4 +1,4 @@
-"""Conversion between the shardings of a tensor's dims and those of a rule's factors."""
+"""Converting the axes of a tensor's dims to those of a rule's factors, and back."""
 
 from __future__ import annotations
 
@@ -123,9 +123,9 @@ def extension(part: FactorAxes, axes: Axes, size: int, barred: Iterable[Axis]) -
 
 
 def unproject(members: Sequence[int], factors: Mapping[int, Axes], sizes: Sequence[int]) -> Axes:
-    """The axes of a dim from those of its factors, up to the first factor that is not fully sharded.
+    """The axes of a dim: those of its factors from major to minor, up to the first that is not fully sharded.
 
-    Further axes would shard the dim with a stride, which no layout expresses.
+    The axes of later factors would shard the dim with a stride, which no layout expresses; they are left out.
     """
     out: list[Axis] = []
     for f in members:

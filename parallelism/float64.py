@@ -1,4 +1,4 @@
-"""Running float32 programs in float64, so that tests can require 1e-10: far above rounding, far below an error."""
+"""Running float32 programs in float64, so that tests can compare results within a relative distance of 1e-10."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 BOUND = 1e-10
-"""Relative distance of two equal computations in float64: orders of sums differ by about 1e-15."""
+"""The largest relative distance of two results that count as equal. Another order of sums gives about 1e-15."""
 
 
 class _Wide(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""The data flow of a program's values: operands of every node, and views with the storage they share."""
+"""The data flow of a program: the operands of every node, and which nodes are views of whose storage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folding products and the views around them into contractions over all dims, so that shardings pass them.
+"""Rewriting matrix products and the views around them to contractions over all dims, so that shardings pass them.
 
 `F.linear` on [batch, seq, embed] is recorded as view + mm + view, and a sharding of seq cannot pass a view that merges
 [batch, seq]. Folding the views into one contraction `bsk,nk->bsn` keeps every dim visible, for any module's code.
@@ -43,7 +43,7 @@ class Unmerged(NamedTuple):
 
 
 def unmerge(value: Value) -> Unmerged:
-    """Follows permutes, views that merge dims, and new dims of size 1 back to the value that has every dim."""
+    """Traces a value back through permutes, views that merge dims and new dims of size 1 to the value before them."""
     groups: list[tuple[int, ...]] = [(d,) for d in range(value.rank)]
     while value.producer is not None and len(value.producer.operands) == 1:
         op = value.producer
@@ -133,7 +133,7 @@ def _view_as(value: Value, old: Value, op: Op, ops: list[Op]) -> None:
 
 
 def _new_view(value: Value, shape: tuple[int, ...], name: str, op: Op, ops: list[Op]) -> Value:
-    """Appends a view of a value, as a part of `op`, and returns its result. Several get numbers after the name."""
+    """Appends a view of a value at the place of `op`, and returns its result; a repeated name gets a number."""
     alike = sum(other.name == name or other.name.startswith(f"{name}_") for other in ops[-8:])
     name = f"{name}_{alike}" if alike else name
     view = Op(name, aten.view.default, (Ref(0), shape), {}, [value], [], op.place)

@@ -53,7 +53,7 @@ def functionalize(graph: Graph) -> Graph:
 
 
 class _Functional(Recorder):
-    """A recorder that turns views by strides into lookups, since nothing is written through them afterwards."""
+    """A recorder that records `as_strided` as an indexing op; its graph has no writes that such a view would show."""
 
     def __init__(self, place: Callable[[], Place]):
         super().__init__(place)

@@ -18,7 +18,7 @@ from tpshard.parallelism.rules.entry import Work
 from tpshard.parallelism.rules.table import entry_of
 
 _MOST_READS = 2
-"""A value with several readers and at least this many operands of its size is written rather than recomputed."""
+"""A value with several readers and more than this many operands of at least half its size is written to memory."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Kernel:
     """Bytes of new storage: 0 for views, and for values inside a fused kernel."""
     dtype: str
     counts: bool
-    """Whether it launches a kernel of its own, as the first node of a fused group does."""
+    """Whether the node has the overhead of a launch; of a fused group only the first node that is written has."""
     compiled: bool = False
     exponentials: int = 0
     """Elements that need an exponential."""
@@ -129,7 +129,7 @@ def _kernels(flow: Flow, compiled: Compiled, cached: CacheReads) -> list[Kernel]
 
 
 def _count_since(run: list[Kernel]) -> None:
-    """Sets `Kernel.since` of all kernels of a program, which runs again and again."""
+    """Sets `Kernel.since` of all kernels of a program, which is assumed to have run before."""
     moved_bytes, last = 0, dict[object, int]()
     for kernel in run:
         moved_bytes += kernel.moved
@@ -286,9 +286,9 @@ def seconds(kernel: Kernel, device: Device) -> float:
 
 
 def _in_parts(kernel: Kernel, device: Device) -> float:
-    """Seconds of a CPU for an operation that it computes by several of the library.
+    """Further seconds of an operation that a CPU computes by `entry.calls` library operations rather than one.
 
-    Each has its own overhead. One that reads a cache copies keys and values out of it first: these are read, written
+    Each has its own overhead. An operation on a cache first copies keys and values out of it: these are read, written
     and read again.
     """
     entry = entry_of(kernel.node.target)

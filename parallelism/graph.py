@@ -21,7 +21,7 @@ none ("")."""
 
 
 class Layer(NamedTuple):
-    """One of a model's stack of equal modules."""
+    """A layer: module number `number` of the list of modules at path `stack`."""
 
     stack: str
     number: int
@@ -31,7 +31,7 @@ class Layer(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where an op belongs: its module in the model, and its phase of a step."""
+    """The module of the model and the phase of the step to which an op belongs."""
 
     module: str = ""
     """The module's path, such as `layers.3.mlp`."""

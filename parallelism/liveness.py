@@ -24,7 +24,7 @@ CATEGORIES = (
 _INPUTS = {"parameter": "parameters", "gradient": "gradients", "optimizer": "optimizer", "cache": "cache",
            "saved": "activations", "received": "communication"}  # fmt: skip
 _RESULTS = {"gradient": "gradients", "optimizer": "optimizer", "parameter": "parameters", "cache": "cache"}
-"""The categories of program inputs and results, by the kind of their port."""
+"""The category of a result by the kind of its port, as `_INPUTS` has those of inputs."""
 
 
 class Living(NamedTuple):
@@ -51,7 +51,7 @@ class Memory:
     alive: list[Living] = field(default_factory=list)
     """The values in memory at the peak, largest first."""
     results: list[int] = field(default_factory=list)
-    """Bytes of every value that is allocated and is not an input, in order."""
+    """Bytes of every value that the program allocates, in order of allocation."""
 
     @property
     def largest(self) -> list[tuple[str, str, int]]:
