@@ -1,4 +1,4 @@
-"""A pass that lets matrix products add their result to a running sum."""
+"""A pass that merges a matrix product and the addition of its result to a sum into one operation (`addmm`)."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def in_order_of_use(program: Program) -> list[str]:
 
 @dataclass(frozen=True)
 class Piece:
-    """A parameter as `greedy` sees it: its gathered bytes, and the computation that follows its first use."""
+    """A parameter to be put into a bucket by `greedy`: its gathered bytes, and the computation after its first use."""
 
     name: str
     bytes: int
@@ -72,7 +72,7 @@ class Piece:
 
 
 def greedy(pieces: Sequence[Piece], gather_s: Callable[[int], float], memory: float) -> Groups:
-    """Merges neighbours while the bucket's gather is hidden by the computation of the previous bucket, and fits.
+    """Groups parameters into buckets: merges neighbours while the previous bucket's computation hides the gather.
 
     SimpleFSDP's auto-wrapper: a parameter joins the open bucket if the bucket's gather then takes no longer than the
     computation it overlaps with, and the gathered bytes of both buckets stay within `memory`. Merging saves one

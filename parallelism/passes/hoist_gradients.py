@@ -1,4 +1,4 @@
-"""A pass that moves the last operations of a gradient to where the gradient is computed."""
+"""A pass that moves the casts and sums between a gradient and its reduction to where the gradient is computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Classifying a step's nodes: those that gather parameters or reduce gradients, and those that only serve these."""
+"""Classifying a step's nodes: gathers of parameters, reductions of gradients, casts and copies for them, the rest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ wait = torch.ops._c10d_functional.wait_tensor.default
 
 @dataclass(frozen=True)
 class Moves:
-    """The nodes of a step that move parameters and gradients, in sets; nodes in none of them compute."""
+    """Sets of a step's nodes that gather parameters or reduce gradients; nodes in none of the sets compute."""
 
     gathers: frozenset[fx.Node]
     """All-gathers of parameters."""

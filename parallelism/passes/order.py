@@ -46,7 +46,7 @@ class NodeOrder:
             self._add(current)
 
     def can(self, node: fx.Node) -> bool:
-        """Whether all operands of a node are added."""
+        """Whether all operands of a node are in the order already."""
         return self.done.issuperset(node.all_input_nodes)
 
     def apply(self) -> None:

@@ -21,7 +21,8 @@ def overlap_exchanges(program: Program) -> Program:
     Exchanges are all-to-alls, and the gathers and reduce-scatters of experts that drop no token. The products neither
     feed an exchange nor need its result: those of a shared expert, and in the backward pass also gradients of weights.
     Exchanges share them in proportion to their bytes. Collectives stay as they are, and the order depends only on the
-    program, so that it is the same on every rank. Memory grows by what waits of the products' operands and results.
+    program, so that it is the same on every rank. Memory grows by the operands and
+    results of the moved products, which live longer.
     """
     between: dict[fx.Node, list[fx.Node]] = {}
     for half in _halves(program):
@@ -62,7 +63,7 @@ class _Half:
     """The waits of exchanges."""
 
     def deal_products(self) -> dict[fx.Node, list[fx.Node]]:
-        """The products to compute before each wait."""
+        """Distributes the products over the waits; returns the products to compute before each wait."""
         window = range(self.members[0], self.members[-1] + 1)
         issues = [self.nodes[i].all_input_nodes[0] for i in self.waits]
         needed = [_before(self.nodes, window, issue) for issue in issues]
@@ -119,7 +120,7 @@ def _is_exchange(issue: fx.Node, waited: fx.Node) -> bool:
 
 
 def _reaches_experts(node: fx.Node, onward: Callable[[fx.Node], list[fx.Node]]) -> bool:
-    """Whether a node's neighbours, through nodes that only move data, are products of routed experts."""
+    """Whether a path along `onward`, through nodes that only move data, leads to a product of routed experts."""
     queue = onward(node)
     while queue:
         near = queue.pop()

@@ -1,4 +1,4 @@
-"""Running a list of passes, which change when operations run and what is stored, but never the results."""
+"""Running a list of passes on a program; a pass changes when operations run and what is stored, not the results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ A pass that only reorders nodes returns `program.with_new_order()`, so that late
 
 
 class PassResult(NamedTuple):
-    """A program after a pass."""
+    """What `run` reports after each pass: the pass, the program that it returned, and its duration."""
 
     name: str
     """The pass's name; "" before the first pass."""

@@ -20,7 +20,7 @@ SCALINGS = (aten.mul.Scalar, aten.div.Scalar)
 
 
 def simplify(program: Program) -> Program:
-    """Reads views of views from the first value, and computes once what a layer's forward or backward pass repeats.
+    """Removes views of views, and operations that a layer's forward or backward pass repeats on the same operands.
 
     An expanded value that is multiplied by a number, as a mean's gradient is, is multiplied before it is expanded.
     Results with storage of their own stay apart from each other, since one may be overwritten. What the backward pass
@@ -62,7 +62,7 @@ def _operand(node: fx.Node) -> fx.Node:
 
 
 def _read_first(node: fx.Node, flow: Flow) -> fx.Node:
-    """Lets a reshape read the source of the reshapes before it, but for those whose copy others read; returns it."""
+    """Makes a reshape read the source of the reshapes before it, up to one whose copy others read; returns it."""
     skipped = source = _operand(node)
     while source.target in RESHAPES and (source in flow.views or len(source.users) == 1):
         source = _operand(source)

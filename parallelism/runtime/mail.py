@@ -1,4 +1,4 @@
-"""Communication between pipeline stages over real connections; receives are posted ahead of their use."""
+"""Sends and receives between pipeline stages by torch.distributed; receives are posted before they are needed."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ Places = Sequence[tuple[int, fx.Node]]
 
 
 def positions(program: Program) -> tuple[Places, Places]:
-    """The nodes that receive each received input, and those that send each sent output."""
+    """The inputs that are received and the outputs that are sent, each as its index and its node."""
     feeds = [node for node in program.graph.nodes if node.op == "placeholder"]
     (end,) = (node for node in program.graph.nodes if node.op == "output")
     results = [o for o in end.args[0] if isinstance(o, fx.Node)]  # type: ignore[union-attr]

@@ -18,7 +18,7 @@ Kind = Literal["ready", "failed", "secondary", "stalled", "log", "step"]
 
 
 class WorkerFault(RuntimeError):
-    """An error of the run rather than of one computation: a sentence, an exit code, and how to fix it."""
+    """An error that ends the run, with a message, the process's exit code, a reason and a way to fix it."""
 
     def __init__(self, message: str, *, exit: int, why: str = "", fix: str = ""):
         super().__init__(message)
@@ -69,7 +69,7 @@ def send(
         while data:
             data = data[os.write(int(fd), data) :]
     except OSError:
-        return False  # The launcher is gone; this worker is about to follow it.
+        return False  # The launcher has ended, and this worker will be ended too.
     return True
 
 

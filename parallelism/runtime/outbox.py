@@ -1,4 +1,4 @@
-"""The values that a rank has started to send: each is kept until it has left, and no longer."""
+"""Keeping the values that a rank is sending in memory until their sends are complete."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 class Outbox:
-    """Keeps values while they are sent.
+    """A holder of the values that are being sent, which frees each one once its send is complete.
 
-    gloo reports a send as complete only to a caller that waits for it, so a thread of its own waits (`waits=True`);
+    gloo reports a send as complete only to a caller that waits for it, so with `waits=True` a separate thread waits;
     otherwise the values of all sends of a step would stay in memory. Other libraries are asked at the next send.
     """
 
