@@ -115,7 +115,7 @@ def lookup(op: Op, factors: Factors, kind: Kind) -> Lookup:
 
 
 def _own_slots(at: LocalOp, call: Lookup, rank: int) -> tuple[list[Any], Any, tuple[int, ...]]:
-    """The indices relative to a device's shard, the mask of those that other devices own (or None), and its shape."""
+    """The indices relative to a device's shard, a mask of those in other shards (or None), the mask's shape."""
     slots: list[Any] = [None] * rank
     foreign, shape = None, ()
     for i, (d, f, counted) in enumerate(zip(call.at, call.owner, call.counted)):

@@ -30,7 +30,7 @@ def fill(op: Op) -> Rule:
 
 
 def new(value: float | None, target: Any = aten.full.default) -> Callable[[Op], None]:
-    """The rewriting of x.new_zeros(size) to zeros(size), since only the dtype of x matters."""
+    """Returns a function that rewrites x.new_zeros(size) to zeros(size), as only x's dtype matters. value: the fill."""
 
     def canonical(op: Op) -> None:
         filling = () if target is not aten.full.default else (op.args[2] if value is None else value,)

@@ -1,4 +1,4 @@
-"""Entries of ops that are recorded as other ops, which shard better.
+"""Entries of ops that capture replaces by other ops, whose rules allow more shardings.
 
 Torch decomposes an op without an entry, if it can. This file has the ops that must be decomposed although torch would
 not, and those that tpshard decomposes itself.

@@ -41,7 +41,7 @@ def elements(op: Op, additive: tuple[int, ...] = (), fills: tuple[tuple[int, flo
 
 # ---- where partial sums pass --------------------------------------------------------------------------------------
 def nothing(op: Op) -> tuple[int, ...]:
-    """The operands in which an op is linear: none, so that no partial sum passes it."""
+    """Returns no operands: the op is not linear, so its operands' partial sums are reduced before it."""
     return ()
 
 

@@ -34,7 +34,7 @@ class Entry:
     """How the op is recorded. "decomposed": as torch's decomposition, if that shards better; a function: as the ops
     that it calls; "operand": as its operand; "answered": not at all, since tracing answers it."""
     canonical: Callable[[Op], None] | None = None
-    """Rewrites the op in place to its canonical form."""
+    """A function that rewrites the op in place to a synonym, such as `t` to `permute`; None if it stays."""
     equation: str = ""
     """The equation of a product, `mk,kn->mn`. Graphs hold it as a `contract` over all dims that views have merged."""
     random: bool = False
@@ -46,9 +46,9 @@ class Entry:
     commutes: bool = False
     """Whether the op commutes with a permutation along any dim that passes through it."""
     carries: int | None = None
-    """The operand whose positions in the last dim become the result's."""
+    """The operand (attention's values) whose permutation along the last dim permutes the result alike; else None."""
     mixes: int | None = None
-    """The operand that makes dims whole which would pass without it."""
+    """The operand, such as an order of columns, because of which the op needs a dim whole; None for other ops."""
     broadcasts: bool = False
     """Whether the result is larger than its operand only by repetition."""
 

@@ -1,4 +1,4 @@
-"""Rules of expert ops: experts over their tokens, forward and backward, and copies between tokens and slots."""
+"""Rules of mixture-of-experts ops: products of tokens with experts' matrices, and copies of tokens to slots."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 
 def experts(op: Op) -> Rule:
-    """The rule of experts over their tokens: experts e and hidden columns h may be sharded, and are summed.
+    """The rule of an MLP of routed experts: experts e and hidden columns h may be sharded, and are summed over.
 
     `x[... m], ids[... k], weights[... k], gate, up[e h m], down[e m h] -> [... m]`. A device with some of the experts
     computes them for the tokens of all devices along these axes, and returns a partial sum.

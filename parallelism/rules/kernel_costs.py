@@ -1,4 +1,4 @@
-"""Entries of kernels that passes insert into programs, for their costs alone: they are never propagated."""
+"""Entries of kernels that passes insert after partitioning: only the cost model reads them."""
 
 from __future__ import annotations
 

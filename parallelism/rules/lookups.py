@@ -1,4 +1,4 @@
-"""Rules of lookups in a whole dim: reductions by index, binary search in sorted rows, bags of embeddings."""
+"""Rules of ops that look up positions of a dim which must be whole: scatter_reduce, searchsorted, embedding_bag."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from tpshard.parallelism.rules.entry import Entry, Table
 from tpshard.parallelism.rules.rule import Factors, Kind, Rule
 
 CALLS = 14
-"""Library operations of a step in which all rows read equally many blocks."""
+"""Library operations that a CPU runs for one call in which all rows read equally many blocks."""
 
 
 def paged_attention(op: Op) -> Rule:

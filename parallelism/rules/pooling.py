@@ -22,7 +22,7 @@ INDEX = torch.int64
 
 
 class Pooling:
-    """The factors of pooling `x[... spatial] -> out[... spatial]` over `rank` spatial dims.
+    """The factors of pooling `x[... spatial] -> out[... spatial]` over the last `rank` dims.
 
     geometry: kernel, stride, padding and dilation. plain: whether spatial dims may be sharded.
     """

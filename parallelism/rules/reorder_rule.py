@@ -1,4 +1,4 @@
-"""The rule of the act-order of a linear's inputs: a permutation within blocks."""
+"""The rule of `tpshard::reorder`, which permutes a linear's inputs within blocks (act-order quantization)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ring of torch's attention without causality: every query sees all keys, or those that a mask shows it.
+"""Ring attention for torch's non-causal attention op, in which a query sees all keys or those that a mask allows.
 
 Keys and values rotate among the devices of a sharded sequence, and each device computes with those that it has (Liu et
 al. 2023). Each part is torch's own attention to one device's keys, under those columns of the mask.
@@ -16,7 +16,7 @@ from tpshard.parallelism.rules.rule import LocalOp
 
 aten = torch.ops.aten
 HIDDEN = -1e30
-"""The logsumexp of a query that sees none of a part's keys: weightless beside any other, and no NaN beside its like."""
+"""The logsumexp of a query that sees none of a part's keys: its weight is 0 beside others; two of it give no NaN."""
 
 
 def forward(at: LocalOp, s: int, t: int, scale: float | None) -> list[Any]:
@@ -72,7 +72,7 @@ def backward(at: LocalOp, s: int, t: int, scale: float | None) -> list[Any]:
 
 
 def _whole_mask(at: LocalOp, s: int, t: int, mask: Any) -> Any:
-    """The mask of this device's queries for all t keys and their padding, which it hides; None if there is none."""
+    """The mask of this device's queries for all t keys; it hides padding keys. None without a mask and padding."""
     padded = at.size(s) * at.members(s)
     if mask is None and padded == t:
         return None

@@ -1,4 +1,4 @@
-"""The rule of one op call, which describes it by factors like an einsum.
+"""The sharding rule of one op call: the factors of each tensor's dims, like the letters of an einsum.
 
 Propagation projects shardings onto factors and back, the partitioner chooses one sharding of the factors and computes
 locally, and the cost model reads FLOPs and bytes from the same factors. (Shardy: `sdy.op_sharding_rule`.)
@@ -74,7 +74,7 @@ class Exchange:
     """Bytes that every device contributes if nothing else is sharded; for a rotation, of all devices together."""
     collectives: int
     rotating: bool = False
-    """Whether it moves around a ring hop by hop, while devices compute with what they have."""
+    """Whether shards move around a ring of devices hop by hop, while each device computes with its current one."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Rule:
     direction: Direction = Direction.BOTH
     """The directions in which it propagates at all; a barrier propagates in one or none."""
     blocked: tuple[int, ...] = ()
-    """Factors that it does not propagate: a sharding of the operand's dim would not suit the result's."""
+    """Factors that it does not propagate, because a sharding that suits one tensor would not suit another."""
     even: bool = False
     """Whether it cannot handle padding, so that its factors are divided evenly or not at all."""
     trailing: tuple[int, ...] = ()

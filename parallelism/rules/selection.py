@@ -1,4 +1,4 @@
-"""Rules of argmax, top-k and cumulative sums over a sharded dim, by local results and a small exchange.
+"""Rules of argmax, top-k and cumulative sums over a sharded dim: devices exchange only small local results.
 
 The maximum of all elements is the maximum of the shards' maxima; likewise for top-k. Each of these rules is an
 alternative to the one that needs the whole dim, which is cheaper if another dim can take the axes.

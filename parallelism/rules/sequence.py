@@ -1,4 +1,4 @@
-"""Alternative rules of causal attention over a sharded sequence, besides moving the axes to heads by two all-to-alls.
+"""Rules of causal attention over a sharded sequence; the alternative is to reshard from sequence to heads and back.
 
 Every device keeps its queries. Either it gathers all keys and values, or these rotate in a ring while the device
 computes with those it has (Liu et al. 2023): the same bytes, overlapped with computation, and never all in memory. Both

@@ -20,10 +20,11 @@ aten = torch.ops.aten
 def reshape_factors(
     factors: Factors, source: Sequence[int], target: Sequence[int]
 ) -> tuple[tuple[Dim, ...], tuple[Dim, ...]]:
-    """The factors of the two shapes of a view, which both are walked from major to minor.
+    """Builds the factors of the dims of a view's operand and of its result, from major to minor.
 
-    Where both have covered equally many elements they share a factor, the gcd of the rest of their dims. Otherwise ([2,
-    3] viewed as [3, 2]) the shape that is behind gets whole factors of its own until both match again.
+    Where the factors so far cover equally many elements of both shapes, the next factor is shared: the gcd of what is
+    left of both dims. Otherwise ([2, 3] viewed as [3, 2]) the shape with fewer elements covered gets whole factors of
+    its own until both match again.
     """
     dims: tuple[list[list[int]], ...] = ([[] for _ in source], [[] for _ in target])
     left_of = [[n for n in source if n != 1], [n for n in target if n != 1]]

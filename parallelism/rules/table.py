@@ -78,7 +78,7 @@ def entry_of(target: Any) -> Entry:
 def rule_for(op: Op) -> Rule:
     """The rule of one call; with all dims whole (and `has_rule` False) for an op without an entry.
 
-    Without elements only what treats every element alike (pointwise ops, views) passes shardings on.
+    A call with a tensor of no elements keeps its rule only if the op is pointwise or a view.
     """
     entry = entry_of(op.target)
     if not any(0 in value.shape for value in (*op.operands, *op.results)):

@@ -20,7 +20,7 @@ KEEP_ORDER: dict[str, Any] = {
     "reorder_for_compute_comm_overlap": False,
     "allow_buffer_reuse": False,
 }
-"""Settings that switch off what would undo prefetching: moving a gather to its use, and reusing its buffers."""
+"""Inductor settings that keep the scheduled order: it must not move a gather to its use, nor reuse its buffers."""
 
 
 def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Boxed:

@@ -90,7 +90,7 @@ class Context:
         self.largest(0)
 
     def agree(self, values: Mapping[str, str]) -> None:
-        """Checks before the first step that all ranks run the same program. Every rank must call it.
+        """Checks that all ranks run the same program, before the first step. Every rank must call it.
 
         values: the hash or version of each compared item (recipe, program, torch). Raises WorkerFault (exit 5), the
         same on every rank, with the first item that differs and the ranks that differ from the majority.

@@ -11,7 +11,7 @@ CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)
 """Signals of failing native code. SIGKILL is not one: a user or the kernel (out of memory) sent it."""
 
 APART = 100
-"""The least number of steps between two restarts: a run that crashes again sooner would do so forever."""
+"""The least number of steps between two crashes that are both followed by a restart."""
 
 RESTARTS = "TPSHARD_RESTARTS"
 """The environment variable with the number of restarts by the launcher."""

@@ -1,4 +1,4 @@
-"""Executing a `Program` on this rank: interprets its graph, with collectives asynchronous until their wait."""
+"""Executing a `Program` on this rank: runs its graph; collectives run asynchronously until their waits."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Executor:
 
 
 def describe(doing: object) -> Doing:
-    """Describes what a worker does, such as waiting for a node, in words for the watchdog's report."""
+    """Converts the watchdog's `doing` (a node that is waited for, or a `Doing`) to a `Doing` with text for a report."""
     if isinstance(doing, fx.Node):
         metadata = info(doing)
         if metadata.comm is not None:
@@ -229,7 +229,7 @@ def piece_sizes(tensor: Tensor, count: int) -> list[int]:
 
 
 def copies(tensor: Tensor, count: int) -> Tensor:
-    """`count` copies of a tensor along dim 0, one for each rank: [...] -> [count * n]"""
+    """Returns `count` copies of a flattened tensor of n elements, one for each rank: [...] -> [count * n]"""
     return tensor.reshape(1, -1).expand(count, -1).reshape(-1)
 
 

@@ -1,4 +1,4 @@
-"""All-gathers on gloo, by the one op that torch's gloo threads can run concurrently."""
+"""All-gathers on gloo by an op that avoids a data race in torch's gloo backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The place of this process in a run: one worker among several, or the launcher of them. Does not import torch."""
+"""Finding this process's rank and rendezvous in a run from environment variables. Does not import torch."""
 
 from __future__ import annotations
 

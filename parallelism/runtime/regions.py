@@ -67,7 +67,7 @@ class _Open:
 
 
 class _Cut:
-    """Builds the graph with regions, node by node."""
+    """Copies a graph node by node, with operations of a layer collected into compiled regions."""
 
     def __init__(self, module: fx.GraphModule):
         self.module, self.graph = module, fx.Graph()

@@ -14,7 +14,7 @@ POLITE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class StopRequest:
-    """Records the first request to stop; a second Ctrl-C ends the process at once."""
+    """Records the signal that asks this process to stop; a second Ctrl-C ends the process at once."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None

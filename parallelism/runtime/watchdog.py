@@ -1,4 +1,4 @@
-"""The watchdog: reports where a worker without progress is stuck, with its stacks, and ends it."""
+"""The watchdog: a thread that reports the operation and stacks of a worker without progress, and ends it."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._stop.wait(min(1.0, self.limit_s / 4)):
             if self._launcher is not None and os.getppid() != self._launcher:
-                os._exit(Exit.WORKER_LOST)  # The kernel kills us too; this is for kernels without PR_SET_PDEATHSIG.
+                os._exit(Exit.WORKER_LOST)  # The launcher has ended; PR_SET_PDEATHSIG is not available everywhere.
             if time.monotonic() > self._deadline:
                 self._on_stall(self.stall_text())
                 return
@@ -119,7 +119,7 @@ class Watchdog:
             sys.stderr.write(message + "\n")
             sys.stderr.flush()
             os._exit(Exit.WORKER_LOST)
-        # The launcher compares all ranks, names the one to blame and ends everybody; do not wait for it for ever.
+        # The launcher compares all ranks, reports the one at fault and ends all. This rank waits at most 30 s for it.
         time.sleep(30)
         os._exit(Exit.WORKER_LOST)
 

@@ -1,4 +1,4 @@
-"""The workers of this host: starting and watching them, and finding the one at fault. Does not import torch.
+"""Starting and watching the worker processes of this host, and finding the one at fault. Does not import torch.
 
 Workers connect through a file without a name (no port, nothing to clean up), end when their parent ends, and report
 over a pipe. When one fails or is lost the others hang or fail too: the first failure is the cause, and it may take a
@@ -37,7 +37,7 @@ _SETTLE_S = {"failed": 0.5, "died": 0.5, "secondary": 3.0, "stalled": 3.0}
 
 
 def follow() -> None:
-    """Makes this process end when its parent ends, in whatever way; a worker calls it first."""
+    """Makes the kernel kill this process when its parent ends, in whatever way; a worker calls it first."""
     starter = os.environ.get(FOLLOWS)
     if starter is None:
         return
