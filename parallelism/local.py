@@ -1,4 +1,4 @@
-"""One op on one device, after the axes of its factors are chosen: the object that a rule's `local` receives."""
+"""Emitting one op on one device's shards, after the axes of its factors are chosen."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DENSE = {"last": dense_last, "all": aten.contiguous.default, "exactly": dense_e
 
 
 class LocalPart:
-    """One op on one device: what a rule's `local` receives (`rules.rule.LocalOp`)."""
+    """The implementation of `rules.rule.LocalOp`, with which a rule's `local` emits one op on one device."""
 
     def __init__(self, emitter: Emitter, op: Op, rule: Rule, choice: Choice, inputs: list[fx.Node]):
         self.emitter, self.op, self.rule, self.choice = emitter, op, rule, choice

@@ -22,7 +22,7 @@ KINDS = {"gather": "all_gather", "scatter": "reduce_scatter", "reduce": "all_red
 
 
 def transfers(axes: Axes, table: tuple[int, ...], length: int, receive: bool) -> list[int]:
-    """Split sizes of a permute as an all-to-all, in which a device sends its whole shard to one other of its group.
+    """The split sizes of an all-to-all in which each device sends its whole shard of `length` elements to one member.
 
     `table[i]` is the target of member i (in mesh order). Evaluated where the rank is known, like `offset`.
     """
@@ -40,7 +40,7 @@ def pick(axes: Axes, table: tuple[int, ...]) -> int:
 
 
 def is_first(position: int) -> int:
-    """1 on the first coordinate, else 0: keeps a replicated value on one of the devices that are summed."""
+    """Returns 1 at position 0, else 0; a replicated value times this number is a partial sum of it."""
     return int(position == 0)
 
 
@@ -131,7 +131,10 @@ class Emitter:
 
     # ---- one resharding step ------------------------------------------------------------------------------
     def step(self, node: fx.Node, step: ReshardStep, shape: Sequence[int], **why: Any) -> fx.Node:
-        """Emits one resharding step; `shape` is global. `why` goes into the collective's record."""
+        """Emits the nodes of one resharding step, and returns the last.
+
+        shape: the global one. why: fields of the `Collective` that it records.
+        """
         run = {
             "gather": self._gather, "scatter": self._scatter, "reduce": self._reduce, "exchange": self._exchange,
             "slice": self._slice, "mask": self._mask, "spread": self._to_partial_sum, "permute": self._permute,

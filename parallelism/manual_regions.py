@@ -34,7 +34,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass
 class _Region:
-    """A call of a manual region that is being traced."""
+    """The state of one call of a manual region while it is traced: its axes, their `vmap` levels and this index."""
 
     mesh: Mesh
     axes: tuple[str, ...]
@@ -269,7 +269,7 @@ def _join(x: Tensor, entry: Entry, region: _Region) -> Tensor:
 
 
 def _anchor(x: Tensor, held: Sequence[str], whole: int | None = None, region: _Region | None = None) -> Tensor:
-    """Annotates each leading dim as sharded over its axis, and dim `whole` of the part as not sharded."""
+    """Annotates each leading dim as sharded over its axis of `held`, and dim `whole` of the part as not sharded."""
     mesh = (region or _region()).mesh
     dims: list[str | None] = [*held, *["?"] * (x.dim() - len(held))]
     if whole is not None:

@@ -1,4 +1,4 @@
-"""Where groups of devices sit in a network of levels, and how fast they send through each of them."""
+"""Computing which levels of a network a group of devices sends through, and how fast."""
 
 from __future__ import annotations
 

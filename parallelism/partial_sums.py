@@ -1,4 +1,4 @@
-"""Partial sums: which values stay unreduced after the op that sums them, chosen once per value for all its readers."""
+"""Choosing which partial sums stay unreduced after the op that computes them, instead of being reduced at once."""
 
 from __future__ import annotations
 

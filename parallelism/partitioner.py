@@ -60,7 +60,7 @@ def partition_captured(
     graph: Graph, mesh: Mesh, in_shardings: Sequence[Any] | None = None, out_shardings: Sequence[Any] | None = None,
     latency: int = LATENCY_BYTES,
 ) -> Program:  # fmt: skip
-    """`partition` for a function that is already captured, and possibly rewritten."""
+    """Partitions a captured (and possibly rewritten) graph into the program of one device; see `partition`."""
     mark_outputs(graph)
     annotations: dict[Value, Annotation] = dict(split_annotations(graph, mesh))
     arguments = [v for v in graph.inputs if v is not graph.seed]
@@ -86,9 +86,9 @@ def partition_captured(
 
 
 def mark_outputs(graph: Graph, names: Mapping[int, str] | None = None) -> None:
-    """Appends an identity op to every result of the function, which carries its annotation.
+    """Appends an identity op (`anchors.output`) behind every result of the function, to which its annotation belongs.
 
-    A result without a name is `return[i]`.
+    Result i is named `names[i]`, or `return[i]` without a name.
     """
     marked: list[Value | Any] = []
     for i, out in enumerate(graph.outputs):
@@ -140,7 +140,7 @@ class _Partitioner:
         self.padding = ShardPadding(self.emitter)
         outputs = [op for op in self.graph.ops if op.target is output]
         self.summed_gradients = {op.operands[0] for op in outputs if op.results[0].role == "gradient"}
-        """Values that further programs read as inputs, and square: their padding is cleared."""
+        """Gradient results: their padding is set to 0, since later programs sum their squares, padding included."""
         self.propagated = {v: Layout(s.dims) for v, s in shardings.of.items()}
 
     # ---- deciding: factor shardings of ops, and which sums stay partial ---------------------------------------
@@ -159,7 +159,7 @@ class _Partitioner:
         self.partial, self.left_partial = carried_sums(self.graph, self.rule, natural)
 
     def _is_fixed(self, value: Value) -> bool:
-        """Whether a value is a used parameter, which stays where its annotation put it."""
+        """Whether a value is a used parameter (behind its boundary), whose layout should not change."""
         return value.producer is not None and is_boundary(value.producer) and value.producer.args[1] == "parameter"
 
     def _choose_all(self, first: bool) -> dict[Value, tuple[Axes, str]]:

@@ -1,4 +1,4 @@
-"""`Program`: one device's graph with its collectives, which planner, executor, resharder and report all read.
+"""The `Program` class: one device's graph of ops and collectives, with the layouts of inputs and outputs.
 
 It is the same on every rank: only the results of `offset` and similar functions of the rank differ, which the executor
 or the simulation evaluates. It can be saved as JSON and compared by `fingerprint`.
@@ -46,7 +46,7 @@ class ValueRecord:
     dtype: torch.dtype
     layout: Layout
     annotated: bool
-    """Whether an axis of it was annotated for the value itself."""
+    """Whether one of its axes comes from an annotation of the value itself, not from propagation."""
     role: Role = ""
     label: str = ""
     """Its name in the model or the step: a parameter's in any form, an activation's also for its gradient."""

@@ -32,7 +32,7 @@ from tpshard.parallelism.why import TIE, Through, through
 
 
 class Loop(NamedTuple):
-    """An inner loop of propagation: the ops that take part (level 0 to 4, see `directions`), and its strategy."""
+    """The settings of an inner loop of propagation: which ops take part (`level`, see `directions`) and how."""
 
     level: int
     aggressive: bool
@@ -46,7 +46,9 @@ def propagate(
     graph: Graph, mesh: Mesh, annotations: Mapping[Value, Annotation], ties: Sequence[Sequence[Value]] = (),
     rules: Mapping[Op, Rule] | None = None, loops: Sequence[Loop] = LOOPS,
 ) -> Shardings:  # fmt: skip
-    """Extends `annotations` over the whole graph. Deterministic and idempotent; closed dims never change.
+    """Computes a sharding of every value of a graph from the annotations of some. Closed dims never change.
+
+    The result is deterministic, and propagating it again changes nothing.
 
     ties: groups of values with one sharding. rules: the rules of the graph's ops, if an earlier propagation computed
     them. loops: the inner loops, for tests of a single one.
@@ -126,7 +128,7 @@ class _Propagation:
         return Shardings(self.mesh, self.graph, self.state, self.rules, self.causes, self.annotated)
 
     def _close_alike(self, tied: Sequence[Value]) -> None:
-        """Closes the dims of tied values that are closed, with the same axes, in one of them."""
+        """Closes each dim of tied values that has the same axes as that dim of another of them which is closed."""
         closed = {(d, s.dims[d]) for s in map(self.state.__getitem__, tied) for d, is_open in enumerate(s.open)
                   if not is_open}  # fmt: skip
         for value in tied:
@@ -135,7 +137,7 @@ class _Propagation:
             self._set(value, replace(now, open=opens))
 
     def _park(self, value: Value, written: Sharding) -> None:
-        """Empties and closes the dims whose priority is later, and keeps their axes off the value's other dims."""
+        """Removes the axes of dims with a priority above 0 until their turn; other dims may not get them meanwhile."""
         assert written.priority is not None
         later = [priority > 0 for priority in written.priority]
         axes = [axis for dim, parked in zip(written.dims, later) if parked for axis in dim]

@@ -22,7 +22,7 @@ class Annotation:
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a dim has axes: they came through `op` from a dim of `source`, or from the value's own annotation."""
+    """The origin of an axis of a dim: dim `source_dim` of `source`, through `op`; without these, an annotation."""
 
     op: Through | None
     source: Value | None

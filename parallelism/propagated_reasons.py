@@ -14,7 +14,7 @@ from tpshard.parallelism.repeated import Work
 
 @dataclass(frozen=True, eq=False)
 class PropagatedReasons:
-    """The reasons of a propagated graph, or, with a `depth`, of the deep model for which the graph stands."""
+    """Looks up why a named value is sharded, in a propagated graph or (with `depth`) the deep model of it."""
 
     shardings: Shardings
     work: Work | None = None

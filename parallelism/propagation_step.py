@@ -1,4 +1,4 @@
-"""Propagation at one op: its tensors as factors, and the axes that they give each other.
+"""Propagating axes between the tensors of one op, factor by factor.
 
 A step projects the tensors' shardings onto the factors of the op's rule and merges them there, basically (as far as all
 agree) or aggressively (every conflict is resolved). `propagate` visits the ops and projects back.
@@ -35,7 +35,7 @@ class Tie:
 
 @dataclass(eq=False)
 class Edge:
-    """An op (or tie) as propagation sees it: its tensors and their factors."""
+    """An op or a tie, with the tensors between which propagation moves axes and the rule by which it does."""
 
     op: Op | Tie
     rule: Rule

@@ -13,7 +13,7 @@ from tpshard.parallelism.rules.table import entry_of
 from tpshard.parallelism.why import Demand, SourcePlace, through
 
 FAR = 8
-"""How many producers to search for the origin of an axis that a partial sum no longer shows."""
+"""The number of producers that `any_root` searches for the origin of an axis of a partial sum."""
 
 
 class Reasons:
@@ -52,7 +52,7 @@ class Reasons:
         return {"why": (demand,), "value": (name,), "of": role, "requested": requested}
 
     def asked_on_the_way(self, value: Value, reader: Op, axis: Axis) -> bool:
-        """Whether an annotated activation between a value and its reader, such as a named view of it, has the axis."""
+        """Whether a named view between a value and its reader has the axis by an annotation of an activation."""
         return any(
             is_named(one.producer) and overlap(axis, axes) and self.root(one, dim, axis)[1]  # type: ignore[arg-type]
             for operand in reader.operands

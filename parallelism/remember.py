@@ -1,4 +1,4 @@
-"""A cache of the results of ops on fake tensors by shapes, so that equal layers are computed only once."""
+"""Caching the shapes and dtypes of the results of ops on fake tensors, so that equal layers are traced faster."""
 
 from __future__ import annotations
 

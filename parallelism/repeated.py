@@ -1,4 +1,4 @@
-"""Warnings about replicated computation: ops that several devices compute alike, their cost, cause and remedy."""
+"""Warnings about replicated computation: ops that several devices compute identically, why, and how to shard them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Repeated:
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """The ops of a graph with the factor shardings and FLOPs by which devices compute them."""
+    """The ops of a partitioned graph, each with the cuts of its factors and its FLOPs on one device."""
 
     graph: Graph
     mesh: Mesh

@@ -125,7 +125,7 @@ def _normal(shape: Sequence[int], layout: Layout) -> Layout:
 
 
 def _grains(shape: Sequence[int], source: Layout, target: Layout) -> tuple[tuple[int, ...], list[int]]:
-    """The grain at which both layouts divide each dim; and the dims for which no such grain exists."""
+    """The grain of each dim that suits both layouts, and the dims for which there is none (their grain here is 1)."""
     grains: list[int] = []
     apart: list[int] = []
     for d, (size, a, b) in enumerate(zip(shape, source.dims, target.dims)):
@@ -300,7 +300,7 @@ def _cheapest(
 
 
 SWELLING = 2.0
-"""The weight of a byte held beyond source and target, relative to a byte sent."""
+"""The cost of a byte of memory beyond the larger of source and target shard, relative to that of a byte sent."""
 
 
 def _layout(state: State, kind: str) -> Layout:

@@ -1,4 +1,4 @@
-"""The moves from one layout towards another, such as gathers and permutes, among which a resharding is searched."""
+"""Enumerating the moves, such as gathers and permutes, that lead from a layout towards another."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def useful_moves(
 
 
 def _swaps(shape: tuple[int, ...], dims: tuple[Axes, ...], partial: Axes, unused: set[Axis]) -> Iterator[Move]:
-    """Yields permutes that swap two axes of one size, or replace an axis by an unused one."""
+    """Yields permutes that swap two axes of equal size, or replace an axis by an unused one of that size."""
     places = [(d, i, axis) for d, axes in enumerate(dims) for i, axis in enumerate(axes)]
 
     def permute_to(rows: list[list[Axis]]) -> Iterator[Move]:

@@ -1,4 +1,4 @@
-"""What the padding of unevenly sharded dims holds: where it is known to be 0, and masks where an op needs otherwise."""
+"""Tracking where the padding of unevenly sharded dims is 0, and overwriting it where an op needs another value."""
 
 from __future__ import annotations
 

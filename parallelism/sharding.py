@@ -48,7 +48,7 @@ LEGAL = (
 
 @dataclass(frozen=True)
 class Sharding:
-    """The axes of each dim, outer to inner, and whether propagation may extend them (`open`).
+    """A sharding during propagation: the axes of each dim, outer to inner, and whether more may be added (`open`).
 
     Annotations are closed, inferred shardings open. `replicated` axes never shard the value. `priority` (per dim, or
     None) delays a dim until its round. Text form: `[{a,?} {b:(1)2}p1] replicated={c} unreduced={d}`.

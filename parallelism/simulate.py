@@ -1,4 +1,4 @@
-"""Running all devices of a program in one process, in lock-step: the reference for real processes, bit for bit."""
+"""Running a program for all devices in one process, node by node; real processes give the same bits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ISSUING = {
 }  # fmt: skip
 
 RANKED = (offset, transfers, valid, pick)
-"""Functions of the rank; only in them do the devices' runs of one graph differ."""
+"""Node targets whose result depends on the rank; all other nodes are the same on every rank."""
 
 
 def evaluate(target: Any, args: tuple[Any, ...], mesh: Mesh, rank: int) -> Any:

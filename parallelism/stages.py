@@ -95,7 +95,7 @@ class _Home(NamedTuple):
 
 @dataclass
 class _Part:
-    """The nodes of one program of one stage."""
+    """The nodes of one program of one stage, and the values that it receives, sends and saves."""
 
     run: Run
     stage: int

@@ -31,7 +31,7 @@ class Carrier(Protocol[T]):
 
 
 class Walk(Generic[T]):
-    """The tasks of one device in a step, run one by one in the order of its row.
+    """Runs the tasks of one device in a step, one at a time, with the inputs and results of each.
 
     `T` is a tensor, or in a simulation a list with one per rank of the stage. `call(program, task, inputs)` runs a
     program.
@@ -104,7 +104,7 @@ Parts = list[Tensor]
 
 
 class _Box:
-    """Mail between stages within one process."""
+    """A `Carrier` between stages within one process, which keeps sent values until they are received."""
 
     def __init__(self) -> None:
         self.waiting: dict[tuple[str, str, int, int], Parts] = {}

@@ -34,7 +34,7 @@ def stretched_records(program: Program, depth: Depth) -> dict[str, ValueRecord] 
 
 
 class _Unlike(Exception):
-    """Raised where two blocks differ in more than the numbers of their layers."""
+    """An error for two blocks that differ in more than the numbers of their layers; `_Stretch.of` catches it."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class _Run:
 
 
 class _Stretch:
-    """Compares the blocks of a shallow program, and builds the deep one."""
+    """Compares the blocks of a shallow program, and builds the deep program by repeating one of them."""
 
     def __init__(self, program: Program, depth: Depth):
         self.program, self.depth, self.copies = program, depth, depth.copies

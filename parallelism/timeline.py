@@ -219,7 +219,7 @@ def price(
 
 
 def comm_cost(device: Device, topology: Topology, comm: Collective, apart: float = 0.0) -> CommCost:
-    """The cost of a collective, with issuing it and with waiting `apart` seconds for its last member."""
+    """The cost of a collective, including its issue and a wait of `apart` seconds for the last member to arrive."""
     cost = collective(device, topology, comm.kind, comm.refs, comm.bytes)
     return replace(cost, seconds=cost.seconds + device.overhead.issue_s + (apart if cost.wire != "none" else 0.0))
 

@@ -1,4 +1,4 @@
-"""Functions of torch that read data only to check it, computed without the check, which a static graph cannot make."""
+"""Replacing torch functions that read data only to check it by ones without the check, so that they can be traced."""
 
 from __future__ import annotations
 

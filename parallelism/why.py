@@ -1,4 +1,4 @@
-"""The reasons of shardings and collectives as values: annotations, the steps of propagation, and needs.
+"""Data classes for the reasons of shardings and collectives: annotations, steps of propagation, and demands.
 
 `parallelism.words` turns them into text.
 """

@@ -1,4 +1,4 @@
-"""Words for people: the texts of reasons (`parallelism.why`)."""
+"""Turning the reasons of shardings and collectives (`parallelism.why`) into text."""
 
 from __future__ import annotations
 
