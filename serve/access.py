@@ -17,7 +17,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN = ("/health", "/ready")
-"""Paths that need no key; they reveal only one word."""
+"""Paths that are answered without an API key: the probes of health and readiness."""
 
 
 class KeyGate:
@@ -56,7 +56,7 @@ async def refuse(refusal: Refused, send: Send) -> None:
 
 
 async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
-    """The request's body, within the limits of size and time. Raises Refused, or Gone if the client has left."""
+    """Reads the request's body. Raises Refused beyond the limits of size and time, Gone if the client has left."""
     length = dict(scope["headers"]).get(b"content-length")
     if length is not None and length.isdigit() and int(length) > limits.body_bytes:
         raise _too_large(limits)

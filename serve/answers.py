@@ -16,7 +16,10 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 
 def sequences(order: Order, prompts: Iterable[tuple[int, ...]], tokenizer: Tokenizer, limit: int) -> list[Sequence]:
-    """The sequences of an order with tokenized prompts. Refused where one does not fit `limit` tokens."""
+    """Creates the sequences of an order, `n` for each tokenized prompt.
+
+    Raises Refused if a prompt and its answer exceed `limit` tokens, the model's context.
+    """
     ends = frozenset(order.stop_token_ids) | (frozenset() if order.ignore_eos else tokenizer.stop_tokens)
     created = []
     for tokens in prompts:
@@ -85,7 +88,7 @@ class Choice:
             self.finish = event.finish
 
     def flush(self) -> tuple[str, list[Logprob]]:
-        """The text and log-probabilities to send now."""
+        """Returns the text and log-probabilities that were not sent yet, and clears them."""
         out = self._pending, self.fresh
         self._pending, self.fresh = "", []
         return out
@@ -106,7 +109,7 @@ class Answer:
         ]
         self._by_sequence = {c.sequence.id: c for c in self.choices}
         self._places = [Writer(tokenizer, context=() if order.echo else context) for context in contexts]
-        """Per choice the text of the tokens whose log-probabilities were sent."""
+        """One Writer per choice; it decodes the tokens whose log-probabilities were sent, for `text_offset`."""
         self._told_prompt: set[int] = set()
 
     @property
@@ -120,7 +123,7 @@ class Answer:
         return sum(len(c.sequence.prompt) for c in self.choices[:: self.order.n])
 
     def take(self, event: Event) -> Choice | None:
-        """Adds an event to its choice and returns the choice. Refused (503 or 400) for an error event."""
+        """Adds an event to its choice and returns the choice; None if it has ended. Refused (503) for an error."""
         if event.error is not None:
             raise Refused(event.error, status=503, kind="server_error", code="engine_failed", retry_after=2)
         choice = self._by_sequence.get(event.sequence.id)

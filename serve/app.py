@@ -43,7 +43,7 @@ class Server:
     def __post_init__(self) -> None:
         self.created = self.created or int(time.time())
 
-    # ---- an order's way ------------------------------------------------------------------------------------
+    # ---- from request to events ------------------------------------------------------------------------------------
     async def order(self, scope: Scope, receive: Receive, parse: Callable[[dict[str, Any]], Order]) -> Answer:
         """Reads, checks and tokenizes one request. Raises Refused or Gone."""
         self._room(1)
@@ -104,7 +104,7 @@ class Server:
             raise _unavailable() from error
 
     async def run(self, answer: Answer) -> AsyncGenerator[Event, None]:
-        """The events of an answer as they arrive. Leaving the loop, in any way, ends its sequences."""
+        """Submits an answer's sequences and yields their events. Closing the generator cancels the sequences."""
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[list[Event]]()
 
         def deliver(events: list[Event]) -> None:
@@ -211,7 +211,7 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 class Raw(Response):
-    """A FastAPI response that lets a Reply answer by ASGI."""
+    """A FastAPI response that forwards its ASGI call to a Reply."""
 
     def __init__(self, reply: Reply) -> None:
         self.reply = reply

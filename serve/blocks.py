@@ -61,7 +61,7 @@ class BlockPool:
         return count
 
     def reuse(self, digests: Sequence[Digest]) -> list[int]:
-        """Takes the cached blocks of these digests."""
+        """Adds a holder to the block of each digest and returns the blocks."""
         blocks = [self._block_of[digest] for digest in digests]
         for block in blocks:
             self._cached.pop(block, None)
@@ -90,7 +90,7 @@ class BlockPool:
             self._digest_of[block] = digest
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Releases blocks. The last ones are evicted first, so that a prefix outlives its continuations."""
+        """Releases a sequence's blocks. Its last ones are evicted first, because more prompts share its first ones."""
         for block in reversed(blocks):
             self._holders[block] -= 1
             if self._holders[block]:

@@ -28,7 +28,7 @@ class ChatTemplate:
     """Renders messages to a prompt with a model's jinja2 template, in a separate process.
 
     A sandbox cannot stop `{% for i in range(10**9) %}`, so the process is killed after a second per request, and its
-    memory is limited. It serves one request at a time and ends with this one.
+    memory is limited. It renders one request at a time and ends when the server does.
     """
 
     def __init__(self, source: str, variables: dict[str, str]) -> None:
@@ -83,7 +83,7 @@ class ChatTemplate:
 
 
 def _line(fd: int, seconds: float) -> bytes | None:
-    """A line, or the rest before the end of the stream; None after the time limit."""
+    """Reads a line from `fd`, or what is left before the end of the stream; None after `seconds`."""
     deadline, parts = time.monotonic() + seconds, b""
     while not parts.endswith(b"\n"):
         ready, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
@@ -97,7 +97,7 @@ def _line(fd: int, seconds: float) -> bytes | None:
 
 
 def render_in_process(source: str, messages: list[dict[str, Any]], variables: dict[str, str]) -> str:
-    """The template rendered in this process: sandboxed, with limited output but unlimited time. TemplateError."""
+    """Renders the template in this process: sandboxed, with limited output, unlimited time. Raises TemplateError."""
     from jinja2 import TemplateError as JinjaError
 
     values = {"messages": messages, "add_generation_prompt": True, "tools": None, "documents": None} | variables

@@ -1,4 +1,4 @@
-"""CUDA graphs for decoding: a step of few rows is thousands of small kernel launches, replayed as one."""
+"""CUDA graphs for small steps: a step's thousands of kernel launches are captured once and replayed as one."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tpshard.kernels.quantized_experts import quantized_experts
 from tpshard.parallelism.program import Program
 
 MOST_ROWS = 64
-"""Steps with more rows keep the device busy without graphs."""
+"""Most rows of a captured step; larger steps keep the device busy without a graph."""
 _WARM = 3
 WAITING = (
     torch.ops.tpshard.experts.default, fixed_rows_experts, quantized_experts,
     torch.ops.tpshard.expert_linear.default, fixed_rows_expert_linear,
 )  # fmt: skip
-"""Operations that wait for the device: the host counts the tokens of each expert."""
+"""Operations that cannot be captured: the host waits for the device to read how many tokens each expert gets."""
 
 
 def can_capture(program: Program) -> bool:
@@ -28,10 +28,10 @@ def can_capture(program: Program) -> bool:
 
 
 class Captured:
-    """A program of one size, captured at its first call, with static inputs and outputs.
+    """A program of one size, captured as a CUDA graph at its first call, with static inputs and outputs.
 
-    `brought`: indices of the inputs that change between calls. `tables`: the index of the block tables, which get as
-    many columns as the longest sequence has blocks.
+    brought: the indices of the inputs that change between calls. tables: the index of the block tables. width: their
+    columns, as many as the longest sequence has blocks. pool: the memory pool that graphs share.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from tpshard.serve.step import Runner, StepInput
 
 
 class Engine:
-    """Continuous batching over a Runner.
+    """Generates tokens for many sequences at once on a Runner (continuous batching).
 
     >>> engine.add(Sequence(prompt=(1, 2, 3), sampling=Sampling(temperature=0), max_tokens=8))
     >>> while engine.busy:
@@ -59,7 +59,7 @@ class Engine:
             self.scheduler.remove(sequence)
 
     def abort_all(self) -> list[Sequence]:
-        """Removes all sequences and the cached blocks, after the runner was lost."""
+        """Removes all sequences and cached blocks after a failed step; returns the sequences, marked `error`."""
         lost = [*self.scheduler.running, *self.scheduler.waiting]
         for sequence in lost:
             sequence.finish = "error"

@@ -57,7 +57,7 @@ class Order:
 
 
 def parse(raw: bytes) -> dict[str, Any]:
-    """The body of a request: one JSON object in UTF-8, without duplicate keys or deep nesting. Raises Refused.
+    """Parses a request's body: one JSON object in UTF-8, without duplicate keys or deep nesting. Raises Refused.
 
     NaN and infinities are parsed, since some clients write them; the checks of the fields refuse them by name.
     """
@@ -193,7 +193,7 @@ def biases(value: Any) -> tuple[tuple[int, float], ...]:
 
 
 def prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
-    """A string, token ids, or a list of either."""
+    """Checks `prompt`: a string, token ids, or a list of either. Returns a tuple of prompts."""
     if isinstance(value, list) and value and all(isinstance(v, int) for v in value):
         value = [value]
     many = value if isinstance(value, list) else [value]
@@ -292,7 +292,7 @@ CHAT: dict[str, Check] = _SHARED | {
 
 
 def completion(body: Mapping[str, Any]) -> Order:
-    """The order of a body of /v1/completions."""
+    """Checks the body of a request to /v1/completions and returns its Order. Raises Refused."""
     fields = _check(body, COMPLETION, ("model", "prompt"))
     if fields.get("best_of", fields.get("n", 1)) != fields.get("n", 1):
         raise Refused("`best_of` other than `n` is not supported", param="best_of")
@@ -303,7 +303,7 @@ def completion(body: Mapping[str, Any]) -> Order:
 
 
 def chat(body: Mapping[str, Any]) -> Order:
-    """The order of a body of /v1/chat/completions."""
+    """Checks the body of a request to /v1/chat/completions and returns its Order. Raises Refused."""
     fields = _check(body, CHAT, ("model", "messages"))
     if "top_logprobs" in fields and not fields.get("logprobs"):
         raise Refused("`top_logprobs` needs `logprobs: true`", param="top_logprobs")

@@ -30,7 +30,10 @@ def is_loopback(host: str) -> bool:
 
 
 def read_key(file: Path | None = None, of_recipe: str | None = None) -> str | None:
-    """The API key from a file, the recipe or TPSHARD_API_KEY; None if none is set. Raises Mistakes if it is empty."""
+    """The API key from a file, the recipe or TPSHARD_API_KEY; None if none is set.
+
+    Raises Mistakes if the file cannot be read, or the key is empty or not printable ASCII.
+    """
     if file is not None:
         try:
             key: str | None = file.read_text("utf-8").strip()
@@ -57,7 +60,7 @@ def check_exposure(host: str, key: str | None, insecure: bool, where: Source | N
 
 
 def bind(host: str, port: int, where: Source | None = None) -> socket.socket:
-    """The bound socket. Raises Mistakes (exit 5) if it cannot be bound."""
+    """Creates a socket that listens on a host and port. Raises Mistakes (exit 5) if it cannot be bound."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -1,4 +1,4 @@
-"""Calls of a model's layers, kept while it is quantized, and the inputs that modules inside a layer get from them."""
+"""Captures the arguments of a model's layers, and the inputs of the linears inside them, for quantizing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LayerCaught(Exception):
 
 
 Form = Callable[[Tensor], Any]
-"""A function from a residual stream to what a layer returns: itself, or a tuple that it begins."""
+"""A function from a residual stream to a layer's result: the stream itself, or a tuple with it as first element."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,10 @@ class _InPlace(nn.Module):
 
 
 class CallCatcher(_InPlace):
-    """A stand-in for a layer that keeps the arguments of its call. Returns NaNs, or ends the forward pass without a
-    form."""
+    """A stand-in for a layer that keeps the arguments of its call.
+
+    It returns NaNs in the given form; without a form it raises LayerCaught, which ends the forward pass.
+    """
 
     def __init__(self, layer: nn.Module, form: Form | None = None) -> None:
         super().__init__(layer)
@@ -98,9 +100,9 @@ def form_of(layer: nn.Module, call: LayerCall) -> Form:
 
 
 def calls_of_layers(model: nn.Module, path: str, form: Form, run: Callable[[], Any]) -> list[LayerCall]:
-    """The call of each layer in a pass of the model, without the residual streams of all but the first.
+    """Runs the model once and returns the call of each layer. Residual streams are NaNs in all calls but the first.
 
-    ValueError for a layer whose other arguments depend on the layers before it.
+    Raises ValueError for a layer whose other arguments depend on the layers before it.
     """
     layers = list(model.get_submodule(path).children())
     catchers = [CallCatcher(layer, form) for layer in layers[:-1]] + [CallCatcher(layers[-1])]
@@ -120,7 +122,7 @@ def calls_of_layers(model: nn.Module, path: str, form: Form, run: Callable[[], A
 
 
 def input_of(layer: nn.Module, name: str, call: LayerCall) -> Tensor:
-    """The input of the linear `name` when the layer is called."""
+    """Calls the layer and returns the input of its linear `name`."""
     inputs: list[Tensor] = []
 
     def see(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
@@ -142,12 +144,12 @@ def _until_caught(layer: nn.Module, call: LayerCall) -> None:
 
 
 def through(layer: nn.Module, call: LayerCall, following: LayerCall) -> LayerCall:
-    """The call of the next layer, `following`, with the residual stream that this layer returns."""
+    """Calls the layer and returns the next layer's call: `following` with this layer's output as residual stream."""
     return replace(following, x=call.into(layer))
 
 
 def shared_inputs(layer: nn.Module, call: LayerCall) -> list[list[str]]:
-    """The layer's linears in the order they run, grouped by their input."""
+    """Calls the layer and returns its linears' names in the order they run; those with the same input form a list."""
     order: list[tuple[str, Tensor]] = []
     handles = [
         module.register_forward_pre_hook(lambda _, arguments, name=name: order.append((name, arguments[0])))

@@ -46,7 +46,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class ExpertMatrices:
-    """The stacked matrices [expert, outputs, inputs] of a layer's experts, which the layer reads."""
+    """The stacked matrices [expert, outputs, inputs] of a layer's experts; writing to them changes the layer."""
 
     names: tuple[str, str, str]
     """The names of gate, up and down."""
@@ -57,7 +57,7 @@ class LayeredModel(ABC):
     """A model on `meta` whose layers are filled, computed and quantized one after the other."""
 
     model: nn.Module
-    """Tokens, documents, positions [batch, seq] -> logits."""
+    """The module; it maps tokens, documents and positions, each [batch, seq], to logits."""
     layers: str
     """The path of the list of layers."""
     separates_documents: bool = True
@@ -68,7 +68,7 @@ class LayeredModel(ABC):
 
     @abstractmethod
     def experts(self, layer: nn.Module, prefix: str) -> ExpertMatrices | None:
-        """The matrices of a layer's experts, moved to memory of their own; None for a layer without experts."""
+        """Gives the layer copies of its experts' matrices and returns the copies; None for a layer without experts."""
 
     @abstractmethod
     def heads(self, name: str) -> Heads | None:
@@ -76,7 +76,7 @@ class LayeredModel(ABC):
 
     @abstractmethod
     def stored(self, quantized: Mapping[str, Quantized]) -> Iterator[tuple[str, Quantized]]:
-        """The linears of a layer as the folder stores them, by their modules there. An expert's name ends in `[3]`."""
+        """Yields (module's name in the folder, linear) for a layer. Names in `quantized` end in `[3]` for expert 3."""
 
     @abstractmethod
     def dense(self, names: Iterable[str], read: Read) -> Iterator[tuple[str, Tensor]]:
@@ -95,7 +95,7 @@ class LayeredModel(ABC):
 
 
 def layered_model(described: ModelConfig | Architecture, dtype: torch.dtype) -> LayeredModel:
-    """The model that is quantized, with activations in `dtype`. NotQuantizable for some models of transformers."""
+    """Builds the model to quantize, with activations in `dtype`. Raises NotQuantizable for some of transformers."""
     if isinstance(described, Architecture):
         return TransformersLayers(described, dtype)
     return FamilyLayers(described, dtype)
@@ -172,8 +172,8 @@ _OTHER_EXPERTS = "are not SwiGLU experts without biases, which alone can be quan
 class TransformersLayers(LayeredModel):
     """A model that transformers' own class computes. Its folder has the names of the module's parameters.
 
-    NotQuantizable for a class without one list of layers, one whose tokens interact elsewhere than in attention, and
-    experts other than SwiGLU without biases.
+    Raises NotQuantizable for a class without one list of layers, one that mixes tokens outside attention, and experts
+    other than SwiGLU without biases.
     """
 
     def __init__(self, architecture: Architecture, dtype: torch.dtype) -> None:
@@ -207,7 +207,7 @@ class TransformersLayers(LayeredModel):
                 raise NotQuantizable(f"`{path}` {_OTHER_EXPERTS}")
 
     def _chooses(self, path: str, outputs: int) -> bool:
-        """Whether a linear has an output for each of the experts beside it."""
+        """Whether a linear is a router: it has one output for each of the experts in the same module."""
         beside = self.model.get_submodule(path.rpartition(".")[0]).children()
         stacks = [module._parameters.get("down_proj") for module in beside]
         return any(stack is not None and len(stack) == outputs for stack in stacks)

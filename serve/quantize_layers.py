@@ -1,8 +1,8 @@
 """Quantizing a model layer by layer, from its dense values and some text to a GPTQ folder and a report.
 
-One layer is in memory at a time. Three streams of activations pass through the model: the calibration text through the
-layers quantized so far, so that each layer is fitted to its actual inputs, and held-out text through the dense and
-through the quantized layers, so that both losses come from the same pass.
+One layer is in memory at a time. Calibration and held-out text each pass through the dense and through the quantized
+layers. Each layer is fitted to its inputs from the quantized layers before it, with the dense outputs as the target.
+The held-out text gives the loss before and after quantizing.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class Quantizer:
             setattr(module.get_submodule(owner), leaf, values[id(parameter)])
 
     def _calls(self, layers: Sequence[nn.Module]) -> tuple[dict[str, list[list[LayerCall]]], Form]:
-        """The calls of each batch's layers, and how the layers return."""
+        """Returns the calls of all layers, per text, batch and layer, and the form of the layers' results."""
         first = CallCatcher(layers[0])
         with in_place_of(self.model, self.path, [first, *layers[1:]]), contextlib.suppress(LayerCaught):
             self._pass(self.calibration[0])
@@ -252,7 +252,10 @@ class Quantizer:
         dense: nn.Module,
         references: Sequence[LayerCall],
     ) -> dict[str, Quantized]:
-        """Quantizes a layer. Linears with one input share Hessian and order; later ones see earlier ones quantized."""
+        """Quantizes a layer's linears in the order they run; each gets its inputs from the ones already quantized.
+
+        Linears with the same input share one Hessian and one order.
+        """
         quantized: dict[str, Quantized] = {}
         for together in shared_inputs(layer, calls[0]):
             names = [name for name in together if self.fits.get(prefix + name)]
@@ -282,7 +285,7 @@ class Quantizer:
         dense: nn.Module,
         references: Sequence[LayerCall],
     ) -> dict[str, Quantized]:
-        """Quantizes a layer's experts, each on the tokens that choose it; an expert's number is part of the names."""
+        """Quantizes a layer's experts, each on the tokens that choose it. Expert 3's names end in `[3]`."""
         own, originals = (self.layered.experts(one, prefix) for one in (layer, dense))
         if own is None or originals is None or not self.fits[own.names[0]]:
             return {}

@@ -35,7 +35,7 @@ class _SimulatedServer:
         pool = BlockPool(room.blocks, BLOCK_SIZE)
         self.scheduler = Scheduler(pool, room.rows, room.logit_rows, min(room.running, room.logit_rows))
         self.arrivals = deque(at + overhead.request_s for at in self._first_arrivals())
-        """When a step may take the next requests, as far as that is known."""
+        """Seconds at which the next requests reach the scheduler; in a closed loop only those known so far."""
         self.arrived = 0
         self.open: set[int] = set()
         """Numbers of the requests in the server, which are their sequences' ids."""
@@ -98,7 +98,7 @@ class _SimulatedServer:
 
 
 def cache_reads(slices: list[Slice]) -> CacheReads:
-    """The blocks of the cache that a step reads: all of its sequences', and the mean number before a row."""
+    """The cache blocks that a step reads: the total of its sequences, and the mean number that a row attends to."""
     blocks = rows = 0
     attended = 0.0
     for piece in slices:

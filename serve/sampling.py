@@ -22,7 +22,7 @@ def draw(seed: int, choice: int, position: int) -> float:
 
 
 def is_plain(s: Sampling) -> bool:
-    """Whether the model's likeliest token is always chosen, without penalties."""
+    """Whether the settings always choose the likeliest token: temperature 0, without penalties or bias."""
     return s.temperature == 0 and not is_shaped(s)
 
 
@@ -42,7 +42,7 @@ def choose(logits: Tensor, sequences: Many[Sequence]) -> list[tuple[int, Logprob
 
 
 def choose_one(logits: Tensor, sequence: Sequence) -> int:
-    """The next token of logits [vocab]."""
+    """Chooses the next token of one sequence from its logits [vocab]."""
     s = sequence.sampling
     logits = shape(logits, sequence) if is_shaped(s) else logits
     if s.temperature == 0:

@@ -39,7 +39,7 @@ class Slice:
 
 
 class Scheduler:
-    """Continuous batching over one pool of blocks."""
+    """Chooses the slices of each step from running and waiting sequences, which share one pool of cache blocks."""
 
     def __init__(self, pool: BlockPool, max_rows: int, max_logit_rows: int, max_running: int) -> None:
         self.pool, self.max_rows, self.max_logit_rows, self.max_running = pool, max_rows, max_logit_rows, max_running
@@ -90,7 +90,7 @@ class Scheduler:
         return Slice(s, s.computed, count)
 
     def _room(self, s: Sequence, piece: Slice, slices: list[Slice]) -> bool:
-        """Reserves the blocks of a slice, preempting younger sequences if needed."""
+        """Reserves a slice's blocks, preempting younger sequences if needed; False if the slice's own was preempted."""
         missing_blocks = -(-(piece.start + piece.count) // self.pool.block_size) - len(s.blocks)
         while missing_blocks > 0:
             new_blocks = self.pool.take(missing_blocks)
