@@ -55,7 +55,7 @@ def attention(
 
 
 class _WithSinks(torch.autograd.Function):
-    """Attention with a further key per head, by the output and logsumexps of attention without it."""
+    """Attention with sinks: scales the output of attention without sinks by the other keys' share of the softmax."""
 
     generate_vmap_rule = True
 
@@ -97,7 +97,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: in
         raise ValueError(f"attention: window is {window}; it must be at least 1, the row's own position")
 
 
-# The reference. Also used where no library kernel applies.
+# The reference implementation, which also runs where no library kernel applies.
 
 
 def blockwise(

@@ -1,8 +1,8 @@
-"""Torch's attention as a captured program calls it, for a GPU: by matrix products over blocks of queries.
+"""A CUDA implementation of torch's CPU attention operation, by matrix products over blocks of queries.
 
-Programs are captured on the CPU, where `torch.nn.functional.scaled_dot_product_attention` is an operation that torch
-has on no other device. The products here are registered for it, with its results: fp32 or fp64 sums, and logsumexps of
-0 for a query that sees no key.
+Programs are captured on the CPU, where `torch.nn.functional.scaled_dot_product_attention` becomes an operation that
+torch implements for CPUs alone. It is registered for CUDA here, with the same results: fp32 or fp64 sums, and a
+logsumexp of 0 for a query that sees no key.
 """
 
 from __future__ import annotations

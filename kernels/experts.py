@@ -47,7 +47,7 @@ def routed_sum(x: Tensor, ids: Tensor, weights: Tensor, count: int, compute: Cal
 
 
 def tokens_by_expert(ids: Tensor, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yields (expert, its tokens, which of their k choices it is) for every expert with tokens.
+    """Yields (expert, rows of its tokens, indices of their choices in the flattened `ids`) for experts with tokens.
 
     Synchronizes the device.
     """

@@ -33,8 +33,8 @@ class Treatment:
     decay: bool = False
     """Whether weight decay applies to it."""
     balance: float = 0.0
-    """Not 0 for the bias of a mixture's experts. Its gradient is then the number of tokens of each expert, and each
-    step lowers it by this much for experts above the mean and raises it for those below."""
+    """The amount by which each step moves a bias of a mixture's experts; 0 for all other parameters. The gradient of
+    such a bias is each expert's number of tokens. The bias falls for experts above the mean and rises for others."""
     orthogonal: bool = False
     """Whether it is a matrix of a layer, or a stack of them, that Muon moves."""
 
@@ -101,9 +101,8 @@ def adamw_update(
     moments' bias correction. squares: fp32 scalar, `gradient_squares` of all gradients; required where `grads` are only
     some.
 
-    Where the loss or the norm is not finite every result is the old value. The step itself decides it, from scalars
-    that every device has, so that all decide alike. The biases of experts are not in the norm and have no
-    moments.
+    Where the loss or the norm is not finite, every result is the old value. Every device decides this from the same
+    scalars, so that all decide alike. The biases of experts are not in the norm and have no moments.
     """
     squares = gradient_squares(grads, count, treated) if squares is None else squares
     norm, finite, scale = clip(squares, loss_sum, count, config.clip_grad_norm)
@@ -134,7 +133,7 @@ def clip(squares: Tensor, loss_sum: Tensor, count: Tensor, most: float | None) -
 def rebalance(
     params: Sequence[Tensor], grads: Sequence[Tensor], treated: Sequence[Treatment], finite: Tensor
 ) -> list[Tensor]:
-    """New biases of mixtures' experts, in the order of the parameters; the old ones where `finite` is false."""
+    """Moves experts' biases by their `balance` and returns them in order; the old ones where `finite` is false."""
     chosen = [(p, load, how.balance) for p, load, how in zip(params, grads, treated, strict=True) if how.balance]
     means = _means([load for _, load, _ in chosen])
     return [torch.where(finite, p - rate * torch.sign(load - next(means)), p) for p, load, rate in chosen]

@@ -135,12 +135,12 @@ class Architecture:
 
     @property
     def original_seq(self) -> int | None:
-        """The length of sequences above which the model rotates otherwise (longrope, dynamic NTK); None if it never
-        does."""
+        """The sequence length above which the rotary frequencies change (longrope, dynamic NTK); None if they never
+        do."""
         return long_rotation.original_length(self.config.get_text_config())
 
     def notes(self, model: nn.Module) -> list[str]:
-        """Differences from the authors' training: no dropout, no auxiliary losses, documents that see each other."""
+        """Sentences on differences from the authors' training: dropout, auxiliary losses, documents that interact."""
         notes = []
         config = self.config.get_text_config()
         rates = {k: v for k, v in config.to_dict().items() if k.endswith(("dropout", "pdrop")) and v}
@@ -229,7 +229,7 @@ def _with_infinities(value: Any) -> Any:
 
 
 def _mixers(model: nn.Module) -> list[str]:
-    """The classes of modules besides attention in which tokens of a row meet: with convolutions, or MiniMax's."""
+    """The classes of modules besides attention that mix a row's tokens: by convolution or lightning attention."""
     mixers = [
         type(module).__name__
         for module in model.modules()

@@ -159,7 +159,7 @@ def prune(directory: Path, step: int, keep_last: int) -> None:
 
 
 class _caught:
-    """Catches an error, so that the failing rank still meets the others at the barrier."""
+    """A context that catches an error and keeps it in `error`, so that a failing rank still reaches the barrier."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None

@@ -28,8 +28,8 @@ C4 = "hub:allenai/c4:en"
 ANY_SOURCE = "`sample`, `c4`, `hub:OWNER/NAME`, or a folder, file or pattern of *.jsonl, *.json.gz, *.parquet or *.txt"
 """What `data.source` may be, for errors."""
 HELD_OUT = 20
-"""Where a source names no held-out file: one document in this many is held out (with 20 files or more, the last
-file)."""
+"""One document in this many is held out if a source names no held-out file. With this many files or more, the last
+file is held out instead."""
 PIECE = 1 << 18
 """Characters per piece of a longer document. Tokenizing 100 MB at once would take all memory."""
 SMALL = 16 << 20
