@@ -37,7 +37,7 @@ SMALL = 16 << 20
 
 
 class TextFile(Protocol):
-    """One file of text, in a format that its name tells."""
+    """One file of text; the suffix of its name tells the format."""
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""Batches of tasks with generated data: rows by their numbers in the run, the same on any mesh and after a resume."""
+"""Batches of generated data. A row depends on its number and the seed alone: any mesh and any resume give the same."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ StepBatch = TokenBatch | GeneratedBatch
 
 
 class GeneratedRows:
-    """The batches of one data rank, `part` of the rows of every step; `train.stream.Loader` does the same for text."""
+    """Makes the batches of one data rank: rows `part` of every step. `train.stream.Loader` does the same for text."""
 
     def __init__(self, task: Task, recipe: Recipe, part: Sequence[int]):
         self.task, self.recipe, self.part, self.step = task, recipe, tuple(part), 0
@@ -55,7 +55,7 @@ class GeneratedRows:
     def load_state_dict(self, state: Mapping[str, Any], *, force: bool = False) -> None:
         """Continues at the position `state`.
 
-        Mistakes (exit 6) for the state of another task or size of a step; with `force` the data starts over instead.
+        Raises Mistakes (exit 6) if it is of another task or step size; with `force` the data starts over instead.
         """
         own_state = self.state_dict()
         changed = [key for key in ("global_sequences", "tokenizer") if state.get(key) != own_state[key]]

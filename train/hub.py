@@ -1,6 +1,6 @@
 """Data sets on the Hugging Face hub: their names in recipes, and a quick check that the hub answers.
 
-The libraries retry for a minute before they fail.
+The check comes first because the hub's libraries retry for a minute before they fail.
 """
 
 from __future__ import annotations

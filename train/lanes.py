@@ -124,7 +124,7 @@ class PackedRow:
 
 
 class Lane:
-    """One row of every batch: packs its documents, in order, into rows of seq_len tokens."""
+    """Packs its documents, in order, into rows of seq_len tokens: one row of every step."""
 
     def __init__(self, number: int, chain: Chain, tokenizer: TextTokenizer, at: tuple[LanePlace, int] | None):
         self.number, self.chain, self.tokenizer = number, chain, tokenizer

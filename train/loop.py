@@ -1,4 +1,4 @@
-"""The training loop: steps, evaluations, checkpoints, and every way a run ends. Knows neither meshes nor graphs."""
+"""The training loop: steps, evaluations, checkpoints, and every way a run ends. It depends on no mesh or graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training engine of a pipeline: this rank runs its device's row of the schedule over real connections."""
+"""The training engine of a pipeline: this rank runs its row of the schedule and sends values to other stages."""
 
 from __future__ import annotations
 

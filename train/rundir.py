@@ -27,7 +27,7 @@ from tpshard.train.records import last_attempt
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that holds a lock, identified by more than its pid, which a later process may have."""
+    """The process that holds a lock, identified by more than its pid, because a later process may get that."""
 
     pid: int
     host: str

@@ -109,7 +109,7 @@ class State:
             self._tally = Tally([*self.params, *self.sums, *self.moments])
         return self._tally
 
-    # ---- what a step comes to --------------------------------------------------------------------------------
+    # ---- results of a step -----------------------------------------------------------------------------------
     def _store_update(self, results: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Stores an update's results; returns the gradient norm and whether all was finite."""
         self._steps += 1

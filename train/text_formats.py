@@ -31,7 +31,7 @@ class TextRow:
 
 @dataclass(frozen=True)
 class TextFormat:
-    """A format of text files, which the end of a file's name tells."""
+    """A format of text files, recognized by the suffix of a file's name."""
 
     name: str
     suffixes: tuple[str, ...]

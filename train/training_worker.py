@@ -48,7 +48,7 @@ ENOUGH = 6
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Values and functions of other rooms that the command passes to `train`, which must not import them."""
+    """Values and functions of other packages that the command passes to `train`, which must not import them."""
 
     version: str = ""
     device: str = "cpu"
