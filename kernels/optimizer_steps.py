@@ -41,7 +41,7 @@ CHUNK = 1 << 16
 """Elements that a CPU computes at a time, so that values in between stay in its cache and take no memory."""
 
 
-# ---- what they compute ----------------------------------------------------------------------------------------------
+# ---- the formulas ---------------------------------------------------------------------------------------------------
 def adamw_formula(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, finite: Tensor, scale: Tensor, lr: Tensor,
     update: Tensor, beta1: float, beta2: float, eps: float, decay: float,
@@ -81,7 +81,7 @@ def square_sum_formula(x: Tensor, scale: Tensor) -> Tensor:
 FORMULAS: dict[Any, Callable[..., Any]] = {
     adamw_step: adamw_formula, lion_step: lion_formula, square_sum: square_sum_formula
 }  # fmt: skip
-"""What a compiler, which fuses them, sees in place of the operations."""
+"""The formula of each operation, which a compiler gets in its place and fuses."""
 
 
 # ---- on a CPU -------------------------------------------------------------------------------------------------------

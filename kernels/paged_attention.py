@@ -74,7 +74,8 @@ def _check(q: Tensor, k: Tensor, k_pool: Tensor, v_pool: Tensor, positions: Tens
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows of one product: all of one span, and of one sequence (`shared`, keys read once) or of one each."""
+    """Rows that are multiplied at once; all read `span` keys. If `shared`, they are of one sequence, whose keys
+    are read once; else each row has keys of its own."""
 
     rows: Tensor
     """[r]"""

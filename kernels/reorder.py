@@ -1,4 +1,4 @@
-"""Act-order as an operation on a linear's inputs, so that a program shows where a permutation happens and its cost.
+"""An operation that permutes a linear's inputs (act-order), so that a program shows each permutation and its cost.
 
     tpshard::reorder(x [..., n], order [n] int64, blocks) -> [..., n]
 

@@ -1,4 +1,4 @@
-"""The transformers class of a folder, by name: whether it exists is read from transformers' source. No torch."""
+"""Looks up the transformers class that a folder names in transformers' source, without importing it or torch."""
 
 from __future__ import annotations
 

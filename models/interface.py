@@ -145,7 +145,7 @@ def _explicit_attention(
 
 
 def _joined(mask: Tensor | None, attended: Tensor | None) -> Tensor | None:
-    """A mask and the visible keys, bool, as one mask."""
+    """Combines a mask (bool, or added to scores) with the visible keys (bool) into one mask; either may be None."""
     if mask is None or attended is None:
         return attended if mask is None else mask
     return mask.masked_fill(~attended, float("-inf")) if mask.is_floating_point() else mask & attended

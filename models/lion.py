@@ -1,4 +1,4 @@
-"""Lion as a pure function, beside `models.adamw`: one moment, and steps of one size.
+"""Lion as a pure function, like `models.adamw`: one moment per parameter, and updates of which only the sign counts.
 
 Source: Chen et al. 2023, "Symbolic discovery of optimization algorithms", algorithm 2. Weight decay is decoupled;
 gradients are clipped by their global norm.

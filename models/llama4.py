@@ -18,7 +18,7 @@ def chunk_of(config: Any, layer: int) -> int | None:
 
 
 def within_chunks(documents: Tensor | None, positions: Tensor | None, like: Tensor, chunk: int) -> Tensor:
-    """Documents [batch, seq] of which each is a chunk of one of `documents`.
+    """Document ids [batch, seq] that make each chunk of `chunk` tokens of a document a document of its own.
 
     positions: [batch, seq], the place of each token in its document. Without them, and without documents, the rows of
     `like` [batch, heads, seq, head_dim] are one document each.

@@ -18,7 +18,7 @@ KINDS = ("longrope", "dynamic")
 
 
 def take_place(model: nn.Module, step: Step) -> None:
-    """Lets the model's modules of KINDS rotate for sequences of `step.length` tokens."""
+    """Makes the model's rotary modules of KINDS use the frequencies for sequences of `step.length` tokens."""
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
         if isinstance(kind, str) and kind in KINDS:
@@ -27,7 +27,7 @@ def take_place(model: nn.Module, step: Step) -> None:
 
 
 def original_length(config: Any) -> int | None:
-    """The length above which the frequencies of a configuration are other ones; None if they are always the same."""
+    """The sequence length above which a configuration's rotary frequencies change; None if they never do."""
     rotation = getattr(config, "rope_parameters", None) or {}
     if rotation.get("rope_type") not in KINDS:
         return None

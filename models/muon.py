@@ -17,7 +17,7 @@ from tpshard.models.adamw import AdamW, Treatment, Updated, adamw_update, clip, 
 STEPS = 5
 """Newton-Schulz iterations of an update."""
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the iteration's polynomial in the singular values: they end between 0.7 and 1.2."""
+"""Coefficients of the iteration's polynomial in the singular values, which end between 0.7 and 1.2."""
 SCALE = 0.2
 """Root mean square of an update, as AdamW's typically is."""
 
@@ -34,7 +34,7 @@ class Muon:
     momentum: float = 0.95
     """Share of a matrix's moment that remains each step (Nesterov)."""
     dtype: torch.dtype = torch.bfloat16
-    """Of the iteration that makes matrices orthogonal."""
+    """dtype of the iteration that makes matrices orthogonal."""
 
 
 def muon_update(

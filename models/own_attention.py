@@ -1,7 +1,7 @@
 """tpshard's attention operation for classes that do not use transformers' attention interface, or use only part of it.
 
-Bloom, MPT and some Falcons add to each score a slope per head times the key's position (ALiBi, Press et al. 2022). Keys
-get extra columns with these numbers, and queries get ones there.
+Bloom, MPT and some Falcons add to each score a slope per head times the key's position (ALiBi, Press et al. 2022).
+These biases become extra columns of the keys, where the queries have ones.
 """
 
 from __future__ import annotations

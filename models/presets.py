@@ -1,4 +1,4 @@
-"""The models with a name, as plain numbers, without torch, so that recipes are checked quickly."""
+"""Presets: named models as plain numbers. The module needs no torch, so that recipes are checked quickly."""
 
 from __future__ import annotations
 

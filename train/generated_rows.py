@@ -55,7 +55,7 @@ class GeneratedRows:
     def load_state_dict(self, state: Mapping[str, Any], *, force: bool = False) -> None:
         """Continues at the position `state`.
 
-        Raises Mistakes (exit 6) if it is of another task or step size; with `force` the data starts over instead.
+        Raises Mistakes (exit 6) if it is of another task or step size; with `force` it continues there anyway.
         """
         own_state = self.state_dict()
         changed = [key for key in ("global_sequences", "tokenizer") if state.get(key) != own_state[key]]
