@@ -32,7 +32,7 @@ def _llama4(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
     ids = torch.topk(logits, module.top_k, dim=1).indices
     read = tokens.unsqueeze(1) * scores.gather(1, ids).unsqueeze(-1)
     own = module.experts
-    gate, up = expert_linear(read, ids, own.gate_up_proj.transpose(1, 2)).chunk(2, dim=-1)
+    gate, up = _halves(expert_linear(read, ids, own.gate_up_proj.transpose(1, 2)), -1)
     computed = expert_linear(up * own.act_fn(gate), ids, own.down_proj.transpose(1, 2))
     return module.shared_expert(tokens) + computed.sum(1), logits
 
@@ -46,7 +46,7 @@ def _longcat(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tenso
     idle = (weights * (ids >= count)).sum(1, keepdim=True).to(hidden.dtype)
     if module.gate_up_proj is None:
         return hidden * idle
-    gate, up = module.gate_up_proj[:count].chunk(2, dim=1)
+    gate, up = _halves(module.gate_up_proj[:count], 1)
     return experts(hidden, ids, weights.to(hidden.dtype), gate, up, module.down_proj) + hidden * idle
 
 
@@ -54,8 +54,8 @@ def _jetmoe_mixture(module: Any, hidden: Tensor) -> Tensor:
     """JetMoE's experts in place of an MLP: [batch, seq, embed] -> the same."""
     tokens = hidden.flatten(0, 1)
     _, ids, gates = _jetmoe_route(module.router, tokens)
-    between, up = expert_linear(tokens.unsqueeze(1), ids, module.input_linear.weight).chunk(2, dim=-1)
-    computed = expert_linear(module.activation(between) * up, ids, module.output_linear.weight)
+    gate, up = _halves(expert_linear(tokens.unsqueeze(1), ids, module.input_linear.weight), -1)
+    computed = expert_linear(module.activation(gate) * up, ids, module.output_linear.weight)
     return (computed * gates.unsqueeze(-1)).sum(1).view(hidden.shape) + module.bias
 
 
@@ -81,6 +81,13 @@ def _jetmoe_route(router: Any, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     logits = router.layer(tokens).float()
     largest, ids = logits.topk(router.top_k, dim=1)
     return logits, ids, torch.softmax(largest, dim=1).type_as(tokens)
+
+
+def _halves(packed: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """The gates and the ups of a tensor that has both in one dim. Slices of a sharded dim can be exchanged between
+    neighbours, where a split is gathered."""
+    size = packed.shape[dim] // 2
+    return packed.narrow(dim, 0, size), packed.narrow(dim, size, size)
 
 
 _OWN: dict[str, dict[str, Callable[..., Any]]] = {
