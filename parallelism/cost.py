@@ -1,6 +1,6 @@
-"""The cost model: the seconds of an operation or a collective on a device, from plain numbers.
+"""The cost model computes the seconds of an operation or a collective on a device, from plain numbers.
 
-The planner, automatic bucketing and the search use it. A `Device` is plain data; this machine is never inspected.
+The planner, automatic bucketing and the search use it. A `Device` is plain data; the host is never inspected.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class Overhead:
 
 
 EVICTING_BYTES = 12 << 20
-"""Bytes between two operations of one kind after which `Cpu.cold_overhead` is measured. The near caches have lost the
-operation's code by then; after twice as many bytes the last level has too, and no later operation takes longer."""
+"""`Cpu.cold_overhead` is measured with this many bytes moved between two operations of one kind. They evict the
+operation's code from the near caches. Twice as many evict it from all caches, so that overheads grow no further."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Cpu:
     exponential: float = 0.0
     """Cost of an element's exponential (of `exp`, `silu`, ...), in bytes of pointwise operations."""
     softmax: float = 0.0
-    """Cost of a score's softmax, in dims of a head: attention's FLOPs count 1 + softmax / head_dim times."""
+    """Cost of the softmax of attention scores: attention's FLOPs are multiplied by 1 + softmax / head_dim."""
     view_s: float = 0.0
     """Seconds of the interpreter for an operation that moves nothing, such as a view."""
     growth: float = 0.0
@@ -179,7 +179,7 @@ class Device:
         return self.memory_bandwidth * self.efficiency.streaming
 
     def shared_by(self, processes: int) -> Device:
-        """The device that one of `processes` on a host has: a CPU's cores and memory are shared, a GPU is not.
+        """Returns the share of a device that one of `processes` on a host has: a CPU is shared, a GPU is not.
 
         `cpu.crowds` describes their further contention; without it, overheads grow with the turns that more processes
         than cores take.
@@ -190,7 +190,7 @@ class Device:
         turns = max(1.0, processes / max(1, own.cores))
         measured = max((n for n in own.crowds if n <= processes), default=0)
         crowd = own.crowds.get(measured, Crowd())
-        # beyond the largest measured crowd, and without any, overheads grow like the turns
+        # beyond the largest measured number of processes, overheads grow with the turns that they take on the cores
         more = turns / max(1.0, measured / max(1, own.cores))
         inside = replace(
             self.inside,
@@ -220,7 +220,7 @@ class Device:
         )
 
     def with_own_core(self, processes: int) -> Device:
-        """The device of one of `processes` on a host while no more of them compute than the host has cores."""
+        """Returns the share of one of `processes` on a host while at most as many of them compute as it has cores."""
         one_process, cores = self.shared_by(processes), max(1, self.cpu.cores)
         if self.kind != "cpu" or processes <= cores:
             return one_process

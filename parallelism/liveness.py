@@ -1,4 +1,4 @@
-"""The memory of one device at each node of a program, by category, from the lifetimes of all values.
+"""This module computes the memory of one device at each node of a program, from the lifetimes of all values.
 
 A value is allocated when its node runs and freed after its last reader; inputs and outputs of a collective live until
 its wait. Program inputs belong to the caller and live throughout. Views keep their storage alive.
@@ -62,7 +62,7 @@ class Memory:
 def liveness(
     program: Program, kernels: Sequence[Kernel], *, always: Mapping[str, int] | None = None, exchanges: bool = False
 ) -> Memory:
-    """Memory over the program's nodes, in order.
+    """Computes the memory that a program holds while each of its nodes runs, by category.
 
     always: bytes by category that live throughout and are not inputs (optimizer state, accumulated gradients).
     exchanges: whether collectives run as on a CPU (`parallelism.exchange`). A compiled pointwise kernel may overwrite
@@ -184,9 +184,9 @@ def _lives(
 
 
 def _run_at(kernels: Sequence[Kernel], flow: Flow) -> dict[fx.Node, int]:
-    """The index at which each node's operands are read.
+    """Returns the index of the node at which each node's operands are read.
 
-    A value inside a fused kernel is computed where the kernel writes its result.
+    A node inside a fused kernel reads them where the kernel writes its result.
     """
     root = flow.root
     run = {node: i for i, node in enumerate(flow.nodes)}

@@ -1,4 +1,4 @@
-"""Lowering of resharding steps to `_c10d_functional` nodes of one device's graph."""
+"""This module lowers resharding steps to `_c10d_functional` nodes of one device's graph."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def valid(axes: Axes, size: int, grain: int) -> int:
 
 
 def pick(axes: Axes, table: tuple[int, ...]) -> int:
-    """The table's entry for this device's position on `axes`, outer to inner; evaluated like `offset`."""
+    """Returns the table's entry for this device's position on `axes`, outer to inner; evaluated like `offset`."""
     raise RuntimeError("a program's tables are read by the executor or the simulation, which know the rank")
 
 
@@ -341,9 +341,9 @@ def _place(index: int, order: Axes, group: Axes) -> int:
 
 
 def permutation_table(before: Layout, after: Layout, axes: Axes) -> tuple[int, ...]:
-    """The member to which each member of the group over `axes` sends its shard, in a permute between two layouts.
+    """Returns the target of each member's shard in a permute between two layouts, for the group over `axes`.
 
-    Members that hold the piece they need keep it; of several holders of a piece each sends it to one receiver.
+    A member whose own piece is the one it needs keeps it. If several members hold a piece, each sends it to one other.
     """
     moved = moved_places(before.dims, after.dims)
     members = split(axes, atoms((axes, *(side for pair in moved for side in pair))))

@@ -34,7 +34,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass
 class _Region:
-    """The state of one call of a manual region while it is traced: its axes, their `vmap` levels and this index."""
+    """The state of one call of a manual region while it is traced: axes, their `vmap` levels, this device's indices."""
 
     mesh: Mesh
     axes: tuple[str, ...]
@@ -124,7 +124,7 @@ def psum(x: Tensor, axis: str | Sequence[str]) -> Tensor:
 
 
 def pmax(x: Tensor, axis: str) -> Tensor:
-    """The elementwise maximum over the devices along an axis; all of them get it."""
+    """Computes the elementwise maximum of a tensor over the devices along an axis; all of them get it."""
     return _reduce_along(x, axis, lambda whole, dim: whole.amax(dim), lambda same, n: same)
 
 
@@ -222,7 +222,7 @@ def _check_count(count: int, entries: Sequence[Entry], side: str, what: str, fn:
 
 
 def _cut(x: Tensor, entry: Entry, region: _Region, number: int) -> Tensor:
-    """Reshapes a whole tensor to [devices along each of its axes..., *one device's part]."""
+    """Divides a whole tensor into the devices' parts: [devices along each of its axes..., *one device's part]."""
     if len(entry) > x.dim():
         raise ValueError(f"in_shardings[{number}] has {len(entry)} entries for a tensor of {x.dim()} dims")
     names = _axes(entry, region)
@@ -251,7 +251,7 @@ def _cut(x: Tensor, entry: Entry, region: _Region, number: int) -> Tensor:
 
 
 def _join(x: Tensor, entry: Entry, region: _Region) -> Tensor:
-    """Reshapes [devices along each of its axes..., *part] to the whole tensor; the inverse of `_cut`."""
+    """Joins the devices' parts, [devices along each axis..., *part], to the whole tensor; the inverse of `_cut`."""
     names = _axes(entry, region)
     if not names:
         return x
@@ -336,7 +336,10 @@ def _region(axis: str = "") -> _Region:
 
 
 def _unwrap(x: Tensor) -> tuple[Tensor, list[str]]:
-    """Unwraps a mapped tensor: [devices along each axis along which it differs..., *part], and these axes."""
+    """Returns the parts of all devices that a mapped tensor stands for, and the axes along which they differ.
+
+    The parts are one tensor: [devices along each of these axes..., *part].
+    """
     by_level = {level: axis for axis, level in _region().levels.items()}
     held: list[str] = []
     while layers.is_batchedtensor(x) and layers.maybe_get_level(x) in by_level:

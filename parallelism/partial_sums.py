@@ -1,4 +1,4 @@
-"""Choosing which partial sums stay unreduced after the op that computes them, instead of being reduced at once."""
+"""This module chooses which partial sums stay unreduced after the op that computes them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RuleOf = Callable[[Op], Rule]
 def carried_sums(
     graph: Graph, rule_of: RuleOf, natural: Mapping[Value, tuple[Axes, str]]
 ) -> tuple[dict[Value, Axes], dict[Value, Axes]]:
-    """The values that are partial sums as their op computes them, and those of them that no collective reduces there.
+    """Returns the values that are partial sums when computed, and those of them that stay unreduced, with their axes.
 
     natural: the values that their op sums over sharded dims, with the axes and the kind of reduction. A value stays
     partial if its only reader is linear in it and has a result that is not larger (or is a widening cast on the way to
@@ -65,7 +65,7 @@ def _may_carry(value: Value, partial: Mapping[Value, Axes], rule_of: RuleOf) -> 
 
 
 def _to_storage(value: Value, rule_of: RuleOf) -> bool:
-    """Whether only linear ops of the same size are between a value and an anchor, such as a gradient's storage."""
+    """Returns whether only linear ops that keep the number of elements lie between a value and an anchor."""
     while len(set(value.users)) == 1:
         op = value.users[0]
         if is_anchor(op):

@@ -1,7 +1,7 @@
 """The partitioner: turns a graph and its shardings into one device's `Program`, with all its collectives.
 
-Each op is computed in one common sharding of its factors. Operands are resharded to it, once per value and layout.
-Partial sums are kept while that pays, decided once per value for all its readers. (GSPMD, section 4.)
+Each op is computed in one sharding of its factors, which all its operands and results share. Operands are resharded to
+it, once per value and layout. A partial sum may stay unreduced until a later op (`partial_sums`). (GSPMD, section 4.)
 """
 
 from __future__ import annotations
@@ -145,11 +145,11 @@ class _Partitioner:
 
     # ---- deciding: factor shardings of ops, and which sums stay partial ---------------------------------------
     def decide(self) -> None:
-        """Chooses every op's factor sharding in forward order, then which partial sums are kept.
+        """Chooses the factor sharding of every op, and then which partial sums stay unreduced.
 
-        Every op is chosen twice. The first pass records which ops reshard a value, and to which layouts. Then detours
-        are removed. In the second pass a layout that a product with a parameter fetches costs other ops nothing, and
-        only ops that reshard a value to the same layout share the cost.
+        Two passes over the ops, in forward order, choose their shardings. The first one records which ops reshard a
+        value, and to which layouts. Then detours are removed. In the second pass, ops that reshard a value to the same
+        layout share the cost, and a layout to which a product with a parameter reshards a value is free for others.
         """
         self._choose_all(first=True)
         self.propagated |= detours(
@@ -178,7 +178,7 @@ class _Partitioner:
                 continue
             homes = [self.home[v] for v in op.operands]
             fixed = [self._is_fixed(v) for v in op.operands]
-            # a layout that another op has fetched costs nothing more
+            # a layout to which a product with a parameter reshards the value costs nothing more
             fetched = [() if first else self.fetched.get(v, ()) for v in op.operands]
             targets = [self.propagated[r] for r in op.results]
             sharers = [] if first else [self.sharers.get(v, {}) for v in op.operands]
@@ -201,17 +201,17 @@ class _Partitioner:
         return natural
 
     def _pinned_layout(self, value: Value) -> Layout | None:
-        """The layout that a fully closed annotation demands of a value between two ops; None without one."""
+        """Returns the layout of a value whose annotation is closed in every dim; None without such an annotation."""
         if value not in self.s.annotated or any(self.s.annotated[value].sharding.open) or not value.rank:
             return None
         return self.propagated[value]
 
     def rule(self, op: Op) -> Rule:
-        """The rule by which the op is computed; the chosen one once there is a choice."""
+        """Returns the rule by which the op is computed: the chosen one, once an alternative has been chosen."""
         return self.rules.get(op, self.s.rules[op])
 
     def _anchor_layout(self, op: Op) -> Layout:
-        """The layout of the result of an anchor: its annotation's; without one, its operand's or the propagated one."""
+        """Returns the layout of an anchor's result: its annotation's, or else its operand's or the propagated one."""
         value = op.results[0]
         sharding = self.s.of[value]
         if value in self.s.annotated or is_boundary(op):
@@ -320,7 +320,7 @@ class _Partitioner:
         return node
 
     def _as_view(self, value: Value, layout: Layout, reader: Op) -> fx.Node | None:
-        """The value in a layout, computed as a view of its resharded source; None where that is not possible.
+        """Returns a value in a layout, as a view of its resharded source; None where that is not possible.
 
         The source is resharded once for all its views.
         """

@@ -76,7 +76,7 @@ class _Writer:
         self.number: dict[bytes, int] = {}
         """The index in the pool of each value, by its JSON in bytes."""
         self.references: dict[int, tuple[Any, list[Any]]] = {}
-        """The reference to each pooled object, by its address; the object is kept alive, or its address could recur."""
+        """The reference to each pooled object, by `id`, and the object, kept alive so that no other gets its `id`."""
 
     def encode(self, value: Any) -> Any:
         kind = type(value)
@@ -119,7 +119,7 @@ class _Writer:
         raise TypeError(f"a {kind.__name__} cannot be stored")
 
     def add_once(self, value: Any, make: Callable[[], Any]) -> list[Any]:
-        """A reference to `make()`, the JSON of `value`, in the pool."""
+        """Adds `make()`, the JSON of `value`, to the pool unless it is there, and returns a reference to it."""
         if id(value) not in self.references:
             encoded = make()
             number = self.number.setdefault(marshal.dumps(encoded, 2), len(self.pool))

@@ -52,7 +52,7 @@ class Reasons:
         return {"why": (demand,), "value": (name,), "of": role, "requested": requested}
 
     def asked_on_the_way(self, value: Value, reader: Op, axis: Axis) -> bool:
-        """Whether a named view between a value and its reader has the axis by an annotation of an activation."""
+        """Returns whether an activation's annotation shards a named view from a value to its reader over the axis."""
         return any(
             is_named(one.producer) and overlap(axis, axes) and self.root(one, dim, axis)[1]  # type: ignore[arg-type]
             for operand in reader.operands
@@ -61,7 +61,7 @@ class Reasons:
         )
 
     def asked_by_experts(self, value: Value, reader: Op, axis: Axis) -> bool:
-        """Whether a value, or a view of it, is tokens or their routing, read by experts that the axis shards."""
+        """Returns whether experts sharded over the axis read a value, or a view of it, as their tokens or routing."""
         matrices = entry_of(reader.target).routed
         return (
             matrices > 0
@@ -70,10 +70,10 @@ class Reasons:
         )
 
     def root(self, value: Value, dim: int, axis: Axis) -> tuple[tuple[SourcePlace, ...], bool]:
-        """The annotation from which an axis of a dim comes, and whether it annotates an activation.
+        """Finds the annotation that made propagation shard a dim over an axis, and whether it is an activation's.
 
-        An annotation of an activation asks for reshards towards it; one of a parameter does not. Memoized along the
-        chain.
+        An annotation of an activation asks for reshards towards it; one of a parameter does not. Answers are
+        cached for all dims on the way.
         """
         trail = []
         answer: tuple[tuple[SourcePlace, ...], bool] = ((), False)

@@ -1,7 +1,7 @@
-"""Building the program of a deep model from that of a shallow one with equal blocks of layers, by repeating one block.
+"""This module builds the program of a deep model from that of a shallow one, by repeating one block of layers.
 
-Capturing, propagating and partitioning would give the same for each of these blocks. This is checked, not assumed: a
-block is repeated only if it and the previous one are the same program, node by node.
+Equal blocks need not each be captured, propagated and partitioned. A block is repeated only if it and the previous one
+are the same program, node by node.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _Stretch:
 
     @staticmethod
     def of(program: Program, depth: Depth) -> _Stretch | None:
-        """The stretch of a shallow program; None if the deep program may be more than that with blocks repeated."""
+        """Compares the blocks of a shallow program; None if repeating one does not give the deep program."""
         try:
             return _Stretch(program, depth)
         except _Unlike:
@@ -76,7 +76,7 @@ class _Stretch:
 
     # ---- the blocks of nodes -----------------------------------------------------------------------------------------
     def _blocks(self) -> dict[fx.Node, int | None]:
-        """The block of every node, by its place, its parameter, or its operands; None outside of layers."""
+        """Finds the block of every node, from its layer, its parameter or its operands; None outside of layers."""
         blocks: dict[fx.Node, int | None] = {}
         for node in self.nodes:
             layer = info(node).place.layer if node.op == "call_function" else None
@@ -90,7 +90,7 @@ class _Stretch:
         return blocks
 
     def _runs(self) -> list[_Run]:
-        """The runs of the repeated block's nodes, each between a run of the compared block and one of the last."""
+        """Returns the runs of the repeated block's nodes, and records the twin of each node of the compared block."""
         cut: list[tuple[int | None, list[fx.Node]]] = []
         for node in self.nodes:
             if not cut or cut[-1][0] != self.block[node]:
@@ -113,7 +113,7 @@ class _Stretch:
             raise _Unlike
         return runs
 
-    # ---- are they alike? ---------------------------------------------------------------------------------------------
+    # ---- comparing the blocks ----------------------------------------------------------------------------------------
     def _compare(self, node: fx.Node, other: fx.Node) -> None:
         if (node.op, node.target) != (other.op, other.target) and node.op != "placeholder":
             raise _Unlike
@@ -141,7 +141,7 @@ class _Stretch:
             raise _Unlike
 
     def _compare_read(self, read: fx.Node, next_read: fx.Node) -> None:
-        """Compares the operands of a node and its twin: they must be equal, or correspond in the next block."""
+        """Checks that a node and its twin read the same node, or nodes that correspond in consecutive blocks."""
         block, block_of_theirs = self.block[read], self.block[next_read]
         if read is next_read and block not in (COMPARED, REPEATED, LAST):
             return
@@ -181,7 +181,7 @@ class _Stretch:
     def _specs(self, node: fx.Node) -> Any:
         return self.port[node].local if node in self.port else info(node).specs
 
-    # ---- the deep one ------------------------------------------------------------------------------------------------
+    # ---- building the deep program -----------------------------------------------------------------------------------
     def run(self) -> Program:
         graph = fx.Graph()
         copies: dict[tuple[fx.Node, int], fx.Node] = {}
@@ -230,7 +230,7 @@ class _Stretch:
         )  # fmt: skip
 
     def _read(self, node: fx.Node, operand: fx.Node, copy: int) -> tuple[fx.Node, int]:
-        """The copy of an operand that a node's copy reads."""
+        """Returns which operand, and which copy of it, copy number `copy` of a node reads."""
         block, away = self.block[node], self.block[operand]
         if block == REPEATED:
             if away == REPEATED:

@@ -13,7 +13,7 @@ from tpshard.parallelism.program import INFO, Program, info
 aten = torch.ops.aten
 
 ADDING: dict[Any, Any] = {aten.mm.default: aten.addmm.default, aten.bmm.default: aten.baddbmm.default}
-"""For each product, the one that adds its result to another tensor."""
+"""Maps each matrix product to the op that also adds the product to another tensor."""
 
 
 def accumulate(program: Program) -> Program:
@@ -45,7 +45,7 @@ def accumulate(program: Program) -> Program:
 
 
 def _product(added: fx.Node, total: fx.Node) -> fx.Node | None:
-    """The product that `added` adds to `total`, if nothing else reads it and both have one shape and dtype."""
+    """Returns the product that `added` adds to `total`; None if it has other readers or another spec."""
     if added.target is not aten.add.Tensor or added.kwargs or list(total.users) != [added]:
         return None
     product = next((n for n in added.all_input_nodes if n is not total), None)

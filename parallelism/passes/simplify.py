@@ -62,7 +62,7 @@ def _operand(node: fx.Node) -> fx.Node:
 
 
 def _read_first(node: fx.Node, flow: Flow) -> fx.Node:
-    """Makes a reshape read the source of the reshapes before it, up to one whose copy others read; returns it."""
+    """Makes a reshape read the source of the reshapes before it, and returns that; a copy with other readers stays."""
     skipped = source = _operand(node)
     while source.target in RESHAPES and (source in flow.views or len(source.users) == 1):
         source = _operand(source)

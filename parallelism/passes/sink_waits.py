@@ -11,7 +11,7 @@ from tpshard.parallelism.program import Program
 
 
 def sink_waits(program: Program, in_flight: int = 1) -> Program:
-    """Waits for each reduction, and adds its shard to the sum, once `in_flight` later ones have been issued.
+    """Moves the wait for each gradient reduction, and what uses its shard, behind the issue of `in_flight` others.
 
     This bounds the number of unsharded gradients. The reduction of shards among replicas is issued there too.
     """
@@ -27,7 +27,7 @@ def sink_waits(program: Program, in_flight: int = 1) -> Program:
 
 
 class _Sinking:
-    """The reductions in flight, and the order in which they are issued and waited for."""
+    """Issues and waits for reductions in the new order, and keeps those in flight."""
 
     def __init__(self, moves: Moves, order: NodeOrder, in_flight: int):
         self.moves, self.order, self.in_flight = moves, order, in_flight
@@ -51,7 +51,7 @@ class _Sinking:
             if node in visited or node.op == "output":
                 continue
             visited.add(node)
-            if node in self.moves.reductions:  # a further reduction, of the shards over replicas
+            if node in self.moves.reductions:  # a further reduction: of the shards, over the replicas
                 self.issue(node)
             elif self.order.can(node):
                 self.order.add(node)

@@ -17,7 +17,7 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def flatten_first(op: Any) -> Callable[..., Tensor]:
-    """The decomposition of argmax or argmin of all elements: along the one dim of the flattened tensor."""
+    """Returns a decomposition of argmax or argmin (`op`) over all elements: it flattens the tensor to one dim first."""
 
     def flat(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
         if dim is not None or x.dim() == 0:
@@ -48,7 +48,7 @@ def variance_and_mean(
 
 
 def _statistics_dims(x: Tensor) -> list[int]:
-    """The dims over which the statistics of a channel are taken: all but dim 1."""
+    """Returns the dims over which batch norm takes the statistics of a channel: all but dim 1."""
     return [d for d in range(x.dim()) if d != 1]
 
 
@@ -234,7 +234,7 @@ def convolution_backward(
     padding: Sequence[int], dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,
     output_mask: Sequence[bool],
 ) -> Gradients:  # fmt: skip
-    """Computes convolution_backward: by a transposed convolution for x, and a sum for the bias.
+    """Computes convolution_backward with separate ops: x's gradient by a convolution, the bias's by a sum.
 
     The weight's gradient is computed by the op itself, which then reads only the weight's shape.
     """
@@ -260,7 +260,7 @@ def convolution_backward(
 
 
 def _ratios(small: Sequence[int], large: Sequence[int], scales: Sequence[float | None]) -> list[int] | None:
-    """How often resizing repeats each position, for every dim; None if that differs between positions."""
+    """Returns how many times resizing repeats each position of each dim, or None if it is not one integer per dim."""
     if any(n % m for m, n in zip(small, large)):
         return None
     ratios = [n // m for m, n in zip(small, large)]
@@ -287,11 +287,11 @@ def nearest_backward(grad: Tensor, size: Sequence[int], shape: Sequence[int], *s
 
 
 Edge = Callable[[Tensor, int, int, bool], Tensor]
-"""A function (tensor, dim, width, whether it is the dim's end) -> the padding on that side."""
+"""An `Edge` computes the padding of one side of a dim, from (tensor, dim, width, whether the side is the dim's end)."""
 
 
 def _pad_by(x: Tensor, padding: Sequence[int], edge: Edge) -> Tensor:
-    """Pads the last dims, the last one first, on both sides by what `edge` computes."""
+    """Pads the last dims on both sides with what `edge` computes; `padding` begins with the last dim, as in torch."""
     if min(padding) < 0:
         return NotImplemented
     for k in range(len(padding) // 2):
@@ -303,7 +303,7 @@ def _pad_by(x: Tensor, padding: Sequence[int], edge: Edge) -> Tensor:
 
 
 def _pad_by_backward(grad: Tensor, x: Tensor, padding: Sequence[int], back: Callable[..., Tensor]) -> Tensor:
-    """The gradient of `_pad_by`; `back` turns the gradient of the padding on one side into one of the tensor."""
+    """Computes the gradient of `_pad_by`; `back` converts the gradient of one side's padding to one of the tensor."""
     if min(padding) < 0:
         return NotImplemented
     for k in reversed(range(len(padding) // 2)):
@@ -318,7 +318,7 @@ def _pad_by_backward(grad: Tensor, x: Tensor, padding: Sequence[int], back: Call
 
 
 def _mirror(x: Tensor, d: int, width: int, end: bool) -> Tensor:
-    """An `Edge`: the rows beside the first or the last one, in reverse."""
+    """Computes the padding of reflection: the rows beside the first or the last one, in reverse (an `Edge`)."""
     return x.narrow(d, x.shape[d] - 1 - width if end else 1, width).flip(d)
 
 
@@ -328,7 +328,7 @@ def _mirror_back(edge: Tensor, d: int, n: int, width: int, end: bool) -> Tensor:
 
 
 def _last(x: Tensor, d: int, width: int, end: bool) -> Tensor:
-    """An `Edge`: the first or the last row, repeated."""
+    """Computes the padding of replication: the first or the last row, repeated (an `Edge`)."""
     return torch.cat([x.narrow(d, x.shape[d] - 1 if end else 0, 1)] * width, d)
 
 

@@ -15,7 +15,7 @@ from tpshard.parallelism.rules.shape import as_view
 
 aten = torch.ops.aten
 Sums = Callable[[Op], tuple[int, ...]]
-"""The operands in which a call is jointly linear, so that partial sums pass through."""
+"""A function that returns the operands in which an op is jointly linear, so that it may leave them partial sums."""
 
 
 def broadcast_dims(
@@ -39,7 +39,7 @@ def elements(op: Op, additive: tuple[int, ...] = (), fills: tuple[tuple[int, flo
     )
 
 
-# ---- where partial sums pass --------------------------------------------------------------------------------------
+# ---- which operands may be partial --------------------------------------------------------------------------------
 def nothing(op: Op) -> tuple[int, ...]:
     """Returns no operands: the op is not linear, so its operands' partial sums are reduced before it."""
     return ()

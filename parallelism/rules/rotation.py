@@ -16,7 +16,7 @@ from tpshard.parallelism.rules.rule import LocalOp
 
 aten = torch.ops.aten
 HIDDEN = -1e30
-"""The logsumexp of a query that sees none of a part's keys: its weight is 0 beside others; two of it give no NaN."""
+"""The logsumexp of a query that sees no key of a part; finite, so that merging two such parts gives no NaN."""
 
 
 def forward(at: LocalOp, s: int, t: int, scale: float | None) -> list[Any]:
@@ -72,7 +72,7 @@ def backward(at: LocalOp, s: int, t: int, scale: float | None) -> list[Any]:
 
 
 def _whole_mask(at: LocalOp, s: int, t: int, mask: Any) -> Any:
-    """The mask of this device's queries for all t keys; it hides padding keys. None without a mask and padding."""
+    """Returns the mask of this device's queries for all keys, with padding keys hidden; None if neither exists."""
     padded = at.size(s) * at.members(s)
     if mask is None and padded == t:
         return None
@@ -95,7 +95,7 @@ def _columns(at: LocalOp, s: int, mask: Any, behind: int) -> Any:
 
 
 def _without_keys(at: LocalOp, columns: Any, lse: Any) -> Any:
-    """The logsumexps, `HIDDEN` where a mask hides all keys: there torch's are 0."""
+    """Sets the logsumexps to `HIDDEN` for queries whose mask hides all keys; torch returns 0 for them."""
     shape, dtype = at.shape_of(columns)[:-1], at.dtype_of(columns)
     highest = at.emit(aten.amax.default, columns, [-1], shape=shape, dtype=dtype)
     empty = at.emit(aten.eq.Scalar, highest, -math.inf, shape=shape, dtype=torch.bool)
@@ -103,13 +103,13 @@ def _without_keys(at: LocalOp, columns: Any, lse: Any) -> Any:
 
 
 def _as_torch(at: LocalOp, lse: Any) -> Any:
-    """The logsumexps over all keys, 0 for a query that sees none, as torch's attention has them."""
+    """Sets the logsumexps of queries that see no key to 0, as torch's attention returns them."""
     empty = at.emit(aten.lt.Scalar, lse, HIDDEN / 2, shape=at.shape_of(lse), dtype=torch.bool)
     return at.emit(aten.masked_fill.Scalar, lse, empty, 0.0, shape=at.shape_of(lse), dtype=at.dtype_of(lse))
 
 
 def merge(at: LocalOp, first: Sequence[Any], second: Sequence[Any], heads_first: bool) -> tuple[Any, Any]:
-    """The outputs and logsumexps of attention to two parts of the keys, as one.
+    """Merges the outputs and logsumexps of attention to two parts of the keys into those of attention to both.
 
     heads_first: whether the outputs have the logsumexps' order of dims, `[b h s d]` as `[b h s]`, else `[b s h d]`.
     """

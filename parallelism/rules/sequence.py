@@ -1,4 +1,4 @@
-"""Rules of causal attention over a sharded sequence; the alternative is to reshard from sequence to heads and back.
+"""This module has the rules of causal attention whose sequence is sharded.
 
 Every device keeps its queries. Either it gathers all keys and values, or these rotate in a ring while the device
 computes with those it has (Liu et al. 2023): the same bytes, overlapped with computation, and never all in memory. Both
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Call:
-    """How an op calls causal attention: its settings, and the order of its dims."""
+    """The settings and the order of dims with which an op calls causal attention."""
 
     scale: float
     window: int | None = None
@@ -174,13 +174,13 @@ def _backward(op: Op, flops: int, call: Call, ring: bool) -> Rule:
 
 
 PADDED_KEYS = ((1, 0.0), (2, 0.0))
-"""What the padding of k and v holds in a ring: every query hides it, but garbage times a weight of 0 may be NaN."""
+"""The padding of k and v is set to 0 in a ring. No query sees it, but infinity times a weight of 0 is NaN."""
 PADDED_GRADIENTS = tuple((operand, 0.0) for operand in range(6))
-"""What the padding of dout, q, k, v, out and lse holds in a ring: padded queries add nothing to dk and dv."""
+"""The padding of dout, q, k, v, out and lse is set to 0 in a ring, so that padded queries add nothing to dk and dv."""
 
 
 def of_ring(s: int, sent: list[Value], fills: tuple[tuple[int, float], ...]) -> dict[str, Any]:
-    """The facts about a ring over factor s, in which every device passes its shards of these values on to all others.
+    """Returns a rule's fields for a ring over factor s, in which shards of the values `sent` reach all devices in turn.
 
     Shards of equal length follow each other, so that a device knows the positions of the keys that it receives. The
     padding behind the last key is hidden from all queries.

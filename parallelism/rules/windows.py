@@ -1,7 +1,7 @@
-"""Rules of convolution, and of resizing and padding by neighbours.
+"""This module has the rules of convolution, resizing and padding.
 
-A device with a shard of a spatial dim first gets its neighbours' parts of the windows at the shard's ends, and then
-convolves. Resizing and padding need whole spatial dims, except where they are recorded as views
+A device with a shard of a spatial dim first receives a halo, its neighbours' parts of the windows at the shard's ends,
+and then convolves. Resizing and padding need whole spatial dims, except where they are recorded as views
 (`rules.decompositions`).
 """
 
@@ -32,7 +32,7 @@ def per_spatial_dim(numbers: Any, rank: int, otherwise: Any = 1) -> list[int]:
 class Sliding:
     """The factors of the spatial dims of two tensors, of which one (`reader`) reads the other through windows.
 
-    A dim of size 1 on either side is whole, since it cannot be shared. lead: dims before the spatial ones.
+    A dim whose size is 1 in either tensor is not sharded. lead: dims before the spatial ones.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Sliding:
         return [f is not None and bool(at.axes(f)) for f in self.factors]
 
     def padding_of(self, at: LocalOp, padding: Sequence[int] | None = None) -> list[int]:
-        """The padding of a device's own call: none where a dim is sharded, since its window includes the padding."""
+        """Returns the padding of a device's local call: 0 for a sharded dim, whose window includes the padding."""
         return [0 if cut else n for cut, n in zip(self.cut(at), padding or self.padding)]
 
     def window(self, at: LocalOp, read: Sequence[int], reader: Sequence[int]) -> list[int]:
@@ -82,7 +82,7 @@ class Channels:
 
     `x[n (g i) ...]`, `weight[(g o) i ...]` (transposed: `[(g i) o ...]`), `out[n (g o) ...]`. Along spatial dims one
     side reads the other through windows. geometry: stride, padding and dilation. summed: the weight's spatial dims
-    are sharded with x's, instead of the result's, which is a sum.
+    are sharded with x's, instead of the result's, and the result is a partial sum.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Channels:
         read, reader = (out, x) if transposed else (x, out)
         stride, padding, dilation = (per_spatial_dim(numbers, rank) for numbers in geometry)
         sides: tuple[Value, Value] = (reader, weight)
-        if summed:  # every position of the weight reads all windows' elements at that position
+        if summed:  # a position of the weight reads the element at that position of every window
             sides, stride, dilation, kind = (weight, reader), dilation, stride, Kind.REDUCE
         self.sliding = Sliding(
             self.factors, read.shape[2:], sides[0].shape[2:], sides[1].shape[2:], stride, padding, dilation, kind
@@ -198,7 +198,7 @@ def convolution_backward(op: Op) -> Rule:
 
 
 def with_local_size(position: int) -> Callable[[LocalOp], Any]:
-    """The local form of an op whose argument at `position` is the size of its result."""
+    """Returns the local form of an op: its argument at `position`, the result's size, becomes the local size."""
     return lambda at: at.with_args(*at.op.args[:position], list(at.shape()), *at.op.args[position + 1 :])
 
 
