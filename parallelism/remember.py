@@ -1,4 +1,4 @@
-"""Caching the shapes and dtypes of the results of ops on fake tensors, so that equal layers are traced faster."""
+"""This module caches the shapes and dtypes of ops' results on fake tensors, so that equal layers trace faster."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from tpshard.parallelism.rules.shape import unlike
 
 aten = torch.ops.aten
 INDEX = torch.int32
-"""The dtype of exchanged indices: half the size of torch's, and large enough for any dim."""
+"""The dtype in which devices exchange indices: half the size of torch's, and large enough for any dim."""
 
 
 def _argument(op: Op, position: int, name: str, default: Any) -> Any:

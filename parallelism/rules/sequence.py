@@ -1,8 +1,9 @@
 """This module has the rules of causal attention whose sequence is sharded.
 
-Every device keeps its queries. Either it gathers all keys and values, or these rotate in a ring while the device
-computes with those it has (Liu et al. 2023): the same bytes, overlapped with computation, and never all in memory. Both
-are for tpshard's attention and for torch's.
+The alternative is to reshard from sequence to heads and back. Here every device keeps its queries. Either it gathers
+all keys and values, or these rotate in a ring while the device computes with those it has (Liu et al. 2023). A ring
+sends the same bytes, overlaps them with computation, and never holds all keys. Both work for tpshard's attention and
+for torch's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finding this process's rank and rendezvous in a run from environment variables. Does not import torch."""
+"""This module finds a process's rank and rendezvous from environment variables, without importing torch."""
 
 from __future__ import annotations
 
