@@ -1,4 +1,4 @@
-"""This module computes the memory of one device at each node of a program, from the lifetimes of all values.
+"""Computes the memory of one device at each node of a program, from the lifetimes of all values.
 
 A value is allocated when its node runs and freed after its last reader; inputs and outputs of a collective live until
 its wait. Program inputs belong to the caller and live throughout. Views keep their storage alive.

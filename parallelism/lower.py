@@ -1,4 +1,4 @@
-"""This module lowers resharding steps to `_c10d_functional` nodes of one device's graph."""
+"""Lowers resharding steps to `_c10d_functional` nodes of one device's graph."""
 
 from __future__ import annotations
 

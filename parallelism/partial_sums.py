@@ -1,4 +1,4 @@
-"""This module chooses which partial sums stay unreduced after the op that computes them."""
+"""Chooses which partial sums stay unreduced after the op that computes them."""
 
 from __future__ import annotations
 

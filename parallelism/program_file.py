@@ -1,4 +1,4 @@
-"""This module saves programs as JSON, alone or inside other plain values, and loads them.
+"""Saves programs as JSON, alone or inside other plain values, and loads them.
 
 `Program.to_json` describes a program for people and for its fingerprint. This format holds everything: the types of
 arguments, constants, and the reasons of shardings. `dump` returns {"pool": [...], "value": ...}. The pool stores equal

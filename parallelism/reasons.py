@@ -1,4 +1,4 @@
-"""This module records why a collective exists: the operation, the value, both layouts and the annotation behind it."""
+"""Records why a collective exists: the operation, the value, both layouts and the annotation behind it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This module caches the shapes and dtypes of ops' results on fake tensors, so that equal layers trace faster."""
+"""Caches the shapes and dtypes of ops' results on fake tensors, so that equal layers trace faster."""
 
 from __future__ import annotations
 

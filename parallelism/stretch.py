@@ -1,4 +1,4 @@
-"""This module builds the program of a deep model from that of a shallow one, by repeating one block of layers.
+"""Builds the program of a deep model from that of a shallow one, by repeating one block of layers.
 
 Equal blocks need not each be captured, propagated and partitioned. A block is repeated only if it and the previous one
 are the same program, node by node.

@@ -1,4 +1,4 @@
-"""This module has the rules of causal attention whose sequence is sharded.
+"""The rules of causal attention whose sequence is sharded.
 
 The alternative is to reshard from sequence to heads and back. Here every device keeps its queries. Either it gathers
 all keys and values, or these rotate in a ring while the device computes with those it has (Liu et al. 2023). A ring

@@ -1,4 +1,4 @@
-"""This module has the rules of convolution, resizing and padding.
+"""The rules of convolution, resizing and padding.
 
 A device with a shard of a spatial dim first receives a halo, its neighbours' parts of the windows at the shard's ends,
 and then convolves. Resizing and padding need whole spatial dims, except where they are recorded as views

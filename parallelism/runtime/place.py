@@ -1,4 +1,4 @@
-"""This module finds a process's rank and rendezvous from environment variables, without importing torch."""
+"""Finds a process's rank and rendezvous from environment variables, without importing torch."""
 
 from __future__ import annotations
 
