@@ -12,7 +12,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from omegaconf._key_path import split_key
+from omegaconf import OmegaConf
 from tpshard.models.presets import PRESETS
 from tpshard.recipes import extends, laws
 from tpshard.recipes.checker import BAD, Checker
@@ -173,7 +173,11 @@ def _override(text: str, number: int) -> Node:
         raise syntax_mistake("a space in the key", width=len(key))
     if key.count("[") != key.count("]"):
         raise syntax_mistake("an unmatched bracket", width=len(key))
-    parts = split_key(key)
+    parts: list[str] = []
+    below: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"{key}=null"]))
+    while isinstance(below, dict):
+        ((part, below),) = below.items()
+        parts.append(part)
     if "" in parts:
         raise syntax_mistake("an empty part between dots", col=len(".".join(parts[: parts.index("")])) + 1)
     where = Source(file, 1, 1, text, len(key))
