@@ -71,7 +71,7 @@ def attend(
     if documents is None and step is not None:
         documents = step.documents
     chunk = getattr(module, llama4.CHUNK, None)
-    if chunk is not None and step is not None and query.shape[2] > chunk and not step.serves:
+    if chunk is not None and step is not None and query.shape[2] > chunk and step.longest is None:
         documents = llama4.within_chunks(documents, step.positions, query, chunk)
     scale = 1.0 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling)
     if causal and attention_mask is None and indices is None:

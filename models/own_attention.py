@@ -31,12 +31,7 @@ class Step:
     length: int = 0
     """The number of tokens of the longest sequence."""
     longest: int | None = None
-    """A server's `length`; None where rows are sequences."""
-
-    @property
-    def serves(self) -> bool:
-        """Whether these are a server's rows: tokens of many sequences, none longer than the model supports."""
-        return self.documents is None and self.positions is not None
+    """A server's `length`, whose rows are tokens of many sequences; None where rows are sequences."""
 
 
 def take_place(model: nn.Module, interface: str) -> Step:
