@@ -45,16 +45,12 @@ def likeness(model: nn.Module, path: str) -> Depth | None:
     The length of a block is chosen so that the shallow model leaves out most layers.
     """
     layers = list(model.get_submodule(path).children())
+    numbers = layer_numbers(layers)
     described = [
         {key: value.func if isinstance(value, partial) else value for key, value in _description(layer).items()}
         | dict(layer.named_buffers())
         for layer in layers
     ]
-    numbers = {
-        key
-        for key in {key for one in described for key in one}
-        if all(type(one[key]) is int and one[key] == number for number, one in enumerate(described) if key in one)
-    }
     kinds: list[dict[str, object]] = []
     kind_of: list[int] = []
     for one in described:
@@ -82,11 +78,12 @@ def keep_layers(model: nn.Module, depth: Depth) -> None:
 
 
 def layer_numbers(layers: Sequence[nn.Module]) -> list[str]:
-    """The names of the attributes that hold each layer's number, such as `layer_idx` of transformers' modules."""
+    """The names of the attributes that hold each layer's number, such as `layer_idx` of transformers' modules. A layer
+    need not have all of them."""
     described = [_description(layer) for layer in layers]
     return [
-        key for key in described[0]
-        if all(type(one.get(key)) is int and one[key] == number for number, one in enumerate(described))
+        key for key in dict.fromkeys(key for one in described for key in one)
+        if all(type(one[key]) is int and one[key] == number for number, one in enumerate(described) if key in one)
     ]  # fmt: skip
 
 
