@@ -37,7 +37,7 @@ def simplify(program: Program) -> Program:
             if shape_of(source) == shape_of(node) and source.op != "placeholder":
                 _replace(node, source)
                 continue
-        elif node.target in SCALINGS:
+        elif node.target in SCALINGS and flow.root[node] not in returned:
             _scale_first(node)
         where = info(node).place
         alike = first.setdefault((node.target, _operand(node), where.layer, where.phase), [])
@@ -62,9 +62,12 @@ def _operand(node: fx.Node) -> fx.Node:
 
 
 def _read_first(node: fx.Node, flow: Flow) -> fx.Node:
-    """Makes a reshape read the source of the reshapes before it, and returns that; a copy with other readers stays."""
+    """Makes a reshape read the source of the views before it, and returns that.
+
+    A reshape that copies stays: its readers may rely on the copy being contiguous.
+    """
     skipped = source = _operand(node)
-    while source.target in RESHAPES and (source in flow.views or len(source.users) == 1):
+    while source.target in RESHAPES and source in flow.views:
         source = _operand(source)
     if source is not skipped:
         node.update_arg(0, source)
@@ -75,9 +78,12 @@ def _read_first(node: fx.Node, flow: Flow) -> fx.Node:
 
 
 def _scale_first(node: fx.Node) -> None:
-    """Turns the scaling of an expanded value that nothing else reads into an expansion of the scaled value."""
+    """Turns the scaling of an expanded value that nothing else reads into an expansion of the scaled value.
+
+    The result is then a view with strides of 0, so its readers must be operations that accept any strides.
+    """
     expand, (spec,) = _operand(node), info(node).specs
-    if expand.target is not aten.expand.default or len(expand.users) > 1:
+    if expand.target is not aten.expand.default or len(expand.users) > 1 or not all(map(_takes_any, node.users)):
         return
     source = _operand(expand)
     with node.graph.inserting_before(node):
@@ -85,6 +91,12 @@ def _scale_first(node: fx.Node) -> None:
     scaled.meta[INFO] = replace(info(node), specs=(replace(spec, shape=shape_of(source)),))
     node.target, node.args = expand.target, (scaled, *expand.args[1:])
     expand.graph.erase_node(expand)
+
+
+def _takes_any(reader: fx.Node) -> bool:
+    """Whether a reader computes a new value from operands with any strides."""
+    entry = entry_of(reader.target)
+    return _is_pure(reader) and not entry.dense and entry.view is None and entry.work == "stream"
 
 
 def _is_same(node: fx.Node, other: fx.Node) -> bool:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from tpshard.parallelism import Mesh, partition
+from tpshard.parallelism.node_info import shape_of
 from tpshard.parallelism.passes.accumulate import accumulate
 from tpshard.parallelism.passes.run import Pass, run
 from tpshard.parallelism.passes.simplify import simplify
@@ -38,17 +39,34 @@ def checked(one: Pass, function: Callable[..., Any], *args: Tensor, donated: dic
 
 
 def test_a_view_of_a_view_reads_the_first_value() -> None:
+    program = reading_views(
+        (aten.reshape.default, [32]), (aten.reshape.default, [2, 16]), (aten.reshape.default, [4, 8])
+    )
+    assert targets(program).count("aten.reshape.default") >= 3
+    assert "aten.reshape.default" not in targets(run([simplify], program))
+
+
+def test_a_reshape_that_copies_stays() -> None:
+    """Its result is contiguous, as the readers of the second reshape may need."""
+    reshape, permute = aten.reshape.default, aten.permute.default
+    program = reading_views((permute, [1, 0]), (reshape, [32]), (reshape, [8, 4]), (permute, [1, 0]))
+    assert targets(run([simplify], program)).count("aten.reshape.default") == 2
+
+
+def reading_views(*views: tuple[Any, list[int]]) -> Program:
+    """A product whose first operand [4, 8] is read through views: (op, its argument)."""
     program = partition(lambda x: (x + 1) @ X.T, (X,), MESH)
     graph = program.graph
     product = next(node for node in graph.nodes if node.target is aten.mm.default)
     source, value = product.all_input_nodes[0], product.all_input_nodes[0]
-    with graph.inserting_before(product):
-        for shape in ([32], [2, 16], [4, 8]):
-            value = graph.call_function(aten.reshape.default, (value, shape))
-            value.meta["tpshard"] = replace(info(source), specs=(replace(info(source).specs[0], shape=tuple(shape)),))
+    spec = info(source).specs[0]
+    for op, argument in views:
+        shape = tuple(argument) if op is aten.reshape.default else shape_of(value)[::-1]
+        with graph.inserting_before(product):
+            value = graph.call_function(op, (value, argument))
+        value.meta["tpshard"] = replace(info(source), specs=(replace(spec, shape=shape),))
     product.replace_input_with(source, value)
-    assert targets(program).count("aten.reshape.default") >= 3
-    assert "aten.reshape.default" not in targets(run([simplify], program))
+    return program
 
 
 def test_what_a_function_repeats_is_computed_once() -> None:
@@ -79,6 +97,16 @@ def test_a_mean_s_gradient_is_scaled_before_it_is_expanded() -> None:
     (scaling,) = (node for node in run([simplify], program).graph.nodes if node.target is aten.div.Scalar)
     assert info(scaling).specs[0].shape == (4, 1)
     assert torch.equal(run([simplify], program).simulate(X / 32)[0], program.simulate(X / 32)[0])
+
+
+@pytest.mark.parametrize("function", [
+    lambda x: x.sum(-1, keepdim=True).expand(4, 8) / 3,
+    lambda x: (x.sum(-1, keepdim=True).expand(4, 8) / 3) @ X.T,
+], ids=["returned", "read by a product"])  # fmt: skip
+def test_what_may_need_strides_is_scaled_after_it_is_expanded(function: Callable[..., Any]) -> None:
+    program = run([simplify], partition(function, (X,), MESH))
+    (scaling,) = (node for node in program.graph.nodes if "aten.div" in str(node.target))
+    assert info(scaling).specs[0].shape == (4, 8)
 
 
 def test_a_product_is_added_to_the_sum_that_it_overwrites() -> None:
