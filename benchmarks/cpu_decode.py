@@ -24,8 +24,9 @@ from tpshard.kernels.quantized import Quantized, group_index
 from tpshard.models import Blueprint
 from tpshard.models.config import ModelConfig
 from tpshard.parallelism.runtime.context import alone
+from tpshard.programs.serve_setting import ServeSetting
 from tpshard.programs.served import Quantization, Served
-from tpshard.programs.serving import ServeSetting, build_serving
+from tpshard.programs.serving import build_serving
 from tpshard.recipes.load import loads
 from tpshard.serve.runner import ProgramRunner
 from tpshard.serve.step import StepInput

@@ -42,7 +42,7 @@ from record import RECORDS, ROOT, Record, add_options, load
 
 sys.path.insert(0, str(ROOT / "tests"))
 import architectures
-from servers import prompts
+from servers import sequences_for
 
 import gallery
 
@@ -73,19 +73,29 @@ SIZES: tuple[tuple[int, tuple[str, ...]], ...] = (
     (0, ("pad_token_id",)), (1, ("bos_token_id",)), (2, ("eos_token_id",)),
 )  # fmt: skip
 """The value of each key of a configuration, where the class has the key and its default is a number."""
-_MIXED = {"layer_types": ["linear_attention", "full_attention"], "linear_num_heads": 4, "linear_head_dim": 8}
+_MIXED = {"layer_types": ["linear_attention", "full_attention"]}
+_MIXED_LINEAR = {**_MIXED, "linear_num_heads": 4, "linear_head_dim": 8}
 OF_CLASS: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {
-        **_MIXED, "num_experts_per_token": 2, "num_expert_group": 1, "mlp_layer_types": ["dense", "sparse"],
+        **_MIXED_LINEAR, "num_experts_per_token": 2, "num_expert_group": 1, "mlp_layer_types": ["dense", "sparse"],
     },
+    "bamba": {"attn_layer_indices": [1], "mamba_chunk_size": 8},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_chunk_size": 8},
+    "granitemoehybrid": {**_MIXED, "mamba_chunk_size": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "kimi_linear": {**_MIXED, "num_experts_per_token": 2, "mlp_layer_types": ["dense", "sparse"]},
+    "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
+    "kimi_linear": {**_MIXED_LINEAR, "num_experts_per_token": 2, "mlp_layer_types": ["dense", "sparse"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm3": {"layer_types": ["conv", "full_attention"]},
     "llama4_text": {"no_rope_layers": [1, 0], "moe_layers": [1]},
     "mamba2": {"head_dim": 16, "n_groups": 2, "chunk_size": 8},
     "nemotron": {"num_key_value_heads": 2},
     "nemotron_h": {"n_groups": 2, "chunk_size": 8, "num_hidden_layers": 4},
+    "qwen3_5_text": {**_MIXED, "head_dim": 32},
+    "qwen3_5_moe_text": {**_MIXED, "head_dim": 32},
+    "qwen3_next": _MIXED,
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "zamba": {"layer_types": ["linear_attention", "hybrid"], "num_key_value_heads": 4},
     "zamba2": {
         "layers_block_type": ["linear_attention", "hybrid"], "n_mamba_heads": 4, "mamba_headdim": 16, "chunk_size": 8,
@@ -163,10 +173,10 @@ def own(what: Callable[[], Any]) -> str:
 
 def served(name: str) -> None:
     """Computes the logits of prompts as a server's are compared with."""
-    tokens = torch.from_numpy(prompts().tokens)[None]
+    recurrent = Architecture(architectures.config_of(name)).recurrent
     with torch.no_grad():
-        for part in (tokens[:, :5], tokens[:, 5:]):
-            architectures.own(name)(part)
+        for part in sequences_for((4,) if recurrent else None):
+            architectures.own(name)(torch.from_numpy(part)[None])
 
 
 def trained(name: str, folder: Path) -> float:

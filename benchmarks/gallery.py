@@ -33,8 +33,9 @@ from tpshard.models.architecture import Architecture
 from tpshard.models.architecture_folder import FolderWeights
 from tpshard.parallelism import Mesh, partition
 from tpshard.programs import step_programs, training
+from tpshard.programs.serve_setting import ServeSetting
 from tpshard.programs.served import model_to_serve
-from tpshard.programs.serving import ServeSetting, build_serving
+from tpshard.programs.serving import build_serving
 from tpshard.programs.setting import Setting
 from tpshard.recipes.diagnostic import Mistakes
 from tpshard.recipes.load import loads
@@ -46,7 +47,7 @@ from record import RECORDS, ROOT, PageTable, Record, add_options, close_with_tab
 sys.path.insert(0, str(ROOT / "tests"))
 import architectures
 import gptq_folders as folders
-from servers import lockstep, programs_of, prompts
+from servers import lockstep, programs_of, prompts, sequences_for
 
 MESHES = ({"tp": 2}, {"fsdp": 2, "tp": 2}, {"dp": 2, "fsdp": 2, "tp": 2})
 BOUND = 1e-5
@@ -108,9 +109,10 @@ def serves(name: str, folder: Path) -> float:
         return values[path][tuple(slice(start, start + size) for start, size in zip(starts, sizes))]
 
     logits = lockstep(programs, Weights({path: tuple(v.shape) for path, v in values.items()}, block))
-    tokens, own = torch.from_numpy(prompts().tokens)[None], architectures.own(name)
+    own, setting = architectures.own(name), programs.setting
+    parts = sequences_for(setting.chunks if setting.states else None)
     with torch.no_grad():
-        each = [torch.func.functional_call(own, values, (part,)).logits[0] for part in (tokens[:, :5], tokens[:, 5:])]
+        each = [torch.func.functional_call(own, values, (torch.from_numpy(part)[None],)).logits[0] for part in parts]
     return apart(logits, torch.cat(each))
 
 

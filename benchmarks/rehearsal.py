@@ -165,7 +165,7 @@ def drawn(steps: list[tuple[float, ...]], fitting: Callable[[int], int], seed: i
     tables = {size: np.array(some) for size, some in by_size.items()}
     draw = random.Random(seed)
 
-    def step_s(rows: int, cached: CacheReads) -> float:
+    def step_s(rows: int, cached: CacheReads, chunk: bool = False) -> float:
         size = fitting(rows)
         table = tables[size if size in tables else min(tables, key=lambda size_of_table: abs(size_of_table - size))]
         far = np.abs(table[:, 0] - rows) + np.abs(table[:, 1] - cached.blocks)
@@ -207,7 +207,7 @@ def main() -> int:
                     steps = server.end()
                 # a measured step ends with the start of the next one, so that it has the host's time in it
                 whole = ServingOverhead(request_s=priced.overhead.request_s)
-                measured = drawn(steps, priced.programs.fitting, turn)
+                measured = drawn(steps, lambda rows: priced.programs.fitting(rows).rows, turn)
                 ways = {"measured": (measured, whole), "priced": (priced.prices, priced.overhead)}
                 for way, (step_s, overhead) in ways.items():
                     planned = rehearse(priced.room, traffic, step_s, overhead)

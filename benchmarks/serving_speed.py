@@ -37,8 +37,9 @@ from tpshard.models import build, to_hf
 from tpshard.models.config import ModelConfig
 from tpshard.models.hf_config import write_config
 from tpshard.models.hf_names import hf_tensors
+from tpshard.programs.serve_setting import ServeSetting
 from tpshard.programs.served import model_to_serve
-from tpshard.programs.serving import ServeSetting, build_serving
+from tpshard.programs.serving import build_serving
 from tpshard.recipes.load import loads
 from tpshard.serve.engine import Engine
 from tpshard.serve.job import Job

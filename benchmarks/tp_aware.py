@@ -34,8 +34,9 @@ from tpshard.parallelism.runtime.context import Context, connect
 from tpshard.parallelism.runtime.place import WorkerPlace
 from tpshard.programs.layouts import LAYOUTS, act_orders
 from tpshard.programs.padding import shared_rows
+from tpshard.programs.serve_setting import ServeSetting, Size
 from tpshard.programs.served import Quantization, Served
-from tpshard.programs.serving import ServeSetting, build_serving
+from tpshard.programs.serving import build_serving
 from tpshard.recipes.load import loads
 from tpshard.serve.runner import ProgramRunner
 from tpshard.serve.step import StepInput
@@ -113,7 +114,7 @@ def measure(context: Context, ranks: int, rows: list[int], rounds: int) -> list[
                 turns.append(turns.pop(0))
                 for layout, runner in turns:
                     context.barrier()
-                    executor, began = runner._run[m], time.perf_counter()
+                    executor, began = runner._run[Size(m)], time.perf_counter()
                     before = executor.waited_s  # type: ignore[attr-defined]
                     runner.step(batch(m))
                     if i >= 3:

@@ -94,7 +94,8 @@ def stored_model(loaded: Recipe, model: SourceModel) -> Served:
 def _need(loaded: Recipe, served: Served) -> Need:
     """The memory that serving needs on one device. Raises `Mistakes` where it does not fit."""
     import psutil
-    from tpshard.programs.serving import ServeSetting, build_serving
+    from tpshard.programs.serve_setting import ServeSetting
+    from tpshard.programs.serving import build_serving
     from tpshard.recipes.diagnostic import Exit, Mistakes
     from tpshard.serve.need import need
 

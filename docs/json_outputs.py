@@ -109,7 +109,7 @@ PLAN_SOMETIMES = {
     "edits[].*": "Edits that make a plan fit which does not, with what each would need and take.",
     "suggestions[].*": "Edits that make a step faster, with memory and seconds of each.",
     "searched.*": "With `--suggest`: variants planned, unfit, unstorable and refused.",
-    "programs[].*": "Of a server: rows and fingerprint of each program.",
+    "programs[].*": "Of a server: rows and fingerprint of each program; with recurrent layers also `chunk`.",
     "forecast.*": "With `--tokens`: days, device-hours, cost, energy and goodput of the whole run.",
 }
 
@@ -175,7 +175,7 @@ ANSWERS = {
     "front[]": "With `--search`: servers that no other tried beats both in tokens a second and in the time of a token.",
     "refused[]": "With `--search`: meshes that cannot be served, and why.",
     "provenance": "Where the times of steps come from.",
-    "programs[].*": "Rows and fingerprint of each program.",
+    "programs[].*": "Rows and fingerprint of each program; with recurrent layers also `chunk`.",
     "host.*": "Seconds of the server's host besides the programs, per step, token and request; 0 where the device file "
     "has none.",
 }  # fmt: skip

@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from tpshard.kernels import gptq_config
-from tpshard.models import class_names, hf_config, interface, long_rotation, own_attention, own_experts
+from tpshard.models import class_names, hf_config, interface, long_rotation, own_attention, own_experts, recurrent
 from tpshard.models.llama4 import chunk_of
 
 
@@ -127,6 +127,11 @@ class Architecture:
         return any(getattr(config, key, None) is not None for key in ("index_topk", "keep_window_size"))
 
     @property
+    def recurrent(self) -> bool:
+        """Whether some layers carry a state from token to token (Mamba, gated DeltaNet)."""
+        return recurrent.are_recurrent(self.config)
+
+    @property
     def chunk(self) -> int | None:
         """The number of tokens within which some layers attend (Llama 4); None without such layers."""
         config = self.config.get_text_config()
@@ -189,7 +194,7 @@ class Architecture:
         if "input_ids" not in takes or "labels" not in takes or model.get_output_embeddings() is None:  # type: ignore[operator]
             raise ValueError(f"{type(model).__name__} is not a causal language model")
         further, first = {"use_cache": False} if "use_cache" in takes else {}, self.first_position
-        step = own_attention.take_place(model, interface.NAME)
+        step = own_attention.take_place(model, interface.NAME, hybrid=self.recurrent and not self.attends)
         own_experts.take_place(model)
         long_rotation.take_place(model, step)
 
@@ -203,6 +208,8 @@ class Architecture:
                 named["documents"] = documents
                 if self.selects_keys:
                     named["attention_mask"] = interface.explicit_mask(tokens, documents)
+            if step.cache is not None:
+                named[recurrent.cache_argument(model)] = step.cache
             step.documents, step.positions = documents, positions
             step.length = tokens.shape[1] if step.longest is None else step.longest
             return named

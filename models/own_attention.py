@@ -7,6 +7,7 @@ These biases become extra columns of the keys, where the queries have ones.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -32,11 +33,16 @@ class Step:
     """The number of tokens of the longest sequence."""
     longest: int | None = None
     """A server's `length`, whose rows are tokens of many sequences; None where rows are sequences."""
+    cache: Any = None
+    """transformers' cache with the states of recurrent layers, in a server."""
 
 
-def take_place(model: nn.Module, interface: str) -> Step:
+def take_place(model: nn.Module, interface: str, hybrid: bool = False) -> Step:
     """Replaces the attention of the modules in `_OWN` by tpshard's operation, registered with transformers as
     `interface`.
+
+    hybrid: for a class with recurrent layers, also that of modules which use transformers' attention interface, though
+    the class does not say so.
 
     Returns the `Step` that they read. All modules have it as `tpshard_step`, for layers that pass attention no
     `documents`.
@@ -44,7 +50,7 @@ def take_place(model: nn.Module, interface: str) -> Step:
     step = Step()
     for module in model.modules():
         module.tpshard_step = step  # type: ignore[assignment]
-        replacements = _OWN.get(type(module).__name__)
+        replacements = _OWN.get(type(module).__name__, _without_mask if hybrid and _uses_interface(module) else None)
         for method, replacement in replacements(module, step, interface).items() if replacements else ():
             setattr(module, method, replacement)
     return step
@@ -76,6 +82,26 @@ def _without_documents(module: Any, step: Step, interface: str) -> Replacements:
 def _forward_with_documents(module: Any, step: Step, *args: Any, **kwargs: Any) -> Any:
     own = type(module).forward
     return own(module, *args, **{**kwargs, "attention_mask": None, "documents": step.documents})
+
+
+def _uses_interface(module: nn.Module) -> bool:
+    """Whether a module calls transformers' attention interface, with a mask as its only bias."""
+    code = inspect.unwrap(type(module).forward).__code__
+    return "ALL_ATTENTION_FUNCTIONS" in code.co_names and "position_bias" not in code.co_varnames
+
+
+def _without_mask(module: Any, step: Step, interface: str) -> Replacements:
+    """The replacement for a class that uses transformers' interface, with a mask that transformers would make."""
+    module.config = copy.copy(module.config)
+    module.config._attn_implementation = interface
+    takes = inspect.signature(type(module).forward)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        given = takes.bind(module, *args, **kwargs)
+        given.arguments["attention_mask"] = None
+        return type(module).forward(*given.args, **given.kwargs)
+
+    return {"forward": forward}
 
 
 def _written_out(module: Any, step: Step, _: str) -> Replacements:

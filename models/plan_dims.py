@@ -35,6 +35,8 @@ def dims_of_plan(model: nn.Module) -> dict[str, Naming]:
         style = _style(plan, _general(path)) if leaf in ("weight", "bias") else None
         owner = modules[path.rpartition(".")[0]] if style else modules[path]
         style = style or plan.get(_general(name))
+        if style == "colwise_gather_output" and path.endswith("out_proj"):  # of a mixer that each device computes whole
+            style = "rowwise"
         if style in _OUTPUTS or style in _INPUTS:
             columns = _columns(model, owner, parameter.shape, style)
             bias = leaf.endswith("bias") or parameter.dim() < 2
@@ -61,7 +63,7 @@ def _general(name: str) -> str:
 
 def _columns(model: nn.Module, owner: nn.Module, shape: Any, style: str) -> str:
     """The name of the dim that a column-parallel layer and its row-parallel partner share."""
-    if "Attention" not in type(owner).__name__:
+    if not any(kind in type(owner).__name__ for kind in ("Attention", "DeltaNet")):
         return "mlp"
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     heads = getattr(config, "num_attention_heads", 1)

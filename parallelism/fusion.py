@@ -110,6 +110,8 @@ def _kernels(flow: Flow, compiled: Compiled, cached: CacheReads) -> list[Kernel]
         entry = entry_of(node.target)
         if entry.lookup:
             read = min(read, 2 * info.bytes + 8)
+        if entry.overwrites:
+            read = 2 * flow.bytes[node.all_input_nodes[-1]]  # half of it is written
         written = 0 if inside else info.bytes
         counts = not inside and kernel_id not in opened
         exponentials = entry.exponentials * _elements(info)

@@ -16,8 +16,8 @@ class Ref(NamedTuple):
 
 
 Role = str
-"""The role of a tensor in a step: parameter, gradient, optimizer, batch, seed, cache, order, scalar, logits, loss or
-none ("")."""
+"""The role of a tensor in a step: parameter, gradient, optimizer, batch, seed, cache, state, order, scalar, logits,
+loss or none ("")."""
 
 
 class Layer(NamedTuple):

@@ -22,7 +22,7 @@ CATEGORIES = (
     "temporary",
 )  # fmt: skip
 _INPUTS = {"parameter": "parameters", "gradient": "gradients", "optimizer": "optimizer", "cache": "cache",
-           "saved": "activations", "received": "communication"}  # fmt: skip
+           "state": "cache", "saved": "activations", "received": "communication"}  # fmt: skip
 _RESULTS = {"gradient": "gradients", "optimizer": "optimizer", "parameter": "parameters", "cache": "cache"}
 """The category of a result by the kind of its port, as `_INPUTS` has those of inputs."""
 

@@ -149,8 +149,8 @@ class Port:
     dtype: torch.dtype
     layout: Layout
     kind: str = "tensor"
-    """parameter, gradient, optimizer, batch, cache, order, scalar or tensor; in a pipeline stage also received, sent or
-    saved."""
+    """parameter, gradient, optimizer, batch, cache, state, order, scalar or tensor; in a pipeline stage also received,
+    sent or saved."""
     free: tuple[int, ...] = ()
     """Dims whose size the executor chooses, such as the blocks of a cache; `shape` has 1 there."""
     held: Held | None = None

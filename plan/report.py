@@ -359,8 +359,8 @@ class Report:
         for entry in self.pricing.parts:
             part_bytes: Counter[str] = Counter()
             for port in entry.part.program.inputs:
-                if port.kind in ("parameter", "optimizer", "cache"):
-                    part_bytes[{"parameter": "parameters"}.get(port.kind, port.kind)] += port.local_bytes
+                if (kept := _KEPT.get(port.kind)) is not None:
+                    part_bytes[kept] += port.local_bytes
             for port in entry.part.program.outputs:
                 if port.kind == "gradient":
                     part_bytes["gradients"] += port.local_bytes
@@ -370,6 +370,10 @@ class Report:
             for kind, size in part_bytes.items():
                 held[kind] = max(held[kind], size)
         return dict(sorted(held.items()))
+
+
+_KEPT = {"parameter": "parameters", "optimizer": "optimizer", "cache": "cache", "state": "cache"}
+"""What is kept between steps, by the kind of a program's input."""
 
 
 def _plain(sharding: Sequence[Any]) -> list[Any]:

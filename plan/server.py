@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from tpshard.parallelism.cost import Device
@@ -12,8 +13,10 @@ from tpshard.plan.pricing import StepPart, price_parts
 from tpshard.plan.report import PlannedJob, Report
 from tpshard.plan.units import gib
 from tpshard.programs import cluster
+from tpshard.programs.serve_setting import ServeSetting, Size
 from tpshard.programs.served import model_to_serve
-from tpshard.programs.serving import BLOCK_SIZE, ServeSetting, ServingPrograms, build_serving
+from tpshard.programs.serving import BLOCK_SIZE, ServingPrograms, build_serving
+from tpshard.recipes.diagnostic import plural
 from tpshard.recipes.schema import Recipe
 
 
@@ -30,8 +33,8 @@ def report(
     setting = ServeSetting.of(recipe, model_to_serve(recipe, device.kind), device.kind)
     requests, length = recipe.serve.requests, recipe.model.seq_len
     sequences = 1 if what == "prefill" else min(requests, setting.most)
-    sizes = _steps(setting, length if what == "prefill" else sequences)
-    programs = build_serving(setting, () if whole else tuple(sizes))
+    sizes = setting.steps_of_prompt(length) if what == "prefill" else {setting.fitting(sequences): 1}
+    programs = build_serving(setting) if whole else build_serving(setting, **setting.only(sizes))
     ranks = setting.mesh.ranks
     per_host = processes(recipe, ranks, per_host)
     blocks = cache_blocks(recipe, programs, device) if blocks is None else blocks
@@ -42,8 +45,10 @@ def report(
     held = {"cache": blocks * programs.bytes("cache")}
     cached = CacheReads(used, attended)
     parts = [
-        StepPart(what if len(sizes) == 1 else f"{what} of {rows}", programs.steps[rows], times, held, "none", cached)
-        for rows, times in sizes.items()
+        StepPart(
+            what if len(sizes) == 1 else f"{what} of {size.rows}", programs.by_size[size], times, held, "none", cached
+        )
+        for size, times in sizes.items()
     ]
     pricing = price_parts(parts, device, per_host, processes=per_host)
     program = parts[0].program
@@ -58,26 +63,17 @@ def report(
         quantized="" if quantized is None else f"{quantized}, layout {recipe.serve.layout}",
     )  # fmt: skip
     few = _too_few(blocks, requests, length, programs.bytes("cache"))
-    steps = _steps_note(sizes) if what == "prefill" and sum(sizes.values()) > 1 else ""
+    steps = _steps_note(setting, sizes) if what == "prefill" and sum(sizes.values()) > 1 else ""
     notes = [text for text in (few, steps, *programs.notes) if text]
     warnings = [*notes, *describe.extra_warnings(job, device, program)]
     result = describe.report_of(job, pricing, program, list(programs.shapes), accuracy, warnings)
     return replace(result, programs=programs.listed)
 
 
-def _steps(setting: ServeSetting, tokens: int) -> dict[int, int]:
-    """The steps that compute `tokens` tokens: for each program used, its number of rows and how often it runs."""
-    times, rest = divmod(tokens, setting.most)
-    runs = {setting.most: times} if times else {}
-    if rest:
-        size = next(rows for rows in setting.rows if rows >= rest)
-        runs[size] = runs.get(size, 0) + 1
-    return runs
-
-
-def _steps_note(sizes: dict[int, int]) -> str:
+def _steps_note(setting: ServeSetting, sizes: Mapping[Size, int]) -> str:
     """The warning that a prompt takes several steps."""
-    steps = " and ".join(f"{times:,} of {rows:,} tokens" for rows, times in sizes.items())
+    rows = {size: size.rows if size.chunk or not setting.states else 1 for size in sizes}
+    steps = " and ".join(f"{times:,} of {plural(rows[size], 'token')}" for size, times in sizes.items())
     return f"a prompt is computed in steps: {steps} (serve.step_tokens)"
 
 
@@ -87,7 +83,7 @@ def cache_blocks(recipe: Recipe, programs: ServingPrograms | None = None, device
     device = device or of_recipe
     if programs is None:
         setting = ServeSetting.of(recipe, model_to_serve(recipe, device.kind), device.kind)
-        programs = build_serving(setting, setting.rows[:1])
+        programs = build_serving(setting, setting.rows[:1], ())
     one_device = device.shared_by(processes(recipe, programs.setting.mesh.ranks, per_host))
     return programs.cache_blocks(one_device.memory_bytes - one_device.context_bytes)
 

@@ -13,8 +13,9 @@ from tpshard.parallelism.program import Program
 from tpshard.parallelism.timeline import price
 from tpshard.plan.server import processes
 from tpshard.programs import cluster
+from tpshard.programs.serve_setting import ServeSetting, Size
 from tpshard.programs.served import model_to_serve
-from tpshard.programs.serving import BLOCK_SIZE, ServeSetting, ServingPrograms, build_serving
+from tpshard.programs.serving import BLOCK_SIZE, ServingPrograms, build_serving
 from tpshard.programs.traffic import Room
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.schema import Recipe
@@ -27,22 +28,22 @@ APART = math.sqrt(2)
 class StepPrices:
     """The seconds of a server's steps, by the step's rows and the cache blocks that they read."""
 
-    steps: Mapping[int, Program]
-    """The program for each number of rows, smallest first."""
+    steps: Mapping[Size, Program]
+    """The program of each size, smallest first."""
     device: Device
     per_host: int
-    _seconds: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    _seconds: dict[tuple[Size, int, int], float] = field(default_factory=dict)
 
-    def __call__(self, rows: int, cached: CacheReads) -> float:
+    def __call__(self, rows: int, cached: CacheReads, chunk: bool = False) -> float:
         """Seconds of a step with this many rows, padded to the next program's size; a padding row reads one block."""
-        size = next(n for n in self.steps if n >= rows)
-        by_row = (cached.by_row * rows + size - rows) / size
+        size = next(size for size in self.steps if size.rows >= rows and size.chunk == chunk)
+        by_row = (cached.by_row * rows + size.rows - rows) / size.rows
         (b0, b1, b), (r0, r1, r) = _bracket(cached.blocks), _bracket(by_row)
         low = (1 - r) * self._at(size, b0, r0) + r * self._at(size, b0, r1)
         high = (1 - r) * self._at(size, b1, r0) + r * self._at(size, b1, r1)
         return (1 - b) * low + b * high
 
-    def _at(self, size: int, blocks: int, by_row: int) -> float:
+    def _at(self, size: Size, blocks: int, by_row: int) -> float:
         key = (size, blocks, by_row)
         if key not in self._seconds:
             cached = CacheReads(APART**blocks, APART**by_row)
@@ -106,28 +107,33 @@ class ServerBuilder:
         """
         device, _, per_host = cluster.device_of(recipe)
         setting = ServeSetting.of(recipe, model_to_serve(recipe, device.kind), device.kind)
-        programs_of = {rows: self._program(setting, rows) for rows in setting.rows}
-        first = next(iter(programs_of.values()))
-        programs = replace(first, setting=setting, steps={rows: one.steps[rows] for rows, one in programs_of.items()})
+        steps = {rows: self._program(setting, Size(rows)) for rows in setting.rows}
+        chunks = {rows: self._program(setting, Size(rows, True)) for rows in setting.chunks}
+        programs = replace(
+            next(iter(steps.values())), setting=setting, steps={rows: one.steps[rows] for rows, one in steps.items()},
+            chunks={rows: one.chunks[rows] for rows, one in chunks.items()},
+        )  # fmt: skip
         ranks = setting.mesh.ranks
         per_host = processes(recipe, ranks, per_host)
         one_device = device.shared_by(per_host)
         free = one_device.memory_bytes - one_device.context_bytes
         blocks, each = programs.cache_blocks(free), programs.bytes("cache")
-        if programs.bytes("parameter") + (blocks + 1) * each > free:
+        held = (blocks + 1) * each + programs.bytes("state")
+        if programs.bytes("parameter") + held > free:
             raise Mistakes.one(
                 f"weights of {programs.bytes('parameter') / 2**30:.2f} GiB and a cache of "
-                f"{(blocks + 1) * each / 2**30:.2f} GiB do not fit {free / 2**30:.2f} GiB on each {device.name}",
+                f"{held / 2**30:.2f} GiB do not fit {free / 2**30:.2f} GiB on each {device.name}",
                 exit=Exit.FIT, where=recipe.where("serve.mesh"), fix="a larger `serve.mesh`, or `serve.cache_mb`",
             )  # fmt: skip
         settings = recipe.serve
-        room = Room(blocks, setting.most, setting.logit_rows(setting.most), settings.requests, settings.queue)
-        return PricedServer(
-            recipe, programs, StepPrices(programs.steps, one_device, per_host), room, (blocks + 1) * each
-        )
+        room = Room(
+            blocks, setting.most, setting.logit_rows(setting.most), settings.requests, settings.queue,
+            setting.chunks if setting.states else None,
+        )  # fmt: skip
+        return PricedServer(recipe, programs, StepPrices(programs.by_size, one_device, per_host), room, held)
 
-    def _program(self, setting: ServeSetting, rows: int) -> ServingPrograms:
-        key = (tuple(setting.mesh.axes.items()), rows, setting.logit_rows(rows))
+    def _program(self, setting: ServeSetting, size: Size) -> ServingPrograms:
+        key = (tuple(setting.mesh.axes.items()), size, setting.logit_rows(size.rows), setting.pool_size)
         if key not in self._built:
-            self._built[key] = build_serving(setting, (rows,))
+            self._built[key] = build_serving(setting, **setting.only([size]))
         return self._built[key]

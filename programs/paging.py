@@ -7,11 +7,14 @@ is checked by the factors of their sharding rules.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from tpshard.kernels.attention import ATTENTION
 from tpshard.kernels.paged_attention import PAGED, PAGED_LSE
+from tpshard.kernels.state_pool import READ_STATE, WRITE_STATE
 from tpshard.parallelism.graph import Graph, Op, Place, Ref, Value
 from tpshard.parallelism.rules.rule import Kind
 from tpshard.parallelism.rules.table import rule_for
@@ -21,13 +24,17 @@ ROWS = ("slots", "sequences", "tables")
 """Inputs that attention to the cache needs besides the rows' positions."""
 PAGING = (PAGED, PAGED_LSE)
 """The operations that attend to the cache; the second also returns the log-sum-exp of the scores."""
+POOLED = (READ_STATE, WRITE_STATE)
+"""The operations that read and write the states of recurrent layers."""
+FILLED = (aten.empty.memory_format, aten.zeros.default, aten.ones.default, aten.full.default)
+"""Operations that make a tensor of equal numbers, or of none that is read."""
 PARTS = (aten.slice.Tensor, aten.select.int, aten.view_as_real.default)
 """Operations whose result is a part of a tensor or another view of it."""
 
 
 def page_attention(graph: Graph, positions: Value, block_size: int) -> list[Value]:
     """Replaces every attention by one that stores keys and values [1, rows, kv_heads, head_dim] in its own cache, and
-    attends to that; returns the caches.
+    attends to that; returns the caches. Where the model computes the rows as a batch [rows, 1], they are turned.
 
     New inputs: ROWS, and `layers.N.cache.k` and `.v` per attention N, with one block; the executor chooses the number
     of blocks. ValueError where attention is not causal over the whole sequence.
@@ -36,11 +43,15 @@ def page_attention(graph: Graph, positions: Value, block_size: int) -> list[Valu
     shapes = {"slots": (1, rows), "sequences": (1, rows), "tables": (rows + 1, 1)}
     shared = [Value(name, shapes[name], torch.int64) for name in ROWS]
     pools: list[Value] = []
-    for op in graph.ops:
+    for op in list(graph.ops):
         if op.target is not ATTENTION:
             continue
         if len(op.operands) != 3:
             raise ValueError(f"`{op.module}` attends within documents, which served sequences do not have")
+        reads_lse = bool(op.results[1].users)
+        op.results = op.results if reads_lse else op.results[:1]
+        if rows > 1 and op.operands[0].shape[:2] == (rows, 1):
+            _turn_rows(graph, op)
         _, k, v = op.operands
         layer = len(pools) // 2
         own = [
@@ -48,10 +59,8 @@ def page_attention(graph: Graph, positions: Value, block_size: int) -> list[Valu
             for name, x in (("k", k), ("v", v))
         ]
         how = op.args[4:]  # scale, window and softcap
-        reads_lse = bool(op.results[1].users)
         op.target, op.operands = PAGED_LSE if reads_lse else PAGED, [*op.operands, *own, positions, *shared]
         op.args = (*(Ref(i) for i in range(len(op.operands))), *how)
-        op.results = op.results if reads_lse else op.results[:1]
         pools += own
     graph.inputs += [*shared, *pools]
     number_inputs(graph)
@@ -59,56 +68,121 @@ def page_attention(graph: Graph, positions: Value, block_size: int) -> list[Valu
     return pools
 
 
-def rows_of(graph: Graph, inputs: Mapping[Value, int]) -> dict[Value, int]:
-    """The dim of each value that holds the step's rows; `inputs` gives it for the inputs.
+def _turn_rows(graph: Graph, op: Op) -> None:
+    """Moves the rows of an attention's operands and results from dim 0 to dim 1, or to the last dim of its second."""
+    place = graph.ops.index(op)
+    turned = [_permuted(value, (1, 0, 2, 3), op) for value in op.operands]
+    back = []
+    for i, (result, order) in enumerate(zip(op.results, ((1, 0, 2, 3), (2, 1, 0)))):
+        inside = Value(f"{result.name}_rows", tuple(result.shape[d] for d in order), result.dtype, op, i)
+        back.append(_permuted(inside, order, op, result))
+        op.results[i] = inside
+    op.operands = [one.results[0] for one in turned]
+    graph.ops[place : place + 1] = [*turned, op, *back]
 
+
+def _permuted(value: Value, order: tuple[int, ...], beside: Op, result: Value | None = None) -> Op:
+    """The op that permutes a value's dims, in the place of another op; `result` is its result if it exists already."""
+    name = f"{value.name}_turned_for_{beside.name}"
+    op = Op(name, aten.permute.default, (Ref(0), order), {}, [value], [], beside.place)
+    result = result or Value(name, tuple(value.shape[d] for d in order), value.dtype)
+    result.producer, result.index = op, 0
+    op.results = [result]
+    return op
+
+
+class RowDim(NamedTuple):
+    """The dim of a value that holds a step's rows, and how many of its entries each row has: more than one where rows
+    and, say, heads are merged."""
+
+    dim: int
+    each: int = 1
+
+
+def rows_of(graph: Graph, inputs: Mapping[Value, int], recurrent: Collection[str] = ()) -> dict[Value, RowDim]:
+    """Where each value holds the step's rows; `inputs` gives the dim for the inputs.
+
+    recurrent: the paths of modules in which the rows, of one sequence, may meet; what leaves them is [1, rows, ...].
     ValueError where rows interact in another operation than attention to the cache, or a result depends on a row's
     place in the step.
     """
-    row_dims = dict(inputs)
+    found = {value: RowDim(dim) for value, dim in inputs.items()}
+    (count,) = {value.shape[dim] for value, dim in inputs.items()}
     for op in graph.ops:
         if op.target in PAGING:
-            row_dims |= dict(zip(op.results, (1, 2)))
-            continue
-        operand_dims = [row_dims.get(value) for value in op.operands]
-        if all(dim is None for dim in operand_dims):
-            continue
-        rule = rule_for(op)
-        factors = {dims[dim] for dims, dim in zip(rule.operands, operand_dims) if dim is not None}
-        (factor, *more), *others = factors
-        read = [
-            one for one in zip(op.operands, rule.operands, operand_dims) if one[2] is not None or not _unset(one[0])
-        ]
-        elsewhere = [dim for _, dims, own in read for i, dim in enumerate(dims) if i != own]
-        after = [[i for i, dim in enumerate(dims) if dim == (factor,)] for dims in rule.results]
-        apart = not more and not others and rule.has_rule and rule.kinds[factor] is Kind.PASS
-        if not apart or any(factor in dim for dim in elsewhere) or any(len(places) != 1 for places in after):
-            target = op.target if isinstance(op.target, torch._ops.OpOverload) else op.target.__name__
-            raise ValueError(
-                f"`{op.name}` ({target}) in `{op.module or 'the model'}` lets tokens of a step see each other, or "
-                "depends on their places in it; a server's tokens are of many sequences, which meet in "
-                "`tpshard.kernels.attention` alone"
-            )
-        row_dims.update({result: places[0] for result, places in zip(op.results, after)})
-    return row_dims
+            found |= {result: RowDim(dim) for result, dim in zip(op.results, (1, 2))}
+        elif op.target is READ_STATE and op.operands[1].shape[0] == count:
+            found[op.results[0]] = RowDim(0)
+        elif is_inside(op, recurrent):
+            for result in op.results:
+                if any(user.target not in POOLED and not is_inside(user, recurrent) for user in result.users):
+                    if result.shape[:2] != (1, count):
+                        raise ValueError(f"`{op.module}` returns {result}, not [1, rows, ...]")
+                    found[result] = RowDim(1)
+        elif op.target not in POOLED and any(value in found for value in op.operands):
+            found.update(zip(op.results, _rows_after(op, [found.get(value) for value in op.operands], count)))
+    return found
 
 
-def _unset(value: Value) -> bool:
-    """Whether a value is allocated memory that nothing wrote, or a part of it, so that all its rows are alike."""
+def _rows_after(op: Op, before: Sequence[RowDim | None], count: int) -> list[RowDim]:
+    """Where an op's results hold the `count` rows, which its operands hold as `before` says."""
+    rule = rule_for(op)
+    own = {_leading(dims[rows.dim], rule.sizes, count) for dims, rows in zip(rule.operands, before) if rows is not None}
+    row_factors, *others = own
+    elsewhere = [
+        dim
+        for value, dims, rows in zip(op.operands, rule.operands, before)
+        for i, dim in enumerate(dims)
+        if (not _is_uniform(value, i) if rows is None else i != rows.dim)
+    ]
+    after = [
+        [i for i, dim in enumerate(dims) if row_factors and dim[: len(row_factors)] == row_factors]
+        for dims in rule.results
+    ]
+    apart = not others and rule.has_rule and all(rule.kinds[factor] is Kind.PASS for factor in row_factors)
+    if not apart or any(set(row_factors) & set(dim) for dim in elsewhere) or any(len(places) != 1 for places in after):
+        target = op.target if isinstance(op.target, torch._ops.OpOverload) else op.target.__name__
+        raise ValueError(
+            f"`{op.name}` ({target}) in `{op.module or 'the model'}` lets tokens of a step see each other, or "
+            "depends on their places in it; a server's tokens are of many sequences, which meet in "
+            "`tpshard.kernels.attention` alone"
+        )
+    return [RowDim(dim, result.shape[dim] // count) for result, (dim,) in zip(op.results, after)]
+
+
+def _leading(factors: Sequence[int], sizes: Sequence[int], count: int) -> tuple[int, ...]:
+    """The leading factors of a dim that hold its `count` rows; none if its factors cut across rows."""
+    for end in range(1, len(factors) + 1):
+        if math.prod(sizes[factor] for factor in factors[:end]) % count == 0:
+            return tuple(factors[:end])
+    return ()
+
+
+def is_inside(op: Op, modules: Collection[str]) -> bool:
+    """Whether an op belongs to one of the modules at these paths."""
+    return any(op.module == path or op.module.startswith(f"{path}.") for path in modules)
+
+
+def _is_uniform(value: Value, dim: int) -> bool:
+    """Whether a value is the same at every index of a dim: one number, memory that nothing wrote, or a repetition."""
     op = value.producer
-    if op is None or op.target is aten.empty.memory_format:
+    if op is None or op.target in FILLED:
         return op is not None
-    return op.target in PARTS and _unset(op.operands[0])
+    if op.target is aten.expand.default:
+        source = op.operands[0]
+        before = dim - (value.rank - source.rank)
+        return before < 0 or source.shape[before] != value.shape[dim] or _is_uniform(source, before)
+    return op.target in PARTS and all(_is_uniform(op.operands[0], i) for i in range(op.operands[0].rank))
 
 
-def take_logit_rows(graph: Graph, where: Mapping[Value, int], count: int) -> None:
+def take_logit_rows(graph: Graph, where: Mapping[Value, RowDim], count: int, recurrent: Collection[str] = ()) -> None:
     """Computes logits only for the `count` rows in the new input `logit_rows`; drops others after the last attention.
 
-    `where` is the result of `rows_of`; the graph's one output has rows.
+    `where` is the result of `rows_of` with these `recurrent` modules; the graph's first output has rows.
     """
-    (output,) = graph.outputs
+    output, *others = graph.outputs
     logit_rows = Value("logit_rows", (count,), torch.int64)
-    fewer = _with_logit_rows_alone(graph, where, output)
+    fewer = _with_logit_rows_alone(graph, where, output, recurrent)
     selected: dict[Value, Value] = {}
     ops: list[Op] = []
     for op in graph.ops:
@@ -117,32 +191,40 @@ def take_logit_rows(graph: Graph, where: Mapping[Value, int], count: int) -> Non
             continue
         for value in op.operands:
             if value in where and value not in fewer and value not in selected:
-                ops.append(_select(value, where[value], logit_rows))
+                ops.append(_select(value, where[value].dim, logit_rows))
                 selected[value] = ops[-1].results[0]
         op.operands = [selected.get(value, value) for value in op.operands]
         for result in op.results:
-            _shorten(op, result, where[result], count)
+            _shorten(op, result, where[result].dim, count)
         ops.append(op)
     if output not in fewer:
-        ops.append(_select(output, where[output], logit_rows))
-        graph.outputs = [ops[-1].results[0]]
+        ops.append(_select(output, where[output].dim, logit_rows))
+        graph.outputs = [ops[-1].results[0], *others]
     graph.ops = ops
     graph.inputs.append(logit_rows)
     number_inputs(graph)
     graph.refresh_users()
 
 
-def _with_logit_rows_alone(graph: Graph, where: Mapping[Value, int], output: Value) -> set[Value]:
+def _with_logit_rows_alone(
+    graph: Graph, where: Mapping[Value, RowDim], output: Value, recurrent: Collection[str]
+) -> set[Value]:
     """The values that need to be computed only for the rows with logits."""
     shortened: set[Value] = set()
+    merged = {value for value, rows in where.items() if rows.each > 1}
+    every = {
+        op
+        for op in graph.ops
+        if op.target in (*PAGING, *POOLED) or is_inside(op, recurrent) or merged & {*op.operands, *op.results}
+    }
 
     def onward(value: Value) -> bool:
         """Whether all readers of a value need only the rows with logits."""
-        return all(user.target not in PAGING and shortened.issuperset(user.results) for user in value.users)
+        return all(user not in every and shortened.issuperset(user.results) for user in value.users)
 
     for op in reversed(graph.ops):
         read = [value for value in op.results if value.users or value is output]
-        if op.target not in PAGING and read and all(value in where and onward(value) for value in op.results):
+        if op not in every and read and all(value in where and onward(value) for value in op.results):
             shortened.update(op.results)
     return shortened
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Protocol
 
 from tpshard.parallelism.fusion import CacheReads
 
-StepTime = Callable[[int, CacheReads], float]
-"""A function from a step's rows and what they read of the cache to its seconds."""
+
+class StepTime(Protocol):
+    """A function from a step's rows and what they read of the cache to its seconds."""
+
+    def __call__(self, rows: int, cached: CacheReads, chunk: bool = False) -> float:
+        """chunk: whether the rows are a chunk of one prompt for a model with recurrent layers."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,8 @@ class Room:
     """Requests answered at once."""
     queue: int
     """Requests that may wait; more are refused."""
+    chunks: tuple[int, ...] | None = None
+    """With recurrent layers: how many tokens of one prompt a step may have."""
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from tpshard.serve.blocks import BlockPool
+from tpshard.serve.recurrent_scheduler import scheduler
 from tpshard.serve.request import Event, Logprob, Sequence
 from tpshard.serve.sampling import choose, score
-from tpshard.serve.scheduler import Scheduler, Slice
+from tpshard.serve.scheduler import Slice
 from tpshard.serve.step import Runner, StepInput
 
 
@@ -26,9 +27,8 @@ class Engine:
     def __init__(self, runner: Runner, *, blocks: int | None = None, max_running: int = 64) -> None:
         self.runner = runner
         self.pool = BlockPool(min(blocks or runner.blocks, runner.blocks), runner.block_size)
-        self.scheduler = Scheduler(
-            self.pool, runner.max_rows, runner.max_logit_rows, min(max_running, runner.max_logit_rows)
-        )
+        most = min(max_running, runner.max_logit_rows)
+        self.scheduler = scheduler(self.pool, runner.max_rows, runner.max_logit_rows, most, runner.chunks)
         self.steps = 0
         self.computed_tokens = 0
 
@@ -65,7 +65,7 @@ class Engine:
             sequence.finish = "error"
         s = self.scheduler
         self.pool = BlockPool(self.pool.total, self.pool.block_size)
-        self.scheduler = Scheduler(self.pool, s.max_rows, s.max_logit_rows, s.max_running)
+        self.scheduler = scheduler(self.pool, s.max_rows, s.max_logit_rows, s.max_running, self.runner.chunks)
         self.scheduler.preemptions, self.scheduler.prefix_hit_tokens = s.preemptions, s.prefix_hit_tokens
         return lost
 
@@ -96,7 +96,8 @@ class Engine:
             row += piece.count
             logit_rows.append(np.arange(row - piece.logit_rows, row))
         flat = [np.concatenate(x) for x in (tokens, positions, slots, owners, logit_rows)]
-        return StepInput(flat[0], flat[1], flat[2], flat[3], tables, flat[4])
+        states = [] if self.runner.chunks is None else [piece.sequence.state for piece in slices]
+        return StepInput(flat[0], flat[1], flat[2], flat[3], tables, flat[4], np.array(states, dtype=np.int64))
 
     def _receive(self, slices: list[Slice], logits: Tensor) -> Iterator[Event]:
         """Samples a token for each sequence from a step's logits, and yields the events. logits: [logit_rows, vocab],

@@ -35,6 +35,7 @@ class Job:
     max_seq: int
     max_rows: int
     max_logit_rows: int
+    chunks: tuple[int, ...] | None = None
     device: str = "cpu"
     step_s: float = 60.0
     """Seconds after which a rank that computes a step counts as hung."""
@@ -48,8 +49,8 @@ class Job:
         return Job(
             recipe=setting.recipe.to_yaml(), source=source, programs=tuple(programs.listed),
             world=setting.mesh.ranks, blocks=blocks, vocab=programs.vocab, max_seq=setting.max_seq, max_rows=most,
-            max_logit_rows=setting.logit_rows(most), device="cpu" if setting.kind == "cpu" else "cuda",
-            step_s=timeouts.step, start_s=timeouts.start,
+            max_logit_rows=setting.logit_rows(most), chunks=setting.chunks if setting.states else None,
+            device="cpu" if setting.kind == "cpu" else "cuda", step_s=timeouts.step, start_s=timeouts.start,
         )  # fmt: skip
 
     def encode(self) -> bytes:
@@ -58,7 +59,8 @@ class Job:
     @staticmethod
     def decode(raw: bytes) -> Job:
         value = json.loads(raw)
-        return Job(**{**value, "programs": tuple(value["programs"])})
+        chunks = None if value["chunks"] is None else tuple(value["chunks"])
+        return Job(**{**value, "programs": tuple(value["programs"]), "chunks": chunks})
 
 
 class Closed(OSError):

@@ -26,8 +26,9 @@ class Need:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the KV cache on one device, with the block that padding writes to."""
-        return (self.blocks + 1) * self.programs.bytes("cache")
+        """Bytes of the KV cache on one device, with the block that padding writes to, and of recurrent layers'
+        states."""
+        return (self.blocks + 1) * self.programs.bytes("cache") + self.programs.bytes("state")
 
     @property
     def collectives(self) -> list[dict[str, Any]]:
@@ -61,13 +62,19 @@ class Need:
 
     def __str__(self) -> str:
         setting, ranks = self.programs.setting, self.programs.setting.mesh.ranks
-        rows = ", ".join(map(str, self.programs.steps))
+        rows, states = ", ".join(map(str, self.programs.steps)), self.programs.bytes("state")
+        chunks = ", ".join(map(str, self.programs.chunks))
         lines = [
             f"on {f'each of {ranks} devices' if ranks > 1 else 'one device'}, in {setting.served.dtype}:",
             f"  parameters {self.programs.bytes('parameter') / 2**20:,.1f} MiB",
             f"  cache      {self.cache_bytes / 2**20:,.1f} MiB: {self.blocks} blocks of {BLOCK_SIZE}, "
             f"{self.blocks * BLOCK_SIZE:,} tokens",
-            f"  programs   for steps of {rows} tokens",
+            *(
+                [f"  of it      {states / 2**20:,.1f} MiB for the states of {setting.pool_size - 1} requests"]
+                if states
+                else []
+            ),
+            f"  programs   for steps of {rows} tokens" + (f", and for chunks of {chunks}" if chunks else ""),
             *(f"  {kernel}: {how}" for kernel, how in self.kernels.items()),
             *(f"  {note}" for note in self.programs.notes),
         ]

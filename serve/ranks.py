@@ -39,7 +39,7 @@ class Ranks:
 
     def __init__(self, command: Sequence[str], job: Job) -> None:
         self.blocks, self.vocab, self.max_seq = job.blocks, job.vocab, job.max_seq
-        self.max_rows, self.max_logit_rows = job.max_rows, job.max_logit_rows
+        self.max_rows, self.max_logit_rows, self.chunks = job.max_rows, job.max_logit_rows, job.chunks
         self._job = job
         self._shared = os.memfd_create("tpshard-logits", os.MFD_CLOEXEC)
         os.ftruncate(self._shared, 4 * job.vocab * job.max_logit_rows)

@@ -9,8 +9,9 @@ from tpshard.parallelism.fusion import CacheReads
 from tpshard.programs.serving import BLOCK_SIZE
 from tpshard.programs.traffic import Answered, Rehearsal, Room, StepTime, Traffic
 from tpshard.serve.blocks import BlockPool
+from tpshard.serve.recurrent_scheduler import scheduler
 from tpshard.serve.request import Sampling, Sequence
-from tpshard.serve.scheduler import Scheduler, Slice
+from tpshard.serve.scheduler import Slice
 
 NONE = ServingOverhead()
 
@@ -33,7 +34,7 @@ class _SimulatedServer:
     def __init__(self, room: Room, traffic: Traffic, step_s: StepTime, overhead: ServingOverhead) -> None:
         self.room, self.traffic, self.step_s, self.overhead = room, traffic, step_s, overhead
         pool = BlockPool(room.blocks, BLOCK_SIZE)
-        self.scheduler = Scheduler(pool, room.rows, room.logit_rows, min(room.running, room.logit_rows))
+        self.scheduler = scheduler(pool, room.rows, room.logit_rows, min(room.running, room.logit_rows), room.chunks)
         self.arrivals = deque(at + overhead.request_s for at in self._first_arrivals())
         """Seconds at which the next requests reach the scheduler; in a closed loop only those known so far."""
         self.arrived = 0
@@ -55,7 +56,8 @@ class _SimulatedServer:
             self.running += len(slices)
             tokens = sum(piece.ends for piece in slices)
             self.now += self.overhead.step_s + self.overhead.token_s * tokens
-            self.now += self.step_s(sum(piece.count for piece in slices), cache_reads(slices))
+            rows, chunk = sum(piece.count for piece in slices), self.room.chunks is not None and slices[0].count > 1
+            self.now += self.step_s(rows, cache_reads(slices), chunk)
             self._receive(slices)
         answers = [Answered(self.came[i], self.first[i], self.last[i], self.traffic.answer) for i in sorted(self.last)]
         mean = self.running / max(1, self.steps)

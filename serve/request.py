@@ -64,6 +64,8 @@ class Sequence:
     digests: list[Digest] = field(default_factory=list)
     """Digests of the full blocks of `tokens`, as far as needed."""
     published: int = 0
+    state: int = 0
+    """The index of its state in the pools of recurrent layers; 0 while it has none."""
     finish: str | None = None
     """Why it ended: stop, length, abort or error."""
     prompt_scores: list[Logprob] = field(default_factory=list)

@@ -11,6 +11,7 @@ from tpshard.parallelism.program import Port
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor
 from tpshard.parallelism.simulate import cut
+from tpshard.programs.serve_setting import Size
 from tpshard.programs.serving import BLOCK_SIZE, STEP, ServingPrograms
 from tpshard.serve.cuda_graphs import MOST_ROWS, Captured, can_capture
 from tpshard.serve.step import StepInput
@@ -26,32 +27,29 @@ class ProgramRunner:
         setting = programs.setting
         self.blocks, self.vocab, self.max_seq = blocks, programs.vocab, setting.max_seq
         self.max_rows, self.max_logit_rows = setting.most, setting.logit_rows(setting.most)
+        self.chunks = setting.chunks if setting.states else None
         self._programs, self._device, self._rank = programs, context.device, context.rank
         fill = Filler(
             weights, programs.arrangement, programs.shapes, setting.mesh, context.rank, context.device, blocks
         )
         self._given = {
-            rows: [None if port.name in STEP else fill(port) for port in program.inputs]
-            for rows, program in programs.steps.items()
+            size: [None if port.name in STEP else fill(port) for port in program.inputs]
+            for size, program in programs.by_size.items()
         }
         """The inputs of the program of each size; None for those that change with every step."""
-        self._run: dict[int, Callable[..., list[Tensor]]] = {
-            rows: Executor(program, context) for rows, program in programs.steps.items()
+        self._run: dict[Size, Callable[..., list[Tensor]]] = {
+            size: Executor(program, context) for size, program in programs.by_size.items()
         }
         if context.device.type == "cuda" and context.world == 1:
             self._capture()
 
     def step(self, batch: StepInput) -> Tensor:
         """Logits [logit_rows, vocab] in fp32 on the CPU, the same bits on every rank."""
-        size = self._programs.fitting(len(batch.tokens))
-        b = batch.pad(size, self._programs.setting.logit_rows(size))
-        brought = {
-            "tokens": b.tokens[None], "positions": b.positions[None], "slots": b.slots[None],
-            "sequences": b.sequences[None], "tables": b.tables, "logit_rows": b.logit_rows,
-        }  # fmt: skip
+        size = Size(len(batch.tokens), True) if batch.is_chunk else self._programs.fitting(len(batch.tokens))
+        brought = batch.pad(size.rows, self._programs.setting.logit_rows(size.rows)).arguments(size.chunk)
         arguments = [x if p.name not in brought else self._bring(p, brought[p.name])
-                 for p, x in zip(self._programs.steps[size].inputs, self._given[size])]  # fmt: skip
-        (logits,) = self._run[size](*arguments)
+                 for p, x in zip(self._programs.by_size[size].inputs, self._given[size])]  # fmt: skip
+        logits, *_ = self._run[size](*arguments)
         return logits[: len(batch.logit_rows)].float().cpu()
 
     def _bring(self, port: Port, value: np.ndarray) -> Tensor:
@@ -61,9 +59,10 @@ class ProgramRunner:
     def warm(self) -> None:
         """Runs a step of every size, so that compilation and measurements happen before the first request."""
         for size in self._run:
-            none = np.zeros(size, dtype=np.int64)  # block 0 belongs to no sequence
-            last = np.arange(self._programs.setting.logit_rows(size))
-            self.step(StepInput(none, none, none, none, np.zeros((1, 1), dtype=np.int64), last))
+            none = np.zeros(size.rows, dtype=np.int64)  # block 0 and state 0 belong to no sequence
+            last = np.arange(self._programs.setting.logit_rows(size.rows))
+            states = np.zeros(0 if self.chunks is None else 1 if size.chunk else 2, dtype=np.int64)
+            self.step(StepInput(none, none, none, none, np.zeros((1, 1), dtype=np.int64), last, states))
 
     def close(self) -> None:
         self._given.clear()
@@ -73,8 +72,8 @@ class ProgramRunner:
         """Prepares small steps to be captured as CUDA graphs at first use."""
         width, pool = -(-self.max_seq // self.block_size), None
         for size, run in self._run.items():
-            if size <= MOST_ROWS and can_capture(self._programs.steps[size]):
-                ports = self._programs.steps[size].inputs
+            if size.rows <= MOST_ROWS and can_capture(self._programs.by_size[size]):
+                ports = self._programs.by_size[size].inputs
                 brought = [i for i, port in enumerate(ports) if port.name in STEP]
                 tables = next(i for i, port in enumerate(ports) if port.name == "tables")
                 pool = pool or torch.cuda.graph_pool_handle()

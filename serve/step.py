@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
-_HEAD = struct.Struct("<4sIIII")
+_HEAD = struct.Struct("<4sIIIII")
 _MAGIC = b"tps1"
 
 
@@ -29,6 +29,8 @@ class StepInput:
     """[sequences, blocks], padded with 0."""
     logit_rows: np.ndarray
     """[logit_rows]: the rows whose logits are needed."""
+    states: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """[sequences]: the state of each sequence in the pools of recurrent layers; [0] for a model without such."""
 
     def __post_init__(self) -> None:
         rows = len(self.tokens)
@@ -38,8 +40,8 @@ class StepInput:
     def encode(self) -> bytes:
         """The step as bytes, for the workers' channel."""
         rows, (m, w) = len(self.tokens), self.tables.shape
-        parts = (self.tokens, self.positions, self.slots, self.sequences, self.tables, self.logit_rows)
-        return _HEAD.pack(_MAGIC, rows, m, w, len(self.logit_rows)) + b"".join(
+        parts = (self.tokens, self.positions, self.slots, self.sequences, self.tables, self.logit_rows, self.states)
+        return _HEAD.pack(_MAGIC, rows, m, w, len(self.logit_rows), len(self.states)) + b"".join(
             np.ascontiguousarray(part, dtype="<i8").tobytes() for part in parts
         )
 
@@ -48,12 +50,25 @@ class StepInput:
         """The step in a message. ValueError unless the bytes are exactly one step."""
         if len(message) < _HEAD.size:
             raise ValueError("a step's message ends within its header")
-        magic, rows, m, w, logit_rows = _HEAD.unpack_from(message)
-        if magic != _MAGIC or len(message) != _HEAD.size + 8 * (4 * rows + m * w + logit_rows):
+        magic, rows, m, w, logit_rows, states = _HEAD.unpack_from(message)
+        if magic != _MAGIC or len(message) != _HEAD.size + 8 * (4 * rows + m * w + logit_rows + states):
             raise ValueError(f"a step's message of {len(message)} bytes does not match its header")
         flat = np.frombuffer(message, dtype="<i8", offset=_HEAD.size)
-        t, p, s, q, tables, last = np.split(flat, np.cumsum([rows, rows, rows, rows, m * w]))
-        return StepInput(t, p, s, q, tables.reshape(m, w), last)
+        t, p, s, q, tables, last, state = np.split(flat, np.cumsum([rows, rows, rows, rows, m * w, logit_rows]))
+        return StepInput(t, p, s, q, tables.reshape(m, w), last, state)
+
+    @property
+    def is_chunk(self) -> bool:
+        """Whether it is several tokens of one sequence for a model with recurrent layers."""
+        return len(self.states) == 1 and len(self.tokens) > 1
+
+    def arguments(self, chunk: bool) -> dict[str, np.ndarray]:
+        """The inputs of a step's program by name; of a chunk's, one state."""
+        rows = {name: getattr(self, name)[None] for name in ("tokens", "positions", "slots", "sequences")}
+        whole = {"tables": self.tables, "logit_rows": self.logit_rows}
+        if not len(self.states):
+            return rows | whole
+        return rows | whole | {"states": self.states[:1] if chunk else self.states[self.sequences]}
 
     def pad(self, rows: int, logit_rows: int) -> StepInput:
         """The step padded to more rows; padding writes to block 0 and attends only to itself."""
@@ -67,6 +82,7 @@ class StepInput:
             np.concatenate([self.sequences, fill + len(self.tables)]),
             tables,
             np.concatenate([self.logit_rows, np.zeros(logit_rows - len(self.logit_rows), dtype=np.int64)]),
+            np.concatenate([self.states, np.zeros(min(1, len(self.states)), dtype=np.int64)]),
         )
 
 
@@ -86,6 +102,8 @@ class Runner(Protocol):
     """Maximal rows of a step with logits."""
     vocab: int
     max_seq: int
+    chunks: tuple[int, ...] | None
+    """The numbers of tokens of one prompt that a step computes if the model has recurrent layers; None without."""
 
     def step(self, batch: StepInput) -> Tensor:
         """Logits [logit_rows, vocab] in fp32, on the CPU. Raises WorkerLost if a rank is gone."""

@@ -91,6 +91,8 @@ class Filler:
     def _make(self, port: Port) -> Any:
         if port.kind == "cache":
             return torch.zeros(self.blocks + 1, *port.local[1:], dtype=port.dtype, device=self.device)
+        if port.kind == "state":
+            return torch.zeros(port.local, dtype=port.dtype, device=self.device)
         place = block(port.shape, port.layout, self.mesh, self.rank)
         if port.kind == "order":
             (start, size), order = place[0], self.arrangement.order(self.arrangement.inputs[port.name], self._group)

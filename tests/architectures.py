@@ -86,7 +86,14 @@ MORE: dict[str, dict[str, Any]] = {
         "architectures": ["FalconH1ForCausalLM"], **_LLAMA, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16,
         "mamba_d_state": 4, "mamba_chunk_size": 8, "ssm_multipliers": [0.5, 1.5, 2.0, 0.25, 1.0],
     },
+    "qwen3_next": {
+        "architectures": ["Qwen3NextForCausalLM"], **_LLAMA, **_MOE, "head_dim": 8,
+        "shared_expert_intermediate_size": 16, "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    },
+    "lfm2": {"architectures": ["Lfm2ForCausalLM"], **_LLAMA, "layer_types": ["conv", "full_attention"]},
     "bert": {"architectures": ["BertLMHeadModel"], **_LLAMA},
+    "openai-gpt": {"architectures": ["OpenAIGPTLMHeadModel"], **_GPT},
     "deepseek_v32": {
         "architectures": ["DeepseekV32ForCausalLM"], **_LLAMA, **_LATENT, "num_key_value_heads": 4,
         "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1,

@@ -15,8 +15,9 @@ from tpshard.models import Blueprint
 from tpshard.models.config import ModelConfig
 from tpshard.parallelism.runtime.context import alone
 from tpshard.parallelism.simulate import cut, run_lockstep
+from tpshard.programs.serve_setting import ServeSetting, Size
 from tpshard.programs.served import Served, model_to_serve
-from tpshard.programs.serving import ServeSetting, ServingPrograms, build_serving
+from tpshard.programs.serving import BLOCK_SIZE, ServingPrograms, build_serving
 from tpshard.recipes.load import loads
 from tpshard.recipes.schema import Recipe
 from tpshard.serve.job import Job
@@ -80,23 +81,86 @@ def prompts(rows: int = 8) -> StepInput:
     return StepInput(*whole, tables=np.array([[1], [2]]), logit_rows=np.arange(8)).pad(rows, 8)
 
 
+def sequences_for(chunks: tuple[int, ...] | None = None) -> list[np.ndarray]:
+    """The tokens of two prompts: those of `prompts`, or, with recurrent layers, enough for several chunks."""
+    lengths = (5, 3) if chunks is None else (11, 6)
+    return np.split(np.arange(sum(lengths)) * 7 % 64, lengths[:1])
+
+
+class Lockstep:
+    """A runner of every device's programs in this process, which checks that all devices agree."""
+
+    block_size = BLOCK_SIZE
+
+    def __init__(self, programs: ServingPrograms, weights: Weights, blocks: int = 2) -> None:
+        s, self.programs, self.blocks = programs.setting, programs, blocks
+        self.vocab, self.max_seq = programs.vocab, s.max_seq
+        self.max_rows, self.max_logit_rows = s.most, s.logit_rows(s.most)
+        self.chunks = s.chunks if s.states else None
+        self._fill = [
+            Filler(weights, programs.arrangement, programs.shapes, s.mesh, rank, torch.device("cpu"), blocks)
+            for rank in range(s.mesh.ranks)
+        ]
+
+    def step(self, batch: StepInput) -> torch.Tensor:
+        s = self.programs.setting
+        size = Size(len(batch.tokens), True) if batch.is_chunk else self.programs.fitting(len(batch.tokens))
+        program = self.programs.by_size[size]
+        brought = batch.pad(size.rows, s.logit_rows(size.rows)).arguments(size.chunk)
+        inputs = [
+            [cut(torch.from_numpy(brought[p.name]), p.layout, s.mesh, rank) if p.name in brought else fill(p)
+             for p in program.inputs]
+            for rank, fill in enumerate(self._fill)
+        ]  # fmt: skip
+        with torch.no_grad():
+            results = run_lockstep(program, inputs)
+        for other in results[1:]:
+            assert torch.equal(results[0][0], other[0])
+        return results[0][0][: len(batch.logit_rows)]
+
+    def close(self) -> None:
+        self._fill.clear()
+
+
+Piece = tuple[int, int, int]
+"""A sequence's number, and the first and the number of its tokens that a step computes."""
+
+
+def step_of(sequences: Sequence[np.ndarray], pieces: Sequence[Piece], recurrent: bool) -> StepInput:
+    """A step with logits for all of its rows. Sequence i has the cache's block i + 1, and the state i + 1."""
+    places = [range(start, start + count) for _, start, count in pieces]
+    tokens = [sequences[s][start : start + count] for s, start, count in pieces]
+    slots = [(s + 1) * BLOCK_SIZE + p for (s, _, _), part in zip(pieces, places) for p in part]
+    owners = [i for i, part in enumerate(places) for _ in part]
+    own = np.array([s + 1 for s, _, _ in pieces])
+    rows = [np.array([p for part in places for p in part]), np.array(slots), np.array(owners)]
+    states = own if recurrent else own[:0]
+    return StepInput(np.concatenate(tokens), *rows, own[:, None], np.arange(len(owners)), states)
+
+
+def pieces_of(lengths: Sequence[int], chunks: tuple[int, ...] | None) -> list[list[Piece]]:
+    """Steps that compute sequences of these lengths: all at once, or as recurrent layers need it (`Runner.chunks`)."""
+    if chunks is None:
+        return [[(i, 0, length) for i, length in enumerate(lengths)]]
+    steps, done = [], [0] * len(lengths)
+    for size in reversed(chunks):
+        for i, length in enumerate(lengths):
+            while length - done[i] >= size:
+                steps.append([(i, done[i], size)])
+                done[i] += size
+    while any(done[i] < length for i, length in enumerate(lengths)):
+        steps.append([(i, done[i], 1) for i, length in enumerate(lengths) if done[i] < length])
+        done = [min(before + 1, length) for before, length in zip(done, lengths)]
+    return steps
+
+
 def lockstep(programs: ServingPrograms, weights: Weights, blocks: int = 2) -> torch.Tensor:
-    """The logits [8, vocab] of `prompts` from every device's program of 8 rows, in this process; all devices agree."""
-    s, program = programs.setting, programs.steps[8]
-    b = prompts()
-    brought = {
-        "tokens": b.tokens[None], "positions": b.positions[None], "slots": b.slots[None],
-        "sequences": b.sequences[None], "tables": b.tables, "logit_rows": b.logit_rows,
-    }  # fmt: skip
-    inputs = []
-    for rank in range(s.mesh.ranks):
-        fill = Filler(weights, programs.arrangement, programs.shapes, s.mesh, rank, torch.device("cpu"), blocks)
-        inputs.append([
-            cut(torch.from_numpy(brought[p.name]), p.layout, s.mesh, rank) if p.name in brought else fill(p)
-            for p in program.inputs
-        ])  # fmt: skip
-    with torch.no_grad():
-        results = run_lockstep(program, inputs)
-    for (other,) in results[1:]:
-        assert torch.equal(results[0][0], other)
-    return results[0][0]
+    """The logits [tokens, vocab] of the prompts of `sequences_for`, one after the other, from every device."""
+    runner = Lockstep(programs, weights, blocks)
+    sequences = sequences_for(runner.chunks)
+    logits: list[list[torch.Tensor]] = [[] for _ in sequences]
+    for pieces in pieces_of([len(tokens) for tokens in sequences], runner.chunks):
+        rows = iter(runner.step(step_of(sequences, pieces, runner.chunks is not None)).split([n for _, _, n in pieces]))
+        for (i, _, _), part in zip(pieces, rows):
+            logits[i].append(part)
+    return torch.cat([part for parts in logits for part in parts])

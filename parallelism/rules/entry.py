@@ -69,6 +69,8 @@ class Entry:
     travel to the devices that hold the experts. 0 for other ops."""
     lookup: bool = False
     """Whether it reads no more of its operands than it returns."""
+    overwrites: bool = False
+    """Whether it overwrites a part of its first operand, as large as its last, and reads nothing else of it."""
     exponentials: int = 0
     """Exponentials per element of the result."""
     cached: tuple[int, ...] = ()

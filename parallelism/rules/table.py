@@ -31,6 +31,7 @@ from tpshard.parallelism.rules import (
     resizing,
     selection,
     shape,
+    states,
     windows,
 )
 from tpshard.parallelism.rules.entry import Entry, random
@@ -38,8 +39,8 @@ from tpshard.parallelism.rules.rule import Rule, whole
 
 THEMES = (
     contraction, elementwise, shape, pieces, reduction, selection, indexing, by_index, creation, drawn, attention_rule,
-    paged, experts_rule, fp8_rule, reorder_rule, identities, windows, resizing, pooling, matrices, lookups, optimizers,
-    decomposed, kernel_costs,
+    paged, states, experts_rule, fp8_rule, reorder_rule, identities, windows, resizing, pooling, matrices, lookups,
+    optimizers, decomposed, kernel_costs,
 )  # fmt: skip
 OTHER = Entry(dense="all")
 """The entry of an op that is not in the table."""

@@ -18,6 +18,7 @@ import tpshard.kernels.optimizer_steps
 import tpshard.kernels.paged_attention
 import tpshard.kernels.reorder
 import tpshard.kernels.slots
+import tpshard.kernels.state_pool
 import tpshard.models.dims
 import tpshard.parallelism.annotate  # noqa: F401
 from layer_cases import LAYERS
@@ -377,6 +378,13 @@ CASES: dict[str, list[Case]] = {
         of(_page, *PAGE, written=(3, 4)),
     ],
     "tpshard.paged_attention_lse": [of(partial(_page, op=ours.paged_attention_lse.default), *PAGE, written=(3, 4))],
+    "tpshard.read_state": [
+        of(lambda pool: ours.read_state.default(pool, torch.tensor([2, 0]), torch.tensor([[3, 0]])), f(4, 6, 2)),
+        of(lambda pool: ours.read_state.default(pool, torch.tensor([1]), torch.tensor([[3, 4]])), f(4, 6, 2)),
+    ],
+    "tpshard.write_state": [
+        of(lambda *x: ours.write_state.default(x[0], torch.tensor([2, 0]), x[1]), f(4, 6, 3), f(2, 6, 3), written=(0,)),
+    ],
     "tpshard.reorder": [of(lambda x: ours.reorder.default(x, torch.tensor([2, 0, 1, 0, 2, 1]), 2), f(4, 6))],
     # optimizers
     "tpshard.adamw_step": [

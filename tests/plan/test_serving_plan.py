@@ -27,6 +27,7 @@ from tpshard.plan import make, screen, search
 from tpshard.plan.report import Report
 from tpshard.programs import cluster
 from tpshard.programs.layouts import LAYOUTS
+from tpshard.programs.serve_setting import Size
 from tpshard.recipes.load import loads
 from tpshard.recipes.schema import Recipe
 from tpshard.serve.job import Job
@@ -110,7 +111,7 @@ def serve_on_rank(context: Context, jobs: list[bytes]) -> list[tuple[dict[tuple[
         with counting:
             logits = runner.step(prompt())
         held = 0
-        for port, value in zip(programs.steps[ROWS].inputs, runner._given[ROWS]):
+        for port, value in zip(programs.steps[ROWS].inputs, runner._given[Size(ROWS)]):
             if port.kind == "parameter":
                 # an opaque one does not say what it takes: as many elements as what was packed
                 plain = isinstance(value, torch.Tensor)

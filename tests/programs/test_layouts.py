@@ -34,9 +34,10 @@ from tpshard.programs.layouts import (
     planned_orders,
 )
 from tpshard.programs.padding import pad_mlp, shared_rows
+from tpshard.programs.serve_setting import ServeSetting
 from tpshard.programs.served import Quantization
 from tpshard.programs.served import Served as served_model
-from tpshard.programs.serving import ServeSetting, ServingPrograms, build_serving
+from tpshard.programs.serving import ServingPrograms, build_serving
 from tpshard.serve.weights import Filler, Weights
 
 LLAMA = ModelConfig(

@@ -17,8 +17,9 @@ from tpshard.models import Blueprint, build
 from tpshard.models.config import ModelConfig
 from tpshard.models.dims import name
 from tpshard.models.layers import Embedding, Linear
+from tpshard.programs.serve_setting import ServeSetting
 from tpshard.programs.served import Served
-from tpshard.programs.serving import ServeSetting, build_serving
+from tpshard.programs.serving import build_serving
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.serve.engine import Engine
 from tpshard.serve.need import need

@@ -150,8 +150,8 @@ def test_a_task_and_a_module_of_ones_own_need_no_change_here(tmp_path: Path, mon
 
 
 def test_only_language_models_are_served() -> None:
+    from tpshard.programs.serve_setting import ServeSetting
     from tpshard.programs.served import model_to_serve
-    from tpshard.programs.serving import ServeSetting
 
     recipe = load("conformer")
     with pytest.raises(Mistakes) as error:

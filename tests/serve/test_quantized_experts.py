@@ -25,6 +25,7 @@ from tpshard.models import build, from_hf
 from tpshard.models.presets import PRESETS
 from tpshard.parallelism.rules.table import entry_of
 from tpshard.plan.describe import shardings
+from tpshard.programs.serve_setting import Size
 from tpshard.recipes.diagnostic import Mistakes
 from tpshard.serve.cuda_graphs import can_capture
 from tpshard.serve.need import kernels
@@ -121,7 +122,7 @@ def test_experts_are_held_as_codes(folders: dict[str, tuple[Path, Tensor]]) -> N
     folder, _ = folders["qwen2_moe"]
     runner = folder_runner(folder, "serve.dtype=bf16", *STEP)
     ports = runner._programs.any.inputs
-    port, held = next((p, x) for p, x in zip(ports, runner._given[8]) if p.held and p.held.form == "experts")
+    port, held = next((p, x) for p, x in zip(ports, runner._given[Size(8)]) if p.held and p.held.form == "experts")
     assert port.held is not None and len(port.held.of) == 3 and len(held) == 4
     assert all(isinstance(one, PackedExpert) and len(one.inward) == 1 for one in held)
     inward = [one.inward[0] for one in held]
@@ -145,7 +146,7 @@ def test_gate_and_up_may_have_orders_of_their_own(folders: dict[str, tuple[Path,
     save_file(tensors, file)
     runner = folder_runner(tmp_path / "folder", "serve.dtype=bf16", *STEP)
     ports = runner._programs.any.inputs
-    port, held = next((p, x) for p, x in zip(ports, runner._given[8]) if p.held and p.held.form == "experts")
+    port, held = next((p, x) for p, x in zip(ports, runner._given[Size(8)]) if p.held and p.held.form == "experts")
     assert all(len(one.inward) == 2 for one in held)
     assert port.local_bytes == sum(
         tensor.nbytes

@@ -14,6 +14,7 @@ from tpshard.kernels.int4 import Int4
 from tpshard.kernels.norm import NORM
 from tpshard.models import build, from_hf
 from tpshard.models.config import ModelConfig
+from tpshard.programs.serve_setting import Size
 from tpshard.serve.engine import Engine
 from tpshard.serve.need import kernels
 from tpshard.serve.quantize_layers import Quantizer, Sequences, write
@@ -84,7 +85,7 @@ def test_four_bits_are_multiplied_as_four_bits(folders: dict[str, Path]) -> None
     runner = folder_runner(folders["llama"], *requests("serve.dtype=bf16"))
     programs = runner._programs
     ports = {port.name: port for port in programs.any.inputs}
-    down = next(x for p, x in zip(programs.any.inputs, runner._given[8]) if p.name == "layers.0.mlp.down.weight")
+    down = next(x for p, x in zip(programs.any.inputs, runner._given[Size(8)]) if p.name == "layers.0.mlp.down.weight")
     assert isinstance(down, Int4) and down.group == 32 and down.codes.numel() == 64 * 128 // 2
     assert ports["layers.0.mlp.down.weight"].local_bytes == down.codes.nbytes + down.scales.nbytes
     assert "layers.0.mlp.down.weight" not in programs.arrangement.of  # nothing is taken in order between the two
@@ -100,7 +101,9 @@ def test_four_bits_are_multiplied_as_four_bits(folders: dict[str, Path]) -> None
 def test_in_fp32_a_cpu_has_the_files_weights_to_the_bit(folders: dict[str, Path]) -> None:
     """In fp32 the codes are dequantized, in the program's order."""
     runner = folder_runner(folders["llama"], *requests("serve.batch_invariant=false"))
-    port, held = next((p, x) for p, x in zip(runner._programs.any.inputs, runner._given[8]) if ".mlp.down" in p.name)
+    port, held = next(
+        (p, x) for p, x in zip(runner._programs.any.inputs, runner._given[Size(8)]) if ".mlp.down" in p.name
+    )
     stored = open_weights(str(folders["llama"])).quantized(port.name)
     assert stored is not None and port.held is None
     order = torch.argsort(stored.group, stable=True)
