@@ -32,7 +32,7 @@ CHUNKS_APART = 4
 
 
 class Size(NamedTuple):
-    """The size of a step's program: its rows, and whether they are a chunk of one sequence (see `programs.recurrent_steps`)."""
+    """The size of a step's program: its rows, and whether they are a chunk (see `programs.recurrent_steps`)."""
 
     rows: int
     chunk: bool = False

@@ -1,11 +1,11 @@
 """The programs of a server: one step over a paged cache for each of several numbers of rows.
 
 A step's rows are tokens of any number of sequences, chunks of prompts and next tokens alike, so prefill and decode are
-the same function in different sizes. A model with recurrent layers (`programs.recurrent_steps`) has other steps: a token for
-each of many sequences, and chunks of one. Inputs are `STEP`, the parameters (in the kernels' layouts), the orders of
-act-ordered weights, the cache and the states; the output is logits [logit_rows, vocab], whole on every device, and for
-each pool of states the indices that were written. The programs work for any number of cache blocks, which the executor
-chooses.
+the same function in different sizes. A model with recurrent layers (`programs.recurrent_steps`) has other steps: a
+token for each of many sequences, and chunks of one. Inputs are `STEP`, the parameters (in the kernels' layouts), the
+orders of act-ordered weights, the cache and the states; the output is logits [logit_rows, vocab], whole on every
+device, and for each pool of states the indices that were written. The programs work for any number of cache blocks,
+which the executor chooses.
 """
 
 from __future__ import annotations
