@@ -46,7 +46,12 @@ def price_variant(recipe: Recipe, what: str = "train", variants: Variants | None
             pricing = server.report(recipe, what, whole=False).pricing
     needed = pricing.needed_bytes
     return VariantPrice(
-        needed, pricing.step_s, pricing.exposed_s, needed <= pricing.device.memory_bytes, pricing.comm_s
+        needed,
+        pricing.step_s,
+        pricing.exposed_s,
+        needed <= pricing.device.memory_bytes,
+        pricing.comm_s,
+        pricing.idle_s,
     )
 
 

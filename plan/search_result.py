@@ -23,6 +23,14 @@ class VariantPrice:
     fits: bool
     comm_s: float = 0.0
     """Time in which a collective runs, exposed or not."""
+    idle_s: float = 0.0
+    """Time in which a stage waits for others."""
+
+    @property
+    def waits(self) -> str:
+        """What a device waits for, in words."""
+        collectives = f"{self.exposed_s / self.step_s:.0%} of a step for collectives"
+        return f"{self.idle_s / self.step_s:.0%} for other stages and {collectives}" if self.idle_s else collectives
 
 
 UNPRICED = VariantPrice(0, 0.0, 0.0, False)
@@ -120,6 +128,8 @@ def text(result: SearchResult, recipe: Recipe, rows: int = 24) -> str:
             f"a search builds {search_bounds.MOST_LAYERS:,} layers at most, and no fewer stages than make a step slower"
         )
         lines.append(f"   not tried: {'; '.join(result.untried)} ({why})")
+    if reason := _no_pipeline(result, recipe):
+        lines.append(f"   {reason}")
     if result.as_written is not None:
         lines.append(f"   the recipe as written: {_compared(result.as_written, result.best)}")
     if result.best is not None:
@@ -128,6 +138,18 @@ def text(result: SearchResult, recipe: Recipe, rows: int = 24) -> str:
         least = result.closest
         lines.append(f"   the smallest needs {gib(least.price.needed_bytes)} a device: {', '.join(least.changes)}")
     return "\n".join(lines) + "\n"
+
+
+def _no_pipeline(result: SearchResult, recipe: Recipe) -> str:
+    """Why the fastest variant has no pipeline, if pipelines were tried; else ""."""
+    piped = next((c for c in result.candidates if pipeline_words(c.more, recipe)), None)
+    if piped is None or result.best is None or piped is result.best:
+        return ""
+    best, price = result.best.price, piped.price
+    return (
+        f"no pipeline is faster: with {sizes(piped.mesh)} a step takes {price.step_s / best.step_s - 1:.1%} longer; a "
+        f"device waits {price.waits}, without it {best.waits}"
+    )
 
 
 def winner(result: SearchResult, recipe: Recipe) -> str:

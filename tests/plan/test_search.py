@@ -80,6 +80,24 @@ def test_a_search_builds_no_mesh_that_cannot_store_the_state(monkeypatch):
     assert any("alone exceed the memory" in note for note in notes)
 
 
+def test_a_search_says_why_no_pipeline_is_faster() -> None:
+    def candidate(mesh: dict[str, int], step_s: float, idle_s: float, *more: str) -> search_result.Candidate:
+        price = search_result.VariantPrice(1, step_s, 0.2, True, 0.3, idle_s)
+        return search_result.Candidate(mesh, "none", 1, price, 1.0, more=more)
+
+    def shown(*candidates: search_result.Candidate) -> str:
+        result = search_result.SearchResult(search_result.mark_fastest(candidates))
+        return search_result.text(result, loads(RECIPE))
+
+    plain, slow = candidate({"fsdp": 4, "tp": 1}, 2.0, 0.0), candidate({"fsdp": 4, "tp": 1}, 3.0, 0.0)
+    piped = candidate({"pp": 2, "fsdp": 2, "tp": 1}, 2.5, 0.5, "pipeline={schedule: 1f1b}")
+    assert (
+        "no pipeline is faster: with pp 2 x fsdp 2 a step takes 25.0% longer; a device waits 20% for other stages and "
+        "8% of a step for collectives, without it 10% of a step for collectives"
+    ) in shown(plain, piped)
+    assert "no pipeline" not in shown(plain) + shown(piped) + shown(piped, slow)
+
+
 def test_search_ranks_what_fits():
     recipe = loads(RECIPE, ["cluster.devices_per_node=2", "mesh.fsdp=2", "mesh.tp=1",
                             "batch.global_sequences=2", "batch.per_device=1"])  # fmt: skip
