@@ -1,9 +1,9 @@
-"""Dim names for parameters of transformers' models, derived from the class's own tensor-parallel plan.
+"""Dim names for parameters of transformers' models, from the class's own tensor-parallel plan or its layers' names.
 
 A plan (`base_model_tp_plan` of the configuration, `_tp_plan` of the class) says which linear layers are sharded by
-their outputs (`colwise`) and which by their inputs (`rowwise`). The dim that such a pair shares is named `heads` inside
-attention (`kv_heads` where there are fewer) and `mlp` elsewhere. The rows of token tables are named `vocab`. Other dims
-have no name.
+their outputs (`colwise`) and which by their inputs (`rowwise`). Where it says nothing, the names that most classes give
+to such layers decide (`_LAYERS`). The dim that a pair shares is named `heads` inside attention (`kv_heads` where there
+are fewer) and `mlp` elsewhere. The rows of token tables are named `vocab`. Other dims have no name.
 """
 
 from __future__ import annotations
@@ -16,6 +16,22 @@ from torch import nn
 
 _OUTPUTS = ("colwise", "colwise_gather_output", "packed_colwise")
 _INPUTS = ("rowwise", "rowwise_split_input", "packed_rowwise")
+
+
+_LAYERS = {
+    "heads": (
+        "q_proj k_proj v_proj q_lin k_lin v_lin Wq Wk Wv query key value query_proj key_proj value_proj "
+        "q_b_proj kv_b_proj gate_proj",
+        "o_proj out_proj out_lin Wo dense",
+    ),
+    "mlp": (
+        "gate_proj up_proj gate_up_proj w1 w3 fc1 lin1 dense_h_to_4h input_linear",
+        "down_proj w2 fc2 lin2 dense_4h_to_h output_linear",
+    ),
+}
+"""For attention and feed-forward modules: the layers that are sharded by their outputs, and those by their inputs."""
+_EXPERTS = {"gate_up_proj": "packed_colwise", "up_proj": "colwise", "down_proj": "rowwise"}
+"""The styles of experts' stacked matrices."""
 
 
 class Naming(NamedTuple):
@@ -33,8 +49,11 @@ def dims_of_plan(model: nn.Module) -> dict[str, Naming]:
     for name, parameter in model.named_parameters():
         path, _, leaf = name.rpartition(".")
         style = _style(plan, _general(path)) if leaf in ("weight", "bias") else None
-        owner = modules[path.rpartition(".")[0]] if style else modules[path]
+        layer = path.rpartition(".")[2] if isinstance(modules[path], nn.Linear) else ""
+        owner = modules[path.rpartition(".")[0]] if style or layer else modules[path]
         style = style or plan.get(_general(name))
+        by = "the class's plan" if style else "its layer's name"
+        style = style or _usual_style(owner, layer or leaf)
         if style == "colwise_gather_output" and path.endswith("out_proj"):  # of a mixer that each device computes whole
             style = "rowwise"
         if style in _OUTPUTS or style in _INPUTS:
@@ -43,7 +62,7 @@ def dims_of_plan(model: nn.Module) -> dict[str, Naming]:
             dims = _dims(columns, parameter.dim(), bias, style in _OUTPUTS)
             if getattr(owner, "is_transposed", False) and len(dims) == 3:
                 dims = (dims[0], dims[2], dims[1])
-            namings[name] = Naming(dims, f"a dim by the class's plan, {style}")
+            namings[name] = Naming(dims, f"a dim by {by}, {style}")
     for table in (model.get_output_embeddings(), model.get_input_embeddings()):  # type: ignore[operator]
         if table is not None:
             namings |= _vocabulary(model, table)
@@ -57,13 +76,30 @@ def _style(plan: Mapping[str, str], layer: str) -> str | None:
     return plan.get(layer) or plan.get(f"{owner.rpartition('.')[0]}.{leaf}")
 
 
+def _usual_style(owner: nn.Module, layer: str) -> str | None:
+    """The style of a module's linear layer, or of experts' stacked matrices, by its name; None for another name."""
+    kind = type(owner).__name__
+    if "Experts" in kind:
+        return _EXPERTS.get(layer.removesuffix("_bias"))
+    if layer == "dense" and kind.endswith(("Intermediate", "Output")):  # BERT's
+        return "colwise" if kind.endswith("Intermediate") else "rowwise"
+    dim = "heads" if _attends(owner) else "mlp"
+    outward, inward = (names.split() for names in _LAYERS[dim])
+    return "colwise" if layer in outward else "rowwise" if layer in inward else None
+
+
+def _attends(module: nn.Module) -> bool:
+    """Whether a module is attention, linear attention included, or BERT's projection of its result."""
+    return any(kind in type(module).__name__ for kind in ("Attention", "DeltaNet", "MLA", "SelfOutput"))
+
+
 def _general(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def _columns(model: nn.Module, owner: nn.Module, shape: Any, style: str) -> str:
     """The name of the dim that a column-parallel layer and its row-parallel partner share."""
-    if not any(kind in type(owner).__name__ for kind in ("Attention", "DeltaNet")):
+    if not _attends(owner):
         return "mlp"
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     heads = getattr(config, "num_attention_heads", 1)

@@ -117,6 +117,36 @@ def test_dims_come_from_the_class_from_the_recipe_or_from_propagation(tmp_path: 
     assert any("input_layernorm.weight" in note and "inferred" in note for note in programs.micro.warnings)
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("falcon_h1", {
+            "self_attn.q_proj.weight": ("heads", "embed"), "self_attn.k_proj.weight": ("kv_heads", "embed"),
+            "self_attn.o_proj.weight": ("embed", "heads"), "feed_forward.down_proj.weight": ("embed", "mlp"),
+            "mamba.in_proj.weight": (), "mamba.out_proj.weight": (),
+        }),
+        ("gpt_oss", {
+            "mlp.experts.gate_up_proj": ("expert", "embed", "mlp"), "mlp.experts.down_proj": ("expert", "mlp", "embed"),
+            "mlp.experts.gate_up_proj_bias": ("expert", "mlp"), "mlp.experts.down_proj_bias": ("expert", "embed"),
+            "mlp.router.weight": (),
+        }),
+        ("bert", {
+            "attention.self.query.weight": ("heads", "embed"), "attention.output.dense.weight": ("embed", "heads"),
+            "intermediate.dense.bias": ("mlp",), "output.dense.weight": ("embed", "mlp"),
+        }),
+        ("qwen3_next", {
+            "linear_attn.in_proj_qkvz.weight": ("heads", "embed"), "linear_attn.out_proj.weight": ("embed", "heads"),
+        }),
+    ],
+)  # fmt: skip
+def test_layers_with_usual_names_are_divided_where_the_plan_says_nothing(
+    name: str, expected: dict[str, tuple[str, ...]]
+) -> None:
+    named = dims_of_plan(Architecture(architectures.config_of(name)).build())
+    found = {end: next((naming.dims for path, naming in named.items() if f".0.{end}" in path), ()) for end in expected}
+    assert found == expected
+
+
 def test_a_vector_of_heads_is_divided_as_the_plan_says() -> None:
     """As gpt-oss's attention sinks, or biases that have another name than `bias`."""
     model = Architecture(architectures.config_of("llama")).build()
