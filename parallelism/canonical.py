@@ -19,6 +19,7 @@ def canonicalize(graph: Graph) -> None:
     remove_identities(graph)
     unify(graph)
     join_pieces(graph)
+    narrow_splits(graph)
     fold_contractions(graph)
     merge_views(graph)
     graph.drop_dead()
@@ -95,6 +96,27 @@ def join_pieces(graph: Graph) -> None:
             op.target, op.args, op.kwargs, op.operands = aten.roll.default, (Ref(0), [-k], [dim]), {}, [source]
             graph.refresh_users()
     graph.drop_dead()
+
+
+PARTS = {aten.split.Tensor: 2, aten.split_with_sizes.default: 2, aten.unbind.int: 1}
+"""Ops that return all parts of a dim, with the place of the dim in their arguments."""
+
+
+def narrow_splits(graph: Graph) -> None:
+    """Rewrites a split of which one result is read to a slice, and such an unbind to a select."""
+    returned = {value for value in graph.outputs if isinstance(value, Value)}
+    for op in graph.ops:
+        read = [value for value in op.results if value.users or value in returned]
+        if op.target not in PARTS or len(op.results) < 2 or len(read) != 1:
+            continue
+        (part,), at = read, PARTS[op.target]
+        dim = (op.args[at] if len(op.args) > at else op.kwargs.get("dim", 0)) % op.operands[0].rank
+        if op.target is aten.unbind.int:
+            op.target, op.args = aten.select.int, (Ref(0), dim, part.index)
+        else:
+            start = sum(value.shape[dim] for value in op.results[: part.index])
+            op.target, op.args = aten.slice.Tensor, (Ref(0), dim, start, start + part.shape[dim])
+        op.kwargs, op.results, part.index = {}, [part], 0
 
 
 def merge_views(graph: Graph) -> None:

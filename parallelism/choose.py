@@ -11,7 +11,7 @@ from tpshard.parallelism.factors import WHOLE, Cut
 from tpshard.parallelism.graph import Op, Value
 from tpshard.parallelism.mesh import Axes, Axis, merge, overlap, size_of, starts_with
 from tpshard.parallelism.reshard import LATENCY_BYTES, cost, redistribution
-from tpshard.parallelism.rules.rule import Dim, Kind, Rule, Window
+from tpshard.parallelism.rules.rule import Dim, Kind, Rule
 from tpshard.parallelism.sharding import Layout, even, even_grains, local_bytes, local_size, padded_behind
 
 aten = torch.ops.aten
@@ -252,13 +252,8 @@ def _may_cut(op: Op, rule: Rule, f: int, axes: Axes, grain: int) -> bool:
         return even(rule.sizes[f], axes)
     if rule.kinds[f] is Kind.WHOLE or (rule.kinds[f] is Kind.PERMUTE and not windows):
         return False
-    return not windows or (grain == 1 and all(_halo(op, axes, window) is not None for window in windows))
-
-
-def _halo(op: Op, axes: Axes, window: Window) -> halo.Halo | None:
-    shapes = [value.shape for value in (*op.operands, *op.results)]
-    return halo.halo_of(
-        shapes[window.read][window.dim], shapes[window.reader][window.reader_dim] // window.scale, axes, window
+    return not windows or (
+        grain == 1 and (rule.moving or all(halo.halo_in(op, axes, window) is not None for window in windows))
     )
 
 
@@ -289,7 +284,7 @@ def past_padding(op: Op, rule: Rule, choice: Choice, rule_of: Callable[[Op], Rul
         if halo.halo_of(source.shape[window.dim], positions, choice[f].axes, joined) is None:
             continue
         op = replace(op, operands=[source if v is value else v for v in op.operands])
-        rule = replace(rule, windows=(*rule.windows[:i], (f, joined), *rule.windows[i + 1 :]))
+        rule = replace(rule, windows=(*rule.windows[:i], (f, joined), *rule.windows[i + 1 :]), moving=False)
     return op, rule
 
 
@@ -362,12 +357,7 @@ def _cost(
                 total += (members - 1) * exchange.collectives * latency + max(0.0, hop_bytes - hidden)
             else:
                 total += exchange.collectives * latency + (members - 1) * exchange.bytes * share(rule, rest)
-    for f, window in rule.windows:
-        if f in choice and (needed := _halo(op, choice[f].axes, window)) is not None:
-            layout = layout_of(rule, rule.tensors[window.read], choice, False)
-            value = (*op.operands, *op.results)[window.read]
-            part = local_bytes(value.shape, layout, value.dtype.itemsize)
-            total += halo.price(needed, part, latency)
+    total += halo.price(op, rule, choice, max(latency, 1))  # of equal bytes, the fewest collectives
     for value, dims in zip(op.operands, rule.operands):
         if any(f in choice for members in dims for f in members if f in rule.mirrored):
             total += latency + local_bytes(value.shape, layout_of(rule, dims, choice, False), value.dtype.itemsize)

@@ -6,16 +6,20 @@ the window of a shard overhangs it; the overhang is sent by `permute`, one hop f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from tpshard.parallelism import factors
+from tpshard.parallelism.factors import Cut
+from tpshard.parallelism.graph import Op
 from tpshard.parallelism.lower import Emitter, pick
 from tpshard.parallelism.mesh import Axes, size_of
 from tpshard.parallelism.node_info import info, resized, shape_of
-from tpshard.parallelism.rules.rule import Window
-from tpshard.parallelism.sharding import even, local_size
+from tpshard.parallelism.rules.rule import Rule, Window
+from tpshard.parallelism.runs import Read, RunPlan, runs_of
+from tpshard.parallelism.sharding import even, local_bytes, local_size
 
 aten = torch.ops.aten
 
@@ -44,6 +48,10 @@ class Halo(NamedTuple):
         for total, sign in ((self.left, 1), (self.right, -1)):
             for hop in range(1, -(-total // self.part) + 1):
                 yield sign * hop, min(self.part, total - (hop - 1) * self.part)
+
+    def price(self, element_bytes: float, latency: float) -> float:
+        """The bytes that a device sends, plus the latency of each permute in bytes."""
+        return sum(latency + element_bytes * width for _, width in self.hops())
 
 
 def halo_of(operand: int, result: int, axes: Axes, window: Window) -> Halo | None:
@@ -78,9 +86,38 @@ def halo_of(operand: int, result: int, axes: Axes, window: Window) -> Halo | Non
     return Halo(part, left, right, padding, tuple(starts), length, begins, outside)
 
 
-def price(halo: Halo, part_bytes: int, latency: float) -> float:
-    """The cost of a halo exchange: the bytes that a device sends, plus the latency of each permute in bytes."""
-    return sum(latency + part_bytes * width / halo.part for _, width in halo.hops())
+def plan_of(op: Op, rule: Rule, axes: Axes) -> RunPlan:
+    """The plan of an op whose rule only moves elements, with the dim sharded over `axes`; unread results get none."""
+    tensors, first = (*op.operands, *op.results), len(op.operands)
+    unread = {i for i, value in enumerate(tensors) if not value.users and any(r.users for r in op.results)}
+    reads = []
+    for _, w in rule.windows:
+        length = 0 if w.reader in unread else tensors[w.reader].shape[w.reader_dim]
+        reads.append(Read(w.read, tensors[w.read].shape[w.dim], w.reader - first, length, w.first))
+    return runs_of(tuple(reads), axes)
+
+
+def price(op: Op, rule: Rule, choice: Mapping[int, Cut], latency: float) -> float:
+    """The cost of what an op's windows read of other devices, in bytes: those that a device sends, and latencies."""
+    total = 0.0
+    for i, (f, window) in enumerate(rule.windows):
+        if f not in choice or (rule.moving and i):
+            continue
+        axes, value = choice[f].axes, (*op.operands, *op.results)[window.read]
+        layout = factors.layout_of(rule.tensors[window.read], choice, rule.sizes)
+        part = local_bytes(value.shape, layout, value.dtype.itemsize)
+        plan = plan_of(op, rule, axes) if rule.moving else halo_in(op, axes, window)
+        if plan is not None:
+            total += plan.price(part / max(local_size(value.shape[window.dim], axes), 1), latency)
+    return total
+
+
+def halo_in(op: Op, axes: Axes, window: Window) -> Halo | None:
+    """The halo of a window of an op, with its dims sharded over `axes`; None where it has none."""
+    shapes = [value.shape for value in (*op.operands, *op.results)]
+    return halo_of(
+        shapes[window.read][window.dim], shapes[window.reader][window.reader_dim] // window.scale, axes, window
+    )
 
 
 def window(
@@ -95,7 +132,7 @@ def window(
     for hop, width in halo.hops():
         strip = _narrow(emitter, node, dim, halo.part - width if hop > 0 else 0, width)
         pieces[-hop] = shift(emitter, strip, axes, hop, why)
-    node = _cat(emitter, [pieces[place] for place in sorted(pieces)], dim)
+    node = _join(emitter, [pieces[place] for place in sorted(pieces)], dim)
     node = _pad(emitter, node, dim, *halo.padding)
     if len(set(halo.starts)) == 1:
         node = _narrow(emitter, node, dim, halo.starts[0], halo.length)
@@ -133,6 +170,50 @@ def fold(
         received = _pad(emitter, received, dim, *((missing, 0) if hop > 0 else (0, missing)))
         own = emitter.move(aten.add.Tensor, own, shape_of(own), received)
     return own
+
+
+def move(
+    emitter: Emitter, nodes: Sequence[fx.Node], dim: int, axes: Axes, plan: RunPlan, lengths: Sequence[int],
+    why: dict[str, Any],
+) -> list[fx.Node]:  # fmt: skip
+    """Emits a plan on a device's shards of the sources, and returns its shards of the results.
+
+    lengths: those of the results' shards along `dim`.
+    """
+    held = _join(emitter, nodes, dim)
+    strips = [
+        emitter.send(_narrow(emitter, held, dim, _ranked(emitter, axes, each.starts), each.width), axes, each.to, why)
+        for each in plan.rounds
+    ]
+    held = _join(emitter, [held, *strips], dim)
+    return [_taken(emitter, held, dim, axes, places, length) for places, length in zip(plan.places, lengths)]
+
+
+def _taken(
+    emitter: Emitter, node: fx.Node, dim: int, axes: Axes, places: Sequence[tuple[tuple[int, int], ...]], length: int
+) -> fx.Node:
+    """The elements of a device's shard of a result, in order."""
+    total = shape_of(node)[dim]
+    parts = max(map(len, places), default=0)
+    firsts = [own[0][1] if own else 0 for own in places]
+    if parts < 2 and all(0 <= first <= total - length for first in firsts):
+        return _narrow(emitter, node, dim, _ranked(emitter, axes, firsts), length)
+    spec = (length,)
+    order = emitter.number(aten.arange.default, spec, torch.int64, length)
+    index = emitter.number(aten.add.Tensor, spec, torch.int64, order, _ranked(emitter, axes, firsts))
+    for k in range(1, parts):
+        begins = [own[k][0] if k < len(own) else length for own in places]
+        jumps = [own[k][1] - own[k - 1][1] if k < len(own) else 0 for own in places]
+        behind = emitter.number(aten.ge.Scalar, spec, torch.bool, order, _ranked(emitter, axes, begins))
+        jump = emitter.number(aten.mul.Scalar, spec, torch.int64, behind, _ranked(emitter, axes, jumps))
+        index = emitter.number(aten.add.Tensor, spec, torch.int64, index, jump)
+    index = emitter.number(aten.clamp.default, spec, torch.int64, index, 0, total - 1)  # padding reads anything
+    return emitter.move(aten.index_select.default, node, resized(node, dim, length), dim, index)
+
+
+def _ranked(emitter: Emitter, axes: Axes, table: Sequence[int]) -> Any:
+    """The entry of a table for the device; a plain number where all are equal."""
+    return table[0] if len(set(table)) == 1 else emitter.ranked_number(pick, axes, tuple(table))
 
 
 def mirror(emitter: Emitter, node: fx.Node, dim: int, axes: Axes, why: dict[str, Any]) -> fx.Node:
@@ -177,7 +258,7 @@ def _pad(emitter: Emitter, node: fx.Node, dim: int, before: Any, after: Any, tot
     return emitter.move(aten.constant_pad_nd.default, node, resized(node, dim, size), widths, 0)
 
 
-def _cat(emitter: Emitter, nodes: Sequence[fx.Node], dim: int) -> fx.Node:
+def _join(emitter: Emitter, nodes: Sequence[fx.Node], dim: int) -> fx.Node:
     if len(nodes) == 1:
         return nodes[0]
     shape = resized(nodes[0], dim, sum(shape_of(node)[dim] for node in nodes))

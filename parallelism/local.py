@@ -81,11 +81,22 @@ class LocalPart:
 
     # ---- neighbours -------------------------------------------------------------------------------------
     def window(self, operand: int, reader: int | None = None) -> Any:
+        if self.rule.moving:
+            return self._moved[reader - len(self.op.operands) if reader else 0]
         node = self.inputs[operand]
         for _, axes, plan, window in self._halos(operand, len(self.op.operands) if reader is None else reader):
             size = self._tensor(operand).shape[window.dim]
             node = halo.window(self.emitter, node, window.dim, size, axes, plan, window.fill, self._near(operand))
         return node
+
+    @functools.cached_property
+    def _moved(self) -> list[fx.Node]:
+        """The shards of all results, of a rule that only moves elements."""
+        nodes, results = self.inputs, [self.shape(i) for i in range(len(self.op.results))]
+        ((f, window), *_) = ((f, w) for f, w in self.rule.windows if f in self.choice)
+        plan = halo.plan_of(self.op, self.rule, self.axes(f))
+        lengths = [shape[window.reader_dim] for shape in results]
+        return halo.move(self.emitter, nodes, window.dim, self.axes(f), plan, lengths, self._near(0))
 
     def fold(self, node: Any, read: int, reader: int) -> Any:
         for _, axes, plan, window in reversed(list(self._halos(read, reader))):

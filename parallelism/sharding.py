@@ -326,6 +326,19 @@ def starts(size: int, axes: Axes) -> tuple[int, ...]:
     return places
 
 
+def spans(size: int, axes: Sequence[Axis], grain: int = 1) -> tuple[tuple[int, int], ...]:
+    """The first element of every device's shard of a dim, and the one behind its last, without padding."""
+    out: tuple[tuple[int, int], ...] = ((0, size),)
+    part = size
+    for axis in axes:
+        part = local_size(part, (axis,), grain)
+        out = tuple(
+            (min(first + i * part, end), min(first + (i + 1) * part, end))
+            for first, end in out for i in range(axis.size)
+        )  # fmt: skip
+    return out
+
+
 def even(size: int, axes: Sequence[Axis]) -> bool:
     """Whether the axes divide a dim of `size` evenly."""
     return size % size_of(axes) == 0

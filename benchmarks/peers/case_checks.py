@@ -192,6 +192,11 @@ def _peer_bytes(case: dict[str, Any], named: dict[str, Value], mesh: Mesh, layou
             continue
         if step["op"] in named or "kind" in step:
             base = step["op"]
+            for name in step["of"]:  # what no step computes is computed as it lies
+                if name in named and name not in stated and named[name].producer is not None:
+                    others = {v: layout for n, (v, layout) in at.items() if n != name}
+                    total += _compute(named[name], others, at[name][1])[1]
+                    stated.add(name)
             layout_of_value = dict(at.values()) | {at[n][0]: at[n][1] for n in step["of"] if n in at}
             for name in (n for n in named if n == base or n.startswith(f"{base}.")):
                 result_layout = (
@@ -212,6 +217,8 @@ def _peer_bytes(case: dict[str, Any], named: dict[str, Value], mesh: Mesh, layou
         if step["op"] == "reshard" and value.producer is not None and name in named and name not in stated:
             before, sent = _compute(value, {v: layout for n, (v, layout) in at.items() if n != name}, None)
             total += sent
+            at[name] = (value, before)
+            stated.add(name)
         if step["op"] == "all_reduce":
             members = size_of(axes_in(step["axes"].removeprefix("max"), mesh))
             total += wire_bytes(

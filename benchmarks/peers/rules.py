@@ -10,7 +10,7 @@ from typing import Any
 from tpshard.parallelism.choose import Choice, layout_of
 from tpshard.parallelism.factors import Cut
 from tpshard.parallelism.graph import Op, Value
-from tpshard.parallelism.halo import halo_of, price
+from tpshard.parallelism.halo import halo_in, price
 from tpshard.parallelism.mesh import Axis, size_of
 from tpshard.parallelism.rules.rule import Kind, Rule
 from tpshard.parallelism.rules.table import rule_for
@@ -218,15 +218,12 @@ def joined(builder: Builder, names: Sequence[str]) -> Joined:
 def inside(op: Op, rule: Rule, choice: Choice) -> float:
     """The bytes that a device sends for an op itself, computed in a choice: halos, swapped shards, and what its
     `local` gathers."""
-    tensors, sent = [*op.operands, *op.results], 0.0
+    tensors, sent = [*op.operands, *op.results], price(op, rule, choice, 0)
     for f, window in rule.windows:
-        if f not in choice:
-            continue
-        value = tensors[window.read]
-        length = tensors[window.reader].shape[window.reader_dim] // window.scale
-        plan = halo_of(value.shape[window.dim], length, choice[f].axes, window)
-        held = local_bytes(value.shape, layout_of(rule, rule.tensors[window.read], choice, False), value.dtype.itemsize)
-        sent += price(plan, held, 0) if plan is not None else held * (size_of(choice[f].axes) - 1)
+        if f in choice and not rule.moving and halo_in(op, choice[f].axes, window) is None:
+            layout = layout_of(rule, rule.tensors[window.read], choice, False)
+            value = tensors[window.read]
+            sent += local_bytes(value.shape, layout, value.dtype.itemsize) * (size_of(choice[f].axes) - 1)
     if any(f in choice for f in rule.mirrored):
         sent += local_bytes(
             tensors[0].shape, layout_of(rule, rule.operands[0], choice, False), tensors[0].dtype.itemsize

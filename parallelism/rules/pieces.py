@@ -21,13 +21,13 @@ from tpshard.parallelism.rules.shape import same_dims, view_entry, whole
 aten = torch.ops.aten
 
 
-def with_windows(rule: Rule, windows: Sequence[Window]) -> Rule:
+def with_windows(rule: Rule, windows: Sequence[Window], moving: bool = False) -> Rule:
     """Adds windows, through which tensors read others, to a rule."""
     with_factor: list[tuple[int, Window]] = []
     for window in windows:
         members = rule.tensors[window.read][window.dim]
         with_factor.extend((f, window) for f in members)
-    return replace(rule, windows=tuple(with_factor))
+    return replace(rule, windows=tuple(with_factor), moving=moving)
 
 
 def cut_dims(at: LocalOp, rule: Rule) -> set[int]:
@@ -63,7 +63,7 @@ def slice_rule(op: Op) -> Rule:
         return node if step == 1 else at.emit(aten.slice.Tensor, node, dim, 0, 1 << 62, step, shape=at.shape())
 
     rule = same_dims(op, [dim], Kind.PERMUTE, local=local)
-    rule = with_windows(rule, [Window(0, dim, 1, dim, first=start, stride=step)])
+    rule = with_windows(rule, [Window(0, dim, 1, dim, first=start, stride=step)], moving=step == 1)
     return replace(rule, others=(pick_positions(op, dim, range(start, start + step * op.results[0].shape[dim], step)),))
 
 
@@ -123,7 +123,9 @@ def split(op: Op) -> Rule:
         return [at.window(0, 1 + i) for i in range(len(op.results))]
 
     rule = same_dims(op, [dim], Kind.PERMUTE, local=local)
-    return with_windows(rule, [Window(0, dim, 1 + i, dim, first=starts[i]) for i in range(len(op.results))])
+    return with_windows(
+        rule, [Window(0, dim, 1 + i, dim, first=starts[i]) for i in range(len(op.results))], moving=True
+    )
 
 
 # ---- shifts ---------------------------------------------------------------------------------------------------------
@@ -196,14 +198,11 @@ def cat(op: Op) -> Rule:
     def local(at: LocalOp) -> Any:
         if not cut_dims(at, rule):
             return at.same()
-        (f,) = rule.results[0][dim]
-        node = at.window(0)
-        for i in range(1, len(op.operands)):
-            node = at.emit(aten.where.self, from_on(at, f, dim, starts[i]), at.window(i), node, shape=at.shape())
-        return node
+        return at.window(0)
 
     rule = same_dims(op, [dim], Kind.PERMUTE, tuple(range(len(op.operands))), local=local)
-    return with_windows(rule, [Window(i, dim, len(starts) - 1, dim, first=-starts[i]) for i in range(len(op.operands))])
+    windows = [Window(i, dim, len(starts) - 1, dim, first=-starts[i]) for i in range(len(op.operands))]
+    return with_windows(rule, windows, moving=True)
 
 
 def without_empty(op: Op) -> None:

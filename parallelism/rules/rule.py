@@ -113,6 +113,8 @@ class Rule:
     """Summed factors whose padding the rule's own `local` does not read."""
     windows: tuple[tuple[int, Window], ...] = ()
     """Pairs (factor, window): how tensors read others along factors of kind PERMUTE, or along windowed sums."""
+    moving: bool = False
+    """Whether the windows only move elements of the operands to the results, so that all are exchanged at once."""
     mirrored: tuple[int, ...] = ()
     """Factors that are read in reverse."""
     exchanged: tuple[Exchange, ...] = ()
@@ -203,7 +205,8 @@ class LocalOp(Protocol):
     def window(self, operand: int, reader: int | None = None) -> Any:
         """A node with the part of an operand that this device reads; the operand itself if no window is sharded.
 
-        reader: the tensor for whose shard it is read, by default the first result.
+        reader: the tensor for whose shard it is read, by default the first result. With a rule that only moves
+        elements, the reader's shard.
         """
 
     def fold(self, node: Any, read: int, reader: int) -> Any:

@@ -1,0 +1,139 @@
+"""A split, a slice or a concatenation of a sharded dim moves each run of elements from the device that has it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tpshard.parallelism import Mesh, Program, partition
+from tpshard.parallelism.cost import wire_bytes
+from tpshard.parallelism.mesh import Axes, Axis, size_of
+from tpshard.parallelism.runs import Read, runs_of
+from tpshard.parallelism.sharding import local_size, spans
+
+torch.set_num_threads(1)
+MESHES = [Mesh({"x": 2}), Mesh({"x": 3}), Mesh({"x": 4}), Mesh({"x": 2, "y": 2}), Mesh({"x": 3, "y": 2})]
+Fn = Callable[..., Any]
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def same(fn: Fn, args: list[Tensor], mesh: Mesh, shardings: list[Any], out: list[Any] | None = None) -> Program:
+    """The program of `fn`, whose simulation equals `fn` itself."""
+    program = partition(fn, args, mesh, shardings, out)
+    for mine, theirs in zip(program.simulate(*args), fn(*args), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+    return program
+
+
+def sent(program: Program) -> int:
+    return sum(wire_bytes(c.kind, c.bytes, c.size) for c in program.collectives)
+
+
+def some_reads(rng: random.Random) -> list[Read]:
+    """A split into parts of random sizes, some unread, or such a concatenation."""
+    sizes = [rng.randint(1, 20) for _ in range(rng.randint(1, 4))]
+    firsts = [sum(sizes[:i]) for i in range(len(sizes))]
+    if rng.random() < 0.5:
+        return [Read(i, n, 0, sum(sizes), -first) for i, (n, first) in enumerate(zip(sizes, firsts))]
+    parts = [n * (rng.random() < 0.8) for n in sizes]
+    return [Read(0, sum(sizes), i, n, first) for i, (n, first) in enumerate(zip(parts, firsts))]
+
+
+@pytest.mark.parametrize("axes", [(2,), (3,), (8,), (2, 3), (3, 2)])
+def test_every_element_arrives_at_its_place(axes: tuple[int, ...]) -> None:
+    """For shards of any size, with padding between them too: carrying out the plan gives every device its shards."""
+    over: Axes = tuple(Axis(f"a{i}", 1, n) for i, n in enumerate(axes))
+    rng = random.Random(0)
+    for _ in range(200):
+        reads = some_reads(rng)
+        plan = runs_of(tuple(reads), over)
+        sources = {read.source: read.source_size for read in reads}
+        held: list[list[Any]] = [[] for _ in range(size_of(over))]
+        for source, size in sources.items():
+            part = local_size(size, over)
+            for mine, (first, end) in zip(held, spans(size, over)):
+                mine += [(source, i) if i < end else None for i in range(first, first + part)]
+        stock = [list(mine) for mine in held]
+        for each in plan.rounds:
+            assert sorted(each.to) == list(range(len(held)))
+            for device, (begin, to) in enumerate(zip(each.starts, each.to)):
+                stock[to] += held[device][begin : begin + each.width]
+                assert len(held[device][begin : begin + each.width]) == each.width
+        for result in {read.result for read in reads}:
+            mine = [read for read in reads if read.result == result]
+            for device, (first, end) in enumerate(spans(mine[0].result_size, over)):
+                parts = plan.places[result][device]
+                for i in range(first, end):
+                    shift = [shift for at, shift in parts if at <= i - first][-1]
+                    (expected,) = [(r.source, i + r.first) for r in mine if 0 <= i + r.first < r.source_size]
+                    assert stock[device][shift + i - first] == expected
+
+
+@pytest.mark.parametrize("members", [2, 3, 4, 8])
+def test_a_packed_projection_sends_every_element_at_most_once(members: int) -> None:
+    """Its halves lie on half of the devices each. Their gradients are put together by as much."""
+    mesh = Mesh({"x": members})
+
+    def packed(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        gate, value = (x @ up).chunk(2, -1)
+        return (F.silu(gate) * value) @ down
+
+    args = [rand(6, 4), rand(4, 96), rand(48, 4)]
+    columns = [None, (None, "x"), ("x",)]
+    program = same(lambda *args: (packed(*args),), args, mesh, columns, [(None, None)])
+    *moves, reduced = program.collectives
+    shard = 6 * 96 // members * 8 * (1 if members % 2 == 0 else 4 / 3)
+    assert {c.kind for c in moves} == {"permute"} and reduced.kind == "all_reduce"
+    assert sum(c.bytes for c in moves) <= shard
+    gradients = torch.func.grad(lambda *args: packed(*args).square().sum(), (0, 1, 2))
+    program = same(gradients, args, mesh, columns, [(None, None), *columns[1:]])
+    moves = [c for c in program.collectives if c.kind != "all_reduce"]
+    assert {c.kind for c in moves} == {"permute"}
+    assert sum(c.bytes for c in moves) <= 2 * shard
+
+
+def test_queries_keys_and_values_share_a_permute() -> None:
+    """Of three equal parts on two devices only the second half of the first and the first half of the last move."""
+    program = same(lambda x: x.chunk(3, 1), [rand(4, 48)], MESHES[0], [(None, "x")], [(None, "x")] * 3)
+    assert [(c.kind, c.bytes) for c in program.collectives] == [("permute", 4 * 8 * 8)]
+
+
+def test_only_what_is_read_moves() -> None:
+    for read in range(2):
+        program = same(lambda x, i=read: (x.chunk(2)[i],), [rand(16, 3)], Mesh({"x": 4}), [("x",)], [("x",)])
+        assert sent(program) <= 2 * 2 * 3 * 8
+    x, mesh = rand(8, 3), Mesh({"x": 4})
+    assert sent(same(lambda x: (x.unbind()[5],), [x], mesh, [("x",)], [None])) <= sent(
+        same(lambda x: (x[5],), [x], mesh, [("x",)], [None])
+    )
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_splits_and_their_gradients_are_right_on_any_mesh(seed: int) -> None:
+    """Also uneven ones, over two axes, put together again in another order."""
+    rng = random.Random(seed)
+    for _ in range(5):
+        mesh, m = rng.choice(MESHES), rng.choice([2, 3, 4])
+        sizes = [rng.randint(1, 9) for _ in range(rng.randint(2, 4))]
+        order = rng.sample(range(len(sizes)), rng.randint(1, len(sizes)))
+
+        def fn(x: Tensor, y: Tensor, sizes: list[int] = sizes, order: list[int] = order) -> tuple[Tensor, ...]:
+            parts = x.split(sizes)
+            mixed = torch.cat([*(parts[i].exp() for i in order), y])
+            return (mixed, *(parts[i] * 2 for i in order))
+
+        def gradients(x: Tensor, y: Tensor, fn: Fn = fn) -> tuple[Tensor, ...]:
+            return torch.func.grad(lambda *xs: sum(out.sin().sum() for out in fn(*xs)), (0, 1))(x, y)
+
+        ways = [("x", None), (tuple(mesh.axes), None), (tuple(mesh.axes)[::-1], None), (None, "x"), None]
+        args = [rand(sum(sizes), m), rand(rng.randint(1, 9), m)]
+        for each, results in ((fn, 1 + len(order)), (gradients, 2)):
+            same(each, args, mesh, [rng.choice(ways) for _ in args], [rng.choice(ways) for _ in range(results)])
