@@ -17,9 +17,10 @@ from tpshard.parallelism.graph import Op
 from tpshard.parallelism.lower import Emitter, pick
 from tpshard.parallelism.mesh import Axes, size_of
 from tpshard.parallelism.node_info import info, resized, shape_of
+from tpshard.parallelism.reshard import ReshardStep
 from tpshard.parallelism.rules.rule import Rule, Window
 from tpshard.parallelism.runs import Read, RunPlan, runs_of
-from tpshard.parallelism.sharding import even, local_bytes, local_size
+from tpshard.parallelism.sharding import even, local_bytes, local_shape, local_size
 
 aten = torch.ops.aten
 
@@ -214,6 +215,17 @@ def _taken(
 def _ranked(emitter: Emitter, axes: Axes, table: Sequence[int]) -> Any:
     """The entry of a table for the device; a plain number where all are equal."""
     return table[0] if len(set(table)) == 1 else emitter.ranked_number(pick, axes, tuple(table))
+
+
+def reshard(
+    emitter: Emitter, node: fx.Node, step: ReshardStep, shape: Sequence[int], why: dict[str, Any]
+) -> fx.Node:  # fmt: skip
+    """Emits the nodes of one resharding step of a tensor of this global shape, and returns the last."""
+    if step.kind != "regrain":
+        return emitter.step(node, step, shape, **why)
+    dim, plan = step.runs(shape)
+    (moved,) = move(emitter, [node], dim, step.before.dims[dim], plan, [local_shape(shape, step.after)[dim]], why)
+    return moved
 
 
 def mirror(emitter: Emitter, node: fx.Node, dim: int, axes: Axes, why: dict[str, Any]) -> fx.Node:

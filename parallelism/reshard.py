@@ -24,7 +24,8 @@ from tpshard.parallelism.reshard_moves import (
     same_pieces,
     useful_moves,
 )
-from tpshard.parallelism.sharding import Layout, even, even_grains, local_bytes, local_size
+from tpshard.parallelism.runs import Read, RunPlan, runs_of
+from tpshard.parallelism.sharding import Layout, even, even_grains, local_bytes, local_shape, local_size
 
 LATENCY_BYTES = 20_000
 """The cost of starting a collective, in bytes that could be sent meanwhile; used only to compare plans."""
@@ -39,7 +40,8 @@ class ReshardStep:
     """One move of a resharding. `parts`: (axis, from dim, to dim), with -1 for no dim."""
 
     kind: str
-    """gather, scatter (reduce-scatter), reduce (all-reduce), exchange (all-to-all), slice, mask, spread or permute."""
+    """gather, scatter (reduce-scatter), reduce (all-reduce), exchange (all-to-all), slice, mask, spread, permute, or
+    regrain, which moves a dim's elements to shards with another grain."""
     parts: tuple[tuple[Axis, int, int], ...]
     before: Layout
     after: Layout
@@ -49,12 +51,22 @@ class ReshardStep:
     def grain(self, dim: int) -> int:
         return self.grains[dim] if self.grains else 1
 
+    def runs(self, shape: Sequence[int]) -> tuple[int, RunPlan]:
+        """The dim of a regrain of a tensor of this shape, and the runs by which its elements move."""
+        dim = self.parts[0][1]
+        grains = (self.before.grain(dim), self.after.grain(dim))
+        return dim, runs_of((Read(0, shape[dim], 0, shape[dim], 0, grains),), self.before.dims[dim])
+
 
 def cost(steps: Sequence[ReshardStep], shape: Sequence[int], itemsize: int, latency: int = LATENCY_BYTES) -> float:
     """The cost of a sequence of steps: the bytes that one device sends in rings, plus latencies."""
     total = 0.0
     for s in steps:
         before, after = (local_bytes(shape, layout, itemsize) for layout in (s.before, s.after))
+        if s.kind == "regrain":
+            dim, runs = s.runs(shape)
+            total += runs.price(before / local_shape(shape, s.before)[dim], latency)
+            continue
         if s.kind == "exchange":
             before = _exchange_bytes(shape, s.before, s.after, s.parts, itemsize)
         total += _price(s.kind, s.parts, before, after, latency)
@@ -99,13 +111,9 @@ def redistribution(
     if source == target:
         return ()
     grains, apart = _grains(shape, source, target)
-    if apart:  # dims that both shard, but at different elements, are made whole first
-        dims = tuple(() if d in apart else axes for d, axes in enumerate(source.dims))
-        between = _normal(shape, Layout(dims, source.partial, source.kind, source.grains))
-        return (
-            *redistribution(shape, source, between, itemsize, latency),
-            *redistribution(shape, between, target, itemsize, latency),
-        )
+    if apart:
+        ways = _through_other_grains(shape, source, target, apart, itemsize, latency)
+        return min(ways, key=lambda steps: cost(steps, shape, itemsize, latency))
     # a dim with a grain is a dim of fewer, larger elements
     blocks = tuple(n // g for n, g in zip(shape, grains))
     steps = _join(_search(blocks, source, target, itemsize * math.prod(grains), latency))
@@ -116,6 +124,37 @@ def redistribution(
         return layout._replace(grains=even_grains(shape, layout.dims, grains))
 
     return tuple(ReshardStep(s.kind, s.parts, with_grains(s.before), with_grains(s.after), grains) for s in steps)
+
+
+def _through_other_grains(
+    shape: tuple[int, ...], source: Layout, target: Layout, apart: Sequence[int], itemsize: int, latency: int
+) -> Iterator[tuple[ReshardStep, ...]]:
+    """Yields ways to reshard a tensor whose layouts divide the dims `apart` at different elements.
+
+    These dims are made whole, or, where both layouts shard them over the same axes, regrained at the start or the end.
+    """
+
+    def plan(before: Layout, after: Layout) -> tuple[ReshardStep, ...]:
+        return redistribution(shape, before, after, itemsize, latency)
+
+    def regrained(layout: Layout, other: Layout) -> Layout:
+        grains = (other.grain(d) if d in apart else layout.grain(d) for d in range(len(shape)))
+        return _normal(shape, layout._replace(grains=tuple(grains)))
+
+    def regrain(before: Layout, after: Layout) -> Iterator[ReshardStep]:
+        for d in apart:
+            between = _normal(shape, before._replace(grains=tuple(
+                (after if e == d else before).grain(e) for e in range(len(shape)))))  # fmt: skip
+            yield ReshardStep("regrain", tuple((axis, d, d) for axis in before.dims[d]), before, between)
+            before = between
+
+    whole = source._replace(dims=tuple(() if d in apart else axes for d, axes in enumerate(source.dims)))
+    whole = _normal(shape, whole)
+    yield plan(source, whole) + plan(whole, target)
+    if all(source.dims[d] == target.dims[d] for d in apart):
+        first, last = regrained(source, target), regrained(target, source)
+        yield (*regrain(source, first), *plan(first, target))
+        yield (*plan(source, last), *regrain(last, target))
 
 
 def _normal(shape: Sequence[int], layout: Layout) -> Layout:

@@ -137,3 +137,31 @@ def test_random_splits_and_their_gradients_are_right_on_any_mesh(seed: int) -> N
         args = [rand(sum(sizes), m), rand(rng.randint(1, 9), m)]
         for each, results in ((fn, 1 + len(order)), (gradients, 2)):
             same(each, args, mesh, [rng.choice(ways) for _ in args], [rng.choice(ways) for _ in range(results)])
+
+
+def test_a_merged_uneven_dim_is_divided_anew_by_neighbours() -> None:
+    """7 rows of 2 on 2 devices are 8 and 6 elements; of the 14, each device gets 7 by one permute. And back."""
+    for shape, view in (((3, 7, 2), (3, 14)), ((3, 14), (3, 7, 2))):
+        program = same(lambda x, v=view: (x.view(v).exp(),), [rand(*shape)], MESHES[0], [(None, "x")], [(None, "x")])
+        assert [(c.kind, c.bytes) for c in program.collectives] == [("permute", 3 * 8)]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_uneven_views_and_their_gradients_are_right_and_send_less_than_a_gather(mesh: Mesh) -> None:
+    rng = random.Random(0)
+    axes = tuple(mesh.axes)
+    for _ in range(12):
+        rows, inner, m = rng.randint(2, 13), rng.choice([2, 3, 4]), rng.choice([1, 3])
+        shapes = [(rows, inner, m), (rows * inner, m)][:: rng.choice([1, -1])]
+        over = rng.choice([axes, axes[:1]])
+
+        def fn(x: Tensor, view: tuple[int, ...] = shapes[1]) -> tuple[Tensor, ...]:
+            return (x.sin().view(view).sum(-1),)
+
+        def gradient(x: Tensor, fn: Fn = fn) -> tuple[Tensor, ...]:
+            return (torch.func.grad(lambda y: fn(y)[0].square().sum())(x),)
+
+        same(gradient, [rand(*shapes[0])], mesh, [(over,)], [(over,)])
+        program = same(fn, [rand(*shapes[0])], mesh, [(over,)], [(over,)])
+        part = local_size(shapes[0][0], [mesh.axis(a) for a in over]) * rows * inner * m // shapes[0][0]
+        assert sent(program) <= part * (size_of(mesh.axis(a) for a in over) - 1) * 8
