@@ -191,7 +191,7 @@ def move(
 
 
 def _taken(
-    emitter: Emitter, node: fx.Node, dim: int, axes: Axes, places: Sequence[tuple[tuple[int, int], ...]], length: int
+    emitter: Emitter, node: fx.Node, dim: int, axes: Axes, places: Sequence[Sequence[tuple[int, int]]], length: int
 ) -> fx.Node:
     """The elements of a device's shard of a result, in order."""
     total = shape_of(node)[dim]

@@ -52,20 +52,53 @@ class Round(NamedTuple):
 class RunPlan(NamedTuple):
     """The plan by which all devices get their shards of all results."""
 
-    rounds: tuple[Round, ...]
-    places: tuple[tuple[tuple[tuple[int, int], ...], ...], ...]
-    """Per result and device, the parts of its shard as (where it begins, place minus that). Places count the elements
-    of [what the device has, the strip of the first round, that of the second, ...]."""
+    kept: tuple[ElementRun, ...]
+    """The runs that devices have themselves."""
+    sent: tuple[tuple[ElementRun, ...], ...]
+    """The runs of each permute."""
+    held: int
+    """The number of elements that a device has."""
+    members: int
+    results: int
 
     def price(self, element_bytes: float, latency: float) -> float:
         """The bytes that a device sends, plus the latency of each permute in bytes."""
-        return sum(latency + element_bytes * each.width for each in self.rounds)
+        return sum(latency + element_bytes * _width(group) for group in self.sent)
+
+    @property
+    def rounds(self) -> list[Round]:
+        """The permutes. A device without a run to send sends anything, to itself where it can."""
+        out = []
+        for group in self.sent:
+            width, by_source = _width(group), {run.source: run for run in group}
+            starts = [
+                min(run.start, self.held - width) if (run := by_source.get(i)) else 0 for i in range(self.members)
+            ]
+            out.append(Round(width, tuple(starts), _completed({r.source: r.target for r in group}, self.members)))
+        return out
+
+    @property
+    def places(self) -> list[list[list[tuple[int, int]]]]:
+        """Per result and device, the parts of its shard as (where it begins, place minus that). Places count the
+        elements of [what the device has, the strip of the first round, that of the second, ...]."""
+        out: list[list[list[tuple[int, int]]]] = [[[] for _ in range(self.members)] for _ in range(self.results)]
+        for run in self.kept:
+            out[run.result][run.target].append((run.at, run.start - run.at))
+        end = self.held
+        for group in self.sent:
+            width = _width(group)
+            for run in group:  # its strip may have to begin before it
+                behind = max(0, run.start - (self.held - width))
+                out[run.result][run.target].append((run.at, end + behind - run.at))
+            end += width
+        return [[sorted(parts) for parts in shards] for shards in out]
 
 
 @lru_cache(maxsize=100_000)
 def runs_of(reads: tuple[Read, ...], axes: Axes) -> RunPlan:
     """The runs by which results read sources, all sharded over `axes` along the dim."""
-    base, held = {}, 0
+    base: dict[int, int] = {}
+    held = 0
     for read in reads:
         if read.source not in base:
             base[read.source] = held
@@ -77,22 +110,13 @@ def runs_of(reads: tuple[Read, ...], axes: Axes) -> RunPlan:
     def hop(run: ElementRun) -> int:
         return (run.target - run.source) % members
 
-    orders = (lambda run: (-run.length, hop(run), run), lambda run: (run.result, hop(run), run))
-    groups = min((_disjoint(sorted(away, key=order)) for order in orders), key=lambda g: (_width(g), len(g)))
-    places: list[list[dict[int, int]]] = [[{} for _ in range(members)] for _ in range(1 + max(r.result for r in reads))]
-    for run in runs:
-        if run.source == run.target:
-            places[run.result][run.target][run.at] = run.start - run.at
-    rounds, end = [], held
-    for group in groups:
-        width = max(run.length for run in group)
-        starts = {run.source: min(run.start, held - width) for run in group}
-        for run in group:
-            places[run.result][run.target][run.at] = end + run.start - starts[run.source] - run.at
-        end += width
-        begins = tuple(starts.get(i, 0) for i in range(members))
-        rounds.append(Round(width, begins, _completed({run.source: run.target for run in group}, members)))
-    return RunPlan(tuple(rounds), tuple(tuple(tuple(sorted(p.items())) for p in result) for result in places))
+    plans = (
+        _disjoint(sorted(away, key=lambda run: (-run.length, hop(run), run))),
+        _disjoint(sorted(away, key=lambda run: (run.result, hop(run), run))),
+    )
+    sent = min(plans, key=lambda groups: (sum(map(_width, groups)), len(groups)))
+    kept = tuple(run for run in runs if run.source == run.target)
+    return RunPlan(kept, tuple(map(tuple, sent)), held, members, 1 + max(read.result for read in reads))
 
 
 def _overlaps(read: Read, base: int, axes: Axes) -> list[ElementRun]:
@@ -114,19 +138,21 @@ def _overlaps(read: Read, base: int, axes: Axes) -> list[ElementRun]:
 
 def _disjoint(runs: Sequence[ElementRun]) -> list[list[ElementRun]]:
     """Groups in which no two runs have the same source or the same target: each run joins the first that it can."""
-    groups: list[tuple[list[ElementRun], set[int], set[int]]] = []
+    groups: list[list[ElementRun]] = []
+    used: dict[tuple[str, int], int] = {}  # the groups of each device's runs, as bits
     for run in runs:
-        free = (group for group in groups if run.source not in group[1] and run.target not in group[2])
-        if (group := next(free, None)) is None:
-            groups.append(group := ([], set(), set()))
-        group[0].append(run)
-        group[1].add(run.source)
-        group[2].add(run.target)
-    return [group for group, _, _ in groups]
+        ends = (("source", run.source), ("target", run.target))
+        taken = used.get(ends[0], 0) | used.get(ends[1], 0)
+        first = (~taken & (taken + 1)).bit_length() - 1
+        if first == len(groups):
+            groups.append([])
+        groups[first].append(run)
+        used |= {end: used.get(end, 0) | 1 << first for end in ends}
+    return groups
 
 
-def _width(groups: Sequence[Sequence[ElementRun]]) -> int:
-    return sum(max(run.length for run in group) for group in groups)
+def _width(group: Sequence[ElementRun]) -> int:
+    return max(run.length for run in group)
 
 
 def _completed(to: dict[int, int], members: int) -> tuple[int, ...]:

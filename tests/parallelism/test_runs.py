@@ -14,6 +14,8 @@ from tpshard.parallelism import Mesh, Program, partition
 from tpshard.parallelism.cost import wire_bytes
 from tpshard.parallelism.mesh import Axes, Axis, size_of
 from tpshard.parallelism.runs import Read, runs_of
+from tpshard.parallelism.runtime.context import Context
+from tpshard.parallelism.runtime.execute import Compiled, Executor
 from tpshard.parallelism.sharding import local_size, spans
 
 torch.set_num_threads(1)
@@ -104,6 +106,33 @@ def test_queries_keys_and_values_share_a_permute() -> None:
     """Of three equal parts on two devices only the second half of the first and the first half of the last move."""
     program = same(lambda x: x.chunk(3, 1), [rand(4, 48)], MESHES[0], [(None, "x")], [(None, "x")] * 3)
     assert [(c.kind, c.bytes) for c in program.collectives] == [("permute", 4 * 8 * 8)]
+
+
+def pieced() -> Program:
+    """Programs whose results lie in parts on several devices, also unevenly."""
+
+    def fn(x: Tensor) -> tuple[Tensor, ...]:
+        first, second, third = x.split([2, 6, 5])
+        return torch.cat([third, first.exp(), second]), second * 2
+
+    return partition(fn, [rand(13, 3)], MESHES[0], [("x",)], [("x",), ("x",)])
+
+
+def execute(context: Context, compiled: Compiled) -> list[Tensor]:
+    program = pieced()
+    return Executor(program, context, compiled=compiled)(*program.local(context.rank, rand(13, 3)))
+
+
+@pytest.mark.parametrize("compiled", ["none", pytest.param("all", marks=pytest.mark.slow)])
+def test_ranks_execute_what_is_simulated(pool: Any, compiled: Compiled) -> None:
+    program = pieced()
+    expected = program.simulate(rand(13, 3))
+    assert {c.kind for c in program.collectives} == {"permute"}
+    for rank, actual in enumerate(pool.run(execute, compiled, world=2)):
+        for mine, port, whole in zip(actual, program.outputs, expected, strict=True):
+            part = port.local[0]
+            theirs = whole[rank * part : (rank + 1) * part]
+            torch.testing.assert_close(mine[: len(theirs)], theirs)
 
 
 def test_only_what_is_read_moves() -> None:
