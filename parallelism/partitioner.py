@@ -12,6 +12,7 @@ from typing import Any
 from torch import fx
 from tpshard.parallelism import halo
 from tpshard.parallelism.anchors import is_anchor, is_boundary, is_grouped, output, split_annotations
+from tpshard.parallelism.canonical import join_slices
 from tpshard.parallelism.capture import capture
 from tpshard.parallelism.choose import Choice, choose, computable, layout_of, past_padding, with_grains
 from tpshard.parallelism.detours import detours
@@ -112,6 +113,7 @@ def partition_graph(shardings: Shardings, latency: int = LATENCY_BYTES, apart: S
     latency: the cost of starting a collective, in bytes. apart: mesh axes along which devices will run different parts
     of the program.
     """
+    join_slices(shardings)
     return _Partitioner(shardings, latency, apart).run()
 
 

@@ -102,6 +102,38 @@ def test_a_packed_projection_sends_every_element_at_most_once(members: int) -> N
     assert sum(c.bytes for c in moves) <= 2 * shard
 
 
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_slices_that_are_all_of_a_dim_cost_no_more_than_a_split(mesh: Mesh) -> None:
+    """Also those of `glu` and its gradient, of which each is taken twice."""
+
+    def halves(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        packed = x @ up
+        n = packed.shape[-1] // 2
+        return (packed[:, :n] * torch.sigmoid(packed[:, n:])) @ down
+
+    def chunks(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        value, gate = (x @ up).chunk(2, -1)
+        return (value * torch.sigmoid(gate)) @ down
+
+    def glu(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return F.glu(x @ up, -1) @ down
+
+    for width in (96, 26):
+        args, over = [rand(6, 4), rand(4, width), rand(width // 2, 4)], tuple(mesh.axes)
+        ins = [None, (None, over), (over,)]
+        bytes_of = []
+        for fn in (chunks, halves, glu):
+            gradients = torch.func.grad(lambda *args, fn=fn: fn(*args).square().sum(), (0, 1, 2))
+            programs = (
+                same(lambda *args, fn=fn: (fn(*args),), args, mesh, ins, [(None, None)]),
+                same(gradients, args, mesh, ins, [(None, None), *ins[1:]]),
+            )
+            bytes_of.append([sent(program) for program in programs])
+        forward, step = bytes_of[0]
+        assert all(mine[0] <= forward for mine in bytes_of)
+        assert bytes_of[2][1] <= step
+
+
 def test_queries_keys_and_values_share_a_permute() -> None:
     """Of three equal parts on two devices only the second half of the first and the first half of the last move."""
     program = same(lambda x: x.chunk(3, 1), [rand(4, 48)], MESHES[0], [(None, "x")], [(None, "x")] * 3)
