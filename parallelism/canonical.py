@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from tpshard.parallelism.anchors import is_boundary, is_named, is_role
 from tpshard.parallelism.fold_contractions import fold_contractions
-from tpshard.parallelism.graph import Graph, Op, Place, Ref, Value
-from tpshard.parallelism.propagated import Shardings
+from tpshard.parallelism.graph import Graph, Op, Ref, Value
 from tpshard.parallelism.rules.pieces import bounds
 from tpshard.parallelism.rules.strides import of_slice, of_view
-from tpshard.parallelism.rules.table import entry_of, rule_for
+from tpshard.parallelism.rules.table import entry_of
 
 aten = torch.ops.aten
 
@@ -118,42 +117,6 @@ def narrow_splits(graph: Graph) -> None:
             start = sum(value.shape[dim] for value in op.results[: part.index])
             op.target, op.args = aten.slice.Tensor, (Ref(0), dim, start, start + part.shape[dim])
         op.kwargs, op.results, part.index = {}, [part], 0
-
-
-def join_slices(shardings: Shardings) -> None:
-    """Rewrites slices that together are a sharded dim to a split, whose results share what they exchange.
-
-    The slices are sharded like their source along the dim, and belong to one module and one phase.
-    """
-    graph, of = shardings.graph, shardings.of
-    joined: set[Op] = set()
-    for source in list(graph.values()):
-        along: dict[tuple[int, Place], dict[tuple[int, int], list[Op]]] = {}
-        for op in dict.fromkeys(source.users):
-            if op.target is aten.slice.Tensor and bounds(op, 1)[3] == 1:
-                dim, start, end, _ = bounds(op, 1)
-                along.setdefault((dim, op.place), {}).setdefault((start, end), []).append(op)
-        for (dim, _), parts in along.items():
-            starts, ends = zip(*sorted(parts))
-            ops = [op for part in sorted(parts) for op in parts[part]]
-            axes = of[source].dims[dim]
-            whole = (*starts, source.shape[dim]) == (0, *ends) and all(start < end for start, end in parts)
-            if not axes or len(parts) == 1 or not whole or any(of[op.results[0]].dims[dim] != axes for op in ops):
-                continue
-            first = min(ops, key=graph.ops.index)
-            results = [parts[part][0].results[0] for part in sorted(parts)]
-            for part, value in zip(sorted(parts), results):
-                for again in parts[part][1:]:
-                    graph.replace(again.results[0], value)
-            sizes = [end - start for start, end in zip(starts, ends)]
-            first.target, first.args, first.kwargs = aten.split_with_sizes.default, (Ref(0), sizes, dim), {}
-            first.results = results
-            for i, value in enumerate(results):
-                value.producer, value.index = first, i
-            shardings.rules[first] = rule_for(first)
-            joined.update(op for op in ops if op is not first)
-    graph.ops = [op for op in graph.ops if op not in joined]
-    graph.refresh_users()
 
 
 def merge_views(graph: Graph) -> None:

@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
-from tpshard.parallelism import halo
+from tpshard.parallelism import halo, joined_slices
 from tpshard.parallelism.anchors import is_anchor, is_boundary, is_grouped, output, split_annotations
-from tpshard.parallelism.canonical import join_slices
 from tpshard.parallelism.capture import capture
 from tpshard.parallelism.choose import Choice, choose, computable, layout_of, past_padding, with_grains
 from tpshard.parallelism.detours import detours
@@ -108,12 +107,12 @@ def mark_outputs(graph: Graph, names: Mapping[int, str] | None = None) -> None:
 
 
 def partition_graph(shardings: Shardings, latency: int = LATENCY_BYTES, apart: Sequence[str] = ()) -> Program:
-    """Partitions a propagated graph into the program of one device.
+    """Partitions a propagated graph, and simplifies it (`joined_slices`), into the program of one device.
 
     latency: the cost of starting a collective, in bytes. apart: mesh axes along which devices will run different parts
     of the program.
     """
-    join_slices(shardings)
+    joined_slices.join(shardings)
     return _Partitioner(shardings, latency, apart).run()
 
 

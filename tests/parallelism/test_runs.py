@@ -129,9 +129,7 @@ def test_slices_that_are_all_of_a_dim_cost_no_more_than_a_split(mesh: Mesh) -> N
                 same(gradients, args, mesh, ins, [(None, None), *ins[1:]]),
             )
             bytes_of.append([sent(program) for program in programs])
-        forward, step = bytes_of[0]
-        assert all(mine[0] <= forward for mine in bytes_of)
-        assert bytes_of[2][1] <= step
+        assert all(mine <= theirs for each in bytes_of for mine, theirs in zip(each, bytes_of[0]))
 
 
 def test_queries_keys_and_values_share_a_permute() -> None:
