@@ -73,7 +73,7 @@ def _check(q: Tensor, k: Tensor, k_pool: Tensor, v_pool: Tensor, positions: Tens
 
 
 @dataclass(frozen=True)
-class _Part:
+class RowGroup:
     """Rows that are multiplied at once; all read `span` keys. If `shared`, they are of one sequence, whose keys
     are read once; else each row has keys of its own."""
 
@@ -91,7 +91,7 @@ class _Part:
 @lru_cache(maxsize=4)
 def _parts(
     positions: bytes, sequences: bytes, tables: bytes, block: int, heads: int, kv: int, window: int | None
-) -> tuple[_Part, ...]:
+) -> tuple[RowGroup, ...]:
     """The parts in which rows with these positions and sequences (int64) are multiplied.
 
     Cached, since every layer of a step asks for the same. `tables` is int64 [sequences, blocks], flattened.
@@ -117,12 +117,12 @@ def _parts(
             slots = (blocks * block + at % block)[:, None]
             entries = torch.from_numpy(slots * kv + np.arange(kv)[:, None]).flatten()  # of [m, kv, span]
             unseen = torch.from_numpy((np.arange(p) > own) | (np.arange(p) < first))
-            parts.append(_Part(torch.from_numpy(rows), p, entries, unseen, one))
+            parts.append(RowGroup(torch.from_numpy(rows), p, entries, unseen, one))
     return tuple(parts)
 
 
 def _attend_rows(
-    q: Tensor, keys: Tensor, values: Tensor, part: _Part, softcap: float | None, lse: Tensor | None
+    q: Tensor, keys: Tensor, values: Tensor, part: RowGroup, softcap: float | None, lse: Tensor | None
 ) -> Tensor:
     """Attention of one part: q [r, kv, g, d], scaled; keys, values [m * kv, span, d] -> [r, kv, g, d], all fp32.
 
@@ -150,10 +150,18 @@ def _attend_rows(
     return torch.stack([torch.bmm(probabilities[i], values[i].expand(r, -1, -1)) for i in range(kv)], dim=1)
 
 
-def _store(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> None:
-    kv, d = k_pool.shape[2:]
-    k_pool.view(-1, kv, d).index_copy_(0, slots.reshape(-1), k.reshape(-1, kv, d).to(k_pool.dtype))
-    v_pool.view(-1, kv, d).index_copy_(0, slots.reshape(-1), v.reshape(-1, kv, d).to(v_pool.dtype))
+def parts_of(
+    positions: Tensor, sequences: Tensor, tables: Tensor, block: int, heads: int, kv: int, window: int | None
+) -> tuple[RowGroup, ...]:
+    """The parts in which rows [b, t] with these positions and sequences are multiplied; the host reads all three."""
+    index_tensors = (positions.reshape(-1), sequences.reshape(-1), tables[: int(sequences.max()) + 1])
+    return _parts(*(x.cpu().contiguous().numpy().tobytes() for x in index_tensors), block, heads, kv, window)
+
+
+def store(x: Tensor, pool: Tensor, slots: Tensor) -> None:
+    """Writes x [b,t,kv,d] to the slots [b,t] of a pool [n,s,kv,d]."""
+    kv, d = pool.shape[2:]
+    pool.view(-1, kv, d).index_copy_(0, slots.reshape(-1), x.reshape(-1, kv, d).to(pool.dtype))
 
 
 def paged_attention_reference(
@@ -163,13 +171,13 @@ def paged_attention_reference(
 ) -> Tensor:  # fmt: skip
     """`tpshard::paged_attention` in plain torch; writes into the pools, and the logsumexps to `lse` [b,h,t]."""
     _check(q, k, k_pool, v_pool, positions, window)
-    _store(k, v, k_pool, v_pool, slots)
+    store(k, k_pool, slots)
+    store(v, v_pool, slots)
     (b, t, h, d), (_, block, kv, _) = q.shape, k_pool.shape
     rows = q.reshape(b * t, kv, h // kv, d).float() * scale
     out = torch.empty_like(rows)
     logs = None if lse is None else out.new_empty(rows.shape[:-1])
-    index_tensors = (positions.reshape(-1), sequences.reshape(-1), tables[: int(sequences.max()) + 1])
-    for part in _parts(*(x.cpu().contiguous().numpy().tobytes() for x in index_tensors), block, h, kv, window):
+    for part in parts_of(positions, sequences, tables, block, h, kv, window):
         entries, members = part.entries.to(q.device), part.rows.to(q.device)
         keys, values = (
             pool.view(-1, d).index_select(0, entries).float().view(-1, part.span, d) for pool in (k_pool, v_pool)
@@ -191,7 +199,8 @@ def _paged_attention_cuda(
     from tpshard.kernels import triton_paged  # needs Triton, which CPU builds of torch lack
 
     _check(q, k, k_pool, v_pool, positions, window)
-    _store(k, v, k_pool, v_pool, slots)
+    store(k, k_pool, slots)
+    store(v, v_pool, slots)
     flat = q.reshape(-1, *q.shape[2:])
     out, logs = triton_paged.paged_attention(
         flat, k_pool, v_pool, positions.reshape(-1), sequences.reshape(-1), tables, scale, window, softcap,

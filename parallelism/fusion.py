@@ -71,6 +71,11 @@ class CacheReads:
     blocks: float = 1.0
     by_row: float = 1.0
 
+    def of_listed(self, rows: int, positions: int, block: int) -> CacheReads:
+        """The blocks that a step of `rows` reads where each row reads at most so many positions, as parts of blocks."""
+        most = max(1.0, positions / block)
+        return CacheReads(min(self.blocks, rows * most), min(self.by_row, most))
+
 
 NONE = CacheReads()
 
@@ -117,9 +122,10 @@ def _kernels(flow: Flow, compiled: Compiled, cached: CacheReads) -> list[Kernel]
         exponentials = entry.exponentials * _elements(info)
         flops = info.flops
         if entry.cached:
-            flops = int(flops * cached.by_row)
             pools = [node.all_input_nodes[i] for i in entry.cached]
-            read += int((cached.blocks - 1) * sum([flow.bytes[pool] for pool in pools]))
+            reads = cached if entry.listed is None else _listed(node, entry.listed, pools[0], cached)
+            flops = int(flops * reads.by_row)
+            read += int((reads.blocks - 1) * sum([flow.bytes[pool] for pool in pools]))
         moved = read + written
         cold = min(cold, read)
         added = flow.bytes[node.all_input_nodes[0]] if entry.adds else 0
@@ -128,6 +134,14 @@ def _kernels(flow: Flow, compiled: Compiled, cached: CacheReads) -> list[Kernel]
             opened.add(kernel_id)
     _count_since(out)
     return out
+
+
+def _listed(node: fx.Node, listed: int, pool: fx.Node, cached: CacheReads) -> CacheReads:
+    """The blocks that a node reads, whose operand `listed` [batch, rows, count] has each row's positions."""
+    listing = node.args[listed]
+    assert isinstance(listing, fx.Node)
+    (batch, rows, count), block = info_of(listing).specs[0].shape, info_of(pool).specs[0].shape[1]
+    return cached.of_listed(batch * rows, count, block)
 
 
 def _count_since(run: list[Kernel]) -> None:

@@ -11,9 +11,15 @@ from tpshard.devices.read import device
 from tpshard.kernels import attention
 from tpshard.kernels.norm import NORM, rms_norm
 from tpshard.kernels.paged_attention import PAGED, paged_attention_reference
+from tpshard.kernels.paged_selection import (
+    PAGED_SELECT,
+    PAGED_SELECTED,
+    select_keys_reference,
+    selected_attention_reference,
+)
 from tpshard.parallelism import Mesh, partition
 from tpshard.parallelism.cost import EVICTING_BYTES, Overhead
-from tpshard.parallelism.fusion import kernels, seconds
+from tpshard.parallelism.fusion import CacheReads, kernels, seconds
 from tpshard.parallelism.rules.table import entry_of
 
 
@@ -39,6 +45,12 @@ def test_the_kernels_issue_as_many_operations_as_their_entries_say() -> None:
     with Counting() as paged:
         paged_attention_reference(q, k, k, pool, other, positions, slots, rows, tables, 0.25)
     assert paged.calls == entry_of(PAGED).calls
+    keys, index_pool, weights = k[:, :, :1].contiguous(), pool[:, :, :1].contiguous(), torch.ones(1, 8, 4)
+    with Counting() as select:
+        chosen = select_keys_reference(q, keys, weights, index_pool, positions, slots, rows, tables, 0.25, 8)
+    with Counting() as selected:
+        selected_attention_reference(q, k, k, pool, other, positions, slots, rows, tables, chosen, 0.25)
+    assert select.calls == entry_of(PAGED_SELECT).calls and selected.calls == entry_of(PAGED_SELECTED).calls
     heads = torch.ones(1, 8, 2, 16)
     with Counting() as forward:
         out, lse = attention._cpu(heads, heads, heads, rows, 0.25)
@@ -64,6 +76,26 @@ def test_a_cpu_pays_for_each_of_them_and_for_copies_of_the_cache() -> None:
     doubled = replace(kernel, moved=2 * kernel.moved)
     assert seconds(doubled, base) - seconds(kernel, base) == pytest.approx(3 * kernel.moved / base.stream_rate)
     assert seconds(kernel, gpu) <= max(gpu.overhead.eager_op_s, kernel.moved / gpu.stream_rate)
+
+
+def test_attention_to_selected_keys_is_priced_by_these_and_the_indexer_by_all() -> None:
+    def step(q, k, weights, index_pool, keys, values, positions, tables):
+        rows = (positions, positions, positions, tables)
+        chosen = PAGED_SELECT(q, k, weights, index_pool, *rows, 0.25, 64)
+        return PAGED_SELECTED(q, k, k + 1, keys, values, *rows, chosen, 0.25)
+
+    rows, pools = torch.arange(8)[None], [torch.zeros(1, 16, 1, 32) for _ in range(3)]
+    inputs = [torch.ones(1, 8, 4, 32), torch.ones(1, 8, 1, 32), torch.ones(1, 8, 4), *pools, rows, rows.view(8, 1)]
+    program = partition(step, inputs, Mesh({"x": 1}))
+    block, by_length = 16 * 32 * 4, []
+    for blocks in (1.0, 4.0, 100.0, 1000.0):
+        every = kernels(program, compiled="none", cached=CacheReads(8 * blocks, blocks))
+        by_length.append([one for one in every if one.node.target in (PAGED_SELECT, PAGED_SELECTED)])
+    (first, attended), *longer = by_length
+    assert first.flops == 2 * 8 * (4 * 32 + 4) * 16 and attended.flops == 4 * 8 * 4 * 32 * 16
+    for blocks, (scored, few) in zip((4, 100, 1000), longer):
+        assert scored.flops == blocks * first.flops and scored.moved - first.moved == 8 * (blocks - 1) * block
+        assert few.flops == 4 * attended.flops and few.moved - attended.moved == 8 * 3 * 2 * block
 
 
 def test_a_cpu_reads_inputs_from_memory_and_dispatches_slowly_what_has_left_the_caches() -> None:

@@ -16,6 +16,7 @@ import tpshard.kernels.experts
 import tpshard.kernels.fp8
 import tpshard.kernels.optimizer_steps
 import tpshard.kernels.paged_attention
+import tpshard.kernels.paged_selection
 import tpshard.kernels.reorder
 import tpshard.kernels.slots
 import tpshard.kernels.state_pool
@@ -95,6 +96,19 @@ def _page(*tensors: Tensor, op: Any = ours.paged_attention.default) -> Any:
     """tensors: q, k, v and the pools."""
     rows = torch.arange(4)[None]
     return op(*tensors, rows, rows + 8, rows * 0, torch.tensor([[1]]), 0.5)
+
+
+def _select(*tensors: Tensor) -> Any:
+    """tensors: an indexer's queries, keys and weights, and its pool."""
+    rows = torch.arange(4)[None]
+    return ours.paged_select_keys.default(*tensors, rows, rows + 8, rows * 0, torch.tensor([[1]]), 0.5, 3)
+
+
+def _page_selected(*tensors: Tensor) -> Any:
+    """tensors: q, k, v and the pools; each row attends to itself and at most one other."""
+    rows = torch.arange(4)[None]
+    chosen = torch.stack([rows, torch.tensor([[-1, 0, 1, 0]])], -1)
+    return ours.paged_selected_attention.default(*tensors, rows, rows + 8, rows * 0, torch.tensor([[1]]), chosen, 0.5)
 
 
 def _layer_norm_gradients(x: Tensor, w: Tensor, b: Tensor, dout: Tensor) -> Any:
@@ -385,6 +399,8 @@ CASES: dict[str, list[Case]] = {
     "tpshard.write_state": [
         of(lambda *x: ours.write_state.default(x[0], torch.tensor([2, 0]), x[1]), f(4, 6, 3), f(2, 6, 3), written=(0,)),
     ],
+    "tpshard.paged_select_keys": [of(_select, f(1, 4, 6, 8), f(1, 4, 1, 8), f(1, 4, 6), f(3, 8, 1, 8), written=(3,))],
+    "tpshard.paged_selected_attention": [of(_page_selected, *PAGE, written=(3, 4))],
     "tpshard.reorder": [of(lambda x: ours.reorder.default(x, torch.tensor([2, 0, 1, 0, 2, 1]), 2), f(4, 6))],
     # optimizers
     "tpshard.adamw_step": [
