@@ -74,8 +74,11 @@ class Architecture:
 
     @property
     def heads(self) -> tuple[int, int, int] | None:
-        """(query heads, KV heads, size of a head); None where config.json does not say."""
+        """(query heads, KV heads, size of a head); None where config.json does not say, or layers differ in them."""
         config = self.config.get_text_config()
+        differ = getattr(config, "per_layer_attributes", None) or set()
+        if differ & {"num_attention_heads", "num_key_value_heads", "head_dim"}:
+            return None
         heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
         if heads is None or width is None:
             return None

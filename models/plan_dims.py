@@ -102,6 +102,8 @@ def _columns(model: nn.Module, owner: nn.Module, shape: Any, style: str) -> str:
     if not _attends(owner):
         return "mlp"
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    if getattr(config, "is_heterogeneous", False):
+        config = config.per_layer_config[owner.layer_idx]
     heads = getattr(config, "num_attention_heads", 1)
     few = getattr(config, "num_key_value_heads", None) or heads
     widest = max((layer.weight.shape[0] for layer in owner.children() if isinstance(layer, nn.Linear)), default=0)

@@ -25,9 +25,10 @@ _GPT = {"vocab_size": VOCAB, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _LATENT = {
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
-    "index_n_heads": 2, "index_head_dim": 8, "index_topk": 3,
+    "index_n_heads": 8, "index_head_dim": 8, "index_topk": 3,
 }  # fmt: skip
-"""Latent attention to three keys that an indexer selects."""
+"""Latent attention to three keys that an indexer selects. With fewer heads, the scores of several keys are often 0: of
+these, transformers selects others when it computes a prompt in chunks."""
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], **_LLAMA},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], **_LLAMA},
@@ -103,6 +104,17 @@ MORE: dict[str, dict[str, Any]] = {
         "architectures": ["HYV4ForCausalLM"], **_LLAMA, **_LATENT, "num_key_value_heads": 4,
         "num_local_experts": 4, "n_routed_experts": 4, "num_experts": 4, "num_experts_per_tok": 2,
         "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
+    },
+    "glm_moe_dsa": {
+        "architectures": ["GlmMoeDsaForCausalLM"], **_LLAMA, **_LATENT, "num_key_value_heads": 4,
+        "indexer_types": ["full", "shared"], "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    },
+    "dots3_note_text": {
+        "architectures": ["Dots3NoteForCausalLM"], **_LLAMA, **_LATENT, "num_key_value_heads": 4,
+        "layer_types": ["sliding_attention", "indexed_attention"], "sliding_window": 5, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+        "first_k_dense_replace": 1,
     },
     "llama4_text": {
         "architectures": ["Llama4ForCausalLM"], **_LLAMA, "head_dim": 8, "intermediate_size_mlp": 48,

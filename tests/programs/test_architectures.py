@@ -54,6 +54,7 @@ def setting_of(folder: Path, mesh: dict[str, int], more: str = "", key: str = "t
         ("falcon_h1", {"tp": 2}, False),  # whose multipliers are buffers that only the constructor computes
         ("deepseek_v32", {"fsdp": 2, "tp": 2}, True),
         ("hy_v4", {"tp": 2}, True),
+        ("dots3_note_text", {"tp": 2}, True),  # whose layers differ in their numbers of heads
         ("llama4_text", {"fsdp": 2, "tp": 2}, False),
         ("longcat_flash", {"fsdp": 2, "tp": 2}, True),
         ("jetmoe", {"tp": 2}, False),
@@ -145,6 +146,12 @@ def test_layers_with_usual_names_are_divided_where_the_plan_says_nothing(
     named = dims_of_plan(Architecture(architectures.config_of(name)).build())
     found = {end: next((naming.dims for path, naming in named.items() if f".0.{end}" in path), ()) for end in expected}
     assert found == expected
+
+
+def test_layers_with_heads_of_their_own_have_no_number_in_common() -> None:
+    architecture = Architecture(architectures.config_of("dots3_note_text"))
+    assert architecture.heads is None and Architecture(architectures.config_of("glm_moe_dsa")).heads is not None
+    assert dims_of_plan(architecture.build())["model.layers.0.self_attn.q_b_proj.weight"].dims == ("heads", "embed")
 
 
 def test_a_vector_of_heads_is_divided_as_the_plan_says() -> None:
