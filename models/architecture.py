@@ -210,7 +210,7 @@ class Architecture:
             if self.attends:
                 named["documents"] = documents
                 if self.selects_keys:
-                    named["attention_mask"] = interface.explicit_mask(tokens, documents)
+                    named["attention_mask"] = step.mask = interface.explicit_mask(tokens, documents)
             if step.cache is not None:
                 named[recurrent.cache_argument(model)] = step.cache
             step.documents, step.positions = documents, positions
@@ -218,7 +218,7 @@ class Architecture:
             return named
 
         def logits(_: nn.Module, __: Any, output: Any) -> Tensor:
-            step.documents = step.positions = None
+            step.documents = step.positions = step.mask = None
             return output.logits  # type: ignore[no-any-return]
 
         model.register_forward_pre_hook(

@@ -17,6 +17,7 @@ from tpshard.kernels.attention import attention
 from tpshard.kernels.attention_mask import visible
 from tpshard.kernels.expert_linear import expert_linear
 from tpshard.kernels.experts import experts
+from tpshard.kernels.paged_selection import selected_attention
 from tpshard.models import llama4
 
 NAME = "tpshard"
@@ -79,6 +80,19 @@ def attend(
     if chunk is not None and step is not None and query.shape[2] > chunk and step.longest is None:
         documents = llama4.within_chunks(documents, step.positions, query, chunk)
     scale = 1.0 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling)
+    if step is not None and step.longest is not None:
+        if attention_mask is step.mask:
+            attention_mask = None
+        if indices is not None:
+            named = {"attention_mask": attention_mask, "sliding_window": sliding_window, "softcap": softcap}
+            asked = [f"`{name}`" for name, argument in named.items() if argument is not None]
+            if asked := asked + ["no causality"] * (not causal):
+                raise ValueError(
+                    f"{type(module).__name__} asks attention to the keys that an indexer selects for "
+                    f"{' and '.join(asked)}, which a server does not support"
+                )
+            q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+            return selected_attention(q, k, v, indices, scale, s_aux), None
     if causal and attention_mask is None and indices is None:
         width = max(query.shape[-1], value.shape[-1])  # zeros change neither the scores nor the rest of a result
         q, k, v = (_pad(x, width).transpose(1, 2) for x in (query, key, value))

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from tpshard.kernels.attention import attention
-from tpshard.models import llama4
+from tpshard.models import llama4, own_indexers
 
 _COLUMNS = 8
 """Extra columns per head for ALiBi: fast kernels need multiples of this."""
@@ -35,6 +35,8 @@ class Step:
     """A server's `length`, whose rows are tokens of many sequences; None where rows are sequences."""
     cache: Any = None
     """transformers' cache with the states of recurrent layers, in a server."""
+    mask: Tensor | None = None
+    """The mask of causal attention [batch, 1, seq, seq] that a model got, if its modules select keys under one."""
 
 
 def take_place(model: nn.Module, interface: str, hybrid: bool = False) -> Step:
@@ -61,6 +63,7 @@ def limit_length(model: nn.Module, longest: int) -> None:
     step = getattr(model, "tpshard_step", None)
     if step is not None:
         step.longest = longest
+        own_indexers.take_place(model)
 
 
 def took_place(model: nn.Module) -> bool:

@@ -14,16 +14,18 @@ from typing import NamedTuple
 import torch
 from tpshard.kernels.attention import ATTENTION
 from tpshard.kernels.paged_attention import PAGED, PAGED_LSE
+from tpshard.kernels.paged_selection import PAGED_SELECT, PAGED_SELECTED
 from tpshard.kernels.state_pool import READ_STATE, WRITE_STATE
 from tpshard.parallelism.graph import Graph, Op, Place, Ref, Value
 from tpshard.parallelism.rules.rule import Kind
 from tpshard.parallelism.rules.table import rule_for
+from tpshard.programs.paged_selecting import SELECTING, attentions_of, page_selection
 
 aten = torch.ops.aten
 ROWS = ("slots", "sequences", "tables")
 """Inputs that attention to the cache needs besides the rows' positions."""
-PAGING = (PAGED, PAGED_LSE)
-"""The operations that attend to the cache; the second also returns the log-sum-exp of the scores."""
+PAGING = (PAGED, PAGED_LSE, PAGED_SELECT, PAGED_SELECTED)
+"""The operations that read the cache: attention, also with the log-sum-exp of its scores, and to selected keys."""
 POOLED = (READ_STATE, WRITE_STATE)
 """The operations that read and write the states of recurrent layers."""
 FILLED = (aten.empty.memory_format, aten.zeros.default, aten.ones.default, aten.full.default)
@@ -36,14 +38,17 @@ def page_attention(graph: Graph, positions: Value, block_size: int) -> list[Valu
     """Replaces every attention by one that stores keys and values [1, rows, kv_heads, head_dim] in its own cache, and
     attends to that; returns the caches. Where the model computes the rows as a batch [rows, 1], they are turned.
 
-    New inputs: ROWS, and `layers.N.cache.k` and `.v` per attention N, with one block; the executor chooses the number
-    of blocks. ValueError where attention is not causal over the whole sequence.
+    New inputs: ROWS, and `layers.N.cache.k` and `.v` per attention N (and `.index` where an indexer selects its keys),
+    with one block; the executor chooses the number of blocks. ValueError where attention is not causal over the whole
+    sequence.
     """
     rows = positions.shape[1]
     shapes = {"slots": (1, rows), "sequences": (1, rows), "tables": (rows + 1, 1)}
     shared = [Value(name, shapes[name], torch.int64) for name in ROWS]
     pools: list[Value] = []
     for op in list(graph.ops):
+        if op.target in SELECTING:
+            pools += page_selection(op, pools, [positions, *shared], block_size)
         if op.target is not ATTENTION:
             continue
         if len(op.operands) != 3:
@@ -53,7 +58,7 @@ def page_attention(graph: Graph, positions: Value, block_size: int) -> list[Valu
         if rows > 1 and op.operands[0].shape[:2] == (rows, 1):
             _turn_rows(graph, op)
         _, k, v = op.operands
-        layer = len(pools) // 2
+        layer = attentions_of(pools)
         own = [
             Value(f"layers.{layer}.cache.{name}", (1, block_size, *x.shape[2:]), x.dtype)
             for name, x in (("k", k), ("v", v))

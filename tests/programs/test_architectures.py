@@ -315,6 +315,7 @@ def test_a_model_that_looks_at_values_is_refused_with_its_line(tmp_path: Path, m
         ("llama4_text", 2),
         ("longcat_flash", 2),
         ("jetmoe", 1),
+        ("deepseek_v32", 4),
     ],
 )
 def test_a_servers_step_is_transformers_own(name: str, tp: int, tmp_path: Path) -> None:

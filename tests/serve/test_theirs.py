@@ -26,7 +26,7 @@ HEAD = [7, 3, 11, 40, 9, 22, 5, 5, 61, 30, 12, 2, 45, 17, 8, 33]
 """A block of the cache, which prompts share."""
 PROMPTS = ([*HEAD, 4, 19], [13, 6, 50], [*HEAD, 4, 20, 21, 6], [*HEAD, 4, 19])
 LENGTH = 10
-ALL = [name for name in architectures.CONFIGS if name != "mamba"]
+ALL = [*(name for name in architectures.CONFIGS if name != "mamba"), "deepseek_v32", "glm_moe_dsa", "hy_v4"]
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def hits(url: str) -> float:
     return next(float(line.split()[-1]) for line in lines if line.startswith("tpshard_prefix_hit_tokens_total"))
 
 
-QUICK = [("gemma2", 1)]
+QUICK = [("gemma2", 1), ("deepseek_v32", 1)]
 WHOLE = [(name, tp) for name in ALL for tp in (1, 2, 4) if (name, tp) not in QUICK]
 
 
