@@ -95,8 +95,19 @@ def form_of(layer: nn.Module, call: LayerCall) -> Form:
     returned = call.returned_by(layer)
     if not isinstance(returned, tuple):
         return lambda x: x
-    others = tuple(torch.full_like(one, math.nan) if isinstance(one, Tensor) else one for one in returned[1:])
+    others = tuple(_unknown(one) if isinstance(one, Tensor) else one for one in returned[1:])
     return lambda x: (x, *others)
+
+
+def _unknown(x: Tensor) -> Tensor:
+    """A tensor like x of values that no layer returns: NaN, or the largest integer; x if it is of truths."""
+    if x.dtype == torch.bool:
+        return x
+    return torch.full_like(x, math.nan if x.is_floating_point() else torch.iinfo(x.dtype).max)
+
+
+def _has_unknown(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype != torch.bool and bool((x.isnan() | (x == _unknown(x))).any())
 
 
 def calls_of_layers(model: nn.Module, path: str, form: Form, run: Callable[[], Any]) -> list[LayerCall]:
@@ -111,7 +122,7 @@ def calls_of_layers(model: nn.Module, path: str, form: Form, run: Callable[[], A
     calls = [catcher.call for catcher in catchers]
     for i, call in enumerate(calls):
         others = [] if call is None else tree_leaves((call.rest, dict(call.named)))
-        depends = any(isinstance(one, Tensor) and one.is_floating_point() and bool(one.isnan().any()) for one in others)
+        depends = any(_has_unknown(one) for one in others)
         kept = call is None or any(type(one) in (dict, list) and not one for one in (*call.rest, *call.named.values()))
         if depends or kept:
             raise ValueError(

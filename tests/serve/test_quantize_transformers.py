@@ -132,6 +132,14 @@ def test_a_layer_that_reads_more_of_earlier_layers_than_their_result_is_named(pa
     assert model.layers is layers, "the model has its layers again"
 
 
+def test_a_selection_of_keys_that_layers_share_is_named() -> None:
+    """GLM-5's layers return whole numbers, which later layers read."""
+    architecture = Architecture(architectures.config_of("glm_moe_dsa"))
+    job = Quantizer(architecture, architectures.values("glm_moe_dsa").__getitem__, text(0), None, Settings(), "global")
+    with pytest.raises(ValueError, match=r"`model\.layers\.1` is not called with values of earlier layers alone"):
+        list(job.run())
+
+
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from tpshard.models.hf import copy_tokenizer
     from tpshard.train.sample import ensure_sample
