@@ -9,9 +9,9 @@ import copy
 import inspect
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -221,10 +221,22 @@ class Architecture:
             step.documents = step.positions = step.mask = None
             return output.logits  # type: ignore[no-any-return]
 
+        model.forward = partial(_without_kernels, model.forward)
         model.register_forward_pre_hook(
             lambda _, args, kwargs: ((), transformers_inputs(*args, **kwargs)), with_kwargs=True
         )
         model.register_forward_hook(logits)
+
+
+def _without_kernels(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Runs a forward method with torch's own operations, where a class would call the kernels of another package.
+
+    A program cannot be captured from these. transformers makes the same choice where it exports a model.
+    """
+    from transformers.integrations import hub_kernels
+
+    with mock.patch.object(hub_kernels, "is_torchdynamo_exporting", lambda: True, create=True):
+        return forward(*args, **kwargs)
 
 
 def _with_infinities(value: Any) -> Any:

@@ -6,7 +6,6 @@ operations as tpshard's families, and are sharded and priced like them.
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any
 
@@ -31,16 +30,12 @@ _INDIFFERENT = {
 
 
 def register() -> None:
-    """Registers tpshard's attention and experts with transformers, under `NAME`.
-
-    Also silences its advice to install kernels for recurrent layers: a program is made of torch's own operations.
-    """
+    """Registers tpshard's attention and experts with transformers, under `NAME`."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
     ALL_EXPERTS_FUNCTIONS.register(NAME, route)
-    logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
 
 
 def attend(

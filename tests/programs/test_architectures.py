@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -389,6 +390,23 @@ def test_attention_of_keys_and_values_of_unequal_width_is_one_operation(scores: 
     actual, _ = interface.attend(torch.nn.Module(), q, k, v, None, documents=torch.zeros(2, 5, dtype=torch.int64))
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     torch.testing.assert_close(actual, expected.transpose(1, 2))
+
+
+def test_a_class_computes_with_torchs_own_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with the kernels of an installed package, which cannot be captured."""
+    from transformers.integrations import hub_kernels
+    from transformers.models.mamba import modeling_mamba
+
+    installed = hub_kernels.use_kernel_func_from_hub_with_fallback(
+        "sqrt", "math"
+    )  # fails for a convolution's arguments
+    monkeypatch.setattr(modeling_mamba, "causal_conv1d_fn", installed(inspect.unwrap(modeling_mamba.causal_conv1d_fn)))
+    tokens = torch.zeros(1, 3, dtype=torch.int64)
+    with pytest.raises(TypeError):
+        architectures.own("mamba")(tokens)
+    model = Architecture(architectures.config_of("mamba")).build()
+    logits = torch.func.functional_call(model, architectures.values("mamba"), (tokens,))
+    assert logits.shape == (1, 3, architectures.VOCAB)
 
 
 def test_rows_written_into_new_memory_stay_apart() -> None:
