@@ -231,11 +231,13 @@ class Architecture:
 def _without_kernels(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Runs a forward method with torch's own operations, where a class would call the kernels of another package.
 
-    A program cannot be captured from these. transformers makes the same choice where it exports a model.
+    A program cannot be captured from these. transformers makes the same choice, without advice to install them, where
+    it exports or compiles a model.
     """
     from transformers.integrations import hub_kernels
 
-    with mock.patch.object(hub_kernels, "is_torchdynamo_exporting", lambda: True, create=True):
+    exporting = mock.patch.object(hub_kernels, "is_torchdynamo_exporting", lambda: True, create=True)
+    with exporting, mock.patch.object(hub_kernels, "is_torchdynamo_compiling", lambda: True, create=True):
         return forward(*args, **kwargs)
 
 
