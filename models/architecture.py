@@ -19,7 +19,16 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from tpshard.kernels import gptq_config
-from tpshard.models import class_names, hf_config, interface, long_rotation, own_attention, own_experts, recurrent
+from tpshard.models import (
+    class_names,
+    hf_config,
+    interface,
+    long_rotation,
+    own_attention,
+    own_experts,
+    own_recurrences,
+    recurrent,
+)
 from tpshard.models.llama4 import chunk_of
 
 
@@ -221,15 +230,16 @@ class Architecture:
             step.documents = step.positions = step.mask = None
             return output.logits  # type: ignore[no-any-return]
 
-        model.forward = partial(_without_kernels, model.forward)
+        model.forward = partial(_with_own_functions, model, model.forward)
         model.register_forward_pre_hook(
             lambda _, args, kwargs: ((), transformers_inputs(*args, **kwargs)), with_kwargs=True
         )
         model.register_forward_hook(logits)
 
 
-def _without_kernels(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Runs a forward method with torch's own operations, where a class would call the kernels of another package.
+def _with_own_functions(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Runs a forward method with tpshard's recurrences, and otherwise with torch's own operations, where a class would
+    call the kernels of another package.
 
     A program cannot be captured from these. transformers makes the same choice, without advice to install them, where
     it exports or compiles a model.
@@ -237,7 +247,8 @@ def _without_kernels(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     from transformers.integrations import hub_kernels
 
     exporting = mock.patch.object(hub_kernels, "is_torchdynamo_exporting", lambda: True, create=True)
-    with exporting, mock.patch.object(hub_kernels, "is_torchdynamo_compiling", lambda: True, create=True):
+    compiling = mock.patch.object(hub_kernels, "is_torchdynamo_compiling", lambda: True, create=True)
+    with exporting, compiling, own_recurrences.replaced(model):
         return forward(*args, **kwargs)
 
 

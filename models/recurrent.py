@@ -66,13 +66,16 @@ def _cache_class() -> Any:
             self.held = dict(states or {})
             self.places: set[str] = set()
             self.layers: list[Any] = []
+            self.latest: Tensor | None = None
+            """The recurrent state that was read last."""
             self._place, self._begins = place, states is None
 
         def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
             return self._get(f"layers.{layer_idx}.conv.{state_idx}")
 
         def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-            return self._get(f"layers.{layer_idx}.recurrent.{state_idx}")
+            self.latest = self._get(f"layers.{layer_idx}.recurrent.{state_idx}")
+            return self.latest
 
         def update_conv_state(
             self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any

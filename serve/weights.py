@@ -76,7 +76,8 @@ class Filler:
     device: torch.device
     blocks: int
     """Usable blocks of the cache, besides block 0."""
-    by_name: dict[str, Any] = field(default_factory=dict)
+    made: dict[tuple[str, str], Any] = field(default_factory=dict)
+    """What was built, by name and form: programs of other sizes may hold a weight otherwise."""
 
     def __post_init__(self) -> None:
         # a linear's group and codes are read one after the other
@@ -84,9 +85,10 @@ class Filler:
         self.weights = replace(self.weights, quantized=quantized, group=group).cut(self.arrangement.parts)
 
     def __call__(self, port: Port) -> Any:
-        if port.name not in self.by_name:
-            self.by_name[port.name] = self._make(port)
-        return self.by_name[port.name]
+        key = port.name, "" if port.held is None else port.held.form
+        if key not in self.made:
+            self.made[key] = self._make(port)
+        return self.made[key]
 
     def _make(self, port: Port) -> Any:
         if port.kind == "cache":

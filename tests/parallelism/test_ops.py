@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import tpshard.kernels.attention  # registers its op, as those below do
+import tpshard.kernels.delta_rule
 import tpshard.kernels.expert_linear
 import tpshard.kernels.experts
 import tpshard.kernels.fp8
@@ -18,6 +19,7 @@ import tpshard.kernels.optimizer_steps
 import tpshard.kernels.paged_attention
 import tpshard.kernels.paged_selection
 import tpshard.kernels.reorder
+import tpshard.kernels.selective_scan
 import tpshard.kernels.slots
 import tpshard.kernels.state_pool
 import tpshard.models.dims
@@ -90,6 +92,15 @@ def _flash_gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Any:
 
 PAGE = (f(1, 4, 6, 8), f(1, 4, 2, 8), f(1, 4, 2, 8), f(3, 8, 2, 8), f(3, 8, 2, 8))
 """Queries, keys and values of four rows, and pools of three blocks."""
+
+
+DELTA = (*[f(4, 3, 6, 2)] * 3, f(4, 3, 6, 1), f(4, 3, 6), f(4, 6, 2, 2))
+"""Queries, keys, values, decays, rates and states of three tokens and six heads."""
+KIMI = (*DELTA[:3], f(4, 3, 6, 2), *DELTA[4:])
+"""The same, with a decay for each input of a head."""
+
+
+SCAN = (f(4, 3, 6), f(4, 3, 6), f(6, 2), f(4, 3, 2), f(4, 3, 2), f(4, 6, 2))
 
 
 def _page(*tensors: Tensor, op: Any = ours.paged_attention.default) -> Any:
@@ -392,6 +403,13 @@ CASES: dict[str, list[Case]] = {
         of(_page, *PAGE, written=(3, 4)),
     ],
     "tpshard.paged_attention_lse": [of(partial(_page, op=ours.paged_attention_lse.default), *PAGE, written=(3, 4))],
+    "tpshard.delta_rule": [of(ours.delta_rule.default, *DELTA), of(ours.delta_rule.default, *KIMI)],
+    "tpshard.delta_rule_backward": [
+        of(ours.delta_rule_backward.default, f(4, 3, 6, 2), f(4, 6, 2, 2), *DELTA),
+        of(ours.delta_rule_backward.default, f(4, 3, 6, 2), f(4, 6, 2, 2), *KIMI),
+    ],
+    "tpshard.selective_scan": [of(ours.selective_scan.default, *SCAN)],
+    "tpshard.selective_scan_backward": [of(ours.selective_scan_backward.default, f(4, 3, 6), f(4, 6, 2), *SCAN)],
     "tpshard.read_state": [
         of(lambda pool: ours.read_state.default(pool, torch.tensor([2, 0]), torch.tensor([[3, 0]])), f(4, 6, 2)),
         of(lambda pool: ours.read_state.default(pool, torch.tensor([1]), torch.tensor([[3, 4]])), f(4, 6, 2)),

@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from servers import Lockstep, lockstep, sequences_for
 from torch import Tensor
+from tpshard.models import own_recurrences
+from tpshard.models.own_attention import Step
 from tpshard.programs.serve_setting import ServeSetting, Size
 from tpshard.programs.served import model_to_serve
 from tpshard.programs.serving import ServingPrograms, build_serving
@@ -54,9 +56,22 @@ def logits_of(name: str, tokens: Items[int]) -> Tensor:
 def test_chunks_and_single_tokens_continue_a_sequence(name: str, tp: int, tmp_path: Path) -> None:
     programs = programs_of(name, tmp_path, f"serve.mesh.tp={tp}")
     chunks = programs.setting.chunks
-    assert chunks == (() if name == "mamba" else (4, 16, 64)), "Mamba's scan does not start from a state"
+    assert chunks == (4, 16, 64)
     logits = lockstep(programs, weights_of(name), blocks=3)
     expected = torch.cat([logits_of(name, tokens.tolist()) for tokens in sequences_for(chunks)])
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_module_that_forgets_its_state_computes_single_tokens(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:  # fmt: skip
+    """As transformers' own scan of Mamba does, where several tokens continue a sequence."""
+    own = own_recurrences.scan_selectively
+    monkeypatch.setattr(own_recurrences, "scan_selectively", lambda _, *args, **kwargs: own(Step(), *args, **kwargs))
+    programs = programs_of("mamba", tmp_path)
+    assert programs.setting.chunks == () and any("one token of a prompt" in note for note in programs.notes)
+    logits = lockstep(programs, weights_of("mamba"), blocks=3)
+    expected = torch.cat([logits_of("mamba", tokens.tolist()) for tokens in sequences_for(())])
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
