@@ -68,7 +68,7 @@ def limit_length(model: nn.Module, longest: int) -> None:
 
 def took_place(model: nn.Module) -> bool:
     """Whether `take_place` changed modules of the model."""
-    return any(vars(module).keys() & {"forward", "_attn"} for module in model.modules())
+    return any(vars(module).keys() & {"forward", "_attn"} for module in model.modules() if module is not model)
 
 
 Replacements = dict[str, Callable[..., Any]]

@@ -392,6 +392,13 @@ def test_attention_of_keys_and_values_of_unequal_width_is_one_operation(scores: 
     torch.testing.assert_close(actual, expected.transpose(1, 2))
 
 
+@pytest.mark.parametrize("name", ["openai-gpt", "mamba"])
+def test_a_class_that_mixes_documents_is_named(name: str) -> None:
+    architecture = Architecture(architectures.config_of(name))
+    notes = architecture.notes(architecture.build())
+    assert any("mixes tokens by itself: documents in one row may attend to each other" in note for note in notes)
+
+
 def test_a_class_computes_with_torchs_own_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not with the kernels of an installed package, which cannot be captured."""
     from transformers.integrations import hub_kernels
