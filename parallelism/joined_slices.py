@@ -6,6 +6,7 @@ Graphs hold slices until they are partitioned, since other code recognizes them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import accumulate
 
 import torch
@@ -64,9 +65,13 @@ def _join_padded(shardings: Shardings) -> None:
     """Rewrites sums of pieces padded with zeros, as slices' gradients are, to a concatenation along a sharded dim."""
     graph = shardings.graph
     joined: set[Op] = set()
+    summands: dict[Op, list[Op]] = {}
+    for op in graph.ops:
+        if (found := _padded_summands(op, summands)) is not None:
+            summands[op] = found
     for op in reversed(graph.ops):
-        summed = None if op in joined else _padded_summands(op)
-        if summed is None or len(summed) < 2:
+        summed = [] if op in joined else summands.get(op, [])
+        if len(summed) < 2:
             continue
         pads = sorted((pad for pad in summed if pad.target is aten.constant_pad_nd.default), key=_piece)
         (value,), dim = op.results, _piece(pads[0])[0]
@@ -83,10 +88,10 @@ def _join_padded(shardings: Shardings) -> None:
     graph.refresh_users()
 
 
-def _padded_summands(op: Op) -> list[Op] | None:
+def _padded_summands(op: Op, before: Mapping[Op, list[Op]]) -> list[Op] | None:
     """The paddings with zeros along one dim, and the additions, of which an addition is the sum; None for other ops.
 
-    Nothing else reads them.
+    Nothing else reads them. before: the same for the additions before it.
     """
     if op.target is not aten.add.Tensor or op.kwargs or len(op.operands) != 2 or len(op.args) != 2:
         return None
@@ -96,14 +101,11 @@ def _padded_summands(op: Op) -> list[Op] | None:
         if maker is None or value.users != [op] or value.shape != op.results[0].shape:
             return None
         if maker.target is aten.constant_pad_nd.default and maker.operands[0].dtype == op.results[0].dtype:
-            inner: list[Op] | None = []
             if any(maker.args[2:]) or any(maker.kwargs.values()) or _piece(maker)[0] < 0:
                 return None
-        else:
-            inner = _padded_summands(maker)
-        if inner is None:
+        elif maker not in before:
             return None
-        out += [maker, *inner]
+        out += [maker, *before.get(maker, ())]
     return out
 
 

@@ -198,6 +198,20 @@ def test_random_splits_and_their_gradients_are_right_on_any_mesh(seed: int) -> N
             same(each, args, mesh, [rng.choice(ways) for _ in args], [rng.choice(ways) for _ in range(results)])
 
 
+def test_a_long_chain_of_additions_is_partitioned() -> None:
+    """As the residual stream of hundreds of layers: longer than Python's calls may nest."""
+
+    def fn(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        total = x * y
+        for i in range(1200):
+            total = total + (x if i % 2 else y)
+        return (total,)
+
+    mesh = Mesh({"x": 2})
+    program = partition(fn, [torch.empty(4, 2, device="meta")] * 2, mesh, [("x",), ("x",)])
+    assert not program.collectives
+
+
 def test_a_merged_uneven_dim_is_divided_anew_by_neighbours() -> None:
     """7 rows of 2 on 2 devices are 8 and 6 elements; of the 14, each device gets 7 by one permute. And back."""
     for shape, view in (((3, 7, 2), (3, 14)), ((3, 14), (3, 7, 2))):
