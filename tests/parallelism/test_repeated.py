@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from torch import Tensor
 from tpshard.parallelism import Mesh, mesh_split, partition
@@ -43,3 +46,13 @@ def test_what_costs_little_is_not_told() -> None:
 
     program = partition(fn, ARGS, Mesh({"x": 2}), [("x",), None, None])
     assert program.flop_efficiency < 1 and not program.warnings
+
+
+@pytest.mark.parametrize("op", [torch.linalg.eigvalsh, torch.linalg.inv, lambda x: torch.fft.fft2(x).abs()])
+def test_a_factorization_that_every_device_repeats_is_told(op: Callable[[Tensor], Tensor]) -> None:
+    """Unless a batch of matrices is sharded."""
+    matrix, mesh = torch.empty(32, 32, device="meta"), Mesh({"x": 2})
+    (warning,) = partition(lambda x: op(x @ x), [matrix], mesh, in_shardings=[("x",)]).warnings
+    assert "2 devices along x compute the same" in warning and "needs dim" in warning
+    batch = torch.empty(4, 32, 32, device="meta")
+    assert not partition(lambda x: op(x @ x), [batch], mesh, in_shardings=[("x",)]).warnings
