@@ -18,6 +18,8 @@ from torch import Tensor
 
 CHUNK = 64
 """Tokens that are computed at once."""
+FEW = 16
+"""Tokens up to which a GPU computes one after another: the products of a chunk pay only with more."""
 
 _library = torch.library.Library("tpshard", "FRAGMENT")
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor decay, Tensor beta, Tensor state"
@@ -127,8 +129,18 @@ def _backward(dout: Tensor, dstate: Tensor, *inputs: Tensor) -> tuple[Tensor, ..
     return *(torch.cat(own[::-1], 2).transpose(1, 2).contiguous() for own in zip(*parts)), dstate.contiguous()
 
 
+def _cuda(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+    if inputs[0].shape[1] > FEW:
+        return _forward(*inputs)
+    from tpshard.kernels import triton_recurrences  # needs Triton, which CPU builds of torch lack
+
+    with torch.cuda.device(inputs[0].device):
+        return triton_recurrences.delta_rule(*inputs)
+
+
+_library.impl("delta_rule", _forward, "CPU")
+_library.impl("delta_rule", _cuda, "CUDA")
 for _device in ("CPU", "CUDA"):
-    _library.impl("delta_rule", _forward, _device)
     _library.impl("delta_rule_backward", _backward, _device)
 
 

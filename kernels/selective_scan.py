@@ -92,8 +92,16 @@ def _backward(
     return dx, dstep, da, dinward, doutward, dstate.contiguous()
 
 
+def _cuda(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+    from tpshard.kernels import triton_recurrences  # needs Triton, which CPU builds of torch lack
+
+    with torch.cuda.device(inputs[0].device):
+        return triton_recurrences.selective_scan(*inputs)
+
+
+_library.impl("selective_scan", _forward, "CPU")
+_library.impl("selective_scan", _cuda, "CUDA")
 for _device in ("CPU", "CUDA"):
-    _library.impl("selective_scan", _forward, _device)
     _library.impl("selective_scan_backward", _backward, _device)
 
 

@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 import torch
-from tpshard.kernels import fp8, fp8_launch
+from tpshard.kernels import delta_rule, fp8, fp8_launch, selective_scan, triton_recurrences
 from tpshard.kernels import triton_launch as launch
 from tpshard.kernels.norm import rms_norm
 from tpshard.kernels.optimizer_steps import adamw_formula, lion_formula
@@ -198,3 +198,42 @@ def test_fp8_blocks_are_multiplied_as_by_plain_torch():
     expected = fp8.multiply(*a, *b, torch.float32)
     actual = fp8_launch.multiply(*(tensor.to(DEVICE) for tensor in (*a, *b)), torch.float32).cpu()
     assert (actual - expected).norm() <= 1e-3 * expected.norm()  # a GPU sums a block's products in 14 bits and more
+
+
+def draw(*shape, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64).to(dtype)
+
+
+def assert_recurrences_equal(compute, operation, inputs):
+    """`compute` on the device equals the operation on the CPU, in values and in strides."""
+    actual, expected = compute(*(x.to(DEVICE) for x in inputs)), operation(*inputs)
+    rounding = 1e-12 if inputs[0].dtype == torch.float64 else 1e-5
+    for own, reference in zip(actual, expected, strict=True):
+        torch.testing.assert_close(own.cpu(), reference, rtol=rounding, atol=rounding)
+        assert own.stride() == reference.stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("decays", [1, 24])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_delta_rule_token_by_token(tokens, decays, dtype):
+    b, h, i, o = 2, 3, 24, 40
+    q, k, v = (
+        draw(b, h, tokens, i, dtype=dtype).transpose(1, 2),
+        draw(b, tokens, h, i + 1)[..., 1:],
+        draw(b, tokens, h, o),
+    )
+    decay, beta, state = -draw(b, tokens, h, decays).abs(), draw(b, tokens, h).sigmoid(), draw(b, h, i, o)
+    inputs = [x.to(dtype) for x in (q, k * 0.2, v, decay, beta, state)]
+    assert_recurrences_equal(triton_recurrences.delta_rule, delta_rule.delta_rule, inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_selective_scan_token_by_token(tokens, dtype):
+    b, d, n = 2, 80, 12
+    x, step, a = draw(b, d, tokens).transpose(1, 2), draw(b, tokens, d).abs(), -draw(d, n).abs()
+    inputs = [
+        each.to(dtype) for each in (x, step, a, draw(b, tokens, n), draw(b, tokens, n + 1)[..., 1:], draw(b, d, n))
+    ]
+    assert_recurrences_equal(triton_recurrences.selective_scan, selective_scan.selective_scan, inputs)

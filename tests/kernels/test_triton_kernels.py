@@ -17,7 +17,7 @@ from patience import PATIENCE
 triton = pytest.importorskip("triton", reason="Triton has wheels for Linux on x86-64 alone")
 
 import torch
-from tpshard.kernels import triton_launch, triton_norm, triton_optimizer, triton_quantized
+from tpshard.kernels import triton_launch, triton_norm, triton_optimizer, triton_quantized, triton_recurrences
 from tpshard.kernels.packed import Packed
 from tpshard.kernels.triton_launch import Tile
 from triton.backends.compiler import GPUTarget
@@ -29,6 +29,8 @@ POINTERS = {"words": "*i32", "scales": "*fp16", "zeros": "*u8", "row_group": "*i
             "exp_avg": "*bf16", "exp_avg_sq": "*bf16", "finite": "*i1", "scale": "*fp32", "lr": "*fp32",
             "update": "*fp32"}  # fmt: skip
 NUMBERS = dict.fromkeys(("M", "N", "K", "group_chunks", "first_chunk", "width", "size"), "i32") | {"eps": "fp32"}
+POINTERS |= dict.fromkeys(("q", "k", "v", "decay", "beta", "step", "a", "inward", "outward", "state", "last"), "*fp32")
+NUMBERS |= dict.fromkeys(("tokens", "heads", "i_size", "o_size", "decays", "channels"), "i32")
 
 LION = {"BETA1": 0.9, "BETA2": 0.99, "DECAY": 0.1, "WIDE": triton.language.float32, "BLOCK": 1024}
 ADAMW = {"LOG_BETA1": -0.1, "LOG_BETA2": -0.01, "EPS": 1e-8}
@@ -223,3 +225,14 @@ def test_the_other_kernels_do_not_spill(capability, tmp_path):
                            (triton_optimizer.adamw_kernel, {**ADAMW, **LION}),
                            (triton_optimizer.lion_kernel, LION)):  # fmt: skip
         assert_nothing_spilled(*compile_program(kernel, values, "bf16", capability, 8, 3, tmp_path))
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_states_of_recurrences_stay_in_registers(capability, tmp_path):
+    delta, scan = triton_recurrences.delta_rule_kernel, triton_recurrences.selective_scan_kernel
+    cases = [(delta, triton_recurrences.delta_tile(inputs)) for inputs in (64, 128, 256)]
+    cases += [(scan, triton_recurrences.scan_tile(size)) for size in (16, 64, 128, 256)]
+    for kernel, sizes in cases:
+        constants = sizes | {"WIDE": triton.language.float32}
+        usage, sass = compile_program(kernel, constants, "fp32", capability, 4, 3, tmp_path)
+        assert_nothing_spilled(usage, sass)
