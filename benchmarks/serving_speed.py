@@ -212,8 +212,8 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
         ways: dict[str, Callable[[list[tuple[int, ...]], int], Measured]] = {}
         for name, compiled in peers.items():
             ways[name] = opened.enter_context(closing(Peer(dense, compiled, "float32", threads))).run
-        for name, job in ours.items():
-            ways[name] = partial(run_engine, opened.enter_context(closing(Ranks(WORKER, job))))
+        for name, served in ours.items():
+            ways[name] = partial(run_engine, opened.enter_context(closing(Ranks(WORKER, served))))
         for count in options.requests:
             requests = prompts(count, config.vocab)
             for name, run in list(ways.items()):
