@@ -5,13 +5,11 @@ python benchmarks/decode_plans.py --record        the transcripts in docs/planni
 
 from __future__ import annotations
 
-import argparse
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-from record import Record, add_options
+from record import Record, parser_of
+from running import tpshard
 
 RECIPE = """cluster: {{device: h100-sxm-80g, devices_per_node: 8}}
 model: {{preset: llama3-8b, seq_len: 4096}}
@@ -24,14 +22,11 @@ def plan(layout: str) -> str:
     """Runs `tpshard plan` for a layout, and returns what it prints."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, f"{layout}.yaml").write_text(RECIPE.format(layout=layout))
-        command = [sys.executable, "-m", "tpshard.cli.main", "plan", f"{layout}.yaml", "--for", "decode", "--dry-run"]
-        return subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True).stdout
+        return tpshard("plan", f"{layout}.yaml", "--for", "decode", "--dry-run", cwd=folder)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser)
-    options = parser.parse_args()
+    options = parser_of(__doc__).parse_args()
     record = Record("decode_plans", quiet=options.json)
     for layout in ("naive", "tp_aware"):
         record.texts[layout] = plan(layout)

@@ -14,17 +14,16 @@ exception is `crashed`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import signal
 import sys
 import sysconfig
 import tempfile
-import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ from tpshard.programs.checks import traceable
 from tpshard.programs.setting import Setting
 from tpshard.recipes.diagnostic import Mistakes
 
-from record import RECORDS, ROOT, Record, add_options, load
+from record import ROOT, Record, in_one_line, parser_of
 
 sys.path.insert(0, str(ROOT / "tests"))
 import architectures
@@ -154,9 +153,7 @@ def outcome(what: Callable[[], Any], limit: float) -> Any:
         reason = first.message + (f": {first.why}" if first.why else "")
         return {"refused": reason.replace(sysconfig.get_path("purelib") + "/", "").replace(f"{ROOT}/", "")}
     except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{Path(frame.filename).name}:{frame.lineno}"
-        return {"crashed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({where})"}
+        return {"crashed": in_one_line(error)}
     return apart if apart <= limit else {"wrong": apart}
 
 
@@ -167,7 +164,7 @@ def own(what: Callable[[], Any]) -> str:
             warnings.simplefilter("ignore")
             what()
     except Exception as error:
-        return f"transformers: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return f"transformers: {in_one_line(error)}"
     return ""
 
 
@@ -217,7 +214,7 @@ def examine(name: str, place: Path) -> dict[str, Any]:
     try:
         config = small(cls)
     except Exception as error:
-        return row | {"left_out": f"no small configuration: {type(error).__name__}: {str(error)[:200]}"}
+        return row | {"left_out": f"no small configuration: {in_one_line(error)}"}
     with mock.patch.dict(architectures.CONFIGS, {name: config}):
         if reason := own(partial(architectures.reference, name, architectures.batch(False), False)):
             return row | {"left_out": reason}
@@ -230,6 +227,21 @@ def examine(name: str, place: Path) -> dict[str, Any]:
     return row
 
 
+@contextmanager
+def limited(seconds: int) -> Iterator[None]:
+    """TimeoutError for what takes longer."""
+
+    def late(*_: Any) -> None:
+        raise TimeoutError(f"longer than {seconds} s")
+
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
 def in_process(name: str, timeout: int) -> dict[str, Any]:
     """`examine` with a limit on its time."""
     import transformers
@@ -237,18 +249,11 @@ def in_process(name: str, timeout: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
 
-    def late(*_: Any) -> None:
-        raise TimeoutError(f"longer than {timeout} s")
-
-    signal.signal(signal.SIGALRM, late)
-    signal.alarm(timeout)
     try:
-        with tempfile.TemporaryDirectory() as place:
+        with limited(timeout), tempfile.TemporaryDirectory() as place:
             return examine(name, Path(place))
     except TimeoutError as error:
         return {"name": name, "class": classes()[name].__name__, "left_out": str(error)}
-    finally:
-        signal.alarm(0)
 
 
 def result_of(row: dict[str, Any], verb: str) -> str:
@@ -259,22 +264,18 @@ def result_of(row: dict[str, Any], verb: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--timeout", type=int, default=240, help="seconds for one class")
     parser.add_argument("--workers", type=int, default=2)
-    add_options(parser)
     options = parser.parse_args()
     record = Record("every_class", quiet=options.json)
-    names = options.names or list(classes())
+    names = sorted(classes())
     with multiprocessing.get_context("spawn").Pool(options.workers, maxtasksperchild=8) as pool:
-        for row in pool.imap_unordered(partial(in_process, timeout=options.timeout), names):
+        for row in pool.imap_unordered(partial(in_process, timeout=options.timeout), options.names or names):
             record.rows.append(row)
             record.say(json.dumps(row))
-    if options.names and (RECORDS / "every_class.json").exists():  # the other rows stay
-        fresh = {row["name"] for row in record.rows}
-        record.rows += [row for row in load("every_class")["rows"] if row["name"] not in fresh]
-    record.rows.sort(key=lambda row: str(row["name"]))
+    record.keep_others(names)
     for verb in ("train", "serve"):
         for result, count in sorted(Counter(result_of(row, verb) for row in record.rows).items()):
             record.figure(f"{verb}.{result.replace('_', '-')}", count, "classes")

@@ -11,9 +11,7 @@ of the largest. What transformers itself refuses is left out; `refused` names wh
 
 from __future__ import annotations
 
-import argparse
 import json
-import signal
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -23,8 +21,8 @@ from unittest import mock
 import torch
 from tpshard.models.architecture import Architecture
 
-from every_class import architectures, classes, small
-from record import Record, add_options
+from every_class import architectures, classes, limited, small
+from record import Record, in_one_line, parser_of
 
 SECONDS = 40
 """The limit for one configuration."""
@@ -75,7 +73,7 @@ def outcome(name: str, config: dict[str, Any]) -> Any:
             inputs = {"input_ids": batch["tokens"], "use_cache": False}
             expected = torch.func.functional_call(own, values, (), inputs).logits
         except Exception as error:
-            return {"left_out": f"transformers: {type(error).__name__}: {' '.join(str(error).split())[:120]}"}
+            return {"left_out": f"transformers: {in_one_line(error)}"}
         if not torch.isfinite(expected).all():
             return {"left_out": "transformers' own logits are not finite"}
         try:
@@ -85,33 +83,25 @@ def outcome(name: str, config: dict[str, Any]) -> Any:
         except ValueError as error:
             return {"refused": " ".join(str(error).split())[:200]}
         except Exception as error:
-            return {"crashed": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+            return {"crashed": in_one_line(error)}
     relative = float(apart.abs().max() / expected.abs().max())
     return relative if relative <= 2e-4 else {"wrong": relative}
 
 
 def in_time(name: str, config: dict[str, Any]) -> Any:
     """`outcome`, or that it took too long."""
-
-    def late(*_: Any) -> None:
-        raise TimeoutError(f"longer than {SECONDS} s")
-
-    signal.signal(signal.SIGALRM, late)
-    signal.alarm(SECONDS)
     try:
-        return outcome(name, config)
+        with limited(SECONDS):
+            return outcome(name, config)
     except TimeoutError as error:
         return {"left_out": str(error)}
-    finally:
-        signal.alarm(0)
 
 
 def main() -> None:
     import transformers
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME")
-    add_options(parser)
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")

@@ -21,7 +21,6 @@ import math
 import re
 import sys
 import time
-import traceback
 import warnings
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -32,7 +31,7 @@ from tpshard.parallelism import Program, partition
 
 from fuzzed import FAMILIES, Case, case
 from fuzzed.ties import only_ties
-from record import Record
+from record import Record, in_one_line
 
 
 class Outcome(NamedTuple):
@@ -58,11 +57,11 @@ def run(program_case: Case) -> Outcome:
     except ValueError as error:
         return Outcome("refused", str(error))
     except Exception as error:
-        return Outcome("crash", _last(error))
+        return Outcome("crash", in_one_line(error))
     try:
         actual = program.simulate(*program_case.args)
     except Exception as error:
-        return Outcome("crash", _last(error))
+        return Outcome("crash", in_one_line(error))
     if len(actual) != len(expected):
         return Outcome("wrong", f"{len(actual)} results instead of {len(expected)}")
     close = closeness(program)
@@ -93,13 +92,6 @@ def difference(actual: torch.Tensor, expected: torch.Tensor, close: float) -> st
     except AssertionError as error:
         return " ".join(str(error).split())
     return ""
-
-
-def _last(error: Exception) -> str:
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return (
-        f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({frame.filename.split('/')[-1]}:{frame.lineno})"
-    )
 
 
 def _shape_of(reason: str) -> str:

@@ -15,7 +15,6 @@ All devices are simulated in this process. `--docs` writes the table into docs/t
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -42,7 +41,7 @@ from tpshard.recipes.load import loads
 from tpshard.serve.quantize_layers import Quantizer, Sequences, write
 from tpshard.serve.weights import Weights
 
-from record import RECORDS, ROOT, PageTable, Record, add_options, close_with_table, load
+from record import ROOT, Record, close_with_table, parser_of
 
 sys.path.insert(0, str(ROOT / "tests"))
 import architectures
@@ -51,9 +50,6 @@ from servers import lockstep, programs_of, prompts, sequences_for
 
 MESHES = ({"tp": 2}, {"fsdp": 2, "tp": 2}, {"dp": 2, "fsdp": 2, "tp": 2})
 BOUND = 1e-5
-PLACE = PageTable(
-    ROOT / "docs" / "transformers.md", "<!--gallery: python benchmarks/gallery.py --docs-->", "<!--/gallery-->"
-)
 RECIPE = """
 name: gallery
 cluster: {device: cpu}
@@ -261,23 +257,20 @@ def _train(meshes: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--docs", action="store_true", help="write the table into docs/transformers.md")
-    add_options(parser)
     options = parser.parse_args()
     record = Record("gallery", quiet=options.json)
+    names = [*architectures.CONFIGS, *ENCODERS]
     with tempfile.TemporaryDirectory() as place:
-        for name in options.names or [*architectures.CONFIGS, *ENCODERS]:
+        for name in options.names or names:
             begun = time.monotonic()
             row = encoder(name) if name in ENCODERS else causal(name, Path(place))
             record.rows.append(row)
             record.say(f"{json.dumps(row)}  {time.monotonic() - begun:.0f} s")
-    if options.names and (RECORDS / "gallery.json").exists():  # the other rows stay
-        fresh = {row["name"]: row for row in record.rows}
-        rows_by_name = {row["name"]: row for row in load("gallery")["rows"]} | fresh
-        record.rows[:] = [rows_by_name[name] for name in (*architectures.CONFIGS, *ENCODERS) if name in rows_by_name]
-    close_with_table(record, table(record.rows), PLACE, options)
+    record.keep_others(names)
+    close_with_table(record, table(record.rows), "transformers.md", options)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ transformers must compute the same bits of logits from either folder. No test ne
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import tempfile
@@ -23,7 +22,7 @@ from tpshard.kernels.quantized import Quantized, group_count, group_index
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers import GPTQConfig as PeerConfig
 
-from record import Record, add_options
+from record import Record, parser_of
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -104,9 +103,7 @@ def compare(bits: int, group_size: int, sym: bool, order: bool, form: str, work:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_options(parser)
-    options = parser.parse_args()
+    options = parser_of(__doc__).parse_args()
     record = Record("gptq_peer", "gptqmodel", quiet=options.json)
     torch.manual_seed(0)
     rows = record.rows

@@ -10,7 +10,6 @@ weight stays in the cache. `limit` is the packed bytes over the device's measure
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import sys
@@ -26,7 +25,7 @@ from tpshard.kernels import triton_launch as launch
 from tpshard.kernels.packed import Packed, unpack
 from tpshard.kernels.triton_launch import Tile, TileChoice
 
-from record import Record, add_options
+from record import Record, parser_of
 
 GROUP = 128
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -168,8 +167,7 @@ def mean(rows: list[dict[str, Any]], m: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser)
+    parser = parser_of(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     parser.add_argument("--models", nargs="+", default=["llama3-8b", "llama3-70b"])
     parser.add_argument("--check", action="store_true", help="compare every product with fp32")

@@ -10,7 +10,6 @@ if it is above 1e-4 per continuation plus 2e-6 of its size, the precision of fp3
 
 from __future__ import annotations
 
-import argparse
 import json
 import pydoc_data.topics
 import subprocess
@@ -24,7 +23,8 @@ from tpshard.models import build, to_hf
 from tpshard.models.presets import preset
 from tpshard.train.sample import ensure_sample
 
-from record import Record, add_options
+from record import Record, parser_of
+from running import COMMAND, serving
 
 TASK = """\
 task: tpshard_likelihoods
@@ -59,12 +59,6 @@ def write_task(folder: Path) -> None:
     (folder / "task.yaml").write_text(TASK % (folder / "items.jsonl"))
 
 
-def write_model(folder: Path) -> Path:
-    target = folder / "model"
-    to_hf(build(preset("tiny"), device="cpu", seed=5), target, tokenizer=ensure_sample().tokenizer)
-    return target
-
-
 def likelihoods(folder: Path, label: str, model: str, arguments: str) -> list[float]:
     """The log-likelihoods of all items of the task, in order, as lm-eval logs them."""
     out = folder / label
@@ -79,31 +73,21 @@ def likelihoods(folder: Path, label: str, model: str, arguments: str) -> list[fl
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path)
-    add_options(parser)
     options = parser.parse_args()
     record = Record("lm_eval_likelihoods", "lm_eval", quiet=options.json)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_task(folder)
-        model = options.model or write_model(folder)
+        model = options.model or folder / "model"
+        if options.model is None:
+            to_hf(build(preset("tiny"), device="cpu", seed=5), model, tokenizer=ensure_sample().tokenizer)
         recipe = folder / "recipe.yaml"
         recipe.write_text(RECIPE)
-        serving = subprocess.Popen(
-            [sys.executable, "-m", "tpshard.cli.main", "serve", str(recipe), f"serve.checkpoint={model}"],
-            stdout=subprocess.PIPE, text=True, cwd=folder,
-        )  # fmt: skip
-        try:
-            assert serving.stdout is not None
-            url = serving.stdout.readline().split()[-1] + "/completions"
-            served = likelihoods(
-                folder, "served", "local-completions",
-                f"model=served,base_url={url},tokenizer={model},tokenizer_backend=huggingface,num_concurrent=4,{BEGIN}",
-            )  # fmt: skip
-        finally:
-            serving.terminate()
-            serving.wait()
+        with serving([*COMMAND, "serve", str(recipe), f"serve.checkpoint={model}"], cwd=folder) as address:
+            client = f"model=served,base_url={address}/completions,tokenizer={model},tokenizer_backend=huggingface"
+            served = likelihoods(folder, "served", "local-completions", f"{client},num_concurrent=4,{BEGIN}")
         expected = likelihoods(folder, "hf", "hf", f"pretrained={model},dtype=float32,{BEGIN}")
     difference = torch.tensor(served, dtype=torch.float64) - torch.tensor(expected, dtype=torch.float64)
     allowed = 1e-4 + 2e-6 * torch.tensor(expected, dtype=torch.float64).abs()

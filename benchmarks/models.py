@@ -11,9 +11,7 @@ padding costs less than 3%. `--record` writes benchmarks/records/models.json.
 
 from __future__ import annotations
 
-import argparse
 import time
-import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +21,7 @@ import torch
 from torch import Tensor
 from tpshard.parallelism import Mesh, partition
 
-from record import Record, add_options
+from record import Record, in_one_line, parser_of
 
 MESHES = {"2x2": {"x": 2, "y": 2}, "4": {"x": 4}, "3": {"x": 3}, "2x4": {"x": 2, "y": 4}}
 BATCH = {"2x2": 16, "4": 16, "3": 71, "2x4": 32}
@@ -177,11 +175,10 @@ def holds(row: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(FAMILIES))
     parser.add_argument("--mesh", nargs="*", choices=list(MESHES), default=list(MESHES))
     parser.add_argument("--forward", action="store_true", help="no steps with gradients")
-    add_options(parser)
     options = parser.parse_args()
     if unknown := set(options.names) - set(FAMILIES):
         parser.error(f"no model {', '.join(sorted(unknown))}: {', '.join(FAMILIES)}")
@@ -194,10 +191,8 @@ def main() -> None:
                 try:
                     row = measure(name, mesh, step)
                 except Exception as error:
-                    frame = traceback.extract_tb(error.__traceback__)[-1]
-                    where = f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
-                    message = f"{type(error).__name__}: {' '.join(str(error).split())[:200]} ({where})"
-                    row = {"model": name, "mesh": mesh, "what": "step" if step else "forward", "error": message}
+                    what = "step" if step else "forward"
+                    row = {"model": name, "mesh": mesh, "what": what, "error": in_one_line(error)}
                 record.rows.append(row)
                 first = f"{name:<10} {row['what']:<8} {mesh:<4}"
                 if "error" in row:

@@ -9,7 +9,6 @@ which other work on the machine lengthens least; wall time is beside them.
 
 from __future__ import annotations
 
-import argparse
 import resource
 import time
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from tpshard.programs import step_programs
 from tpshard.programs.setting import Setting
 from tpshard.recipes.load import loads
 
-from record import Record, add_options
+from record import Record, parser_of
 
 RECIPE = """
 name: scale
@@ -60,9 +59,7 @@ class Stages:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser)
-    options = parser.parse_args()
+    options = parser_of(__doc__).parse_args()
     record, stages = Record("partition_scale", quiet=options.json), Stages()
     for name, stage in (
         ("capture", "capture"), ("propagate_and_store", "propagation"), ("partition_graph", "partitioning"),

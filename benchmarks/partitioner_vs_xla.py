@@ -11,7 +11,6 @@ a device keeps its slice counts as the reduce-scatter that it becomes on acceler
 
 from __future__ import annotations
 
-import argparse
 import glob
 import math
 import os
@@ -28,7 +27,7 @@ import torch.nn.functional as F
 from tpshard.parallelism import Mesh, mesh_split, partition
 from tpshard.parallelism.cost import wire_bytes
 
-from record import Record, add_options
+from record import Record, parser_of
 
 Dims = tuple[Any, ...]
 
@@ -403,9 +402,8 @@ def _members(line: str, devices: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="programs (default: all)")
-    add_options(parser)
     options = parser.parse_args()
     if unknown := set(options.names) - set(CASES):
         parser.error(f"no program {', '.join(sorted(unknown))}: {', '.join(CASES)}")

@@ -56,7 +56,7 @@ from tpshard.train.state import State
 from tpshard.train.stream import TokenBatch
 from tpshard.train.training_worker import engine_of
 
-from record import Record, add_options
+from record import Record, parser_of
 
 SEED, RATE = 3, 1e-3
 SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved_1f1b": "ScheduleInterleaved1F1B"}
@@ -354,7 +354,7 @@ def _ratios(mine: Sequence[float], others: Sequence[float]) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--netlab", default="netlab", help="the script that makes hosts")
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rates", nargs="+", default=["250mbit", "1gbit"])
@@ -366,7 +366,6 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--device", default="", help="a file of `tpshard doctor --measure`, for predicted step times")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    add_options(parser)
     arguments = parser.parse_args()
     if arguments.worker:
         worker(json.loads(arguments.worker))

@@ -17,7 +17,6 @@ belongs to a row.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import math
 import sys
@@ -37,7 +36,7 @@ from tpshard.recipes.diagnostic import Mistakes
 from tpshard.recipes.load import loads
 from tpshard.recipes.schema import Recipe
 
-from record import Record, add_options
+from record import Record, parser_of
 
 ROOT = Path(__file__).resolve().parents[1]
 DEVICES = {"A100-40GB": "a100-40g", "A100-80GB": "a100-80g", "H100-80GB": "h100-sxm-80g", "B200": "b200"}
@@ -237,11 +236,10 @@ def accuracy_line(outcomes: list[Outcome]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--write", action="store_true", help="write docs/plan_accuracy.md and the plan's accuracy line")
     parser.add_argument("--quick", action="store_true", help="make layers that are alike once")
-    add_options(parser)
     options = parser.parse_args()
     record = Record("plan_accuracy", quiet=options.json)
     outcomes: list[Outcome] = []

@@ -10,10 +10,8 @@ Without names it runs all of them; `--search` searches for better variants of th
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -23,7 +21,8 @@ from tpshard.programs.setting import Setting
 from tpshard.programs.variants import Variants
 from tpshard.recipes.load import load
 
-from record import Record, add_options
+from record import Record, parser_of
+from running import COMMAND
 
 CASES = {
     "8b": ("llama3-8b", 64, "{fsdp: 64, tp: 1}", 64),
@@ -58,8 +57,7 @@ def measure(record: Record, name: str, devices: int, path: str) -> None:
     assert entry is not None
     entry.write(texts)
     begun = time.perf_counter()
-    again = [sys.executable, "-m", "tpshard.cli.main", "plan", path, "--dry-run"]
-    printed = subprocess.run(again, capture_output=True, text=True, check=False).stdout
+    printed = subprocess.run([*COMMAND, "plan", path, "--dry-run"], capture_output=True, text=True).stdout
     second = time.perf_counter() - begun
     assert printed == texts["screen"], "the second plan did not come from the cache"
     record.rows.append({"case": name, "devices": devices, "nodes": len(programs.micro.nodes), "build_s": built - start,
@@ -103,10 +101,9 @@ def measure_search(record: Record, name: str, path: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CASES)}; default: all")
     parser.add_argument("--search", action="store_true", help="search instead of planning; default: 8b")
-    add_options(parser)
     options = parser.parse_args()
     record = Record("search_speed" if options.search else "plan_speed", quiet=options.json)
     record.figure("pace", pace(), "s for a plain Python loop of 3 million")

@@ -12,24 +12,23 @@ machine's speed has changed in between, as that of virtual machines does.
 
 from __future__ import annotations
 
-import argparse
 import os
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 
 import psutil
 import torch
 from tpshard.plan import compare
 
-from record import Record, add_options
+from record import Record, parser_of
+from running import tpshard
 
 WITHIN = 0.2
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
 COMMON = """schema: 1
 name: {name}
 data: {{source: sample}}
@@ -56,14 +55,8 @@ OTHERS = {
 """The recipes besides the quickstart; they differ in the number of processes, mesh and width."""
 
 
-def tpshard(*arguments: str, folder: str) -> None:
-    """Runs a tpshard command; ends this script with its output if it fails."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tpshard.cli.main", *arguments], cwd=folder, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, env={k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"},
-    )  # fmt: skip
-    if done.returncode:
-        sys.exit(f"tpshard {' '.join(arguments)} ended with {done.returncode}:\n{done.stdout[-2000:]}")
+def dashed(name: str) -> str:
+    return name.replace(", ", "-").replace(" ", "-")
 
 
 def commands(folder: str, device: Path, steps: int) -> dict[str, list[str]]:
@@ -71,24 +64,22 @@ def commands(folder: str, device: Path, steps: int) -> dict[str, list[str]]:
     same = ["evaluate.every_steps=0", "checkpoint.every_steps=0", "logging.every_steps=1", "logging.wandb=null"]
     by_name = {"quickstart": ["quickstart", f"cluster.device={device}", f"train.steps={steps}", *same]}
     for name, text in OTHERS.items():
-        file = Path(folder) / f"{name.replace(', ', '-').replace(' ', '-')}.yaml"
+        file = Path(folder) / f"{dashed(name)}.yaml"
         cluster = f"cluster: {{device: {device}}}\n"
         file.write_text(COMMON.format(name=file.stem, steps=steps) + cluster + text)
         by_name[name] = [str(file)]
     return by_name
 
 
-def others_busy(before: tuple[float, float], begun: float) -> float:
-    """Cores that other processes kept busy since `before` = (all, own) CPU seconds."""
-    everything, ours = cpu_seconds()
-    return max(0.0, (everything - before[0] - (ours - before[1])) / (time.monotonic() - begun))
+def cpu_seconds_of_others() -> float:
+    """CPU seconds of all cores, less those of this script and its ended processes."""
+    times = psutil.cpu_times()
+    return sum(times[:8]) - times.idle - getattr(times, "iowait", 0.0) - sum(os.times()[:4])
 
 
-def cpu_seconds() -> tuple[float, float]:
-    """CPU seconds of all cores, and of this script's ended processes."""
-    times, own = psutil.cpu_times(), os.times()
-    idle = times.idle + getattr(times, "iowait", 0.0)
-    return sum(times[:8]) - idle, own.user + own.system + own.children_user + own.children_system
+def others_busy(before: float, begun: float) -> float:
+    """Cores that other processes kept busy since they had used `before` seconds."""
+    return max(0.0, (cpu_seconds_of_others() - before) / (time.monotonic() - begun))
 
 
 def pace() -> float:
@@ -120,8 +111,8 @@ class Run:
 def run(arguments: list[str], folder: Path, then: float) -> Run:
     """Trains a recipe. `then`: the `pace` around the measurement of its device file."""
     folder.mkdir()
-    earlier, begun, before = pace(), time.monotonic(), cpu_seconds()
-    tpshard("train", *arguments, folder=str(folder))
+    earlier, begun, before = pace(), time.monotonic(), cpu_seconds_of_others()
+    tpshard("train", *arguments, cwd=folder, env=ENVIRONMENT)
     others, now = others_busy(before, begun), (earlier + pace()) / 2
     comparison = compare.compare(folder / "runs" / Path(arguments[0]).stem)
     assert comparison is not None, "a run leaves its plan and its steps"
@@ -131,10 +122,10 @@ def run(arguments: list[str], folder: Path, then: float) -> Run:
 
 def turn(folder: Path, steps: int, device: Path | None) -> dict[str, Run]:
     """Measures the machine unless there is a device file, and trains each recipe once."""
-    before, begun, then = cpu_seconds(), time.monotonic(), pace()
+    before, begun, then = cpu_seconds_of_others(), time.monotonic(), pace()
     file = device or folder / "this-machine.yaml"
     if device is None:
-        tpshard("doctor", "--measure", str(file), folder=str(folder))
+        tpshard("doctor", "--measure", str(file), cwd=folder, env=ENVIRONMENT)
         busy = others_busy(before, begun)
         print(f"tpshard doctor --measure: {time.monotonic() - begun:.0f} s, others {busy:.2f}", file=sys.stderr)
         then = (then + pace()) / 2
@@ -150,28 +141,23 @@ def table(turns: list[dict[str, Run]]) -> tuple[str, float]:
     lines, worst = [HEAD], 0.0
     for name in turns[0]:
         runs = [each[name] for each in turns]
-        ratio, each = middle(runs, lambda one: one.ratio), " ".join(f"{one.ratio:.2f}" for one in runs)
+        ratio, each = median(one.ratio for one in runs), " ".join(f"{one.ratio:.2f}" for one in runs)
         worst = max(worst, abs(ratio - 1))
-        times = [1e3 * middle(runs, lambda one, key=key: one.step[key]) for key in ("predicted", "measured")]
-        waits = [1e3 * middle(runs, lambda one, key=key: one.exposed[key]) for key in ("predicted", "measured")]
+        times = [1e3 * median(one.step[key] for one in runs) for key in ("predicted", "measured")]
+        waits = [1e3 * median(one.exposed[key] for one in runs) for key in ("predicted", "measured")]
         lines.append(
             f"{name:<19} {times[0]:>9.0f} {times[1]:>9.0f} {ratio:>6.2f}  {each:<15}{waits[0]:>19.0f} {waits[1]:>9.0f} "
-            f"{max(one.others for one in runs):>7.2f} {middle(runs, lambda one: one.pace):>6.2f}"
+            f"{max(one.others for one in runs):>7.2f} {median(one.pace for one in runs):>6.2f}"
         )
     lines.append(f"worst {100 * worst:.0f}%, {'within' if worst <= WITHIN else 'beyond'} {100 * WITHIN:.0f}%")
     return "\n".join(lines), worst
 
 
-def middle(runs: list[Run], value: Callable[[Run], float]) -> float:
-    return statistics.median(value(one) for one in runs)
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--turns", type=int, default=3, help="measurements, each with a run of every recipe")
     parser.add_argument("--device", type=Path, help="a device file that is there already")
-    add_options(parser)
     options = parser.parse_args()
     record = Record("plan_this_machine", quiet=options.json)
     turns = []
@@ -182,8 +168,7 @@ def main() -> int:
     record.say(text)
     record.rows += [{"recipe": name, **asdict(run)} for each in turns for name, run in each.items()]
     for name in turns[0]:
-        record.figure(f"{name.replace(', ', '-').replace(' ', '-')}.ratio", [each[name].ratio for each in turns],
-                      "predicted / measured")  # fmt: skip
+        record.figure(f"{dashed(name)}.ratio", [each[name].ratio for each in turns], "predicted / measured")
     record.figure("worst", 100 * worst, "% off")
     record.close(write=options.record, as_json=options.json)
     return 0 if worst <= WITHIN else 1

@@ -16,23 +16,21 @@ with 1 if a figure differs by more than 1%, is negative or not finite, or someth
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import math
 import random
 import sys
 import time
-import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from tpshard.parallelism.depth import Depth
-from tpshard.parallelism.program import Program
 from tpshard.plan import make
 from tpshard.plan.pricing import Pricing
 from tpshard.plan.search import price_variant
+from tpshard.plan.search_result import VariantPrice
 from tpshard.programs import step_programs, training
 from tpshard.programs.alike import FEWEST, STACK
 from tpshard.programs.setting import Setting, devices_of
@@ -41,7 +39,7 @@ from tpshard.recipes.diagnostic import Mistakes
 from tpshard.recipes.load import loads, with_changes
 from tpshard.recipes.schema import Recipe
 
-from record import Record, add_options
+from record import Record, in_one_line, parser_of
 
 MODELS = {"llama3-8b": 32, "llama3-70b": 80, "llama3-405b": 126, "tiny-moe": 4, "granite-20b": 52, "llama3-1b": 16}
 """Presets with their numbers of layers."""
@@ -205,23 +203,13 @@ def plan_whole(recipe: Recipe, *, as_plan: bool) -> Pricing:
     if as_plan:
         return make.report(recipe, recipe.name).pricing
     with make.without_gc():
-        return make.price_training(training.build(Setting.of(recipe, devices_of(recipe)), make=_capture_whole))
+        setting = Setting.of(recipe, devices_of(recipe))
+        return make.price_training(training.build(setting, make=step_programs.micro_program))
 
 
-def _capture_whole(
-    setting: Setting, base: Program | None = None, *, gathered: bool = False, unreduced: bool = False
-) -> Program:
-    return step_programs.micro_program(setting, base, gathered=gathered, unreduced=unreduced)
-
-
-def figures(pricing: Pricing) -> dict[str, float]:
+def figures(price: Pricing | VariantPrice) -> dict[str, float]:
     """The figures that an edit has of a plan."""
-    return {
-        "memory": pricing.needed_bytes,
-        "step": pricing.step_s,
-        "exposed": pricing.exposed_s,
-        "comm": pricing.comm_s,
-    }
+    return {"memory": price.needed_bytes, "step": price.step_s, "exposed": price.exposed_s, "comm": price.comm_s}
 
 
 def compared(edited: dict[str, float], planned: dict[str, float], step_s: float) -> dict[str, float]:
@@ -237,24 +225,12 @@ def compared(edited: dict[str, float], planned: dict[str, float], step_s: float)
     return shares
 
 
-def _price_as_edit(base: Recipe, changes: Changes, variants: Variants) -> dict[str, float] | str:
-    """The figures of a variant as an edit has them; the error's words if it is refused."""
+def _figures_or_words(price: Callable[[], Pricing | VariantPrice]) -> dict[str, float] | str:
+    """The figures of a variant; the words of its mistakes if it is refused."""
     try:
-        price = price_variant(with_changes(base, changes), "train", variants)
+        return figures(price())
     except Mistakes as mistakes:
-        return _words(mistakes)
-    return {"memory": price.needed_bytes, "step": price.step_s, "exposed": price.exposed_s, "comm": price.comm_s}
-
-
-def _plan(recipe: DrawnRecipe, *, as_plan: bool) -> dict[str, float] | str:
-    try:
-        return figures(plan_whole(recipe.recipe(), as_plan=as_plan))
-    except Mistakes as mistakes:
-        return _words(mistakes)
-
-
-def _words(mistakes: Mistakes) -> str:
-    return "; ".join(one.message for one in mistakes.diagnostics)
+        return "; ".join(one.message for one in mistakes.diagnostics)
 
 
 def compare(
@@ -265,12 +241,14 @@ def compare(
     outcome = ComparedVariant(number, model, recipe.overrides, "equal", staged="pipeline=null" not in recipe.overrides)
     outcome.layers = base.model.layers or 0
     try:
-        edited = _price_as_edit(base, changes, variants)
+        edited = _figures_or_words(lambda: price_variant(with_changes(base, changes), "train", variants))
         stretched = outcome.staged or Depth(STACK, base.model.layers or 0).copies >= FEWEST
-        plans = [_plan(recipe, as_plan=as_plan) for as_plan in ((True, False) if stretched else (True,))]
+        plans = [
+            _figures_or_words(lambda as_plan=as_plan: plan_whole(recipe.recipe(), as_plan=as_plan))
+            for as_plan in ((True, False) if stretched else (True,))
+        ]
     except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        outcome.kind, outcome.words = "crash", f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+        outcome.kind, outcome.words = "crash", in_one_line(error)
         return outcome
     for plan in plans:
         if isinstance(edited, str) or isinstance(plan, str):
@@ -307,7 +285,7 @@ def outcomes(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--count", type=int, default=100, help="variants that are priced, beside refused ones")
     parser.add_argument("--deep", type=int, default=0, help="of these, variants of 8B, 70B and 405B with all layers")
     parser.add_argument("--seed", type=int, default=0)
@@ -316,7 +294,6 @@ def main() -> int:
     parser.add_argument("--model", nargs="*", choices=list(MODELS), default=list(MODELS), metavar="NAME")
     parser.add_argument("--seconds", type=float, default=math.inf, help="ends after this many seconds")
     parser.add_argument("--show", action="store_true", help="print every variant's changes")
-    add_options(parser)
     options = parser.parse_args()
     record, start = Record("plan_variants", quiet=options.json), time.monotonic()
     done: list[ComparedVariant] = []

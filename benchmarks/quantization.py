@@ -9,25 +9,17 @@ costs more than 0.05 nats, or more than 0.7 of the cost of rounding, on average.
 
 from __future__ import annotations
 
-import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from record import Record, add_options
+from record import Record, parser_of
+from running import tpshard
 
 COST, SHARE = 0.05, 0.7
-
-
-def tpshard(*arguments: str) -> str:
-    done = subprocess.run([sys.executable, "-m", "tpshard.cli.main", *arguments], capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(done.stderr)
-    return done.stdout
 
 
 def quantized(run: Path, group_size: int, sequences: int, *options: str) -> dict[str, Any]:
@@ -40,11 +32,10 @@ def quantized(run: Path, group_size: int, sequences: int, *options: str) -> dict
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_of(__doc__)
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--group-size", type=int, default=64)
     parser.add_argument("--sequences", type=int, default=256, help="of held-out text")
-    add_options(parser)
     arguments = parser.parse_args()
     record = Record("quantization", quiet=arguments.json)
     record.say("seed   dense loss   GPTQ costs   rounding costs   share   tokens")

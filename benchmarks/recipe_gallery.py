@@ -9,7 +9,6 @@ docs/gallery.md. Times of a busy machine mean little: the table shows losses, th
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -18,12 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from record import RECORDS, ROOT, PageTable, Record, add_options, close_with_table, load
-
-PLACE = PageTable(
-    ROOT / "docs" / "gallery.md", "<!--recipes: python benchmarks/recipe_gallery.py --docs-->", "<!--/recipes-->"
-)
-COMMAND = [sys.executable, "-m", "tpshard.cli.main"]
+from record import ROOT, Record, close_with_table, parser_of
+from running import COMMAND
 
 
 def plan_recipe(name: str) -> dict[str, Any]:
@@ -80,15 +75,15 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="default 5")
     parser.add_argument("--train", metavar="NAME,...", help="run these alone; default: all that are for a CPU")
     parser.add_argument("--docs", action="store_true", help="write the table into docs/gallery.md")
-    add_options(parser)
     options = parser.parse_args()
     record = Record("recipe_gallery", quiet=options.json)
-    for name in options.names or sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml")):
+    shipped = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
+    for name in options.names or shipped:
         plan = plan_recipe(name)
         runs_on_cpu = "cpu" in str(plan["device"]).lower() and (
             options.train is None or name in options.train.split(",")
@@ -96,12 +91,8 @@ def main() -> None:
         ran = train(name, options.steps) if runs_on_cpu else None
         record.rows.append({"name": name, "plan": plan, "run": ran})
         record.say(json.dumps(record.rows[-1]))
-    if options.names and (RECORDS / "recipe_gallery.json").exists():  # the other rows stay
-        rows_by_name = {row["name"]: row for row in load("recipe_gallery")["rows"]} | {
-            row["name"]: row for row in record.rows
-        }
-        record.rows[:] = [rows_by_name[name] for name in sorted(rows_by_name)]
-    close_with_table(record, table(record.rows), PLACE, options)
+    record.keep_others(shipped)
+    close_with_table(record, table(record.rows), "gallery.md", options)
 
 
 if __name__ == "__main__":

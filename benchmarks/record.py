@@ -22,11 +22,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks" / "records"
@@ -138,6 +139,15 @@ class Record:
         self.figures[name] = Figure.of(values, unit)
         return self.figures[name]
 
+    def keep_others(self, names: Iterable[str]) -> None:
+        """Adds the rows that the written record has of those of `names` that were not measured now; sorts by these."""
+        try:
+            before = load(self.name)["rows"]
+        except FileNotFoundError:
+            before = []
+        by_name = {row["name"]: row for row in [*before, *self.rows]}
+        self.rows = [by_name[name] for name in names if name in by_name]
+
     def to_json(self) -> dict[str, Any]:
         return {
             "schema": SCHEMA,
@@ -165,33 +175,30 @@ class Record:
             self.say(f"# benchmarks/records/{self.name}.json")
 
 
-@dataclass(frozen=True)
-class PageTable:
-    """The part of a page between two comments, which a benchmark writes."""
-
-    page: Path
-    begin: str
-    end: str
-
-    def put(self, text: str) -> None:
-        """Replaces what the page has between the comments."""
-        before, rest = self.page.read_text(encoding="utf-8").split(self.begin)
-        after = rest.split(self.end)[1]
-        self.page.write_text(f"{before}{self.begin}\n\n{text}\n\n{self.end}{after}", encoding="utf-8")
-
-
-def close_with_table(record: Record, table: str, place: PageTable, options: argparse.Namespace) -> None:
-    """Prints a gallery's table, puts it into its page with `--docs`, and closes the record."""
+def close_with_table(record: Record, table: str, page: str, options: argparse.Namespace) -> None:
+    """Prints a gallery's table, puts it between comments of a page of docs/ with `--docs`, and closes the record."""
     record.say(table)
     if options.docs:
-        place.put(table)
+        path = ROOT / "docs" / page
+        marks = rf"(?s)(<!--\w+: python benchmarks/{record.name}\.py --docs-->\n\n).*?(\n\n<!--/)"
+        text = re.sub(marks, lambda between: f"{between[1]}{table}{between[2]}", path.read_text(encoding="utf-8"))
+        path.write_text(text, encoding="utf-8")
     record.close(write=options.record, as_json=options.json)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options that all benchmarks share: --json and --record."""
+def parser_of(about: str | None) -> argparse.ArgumentParser:
+    """A parser with a script's docstring, and the options that all benchmarks share: --json and --record."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print only the record, as JSON")
     parser.add_argument("--record", action="store_true", help="write it into benchmarks/records")
+    return parser
+
+
+def in_one_line(error: Exception) -> str:
+    """The type and the message of an exception, and the line of code that raised it."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    message = " ".join(str(error).split())[:300]
+    return f"{type(error).__name__}: {message} ({Path(frame.filename).name}:{frame.lineno})"
 
 
 # ---- numbers in README and docs ------------------------------------------------------------------------------------
@@ -251,15 +258,11 @@ def main() -> int:
         text = page.read_text(encoding="utf-8")
         for written, recorded in list(differences(text)):
             wrong += not write
-            report(page, written, recorded, sys.stdout)
+            print(f"{page.relative_to(ROOT)}: {written} should be {recorded}")
             text = text.replace(written, recorded)
         if write:
             page.write_text(text, encoding="utf-8")
     return int(wrong > 0)
-
-
-def report(page: Path, written: str, recorded: str, out: TextIO) -> None:
-    print(f"{page.relative_to(ROOT)}: {written} should be {recorded}", file=out)
 
 
 if __name__ == "__main__":

@@ -17,13 +17,9 @@ Runs of the rates are interleaved; each ratio is of one run.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
-import re
-import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -46,7 +42,8 @@ from tpshard.recipes.load import loads
 from tpshard.serve.rehearse import rehearse
 from tpshard.train.sample import ensure_sample
 
-from record import Record, add_options
+from record import Record, parser_of
+from running import serving
 
 NEAREST = 12
 SHARES = {"median": 0.5, "99th": 0.99}
@@ -58,9 +55,7 @@ def model_folder(out: Path) -> Path:
         family="llama", layers=6, width=512, heads=8, kv_heads=4, head_dim=64, mlp=1536, vocab=2048, max_seq=1024,
         seq_len=512, dtype="fp32",
     )  # fmt: skip
-    to_hf(build(config, device="cpu", seed=0), out)
-    for file in ensure_sample().tokenizer.glob("tokenizer*"):
-        shutil.copy(file, out)
+    to_hf(build(config, device="cpu", seed=0), out, tokenizer=ensure_sample().tokenizer)
     return out
 
 
@@ -109,31 +104,12 @@ def serve_and_time(out: Path, arguments: list[str]) -> int:
         out.write_text(json.dumps([step for step in steps if step[3] > 0]))
 
 
-class Server:
-    """A process of `tpshard serve` for a folder; `steps` are its steps after it has ended."""
-
-    def __init__(self, changes: list[str], out: Path):
-        self._out = out
-        command = [sys.executable, str(Path(__file__).resolve()), "--serve", str(out), "tiny", *changes, "serve.port=0"]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        assert self._process.stdout is not None
-        address = re.search(r"on (http://\S+)/v1", self._process.stdout.readline())
-        if address is None:
-            raise SystemExit("the server did not start")
-        self.url = address[1]
-
-    def end(self) -> list[tuple[float, ...]]:
-        self._process.send_signal(signal.SIGTERM)
-        self._process.wait()
-        return json.loads(self._out.read_text())
-
-
-async def ask(client: httpx.AsyncClient, url: str, model: str, traffic: Traffic, number: int) -> Answered:
+async def ask(client: httpx.AsyncClient, address: str, model: str, traffic: Traffic, number: int) -> Answered:
     draw = random.Random(number)
     prompt = [draw.randrange(300, 2000) for _ in range(traffic.prompt)]
     body = {"model": model, "prompt": prompt, "max_tokens": traffic.answer, "ignore_eos": True, "stream": True}
     came, times = time.monotonic(), []
-    async with client.stream("POST", url + "/v1/completions", json=body) as response:
+    async with client.stream("POST", f"{address}/completions", json=body) as response:
         assert response.status_code == 200, response.status_code
         async for line in response.aiter_lines():
             if line.startswith("data: {"):
@@ -141,17 +117,17 @@ async def ask(client: httpx.AsyncClient, url: str, model: str, traffic: Traffic,
     return Answered(came, times[0], times[-1], traffic.answer)
 
 
-async def served(url: str, traffic: Traffic) -> Rehearsal:
+async def served(address: str, traffic: Traffic) -> Rehearsal:
     """Sends the traffic to a server; returns the same figures as a simulation."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=600, limits=limits) as client:
-        model = (await client.get(url + "/v1/models")).json()["data"][0]["id"]
-        await ask(client, url, model, traffic, -1)
+        model = (await client.get(f"{address}/models")).json()["data"][0]["id"]
+        await ask(client, address, model, traffic, -1)
         begun = time.monotonic()
 
         async def one(number: int, at: float) -> Answered:
             await asyncio.sleep(max(0.0, begun + at - time.monotonic()))
-            return await ask(client, url, model, traffic, number)
+            return await ask(client, address, model, traffic, number)
 
         answers = await asyncio.gather(*(one(i, at) for i, at in enumerate(traffic.arrivals())))
     return Rehearsal(tuple(answers), 0, 0, 0, time.monotonic() - begun, 0.0)
@@ -178,7 +154,7 @@ def drawn(steps: list[tuple[float, ...]], fitting: Callable[[int], int], seed: i
 def main() -> int:
     if "--serve" in sys.argv[1:2]:
         return serve_and_time(Path(sys.argv[2]), sys.argv[3:])
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rates", type=lambda text: [float(x) for x in text.split(",")], default=[1.0, 2.0])
     parser.add_argument("--requests", type=int, default=60)
     parser.add_argument("--prompt", type=int, default=96)
@@ -186,12 +162,11 @@ def main() -> int:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--device", default="cpu")
-    add_options(parser)
     options = parser.parse_args()
     record = Record("rehearsal", quiet=options.json)
     ratios: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as scratch:
-        folder = model_folder(Path(scratch) / "model")
+        folder, out = model_folder(Path(scratch) / "model"), Path(scratch) / "steps.json"
         changes = [f"serve.checkpoint={folder}", f"serve.mesh={{tp: {options.tp}}}", "serve.requests=16",
                    "cluster.device=cpu"]  # fmt: skip
         recipe = loads("name: tiny\nmodel: {preset: tiny}\n", [*changes[:3], f"cluster.device={options.device}",
@@ -200,11 +175,10 @@ def main() -> int:
         for turn in range(options.repeat):
             for rate in options.rates:
                 traffic = Traffic(options.prompt, options.answer, rate, count=options.requests, seed=turn)
-                server = Server(changes, Path(scratch) / "steps.json")
-                try:
-                    answered = asyncio.run(served(server.url, traffic))
-                finally:
-                    steps = server.end()
+                command = [sys.executable, __file__, "--serve", str(out), "tiny", *changes, "serve.port=0"]
+                with serving(command, stderr=subprocess.DEVNULL) as address:
+                    answered = asyncio.run(served(address, traffic))
+                steps = json.loads(out.read_text())
                 # a measured step ends with the start of the next one, so that it has the host's time in it
                 whole = ServingOverhead(request_s=priced.overhead.request_s)
                 measured = drawn(steps, lambda rows: priced.programs.fitting(rows).rows, turn)
@@ -220,7 +194,7 @@ def main() -> int:
                     record.rows.append(row)
                     record.say(json.dumps(row))
     for name, values in ratios.items():
-        record.say(f"{name}: {record.figure(name, values, 'times')}")
+        record.figure(name, values, "times")
     record.close(write=options.record, as_json=options.json)
     return 0
 

@@ -21,7 +21,7 @@ from collections import Counter
 import httpx
 import psutil
 
-from record import Record, add_options
+from record import Record, parser_of
 
 
 class Left(Exception):
@@ -101,12 +101,11 @@ async def load(url: str, model: str, options: argparse.Namespace, headers: dict[
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("url")
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--leave", type=float, default=0.2)
-    add_options(parser)
     options = parser.parse_args()
     record = Record("serving_load", quiet=options.json)
     url = options.url.rstrip("/").removesuffix("/v1")

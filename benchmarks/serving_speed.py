@@ -13,25 +13,26 @@ decoding is greedy, end tokens are ignored. Runs are interleaved; shown is the m
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 from tpshard.kernels.gptq_config import GPTQConfig
 from tpshard.kernels.gptq_format import write_into
+from tpshard.kernels.gptq_solver import Settings, ordering, round_to_nearest
 from tpshard.kernels.quantized import Quantized
 from tpshard.models import build, to_hf
 from tpshard.models.config import ModelConfig
@@ -46,9 +47,11 @@ from tpshard.serve.job import Job
 from tpshard.serve.ranks import Ranks
 from tpshard.serve.request import Sampling, Sequence
 
-from record import Record, add_options
+from record import Record, in_one_line, parser_of
 
 WORKER = [sys.executable, "-m", "tpshard.cli.serve_worker"]
+SETTINGS = Settings(bits=4, group_size=128)
+"""How weights are quantized."""
 
 
 @dataclass(frozen=True)
@@ -89,68 +92,51 @@ def run_engine(ranks: Ranks, requests: list[tuple[int, ...]], new: int) -> Measu
     return summary(began, list(stamps.values()))
 
 
-class Peer:
-    """transformers in a process of its own, which shares neither threads nor memory with the engine."""
+# ---- transformers, in a process of its own, which shares neither threads nor memory with the engine ------------------
+class Clock:
+    """Notes the time of each token, and stops nothing."""
 
-    def __init__(self, folder: Path, compiled: bool, dtype: str, threads: int) -> None:
-        how = ["--compiled"] if compiled else []
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, "--peer", str(folder), "--dtype", dtype, *how], text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={"OMP_NUM_THREADS": str(threads)} | dict(os.environ),
-        )  # fmt: skip
+    def __init__(self) -> None:
+        self.times: list[float] = []
 
-    def run(self, requests: list[tuple[int, ...]], new: int) -> Measured:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps({"requests": requests, "new": new}) + "\n")
-        self.process.stdin.flush()
-        answer = json.loads(self.process.stdout.readline() or '{"error": "the peer ended"}')
-        if "error" in answer:
-            raise RuntimeError(answer["error"])
-        return Measured(**answer)
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.times.append(time.perf_counter())
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
 
-def peer(folder: str, compiled: bool, dtype: str) -> None:
-    """The process of `Peer`."""
-    from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
+@cache
+def peer_model(folder: Path, compiled: bool) -> Any:
+    from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    torch.set_num_threads(os.cpu_count() or 1)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     if compiled:
         model.forward = torch.compile(model.forward, dynamic=True)
-
-    class Clock(StoppingCriteria):
-        def __init__(self) -> None:
-            self.times: list[float] = []
-
-        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-            self.times.append(time.perf_counter())
-            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
-
-    def generate(requests: list[list[int]], new: int) -> Measured:
-        longest = max(map(len, requests))
-        ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in requests])
-        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in requests])
-        clock = Clock()
-        began = time.perf_counter()
-        with torch.inference_mode():
-            model.generate(
-                ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, do_sample=False, use_cache=True,
-                pad_token_id=0, stopping_criteria=StoppingCriteriaList([clock]),
-            )  # fmt: skip
-        return summary(began, [clock.times] * len(requests))
-
-    for line in sys.stdin:
-        job = json.loads(line)
-        try:
-            answer = vars(generate(job["requests"], job["new"]))
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
-        print(json.dumps(answer), flush=True)
+    return model
 
 
+def generate(folder: Path, compiled: bool, requests: list[tuple[int, ...]], new: int) -> Measured:
+    from transformers import StoppingCriteriaList
+
+    model = peer_model(folder, compiled)
+    longest = max(map(len, requests))
+    ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in requests])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in requests])
+    clock = Clock()
+    began = time.perf_counter()
+    with torch.inference_mode():
+        model.generate(
+            ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, do_sample=False, use_cache=True,
+            pad_token_id=0, stopping_criteria=StoppingCriteriaList([clock]),
+        )  # fmt: skip
+    return summary(began, [clock.times] * len(requests))
+
+
+def run_peer(process: Executor, folder: Path, compiled: bool, requests: list[tuple[int, ...]], new: int) -> Measured:
+    return process.submit(generate, folder, compiled, requests, new).result()
+
+
+# ---- the models and the comparison -----------------------------------------------------------------------------------
 def write_models(folder: Path, config: ModelConfig) -> tuple[Path, Path]:
     """(dense, quantized) folders of one random model."""
     model = build(config, device="cpu", seed=3)
@@ -164,26 +150,16 @@ def write_models(folder: Path, config: ModelConfig) -> tuple[Path, Path]:
             linears[stored.removesuffix(".weight")] = nearest(parameters[name], act_order)
         else:
             tensors[stored] = parameters[name].half()
-    written = write_config(config, "fp16")
-    how = GPTQConfig(bits=4, group_size=128, desc_act=True)
+    how = GPTQConfig(bits=SETTINGS.bits, group_size=SETTINGS.group_size, desc_act=True)
     quantized.mkdir()
-    write_into(quantized, written, linears.items(), tensors.items(), how)
+    write_into(quantized, write_config(config, "fp16"), linears.items(), tensors.items(), how)
     return dense, quantized
 
 
 def nearest(weight: torch.Tensor, act_order: bool) -> Quantized:
     """weight [outputs, inputs] in 4 bits; with `act_order` the rows of a group lie apart."""
-    inputs = weight.shape[1]
-    group = torch.arange(inputs) // 128
-    if act_order:
-        group = group[torch.randperm(inputs, generator=torch.Generator().manual_seed(1))]
-    w = weight.T
-    scales = torch.zeros(inputs // 128, w.shape[1])
-    for g in range(inputs // 128):
-        scales[g] = w[group == g].abs().amax(0) / 7
-    codes = (w / scales[group] + 8).round().clamp(0, 15).to(torch.uint8)
-    zeros = torch.full(scales.shape, 8, dtype=torch.uint8)
-    return Quantized(codes, scales.half(), zeros, group.to(torch.int32), 4)
+    importance = torch.rand(weight.shape[1], generator=torch.Generator().manual_seed(1))
+    return round_to_nearest(weight, SETTINGS, ordering(importance, SETTINGS, "global" if act_order else "none"))
 
 
 def job(folder: Path, *overrides: str) -> Job:
@@ -199,7 +175,6 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
         max_seq=2048, seq_len=512, dtype="fp32",
     )  # fmt: skip
     dense, quantized = write_models(folder, config)
-    threads = os.cpu_count() or 1
     torch.set_num_threads(1)  # as `tpshard serve` does: idle threads would spin on the cores that the ranks compute on
     ours = {
         f"tpshard tp {tp} {label}": job(source, f"serve.mesh.tp={tp}", f"serve.dtype={dtype}")
@@ -211,7 +186,8 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
     with ExitStack() as opened:
         ways: dict[str, Callable[[list[tuple[int, ...]], int], Measured]] = {}
         for name, compiled in peers.items():
-            ways[name] = opened.enter_context(closing(Peer(dense, compiled, "float32", threads))).run
+            process = opened.enter_context(ProcessPoolExecutor(1, get_context("spawn")))
+            ways[name] = partial(run_peer, process, dense, compiled)
         for name, served in ours.items():
             ways[name] = partial(run_engine, opened.enter_context(closing(Ranks(WORKER, served))))
         for count in options.requests:
@@ -219,8 +195,8 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
             for name, run in list(ways.items()):
                 try:
                     run(requests, 4)
-                except RuntimeError as error:
-                    print(f"{name}, {count} requests: {error}", file=sys.stderr)
+                except Exception as error:
+                    print(f"{name}, {count} requests: {in_one_line(error)}", file=sys.stderr)
                     del ways[name]
             for _ in range(options.repeat):  # in turns: a machine whose speed drifts is as fast for all
                 for name, run in ways.items():
@@ -236,8 +212,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser)
+    parser = parser_of(__doc__)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--requests", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 64])
@@ -245,13 +220,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=32)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--peer", help=argparse.SUPPRESS)
-    parser.add_argument("--compiled", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--dtype", default="float32", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.peer:
-        peer(options.peer, options.compiled, options.dtype)
-        return
     record = Record("serving", quiet=options.json)
     with tempfile.TemporaryDirectory() as folder:
         record.rows += measure(options, Path(folder))

@@ -9,7 +9,6 @@ the launcher. Exits with 1 if a leg died or did not finish its steps.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import re
@@ -23,7 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from record import Record, add_options
+from record import Record, parser_of
+from running import COMMAND
 
 MESHES = ("{fsdp: 2}", "{fsdp: 4}", "{fsdp: 2}", "{fsdp: 2, tp: 2}")
 RECIPE = """
@@ -67,8 +67,8 @@ def run(folder: Path, stop: int | None) -> tuple[int, str]:
     """Starts a run, and asks it to stop at a step if given; returns its exit code and output."""
     with (folder / "output").open("w+") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tpshard.cli.main", "train", "recipe.yaml"], cwd=folder, stdout=output,
-            stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            [*COMMAND, "train", "recipe.yaml"], cwd=folder, stdout=output, stderr=output,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         while process.poll() is None:
             time.sleep(0.2)
@@ -89,12 +89,11 @@ def reach(folder: Path) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=6000, help="steps of all legs together")
     parser.add_argument("--leg", type=int, default=1500, help="steps of a leg")
     parser.add_argument("--at-once", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0, help="seed of the steps at which legs are stopped")
-    add_options(parser)
     options = parser.parse_args()
     record = Record("soak", quiet=options.json)
     stops = random.Random(options.seed)

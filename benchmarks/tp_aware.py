@@ -1,6 +1,6 @@
 """Times decoding through an act-ordered layer on several ranks in three layouts: naive, rank-local sort, TP-aware.
 
-    python benchmarks/tp_aware.py [--json] [--ranks 2 4 8] [--rows 8 16] [--rounds 20]
+    python benchmarks/tp_aware.py [--ranks 2 4 8] [--rows 8 16] [--rounds 20] [--record] [--json]
 
 One layer of Llama-70B and of Granite-20B with dims divided by 4, quantized to 4 bits in groups of 128 with a random
 act-order, runs as a server's programs (bf16, torch's int4 product) on gloo processes of this machine. Every row decodes
@@ -11,17 +11,13 @@ before each row-parallel linear.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import os
-import platform
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,6 +37,8 @@ from tpshard.recipes.load import loads
 from tpshard.serve.runner import ProgramRunner
 from tpshard.serve.step import StepInput
 from tpshard.serve.weights import Weights
+
+from record import Record, parser_of
 
 GROUP, PAST = 128, 128
 LLAMA = ModelConfig(
@@ -102,8 +100,8 @@ def batch(rows: int) -> StepInput:
     return StepInput(row % 1000, place, tables[:, -1] * 16, row, tables, row)
 
 
-def measure(context: Context, ranks: int, rows: list[int], rounds: int) -> list[dict[str, object]]:
-    results: list[dict[str, object]] = []
+def measure(context: Context, ranks: int, rows: list[int], rounds: int) -> list[dict[str, Any]]:
+    results: list[dict[str, Any]] = []
     for shape, config in SHAPES.items():
         by_layout = runners(config, ranks, rows, context)
         for m in rows:
@@ -120,7 +118,7 @@ def measure(context: Context, ranks: int, rows: list[int], rounds: int) -> list[
                     if i >= 3:
                         milliseconds[layout].append(1e3 * (time.perf_counter() - began))
                         waited[layout].append(1e3 * (executor.waited_s - before))  # type: ignore[attr-defined]
-            row: dict[str, object] = {"shape": shape, "ranks": ranks, "M": m}
+            row: dict[str, Any] = {"shape": shape, "ranks": ranks, "M": m}
             for layout in LAYOUTS:
                 row[f"{layout}_ms"] = statistics.median(milliseconds[layout])
                 row[f"{layout}_collectives_ms"] = statistics.median(waited[layout])
@@ -138,49 +136,36 @@ def worker(rank: int, ranks: int, rows: list[int], rounds: int, folder: Path) ->
         context.barrier()
 
 
-def run(ranks: int, rows: list[int], rounds: int) -> list[dict[str, object]]:
+def run(ranks: int, rows: list[int], rounds: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
-        arguments = ["--rounds", str(rounds), "--rows", *map(str, rows), "--folder", folder, "--ranks", str(ranks)]
-        workers = [
-            subprocess.Popen([sys.executable, __file__, *arguments, "--rank", str(rank)]) for rank in range(ranks)
-        ]
-        codes = [process.wait() for process in workers]
-        if any(codes):
-            raise SystemExit(f"workers ended with {codes}")
-        results: list[dict[str, object]] = json.loads((Path(folder) / "rows.json").read_text())
-        return results
+        torch.multiprocessing.spawn(worker, (ranks, rows, rounds, Path(folder)), nprocs=ranks)
+        results: list[dict[str, Any]] = json.loads((Path(folder) / "rows.json").read_text())
+    return results
 
 
-def mean_ratio(rows: list[dict[str, object]], over: str, ranks: list[int]) -> float:
-    logs = [math.log(float(r[over]) / float(r["tp_aware_ms"])) for r in rows if r["ranks"] in ranks]  # type: ignore[arg-type]
-    return math.exp(statistics.mean(logs)) if logs else math.nan
+def mean_ratio(rows: list[dict[str, Any]], over: str, ranks: list[int]) -> float:
+    return statistics.geometric_mean(row[over] / row["tp_aware_ms"] for row in rows if row["ranks"] in ranks)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print only the rows")
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 16])
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    a = parser.parse_args()
-    if a.rank is not None:
-        return worker(a.rank, a.ranks[0], a.rows, a.rounds, a.folder)
-    rows = [row for ranks in a.ranks for row in run(ranks, a.rows, a.rounds)]
-    if a.json:
-        return print(json.dumps(rows))
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, gloo")
-    print("python benchmarks/tp_aware.py " + " ".join(sys.argv[1:]))
-    print(f"{'shape':<15} ranks   M    naive  local_sort  tp_aware   ms; naive/tp_aware; collectives of the three")
-    for r in rows:
-        ratio = float(r["naive_ms"]) / float(r["tp_aware_ms"])  # type: ignore[arg-type]
-        waits = " ".join(f"{r[f'{layout}_collectives_ms']:.2f}" for layout in LAYOUTS)
-        print(f"{r['shape']:<15} {r['ranks']:>5} {r['M']:>3} {r['naive_ms']:>8.2f} {r['local_sort_ms']:>11.2f} "
-              f"{r['tp_aware_ms']:>9.2f}   {ratio:.2f}   {waits}")  # fmt: skip
-    each = ", ".join(f"{mean_ratio(rows, 'naive_ms', [n]):.2f} at {n}" for n in a.ranks)
-    print(f"naive / tp_aware {mean_ratio(rows, 'naive_ms', a.ranks):.2f}, geometric mean; {each}")
-    print(f"local_sort / tp_aware {mean_ratio(rows, 'local_sort_ms', a.ranks):.2f}")
+    options = parser.parse_args()
+    record = Record("tp_aware", quiet=options.json)
+    record.say(f"{'shape':<15} ranks   M    naive  local_sort  tp_aware   ms; naive/tp_aware; collectives of the three")
+    for row in (row for ranks in options.ranks for row in run(ranks, options.rows, options.rounds)):
+        record.rows.append(row)
+        waits = " ".join(f"{row[f'{layout}_collectives_ms']:.2f}" for layout in LAYOUTS)
+        record.say(f"{row['shape']:<15} {row['ranks']:>5} {row['M']:>3} {row['naive_ms']:>8.2f} "
+                   f"{row['local_sort_ms']:>11.2f} {row['tp_aware_ms']:>9.2f}   "
+                   f"{row['naive_ms'] / row['tp_aware_ms']:.2f}   {waits}")  # fmt: skip
+    for ranks in options.ranks:
+        record.figure(f"naive.{ranks}", mean_ratio(record.rows, "naive_ms", [ranks]), "times tp_aware, geometric mean")
+    for layout in ("naive", "local_sort"):
+        record.figure(layout, mean_ratio(record.rows, f"{layout}_ms", options.ranks), "times tp_aware, geometric mean")
+    record.close(write=options.record, as_json=options.json)
 
 
 if __name__ == "__main__":
