@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import random
 
-import torch
 from tpshard.parallelism import Mesh, mesh_split
 
 from fuzzed import arithmetic, data_movement, indexed, layer_ops, random_numbers
@@ -28,8 +27,7 @@ def linked(w: Writer, rng: random.Random) -> None:
     for name in rng.sample(names, rng.randint(2, 3)):
         FAMILIES[name](w, rng)
         w.reuses = True
-        if w.values[-1].dtype != torch.float64:
-            w.step("double", lambda x: x.real.double() if x.is_complex() else x.double(), len(w.values) - 1)
+        w.to_double()
         i = w.pick()
         if i is not None and rng.random() < 0.7:
             text = as_text(rng, sharding(rng, mesh, w.values[i].dim()))
@@ -57,10 +55,8 @@ def case(family: str, seed: int) -> Case:
             continue
         if family not in ("chain", "linked"):
             tail = rng.randint(0, 3)
-            if tail and writer.values[-1].dtype != torch.float64:
-                writer.step(
-                    "double", lambda x: x.real.double() if x.is_complex() else x.double(), len(writer.values) - 1
-                )
+            if tail:
+                writer.to_double()
             _steps(writer, rng, tail)
         with contextlib.suppress(RuntimeError, NotImplementedError):  # no gradient: another program
             program = writer.case(family, seed)

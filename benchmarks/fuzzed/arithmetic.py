@@ -9,62 +9,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fuzzed.writer import Writer
+from fuzzed.writer import Writer, by_name
 
-Family = Callable[[Writer, random.Random], None]
+UNARY: dict[str, Callable[[Tensor], Tensor]] = {
+    "erf": torch.erf, "erfc": torch.erfc, "expm1": torch.expm1, "log1p_abs": lambda x: x.abs().log1p(),
+    "sinh": torch.sinh, "cosh": torch.cosh, "atan": torch.atan, "asinh": torch.asinh, "floor": torch.floor,
+    "ceil": torch.ceil, "round": torch.round, "trunc": torch.trunc, "frac": torch.frac, "sign": torch.sign,
+    "reciprocal": lambda x: (x.abs() + 0.5).reciprocal(), "rsqrt_abs": lambda x: (x.abs() + 1).rsqrt(),
+    "lgamma": lambda x: (x.abs() + 0.5).lgamma(), "digamma": lambda x: (x.abs() + 0.5).digamma(),
+    "sigmoid": torch.sigmoid, "logit_in": lambda x: x.sigmoid().logit(1e-6), "deg2rad": torch.deg2rad,
+    "exp2": torch.exp2, "sinc": torch.sinc, "i0": torch.i0, "nan_to_num": torch.nan_to_num, "square": torch.square,
+    "positive": torch.positive, "isnan": torch.isnan, "signbit": torch.signbit, "logical_not": torch.logical_not,
+}  # fmt: skip
+ACTIVATIONS = (
+    F.relu, F.relu6, F.elu, F.selu, F.celu, F.leaky_relu, F.gelu, F.silu, F.mish, F.softplus, F.hardtanh, F.hardswish,
+    F.hardsigmoid, F.logsigmoid, F.softsign, F.tanhshrink, F.softshrink, F.hardshrink, F.rrelu,
+)  # fmt: skip
 
 
 def pointwise(w: Writer, rng: random.Random) -> None:
     i = w.tensor(0, 1, 2, 3)
     shape = w.shape(i)
     j = w.floats(*(1 if rng.random() < 0.3 else n for n in shape))
-    unary = [
-        "erf",
-        "erfc",
-        "expm1",
-        "log1p_abs",
-        "sinh",
-        "cosh",
-        "atan",
-        "asinh",
-        "floor",
-        "ceil",
-        "round",
-        "trunc",
-        "frac",
-        "sign",
-        "reciprocal",
-        "rsqrt_abs",
-        "lgamma",
-        "digamma",
-        "sigmoid",
-        "logit_in",
-        "deg2rad",
-        "exp2",
-        "sinc",
-        "i0",
-        "nan_to_num",
-        "square",
-        "positive",
-        "isnan",
-        "signbit",
-        "logical_not",
-    ]
-    name = rng.choice(unary)
-
-    def one(x: Tensor) -> Tensor:
-        if name == "log1p_abs":
-            return x.abs().log1p()
-        if name == "rsqrt_abs":
-            return (x.abs() + 1).rsqrt()
-        if name == "logit_in":
-            return x.sigmoid().logit(1e-6)
-        if name in ("lgamma", "digamma", "reciprocal"):
-            return getattr(torch, name)(x.abs() + 0.5)
-        return getattr(torch, name)(x)
-
+    name = rng.choice(list(UNARY))
     w.one(
-        (name, one, i),
+        (name, UNARY[name], i),
         ("atan2", torch.atan2, i, j),
         ("fmod", lambda x, y: x.fmod(y.abs() + 1), i, j),
         ("remainder", lambda x, y: x.remainder(y.abs() + 1), i, j),
@@ -100,33 +69,9 @@ def activations(w: Writer, rng: random.Random) -> None:
     d = w.dim(i)
     gate = w.floats(*w.sizes(rng.choice((1, 2)), (1, 2, 3, 4)), rng.choice((2, 4, 6, 8)))
     slope = w.floats(1)
-    names = [
-        "relu",
-        "relu6",
-        "elu",
-        "selu",
-        "celu",
-        "leaky_relu",
-        "gelu",
-        "silu",
-        "mish",
-        "softplus",
-        "hardtanh",
-        "hardswish",
-        "hardsigmoid",
-        "logsigmoid",
-        "softsign",
-        "tanhshrink",
-        "softshrink",
-        "hardshrink",
-        "rrelu",
-    ]
-    name = rng.choice(names)
+    activation: Callable[..., Tensor] = rng.choice(ACTIVATIONS)
     w.one(
-        (name, lambda x: getattr(F, name)(x), i),
-        (name, lambda x: getattr(F, name)(x), i),
-        (name, lambda x: getattr(F, name)(x), i),
-        (name, lambda x: getattr(F, name)(x), i),
+        *[(activation.__name__, activation, i)] * 4,
         ("glu", lambda x: F.glu(x, -1), gate),
         ("prelu", lambda x, s: F.prelu(x, s), i, slope),
         ("gelu tanh", lambda x: F.gelu(x, approximate="tanh"), i),
@@ -168,16 +113,16 @@ def products(w: Writer, rng: random.Random) -> None:
     v, u = w.floats(k), w.floats(m)
     w.one(
         ("mm", torch.mm, x, y),
-        ("addmm", lambda c, x, y: torch.addmm(c, x, y), bias, x, y),
+        ("addmm", torch.addmm, bias, x, y),
         ("addmm scaled", lambda c, x, y: torch.addmm(c, x, y, beta=0.5, alpha=2), added, x, y),
         ("bmm", torch.bmm, batch_x, batch_y),
         ("baddbmm", lambda c, x, y: torch.baddbmm(c, x, y, beta=2), added, batch_x, batch_y),
-        ("addbmm", lambda c, x, y: torch.addbmm(c, x, y), added, batch_x, batch_y),
+        ("addbmm", torch.addbmm, added, batch_x, batch_y),
         ("mv", torch.mv, x, v),
         ("addmv", lambda c, x, v: torch.addmv(c, x, v, alpha=2), u, x, v),
         ("dot", torch.dot, v, v),
         ("outer", torch.outer, u, v),
-        ("addr", lambda c, u, v: torch.addr(c, u, v), x, u, v),
+        ("addr", torch.addr, x, u, v),
         ("inner", torch.inner, x, batch_x),
         ("kron", torch.kron, u, v),
         ("tensordot", lambda x, y: torch.tensordot(x, y, 1), batch_x, y),
@@ -229,8 +174,7 @@ def reductions(w: Writer, rng: random.Random) -> None:
     order = rng.choice((1, 2, 3, float("inf"), 0.5))
     both = rng.randint(0, 1)
     w.one(
-        (f"{name} {dims}", lambda x: getattr(torch, name)(x, dims, keepdim=keep), i),
-        (f"{name} {dims}", lambda x: getattr(torch, name)(x, dims, keepdim=keep), i),
+        *[(f"{name} {dims}", lambda x: getattr(torch, name)(x, dims, keepdim=keep), i)] * 2,
         (f"{alone} {d}", lambda x: getattr(torch, alone)(x, d), i),
         (f"{pair} {d}", lambda x: getattr(torch, pair)(x, d, keepdim=keep)[both], i),
         ("sum of all", lambda x: x.sum(), i),
@@ -324,7 +268,7 @@ def linear_algebra(w: Writer, rng: random.Random) -> None:
         ("pinv", lambda x: torch.linalg.pinv(sure(x)), x),
         ("matrix_power", lambda x: torch.linalg.matrix_power(x, 3), x),
         ("matrix_exp", lambda x: torch.linalg.matrix_exp(x * 0.3), x),
-        ("norm", lambda x: torch.linalg.matrix_norm(x), x),
+        ("norm", torch.linalg.matrix_norm, x),
         ("lu", lambda x: (lambda p, low, up: p @ low @ up)(*torch.linalg.lu(sure(x))), x),
         ("lu_solve", lambda x, y: torch.linalg.lu_solve(*torch.linalg.lu_factor(sure(x)), y), x, y),
         ("lstsq", lambda x, y: torch.linalg.lstsq(sure(x), y).solution, x, y),
@@ -433,17 +377,7 @@ def loops(w: Writer, rng: random.Random) -> None:
     )
 
 
-FAMILIES: dict[str, Family] = {
-    "pointwise": pointwise,
-    "activations": activations,
-    "casts": casts,
-    "products": products,
-    "einsums": einsums,
-    "reductions": reductions,
-    "statistics": statistics,
-    "scans": scans,
-    "linear_algebra": linear_algebra,
-    "transforms": transforms,
-    "complexes": complexes,
-    "loops": loops,
-}
+FAMILIES = by_name(
+    pointwise, activations, casts, products, einsums, reductions, statistics, scans, linear_algebra, transforms,
+    complexes, loops,
+)  # fmt: skip

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fuzzed.data_movement import at
-from fuzzed.writer import Writer
-
-Family = Callable[[Writer, random.Random], None]
+from fuzzed.writer import Writer, by_name, written
 
 
 def indexed(w: Writer, rng: random.Random) -> None:
@@ -48,32 +45,21 @@ def index_writes(w: Writer, rng: random.Random) -> None:
     points = w.floats(count, *shape[2:])
     mask = w.booleans(*shape)
 
-    def written(x: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        y = x.clone()
-        y[k] = v
-        return y
-
     w.one(
-        ("x[i] = v", written, i, a, rows),
+        ("x[i] = v", written(Tensor.__setitem__), i, a, rows),
         ("index_put", lambda x, k, v: x.index_put((k,), v), i, a, rows),
         ("index_put adds", lambda x, k, v: x.index_put((k,), v, accumulate=True), i, again, more),
         ("index_put pair", lambda x, j, k, v: x.index_put((j, k), v), i, a, b, points),
         ("x[mask] = 0", lambda x, m: x.clone().masked_fill_(m, 0.0), i, mask),
-        ("x[mask] = 1", lambda x, m: _mask_write(x, m), i, mask),
+        ("x[mask] = 1", written(lambda y, m: y.__setitem__(m, 1.0)), i, mask),
         ("index_copy", lambda x, k, v: x.index_copy(0, k, v), i, a, rows),
         ("index_fill", lambda x, k: x.index_fill(0, k, 2.0), i, a),
         ("index_add", lambda x, k, v: x.index_add(0, k, v, alpha=2), i, again, more),
         ("index_reduce", lambda x, k, v: x.index_reduce(0, k, v, "amax"), i, again, more),
         ("scalar put", lambda x, k: x.index_put((k,), torch.tensor(3.0, dtype=x.dtype)), i, a),
         ("unsafe put", lambda x, j, k, v: torch.ops.aten._unsafe_index_put(x, [j, k], v, True), i, a, b, points),
-        ("cache", lambda x, k, v: _cache(x, k, v), i, a, rows),
+        ("cache", _cache, i, a, rows),
     )
-
-
-def _mask_write(x: Tensor, mask: Tensor) -> Tensor:
-    y = x.clone()
-    y[mask] = 1.0
-    return y
 
 
 def _cache(x: Tensor, at: Tensor, new: Tensor) -> Tensor:
@@ -227,14 +213,4 @@ def embedding_bags(w: Writer, rng: random.Random) -> None:
     )
 
 
-FAMILIES: dict[str, Family] = {
-    "indexed": indexed,
-    "index_writes": index_writes,
-    "selected": selected,
-    "gathered": gathered,
-    "scattered": scattered,
-    "ordered": ordered,
-    "one_hot": one_hot,
-    "searched": searched,
-    "embedding_bags": embedding_bags,
-}
+FAMILIES = by_name(indexed, index_writes, selected, gathered, scattered, ordered, one_hot, searched, embedding_bags)

@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fuzzed.writer import Writer
+from fuzzed.writer import Family, Writer, by_name
 
-Family = Callable[[Writer, random.Random], None]
 SIDES = (3, 4, 5, 6, 8)
 
 
@@ -30,29 +29,19 @@ def _convolution(rank: int) -> Family:
         dilation = [rng.choice((1, 1, 2)) for _ in range(rank)]
         padding: Any = [rng.choice((0, 1)) for _ in range(rank)]
         bias = [w.floats(c_out)] if rng.random() < 0.5 else []
-        convolve: Callable[..., Tensor] = (F.conv1d, F.conv2d, F.conv3d)[rank - 1]
-        transposed: Callable[..., Tensor] = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[rank - 1]
+        options = {"stride": stride, "dilation": dilation, "groups": groups}
         if rng.random() < 0.35:
-            extra = [rng.randint(0, s - 1) for s in stride]
-            f = w.floats(c_in, c_out // groups, *kernel)
-            w.step(
-                f"conv_transpose{rank}d k{kernel} s{stride} d{dilation} p{padding} g{groups}",
-                lambda x, f, *b: transposed(
-                    x, f, *b, stride=stride, padding=padding, output_padding=extra, groups=groups, dilation=dilation
-                ),
-                x,
-                f,
-                *bias,
-            )
-            return
-        if max(stride) == 1 and rng.random() < 0.3:
-            padding = "same"
-        f = w.floats(c_out, c_in // groups, *kernel)
+            name, sides = f"conv_transpose{rank}d", (c_in, c_out // groups)
+            options["output_padding"] = [rng.randint(0, s - 1) for s in stride]
+        else:
+            name, sides = f"conv{rank}d", (c_out, c_in // groups)
+            if max(stride) == 1 and rng.random() < 0.3:
+                padding = "same"
         w.step(
-            f"conv{rank}d k{kernel} s{stride} d{dilation} p{padding} g{groups}",
-            lambda x, f, *b: convolve(x, f, *b, stride=stride, padding=padding, dilation=dilation, groups=groups),
+            f"{name} k{kernel} s{stride} d{dilation} p{padding} g{groups}",
+            lambda x, f, *b: getattr(F, name)(x, f, *b, padding=padding, **options),
             x,
-            f,
+            w.floats(*sides, *kernel),
             *bias,
         )
 
@@ -206,31 +195,16 @@ def attention(w: Writer, rng: random.Random) -> None:
     def module(x: Tensor) -> Tensor:
         x = x.float()
         size = h * d
-        weight = torch.linspace(-0.5, 0.5, 3 * size * size).view(3 * size, size)
-        return F.multi_head_attention_forward(
-            x.transpose(0, 1),
-            x.transpose(0, 1),
-            x.transpose(0, 1),
-            size,
-            h,
-            weight,
-            torch.zeros(3 * size),
-            None,
-            None,
-            False,
-            0.0,
-            torch.eye(size),
-            None,
-            training=False,
-            need_weights=rng_weights,
-        )[0]
+        weight, bias = torch.linspace(-0.5, 0.5, 3 * size * size).view(3 * size, size), torch.zeros(3 * size)
+        q, k, v = (x.transpose(0, 1) for _ in range(3))
+        own = (size, h, weight, bias, None, None, False, 0.0, torch.eye(size), None)
+        return F.multi_head_attention_forward(q, k, v, *own, training=False, need_weights=rng_weights)[0]
 
     rng_weights = rng.random() < 0.5
     w.one(
         ("attention", lambda q, k, v: sdpa(q, k, v), q, k, v),
         ("causal", lambda q, k, v: sdpa(q, k[:, :, :s], v[:, :, :s], is_causal=True), q, k, v),
-        (f"bias {shape}", lambda q, k, v, m: sdpa(q, k, v, attn_mask=m), q, k, v, mask),
-        (f"bias {shape}", lambda q, k, v, m: sdpa(q, k, v, attn_mask=m), q, k, v, mask),
+        *[(f"bias {shape}", lambda q, k, v, m: sdpa(q, k, v, attn_mask=m), q, k, v, mask)] * 2,
         (f"mask {shape}", lambda q, k, v, m: sdpa(q, k, v, attn_mask=m), q, k, v, allowed),
         (
             f"float mask {shape}",
@@ -331,15 +305,6 @@ def blocks(w: Writer, rng: random.Random) -> None:
     )
 
 
-FAMILIES: dict[str, Family] = {
-    "conv1d": _convolution(1),
-    "conv2d": _convolution(2),
-    "conv3d": _convolution(3),
-    "pooled": pooled,
-    "resized": resized,
-    "norms": norms,
-    "losses": losses,
-    "attention": attention,
-    "recurrent": recurrent,
-    "blocks": blocks,
-}
+FAMILIES = {"conv1d": _convolution(1), "conv2d": _convolution(2), "conv3d": _convolution(3)} | by_name(
+    pooled, resized, norms, losses, attention, recurrent, blocks
+)

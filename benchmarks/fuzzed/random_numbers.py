@@ -10,9 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fuzzed.writer import Writer
-
-Family = Callable[[Writer, random.Random], None]
+from fuzzed.writer import Writer, by_name
 
 
 def _value(w: Writer, rng: random.Random, *ranks: int) -> int:
@@ -76,4 +74,4 @@ def chosen(w: Writer, rng: random.Random) -> None:
     )
 
 
-FAMILIES: dict[str, Family] = {"dropped": dropped, "drawn": drawn, "chosen": chosen}
+FAMILIES = by_name(dropped, drawn, chosen)

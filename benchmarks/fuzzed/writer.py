@@ -19,6 +19,23 @@ SIZES = (1, 2, 3, 4, 4, 5, 6, 8, 8, 12)
 LARGEST = 6000
 """Elements of a tensor."""
 
+Family = Callable[["Writer", random.Random], None]
+
+
+def by_name(*families: Family) -> dict[str, Family]:
+    return {family.__name__: family for family in families}
+
+
+def written(write: Callable[..., Any]) -> Callable[..., Tensor]:
+    """A function that returns a copy of its first argument into which `write` has written."""
+
+    def copied(x: Tensor, *others: Tensor) -> Tensor:
+        y = x.clone()
+        write(y, *others)
+        return y
+
+    return copied
+
 
 @dataclass
 class Case:
@@ -136,6 +153,11 @@ class Writer:
         if result.is_floating_point() and result.abs().max() > 50:
             return self.step("tanh", lambda x: (x / 16).tanh(), len(self.values) - 1)
         return True
+
+    def to_double(self) -> None:
+        """Adds a step that makes the last value float64, unless it is."""
+        if self.values[-1].dtype != torch.float64:
+            self.step("double", lambda x: x.real.double() if x.is_complex() else x.double(), len(self.values) - 1)
 
     def _keep(self, what: str, fn: Callable[..., Any], operands: Sequence[int], result: Tensor) -> None:
         self.steps.append((what, fn, [self.refs[i] for i in operands]))
