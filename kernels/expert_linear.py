@@ -4,18 +4,18 @@
     tpshard::expert_outer(dout [..., k, o], x [..., c, i], ids [..., k], e) -> [e, o, i], the gradient of the weight
 
 c is k, or 1 where all choices of a token multiply the same row. An id outside 0 .. e - 1 belongs to another device: its
-product is 0. Tokens are sorted by expert, and each expert is one matrix product.
+product is 0. Tokens are sorted by expert, and each expert is one matrix product; on a GPU all of them are one launch of
+a Triton kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tpshard.kernels.experts import tokens_by_expert
+from tpshard.kernels.experts import on_gpu, tokens_by_expert
 from tpshard.kernels.linear import fixed_rows_linear
 
 _library = torch.library.Library("tpshard", "FRAGMENT")
@@ -36,17 +36,24 @@ def _check(x: Tensor, ids: Tensor, inputs: int) -> None:
 
 
 def _forward(x: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
-    return _multiply(x, ids, weight, F.linear)
+    return _multiply(x, ids, weight, fixed_rows=False)
 
 
 def fixed_rows_expert_linear(x: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
     """`expert_linear`, with the same bits for a token whatever the other tokens are (see `kernels.linear`)."""
-    return _multiply(x, ids, weight, fixed_rows_linear)
+    return _multiply(x, ids, weight, fixed_rows=True)
 
 
-def _multiply(x: Tensor, ids: Tensor, weight: Tensor, linear: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+def _multiply(x: Tensor, ids: Tensor, weight: Tensor, fixed_rows: bool) -> Tensor:
     _check(x, ids, weight.shape[2])
-    rows, out = x.reshape(-1, x.shape[-1]), x.new_zeros(ids.numel(), weight.shape[1])
+    rows = x.reshape(-1, x.shape[-1])
+    if on_gpu(x):
+        from tpshard.kernels import triton_experts  # needs Triton, which CPU builds of torch lack
+
+        with torch.cuda.device(x.device):
+            routing = triton_experts.SortedChoices(ids, weight.shape[0], x.dtype, fixed_rows)
+            return routing.linear(rows, weight).view(*ids.shape, weight.shape[1])
+    linear, out = fixed_rows_linear if fixed_rows else F.linear, x.new_zeros(ids.numel(), weight.shape[1])
     for expert, tokens, places in tokens_by_expert(ids, weight.shape[0]):
         out[places] = linear(rows[tokens if x.shape[-2] == 1 else places], weight[expert])
     return out.view(*ids.shape, weight.shape[1])
@@ -55,6 +62,11 @@ def _multiply(x: Tensor, ids: Tensor, weight: Tensor, linear: Callable[[Tensor, 
 def _outer(dout: Tensor, x: Tensor, ids: Tensor, experts: int) -> Tensor:
     _check(x, ids, x.shape[-1])
     rows, grads = x.reshape(-1, x.shape[-1]), dout.reshape(-1, dout.shape[-1])
+    if on_gpu(x):
+        from tpshard.kernels import triton_experts
+
+        with torch.cuda.device(x.device):
+            return triton_experts.SortedChoices(ids, experts, x.dtype, fixed=False).outer(grads, rows)
     sums = x.new_zeros(experts, grads.shape[1], rows.shape[1])
     for expert, tokens, places in tokens_by_expert(ids, experts):
         torch.mm(grads[places].T, rows[tokens if x.shape[-2] == 1 else places], out=sums[expert])

@@ -6,7 +6,8 @@
 
 A token's result is the sum over its k choices of weight * down[id](silu(gate[id](x)) * up[id](x)). An id outside
 0 .. e - 1 belongs to another device and adds nothing, so devices that hold some experts, or some columns of each,
-return partial sums. Tokens are sorted by expert, and each expert is three matrix products. A token's choices are summed
+return partial sums. Tokens are sorted by expert, and each expert is three matrix products; on a GPU a product of all
+experts is one launch of a Triton kernel. A token's choices are summed
 in fp32 in the order of the experts, so that the same inputs give the same bits.
 """
 
@@ -68,20 +69,31 @@ def _check(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, do
         raise ValueError(f"experts: the shapes of x, ids, weights, gate, up and down do not match: {shapes}")
 
 
+def on_gpu(x: Tensor) -> bool:
+    """Whether x is on a GPU and of a dtype that the Triton kernels multiply."""
+    return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16, torch.float32)
+
+
 def _forward(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    _check(x, ids, weights, gate, up, down)
-    return _multiply(x, ids, weights, gate, up, down, F.linear)
+    return _multiply(x, ids, weights, gate, up, down, fixed_rows=False)
 
 
 def fixed_rows_experts(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """`experts`, with the same bits for a token whatever the other tokens are (see `kernels.linear`)."""
-    return _multiply(x, ids, weights, gate, up, down, fixed_rows_linear)
+    return _multiply(x, ids, weights, gate, up, down, fixed_rows=True)
 
 
 def _multiply(
-    x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor,
-    linear: Callable[[Tensor, Tensor], Tensor],
-) -> Tensor:  # fmt: skip
+    x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor, fixed_rows: bool
+) -> Tensor:
+    _check(x, ids, weights, gate, up, down)
+    if on_gpu(x):
+        from tpshard.kernels import triton_experts  # needs Triton, which CPU builds of torch lack
+
+        with torch.cuda.device(x.device):
+            return triton_experts.experts(x, ids, weights, gate, up, down, fixed_rows)
+    linear = fixed_rows_linear if fixed_rows else F.linear
+
     def compute(e: int, rows: Tensor) -> Tensor:
         return linear(F.silu(linear(rows, gate[e])) * linear(rows, up[e]), down[e])
 
@@ -92,6 +104,11 @@ def _backward(
     dout: Tensor, x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     _check(x, ids, weights, gate, up, down)
+    if on_gpu(x):
+        from tpshard.kernels import triton_experts
+
+        with torch.cuda.device(x.device):
+            return triton_experts.experts_backward(dout, x, ids, weights, gate, up, down)
     width = x.shape[-1]
     rows, grads, shares = x.reshape(-1, width), dout.reshape(-1, width), weights.reshape(-1, 1)
     dx = torch.zeros(rows.shape, dtype=wide_dtype(x), device=x.device)

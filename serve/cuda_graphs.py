@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tpshard.kernels.expert_linear import fixed_rows_expert_linear
-from tpshard.kernels.experts import fixed_rows_experts
 from tpshard.kernels.paged_selection import PAGED_SELECT, PAGED_SELECTED
 from tpshard.kernels.quantized_experts import quantized_experts
 from tpshard.parallelism.program import Program
@@ -16,10 +14,7 @@ from tpshard.parallelism.program import Program
 MOST_ROWS = 64
 """Most rows of a captured step; larger steps keep the device busy without a graph."""
 _WARM = 3
-WAITING = (
-    torch.ops.tpshard.experts.default, fixed_rows_experts, quantized_experts,
-    torch.ops.tpshard.expert_linear.default, fixed_rows_expert_linear, PAGED_SELECT, PAGED_SELECTED,
-)  # fmt: skip
+WAITING = (quantized_experts, PAGED_SELECT, PAGED_SELECTED)
 """Operations that cannot be captured: the host waits for the device to read how many tokens each expert gets, or how
 many keys each row of a selection has."""
 

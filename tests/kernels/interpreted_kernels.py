@@ -7,8 +7,9 @@ import dataclasses
 
 import pytest
 import torch
-from tpshard.kernels import delta_rule, fp8, fp8_launch, selective_scan, triton_recurrences
+from tpshard.kernels import delta_rule, fp8, fp8_launch, selective_scan, triton_experts, triton_recurrences
 from tpshard.kernels import triton_launch as launch
+from tpshard.kernels.expert_linear import fixed_rows_expert_linear
 from tpshard.kernels.norm import rms_norm
 from tpshard.kernels.optimizer_steps import adamw_formula, lion_formula
 from tpshard.kernels.packed import pack, unpack
@@ -237,3 +238,73 @@ def test_selective_scan_token_by_token(tokens, dtype):
         each.to(dtype) for each in (x, step, a, draw(b, tokens, n), draw(b, tokens, n + 1)[..., 1:], draw(b, d, n))
     ]
     assert_recurrences_equal(triton_recurrences.selective_scan, selective_scan.selective_scan, inputs)
+
+
+def routed(rows, k, e, h, m, dtype):
+    """x, ids, weights, gate, up and down; some ids belong to another device."""
+    ids = torch.rand(rows, e + 2, generator=torch.Generator().manual_seed(e)).topk(k, -1).indices - 1
+    gate, up, down = draw(e, h, m), draw(e, h, m + 1)[..., 1:], draw(e, m, h)
+    tensors = [draw(rows, m), ids, draw(rows, k + 1)[:, 1:], gate * 0.2, up * 0.2, down * 0.2]
+    return [x if x is ids else x.to(DEVICE, dtype) for x in tensors]
+
+
+SHARES = [(9, 2, 4, 24, 40), (1, 1, 3, 8, 16), (70, 2, 2, 40, 24), (300, 1, 2, 16, 24), (3, 4, 32, 16, 8)]
+
+
+@pytest.mark.parametrize("shares", SHARES, ids=str)
+def test_experts_and_their_gradients(shares):
+    given = routed(*shares, torch.float32)
+    wide = [x if i == 1 else x.cpu().double() for i, x in enumerate(given)]
+    dout = draw(shares[0], shares[4])
+    expected = torch.ops.tpshard.experts(*wide), *torch.ops.tpshard.experts_backward(dout, *wide)
+    own = [x.to(DEVICE) for x in given]
+    actual = triton_experts.experts(*own, fixed=False), *triton_experts.experts_backward(dout.to(own[0]), *own)
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours.cpu().double(), theirs, rtol=1e-4, atol=1e-4)
+
+
+MULTIPLIED = [torch.float32, torch.float16]
+if DEVICE == "cuda":  # the interpreter multiplies the bits of bf16 as integers
+    MULTIPLIED.append(torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", MULTIPLIED)
+def test_a_tokens_experts_have_the_same_bits_in_every_batch(dtype):
+    x, ids, *others = routed(67, 2, 3, 24, 40, dtype)
+    together = triton_experts.experts(x, ids, *others, fixed=True)
+    wide = [each.cpu().double() for each in (x, *others)]
+    expected = torch.ops.tpshard.experts(wide[0], ids.cpu(), *wide[1:])
+    assert (together.cpu().double() - expected).norm() <= 2 * ROUNDING[dtype] * expected.norm()
+    products = triton_experts.SortedChoices(ids, 3, dtype, fixed=True).linear(x, others[1]).view(67, 2, 24)
+    for rows in (slice(1), slice(40, 47)):
+        own = triton_experts.SortedChoices(ids[rows], 3, dtype, fixed=True).linear(x[rows], others[1])
+        assert torch.equal(own, products[rows].flatten(0, 1))
+        if DEVICE == "cuda":  # a CPU's silu depends on a vector's length
+            alone = triton_experts.experts(x[rows], ids[rows], others[0][rows], *others[1:], fixed=True)
+            assert torch.equal(alone, together[rows])
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("rows", [5, 150])
+def test_products_with_experts_and_with_their_transposes(shared, rows):
+    k, e = 2, 3
+    _, ids, _, weight, *_ = routed(rows, k, e, 24, 40, torch.float32)
+    x = draw(rows, 1 if shared else k, 40, dtype=torch.float32).to(DEVICE)
+    dout = draw(rows, k, 24, dtype=torch.float32).to(DEVICE)
+    routing = triton_experts.SortedChoices(ids.to(DEVICE), e, x.dtype, fixed=False)
+    wide = x.cpu().double(), ids, weight.cpu().double()
+    expected = fixed_rows_expert_linear(*wide)
+    outer = torch.ops.tpshard.expert_outer(dout.cpu().double(), wide[0], ids, e)
+    back = fixed_rows_expert_linear(dout.cpu().double(), ids, wide[2].transpose(1, 2))
+    rows_of = [each.reshape(-1, each.shape[-1]) for each in (x, dout)]
+    for ours, theirs in ((routing.linear(rows_of[0], weight), expected), (routing.outer(*rows_of[::-1]), outer),
+                         (routing.linear(rows_of[1], weight.transpose(1, 2)), back)):  # fmt: skip
+        torch.testing.assert_close(ours.cpu().double(), theirs.reshape(ours.shape), rtol=1e-4, atol=1e-4)
+
+
+def test_no_tokens_and_no_owned_choices():
+    none = [x[:0] if i < 3 else x for i, x in enumerate(routed(3, 2, 3, 24, 40, torch.float32))]
+    assert triton_experts.experts(*none, fixed=False).shape == (0, 40)
+    assert not any(x.any() for x in triton_experts.experts_backward(none[0], *none))
+    x, ids, *others = routed(3, 2, 3, 24, 40, torch.float32)
+    assert not triton_experts.experts(x, torch.full_like(ids, 7), *others, fixed=True).any()

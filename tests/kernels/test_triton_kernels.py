@@ -1,6 +1,7 @@
 # ruff: noqa: E402 (nothing of Triton may be imported where it has no wheel)
 """Triton kernels are right in the interpreter, and compile to lean code for GPUs that are not present."""
 
+import functools
 import itertools
 import os
 import re
@@ -17,7 +18,14 @@ from patience import PATIENCE
 triton = pytest.importorskip("triton", reason="Triton has wheels for Linux on x86-64 alone")
 
 import torch
-from tpshard.kernels import triton_launch, triton_norm, triton_optimizer, triton_quantized, triton_recurrences
+from tpshard.kernels import (
+    triton_experts,
+    triton_launch,
+    triton_norm,
+    triton_optimizer,
+    triton_quantized,
+    triton_recurrences,
+)
 from tpshard.kernels.packed import Packed
 from tpshard.kernels.triton_launch import Tile
 from triton.backends.compiler import GPUTarget
@@ -30,9 +38,13 @@ POINTERS = {"words": "*i32", "scales": "*fp16", "zeros": "*u8", "row_group": "*i
             "update": "*fp32"}  # fmt: skip
 NUMBERS = dict.fromkeys(("M", "N", "K", "group_chunks", "first_chunk", "width", "size"), "i32") | {"eps": "fp32"}
 POINTERS |= dict.fromkeys(("q", "k", "v", "decay", "beta", "step", "a", "inward", "outward", "state", "last"), "*fp32")
+POINTERS |= dict.fromkeys(("starts", "ends", "experts", "first_block"), "*i64")
 NUMBERS |= dict.fromkeys(("tokens", "heads", "i_size", "o_size", "decays", "channels"), "i32")
+WIDTHS = ("N", "K", "columns", "inputs", "by_expert", "by_column", "by_input")
+NUMBERS |= dict.fromkeys((*WIDTHS, "count", "sharing", "sharing_dout"), "i32")
 
 LION = {"BETA1": 0.9, "BETA2": 0.99, "DECAY": 0.1, "WIDE": triton.language.float32, "BLOCK": 1024}
+TORCH = {"bf16": torch.bfloat16, "fp32": torch.float32}
 ADAMW = {"LOG_BETA1": -0.1, "LOG_BETA2": -0.01, "EPS": 1e-8}
 
 
@@ -60,10 +72,11 @@ def test_kernels_equal_their_references_in_the_interpreter():
 def compile_program(kernel, constants, dtype, capability, warps, stages, folder):
     """(resources by cuobjdump, SASS lines) of a kernel compiled for a device that is not present."""
     names = kernel.arg_names
-    floating = {"x": f"*{dtype}", "out": f"*{dtype}", "weight": f"*{dtype}"}
+    floating = dict.fromkeys(("x", "out", "weight", "dout"), f"*{dtype}")
     types = POINTERS | NUMBERS | floating
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
-    aligned = [i for i, name in enumerate(names) if signature[name].startswith("*") or name in ("N", "K")]
+    aligned = [i for i, name in enumerate(names)
+               if name not in constants and (signature[name].startswith("*") or name in WIDTHS)]  # fmt: skip
     source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
     options = {"num_warps": warps, "num_stages": stages}
     binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["cubin"]
@@ -236,3 +249,24 @@ def test_states_of_recurrences_stay_in_registers(capability, tmp_path):
         constants = sizes | {"WIDE": triton.language.float32}
         usage, sass = compile_program(kernel, constants, "fp32", capability, 4, 3, tmp_path)
         assert_nothing_spilled(usage, sass)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_products_with_experts_do_not_spill(capability, dtype, tmp_path):
+    tile_of = functools.partial(triton_experts.ExpertTile.of, experts=8, dtype=TORCH[dtype])
+    for tile in {tile_of(choices, fixed=fixed) for choices in (8, 800, 8000) for fixed in (True, False)}:
+        for stride in ("by_input", "by_column"):  # of a weight, and of its transpose in the backward pass
+            sizes = {
+                "BLOCK_M": tile.choices,
+                "BLOCK_N": tile.columns,
+                "BLOCK_K": tile.inputs,
+                "EVEN_K": True,
+                stride: 1,
+            }
+            program = triton_experts.expert_linear_kernel, sizes, dtype, capability, tile.warps, tile.stages, tmp_path
+            assert_nothing_spilled(*compile_program(*program))
+    tile = triton_experts.ExpertTile.of_outer(TORCH[dtype])
+    sizes = {"ROWS": tile.choices, "BLOCK_N": tile.columns, "BLOCK_K": tile.inputs}
+    program = triton_experts.expert_outer_kernel, sizes, dtype, capability, tile.warps, tile.stages, tmp_path
+    assert_nothing_spilled(*compile_program(*program))

@@ -1,0 +1,207 @@
+"""Products of tokens with the matrices of their experts in Triton: one launch, whatever each expert's share of tokens.
+
+The host reads nothing from the device: it launches as many programs as tokens can need at the most, and a program
+looks up whose tokens it computes.
+"""
+
+# mypy: allow-untyped-defs, allow-untyped-calls
+# (kernel arguments are Triton's own values, typed at launch)
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def expert_linear_kernel(
+    x, weight, out, order, starts, ends, experts, first_block, count, columns, inputs, sharing,
+    by_expert, by_column, by_input,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """out[c] = weight[expert of choice c] @ x[c // sharing], for BLOCK_M choices of one expert.
+
+    x: [rows, inputs], weight: [count, columns, inputs] with strides by_expert, by_column, by_input, out: [choices,
+    columns]; order: the choices, sorted by expert; starts, ends, first_block: [count], an expert's part of `order` and
+    its first program; experts: the expert of each program, `count` where there is none.
+    """
+    block = tl.program_id(0)
+    expert = tl.load(experts + block).to(tl.int64)
+    if expert < count:
+        m, n, k = tl.arange(0, BLOCK_M), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+        place = tl.load(starts + expert) + (block - tl.load(first_block + expert)) * BLOCK_M + m
+        own, in_n = place < tl.load(ends + expert), n < columns
+        choice = tl.load(order + place, mask=own, other=0)
+        values = x + (choice // sharing)[:, None] * inputs + k[None, :]
+        weights = weight + expert * by_expert + k[:, None] * by_input + n[None, :] * by_column
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in range(0, inputs, BLOCK_K):
+            if EVEN_K:
+                a = tl.load(values, mask=own[:, None], other=0.0)
+                b = tl.load(weights, mask=in_n[None, :], other=0.0)
+            else:
+                in_k = start + k < inputs
+                a = tl.load(values, mask=own[:, None] & in_k[None, :], other=0.0)
+                b = tl.load(weights, mask=in_k[:, None] & in_n[None, :], other=0.0)
+            total = tl.dot(a, b, total, input_precision="ieee")
+            values += BLOCK_K
+            weights += BLOCK_K * by_input
+        to = out + choice[:, None] * columns + n[None, :]
+        tl.store(to, total.to(out.dtype.element_ty), mask=own[:, None] & in_n[None, :])
+
+
+@triton.jit
+def expert_outer_kernel(
+    dout, x, out, order, starts, ends, columns, inputs, sharing_dout, sharing,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """out[e] = the sum over the choices c of expert e of dout[c // sharing_dout] x[c // sharing]^T, for one block.
+
+    dout: [rows, columns], x: [rows, inputs], out: [count, columns, inputs]; order, starts, ends as above.
+    """
+    expert = tl.program_id(2).to(tl.int64)
+    n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    in_n, in_k, row, end = n < columns, k < inputs, tl.arange(0, ROWS), tl.load(ends + expert)
+    total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for start in range(tl.load(starts + expert), end, ROWS):
+        own = start + row < end
+        choice = tl.load(order + start + row, mask=own, other=0)
+        grads = dout + (choice // sharing_dout)[:, None] * columns + n[None, :]
+        values = x + (choice // sharing)[:, None] * inputs + k[None, :]
+        grads = tl.load(grads, mask=own[:, None] & in_n[None, :], other=0.0)
+        values = tl.load(values, mask=own[:, None] & in_k[None, :], other=0.0)
+        total = tl.dot(tl.trans(grads), values, total, input_precision="ieee")
+    to = out + (expert * columns + n[:, None]) * inputs + k[None, :]
+    tl.store(to, total.to(out.dtype.element_ty), mask=in_n[:, None] & in_k[None, :])
+
+
+@triton.jit
+def combine_kernel(values, shares, out, width, CHOICES: tl.constexpr, BLOCK: tl.constexpr):
+    """out[r] = the sum over a row's CHOICES of shares[r, c] * values[r, c], in fp32 and in the order of the choices."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for c in range(CHOICES):
+        share = tl.load(shares + row * CHOICES + c).to(tl.float32)
+        value = tl.load(values + (row * CHOICES + c) * width + i, mask=i < width, other=0.0)
+        total += share * value.to(tl.float32)
+    tl.store(out + row * width + i, total.to(out.dtype.element_ty), mask=i < width)
+
+
+@dataclass(frozen=True)
+class ExpertTile:
+    """The choices, columns and inputs of one product of a Triton program."""
+
+    choices: int
+    columns: int
+    inputs: int
+    warps: int
+    stages: int
+
+    @staticmethod
+    def of(choices: int, experts: int, dtype: torch.dtype, fixed: bool) -> ExpertTile:
+        """A tile for this many choices; with `fixed` the same for any number, so that a row's bits are, too."""
+        mean = choices // experts
+        if dtype == torch.float32:
+            return ExpertTile(16, 64, 32, 4, 3) if fixed or mean <= 32 else ExpertTile(64, 64, 32, 8, 2)
+        if fixed or mean <= 32:
+            return ExpertTile(16, 64, 128, 4, 3)
+        return ExpertTile(64, 128, 64, 4, 3) if mean <= 128 else ExpertTile(128, 128, 64, 8, 3)
+
+    @staticmethod
+    def of_outer(dtype: torch.dtype) -> ExpertTile:
+        """A tile of a sum of outer products."""
+        return ExpertTile(32, 32, 32, 4, 2) if dtype == torch.float32 else ExpertTile(64, 128, 128, 8, 3)
+
+
+class SortedChoices:
+    """The choices of all tokens, sorted by expert, and the products that compute them.
+
+    ids: [..., k]; of those outside 0 .. count - 1 nothing is computed.
+    """
+
+    def __init__(self, ids: Tensor, count: int, dtype: torch.dtype, fixed: bool) -> None:
+        flat = ids.reshape(-1)
+        self.choices, self.count = len(flat), count
+        self.tile = ExpertTile.of(self.choices, count, dtype, fixed)
+        owner = torch.where((flat >= 0) & (flat < count), flat, count)
+        owner, self.order = torch.sort(owner, stable=True)
+        bounds = torch.searchsorted(owner, torch.arange(count + 1, device=ids.device))
+        self.starts, self.ends = bounds[:-1], bounds[1:]
+        blocks = (self.ends - self.starts + self.tile.choices - 1) // self.tile.choices
+        last = blocks.cumsum(0)
+        self.first_block = last - blocks
+        self.most = min(self.choices, (self.choices + count * (self.tile.choices - 1)) // self.tile.choices)
+        """Programs at the most; the last ones may have nothing to do."""
+        self.experts = torch.searchsorted(last, torch.arange(self.most, device=ids.device), right=True)
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [choices or rows, i] by weight [e, o, i] -> [choices, o]; rows are shared by their choices, in sequence."""
+        x, (_, columns, inputs) = x.contiguous(), weight.shape
+        out, tile = x.new_zeros(self.choices, columns), self.tile
+        if out.numel():
+            expert_linear_kernel[self.most, triton.cdiv(columns, tile.columns)](
+                x, weight, out, self.order, self.starts, self.ends, self.experts, self.first_block, self.count,
+                columns, inputs, self.choices // len(x), *weight.stride(), BLOCK_M=tile.choices, BLOCK_N=tile.columns,
+                BLOCK_K=tile.inputs, EVEN_K=inputs % tile.inputs == 0, num_warps=tile.warps, num_stages=tile.stages,
+            )  # fmt: skip
+        return out
+
+    def outer(self, dout: Tensor, x: Tensor) -> Tensor:
+        """The sums of outer products of dout [choices or rows, o] and x [choices or rows, i] per expert: [e, o, i]."""
+        dout, x = dout.contiguous(), x.contiguous()
+        columns, inputs = dout.shape[1], x.shape[1]
+        if not self.choices:
+            return x.new_zeros(self.count, columns, inputs)
+        out, tile = x.new_empty(self.count, columns, inputs), ExpertTile.of_outer(x.dtype)
+        expert_outer_kernel[triton.cdiv(columns, tile.columns), triton.cdiv(inputs, tile.inputs), self.count](
+            dout, x, out, self.order, self.starts, self.ends, columns, inputs, self.choices // len(dout),
+            self.choices // len(x), BLOCK_N=tile.columns, BLOCK_K=tile.inputs, ROWS=tile.choices,
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+        return out
+
+
+def combine(values: Tensor, shares: Tensor) -> Tensor:
+    """The sums of values [rows * k, m] with shares [rows, k] -> [rows, m]."""
+    (rows, choices), width = shares.shape, values.shape[1]
+    out = values.new_empty(rows, width)
+    if out.numel():
+        block = min(1024, triton.next_power_of_2(width))
+        combine_kernel[rows, triton.cdiv(width, block)](
+            values, shares.contiguous(), out, width, CHOICES=choices, BLOCK=block
+        )
+    return out
+
+
+def experts(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor, fixed: bool) -> Tensor:
+    """Arguments and result as of `kernels.experts`. With `fixed` a token's bits do not depend on other tokens."""
+    chosen = SortedChoices(ids, gate.shape[0], x.dtype, fixed)
+    rows = x.reshape(-1, x.shape[-1])
+    hidden = F.silu(chosen.linear(rows, gate)) * chosen.linear(rows, up)
+    return combine(chosen.linear(hidden, down), weights.reshape(-1, ids.shape[-1])).view(x.shape)
+
+
+def experts_backward(
+    dout: Tensor, x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of `experts`: of x, weights, gate, up and down."""
+    chosen = SortedChoices(ids, gate.shape[0], x.dtype, False)
+    rows, grads, shares = x.reshape(-1, x.shape[-1]), dout.reshape(-1, x.shape[-1]), weights.reshape(-1, 1)
+    gated, linear = chosen.linear(rows, gate), chosen.linear(rows, up)
+    sigmoid = torch.sigmoid(gated)
+    hidden = gated * sigmoid * linear
+    dhidden = chosen.linear(grads, down.transpose(1, 2))
+    dshares = (dhidden * hidden).sum(-1, dtype=torch.float32).to(weights.dtype)
+    own = shares.to(x.dtype)
+    ddown = chosen.outer(hidden * own, grads).transpose(1, 2).contiguous()
+    dhidden = dhidden * own
+    dgated, dlinear = dhidden * linear * sigmoid * (1 + gated * (1 - sigmoid)), dhidden * gated * sigmoid
+    dx = chosen.linear(dgated, gate.transpose(1, 2)) + chosen.linear(dlinear, up.transpose(1, 2))
+    ones = torch.ones(len(rows), ids.shape[-1], device=x.device)
+    dgate, dup = chosen.outer(dgated, rows), chosen.outer(dlinear, rows)
+    return combine(dx, ones).view(x.shape), dshares.view(weights.shape), dgate, dup, ddown
