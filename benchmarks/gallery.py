@@ -26,7 +26,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from tpshard.cli.serve_worker import open_weights
+from tpshard.cli.serve_worker import stored_weights
+from tpshard.cli.sources import open_source
 from tpshard.kernels.gptq_solver import Settings
 from tpshard.models.architecture import Architecture
 from tpshard.models.architecture_folder import FolderWeights
@@ -119,7 +120,7 @@ def quantize(name: str, place: Path) -> float:
     with mock.patch.dict(architectures.CONFIGS, {name: {**config, **wider}}):
         folder, values = folders.quantized(name, place / f"{name}-gptq")
         programs = programs_of(folder, "serve.mesh.tp=2", "serve.requests=8", "serve.step_tokens=8")
-        logits = lockstep(programs, open_weights(str(folder)))
+        logits = lockstep(programs, stored_weights(open_source(str(folder))))
         tokens, own = torch.from_numpy(prompts().tokens)[None], architectures.own(name)
         parts = (tokens[:, :5], tokens[:, 5:])
         with torch.no_grad():

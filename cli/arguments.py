@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from tpshard.recipes.diagnostic import Mistakes
 
 if TYPE_CHECKING:
     from tpshard.recipes.schema import Recipe
@@ -94,7 +95,6 @@ def load(recipe: str | None, overrides: Sequence[str] | None = None) -> Recipe:
     """
     from tpshard.cli.main import report
     from tpshard.cli.preflight import load_checked
-    from tpshard.recipes.diagnostic import Mistakes
 
     changes = list(overrides or ())
     if recipe is not None and "=" in recipe and not Path(recipe).exists():

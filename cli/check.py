@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from tpshard.cli.arguments import Json, Overrides, RecipeArgument, load
+from tpshard.recipes.diagnostic import Exit, Mistakes, plural
 
 if TYPE_CHECKING:
     from tpshard.programs.equality import Compared, FirstDifference
@@ -39,7 +40,6 @@ def check(
     """
     from tpshard.programs import equality
     from tpshard.programs.setting import Setting
-    from tpshard.recipes.diagnostic import Exit, Mistakes, plural
     from tpshard.recipes.load import with_changes
 
     if not against:

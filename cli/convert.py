@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from tpshard.cli.arguments import Overrides, Overwrite, complete_recipe
+from tpshard.cli.files import refuse_folder
+from tpshard.recipes.diagnostic import Exit, Mistakes
 
 if TYPE_CHECKING:
     from tpshard.cli.sources import SourceModel
-    from tpshard.recipes.diagnostic import Mistakes
 
 Source = Annotated[
     str,
@@ -51,10 +52,8 @@ def convert(
     OUT appears only when everything is written. The weights of a GPTQ folder become dense.
     """
     from tpshard.cli.sources import keep_apart, open_source
-    from tpshard.recipes.diagnostic import Exit, Mistakes
 
-    if out.exists() and not overwrite and not (out.is_dir() and not any(out.iterdir())):
-        raise Mistakes.one(f"{out} exists", exit=Exit.USAGE, fix="choose another name, or --overwrite")
+    refuse_folder(out, overwrite)
     if tokenizer is not None and not tokenizer.is_dir():
         fix = "give the folder of a Hugging Face tokenizer"
         raise Mistakes.one(f"the tokenizer {tokenizer} is not a folder", exit=Exit.USAGE, fix=fix)
@@ -70,23 +69,17 @@ def convert(
 def _write(model: SourceModel, out: Path, dtype: str | None, tokenizer: Path | None, overwrite: bool) -> None:
     from tpshard.models.architecture_folder import write_folder
     from tpshard.models.hf import DTYPES, write_hf
-    from tpshard.recipes.diagnostic import Exit, Mistakes
 
     number = DTYPES[dtype] if dtype else model.dtype
     try:
         architecture = model.blueprint.architecture
         if architecture is not None:
             write_folder(architecture, model.read, out, dtype=number, tokenizer=tokenizer, overwrite=overwrite)
-            return
-        write_hf(
-            model.config,
-            model.read,
-            out,
-            dtype=number,
-            tokenizer=tokenizer,
-            token_ids=model.token_ids,
-            overwrite=overwrite,
-        )
+        else:
+            ids = model.token_ids
+            write_hf(
+                model.config, model.read, out, dtype=number, tokenizer=tokenizer, token_ids=ids, overwrite=overwrite
+            )
     except ValueError as error:
         raise Mistakes.one(
             f"{model.name} cannot be written as a Hugging Face folder", exit=Exit.FIT, why=str(error),
@@ -98,8 +91,6 @@ def _write(model: SourceModel, out: Path, dtype: str | None, tokenizer: Path | N
 
 def unwritten(out: Path, error: OSError) -> Mistakes:
     """The mistake for a folder that cannot be written, or that exists already (an error without `errno`)."""
-    from tpshard.recipes.diagnostic import Exit, Mistakes
-
     if isinstance(error, FileExistsError) and error.errno is None:
         return Mistakes.one(str(error), exit=Exit.USAGE, fix="choose another name, or --overwrite")
     fix = "choose a writable folder, on a disk with room for the model"

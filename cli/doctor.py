@@ -17,6 +17,7 @@ from typing import Annotated, Literal
 
 import typer
 from tpshard.cli.arguments import Json, Overwrite
+from tpshard.recipes.diagnostic import Exit
 
 GIB = 1 << 30
 Devices = Annotated[
@@ -53,8 +54,6 @@ def doctor(
     Exits with 5 if a run would fail. With --measure it times the machine instead (some minutes) and writes a device
     file for `cluster.device`.
     """
-    from tpshard.recipes.diagnostic import Exit
-
     if measure is not None:
         return _measure_device(measure, overwrite)
     rooms: list[Callable[[], Iterator[Finding]]] = [versions, lambda: devices(gpus), links, disk, limits, ports]

@@ -47,6 +47,12 @@ def refuse(path: Path, overwrite: bool) -> None:
         raise _exists_error(path)
 
 
+def refuse_folder(path: Path, overwrite: bool) -> None:
+    """`refuse` for a folder, which may exist if it is empty."""
+    if path.exists() and not overwrite and not (path.is_dir() and not any(path.iterdir())):
+        raise _exists_error(path)
+
+
 def _exists_error(path: Path) -> Mistakes:
     return Mistakes.one(f"{path} exists", exit=Exit.USAGE, fix="choose another name, or --overwrite")
 

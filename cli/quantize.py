@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from tpshard.cli.arguments import Json, Overrides, Overwrite
 from tpshard.cli.convert import Out, Source, unwritten
+from tpshard.cli.files import refuse_folder
+from tpshard.recipes.diagnostic import Exit, Mistakes
 
 if TYPE_CHECKING:
     from tpshard.cli.sources import SourceModel
-    from tpshard.recipes.diagnostic import Exit
     from tpshard.recipes.schema import Recipe
-    from tpshard.recipes.serving_keys import Quantize
-    from tpshard.serve.quantize_layers import Quantizer, Quantizing, Sequences
+    from tpshard.serve.quantize_layers import Quantizing, Sequences
 
 
 def quantize(
@@ -46,17 +47,36 @@ def quantize(
     only when everything is written.
     """
     from tpshard.cli.sources import keep_apart
-    from tpshard.recipes.diagnostic import Exit, Mistakes
 
-    if out.exists() and not overwrite and not (out.is_dir() and not any(out.iterdir())):
-        raise Mistakes.one(f"{out} exists", exit=Exit.USAGE, fix="choose another name, or --overwrite")
+    refuse_folder(out, overwrite)
     _refuse(source)
     model, recipe = _open(source, overrides or ())
     if Path(model.name).resolve() == out.resolve():
         raise Mistakes.one(f"{out} is the folder of the model itself", exit=Exit.USAGE, fix="choose another name")
     keep_apart(model, out)
-    quantizer = _quantizer(model, recipe, text, seq_len, nearest, static_groups, damp)
-    report = _write(quantizer, model, out, overwrite)
+    import torch
+    from tpshard.kernels.gptq_solver import Settings
+    from tpshard.serve.quantize_layers import Quantizer, write
+
+    described = model.blueprint.config or model.blueprint.architecture
+    assert described is not None, "users' modules are refused"
+    length = min(seq_len or _seq_len(model, recipe), described.max_seq or _LONGEST)
+    section, gpu = recipe.quantize, torch.cuda.is_available()
+    calibration, held_out = _text(model, recipe, text, length, section.calibration.sequences)
+    with _errors_told(model, out):
+        quantizer = Quantizer(
+            described,
+            model.read,
+            calibration,
+            held_out,
+            Settings(section.bits, section.group_size, section.sym, static_groups, damp),
+            section.order,
+            method="nearest" if nearest else "gptq",
+            device="cuda" if gpu else "cpu",
+            dtype=torch.bfloat16 if gpu and model.dtype != torch.float32 else torch.float32,
+            step=_progress,
+        )
+        report = write(quantizer, out, tokenizer=model.tokenizer, token_ids=model.token_ids, overwrite=overwrite)
     if as_json:
         print(json.dumps(report.to_json()))
     else:
@@ -66,8 +86,6 @@ def quantize(
 
 def _refuse(source: str) -> None:
     """Raises `Mistakes` for sources that cannot be quantized: pickles, and quantized folders."""
-    from tpshard.recipes.diagnostic import Exit, Mistakes
-
     path = Path(source)
     if path.suffix in (".pt", ".pth", ".bin", ".ckpt", ".pkl"):
         raise Mistakes.one(
@@ -94,60 +112,16 @@ def _open(source: str, overrides: Sequence[str]) -> tuple[SourceModel, Recipe]:
     For a folder that is the recipe of its run, or `tiny` without one, with the overrides applied.
     """
     from tpshard.cli.arguments import load
-    from tpshard.cli.sources import open_source
+    from tpshard.cli.sources import holds_model, open_source
 
     path = Path(source)
-    if not ((path / "manifest.json").is_file() or (path / "config.json").is_file()):
+    if not holds_model(path):
         return open_source(source, overrides), load(source, overrides)
     model = open_source(source)
     run = path.absolute().parent.parent / "recipe.yaml"
     recipe = load(str(run) if run.is_file() else "tiny", overrides)
     named = recipe.data.tokenizer
     return (model if named is None else replace(model, tokenizer=Path(named))), recipe
-
-
-def _quantizer(
-    model: SourceModel,
-    recipe: Recipe,
-    text: str | None,
-    seq_len: int | None,
-    nearest: bool,
-    static_groups: bool,
-    damp: float,
-) -> Quantizer:
-    import torch
-    from tpshard.kernels.gptq_solver import Settings
-    from tpshard.recipes.diagnostic import Exit, Mistakes
-    from tpshard.serve.layered_model import NotQuantizable
-    from tpshard.serve.quantize_layers import Quantizer
-
-    section: Quantize = recipe.quantize
-    described = model.blueprint.config or model.blueprint.architecture
-    assert described is not None, "users' modules are refused"
-    length = min(seq_len or _seq_len(model, recipe), described.max_seq or _LONGEST)
-    calibration, held_out = _text(model, recipe, text, length, section.calibration.sequences)
-    gpu = torch.cuda.is_available()
-    try:
-        return Quantizer(
-            described,
-            model.read,
-            calibration,
-            held_out,
-            Settings(section.bits, section.group_size, section.sym, static_groups, damp),
-            section.order,
-            method="nearest" if nearest else "gptq",
-            device="cuda" if gpu else "cpu",
-            dtype=torch.bfloat16 if gpu and model.dtype != torch.float32 else torch.float32,
-            step=_progress,
-        )
-    except NotQuantizable as error:
-        raise Mistakes.one(
-            f"{model.name} cannot be quantized", exit=Exit.FIT, why=str(error), fix=OTHER_CLASS
-        ) from error
-    except ValueError as error:
-        raise Mistakes.one(
-            f"{model.name} cannot be quantized with these settings", exit=Exit.FIT, why=str(error), fix=OTHERS
-        ) from error
 
 
 _LONGEST = 2048
@@ -167,7 +141,6 @@ def _text(
 ) -> tuple[Sequences, Sequences]:
     """Calibration and held-out text, as ids of the model's tokenizer."""
     import torch
-    from tpshard.recipes.diagnostic import Exit, Mistakes
     from tpshard.serve.quantize_layers import Sequences
     from tpshard.train.corpus import open_text
     from tpshard.train.stream import Loader, TokenBatch, held_out_batches
@@ -198,43 +171,35 @@ def _text(
     return calibration, join_batches(held_out)
 
 
-def _write(quantizer: Quantizer, model: SourceModel, out: Path, overwrite: bool) -> Quantizing:
-    from tpshard.recipes.diagnostic import Exit, Mistakes
+OTHER_CLASS = "a class that the gallery in docs/transformers.md lists as quantized"
+OTHERS = "other settings below `quantize`"
+"""The fix for a reason that is not one of `_WRONG`."""
+SMALLER = "use a model whose values fit fp16: the format has no other dtype"
+_WRONG = (
+    ("divide one another", Exit.FIT, "set quantize.order=global, or another quantize.group_size"),
+    ("not finite in fp16", Exit.FIT, SMALLER),
+    ("beyond the range of fp16", Exit.FIT, SMALLER),
+    ("not finite", Exit.CHECKPOINT, "use an earlier checkpoint, from before the values became non-finite"),
+)
+"""Messages of known errors, as (part of the text, exit code, fix)."""
+
+
+@contextlib.contextmanager
+def _errors_told(model: SourceModel, out: Path) -> Iterator[None]:
+    """Raises the errors of quantizing as `Mistakes`, each with its fix."""
     from tpshard.serve.layered_model import NotQuantizable
-    from tpshard.serve.quantize_layers import write
 
     try:
-        return write(quantizer, out, tokenizer=model.tokenizer, token_ids=model.token_ids, overwrite=overwrite)
-    except NotQuantizable as error:
-        raise Mistakes.one(
-            f"{model.name} cannot be quantized", exit=Exit.FIT, why=str(error), fix=OTHER_CLASS
-        ) from error
+        yield
     except ValueError as error:
-        matches = ((code, fix) for words, code, fix in _wrong() if words in str(error))
-        code, fix = next(matches, (Exit.FIT, OTHERS))
+        known = ((code, fix) for words, code, fix in _WRONG if words in str(error))
+        code, fix = (Exit.FIT, OTHER_CLASS) if isinstance(error, NotQuantizable) else next(known, (Exit.FIT, OTHERS))
         raise Mistakes.one(f"{model.name} cannot be quantized", exit=code, why=str(error), fix=fix) from error
     except OSError as error:
         raise unwritten(out, error) from error
     finally:
-        _progress_ends()
-
-
-def _wrong() -> list[tuple[str, Exit, str]]:
-    """Messages of known errors, as (part of the text, exit code, fix)."""
-    from tpshard.recipes.diagnostic import Exit
-
-    smaller = "use a model whose values fit fp16: the format has no other dtype"
-    return [
-        ("divide one another", Exit.FIT, "set quantize.order=global, or another quantize.group_size"),
-        ("not finite in fp16", Exit.FIT, smaller),
-        ("beyond the range of fp16", Exit.FIT, smaller),
-        ("not finite", Exit.CHECKPOINT, "use an earlier checkpoint, from before the values became non-finite"),
-    ]
-
-
-OTHER_CLASS = "a class that the gallery in docs/transformers.md lists as quantized"
-OTHERS = "other settings below `quantize`"
-"""The fix for a reason that is not one of `_wrong`."""
+        if sys.stderr.isatty():
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _progress(done: int, of: int, name: str) -> None:
@@ -242,11 +207,6 @@ def _progress(done: int, of: int, name: str) -> None:
         print(f"\r\x1b[K{done + 1}/{of} {name}", end="", file=sys.stderr, flush=True)
     elif name.endswith(("mlp.down", "down[0]")) or done == 0:
         print(f"{done + 1}/{of} {name}", file=sys.stderr, flush=True)
-
-
-def _progress_ends() -> None:
-    if sys.stderr.isatty():
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _table(report: Quantizing) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from tpshard.cli.arguments import Json, Overrides, Overwrite, complete_recipe, complete_shipped
 from tpshard.cli.main import Command, Group, columns
+from tpshard.recipes.diagnostic import Exit, Mistakes, did_you_mean
 
 if TYPE_CHECKING:
     from tpshard.recipes.schema import Recipe
@@ -91,12 +92,9 @@ def show(recipe: Shown, overrides: Overrides = None, resolved: Resolved = False)
 def cp(name: Name, to: To = None, overwrite: Overwrite = False) -> None:
     """Copy a shipped recipe into a file to edit."""
     from tpshard.cli.files import write
-    from tpshard.recipes.diagnostic import Exit, Mistakes
     from tpshard.recipes.extends import builtins
 
     if name not in builtins():
-        from tpshard.recipes.diagnostic import did_you_mean
-
         fix = did_you_mean(name, builtins(), f"shipped: {', '.join(builtins())}")
         raise Mistakes.one(f"there is no shipped recipe `{name}`", exit=Exit.USAGE, fix=fix)
     path = to or Path(f"{name}.yaml")
@@ -115,7 +113,6 @@ def keys(prefix: Prefix = "") -> None:
     """Print every key with its allowed values, its default, and its effect."""
     import textwrap
 
-    from tpshard.recipes.diagnostic import Exit, Mistakes
     from tpshard.recipes.document import keys as documented
 
     listed = documented(prefix)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from tpshard.cli.arguments import Device, Json, Overrides, RecipeArgument, load, on_device
+from tpshard.recipes.diagnostic import Exit, Mistakes
 
 if TYPE_CHECKING:
     from tpshard.cli.sources import SourceModel
@@ -57,14 +58,13 @@ def serve(
 
 def _model(recipe: str, overrides: list[str], loaded: Recipe) -> SourceModel:
     """The model to serve, its weights not yet read."""
-    from tpshard.cli.sources import open_source
-    from tpshard.recipes.diagnostic import Exit, Mistakes
+    from tpshard.cli.sources import holds_model, open_source
 
     checkpoint = loaded.serve.checkpoint
     if checkpoint == "latest":
         return open_source(recipe, overrides, modules=True)
     folder = Path(checkpoint)
-    if not any((folder / name).is_file() for name in ("config.json", "manifest.json")):
+    if not holds_model(folder):
         raise Mistakes.one(
             f"{checkpoint} is neither a checkpoint nor a Hugging Face folder", exit=Exit.CHECKPOINT,
             where=loaded.where("serve.checkpoint"), why="it has no manifest.json or config.json",
@@ -96,7 +96,6 @@ def _need(loaded: Recipe, served: Served) -> Need:
     import psutil
     from tpshard.programs.serve_setting import ServeSetting
     from tpshard.programs.serving import build_serving
-    from tpshard.recipes.diagnostic import Exit, Mistakes
     from tpshard.serve.need import need
 
     setting = ServeSetting.of(loaded, served, _kind(loaded))
@@ -123,7 +122,6 @@ def _kind(loaded: Recipe) -> Any:
 
 def _run(loaded: Recipe, model: SourceModel, need: Need, sock: Any, key: str | None) -> int:
     import torch
-    from tpshard.recipes.diagnostic import Exit, Mistakes
     from tpshard.serve import http
     from tpshard.serve.app import Server, make_app
     from tpshard.serve.chat import ChatTemplate
@@ -193,7 +191,8 @@ def _to_wandb(loaded: Recipe, service: Service) -> Any:
     import threading
 
     section = loaded.logging.wandb
-    if section is None or section.mode == "disabled" or "logging.wandb" not in _written_keys(loaded):
+    asked_for = loaded.where("logging.wandb").line  # by the recipe or on the command line, not by default
+    if section is None or section.mode == "disabled" or not asked_for:
         return lambda: None
     from tpshard.train.wandb_sink import WandbSink
 
@@ -217,8 +216,3 @@ def _to_wandb(loaded: Recipe, service: Service) -> Any:
         sink.close(service.metrics.snapshot(), wait_s=5)
 
     return end
-
-
-def _written_keys(loaded: Recipe) -> set[str]:
-    """The keys that are written in the recipe or on the command line, as opposed to defaults."""
-    return {key for key in ("logging.wandb",) if loaded.where(key).line}

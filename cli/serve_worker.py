@@ -4,47 +4,28 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import torch
+    from tpshard.cli.sources import SourceModel
     from tpshard.programs.serving import ServingPrograms
     from tpshard.serve.job import Job
     from tpshard.serve.weights import Weights
 
 
-def open_weights(source: str) -> Weights:
-    """The weights in a checkpoint or a Hugging Face folder, readable by blocks."""
-    from tpshard.cli.sources import open_source
+def stored_weights(model: SourceModel) -> Weights:
+    """The weights of a checkpoint or a Hugging Face folder, readable by blocks."""
+    from tpshard.models.hf_quantized import QuantizedModules, QuantizedParameters
     from tpshard.serve.weights import Weights
 
-    path = Path(source)
-    if (path / "manifest.json").is_file():
-        from tpshard.train.restore import open_checkpoint
-
-        return Weights(open_source(source, modules=True).blueprint.shapes, open_checkpoint(path).block)
-    from tpshard.models.hf import HFFolder
-    from tpshard.models.hf_config import computes
-    from tpshard.models.hf_quantized import QuantizedModules, QuantizedParameters
-
-    if not computes(path):
-        blueprint = open_source(source, modules=True).blueprint
-        assert blueprint.weights is not None, "a folder that is opened has weights"
-        if not blueprint.weights.quantized:
-            return Weights(blueprint.shapes, blueprint.weights.block)
-        coded = QuantizedModules(path, blueprint.weights.module_of, blueprint.weights.stack_of)
-        return Weights(blueprint.shapes, blueprint.weights.block, coded.linear, coded.group, coded.expert)
-    folder = HFFolder(path)
-
-    def block(name: str, starts: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        return folder.block(name, starts, sizes)
-
-    if not folder.quantized:
-        return Weights(folder.config.shapes, block)
-    stored = QuantizedParameters(path, folder.config)
-    return Weights(folder.config.shapes, block, stored.linear, stored.group, stored.expert)
+    blueprint, stored = model.blueprint, model.blueprint.weights
+    if not model.quantized:
+        return Weights(blueprint.shapes, model.block)
+    if stored is None:
+        coded: QuantizedModules = QuantizedParameters(model.name, model.config)
+    else:
+        coded = QuantizedModules(model.name, stored.module_of, stored.stack_of)
+    return Weights(blueprint.shapes, model.block, coded.linear, coded.group, coded.expert)
 
 
 def prepare(job: Job) -> tuple[ServingPrograms, Weights]:
@@ -54,10 +35,10 @@ def prepare(job: Job) -> tuple[ServingPrograms, Weights]:
     from tpshard.programs.serving import ServeSetting, build_serving
     from tpshard.recipes.load import loads
 
-    recipe = loads(job.recipe)
+    recipe, model = loads(job.recipe), open_source(job.source, modules=True)
     kind = "cpu" if job.device == "cpu" else "gpu"
-    setting = ServeSetting.of(recipe, stored_model(recipe, open_source(job.source, modules=True)), kind)  # type: ignore[arg-type]
-    return build_serving(setting), open_weights(job.source)
+    setting = ServeSetting.of(recipe, stored_model(recipe, model), kind)  # type: ignore[arg-type]
+    return build_serving(setting), stored_weights(model)
 
 
 def main() -> None:

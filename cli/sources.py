@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from tpshard.models.config import ModelConfig
     from tpshard.recipes.schema import Recipe
     from tpshard.train.restore import SavedCheckpoint
+    from tpshard.train.training_engine import ReadBlock
+
+
+MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
@@ -24,18 +28,30 @@ class SourceModel:
     name: str
     """The path of the checkpoint or folder, for messages."""
     blueprint: Blueprint
-    read: Callable[[str], torch.Tensor]
+    block: ReadBlock
     dtype: torch.dtype
     """The dtype of the stored values."""
     tokenizer: Path | None = None
     token_ids: Mapping[str, Any] = field(default_factory=dict)
     """`bos_token_id` and similar keys, where the source has them."""
+    quantized: bool = False
+    """Whether it is a GPTQ folder, whose blocks are dequantized when read."""
 
     @property
     def config(self) -> ModelConfig:
         """The model's configuration, which users' modules do not have."""
         assert self.blueprint.config is not None, "callers that accept modules do not ask for a configuration"
         return self.blueprint.config
+
+    def read(self, name: str) -> torch.Tensor:
+        """A whole parameter. Raises `Mistakes` (exit 7) where it cannot be read."""
+        from tpshard.train.restore import Damaged
+
+        shape = self.blueprint.shapes[name]
+        try:
+            return self.block(name, (0,) * len(shape), shape)
+        except (Damaged, ValueError, OSError) as error:
+            raise _unreadable(self.name, error) from error
 
 
 def open_source(source: str, overrides: Sequence[str] = (), *, modules: bool = False) -> SourceModel:
@@ -45,12 +61,11 @@ def open_source(source: str, overrides: Sequence[str] = (), *, modules: bool = F
     checkpoint cannot be read.
     """
     path = Path(source)
-    if (path / "manifest.json").is_file():
-        _none(overrides, source)
-        return _from_checkpoint(path, None, modules)
-    if (path / "config.json").is_file():
-        _none(overrides, source)
-        return _from_folder(path)
+    if holds_model(path):
+        if overrides:
+            message = f"`{overrides[0]}` changes a recipe, but {source} is not one"
+            raise Mistakes.one(message, exit=Exit.USAGE, fix="leave it out")
+        return _from_checkpoint(path, None, modules) if (path / MANIFEST).is_file() else _from_folder(path)
     from tpshard.cli.arguments import load
 
     recipe = load(source, overrides)
@@ -58,18 +73,16 @@ def open_source(source: str, overrides: Sequence[str] = (), *, modules: bool = F
     return _from_checkpoint(_latest(runs, recipe), recipe, modules)
 
 
+def holds_model(folder: Path) -> bool:
+    """Whether a folder is a checkpoint, which gets its manifest last, or a Hugging Face folder."""
+    return any((folder / name).is_file() for name in (MANIFEST, "config.json"))
+
+
 def keep_apart(model: SourceModel, out: Path) -> None:
     """Raises `Mistakes` (exit 2) where writing to `out` would replace a folder that holds the model."""
     if out.resolve() in Path(model.name).resolve().parents:
         raise Mistakes.one(
             f"{out} contains the model that is read, {model.name}", exit=Exit.USAGE, fix="choose another name"
-        )
-
-
-def _none(overrides: Sequence[str], source: str) -> None:
-    if overrides:
-        raise Mistakes.one(
-            f"`{overrides[0]}` changes a recipe, but {source} is not one", exit=Exit.USAGE, fix="leave it out"
         )
 
 
@@ -87,7 +100,7 @@ def _latest(checkpoints: Path, recipe: Recipe) -> Path:
     return checkpoint.folder
 
 
-def _unreadable(folder: Path, error: Exception) -> Mistakes:
+def _unreadable(folder: Path | str, error: Exception) -> Mistakes:
     fix = "copy it again, or name another"
     return Mistakes.one(f"{folder} cannot be read", exit=Exit.CHECKPOINT, why=str(error), fix=fix)
 
@@ -98,45 +111,25 @@ def _from_folder(folder: Path) -> SourceModel:
     from tpshard.models.hf_config import computes
     from tpshard.models.hf_json import TOKENIZER
 
-    tokenizer = folder if any((folder / name).exists() for name in TOKENIZER) else None
+    name, tokenizer = str(folder), folder if any((folder / file).exists() for file in TOKENIZER) else None
     try:
         if not computes(folder):
-            return _of_transformers(folder, tokenizer)
+            blueprint = Blueprint.of(transformers=name)
+            architecture, weights = blueprint.architecture, blueprint.weights
+            if architecture is None or weights is None:
+                raise ValueError(f"{folder} holds no weights")
+            quantized = weights.quantized
+            return SourceModel(name, blueprint, weights.block, architecture.dtype, tokenizer, quantized=quantized)
         opened = HFFolder(folder)
     except (ValueError, OSError) as error:
         raise _unreadable(folder, error) from error
-
-    def read(name: str) -> torch.Tensor:
-        try:
-            return opened.read(name)
-        except (ValueError, OSError) as error:
-            raise _unreadable(folder, error) from error
-
-    dtype = DTYPES[opened.config.dtype]
-    return SourceModel(str(folder), Blueprint(opened.config), read, dtype, tokenizer, opened.token_ids)
-
-
-def _of_transformers(folder: Path, tokenizer: Path | None) -> SourceModel:
-    """The model of a folder computed by transformers' class. ValueError where it is invalid or has no weights."""
-    from tpshard.models import Blueprint
-
-    blueprint = Blueprint.of(transformers=str(folder))
-    if blueprint.architecture is None or blueprint.weights is None:
-        raise ValueError(f"{folder} holds no weights")
-    weights = blueprint.weights
-
-    def read(name: str) -> torch.Tensor:
-        try:
-            return weights.block(name, (), ())
-        except (ValueError, OSError) as error:
-            raise _unreadable(folder, error) from error
-
-    return SourceModel(str(folder), blueprint, read, blueprint.architecture.dtype, tokenizer)
+    blueprint, dtype = Blueprint(opened.config), DTYPES[opened.config.dtype]
+    return SourceModel(name, blueprint, opened.block, dtype, tokenizer, opened.token_ids, opened.quantized)
 
 
 def _from_checkpoint(folder: Path, recipe: Recipe | None, modules: bool) -> SourceModel:
     from tpshard.models import Blueprint
-    from tpshard.train.restore import Damaged, open_checkpoint
+    from tpshard.train.restore import open_checkpoint
 
     checkpoint = open_checkpoint(folder)
     recipe = recipe or _recipe_of_run(folder)
@@ -158,14 +151,7 @@ def _from_checkpoint(folder: Path, recipe: Recipe | None, modules: bool) -> Sour
         dtype = _require(checkpoint, blueprint)
     except ValueError as error:  # the module cannot be imported
         raise _unreadable(folder, error) from error
-
-    def read(name: str) -> torch.Tensor:
-        try:
-            return checkpoint.tensor(name)
-        except Damaged as error:
-            raise _unreadable(folder, error) from error
-
-    return SourceModel(str(folder), blueprint, read, dtype, _tokenizer(recipe))
+    return SourceModel(str(folder), blueprint, checkpoint.block, dtype, _tokenizer(recipe))
 
 
 def blueprint_of(recipe: Recipe | None) -> Blueprint:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from tpshard.cli.arguments import Device, Overrides, RecipeArgument, load, on_device
+from tpshard.recipes.diagnostic import Mistakes, plural
 
 if TYPE_CHECKING:
     from tpshard.parallelism.runtime.place import WorkerPlace
@@ -42,7 +43,6 @@ def _start(recipe: str, overrides: Sequence[str], plan: str | None) -> int:
     from tpshard.cli.worker_errors import visible_gpus, workers_of
     from tpshard.parallelism.runtime.launcher import Nodes, launch
     from tpshard.plan import save
-    from tpshard.recipes.diagnostic import plural
     from tpshard.train import hub
 
     loaded = load(recipe, overrides)
@@ -133,7 +133,6 @@ class _Plan:
 def _comparison(folder: Path) -> str:
     """The comparison of plan and run, also written to the run's folder. A failing disk does not end the training."""
     from tpshard.plan import compare
-    from tpshard.recipes.diagnostic import Mistakes
 
     try:
         return compare.record(folder)

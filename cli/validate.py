@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 from tpshard.cli.arguments import Json, complete_recipe
+from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, dumps
 
 Files = Annotated[
     list[str],
@@ -22,7 +23,6 @@ def validate(files: Files, as_json: Json = False) -> int:
     """
     from tpshard.cli.main import report
     from tpshard.cli.preflight import load_checked
-    from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, dumps
 
     recipes = [name for name in files if "=" not in name]
     overrides = [name for name in files if "=" in name]

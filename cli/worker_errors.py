@@ -9,6 +9,8 @@ import traceback
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, as_text
+
 if TYPE_CHECKING:
     from tpshard.parallelism.runtime.launcher import Nodes
     from tpshard.recipes.schema import Recipe
@@ -18,7 +20,6 @@ def describe(error: BaseException) -> tuple[str, int]:
     """The text of an error for the user, and its exit code."""
     from tpshard.cli.main import colorful, columns, version
     from tpshard.parallelism.runtime.messages import WorkerFault
-    from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, as_text
 
     def text(*diagnostics: Diagnostic) -> str:
         return as_text(diagnostics, color=colorful(sys.stderr), width=columns(sys.stderr)).rstrip("\n")
@@ -65,8 +66,6 @@ def workers_of(recipe: Recipe, nodes: Nodes, gpus: int) -> int:
 
     Raises `Mistakes` (exit 5) where it does not, or where the recipe needs more hosts than were launched.
     """
-    from tpshard.recipes.diagnostic import Exit, Mistakes
-
     cluster = recipe.cluster
     if cluster is not None and cluster.nodes != nodes.count:
         raise Mistakes.one(

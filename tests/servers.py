@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from tpshard.cli.serve_worker import open_weights
+from tpshard.cli.serve_worker import stored_weights
+from tpshard.cli.sources import open_source
 from tpshard.models import Blueprint
 from tpshard.models.config import ModelConfig
 from tpshard.parallelism.runtime.context import alone
@@ -61,7 +62,8 @@ def programs_of(folder: Path, *overrides: str) -> ServingPrograms:
 
 def folder_runner(folder: Path, *overrides: str, blocks: int = 16) -> ProgramRunner:
     """A runner of a folder, in this process."""
-    return ProgramRunner(alone(), programs_of(folder, *overrides), open_weights(str(folder)), blocks)
+    weights = stored_weights(open_source(str(folder), modules=True))
+    return ProgramRunner(alone(), programs_of(folder, *overrides), weights, blocks)
 
 
 def job_of(folder: Path, *overrides: str, blocks: int = 256, **more: Any) -> Job:

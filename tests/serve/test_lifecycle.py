@@ -20,7 +20,9 @@ import torch
 from patience import PATIENCE, until
 from servers import WORKER, job_of, ranks_of
 from tpshard.cli.main import run as run_command
+from tpshard.cli.sources import open_source
 from tpshard.models import to_hf
+from tpshard.recipes.diagnostic import Mistakes
 from tpshard.serve.engine import Engine
 from tpshard.serve.ranks import Ranks
 from tpshard.serve.request import Sampling, Sequence
@@ -261,8 +263,6 @@ def test_what_cannot_be_served_is_refused_before_it_is_loaded(
 
 @pytest.mark.parametrize("what", ["auto_map", "index", "symlink"])
 def test_a_folder_that_reaches_out_is_refused(what: str, recipe: Path, folder: Path, tmp_path: Path) -> None:
-    from tpshard.cli.serve_worker import open_weights
-
     hostile = tmp_path / "hostile"
     hostile.mkdir()
     for file in folder.iterdir():
@@ -283,5 +283,5 @@ def test_a_folder_that_reaches_out_is_refused(what: str, recipe: Path, folder: P
     else:
         weights.unlink()
         weights.symlink_to(outside)
-    with pytest.raises((ValueError, OSError)):
-        open_weights(str(hostile))
+    with pytest.raises(Mistakes, match="cannot be read"):
+        open_source(str(hostile))

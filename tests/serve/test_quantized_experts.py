@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from servers import folder_runner, lockstep, programs_of, prompts
 from torch import Tensor
-from tpshard.cli.serve_worker import open_weights
+from tpshard.cli.serve_worker import stored_weights
+from tpshard.cli.sources import open_source
 from tpshard.kernels.experts import fixed_rows_experts
 from tpshard.kernels.gptq_format import GPTQFolder
 from tpshard.kernels.gptq_solver import Settings
@@ -81,7 +82,7 @@ def test_logits_are_those_of_the_dense_weights(
 ) -> None:
     folder, expected = folders[name]
     programs = programs_of(folder, f"serve.mesh={{{mesh}}}", f"serve.dtype={dtype}", *STEP)
-    logits = lockstep(programs, open_weights(str(folder)))
+    logits = lockstep(programs, stored_weights(open_source(str(folder))))
     worst = 3e-2 if dtype == "bf16" else 1e-5
     assert (logits - expected).abs().max() <= worst * expected.abs().max()
     called = kernels(programs.any)

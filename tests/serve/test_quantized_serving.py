@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from servers import folder_runner, ranks_of, runner_of
-from tpshard.cli.serve_worker import open_weights
+from tpshard.cli.serve_worker import stored_weights
+from tpshard.cli.sources import open_source
 from tpshard.kernels.gptq_solver import Settings
 from tpshard.kernels.int4 import Int4
 from tpshard.kernels.norm import NORM
@@ -72,7 +73,7 @@ def requests(*more: str) -> tuple[str, ...]:
 def test_every_layout_gives_the_answers_of_the_dense_weights(family: str, folders: dict[str, Path]) -> None:
     folder = folders[family]
     tokens, scores = greedy(runner_of(from_hf(folder, dtype=torch.float32), *requests(), blocks=16))
-    assert not open_weights(str(folder)).quantized("layers.0.mlp.down.weight").sorted  # type: ignore[union-attr]
+    assert not stored_weights(open_source(str(folder))).quantized("layers.0.mlp.down.weight").sorted  # type: ignore[union-attr]
     for layout in LAYOUTS:
         invariant = str(layout != "naive").lower()
         overrides = requests(f"serve.layout={layout}", f"serve.batch_invariant={invariant}")
@@ -104,7 +105,7 @@ def test_in_fp32_a_cpu_has_the_files_weights_to_the_bit(folders: dict[str, Path]
     port, held = next(
         (p, x) for p, x in zip(runner._programs.any.inputs, runner._given[Size(8)]) if ".mlp.down" in p.name
     )
-    stored = open_weights(str(folders["llama"])).quantized(port.name)
+    stored = stored_weights(open_source(str(folders["llama"]))).quantized(port.name)
     assert stored is not None and port.held is None
     order = torch.argsort(stored.group, stable=True)
     assert torch.equal(held, stored.dequantize(torch.float32)[order].T)
