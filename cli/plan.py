@@ -42,55 +42,33 @@ Skew = Annotated[
 ]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Plan anew, and keep nothing for the next time.")]
 Network = Annotated[bool, typer.Option("--net", help="Show the network each mesh axis uses, and other axis orders.")]
-RUN = "The whole run"
+_about_run = partial(typer.Option, min=0, rich_help_panel="The whole run")
 Tokens = Annotated[
-    str | None,
-    typer.Option(
-        "--tokens", metavar="N", help="Training tokens: 15T, 300B. Default: train.steps.", rich_help_panel=RUN
-    ),
+    str | None, _about_run("--tokens", min=None, metavar="N", help="Training tokens: 15T, 300B. Default: train.steps.")
 ]
-Price = Annotated[float | None, typer.Option("--price", min=0, help="Price of a device-hour.", rich_help_panel=RUN)]
-Watts = Annotated[float | None, typer.Option("--watts", min=0, help="Power of a device.", rich_help_panel=RUN)]
-Failures = Annotated[
-    float | None,
-    typer.Option("--failures", min=0, help="Failures of a device per hour; 0: none.", rich_help_panel=RUN),
-]
-Restart = Annotated[
-    float | None, typer.Option("--restart", min=0, help="Seconds from a failure to the next step.", rich_help_panel=RUN)
-]
-Save = Annotated[float | None, typer.Option("--save", min=0, help="Seconds per checkpoint.", rich_help_panel=RUN)]
+Price = Annotated[float | None, _about_run("--price", help="Price of a device-hour.")]
+Watts = Annotated[float | None, _about_run("--watts", help="Power of a device.")]
+Failures = Annotated[float | None, _about_run("--failures", help="Failures of a device per hour; 0: none.")]
+Restart = Annotated[float | None, _about_run("--restart", help="Seconds from a failure to the next step.")]
+Save = Annotated[float | None, _about_run("--save", help="Seconds per checkpoint.")]
 What = Annotated[
     str,
     typer.Option(
         "--for", metavar="WHAT", help="train; prefill or decode: a server's step; serve: a server under a load."
     ),
 ]
-LOAD = "A server's load, with --for serve"
-Rate = Annotated[
-    float | None, typer.Option("--rate", min=0, help="Requests per second, at random times.", rich_help_panel=LOAD)
-]
-Prompt = Annotated[
-    int | None, typer.Option("--prompt", min=1, help="Prompt tokens of a request.", rich_help_panel=LOAD)
-]
-Answer = Annotated[int | None, typer.Option("--answer", min=1, help="Tokens of an answer.", rich_help_panel=LOAD)]
+_about_load = partial(typer.Option, rich_help_panel="A server's load, with --for serve")
+Rate = Annotated[float | None, _about_load("--rate", min=0, help="Requests per second, at random times.")]
+Prompt = Annotated[int | None, _about_load("--prompt", min=1, help="Prompt tokens of a request.")]
+Answer = Annotated[int | None, _about_load("--answer", min=1, help="Tokens of an answer.")]
 FirstToken = Annotated[
-    float | None,
-    typer.Option(
-        "--ttft", min=0, help="Limit in seconds to the first token, for 99% of requests.", rich_help_panel=LOAD
-    ),
+    float | None, _about_load("--ttft", min=0, help="Limit in seconds to the first token, for 99% of requests.")
 ]
 EachToken = Annotated[
-    float | None,
-    typer.Option(
-        "--tpot", min=0, help="Limit in seconds per further token, for 99% of requests.", rich_help_panel=LOAD
-    ),
+    float | None, _about_load("--tpot", min=0, help="Limit in seconds per further token, for 99% of requests.")
 ]
-Count = Annotated[
-    int | None, typer.Option("--count", min=10, help="Requests to simulate; default 1000.", rich_help_panel=LOAD)
-]
-Seed = Annotated[
-    int | None, typer.Option("--seed", min=0, help="Seed of the requests' times; default 0.", rich_help_panel=LOAD)
-]
+Count = Annotated[int | None, _about_load("--count", min=10, help="Requests to simulate; default 1000.")]
+Seed = Annotated[int | None, _about_load("--seed", min=0, help="Seed of the requests' times; default 0.")]
 
 
 def plan(
@@ -192,16 +170,19 @@ def plan(
         return held.exit
     changes = on_device(overrides, device)
     if what == "serve":
-        from tpshard.cli.rehearsed import Load, run_rehearsal
-
         if (unwritten and unwritten != ["--svg"]) or [name for name in asked_for if name != "--search"]:
             raise typer.BadParameter("a server's load has a table, --json and --svg", param_hint="--for")
         if prompt is None or answer is None:
             raise typer.BadParameter("give the tokens of a request and of its answer", param_hint="--prompt, --answer")
         if not all(value is None or value > 0 for value in (rate, ttft, tpot)):
             raise typer.BadParameter("nothing is answered in no time", param_hint="--rate, --ttft, --tpot")
-        asked_load = Load(prompt, answer, rate, ttft, tpot, count or 1000, seed or 0)
-        return run_rehearsal(load(recipe, changes), asked_load, search=search, as_json=as_json, svg=svg)
+        server = load(recipe, changes)
+        from tpshard.cli.rehearsed import run_rehearsal
+        from tpshard.plan.serving_answers import TimeLimits
+        from tpshard.programs.traffic import Traffic
+
+        traffic = Traffic(prompt, answer, rate, count=count or 1000, seed=seed or 0)
+        return run_rehearsal(server, traffic, TimeLimits(ttft, tpot), search=search, as_json=as_json, svg=svg)
     loaded = load(recipe, changes)
     other = None
     if diff:

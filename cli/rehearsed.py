@@ -4,38 +4,25 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tpshard.plan.serving_answers import TimeLimits
+    from tpshard.programs.traffic import Traffic
     from tpshard.recipes.schema import Recipe
 
 
-@dataclass(frozen=True)
-class Load:
-    """The options that describe a server's load; times in seconds."""
-
-    prompt: int
-    answer: int
-    rate: float | None
-    ttft: float | None
-    tpot: float | None
-    count: int
-    seed: int
-
-
-def run_rehearsal(recipe: Recipe, load: Load, *, search: bool, as_json: bool, svg: Path | None) -> int:
+def run_rehearsal(
+    recipe: Recipe, traffic: Traffic, limits: TimeLimits, *, search: bool, as_json: bool, svg: Path | None
+) -> int:
     """Prints the plan of the recipe's server under the load, and draws it into `svg`."""
     from tpshard.plan import save, serving_answers
     from tpshard.plan.serving_picture import draw
-    from tpshard.programs.traffic import Traffic
     from tpshard.serve.rehearse import rehearse
 
     if svg is not None:
         save.check_writable(svg)
-    traffic = Traffic(load.prompt, load.answer, load.rate, count=load.count, seed=load.seed)
-    limits = serving_answers.TimeLimits(load.ttft, load.tpot)
     answers = serving_answers.answers(
         recipe, traffic, limits, rehearse, curve=0 if svg is None else 10, front=search,
         note=lambda text: print(text, file=sys.stderr),
