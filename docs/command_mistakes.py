@@ -55,7 +55,7 @@ def quantized(options: str, files: dict[str, str]) -> Sample:
 def converted(meta: dict[str, object], files: Mapping[str, str] = MappingProxyType({})) -> Sample:
     """The conversion of a checkpoint without tensors, whose manifest holds `meta`."""
     manifest: dict[str, object] = {
-        "format": FORMAT, "version": VERSION, "step": 5, "world": 1, "meta": meta, "ranks": [{}], "files": {},
+        "format": FORMAT, "version": VERSION, "step": 5, "world": 1, "meta": meta, "files": {},
         "tensors": {},
     }  # fmt: skip
     text = json.dumps({**manifest, "sha256": manifest_sum(manifest)})

@@ -49,7 +49,6 @@ def save(
     tensors: Mapping[str, Shard],
     meta: Mapping[str, Any],
     *,
-    local: Mapping[str, Any] | None = None,
     rank: int = 0,
     world: int = 1,
     barrier: Barrier = lambda: None,
@@ -61,7 +60,6 @@ def save(
         directory: the run's `checkpoints` folder.
         tensors: this rank's blocks, by the global tensor's name.
         meta: JSON, the same on every rank (rank 0's is written).
-        local: JSON of this rank, read back as `SavedCheckpoint.local`.
         keep_last: the number of checkpoints kept, this one included; 0 keeps all.
 
     Returns:
@@ -76,30 +74,33 @@ def save(
     attempt = ""
     problem: Exception | None = None
 
-    if rank == 0:
-        with _caught() as writing:
+    def begin() -> None:
+        if rank == 0:
             shutil.rmtree(work, ignore_errors=True)
             work.mkdir(parents=True)
             write_synced(work / "attempt", [uuid.uuid4().hex.encode()])
-        problem = writing.error
-    barrier()
-    with _caught() as writing:
+
+    def list_blocks() -> None:
+        nonlocal attempt
         attempt = (work / "attempt").read_text()
         _write_json(work / f"blocks-{rank:05d}.json", {name: _block(shard) for name, shard in tensors.items()})
-    problem = problem or writing.error
-    barrier()
-    if problem is None:
-        with _caught() as writing:
-            _write_part(work, rank, world, tensors, dict(local or {}))
-        problem = writing.error
-    barrier()
-    if rank == 0 and problem is None:
-        with _caught() as writing:
+
+    def write_part() -> None:
+        _write_part(work, rank, world, tensors)
+
+    def finish() -> None:
+        if rank == 0:
             _finish(work, final, step, world, attempt, dict(meta))
-        problem = writing.error
+
+    for phase in (begin, list_blocks, write_part, finish):
+        if problem is None:
+            try:
+                phase()
+            except Exception as error:  # kept, so that a failing rank still reaches the barriers
+                problem = error
+        barrier()
     if rank == 0 and problem is not None:
         shutil.rmtree(work, ignore_errors=True)
-    barrier()
     if problem is None and _attempt_of(final) == attempt:
         if rank == 0:
             prune(directory, step, keep_last)
@@ -158,22 +159,6 @@ def prune(directory: Path, step: int, keep_last: int) -> None:
                 logger.warning("%s is of an abandoned part of this run: renamed to %s", path.name, aside.name)
 
 
-class _caught:
-    """A context that catches an error and keeps it in `error`, so that a failing rank still reaches the barrier."""
-
-    def __init__(self) -> None:
-        self.error: Exception | None = None
-
-    def __enter__(self) -> _caught:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, Exception):
-            self.error = error
-            return True
-        return False
-
-
 def _block(shard: Shard) -> list[Any]:
     return [dtype_name(shard.tensor.dtype), shard.shape, shard.starts, tuple(shard.tensor.shape)]
 
@@ -184,7 +169,7 @@ def _write_json(path: Path, value: object) -> None:
     beside.rename(path)  # atomic: a full disk never leaves half a file
 
 
-def _write_part(work: Path, rank: int, world: int, tensors: Mapping[str, Shard], local: dict[str, Any]) -> None:
+def _write_part(work: Path, rank: int, world: int, tensors: Mapping[str, Shard]) -> None:
     """Writes this rank's file: the blocks that only it holds, and its share of those that several ranks hold."""
     holders: dict[tuple[str, str], list[int]] = {}
     for other in range(world):
@@ -197,7 +182,7 @@ def _write_part(work: Path, rank: int, world: int, tensors: Mapping[str, Shard],
         if shard.tensor.numel() and among[zlib.crc32(name.encode()) % len(among)] == rank:
             own_shards[name] = shard
     file = f"rank-{rank:05d}.safetensors"
-    part: dict[str, Any] = {"local": local, "file": None, "blocks": {}}
+    part: dict[str, Any] = {"file": None, "blocks": {}}
     if own_shards:
         size, digest = write_safetensors(work / file, {name: shard.tensor for name, shard in own_shards.items()})
         part["file"] = {"name": file, "bytes": size, "sha256": digest}
@@ -233,7 +218,6 @@ def _finish(work: Path, final: Path, step: int, world: int, attempt: str, meta: 
 def _manifest(work: Path, step: int, world: int, attempt: str, meta: dict[str, Any]) -> dict[str, Any]:
     files: dict[str, Any] = {}
     tensors: dict[str, Any] = {}
-    locals_: list[Any] = []
     for rank in range(world):
         for name, (dtype, shape, *_) in _read_blocks(work, rank).items():
             entry = tensors.setdefault(name, {"dtype": dtype, "shape": shape, "blocks": []})
@@ -245,7 +229,6 @@ def _manifest(work: Path, step: int, world: int, attempt: str, meta: dict[str, A
         if not path.exists():
             raise OSError(f"rank {rank} could not write its part")
         part = json.loads(path.read_bytes())
-        locals_.append(part["local"])
         if part["file"]:
             files[part["file"]["name"]] = {k: part["file"][k] for k in ("bytes", "sha256")}
             for name, (_, _, starts, sizes) in part["blocks"].items():
@@ -259,7 +242,6 @@ def _manifest(work: Path, step: int, world: int, attempt: str, meta: dict[str, A
         "step": step,
         "world": world,
         "meta": meta,
-        "ranks": locals_,
         "files": files,
         "tensors": tensors,
     }

@@ -45,10 +45,7 @@ class SavedCheckpoint:
         self.folder = folder
         manifest = _read_manifest(folder / MANIFEST)
         self.step: int = manifest["step"]
-        self.world: int = manifest["world"]
         self.meta: dict[str, Any] = manifest["meta"]
-        self.local: list[dict[str, Any]] = manifest["ranks"]
-        """The JSON that each rank passed to `save` as `local`."""
         self.files: dict[str, dict[str, Any]] = manifest["files"]
         self.tensors: dict[str, Saved] = {
             name: Saved(
@@ -236,7 +233,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
                 raise Damaged(f"{path}: {name} is in {min(unknown)}, which it does not list")
             if not isinstance(getattr(torch, entry["dtype"], None), torch.dtype):
                 raise Damaged(f"{path}: {name} has the unknown dtype {entry['dtype']}")
-        for key in ("step", "world", "meta", "ranks"):
+        for key in ("step", "meta"):
             manifest[key]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Damaged(f"{path} does not have the layout of a manifest: {type(error).__name__}: {error}") from error
