@@ -52,8 +52,8 @@ from tpshard.plan import make
 from tpshard.programs import training
 from tpshard.programs.setting import Setting
 from tpshard.recipes.load import loads
-from tpshard.train.state import State
-from tpshard.train.stream import TokenBatch
+from tpshard.train.step_batch import StepBatch
+from tpshard.train.training_engine import TrainingEngine
 from tpshard.train.training_worker import engine_of
 
 from record import Record, parser_of
@@ -84,25 +84,25 @@ def setting_of(hosts: int, options: dict[str, Any], schedule: str | None) -> Set
     return Setting.of(loads(text))
 
 
-def batch_of(options: dict[str, Any]) -> TokenBatch:
+def batch_of(options: dict[str, Any]) -> StepBatch:
     generator = torch.Generator().manual_seed(SEED)
     rows, length = options["sequences"], options["seq_len"]
     tokens = torch.randint(0, 2048, (rows, length + 1), generator=generator)
     positions = torch.arange(length).expand(rows, length).contiguous()
-    return TokenBatch(
-        tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.zeros_like(positions), positions, ("",) * rows, 0
-    )  # fmt: skip
+    tensors = {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous(),
+               "documents": torch.zeros_like(positions), "positions": positions}  # fmt: skip
+    return StepBatch(tensors, ("",) * rows)
 
 
 # ---- tpshard --------------------------------------------------------------------------------------------------------
 class TpshardVariant:
     """An engine of tpshard; `step` returns the loss, the norm, and of a pipeline what it computed and waited."""
 
-    def __init__(self, context: Context, setting: Setting, batch: TokenBatch):
+    def __init__(self, context: Context, setting: Setting, batch: StepBatch):
         self.programs = training.build(setting)
         context.agree(self.programs.fingerprints)
         self.engine: Any = engine_of(self.programs, context, blueprint(setting).initial_block)
-        assert isinstance(self.engine, State)
+        assert isinstance(self.engine, TrainingEngine)
         self.engine.initialize(SEED)
         self.rows, plan = setting.batch, setting.batch
         mine = plan.rows(self.engine.data_rank)
@@ -175,13 +175,13 @@ class PeerStage(nn.Module):
 class TorchVariant:
     """A schedule of torch.distributed.pipelining on the same split, with AdamW and clipping by the global norm."""
 
-    def __init__(self, context: Context, setting: Setting, schedule: str, split: Sequence[int], batch: TokenBatch):
+    def __init__(self, context: Context, setting: Setting, schedule: str, split: Sequence[int], batch: StepBatch):
         from torch.distributed import pipelining
 
         rank, world, stages = context.rank, context.world, len(split)
         ends = list(itertools.accumulate(split))
         model = blueprint(setting).build(device="cpu", seed=SEED)
-        micros, count = setting.batch.micro_batches, batch.targets.numel()
+        micros, count = setting.batch.micro_batches, batch["targets"].numel()
         mine = []
         for i in range(rank, stages, world):
             part = PeerStage(model, ends[i] - split[i], ends[i], i == stages - 1, setting.seq_len)
@@ -205,8 +205,8 @@ class TorchVariant:
 
     def step(self) -> tuple[float, float]:
         losses: list[Tensor] = []
-        inputs = (self.batch.tokens,) if self.first else ()
-        target = {"target": self.batch.targets, "losses": losses} if self.last else {}
+        inputs = (self.batch["tokens"],) if self.first else ()
+        target = {"target": self.batch["targets"], "losses": losses} if self.last else {}
         self.schedule.step(*inputs, **target)
         squares = torch.stack([p.grad.square().sum() for p in self.params if p.grad is not None]).sum()
         both = torch.stack([squares, torch.stack(losses).sum().detach() if losses else torch.zeros(())])

@@ -143,7 +143,8 @@ def _text(
     import torch
     from tpshard.serve.quantize_layers import Sequences
     from tpshard.train.corpus import open_text
-    from tpshard.train.stream import Loader, TokenBatch, held_out_batches
+    from tpshard.train.step_batch import StepBatch
+    from tpshard.train.stream import Loader, held_out_batch
     from tpshard.train.tokens import check_vocab, load_tokenizer
 
     corpus = open_text(source or recipe.data.source, recipe.data.column)
@@ -157,18 +158,16 @@ def _text(
     if described is not None and described.vocab is not None:
         check_vocab(tokenizer, described.vocab)
 
-    def join_batches(batches: list[TokenBatch]) -> Sequences:
+    def join_batches(batches: list[StepBatch]) -> Sequences:
         fields = ("tokens", "targets", "documents", "positions")
-        return Sequences(*(torch.cat([getattr(batch, name) for batch in batches]) for name in fields))
+        return Sequences(*(torch.cat([batch[name] for batch in batches]) for name in fields))
 
     at_once = min(sequences, 8)
     loader = Loader(corpus.train, tokenizer, seq_len=seq_len, global_sequences=at_once, bad_rows=recipe.data.bad_rows)
     calibration = join_batches([loader.next() for _ in range(-(-sequences // at_once))])
     loader.close()
-    held_out = held_out_batches(
-        corpus.held_out, tokenizer, seq_len=seq_len, global_sequences=recipe.evaluate.sequences, batches=1
-    )
-    return calibration, join_batches(held_out)
+    held_out = held_out_batch(corpus.held_out, tokenizer, seq_len=seq_len, sequences=recipe.evaluate.sequences)
+    return calibration, join_batches([held_out])
 
 
 OTHER_CLASS = "a class that the gallery in docs/transformers.md lists as quantized"

@@ -17,8 +17,8 @@ from tpshard.programs.setting import Setting
 from tpshard.programs.training import TrainingPrograms
 from tpshard.recipes.load import loads
 from tpshard.train.shards import Shard
-from tpshard.train.state import State
-from tpshard.train.stream import TokenBatch
+from tpshard.train.step_batch import StepBatch
+from tpshard.train.training_engine import TrainingEngine
 from tpshard.train.training_worker import engine_of
 
 RECIPE = """
@@ -36,21 +36,22 @@ def setting_of(mesh: dict[str, int], *overrides: str) -> Setting:
     return Setting.of(loads(RECIPE + f"mesh: {{{sizes}}}\n", overrides))
 
 
-def global_batch(step: int) -> TokenBatch:
+def global_batch(step: int) -> StepBatch:
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, 40, (12, 13), generator=generator)
     documents = (torch.arange(12) >= 7).long().expand(12, 12).contiguous()
     targets = tokens[:, 1:].clone()
     targets[:, 6] = -100  # The last token of a document predicts nothing.
     positions = torch.cat([torch.arange(7), torch.arange(5)]).expand(12, 12).contiguous()
-    return TokenBatch(tokens[:, :-1].contiguous(), targets, documents, positions, ("",) * 12, 0)
+    tensors = {"targets": targets, "documents": documents, "positions": positions}
+    return StepBatch({"tokens": tokens[:, :-1].contiguous(), **tensors}, ("",) * 12)
 
 
 def blueprint(setting: Setting) -> Blueprint:
     return Blueprint.of(preset="tiny", overrides=setting.recipe.model.overrides())
 
 
-def whole(engine: State, shards: dict[str, Shard]) -> dict[str, torch.Tensor]:
+def whole(engine: TrainingEngine, shards: dict[str, Shard]) -> dict[str, torch.Tensor]:
     """The global tensors of every rank's shards."""
     out: dict[str, torch.Tensor] = {}
     for part in engine.context.gather({n: (s.tensor, s.shape, s.starts) for n, s in shards.items()}):
@@ -110,8 +111,8 @@ def _reference(count: int, overrides: Sequence[str]) -> dict[str, Any]:
     for step in range(count):
         batch = global_batch(step)
         leaves = {n: p.requires_grad_() for n, p in params.items()}
-        logits = torch.func.functional_call(model, leaves, (batch.tokens, batch.documents, batch.positions))
-        loss, tokens = cross_entropy_sum(logits, batch.targets)
+        logits = torch.func.functional_call(model, leaves, (batch["tokens"], batch["documents"], batch["positions"]))
+        loss, tokens = cross_entropy_sum(logits, batch["targets"])
         grads = torch.autograd.grad(loss, list(leaves.values()))
         first = first or dict(zip(params, grads))
         updated = adamw_update(

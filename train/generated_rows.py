@@ -3,36 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from tpshard.models.loss import IGNORE
 from tpshard.models.tasks import Task, held_out
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.schema import Recipe
-from tpshard.train.stream import TokenBatch
-
-
-@dataclass(frozen=True)
-class GeneratedBatch:
-    """Generated rows of one step, one tensor per field of the task; `origin` lists the rows' numbers in the run."""
-
-    tensors: Mapping[str, Tensor]
-    origin: tuple[str, ...]
-
-    def tensor(self, field: str) -> Tensor:
-        """One field, [rows, ...]."""
-        return self.tensors[field]
-
-    def rows(self, start: int, stop: int) -> GeneratedBatch:
-        """Rows start..stop of this batch, as a micro-batch."""
-        part = slice(start, stop)
-        return GeneratedBatch({key: tensor[part] for key, tensor in self.tensors.items()}, self.origin[part])
-
-
-StepBatch = TokenBatch | GeneratedBatch
+from tpshard.train.step_batch import StepBatch
 
 
 class GeneratedRows:
@@ -41,7 +19,7 @@ class GeneratedRows:
     def __init__(self, task: Task, recipe: Recipe, part: Sequence[int]):
         self.task, self.recipe, self.part, self.step = task, recipe, tuple(part), 0
 
-    def next(self) -> GeneratedBatch:
+    def next(self) -> StepBatch:
         """This rank's rows of the next step."""
         first = self.step * self.recipe.batch.global_sequences
         self.step += 1
@@ -74,26 +52,18 @@ class GeneratedRows:
 
 def held_out_rows(
     task: Task, recipe: Recipe, numbers: Sequence[int], each: int, per_device: int
-) -> Iterator[GeneratedBatch]:
+) -> Iterator[StepBatch]:
     """Micro-batches of `each` held-out rows by their numbers; missing rows are padding without targets."""
     batch = _draw(task, [held_out(number) for number in numbers], recipe.seed)
-    whole = -(-each // per_device) * per_device
     blank = {name: torch.zeros(field.shape, dtype=field.dtype) for name, field in task.fields.items()}
     blank["targets"] += IGNORE
-    missing = whole - len(numbers)
-    tensors = {
-        key: torch.cat([tensor, blank[key].expand(missing, *blank[key].shape)])
-        for key, tensor in batch.tensors.items()
-    }  # fmt: skip
-    filled = GeneratedBatch(tensors, (*batch.origin, *[""] * missing))
-    for start in range(0, each, per_device):
-        yield filled.rows(start, start + per_device)
+    yield from batch.micro_batches(blank, each, per_device)
 
 
-def _draw(task: Task, numbers: Sequence[int], seed: int) -> GeneratedBatch:
+def _draw(task: Task, numbers: Sequence[int], seed: int) -> StepBatch:
     if not numbers:
         empty = {key: torch.zeros(0, *field.shape, dtype=field.dtype) for key, field in task.fields.items()}
-        return GeneratedBatch(empty, ())
+        return StepBatch(empty, ())
     tensors = task.rows(numbers, seed)
     for name, field in task.fields.items():
         tensor = tensors.get(name)
@@ -106,4 +76,4 @@ def _draw(task: Task, numbers: Sequence[int], seed: int) -> GeneratedBatch:
                 why=f"the field is {list(shape)} of {field.dtype}",
                 fix="correct `rows` of the task, or its `fields`",
             )
-    return GeneratedBatch(tensors, tuple(f"row {number}" for number in numbers))
+    return StepBatch(tensors, tuple(f"row {number}" for number in numbers))

@@ -21,10 +21,11 @@ from tpshard.recipes.schema import Recipe
 from tpshard.train import nonfinite
 from tpshard.train.checkpoint import SaveFailed, save, step_name
 from tpshard.train.expert_balance import balance
-from tpshard.train.generated_rows import GeneratedRows, StepBatch
+from tpshard.train.generated_rows import GeneratedRows
 from tpshard.train.learning_rate import learning_rate
 from tpshard.train.progress import Progress
 from tpshard.train.restore import SavedCheckpoint, newest
+from tpshard.train.step_batch import StepBatch
 from tpshard.train.stream import Loader, merge_states
 from tpshard.train.training_engine import StepResult, TrainingEngine
 

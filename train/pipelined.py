@@ -16,13 +16,12 @@ from tpshard.parallelism.stages import Stage
 from tpshard.parallelism.stepping import RECEIVES_AHEAD, Walk, neighbour, program_of
 from tpshard.programs.training import TrainingPrograms
 from tpshard.train.checkpoint import OPTIMIZER
-from tpshard.train.generated_rows import StepBatch
-from tpshard.train.state import COUNTED, InitialBlock, State
-from tpshard.train.training_engine import StepResult
+from tpshard.train.step_batch import StepBatch
+from tpshard.train.training_engine import COUNTED, InitialBlock, StepResult, TrainingEngine
 
 
-class PipelineEngine(State):
-    """A `TrainingEngine` whose ranks run the programs of their stage.
+class PipelineEngine(TrainingEngine):
+    """An engine whose ranks run the programs of their stage.
 
     Micro-batches are collected, and run as the schedule says when the step ends.
     """

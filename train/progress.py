@@ -6,37 +6,23 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 
-class Progress(Protocol):
-    """The interface through which the loop reports progress."""
+class Progress:
+    """The display of a run's progress. This one shows nothing: it is for ranks other than 0."""
 
     def step(self, row: Mapping[str, Any], *, logged: bool) -> None:
-        """Reports a finished step; `logged` rows are also recorded."""
-        ...
+        """Shows a finished step; `logged` rows are also recorded."""
 
     def note(self, text: str) -> None:
         """Prints a permanent line."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class Silent:
-    """No display, for ranks other than 0."""
-
-    def step(self, row: Mapping[str, Any], *, logged: bool) -> None:
-        pass
-
-    def note(self, text: str) -> None:
-        pass
 
     def close(self) -> None:
-        pass
+        """Ends the display."""
 
 
-class Lines:
+class Lines(Progress):
     """A line per logged step: for files, pipes and terminals without cursor movement."""
 
     def __init__(self, steps: int, stream: IO[str] | None = None):
@@ -61,11 +47,8 @@ class Lines:
             self.stream.write(text + "\n")
             self.stream.flush()
 
-    def close(self) -> None:
-        pass
 
-
-class Bar:
+class Bar(Progress):
     """A progress bar with loss and tokens/s, by rich."""
 
     def __init__(self, steps: int):
@@ -95,7 +78,7 @@ class Bar:
 def progress_for(steps: int, *, main: bool) -> Progress:
     """The display for this rank and this stderr."""
     if not main:
-        return Silent()
+        return Progress()
     from rich.console import Console
 
     return Bar(steps) if Console(stderr=True).is_terminal and sys.stderr.isatty() else Lines(steps)

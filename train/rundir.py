@@ -79,14 +79,6 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     @property
-    def recipe(self) -> Path:
-        return self.path / "recipe.yaml"
-
-    @property
-    def plan(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
     def wandb_id(self) -> str:
         """wandb's id of this run, created once, so that a resumed run continues the same wandb run."""
         path = self.path / "wandb" / "id"

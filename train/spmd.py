@@ -6,13 +6,12 @@ import torch
 from torch import Tensor
 from tpshard.parallelism.runtime.context import Context
 from tpshard.programs.training import TrainingPrograms
-from tpshard.train.generated_rows import StepBatch
-from tpshard.train.state import InitialBlock, State
-from tpshard.train.training_engine import StepResult
+from tpshard.train.step_batch import StepBatch
+from tpshard.train.training_engine import InitialBlock, StepResult, TrainingEngine
 
 
-class SpmdEngine(State):
-    """A `TrainingEngine` whose ranks all run the same programs."""
+class SpmdEngine(TrainingEngine):
+    """An engine whose ranks all run the same programs."""
 
     def __init__(self, programs: TrainingPrograms, context: Context, initial_block: InitialBlock):
         count = len(programs.names)

@@ -14,12 +14,12 @@ import logging
 import queue
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from tpshard.train.corpus import BadRows, TextSource, check, pieces, rows
 from tpshard.train.lanes import Chain, Lane, LanePlace
+from tpshard.train.step_batch import StepBatch
 from tpshard.train.tokens import TextTokenizer
 
 logger = logging.getLogger(__name__)
@@ -28,42 +28,12 @@ CHAINS = 64
 """The maximal number of files open at once over all ranks; a rank opens those of its own rows."""
 
 
-@dataclass(frozen=True)
-class TokenBatch:
-    """Some rows of one step; every tensor is [rows, seq_len] int64.
-
-    `targets` is the next token of the same document, else IGNORE. `documents` numbers a row's documents from 0; tokens
-    attend only within theirs. `positions` counts from 0 within each document's part of the row. `origin` lists for each
-    row the lines of files in it; `epoch` counts how often the text has started over.
-    """
-
-    tokens: torch.Tensor
-    targets: torch.Tensor
-    documents: torch.Tensor
-    positions: torch.Tensor
-    origin: tuple[str, ...]
-    epoch: int
-
-    def tensor(self, field: str) -> torch.Tensor:
-        """One field by its name, [rows, seq_len]."""
-        column: torch.Tensor = getattr(self, field)
-        return column
-
-    def rows(self, start: int, stop: int) -> TokenBatch:
-        """Rows start..stop of this batch, as a micro-batch."""
-        part = slice(start, stop)
-        return TokenBatch(
-            self.tokens[part],
-            self.targets[part],
-            self.documents[part],
-            self.positions[part],
-            self.origin[part],
-            self.epoch,
-        )
-
-
 class Loader:
     """The batches of one data rank in order, with one read ahead in the background.
+
+    Every tensor of a batch is [rows, seq_len] int64. `targets` is the next token of the same document, else IGNORE.
+    `documents` numbers a row's documents from 0; tokens attend only within theirs. `positions` counts from 0 within
+    each document's part of the row. `origin` lists for each row the lines of files in it.
 
     Args:
         text: the text to read.
@@ -97,7 +67,7 @@ class Loader:
         self.order = sorted(range(len(text.files)), key=lambda i: _hash(seed, text.files[i].name))
         self.chains = _chain_count(global_sequences, len(text.files))
         self.epoch = 0
-        self._ahead: queue.Queue[tuple[TokenBatch, dict[str, Any]] | BaseException] | None = None
+        self._ahead: queue.Queue[tuple[StepBatch, dict[str, Any]] | BaseException] | None = None
         self._failure: BaseException | None = None
         if not once:
             check(text, bad_rows)
@@ -110,12 +80,7 @@ class Loader:
         """The number of batches returned since the beginning of the run."""
         return int(self._state["step"])
 
-    @property
-    def bad_rows(self) -> int:
-        """Unreadable rows skipped so far in the files this rank reads."""
-        return self.bad.bad
-
-    def next(self) -> TokenBatch:
+    def next(self) -> StepBatch:
         """This rank's rows of the next step."""
         if self._failure:
             raise self._failure
@@ -167,8 +132,8 @@ class Loader:
             self._ahead.get()
             self._ahead = None
 
-    def _read_ahead(self) -> queue.Queue[tuple[TokenBatch, dict[str, Any]] | BaseException]:
-        result: queue.Queue[tuple[TokenBatch, dict[str, Any]] | BaseException] = queue.Queue(1)
+    def _read_ahead(self) -> queue.Queue[tuple[StepBatch, dict[str, Any]] | BaseException]:
+        result: queue.Queue[tuple[StepBatch, dict[str, Any]] | BaseException] = queue.Queue(1)
 
         def read(step: int) -> None:
             try:
@@ -197,23 +162,18 @@ class Loader:
                 lanes[row] = Lane(row % per_chain, chain, self.tokenizer, at.get(row))
         self._lanes = [lanes[row] for row in self.part]
 
-    def _batch(self, step: int) -> TokenBatch:
+    def _batch(self, step: int) -> StepBatch:
         rows = [lane.row(self.seq_len) for lane in self._lanes]
         epoch = max((lane.place.epoch for lane in self._lanes if lane.place), default=0)
         if step == 0 and epoch > 0:
             self._check_enough()
 
-        def column(values: list[list[int]]) -> torch.Tensor:
+        def column(field: str) -> torch.Tensor:
+            values = [getattr(row, field) for row in rows]
             return torch.tensor(values, dtype=torch.int64).reshape(len(self.part), self.seq_len)
 
-        return TokenBatch(
-            tokens=column([row.tokens for row in rows]),
-            targets=column([row.targets for row in rows]),
-            documents=column([row.documents for row in rows]),
-            positions=column([row.positions for row in rows]),
-            origin=tuple(" ".join(row.origin) for row in rows),
-            epoch=epoch,
-        )
+        tensors = {field: column(field) for field in ("tokens", "targets", "documents", "positions")}
+        return StepBatch(tensors, tuple(" ".join(row.origin) for row in rows), epoch)
 
     def _check_enough(self) -> None:
         """Raises if all the text, and not just a short chain, started over within the first step."""
@@ -280,27 +240,26 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**states[0], "lanes": dict(sorted(lanes.items(), key=lambda item: int(item[0])))}
 
 
-def held_out_batches(
+def held_out_batch(
     text: TextSource,
     tokenizer: TextTokenizer,
     *,
     seq_len: int,
-    global_sequences: int,
-    batches: int,
+    sequences: int,
     part: Sequence[int] | None = None,
     bad_rows: float = 0.01,
-) -> list[TokenBatch]:
-    """The first `batches` batches of held-out text, always the same ones; this rank's rows of each.
+) -> StepBatch:
+    """The first sequences of held-out text, always the same ones; this rank's rows of them.
 
-    Every rank gets equally many. After the end of the text come rows of padding without targets, so that no text counts
-    twice; a text without documents gives batches without any target.
+    After the end of the text come rows of padding without targets, so that no text counts twice; a text without
+    documents gives no target at all.
     """
     loader = Loader(
-        text, tokenizer, seq_len=seq_len, global_sequences=global_sequences, part=part, bad_rows=bad_rows, once=True
+        text, tokenizer, seq_len=seq_len, global_sequences=sequences, part=part, bad_rows=bad_rows, once=True
     )
-    batch_list = [loader.next() for _ in range(batches)]
+    batch = loader.next()
     loader.close()
-    return batch_list
+    return batch
 
 
 def _chain_count(lanes: int, files: int) -> int:

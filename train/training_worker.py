@@ -23,23 +23,23 @@ from tpshard.parallelism.runtime.context import Context, connect
 from tpshard.parallelism.runtime.place import WorkerPlace
 from tpshard.parallelism.runtime.watchdog import Doing
 from tpshard.programs import training
-from tpshard.programs.batching import BatchPlan
 from tpshard.programs.setting import Setting
 from tpshard.programs.training import TrainingPrograms
 from tpshard.programs.wrong_model import wrong_model
 from tpshard.recipes.diagnostic import Exit, Mistakes, plural
 from tpshard.recipes.schema import Recipe
 from tpshard.train.corpus import Corpus, open_text
-from tpshard.train.generated_rows import GeneratedRows, StepBatch, held_out_rows
+from tpshard.train.generated_rows import GeneratedRows, held_out_rows
 from tpshard.train.loop import Outcome, Row, TrainingLoop, summary
 from tpshard.train.pipelined import PipelineEngine
 from tpshard.train.progress import Progress, duration, progress_for, short
 from tpshard.train.records import Records
 from tpshard.train.rundir import RunDir
 from tpshard.train.spmd import SpmdEngine
-from tpshard.train.state import InitialBlock, State
-from tpshard.train.stream import Loader, TokenBatch, held_out_batches
+from tpshard.train.step_batch import StepBatch
+from tpshard.train.stream import Loader, held_out_batch
 from tpshard.train.tokens import TextTokenizer, check_vocab, load_tokenizer
+from tpshard.train.training_engine import InitialBlock, TrainingEngine
 from tpshard.train.wandb_sink import WandbSink
 
 ENOUGH = 6
@@ -284,33 +284,18 @@ def _held_out_part(setting: Setting, data_rank: int) -> tuple[range, int]:
     return range(min(data_rank * each, total), min((data_rank + 1) * each, total)), each
 
 
-def _held_out(corpus: Corpus, tokenizer: TextTokenizer, setting: Setting, data_rank: int) -> Iterator[TokenBatch]:
+def _held_out(corpus: Corpus, tokenizer: TextTokenizer, setting: Setting, data_rank: int) -> Iterator[StepBatch]:
     """This rank's micro-batches of the held-out sequences; equally many on every rank, the same sequences on any
     mesh."""
     recipe, plan = setting.recipe, setting.batch
     rows, each = _held_out_part(setting, data_rank)
-    (batch,) = held_out_batches(
-        corpus.held_out, tokenizer, seq_len=setting.seq_len, global_sequences=recipe.evaluate.sequences, batches=1,
-        part=rows, bad_rows=recipe.data.bad_rows,
+    batch = held_out_batch(
+        corpus.held_out, tokenizer, seq_len=setting.seq_len, sequences=recipe.evaluate.sequences, part=rows,
+        bad_rows=recipe.data.bad_rows,
     )  # fmt: skip
-    for start in range(0, each, plan.per_device):
-        yield pad_micro_batch(batch.rows(start, start + plan.per_device), plan)
-
-
-def pad_micro_batch(batch: TokenBatch, plan: BatchPlan) -> TokenBatch:
-    """A micro-batch padded to its full number of rows, without targets."""
-    missing, length = plan.per_device - batch.tokens.shape[0], batch.tokens.shape[1]
-    if not missing:
-        return batch
-
-    def more(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return torch.cat([tensor, rows.expand(missing, length)])
-
-    zeros = torch.zeros(length, dtype=torch.int64)
-    return TokenBatch(
-        more(batch.tokens, zeros), more(batch.targets, zeros + IGNORE), more(batch.documents, zeros),
-        more(batch.positions, torch.arange(length)), (*batch.origin, *([""] * missing)), batch.epoch,
-    )  # fmt: skip
+    zeros = torch.zeros(setting.seq_len, dtype=torch.int64)
+    blank = {"tokens": zeros, "targets": zeros + IGNORE, "documents": zeros, "positions": torch.arange(len(zeros))}
+    yield from batch.micro_batches(blank, each, plan.per_device)
 
 
 def _sinks(recipe: Recipe, run: RunDir | None) -> tuple[Callable[[Row], None], WandbSink | None]:
@@ -354,7 +339,7 @@ def _comparing(
     return both
 
 
-def _peak_memory(context: Context, engine: State) -> int | None:
+def _peak_memory(context: Context, engine: TrainingEngine) -> int | None:
     """Peak bytes of tensors, from the device's allocator, or as counted in one step on a CPU."""
     if context.device.type != "cuda":
         return engine.peak_bytes

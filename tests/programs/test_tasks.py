@@ -76,16 +76,16 @@ def test_rows_go_on_where_a_run_stood_on_another_mesh() -> None:
     task = task_of("frames", 8)
     whole = GeneratedRows(task, recipe, range(4))
     first, second = whole.next(), whole.next()
-    assert not torch.equal(first.tensor("frames"), second.tensor("frames"))
+    assert not torch.equal(first["frames"], second["frames"])
     later = GeneratedRows(task, recipe, range(2, 4))
     later.load_state_dict({**whole.state_dict(), "step": 1})
-    assert torch.equal(later.next().tensor("frames"), second.rows(2, 4).tensor("frames"))
+    assert torch.equal(later.next()["frames"], second.rows(2, 4)["frames"])
     with pytest.raises(Mistakes) as error:
         later.load_state_dict({**whole.state_dict(), "tokenizer": "volumes"})
     assert error.value.exit == Exit.DATA and "'volumes' then, 'frames' now" in str(error.value)
     parts = list(held_out_rows(task, recipe, range(2, 5), 4, 2))
     assert [len(part.origin) for part in parts] == [2, 2]
-    assert (parts[1].tensor("targets")[1] == IGNORE).all() and not (parts[1].tensor("targets")[0] == IGNORE).any()
+    assert (parts[1]["targets"][1] == IGNORE).all() and not (parts[1]["targets"][0] == IGNORE).any()
 
 
 def test_about_15_of_100_tokens_are_masked_and_no_other_counts() -> None:

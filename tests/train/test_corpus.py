@@ -148,7 +148,7 @@ def test_too_many_bad_rows_stop_the_run_and_few_do_not(tmp_path: Path, caplog: p
             some.next()
             if some.epoch > 1:
                 break
-    assert some.bad_rows == 2, "each bad row counts once, however often the text is read"
+    assert some.bad.bad == 2, "each bad row counts once, however often the text is read"
     assert caplog.text.count("line 399") == 1
     for limit, output in ((0.01, "6 of 400 rows"), (0.0, "1 of 395 rows")):
         with pytest.raises(Mistakes) as caught:

@@ -19,7 +19,7 @@ import json, sys
 sys.path.insert(0, {here!r})
 from c4_files import bytes_tokenizer
 from tpshard.recipes.diagnostic import Mistakes
-from tpshard.train.stream import Loader, held_out_batches, merge_states
+from tpshard.train.stream import Loader, merge_states
 from tpshard.train.corpus import open_text
 try:
     out = dict()
@@ -28,17 +28,17 @@ try:
         def loader(part=None):
             return Loader(corpus.train, bytes_tokenizer(), seq_len=32, global_sequences=8, part=part, bad_rows=0.05)
         whole = loader()
-        first = [whole.next().tokens.tolist() for _ in range(6)]
+        first = [whole.next()["tokens"].tolist() for _ in range(6)]
         half = [loader(range(0, 4)), loader(range(4, 8))]
         for _ in range(3):
             for each in half: each.next()
         state = merge_states([each.state_dict() for each in half])
         again = loader()
         again.load_state_dict(state)
-        held_out = held_out_batches(corpus.held_out, bytes_tokenizer(), seq_len=32, global_sequences=4, batches=2)
+        held_out = Loader(corpus.held_out, bytes_tokenizer(), seq_len=32, global_sequences=4, once=True)
         out[source] = dict(
-            first=first, resumed=again.next().tokens.tolist(), files=[f.name for f in corpus.train.files],
-            held_out=[b.tokens.tolist() for b in held_out], bad=whole.bad_rows,
+            first=first, resumed=again.next()["tokens"].tolist(), files=[f.name for f in corpus.train.files],
+            held_out=[held_out.next()["tokens"].tolist() for _ in range(2)], bad=whole.bad.bad,
         )
     print(json.dumps(out))
 except Mistakes as mistakes:

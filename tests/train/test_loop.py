@@ -20,9 +20,10 @@ from tpshard.recipes.diagnostic import Mistakes
 from tpshard.recipes.load import loads
 from tpshard.train.corpus import open_text
 from tpshard.train.loop import Outcome, TrainingLoop
-from tpshard.train.progress import Silent
+from tpshard.train.progress import Progress
 from tpshard.train.shards import Shard
-from tpshard.train.stream import Loader, TokenBatch
+from tpshard.train.step_batch import StepBatch
+from tpshard.train.stream import Loader
 from tpshard.train.tokens import TextTokenizer
 from tpshard.train.training_engine import StepResult
 
@@ -51,17 +52,17 @@ class PlainEngine:
 
     def __init__(self, context: Context, poison: Callable[[int, int], bool] = lambda rank, number: False):
         self.context, self.poison, self.numbers = context, poison, 0
-        self.data_ranks, self.data_rank = context.world, context.rank
+        self.data_rank = context.rank
         self.forget()
 
     def forget(self) -> None:
         self.grads = [torch.zeros(VOCAB, WIDTH), torch.zeros(VOCAB, WIDTH)]
         self.sums: list[torch.Tensor] = []
 
-    def loss(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    def loss(self, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         params = [p.requires_grad_() for p in self.params]
-        logits = torch.nn.functional.linear(params[0][batch.tokens], params[1])
-        loss, count = cross_entropy_sum(logits, batch.targets)
+        logits = torch.nn.functional.linear(params[0][batch["tokens"]], params[1])
+        loss, count = cross_entropy_sum(logits, batch["targets"])
         return loss, count, params
 
     def total(self, *values: torch.Tensor) -> torch.Tensor:
@@ -69,7 +70,7 @@ class PlainEngine:
         dist.all_reduce(both)
         return both
 
-    def accumulate(self, batch: TokenBatch, seed: int) -> None:
+    def accumulate(self, batch: StepBatch, seed: int) -> None:
         loss, count, params = self.loss(batch)
         if self.poison(self.context.rank, self.numbers):
             loss = loss * float("nan")
@@ -92,7 +93,7 @@ class PlainEngine:
         mean = float(losses.sum() / counts.sum())
         return StepResult(each, mean, int(counts.sum()), float(updated.grad_norm), bool(updated.finite))
 
-    def evaluate(self, batch: TokenBatch) -> tuple[float, int]:
+    def evaluate(self, batch: StepBatch) -> tuple[float, int]:
         loss, count, _ = self.loss(batch)
         both = self.total(loss, count)
         return float(both[0]), int(both[1])
@@ -119,7 +120,7 @@ class PlainEngine:
         self.exp_avg_sq = [torch.zeros(VOCAB, WIDTH) for _ in range(2)]
 
 
-class Told(Silent):
+class Told(Progress):
     def __init__(self) -> None:
         self.notes: list[str] = []
 
@@ -140,7 +141,7 @@ def train(
     recipe = loads(RECIPE, overrides)
     engine = PlainEngine(context, poison or (lambda rank, number: False))
     engine.initialize(recipe.seed)
-    plan = derive(recipe, engine.data_ranks)
+    plan = derive(recipe, context.world)
     corpus = open_text(f"{folder}/text")
     options: dict[str, Any] = {"seq_len": 32, "global_sequences": 8}
     loader = Loader(corpus.train, BYTES, part=plan.rows(engine.data_rank), **options)
@@ -156,7 +157,7 @@ def train(
     following = tokens + 1 if targets else torch.full_like(tokens, IGNORE)
     loop = TrainingLoop(
         recipe, context, engine, loader, plan, folder=Path(folder) / "run", record=record, progress=progress,
-        held_out=[TokenBatch(tokens, following, tokens * 0, tokens % 32, ("", ""), 0)] * 2,
+        held_out=[StepBatch({"tokens": tokens, "targets": following}, ("", ""))] * 2,
     )  # fmt: skip
     try:
         loop.begin()

@@ -100,6 +100,6 @@ def evaluate(state: dict[str, torch.Tensor], shape: list[str], rows: int) -> Any
         model = blueprint(setting_of({}, *shape)).build(device="cpu", seed=SEED)
         params = {n: state[n] for n, _ in model.named_parameters()}
         batch = global_batch(9).rows(0, rows)
-        logits = torch.func.functional_call(model, params, (batch.tokens, batch.documents, batch.positions))
-        loss, count = cross_entropy_sum(logits, batch.targets)
+        logits = torch.func.functional_call(model, params, (batch["tokens"], batch["documents"], batch["positions"]))
+        loss, count = cross_entropy_sum(logits, batch["targets"])
     return pytest.approx((float(loss), int(count)), rel=BOUND)

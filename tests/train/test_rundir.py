@@ -103,7 +103,7 @@ def test_what_lies_in_it(tmp_path: Path) -> None:
         run.write("recipe.yaml", "name: ü\n")
         Records(run.metrics)({"step": 1, "loss": 1.0, "run": run.attempt})
         (run.checkpoints / ".step-000005.tmp").mkdir()
-        assert run.recipe.read_text(encoding="utf-8") == "name: ü\n"
+        assert (run.path / "recipe.yaml").read_text(encoding="utf-8") == "name: ü\n"
     with RunDir(tmp_path / "a" / "b") as again:
         assert again.attempt == 2
         assert not list(again.checkpoints.iterdir()), "what a killed save left is cleaned"

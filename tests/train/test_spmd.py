@@ -58,7 +58,7 @@ def against_simulation(context: Context) -> list[bool]:
     arguments = []
     for port in program.inputs:
         if port.kind == "batch":
-            arguments.append(getattr(batch, port.name)[: port.shape[0]])
+            arguments.append(batch[port.name][: port.shape[0]])
         else:
             arguments.append(torch.randn(port.shape, generator=generator) * 0.1)
     feeds = [local_arguments(program, rank, arguments) for rank in range(context.world)]

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from tpshard.models.loss import IGNORE
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.train.corpus import Corpus, LocalFile, open_text
-from tpshard.train.stream import Loader, TokenBatch, held_out_batches, merge_states
+from tpshard.train.step_batch import StepBatch
+from tpshard.train.stream import Loader, merge_states
 
 SEQ, ROWS = 48, 12
 
@@ -33,10 +34,8 @@ def split(ranks: int, rows: int = ROWS) -> list[range]:
     return [range(r * rows // ranks, (r + 1) * rows // ranks) for r in range(ranks)]
 
 
-def together(batches: Sequence[TokenBatch]) -> tuple[torch.Tensor, ...]:
-    return tuple(
-        torch.cat([getattr(b, name) for b in batches]) for name in ("tokens", "targets", "documents", "positions")
-    )
+def together(batches: Sequence[StepBatch]) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.cat([b[name] for b in batches]) for name in ("tokens", "targets", "documents", "positions"))
 
 
 def same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
@@ -67,14 +66,14 @@ def test_rows_need_not_be_contiguous(corpus: Corpus) -> None:
         mine = loader(corpus, part)
         whole = loader(corpus)
         for _ in range(5):
-            assert torch.equal(mine.next().tokens, whole.next().tokens[list(part)])
+            assert torch.equal(mine.next()["tokens"], whole.next()["tokens"][list(part)])
 
 
 def test_an_epoch_holds_every_document_once_and_in_one_piece(corpus: Corpus) -> None:
     every = loader(corpus)
     lanes: list[list[int]] = [[] for _ in range(ROWS)]
     while every.epoch < 3:
-        for lane, row in zip(lanes, every.next().tokens.tolist()):
+        for lane, row in zip(lanes, every.next()["tokens"].tolist()):
             lane += row
     read: list[str] = []
     for lane in lanes:
@@ -92,7 +91,7 @@ def test_targets_documents_and_positions_keep_documents_apart(corpus: Corpus) ->
         batch = every.next()
         for row in range(ROWS):
             tokens, targets, documents, positions = (
-                t[row].tolist() for t in (batch.tokens, batch.targets, batch.documents, batch.positions)
+                batch[name][row].tolist() for name in ("tokens", "targets", "documents", "positions")
             )
             assert documents[0] == positions[0] == 0
             for i in range(SEQ):
@@ -105,8 +104,8 @@ def test_targets_documents_and_positions_keep_documents_apart(corpus: Corpus) ->
                     assert targets[i] == tokens[i + 1]
                 elif previous is not None:
                     assert targets[i] != IGNORE, "the last token of a row predicts the first of the lane's next"
-            if previous is not None and previous.targets[row, -1] != IGNORE:
-                assert previous.targets[row, -1] == tokens[0]
+            if previous is not None and previous["targets"][row, -1] != IGNORE:
+                assert previous["targets"][row, -1] == tokens[0]
         previous = batch
 
 
@@ -130,7 +129,7 @@ def test_a_rank_opens_only_its_own_files(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_seed_decides_the_order_and_nothing_else_does(corpus: Corpus) -> None:
-    first = [loader(corpus, seed=seed).next().tokens for seed in (0, 0, 1, 2, 3)]
+    first = [loader(corpus, seed=seed).next()["tokens"] for seed in (0, 0, 1, 2, 3)]
     assert torch.equal(first[0], first[1])
     assert any(not torch.equal(first[0], other) for other in first[2:])
 
@@ -140,7 +139,7 @@ def test_a_batch_says_which_lines_are_in_it(corpus: Corpus) -> None:
     rows = {
         f"c4-train.{i:05d}-of-00003.json.gz:{n + 1}": r["text"] for i in range(3) for n, r in enumerate(texts(60, i))
     }
-    for origin, tokens in zip(batch.origin, batch.tokens.tolist()):
+    for origin, tokens in zip(batch.origin, batch["tokens"].tolist()):
         text = "".join(rows[place] for place in origin.split())
         assert text.startswith(bytes(t for t in tokens if t != END).decode())
 
@@ -210,7 +209,7 @@ def test_what_changed_since_the_last_run_is_named(tmp_path: Path) -> None:
     assert "more.json.gz is new" in refusal()
     forced = loader(open_text(str(folder)))
     forced.load_state_dict(state, force=True)
-    assert forced.step == 1 and forced.next().tokens.shape == (ROWS, SEQ)
+    assert forced.step == 1 and forced.next()["tokens"].shape == (ROWS, SEQ)
 
     (folder / "more.json.gz").unlink()
     moved = folder.rename(tmp_path / "elsewhere")
@@ -237,16 +236,18 @@ def test_ranks_at_different_steps_cannot_be_merged(corpus: Corpus) -> None:
 
 
 def test_held_out_batches_are_the_text_once_then_padding(corpus: Corpus) -> None:
-    whole = held_out_batches(corpus.held_out, bytes_tokenizer(), seq_len=SEQ, global_sequences=6, batches=25)
-    assert len(whole) == 25
-    ends = sum(int((batch.tokens == END).logical_and(batch.documents >= 0).sum()) for batch in whole)
-    counted = sum(int((batch.targets != IGNORE).sum()) for batch in whole)
+    def batches(part: Sequence[int] | None = None) -> list[StepBatch]:
+        loader = Loader(corpus.held_out, bytes_tokenizer(), seq_len=SEQ, global_sequences=6, part=part, once=True)
+        read = [loader.next() for _ in range(25)]
+        loader.close()
+        return read
+
+    whole = batches()
+    ends = sum(int((batch["tokens"] == END).logical_and(batch["documents"] >= 0).sum()) for batch in whole)
+    counted = sum(int((batch["targets"] != IGNORE).sum()) for batch in whole)
     assert counted == sum(len(row["text"]) for row in texts(60, 1000)), "every token of the text is predicted once"
-    assert ends > 60 and int((whole[-1].targets != IGNORE).sum()) == 0
-    parts = [
-        held_out_batches(corpus.held_out, bytes_tokenizer(), seq_len=SEQ, global_sequences=6, batches=25, part=part)
-        for part in split(3, 6)
-    ]
+    assert ends > 60 and int((whole[-1]["targets"] != IGNORE).sum()) == 0
+    parts = [batches(part) for part in split(3, 6)]
     for i in range(25):
         assert same(together([part[i] for part in parts]), together([whole[i]]))
 

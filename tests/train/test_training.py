@@ -39,11 +39,11 @@ def test_held_out_sequences_are_the_same_on_every_mesh(ranks: int) -> None:
     tokenizer = load_tokenizer(corpus.tokenizer)
     parts = [list(_held_out(corpus, tokenizer, setting, rank)) for rank in range(ranks)]
     assert len({len(part) for part in parts}) == 1, "every rank runs as many batches, or they would wait for ever"
-    shapes = {tuple(batch.tokens.shape) for part in parts for batch in part}
+    shapes = {tuple(batch["tokens"].shape) for part in parts for batch in part}
     assert shapes == {(2, 32)}
-    rows = torch.cat([batch.tokens[(batch.targets >= 0).any(-1)] for part in parts for batch in part])
+    rows = torch.cat([batch["tokens"][(batch["targets"] >= 0).any(-1)] for part in parts for batch in part])
     one = Setting.of(loads(RECIPE))
-    alone = torch.cat([b.tokens[(b.targets >= 0).any(-1)] for b in _held_out(corpus, tokenizer, one, 0)])
+    alone = torch.cat([b["tokens"][(b["targets"] >= 0).any(-1)] for b in _held_out(corpus, tokenizer, one, 0)])
     assert len(alone) == 7 and torch.equal(rows, alone)
 
 
