@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 
+from tpshard.models.aside import write_file
 from tpshard.recipes.diagnostic import Exit, Mistakes
 
 
@@ -15,28 +15,14 @@ def write(path: Path, text: str, *, overwrite: bool = False) -> None:
     Raises `Mistakes`: exit 2 if the file exists and `overwrite` is false, exit 5 if it cannot be written.
     """
     refuse(path, overwrite)
-    aside = ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, aside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(aside, 0o666 & ~_umask())
-        if overwrite:
-            os.replace(aside, path)
-        else:
-            os.link(aside, path)  # fails when another process was faster
-            os.unlink(aside)
+        write_file(path, text, overwrite=overwrite)
     except FileExistsError:
         raise _exists_error(path) from None
     except OSError as error:
         why, fix = error.strerror or str(error), "choose a writable folder, on a disk with room"
         raise Mistakes.one(f"{path} cannot be written", exit=Exit.MACHINE, why=why, fix=fix) from error
-    finally:
-        if aside and os.path.exists(aside):
-            os.unlink(aside)
 
 
 def refuse(path: Path, overwrite: bool) -> None:
@@ -55,9 +41,3 @@ def refuse_folder(path: Path, overwrite: bool) -> None:
 
 def _exists_error(path: Path) -> Mistakes:
     return Mistakes.one(f"{path} exists", exit=Exit.USAGE, fix="choose another name, or --overwrite")
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -1,4 +1,4 @@
-"""Folders that appear complete or not at all: written to a temporary folder, then renamed."""
+"""Folders and files that appear complete or not at all: written under a temporary name, then renamed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
-
 
 @contextmanager
 def write_aside(out: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[Path]:
@@ -18,6 +16,8 @@ def write_aside(out: str | os.PathLike[str], *, overwrite: bool = False) -> Iter
     FileExistsError if `out` is a file or a folder that is not empty, unless `overwrite`; a folder that contains the
     working directory is never replaced. Temporary folders of killed writers are removed.
     """
+    import psutil
+
     place = Path(out).absolute()
     _check(place, overwrite)
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -60,6 +60,20 @@ def _replace(aside: Path, place: Path) -> None:
     if os.path.lexists(place):
         place.unlink()
     aside.rename(place)
+
+
+def write_file(path: Path, text: str, *, overwrite: bool = True) -> None:
+    """Writes `text` to a file in UTF-8. FileExistsError if it exists and `overwrite` is false; OSError as any write."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        sync(aside)
+        if overwrite:
+            aside.replace(path)
+        else:
+            path.hardlink_to(aside)  # fails when another process was faster
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:

@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tpshard.models.aside import write_file
 from tpshard.plan.units import SCHEMA
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, Source
 from tpshard.recipes.write import as_data
@@ -137,13 +138,10 @@ def _files(recipe: Recipe) -> Iterator[tuple[str, Path]]:
 
 def write(path: Path, text: str) -> None:
     """Writes a file atomically, by renaming a temporary one. Raises `Mistakes` (exit 5) where it cannot be written."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(text, encoding="utf-8")
-        os.replace(aside, path)
+        write_file(path, text)
     except OSError as error:
-        aside.unlink(missing_ok=True)
         why = error.strerror or str(error)
         raise _unwritable(path, why) from error
 

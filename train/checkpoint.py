@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tpshard.kernels.dtypes import dtype_name
-from tpshard.models.aside import sync
+from tpshard.models.aside import sync, write_file
 from tpshard.train.shards import Shard, write_safetensors, write_synced
 
 logger = logging.getLogger(__name__)
@@ -164,9 +164,7 @@ def _block(shard: Shard) -> list[Any]:
 
 
 def _write_json(path: Path, value: object) -> None:
-    beside = path.with_name(f".{path.name}")
-    write_synced(beside, [json.dumps(value, allow_nan=False).encode()])
-    beside.rename(path)  # atomic: a full disk never leaves half a file
+    write_file(path, json.dumps(value, allow_nan=False))
 
 
 def _write_part(work: Path, rank: int, world: int, tensors: Mapping[str, Shard]) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tpshard.models.aside import write_file
 from tpshard.recipes.diagnostic import Exit, Mistakes, Source
 from tpshard.train import checkpoint
 from tpshard.train.file_lock import one_at_a_time
@@ -94,20 +95,10 @@ class RunDir:
     def write(self, name: str, text: str) -> Path:
         """Writes a file of the folder, complete or not at all. Raises `Mistakes` (exit 5)."""
         path = self.path / name
-        beside = ""
         try:
-            handle, beside = tempfile.mkstemp(prefix=f".{path.name}.", dir=self.path)
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(beside, 0o644)
-            os.replace(beside, path)
+            write_file(path, text)
         except OSError as error:
             raise self._unwritable(error) from error
-        finally:
-            with contextlib.suppress(OSError):
-                os.unlink(beside)
         return path
 
     def _unwritable(self, error: OSError) -> Mistakes:
