@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -78,7 +78,7 @@ def quantize(
         )
         report = write(quantizer, out, tokenizer=model.tokenizer, token_ids=model.token_ids, overwrite=overwrite)
     if as_json:
-        print(json.dumps(report.to_json()))
+        print(json.dumps(asdict(report)))
     else:
         print(_table(report))
         print(out)

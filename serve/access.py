@@ -5,16 +5,12 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
 
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 from tpshard.serve.fields import Refused
 from tpshard.serve.service import Limits
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN = ("/health", "/ready")
 """Paths that are answered without an API key: the probes of health and readiness."""
@@ -23,7 +19,7 @@ OPEN = ("/health", "/ready")
 class KeyGate:
     """ASGI middleware that answers 401 without `Authorization: Bearer KEY`, on every path but OPEN."""
 
-    def __init__(self, app: App, key: str | None) -> None:
+    def __init__(self, app: ASGIApp, key: str | None) -> None:
         self.app = app
         self.key = key.encode() if key is not None else None
 
@@ -36,49 +32,39 @@ class KeyGate:
             kind, _, key = authorization.partition(b" ")
             if kind.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self.key):
                 refusal = Refused("no API key, or a wrong one, was given", code="invalid_api_key", status=401)
-                await refuse(refusal, send)
+                await refused(refusal)(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
 
-async def refuse(refusal: Refused, send: Send) -> None:
-    """Sends a refusal in OpenAI's format."""
-    body = json.dumps(refusal.body()).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+def refused(refusal: Refused) -> Response:
+    """The response that tells a refusal in OpenAI's format."""
+    headers = {}
     if refusal.status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
+        headers["www-authenticate"] = "Bearer"
     if refusal.retry_after is not None:
-        headers.append((b"retry-after", str(refusal.retry_after).encode()))
+        headers["retry-after"] = str(refusal.retry_after)
     if refusal.status in (408, 413):
-        headers.append((b"connection", b"close"))  # the rest of the body is not read
-    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+        headers["connection"] = "close"  # the rest of the body is not read
+    return Response(json.dumps(refusal.body()), refusal.status, headers, "application/json")
 
 
-async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
-    """Reads the request's body. Raises Refused beyond the limits of size and time, Gone if the client has left."""
-    length = dict(scope["headers"]).get(b"content-length")
-    if length is not None and length.isdigit() and int(length) > limits.body_bytes:
+async def read_body(request: Request, limits: Limits) -> bytes:
+    """Reads the request's body. Raises Refused beyond the limits of size and time, ClientDisconnect if the client has
+    left."""
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > limits.body_bytes:
         raise _too_large(limits)
-    parts, size = [], 0
+    body = bytearray()
     try:
         async with asyncio.timeout(limits.body_s):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise Gone()
-                parts.append(message.get("body", b""))
-                size += len(parts[-1])
-                if size > limits.body_bytes:
+            async for part in request.stream():
+                body += part
+                if len(body) > limits.body_bytes:
                     raise _too_large(limits)
-                if not message.get("more_body"):
-                    return b"".join(parts)
     except TimeoutError as error:
         raise Refused(f"the body took longer than {limits.body_s:g} s", status=408, code="timeout") from error
-
-
-class Gone(Exception):
-    """The client has closed the connection."""
+    return bytes(body)
 
 
 def _too_large(limits: Limits) -> Refused:

@@ -13,9 +13,11 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tpshard.serve import fields
-from tpshard.serve.access import App, Gone, KeyGate, Receive, Scope, Send, read_body, refuse
+from tpshard.serve.access import KeyGate, read_body, refused
 from tpshard.serve.answers import Answer, Choice, check_tokens, sequences
 from tpshard.serve.chat import ChatTemplate, TemplateError
 from tpshard.serve.fields import Order, Refused
@@ -44,13 +46,13 @@ class Server:
         self.created = self.created or int(time.time())
 
     # ---- from request to events ------------------------------------------------------------------------------------
-    async def order(self, scope: Scope, receive: Receive, parse: Callable[[dict[str, Any]], Order]) -> Answer:
-        """Reads, checks and tokenizes one request. Raises Refused or Gone."""
+    async def order(self, request: Request, parse: Callable[[dict[str, Any]], Order]) -> Answer:
+        """Reads, checks and tokenizes one request. Raises Refused or ClientDisconnect."""
         self._room(1)
-        body = fields.parse(await read_body(scope, receive, self.service.limits))
+        body = fields.parse(await read_body(request, self.service.limits))
         order = parse(body)
         if order.model != self.model:
-            raise Refused(f"there is no model `{order.model[:100]}`", param="model", code="model_not_found", status=404)
+            raise _no_model(order.model)
         self._room(order.n * max(1, len(order.prompts)))
         try:
             limit = self.service.limit
@@ -129,21 +131,28 @@ def _unavailable() -> Refused:
     return Refused("the model is not available now", status=503, kind="server_error", code="unavailable", retry_after=2)
 
 
-class Reply:
-    """An ASGI response that computes its answer while it watches for the client's disconnect."""
+def _no_model(name: str) -> Refused:
+    return Refused(f"there is no model `{name[:100]}`", param="model", code="model_not_found", status=404)
+
+
+class Reply(Response):
+    """A response that computes its answer while it watches for the client's disconnect."""
+
+    background = None  # FastAPI reads it
 
     def __init__(self, server: Server, parse: Callable[[dict[str, Any]], Order]) -> None:
         self.server, self.parse = server, parse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        began = [False]
+        began = False
 
-        async def noting(message: Any) -> None:
-            began[0] = True
+        async def noting(message: Message) -> None:
+            nonlocal began
+            began = True
             await send(message)
 
         try:
-            answer = await self.server.order(scope, receive, self.parse)
+            answer = await self.server.order(Request(scope, receive), self.parse)
             work = asyncio.ensure_future((self._stream if answer.order.stream else self._whole)(answer, noting))
             leaving = asyncio.ensure_future(_wait_for_disconnect(receive))
             try:
@@ -157,16 +166,14 @@ class Reply:
                 for task in (work, leaving):
                     task.cancel()
                 await asyncio.gather(work, leaving, return_exceptions=True)
-        except Gone:
-            return
         except Refused as error:
             self.server.service.metrics.refused.labels(str(error.status)).inc()
-            if not began[0]:
-                await refuse(error, send)
+            if not began:
+                await refused(error)(scope, receive, send)
             else:
                 await send(_data(error.body(), more=False))
-        except OSError:
-            return  # the connection broke while sending
+        except (ClientDisconnect, OSError):
+            return  # the client has left, or the connection broke while sending
 
     async def _whole(self, answer: Answer, send: Send) -> None:
         async with aclosing(self.server.run(answer)) as events:
@@ -210,28 +217,17 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-class Raw(Response):
-    """A FastAPI response that forwards its ASGI call to a Reply."""
-
-    def __init__(self, reply: Reply) -> None:
-        self.reply = reply
-        self.background = None
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await self.reply(scope, receive, send)
-
-
-def make_app(server: Server, key: str | None) -> App:
+def make_app(server: Server, key: str | None) -> ASGIApp:
     """The ASGI application of a server."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return Raw(Reply(server, fields.completion))
+        return Reply(server, fields.completion)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return Raw(Reply(server, fields.chat))
+        return Reply(server, fields.chat)
 
     @app.api_route("/v1/models", methods=READ)
     async def models() -> Response:
@@ -240,8 +236,7 @@ def make_app(server: Server, key: str | None) -> App:
     @app.api_route("/v1/models/{name:path}", methods=READ)
     async def model(name: str) -> Response:
         if name != server.model:
-            refusal = Refused(f"there is no model `{name[:100]}`", param="model", code="model_not_found", status=404)
-            return JSONResponse(refusal.body(), status_code=404)
+            return refused(_no_model(name))
         return JSONResponse(_card(server))
 
     @app.api_route("/health", methods=READ)
@@ -266,10 +261,9 @@ def make_app(server: Server, key: str | None) -> App:
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:
-        refusal = Refused("internal error; see the server's log", kind="server_error", status=500)
-        return JSONResponse(refusal.body(), status_code=500)
+        return refused(Refused("internal error; see the server's log", kind="server_error", status=500))
 
-    return KeyGate(app, key)  # type: ignore[arg-type]
+    return KeyGate(app, key)
 
 
 def _card(server: Server) -> dict[str, Any]:

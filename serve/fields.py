@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -42,18 +43,18 @@ class Order:
     """A checked request, with prompts not yet tokenized."""
 
     model: str
-    prompts: tuple[str | tuple[int, ...], ...]
-    messages: tuple[dict[str, Any], ...]
     sampling: Sampling
-    max_tokens: int | None
-    n: int
-    stop: tuple[str, ...]
-    stop_token_ids: tuple[int, ...]
-    ignore_eos: bool
-    stream: bool
-    include_usage: bool
-    echo: bool
-    chat: bool = field(default=False)
+    prompts: tuple[str | tuple[int, ...], ...] = ()
+    messages: tuple[dict[str, Any], ...] = ()
+    max_tokens: int | None = None
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    stream: bool = False
+    include_usage: bool = False
+    echo: bool = False
+    chat: bool = False
 
 
 def parse(raw: bytes) -> dict[str, Any]:
@@ -65,43 +66,27 @@ def parse(raw: bytes) -> dict[str, Any]:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise Refused(f"the body is not UTF-8: {error.reason} at byte {error.start}") from error
-    if _depth(text) > MAX_DEPTH:
-        raise Refused(f"the body is nested deeper than {MAX_DEPTH} levels")
+    too_deep = Refused(f"the body is nested deeper than {MAX_DEPTH} levels")
     try:
         value = json.loads(text, object_pairs_hook=_object)
     except Refused:
         raise
-    except (ValueError, RecursionError) as error:
+    except RecursionError as error:
+        raise too_deep from error
+    except ValueError as error:
         raise Refused(f"the body is not JSON: {error}"[:200]) from error
+    if _is_deeper(value, MAX_DEPTH):
+        raise too_deep
     if not isinstance(value, dict):
         raise Refused("the body is not a JSON object")
     return value
 
 
-def _depth(text: str) -> int:
-    """The nesting depth of brackets outside of strings; 0 if there are too few to matter."""
-    if text.count("[") + text.count("{") <= MAX_DEPTH:
-        return 0
-    depth = deepest = 0
-    quoted = escaped = False
-    for c in text:
-        if quoted:
-            if escaped:
-                escaped = False
-            elif c == "\\":
-                escaped = True
-            elif c == '"':
-                quoted = False
-        elif c == '"':
-            quoted = True
-        elif c in "[{":
-            depth += 1
-            deepest = max(deepest, depth)
-            if deepest > MAX_DEPTH:
-                break
-        elif c in "]}":
-            depth -= 1
-    return deepest
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Whether lists and objects are nested deeper than `levels`."""
+    if not isinstance(value, dict | list):
+        return False
+    return levels == 0 or any(_is_deeper(v, levels - 1) for v in (value.values() if isinstance(value, dict) else value))
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -339,33 +324,15 @@ def _check(body: Mapping[str, Any], table: Mapping[str, Check], needed: tuple[st
 
 
 def _order(fields: dict[str, Any], logprobs: int | None, max_tokens: int | None, chat: bool = False) -> Order:
-    sampling = Sampling(
-        temperature=fields.get("temperature", 1.0),
-        top_p=fields.get("top_p", 1.0),
-        top_k=max(0, fields.get("top_k", 0)),
-        min_p=fields.get("min_p", 0.0),
-        repetition_penalty=fields.get("repetition_penalty", 1.0),
-        presence_penalty=fields.get("presence_penalty", 0.0),
-        frequency_penalty=fields.get("frequency_penalty", 0.0),
-        logit_bias=fields.get("logit_bias", ()),
-        seed=fields.get("seed", secrets.randbits(63)),
-        logprobs=logprobs,
-    )
-    return Order(
-        model=fields["model"],
-        prompts=fields.get("prompt", ()),
-        messages=fields.get("messages", ()),
-        sampling=sampling,
-        max_tokens=max_tokens,
-        n=fields.get("n", 1),
-        stop=fields.get("stop", ()),
-        stop_token_ids=fields.get("stop_token_ids", ()),
-        ignore_eos=fields.get("ignore_eos", False),
-        stream=fields.get("stream", False),
-        include_usage=fields.get("stream_options", False),
-        echo=fields.get("echo", False),
-        chat=chat,
-    )
+    seed, top_k = fields.get("seed", secrets.randbits(63)), max(0, fields.get("top_k", 0))
+    sampling = _named(Sampling, fields) | {"seed": seed, "top_k": top_k, "logprobs": logprobs}
+    order = _named(Order, fields) | {"sampling": Sampling(**sampling), "max_tokens": max_tokens, "chat": chat}
+    return Order(**order, prompts=fields.get("prompt", ()), include_usage=fields.get("stream_options", False))
+
+
+def _named(cls: type, fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a request that a dataclass has under the same name; it has defaults for the others."""
+    return {item.name: fields[item.name] for item in dataclasses.fields(cls) if item.name in fields}
 
 
 def _float(value: int | float) -> float:

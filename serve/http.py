@@ -15,8 +15,8 @@ from pathlib import Path
 
 import h11
 import uvicorn
+from starlette.types import ASGIApp
 from tpshard.recipes.diagnostic import Exit, Mistakes, Source
-from tpshard.serve.access import App
 from tpshard.serve.service import Limits, Service
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -65,32 +65,26 @@ def bind(host: str, port: int, where: Source | None = None) -> socket.socket:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        sock = socket.socket(family, kind, proto)
+        with contextlib.ExitStack() as failing:
+            sock = failing.enter_context(socket.socket(family, kind, proto))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+            sock.listen(1024)  # binding alone would let a second server bind too
+            failing.pop_all()
+        return sock
     except OSError as error:
-        raise _cannot_bind(host, port, error, where) from error
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(1024)  # binding alone would let a second server bind too
-    except OSError as error:
-        sock.close()
-        raise _cannot_bind(host, port, error, where) from error
-    return sock
+        fixes = {
+            errno.EADDRINUSE: "another program listens there; choose another `serve.port`, or 0 for a free one",
+            errno.EACCES: "ports below 1024 need a privilege; choose a higher `serve.port`",
+            errno.EADDRNOTAVAIL: "this machine does not have that address",
+        }
+        raise Mistakes.one(
+            f"cannot listen on {host} port {port}: {error.strerror or error}", exit=Exit.MACHINE, where=where,
+            fix=fixes.get(error.errno or 0, ""),
+        ) from error  # fmt: skip
 
 
-def _cannot_bind(host: str, port: int, error: OSError, where: Source | None) -> Mistakes:
-    fixes = {
-        errno.EADDRINUSE: "another program listens there; choose another `serve.port`, or 0 for a free one",
-        errno.EACCES: "ports below 1024 need a privilege; choose a higher `serve.port`",
-        errno.EADDRNOTAVAIL: "this machine does not have that address",
-    }
-    return Mistakes.one(
-        f"cannot listen on {host} port {port}: {error.strerror or error}", exit=Exit.MACHINE, where=where,
-        fix=fixes.get(error.errno or 0, ""),
-    )  # fmt: skip
-
-
-def run(app: App, service: Service, sock: socket.socket, announce: Callable[[], None]) -> int:
+def run(app: ASGIApp, service: Service, sock: socket.socket, announce: Callable[[], None]) -> int:
     """Serves until SIGTERM or SIGINT, then lets running requests finish. Returns 0, or 130 for Ctrl-C."""
     return asyncio.run(_run(app, service, sock, announce))
 
@@ -134,7 +128,7 @@ class Patience(H11Protocol):
             self.transport.close()
 
 
-def server_config(app: App, limits: Limits) -> uvicorn.Config:
+def server_config(app: ASGIApp, limits: Limits) -> uvicorn.Config:
     """uvicorn's configuration for the app."""
     return uvicorn.Config(
         app, http=Patience, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=limits.header_s,
@@ -142,7 +136,7 @@ def server_config(app: App, limits: Limits) -> uvicorn.Config:
     )  # fmt: skip
 
 
-async def _run(app: App, service: Service, sock: socket.socket, announce: Callable[[], None]) -> int:
+async def _run(app: ASGIApp, service: Service, sock: socket.socket, announce: Callable[[], None]) -> int:
     server = uvicorn.Server(server_config(app, service.limits))
     serving = asyncio.ensure_future(server.serve(sockets=[sock]))
     while not server.started and not serving.done():

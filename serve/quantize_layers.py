@@ -112,11 +112,6 @@ class Quantizing:
     loss_after: float | None = None
     held_out_tokens: int = 0
 
-    def to_json(self) -> dict[str, Any]:
-        rows = [{"name": x.name, "shape": list(x.shape), "error": x.error, "nearest_error": x.nearest_error,
-                 "seconds": x.seconds} for x in self.linears]  # fmt: skip
-        return {**vars(self), "linears": rows}
-
 
 class Quantizer:
     """Quantizes a model, one layer per iteration of `run`.
