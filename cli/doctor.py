@@ -24,8 +24,6 @@ Devices = Annotated[
     int, typer.Option("--gpus", metavar="N", min=0, help="GPUs that must be usable.", show_default=False)
 ]
 NoPair = Annotated[bool, typer.Option("--no-collective", help="Skip the collective between two ranks.")]
-
-
 Measure = Annotated[
     Path | None, typer.Option("--measure", metavar="FILE", help="Write a device file.", show_default=False)
 ]
@@ -35,7 +33,6 @@ Measure = Annotated[
 class Finding:
     """One checked item in `doctor`'s report. `bad` would make a run fail; `note` would slow or limit it."""
 
-    room: str
     name: str
     value: str
     state: Literal["ok", "note", "bad"] = "ok"
@@ -56,22 +53,25 @@ def doctor(
     """
     if measure is not None:
         return _measure_device(measure, overwrite)
-    rooms: list[Callable[[], Iterator[Finding]]] = [versions, lambda: devices(gpus), links, disk, limits, ports]
+    rooms: dict[str, Callable[[], Iterator[Finding]]] = {
+        "versions": versions, "devices": lambda: devices(gpus), "links": links, "disk": disk, "limits": limits,
+        "ports": ports,
+    }  # fmt: skip
     if not no_collective:
-        rooms.append(collective)
-    findings: list[Finding] = []
-    for room in rooms:
-        for finding in room():
-            if not as_json and (not findings or findings[-1].room != finding.room):
-                print(finding.room)
-            findings.append(finding)
+        rooms["collective"] = collective
+    findings = []
+    for room, examine in rooms.items():
+        if not as_json:
+            print(room)
+        for finding in examine():
+            findings.append({"room": room, **asdict(finding)})
             if not as_json:
                 print(_line(finding), flush=True)
-    bad = [f for f in findings if f.state == "bad"]
+    bad = sum(finding["state"] == "bad" for finding in findings)
     if as_json:
-        print(json.dumps({"schema": 1, "ok": not bad, "findings": [asdict(f) for f in findings]}, indent=2))
+        print(json.dumps({"schema": 1, "ok": not bad, "findings": findings}, indent=2))
     else:
-        print(f"\n{len(bad)} to mend" if bad else "\nfine")
+        print(f"\n{bad} to mend" if bad else "\nfine")
     return Exit.MACHINE if bad else Exit.DONE
 
 
@@ -99,23 +99,23 @@ def versions() -> Iterator[Finding]:
 
     from tpshard.cli.main import version
 
-    yield Finding("versions", "tpshard", version())
-    yield Finding("versions", "python", f"{platform.python_version()} on {platform.platform()}")
+    yield Finding("tpshard", version())
+    yield Finding("python", f"{platform.python_version()} on {platform.platform()}")
     for name in ("torch", "triton", "numpy", "transformers", "tokenizers", "datasets", "safetensors", "wandb"):
         try:
             installed = metadata.version(name)
         except metadata.PackageNotFoundError:
             needed = name not in ("triton", "wandb")
             state: Literal["bad", "note"] = "bad" if needed else "note"
-            yield Finding("versions", name, "not installed", state, f"pip install {name}" if needed else "")
+            yield Finding(name, "not installed", state, f"pip install {name}" if needed else "")
             continue
         odd = name == "torch" and not (2, 11) <= tuple(int(n) for n in installed.split("+")[0].split(".")[:2]) < (2, 14)
-        yield Finding("versions", name, installed, "bad" if odd else "ok", "torch 2.11 to 2.13" if odd else "")
+        yield Finding(name, installed, "bad" if odd else "ok", "torch 2.11 to 2.13" if odd else "")
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
     if compiler:
-        yield Finding("versions", "C++ compiler", compiler)
+        yield Finding("C++ compiler", compiler)
     else:
-        yield Finding("versions", "C++ compiler", "none", "note", "install g++, or use compile: eager")
+        yield Finding("C++ compiler", "none", "note", "install g++, or use compile: eager")
 
 
 def devices(required: int = 0) -> Iterator[Finding]:
@@ -124,31 +124,31 @@ def devices(required: int = 0) -> Iterator[Finding]:
     from tpshard.cli.machine import busy, gpu_problems, probe_driver, probe_torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    yield Finding("devices", "cpu", f"{cores} of {os.cpu_count()} cores usable, {platform.machine()}")
+    yield Finding("cpu", f"{cores} of {os.cpu_count()} cores usable, {platform.machine()}")
     memory = psutil.virtual_memory()
     allowed = _cgroup_memory()
     capped = f", of which this control group may use {allowed / GIB:.1f}" if allowed and allowed < memory.total else ""
     value = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free{capped}"
-    yield Finding("devices", "memory", value, "note" if memory.available < 2 * GIB else "ok")
+    yield Finding("memory", value, "note" if memory.available < 2 * GIB else "ok")
     driver = probe_driver()
     for gpu in driver.gpus:
         free = f"{gpu.free / GIB:.1f} of {gpu.total / GIB:.1f} GiB free"
         mig = ", split into MIG slices" if gpu.mig else ""
         value = f"{gpu.name}, {free}, compute {gpu.capability}{mig}"
-        yield Finding("devices", f"gpu {gpu.index}", value, "note" if gpu.mig else "ok")
+        yield Finding(f"gpu {gpu.index}", value, "note" if gpu.mig else "ok")
     if driver.version:
-        yield Finding("devices", "driver", driver.version)
+        yield Finding("driver", driver.version)
     if not driver.gpus and not driver.error and not required:
-        yield Finding("devices", "gpu", "none: recipes run on the CPU here")
+        yield Finding("gpu", "none: recipes run on the CPU here")
         return
     torch = probe_torch()
     if torch.cuda:
-        yield Finding("devices", "torch", f"built for CUDA {torch.cuda}, sees {torch.devices}")
+        yield Finding("torch", f"built for CUDA {torch.cuda}, sees {torch.devices}")
     for problem in gpu_problems(driver, torch, max(required, 1)):
         why = f"{problem.message}: {problem.why}" if problem.why else problem.message
-        yield Finding("devices", "gpu", why, "bad", problem.fix)
+        yield Finding("gpu", why, "bad", problem.fix)
     for problem in busy(driver, None):
-        yield Finding("devices", "gpu", f"{problem.message}: {problem.why}", "note", problem.fix)
+        yield Finding("gpu", f"{problem.message}: {problem.why}", "note", problem.fix)
 
 
 def links() -> Iterator[Finding]:
@@ -160,13 +160,13 @@ def links() -> Iterator[Finding]:
         ip_addresses = [a.address for a in addresses.get(name, ()) if a.family in (socket.AF_INET, socket.AF_INET6)]
         if stats.isup and ip_addresses:
             speed = f", {stats.speed} Mbit/s" if stats.speed else ""
-            yield Finding("links", name, f"{', '.join(ip_addresses[:2])}, MTU {stats.mtu}{speed}")
+            yield Finding(name, f"{', '.join(ip_addresses[:2])}, MTU {stats.mtu}{speed}")
     host = socket.gethostname()
     try:
         socket.getaddrinfo(host, None)
-        yield Finding("links", "name", f"{host} resolves")
+        yield Finding("name", f"{host} resolves")
     except OSError:
-        yield Finding("links", "name", f"{host} does not resolve; runs on this host alone do not need it", "note")
+        yield Finding("name", f"{host} does not resolve; runs on this host alone do not need it", "note")
     tool = shutil.which("nvidia-smi")
     if tool:
         yield from _between_gpus(tool)
@@ -182,7 +182,7 @@ def _between_gpus(tool: str) -> Iterator[Finding]:
     kinds = {cell for row in rows for cell in row[1 : len(rows) + 1] if cell != "X"}
     if len(rows) > 1:
         slow = not all(kind.startswith("NV") for kind in kinds)
-        yield Finding("links", "gpu to gpu", ", ".join(sorted(kinds)), "note" if slow else "ok")
+        yield Finding("gpu to gpu", ", ".join(sorted(kinds)), "note" if slow else "ok")
 
 
 def disk() -> Iterator[Finding]:
@@ -201,10 +201,10 @@ def disk() -> Iterator[Finding]:
                 file.rename(Path(folder, "b"))
         except OSError as error:
             fix = {"here": "run in a writable folder", "temporary": "set TMPDIR"}.get(name, "")
-            yield Finding("disk", name, f"{path}: {error.strerror}", "bad" if fix else "note", fix)
+            yield Finding(name, f"{path}: {error.strerror}", "bad" if fix else "note", fix)
             continue
         little = free < (GIB if name != "shm" else GIB // 16)
-        yield Finding("disk", name, f"{path}: {free / GIB:.1f} GiB free", "note" if little else "ok")
+        yield Finding(name, f"{path}: {free / GIB:.1f} GiB free", "note" if little else "ok")
 
 
 def limits() -> Iterator[Finding]:
@@ -217,10 +217,10 @@ def limits() -> Iterator[Finding]:
         soft, hard = resource.getrlimit(kind)
         value = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft:,}"
         low = soft != resource.RLIM_INFINITY and soft < least
-        yield Finding("limits", name, value, "note" if low else "ok", f"ulimit, up to {hard:,}" if low else "")
+        yield Finding(name, value, "note" if low else "ok", f"ulimit, up to {hard:,}" if low else "")
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads:
-        yield Finding("limits", "threads", f"OMP_NUM_THREADS={threads}")
+        yield Finding("threads", f"OMP_NUM_THREADS={threads}")
 
 
 def ports() -> Iterator[Finding]:
@@ -230,11 +230,11 @@ def ports() -> Iterator[Finding]:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 listener.bind(("127.0.0.1", port))
-                yield Finding("ports", name, f"127.0.0.1:{port or 'any'} can be listened on")
+                yield Finding(name, f"127.0.0.1:{port or 'any'} can be listened on")
             except OSError as error:
                 state: Literal["note", "bad"] = "note" if port else "bad"
                 fix = "serve.port: 0 chooses a free one" if port else "loopback must be up"
-                yield Finding("ports", name, f"127.0.0.1:{port or 'any'}: {error.strerror}", state, fix)
+                yield Finding(name, f"127.0.0.1:{port or 'any'}: {error.strerror}", state, fix)
 
 
 def collective() -> Iterator[Finding]:
@@ -271,7 +271,7 @@ def _pair(backend: str, timeout: float = 90) -> Finding:
         try:
             outputs = [rank.communicate(timeout=timeout) for rank in ranks]
         except subprocess.TimeoutExpired:
-            return Finding("collective", backend, f"no answer within {timeout:g} s", "bad", "a firewall on loopback?")
+            return Finding(backend, f"no answer within {timeout:g} s", "bad", "a firewall on loopback?")
         finally:
             for rank in ranks:
                 rank.kill()
@@ -279,10 +279,10 @@ def _pair(backend: str, timeout: float = 90) -> Finding:
     for rank, (_, errors) in zip(ranks, outputs, strict=True):
         if rank.returncode:
             last = errors.strip().splitlines()[-1] if errors.strip() else f"exit {rank.returncode}"
-            return Finding("collective", backend, f"failed: {last}", "bad", f"{argv[-1]} prints the rest")
+            return Finding(backend, f"failed: {last}", "bad", f"{argv[-1]} prints the rest")
     result = json.loads(outputs[0][0].strip().splitlines()[-1])
     latency, rate = result["latency_s"] * 1e6, result["bytes_per_s"] / 1e9
-    return Finding("collective", backend, f"sum of two ranks: {latency:.0f} us; 4 MiB at {rate:.2f} GB/s")
+    return Finding(backend, f"sum of two ranks: {latency:.0f} us; 4 MiB at {rate:.2f} GB/s")
 
 
 def _cgroup_memory() -> int | None:

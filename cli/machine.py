@@ -9,9 +9,8 @@ import csv
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes
@@ -21,19 +20,17 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 CPU_HINT = "`--device cpu` runs it on the CPU"
-_OLDEST_DRIVER: Mapping[int, float] = MappingProxyType({11: 450.80, 12: 525.60, 13: 580.65})
+_OLDEST_DRIVER = {11: 450.80, 12: 525.60, 13: 580.65}
 """The oldest Linux driver for each CUDA major version (CUDA's release notes, minor version compatibility)."""
-_KINDS: Mapping[str, tuple[str, int]] = MappingProxyType(
-    {
-        "a100-40g": ("A100", 40),
-        "a100-80g": ("A100", 80),
-        "h100-sxm-80g": ("H100", 80),
-        "h100-sxm-96g": ("H100", 96),
-        "h200": ("H200", 141),
-        "h200-x4": ("H200", 141),
-        "b200": ("B200", 180),
-    }
-)
+_KINDS = {
+    "a100-40g": ("A100", 40),
+    "a100-80g": ("A100", 80),
+    "h100-sxm-80g": ("H100", 80),
+    "h100-sxm-96g": ("H100", 96),
+    "h200": ("H200", 141),
+    "h200-x4": ("H200", 141),
+    "b200": ("B200", 180),
+}
 """For each kind of device, the driver's name for it and its memory in GB."""
 
 
@@ -184,10 +181,10 @@ def kind_problems(kind: str, driver: Driver) -> Iterator[Diagnostic]:
     """A mistake if the GPUs are not of the kind that the recipe names."""
     if kind not in _KINDS:
         return
-    name, gigabytes = _KINDS[kind]
     for gpu in driver.gpus[:1]:
-        if name not in gpu.name or (gpu.total and not 0.85 < gpu.total / (gigabytes * 10**9) < 1.15):
-            same = [k for k, (n, size) in _KINDS.items() if n in gpu.name and 0.85 < gpu.total / (size * 10**9) < 1.15]
+        sizes = {k: size for k, (name, size) in _KINDS.items() if name in gpu.name}
+        same = [k for k, size in sizes.items() if not gpu.total or 0.85 < gpu.total / (size * 10**9) < 1.15]
+        if kind not in same:
             fix = f"cluster.device={same[0]}" if same else "describe it in a file: cluster.device=mine.yaml"
             present = f"this machine has {gpu.name} with {gpu.total / 10**9:.0f} GB"
             yield _wrong(f"the recipe is for {kind}, and {present}", "its plan and limits would be off", fix)

@@ -30,13 +30,14 @@ def load_checked(path: str, overrides: Sequence[str] = (), *, text: bool = False
     Raises `Mistakes` with all its errors.
     """
     examined = recipes.examine(path, overrides)
-    diagnostics = list(examined.diagnostics)
+    found = list(examined.diagnostics)
     if examined.sound("cluster", "mesh", "model", "sharding", "batch", "fsdp.wrap", "fsdp.bucket", "fsdp.axis"):
-        diagnostics = recipes.in_order([*diagnostics, *model_errors(examined.recipe)])
+        found += model_errors(examined.recipe)
     if examined.sound("cluster.device"):
-        diagnostics = recipes.in_order([*diagnostics, *device_file(examined.recipe)])
+        found += device_file(examined.recipe)
     if text and examined.sound("data", "task"):
-        diagnostics = recipes.in_order([*diagnostics, *text_errors(examined.recipe)])
+        found += text_errors(examined.recipe)
+    diagnostics = recipes.in_order(found)
     if any(d.severity == "error" for d in diagnostics):
         raise Mistakes(diagnostics)
     return examined.recipe, diagnostics
