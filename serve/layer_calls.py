@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -152,11 +152,6 @@ def _until_caught(layer: nn.Module, call: LayerCall) -> None:
     """Calls the layer until it raises `LayerCaught`, when the needed values are captured."""
     with contextlib.suppress(LayerCaught):
         call.into(layer)
-
-
-def through(layer: nn.Module, call: LayerCall, following: LayerCall) -> LayerCall:
-    """Calls the layer and returns the next layer's call: `following` with this layer's output as residual stream."""
-    return replace(following, x=call.into(layer))
 
 
 def shared_inputs(layer: nn.Module, call: LayerCall) -> list[list[str]]:

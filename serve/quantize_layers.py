@@ -52,7 +52,6 @@ from tpshard.serve.layer_calls import (
     in_place_of,
     input_of,
     shared_inputs,
-    through,
 )
 from tpshard.serve.layered_model import ExpertMatrices, NotQuantizable, Read, layered_model
 
@@ -176,7 +175,7 @@ class Quantizer:
             for name, batches in streams.items():
                 computed = dense if name in ("reference", "dense") else layer
                 following = [each[min(i + 1, len(layers) - 1)] for each in batches]
-                at[name] = [through(computed, call, after) for call, after in zip(at[name], following)]
+                at[name] = [replace(after, x=call.into(computed)) for call, after in zip(at[name], following)]
             layer.to("meta")
             yield from self.layered.stored(quantized)
         if self.held_out:

@@ -115,7 +115,9 @@ class Ranks:
                 if received == kind:
                     missing.discard(rank)
             if self._workers.reports_complete or (self._workers.has_failure and not self._workers.living):
-                self._raise_lost()
+                verdict = self._workers.verdict()
+                assert verdict is not None, "there was trouble"
+                self._end(f"rank {verdict.rank} was lost: {verdict.cause}")
             if not ready and missing:
                 self._look(min(missing), left, seconds)
 
@@ -129,11 +131,6 @@ class Ranks:
                 self._end(f"rank {worker.rank} was lost: it exited unexpectedly")
         if left <= 0:
             self._end(f"rank {rank} did not answer within {seconds:g} s; the workers were ended")
-
-    def _raise_lost(self) -> None:
-        verdict = self._workers.verdict()
-        assert verdict is not None, "there was trouble"
-        self._end(f"rank {verdict.rank} was lost: {verdict.cause}")
 
     def _end(self, why: str) -> None:
         self._workers.kill()

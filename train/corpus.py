@@ -267,8 +267,7 @@ def _local(source: str, where: Source | None) -> Corpus:
         paths, missing = [], f"{source} cannot be looked up: {getattr(error, 'strerror', None) or error}"
     if not paths:
         raise Mistakes.one(f"data.source: {missing}", exit=Exit.DATA, where=where, fix=ANY_SOURCE)
-    short = [p.name for p in paths]
-    names = short if len(set(short)) == len(short) else [str(p) for p in paths]
+    names = _names(list(map(str, paths)))
     files: list[TextFile] = [LocalFile(p, name) for p, name in zip(paths, names)]
     _check_formats(source, names, where)
     return _split(source, files, where)
@@ -295,6 +294,12 @@ def _files_of(source: str) -> tuple[list[Path], str]:
 
 def _ends(path: Path, suffixes: Sequence[str]) -> bool:
     return path.name.lower().endswith(tuple(suffixes)) and path.is_file()
+
+
+def _names(paths: Sequence[str]) -> Sequence[str]:
+    """The names of files without their folders, or with them where two would have the same."""
+    short = [path.rsplit("/", 1)[-1] for path in paths]
+    return short if len(set(short)) == len(short) else paths
 
 
 def _check_formats(source: str, names: Sequence[str], where: Source | None) -> None:
@@ -354,7 +359,6 @@ def _hub(source: str, where: Source | None) -> Corpus:
 def _hub_files(urls: Sequence[str], source: str, where: Source | None) -> tuple[TextFile, ...]:
     # without the revision: a new README in the data set must not look like new text
     paths = [url.partition("@")[2].partition("/")[2] or url for url in urls]
-    short = [path.rsplit("/", 1)[-1] for path in paths]
-    names = short if len(set(short)) == len(short) else paths
+    names = _names(paths)
     _check_formats(source, names, where)
     return tuple(HubFile(url, name) for url, name in zip(urls, names))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -184,7 +185,7 @@ class TrainingLoop:
         out = self.outcome
         out.exit, out.seconds, out.skipped = Exit(code), time.monotonic() - self._began, self.guard.skipped
         if out.rates:
-            out.tokens_per_s = sorted(out.rates)[len(out.rates) // 2]
+            out.tokens_per_s = statistics.median_high(out.rates)
         return out
 
     def _step(self, step: int) -> int:

@@ -16,7 +16,6 @@ import socket
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tpshard.models.aside import write_file
@@ -120,9 +119,7 @@ class RunDir:
     def __enter__(self) -> RunDir:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property

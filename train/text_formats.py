@@ -6,6 +6,7 @@ file for one bad row.
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 from collections.abc import Callable, Iterator
@@ -166,14 +167,9 @@ def _plain_row(number: int, raw: bytes, at: int) -> Iterator[TextRow]:
 
 def _last_character(raw: bytes) -> int:
     """The length of `raw` without a character of UTF-8 that is cut at its end."""
-    for back in range(1, min(4, len(raw)) + 1):
-        byte = raw[-back]
-        if byte < 0x80:  # a whole character
-            return len(raw)
-        if byte >= 0xC0:  # the first byte of a longer one
-            length = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-            return len(raw) if back >= length else len(raw) - back
-    return len(raw)
+    decoder = codecs.getincrementaldecoder("utf-8")("ignore")
+    decoder.decode(raw)
+    return len(raw) - len(decoder.getstate()[0])
 
 
 FORMATS = (

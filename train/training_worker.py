@@ -42,6 +42,9 @@ from tpshard.train.tokens import TextTokenizer, check_vocab, load_tokenizer
 from tpshard.train.training_engine import InitialBlock, TrainingEngine
 from tpshard.train.wandb_sink import WandbSink
 
+Receiver = Callable[[Row], None]
+"""A function that takes a row of metrics."""
+
 ENOUGH = 6
 """Recorded steps after which the plan is compared with the run; it is compared again at the end."""
 
@@ -122,8 +125,9 @@ def _train(
             _say(f"warning: {warning}\n", sys.stderr)
     sinks, sink = _sinks(recipe, run)
     with _display(recipe, context) as progress:
+        receivers = [*sinks, _comparing(around, folder, progress)]
         loop = TrainingLoop(
-            recipe, context, engine, loader, plan, folder=folder, record=_comparing(sinks, around, folder, progress),
+            recipe, context, engine, loader, plan, folder=folder, record=partial(_send, receivers),
             progress=progress, held_out=checked, attempt=attempt, restarts=crash.restarts(),
             flops_per_s=around.flops_per_s(programs),
             peak_memory=partial(_peak_memory, context, engine), model=blueprint.to_json(),
@@ -298,14 +302,19 @@ def _held_out(corpus: Corpus, tokenizer: TextTokenizer, setting: Setting, data_r
     yield from batch.micro_batches(blank, each, plan.per_device)
 
 
-def _sinks(recipe: Recipe, run: RunDir | None) -> tuple[Callable[[Row], None], WandbSink | None]:
+def _send(receivers: Sequence[Receiver], row: Row) -> None:
+    for receive in receivers:
+        receive(row)
+
+
+def _sinks(recipe: Recipe, run: RunDir | None) -> tuple[list[Receiver], WandbSink | None]:
     """The receivers of metrics on rank 0: metrics.jsonl, and wandb if enabled."""
     if run is None:
-        return lambda row: None, None
+        return [], None
     records = Records(run.metrics)
     options = recipe.logging.wandb
     if options is None or options.mode == "disabled":
-        return records, None
+        return [records], None
     import yaml
 
     config: Mapping[str, Any] = yaml.safe_load(recipe.to_yaml())
@@ -313,30 +322,22 @@ def _sinks(recipe: Recipe, run: RunDir | None) -> tuple[Callable[[Row], None], W
         run.path, project=options.project, entity=options.entity, name=recipe.name, config=config, mode=options.mode,
         run_id=run.wandb_id,
     )  # fmt: skip
-
-    def both(row: Row) -> None:
-        records(row)
-        sink(row)
-
-    return both, sink
+    return [records, sink], sink
 
 
-def _comparing(
-    record: Callable[[Row], None], around: Surroundings, folder: Path, progress: Progress
-) -> Callable[[Row], None]:
-    """A `record` that also compares plan and run once enough steps are recorded."""
+def _comparing(around: Surroundings, folder: Path, progress: Progress) -> Receiver:
+    """A receiver of metrics that compares plan and run once enough steps are recorded."""
     steps = 0
 
-    def both(row: Row) -> None:
+    def compare(row: Row) -> None:
         nonlocal steps
-        record(row)
         steps += row.get("loss") is not None
         if steps == ENOUGH and row.get("loss") is not None:
             comparison = around.measured(folder)
             if comparison:
                 progress.note(comparison)
 
-    return both
+    return compare
 
 
 def _peak_memory(context: Context, engine: TrainingEngine) -> int | None:

@@ -17,7 +17,7 @@ from tpshard.kernels.gptq_solver import Settings
 from tpshard.models.architecture import Architecture
 from tpshard.models.architecture_folder import FolderWeights
 from tpshard.recipes.diagnostic import Exit
-from tpshard.serve.layer_calls import calls_of_layers, form_of, through
+from tpshard.serve.layer_calls import calls_of_layers, form_of
 from tpshard.serve.layered_model import NotQuantizable, layered_model
 from tpshard.serve.quantize_layers import Quantizer, Sequences, write
 
@@ -123,8 +123,7 @@ def test_a_layer_that_reads_more_of_earlier_layers_than_their_result_is_named(pa
     if where is None:
         first, second = calls()
         assert torch.equal(first.x, x) and first.rest == (0,)
-        following = through(layers[0], first, second)
-        assert following.rest == (1,) and following.x.eq(1).all(), "each layer gets its own arguments"
+        assert second.rest == (1,) and first.into(layers[0]).eq(1).all(), "each layer gets its own arguments"
         assert form_of(layers[0], first)(x)[1] is None
     else:
         with pytest.raises(ValueError, match=rf"`layers\.{where}` is not called with"):
