@@ -115,9 +115,9 @@ def _need(loaded: Recipe, served: Served) -> Need:
 
 def _kind(loaded: Recipe) -> Any:
     """The kind of device: cpu or gpu."""
-    from tpshard.cli.worker_errors import device_kind, visible_gpus
+    from tpshard.cli.worker_errors import device_kind
 
-    return "gpu" if device_kind(loaded, visible_gpus() if loaded.cluster is None else 0) == "cuda" else "cpu"
+    return "gpu" if device_kind(loaded) == "cuda" else "cpu"
 
 
 def _run(loaded: Recipe, model: SourceModel, need: Need, sock: Any, key: str | None) -> int:
@@ -198,7 +198,7 @@ def _to_wandb(loaded: Recipe, service: Service) -> Any:
 
     folder = Path(loaded.run.dir)
     folder.mkdir(parents=True, exist_ok=True)
-    sink = WandbSink(folder, project=section.project, name=f"{loaded.name}-serve", config={}, mode=section.mode)
+    sink = WandbSink(folder, section, name=f"{loaded.name}-serve", config={})
     ended = threading.Event()
 
     def pass_on() -> None:

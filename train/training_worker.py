@@ -318,10 +318,7 @@ def _sinks(recipe: Recipe, run: RunDir | None) -> tuple[list[Receiver], WandbSin
     import yaml
 
     config: Mapping[str, Any] = yaml.safe_load(recipe.to_yaml())
-    sink = WandbSink(
-        run.path, project=options.project, entity=options.entity, name=recipe.name, config=config, mode=options.mode,
-        run_id=run.wandb_id,
-    )  # fmt: skip
+    sink = WandbSink(run.path, options, name=recipe.name, config=config, run_id=run.wandb_id)
     return [records, sink], sink
 
 

@@ -15,14 +15,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any, Literal, cast
+from typing import IO, Any, cast
+
+from tpshard.recipes.training_keys import Wandb
 
 logger = logging.getLogger(__name__)
 
 PATIENCE = 4 << 20
 """Bytes that may wait for a process that does not read."""
-
-Mode = Literal["auto", "online", "offline", "disabled"]
 
 
 class WandbSink:
@@ -30,7 +30,7 @@ class WandbSink:
 
     Args:
         folder: the run's; wandb writes below `folder`/wandb, its messages go to `folder`/logs/wandb.log.
-        mode: auto is online with a login and offline without.
+        options: the recipe's `logging.wandb`.
         config: JSON, without secrets.
         run_id: the wandb run to create or continue; None: a new one.
         warn: called with the first failure; default: a log message.
@@ -39,12 +39,10 @@ class WandbSink:
     def __init__(
         self,
         folder: Path,
+        options: Wandb,
         *,
-        project: str,
         name: str,
         config: Mapping[str, Any],
-        entity: str | None = None,
-        mode: Mode = "auto",
         run_id: str | None = None,
         warn: Callable[[str], None] | None = None,
     ):
@@ -53,19 +51,15 @@ class WandbSink:
         self._said = False
         self._where = ""
         self._unsent = b""
-        if mode == "disabled":
+        if options.mode == "disabled":
             return
         try:
             self._start(folder)
         except (OSError, ValueError) as error:
             self._give_up(f"cannot be started: {error}")
-        self._send(
-            {
-                "init": {"project": project, "entity": entity, "name": name, "config": dict(config), "mode": mode},
-                "dir": str(folder.resolve()),
-                "id": run_id,
-            }
-        )
+        init = {key: getattr(options, key) for key in ("project", "entity", "mode")}
+        init |= {"name": name, "config": dict(config)}
+        self._send({"init": init, "dir": str(folder.resolve()), "id": run_id})
 
     def __call__(self, row: Mapping[str, Any]) -> None:
         """Passes on a row of metrics.jsonl."""

@@ -7,10 +7,15 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 from patience import PATIENCE, until
+from tpshard.cli import serve
+from tpshard.recipes.load import loads
+from tpshard.recipes.training_keys import Wandb
 from tpshard.train.wandb_sink import WandbSink
 
 FAKE = """
@@ -69,14 +74,9 @@ def sink(
     run_id: str | None = None,
 ) -> WandbSink:  # fmt: skip
     return WandbSink(
-        folder,
-        project="tpshard",
-        name="quickstart",
-        config=config or {},
-        mode=mode,
-        run_id=run_id,
-        warn=warnings.append,  # type: ignore[arg-type]
-    )
+        folder, Wandb(mode=mode), name="quickstart", config=config or {}, run_id=run_id,  # type: ignore[arg-type]
+        warn=warnings.append,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -206,3 +206,14 @@ def test_the_real_wandb_gets_configuration_metrics_and_summary_and_nothing_of_th
     names = {path.name for path in files}
     assert not names & {"requirements.txt", "wandb-metadata.json", "diff.patch", "output.log"}, names
     assert not [path for path in files if "code" in path.parts or path.suffix in (".py", ".patch")]
+
+
+def test_a_server_logs_to_the_team_that_its_recipe_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(WandbSink, "_start", lambda self, folder: None)
+    monkeypatch.setattr(WandbSink, "_send", lambda self, message: sent.append(message))
+    monkeypatch.setenv("TEAM", "ours")
+    logging = 'logging: {wandb: {project: "served", entity: "${oc.env:TEAM}"}}'
+    recipe = loads(f"model: {{preset: tiny}}\n{logging}", [f"run.dir={tmp_path}"])
+    serve._to_wandb(recipe, SimpleNamespace(metrics=SimpleNamespace(snapshot=dict)))()  # type: ignore[arg-type]
+    assert (sent[0]["init"]["project"], sent[0]["init"]["entity"]) == ("served", "ours")
