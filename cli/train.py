@@ -40,7 +40,7 @@ def train(recipe: RecipeArgument, overrides: Overrides = None, plan: PlanFile = 
 
 def _start(recipe: str, overrides: Sequence[str], plan: str | None) -> int:
     from tpshard.cli import machine
-    from tpshard.cli.worker_errors import visible_gpus, workers_of
+    from tpshard.cli.worker_errors import workers_of
     from tpshard.parallelism.runtime.launcher import Nodes, launch
     from tpshard.plan import save
     from tpshard.train import hub
@@ -52,8 +52,7 @@ def _start(recipe: str, overrides: Sequence[str], plan: str | None) -> int:
     if hub.is_on(source):  # before workers take seconds to start
         hub.require(source.removeprefix(hub.PREFIX), loaded.where("data.source"))
     nodes = Nodes.of(os.environ)
-    gpus = visible_gpus() if loaded.cluster is None else 0
-    world = workers_of(loaded, nodes, gpus)
+    world = workers_of(loaded, nodes)
     if saved is not None:
         save.check(saved, loaded, world)
     local_workers = world // nodes.count
@@ -69,19 +68,18 @@ def _work(recipe: str, overrides: Sequence[str], place: WorkerPlace, plan_file: 
     def body() -> int:
         from tpshard.cli.main import version
         from tpshard.cli.preflight import load_checked
-        from tpshard.cli.worker_errors import device_kind, visible_gpus
+        from tpshard.cli.worker_errors import device_kind
         from tpshard.plan import save
         from tpshard.train.training_worker import Surroundings, work
 
         # The launcher of tpshard has shown the warnings already; under another one rank 0 shows them.
         quiet = place.launcher == "tpshard" or place.rank != 0
         loaded = load_checked(recipe, overrides)[0] if quiet else load(recipe, overrides)
-        device = device_kind(loaded, visible_gpus() if loaded.cluster is None else 0)
         plan = _Plan(plan_file)
         if plan.file is not None:
             save.check(plan.file, loaded, place.world)
         planned = plan.programs if plan.file is not None else None
-        around = Surroundings(version(), device, planned, plan.screen, plan.plan_text, _comparison, _peak)
+        around = Surroundings(version(), device_kind(loaded), planned, plan.screen, plan.plan_text, _comparison, _peak)
         code = work(loaded, place, around)
         if place.rank == 0 and (comparison := _comparison(Path(loaded.run.dir))):
             print(comparison, file=sys.stderr, flush=True)

@@ -51,17 +51,17 @@ def visible_gpus(env: Mapping[str, str] = os.environ) -> int:
     return min(gpus, len([part for part in chosen.split(",") if part.strip() not in ("", "-1")]))
 
 
-def device_kind(recipe: Recipe, gpus: int) -> str:
+def device_kind(recipe: Recipe) -> str:
     """cpu or cuda, from the recipe's cluster; without one, cuda if there is a GPU."""
     if recipe.cluster is None:
-        return "cuda" if gpus else "cpu"
+        return "cuda" if visible_gpus() else "cpu"
     from tpshard.devices import read as devices
 
     described = devices.device(recipe.cluster.device, recipe.where("cluster.device"))
     return "cuda" if described.kind == "gpu" else "cpu"
 
 
-def workers_of(recipe: Recipe, nodes: Nodes, gpus: int) -> int:
+def workers_of(recipe: Recipe, nodes: Nodes) -> int:
     """The number of workers of a run over all hosts; the mesh must fit it.
 
     Raises `Mistakes` (exit 5) where it does not, or where the recipe needs more hosts than were launched.
@@ -77,7 +77,7 @@ def workers_of(recipe: Recipe, nodes: Nodes, gpus: int) -> int:
         )
     if cluster is not None:
         world = cluster.nodes * cluster.devices_per_node
-    elif gpus:
+    elif gpus := visible_gpus():
         world = gpus * nodes.count
     else:
         world = math.prod(size for size in recipe.mesh.values() if size != -1)

@@ -16,6 +16,7 @@ from tpshard.serve.request import Sampling
 MAX_N = 16
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
+MAX_STOP_TOKENS = 64
 MAX_PROMPTS = 64
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
@@ -157,13 +158,10 @@ def stops(value: Any) -> tuple[str, ...]:
     return tuple(strings)
 
 
-def token_ids(most: int) -> Check:
-    def check(value: Any) -> tuple[int, ...]:
-        if not isinstance(value, list) or len(value) > most:
-            raise Refused(f"is not a list of up to {most} token ids")
-        return tuple(whole_number(0, 2**31 - 1)(v) for v in value)
-
-    return check
+def token_ids(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) > MAX_STOP_TOKENS:
+        raise Refused(f"is not a list of up to {MAX_STOP_TOKENS} token ids")
+    return tuple(whole_number(0, 2**31 - 1)(v) for v in value)
 
 
 def biases(value: Any) -> tuple[tuple[int, float], ...]:
@@ -252,7 +250,7 @@ _SHARED: dict[str, Check] = {
     "seed": whole_number(-(2**63), 2**63 - 1),
     "n": whole_number(1, MAX_N),
     "stop": stops,
-    "stop_token_ids": token_ids(64),
+    "stop_token_ids": token_ids,
     "ignore_eos": flag,
     "stream": flag,
     "stream_options": stream_options,

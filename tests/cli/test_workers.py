@@ -41,15 +41,17 @@ def test_a_bug_is_shown_whole_and_called_a_bug() -> None:
     ],
 )
 def test_the_mesh_and_the_machine_say_how_many_workers(
-    mesh: str, cluster: str | None, nodes: int, gpus: int, world: int
+    mesh: str, cluster: str | None, nodes: int, gpus: int, world: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(worker_errors, "visible_gpus", lambda: gpus)
     text = f"model: {{preset: tiny}}\nmesh: {mesh}\n" + (f"cluster: {cluster}\n" if cluster else "")
-    assert worker_errors.workers_of(loads(text), Nodes(nodes, 0, "h:1"), gpus) == world
+    assert worker_errors.workers_of(loads(text), Nodes(nodes, 0, "h:1")) == world
 
 
-def test_a_mesh_that_does_not_fit_the_gpus_is_refused() -> None:
+def test_a_mesh_that_does_not_fit_the_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_errors, "visible_gpus", lambda: 4)
     with pytest.raises(Mistakes) as wrong:
-        worker_errors.workers_of(loads("model: {preset: tiny}\nmesh: {fsdp: 3}"), Nodes(), 4)
+        worker_errors.workers_of(loads("model: {preset: tiny}\nmesh: {fsdp: 3}"), Nodes())
     assert wrong.value.exit == Exit.MACHINE and "fsdp: 4" in wrong.value.diagnostics[0].fix
 
 
