@@ -12,19 +12,17 @@ from __future__ import annotations
 import ast
 import gzip
 import hashlib
-import io
 import json
 import os
 import platform
-import shutil
 import sysconfig
-import tempfile
 import tokenize
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tpshard.models.aside import write_aside
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.train.file_lock import one_at_a_time
 
@@ -145,28 +143,19 @@ def _docstrings(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, pre
 
 
 def _make(folder: Path) -> None:
-    """Writes the whole sample to a temporary folder and renames it to `folder`."""
-    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    """Writes the whole sample, in place of one that is damaged."""
+    train, held_out = _split()
     try:
-        train, held_out = _split()
-        for index in range(TRAIN_FILES):
-            _write_gz(work / f"c4-train.{index:05d}-of-{TRAIN_FILES:05d}.json.gz", train[index::TRAIN_FILES])
-        _write_gz(work / "c4-validation.00000-of-00001.json.gz", held_out)
-        _train_tokenizer(work / "tokenizer", [json.loads(line)["text"] for line in train])
-        sums = {str(p.relative_to(work)): _sha256(p) for p in sorted(work.rglob("*")) if p.is_file()}
-        _write(work / "manifest.json", json.dumps({"version": VERSION, "sha256": sums}, indent=1).encode())
-        work.chmod(0o755)
-        if folder.exists():  # damaged, or another user's: move it away instead of writing into it
-            aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
-            folder.rename(aside / "damaged")
-            shutil.rmtree(aside, ignore_errors=True)
-        try:
-            work.rename(folder)
-        except OSError:
-            if not _is_whole(folder):  # otherwise another process was faster, with the same bytes
-                raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+        with write_aside(folder, overwrite=True) as work:
+            for index in range(TRAIN_FILES):
+                _write_gz(work / f"c4-train.{index:05d}-of-{TRAIN_FILES:05d}.json.gz", train[index::TRAIN_FILES])
+            _write_gz(work / "c4-validation.00000-of-00001.json.gz", held_out)
+            _train_tokenizer(work / "tokenizer", [json.loads(line)["text"] for line in train])
+            sums = {str(p.relative_to(work)): _sha256(p) for p in sorted(work.rglob("*")) if p.is_file()}
+            (work / "manifest.json").write_text(json.dumps({"version": VERSION, "sha256": sums}, indent=1))
+    except OSError:
+        if not _is_whole(folder):  # otherwise another process was faster, with the same bytes
+            raise
 
 
 def _split() -> tuple[list[str], list[str]]:
@@ -208,7 +197,7 @@ def _train_tokenizer(folder: Path, texts: list[str]) -> None:
         single=f"{BEGIN} $A", pair=f"{BEGIN} $A $B", special_tokens=[(BEGIN, tokenizer.token_to_id(BEGIN))]
     )
     folder.mkdir()
-    _write(folder / "tokenizer.json", tokenizer.to_str().encode())
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BEGIN,
@@ -218,7 +207,7 @@ def _train_tokenizer(folder: Path, texts: list[str]) -> None:
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
     }
-    _write(folder / "tokenizer_config.json", json.dumps(config, indent=1).encode())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1))
 
 
 def _is_whole(folder: Path) -> bool:
@@ -232,17 +221,8 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _write_gz(path: Path, lines: list[str]) -> None:
-    buffer = io.BytesIO()
-    with gzip.GzipFile(filename="", fileobj=buffer, mode="wb", mtime=0) as file:  # no name or time: the same bytes
-        file.write("".join(f"{line}\n" for line in lines).encode())
-    _write(path, buffer.getvalue())
-
-
-def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    data = "".join(f"{line}\n" for line in lines).encode()
+    path.write_bytes(gzip.compress(data, mtime=0))  # no name or time: the same bytes
 
 
 def _sha256(path: Path) -> str:
