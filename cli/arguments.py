@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -48,22 +49,15 @@ def complete_shipped(incomplete: str) -> list[str]:
     return [name for name in builtins() if name.startswith(incomplete)]
 
 
+recipe_argument = partial(typer.Argument, autocompletion=complete_recipe, show_default=False)
 RecipeArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="RECIPE",
-        help="A recipe: a file, a run's folder, or a shipped name.",
-        autocompletion=complete_recipe,
-        show_default=False,
-    ),
+    str, recipe_argument(metavar="RECIPE", help="A recipe: a file, a run's folder, or a shipped name.")
 ]
 OptionalRecipe = Annotated[
     str | None,
-    typer.Argument(
+    recipe_argument(
         metavar="[RECIPE]",
         help="A recipe: a file, a run's folder, or a shipped name. Default: ./recipe.yaml, else quickstart.",
-        autocompletion=complete_recipe,
-        show_default=False,
     ),
 ]
 Overrides = Annotated[

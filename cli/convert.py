@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from tpshard.cli.arguments import Overrides, Overwrite, complete_recipe
+from tpshard.cli.arguments import Overrides, Overwrite, recipe_argument
 from tpshard.cli.files import refuse_folder
 from tpshard.recipes.diagnostic import Exit, Mistakes
 
@@ -17,11 +17,8 @@ if TYPE_CHECKING:
 
 Source = Annotated[
     str,
-    typer.Argument(
-        metavar="SOURCE",
-        help="A recipe (its latest checkpoint), a checkpoint's folder, or a Hugging Face folder.",
-        autocompletion=complete_recipe,
-        show_default=False,
+    recipe_argument(
+        metavar="SOURCE", help="A recipe (its latest checkpoint), a checkpoint's folder, or a Hugging Face folder."
     ),
 ]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.", show_default=False)]

@@ -8,8 +8,6 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
-
 NodeCount = Annotated[int, typer.Option("--nodes", min=1, help="Number of hosts.")]
 NodeRank = Annotated[int, typer.Option("--node-rank", min=0, help="Number of this host, from 0.")]
 Rendezvous = Annotated[
@@ -24,7 +22,6 @@ Command = Annotated[
 ]
 
 
-@app.command("launch", context_settings={"help_option_names": ["-h", "--help"]})
 def launch(command: Command, nodes: NodeCount = 1, node_rank: NodeRank = 0, rendezvous: Rendezvous = "") -> int:
     """Start this host's workers of a run on several hosts.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from tpshard.cli.arguments import Json, Overrides, Overwrite, complete_recipe, complete_shipped
+from tpshard.cli.arguments import Json, Overrides, Overwrite, complete_shipped, recipe_argument
 from tpshard.cli.main import Command, Group, columns
 from tpshard.recipes.diagnostic import Exit, Mistakes, did_you_mean
 
@@ -28,12 +28,7 @@ Name = Annotated[
     str,
     typer.Argument(metavar="NAME", help="A shipped recipe.", autocompletion=complete_shipped, show_default=False),
 ]
-Shown = Annotated[
-    str,
-    typer.Argument(
-        metavar="RECIPE", help="A shipped name, or a file.", autocompletion=complete_recipe, show_default=False
-    ),
-]
+Shown = Annotated[str, recipe_argument(metavar="RECIPE", help="A shipped name, or a file.")]
 To = Annotated[
     Path | None,
     typer.Argument(metavar="[FILE]", help="The file to write. Default: NAME.yaml here.", show_default=False),

@@ -6,13 +6,10 @@ import sys
 from typing import Annotated
 
 import typer
-from tpshard.cli.arguments import Json, complete_recipe
+from tpshard.cli.arguments import Json, recipe_argument
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, dumps
 
-Files = Annotated[
-    list[str],
-    typer.Argument(metavar="RECIPE", help="Recipes to check.", autocompletion=complete_recipe, show_default=False),
-]
+Files = Annotated[list[str], recipe_argument(metavar="RECIPE", help="Recipes to check.")]
 
 
 def validate(files: Files, as_json: Json = False) -> int:
