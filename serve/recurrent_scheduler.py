@@ -38,10 +38,9 @@ class RecurrentScheduler(Scheduler):
         """The slices of the next step; empty if there is nothing to do."""
         while self.waiting and len(self.running) < self.max_running and self._start(self.waiting[0]):
             pass
-        kinds = (self._chunk, self._tokens) if self._chunk_is_next else (self._tokens, self._chunk)
-        for kind in kinds:
-            if slices := kind():
-                self._chunk_is_next = kind != self._chunk
+        for chunk in (self._chunk_is_next, not self._chunk_is_next):
+            if slices := self._slices(chunk):
+                self._chunk_is_next = not chunk
                 return slices
         return []
 
@@ -59,21 +58,15 @@ class RecurrentScheduler(Scheduler):
         self.running.append(s)
         return True
 
-    def _chunk(self) -> list[Slice]:
-        """The next chunk of the oldest prompt that has one; no slice without one."""
-        for s in list(self.running):
-            piece = self._slice(s, self.max_rows, self.max_logit_rows)
-            if s in self.running and piece.count > 1 and self._room(s, piece, []):
-                return [piece]
-        return []
-
-    def _tokens(self) -> list[Slice]:
-        """One token of each sequence that has no chunk left."""
+    def _slices(self, chunk: bool) -> list[Slice]:
+        """The next chunk of the oldest prompt that has one, or one token of each sequence that has no chunk left."""
         slices: list[Slice] = []
         for s in list(self.running):
             piece = self._slice(s, self.max_rows, self.max_logit_rows)
-            if s in self.running and piece.count == 1 and self._room(s, piece, slices):
+            if s in self.running and (piece.count > 1) == chunk and self._room(s, piece, slices):
                 slices.append(piece)
+                if chunk:
+                    break
         return slices
 
     def _slice(self, s: Sequence, rows: int, logit_rows: int) -> Slice:

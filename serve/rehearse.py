@@ -35,7 +35,10 @@ class _SimulatedServer:
         self.room, self.traffic, self.step_s, self.overhead = room, traffic, step_s, overhead
         pool = BlockPool(room.blocks, BLOCK_SIZE)
         self.scheduler = scheduler(pool, room.rows, room.logit_rows, min(room.running, room.logit_rows), room.chunks)
-        self.arrivals = deque(at + overhead.request_s for at in self._first_arrivals())
+        arrivals = traffic.arrivals()
+        if traffic.rate is None:  # in a closed loop, of each client's first request
+            arrivals = arrivals[: traffic.clients]
+        self.arrivals = deque(at + overhead.request_s for at in arrivals)
         """Seconds at which the next requests reach the scheduler; in a closed loop only those known so far."""
         self.arrived = 0
         self.open: set[int] = set()
@@ -62,11 +65,6 @@ class _SimulatedServer:
         answers = [Answered(self.came[i], self.first[i], self.last[i], self.traffic.answer) for i in sorted(self.last)]
         mean = self.running / max(1, self.steps)
         return Rehearsal(tuple(answers), self.refused, self.scheduler.preemptions, self.steps, self.now, mean)
-
-    def _first_arrivals(self) -> list[float]:
-        """Arrival times at a given rate; in a closed loop, of each client's first request."""
-        arrivals = self.traffic.arrivals()
-        return arrivals if self.traffic.rate is not None else arrivals[: self.traffic.clients]
 
     def _let_in(self) -> None:
         most = self.room.running + self.room.queue

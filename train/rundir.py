@@ -13,7 +13,6 @@ import re
 import secrets
 import shutil
 import socket
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,17 +146,12 @@ class RunDir:
         )
 
     def _claim(self, mine: Holder) -> bool:
-        """Creates the lock with its content atomically: a link to a finished file either succeeds or fails."""
-        handle, beside = tempfile.mkstemp(prefix=".lock.", dir=self.path)
+        """Creates the lock with its content, unless there is one."""
         try:
-            with os.fdopen(handle, "w") as file:
-                json.dump(vars(mine), file)
-            os.link(beside, self._lock_path)
+            write_file(self._lock_path, json.dumps(vars(mine)), overwrite=False)
             return True
         except FileExistsError:
             return False
-        finally:
-            os.unlink(beside)
 
 
 def _disk(path: Path) -> str:

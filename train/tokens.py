@@ -51,17 +51,14 @@ def load_tokenizer(folder: Path | str, *, where: Source | None = None) -> TextTo
         special = _special_tokens(files)
     except Exception as error:  # the libraries raise bare Exceptions for a damaged file
         raise _unreadable(folder, f"{type(error).__name__}: {error}", where) from error
-    end = id_of(special["eos_token"]) if "eos_token" in special else None
-    if end is None and "eos_token" not in special:
-        end = next((i for i in map(id_of, END_NAMES) if i is not None), None)
+    named = special.get("eos_token")
+    end = next((i for i in map(id_of, END_NAMES if named is None else [named]) if i is not None), None)
     if end is None:
         raise Mistakes.one(
             f"the tokenizer {folder} has no end-of-text token",
             exit=Exit.DATA,
             where=where,
-            why=f"eos_token is {special['eos_token']!r}, not in it"
-            if "eos_token" in special
-            else "eos_token is missing",
+            why="eos_token is missing" if named is None else f"eos_token is {named!r}, not in it",
             fix="name one as eos_token in its tokenizer_config.json",
         )
     begin = id_of(special["bos_token"]) if "bos_token" in special else None
