@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO, Literal, Protocol, cast
+from typing import BinaryIO, Literal, cast
 
 from tpshard.recipes.diagnostic import Exit, Mistakes, Source
 from tpshard.train import hub
@@ -36,56 +36,35 @@ SMALL = 16 << 20
 """Bytes; local data up to this size is read once before the first step, so that errors in it show at the start."""
 
 
-class TextFile(Protocol):
+@dataclass(frozen=True)
+class TextFile:
     """One file of text; the suffix of its name tells the format."""
 
-    @property
-    def name(self) -> str:
-        """The file's name in errors and in the order of files."""
-
-    def open(self) -> BinaryIO:
-        """The file's bytes, decompressed if gzip."""
-
-    def fingerprint(self) -> str:
-        """A string that changes with the file's content, without reading all of it; "" where unknown."""
-
-
-@dataclass(frozen=True)
-class LocalFile:
-    """A file of this machine's disks."""
-
-    path: Path
     name: str
+    """The file's name in errors and in the order of files."""
+    place: Path | str
+    """A path on this machine's disks, or the URL of a file of a hub data set."""
 
     def open(self) -> BinaryIO:
-        return open_decompressed(self.name, cast(BinaryIO, self.path.open("rb")))
+        """The file's bytes, decompressed if gzip. `datasets` streams those of the hub (ranges, retries, login)."""
+        if isinstance(self.place, Path):
+            return open_decompressed(self.name, cast(BinaryIO, self.place.open("rb")))
+        from datasets.utils.file_utils import xopen
+
+        return open_decompressed(self.name, cast(BinaryIO, xopen(self.place, "rb")))
 
     def fingerprint(self) -> str:
-        """The file's size and a hash of its first and last 64 KiB."""
-        with self.path.open("rb") as file:
+        """The file's size and a hash of its first and last 64 KiB; "" for one on the hub, which is not read to compare
+        it."""
+        if not isinstance(self.place, Path):
+            return ""
+        with self.place.open("rb") as file:
             size = file.seek(0, io.SEEK_END)
             file.seek(0)
             digest = hashlib.sha256(file.read(1 << 16))
             file.seek(max(0, size - (1 << 16)))
             digest.update(file.read())
         return f"{size}:{digest.hexdigest()[:32]}"
-
-
-@dataclass(frozen=True)
-class HubFile:
-    """A file of a hub data set, opened by `datasets`' streaming (ranges, retries, login)."""
-
-    url: str
-    name: str
-
-    def open(self) -> BinaryIO:
-        from datasets.utils.file_utils import xopen
-
-        return open_decompressed(self.name, cast(BinaryIO, xopen(self.url, "rb")))
-
-    def fingerprint(self) -> str:
-        """Always empty: the hub's files are not read to compare them."""
-        return ""
 
 
 @dataclass(frozen=True)
@@ -239,23 +218,23 @@ class BadRows:
 
 def check(text: TextSource, bad_rows: float) -> None:
     """Reads small local data once, so that its errors show before the first step."""
-    local = [file for file in text.files if isinstance(file, LocalFile)]
+    paths = [file.place for file in text.files if isinstance(file.place, Path)]
     try:
-        size = sum(file.path.stat().st_size for file in local)
+        size = sum(path.stat().st_size for path in paths)
     except OSError as error:
         fix = "check who may read it, or remove it from data.source"
         raise text.mistake(f"a file of {text.name} cannot be read", why=str(error), fix=fix) from error
-    if text.trusted or len(local) < len(text.files) or size > SMALL:
+    if text.trusted or len(paths) < len(text.files) or size > SMALL:
         return
     counter = BadRows(text, bad_rows, warn=False)
-    for file in local:
+    for file in text.files:
         for row in rows(text, file):
             counter.see(file, row)
         counter.file_ended()
     if counter.rows_read == counter.bad:
         raise text.mistake(
             f"{text.name} has no readable row",
-            why=counter.first or f"{len(local)} files, all empty",
+            why=counter.first or f"{len(paths)} files, all empty",
             fix=text.readable,
         )
 
@@ -268,7 +247,7 @@ def _local(source: str, where: Source | None) -> Corpus:
     if not paths:
         raise Mistakes.one(f"data.source: {missing}", exit=Exit.DATA, where=where, fix=ANY_SOURCE)
     names = _names(list(map(str, paths)))
-    files: list[TextFile] = [LocalFile(p, name) for p, name in zip(paths, names)]
+    files = [TextFile(name, path) for name, path in zip(names, paths)]
     _check_formats(source, names, where)
     return _split(source, files, where)
 
@@ -361,4 +340,4 @@ def _hub_files(urls: Sequence[str], source: str, where: Source | None) -> tuple[
     paths = [url.partition("@")[2].partition("/")[2] or url for url in urls]
     names = _names(paths)
     _check_formats(source, names, where)
-    return tuple(HubFile(url, name) for url, name in zip(urls, names))
+    return tuple(TextFile(name, url) for name, url in zip(names, urls))

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tpshard.models.loss import IGNORE
 from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.train.corpus import Corpus, LocalFile, open_text
+from tpshard.train.corpus import Corpus, TextFile, open_text
 from tpshard.train.step_batch import StepBatch
 from tpshard.train.stream import Loader, merge_states
 
@@ -112,17 +112,17 @@ def test_targets_documents_and_positions_keep_documents_apart(corpus: Corpus) ->
 def test_a_rank_opens_only_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     corpus = open_text(str(folder_of(tmp_path, files=8, documents=30)))
     opened: set[str] = set()
-    real = LocalFile.open
+    real = TextFile.open
     by_rank = []
     for part in split(4, 8):
         mine = loader(corpus, part, rows=8)
         mine.close()
         opened.clear()
-        monkeypatch.setattr(LocalFile, "open", lambda self: opened.add(self.name) or real(self))
+        monkeypatch.setattr(TextFile, "open", lambda self: opened.add(self.name) or real(self))
         for _ in range(40):
             mine.next()
         mine.close()
-        monkeypatch.setattr(LocalFile, "open", real)
+        monkeypatch.setattr(TextFile, "open", real)
         by_rank.append(set(opened))
     assert [len(names) for names in by_rank] == [2, 2, 2, 2]
     assert len(set.union(*by_rank)) == 8
