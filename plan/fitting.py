@@ -12,15 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tpshard.plan.report import Report
-from tpshard.plan.search import edits, price_variant
-from tpshard.plan.search_result import VariantPrice
+from tpshard.plan.search import edits, price_changes
+from tpshard.plan.search_result import Changes, VariantPrice, as_text
 from tpshard.plan.units import gib, seconds
 from tpshard.programs.variants import Variants
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.load import with_changes
 from tpshard.recipes.schema import Recipe
 
-Settings = Mapping[str, object]
+Settings = Mapping[str, str | int]
 """Keys of the recipe with values. Of the mesh only `mesh.dp` and `mesh.tp`: fsdp gets the remaining devices."""
 
 
@@ -53,7 +53,7 @@ class Knob:
 class Fitted:
     """The smallest edits that make a recipe fit, with its memory and time after them."""
 
-    changes: list[str]
+    changes: Changes
     harms: list[Harm]
     """The harm of each change."""
     price: VariantPrice
@@ -69,8 +69,8 @@ def fit(report: Report, recipe: Recipe, variants: Variants | None = None) -> Fit
     search = _KnobSearch(report, recipe, variants or Variants())
     smallest = search.smallest()
     if smallest is None:
-        closest = min(search.tried.values(), key=lambda q: q.needed_bytes, default=None)
-        least = f"with all of them it needs {gib(closest.needed_bytes)}" if closest is not None else "none is possible"
+        needed = [price.needed_bytes for price in search.tried.values() if price is not None]
+        least = f"with all of them it needs {gib(min(needed))}" if needed else "none is possible"
         others = [edit.change for edit in edits(report, recipe, variants=search.variants) if edit.fits]
         raise Mistakes.one(
             f"`{report.job.name}` does not fit, even with every edit that keeps its results", exit=Exit.FIT,
@@ -78,9 +78,8 @@ def fit(report: Report, recipe: Recipe, variants: Variants | None = None) -> Fit
             fix="; or ".join(others) if others else "more devices, a larger one, or a smaller model",
         )  # fmt: skip
     levels, price = smallest
-    changed = [search.changes({i: levels[i]}) for i in levels]
-    every = search.changes(levels)
-    harms = [max(search.knobs[i].harm for i, own in zip(levels, changed) if one in own) for one in every]
+    every, changed = search.changes(levels), {i: search.changes({i: level}) for i, level in levels.items()}
+    harms = [max(search.knobs[i].harm for i, own in changed.items() if one in own) for one in every]
     return Fitted(every, harms, price, with_changes(recipe, every).to_yaml())
 
 
@@ -91,7 +90,7 @@ class _KnobSearch:
     report: Report
     recipe: Recipe
     variants: Variants
-    tried: dict[tuple[str, ...], VariantPrice] = field(default_factory=dict)
+    tried: dict[Changes, VariantPrice | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.knobs = sorted(knobs(self.report, self.recipe), key=lambda knob: knob.harm)
@@ -101,8 +100,10 @@ class _KnobSearch:
         levels: dict[int, int] = {}
         for harm in Harm:
             for i, knob in enumerate(self.knobs):
-                if knob.harm == harm:
-                    self._turn(levels, i, len(knob.levels) - 1)
+                if knob.harm == harm:  # its strongest level that is compatible with the others
+                    possible = (n for n in reversed(range(len(knob.levels))) if self.quick(levels | {i: n}))
+                    if (strongest := next(possible, None)) is not None:
+                        levels[i] = strongest
             if self.fits(levels):
                 break
         else:
@@ -112,15 +113,9 @@ class _KnobSearch:
             if self.fits(levels):
                 continue
             levels[i] = next((n for n in range(strongest) if self.fits(levels | {i: n})), strongest)
-        ordered = dict(sorted(levels.items()))
-        return ordered, self.tried[tuple(self.changes(ordered))]
-
-    def _turn(self, levels: dict[int, int], i: int, level: int) -> None:
-        """Sets a knob to its strongest level that is compatible with the others."""
-        for n in range(level, -1, -1):
-            if self.quick(levels | {i: n}) is not None:
-                levels[i] = n
-                return
+        price = self.quick(levels)
+        assert price is not None, "the levels fit"
+        return dict(sorted(levels.items())), price
 
     def fits(self, levels: Mapping[int, int]) -> bool:
         price = self.quick(levels)
@@ -128,29 +123,22 @@ class _KnobSearch:
 
     def quick(self, levels: Mapping[int, int]) -> VariantPrice | None:
         """The price of the recipe with its knobs at these levels; None where the levels contradict each other."""
-        changes = tuple(self.changes(dict(sorted(levels.items()))))
+        changes = self.changes(levels)
         if changes not in self.tried:
-            try:
-                self.tried[changes] = price_variant(with_changes(self.recipe, changes), "train", self.variants)
-            except Mistakes:
-                return None
+            self.tried[changes] = price_changes(self.recipe, changes, self.variants)
         return self.tried[changes]
 
-    def changes(self, levels: Mapping[int, int]) -> list[str]:
-        """The levels as changes `key=value` of the recipe; fsdp gets the devices that dp and tp leave."""
-        settings: dict[str, object] = {}
-        for i, level in levels.items():
+    def changes(self, levels: Mapping[int, int]) -> Changes:
+        """The levels as changes of the recipe; fsdp gets the devices that dp and tp leave."""
+        settings: dict[str, str | int] = {}
+        for i, level in sorted(levels.items()):
             settings |= self.knobs[i].levels[level]
-        sizes = dict(self.report.job.mesh)
-        mesh = {axis: settings.get(f"mesh.{axis}", sizes.get(axis, 1)) for axis in ("dp", "tp")}
         if any(key.startswith("mesh.") for key in settings):
+            sizes = self.report.job.mesh
             ranks = sizes.get("dp", 1) * sizes.get("fsdp", 1) * sizes.get("tp", 1)
-            settings["mesh.fsdp"] = ranks // (int(str(mesh["dp"])) * int(str(mesh["tp"])))
-        return [f"{key}={_yaml(value)}" for key, value in settings.items()]
-
-
-def _yaml(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+            dp, tp = (int(settings.get(f"mesh.{axis}", sizes.get(axis, 1))) for axis in ("dp", "tp"))
+            settings["mesh.fsdp"] = ranks // (dp * tp)
+        return tuple(f"{key}={value}" for key, value in settings.items())
 
 
 def knobs(report: Report, recipe: Recipe) -> Iterator[Knob]:
@@ -159,7 +147,7 @@ def knobs(report: Report, recipe: Recipe) -> Iterator[Knob]:
     if recipe.compile == "eager" and report.pricing.device.kind == "gpu":
         yield Knob(Harm.WHEN, ({"compile": "blocks"}, {"compile": "inductor"}))
     if fsdp.reshard_after_forward is not True:
-        yield Knob(Harm.WHEN, ({"fsdp.reshard_after_forward": True},))
+        yield Knob(Harm.WHEN, ({"fsdp.reshard_after_forward": "true"},))
     if fsdp.accumulate.gather == "step":
         yield Knob(Harm.WHEN, ({"fsdp.accumulate.gather": "microbatch"},))
     if fsdp.accumulate.reduce == "last":
@@ -197,7 +185,7 @@ def text(fitted: Fitted | None, report: Report, recipe: Recipe) -> str:
     head = [
         f"`{report.job.name}`, made to fit: {gib(fitted.price.needed_bytes)} of the {has}, as given "
         f"{gib(report.pricing.needed_bytes)}",
-        *(f"  {change.replace('=', ': ', 1)}   ({harm.words})" for change, harm in zip(fitted.changes, fitted.harms)),
+        *(f"  {as_text([change])}   ({harm.words})" for change, harm in zip(fitted.changes, fitted.harms)),
         f"step {seconds(fitted.price.step_s)}, as given {seconds(report.pricing.step_s)} if it fitted",
     ]
     return _with_comment(head, fitted.recipe)

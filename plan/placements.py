@@ -19,8 +19,6 @@ from tpshard.plan.report import Report
 from tpshard.plan.screen import cut
 from tpshard.plan.units import gib, seconds
 from tpshard.programs.variants import Variants
-from tpshard.recipes.diagnostic import Mistakes
-from tpshard.recipes.load import with_changes
 from tpshard.recipes.schema import Recipe
 
 WHOLE = 5
@@ -135,11 +133,8 @@ def price_order(report: Report, order: Sequence[str]) -> Placement:
 def _price_build(recipe: Recipe, one: Placement, axes: dict[str, int], variants: Variants) -> Placement:
     """Prices an order by building the recipe with it; returns the placement unchanged where that is not possible."""
     mesh = ", ".join(f"{name}: {axes[name]}" for name in one.order)
-    try:
-        price = search.price_variant(with_changes(recipe, [f"mesh={{{mesh}}}"]), variants=variants)
-    except Mistakes:
-        return one
-    return Placement(one.order, price.comm_s, price.exposed_s, price.step_s, whole=True)
+    price = search.price_changes(recipe, [f"mesh={{{mesh}}}"], variants)
+    return one if price is None else Placement(one.order, price.comm_s, price.exposed_s, price.step_s, whole=True)
 
 
 # ---- the screen -----------------------------------------------------------------------------------------------------

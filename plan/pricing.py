@@ -147,6 +147,11 @@ class Pricing:
         """Reserved bytes plus those taken before the first tensor."""
         return self.reserved_bytes + self.device.context_bytes
 
+    @property
+    def fits(self) -> bool:
+        """Whether a step fits the device's memory."""
+        return self.needed_bytes <= self.device.memory_bytes
+
     def flops(self) -> tuple[int, int]:
         """The FLOPs of a step without recomputation: those of one device, and those of all devices."""
         local = whole = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -123,15 +124,12 @@ class Report:
     @property
     def devices(self) -> int:
         """Number of devices of the mesh."""
-        n = 1
-        for size in self.job.mesh.values():
-            n *= size
-        return n
+        return math.prod(self.job.mesh.values())
 
     @property
     def fits(self) -> bool:
         """Whether a step fits the device's memory."""
-        return self.pricing.needed_bytes <= self.pricing.device.memory_bytes
+        return self.pricing.fits
 
     @property
     def spare_bytes(self) -> int:

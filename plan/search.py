@@ -23,6 +23,7 @@ from tpshard.plan.search_result import (
     VariantBound,
     VariantFigures,
     VariantPrice,
+    as_edit,
     mark_fastest,
     pipeline_words,
     sizes,
@@ -44,15 +45,19 @@ def price_variant(recipe: Recipe, what: str = "train", variants: Variants | None
             pricing = make.price_training((variants or Variants()).for_prices(setting))
         else:
             pricing = server.report(recipe, what, whole=False).pricing
-    needed = pricing.needed_bytes
     return VariantPrice(
-        needed,
-        pricing.step_s,
-        pricing.exposed_s,
-        needed <= pricing.device.memory_bytes,
-        pricing.comm_s,
-        pricing.idle_s,
+        pricing.needed_bytes, pricing.step_s, pricing.exposed_s, pricing.fits, pricing.comm_s, pricing.idle_s
     )
+
+
+def price_changes(
+    recipe: Recipe, changes: Sequence[str], variants: Variants, what: str = "train"
+) -> VariantPrice | None:
+    """Prices a recipe with changes; None where they contradict it."""
+    try:
+        return price_variant(with_changes(recipe, changes), what, variants)
+    except Mistakes:
+        return None
 
 
 # ---- edits ----------------------------------------------------------------------------------------------------------
@@ -69,41 +74,29 @@ def edits(report: Report, recipe: Recipe, count: int = 3, variants: Variants | N
     done: list[Edit] = []
     fitting: list[frozenset[str]] = []
     further: list[list[str]] = []
-    todo = iter(_smaller(report, recipe) if report.job.what == "train" else _served_smaller(report, recipe))
+    todo = _smaller(report, recipe) if report.job.what == "train" else _served_smaller(report, recipe)
 
-    def larger(change: Sequence[str]) -> bool:
-        return any(keys <= _keys(change) for keys in fitting)
-
-    def first() -> Iterator[list[str]]:
+    def in_turn() -> Iterator[list[str]]:
         for change in todo:
-            if larger(change):
+            if any(keys <= _keys(change) for keys in fitting):
                 further.append(change)
             else:
                 yield change
         yield from further
 
-    for change in first():
+    for change in in_turn():
         if len(done) == MOST_EDITS or len(fitting) == count:
             break
-        edit = _edit(recipe, change, variants, report.job.what)
-        if edit is not None:
-            done.append(edit)
-            if edit.fits:
+        price = price_changes(recipe, change, variants, report.job.what)
+        if price is not None:
+            done.append(as_edit(change, price))
+            if price.fits:
                 fitting.append(_keys(change))
     return [e for e in done if e.fits] or sorted(done, key=lambda e: (e.needed_bytes, e.change))[:count]
 
 
 def _keys(changes: Sequence[str]) -> frozenset[str]:
     return frozenset(change.partition("=")[0] for change in changes)
-
-
-def _edit(recipe: Recipe, changes: Sequence[str], variants: Variants, what: str = "train") -> Edit | None:
-    try:
-        price = price_variant(with_changes(recipe, changes), what, variants)
-    except Mistakes:
-        return None
-    words = ", ".join(change.replace("=", ": ", 1) for change in changes)
-    return Edit(words, price.needed_bytes, price.step_s, price.fits)
 
 
 def _smaller(report: Report, recipe: Recipe) -> Iterator[list[str]]:
@@ -123,7 +116,7 @@ def _smaller(report: Report, recipe: Recipe) -> Iterator[list[str]]:
         if recipe.remat != "full":
             yield [f"batch.per_device={batch // 2}", "remat=full"]
         if batch > 2:
-            yield [f"batch.per_device={_divisor(batch, 4)}"]
+            yield [f"batch.per_device={max((d for d in range(1, batch // 4 + 1) if batch % d == 0), default=1)}"]
     if job.mesh.get("dp", 1) > 1 and "fsdp" in job.mesh:
         yield ["mesh.dp=1", f"mesh.fsdp={job.mesh['fsdp'] * job.mesh['dp']}"]
     if recipe.cluster is not None:
@@ -132,10 +125,6 @@ def _smaller(report: Report, recipe: Recipe) -> Iterator[list[str]]:
         yield ["fsdp.master_dtype=bf16", "remat=full"]
     if recipe.compile == "eager":
         yield ["compile=inductor"]
-
-
-def _divisor(n: int, by: int) -> int:
-    return max(1, max((d for d in range(1, n + 1) if n % d == 0 and d <= n // by), default=1))
 
 
 def _more_devices(recipe: Recipe, sizes: Mapping[str, int]) -> Iterator[list[str]]:
@@ -219,6 +208,7 @@ class _Search:
         self.bounds, self.layers_left, self.helpers = Bounds(recipe), layers, helpers
         self.figures = VariantFigures()
         self.last: tuple[Changes, Recipe] = (), recipe
+        self.tokens, self.devices = recipe.batch.global_sequences * recipe.model.seq_len, devices_of(recipe)
         self.first_fits: list[Candidate] = []
         """The pipelines that fit with the schedule tried first."""
 
@@ -276,33 +266,36 @@ class _Search:
             return candidate
         return None
 
-    def _price(self, unpriced: Candidate) -> Candidate | None:
-        key = tuple(unpriced.changes)
-        if key not in self.figures.priced:
-            try:
-                self.figures.priced[key] = _price_candidate(self._variant(key), unpriced, self.variants)
-            except Mistakes:
-                self.figures.priced[key] = None
-        return self.figures.priced[key]
+    def _figure(self, known: dict[Changes, T | None], one: Candidate, compute: Callable[[Recipe], T]) -> T | None:
+        """A figure of a variant, computed once; None for a variant that contradicts itself.
 
-    def _variant(self, key: Changes) -> Recipe:
-        """The recipe with changes; the last one is kept, because reading a recipe takes a while."""
-        if self.last[0] != key:
-            self.last = key, with_changes(self.recipe, key)
-        return self.last[1]
-
-    def _bound(self, unpriced: Candidate) -> VariantBound | None:
-        """The bound of a variant's memory and its layers to build; None for a variant that contradicts itself."""
-        key = tuple(unpriced.changes)
-        if key not in self.figures.bounds:
+        The last changed recipe is kept, because reading a recipe takes a while.
+        """
+        key = tuple(one.changes)
+        if key not in known:
             try:
-                changed = self._variant(key)
-                limit = cluster.device_of(changed)[0].memory_bytes
-                needed, layers = self.bounds.needed(changed, unpriced.mesh), self.bounds.layers_built(changed)
-                self.figures.bounds[key] = VariantBound(needed, limit, layers)
+                if self.last[0] != key:
+                    self.last = key, with_changes(self.recipe, key)
+                known[key] = compute(self.last[1])
             except Mistakes:
-                self.figures.bounds[key] = None
-        return self.figures.bounds[key]
+                known[key] = None
+        return known[key]
+
+    def _price(self, one: Candidate) -> Candidate | None:
+        """The candidate with its price."""
+        price = self._figure(self.figures.prices, one, lambda recipe: price_variant(recipe, variants=self.variants))
+        if price is None:
+            return None
+        return replace(one, price=price, tokens_per_s_per_device=self.tokens / price.step_s / self.devices)
+
+    def _bound(self, one: Candidate) -> VariantBound | None:
+        """The bound of a candidate's memory, and its layers to build."""
+
+        def bound(recipe: Recipe) -> VariantBound:
+            limit = cluster.device_of(recipe)[0].memory_bytes
+            return VariantBound(self.bounds.needed(recipe, one.mesh), limit, self.bounds.layers_built(recipe))
+
+        return self._figure(self.figures.bounds, one, bound)
 
     def _is_ruled_out(self, unpriced: Candidate, what: str) -> bool:
         """Whether a variant is not built: it exceeds the memory by its bound, or too many layers were built already.
@@ -397,10 +390,3 @@ def meshes(recipe: Recipe) -> Iterator[dict[str, int]]:
         for dp in dict.fromkeys((1, max(1, world // per_host))):
             if left % (tp * dp) == 0:
                 yield {**fixed, "dp": dp, "fsdp": left // (tp * dp), "tp": tp}
-
-
-def _price_candidate(recipe: Recipe, unpriced: Candidate, variants: Variants) -> Candidate:
-    """The candidate, whose recipe this is, with its price. Raises `Mistakes` where it contradicts itself."""
-    price = price_variant(recipe, variants=variants)
-    tokens = recipe.batch.global_sequences * recipe.model.seq_len
-    return replace(unpriced, price=price, tokens_per_s_per_device=tokens / price.step_s / devices_of(recipe))

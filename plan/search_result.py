@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from tpshard.plan import search_bounds
+from tpshard.plan.report import Edit
 from tpshard.plan.units import gib, seconds
 from tpshard.recipes.load import with_changes
 from tpshard.recipes.schema import Recipe
@@ -25,6 +26,10 @@ class VariantPrice:
     """Time in which a collective runs, exposed or not."""
     idle_s: float = 0.0
     """Time in which a stage waits for others."""
+
+    def beats(self, step_s: float) -> bool:
+        """Whether the variant fits, and a step takes less than this."""
+        return self.fits and self.step_s < step_s
 
     @property
     def waits(self) -> str:
@@ -59,6 +64,16 @@ Changes = tuple[str, ...]
 """The changes `key=value` that make a variant of a recipe."""
 
 
+def as_text(changes: Iterable[str]) -> str:
+    """Changes as text: `key: value, key: value`."""
+    return ", ".join(change.replace("=", ": ", 1) for change in changes)
+
+
+def as_edit(changes: Iterable[str], price: VariantPrice) -> Edit:
+    """Changes of a recipe with their effect."""
+    return Edit(as_text(changes), price.needed_bytes, price.step_s, price.fits)
+
+
 class VariantBound(NamedTuple):
     """The least memory and the layers of a variant, computed before the variant is built."""
 
@@ -73,12 +88,12 @@ class VariantBound(NamedTuple):
 class VariantFigures:
     """The prices and bounds of variants by their changes; every process computes the same."""
 
-    priced: dict[Changes, Candidate | None] = field(default_factory=dict)
+    prices: dict[Changes, VariantPrice | None] = field(default_factory=dict)
     """None for variants that contradict themselves."""
     bounds: dict[Changes, VariantBound | None] = field(default_factory=dict)
 
     def update(self, other: VariantFigures) -> None:
-        self.priced |= other.priced
+        self.prices |= other.prices
         self.bounds |= other.bounds
 
 

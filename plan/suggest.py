@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from tpshard.plan import search_pipelines
 from tpshard.plan.report import Edit, Report
-from tpshard.plan.search import price_variant
-from tpshard.plan.search_result import VariantPrice
+from tpshard.plan.search import price_changes
+from tpshard.plan.search_result import Changes, VariantPrice, as_edit, as_text
 from tpshard.plan.units import seconds
 from tpshard.programs.variants import Variants
-from tpshard.recipes.diagnostic import Mistakes, plural
-from tpshard.recipes.load import with_changes
+from tpshard.recipes.diagnostic import plural
 from tpshard.recipes.schema import Recipe
 
 GAIN = 0.98
@@ -28,9 +28,6 @@ MOST = 60
 """The maximal number of variants that are planned."""
 LARGE = 20_000
 """Operations of a program above which a plan tries one change instead of two: each takes half as long as the plan."""
-
-Change = tuple[tuple[str, str], ...]
-"""Keys of the recipe with new values; two changes that share a key cannot be combined."""
 
 
 @dataclass
@@ -67,14 +64,12 @@ def suggest(
 
 
 def promising(report: Report, recipe: Recipe, variants: Variants | None = None) -> list[Edit]:
-    """Up to three suggestions without a search: the changes that the plan's figures favour, tried one by one."""
-    search, helpful = _Search(report, recipe, lambda _: None, variants), []
+    """Up to two suggestions without a search: the changes that the plan's figures favour, tried one by one."""
+    search = _Search(report, recipe, lambda _: None, variants)
     tries = 2 if len(report.pricing.parts[0].part.program.nodes) < LARGE else 1
-    for change in search.likely_changes()[:tries]:
-        tried = search.edit(change)
-        if tried is not None and tried.fits and tried.step_s < GAIN * report.pricing.step_s:
-            helpful.append(tried)
-    return sorted(helpful, key=lambda edit: (edit.step_s, edit.change))[:3]
+    prices = {change: search.quick(change) for change in search.likely_changes()[:tries]}
+    edits = [as_edit(change, price) for change, price in prices.items() if price and price.beats(GAIN * search.base)]
+    return sorted(edits, key=lambda edit: (edit.step_s, edit.change))
 
 
 class _Search:
@@ -84,133 +79,108 @@ class _Search:
         self.report, self.recipe, self.tell = report, recipe, tell
         self.base = report.pricing.step_s
         self.variants = variants or Variants()
-        self.tried: dict[frozenset[tuple[str, str]], VariantPrice | None] = {}
+        self.tried: dict[frozenset[str], VariantPrice | None] = {}
         self.result = Suggested()
 
     def run(self) -> Suggested:
         alone = {change: price for change in self.free() if (price := self.quick(change)) is not None}
-        useful = sorted((c for c, q in alone.items() if q.fits and q.step_s < self.base), key=lambda c: alone[c].step_s)
-        best: Change = ()
+        useful = sorted((c for c, q in alone.items() if q.beats(self.base)), key=lambda c: alone[c].step_s)
+        # those that did not fit, or gained nothing alone
+        others = [c for c, q in alone.items() if c not in useful and q.step_s <= 1.05 * self.base]
+        best: Changes = ()
         limit = self.base
-        for change in useful:
+        for change in (*useful, *others):
             merged = combine(best, change)
-            if merged is None:
-                continue
-            price = self.quick(merged)
-            if price is not None and price.fits and price.step_s < 0.995 * limit:
+            price = self.quick(merged) if merged is not None else None
+            if merged is not None and price is not None and price.beats(0.995 * limit):
                 best, limit = merged, price.step_s
-        for change, price in alone.items():  # those that did not fit, or gained nothing alone
-            merged = combine(best, change)
-            if merged is None or change in useful or price.step_s > 1.05 * self.base:
-                continue
-            merged_price = self.quick(merged)
-            if merged_price is not None and merged_price.fits and merged_price.step_s < 0.995 * limit:
-                best, limit = merged, merged_price.step_s
-        gains = {
-            change: q for change, q in self.tried.items() if q is not None and q.fits and q.step_s < GAIN * self.base
-        }
+        gains = {change: q for change, q in self.tried.items() if q is not None and q.beats(GAIN * self.base)}
         needed = {  # changes of which no part could be left out
             change: q for change, q in gains.items()
             if not any(subset < change and other.step_s <= q.step_s for subset, other in gains.items())
         }  # fmt: skip
-        edits = [_edit(sorted(change, key=_order), price) for change, price in needed.items()]
+        edits = [as_edit(sorted(change, key=_order), price) for change, price in needed.items()]
         self.result.edits = sorted(edits, key=lambda edit: (edit.step_s, edit.change))
         return self.result
 
-    def edit(self, change: Change) -> Edit | None:
-        price = self.quick(change)
-        return None if price is None else _edit(change, price)
-
-    def quick(self, change: Change) -> VariantPrice | None:
+    def quick(self, change: Changes) -> VariantPrice | None:
         """The price of the recipe with a change; None where it contradicts the recipe, or enough was planned."""
         key = frozenset(change)
         if key not in self.tried and self.result.planned < MOST:
-            self.tried[key] = self._price(change)
+            price = self.tried[key] = price_changes(self.recipe, change, self.variants)
+            if price is None:
+                self.result.refused += 1
+            else:
+                self.result.planned += 1
+                self.result.unfit += not price.fits
+                self.tell(f"{as_text(change)}: {seconds(price.step_s)}{'' if price.fits else ', does not fit'}")
         return self.tried.get(key)
 
-    def _price(self, change: Change) -> VariantPrice | None:
-        try:
-            price = price_variant(
-                with_changes(self.recipe, [f"{key}={value}" for key, value in change]), "train", self.variants
-            )
-        except Mistakes:
-            self.result.refused += 1
-            return None
-        self.result.planned += 1
-        self.result.unfit += not price.fits
-        self.tell(f"{_words(change)}: {seconds(price.step_s)}{'' if price.fits else ', does not fit'}")
-        return price
-
     # ---- changes to try ----------------------------------------------------------------------------------------------
-    def free(self) -> list[Change]:
+    def free(self) -> list[Changes]:
         """All single changes that may be tried, the cheapest to plan first: they keep the partitioned program."""
         return [
-            *self._schedule_changes(),
-            *self._pipelines(),
-            *self._micro_batches(),
-            *self._sequence(),
-            *self._meshes(),
-        ]
+            *self._schedule_changes(), *self._pipelines(), *self._micro_batches(), *self._sequence(),
+            *self._fsdp_groups(), *self._tensor_parallel(),
+        ]  # fmt: skip
 
-    def likely_changes(self) -> list[Change]:
+    def likely_changes(self) -> list[Changes]:
         """Changes that the report's figures favour, the most promising first."""
         report, recipe = self.report, self.recipe
         spare = report.spare_bytes > 0.15 * report.pricing.device.memory_bytes
-        changes = list(self._pipelines())
+        changes = self._pipelines()
         if recipe.compile == "eager" and report.pricing.device.kind == "gpu":
-            changes.append((("compile", "inductor"),))
+            changes.append(("compile=inductor",))
         if report.pricing.exposed_s > 0.1 * self.base:
             if spare:
-                changes += [change for change in self._sequence() if "null" in dict(change).values()]
+                changes += [change for change in self._sequence() if any(one.endswith("=null") for one in change)]
             if recipe.fsdp.prefetch < 4:
-                changes.append((("fsdp.prefetch", "4"),))
+                changes.append(("fsdp.prefetch=4",))
             if spare and recipe.fsdp.reshard_after_forward is True:
-                changes.append((("fsdp.reshard_after_forward", "false"),))
+                changes.append(("fsdp.reshard_after_forward=false",))
             crossing = [line for line in report.lines if line.wire == "across" and line.exposed_s > 0]
-            changes += list(self._meshes(split_only=True))[-1:] if spare and crossing else []
+            changes += list(self._fsdp_groups(smaller=True))[-1:] if spare and crossing else []
         if spare and recipe.remat == "full":
-            changes.append((("remat", "selective"),))
+            changes.append(("remat=selective",))
         if spare and recipe.remat != "none":
-            changes.append((("remat", "none"),))
+            changes.append(("remat=none",))
         if spare and report.job.micro_batches % 2 == 0:
-            changes.append((("batch.per_device", str(report.job.per_device * 2)),))
-        tp = list(self._tensor_parallel())
-        return changes + tp[:1]
+            changes.append((f"batch.per_device={report.job.per_device * 2}",))
+        return [*changes, *islice(self._tensor_parallel(), 1)]
 
-    def _pipelines(self) -> Iterator[Change]:
-        for changes in search_pipelines.faster(self.report, self.recipe):
-            yield tuple((key, value) for key, _, value in (change.partition("=") for change in changes))
+    def _pipelines(self) -> list[Changes]:
+        return [tuple(changes) for changes in search_pipelines.faster(self.report, self.recipe)]
 
-    def _schedule_changes(self) -> Iterator[Change]:
+    def _schedule_changes(self) -> Iterator[Changes]:
         fsdp, several = self.recipe.fsdp, self.report.job.micro_batches > 1
         if self.recipe.compile != "inductor" and self.report.pricing.device.kind == "gpu":
-            yield (("compile", "inductor"),)
+            yield ("compile=inductor",)
         if self.report.job.mesh.get(fsdp.axis, 1) > 1:
             for whether in ("false", "true"):
                 if str(fsdp.reshard_after_forward).lower() not in (whether, "auto"):
-                    yield (("fsdp.reshard_after_forward", whether),)
+                    yield (f"fsdp.reshard_after_forward={whether}",)
             for units in (0, 2, 4):
                 if units != fsdp.prefetch:
-                    yield (("fsdp.prefetch", str(units)),)
+                    yield (f"fsdp.prefetch={units}",)
             for how in ("wrap", "greedy"):
                 if how != fsdp.bucket:
-                    yield (("fsdp.bucket", how),)
+                    yield (f"fsdp.bucket={how}",)
         for remat in ("none", "selective", "{every: 2}", "full"):
             if remat != self.recipe.remat:
-                yield (("remat", remat),)
+                yield (f"remat={remat}",)
         if several and fsdp.accumulate.gather != "step":
-            yield (("fsdp.accumulate.gather", "step"),)
+            yield ("fsdp.accumulate.gather=step",)
         if several and fsdp.accumulate.reduce != "last":
-            yield (("fsdp.accumulate.reduce", "last"),)
+            yield ("fsdp.accumulate.reduce=last",)
 
-    def _micro_batches(self) -> Iterator[Change]:
+    def _micro_batches(self) -> Iterator[Changes]:
         job = self.report.job
         share = job.per_device * job.micro_batches
         for size in (job.per_device * 2, job.per_device * 4, job.per_device // 2):
             if size and share % size == 0:
-                yield (("batch.per_device", str(size)),)
+                yield (f"batch.per_device={size}",)
 
-    def _sequence(self) -> Iterator[Change]:
+    def _sequence(self) -> Iterator[Changes]:
         """Yields the change that shards norms and residuals over the sequence between tensor-parallel blocks.
 
         If the recipe does that already, yields the change that makes them whole.
@@ -220,14 +190,14 @@ class _Search:
         cut = sorted(d for d in named if rules.get(d))
         if cut:
             whole = {name: [None if d in cut else d for d in dims] for name, dims in annotate.items()}
-            yield (*((f"sharding.rules.{d}", "null") for d in cut), ("sharding.annotate", json.dumps(whole)))
+            yield (*(f"sharding.rules.{d}=null" for d in cut), f"sharding.annotate={json.dumps(whole)}")
         elif self.report.job.mesh.get("tp", 1) > 1 and self.recipe.model.preset is not None and not named:
             dims = ["batch", "seq_sp", "embed"]
             annotations = json.dumps({"layers.*.residual": dims, "embedded": dims})
-            yield (("sharding.rules.seq_sp", "tp"), ("sharding.annotate", annotations))
+            yield ("sharding.rules.seq_sp=tp", f"sharding.annotate={annotations}")
 
-    def _meshes(self, split_only: bool = False) -> Iterator[Change]:
-        """Yields smaller and larger FSDP groups, then other sizes of tp; with `split_only` only smaller groups."""
+    def _fsdp_groups(self, smaller: bool = False) -> Iterator[Changes]:
+        """Yields FSDP groups of other sizes; with `smaller` only smaller ones."""
         sizes = self.report.job.mesh
         dp, fsdp = sizes.get("dp", 1), sizes.get("fsdp", 1)
         if "fsdp" not in sizes or self.recipe.pipeline is not None:
@@ -235,22 +205,18 @@ class _Search:
         ranks = dp * fsdp
         groups = [2**n for n in range(int(math.log2(ranks)) + 1) if ranks % 2**n == 0 and 2**n != fsdp]
         for group in sorted(groups, key=lambda group: abs(math.log2(group / fsdp)))[:8]:
-            if split_only and group > fsdp:
-                continue
-            if self._stores(fsdp / group):
-                yield (("mesh.dp", str(ranks // group)), ("mesh.fsdp", str(group)))
-        if not split_only:
-            yield from self._tensor_parallel()
+            if not (smaller and group > fsdp) and self._stores(fsdp / group):
+                yield (f"mesh.dp={ranks // group}", f"mesh.fsdp={group}")
 
-    def _tensor_parallel(self) -> Iterator[Change]:
+    def _tensor_parallel(self) -> Iterator[Changes]:
         job = self.report.job
         tp, fsdp = job.mesh.get("tp", 1), job.mesh.get("fsdp", 1)
         if "fsdp" not in job.mesh or self.recipe.pipeline is not None:
             return
         if tp % 2 == 0:
-            yield (("mesh.fsdp", str(fsdp * 2)), ("mesh.tp", str(tp // 2)))
+            yield (f"mesh.fsdp={fsdp * 2}", f"mesh.tp={tp // 2}")
         if fsdp % 2 == 0 and tp * 2 <= job.devices_per_node:
-            yield (("mesh.fsdp", str(fsdp // 2)), ("mesh.tp", str(tp * 2)))
+            yield (f"mesh.fsdp={fsdp // 2}", f"mesh.tp={tp * 2}")
 
     def _stores(self, times: float) -> bool:
         """Whether a device can hold `times` its present parameters, gradients and moments."""
@@ -259,21 +225,15 @@ class _Search:
         return fits
 
 
-def combine(one: Change, other: Change) -> Change | None:
+def combine(one: Changes, other: Changes) -> Changes | None:
     """Combines two changes; None if both change the same key, or both the mesh."""
-    keys = {key.partition(".")[0] if key.startswith("mesh.") else key for key, _ in one}
-    if any((key.partition(".")[0] if key.startswith("mesh.") else key) in keys for key, _ in other):
-        return None
-    return (*one, *other)
+    return (*one, *other) if {*map(_changed, one)}.isdisjoint(map(_changed, other)) else None
 
 
-def _order(setting: tuple[str, str]) -> tuple[bool, str]:
-    return not setting[0].startswith("mesh."), setting[0]
+def _changed(change: str) -> str:
+    """The key of a change; `mesh` for all axes."""
+    return "mesh" if change.startswith("mesh.") else change.partition("=")[0]
 
 
-def _words(change: Iterable[tuple[str, str]]) -> str:
-    return ", ".join(f"{key}: {value}" for key, value in change)
-
-
-def _edit(change: Iterable[tuple[str, str]], price: VariantPrice) -> Edit:
-    return Edit(_words(change), price.needed_bytes, price.step_s, price.fits)
+def _order(change: str) -> tuple[bool, str]:
+    return not change.startswith("mesh."), change

@@ -21,6 +21,7 @@ from tpshard.plan import (
     pictures,
     save,
     screen,
+    search,
     search_pipelines,
     suggest,
     trace,
@@ -175,5 +176,5 @@ def test_a_pipeline_that_waits_is_told_schedules_that_wait_less(monkeypatch: pyt
         faster = recipe.pipeline.schedule == "zero_bubble"
         return VariantPrice(1, report.pricing.step_s * (0.9 if faster else 1.1), 0.0, True)
 
-    monkeypatch.setattr(suggest, "price_variant", priced)
+    monkeypatch.setattr(search, "price_variant", priced)
     assert [edit.change for edit in suggest.promising(report, recipe)] == ["pipeline.schedule: zero_bubble"]

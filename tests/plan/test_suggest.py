@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from small_recipe import RECIPE
-from tpshard.plan import make, suggest
+from tpshard.plan import make, search, suggest
 from tpshard.plan.report import Report
 from tpshard.plan.search_result import VariantPrice
 from tpshard.recipes.load import loads, with_changes
@@ -48,7 +48,7 @@ def steps(report: Report, gains: Mapping[str, float], unfit: tuple[str, ...] = (
 
 def test_changes_that_help_are_combined_and_those_that_do_not_fit_left_out(report, monkeypatch) -> None:
     monkeypatch.setattr(
-        suggest, "price_variant", steps(report, {"remat": 0.9, "fsdp.prefetch": 0.8, "tp": 0.5}, ("tp",))
+        search, "price_variant", steps(report, {"remat": 0.9, "fsdp.prefetch": 0.8, "tp": 0.5}, ("tp",))
     )
     suggestions = suggest.suggest(report, loads(RECIPE))
     assert {change.partition("=")[0] for change in changes(suggestions.edits[0])} == {"remat", "fsdp.prefetch"}
@@ -56,7 +56,7 @@ def test_changes_that_help_are_combined_and_those_that_do_not_fit_left_out(repor
 
 
 def test_where_nothing_helps_the_search_says_what_it_tried(report, monkeypatch) -> None:
-    monkeypatch.setattr(suggest, "price_variant", steps(report, {}))
+    monkeypatch.setattr(search, "price_variant", steps(report, {}))
     suggestions = suggest.suggest(report, loads(RECIPE))
     assert suggestions.edits == [] and suggestions.planned > 10
     assert (
@@ -70,8 +70,8 @@ def test_sequence_parallelism_is_put_in_and_taken_out(report) -> None:
 
     def changed(of: Report, recipe: Recipe) -> Recipe:
         actual = suggest._Search(of, recipe, print).free()
-        (change,) = [c for c in actual if c[0][0].startswith("sharding.")]
-        return with_changes(recipe, [f"{key}={value}" for key, value in change])
+        (change,) = [c for c in actual if c[0].startswith("sharding.")]
+        return with_changes(recipe, change)
 
     cut = changed(report, plain)
     with_it = make.report(cut, "")
