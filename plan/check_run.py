@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tpshard.devices.read import device as device_named
 from tpshard.parallelism.cost import Device
 from tpshard.plan import compare, make, save
-from tpshard.plan.units import count, gib, seconds
+from tpshard.plan.units import FORMS, count, seconds
 from tpshard.recipes import load as recipes
 from tpshard.recipes.diagnostic import Mistakes
 
@@ -56,9 +56,6 @@ class RunFinding:
     distrust: list[str] = field(default_factory=list)
     """Constants of the device file that may be wrong, the likeliest first, with their value and the one that would
     fit."""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def check(folder: Path) -> RunFinding:
@@ -162,9 +159,6 @@ def _links(exposed: RunFigure, plan: Any) -> list[str]:
         for link, link_s in sorted(times.items(), key=lambda item: -item[1])
         if link != "none" and link_s >= SHARE * whole
     ]
-
-
-FORMS = {"step_s": seconds, "exposed_comm_s": seconds, "peak_memory_bytes": gib, "sent_bytes": gib}
 
 
 def text(finding: RunFinding) -> str:

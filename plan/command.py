@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from tpshard.plan import (
 from tpshard.plan import diff as diffs
 from tpshard.plan import skew as skews
 from tpshard.plan import trace as traces
-from tpshard.plan.outputs import CommandResult, PlanOptions
+from tpshard.plan.outputs import CommandResult, PlanOptions, answer
 from tpshard.plan.plan_cache import PlanEntry
 from tpshard.plan.report import Report
 from tpshard.programs.setting import Setting, devices_of
@@ -51,40 +50,31 @@ def run(
     """
     tell = note or (lambda _: None)
     folder = Path(recipe.run.dir)
-    saved = [folder / name for name in ("plan.json", "plan.html", "plan.trace.json")]
     writes = {"fastest.yaml": options.search, "fits.yaml": options.fit, "pinned.yaml": options.pin}
-    recipes = [folder / name for name, on in writes.items() if on]
-    plans = not (recipes or options.passes or options.net) and options.explain is None and other is None
-    saved = recipes or saved
-    to_write = saved if (plans or recipes) and not options.dry_run else []
-    for path in (options.html, options.trace, options.svg, *to_write):
-        if path is not None:
-            save.check_writable(path)
+    recipes = [folder / name for name, on in writes.items() if on and not options.dry_run]
+    files = outputs.files(options, folder) if options.plans and other is None else []
+    for path in (*recipes, *(path for path, _ in files)):
+        save.check_writable(path)
     if options.search:
-        return _answer_search(recipe, options, tell, to_write)
+        return _answer_search(recipe, options, tell, recipes)
     if options.passes:
         rows = between.rows(Setting.of(recipe, devices_of(recipe)))
-        shown = json.dumps(between.to_json(rows), indent=1) + "\n" if options.as_json else between.text(rows)
-        return CommandResult(shown, Exit.DONE)
+        return answer(options.as_json, between.to_json(rows), between.text(rows))
     variants = Variants()
     report = make.report(recipe, options.source or recipe.name, options.what, accuracy(), variants)
     if options.fit or options.pin:
-        return _changed_recipe(report, recipe, options, tell, to_write, variants)
+        return _changed_recipe(report, recipe, options, tell, recipes, variants)
     if options.explain is not None:
         explanation = _answer_explain(report, options.explain)
-        answer = {"name": options.explain, "lines": explanation.splitlines()}
-        return CommandResult(json.dumps(answer, indent=1) + "\n" if options.as_json else explanation, Exit.DONE)
+        return answer(options.as_json, {"name": options.explain, "lines": explanation.splitlines()}, explanation)
     if other is not None:
         before, after = options.compared
         changed = diffs.diff(report, make.report(other, other.name, options.what))
         changed |= {"before": before or recipe.name, "after": after or other.name}
-        return CommandResult(
-            json.dumps(changed, indent=1) + "\n" if options.as_json else diffs.text(changed), Exit.DONE
-        )
+        return answer(options.as_json, changed, diffs.text(changed))
     if options.net:
         network = placements.net(report, recipe, variants)
-        shown = json.dumps(network.to_json(), indent=1) + "\n" if options.as_json else placements.text(network)
-        return CommandResult(shown, Exit.DONE)
+        return answer(options.as_json, network.to_json(), placements.text(network))
     if options.run is not None:
         report.forecast = make.forecast_of(report, recipe, options.run)
     if options.skew is not None:
@@ -96,11 +86,10 @@ def run(
         report.suggestions, report.searched, report.search_summary = faster.edits, faster.to_json(), faster.words
     elif options.what == "train":
         report.suggestions = suggest.promising(report, recipe, variants=variants)
-    code = Exit.DONE if report.fits else Exit.FIT
     forms = texts(report, recipe, options)
     if entry is not None:
         entry.write(forms)
-    return CommandResult(outputs.deliver(options, folder, forms, tell), code)
+    return outputs.deliver(options, folder, forms, tell)
 
 
 def texts(report: Report, recipe: Recipe, options: PlanOptions) -> dict[str, str]:
@@ -112,7 +101,7 @@ def texts(report: Report, recipe: Recipe, options: PlanOptions) -> dict[str, str
 def _text(kind: str, report: Report, recipe: Recipe) -> str:
     """The report in one form: json, saved, screen, verbose, page, trace or svg."""
     if kind == "json":
-        return json.dumps(report.to_json(), indent=1) + "\n"
+        return outputs.dumps(report.to_json())
     if kind == "saved":
         return save.dumps(report, recipe)
     if kind in ("screen", "verbose"):
@@ -131,23 +120,25 @@ def _changed_recipe(
         recipe_text = fitting.text(fitted, report, recipe)
         shown: dict[str, object] = {"edits": [] if fitted is None else fitted.changes, "recipe": recipe_text}
         if fitted is not None:
-            shown |= {"harms": [harm.name.lower() for harm in fitted.harms], **dataclasses.asdict(fitted.price)}
+            shown |= {"harms": [harm.name.lower() for harm in fitted.harms], **asdict(fitted.price)}
     else:
         pinned = pinning.pin(report, recipe)
         recipe_text = pinning.text(pinned, report.job.name)
         shown = {"pins": pinned.pins, "left": pinned.left, "programs": dict(pinned.fingerprints), "recipe": recipe_text}
+    _save(recipe_text, to_write, tell)
+    return answer(options.as_json, shown, recipe_text)
+
+
+def _save(recipe: str, to_write: Sequence[Path], tell: Callable[[str], None]) -> None:
     for path in to_write:
-        save.write(path, recipe_text)
+        save.write(path, recipe)
         tell(f"saved {path}; next: tpshard plan {path}, tpshard train {path}")
-    return CommandResult(json.dumps(shown, indent=1) + "\n" if options.as_json else recipe_text, Exit.DONE)
 
 
 def check(folder: Path, as_json: bool = False) -> CommandResult:
     """The answer of `--check`: a run compared with its plan. Raises `Mistakes` where the run or the plan is missing."""
     finding = check_run.check(folder)
-    return CommandResult(
-        json.dumps(finding.to_json(), indent=1) + "\n" if as_json else check_run.text(finding), Exit.DONE
-    )
+    return answer(as_json, asdict(finding), check_run.text(finding))
 
 
 def _answer_search(
@@ -155,18 +146,14 @@ def _answer_search(
 ) -> CommandResult:
     result = search.search(recipe, tell, processes=os.cpu_count() or 1)
     winner = search_result.winner(result, recipe)
-    for path in to_write if winner else ():
-        save.write(path, winner)
-        tell(f"saved {path}; next: tpshard plan {path}, tpshard train {path}")
-    code = Exit.DONE if winner else Exit.FIT
-    if options.as_json:
-        rows = [{**(row := dataclasses.asdict(c)), "found": row.pop("price")} for c in result.candidates]
-        answer = {
-            "candidates": rows, "refused": result.refused, "untried": result.untried,
-            "as_written": result.as_written and dataclasses.asdict(result.as_written), "recipe": winner or None
-        }  # fmt: skip
-        return CommandResult(json.dumps(answer, indent=1) + "\n", code)
-    return CommandResult(search_result.text(result, recipe), code)
+    if winner:
+        _save(winner, to_write, tell)
+    shown = {
+        "candidates": [{**(row := asdict(c)), "found": row.pop("price")} for c in result.candidates],
+        "refused": result.refused, "untried": result.untried,
+        "as_written": result.as_written and asdict(result.as_written), "recipe": winner or None,
+    }  # fmt: skip
+    return answer(options.as_json, shown, search_result.text(result, recipe), Exit.DONE if winner else Exit.FIT)
 
 
 def _answer_explain(report: Report, name: str) -> str:

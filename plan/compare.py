@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from tpshard.plan import save
-from tpshard.plan.units import gib, seconds
+from tpshard.plan.units import FORMS
 
 SHIPPED_CPU = "cpu"
 """The name of the device file that stands for any CPU."""
@@ -33,7 +34,7 @@ def compare(folder: Path, plan: Any = None) -> dict[str, Any] | None:
     predicted = {
         "step_s": plan["time"]["step_s"],
         **_of_first_rank(plan),
-        "tokens_per_s": plan["tokens_per_s_per_device"] * _devices(plan),
+        "tokens_per_s": plan["tokens_per_s_per_device"] * math.prod(plan["mesh"].values()),
     }
     comparison: dict[str, Any] = {}
     for name, value in predicted.items():
@@ -74,10 +75,9 @@ def record(folder: Path) -> str:
         return ""
     plan = save.read(str(folder / "plan.json")).report
     save.write(folder / "plan_measured.json", json.dumps(comparison, indent=1, sort_keys=True) + "\n")
-    show = {"step_s": seconds, "exposed_comm_s": seconds, "peak_memory_bytes": gib, "sent_bytes": gib}
     parts = []
     for name, row in comparison.items():
-        form = show.get(name, lambda v: f"{v:.0f}")
+        form = FORMS.get(name, lambda v: f"{v:.0f}")
         error = "" if row["error"] is None else f" ({100 * row['error']:+.0f}%)"
         parts.append(f"{name} {form(row['predicted'])} against {form(row['measured'])}{error}")
     line = "planned against measured: " + ", ".join(parts)
@@ -100,10 +100,3 @@ def _of_first_rank(plan: Any) -> dict[str, float]:
         peak, count = plan["memory"]["peak_bytes"], sum(line["count"] for line in lines)
         sent = sum(line["wire_bytes"] for line in lines)
     return {"exposed_comm_s": waited, "peak_memory_bytes": peak, "collectives": count, "sent_bytes": sent}
-
-
-def _devices(plan: Any) -> int:
-    n = 1
-    for size in plan["mesh"].values():
-        n *= size
-    return n

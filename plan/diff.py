@@ -9,7 +9,7 @@ from tpshard.parallelism.words import axes_text
 from tpshard.plan.report import Report
 from tpshard.plan.rows import pattern
 from tpshard.plan.screen import cut, pipeline_words, sharding_text
-from tpshard.plan.units import gib, seconds
+from tpshard.plan.units import FORMS, gib
 
 MOST_ROWS = 24
 """The largest number of rows of a table on the screen."""
@@ -88,13 +88,13 @@ def _collectives(before: Report, after: Report) -> list[dict[str, Any]]:
 
 def text(difference: dict[str, Any]) -> str:
     """The result of `diff` as text."""
-    show = {"step_s": seconds, "exposed_comm_s": seconds, "needed_bytes": gib, "sent_bytes": gib}
+
     lines = [f"{difference['before']} -> {difference['after']}"]
     if difference["devices"][0] != difference["devices"][1]:
         before, after = difference["devices"]
         lines.append(f"  on {before:,} and on {after:,} devices: figures are of one device each")
     for name, row in difference["figures"].items():
-        form = show.get(name, lambda v: f"{v:.4g}")
+        form = FORMS.get(name, lambda v: f"{v:.4g}")
         change = "" if row["change"] is None else f"  {100 * row['change']:+.1f}%"
         lines.append(f"  {name:<26} {form(row['before']):>12} -> {form(row['after']):>12}{change}")
     if difference["pipeline"][0] != difference["pipeline"][1]:

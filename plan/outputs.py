@@ -5,6 +5,7 @@ Does not import torch, so that a cached plan (see `plan_cache`) is printed witho
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,11 @@ class PlanOptions:
     compared: tuple[str, str] = ("", "")
     """The names of the two recipes of a comparison; "" for their own names."""
 
+    @property
+    def plans(self) -> bool:
+        """Whether the output is a plan, as far as these options say."""
+        return not (self.search or self.passes or self.net or self.fit or self.pin) and self.explain is None
+
 
 @dataclass(frozen=True)
 class CommandResult:
@@ -58,32 +64,40 @@ class CommandResult:
 
 def kinds(options: PlanOptions) -> list[str]:
     """The kinds of text that the options request, that for stdout first."""
-    requested = ["json" if options.as_json else "verbose" if options.verbose else "screen"]
-    files = {"page": options.html, "trace": options.trace, "svg": options.svg}
-    requested += [kind for kind, path in files.items() if path is not None]
-    return list(dict.fromkeys([*requested, *([] if options.dry_run else SAVED.values())]))
+    shown = "json" if options.as_json else "verbose" if options.verbose else "screen"
+    return list(dict.fromkeys([shown, *(kind for _, kind in files(options, Path()))]))
 
 
-def deliver(options: PlanOptions, folder: Path, texts: Mapping[str, str], tell: Callable[[str], None]) -> str:
-    """Writes a plan's texts to the files that the options name and, unless `dry_run`, to the run's `folder`.
+def files(options: PlanOptions, folder: Path) -> list[tuple[Path, str]]:
+    """The files of a plan with the kinds of their texts: those that the options name and, unless `dry_run`, those in
+    the run's `folder`."""
+    named = [(options.html, "page"), (options.trace, "trace"), (options.svg, "svg")]
+    saved = [] if options.dry_run else [(folder / name, kind) for name, kind in SAVED.items()]
+    return [*((path, kind) for path, kind in named if path is not None), *saved]
 
-    Returns the text for stdout.
-    """
-    files = [(options.html, "page"), (options.trace, "trace"), (options.svg, "svg")]
-    if not options.dry_run:
-        files += [(folder / name, kind) for name, kind in SAVED.items()]
-    for path, kind in files:
-        if path is not None:
-            save.write(path, texts[kind])
+
+def answer(as_json: bool, data: object, text: str, exit: Exit = Exit.DONE) -> CommandResult:
+    """An answer that is printed as JSON or as text."""
+    return CommandResult(dumps(data) if as_json else text, exit)
+
+
+def dumps(data: object) -> str:
+    """The JSON that the command prints."""
+    return json.dumps(data, indent=1) + "\n"
+
+
+def deliver(options: PlanOptions, folder: Path, texts: Mapping[str, str], tell: Callable[[str], None]) -> CommandResult:
+    """Writes a plan's texts to its `files`. Returns the text for stdout, and the exit code that `exit` gives."""
+    for path, kind in files(options, folder):
+        save.write(path, texts[kind])
     if not options.dry_run:
         tell(f"saved {folder}/{', '.join(SAVED)}")
-    return texts[kinds(options)[0]]
+    return CommandResult(texts[kinds(options)[0]], Exit(int(texts["exit"])))
 
 
 def entry(recipe: Recipe, options: PlanOptions) -> PlanEntry | None:
     """The cache entry of a recipe's plan; None for options whose output is no plan, or a recipe that has no entry."""
-    modes = options.search or options.passes or options.net or options.fit or options.pin or options.explain is not None
-    if modes:
+    if not options.plans:
         return None
     return entry_of(recipe, options.source, options.what, options.suggest, options.run, options.skew)
 
@@ -99,12 +113,6 @@ def cached_result(
     if texts is None:
         return None
     folder = Path(recipe.run.dir)
-    for path in (
-        options.html,
-        options.trace,
-        options.svg,
-        *(() if options.dry_run else (folder / name for name in SAVED)),
-    ):
-        if path is not None:
-            save.check_writable(path)
-    return CommandResult(deliver(options, folder, texts, tell), Exit(int(texts["exit"])))
+    for path, _ in files(options, folder):
+        save.check_writable(path)
+    return deliver(options, folder, texts, tell)

@@ -46,3 +46,9 @@ def count(n: float) -> str:
         if abs(n) >= size:
             return f"{n / size:.2f} {unit}"
     return f"{n:.0f}"
+
+
+FORMS = {
+    "step_s": seconds, "exposed_comm_s": seconds, "peak_memory_bytes": gib, "needed_bytes": gib, "sent_bytes": gib,
+}  # fmt: skip
+"""The form of the figures that are times or amounts of memory, by name."""
