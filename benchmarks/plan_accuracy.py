@@ -176,7 +176,7 @@ def figures(row: dict[str, str], recipe: Recipe, quick: bool) -> tuple[float, fl
     """(GiB in the row's measure of memory, seconds of a step)."""
     build = Variants().for_prices if quick else make.build_programs
     parts, (device, _, per_host) = parts_of(row, build(Setting.of(recipe))), cluster.device_of(recipe)
-    pricing = price_parts(parts, device, per_host, processes=per_host, trains=True)
+    pricing = price_parts(parts, device, per_host, trains=True)
     memory = pricing.reserved_bytes if row.get("mem_kind") == "reserved_peak" else pricing.peak_bytes
     return memory / 2**30, pricing.step_s
 

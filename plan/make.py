@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tpshard.parallelism.fusion import Compiled
-from tpshard.parallelism.program import Program
 from tpshard.plan import describe, save, server, stage_times
 from tpshard.plan.forecast import Conditions, Forecast, forecast
-from tpshard.plan.pricing import Pricing, StepPart, price_parts, priced_pipeline
+from tpshard.plan.pricing import Pricing, StepPart, bytes_of, price_parts, priced_pipeline
 from tpshard.plan.report import PlannedJob, Report
 from tpshard.programs import cluster, saved_step, training
 from tpshard.programs.choices import compiled_by
@@ -26,7 +25,7 @@ def training_parts(programs: training.TrainingPrograms, compiled: Compiled | Non
     """The parts of a training step in execution order: the micro-batches, then the update."""
     recipe, times = programs.setting.recipe, programs.setting.batch.micro_batches
     chosen = compiled or compiled_by(recipe)
-    rest = {kind: _input_bytes(programs.update, kind) for kind in ("parameter", "gradient", "optimizer")}
+    rest = {kind: bytes_of(programs.update.inputs, kind) for kind in ("parameter", "gradient", "optimizer")}
     moments = {"optimizer": rest["optimizer"]}
     stored = {"parameters": rest["parameter"]} if programs.gather is not None else {}
     parts = [StepPart("micro-batch", programs.micro, times, moments | stored, chosen)]
@@ -39,11 +38,6 @@ def training_parts(programs: training.TrainingPrograms, compiled: Compiled | Non
     return [*parts, StepPart("update", programs.update, 1, {}, chosen)]
 
 
-def _input_bytes(program: Program, kind: str) -> int:
-    """Bytes of a device's inputs of one kind."""
-    return sum(port.local_bytes for port in program.inputs if port.kind == kind)
-
-
 def price_training(programs: training.TrainingPrograms, compiled: Compiled | None = None) -> Pricing:
     """Prices a training step of built programs. `compiled` overrides the recipe's setting."""
     device, _, per_host = cluster.device_of(programs.setting.recipe)
@@ -51,7 +45,7 @@ def price_training(programs: training.TrainingPrograms, compiled: Compiled | Non
         chosen = compiled or compiled_by(programs.setting.recipe)
         piped = stage_times.price_pipeline(programs.pipeline, device, per_host, chosen)
         return priced_pipeline(piped, device.shared_by(per_host), programs.setting.mesh, per_host)
-    return price_parts(training_parts(programs, compiled), device, per_host, processes=per_host, trains=True)
+    return price_parts(training_parts(programs, compiled), device, per_host, trains=True)
 
 
 def report(

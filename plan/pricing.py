@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ from tpshard.parallelism.fusion import NONE, CacheReads, Compiled, Kernel
 from tpshard.parallelism.liveness import Memory, liveness
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.network import Topology
-from tpshard.parallelism.program import Collective, Program
+from tpshard.parallelism.program import Collective, Info, Port, Program
 from tpshard.parallelism.runtime.heap import MAPPED_BYTES
 from tpshard.parallelism.timeline import Priced, Timeline, price
 
@@ -40,6 +40,13 @@ class PricedPart:
     priced: Priced
     timeline: Timeline
     memory: Memory
+
+    def collectives(self) -> Iterator[tuple[Info, Collective, CommCost, float]]:
+        """Yields its collectives in issue order: the node's `Info`, the collective, its cost and exposed seconds."""
+        for i, cost in self.priced.costs.items():
+            info = info_of(self.priced.kernels[i].node)
+            assert info.comm is not None
+            yield info, info.comm, cost, self.timeline.exposed.get(i, 0.0)
 
     @property
     def seconds(self) -> float:
@@ -69,8 +76,8 @@ class Line:
     dtype: str
     algorithm: str
     phase: str
-    reason: str
     requested: bool
+    reason: str
     count: int = 0
     members: int = 0
     bytes: int = 0
@@ -169,11 +176,21 @@ class Pricing:
         """The step's collectives in groups, the most expensive first."""
         groups: dict[tuple[object, ...], Line] = {}
         for entry in self.parts:
-            for i, cost in sorted(entry.priced.costs.items()):
-                node = entry.priced.kernels[i].node
-                info = info_of(node)
-                assert info.comm is not None
-                _add(groups, info.comm, info.phase, cost, entry.timeline.exposed.get(i, 0.0), entry.part.times)
+            for info, comm, cost, exposed in entry.collectives():
+                key = (
+                    comm.kind, comm.axes, comm.of, cost.wire, cost.level, comm.dtype, cost.algorithm, info.phase,
+                    comm.requested,
+                )  # fmt: skip
+                if key not in groups:
+                    groups[key] = Line(*key, comm.reason)
+                line, times = groups[key], entry.part.times
+                line.issues.append(comm)
+                line.count += times
+                line.members += comm.members * times
+                line.bytes += comm.bytes * times
+                line.wire_bytes += cost.wire_bytes * times
+                line.time_s += cost.seconds * times
+                line.exposed_s += exposed * times
         return sorted(groups.values(), key=lambda line: (-line.time_s, line.kind, str(line.axes), line.of, line.phase))
 
 
@@ -184,55 +201,31 @@ def work_of(kernel: Kernel) -> tuple[int, int]:
     return (kernel.flops or info.flops), int(info.global_flops * times)
 
 
-def line_key(comm: Collective, phase: str, cost: CommCost) -> tuple[object, ...]:
-    """The properties that all collectives of one `Line` share, as a key."""
-    return (comm.kind, comm.axes, comm.of, cost.wire, cost.level, comm.dtype, cost.algorithm, phase, comm.requested)
+def bytes_of(ports: Iterable[Port], kind: str) -> int:
+    """Bytes of a device's inputs or outputs of one kind."""
+    return sum(port.local_bytes for port in ports if port.kind == kind)
 
 
-def _add(
-    groups: dict[tuple[object, ...], Line], comm: Collective, phase: str, cost: CommCost, exposed: float, times: int
-) -> None:
-    """Adds a collective, which runs `times` times a step, to the line of its group."""
-    key = line_key(comm, phase, cost)
-    line = groups.get(key)
-    if line is None:
-        line = groups[key] = Line(
-            comm.kind,
-            comm.axes,
-            comm.of,
-            cost.wire,
-            cost.level,
-            comm.dtype,
-            cost.algorithm,
-            phase,
-            comm.reason,
-            comm.requested,
-        )
-    line.issues.append(comm)
-    line.count += times
-    line.members += comm.members * times
-    line.bytes += comm.bytes * times
-    line.wire_bytes += cost.wire_bytes * times
-    line.time_s += cost.seconds * times
-    line.exposed_s += exposed * times
+def memory_of(part: StepPart, priced: Priced, device: Device) -> Memory:
+    """The memory of a priced part."""
+    return liveness(part.program, priced.kernels, always=part.always, exchanges=device.exchanges)
 
 
-def price_parts(
-    parts: Sequence[StepPart], device: Device, per_host: int, *, processes: int, trains: bool = False
-) -> Pricing:
+def price_part(part: StepPart, device: Device, per_host: int) -> PricedPart:
+    """The time and memory of one part of a step; `device` is that of one process."""
+    priced = price(part.program, device, per_host, compiled=part.compiled, cached=part.cached)
+    return PricedPart(part, priced, priced.run(), memory_of(part, priced, device))
+
+
+def price_parts(parts: Sequence[StepPart], device: Device, per_host: int, *, trains: bool = False) -> Pricing:
     """Prices a step: the memory and time of each of its parts on a device.
 
-    per_host: devices of a host that the mesh uses. processes: those on the busiest host. trains: whether the training
-    loop's own work is included.
+    per_host: devices of a host that the mesh uses. trains: whether the training loop's own work is included.
     """
-    one_device = device.shared_by(processes)
-    done = []
-    for part in parts:
-        priced = price(part.program, one_device, per_host, compiled=part.compiled, cached=part.cached)
-        memory = liveness(part.program, priced.kernels, always=part.always, exchanges=one_device.exchanges)
-        done.append(PricedPart(part, priced, priced.run(), memory))
+    one_device = device.shared_by(per_host)
+    done = [price_part(part, one_device, per_host) for part in parts]
     loop = _looping(one_device, parts[0].program.mesh, per_host) if trains else 0.0
-    return Pricing(one_device, done, loop + sum(priced_part.mapped_s(one_device) for priced_part in done))
+    return Pricing(one_device, done, loop + sum(part.mapped_s(one_device) for part in done))
 
 
 def priced_pipeline(piped: Piped, device: Device, mesh: Mesh, per_host: int) -> Pricing:

@@ -55,9 +55,8 @@ def reshards_of(pricing: Pricing) -> list[dict[str, Any]]:
     """The collectives that no annotation asks for, grouped, the most expensive first."""
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for entry in pricing.parts:
-        for i, cost in sorted(entry.priced.costs.items()):
-            comm = info_of(entry.priced.kernels[i].node).comm
-            if comm is None or comm.requested:
+        for _, comm, cost, _ in entry.collectives():
+            if comm.requested:
                 continue
             demand, value = comm.why[0], pattern(comm.value[0])
             key = (comm.kind, comm.axes, pattern(demand.mixes) or value, comm.bytes)
@@ -104,21 +103,11 @@ def losses_of(pricing: Pricing, devices: int, bubble: float = 0.0) -> list[dict[
 
 def buckets_of(pricing: Pricing) -> list[dict[str, Any]]:
     """FSDP's collectives in issue order with their bytes, for the part that takes most of a step's time."""
-    rows = []
-    entry = max(pricing.parts, key=lambda p: p.seconds)
-    for i, cost in sorted(entry.priced.costs.items()):
-        info = info_of(entry.priced.kernels[i].node)
-        if info.comm is None or info.comm.of not in ("parameter", "gradient"):
-            continue
-        rows.append(
-            {
-                "kind": info.comm.kind,
-                "unit": info.unit,
-                "phase": info.phase,
-                "members": info.comm.members,
-                "values": ", ".join(info.comm.value),
-                "bytes": info.comm.bytes,
-                "time_s": round_figure(cost.seconds),
-            }
-        )
-    return rows
+    return [
+        {
+            "kind": comm.kind, "unit": info.unit, "phase": info.phase, "members": comm.members,
+            "values": ", ".join(comm.value), "bytes": comm.bytes, "time_s": round_figure(cost.seconds),
+        }
+        for info, comm, cost, _ in max(pricing.parts, key=lambda part: part.seconds).collectives()
+        if comm.of in ("parameter", "gradient")
+    ]  # fmt: skip

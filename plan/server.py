@@ -50,7 +50,7 @@ def report(
         )
         for size, times in sizes.items()
     ]
-    pricing = price_parts(parts, device, per_host, processes=per_host)
+    pricing = price_parts(parts, device, per_host)
     program = parts[0].program
     config, quantized = setting.served.config, setting.served.quantized
     model = recipe.model.preset or recipe.model.hf or recipe.model.module or "model"

@@ -11,12 +11,11 @@ from tpshard.parallelism.core_turns import host_shares
 from tpshard.parallelism.cost import Device
 from tpshard.parallelism.flow import info_of
 from tpshard.parallelism.fusion import Compiled
-from tpshard.parallelism.liveness import liveness
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.schedules import Slot, StageTask, Table
 from tpshard.parallelism.stepping import RECEIVES_AHEAD, program_of
 from tpshard.parallelism.timeline import Priced, Timeline, price
-from tpshard.plan.pricing import PricedPart, StepPart
+from tpshard.plan.pricing import PricedPart, StepPart, bytes_of, memory_of, price_part
 from tpshard.plan.units import round_figure
 from tpshard.programs.staged import StagedPrograms
 
@@ -188,7 +187,7 @@ def price_pipeline(pipeline: StagedPrograms, whole: Device, per_host: int, compi
             StagePrice(
                 stage.index, table.device_of(stage.index), pipeline.layers[stage.index],
                 {kind: _until_handed_over(timeline) for kind, (_, timeline) in of_stage.items()},
-                _of_kind(stage.forward, "saved", outputs=True),
+                bytes_of(stage.forward.outputs, "saved"),
                 sum(c.bytes for c in sent if c is not None and c.kind == "send"), _send_delay(*of_stage["F"]),
             )
         )  # fmt: skip
@@ -213,9 +212,8 @@ def _sent(parts: list[PricedPart]) -> tuple[int, int]:
     """(collectives without those between stages, bytes sent) of the programs that a device runs in a step."""
     count = sent = 0
     for entry in parts:
-        for i, cost in entry.priced.costs.items():
-            comm = info_of(entry.priced.kernels[i].node).comm
-            count += entry.part.times * (comm is not None and comm.kind not in BETWEEN_STAGES)
+        for _, comm, cost, _ in entry.collectives():
+            count += entry.part.times * (comm.kind not in BETWEEN_STAGES)
             sent += entry.part.times * cost.wire_bytes
     return count, sent
 
@@ -229,9 +227,9 @@ def _device(
 ) -> tuple[list[PricedPart], PricedPart]:  # fmt: skip
     """The programs that one device runs in a step, and the one in which its memory peaks."""
     table, programs = pipeline.table, pipeline.devices[place]
-    rest = {HELD[kind]: _of_kind(programs.update, kind) for kind in ("parameter", "gradient", "optimizer")}
+    rest = {HELD[kind]: bytes_of(programs.update.inputs, kind) for kind in ("parameter", "gradient", "optimizer")}
     if programs.gather is not None:
-        rest["parameters"] += _of_kind(programs.gather, "parameter", outputs=True)
+        rest["parameters"] += bytes_of(programs.gather.outputs, "parameter")
     parts, tallest = [], None
     held = dict.fromkeys(((s, m) for s in table.stages_of(place) for m in range(table.micro_batches)), 0)
     held_bytes = 0  # the sum of `held`
@@ -241,14 +239,14 @@ def _device(
     for i, task in enumerate(row):
         key, program = (task.kind, task.stage), program_of(pipeline.stages, task)
         coming = (program_of(pipeline.stages, later) for later in row[i + 1 : i + 1 + RECEIVES_AHEAD])
-        messages = sum(_of_kind(later, "received") for later in coming)
+        messages = sum(bytes_of(later.inputs, "received") for later in coming)
         others = held_bytes - held[task.stage, task.micro] + messages
-        inside = _of_kind(program, "saved")
+        inside = bytes_of(program.inputs, "saved")
         if key not in first:
             priced, timeline = runs[key]
             name = f"{NAMES[task.kind]} of stage {task.stage}"
             part = StepPart(name, program, table.micro_batches, _bytes_beside(rest, program, others), compiled)
-            memory = liveness(program, priced.kernels, always=part.always, exchanges=device.exchanges)
+            memory = memory_of(part, priced, device)
             own[key] = memory.peak_bytes - others
             first[key] = PricedPart(part, priced, _without_last_sends(timeline), memory)
             parts.append(first[key])
@@ -256,24 +254,21 @@ def _device(
         peak = own[key] + others + more
         if tallest is None or peak > tallest[0]:
             tallest = (peak, key, others + more)
-        saved = _of_kind(program, "saved", outputs=True)
+        saved = bytes_of(program.outputs, "saved")
         after = {"F": saved, "B": 0, "W": 0, "I": saved}[task.kind]
         if task.kind == "I":
             later = program_of(pipeline.stages, task._replace(kind="W"))
-            after = _of_kind(later, "saved")
+            after = bytes_of(later.inputs, "saved")
         held_bytes += after - held[task.stage, task.micro]
         held[task.stage, task.micro] = after
     assert tallest is not None
     _, key, others = tallest
     chosen = first[key]
-    always = _bytes_beside(rest, chosen.part.program, others)
-    memory = liveness(chosen.part.program, chosen.priced.kernels, always=always, exchanges=device.exchanges)
-    peak_part = PricedPart(replace(chosen.part, always=always), chosen.priced, chosen.timeline, memory)
+    part = replace(chosen.part, always=_bytes_beside(rest, chosen.part.program, others))
+    peak_part = replace(chosen, part=part, memory=memory_of(part, chosen.priced, device))
     for name, once in _run_once(pipeline, place):
-        priced = price(once, device, per_host, compiled=compiled)
-        part = StepPart(name, once, 1, _bytes_beside(rest, once, 0), compiled)
-        memory = liveness(once, priced.kernels, always=part.always, exchanges=device.exchanges)
-        parts.append(PricedPart(part, priced, _without_last_sends(priced.run()), memory))
+        whole = price_part(StepPart(name, once, 1, _bytes_beside(rest, once, 0), compiled), device, per_host)
+        parts.append(replace(whole, timeline=_without_last_sends(whole.timeline)))
     return parts, max([peak_part, *parts], key=lambda p: p.memory.peak_bytes)
 
 
@@ -288,14 +283,10 @@ def _run_once(pipeline: StagedPrograms, place: int) -> Iterator[tuple[str, Progr
 
 def _bytes_beside(rest: Mapping[str, int], program: Program, activations: int) -> dict[str, int]:
     """Bytes by category that stay in memory while a program runs, besides its own inputs."""
-    sizes = {name: size - sum(_of_kind(program, kind) for kind, is_ in HELD.items() if is_ == name)
+    sizes = {name: size - sum(bytes_of(program.inputs, kind) for kind, is_ in HELD.items() if is_ == name)
              for name, size in rest.items()}  # fmt: skip
     sizes["activations"] = activations
     return {name: size for name, size in sizes.items() if size > 0}
-
-
-def _of_kind(program: Program, kind: str, *, outputs: bool = False) -> int:
-    return sum(port.local_bytes for port in (program.outputs if outputs else program.inputs) if port.kind == kind)
 
 
 def _with_messages(priced: Priced, device: Device) -> Timeline:

@@ -148,7 +148,7 @@ def test_recomputation_trades_memory_for_time():
     for remat in ("none", "selective", "full"):
         setting = Setting.of(loads(RECIPE, [f"remat={remat}", "model.seq_len=64", "mesh.tp=1", "mesh.fsdp=4"]))
         micro = passes.apply(setting, step_programs.micro_program(setting))
-        pricing = price_parts([StepPart("micro-batch", micro, compiled="none")], device("cpu"), 4, processes=4)
+        pricing = price_parts([StepPart("micro-batch", micro, compiled="none")], device("cpu"), 4)
         actual[remat] = (pricing.peak_bytes, pricing.compute_s)
     assert actual["full"][0] < actual["selective"][0] < actual["none"][0]
     assert actual["full"][1] > actual["selective"][1] > actual["none"][1]
@@ -163,7 +163,7 @@ def test_step_time_is_what_its_lanes_say(report):
 def test_the_training_loop_has_work_of_its_own_and_agrees_once_a_step(programs, report):
     cpu = device("cpu")
     parts = make.training_parts(programs)
-    plain, trained = (price_parts(parts, cpu, 4, processes=4, trains=trains) for trains in (False, True))
+    plain, trained = (price_parts(parts, cpu, 4, trains=trains) for trains in (False, True))
     everyone = tuple(map(programs.setting.mesh.axis, ("fsdp", "tp")))
     agreed = collective(cpu.shared_by(4), Topology(programs.setting.mesh, 4), "all_reduce", everyone, 8)
     assert agreed.seconds > 0 and cpu.shared_by(4).overhead.step_s > 0
@@ -183,10 +183,7 @@ def test_results_too_large_for_the_heap_are_mapped_anew_in_each_step(monkeypatch
     program = replace(program, inputs=tuple(replace(port, kind="parameter") for port in program.inputs))
     monkeypatch.setattr(pricing, "MAPPED_BYTES", largest)
     boxes = {n: replace(device("cpu"), cpu=Cpu(cores=2, growth=growth)) for n, growth in ((1, 1e3), (2, 1e3), (0, 0.0))}
-    times = {
-        n: price_parts([StepPart("", program, n, compiled="none")], box, 1, processes=1).fixed_s
-        for n, box in boxes.items()
-    }
+    times = {n: price_parts([StepPart("", program, n, compiled="none")], box, 1).fixed_s for n, box in boxes.items()}
     assert times == {1: pytest.approx(mapped * 4096 / 1e3), 2: pytest.approx(2 * times[1]), 0: 0.0}
 
 
