@@ -8,7 +8,7 @@ from typing import Any
 
 from tpshard.plan.make import price_training, without_gc
 from tpshard.plan.screen import gib, seconds
-from tpshard.plan.units import round_figure
+from tpshard.plan.units import round_figures
 from tpshard.programs import training
 from tpshard.programs.setting import Setting
 from tpshard.programs.staged import between_passes
@@ -58,8 +58,7 @@ def rows(setting: Setting) -> list[Row]:
 
 
 def to_json(table: list[Row]) -> dict[str, Any]:
-    shown = [asdict(row) for row in table]
-    return {"passes": [{k: round_figure(v) if isinstance(v, float) else v for k, v in row.items()} for row in shown]}
+    return {"passes": [round_figures(asdict(row)) for row in table]}
 
 
 def text(priced_rows: list[Row]) -> str:

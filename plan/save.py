@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpshard.models.aside import write_file
 from tpshard.plan.units import SCHEMA
-from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, Source
+from tpshard.recipes.diagnostic import Exit, Mistakes, Source
 from tpshard.recipes.write import as_data
 
 if TYPE_CHECKING:
@@ -194,25 +194,16 @@ def check(saved: SavedPlan, recipe: Recipe, world: int) -> None:
     Raises `Mistakes` (exit 4) with all differences.
     """
     if saved.step is None:
-        differences = [
-            (Source(saved.path, 0, 0, ""), "it holds no programs of a training run, or another version wrote it")
-        ]
+        nowhere = Source(saved.path, 0, 0, "")
+        differences = [(nowhere, "it holds no programs of a training run, or another version wrote it")]
     else:
         differences = list(_differences(saved, recipe, world))
     if differences:
         (where, why), *also = differences
-        raise Mistakes(
-            [
-                Diagnostic(
-                    f"the plan {saved.path} is for another program",
-                    exit=Exit.FIT,
-                    where=where,
-                    why=why,
-                    fix="plan again with `tpshard plan`, or train without --plan",
-                    also=tuple(also),
-                )
-            ]
-        )
+        raise Mistakes.one(
+            f"the plan {saved.path} is for another program", exit=Exit.FIT, where=where, why=why,
+            fix="plan again with `tpshard plan`, or train without --plan", also=tuple(also),
+        )  # fmt: skip
 
 
 def _differences(saved: SavedPlan, recipe: Recipe, world: int) -> Iterator[tuple[Source, str]]:

@@ -143,9 +143,8 @@ def _more_devices(recipe: Recipe, sizes: Mapping[str, int]) -> Iterator[list[str
 def _served_smaller(report: Report, recipe: Recipe) -> Iterator[list[str]]:
     """Edits of a server that reduce memory, the least intrusive first."""
     tp, requests, length = report.job.mesh.get("tp", 1), recipe.serve.requests, recipe.model.seq_len
-    cache = report.static_bytes()["cache"]
-    block = cache // (server.cache_blocks(recipe) + 1)  # block 0, for padding, comes on top of `cache_mb`
-    left = cache - block - math.ceil(-report.spare_bytes / report.pricing.device.reserved)
+    cache = report.pricing.parts[0].part.always["cache"]
+    left = cache - math.ceil(-report.spare_bytes / report.pricing.device.reserved)
     if left >= max(2**20, cache // 8):
         yield [f"serve.cache_mb={left // 2**20}"]
     most = recipe.cluster.devices_per_node if recipe.cluster is not None else tp * 8

@@ -15,29 +15,25 @@ from tpshard.plan.units import gib
 from tpshard.programs import cluster
 from tpshard.programs.serve_setting import ServeSetting, Size
 from tpshard.programs.served import model_to_serve
-from tpshard.programs.serving import BLOCK_SIZE, ServingPrograms, build_serving
+from tpshard.programs.serving import BLOCK_SIZE, build_serving
 from tpshard.recipes.diagnostic import plural
 from tpshard.recipes.schema import Recipe
 
 
-def report(
-    recipe: Recipe, what: str, source: str = "", accuracy: str = "", blocks: int | None = None, whole: bool = True
-) -> Report:
-    """The plan of a server's steps, with the cache that the server would allocate, or one of `blocks` blocks.
+def report(recipe: Recipe, what: str, source: str = "", accuracy: str = "", whole: bool = True) -> Report:
+    """The plan of a server's steps, with the cache that the server would allocate.
 
     All requests of a step have `model.seq_len` tokens, or as many as the cache holds; a prompt takes as many steps as
     the server would use. With `whole` false the programs of other sizes are left out. Raises `Mistakes` (exit 4) where
     the mesh does not fit the heads.
     """
-    device, _, per_host = cluster.device_of(recipe)
-    setting = ServeSetting.of(recipe, model_to_serve(recipe, device.kind), device.kind)
+    setting, device, per_host = server_of(recipe)
     requests, length = recipe.serve.requests, recipe.model.seq_len
     sequences = 1 if what == "prefill" else min(requests, setting.most)
     sizes = setting.steps_of_prompt(length) if what == "prefill" else {setting.fitting(sequences): 1}
     programs = build_serving(setting) if whole else build_serving(setting, **setting.only(sizes))
-    ranks = setting.mesh.ranks
-    per_host = processes(recipe, ranks, per_host)
-    blocks = cache_blocks(recipe, programs, device) if blocks is None else blocks
+    one_device = device.shared_by(per_host)
+    blocks = programs.cache_blocks(one_device.memory_bytes - one_device.context_bytes)
     each = -(-length // BLOCK_SIZE)
     used = min(each * sequences, blocks)
     attended = used / sequences * (0.5 if what == "prefill" else 1)  # half on average while a prompt grows
@@ -57,7 +53,7 @@ def report(
     job = PlannedJob(
         name=recipe.name, recipe=source, what=what, model=model,
         params=sum(map(math.prod, programs.shapes.values())) if config is None else config.count, seq_len=length,
-        dtype=setting.served.dtype, mesh=dict(setting.mesh.axes), nodes=-(-ranks // per_host),
+        dtype=setting.served.dtype, mesh=dict(setting.mesh.axes), nodes=-(-setting.mesh.ranks // per_host),
         devices_per_node=per_host, global_sequences=sequences, per_device=sequences, micro_batches=1,
         tokens=length if what == "prefill" else sequences, compiled="eager", device_assumed=recipe.cluster is None,
         quantized="" if quantized is None else f"{quantized}, layout {recipe.serve.layout}",
@@ -77,20 +73,12 @@ def _steps_note(setting: ServeSetting, sizes: Mapping[Size, int]) -> str:
     return f"a prompt is computed in steps: {steps} (serve.step_tokens)"
 
 
-def cache_blocks(recipe: Recipe, programs: ServingPrograms | None = None, device: Device | None = None) -> int:
-    """Blocks of the cache that the server would allocate on an otherwise empty device of the recipe."""
-    of_recipe, _, per_host = cluster.device_of(recipe)
-    device = device or of_recipe
-    if programs is None:
-        setting = ServeSetting.of(recipe, model_to_serve(recipe, device.kind), device.kind)
-        programs = build_serving(setting, setting.rows[:1], ())
-    one_device = device.shared_by(processes(recipe, programs.setting.mesh.ranks, per_host))
-    return programs.cache_blocks(one_device.memory_bytes - one_device.context_bytes)
-
-
-def processes(recipe: Recipe, ranks: int, per_host: int) -> int:
-    """The number of a server's ranks on one host."""
-    return min(ranks, per_host) if recipe.cluster is not None else ranks
+def server_of(recipe: Recipe) -> tuple[ServeSetting, Device, int]:
+    """The setting of a recipe's server, its device, and the number of its ranks on one host."""
+    device, _, per_host = cluster.device_of(recipe)
+    setting = ServeSetting.of(recipe, model_to_serve(recipe, device.kind), device.kind)
+    ranks = setting.mesh.ranks
+    return setting, device, min(ranks, per_host) if recipe.cluster is not None else ranks
 
 
 def _too_few(blocks: int, requests: int, length: int, each: int) -> str:

@@ -130,7 +130,7 @@ class ServeAnswers:
                       "bytes": server.cache_bytes, "requests": self.fitting},
             "at_rate": _json(self.at_rate), "saturated": _json(self.saturated), "highest": _json(self.highest),
             "curve": [_json(f) for f in self.curve], "front": [asdict(point) for point in self.front],
-            "refused": list(self.refused), "provenance": self.provenance, "programs": server.listed,
+            "refused": list(self.refused), "provenance": self.provenance, "programs": server.programs.listed,
             "host": asdict(server.overhead),
         }  # fmt: skip
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tpshard.parallelism import core_turns
@@ -16,7 +16,7 @@ from tpshard.parallelism.schedules import Slot, StageTask, Table
 from tpshard.parallelism.stepping import RECEIVES_AHEAD, program_of
 from tpshard.parallelism.timeline import Priced, Timeline, price
 from tpshard.plan.pricing import PricedPart, StepPart, bytes_of, memory_of, price_part
-from tpshard.plan.units import round_figure
+from tpshard.plan.units import round_figure, round_figures
 from tpshard.programs.staged import StagedPrograms
 
 NAMES = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
@@ -33,14 +33,14 @@ class StagePrice:
     device: int
     """Its position on the pipeline's axis."""
     layers: int
-    seconds: Mapping[str, float]
-    """Seconds of its programs on one micro-batch, by kind of task."""
     saved_bytes: int
     """Bytes per device that one micro-batch saves for the backward pass."""
     sent_bytes: int
     """Bytes per device that one micro-batch sends to other stages."""
     late_s: float
     """Seconds after the task's end until its output has arrived at the next stage."""
+    seconds: Mapping[str, float]
+    """Seconds of its programs on one micro-batch, by the name of the task."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Piped:
     @property
     def kinds(self) -> list[str]:
         """The kinds of tasks that a stage runs on each micro-batch."""
-        return [NAMES[kind] for kind in self.stages[0].seconds]
+        return list(self.stages[0].seconds)
 
     @property
     def seconds(self) -> float:
@@ -131,21 +131,8 @@ class Piped:
             "split": [stage.layers for stage in self.stages],
             "balanced": self.programs.balanced,
             "above_mean": round_figure(self.above_mean),
-            "stages": [
-                {
-                    "stage": s.stage, "device": s.device, "layers": s.layers, "saved_bytes": s.saved_bytes,
-                    "sent_bytes": s.sent_bytes, "late_s": round_figure(s.late_s),
-                    "seconds": {NAMES[kind]: round_figure(value) for kind, value in s.seconds.items()},
-                }
-                for s in self.stages
-            ],
-            "by_device": [
-                {
-                    "busy_s": round_figure(d.busy_s), "once_s": round_figure(d.once_s), "peak_bytes": d.peak_bytes,
-                    "held": d.held, "collectives": d.collectives, "sent_bytes": d.sent_bytes,
-                }
-                for d in self.devices
-            ],
+            "stages": [round_figures(asdict(stage)) for stage in self.stages],
+            "by_device": [round_figures(asdict(device)) for device in self.devices],
             "table": [" ".join(f"{t.kind}{t.micro}/{t.stage}" for t in row) for row in table.rows],
         }  # fmt: skip
 
@@ -186,9 +173,9 @@ def price_pipeline(pipeline: StagedPrograms, whole: Device, per_host: int, compi
         stages.append(
             StagePrice(
                 stage.index, table.device_of(stage.index), pipeline.layers[stage.index],
-                {kind: _until_handed_over(timeline) for kind, (_, timeline) in of_stage.items()},
                 bytes_of(stage.forward.outputs, "saved"),
                 sum(c.bytes for c in sent if c is not None and c.kind == "send"), _send_delay(*of_stage["F"]),
+                {NAMES[kind]: _until_handed_over(timeline) for kind, (_, timeline) in of_stage.items()},
             )
         )  # fmt: skip
     for i in range(table.devices):

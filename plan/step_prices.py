@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from tpshard.parallelism.cost import Device, ServingOverhead
 from tpshard.parallelism.fusion import CacheReads
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.timeline import price
-from tpshard.plan.server import processes
-from tpshard.programs import cluster
+from tpshard.plan.server import server_of
 from tpshard.programs.serve_setting import ServeSetting, Size
-from tpshard.programs.served import model_to_serve
 from tpshard.programs.serving import BLOCK_SIZE, ServingPrograms, build_serving
 from tpshard.programs.traffic import Room
 from tpshard.recipes.diagnostic import Exit, Mistakes
@@ -75,19 +72,9 @@ class PricedServer:
         return self.prices.device.overhead.serving
 
     @property
-    def ranks(self) -> int:
-        """Number of devices of the server."""
-        return self.programs.setting.mesh.ranks
-
-    @property
     def longest(self) -> int:
         """The maximal number of tokens of a request, prompt plus answer."""
         return min(self.programs.setting.max_seq, self.room.blocks * BLOCK_SIZE)
-
-    @property
-    def listed(self) -> list[dict[str, Any]]:
-        """Row counts and fingerprints of the step's programs."""
-        return self.programs.listed
 
     def fitting(self, tokens: int) -> int:
         """The number of requests with this many tokens that the cache holds at once."""
@@ -105,16 +92,13 @@ class ServerBuilder:
 
         Raises `Mistakes` (exit 4) where the mesh does not fit the heads, or the weights the device.
         """
-        device, _, per_host = cluster.device_of(recipe)
-        setting = ServeSetting.of(recipe, model_to_serve(recipe, device.kind), device.kind)
+        setting, device, per_host = server_of(recipe)
         steps = {rows: self._program(setting, Size(rows)) for rows in setting.rows}
         chunks = {rows: self._program(setting, Size(rows, True)) for rows in setting.chunks}
         programs = replace(
             next(iter(steps.values())), setting=setting, steps={rows: one.steps[rows] for rows, one in steps.items()},
             chunks={rows: one.chunks[rows] for rows, one in chunks.items()},
         )  # fmt: skip
-        ranks = setting.mesh.ranks
-        per_host = processes(recipe, ranks, per_host)
         one_device = device.shared_by(per_host)
         free = one_device.memory_bytes - one_device.context_bytes
         blocks, each = programs.cache_blocks(free), programs.bytes("cache")

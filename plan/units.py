@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 SCHEMA = 1
 """The version of a plan's JSON."""
 
@@ -9,6 +11,13 @@ SCHEMA = 1
 def round_figure(value: float) -> float:
     """The value with nine significant digits, so that every machine prints the same text."""
     return float(f"{value:.9g}")
+
+
+def round_figures(data: Any) -> Any:
+    """Plain data with all its fractions rounded as by `round_figure`."""
+    if isinstance(data, dict):
+        return {key: round_figures(value) for key, value in data.items()}
+    return round_figure(data) if isinstance(data, float) else data
 
 
 def gib(n: float) -> str:
