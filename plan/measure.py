@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import psutil
-from tpshard.parallelism.cost import Device, ServingOverhead, collective, wire_bytes
+from tpshard.parallelism.cost import Crowd, Device, ServingOverhead, collective, wire_bytes
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.network import Link, Topology
 from tpshard.recipes.diagnostic import Exit, Mistakes, plural
@@ -156,26 +156,11 @@ def _middle(values: Iterable[float]) -> float:
     return float(np.median(list(values)))
 
 
-@dataclass(frozen=True)
-class Communicating:
-    """The communication constants of one process while all of a crowd communicate."""
+def communicating(results: Sequence[Result], local: float) -> tuple[Crowd, float]:
+    """The communication constants of one process while all of a crowd communicate, and their mean relative error.
 
-    skew_s: float
-    """Fixed seconds of a collective, until every member has had its turn on a core."""
-    latency_s: float
-    """Seconds per hop."""
-    bandwidth: float
-    spread: float
-    """The delay of the last member, as a share of the compute time since the previous collective."""
-    slowdown: float
-    """The share of the cores that a large collective keeps busy."""
-    message_s: float
-    """Seconds of a core that one message to another process and one from it take."""
-    error: float
-
-
-def communicating(results: Sequence[Result], local: float) -> Communicating:
-    """The communication constants. `local`: bytes/s of a local sum, which the cost model counts separately."""
+    local: bytes/s of a local sum, which the cost model counts separately.
+    """
     rows, busy = [], []
     # takes the mean over the members of each collective, since waiting for another member is not latency
     every: dict[tuple[Any, ...], list[list[float]]] = {}
@@ -193,9 +178,11 @@ def communicating(results: Sequence[Result], local: float) -> Communicating:
     fitted = fit(rows)
     skew, hop, byte, spread = fitted.costs
     message_s = max(0.0, _middle(t for entry in results for t in entry["message"]))
-    return Communicating(
-        skew, hop, 1 / max(byte, 1e-13), min(1.0, spread), min(0.95, _middle(busy)), message_s, fitted.error
-    )
+    crowd = Crowd(
+        bandwidth=1 / max(byte, 1e-13), latency_s=hop, skew_s=skew, spread=min(1.0, spread),
+        slowdown=min(0.95, _middle(busy)), message_s=message_s,
+    )  # fmt: skip
+    return crowd, fitted.error
 
 
 def _hops(kind: str, members: int) -> float:
@@ -285,11 +272,8 @@ def _workers(crowds: list[int], cores: int, tell: Callable[[str], None]) -> dict
                 error.seek(0)
                 lines = error.read().strip().splitlines()
                 why = lines[-1] if lines else f"exit code {code}"
-                message, fix = (
-                    f"the measurement with {len(workers)} processes failed",
-                    "close other programs, retry",
-                )
-                raise Mistakes.one(message, exit=Exit.MACHINE, why=why, fix=fix)
+                message = f"the measurement with {len(workers)} processes failed"
+                raise Mistakes.one(message, exit=Exit.MACHINE, why=why, fix="close other programs, retry")
         each = [json.loads(Path(folder, f"result-{rank}.json").read_text()) for rank in range(len(workers))]
     return {n: [typical(result[str(n)]) for result in each[:n]] for n in crowds}
 
@@ -306,24 +290,25 @@ def device_file(
     each = {n: computing(results) for n, results in results_of.items()}
     sends = {n: communicating(results, each[n].streaming) for n, results in results_of.items() if n > 1}
     base = max(n for n in each if n <= cores)
-    own, near = each[base], sends[min(n for n in sends if n >= min(base, 2))]
+    own, (near, error) = each[base], sends[min(n for n in sends if n >= min(base, 2))]
     rates = {dtype: rate * base for dtype, rate in own.rates.items()}
     memory_rate = own.streaming * base
     op_s, view_s = own.op_s, own.view_s
 
     def crowd(n: int) -> str:
-        rates_of_one = each[n]
+        one = each[n]
         parts = {
-            "compute": f"{rates_of_one.rates['fp32'] * n / rates['fp32']:.3g}",
-            "memory": f"{rates_of_one.streaming * n / memory_rate:.3g}",
-            "growth": f"{rates_of_one.growth * n / (own.growth * base):.3g}",
-            "overhead": f"{(rates_of_one.op_s + rates_of_one.view_s) / max(op_s + view_s, 1e-9):.3g}",
+            "compute": f"{one.rates['fp32'] * n / rates['fp32']:.3g}",
+            "memory": f"{one.streaming * n / memory_rate:.3g}",
+            "growth": f"{one.growth * n / (own.growth * base):.3g}",
+            "overhead": f"{(one.op_s + one.view_s) / max(op_s + view_s, 1e-9):.3g}",
         }
         if n in sends:
+            sent, _ = sends[n]
             parts |= {
-                "bandwidth": f"{sends[n].bandwidth / 1e9:.4g} GB/s", "latency": f"{sends[n].latency_s * 1e6:.4g} us",
-                "skew": f"{sends[n].skew_s * 1e6:.4g} us", "spread": f"{sends[n].spread:.3g}",
-                "slowdown": f"{sends[n].slowdown:.3g}", "message": f"{sends[n].message_s * 1e6:.4g} us",
+                "bandwidth": f"{sent.bandwidth / 1e9:.4g} GB/s", "latency": f"{sent.latency_s * 1e6:.4g} us",
+                "skew": f"{sent.skew_s * 1e6:.4g} us", "spread": f"{sent.spread:.3g}",
+                "slowdown": f"{sent.slowdown:.3g}", "message": f"{sent.message_s * 1e6:.4g} us",
             }  # fmt: skip
         return f"    {n}: {{{', '.join(f'{key}: {value}' for key, value in parts.items())}}}"
 
@@ -368,7 +353,7 @@ fitted:
   matmul: "{fitted_on}, products of 10^7 to 2x10^9 FLOPs, {errors["matmul"]}"
   streaming: "{fitted_on}, blocks of pointwise operations and sums on 0.25 to 8 MB, {errors["streaming"]}"
   attention: "{fitted_on}, sequences of 256 and 512, heads of 16 to 128, {errors["attention"]}"
-  inside: "{fitted_on}, gloo with {" and ".join(str(n) for n in sends)} processes, mean error {100 * near.error:.0f}%"
+  inside: "{fitted_on}, gloo with {" and ".join(str(n) for n in sends)} processes, mean error {100 * error:.0f}%"
 {note}"""
 
 

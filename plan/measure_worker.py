@@ -79,7 +79,10 @@ class Clock:
         while (begun := self.read()) < end or len(samples) < 3:
             run()
             samples.append(self.read() - begun)
-        fastest = sorted(samples)[: max(1, len(samples) * 9 // 10)]
+        return self._mean(samples)
+
+    def _mean(self, samples: list[float]) -> float:
+        fastest = sorted(samples)[: len(samples) * 9 // 10]
         return sum(fastest) / len(fastest) * self.turns
 
     def behind(self, run: Callable[[int], object], before: Callable[[int], object] = lambda i: None) -> float:
@@ -90,8 +93,7 @@ class Clock:
             begun = self.read()
             run(i)
             samples.append(self.read() - begun)
-        fastest = sorted(samples)[:90]
-        return sum(fastest) / len(fastest) * self.turns
+        return self._mean(samples)
 
 
 # ---- computing -----------------------------------------------------------------------------------------------

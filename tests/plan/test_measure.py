@@ -153,8 +153,8 @@ def test_what_one_process_waits_for_another_is_not_late_with() -> None:
         {**one, "comm": [[*row[:4], row[4] * share, row[5]] for row in one["comm"]]}
         for one, share in zip(even, (0.5, 1.5), strict=True)
     ]
-    actual, expected = (astuple(measure.communicating(one, STREAM)) for one in (uneven, even))
-    assert actual == pytest.approx(expected)
+    (actual, error), (expected, expected_error) = (measure.communicating(one, STREAM) for one in (uneven, even))
+    assert (*astuple(actual), error) == pytest.approx((*astuple(expected), expected_error))
 
 
 def test_blocks_count_what_they_move() -> None:
