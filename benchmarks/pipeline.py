@@ -49,6 +49,7 @@ from tpshard.parallelism.runtime.groups import Groups
 from tpshard.parallelism.runtime.place import WorkerPlace
 from tpshard.parallelism.schedules import StageTask
 from tpshard.plan import make
+from tpshard.plan.stage_times import NAMES
 from tpshard.programs import training
 from tpshard.programs.setting import Setting
 from tpshard.recipes.load import loads
@@ -266,11 +267,12 @@ def worker(options: dict[str, Any]) -> None:
             late = max(stage.late_s for stage in price.pipeline.stages)
             table, seconds = pipeline.table, lambda task, every=every: every[task.kind, task.stage]
             measured["bubbles_of_table"][schedule] = [
-                table.bubble(seconds), table.bubble(seconds, lambda task, late=late: late)
-            ]  # fmt: skip
+                table.bubble(table.timetable(seconds)),
+                table.bubble(table.timetable(seconds, lambda task, late=late: late)),
+            ]
             measured["planned"][schedule] = [price.step_s, price.pipeline.bubble]
             measured["tasks"][schedule] = [
-                [kind, stage, task_s, price.pipeline.stages[stage].seconds[kind]]
+                [kind, stage, task_s, price.pipeline.stages[stage].seconds[NAMES[kind]]]
                 for (kind, stage), task_s in sorted(every.items())
             ]
             measured["split"][schedule] = list(pipeline.layers)

@@ -302,10 +302,9 @@ def collective(device: Device, topology: Topology, kind: str, refs: Axes, buffer
         ring = rounds * sum(one.hops * one.level.link.latency_s for one in crossings)
         times = {one.level.name: sent / one.ring_rate() for one in crossings}
         ways = {"ring": max(times.values()) + ring, "tree": max(times.values()) + 2 * tree}
-        steps = (
-            hierarchical_s(received, span.members, rounds, crossings) if device.levels and len(crossings) > 1 else {}
-        )
-        if steps:
+        steps: dict[str, float] = {}
+        if device.levels and len(crossings) > 1:
+            steps = hierarchical_s(received, span.members, rounds, crossings)
             ways["hierarchical"] = sum(steps.values())
         name = min(ways, key=ways.__getitem__)
         seconds, times = ways[name], steps if name == "hierarchical" else times

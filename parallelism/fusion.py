@@ -88,8 +88,9 @@ def kernels(program: Program, *, compiled: Compiled, cached: CacheReads = NONE) 
 def _kernels(flow: Flow, compiled: Compiled, cached: CacheReads) -> list[Kernel]:
     works = {node: classify(node, node in flow.views) for node in flow.nodes}
     seen_by = {node: is_compiled(compiled, flow.info[node]) for node in flow.nodes}
-    fused = _Fused(flow, works, seen_by) if compiled != "none" else _Unfused()
-    inlined, group = fused.inlined, fused.group
+    # the interpreter runs a kernel per node
+    group = {} if compiled == "none" else _groups(flow, works, seen_by)
+    inlined = set() if compiled == "none" else _inlined(flow, works, seen_by)
     counted: set[tuple[fx.Node, fx.Node]] = set()
     opened: set[fx.Node] = set()
     out = []
@@ -106,7 +107,7 @@ def _kernels(flow: Flow, compiled: Compiled, cached: CacheReads) -> list[Kernel]
         inside = node in inlined
         read = cold = 0
         if not inside:
-            for source, shown in _sources(flow, node, fused):
+            for source, shown in _sources(flow, node, inlined, group):
                 # a fused kernel reads a value once; a view reads no more than its own elements
                 if (kernel_id, source) not in counted:
                     counted.add((kernel_id, source))
@@ -150,9 +151,7 @@ def _count_since(run: list[Kernel]) -> None:
     for kernel in run:
         moved_bytes += kernel.moved
         last[kernel.node.target] = moved_bytes
-    last = {
-        operation: end - moved_bytes for operation, end in last.items()
-    }  # where the previous run of the program left off
+    last = {target: end - moved_bytes for target, end in last.items()}  # where the previous run left off
     moved_bytes = 0
     for kernel in run:
         kernel.since = moved_bytes - last[kernel.node.target]
@@ -164,17 +163,11 @@ def _elements(info: Info) -> int:
     return sum([spec.bytes // spec.dtype.itemsize for spec in info.specs])
 
 
-class _Unfused:
-    """The interpreter's kernels: every node is one."""
-
-    def __init__(self) -> None:
-        self.group: dict[fx.Node, fx.Node] = {}
-        self.inlined: set[fx.Node] = set()
-
-
-def _sources(flow: Flow, node: fx.Node, fused: _Unfused) -> list[tuple[fx.Node, int]]:
+def _sources(
+    flow: Flow, node: fx.Node, inlined: set[fx.Node], group: dict[fx.Node, fx.Node]
+) -> list[tuple[fx.Node, int]]:
     """The storages that a node's kernel reads, also through inlined values, each with the bytes read of it."""
-    root, size, inlined, group = flow.root, flow.bytes, fused.inlined, fused.group
+    root, size = flow.root, flow.bytes
     read_bytes: dict[fx.Node, int] = {}
     queue = [(source, root[source]) for source in flow.sources[node]]
     visited: set[fx.Node] = set()
@@ -193,40 +186,37 @@ def _sources(flow: Flow, node: fx.Node, fused: _Unfused) -> list[tuple[fx.Node, 
     return list(read_bytes.items())
 
 
-class _Fused(_Unfused):
-    """A compiler's kernels of pointwise operations and reductions.
+def _inlined(flow: Flow, works: dict[fx.Node, Work], seen_by: dict[fx.Node, bool]) -> set[fx.Node]:
+    """The pointwise values that a compiler recomputes in each kernel that reads them, instead of writing them.
 
-    A pointwise value is recomputed in each kernel that reads it (`inlined`), unless a non-fused kernel reads it, or it
-    has several readers and several operands (one, if the backward pass reads it: then one value is saved, not two). The
-    others form kernels (`group`): connected nodes with equally many matrix products or collectives before them.
+    Not those that a non-fused kernel reads, nor those with several readers and several operands (one, if the backward
+    pass reads it: then one value is saved, not two).
     """
-
-    def __init__(self, flow: Flow, works: dict[fx.Node, Work], seen_by: dict[fx.Node, bool]):
-        super().__init__()
-        self.group = _groups(flow, works, seen_by)
-        size, infos = flow.bytes, flow.info
-        outputs = {flow.root[n] for node in flow.nodes if node.op == "output" for n in flow.sources[node]}
-        readers = _readers(flow)
-        reads: dict[fx.Node, set[fx.Node]] = {}
-        for node in flow.nodes:
-            if works[node] != "stream" or not seen_by[node]:
+    inlined: set[fx.Node] = set()
+    size, infos = flow.bytes, flow.info
+    outputs = {flow.root[n] for node in flow.nodes if node.op == "output" for n in flow.sources[node]}
+    readers = _readers(flow)
+    reads: dict[fx.Node, set[fx.Node]] = {}
+    for node in flow.nodes:
+        if works[node] != "stream" or not seen_by[node]:
+            continue
+        inputs: set[fx.Node] = set()
+        for source in flow.sources[node]:
+            base = flow.root[source]
+            inputs |= reads[base] if base in inlined else {base}
+        reads[node] = inputs
+        users = readers.get(node, ())
+        if node in outputs or any(works[user] != "stream" or not seen_by[user] for user in users):
+            continue
+        if not entry_of(node.target).inlined:
+            continue
+        if len(users) > 1:
+            large = sum([2 * size[source] >= size[node] for source in inputs])
+            crosses = infos[node].phase == "forward" and any(infos[user].phase != "forward" for user in users)
+            if large > (1 if crosses else _MOST_READS):
                 continue
-            inputs: set[fx.Node] = set()
-            for source in flow.sources[node]:
-                base = flow.root[source]
-                inputs |= reads[base] if base in self.inlined else {base}
-            reads[node] = inputs
-            users = readers.get(node, ())
-            if node in outputs or any(works[user] != "stream" or not seen_by[user] for user in users):
-                continue
-            if not entry_of(node.target).inlined:
-                continue
-            if len(users) > 1:
-                large = sum([2 * size[source] >= size[node] for source in inputs])
-                crosses = infos[node].phase == "forward" and any(infos[user].phase != "forward" for user in users)
-                if large > (1 if crosses else _MOST_READS):
-                    continue
-            self.inlined.add(node)
+        inlined.add(node)
+    return inlined
 
 
 def _readers(flow: Flow) -> dict[fx.Node, list[fx.Node]]:

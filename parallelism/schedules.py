@@ -6,7 +6,7 @@ into `devices x rounds` stages; stage i is on device i mod devices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -125,14 +125,8 @@ class Table:
     def _missing(self, task: StageTask, ended: Mapping[StageTask, float]) -> str:
         return " and ".join(str(n) for n in self.needs(task) if n not in ended)
 
-    def bubble(
-        self, seconds: Callable[[StageTask], float], late: Callable[[StageTask], float] = lambda task: 0.0
-    ) -> float:
-        """The share of the devices' time that they wait, from the first task's start to the last task's end.
-
-        seconds, late: as for `timetable`.
-        """
-        slots = self.timetable(seconds, late)
+    def bubble(self, slots: Sequence[Slot]) -> float:
+        """The share of the devices' time that they wait for other stages, in a timetable."""
         busy, last = sum(slot.end - slot.start for slot in slots), max(slot.end for slot in slots)
         return 1.0 - busy / (self.devices * last) if last else 0.0
 

@@ -172,14 +172,9 @@ class _Cutter:
             user = next(iter(current.users))
             if user.op == "output":
                 return True
-            stored = user.target is aten.add.Tensor and any(
-                n in self.floating and n in self.port for n in user.all_input_nodes
-            )
-            if (
-                not stored
-                and len(user.all_input_nodes) != 1
-                and not (user.target is aten.add.Tensor and layer_of(user) is None)
-            ):
+            adds = user.target is aten.add.Tensor
+            stored = adds and any(n in self.floating and n in self.port for n in user.all_input_nodes)
+            if not (stored or len(user.all_input_nodes) == 1 or (adds and layer_of(user) is None)):
                 return False
             current = user
         return False

@@ -99,7 +99,10 @@ class _Lanes:
                     self._compute(task.seconds)
                     self.events.append(TimelineEvent(task.name, "compute", start, self.now, i))
             elif task.kind == "issue":
-                self._hand_over(i)
+                lane = self.lanes.setdefault(task.lane, deque())
+                lane.append(i)
+                if len(lane) == 1:
+                    self._begin(i)
             else:
                 start = self.now
                 while task.of not in self.done:
@@ -119,12 +122,6 @@ class _Lanes:
         self.events.sort(key=lambda e: (e.start, e.task))
         return Timeline(self.now, compute_s, self.comm_s, exposed_s, self.slowed_s, self.events, at, exposed)
 
-    def _hand_over(self, i: int) -> None:
-        lane = self.lanes.setdefault(self.tasks[i].lane, deque())
-        lane.append(i)
-        if len(lane) == 1:
-            self._begin(i)
-
     def _begin(self, i: int) -> None:
         self.began[i] = self.now
         self.running.append(i)
@@ -138,16 +135,11 @@ class _Lanes:
         return min(self.left[i] * self._sharing(i) for i in self.running)
 
     def _advance(self, dt: float) -> None:
-        if not self.running:
-            self.now += dt
-            return
         self.now += dt
         self.comm_s += dt
-        finished = []
         for i in self.running:
             self.left[i] -= dt / self._sharing(i)
-            if self.left[i] <= 1e-12:
-                finished.append(i)
+        finished = [i for i in self.running if self.left[i] <= 1e-12]
         for i in finished:
             self.running.remove(i)
             self.done.add(i)
@@ -209,7 +201,8 @@ def price(
         if comm is not None and node.op == "call_function":
             cost = costs[i] = comm_cost(device, topology, comm, apart)
             apart = 0.0 if cost.wire != "none" else apart
-            tasks.append(LaneTask(node.name, "issue", cost.seconds, lane_of(comm), cost.level))
+            lane = axes_text(comm.axes)  # every process group has its own queue
+            tasks.append(LaneTask(node.name, "issue", cost.seconds, lane, cost.level))
         elif flow.name[node] == "wait_tensor":
             tasks.append(LaneTask(node.name, "wait", 0.0, of=_issuer(node, index)))
         else:
@@ -222,11 +215,6 @@ def comm_cost(device: Device, topology: Topology, comm: Collective, apart: float
     """The cost of a collective, including its issue and a wait of `apart` seconds for the last member to arrive."""
     cost = collective(device, topology, comm.kind, comm.refs, comm.bytes)
     return replace(cost, seconds=cost.seconds + device.overhead.issue_s + (apart if cost.wire != "none" else 0.0))
-
-
-def lane_of(comm: Collective) -> str:
-    """The lane of a collective: one per group of axes, since every process group has its own queue."""
-    return axes_text(comm.axes)
 
 
 def _issuer(wait: fx.Node, index: dict[fx.Node, int]) -> int:

@@ -96,8 +96,7 @@ class Piped:
     @property
     def bubble(self) -> float:
         """The share of the devices' time in the schedule that they wait for other stages."""
-        busy = sum(slot.end - slot.start for slot in self.slots)
-        return 1.0 - busy / (len(self.devices) * self.seconds) if self.seconds else 0.0
+        return self.table.bubble(self.slots)
 
     @property
     def slowest(self) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 from tpshard.parallelism.mesh import Axes
+from tpshard.parallelism.node_info import shape_of
 from tpshard.parallelism.passes.copy import call as add_call
 from tpshard.parallelism.passes.order import NodeOrder
 from tpshard.parallelism.program import INFO, Collective, Info, Program, Spec, info
@@ -58,8 +59,7 @@ def _merge(graph: fx.Graph, nodes: list[fx.Node], kind: str, unit: str) -> None:
         node.meta[INFO] = Info((spec,), first.origin, first.place, comm=comm, unit=unit)
         return node
 
-    sent = [info(node.args[0]).specs[0].shape for node in nodes]  # type: ignore[arg-type]
-    lengths = [math.prod(shape) // (n if kind == "reduce_scatter" else 1) for shape in sent]
+    lengths = [math.prod(shape_of(node.args[0])) // (n if kind == "reduce_scatter" else 1) for node in nodes]
     total = sum(lengths)
     joined = replace(
         comms[0],
@@ -86,10 +86,8 @@ def _merge(graph: fx.Graph, nodes: list[fx.Node], kind: str, unit: str) -> None:
         parts = call(aten.split_with_sizes.default, (done, lengths, len(after)), ())
         parts.meta[INFO] = replace(info(parts), specs=tuple(Spec((*after, k), first.specs[0].dtype) for k in lengths))
         for i, (wait, node) in enumerate(zip(waits, nodes)):
-            shape = info(node).specs[0].shape
             one = call(getitem, (parts, i), (*after, lengths[i]))
-            whole = call(aten.reshape.default, (one, list(shape)), tuple(shape))
-            wait.replace_all_uses_with(whole)
+            wait.replace_all_uses_with(call(aten.reshape.default, (one, list(shape_of(node))), shape_of(node)))
     graph.erase_node(anchor)
     for wait, node in zip(waits, nodes):
         graph.erase_node(wait)

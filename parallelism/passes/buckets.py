@@ -80,22 +80,20 @@ def greedy(pieces: Sequence[Piece], gather_s: Callable[[int], float], memory: fl
     stays small.
     """
     groups: Groups = []
-    previous_compute = 0.0
-    open_bytes = open_compute = 0.0
-    previous_bytes = 0.0
+    previous_compute = open_compute = 0.0
+    previous_bytes = open_bytes = 0
     for piece in pieces:
         fits = previous_bytes + open_bytes + piece.bytes <= memory
-        hidden = gather_s(int(open_bytes + piece.bytes)) <= previous_compute
-        apart = gather_s(int(open_bytes)) + gather_s(piece.bytes) if open_bytes else 0.0
-        together = gather_s(int(open_bytes + piece.bytes))
+        together = gather_s(open_bytes + piece.bytes)
+        apart = gather_s(open_bytes) + gather_s(piece.bytes) if open_bytes else 0.0
         # exposed either way: merge if a gather of its own would cost more than it hides
-        cheaper = bool(groups) and len(groups) > 1 and apart - together > piece.compute_s
-        if groups and fits and (hidden or cheaper):
+        cheaper = len(groups) > 1 and apart - together > piece.compute_s
+        if groups and fits and (together <= previous_compute or cheaper):
             groups[-1].append(piece.name)
             open_bytes += piece.bytes
             open_compute += piece.compute_s
             continue
         groups.append([piece.name])
         previous_compute, previous_bytes = open_compute, open_bytes
-        open_bytes, open_compute = float(piece.bytes), piece.compute_s
+        open_bytes, open_compute = piece.bytes, piece.compute_s
     return groups

@@ -41,8 +41,9 @@ def find_moves(program: Program) -> Moves:
 
 def _moves_of(program: Program) -> Moves:
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
-    gathers = {node for node in nodes if _moves(node, "parameter") and _kind(node) == "all_gather"}
-    reductions = {node for node in nodes if _moves(node, "gradient")}
+    issues = list(program.issues())
+    gathers = {node for node, comm in issues if comm.of == "parameter" and comm.kind == "all_gather"}
+    reductions = {node for node, comm in issues if comm.of == "gradient"}
     gathered: set[fx.Node] = set()
     reduced: set[fx.Node] = set()
     for node in nodes:
@@ -68,13 +69,3 @@ def _only_for(nodes: list[fx.Node], ends: Collection[fx.Node]) -> set[fx.Node]:
         if node.users and all(user in ends or user in serving for user in node.users):
             serving.add(node)
     return serving
-
-
-def _moves(node: fx.Node, what: str) -> bool:
-    comm = info(node).comm
-    return comm is not None and comm.of == what
-
-
-def _kind(node: fx.Node) -> str:
-    comm = info(node).comm
-    return "" if comm is None else comm.kind

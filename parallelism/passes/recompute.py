@@ -124,18 +124,15 @@ def keep_selected(names: Collection[str] = ()) -> Keep:
     def keep(node: fx.Node) -> bool:
         if layer_of(node) is None or leaves_layer(node):
             return True
-        source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
-        sent = source is not None and source.op == "call_function" and info(source).comm is not None
-        part_of_saved = (
-            source is not None and source.op == "call_function" and info(source).saved and node.target is getitem
-        )
-        return (
-            sent
-            or (info(node).saved and matches_name(node))
-            or (part_of_saved and source is not None and matches_name(source))
-        )
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node) or source.op != "call_function":
+            return is_selected(node)
+        part_of_selected = node.target is getitem and is_selected(source)
+        return info(source).comm is not None or part_of_selected or is_selected(node)
 
-    def matches_name(node: fx.Node) -> bool:
+    def is_selected(node: fx.Node) -> bool:
+        if not info(node).saved:
+            return False
         target = str(getattr(node.target, "overloadpacket", node.target))
         module = info(node).module
         candidates = (target, target.rpartition(".")[2], module, module.rpartition(".")[2])

@@ -19,7 +19,7 @@ from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.gloo import all_gather
 from tpshard.parallelism.runtime.mail import Mail, positions
 from tpshard.parallelism.runtime.regions import box, with_blocks
-from tpshard.parallelism.runtime.watchdog import Doing
+from tpshard.parallelism.runtime.watchdog import Doing, as_doing
 from tpshard.parallelism.sharding import show_axis
 from tpshard.parallelism.simulate import RANKED, combine, evaluate
 from tpshard.parallelism.transfer import recv, send
@@ -102,12 +102,11 @@ def describe(doing: object) -> Doing:
     if isinstance(doing, fx.Node):
         metadata = info(doing)
         if metadata.comm is not None:
-            action = (
-                f"{metadata.comm.kind} over {over(metadata.comm)} ({', '.join(metadata.comm.value) or metadata.origin})"
-            )
+            moved = ", ".join(metadata.comm.value) or metadata.origin
+            action = f"{metadata.comm.kind} over {over(metadata.comm)} ({moved})"
             return Doing(action, metadata.module or "the step", waiting=True)
         return Doing(str(doing.target), metadata.module)
-    return doing if isinstance(doing, Doing) else Doing(str(doing))
+    return as_doing(doing)
 
 
 def over(comm: Collective) -> str:
@@ -142,8 +141,7 @@ def localize(
             continue
         if node.op == "call_function" and node.target in (send, recv):
             value = local[node.args[0]]  # type: ignore[index]
-            moved = None if transfer is None else graph.call_function(_bind(transfer, node), (value,))
-            local[node] = value if moved is None else moved
+            local[node] = value if transfer is None else graph.call_function(_bind(transfer, node), (value,))
             continue
         if node.op == "call_function" and node.target is funcol.wait_tensor.default:
             local[node] = _localize_wait(graph, node, local, wait, exchange)
@@ -202,11 +200,8 @@ def _localize_wait(
 ) -> fx.Node:  # fmt: skip
     started = node.args[0]
     assert isinstance(started, fx.Node)
-
-    if wait is None:
-        done = graph.call_function(funcol.wait_tensor.default, (local[started],))
-    else:
-        done = graph.call_function(_bind(wait, started), (local[started],))
+    target = funcol.wait_tensor.default if wait is None else _bind(wait, started)
+    done = graph.call_function(target, (local[started],))
     if exchange and _is_exchange(started):
         done = graph.call_function(reduce_pieces, (done, _members(started), started.args[1]))
         if started.target is funcol.all_reduce.default:

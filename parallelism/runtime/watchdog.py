@@ -41,7 +41,7 @@ class Watchdog:
         self.rank = rank
         self.limit_s = limit_s
         self.doing: object = Doing("starting up")
-        self.describe: Callable[[object], Doing] = _as_doing
+        self.describe: Callable[[object], Doing] = as_doing
         self.stacks_to: Path | None = None
         """The folder for `rank-N.stacks.txt`; without one the stacks go to stderr."""
         self.step = 0
@@ -124,5 +124,6 @@ class Watchdog:
         os._exit(Exit.WORKER_LOST)
 
 
-def _as_doing(value: object) -> Doing:
+def as_doing(value: object) -> Doing:
+    """The activity itself, or an unknown object as an activity."""
     return value if isinstance(value, Doing) else Doing(str(value))

@@ -46,14 +46,14 @@ def test_plain_schedules_idle_for_what_fills_and_drains_the_pipeline(schedule: s
         if table.rounds == 1:
             p, m = table.devices, table.micro_batches
             assert seconds(table) == 3 * (m + p - 1)
-            assert table.bubble(unit) == pytest.approx((p - 1) / (m + p - 1))
+            assert table.bubble(table.timetable(unit)) == pytest.approx((p - 1) / (m + p - 1))
 
 
 @pytest.mark.parametrize("schedule", ["circular", "interleaved_1f1b"])
 def test_rounds_divide_the_bubble(schedule: str) -> None:
     for table in tables(schedule):
         p, m, v = table.devices, table.micro_batches, table.rounds
-        assert table.bubble(unit) == pytest.approx((p - 1) / (v * m + p - 1))
+        assert table.bubble(table.timetable(unit)) == pytest.approx((p - 1) / (v * m + p - 1))
 
 
 def test_gradients_of_weights_fill_two_thirds_of_the_bubble() -> None:
