@@ -155,12 +155,9 @@ def parse(data: bytes, file: str) -> Device:
     root = _read(data, file)
     reader = _Reader()
     top = reader.section(root, _TOP, "")
-    if reader.mistakes:
-        raise Mistakes(reader.mistakes)
+    reader.refuse()
     host, rates, constants = top["host"], top["rates"], top["constants"]
     inside, across, levels = _network(root, top, reader)
-    if reader.mistakes:
-        raise Mistakes(reader.mistakes)
     result = Device(
         name=top["name"],
         kind=top["kind"],
@@ -191,8 +188,7 @@ def parse(data: bytes, file: str) -> Device:
         reader.wrong("a CPU needs `host.cores`", root, "its processes share them", "host: {cores: 8, ...}")
     if result.context_bytes >= result.memory_bytes:
         reader.wrong("`context` leaves no memory", root, f"a device has {result.memory_bytes:,} bytes", "a smaller one")
-    if reader.mistakes:
-        raise Mistakes(reader.mistakes)
+    reader.refuse()
     return result
 
 
@@ -216,28 +212,28 @@ def _link(values: dict[str, Any]) -> Link:
 
 
 def _network(root: Node, top: dict[str, Any], reader: _Reader) -> tuple[Link, Link, tuple[Level, ...]]:
-    """The links within a host and between hosts, and the network's levels.
+    """The links within a host and between hosts, and the network's levels. Raises `Mistakes` where they do not fit.
 
     Where levels are given, the links are those of the last level within a host and of the first between hosts.
     """
-    host, level_values = top["host"], top["levels"]
+    host = top["host"]
     node, list_node = root.get("host") or root, root.get("levels")
     if list_node is None:
         for key in ("inside", "across"):
             if node.get(key) is None:
                 reader.wrong(f"`host.{key}` is missing", node, _HOST[key].what, f"{key}: {_WORDS['link'][1]}")
-        return (NO_LINK, NO_LINK, ()) if reader.mistakes else (_link(host["inside"]), _link(host["across"]), ())
+        reader.refuse()
+        return _link(host["inside"]), _link(host["across"]), ()
     for key in ("inside", "across"):
         if (written := node.get(key)) is not None:
             reader.wrong(f"`host.{key}` and `levels` both describe the links", written, "", f"leave `host.{key}` out")
     levels = tuple(
         Level(link=_link(values), **{key: values[key] for key in _LEVEL.keys() - _LINK.keys()})
-        for values in level_values
+        for values in top["levels"]
     )
     if why := _level_mistake(levels, host["devices"], top["kind"]):
         reader.wrong("these `levels` do not form a network", list_node, why, "from the nearest: " + _WORDS["levels"][1])
-    if reader.mistakes:
-        return NO_LINK, NO_LINK, ()
+    reader.refuse()
     first = next(i for i, level in enumerate(levels) if level.between_hosts)
     return levels[first - 1].link, levels[first].link, levels
 
@@ -262,10 +258,6 @@ def _level_mistake(levels: tuple[Level, ...], devices: int, kind: str) -> str:
     return "only hosts have rails" if any(level.rails for level in near) else ""
 
 
-NO_LINK = Link(1.0, 0.0)
-"""A placeholder for the links of a device file with mistakes."""
-
-
 def _crowd(values: dict[str, Any]) -> Crowd:
     fields: list[Any] = [None if values[key] < 0 else values[key] for key in _CROWD]
     return Crowd(*fields)
@@ -280,6 +272,11 @@ class _Reader:
     def wrong(self, message: str, node: Node, why: str, fix: str) -> None:
         """Adds a mistake at the place of `node`: what is wrong, why, and how to write it right."""
         self.mistakes.append(Diagnostic(message, Exit.RECIPE, node.source, why, fix))
+
+    def refuse(self) -> None:
+        """Raises the mistakes so far, if any."""
+        if self.mistakes:
+            raise Mistakes(self.mistakes)
 
     def section(self, node: Node, keys: dict[str, _Key], path: str) -> dict[str, Any]:
         """The value of each key of a map, or its default. Unknown and missing keys are mistakes."""
@@ -308,12 +305,9 @@ class _Reader:
         """The value written for a key, converted by the key's unit; its default where the value is a mistake."""
         if key.unit in _MAPS:
             return self.section(node, _MAPS[key.unit], path)
-        if key.unit == "rates":
-            return self._rates(node, path)
-        if key.unit == "levels":
-            return self._levels(node, path)
-        if key.unit == "crowds":
-            return self._crowds(node, path)
+        readers = {"rates": self._rates, "levels": self._levels, "crowds": self._crowds}
+        if key.unit in readers:
+            return readers[key.unit](node, path)
         if key.unit == "texts":
             if node.kind != "map":
                 self.wrong(f"`{path}` is not a map", node, "", "write `constant: what it was fitted on`")

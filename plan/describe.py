@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import replace
 
 from tpshard.parallelism.cost import Device
-from tpshard.parallelism.program import Program
+from tpshard.parallelism.program import Program, public
+from tpshard.parallelism.why import SourcePlace
 from tpshard.plan.pricing import Pricing
 from tpshard.plan.report import PlannedJob, Report, Tensor
-from tpshard.plan.rows import buckets_of, losses_of, pattern, reshards_of, tensors_of
+from tpshard.plan.rows import buckets_of, losses_of, pattern, reshards_of
 
 
 def report_of(
@@ -65,11 +65,21 @@ def shardings(program: Program, parameters: Sequence[str]) -> tuple[list[Tensor]
     used = {r.label: name for name, r in program.records.items() if r.role == "parameter" and name != r.label}
     shown = {used.get(name, name): name for name in parameters}
     named = [name for name, r in program.records.items() if name == r.label and name not in (*stored, *shown)]
-    out = [
-        replace(tensor, name=shown[tensor.name], kind="parameter", stored=stored.get(shown[tensor.name]))
-        for tensor in tensors_of(program, list(shown))
-    ]
-    out += [replace(tensor, kind="activation") for tensor in tensors_of(program, named)]
+    reasons: dict[tuple[str, str], tuple[SourcePlace, ...]] = {}
+    out = []
+    for name in (*shown, *named):
+        record = program.records.get(name)
+        if record is None:
+            continue
+        alike = (pattern(name), str(record.layout))
+        if alike not in reasons:
+            reasons[alike] = program.explanation_of(name).roots
+        label, sharding = shown.get(name, name), public(record.layout, program.mesh)
+        tensor = Tensor(
+            label, record.shape, sharding, reasons[alike], "parameter" if name in shown else "activation",
+            record.annotated, stored.get(label), record.dims,
+        )  # fmt: skip
+        out.append(tensor)
     annotated = sum(record.annotated for record in program.records.values())
     return out, annotated, len(program.records) - annotated
 

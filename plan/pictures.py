@@ -7,6 +7,7 @@ from html import escape
 
 from tpshard.parallelism.flow import info_of
 from tpshard.parallelism.liveness import CATEGORIES
+from tpshard.parallelism.mesh import Mesh
 from tpshard.plan.pricing import PricedPart
 from tpshard.plan.report import Report
 from tpshard.plan.screen import LABELS
@@ -199,7 +200,8 @@ def mesh_map(report: Report) -> str:
     shown, cell = min(nodes, 8), 44
     columns = min(per, 8)
     rows = -(-per // columns)
-    sizes, names = list(report.job.mesh.values()), list(report.job.mesh)
+    mesh = Mesh(report.job.mesh)
+    axes = [mesh.axis(name) for name in mesh.axes]
     out, host_w, host_h = [], columns * cell + 12, rows * cell + 28
     across = max(1, min(shown, 960 // host_w))
     for host in range(shown):
@@ -208,14 +210,9 @@ def mesh_map(report: Report) -> str:
         out.append(f'<text x="{x + 6}" y="{y + 14}">host {host}</text>')
         for local in range(min(per, report.devices - host * per)):
             rank = host * per + local
-            where, left = [], rank
-            for size in reversed(sizes):
-                where.append(left % size)
-                left //= size
-            place = list(reversed(where))
-            label = ", ".join(f"{n} {p}" for n, p, s in zip(names, place, sizes) if s > 1) or "alone"
+            label = ", ".join(f"{axis.name} {mesh.index(axis, rank)}" for axis in axes if axis.size > 1) or "alone"
             cx, cy = x + 6 + (local % columns) * cell, y + 20 + (local // columns) * cell
-            hue = 360 * place[-1] // max(1, sizes[-1]) if sizes else 0
+            hue = 360 * mesh.index(axes[-1], rank) // axes[-1].size if axes else 0
             out.append(
                 f'<rect x="{cx}" y="{cy}" width="{cell - 4}" height="{cell - 4}" fill="hsl({hue},55%,80%)" rx="3">'
                 f"<title>device {rank}: {escape(label)}</title></rect>"

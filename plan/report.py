@@ -66,7 +66,6 @@ class Tensor:
     kind: str
     annotated: bool
     stored: tuple[Any, ...] | None = None
-    dtype: str = ""
     dims: tuple[str, ...] = ()
     """Names of its dims, where they have any."""
 

@@ -1,17 +1,12 @@
-"""The tables of a report, read off the programs: tensors with reasons, reshards, lost FLOPs, FSDP's buckets."""
+"""The tables of a report, read off the programs: reshards, lost FLOPs, FSDP's buckets."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from tpshard.kernels.dtypes import dtype_name
 from tpshard.parallelism import words
 from tpshard.parallelism.flow import info_of, op_name
-from tpshard.parallelism.program import Program, public
-from tpshard.parallelism.why import SourcePlace
 from tpshard.plan.pricing import Pricing, work_of
-from tpshard.plan.report import Tensor
 from tpshard.plan.units import round_figure
 
 
@@ -19,36 +14,6 @@ def pattern(name: str) -> str:
     """Replaces the numbers in a name by `*`: `layers.3.mlp.up.weight` -> `layers.*.mlp.up.weight`."""
     first, *rest = name.split(".")
     return ".".join([first, *("*" if part.isdigit() else part for part in rest)])
-
-
-def tensors_of(program: Program, names: Sequence[str] | None = None) -> list[Tensor]:
-    """The named values of a program with their shardings and the sources of these. names: those to return, else all."""
-    stored = {port.name: port for port in program.inputs if port.kind == "parameter"}
-    chosen = list(program.records) if names is None else list(names)
-    out = []
-    reasons: dict[tuple[str, str], tuple[SourcePlace, ...]] = {}
-    for name in chosen:
-        record = program.records.get(name)
-        if record is None:
-            continue
-        port = stored.get(name)
-        key = (pattern(name), str(record.layout))
-        if key not in reasons:
-            reasons[key] = program.explanation_of(name).roots
-        out.append(
-            Tensor(
-                name,
-                tuple(record.shape),
-                public(record.layout, program.mesh),
-                reasons[key],
-                port.kind if port is not None else "value",
-                record.annotated,
-                public(port.layout, program.mesh) if port is not None else None,
-                dtype_name(record.dtype),
-                record.dims,
-            )
-        )
-    return out
 
 
 def reshards_of(pricing: Pricing) -> list[dict[str, Any]]:

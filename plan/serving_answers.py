@@ -162,72 +162,80 @@ def answers(
             fix="fewer tokens: --prompt, --answer" + ("" if by_model else "; or a larger `serve.cache_mb`"),
         )  # fmt: skip
 
-    def figures(one: PricedServer, load: Traffic) -> Figures:
-        return Figures.of(rehearse(one.room, load, one.prices, one.overhead), load, limits)
-
-    full = figures(server, _full(traffic, server))
-    at_rate = figures(server, traffic) if traffic.rate is not None else None
-    highest = _highest(lambda rate: figures(server, replace(traffic, rate=rate)), full) if limits else None
-    rates = [full.requests_a_second * (i + 1) / curve for i in range(curve)]
-    drawn = tuple(figures(server, replace(traffic, rate=rate)) for rate in rates)
-    points, refused = _front(recipe, traffic, limits, builder, figures, note) if front else ((), ())
+    load = _Load(traffic, limits, rehearse)
+    full = load.saturated(server)
+    at_rate = load.figures(server, traffic) if traffic.rate is not None else None
+    highest = load.highest(server, full) if limits else None
+    drawn = tuple(load.at(server, full.requests_a_second * (i + 1) / curve) for i in range(curve))
+    points, refused = _front(recipe, load, builder, note) if front else ((), ())
     return ServeAnswers(server, traffic, limits, at_rate, full, highest, drawn, points, refused)
 
 
-def _full(traffic: Traffic, server: PricedServer) -> Traffic:
-    clients = min(server.room.running, server.room.logit_rows)
-    return replace(traffic, rate=None, clients=clients, count=max(traffic.count, 4 * clients))
+@dataclass(frozen=True)
+class _Load:
+    """The load for which servers are simulated."""
 
+    traffic: Traffic
+    limits: TimeLimits
+    rehearse: Rehearse
 
-def _highest(at: Callable[[float], Figures], full: Figures) -> Figures | None:
-    """The figures at the highest rate within the limits; None if no rate keeps them."""
-    low, high, best = 0.0, full.requests_a_second, None
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        figures = at(middle)
-        if figures.within_limits:
-            low, best = middle, figures
-        else:
-            high = middle
-    return best
+    def figures(self, server: PricedServer, traffic: Traffic) -> Figures:
+        rehearsal = self.rehearse(server.room, traffic, server.prices, server.overhead)
+        return Figures.of(rehearsal, traffic, self.limits)
+
+    def at(self, server: PricedServer, rate: float) -> Figures:
+        """The figures at a rate of requests."""
+        return self.figures(server, replace(self.traffic, rate=rate))
+
+    def saturated(self, server: PricedServer) -> Figures:
+        """The figures in a closed loop with as many clients as the server runs at once."""
+        clients = min(server.room.running, server.room.logit_rows)
+        count = max(self.traffic.count, 4 * clients)
+        return self.figures(server, replace(self.traffic, rate=None, clients=clients, count=count))
+
+    def highest(self, server: PricedServer, full: Figures) -> Figures | None:
+        """The figures at the highest rate within the limits; None if no rate keeps them."""
+        low, high, best = 0.0, full.requests_a_second, None
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            figures = self.at(server, middle)
+            if figures.within_limits:
+                low, best = middle, figures
+            else:
+                high = middle
+        return best
 
 
 def _front(
-    recipe: Recipe, traffic: Traffic, limits: TimeLimits, builder: ServerBuilder,
-    figures: Callable[[PricedServer, Traffic], Figures], note: Callable[[str], None],
-) -> tuple[tuple[FrontPoint, ...], tuple[str, ...]]:  # fmt: skip
+    recipe: Recipe, load: _Load, builder: ServerBuilder, note: Callable[[str], None]
+) -> tuple[tuple[FrontPoint, ...], tuple[str, ...]]:
     """The servers that no other beats (`unbeaten`), over sizes of the mesh's axis and of `serve.requests`.
 
     Also returns each mesh that was refused, with the reason.
     """
     points: list[FrontPoint] = []
     refused: dict[str, str] = {}
+    each = load.traffic.prompt + load.traffic.answer
     for axis, ways in _meshes(recipe):
         mesh = f"{axis} {ways}"
         before = 0
         for requests in FRONT_REQUESTS:
+            changes = [f"serve.mesh={{{axis}: {ways}}}", f"serve.requests={requests}"]
             try:
-                changed = loads(
-                    recipe.to_yaml(), [f"serve.mesh={{{axis}: {ways}}}", f"serve.requests={requests}"],
-                    file=recipe.name,
-                )  # fmt: skip
-                server = builder.build(changed)
+                server = builder.build(loads(recipe.to_yaml(), changes, file=recipe.name))
             except Mistakes as error:
                 refused[mesh] = error.diagnostics[0].message
                 break
-            room = min(requests, server.fitting(traffic.prompt + traffic.answer))
-            if room <= before or server.longest < traffic.prompt + traffic.answer:
+            room = min(requests, server.fitting(each))
+            if room <= before or server.longest < each:
                 break  # the cache holds no more requests than that
             before = room
             note(f"tried {mesh}, {plural(requests, 'request')} at once")
-            full = best = figures(server, _full(traffic, server))
-            if limits:
-                within = _highest(lambda rate: figures(server, replace(traffic, rate=rate)), full)  # noqa: B023
-                if within is None:
-                    continue
-                best = within
-            tokens_a_second = best.tokens_a_second / ways
-            points.append(FrontPoint(mesh, requests, tokens_a_second, best.tpot_s[0], best.ttft_s[0], best.rate))
+            full = load.saturated(server)
+            best = load.highest(server, full) if load.limits else full
+            if best is not None:
+                tokens_a_second = best.tokens_a_second / ways
+                points.append(FrontPoint(mesh, requests, tokens_a_second, best.tpot_s[0], best.ttft_s[0], best.rate))
     return tuple(sorted(unbeaten(points), key=lambda p: -p.tokens_a_second_a_device)), tuple(
         f"{mesh}: {why}" for mesh, why in refused.items()
     )
@@ -235,14 +243,10 @@ def _front(
 
 def unbeaten(points: Sequence[FrontPoint]) -> Iterator[FrontPoint]:
     """The points that no other beats in both tokens per device and time per token."""
-    for one in points:
-        goodness = (one.tokens_a_second_a_device, -one.tpot_s)
-        if not any(
-            (other.tokens_a_second_a_device, -other.tpot_s) != goodness
-            and other.tokens_a_second_a_device >= goodness[0] and -other.tpot_s >= goodness[1]
-            for other in points
-        ):  # fmt: skip
-            yield one
+    goodness = [(point.tokens_a_second_a_device, -point.tpot_s) for point in points]
+    for point, own in zip(points, goodness):
+        if not any(other != own and other[0] >= own[0] and other[1] >= own[1] for other in goodness):
+            yield point
 
 
 def _meshes(recipe: Recipe) -> Iterator[tuple[str, int]]:
@@ -251,10 +255,7 @@ def _meshes(recipe: Recipe) -> Iterator[tuple[str, int]]:
     most = max(recipe.serve.mesh[axis], 1)
     if recipe.cluster is not None:
         most = recipe.cluster.nodes * recipe.cluster.devices_per_node
-    ways = 1
-    while ways <= most:
-        yield axis, ways
-        ways *= 2
+    yield from ((axis, 2**n) for n in range(most.bit_length()))
 
 
 # ---- the screen -----------------------------------------------------------------------------------------------------
