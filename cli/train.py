@@ -58,7 +58,8 @@ def _start(recipe: str, overrides: Sequence[str], plan: str | None) -> int:
     local_workers = world // nodes.count
     print(f"starting {plural(local_workers, 'worker')} on this host", file=sys.stderr, flush=True)
     chosen = [] if plan is None else ["--plan", plan]
-    return launch(["train", recipe, *overrides, *chosen], world=world, nodes=nodes, restarts=loaded.launch.restarts)
+    command = [sys.executable, "-m", "tpshard.cli.main", "train", recipe, *overrides, *chosen]
+    return launch(command, world=world, nodes=nodes, restarts=loaded.launch.restarts)
 
 
 def _work(recipe: str, overrides: Sequence[str], place: WorkerPlace, plan_file: str | None) -> NoReturn:

@@ -136,9 +136,8 @@ def capture(
     names = list(names) if names is not None else [f"arg{i}" for i in range(len(where))]
     if len(names) != len(where):
         raise ValueError(f"{len(names)} names were given for {len(where)} tensor arguments")
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = Recorder(None if trail is None else lambda: trail.place)
-    recorder.rows = rows
+    mode, own_trail = FakeTensorMode(allow_non_fake_inputs=True), trail or Trail()
+    recorder = Recorder(lambda: own_trail.place, rows)
     full = list(leaves)
     for i, name in zip(where, names):
         full[i] = _fake(leaves[i], mode)

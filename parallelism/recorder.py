@@ -56,15 +56,16 @@ def _op_of(name: str) -> Any:
 class Recorder(TorchDispatchMode):
     """A dispatch mode that records ops as they run, inside a `FakeTensorMode`.
 
-    place: returns the place of the running op.
+    place: returns the place of the running op. rows: those of a batch whose draws depend on the row's place in a step
+    (see `draws`); 0 if there is none.
     """
 
     supports_higher_order_operators = True
     """Set so that higher-order operators arrive here and are refused."""
 
-    def __init__(self, place: Callable[[], Place] | None = None) -> None:
+    def __init__(self, place: Callable[[], Place], rows: int = 0) -> None:
         super().__init__()
-        self.place = place
+        self.place, self.rows = place, rows
         self.inputs: list[Value] = []
         self.ops: list[Op] = []
         self.constants: dict[str, tuple[Value, Tensor]] = {}
@@ -83,8 +84,6 @@ class Recorder(TorchDispatchMode):
         self.seed: Tensor | None = None
         """The seed input, after all others, if the function draws random numbers."""
         self.draws = 0
-        self.rows = 0
-        """The rows of a batch whose draws depend on the row's place in a step (see `draws`); 0 if there is none."""
 
     def input(self, name: str, fake: Tensor) -> None:
         """Records the function's next argument as an input of the graph."""
@@ -92,11 +91,12 @@ class Recorder(TorchDispatchMode):
         self.inputs.append(value)
         self.value_of[id(fake)] = (value, fake)
 
-    def constant(self, name: str, tensor: Tensor, fake: Tensor) -> None:
+    def constant(self, name: str, tensor: Tensor, fake: Tensor) -> Value:
         """Adds a constant of the function, which `fake` stands for."""
         value = Value(name, tuple(tensor.shape), tensor.dtype)
         self.constants[name] = (value, tensor)
         self.value_of[id(fake)] = (value, fake)
+        return value
 
     def graph(self, outputs: list[Any]) -> Graph:
         """The graph of the recorded ops, with these results of the function."""
@@ -108,12 +108,9 @@ class Recorder(TorchDispatchMode):
 
     def value(self, tensor: Tensor) -> Value:
         """The value of a tensor; a tensor that no op has produced becomes a constant."""
-        pair = self.value_of.get(id(tensor))
-        if pair is None:
-            name = f"_tensor_constant{len(self.constants)}"
-            pair = (Value(name, tuple(tensor.shape), tensor.dtype), tensor)
-            self.constants[name] = self.value_of[id(tensor)] = pair
-        return pair[0]
+        if id(tensor) in self.value_of:
+            return self.value_of[id(tensor)][0]
+        return self.constant(f"_tensor_constant{len(self.constants)}", tensor, tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -178,7 +175,7 @@ class Recorder(TorchDispatchMode):
             raise ValueError(
                 f"`{func}` is a random op whose numbers cannot be told by their position: pass them in as an input"
             )
-        place = self.place() if self.place is not None else Place()
+        place = self.place()
         name = self._name(packet, place)
         op = Op(name, func, args, kwargs, operands, [], place)
         several = isinstance(returned, (list, tuple))

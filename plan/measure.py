@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -193,20 +194,16 @@ def _hops(kind: str, members: int) -> float:
     return collective(unit, Topology(mesh, members), kind, (mesh.axis("x"),), 64).seconds
 
 
-def measure(
-    say: Callable[[str], None] | None = None, *, name: str = "", today: str = "",
-    measure_server: Callable[[str], ServingOverhead] | None = None,
-) -> str:  # fmt: skip
-    """Measures this machine, and returns a device file as text; takes three minutes on two cores. say: gets progress.
+def measure(tell: Callable[[str], None], *, name: str, measure_server: Callable[[str], ServingOverhead]) -> str:
+    """Measures this machine, and returns a device file as text; takes three minutes on two cores. tell: gets progress.
 
-    measure_server: measures a server on this machine's CPU, given the file without its result; None leaves that out.
+    measure_server: measures a server on this machine's CPU, given the file without its result.
 
     Raises `Mistakes` (exit 5) if the measuring processes do not start.
     """
     import torch
 
-    tell = say or (lambda _: None)
-    today = today or datetime.date.today().isoformat()
+    today = datetime.date.today().isoformat()
     if torch.cuda.is_available():
         from tpshard.plan.measure_gpu import measure_gpu
 
@@ -216,12 +213,9 @@ def measure(
     many = ", ".join(map(str, crowds))
     tell(f"{many} processes on {plural(cores, 'core')} compute, move and send, {ROUNDS} times ...")
     results = _workers(crowds, cores, tell)
-    name, memory = name or "measured-cpu", psutil.virtual_memory().total
-    text = device_file(name, today, cores, memory, results)
-    if measure_server is None:
-        return text
+    written = partial(device_file, name, today, cores, psutil.virtual_memory().total, results)
     tell("a server with 1 and 8 clients ...")
-    return device_file(name, today, cores, memory, results, measure_server(text))
+    return written(measure_server(written()))
 
 
 ROUNDS = 5

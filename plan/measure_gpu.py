@@ -67,7 +67,7 @@ def measure_gpu(tell: Callable[[str], None], name: str, today: str) -> str:
     return f"""# {properties.name}; written by `tpshard doctor --measure`.
 # Dense rates and links are those of {base_name}.
 schema: 1
-name: {name or base_name + "-measured"}
+name: {name}
 kind: gpu
 backend: nccl
 measured: {today}

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tpshard.parallelism.mesh import Mesh
-from tpshard.parallelism.runtime import messages
 from tpshard.parallelism.runtime.groups import Groups
 from tpshard.parallelism.runtime.heap import keep_freed_memory
 from tpshard.parallelism.runtime.messages import WorkerFault
@@ -180,10 +179,7 @@ def connect(
         ) from error
     watchdog = Watchdog(place.rank, start_s)
     groups = Groups(mesh, backend="nccl" if chosen.type == "cuda" else None)
-    context = Context(
-        place.rank, place.world, place.local_rank, chosen, backend, store, groups, watchdog, stopping
-    )  # fmt: skip
-    messages.send("ready")
+    context = Context(place.rank, place.world, place.local_rank, chosen, backend, store, groups, watchdog, stopping)
     if watch:
         watchdog.start()
     yield context

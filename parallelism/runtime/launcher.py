@@ -5,7 +5,6 @@ After a crash (see crash.py) it may restart the workers.
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -41,39 +40,25 @@ class Nodes:
         return {NODES: str(self.count), NODE_RANK: str(self.rank), MEET: self.meet}
 
 
-def launch(
-    argv: Sequence[str],
-    *,
-    world: int,
-    nodes: Nodes | None = None,
-    command: Sequence[str] | None = None,
-    say: Callable[[str], None] | None = None,
-    restarts: int = 0,
-) -> int:
+def launch(argv: Sequence[str], *, world: int, nodes: Nodes, restarts: int = 0) -> int:
     """Runs `argv` in `world` workers (this host's share of them) and returns the run's exit code.
 
-    Each worker is a Python process that runs tpshard's command line with the same `argv` (or `command`). When one
-    fails, the others are ended, and the first error is printed last. When one crashes, all are restarted, up to
-    `restarts` times; a run on several hosts ends instead, since their launchers do not communicate. Raises ValueError
-    where the hosts do not divide `world`.
+    When a worker fails, the others are ended, and the first error is printed last. When one crashes, all are restarted,
+    up to `restarts` times; a run on several hosts ends instead, since their launchers do not communicate. Raises
+    ValueError where the hosts do not divide `world`.
     """
-    nodes = nodes or Nodes.of(os.environ)
     if world % nodes.count:
         raise ValueError(f"{world} workers do not divide over {nodes.count} hosts")
     local = world // nodes.count
-    argv = list(command) if command is not None else [sys.executable, "-m", "tpshard.cli.main", *argv]
     allowed = Restarts(restarts if nodes.count == 1 else 0)
-    return Launcher(argv, lambda: Workers(world, local, nodes.rank * local), nodes, say or _say, allowed).run()
+    return Launcher(argv, lambda: Workers(world, local, nodes.rank * local), nodes, allowed).run()
 
 
 class Launcher:
     """Starts and supervises the workers of a run; see `launch`."""
 
-    def __init__(
-        self, argv: Sequence[str], make: Callable[[], Workers], nodes: Nodes, say: Callable[[str], None],
-        restarts: Restarts,
-    ):  # fmt: skip
-        self.argv, self.nodes, self.say, self.restarts = list(argv), nodes, say, restarts
+    def __init__(self, argv: Sequence[str], make: Callable[[], Workers], nodes: Nodes, restarts: Restarts):
+        self.argv, self.nodes, self.restarts = argv, nodes, restarts
         self._make, self.workers = make, make()
         self._signals: list[int] = []
         self._interrupts = 0
@@ -119,7 +104,7 @@ class Launcher:
                 self._interrupts += 1
                 if self._interrupts > 1:
                     return False
-                self.say("stopping after this step and saving; Ctrl-C again to end at once\n")
+                _say("stopping after this step and saving; Ctrl-C again to end at once\n")
             self.workers.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
         return True
 
@@ -131,14 +116,14 @@ class Launcher:
             return max(codes, key=FINE.index)
         self.workers.kill()
         if sys.stderr.isatty():
-            self.say("\x1b[?25h")  # shows the cursor, which a killed progress bar leaves hidden.
+            _say("\x1b[?25h")  # shows the cursor, which a killed progress bar leaves hidden.
         again = verdict.signal in CRASHES and self._again()
         lines = [verdict.text.rstrip("\n"), *(f"  {note}" for note in self._notes(verdict, again))]
-        self.say("\n".join(lines) + "\n")
+        _say("\n".join(lines) + "\n")
         if not again:
             return verdict.exit
         count = f"restart {self.restarts.done + 1} of {self.restarts.most}, see launch.restarts"
-        self.say(f"warning: the run is started again from its last checkpoint ({count})\n")
+        _say(f"warning: the run is started again from its last checkpoint ({count})\n")
         return None
 
     def _notes(self, verdict: Verdict, again: bool) -> list[str]:

@@ -1,4 +1,4 @@
-"""Messages of a worker to its launcher over a pipe: ready, stalled, failed. Does not import torch."""
+"""Messages of a worker to its launcher over a pipe: stalled, failed, finished steps. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Literal
 REPORT_FD = "TPSHARD_REPORT_FD"
 """The environment variable with the number of the pipe's write end, set by tpshard's launcher."""
 
-Kind = Literal["ready", "failed", "secondary", "stalled", "log", "step"]
+Kind = Literal["failed", "secondary", "stalled", "log", "step"]
 """`log` names the file of the worker's output, `step` the finished step."""
 
 

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from tpshard.parallelism import Mesh, partition
 from tpshard.parallelism.capture import capture
+from tpshard.parallelism.graph import Place
 from tpshard.parallelism.recorder import Recorder, decompositions
 from tpshard.parallelism.rules.contraction import contract
 from tpshard.parallelism.rules.table import entry_of
@@ -29,7 +30,7 @@ def _fakes(args: list[Tensor]) -> list[Tensor]:
 def _record(fn: Callable[..., Any], args: list[Tensor]) -> Seen:
     fakes = _fakes(args)
     with fakes[0].fake_mode:  # type: ignore[attr-defined]
-        recorder = Recorder()
+        recorder = Recorder(Place)
         for i, fake in enumerate(fakes):
             recorder.input(f"arg{i}", fake)
         with recorder:

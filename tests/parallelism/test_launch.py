@@ -22,9 +22,10 @@ from tpshard.parallelism.runtime.messages import WorkerFault, is_lost_peer
 
 WORKER = Path(__file__).with_name("launched_worker.py")
 LAUNCH = (
-    "import sys; from tpshard.parallelism.runtime.launcher import launch;"
+    "import os, sys; from tpshard.parallelism.runtime.launcher import Nodes, launch;"
     "assert 'torch' not in sys.modules, 'the launcher must start at once';"
-    "sys.exit(launch([], world=int(sys.argv[1]), command=[sys.executable, *sys.argv[3:]], restarts=int(sys.argv[2])))"
+    "nodes, world, restarts = Nodes.of(os.environ), *map(int, sys.argv[1:3]);"
+    "sys.exit(launch([sys.executable, *sys.argv[3:]], world=world, nodes=nodes, restarts=restarts))"
 )
 
 
