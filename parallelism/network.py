@@ -92,11 +92,10 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Span:
-    """The extent of a group of devices: `members` in all, on `hosts` hosts, at most `inside` of them on one host."""
+    """The extent of a group of devices: `members` in all, on `hosts` hosts."""
 
     members: int
     hosts: int
-    inside: int
 
     @property
     def wire(self) -> Wire:
@@ -111,11 +110,6 @@ class Topology:
         self.mesh = mesh
         self.per_host = max(1, devices_per_host)
 
-    @property
-    def hosts(self) -> int:
-        """Number of hosts."""
-        return -(-self.mesh.ranks // self.per_host)
-
     def span(self, refs: Axes) -> Span:
         """The extent of the group over these axes that spans the most hosts."""
         return _span(self.mesh, self.per_host, refs)
@@ -127,12 +121,8 @@ class Topology:
 
 @cache
 def _span(mesh: Mesh, per_host: int, refs: Axes) -> Span:
-    worst = Span(1, 1, 1)
-    for group in mesh.groups(refs):
-        hosts = len({rank // per_host for rank in group})
-        if hosts > worst.hosts or worst.members == 1:
-            worst = Span(len(group), hosts, -(-len(group) // hosts))
-    return worst
+    hosts = max(len({rank // per_host for rank in group}) for group in mesh.groups(refs))
+    return Span(size_of(refs), hosts)
 
 
 @cache

@@ -45,17 +45,6 @@ class Groups:
             _register(group_name(axes), own_group)
             self._groups[axes] = own_group
 
-    def get(self, axes: Sequence[Axis]) -> dist.ProcessGroup:
-        """The group over `axes`, in any order. Raises KeyError if `ensure` did not create it."""
-        key = self.mesh.sorted(axes)
-        if key not in self._groups:
-            raise KeyError(f"no process group over {group_name(key)}: `ensure` makes groups, on all ranks together")
-        return self._groups[key]
-
-    def position(self, axes: Sequence[Axis]) -> int:
-        """This rank's position in the group over `axes`."""
-        return self.mesh.linear_index(self.mesh.sorted(axes), dist.get_rank())
-
     def close(self) -> None:
         """Forgets the groups, so that another mesh can use the same names."""
         for axes in self._groups:

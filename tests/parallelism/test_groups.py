@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from patience import PATIENCE
-from tpshard.parallelism.mesh import Axis, Mesh
+from torch.distributed import distributed_c10d
+from tpshard.parallelism.mesh import Axis, Mesh, size_of
 from tpshard.parallelism.program import group_name
 from tpshard.parallelism.runtime.context import Context, disagreement
 from tpshard.parallelism.runtime.gloo import all_gather
@@ -27,11 +28,10 @@ def members(context: Context) -> dict[str, list[int]]:
     context.groups.ensure(expected[context.rank % 3 :] + expected[: context.rank % 3])
     result = {}
     for axes in expected:
-        size = len(dist.get_process_group_ranks(context.groups.get(axes)))
-        mine = torch.tensor([context.rank])
-        name = group_name(context.mesh.sorted(axes))
-        result[name] = torch.ops._c10d_functional.wait_tensor(all_gather(mine, size, name)).tolist()
-        assert result[name][context.groups.position(axes)] == context.rank
+        mine, ordered = torch.tensor([context.rank]), context.mesh.sorted(axes)
+        name = group_name(ordered)
+        result[name] = torch.ops._c10d_functional.wait_tensor(all_gather(mine, size_of(axes), name)).tolist()
+        assert result[name][context.mesh.linear_index(ordered, context.rank)] == context.rank
     return result
 
 
@@ -46,7 +46,7 @@ def test_groups_are_those_of_the_mesh_on_every_rank(pool: Any) -> None:
 def sub_axis(context: Context) -> list[int]:
     inner = Axis("x", 2, 2)
     context.groups.ensure([(inner,), (Axis("x", 1, 2),)])
-    return dist.get_process_group_ranks(context.groups.get([inner]))
+    return dist.get_process_group_ranks(distributed_c10d._resolve_process_group(group_name([inner])))
 
 
 def test_a_sub_axis_has_groups_of_its_own(pool: Any) -> None:
