@@ -49,6 +49,8 @@ import architectures
 import gptq_folders as folders
 from servers import lockstep, programs_of, prompts, sequences_for
 
+from models import FAMILIES, Program
+
 MESHES = ({"tp": 2}, {"fsdp": 2, "tp": 2}, {"dp": 2, "fsdp": 2, "tp": 2})
 BOUND = 1e-5
 RECIPE = """
@@ -113,11 +115,16 @@ def serves(name: str, folder: Path) -> float:
     return apart(logits, torch.cat(each))
 
 
+def wider(name: str) -> Any:
+    """Within this, a class has matrices that GPTQ holds."""
+    config = architectures.CONFIGS[name]
+    sizes = {key: value for key, value in folders.WIDER.items() if key in config}
+    return mock.patch.dict(architectures.CONFIGS, {name: {**config, **sizes}})
+
+
 def quantize(name: str, place: Path) -> float:
     """How far the logits of its GPTQ folder on two devices are from transformers', with the weights it stands for."""
-    config = architectures.CONFIGS[name]
-    wider = {key: value for key, value in folders.WIDER.items() if key in config}
-    with mock.patch.dict(architectures.CONFIGS, {name: {**config, **wider}}):
+    with wider(name):
         folder, values = folders.quantized(name, place / f"{name}-gptq")
         programs = programs_of(folder, "serve.mesh.tp=2", "serve.requests=8", "serve.step_tokens=8")
         logits = lockstep(programs, stored_weights(open_source(str(folder))))
@@ -142,11 +149,9 @@ def causal(name: str, place: Path) -> dict[str, Any]:
 
 def writes(name: str, place: Path) -> float:
     """How far the loss of the folder that the quantizer writes, by transformers, is from the one that it reports."""
-    config = architectures.CONFIGS[name]
-    wider = {key: value for key, value in folders.WIDER.items() if key in config}
     tokens = torch.randint(0, architectures.VOCAB, (8, 12), generator=torch.Generator().manual_seed(0))
     text = Sequences(tokens, tokens.roll(-1, 1))
-    with mock.patch.dict(architectures.CONFIGS, {name: {**config, **wider}}):
+    with wider(name):
         architecture, values = Architecture(architectures.config_of(name)), architectures.values(name)
         job = Quantizer(architecture, values.__getitem__, text, text, Settings(group_size=16), "head_local")
         report = write(job, place / f"{name}-quantized")
@@ -169,69 +174,29 @@ def attempt(what: Callable[[], Any]) -> Any:
 
 
 # ---- encoders: a step with a user's loss ---------------------------------------------------------------------------
-ENCODERS: dict[str, tuple[str, dict[str, Any], dict[str, tuple[Any, ...]]]] = {
-    "bert": (
-        "BertForMaskedLM",
-        {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "intermediate_size": 48, "max_position_embeddings": 32},
-        {"query.weight": ("tp",), "key.weight": ("tp",), "value.weight": ("tp",), "intermediate.dense.weight": ("tp",)},
-    ),
-    "t5": (
-        "T5ForConditionalGeneration",
-        {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
-        {".q.weight": ("tp",), ".k.weight": ("tp",), ".v.weight": ("tp",), ".wi.weight": ("tp",)},
-    ),
-    "vit": (
-        "ViTForImageClassification",
-        {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "image_size": 16,
-         "patch_size": 4, "num_channels": 3},
-        {"query.weight": ("tp",), "key.weight": ("tp",), "value.weight": ("tp",), "intermediate.dense.weight": ("tp",)},
-    ),
-}  # fmt: skip
+_ATTENTION = ("query.weight", "key.weight", "value.weight", "intermediate.dense.weight")
+ENCODERS = {"bert": _ATTENTION, "t5": (".q.weight", ".k.weight", ".v.weight", ".wi.weight"), "vit": _ATTENTION}
+"""Families of `models.py`, with the ends of the names of the weights that are annotated."""
 
 
 def encoder(name: str) -> dict[str, Any]:
-    """The table row of an encoder: a step on dp 2 x tp 2, columns of some weights annotated, the rest inferred."""
-    import transformers
-
-    cls, numbers, columns = ENCODERS[name]
-    torch.manual_seed(0)
-    module = getattr(transformers, cls)
-    model = module(module.config_class(**numbers, attn_implementation="eager")).eval()
-    values = {path: parameter.detach() for path, parameter in model.named_parameters()}
-    inputs = encoder_inputs(name)
-
-    def step(values: dict[str, Tensor], inputs: dict[str, Tensor]) -> list[Tensor]:
-        leaves = {path: value.detach().requires_grad_() for path, value in values.items()}
-        features = {key: value for key, value in inputs.items() if key != "targets"}
-        logits = torch.func.functional_call(model, leaves, (), features).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, -2), inputs["targets"].flatten(), reduction="sum")
-        return [loss.detach(), *torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)]
-
-    shardings = [next((dims for end, dims in columns.items() if path.endswith(end)), None) for path in values]
-    shardings += [("dp",)] * len(inputs)
+    """The table row of an encoder: a step on dp 2 x tp 2, rows of some weights annotated, the rest inferred."""
+    step = Program(FAMILIES[name], rows=8, step=True)
+    shardings = [("tp",) if path.endswith(ENCODERS[name]) else None for path in step.state]
 
     def whole() -> dict[str, Any]:
-        program = partition(step, (values, inputs), Mesh({"dp": 2, "tp": 2}), in_shardings=shardings)
-        computed, expected = program.simulate(values, inputs), step(values, inputs)
-        sent = sum(c.bytes for c in program.collectives)
-        worst = furthest(computed[1:], expected[1:])
-        gone = apart(computed[0], expected[0])
-        return {"loss": gone, "gradients": worst, "collective_bytes": sent, "planned": len(program.collectives)}
+        mesh = Mesh({"dp": 2, "tp": 2})
+        program = partition(step, step.args, mesh, in_shardings=[("dp",)] * len(step.inputs) + shardings)
+        computed, expected = program.simulate(*step.args), step(*step.args)
+        return {
+            "loss": apart(computed[0], expected[0]), "gradients": furthest(computed[1:], expected[1:]),
+            "collective_bytes": sum(c.bytes for c in program.collectives), "planned": len(program.collectives),
+        }  # fmt: skip
 
     outcome = attempt(whole)
     planned = outcome if "refused" in outcome else outcome["planned"]
-    return {"name": name, "class": cls, "plan": planned, "train": {"dp x tp": outcome}, "serve": None, "quantize": None}
-
-
-def encoder_inputs(name: str) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, 64, (8, 12), generator=generator)
-    if name == "vit":
-        pixels = torch.randn(8, 3, 16, 16, generator=generator)
-        return {"pixel_values": pixels, "targets": torch.randint(0, 2, (8,), generator=generator)}
-    further = {"decoder_input_ids": tokens.roll(1, 1)} if name == "t5" else {}
-    return {"input_ids": tokens, **further, "targets": tokens.roll(-1, 1)}
+    return {"name": name, "class": FAMILIES[name].model, "plan": planned, "train": {"dp x tp": outcome},
+            "serve": None, "quantize": None}  # fmt: skip
 
 
 # ---- the table -----------------------------------------------------------------------------------------------------
@@ -241,11 +206,11 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         "|---" * 7 + "|",
     ]
     for row in rows:
-        refused = isinstance(row["plan"], dict)
-        cells = [f"`{row['name']}`", f"`{row['class']}`", "no" if refused else "yes", _train(row["train"])]
-        cells.append("" if row["serve"] is None else "no" if isinstance(row["serve"], dict) else "yes")
-        cells.append("" if row.get("gptq") is None else "no" if isinstance(row["gptq"], dict) else "yes")
-        cells.append("" if row["quantize"] is None else "no" if isinstance(row["quantize"], dict) else "yes")
+        plan, *others = (
+            "" if row.get(verb) is None else "no" if isinstance(row[verb], dict) else "yes"
+            for verb in ("plan", "serve", "gptq", "quantize")
+        )
+        cells = [f"`{row['name']}`", f"`{row['class']}`", plan, _train(row["train"]), *others]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -11,6 +11,7 @@ padding costs less than 3%. `--record` writes benchmarks/records/models.json.
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -21,17 +22,14 @@ import torch
 from torch import Tensor
 from tpshard.parallelism import Mesh, partition
 
-from record import Record, in_one_line, parser_of
+from record import ROOT, Record, in_one_line, parser_of
+
+sys.path.insert(0, str(ROOT / "tests"))
+import architectures
 
 MESHES = {"2x2": {"x": 2, "y": 2}, "4": {"x": 4}, "3": {"x": 3}, "2x4": {"x": 2, "y": 4}}
 BATCH = {"2x2": 16, "4": 16, "3": 71, "2x4": 32}
 LENGTH, VOCAB = 12, 64
-_LLAMA = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
-_GPT = {"vocab_size": VOCAB, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
-_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
 _BERT = {
     "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
     "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
@@ -64,9 +62,14 @@ def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
+def _causal(name: str, *without: str) -> Family:
+    """A causal language model of the gallery; `without` are its kinds of dropout."""
+    config = architectures.CONFIGS[name]
+    return Family(config["architectures"][0], {**config, **dict.fromkeys(without, 0.0)}, _ids())
+
+
 FAMILIES = {
-    "gpt2": Family("GPT2LMHeadModel", {
-        **_GPT, "n_embd": 32, "n_positions": 64, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}, _ids()),
+    "gpt2": _causal("gpt2", "attn_pdrop", "resid_pdrop", "embd_pdrop"),
     "bert": Family("BertForMaskedLM", _BERT, _ids()),
     "t5": Family("T5ForConditionalGeneration", {
         "vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0,
@@ -74,17 +77,10 @@ FAMILIES = {
     "vit": Family("ViTForImageClassification", {
         **{k: v for k, v in _BERT.items() if k != "vocab_size"}, "image_size": 16, "patch_size": 4, "num_labels": 5},
         _numbers("pixel_values", 3, 16, 16)),
-    "gemma2": Family("Gemma2ForCausalLM", {**_LLAMA, "head_dim": 8, "sliding_window": 5}, _ids()),
-    "qwen3": Family("Qwen3ForCausalLM", {**_LLAMA, "head_dim": 8}, _ids()),
-    "mixtral": Family("MixtralForCausalLM", {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}, _ids()),
-    "qwen2_moe": Family("Qwen2MoeForCausalLM", {**_LLAMA, **_MOE}, _ids()),
-    "bloom": Family("BloomForCausalLM", {
-        **_GPT, "hidden_size": 32, "hidden_dropout": 0.0, "attention_dropout": 0.0}, _ids()),
-    "falcon": Family("FalconForCausalLM", {
-        **_GPT, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "new_decoder_architecture": True,
-        "num_kv_heads": 2, "bias": False, "attention_dropout": 0.0, "hidden_dropout": 0.0}, _ids()),
-    "mamba": Family("MambaForCausalLM", {
-        **_GPT, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}, _ids()),
+    **{name: _causal(name) for name in ("gemma2", "qwen3", "mixtral", "qwen2_moe")},
+    "bloom": _causal("bloom", "hidden_dropout", "attention_dropout"),
+    "falcon": _causal("falcon", "attention_dropout", "hidden_dropout"),
+    "mamba": _causal("mamba"),
     "whisper": Family("WhisperForConditionalGeneration", {
         "vocab_size": VOCAB, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
         "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "num_mel_bins": 8,

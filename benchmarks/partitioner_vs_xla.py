@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -43,27 +43,15 @@ class Torch:
     roll = staticmethod(torch.roll)
     logsumexp = staticmethod(torch.logsumexp)
     silu = staticmethod(F.silu)
-
-    def softmax(self, x: Any, dim: int) -> Any:
-        return torch.softmax(x, dim)
-
-    def cat(self, parts: Sequence[Any], dim: int) -> Any:
-        return torch.cat(list(parts), dim)
+    softmax = staticmethod(torch.softmax)
+    cat = staticmethod(torch.cat)
+    topk = staticmethod(torch.topk)
+    argmax = staticmethod(torch.argmax)
+    cumsum = staticmethod(torch.cumsum)
+    flip = staticmethod(torch.flip)
 
     def sort(self, x: Any, dim: int) -> Any:
         return torch.sort(x, dim).values
-
-    def topk(self, x: Any, k: int) -> Any:
-        return torch.topk(x, k, -1)
-
-    def argmax(self, x: Any, dim: int) -> Any:
-        return torch.argmax(x, dim)
-
-    def cumsum(self, x: Any, dim: int) -> Any:
-        return torch.cumsum(x, dim)
-
-    def flip(self, x: Any, dim: int) -> Any:
-        return torch.flip(x, [dim])
 
     def take(self, table: Any, index: Any) -> Any:
         return F.embedding(index, table)
@@ -98,33 +86,16 @@ class Jax:
         import jax.numpy as jnp
 
         self.jax, self.jnp, self.mesh = jax, jnp, mesh
-        self.einsum, self.roll, self.cumsum = jnp.einsum, jnp.roll, jnp.cumsum
-        self.relu, self.silu, self.softmax = jax.nn.relu, jax.nn.silu, jax.nn.softmax
-        self.logsumexp = jax.scipy.special.logsumexp
-
-    def cat(self, parts: Sequence[Any], dim: int) -> Any:
-        return self.jnp.concatenate(parts, dim)
-
-    def sort(self, x: Any, dim: int) -> Any:
-        return self.jnp.sort(x, dim)
-
-    def topk(self, x: Any, k: int) -> Any:
-        return self.jax.lax.top_k(x, k)
-
-    def argmax(self, x: Any, dim: int) -> Any:
-        return self.jnp.argmax(x, dim)
-
-    def flip(self, x: Any, dim: int) -> Any:
-        return self.jnp.flip(x, dim)
+        self.einsum, self.roll, self.cumsum, self.flip = jnp.einsum, jnp.roll, jnp.cumsum, jnp.flip
+        self.cat, self.sort, self.argmax = jnp.concatenate, jnp.sort, jnp.argmax
+        self.relu, self.silu, self.softmax, self.one_hot = jax.nn.relu, jax.nn.silu, jax.nn.softmax, jax.nn.one_hot
+        self.topk, self.logsumexp = jax.lax.top_k, jax.scipy.special.logsumexp
 
     def take(self, table: Any, index: Any) -> Any:
         return table[index]
 
     def pick(self, x: Any, index: Any) -> Any:
         return self.jnp.take_along_axis(x, index[..., None], -1)[..., 0]
-
-    def one_hot(self, index: Any, count: int) -> Any:
-        return self.jax.nn.one_hot(index, count)
 
     def scatter_add(self, rows: int, index: Any, x: Any) -> Any:
         return self.jnp.zeros((rows, x.shape[1])).at[index].add(x)
@@ -292,7 +263,7 @@ CASES: dict[str, Case] = {
                                                ((6, D, 192), ("x",))], [()]),
     "shift by one": Case(shift, ONE, [((8, 64, E), ("x",))], [("x",)]),
     "roll": Case(lambda xp, x: xp.roll(x, 3, 0), ONE, [((B, E), ("x",))], [("x",)]),
-    "flip": Case(lambda xp, x: xp.flip(x, 0), ONE, [((B, E), ("x",))], [("x",)]),
+    "flip": Case(lambda xp, x: xp.flip(x, (0,)), ONE, [((B, E), ("x",))], [("x",)]),
     "sort": Case(lambda xp, x: xp.sort(x, 1), ONE, [((B, E), (None, "x"))], [(None, "x")]),
     "topk": Case(lambda xp, x: xp.topk(x, 4), ONE, [((B, V), (None, "x"))], [(), ()]),
     "argmax": Case(lambda xp, x: xp.argmax(x, 1), ONE, [((B, V), (None, "x"))], [()]),
@@ -315,11 +286,16 @@ def ours(case: Case) -> tuple[dict[str, tuple[int, int]], float]:
     program = partition(
         lambda *inputs: case.fn(Torch(mesh), *inputs), args, mesh, [dims for _, dims in case.args], case.out
     )
-    totals: dict[str, tuple[int, int]] = {}
-    for comm in program.collectives:
-        count, total = totals.get(comm.kind, (0, 0))
-        totals[comm.kind] = count + 1, total + wire_bytes(comm.kind, comm.bytes, comm.size)
-    return totals, program.flop_efficiency
+    return totals((c.kind, c.bytes, c.size) for c in program.collectives), program.flop_efficiency
+
+
+def totals(collectives: Iterable[tuple[str, int, int]]) -> dict[str, tuple[int, int]]:
+    """(count, wire bytes) per kind of collective, each of which is given as kind, bytes and number of members."""
+    by_kind: dict[str, tuple[int, int]] = {}
+    for kind, size, members in collectives:
+        count, total = by_kind.get(kind, (0, 0))
+        by_kind[kind] = count + 1, total + wire_bytes(kind, size, members)
+    return by_kind
 
 
 _KINDS = {
@@ -365,13 +341,12 @@ def theirs(jax: ModuleType, case: Case, folder: str) -> dict[str, tuple[int, int
     jax.jit(function, in_shardings=ins, out_shardings=outs).lower(*args).compile()
     (path,) = glob.glob(f"{folder}/*jit_function*before_all-reduce-promotion.txt")
     with open(path) as file:
-        return collectives(file.read(), count)
+        return totals(collectives(file.read(), count))
 
 
-def collectives(text: str, devices: int) -> dict[str, tuple[int, int]]:
-    """Counts and wire bytes of an HLO module's collectives."""
+def collectives(text: str, devices: int) -> Iterator[tuple[str, int, int]]:
+    """Kind, bytes and number of members of each collective of an HLO module."""
     lines = text.splitlines()
-    totals: dict[str, tuple[int, int]] = {}
     for line in lines:
         match = re.match(r"\s*(?:ROOT )?(%\S+) = (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|"
                          r"collective-permute)\((.*?)\)", line)  # fmt: skip
@@ -388,9 +363,7 @@ def collectives(text: str, devices: int) -> dict[str, tuple[int, int]]:
         readers = [r for r in lines if f"{match[1]}," in r.split(" = ")[-1] or f"{match[1]})" in r.split(" = ")[-1]]
         if kind == "all-reduce" and len(readers) == 1 and " dynamic-slice(" in readers[0]:
             name = "reduce_scatter"
-        n, total = totals.get(name, (0, 0))
-        totals[name] = n + 1, total + wire_bytes(name, size, members)
-    return totals
+        yield name, size, members
 
 
 def _members(line: str, devices: int) -> int:

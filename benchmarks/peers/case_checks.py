@@ -83,12 +83,9 @@ def propagation(case: dict[str, Any]) -> Answer:
 
 # ---- rules ----------------------------------------------------------------------------------------------------------
 def op_rule(case: dict[str, Any]) -> Answer:
-    builder = Builder(read(case["program"]))
     text = read(case["program"])
-    expected = case["expected"]["rules"][-1]
-    mine = joined(builder, text.calls[-1].results)
-    theirs = _rule_of(expected)
-    wrong, cheaper = mine.differs(*theirs)
+    mine = joined(Builder(text), text.calls[-1].results)
+    wrong, cheaper = mine.differs(*_rule_of(case["expected"]["rules"][-1]))
     actual = {"rule": mine.show()} | ({"bytes and the peer's, of factors of another kind": cheaper} if cheaper else {})
     return not wrong, actual, wrong
 
@@ -131,10 +128,10 @@ def reshard_plan(case: dict[str, Any]) -> Answer:
     mine = redistribution(shape, source, goal, 4, latency=0)  # as for large tensors: bytes decide
     theirs, at = 0, source
     for step in case["expected"]["collectives"]:
-        if step["op"] in ("all_slice", "replicated_to_unreduced", "sharded_to_unreduced"):
-            at = layout_of(step["to"], len(shape), mesh)
-            continue
         after = layout_of(step["to"], len(shape), mesh)
+        if step["op"] in ("all_slice", "replicated_to_unreduced", "sharded_to_unreduced"):
+            at = after
+            continue
         kind = {"collective_permute": "permute"}.get(step["op"], step["op"])
         before_bytes, after_bytes = (local_bytes(shape, layout, 4) for layout in (at, after))
         moved = axes_in(step.get("axes", ""), mesh)

@@ -43,8 +43,6 @@ class Builder:
         if call.function == "shard_as":
             self.ties.setdefault(call.options.get("group", 0), []).extend(self.values[n.text] for n in call.args[0])
             return
-        if call.function == "remark":
-            return
         args = [self._read(a) for a in call.args]
         options = {k: self._read(v) for k, v in call.options.items()}
         make = MAKERS.get(call.function)
@@ -188,14 +186,8 @@ def _barrier(b: Builder, call: Call, x: Value, allowed: str = "both", **_: Any) 
     return b.emit(torch.ops.tpshard.propagation_barrier.default, x, allowed.lower(), shape=x.shape)
 
 
-@maker_of("shard_barrier_from")
-def _from(b: Builder, call: Call, x: Value) -> Any:
-    return _barrier(b, call, x, "backward")
-
-
-@maker_of("shard_barrier_to")
-def _to(b: Builder, call: Call, x: Value) -> Any:
-    return _barrier(b, call, x, "forward")
+MAKERS["shard_barrier_from"] = lambda b, call, x: _barrier(b, call, x, "backward")
+MAKERS["shard_barrier_to"] = lambda b, call, x: _barrier(b, call, x, "forward")
 
 
 # ---- made of nothing ------------------------------------------------------------------------------------------------
@@ -204,9 +196,7 @@ def _constant(b: Builder, call: Call, *_: Any, **__: Any) -> Any:
     return b.emit(aten.full.default, list(call.shapes[0]) if call.shapes else [], 1.0)
 
 
-@maker_of("ones")
-def _ones(b: Builder, call: Call, shape: Any) -> Any:
-    return b.emit(aten.ones.default, numbers(shape))
+MAKERS["ones"] = lambda b, call, shape: b.emit(aten.ones.default, numbers(shape))
 
 
 @maker_of("iota")
@@ -268,10 +258,7 @@ def _slice(b: Builder, call: Call, x: Value, dims: Sequence[Any]) -> Any:
     return x
 
 
-@maker_of("flip")
-@maker_of("reverse")
-def _flip(b: Builder, call: Call, x: Value, dims: Any) -> Any:
-    return b.emit(aten.flip.default, x, numbers(dims))
+MAKERS["flip"] = MAKERS["reverse"] = lambda b, call, x, dims: b.emit(aten.flip.default, x, numbers(dims))
 
 
 @maker_of("pad")
@@ -309,11 +296,6 @@ def _reduce(b: Builder, call: Call, *args: Any, op: str = "add", dims: Any = ())
     return [_reduced(b, x, op, numbers(dims)) for x in inputs]
 
 
-@maker_of("variadic_reduce")
-def _variadic(b: Builder, call: Call, *inputs: Any, dims: Any = ()) -> Any:
-    return [_reduced(b, x, "add", numbers(dims)) for x in inputs]
-
-
 def _reduced(b: Builder, x: Value, op: str, dims: list[int]) -> Value:
     if op in ("add", "sum"):
         return b.emit(aten.sum.dim_IntList, x, dims)
@@ -329,6 +311,7 @@ def _sum(b: Builder, call: Call, x: Value, dim: Any = None) -> Any:
     return b.emit(aten.sum.dim_IntList, x, numbers(dim) if dim is not None else list(range(x.rank)))
 
 
+MAKERS["variadic_reduce"] = lambda b, call, *inputs, dims=(): [_reduced(b, x, "add", numbers(dims)) for x in inputs]
 for _name, _op in (("reduce_sum", "add"), ("reduce_max", "max"), ("reduce_min", "min"), ("reduce_add", "add")):
     MAKERS[_name] = lambda b, call, x, *_, dims=(), op=_op: _reduced(b, x, op, numbers(dims))
 
@@ -416,7 +399,6 @@ def _conv(b: Builder, call: Call, x: Value, w: Value, window: Any = "", feature_
         dilate = {k: re.search(rf"{k}_dilate = (\[[\d, ]*\])", window) for k in ("lhs", "rhs")}
         flat = numbers(pads[1]) if pads else [0] * 2 * rank
         at = {
-            "size": [[w.shape[rhs.index(c)]] for c in spatial],
             "stride": [[n] for n in (numbers(strides[1]) if strides else [1] * rank)],
             "pad": [flat[2 * i : 2 * i + 2] for i in range(rank)],
             "lhs_dilate": [[n] for n in (numbers(dilate["lhs"][1]) if dilate["lhs"] else [1] * rank)],
@@ -425,9 +407,9 @@ def _conv(b: Builder, call: Call, x: Value, w: Value, window: Any = "", feature_
         }
     else:
         at = _window(str(window), rank)
-        at["size"] = [[w.shape[rhs.index(c)]] for c in spatial]
         if "padding" in options:
             at["pad"] = [[n, n] for n in numbers(options["padding"])]
+    at["size"] = [[w.shape[rhs.index(c)]] for c in spatial]
     product = _as_product(x, w, lhs, rhs, out, spatial, at)
     if product is not None and feature_groups == batch_groups == 1:
         equation, keeps = product  # dims of size 1 that no equation has are taken off, and put back
@@ -457,8 +439,7 @@ def _conv(b: Builder, call: Call, x: Value, w: Value, window: Any = "", feature_
         aten.convolution.default, x, w, None, [s[0] for s in at["stride"]], widths, [d[0] for d in at["rhs_dilate"]],
         False, [0] * rank, feature_groups,
     )  # fmt: skip
-    order = ["b", "f", *spatial]
-    return _permuted(b, result, [order.index(c) for c in out])
+    return _permuted(b, result, [["b", "f", *spatial].index(c) for c in out])
 
 
 def _as_product(
@@ -626,11 +607,8 @@ MAKERS["scatter"] = lambda b, call, *a, **o: _scatter(b, call, *a, accumulate=Tr
 MAKERS["scatter_add"] = MAKERS["scatter"]  # Shardy's tests, whose restatement names no computation, add
 MAKERS["scatter_min"] = lambda b, call, *a, **o: _scatter(b, call, *a, accumulate=False, **o)
 MAKERS["scatter_max"] = MAKERS["scatter_min"]
-
-
-@maker_of("index")
-def _index(b: Builder, call: Call, x: Value, index: Value) -> Any:
-    return b.emit(aten.index.Tensor, x, [index])
+MAKERS["index"] = lambda b, call, x, index: b.emit(aten.index.Tensor, x, [index])
+MAKERS["topk"] = lambda b, call, x, k=1, dim=-1, **_: b.emit(aten.topk.default, x, k, dim)
 
 
 @maker_of("index_add")
@@ -646,11 +624,6 @@ def _sort(b: Builder, call: Call, *inputs: Value, dim: int = -1, **_: Any) -> An
     return [values, *(b.emit(aten.gather.default, x, dim, places) for x in inputs[1:])]
 
 
-@maker_of("topk")
-def _topk(b: Builder, call: Call, x: Value, k: int = 1, dim: int = -1, **_: Any) -> Any:
-    return b.emit(aten.topk.default, x, k, dim)
-
-
 # ---- linear algebra -------------------------------------------------------------------------------------------------
 @maker_of("linalg.cholesky")
 @maker_of("cholesky")
@@ -662,8 +635,7 @@ def _cholesky(b: Builder, call: Call, x: Value, **_: Any) -> Any:
 def _triangular(b: Builder, call: Call, a: Value, x: Value, **_: Any) -> Any:
     left = "left_side = true" in call.remarks or "left_side" not in call.remarks
     if not re.search(r"NO_TRANSPOSE|transpose_a = false", call.remarks) and "TRANSPOSE" in call.remarks:
-        order = [*range(a.rank - 2), a.rank - 1, a.rank - 2]
-        a = _permuted(b, a, order)
+        a = _permuted(b, a, [*range(a.rank - 2), a.rank - 1, a.rank - 2])
     return b.emit(aten.linalg_solve_triangular.default, a, x, upper="lower = true" not in call.remarks, left=left)
 
 

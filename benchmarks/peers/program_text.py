@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Shape = tuple[int, ...]
+SHAPES = re.compile(r"\s*->\s*(\[[\d\[\], ]*\])")
+"""The results' shapes in a comment."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +61,11 @@ def read(program: str) -> Text:
         body, _, comment = line.strip().partition("#")
         body = body.strip()
         if not body:
-            if comment.strip():
-                text.calls.append(Call([], "remark", [], {}, [], comment.strip()))
             continue
         if body.startswith("return"):
             for part in split(body.removeprefix("return")):
                 text.returned.append(_flat(part, text, f"_returned{len(text.returned)}"))
-            arrow = re.match(r"\s*->\s*(\[[\d\[\], ]*\])", comment)
+            arrow = SHAPES.match(comment)
             if arrow and text.returned[0].startswith("_returned"):
                 text.calls[-1].shapes = shapes_of(arrow[1])
             continue
@@ -74,8 +74,7 @@ def read(program: str) -> Text:
         if isinstance(call, Name):
             call = Call([], "alias", [call])
         call.results = [r.strip() for r in results.split(",") if r.strip()]
-        arrow = re.match(r"\s*->\s*(\[[\d\[\], ]*\])", "#" + comment if False else comment)
-        if arrow:
+        if arrow := SHAPES.match(comment):
             call.shapes = shapes_of(arrow[1])
             comment = comment[arrow.end() :]
         call.remarks = comment.strip(" ;")
@@ -110,7 +109,7 @@ def _bare(line: str) -> Text:
     returned = expression_of(body.strip(), text)
     assert isinstance(returned, Call)
     returned.results = ["_returned0"]
-    arrow = re.search(r"->\s*(\[[\d\[\], ]*\])", comment)
+    arrow = SHAPES.search(comment)
     returned.shapes = shapes_of(arrow[1]) if arrow else []
     text.calls.append(returned)
     return text
@@ -122,7 +121,7 @@ def expression_of(source: str, text: Text) -> Any:
     for symbol, function in ((" + ", "add"), (" - ", "sub"), (" * ", "mul"), (" / ", "div"), (" @ ", "matmul")):
         parts = split(source, symbol)
         if len(parts) == 2:
-            return Call([], function, [_operand(p, text) for p in parts])
+            return Call([], function, [value_of(p, text) for p in parts])
     if re.fullmatch(r"\w+(\.\d+)?", source):
         return Name(source)
     constant = re.match(r"constant\s*[\[(]", source)
@@ -139,7 +138,7 @@ def expression_of(source: str, text: Text) -> Any:
         raise ValueError(f"not understood: {source!r}")
     function, args, options = call[1], [], {}
     owner = re.fullmatch(r"(\w+)\.(\w+)", function)
-    if owner and owner[1] not in ("torch",) and not function.startswith("torch."):
+    if owner and owner[1] != "torch":
         args, function = [Name(owner[1])], owner[2]
     for part in split(call[2]):
         option = re.match(r"(\w+)\s*=(?!=)\s*(.*)", part, re.DOTALL)
@@ -150,14 +149,9 @@ def expression_of(source: str, text: Text) -> Any:
     return Call([], function.removeprefix("torch."), args, options)
 
 
-def _operand(source: str, text: Text) -> Any:
-    return value_of(source, text)
-
-
 def value_of(source: str, text: Text) -> Any:
     """A number, a string, a list, a `Name`; whatever else stays text."""
-    source = source.strip()
-    source = re.sub(r"\s+\(\w+\)$", "", source)  # a remark on an operand: `(f01b)`
+    source = re.sub(r"\s+\(\w+\)$", "", source.strip())  # a remark on an operand: `(f01b)`
     if re.fullmatch(r"-?\d+", source):
         return int(source)
     if re.fullmatch(r"-?\d*\.\d+(e-?\d+)?", source):

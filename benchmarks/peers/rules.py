@@ -20,6 +20,8 @@ from peers.operations import Builder
 
 KINDS = {Kind.PASS: "", Kind.REDUCE: "reduction", Kind.WHOLE: "need_replication"}
 KINDS |= {k: "permutation" for k in Kind if k.name == "PERMUTE"}
+Factor = tuple[int, int]
+"""A factor of an op's rule: the op's place among the statement's, and the factor's number."""
 HALVES = Axis("halves", 1, 2)
 ORDER = ["", "permutation", "reduction", "need_replication"]
 
@@ -140,30 +142,26 @@ def joined(builder: Builder, names: Sequence[str]) -> Joined:
         visited.add(id(value.producer))
         ops.append(value.producer)
         stack.extend(value.producer.operands)
-    parent: dict[tuple[int, int], tuple[int, int]] = {}
+    ops.sort(key=builder.ops.index)
+    rules = [rule_for(op) for op in ops]
+    parent: dict[Factor, Factor] = {}
 
-    def root(key: tuple[int, int]) -> tuple[int, int]:
+    def root(key: Factor) -> Factor:
         while parent.setdefault(key, key) != key:
             key = parent[key]
         return key
 
-    made_of: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    made_of: dict[Factor, list[Factor]] = {}
     """The factors of which another op sees one to be made."""
 
-    def finest(key: tuple[int, int]) -> list[tuple[int, int]]:
+    def finest(key: Factor) -> list[Factor]:
         parts = made_of.get(root(key))
         return [key] if parts is None else [f for part in parts for f in finest(part)]
 
-    rules = {id(op): rule_for(op) for op in ops}
-    dims_of: dict[Value, list[list[tuple[int, int]]]] = {}
-    kind: dict[tuple[int, int], str] = {}
-    size: dict[tuple[int, int], int] = {}
-    blocked: set[tuple[int, int]] = set()
-    halo: dict[tuple[int, int], float] = {}
-    for op in sorted(ops, key=builder.ops.index):
-        rule = rules[id(op)]
+    dims_of: dict[Value, list[list[Factor]]] = {}
+    for i, (op, rule) in enumerate(zip(ops, rules)):
         for value, dims in zip([*op.operands, *op.results], rule.tensors):
-            mine = [[(id(op), f) for f in dim] for dim in dims]
+            mine = [[(i, f) for f in dim] for dim in dims]
             if value not in dims_of:
                 dims_of[value] = mine
                 continue
@@ -175,44 +173,31 @@ def joined(builder: Builder, names: Sequence[str]) -> Joined:
                     one, several = (a[0], b) if len(a) == 1 else (b[0], a)
                     for x, y in zip(made_of.setdefault(root(one), several), several):
                         parent[root(y)] = root(x)
-        for f in range(len(rule.sizes)):
-            kind[(id(op), f)] = KINDS[rule.kinds[f]]
-            size[(id(op), f)] = rule.sizes[f]
-            if f in rule.blocked:
-                blocked.add((id(op), f))
-            halo[(id(op), f)] = inside(op, rule, {f: Cut((HALVES,))})
-    numbers: dict[tuple[int, int], int] = {}
+    numbers: dict[Factor, int] = {}
     kinds: dict[int, str] = {}
     sizes: dict[int, int] = {}
-    stuck: set[int] = set()
+    blocked: set[int] = set()
     halos: dict[int, float] = {}
     reduced: dict[int, float] = {}
-    by_id = {id(op): op for op in ops}
-    for key in kind:
-        n = numbers.setdefault(root(key), len(numbers))
-        kinds[n] = max(kinds.get(n, ""), kind[key], key=ORDER.index)
-        sizes[n] = max(sizes.get(n, 0), size[key])
-        halos[n] = halos.get(n, 0.0) + halo[key]
-        if kind[key] == "reduction":
-            reduced[n] = reduced.get(n, 0.0) + sum(v.bytes for v in by_id[key[0]].results)
-        if key in blocked:
-            stuck.add(n)
+    for i, (op, rule) in enumerate(zip(ops, rules)):
+        for f, size in enumerate(rule.sizes):
+            n = numbers.setdefault(root((i, f)), len(numbers))
+            kind = KINDS[rule.kinds[f]]
+            kinds[n] = max(kinds.get(n, ""), kind, key=ORDER.index)
+            sizes[n] = max(sizes.get(n, 0), size)
+            halos[n] = halos.get(n, 0.0) + inside(op, rule, {f: Cut((HALVES,))})
+            if kind == "reduction":
+                reduced[n] = reduced.get(n, 0.0) + sum(v.bytes for v in op.results)
+            if f in rule.blocked:
+                blocked.add(n)
 
     def tensor(value: Value) -> list[list[int]]:
         dims = dims_of.get(value, [[] for _ in value.shape])
         return [[numbers[root(f)] for key in dim for f in finest(key) if sizes[numbers[root(f)]] != 1] for dim in dims]
 
     operands = builder.statement_operands
-    return Joined(
-        [tensor(v) for v in operands],
-        [tensor(v) for v in results],
-        sizes,
-        kinds,
-        stuck,
-        [*operands, *results],
-        halos,
-        reduced,
-    )
+    tensors = [tensor(v) for v in operands], [tensor(v) for v in results]
+    return Joined(*tensors, sizes, kinds, blocked, [*operands, *results], halos, reduced)
 
 
 def inside(op: Op, rule: Rule, choice: Choice) -> float:
