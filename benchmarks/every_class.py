@@ -193,17 +193,17 @@ def trained(name: str, folder: Path) -> float:
 
 def meets_silently(name: str) -> str:
     """ "" if documents of a row stay apart in tpshard's module, or a plan says that they meet; else what is wrong."""
-    architecture, row = Architecture(architectures.config_of(name)), architectures.batch(True)
-    model, values = architecture.build(), architectures.values(name)
-    second = row["positions"][0].tolist().index(0, 1)
-    logits = []
-    with torch.no_grad():
-        for start in (0, second):
-            inputs = [row[key][:, start:] for key in ("tokens", "documents", "positions")]
-            logits.append(torch.func.functional_call(model, values, tuple(inputs))[0, second - start :])
-    if torch.allclose(*logits, rtol=1e-3, atol=1e-3) or any("document" in note for note in architecture.notes(model)):
+    architecture, values = Architecture(architectures.config_of(name)), architectures.values(name)
+    model = architecture.build()
+
+    def logits(row: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(model, values, (row["tokens"], row["documents"], row["positions"]))
+
+    behind, alone = architectures.second_document(logits)
+    apart = torch.allclose(behind, alone, rtol=1e-3, atol=1e-3)
+    if apart or any("document" in note for note in architecture.notes(model)):
         return ""
-    return f"documents meet: {float((logits[0] - logits[1]).abs().max()):.1e}"
+    return f"documents meet: {float((behind - alone).abs().max()):.1e}"
 
 
 def examine(name: str, place: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 from tpshard.recipes.diagnostic import Exit, printable
@@ -73,6 +73,7 @@ class Entry:
         return self.pattern.fullmatch(message) is not None
 
 
+@cache
 def entries() -> list[Entry]:
     """Every diagnostic once, by room, file and line."""
     read = [entry for room in ROOMS for path in sorted((ROOT / room).rglob("*.py")) for entry in _of_file(room, path)]

@@ -54,17 +54,12 @@ def entry_of(message: str, text: str, shown: Collection[Entry] = ()) -> Entry | 
     Of several that fit it is the one with the most words; of two in the same words the one that is not yet shown.
     """
     in_device = f"--> {device_mistakes.FILE}:" in text
-    fitting = [entry for entry in listed() if entry.fits(message)]
+    fitting = [entry for entry in entries() if entry.fits(message)]
     return max(
         fitting,
         key=lambda e: ((e.room == "devices") == in_device, len(e.message.replace(FILLED, "")), e not in shown),
         default=None,
     )
-
-
-@functools.cache
-def listed() -> list[Entry]:
-    return entries()
 
 
 def printed(sample: Sample) -> Iterator[tuple[str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -226,18 +226,24 @@ def batch(several: bool) -> dict[str, Tensor]:
 def keeps_apart(name: str) -> bool:
     """Whether transformers' own module keeps documents apart by positions that restart: the second document of a row
     has the logits that it has alone."""
-    model, row = own(name), batch(True)
+    model = own(name)
     if "position_ids" not in inspect.signature(type(model).forward).parameters or not model._supports_attention_backend:
         return False
-    second = row["positions"][0].tolist().index(0, 1)
     first = Architecture(config_of(name)).first_position
-    logits = []
+
+    def logits(row: dict[str, Tensor]) -> Tensor:
+        inputs = {"input_ids": row["tokens"], "position_ids": row["positions"] + first, "use_cache": False}
+        return torch.func.functional_call(model, values(name), (), inputs).logits
+
+    return bool(torch.allclose(*second_document(logits), rtol=1e-3, atol=1e-3))
+
+
+def second_document(logits: Callable[[dict[str, Tensor]], Tensor]) -> list[Tensor]:
+    """The logits of a row's second document, behind the first one and alone."""
+    row = batch(True)
+    second = row["positions"][0].tolist().index(0, 1)
     with torch.no_grad():
-        for start in (0, second):
-            tokens, positions = row["tokens"][:1, start:], row["positions"][:1, start:] + first
-            inputs = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
-            logits.append(torch.func.functional_call(model, values(name), (), inputs).logits[0, second - start :])
-    return bool(torch.allclose(*logits, rtol=1e-3, atol=1e-3))
+        return [logits({k: v[:1, start:] for k, v in row.items()})[0, second - start :] for start in (0, second)]
 
 
 def reference(name: str, batch: Mapping[str, Tensor], several: bool) -> tuple[Tensor, dict[str, Tensor]]:

@@ -134,13 +134,9 @@ class Pool:
 @pytest.fixture(scope="session", autouse=True)
 def cache() -> Iterator[Path]:
     """The cache folder of this process's tests, which holds the sample text and plans."""
-    before = os.environ.get("TPSHARD_CACHE")
-    with tempfile.TemporaryDirectory(prefix="tpshard-cache-") as folder:
-        os.environ["TPSHARD_CACHE"] = folder
+    with tempfile.TemporaryDirectory(prefix="tpshard-cache-") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TPSHARD_CACHE", folder)
         yield Path(folder)
-        os.environ.pop("TPSHARD_CACHE")
-        if before is not None:
-            os.environ["TPSHARD_CACHE"] = before
 
 
 @pytest.fixture(autouse=True)

@@ -100,7 +100,7 @@ def test_the_reference_is_what_the_code_says() -> None:
 def test_a_law_between_keys_is_shown_by_a_recipe() -> None:
     """Every diagnostic says how to fix it, and each of the samples shows a diagnostic."""
     listing = script("diagnostic_samples")
-    entries, shown = listing.listed(), listing.samples()
+    entries, shown = listing.entries(), listing.samples()
     assert [entry.message for entry in entries if not entry.has_fix] == []
     laws = [entry for entry in entries if entry.file == "recipes/laws.py"]
     assert laws and [entry.message for entry in laws if entry not in shown] == []
