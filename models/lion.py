@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import Tensor
 from tpshard.kernels.optimizer_steps import lion_step
-from tpshard.models.adamw import Treatment, clip, gradient_squares, rebalance
+from tpshard.models.adamw import Treatment, Updated, clip, gradient_squares, rebalance
 
 
 @dataclass(frozen=True)
@@ -26,17 +25,6 @@ class Lion:
     """The global norm to which gradients are clipped; None: no clipping."""
 
 
-class LionStep(NamedTuple):
-    """The results of an update: new values in the order of the parameters, and the norm of the gradient."""
-
-    params: list[Tensor]
-    exp_avg: list[Tensor]
-    grad_norm: Tensor
-    """Global norm of the averaged gradient before clipping, fp32 scalar."""
-    finite: Tensor
-    """Whether loss and norm are finite, a boolean scalar. If not, every value is the old one."""
-
-
 def lion_update(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -48,12 +36,13 @@ def lion_update(
     treated: Sequence[Treatment],
     config: Lion,
     squares: Tensor | None = None,
-) -> LionStep:
-    """One Lion update from the gradients of a *summed* loss; arguments and results as of `adamw.adamw_update`."""
+) -> Updated:
+    """One Lion update from the gradients of a *summed* loss; arguments and results as of `adamw.adamw_update`, without
+    `exp_avg_sq`."""
     squares = gradient_squares(grads, count, treated) if squares is None else squares
     norm, finite, scale = clip(squares, loss_sum, count, config.clip_grad_norm)
     balanced = iter(rebalance(params, grads, treated, finite))
-    moved = LionStep([], [], norm, finite)
+    moved = Updated([], [], [], norm, finite)
     for param, grad, m, how in zip(params, grads, exp_avg, treated, strict=True):
         if how.balance:
             new_param, new_m = next(balanced), m

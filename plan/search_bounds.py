@@ -19,7 +19,7 @@ from tpshard.programs import cluster
 from tpshard.programs.alike import STACK, few_layers
 from tpshard.programs.choices import compiled_by
 from tpshard.programs.passes import remat
-from tpshard.programs.setting import DTYPES, Setting, devices_of
+from tpshard.programs.setting import Setting, devices_of
 from tpshard.programs.splitting import layers_of
 from tpshard.programs.staged import table_of
 from tpshard.recipes.diagnostic import Mistakes
@@ -42,7 +42,7 @@ class Bounds:
     def state_bytes(self) -> int:
         """Bytes of all parameters, their gradients and their moments, on all devices together."""
         setting = Setting.of(self.recipe, devices_of(self.recipe))
-        each = setting.master_dtype.itemsize + DTYPES[self.recipe.fsdp.accumulate.dtype].itemsize
+        each = setting.master_dtype.itemsize + setting.sum_dtype.itemsize
         sizes = {name: p.numel() for name, p in setting.model.named_parameters()}
         return each * sum(sizes.values()) + setting.moment_bytes(sizes)
 

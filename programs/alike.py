@@ -18,31 +18,25 @@ FEWEST = 3
 """The smallest number of repetitions of a block (`Depth.copies`) for which a shallow model is built instead."""
 
 
-def micro(
-    setting: Setting, base: Program | None = None, *, gathered: bool = False, unreduced: bool = False,
-    memo: Memo | None = None,
-) -> Program:  # fmt: skip
+def micro(setting: Setting, base: Program | None = None, memo: Memo | None = None) -> Program:
     """Builds the micro-batch's program: from that of a shallow model if its blocks are equal, else from all layers.
 
-    base, gathered, unreduced: as in `step_programs.micro_program`. memo: keeps the program; callers must not change it.
+    base: as in `step_programs.micro_program`. memo: keeps the program; callers must not change it.
     """
     memo = memo or Memo()
 
     def make() -> Program:
-        few, depth = few_layers(setting, base, gathered=gathered, unreduced=unreduced, memo=memo), depth_of(setting)
+        few, depth = few_layers(setting, base, memo), depth_of(setting)
         if few is not None and depth is not None:
             deep = stretch_program(few, depth)
             if deep is not None:
                 return deep
-        return step_programs.micro_program(setting, base, gathered=gathered, unreduced=unreduced, memo=memo)
+        return step_programs.micro_program(setting, base, memo=memo)
 
-    return memo.of(f"micro, from {base is not None}", _key(setting, base, gathered, unreduced), make)
+    return memo.of(f"micro, from {base is not None}", _key(setting, base), make)
 
 
-def few_layers(
-    setting: Setting, base: Program | None = None, *, gathered: bool = False, unreduced: bool = False,
-    memo: Memo | None = None,
-) -> Program | None:  # fmt: skip
+def few_layers(setting: Setting, base: Program | None = None, memo: Memo | None = None) -> Program | None:
     """The micro-batch's program of the same model with few layers; None if that saves nothing or layers may differ.
 
     memo: keeps the program; callers must not change it.
@@ -59,9 +53,9 @@ def few_layers(
 
     def make() -> Program:
         with traceable(setting):
-            return step_programs.micro_program(shallow, base, gathered=gathered, unreduced=unreduced, memo=memo)
+            return step_programs.micro_program(shallow, base, memo=memo)
 
-    return memo.of(f"few layers, from {base is not None}", _key(shallow, base, gathered, unreduced), make)
+    return memo.of(f"few layers, from {base is not None}", _key(shallow, base), make)
 
 
 def depth_of(setting: Setting) -> Depth | None:
@@ -72,11 +66,14 @@ def depth_of(setting: Setting) -> Depth | None:
     return None if config.full_layers else Depth(STACK, config.layers)
 
 
-def _key(setting: Setting, base: Program | None, gathered: bool, unreduced: bool) -> str:
+def _key(setting: Setting, base: Program | None) -> str:
     """A key of the parts of the setting and of `base` on which a micro-batch's program depends."""
-    names = [] if base is None else [name for name, _ in setting.model.named_parameters()]
-    layouts = [base.records[f"{name}.{form}"].layout for form in ("used", "grad") for name in names if base is not None]
-    return repr((key_of_partition(setting), gathered, unreduced, layouts))
+    key = key_of_partition(setting)
+    if base is None:
+        return key
+    names = [f"{name}.{form}" for form in ("used", "grad") for name, _ in setting.model.named_parameters()]
+    layouts = [base.records[name].layout for name in names]
+    return repr((key, setting.gathers_once, setting.reduces_once, layouts))
 
 
 def _names_layers(setting: Setting) -> bool:

@@ -7,9 +7,9 @@ from typing import Protocol
 
 from tpshard.models.config import ModelConfig
 from tpshard.parallelism.graph import Graph, Value
-from tpshard.parallelism.mesh import Axes, Mesh, merge, size_of
+from tpshard.parallelism.mesh import Axes, Axis, Mesh, merge, size_of
 from tpshard.parallelism.propagated import Annotation
-from tpshard.parallelism.sharding import Sharding
+from tpshard.parallelism.sharding import Layout, Sharding, replicated
 from tpshard.parallelism.storage import used_values
 from tpshard.parallelism.why import SourcePlace
 from tpshard.programs.patterns import matches
@@ -225,6 +225,17 @@ class _Reader:
                 )
             )
         return axes
+
+
+def fixed(layout: Layout, why: str) -> Annotation:
+    """The annotation that gives a value exactly this layout; `why` stands in a plan as its source."""
+    sharding = Sharding(layout.dims, (False,) * len(layout.dims), unreduced=layout.partial)
+    return Annotation(sharding, (SourcePlace(why),))
+
+
+def summed(value: Value, axis: Axis) -> Annotation:
+    """The annotation of an input that is summed over the devices along an axis."""
+    return fixed(replicated(value.rank).as_sum((axis,)), f"the sum over {axis.name}")
 
 
 def source_of(recipe: Recipe, path: str, says: str) -> SourcePlace:

@@ -21,9 +21,9 @@ from tpshard.parallelism.program import Program
 from tpshard.parallelism.propagate import propagate
 from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.rules.table import rule_for
-from tpshard.parallelism.sharding import Sharding
+from tpshard.parallelism.sharding import Sharding, replicated
 from tpshard.parallelism.why import SourcePlace
-from tpshard.programs.annotations import annotate
+from tpshard.programs.annotations import annotate, fixed
 from tpshard.programs.layouts import Arrangement, arrange
 from tpshard.programs.padding import notes
 from tpshard.programs.paging import PAGING, POOLED, ROWS, page_attention, rows_of, take_logit_rows
@@ -49,10 +49,7 @@ BLOCK_SIZE = 16
 STEP = ("tokens", "positions", *ROWS, "logit_rows", "states")
 """Inputs of every step: tokens, positions, slots, sequences [1, rows], tables [rows + 1, blocks], logit_rows [n]; with
 recurrent layers also states [rows], or [1] for a chunk."""
-WHOLE = [
-    Annotation(Sharding(((),) * rank, (False,) * rank), (SourcePlace("a server's rows are whole"),))
-    for rank in range(3)
-]
+WHOLE = [fixed(replicated(rank), "a server's rows are whole") for rank in range(3)]
 """The annotation of a value that is replicated on all devices, by its rank."""
 CACHE = Annotation(
     Sharding(((),) * 4, (False, False, True, False)), (SourcePlace("a block of the cache is whole, but for KV heads"),)

@@ -311,6 +311,21 @@ class Setting:
         return DTYPES[self.recipe.fsdp.reduce_dtype]
 
     @property
+    def sum_dtype(self) -> torch.dtype:
+        """dtype in which gradients are summed over micro-batches."""
+        return DTYPES[self.recipe.fsdp.accumulate.dtype]
+
+    @property
+    def gathers_once(self) -> bool:
+        """Whether parameters are gathered once for all micro-batches of a step."""
+        return self.recipe.fsdp.accumulate.gather == "step"
+
+    @property
+    def reduces_once(self) -> bool:
+        """Whether gradients are reduced once for all micro-batches of a step."""
+        return self.recipe.fsdp.accumulate.reduce == "last"
+
+    @property
     def seq_len(self) -> int:
         """Tokens per sequence."""
         return self.recipe.model.seq_len
@@ -325,6 +340,13 @@ class Setting:
     def pipeline_axis(self) -> Axis | None:
         """The axis of the pipeline's stages, if the recipe has a pipeline."""
         return self.mesh.axis("pp") if self.recipe.pipeline is not None and "pp" in self.mesh.axes else None
+
+    @property
+    def stage_axis(self) -> Axis:
+        """The axis of the pipeline's stages of a recipe that has a pipeline."""
+        axis = self.pipeline_axis
+        assert axis is not None, "a law of recipes"
+        return axis
 
     @cached_property
     def data_axes(self) -> Axes:

@@ -21,17 +21,18 @@ from tpshard.parallelism.program import INFO, Info, Port, Program, Spec, make_co
 from tpshard.parallelism.propagate import propagate
 from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.schedules import Table, make
-from tpshard.parallelism.sharding import Layout, Sharding
+from tpshard.parallelism.sharding import Layout, replicated
 from tpshard.parallelism.stages import Stage, blocks_of, cut
 from tpshard.parallelism.transfer import recv, send
-from tpshard.parallelism.why import Demand, SourcePlace, Through
+from tpshard.parallelism.why import Demand, Through
 from tpshard.programs import alike, step_programs
+from tpshard.programs.annotations import fixed, summed
 from tpshard.programs.batching import check_micro_batches
 from tpshard.programs.checks import check_reshards, traceable
 from tpshard.programs.choices import Choices, choose
 from tpshard.programs.memo import Memo
 from tpshard.programs.passes import FEWER, apply, remat, scheduling
-from tpshard.programs.setting import DTYPES, Setting
+from tpshard.programs.setting import Setting
 from tpshard.programs.splitting import balance_stages, layers_of
 from tpshard.recipes.diagnostic import Exit, Mistakes
 
@@ -103,8 +104,8 @@ class StagedPrograms:
         scalars = [torch.empty((), dtype=d, device="meta") for d in (torch.float32, torch.int64)]
         graph = capture(step, scalars, ["loss", "count"])
         mark_outputs(graph)
-        annotations = {value: summed_annotation(self.axis, value) for value in graph.inputs}
-        annotations |= {value: replicated_annotation(value) for value in graph.outputs}
+        annotations = {value: summed(value, self.axis) for value in graph.inputs}
+        annotations |= {value: _on_all_devices(value) for value in graph.outputs}
         return partition_graph(propagate(graph, self.setting.mesh, annotations))
 
     @property
@@ -138,7 +139,7 @@ def build(
     """
     table = table_of(setting)
     with traceable(setting):
-        base = make_micro(setting)
+        base = make_micro(setting, None)
     storage = {p.name: p.layout for p in base.inputs if p.kind == "parameter"}
     layers = layers_of(setting, len(blocks_of(base)), table.stages)
     again = recompute_uncut(setting, base, make_micro)
@@ -150,32 +151,16 @@ def build(
     held = [_names_on(table, stages, device, list(storage)) for device in range(table.devices)]
     noted = sum(p.shape[0] for p in again.outputs[2 + len(storage) :])
     devices = tuple(device_programs(setting, storage, base, held, i, noted, memo) for i in range(table.devices))
-    return again, StagedPrograms(setting, axis_of(setting), table, tuple(layers), stages, devices, storage)
-
-
-def axis_of(setting: Setting) -> Axis:
-    """The mesh axis of the pipeline's stages."""
-    axis = setting.pipeline_axis
-    assert axis is not None, "a law of recipes"
-    return axis
-
-
-def gathers_or_reduces_once(setting: Setting) -> bool:
-    """Whether parameters are gathered, or gradients reduced, once for all micro-batches of a step."""
-    accumulate = setting.recipe.fsdp.accumulate
-    return accumulate.gather == "step" or accumulate.reduce == "last"
+    return again, StagedPrograms(setting, setting.stage_axis, table, tuple(layers), stages, devices, storage)
 
 
 def recompute_uncut(setting: Setting, base: Program, make_micro: step_programs.MicroMaker) -> Program:
     """The micro-batch's program before it is cut into stages: with the recipe's gathering, reducing and recomputation.
-    `base` is the program without them, of which only the records are read if `gathers_or_reduces_once`."""
-    fsdp, whole = setting.recipe.fsdp, base
-    if gathers_or_reduces_once(setting):
-        gathers, reduces = fsdp.accumulate.gather == "step", fsdp.accumulate.reduce == "last"
-        whole = make_micro(setting, base, gathered=gathers, unreduced=reduces)
+    `base` is the program without them, of which only the records are read if it gathers or reduces once a step."""
+    whole = make_micro(setting, base) if setting.gathers_once or setting.reduces_once else base
     check_reshards(setting, (whole,))
     whole = replace(whole, warnings=[*whole.warnings, *setting.notes])
-    return run([remat(setting, fsdp.reshard_after_forward is not False)], whole)
+    return run([remat(setting, setting.recipe.fsdp.reshard_after_forward is not False)], whole)
 
 
 def finished_stages(
@@ -186,7 +171,7 @@ def finished_stages(
     Raises Mistakes where it cannot be cut.
     """
     try:
-        cuts = cut(again, axis_of(setting), layers, split_backward=table.splits_backward)
+        cuts = cut(again, setting.stage_axis, layers, split_backward=table.splits_backward)
     except ValueError as error:
         raise Mistakes.one(
             f"the model cannot be cut into stages: {error}", exit=Exit.FIT, where=setting.recipe.where("pipeline"),
@@ -203,23 +188,22 @@ def device_programs(
 
     held: the parameters of every device. noted: the number of counters.
     """
-    names, axis, accumulate = held[i], axis_of(setting), setting.recipe.fsdp.accumulate
-    gathers, reduces = accumulate.gather == "step", accumulate.reduce == "last"
+    names, gathers, reduces = held[i], setting.gathers_once, setting.reduces_once
     first = [n for n in names if all(n not in before for before in held[:i])]
     shared = [n for n in names if sum(n in other for other in held) > 1]
     return DevicePrograms(
         tuple(names),
-        totals_program(setting, storage, axis, names, first, noted),
-        _update(setting, storage, axis, names, memo),
+        totals_program(setting, storage, names, first, noted),
+        step_programs.update_program(setting, storage, names, memo),
         apply(setting, step_programs.gather_program(setting, base, storage, names, memo)) if gathers else None,
         apply(setting, step_programs.reduce_program(setting, base, storage, names, memo)) if reduces else None,
-        exchange_program(setting, storage, axis, i, held, shared) if shared else None,
+        exchange_program(setting, storage, i, held, shared) if shared else None,
     )
 
 
 def table_of(setting: Setting) -> Table:
     """The schedule of a recipe. Raises Mistakes (exit 4) where it does not support the number of micro-batches."""
-    section, axis = setting.recipe.pipeline, axis_of(setting)
+    section, axis = setting.recipe.pipeline, setting.stage_axis
     assert section is not None
     check_micro_batches(setting.recipe, setting.batch, axis.size)
     return make(section.schedule, axis.size, setting.batch.micro_batches, section.stages_per_device)
@@ -278,25 +262,12 @@ def _names_on(table: Table, stages: Sequence[Stage], device: int, names: Sequenc
 
 
 # ---- what a device runs once a step ----------------------------------------------------------------------------------
-def summed_annotation(axis: Axis, value: Value) -> Annotation:
-    """The annotation of an input that is summed over the devices of the pipeline."""
-    none: tuple[Any, ...] = ((),) * value.rank
-    return Annotation(
-        Sharding(none, (False,) * value.rank, unreduced=(axis,)), (SourcePlace(f"the sum over {axis.name}"),)
-    )
-
-
-def replicated_annotation(value: Value) -> Annotation:
-    return Annotation(Sharding(((),) * value.rank, (False,) * value.rank), (SourcePlace("the same on all devices"),))
-
-
-def stored_annotation(storage: Mapping[str, Layout], name: str) -> Annotation:
-    layout = storage[name]
-    return Annotation(Sharding(layout.dims, (False,) * len(layout.dims)), (SourcePlace("how it is stored"),))
+def _on_all_devices(value: Value) -> Annotation:
+    return fixed(replicated(value.rank), "the same on all devices")
 
 
 def totals_program(
-    setting: Setting, storage: Mapping[str, Layout], axis: Axis, names: Sequence[str], first: Sequence[str], noted: int
+    setting: Setting, storage: Mapping[str, Layout], names: Sequence[str], first: Sequence[str], noted: int
 ) -> Program:
     """Builds the program that adds up losses, counts and squared gradient norms over all stages.
 
@@ -311,8 +282,7 @@ def totals_program(
         squares = gradient_squares([grads[n] for n in first], counts.sum(), list(treated.values()))
         return [squares, losses, counts, *others]
 
-    dtype = DTYPES[setting.recipe.fsdp.accumulate.dtype]
-    sums = [torch.empty(shapes[name], dtype=dtype, device="meta") for name in names]
+    sums = [torch.empty(shapes[name], dtype=setting.sum_dtype, device="meta") for name in names]
     totals = [torch.empty(micros, dtype=d, device="meta") for d in (torch.float32, torch.int64)]
     totals += [torch.empty(noted, dtype=torch.float32, device="meta")] * (noted > 0)
     labels = [*(f"{n}.grad_sum" for n in names), "losses", "counts", *["noted"] * (noted > 0)]
@@ -320,31 +290,22 @@ def totals_program(
     for op in graph.ops:
         op.place = Place(phase="update")
     mark_outputs(graph)
-    annotations = {value: stored_annotation(storage, name) for value, name in zip(graph.inputs, names)}
-    annotations |= {value: summed_annotation(axis, value) for value in graph.inputs[len(names) :]}
-    annotations |= {value: replicated_annotation(value) for value in graph.outputs}
+    annotations = {value: fixed(storage[name], "how it is stored") for value, name in zip(graph.inputs, names)}
+    annotations |= {value: summed(value, setting.stage_axis) for value in graph.inputs[len(names) :]}
+    annotations |= {value: _on_all_devices(value) for value in graph.outputs}
     mark(graph.inputs[: len(names)], "gradient")
     mark([*graph.inputs[len(names) :], *graph.outputs], "scalar")
     return partition_graph(propagate(graph, setting.mesh, annotations))
 
 
-def _update(
-    setting: Setting, storage: Mapping[str, Layout], axis: Axis, names: Sequence[str], memo: Memo | None
-) -> Program:
-    return step_programs.update_program(
-        setting, storage, names, squares=lambda value: summed_annotation(axis, value), memo=memo
-    )
-
-
 def exchange_program(
-    setting: Setting, storage: Mapping[str, Layout], axis: Axis, me: int, held: Sequence[Sequence[str]],
-    names: Sequence[str],
-) -> Program:  # fmt: skip
+    setting: Setting, storage: Mapping[str, Layout], me: int, held: Sequence[Sequence[str]], names: Sequence[str]
+) -> Program:
     """Sends the sums of shared parameters to the other devices that have them, and adds them up.
 
     The order of the sum is that of the devices, so that all get the same bits.
     """
-    mesh, dtype = setting.mesh, DTYPES[setting.recipe.fsdp.accumulate.dtype]
+    mesh, axes, dtype = setting.mesh, (setting.stage_axis,), setting.sum_dtype
     shapes = {name: tuple(p.shape) for name, p in setting.model.named_parameters()}
     graph, inputs, outputs, place = fx.Graph(), [], [], Place(phase="update")
     feeds: dict[tuple[str, int], fx.Node] = {}
@@ -362,7 +323,7 @@ def exchange_program(
         spec = value.meta[INFO].specs[0]
         demand = Demand("sent" if target is send else "received", Through(name, "boundary"), label, stage=other)
         comm = make_collective(
-            mesh, target.__name__, (axis,), spec.bytes, dtype, why=(demand,), value=(label,), of="gradient"
+            mesh, target.__name__, axes, spec.bytes, dtype, why=(demand,), value=(label,), of="gradient"
         )
         node.meta[INFO] = Info((spec,), label, place, comm=comm)
         return node

@@ -18,10 +18,8 @@ from tpshard.programs.setting import Setting
 from tpshard.programs.splitting import balance_stages, layers_of
 from tpshard.programs.staged import (
     StagedPrograms,
-    axis_of,
     device_programs,
     finished_stages,
-    gathers_or_reduces_once,
     recompute_uncut,
     table_of,
 )
@@ -38,7 +36,7 @@ def build(setting: Setting, memo: Memo | None = None) -> tuple[Program, StagedPr
     """
     if _treats_layers_apart(setting.recipe):
         return None
-    config, table, axis = setting.config, table_of(setting), axis_of(setting)
+    config, table = setting.config, table_of(setting)
     if config is None:
         return None
     even = layers_of(setting, config.layers, table.stages)  # raises before anything is built
@@ -66,7 +64,7 @@ def build(setting: Setting, memo: Memo | None = None) -> tuple[Program, StagedPr
         alike = [(_in_few(name), [j - i for j, names in enumerate(held) if name in names]) for name in own_names]
         make = partial(device_programs, setting, storage, base, held, i, noted, memo)
         devices.append(memo.of("device programs", repr((key, alike)), make, most=DEVICES))
-    return few, StagedPrograms(setting, axis, table, tuple(layers), stages, tuple(devices), storage)
+    return few, StagedPrograms(setting, setting.stage_axis, table, tuple(layers), stages, tuple(devices), storage)
 
 
 def _treats_layers_apart(recipe: Recipe) -> bool:
@@ -112,7 +110,7 @@ class _Alike:
         assert config is not None
         layers = [count for _, count in kinds]
         shorter = replace(self.setting, config=replace(config, layers=sum(layers)))
-        base = self.base if gathers_or_reduces_once(shorter) else self.make(shorter)
+        base = self.base if shorter.gathers_once or shorter.reduces_once else self.make(shorter)
         again = recompute_uncut(shorter, base, self.make)
         new = {i: kind for i, kind in enumerate(kinds) if kind not in self.built}
         self.built.update(zip(new.values(), finished_stages(shorter, again, self.table, layers, new)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,11 +25,10 @@ from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.sharding import Layout, Sharding
 from tpshard.parallelism.simulate import draws
 from tpshard.parallelism.storage import boundaries, propagate_and_store
-from tpshard.parallelism.why import SourcePlace
-from tpshard.programs.annotations import annotate, source_of
+from tpshard.programs.annotations import annotate, fixed, source_of, summed
 from tpshard.programs.checks import uneven_notes
 from tpshard.programs.memo import Memo, key_of_capture, key_of_model
-from tpshard.programs.setting import DTYPES, Setting
+from tpshard.programs.setting import Setting
 from tpshard.programs.stacked_layers import discount
 
 GRAPHS = 16
@@ -41,12 +40,8 @@ UPDATES, BETWEEN = 4, 8
 devices."""
 
 
-class MicroMaker(Protocol):
-    """A function that builds the program of a micro-batch, like `micro_program`."""
-
-    def __call__(
-        self, setting: Setting, base: Program | None = None, *, gathered: bool = False, unreduced: bool = False
-    ) -> Program: ...
+MicroMaker = Callable[[Setting, Program | None], Program]
+"""A function that builds the program of a micro-batch, like `micro_program`."""
 
 
 def _parameters(setting: Setting, names: Sequence[str] | None = None) -> dict[str, Tensor]:
@@ -108,7 +103,7 @@ def _capture_micro(setting: Setting, gathered: bool, unreduced: bool, watched: b
     params = _parameters(setting)
     if gathered:
         params = {n: p.to(setting.used_dtype(n)) for n, p in params.items()}
-    sums = {n: p.to(DTYPES[setting.recipe.fsdp.accumulate.dtype]) for n, p in _parameters(setting).items()}
+    sums = {n: p.to(setting.sum_dtype) for n, p in _parameters(setting).items()}
     labels = [*params, *(f"{n}.grad_sum" for n in sums), *setting.task.fields]
     batch = _batch(setting)
     graph = capture(step, (params, sums, batch), labels, trail, rows=rows_of(batch))
@@ -126,17 +121,18 @@ def _capture_micro(setting: Setting, gathered: bool, unreduced: bool, watched: b
 
 
 def micro_program(
-    setting: Setting, base: Program | None = None, *, gathered: bool = False, unreduced: bool = False,
-    watched: bool = False, memo: Memo | None = None,
-) -> Program:  # fmt: skip
+    setting: Setting, base: Program | None = None, *, watched: bool = False, memo: Memo | None = None
+) -> Program:
     """Builds the program of forward and backward of one micro-batch; gradients of the summed loss are added to the
     sums.
 
-    gathered: parameters are inputs in the form in which `base` (the plain program) uses them. unreduced: the sums are
-    laid out as gradients are computed, whole and partial over the data axes. watched: every floating-point result of an
-    op is also an output, in execution order, named `watched NAME`. memo: keeps the captured graph.
+    base: the plain program, for what the recipe does once for all micro-batches. Where it gathers parameters once, they
+    are inputs in the form in which `base` uses them; where it reduces gradients once, the sums are laid out as `base`
+    computes gradients, whole and partial over the data axes. watched: every floating-point result of an op is also an
+    output, in execution order, named `watched NAME`. memo: keeps the captured graph.
     """
     names = list(_parameters(setting))
+    gathered, unreduced = (base is not None and once for once in (setting.gathers_once, setting.reduces_once))
     key = repr((key_of_capture(setting), gathered, unreduced, watched))
     graph = (memo or Memo()).of(
         "graph", key, lambda: _capture_micro(setting, gathered, unreduced, watched), most=GRAPHS
@@ -147,22 +143,17 @@ def micro_program(
     annotations: dict[Value, Annotation] = {}
     for i, name in enumerate(names):
         if gathered and base is not None:
-            annotations[inputs[i]] = _annotation(base.records[f"{name}.used"].layout, "how it is used")
+            annotations[inputs[i]] = fixed(base.records[f"{name}.used"].layout, "how it is used")
         else:
             stored[name].append(inputs[i])
         if unreduced and base is not None:
-            computed = _annotation(base.records[f"{name}.grad"].layout, "how the gradient is made")
+            computed = fixed(base.records[f"{name}.grad"].layout, "how the gradient is made")
             annotations[inputs[count + i]] = annotations[outputs[2 + i]] = computed
         else:
             stored[name].append(inputs[count + i])
-    program = _partition(setting, graph, stored, fields, extra=annotations)
+    program = _partition(setting, graph, stored, fields, annotations)
     program.donated = {2 + i: count + i for i in range(count)}
     return program
-
-
-def _annotation(layout: Layout, how: str) -> Annotation:
-    """The annotation of a value whose layout another program decides; `how` says which."""
-    return Annotation(Sharding(layout.dims, (False,) * len(layout.dims), unreduced=layout.partial), (SourcePlace(how),))
 
 
 def gather_program(
@@ -191,7 +182,7 @@ def reduce_program(
     def step(sums: dict[str, Tensor]) -> Any:
         return [boundary(s.to(setting.reduced_dtype(n)), "gradient", n).to(s.dtype) for n, s in sums.items()]
 
-    sums = {n: p.to(DTYPES[setting.recipe.fsdp.accumulate.dtype]) for n, p in _parameters(setting, names).items()}
+    sums = {n: p.to(setting.sum_dtype) for n, p in _parameters(setting, names).items()}
     computed = {n: (base.records[f"{n}.grad"].layout, "how the gradient is made") for n in sums}
     return _between(setting, step, sums, computed, {n: (storage[n], "how it is stored") for n in sums}, memo)
 
@@ -210,10 +201,10 @@ def _between(
         mark_outputs(graph)
         annotations: dict[Value, Annotation] = {}
         for name, start, end in zip(tensors, graph.inputs, graph.outputs):
-            annotations[start], annotations[end] = _annotation(*before[name]), _annotation(*after[name])
+            annotations[start], annotations[end] = fixed(*before[name]), fixed(*after[name])
         for kind in ("parameter", "gradient"):
             for name, (_, value) in boundaries(graph, kind).items():
-                annotations[value] = _annotation(*after[name])
+                annotations[value] = fixed(*after[name])
         mark([*graph.inputs, *graph.outputs], "parameter")
         return partition_graph(propagate(graph, setting.mesh, annotations))
 
@@ -234,34 +225,25 @@ def evaluate_program(setting: Setting, storage: Mapping[str, Layout]) -> Program
         batch = _batch(setting)
         graph = capture(step, (params, batch), [*params, *batch], trail, rows=rows_of(batch))
     mark_outputs(graph)
-    count = len(params)
-    stored = {n: [graph.inputs[i]] for i, n in enumerate(params)}
-    mark(graph.inputs[:count], "parameter")
-    fields = [value for value in graph.inputs[count:] if value is not graph.seed]
+    stored = dict(zip(params, graph.inputs))
+    fields = [value for value in graph.inputs[len(params) :] if value is not graph.seed]
+    mark(stored.values(), "parameter")
     mark(fields, "batch")
     mark(graph.outputs, "scalar")
-    return _partition(setting, graph, stored, fields, storage)
+    annotations = {value: fixed(storage[name], "how it is stored") for name, value in stored.items()}
+    return _partition(setting, graph, {name: [value] for name, value in stored.items()}, fields, annotations)
 
 
 def _partition(
     setting: Setting, graph: Graph, stored: Mapping[str, list[Value]], batch: list[Value],
-    storage: Mapping[str, Layout] | None = None,
-    extra: Mapping[Value, Annotation] | None = None,
+    known: Mapping[Value, Annotation],
 ) -> Program:  # fmt: skip
+    """Partitions a graph by the recipe's annotations and those of values whose layout is known. stored: the inputs that
+    are laid out as each parameter is stored."""
     fields = {name: ("batch", *field.dims) for name, field in setting.task.fields.items()}
-    annotations = annotate(setting, graph, batch, by=setting.named_by, fields=fields) | dict(extra or {})
-    axis = (source_of(setting.recipe, "fsdp.axis", f"fsdp.axis: {setting.recipe.fsdp.axis}"),)
-    if storage is not None:
-        for name, values in stored.items():
-            for value in values:
-                annotations[value] = Annotation(Sharding(storage[name].dims, (False,) * value.rank), axis)
-        shardings = propagate_and_store(
-            graph, setting.mesh, annotations, {}, setting.data_axes, setting.fsdp_axis, axis
-        )
-    else:
-        shardings = propagate_and_store(
-            graph, setting.mesh, annotations, stored, setting.data_axes, setting.fsdp_axis, axis
-        )
+    annotations = annotate(setting, graph, batch, by=setting.named_by, fields=fields) | dict(known)
+    why = (source_of(setting.recipe, "fsdp.axis", f"fsdp.axis: {setting.recipe.fsdp.axis}"),)
+    shardings = propagate_and_store(graph, setting.mesh, annotations, stored, setting.data_axes, setting.fsdp_axis, why)
     stages = setting.pipeline_axis
     program = partition_graph(shardings, apart=() if stages is None or setting.stacking else (stages.name,))
     if setting.stacking is not None:
@@ -287,25 +269,22 @@ def _shared(setting: Setting, layout: Layout, matrices: Tensor) -> Tensor:
 
 
 def update_program(
-    setting: Setting, storage: Mapping[str, Layout], names: Sequence[str] | None = None,
-    *, squares: Callable[[Value], Annotation] | None = None, memo: Memo | None = None,
-) -> Program:  # fmt: skip
+    setting: Setting, storage: Mapping[str, Layout], names: Sequence[str] | None = None, memo: Memo | None = None
+) -> Program:
     """Builds the program of the optimizer: it updates the shards, with the global norm of all gradients.
 
-    names: a stage's parameters; the last input is then the squared norm of all stages' gradients, and `squares`
-    annotates it. memo: keeps the program, and its captured graph.
+    names: the parameters of a device of a pipeline; the last input is then the squared norm of its gradients, which is
+    summed over the devices. memo: keeps the program, and its captured graph.
     """
-    recipe, memo = setting.recipe, memo or Memo()
+    recipe, memo, staged = setting.recipe, memo or Memo(), names is not None
     names = list(_parameters(setting, names))
-    read = (*key_of_model(setting), recipe.optimizer, recipe.train.clip_grad_norm, names, squares is not None)
+    read = (*key_of_model(setting), recipe.optimizer, recipe.train.clip_grad_norm, names, staged)
     layout = (setting.mesh.axes, [storage[name] for name in names], setting.pipeline_axis)
     key = repr((*read, *layout) if recipe.optimizer.name == "muon" else read)  # muon's graph depends on the layouts
 
     def make() -> Program:
-        graph = memo.of(
-            "graph of an update", key, lambda: _capture_update(setting, storage, names, squares is not None)
-        )
-        return _partition_update(setting, storage, names, graph, squares)
+        graph = memo.of("graph of an update", key, lambda: _capture_update(setting, storage, names, staged))
+        return _partition_update(setting, storage, names, graph, staged)
 
     return memo.of("update", repr((read, layout)), make, most=UPDATES)
 
@@ -317,7 +296,6 @@ def _capture_update(setting: Setting, storage: Mapping[str, Layout], names: Sequ
     params = _parameters(setting, names)
     shapes = {n: setting.shape_in_layer(n, p.shape) for n, p in params.items()}
     treated = treatments(shapes, setting.balanced, setting.orthogonal)
-    sums_dtype = DTYPES[setting.recipe.fsdp.accumulate.dtype]
     count, moment_names = len(names), setting.moments(names)
 
     def step(*flat: Tensor) -> Any:
@@ -327,12 +305,11 @@ def _capture_update(setting: Setting, storage: Mapping[str, Layout], names: Sequ
         exp_avg, exp_avg_sq = moments["exp_avg"], moments.get("exp_avg_sq", [])
         loss, tokens, lr, update, *all_squares = rest
         how, squares = [treated[n] for n in names], all_squares[0] if all_squares else None
+        adamw = AdamW(betas, o.eps, o.weight_decay, most)
         if o.name == "lion":
             lion = Lion(betas, o.weight_decay, most)
-            moved = lion_update(p, g, exp_avg, loss, tokens, lr, treated=how, config=lion, squares=squares)
-            return [*moved.params, *moved.exp_avg, moved.grad_norm, moved.finite]
-        adamw = AdamW(betas, o.eps, o.weight_decay, most)
-        if o.name == "muon":
+            updated = lion_update(p, g, exp_avg, loss, tokens, lr, treated=how, config=lion, squares=squares)
+        elif o.name == "muon":
             updated = muon_update(
                 p, g, exp_avg, exp_avg_sq, loss, tokens, lr, update, treated=how, squares=squares,
                 config=Muon(adamw, o.momentum, setting.param_dtype), alike=[storage[n].dims for n in names],
@@ -350,7 +327,7 @@ def _capture_update(setting: Setting, storage: Mapping[str, Layout], names: Sequ
     dtypes = [torch.float32, torch.int64, *[torch.float32] * (3 if staged else 2)]
     scalars = [torch.empty((), dtype=dtype, device="meta") for dtype in dtypes]
     moments = like(setting.state_dtype, (name for _, name in moment_names))
-    arguments = [*params.values(), *like(sums_dtype, names), *moments, *scalars]
+    arguments = [*params.values(), *like(setting.sum_dtype, names), *moments, *scalars]
     labels = [*names, *(f"{n}.grad_sum" for n in names), *(f"{n}.{state}" for state, n in moment_names),
               "loss_sum", "count", "lr", "update", *["squares"] * staged]  # fmt: skip
     graph = capture(step, arguments, labels)
@@ -365,17 +342,16 @@ def _capture_update(setting: Setting, storage: Mapping[str, Layout], names: Sequ
 
 
 def _partition_update(
-    setting: Setting, storage: Mapping[str, Layout], names: Sequence[str], graph: Graph,
-    squares: Callable[[Value], Annotation] | None,
-) -> Program:  # fmt: skip
+    setting: Setting, storage: Mapping[str, Layout], names: Sequence[str], graph: Graph, staged: bool
+) -> Program:
     count, moment_names = len(names), setting.moments(names)
     annotations = dict(split_annotations(graph, setting.mesh))
     stored = [*names, *(name for _, name in moment_names)]
     for values, places in ((graph.inputs, [*names, *stored]), (graph.outputs, stored)):
         for value, name in zip(values, places):
-            annotations[value] = _annotation(storage[name], "how it is stored")
-    if squares is not None:
-        annotations[graph.inputs[-1]] = squares(graph.inputs[-1])
+            annotations[value] = fixed(storage[name], "how it is stored")
+    if staged:
+        annotations[graph.inputs[-1]] = summed(graph.inputs[-1], setting.stage_axis)
     program = partition_graph(propagate(graph, setting.mesh, annotations))
     program.donated = {i: i if i < count else i + count for i in range(count + len(moment_names))}
     return program

@@ -88,18 +88,16 @@ def build(
     if setting.recipe.staged:
         return of_stages(setting, *staged.build(setting, make, memo))
     with traceable(setting):
-        micro = make(setting)
+        micro = make(setting, None)
     storage = {p.name: p.layout for p in micro.inputs if p.kind == "parameter"}
     updating = update_program(setting, storage, memo=memo)
-    accumulate = setting.recipe.fsdp.accumulate
-    several = setting.batch.micro_batches > 1
     gather = reduce = None
-    if several and accumulate.gather == "step":
-        gather = apply(setting, gather_program(setting, micro, storage, memo=memo))
-    if several and accumulate.reduce == "last":
-        reduce = apply(setting, reduce_program(setting, micro, storage, memo=memo))
-    if gather is not None or reduce is not None:
-        micro = make(setting, micro, gathered=gather is not None, unreduced=reduce is not None)
+    if setting.batch.micro_batches > 1 and (setting.gathers_once or setting.reduces_once):
+        if setting.gathers_once:
+            gather = apply(setting, gather_program(setting, micro, storage, memo=memo))
+        if setting.reduces_once:
+            reduce = apply(setting, reduce_program(setting, micro, storage, memo=memo))
+        micro = make(setting, micro)
     check_reshards(setting, (micro,))
     micro = replace(micro, warnings=[*setting.notes, *micro.warnings])
 

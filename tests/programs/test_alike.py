@@ -130,8 +130,8 @@ def test_layers_that_are_not_alike_are_not_repeated(layer: int) -> None:
 
 def test_a_program_that_gathers_and_reduces_once_a_step_is_stretched_too() -> None:
     deep = setting("{fsdp: 2, tp: 2}", "tiny", "fsdp: {accumulate: {gather: step, reduce: last}}")
-    once = {"base": alike.micro(deep), "gathered": True, "unreduced": True}
-    actual, whole = alike.micro(deep, **once), step_programs.micro_program(deep, **once)
+    plain = alike.micro(deep)
+    actual, whole = alike.micro(deep, plain), step_programs.micro_program(deep, plain)
     assert shape_of(actual) == shape_of(whole) and actual.records == whole.records
     assert all(actual.explanation_of(value) == whole.explanation_of(value) for value in whole.records)
 
