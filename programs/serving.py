@@ -12,17 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from tpshard.parallelism.graph import Graph, Value
 from tpshard.parallelism.partitioner import mark_outputs, partition_graph
+from tpshard.parallelism.passes.run import Pass
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.propagate import propagate
 from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.rules.table import rule_for
 from tpshard.parallelism.sharding import Sharding, replicated
 from tpshard.parallelism.why import SourcePlace
+from tpshard.programs import step_kernels
 from tpshard.programs.annotations import annotate, fixed
 from tpshard.programs.layouts import Arrangement, arrange
 from tpshard.programs.padding import notes
@@ -30,18 +32,6 @@ from tpshard.programs.paging import PAGING, POOLED, ROWS, page_attention, rows_o
 from tpshard.programs.parameter_parts import cut_parameters
 from tpshard.programs.recurrent_steps import capture_model, pool_states
 from tpshard.programs.serve_setting import ServeSetting, Size
-from tpshard.programs.step_kernels import (
-    Pass,
-    count_useful,
-    fix_rows,
-    fold_linears,
-    fuse_norms,
-    join_gates,
-    merge_views,
-    quantize,
-    quantize_experts,
-    store_norms_in_order,
-)
 from tpshard.recipes.diagnostic import Exit, Mistakes
 
 BLOCK_SIZE = 16
@@ -203,18 +193,22 @@ def _written_in_place(program: Program, kind: str) -> bool:
 def passes(setting: ServeSetting, arrangement: Arrangement, rows: int, chunk: bool = False) -> list[Pass]:
     """The passes that give a step its kernels, in order."""
     weights = setting.served.coded_weights(setting.kind, arrangement)
+    kind, invariant = setting.kind, setting.invariant
     own = replace(setting, padding=False)
-    wider = setting.config != own.config
+    padded: list[Pass] = []
+    if setting.config != own.config:
+        flops = {op.name: rule_for(op).flops for op in _capture_step(own, rows, chunk)[0].ops}
+        padded = [partial(step_kernels.count_useful, flops=flops)]
     return [
-        *([count_useful(_flops(_capture_step(own, rows, chunk)[0]))] if wider else []),
-        fold_linears,
-        merge_views,
-        fuse_norms,
-        store_norms_in_order,
-        quantize(weights, setting.kind, setting.invariant),
-        quantize_experts(weights, setting.invariant),
-        join_gates(weights),
-        *([fix_rows(setting.kind)] if setting.invariant else []),
+        *padded,
+        step_kernels.fold_linears,
+        step_kernels.merge_views,
+        step_kernels.fuse_norms,
+        step_kernels.store_norms_in_order,
+        partial(step_kernels.quantize, weights=weights, kind=kind, invariant=invariant),
+        partial(step_kernels.quantize_experts, weights=weights, invariant=invariant),
+        partial(step_kernels.join_gates, weights=weights),
+        *([partial(step_kernels.fix_rows, kind=kind)] if invariant else []),
     ]
 
 
@@ -243,11 +237,6 @@ def _capture_step(setting: ServeSetting, rows: int, chunk: bool) -> tuple[Graph,
     spread = {name: setting.ways(dim) for name, dim in inner.items()}
     arrangement = arrange(graph, orders, setting.recipe.serve.layout, spread, parameters)
     return graph, replace(arrangement, parts=parts)
-
-
-def _flops(graph: Graph) -> dict[str, int]:
-    """Name of each operation of a graph -> its FLOPs."""
-    return {op.name: rule_for(op).flops for op in graph.ops}
 
 
 def _annotations(

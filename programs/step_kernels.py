@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import fx
@@ -31,7 +32,7 @@ FIXED_ROWS: dict[Any, Any] = {
     EXPERTS: fixed_rows_experts, torch.ops.tpshard.expert_linear.default: fixed_rows_expert_linear
 }  # fmt: skip
 """For each operation of experts, the one whose rows do not depend on each other."""
-Pass = Callable[[Program], Program]
+Settings = ParamSpec("Settings")
 
 
 class _Edited:
@@ -90,6 +91,21 @@ class _Edited:
         return replace(self.program, inputs=tuple(self.ports[node] for node in feeds))
 
 
+def _at_each_call(
+    edit: Callable[Concatenate[_Edited, fx.Node, Settings], None],
+) -> Callable[Concatenate[Program, Settings], Program]:
+    """A pass that makes an edit at every operation of a program."""
+
+    @wraps(edit)
+    def edit_program(program: Program, *args: Settings.args, **kwargs: Settings.kwargs) -> Program:
+        edited = _Edited(program)
+        for node in edited.calls:
+            edit(edited, node, *args, **kwargs)
+        return edited.finish()
+
+    return edit_program
+
+
 def argument_by(node: Any, place: int, *targets: Any) -> Any:
     """The argument of a node at index `place` if one of the `targets` computed it, else None."""
     argument = node.args[place] if isinstance(node, fx.Node) and len(node.args) > place else None
@@ -97,92 +113,74 @@ def argument_by(node: Any, place: int, *targets: Any) -> Any:
 
 
 # ---- products and views ---------------------------------------------------------------------------------------------
-def merge_views(program: Program) -> Program:
+@_at_each_call
+def merge_views(edited: _Edited, node: fx.Node) -> None:
     """Merges views of views, and removes views that change nothing."""
-    edited = _Edited(program)
-    for node in edited.calls:
-        if node.target is not aten.reshape.default:
-            continue
-        while (inner := argument_by(node, 0, aten.reshape.default)) is not None:
-            node.args = (inner.args[0], node.args[1])
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        if shape_of(source) == shape_of(node):
-            node.replace_all_uses_with(source)
-    return edited.finish()
+    if node.target is not aten.reshape.default:
+        return
+    while (inner := argument_by(node, 0, aten.reshape.default)) is not None:
+        node.args = (inner.args[0], node.args[1])
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    if shape_of(source) == shape_of(node):
+        node.replace_all_uses_with(source)
 
 
-def fold_linears(program: Program) -> Program:
+@_at_each_call
+def fold_linears(edited: _Edited, node: fx.Node) -> None:
     """Turns a product with a transposed matrix, and the views around it, into one `linear` over any number of dims."""
-    edited = _Edited(program)
-    for node in edited.calls:
-        turned = argument_by(node, 1, aten.permute.default) if node.target is aten.mm.default else None
-        if turned is None or list(turned.args[1]) != [1, 0]:
-            continue
-        rows, weight = node.args[0], turned.args[0]
-        reshaped = argument_by(node, 0, aten.reshape.default)
-        if reshaped is not None and shape_of(reshaped.args[0])[-1] == shape_of(rows)[-1]:
-            rows = reshaped.args[0]
-        spec = Spec((*shape_of(rows)[:-1], shape_of(node)[-1]), info(node).specs[0].dtype)
-        product = edited.put(node, linear, (rows, weight), replace(info(node), specs=(spec,)))
-        for user in list(node.users):
-            if user.target is aten.reshape.default and shape_of(user) == spec.shape:
-                user.replace_all_uses_with(product)
-            elif user.target is aten.reshape.default:
-                user.args = (product, user.args[1])
-            else:
-                moves = replace(info(node), flops=0, global_flops=0, saved=False)
-                flat = edited.put(user, aten.reshape.default, (product, list(shape_of(node))), moves)
-                user.replace_input_with(node, flat)
-    return edited.finish()
+    turned = argument_by(node, 1, aten.permute.default) if node.target is aten.mm.default else None
+    if turned is None or list(turned.args[1]) != [1, 0]:
+        return
+    rows, weight = node.args[0], turned.args[0]
+    reshaped = argument_by(node, 0, aten.reshape.default)
+    if reshaped is not None and shape_of(reshaped.args[0])[-1] == shape_of(rows)[-1]:
+        rows = reshaped.args[0]
+    spec = Spec((*shape_of(rows)[:-1], shape_of(node)[-1]), info(node).specs[0].dtype)
+    product = edited.put(node, linear, (rows, weight), replace(info(node), specs=(spec,)))
+    for user in list(node.users):
+        if user.target is aten.reshape.default and shape_of(user) == spec.shape:
+            user.replace_all_uses_with(product)
+        elif user.target is aten.reshape.default:
+            user.args = (product, user.args[1])
+        else:
+            moves = replace(info(node), flops=0, global_flops=0, saved=False)
+            flat = edited.put(user, aten.reshape.default, (product, list(shape_of(node))), moves)
+            user.replace_input_with(node, flat)
 
 
-def fix_rows(kind: str) -> Pass:
-    """A pass after which linears and experts multiply a fixed number of rows at a time, so that rows are independent.
+@_at_each_call
+def fix_rows(edited: _Edited, node: fx.Node, kind: str) -> None:
+    """Makes linears and experts multiply a fixed number of rows at a time, so that rows are independent.
 
     See `kernels.linear`. On a `cpu` the weights are held as its library packs them.
     """
-
-    def fix_rows(program: Program) -> Program:
-        edited = _Edited(program)
-        for node in edited.calls:
-            node.target = FIXED_ROWS.get(node.target, node.target)
-            if node.target is not linear:
-                continue
-            node.target, (rows, weight) = fixed_rows_linear, node.args
-            assert isinstance(weight, fx.Node)
-            if kind != "cpu" or weight not in edited.ports or not can_pack(info(weight).specs[0].dtype):
-                continue
-            port = edited.ports[weight]
-            node.args = (rows, edited.hold(weight, Held("onednn", port.local_bytes, (port.name,))))
-        return edited.finish()
-
-    return fix_rows
+    node.target = FIXED_ROWS.get(node.target, node.target)
+    if node.target is not linear:
+        return
+    node.target, (rows, weight) = fixed_rows_linear, node.args
+    assert isinstance(weight, fx.Node)
+    if kind != "cpu" or weight not in edited.ports or not can_pack(info(weight).specs[0].dtype):
+        return
+    port = edited.ports[weight]
+    node.args = (rows, edited.hold(weight, Held("onednn", port.local_bytes, (port.name,))))
 
 
-def count_useful(flops: Mapping[str, int]) -> Pass:
-    """A pass that sets the useful FLOPs of padded operations. flops: those of each operation without padding."""
-
-    def count_useful(program: Program) -> Program:
-        edited = _Edited(program)
-        for node in edited.calls:
-            facts = info(node)
-            if facts.global_flops:
-                node.meta[INFO] = replace(facts, global_flops=flops.get(facts.origin, facts.global_flops))
-        return edited.finish()
-
-    return count_useful
+@_at_each_call
+def count_useful(edited: _Edited, node: fx.Node, flops: Mapping[str, int]) -> None:
+    """Sets the useful FLOPs of padded operations. flops: those of each operation without padding."""
+    facts = info(node)
+    if facts.global_flops:
+        node.meta[INFO] = replace(facts, global_flops=flops.get(facts.origin, facts.global_flops))
 
 
 # ---- norms ----------------------------------------------------------------------------------------------------------
-def fuse_norms(program: Program) -> Program:
+@_at_each_call
+def fuse_norms(edited: _Edited, node: fx.Node) -> None:
     """Fuses x * rsqrt(mean(x * x) + eps) * weight, fp32 up to the last product, into one kernel (`kernels.norm`)."""
-    edited = _Edited(program)
-    for node in edited.calls:
-        if (operands := _norm(node)) is not None:
-            norm = edited.put(node, NORM, operands, info(node))
-            node.replace_all_uses_with(norm)
-    return edited.finish()
+    if (operands := _norm(node)) is not None:
+        norm = edited.put(node, NORM, operands, info(node))
+        node.replace_all_uses_with(norm)
 
 
 def _norm(node: fx.Node) -> tuple[Any, ...] | None:
@@ -206,60 +204,46 @@ def _norm(node: fx.Node) -> tuple[Any, ...] | None:
     return (wide if narrowed is None else widened.args[0], weight, None, eps)
 
 
-def store_norms_in_order(program: Program) -> Program:
+@_at_each_call
+def store_norms_in_order(edited: _Edited, node: fx.Node) -> None:
     """Makes a norm that is read in only one order store its result in that order."""
-    edited = _Edited(program)
-    for node in edited.calls:
-        norm = argument_by(node, 0, NORM) if node.target is REORDER else None
-        if norm is None or len(norm.users) > 1 or norm.args[2] is not None or node.args[2] != 1:
-            continue
-        x, weight, _, eps = norm.args
-        node.replace_all_uses_with(edited.put(node, NORM, (x, weight, node.args[1], eps), info(norm)))
-    return edited.finish()
+    norm = argument_by(node, 0, NORM) if node.target is REORDER else None
+    if norm is None or len(norm.users) > 1 or norm.args[2] is not None or node.args[2] != 1:
+        return
+    x, weight, _, eps = norm.args
+    node.replace_all_uses_with(edited.put(node, NORM, (x, weight, node.args[1], eps), info(norm)))
 
 
 # ---- quantized weights ----------------------------------------------------------------------------------------------
-def quantize(weights: Mapping[str, Coded], kind: str, invariant: bool) -> Pass:
-    """A pass after which linears with these weights multiply codes: by torch's int4 product on a `cpu`, by Triton on a
+@_at_each_call
+def quantize(edited: _Edited, node: fx.Node, weights: Mapping[str, Coded], kind: str, invariant: bool) -> None:
+    """Makes linears with these weights multiply codes: by torch's int4 product on a `cpu`, by Triton on a
     `gpu`, with `invariant` in the same order of sums for any number of rows."""
-
-    def quantize(program: Program) -> Program:
-        edited = _Edited(program)
-        for node in edited.calls:
-            port = edited.ports.get(node.args[1]) if node.target is linear else None  # type: ignore[arg-type]
-            if port is None or port.name not in weights:
-                continue
-            outputs, inputs = port.local
-            held = outputs * weights[port.name].row_bytes(port.shape[1], inputs)
-            form = "int4" if kind == "cpu" else "packed"
-            weight = edited.hold(node.args[1], Held(form, held, (port.name,)))  # type: ignore[arg-type]
-            node.target = int4_linear if kind == "cpu" else quantized_linear
-            node.args = (node.args[0], weight) if kind == "cpu" else (node.args[0], weight, invariant)
-        return edited.finish()
-
-    return quantize
+    port = edited.ports.get(node.args[1]) if node.target is linear else None  # type: ignore[arg-type]
+    if port is None or port.name not in weights:
+        return
+    outputs, inputs = port.local
+    held = outputs * weights[port.name].row_bytes(port.shape[1], inputs)
+    form = "int4" if kind == "cpu" else "packed"
+    weight = edited.hold(node.args[1], Held(form, held, (port.name,)))  # type: ignore[arg-type]
+    node.target = int4_linear if kind == "cpu" else quantized_linear
+    node.args = (node.args[0], weight) if kind == "cpu" else (node.args[0], weight, invariant)
 
 
-def quantize_experts(weights: Mapping[str, Coded], invariant: bool) -> Pass:
-    """A pass after which experts with these weights multiply codes; an input holds their three stacks of matrices."""
-
-    def quantize_experts(program: Program) -> Program:
-        edited = _Edited(program)
-        for node in edited.calls:
-            if node.target is not EXPERTS:
-                continue
-            stacks: Sequence[fx.Node] = node.args[3:]  # type: ignore[assignment]
-            ports = [edited.ports[stack] for stack in stacks if stack in edited.ports and len(stack.users) == 1]
-            if len(ports) < len(stacks) or not all(port.name in weights for port in ports):
-                continue
-            held = Held("experts", _expert_bytes(ports, weights), tuple(port.name for port in ports))
-            packed = edited.hold(stacks[0], held)
-            node.target, node.args = quantized_experts, (*node.args[:3], packed, invariant)
-            for stack in stacks[1:]:
-                edited.drop(stack)
-        return edited.finish()
-
-    return quantize_experts
+@_at_each_call
+def quantize_experts(edited: _Edited, node: fx.Node, weights: Mapping[str, Coded], invariant: bool) -> None:
+    """Makes experts with these weights multiply codes; an input holds their three stacks of matrices."""
+    if node.target is not EXPERTS:
+        return
+    stacks: Sequence[fx.Node] = node.args[3:]  # type: ignore[assignment]
+    ports = [edited.ports[stack] for stack in stacks if stack in edited.ports and len(stack.users) == 1]
+    if len(ports) < len(stacks) or not all(port.name in weights for port in ports):
+        return
+    held = Held("experts", _expert_bytes(ports, weights), tuple(port.name for port in ports))
+    packed = edited.hold(stacks[0], held)
+    node.target, node.args = quantized_experts, (*node.args[:3], packed, invariant)
+    for stack in stacks[1:]:
+        edited.drop(stack)
 
 
 def _expert_bytes(ports: Sequence[Port], weights: Mapping[str, Coded]) -> int:
@@ -274,32 +258,26 @@ def _expert_bytes(ports: Sequence[Port], weights: Mapping[str, Coded]) -> int:
     return held
 
 
-def join_gates(weights: Mapping[str, Coded]) -> Pass:
-    """A pass that fuses silu(x @ gate) * (x @ up) of quantized weights on a GPU into one launch, weights side by
+@_at_each_call
+def join_gates(edited: _Edited, node: fx.Node, weights: Mapping[str, Coded]) -> None:
+    """Fuses silu(x @ gate) * (x @ up) of quantized weights on a GPU into one launch, weights side by
     side."""
-
-    def join_gates(program: Program) -> Program:
-        edited = _Edited(program)
-        for node in edited.calls:
-            silu = argument_by(node, 0, aten.silu.default) or argument_by(node, 1, aten.silu.default)
-            if node.target is not aten.mul.Tensor or silu is None:
-                continue
-            gate = argument_by(silu, 0, quantized_linear)
-            up = argument_by(node, 1 if node.args[0] is silu else 0, quantized_linear)
-            if gate is None or up is None or gate.args[0] is not up.args[0]:
-                continue
-            first, second = (edited.ports[product.args[1]].held.of[0] for product in (gate, up))
-            once = all(len(read.users) == 1 for read in (silu, gate, up, gate.args[1], up.args[1]))
-            if not once or weights[first].alike != weights[second].alike:
-                continue
-            x, weight, invariant = gate.args
-            held = sum(edited.ports[product.args[1]].local_bytes for product in (gate, up))
-            both = edited.hold(weight, Held("packed", held, (first, second)))
-            flops = [sum(getattr(info(n), of) for n in (gate, up, silu, node)) for of in ("flops", "global_flops")]
-            like = replace(info(node), flops=flops[0], global_flops=flops[1], saved=True)
-            fused = edited.put(node, quantized_gate, (x, both, invariant), like)
-            node.replace_all_uses_with(fused)
-            edited.drop(up.args[1])
-        return edited.finish()
-
-    return join_gates
+    silu = argument_by(node, 0, aten.silu.default) or argument_by(node, 1, aten.silu.default)
+    if node.target is not aten.mul.Tensor or silu is None:
+        return
+    gate = argument_by(silu, 0, quantized_linear)
+    up = argument_by(node, 1 if node.args[0] is silu else 0, quantized_linear)
+    if gate is None or up is None or gate.args[0] is not up.args[0]:
+        return
+    first, second = (edited.ports[product.args[1]].held.of[0] for product in (gate, up))
+    once = all(len(read.users) == 1 for read in (silu, gate, up, gate.args[1], up.args[1]))
+    if not once or weights[first].alike != weights[second].alike:
+        return
+    x, weight, invariant = gate.args
+    held = sum(edited.ports[product.args[1]].local_bytes for product in (gate, up))
+    both = edited.hold(weight, Held("packed", held, (first, second)))
+    flops = [sum(getattr(info(n), of) for n in (gate, up, silu, node)) for of in ("flops", "global_flops")]
+    like = replace(info(node), flops=flops[0], global_flops=flops[1], saved=True)
+    fused = edited.put(node, quantized_gate, (x, both, invariant), like)
+    node.replace_all_uses_with(fused)
+    edited.drop(up.args[1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,12 +22,13 @@ from tpshard.models import build
 from tpshard.models.config import ModelConfig
 from tpshard.models.layers import RMSNorm
 from tpshard.parallelism import Mesh, partition
+from tpshard.parallelism.passes.run import Pass
 from tpshard.parallelism.program import Program, info
 from tpshard.programs import serving, step_kernels
 from tpshard.programs.layouts import Arrangement
 from tpshard.programs.served import Coded
 from tpshard.programs.serving import build_serving
-from tpshard.programs.step_kernels import Pass, fold_linears, fuse_norms, join_gates, merge_views, store_norms_in_order
+from tpshard.programs.step_kernels import fold_linears, fuse_norms, merge_views, store_norms_in_order
 
 LLAMA = ModelConfig(
     family="llama", layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48, vocab=64, max_seq=128, seq_len=64,
@@ -166,7 +168,7 @@ def test_linears_of_any_dims_are_one_node_with_the_products_flops() -> None:
 def test_only_useful_work_is_counted_where_a_model_was_made_wider() -> None:
     program = on_one(lambda x, w: F.linear(x, w), torch.randn(4, 8), torch.randn(6, 8))
     (node,) = (node for node in program.graph.nodes if info(node).flops)
-    counted = step_kernels.count_useful({info(node).origin: 7})(program)
+    counted = step_kernels.count_useful(program, {info(node).origin: 7})
     (after,) = (n for n in counted.graph.nodes if info(n).flops)
     assert (info(after).flops, info(after).global_flops) == (info(node).flops, 7)
     assert info(node).global_flops == info(node).flops  # a pass leaves what it was given as it was
@@ -196,7 +198,8 @@ def quantize(inputs: int, outputs: int, seed: int) -> Quantized:
 
 
 def passes(weights: Mapping[str, Coded], invariant: bool) -> list[Pass]:
-    return [fold_linears, merge_views, step_kernels.quantize(weights, "gpu", invariant)]
+    quantizing = partial(step_kernels.quantize, weights=weights, kind="gpu", invariant=invariant)
+    return [fold_linears, merge_views, quantizing, partial(step_kernels.join_gates, weights=weights)]
 
 
 SHAPES: dict[str, tuple[Callable[..., Any], int]] = {
@@ -218,7 +221,7 @@ def test_a_gate_and_what_it_lets_through_are_one_launch(shape: str, invariant: b
     inputs = [x, other, *(w.dequantize(torch.float32).T.contiguous() for w in held.values()), bias]
     program = partition(run, inputs, Mesh({}), names=["x", "other", "gate", "up", "bias"])
     coded = Coded(GPTQConfig(group_size=32, sym=False), "gpu", False, "")
-    for one in [*passes(dict.fromkeys(held, coded), invariant), join_gates(dict.fromkeys(held, coded))]:
+    for one in passes(dict.fromkeys(held, coded), invariant):
         program = one(program)
     calls = [node for node in program.graph.nodes if node.target is quantized_gate]
     assert len(calls) == joined and all(node.args[-1] is invariant for node in calls)
@@ -241,6 +244,6 @@ def test_weights_in_other_groups_are_not_put_side_by_side() -> None:
     program = partition(lambda x, a, b: F.silu(x @ a.T) * (x @ b.T), inputs, Mesh({}), names=["x", "gate", "up"])
     orders = {"gate": "a", "up": ""}
     weights = {name: Coded(GPTQConfig(group_size=32), "gpu", False, order) for name, order in orders.items()}
-    for one in [*passes(weights, True), join_gates(weights)]:
+    for one in passes(weights, True):
         program = one(program)
     assert names(program)["quantized_linear"] == 2 and not names(program)["quantized_gate"]
