@@ -135,6 +135,11 @@ class Graph:
         for op in self.ops:
             yield from op.results
 
+    def number_inputs(self) -> None:
+        """Renews the inputs' indices after inputs were added or removed."""
+        for i, value in enumerate(self.inputs):
+            value.index = i
+
     def refresh_users(self) -> None:
         """Recomputes every value's users after ops were added, removed or rewired."""
         for value in self.values():

@@ -138,8 +138,7 @@ def arrange(
             arrangement.columns.update(
                 {value.name: ColumnOrder(names[0], blocks, p.blocks) for value, p in moved.items()}
             )
-    for i, value in enumerate(graph.inputs):
-        value.index = i
+    graph.number_inputs()
     return arrangement
 
 

@@ -14,16 +14,17 @@ from typing import NamedTuple
 import torch
 from tpshard.kernels.attention import ATTENTION
 from tpshard.kernels.paged_attention import PAGED, PAGED_LSE
-from tpshard.kernels.paged_selection import PAGED_SELECT, PAGED_SELECTED
+from tpshard.kernels.paged_selection import PAGED_SELECT, PAGED_SELECTED, SELECT, SELECTED
 from tpshard.kernels.state_pool import READ_STATE, WRITE_STATE
 from tpshard.parallelism.graph import Graph, Op, Place, Ref, Value
 from tpshard.parallelism.rules.rule import Kind
 from tpshard.parallelism.rules.table import rule_for
-from tpshard.programs.paged_selecting import SELECTING, attentions_of, page_selection
 
 aten = torch.ops.aten
 ROWS = ("slots", "sequences", "tables")
 """Inputs that attention to the cache needs besides the rows' positions."""
+SELECTING = {SELECT: PAGED_SELECT, SELECTED: PAGED_SELECTED}
+"""The operations of indexers and of attention to their selected keys, with their paged ones."""
 PAGING = (PAGED, PAGED_LSE, PAGED_SELECT, PAGED_SELECTED)
 """The operations that read the cache: attention, also with the log-sum-exp of its scores, and to selected keys."""
 POOLED = (READ_STATE, WRITE_STATE)
@@ -48,27 +49,28 @@ def page_attention(graph: Graph, positions: Value, block_size: int) -> list[Valu
     pools: list[Value] = []
     for op in list(graph.ops):
         if op.target in SELECTING:
-            pools += page_selection(op, pools, [positions, *shared], block_size)
-        if op.target is not ATTENTION:
+            op.target, how = SELECTING[op.target], op.args[len(op.operands) :]
+        elif op.target is ATTENTION:
+            if len(op.operands) != 3:
+                raise ValueError(f"`{op.module}` attends within documents, which served sequences do not have")
+            reads_lse = bool(op.results[1].users)
+            op.results = op.results if reads_lse else op.results[:1]
+            if rows > 1 and op.operands[0].shape[:2] == (rows, 1):
+                _turn_rows(graph, op)
+            op.target, how = PAGED_LSE if reads_lse else PAGED, op.args[4:]  # scale, window and softcap
+        else:
             continue
-        if len(op.operands) != 3:
-            raise ValueError(f"`{op.module}` attends within documents, which served sequences do not have")
-        reads_lse = bool(op.results[1].users)
-        op.results = op.results if reads_lse else op.results[:1]
-        if rows > 1 and op.operands[0].shape[:2] == (rows, 1):
-            _turn_rows(graph, op)
-        _, k, v = op.operands
-        layer = attentions_of(pools)
+        q, k, third, *indices = op.operands
+        stored = {"index": k} if op.target is PAGED_SELECT else {"k": k, "v": third}
+        layer = sum(pool.name.endswith(".k") for pool in pools)
         own = [
-            Value(f"layers.{layer}.cache.{name}", (1, block_size, *x.shape[2:]), x.dtype)
-            for name, x in (("k", k), ("v", v))
+            Value(f"layers.{layer}.cache.{name}", (1, block_size, *x.shape[2:]), x.dtype) for name, x in stored.items()
         ]
-        how = op.args[4:]  # scale, window and softcap
-        op.target, op.operands = PAGED_LSE if reads_lse else PAGED, [*op.operands, *own, positions, *shared]
+        op.operands = [q, k, third, *own, positions, *shared, *indices]
         op.args = (*(Ref(i) for i in range(len(op.operands))), *how)
         pools += own
     graph.inputs += [*shared, *pools]
-    number_inputs(graph)
+    graph.number_inputs()
     graph.refresh_users()
     return pools
 
@@ -207,7 +209,7 @@ def take_logit_rows(graph: Graph, where: Mapping[Value, RowDim], count: int, rec
         graph.outputs = [ops[-1].results[0], *others]
     graph.ops = ops
     graph.inputs.append(logit_rows)
-    number_inputs(graph)
+    graph.number_inputs()
     graph.refresh_users()
 
 
@@ -257,8 +259,3 @@ def _shorten(op: Op, result: Value, dim: int, count: int) -> None:
 
     op.args = tuple(spelt(arg) for arg in op.args)
     result.shape = after
-
-
-def number_inputs(graph: Graph) -> None:
-    for i, value in enumerate(graph.inputs):
-        value.index = i

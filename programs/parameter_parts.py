@@ -47,8 +47,7 @@ def cut_parameters(graph: Graph, parameters: Collection[str]) -> dict[str, Param
             parts[name] = part
         inputs.extend(slices.values())
     graph.inputs, graph.ops = inputs, [op for op in graph.ops if id(op) not in replaced_ops]
-    for i, value in enumerate(graph.inputs):
-        value.index = i
+    graph.number_inputs()
     return parts
 
 

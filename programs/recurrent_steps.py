@@ -19,7 +19,6 @@ from tpshard.models.recurrent import continuing
 from tpshard.parallelism.annotate import role
 from tpshard.parallelism.capture import Trail, capture
 from tpshard.parallelism.graph import Graph, Op, Place, Ref, Value
-from tpshard.programs.paging import number_inputs
 
 THREE = (Ref(0), Ref(1), Ref(2))
 CHUNK = 4
@@ -126,6 +125,6 @@ def pool_states(graph: Graph, positions: Value, states: Sequence[Value], count: 
     graph.ops = [each for i, op in enumerate(graph.ops) for each in (*before.get(i, ()), op, *after.get(i, ()))]
     graph.outputs = [logits, *written]
     graph.inputs = [value for value in graph.inputs if value not in set(states)] + [index, *pools]
-    number_inputs(graph)
+    graph.number_inputs()
     graph.refresh_users()
     return pools
