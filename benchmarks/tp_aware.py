@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from tpshard.kernels.gptq_config import GPTQConfig
 from tpshard.kernels.quantized import Quantized, group_index
-from tpshard.models import Blueprint, build
+from tpshard.models import Blueprint
 from tpshard.models.config import ModelConfig
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.runtime.context import Context, connect
@@ -74,7 +74,7 @@ def weights_of(config: ModelConfig) -> tuple[Weights, Quantization]:
 
     read = {name: weight.group for name, weight in quantized.items()}.get
     settings = GPTQConfig(group_size=GROUP, desc_act=True)
-    orders = act_orders(build(config), config, read)
+    orders = act_orders(config.parameters, (config.heads, config.kv_heads, config.head_dim), read)
     quantization = Quantization(settings, dict.fromkeys(quantized, settings), orders, shared_rows(config, read))
     return Weights(config.shapes, block, quantized.get, read), quantization
 

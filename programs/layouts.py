@@ -19,11 +19,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tpshard.kernels import reorder
 from tpshard.kernels.gptq_solver import Order
 from tpshard.models.config import ModelConfig
-from tpshard.models.dims import param_dims
 from tpshard.models.hf_quantized import quantizable
 from tpshard.parallelism.absorb import absorb
 from tpshard.parallelism.graph import Graph, Op, Ref, Value
@@ -176,9 +175,6 @@ def _insert(graph: Graph, x: Value, products: Sequence[tuple[str, Op]], blocks: 
 
 
 # ---- which weights are act-ordered ------------------------------------------------------------------------------
-def act_orders(model: nn.Module, config: ModelConfig, group: Groups) -> dict[str, ActOrder]:
-    """Weight -> its order, for each act-ordered weight of a model. group: gives the groups of a weight's inputs."""
-    return orders_of(param_dims(model), (config.heads, config.kv_heads, config.head_dim), group)
 
 
 def order_key(group: Tensor) -> str:
@@ -187,7 +183,7 @@ def order_key(group: Tensor) -> str:
     return "" if in_sequence else hashlib.sha256(group.contiguous().numpy().tobytes()).hexdigest()
 
 
-def orders_of(
+def act_orders(
     dims: Mapping[str, tuple[str, ...]], heads: tuple[int, int, int] | None, group: Groups
 ) -> dict[str, ActOrder]:
     """Finds the act-ordered weights among parameters with these dims, and the order of each.
@@ -222,9 +218,5 @@ def planned_orders(config: ModelConfig, order: Order, group_size: int) -> dict[s
         if into != "heads" or order == "global":
             orders[name] = ActOrder(key)
         elif size < config.head_dim:
-            orders[name] = _order_in_heads(key, config)
+            orders[name] = ActOrder(key, config.heads, config.heads // config.kv_heads)
     return orders
-
-
-def _order_in_heads(key: str, config: ModelConfig) -> ActOrder:
-    return ActOrder(key, config.heads, config.heads // config.kv_heads)

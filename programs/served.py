@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -14,13 +13,14 @@ from tpshard.kernels.gptq_config import GPTQConfig, read_config
 from tpshard.kernels.packed import width_of
 from tpshard.kernels.quantized import group_index
 from tpshard.kernels.quantized_linear import multiplies
-from tpshard.models import Blueprint, build, plan_dims
+from tpshard.models import Blueprint
 from tpshard.models.architecture import Architecture
 from tpshard.models.architecture_folder import FolderWeights
 from tpshard.models.config import ModelConfig
 from tpshard.models.hf_config import computes, folder_config
 from tpshard.models.hf_quantized import QuantizedModules, QuantizedParameters, quantizable
-from tpshard.programs.layouts import ActOrder, Arrangement, act_orders, order_key, orders_of, planned_orders
+from tpshard.models.plan_dims import dims_of_plan
+from tpshard.programs.layouts import ActOrder, Arrangement, act_orders, order_key, planned_orders
 from tpshard.programs.padding import shared_rows
 from tpshard.programs.setting import DTYPES, architecture, model_config
 from tpshard.recipes.diagnostic import Exit, Mistakes
@@ -78,32 +78,30 @@ class Quantization:
     groups in sequence). These orders concern no other operation."""
 
     @staticmethod
-    def of_folder(folder: Path, config: ModelConfig) -> Quantization | None:
-        """The quantization of a folder; None for a dense model. ValueError where its files contradict each other."""
+    def of_folder(folder: Path, described: ModelConfig | Architecture) -> Quantization | None:
+        """The quantization of a folder, whose model a family of tpshard or a class of transformers computes; None for a
+        dense model. ValueError where its files contradict each other."""
         settings = read_config(folder) if (folder / "config.json").is_file() else None
         if settings is None:
             return None
-        model, stored = build(config), QuantizedParameters(folder, config)
-        weights = {name: own for name in config.parameters if (own := stored.settings_of(name)) is not None}
-        orders = act_orders(model, config, stored.group)
-        shared = shared_rows(config, stored.group)
-        return Quantization(settings, weights, orders, shared, _stacks(stored, config.shapes, weights))
-
-    @staticmethod
-    def of_transformers(folder: Path, architecture: Architecture) -> Quantization | None:
-        """The quantization of a folder that transformers' class computes; None for a dense model."""
-        settings = read_config(folder)
-        if settings is None:
-            return None
-        model = architecture.build()
-        files = FolderWeights(folder, architecture, model)
-        stored = QuantizedModules(folder, files.module_of, files.stack_of)
-        weights = {name: own for name, _ in model.named_parameters() if (own := stored.settings_of(name)) is not None}
-        dims = dict.fromkeys(weights, ("", "")) | {
-            name: named.dims for name, named in plan_dims.dims_of_plan(model).items()
+        if isinstance(described, ModelConfig):
+            shapes, dims = described.shapes, described.parameters
+            heads: tuple[int, int, int] | None = (described.heads, described.kv_heads, described.head_dim)
+            stored: QuantizedModules = QuantizedParameters(folder, described)
+            shared = shared_rows(described, stored.group)
+        else:
+            model = described.build()
+            files = FolderWeights(folder, described, model)
+            shapes, heads, shared = files.shapes, described.heads, 1
+            dims = dict.fromkeys(shapes, ("", "")) | {n: own.dims for n, own in dims_of_plan(model).items()}
+            stored = QuantizedModules(folder, files.module_of, files.stack_of)
+        weights = {name: own for name in shapes if (own := stored.settings_of(name)) is not None}
+        stacks = {
+            name: tuple(order_key(group) for group in stored.groups_of_first_expert(name))
+            for name in weights
+            if len(shapes[name]) == 3
         }
-        orders = orders_of(dims, architecture.heads, stored.group)
-        return Quantization(settings, weights, orders, stacks=_stacks(stored, files.shapes, weights))
+        return Quantization(settings, weights, act_orders(dims, heads, stored.group), shared, stacks)
 
     @staticmethod
     def of_recipe(section: Quantize, config: ModelConfig) -> Quantization:
@@ -129,16 +127,6 @@ class Quantization:
         return f"{self.settings.bits} bits in {groups}, {ordered} of {linears} linears act-ordered{experts}"
 
 
-def _stacks(
-    stored: QuantizedModules, shapes: Mapping[str, tuple[int, ...]], weights: Iterable[str]
-) -> dict[str, tuple[str, ...]]:
-    return {
-        name: tuple(order_key(group) for group in stored.groups_of_first_expert(name))
-        for name in weights
-        if len(shapes[name]) == 3
-    }
-
-
 @dataclass(frozen=True)
 class Served:
     """A server's model as plain values, before any weight is loaded: blueprint, dtype and quantization."""
@@ -158,7 +146,7 @@ class Served:
         config = self.blueprint.config
         return config if config is None or config.capacity is None else replace(config, capacity=None)
 
-    @cached_property
+    @property
     def orders(self) -> Mapping[str, ActOrder]:
         return {} if self.quantized is None else self.quantized.orders
 
@@ -168,14 +156,16 @@ class Served:
 
     def coded_weights(self, kind: str, arrangement: Arrangement) -> dict[str, Coded]:
         """The weights that a kind of device multiplies as codes; others are dequantized when loaded."""
-        coded = {}
-        for name, settings in {} if self.quantized is None else dict(self.quantized.weights).items():
+        coded: dict[str, Coded] = {}
+        if self.quantized is None:
+            return coded
+        for name, settings in self.quantized.weights.items():
             row_order, order = arrangement.rows.get(name), self.orders.get(name)
             # where the order stays within heads, no group spans two of them
             ragged = row_order is not None and order is not None and order.blocks % row_order.blocks != 0
             if multiplies(settings.bits, DTYPES[self.dtype], kind):
                 coded[name] = Coded(settings, kind, ragged, "" if order is None else order.key)
-        stacks = {} if self.quantized is None else self.quantized.stacks
+        stacks = self.quantized.stacks
         coded |= {name: replace(coded[name], order=orders[0]) for name, orders in stacks.items() if name in coded}
         for name, part in arrangement.parts.items():
             if part.parameter in coded:
@@ -208,9 +198,8 @@ def serving_dtype(recipe: Recipe, quantized: Quantization | None, stored: str, k
 def stored_model(recipe: Recipe, blueprint: Blueprint, folder: Path, stored: str, kind: str) -> Served:
     """The served form of the model in a folder. Mistakes, exit 7, where it cannot be read."""
     try:
-        quantization = None if blueprint.config is None else Quantization.of_folder(folder, blueprint.config)
-        if blueprint.architecture is not None and (folder / "config.json").is_file():
-            quantization = Quantization.of_transformers(folder, blueprint.architecture)
+        described = blueprint.config or blueprint.architecture
+        quantization = None if described is None else Quantization.of_folder(folder, described)
     except (ValueError, OSError) as error:
         raise _unreadable(recipe, folder, error) from error
     return Served(blueprint, serving_dtype(recipe, quantization, stored, kind), quantization)

@@ -86,6 +86,10 @@ class Served:
     def group(self, name: str) -> torch.Tensor | None:
         return self.quantized[name].group if name in self.quantized else None
 
+    def orders(self) -> dict[str, ActOrder]:
+        c = self.config
+        return act_orders(c.parameters, (c.heads, c.kv_heads, c.head_dim), self.group)
+
     def weights(self) -> Weights:
         own = weights_of(self.model)
         return Weights(own.shapes, own.block, self.quantized.get, self.group)
@@ -93,7 +97,7 @@ class Served:
     def step(self, layout: Layout, tp: int, dtype: str = "fp32") -> ServingPrograms:
         settings = GPTQConfig(group_size=8, desc_act=True)
         weights = dict.fromkeys(self.quantized, settings)
-        orders = act_orders(self.model, self.config, self.group)
+        orders = self.orders()
         quantized = Quantization(settings, weights, orders, shared_rows(self.config, self.group))
         served_recipe = recipe(f"serve.mesh.tp={tp}", f"serve.layout={layout}")
         served = served_model(Blueprint(self.config), dtype, quantized)
@@ -251,7 +255,7 @@ def test_orders_are_planned_as_the_quantizer_writes_them() -> None:
     for family, (config, _) in MODELS.items():
         for order in ("head_local", "global"):
             model = served(family, order)
-            actual = act_orders(model.model, config, model.group)
+            actual = model.orders()
             planned = planned_orders(config, order, 8)
             assert actual.keys() == planned.keys()
             for a in actual:
