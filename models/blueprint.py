@@ -20,7 +20,7 @@ from tpshard.models.config import ModelConfig
 from tpshard.models.hf import HFFolder
 from tpshard.models.hf_config import computes
 from tpshard.models.hf_headers import has_weights
-from tpshard.models.init import Initial, InitPlan, init_plan, initial_block
+from tpshard.models.init import Initial, InitPlan, fill, init_plan, initial_block
 
 
 @dataclass(frozen=True)
@@ -83,30 +83,16 @@ class Blueprint:
     ) -> nn.Module:
         """The module; on a real device with initial values, read from the folder if there is one."""
         if self.architecture is not None:
-            return self._of_transformers(torch.device(device), dtype, seed)
-        if self.config is None:
-            assert self.module is not None
-            return build_module(self.module, self.args, device=device, dtype=dtype, seed=seed)
-        if self.folder is None or torch.device(device).type == "meta":
-            return build(self.config, device=device, dtype=dtype, seed=seed)
-        model = build(self.config, dtype=dtype)
-        for name in self._source.shapes:
-            module, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(module), leaf, nn.Parameter(self._source.read(name, dtype).to(device)))
-        return model
-
-    def _of_transformers(self, device: torch.device, dtype: torch.dtype, seed: int) -> nn.Module:
-        assert self.architecture is not None
-        model = self.architecture.build(dtype)
-        if device.type == "meta":
+            model = self.architecture.build(dtype)
+        elif self.config is not None:
+            model = build(self.config, dtype=dtype)
+        else:
+            model = build_module(str(self.module), self.args, dtype=dtype)
+        if torch.device(device).type == "meta":
             return model
-        for name, parameter in list(model.named_parameters()):
-            value = self.initial_block(name, (0,) * parameter.dim(), tuple(parameter.shape), seed, dtype)
-            placed = nn.Parameter(value.to(device))
-            for module in model.modules():
-                for leaf in [key for key, p in module._parameters.items() if p is parameter]:
-                    module._parameters[leaf] = placed
-        return model.to(device)
+        return fill(
+            model, lambda name, starts, sizes, dtype: self.initial_block(name, starts, sizes, seed, dtype), device
+        )
 
     def initial_block(
         self, name: str, starts: Sequence[int], sizes: Sequence[int], seed: int, dtype: torch.dtype = torch.float32

@@ -22,6 +22,7 @@ from tpshard.models.assemble import build
 from tpshard.models.config import ModelConfig
 from tpshard.models.hf_names import fuse, hf_modules, hf_tensors
 from tpshard.models.hf_quantized import DequantizedTensors
+from tpshard.models.init import fill
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FLOATS = {"F64", "F32", "BF16", "F16"}
@@ -112,12 +113,7 @@ def from_hf(
     """
     source = HFFolder(folder)
     dtype = DTYPES[source.config.dtype] if dtype is None else dtype
-    model = build(source.config, dtype=dtype)
-    for name in source.shapes:
-        module, _, leaf = name.rpartition(".")
-        value = source.read(name, dtype).to(device)
-        setattr(model.get_submodule(module), leaf, nn.Parameter(value))
-    return model
+    return fill(build(source.config, dtype=dtype), source.block, device)
 
 
 def to_hf(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,8 @@ class Initial:
 
 
 InitPlan = Mapping[str, Initial]
+BlockReader = Callable[[str, Sequence[int], Sequence[int], torch.dtype], Tensor]
+"""Reads elements [starts, starts + sizes) of a parameter by name, in a dtype."""
 
 
 def init_plan(model: nn.Module) -> dict[str, Initial]:
@@ -86,12 +88,21 @@ def initial_block(
 def initialize(model: nn.Module, seed: int, device: torch.device | str = "cpu") -> nn.Module:
     """Sets every parameter of `model` (on `meta` or not) to its initial value on `device`, in place."""
     plan = init_plan(model)
-    owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in plan}
+    return fill(model, lambda name, starts, sizes, dtype: initial_block(plan, name, starts, sizes, seed, dtype), device)
+
+
+def fill(model: nn.Module, block: BlockReader, device: torch.device | str) -> nn.Module:
+    """Gives every parameter of `model` (on `meta` or not) the values that `block` reads, on `device`, in place."""
+    owners: dict[nn.Parameter | None, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for leaf, parameter in module._parameters.items():
+            owners.setdefault(parameter, []).append((module, leaf))
     for name, parameter in list(model.named_parameters()):
-        value = initial_block(plan, name, (0,) * parameter.dim(), tuple(parameter.shape), seed, parameter.dtype)
+        value = block(name, (0,) * parameter.dim(), tuple(parameter.shape), parameter.dtype)
         fresh = nn.Parameter(value.to(device), requires_grad=parameter.requires_grad)
-        setattr(owners[name], name.rpartition(".")[2], fresh)
-    return model
+        for module, leaf in owners[parameter]:
+            module._parameters[leaf] = fresh
+    return model.to(device)
 
 
 def _key(seed: int, name: str) -> int:
