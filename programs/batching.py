@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tpshard.parallelism.schedules import refusal
-from tpshard.recipes.diagnostic import Exit, Mistakes, plural
+from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, join, plural
 from tpshard.recipes.parallel_keys import Pipeline
 from tpshard.recipes.schema import Recipe
 
@@ -54,30 +54,44 @@ def derive(recipe: Recipe, data_ranks: int, stages: int = 1) -> BatchPlan:
     Raises:
         Mistakes: exit 4; the sequences are not divisible.
     """
+    if misfit := batch_misfit(recipe, data_ranks):
+        raise Mistakes([misfit])
     total, per_device = recipe.batch.global_sequences, recipe.batch.per_device
-    if total % data_ranks:
-        raise Mistakes.one(
-            f"`batch.global_sequences: {total}` does not divide over {data_ranks} data ranks",
-            exit=Exit.FIT,
-            where=recipe.where("batch.global_sequences"),
-            why=f"{total % data_ranks} sequences would be left over",
-            fix=f"{_near(total, data_ranks)}, or a mesh with another number of data ranks",
-        )
     each = total // data_ranks
     if recipe.pipeline is not None and (recipe.pipeline.micro_batches is not None or per_device is None):
         return _in_pipeline(recipe, BatchPlan(total, data_ranks, each), stages)
     if per_device is None:
-        return BatchPlan(total, data_ranks, max(n for n in range(1, MOST_BY_DEFAULT + 1) if each % n == 0))
-    if each % per_device:
-        divisors = [n for n in range(1, each + 1) if each % n == 0]
-        raise Mistakes.one(
-            f"`batch.per_device: {per_device}` does not divide the {each} sequences of a data rank",
+        return BatchPlan(total, data_ranks, max(n for n in _divisors(each) if n <= MOST_BY_DEFAULT))
+    return BatchPlan(total, data_ranks, per_device)
+
+
+def batch_misfit(recipe: Recipe, data_ranks: int) -> Diagnostic | None:
+    """The mistake (exit 4) where a step's sequences do not divide among data ranks into whole micro-batches."""
+    total, per_device = recipe.batch.global_sequences, recipe.batch.per_device
+    each, left = divmod(total, data_ranks)
+    if left:
+        below = each * data_ranks
+        return Diagnostic(
+            f"{total} sequences per step do not divide evenly among {data_ranks} data ranks",
+            exit=Exit.FIT,
+            where=recipe.where("batch.global_sequences"),
+            why=f"{total} = {each} x {data_ranks} + {left}",
+            fix=f"batch.global_sequences: {join(str(n) for n in (below, below + data_ranks) if n)}",
+        )
+    if per_device is not None and each % per_device:
+        legal = sorted(_divisors(each), key=lambda n: abs(n - per_device))
+        return Diagnostic(
+            f"{each} sequences per step and device are not divisible into micro-batches of {per_device}",
             exit=Exit.FIT,
             where=recipe.where("batch.per_device"),
-            why=f"{plural(total, 'sequence')} over {plural(data_ranks, 'data rank')}",
-            fix="per_device " + ", ".join(map(str, sorted(divisors, key=lambda n: (abs(n - per_device), n))[:3])),
+            why=f"{total} / {data_ranks} data ranks = {each}",
+            fix=f"batch.per_device: {join(map(str, sorted(legal[:4])))}",
         )
-    return BatchPlan(total, data_ranks, per_device)
+    return None
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _in_pipeline(recipe: Recipe, whole: BatchPlan, devices: int) -> BatchPlan:
@@ -86,13 +100,12 @@ def _in_pipeline(recipe: Recipe, whole: BatchPlan, devices: int) -> BatchPlan:
     assert pipeline is not None
     micros, per_device = pipeline.micro_batches, recipe.batch.per_device
     if micros is None:
-        fits = [n for n in range(1, MOST_BY_DEFAULT + 1)
-                if each % n == 0 and not pipeline_refusal(pipeline, devices, each // n)]  # fmt: skip
+        few = [n for n in _divisors(each) if n <= MOST_BY_DEFAULT]
+        fits = [n for n in few if not pipeline_refusal(pipeline, devices, each // n)]
         full = [n for n in fits if each // n >= FILLING * devices]
         return replace(whole, per_device=max(full) if full else fits[0] if fits else 1)
     if each % micros or (per_device is not None and per_device * micros != each):
-        counts = [n for n in range(1, each + 1) if each % n == 0]
-        near = ", ".join(map(str, sorted(counts, key=lambda n: (abs(n - micros), n))[:3]))
+        near = ", ".join(map(str, sorted(_divisors(each), key=lambda n: (abs(n - micros), n))[:3]))
         limit_text = f" of `batch.per_device: {per_device}`" if per_device is not None else ""
         raise Mistakes.one(
             f"`pipeline.micro_batches: {micros}`{limit_text} do not divide the {each} sequences of a data rank",
@@ -115,7 +128,7 @@ def check_micro_batches(recipe: Recipe, plan: BatchPlan, devices: int) -> None:
     assert pipeline is not None
     if why := pipeline_refusal(pipeline, devices, plan.micro_batches):
         key = "pipeline.micro_batches" if pipeline.micro_batches is not None else "batch"
-        fits = [n for n in range(1, each + 1) if each % n == 0 and not pipeline_refusal(pipeline, devices, n)]
+        fits = [n for n in _divisors(each) if not pipeline_refusal(pipeline, devices, n)]
         smallest_fits = ", ".join(map(str, fits[:4]))
         raise Mistakes.one(
             why, exit=Exit.FIT, where=recipe.where(key),
@@ -123,8 +136,3 @@ def check_micro_batches(recipe: Recipe, plan: BatchPlan, devices: int) -> None:
             f"{plural(plan.micro_batches, 'micro-batch')} of {plan.per_device}",
             fix=f"pipeline.micro_batches: {smallest_fits}" if fits else "more batch.global_sequences, or fewer stages",
         )  # fmt: skip
-
-
-def _near(total: int, data_ranks: int) -> str:
-    below = total // data_ranks * data_ranks
-    return f"{below} or {below + data_ranks}" if below else str(data_ranks)

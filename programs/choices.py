@@ -17,7 +17,7 @@ from tpshard.parallelism.liveness import liveness
 from tpshard.parallelism.network import Topology
 from tpshard.parallelism.passes import buckets
 from tpshard.parallelism.passes.recompute import Keep, keep_all, keep_layer_inputs, keep_selected
-from tpshard.parallelism.program import Program, Spec, info
+from tpshard.parallelism.program import Program, info
 from tpshard.parallelism.timeline import price
 from tpshard.programs import cluster
 from tpshard.programs.fsdp_units import unit_of
@@ -88,12 +88,10 @@ def _buckets(setting: Setting, chooser: Chooser, program: Program, program_with:
     used = buckets.in_order_of_use(program)
     ports = [port for port in program.inputs if port.kind == "parameter"]
     names = used + [port.name for port in ports if port.name not in used]
-    itemsize = setting.param_dtype.itemsize
-    sizes = {port.name: Spec(port.shape, port.dtype).bytes // port.dtype.itemsize * itemsize for port in ports}
     if policy == "none":
         return [[name] for name in names]
     if isinstance(policy, BucketSize):
-        return buckets.by_size(names, sizes, policy.mb * 1e6)
+        return buckets.by_size(names, _gathered_bytes(setting, program), policy.mb * 1e6)
     if isinstance(policy, BucketFile):
         return _from_file(setting, policy.file, names)
     if isinstance(policy, tuple):
@@ -102,6 +100,12 @@ def _buckets(setting: Setting, chooser: Chooser, program: Program, program_with:
     if policy == "greedy":
         return chooser.greedy(program)
     return chooser.best(program, by_unit, program_with) if policy == "auto" else by_unit
+
+
+def _gathered_bytes(setting: Setting, program: Program) -> dict[str, int]:
+    """Bytes of each parameter when it is gathered."""
+    itemsize = setting.param_dtype.itemsize
+    return {port.name: math.prod(port.shape) * itemsize for port in program.inputs if port.kind == "parameter"}
 
 
 BUCKETS = 'give a JSON file such as [["tok_embed.weight"], ["norm.weight", "output.weight"]]'
@@ -158,11 +162,9 @@ class Chooser:
         first = buckets.first_uses(program)
         starts = sorted((at, name) for name, at in first.items())
         costs = [seconds(kernel, self.device) if info(kernel.node).phase == "forward" else 0.0 for kernel in parts]
-        sizes = {port.name: _gathered_bytes(port.shape, self.setting.param_dtype.itemsize) for port in program.inputs}
-        compute_s = {}
-        for i, (at, name) in enumerate(starts):
-            end = starts[i + 1][0] if i + 1 < len(starts) else len(costs)
-            compute_s[name] = sum(costs[at:end])
+        sizes = _gathered_bytes(self.setting, program)
+        ends = [*(at for at, _ in starts[1:]), len(costs)]
+        compute_s = {name: sum(costs[at:end]) for (at, name), end in zip(starts, ends)}
         return [buckets.Piece(name, sizes[name], compute_s[name]) for name in order]
 
     def greedy(self, program: Program) -> Groups:
@@ -197,10 +199,3 @@ class Chooser:
     def fits(self, program: Program) -> bool:
         """Whether the memory of a step fits the device."""
         return self.peak(program) <= self.memory
-
-
-def _gathered_bytes(shape: tuple[int, ...], itemsize: int) -> int:
-    n = itemsize
-    for size in shape:
-        n *= size
-    return n

@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tpshard.models.config import ModelConfig
 from tpshard.models.family import DIMS, INPUTS
+from tpshard.programs.batching import batch_misfit
 from tpshard.programs.fp8_fit import fp8_misfits
 from tpshard.programs.layer_split import split_misfit
 from tpshard.programs.patterns import covers, matches, nearest
 from tpshard.recipes.constraints import AXES
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Source, join
 from tpshard.recipes.schema import Recipe
-
-
-def sizes(recipe: Recipe, c: ModelConfig) -> dict[str, int]:
-    """The number of indivisible units of each dim: heads count as heads, not as columns."""
-    return {"batch": recipe.batch.global_sequences, "seq": recipe.model.seq_len, **c.pieces}
 
 
 def devices(recipe: Recipe) -> int | None:
@@ -61,31 +57,11 @@ def _batch(recipe: Recipe, mesh: Mapping[str, int]) -> Iterator[Diagnostic]:
     if any(axis not in mesh for axis in axes):
         return
     ranks = math.prod(mesh[axis] for axis in axes)
-    total, each = recipe.batch.global_sequences, recipe.batch.per_device
-    pair = (recipe.where("mesh"), " x ".join(f"{axis} {mesh[axis]}" for axis in axes if axis in recipe.mesh))
-    if total % ranks:
-        if recipe.sharding.on_uneven == "pad":
-            return
-        below = total // ranks * ranks
-        yield Diagnostic(
-            f"{total} sequences per step do not divide evenly among {ranks} data ranks",
-            exit=Exit.FIT,
-            where=recipe.where("batch.global_sequences"),
-            why=f"{total} = {total // ranks} x {ranks} + {total % ranks}",
-            fix=f"batch.global_sequences: {join(str(n) for n in (below, below + ranks) if n)}",
-            also=(pair,),
-        )
-    elif each is not None and total // ranks % each:
-        share = total // ranks
-        legal = [n for n in range(1, share + 1) if share % n == 0]
-        yield Diagnostic(
-            f"{share} sequences per step and device are not divisible into micro-batches of {each}",
-            exit=Exit.FIT,
-            where=recipe.where("batch.per_device"),
-            why=f"{total} / {ranks} data ranks = {share}",
-            fix=f"batch.per_device: {join(map(str, sorted(sorted(legal, key=lambda n: abs(n - each))[:4])))}",
-            also=(pair,),
-        )
+    if recipe.batch.global_sequences % ranks and recipe.sharding.on_uneven == "pad":
+        return
+    if misfit := batch_misfit(recipe, ranks):
+        sizes = " x ".join(f"{axis} {mesh[axis]}" for axis in axes if axis in recipe.mesh)
+        yield replace(misfit, also=((recipe.where("mesh"), sizes),))
 
 
 @dataclass(frozen=True)
@@ -105,7 +81,8 @@ class _Fit:
         self.recipe, self.c, self.mesh, self.world = recipe, c, mesh, world
         self.parameters = c.parameters
         self.tensors = {**self.parameters, **INPUTS, **c.activations}
-        self.sizes = sizes(recipe, c)
+        self.sizes = {"batch": recipe.batch.global_sequences, "seq": recipe.model.seq_len, **c.pieces}
+        """The number of indivisible units of each dim: heads count as heads, not as columns."""
         self.model = recipe.model.preset or recipe.model.stored()["hf"] or "the model"
 
     def names(self) -> Iterator[Diagnostic]:

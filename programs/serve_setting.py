@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -70,10 +71,7 @@ class ServeSetting:
 
     def ways(self, dim: str) -> int:
         """The number of devices over which the recipe's rules shard a dim."""
-        ways = 1
-        for axis in self.recipe.sharding.rules.get(dim, ()):
-            ways *= self.mesh.axes.get(axis, 1)
-        return ways
+        return math.prod(self.mesh.axes.get(axis, 1) for axis in self.recipe.sharding.rules.get(dim, ()))
 
     @cached_property
     def config(self) -> ModelConfig | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,9 +24,10 @@ from tpshard.models.presets import override, preset
 from tpshard.models.routing import balance_steps
 from tpshard.models.tasks import Task, task_of
 from tpshard.parallelism.depth import Depth
-from tpshard.parallelism.mesh import Axes, Axis, Mesh
+from tpshard.parallelism.mesh import Axes, Axis, Mesh, size_of
 from tpshard.programs import naming
 from tpshard.programs.batching import BatchPlan, check_micro_batches, derive
+from tpshard.programs.fit import devices
 from tpshard.programs.fp8_fit import fp8_misfits
 from tpshard.programs.layer_likeness import difference, keep_layers, likeness
 from tpshard.programs.stacked_layers import StackedLayers, Stacking, lists_of_layers
@@ -39,15 +41,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def devices_of(recipe: Recipe) -> int:
-    """The number of devices: the cluster's, else the mesh's; an axis of -1 without a cluster counts as 1."""
-    if recipe.cluster is not None:
-        return recipe.cluster.nodes * recipe.cluster.devices_per_node
-    product = 1
-    for size in recipe.mesh.values():
-        product *= size if size != -1 else 1
-    if -1 in recipe.mesh.values() and torch.cuda.is_available():
-        return max(product, torch.cuda.device_count())
-    return product
+    """The number of devices that the recipe names; an axis of -1 without a cluster has those of this machine, or 1."""
+    if (named := devices(recipe)) is not None:
+        return named
+    return max(math.prod(size for size in recipe.mesh.values() if size != -1), torch.cuda.device_count())
 
 
 def model_config(recipe: Recipe) -> ModelConfig | None:
@@ -365,8 +362,5 @@ class Setting:
     @cached_property
     def division(self) -> BatchPlan:
         """The division of a step's sequences into micro-batches, also for a vectorized pipeline."""
-        ranks = 1
-        for axis in self.data_axes:
-            ranks *= axis.size
         stages = self.pipeline_axis
-        return derive(self.recipe, ranks, stages.size if stages is not None else 1)
+        return derive(self.recipe, size_of(self.data_axes), stages.size if stages is not None else 1)

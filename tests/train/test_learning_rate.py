@@ -43,7 +43,7 @@ def test_the_default_micro_batch_is_the_largest_divisor_up_to_8(
 
 @pytest.mark.parametrize(
     ("batch", "ranks", "fix"),
-    [("{global_sequences: 10}", 4, "8 or 12"), ("{global_sequences: 24, per_device: 5}", 2, "per_device 4, 6, 3")],
+    [("{global_sequences: 10}", 4, "8 or 12"), ("{global_sequences: 24, per_device: 5}", 2, "2, 3, 4 or 6")],
 )
 def test_what_does_not_divide_is_refused_with_numbers(batch: str, ranks: int, fix: str) -> None:
     recipe = loads(f"model: {{preset: tiny}}\nbatch: {batch}")
