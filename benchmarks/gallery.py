@@ -33,7 +33,7 @@ from tpshard.models.architecture import Architecture
 from tpshard.models.architecture_folder import FolderWeights
 from tpshard.parallelism import Mesh, partition
 from tpshard.programs import step_programs, training
-from tpshard.programs.serve_setting import ServeSetting
+from tpshard.programs.serve_setting import ServeSetting, Size
 from tpshard.programs.served import model_to_serve
 from tpshard.programs.serving import build_serving
 from tpshard.programs.setting import Setting
@@ -101,14 +101,15 @@ def train(name: str, folder: Path, mesh: Mapping[str, int]) -> dict[str, Any]:
 def serves(name: str, folder: Path) -> float:
     """The difference of a server's logits on two devices from transformers'."""
     loaded = recipe(folder, {})
-    programs = build_serving(ServeSetting.of(loaded, model_to_serve(loaded, "cpu"), "cpu"), rows=[8])
+    setting = ServeSetting.of(loaded, model_to_serve(loaded, "cpu"), "cpu")
+    programs = build_serving(setting, [Size(8), *(size for size in setting.sizes if size.chunk)])
     values = architectures.values(name)
 
     def block(path: str, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
         return values[path][tuple(slice(start, start + size) for start, size in zip(starts, sizes))]
 
     logits = lockstep(programs, Weights({path: tuple(v.shape) for path, v in values.items()}, block))
-    own, setting = architectures.own(name), programs.setting
+    own = architectures.own(name)
     parts = sequences_for(setting.chunks if setting.states else None)
     with torch.no_grad():
         each = [torch.func.functional_call(own, values, (torch.from_numpy(part)[None],)).logits[0] for part in parts]

@@ -88,7 +88,7 @@ def runners(config: ModelConfig, ranks: int, rows: list[int], context: Context) 
             [f"serve.mesh.tp={ranks}", f"serve.layout={layout}", f"serve.requests={max(rows)}"],
         )
         setting = ServeSetting.of(recipe, Served(Blueprint(config), "bf16", quantized), "cpu")
-        by_layout[layout] = ProgramRunner(context, build_serving(setting, rows), weights, 16 * max(rows))
+        by_layout[layout] = ProgramRunner(context, build_serving(setting, map(Size, rows)), weights, 16 * max(rows))
     return by_layout
 
 

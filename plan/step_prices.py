@@ -93,12 +93,9 @@ class ServerBuilder:
         Raises `Mistakes` (exit 4) where the mesh does not fit the heads, or the weights the device.
         """
         setting, device, per_host = server_of(recipe)
-        steps = {rows: self._program(setting, Size(rows)) for rows in setting.rows}
-        chunks = {rows: self._program(setting, Size(rows, True)) for rows in setting.chunks}
-        programs = replace(
-            next(iter(steps.values())), setting=setting, steps={rows: one.steps[rows] for rows, one in steps.items()},
-            chunks={rows: one.chunks[rows] for rows, one in chunks.items()},
-        )  # fmt: skip
+        built = {size: self._program(setting, size) for size in setting.sizes}
+        by_size = {size: one.by_size[size] for size, one in built.items()}
+        programs = replace(next(iter(built.values())), setting=setting, by_size=by_size)
         one_device = device.shared_by(per_host)
         free = one_device.memory_bytes - one_device.context_bytes
         blocks, each = programs.cache_blocks(free), programs.bytes("cache")
@@ -119,5 +116,5 @@ class ServerBuilder:
     def _program(self, setting: ServeSetting, size: Size) -> ServingPrograms:
         key = (tuple(setting.mesh.axes.items()), size, setting.logit_rows(size.rows), setting.pool_size)
         if key not in self._built:
-            self._built[key] = build_serving(setting, **setting.only([size]))
+            self._built[key] = build_serving(setting, [size])
         return self._built[key]

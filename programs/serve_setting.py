@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -152,13 +151,10 @@ class ServeSetting:
         """The size of the program that runs this many rows, unless they are a chunk."""
         return Size(next(size for size in self.rows if size >= rows))
 
-    @staticmethod
-    def only(sizes: Iterable[Size]) -> dict[str, tuple[int, ...]]:
-        """The arguments with which `build_serving` builds programs of these sizes only."""
-        return {
-            name: tuple(sorted(size.rows for size in sizes if size.chunk == chunk))
-            for name, chunk in (("rows", False), ("chunks", True))
-        }
+    @property
+    def sizes(self) -> list[Size]:
+        """The sizes of all programs of the server, chunks last."""
+        return [*(Size(rows) for rows in self.rows), *(Size(tokens, True) for tokens in self.chunks)]
 
     def steps_of_prompt(self, tokens: int) -> Counter[Size]:
         """The steps that compute a prompt of so many tokens, and how often each runs."""

@@ -10,8 +10,8 @@ which the executor chooses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -49,23 +49,20 @@ CACHE = Annotation(
 
 @dataclass(frozen=True)
 class ServingPrograms:
-    """The programs of a server, one per number of rows, smallest first."""
+    """The programs of a server."""
 
     setting: ServeSetting
-    steps: dict[int, Program]
+    by_size: dict[Size, Program]
+    """In the order of `ServeSetting.sizes`."""
     arrangement: Arrangement
     """The permutations that the programs expect of the parameters."""
-    chunks: dict[int, Program] = field(default_factory=dict)
-    """With recurrent layers: the programs for a chunk of one prompt, one per number of tokens."""
 
     @property
     def listed(self) -> list[dict[str, Any]]:
         """Rows and fingerprint of every program, for JSON; with recurrent layers also whether it is a chunk's."""
-        kinds = [(self.steps, {"chunk": False} if self.setting.states else {}), (self.chunks, {"chunk": True})]
         return [
-            {"rows": rows, "fingerprint": program.fingerprint, **more}
-            for programs, more in kinds
-            for rows, program in programs.items()
+            {"rows": rows, "fingerprint": program.fingerprint} | ({"chunk": chunk} if self.setting.states else {})
+            for (rows, chunk), program in self.by_size.items()
         ]
 
     @cached_property
@@ -74,20 +71,14 @@ class ServingPrograms:
         parts = {name: part.shape for name, part in self.arrangement.parts.items()}
         return {name: tuple(p.shape) for name, p in self.setting.model.named_parameters()} | parts
 
-    @cached_property
-    def by_size(self) -> dict[Size, Program]:
-        """All programs."""
-        steps = {Size(rows): program for rows, program in self.steps.items()}
-        return steps | {Size(rows, True): program for rows, program in self.chunks.items()}
-
     def fitting(self, rows: int) -> Size:
         """The size of the program that runs this many rows, unless they are a chunk."""
-        return next(Size(size) for size in self.steps if size >= rows)
+        return next(size for size in self.by_size if size.rows >= rows and not size.chunk)
 
     @property
     def any(self) -> Program:
         """One of the programs: all have the same inputs except those of `STEP`."""
-        return next(iter(self.steps.values()))
+        return next(iter(self.by_size.values()))
 
     def bytes(self, kind: str) -> int:
         """Bytes of one device's inputs of a kind; for the cache, of one block over all layers. `state`: recurrent
@@ -143,25 +134,20 @@ class ServingPrograms:
         return max(256 // BLOCK_SIZE, min(section.requests * longest, room // each))
 
 
-def build_serving(
-    setting: ServeSetting, rows: Sequence[int] | None = None, chunks: Sequence[int] | None = None
-) -> ServingPrograms:
-    """Captures and partitions the programs of a server, and applies their passes; `rows` and `chunks` override sizes.
+def build_serving(setting: ServeSetting, sizes: Iterable[Size] | None = None) -> ServingPrograms:
+    """Captures and partitions the programs of a server, or only those of some sizes, and applies their passes.
 
     Raises Mistakes (exit 4) for what does not fit.
     """
-    arrangement = Arrangement()
-    programs: dict[bool, dict[int, Program]] = {False: {}, True: {}}
-    sizes = {False: setting.rows if rows is None else rows, True: setting.chunks if chunks is None else chunks}
-    for chunk, of_kind in programs.items():
-        for size in sizes[chunk]:
-            of_kind[size], arrangement = _step(setting, size, chunk)
-    return ServingPrograms(setting, programs[False], arrangement, programs[True])
+    programs, arrangement = dict[Size, Program](), Arrangement()
+    for size in setting.sizes if sizes is None else sizes:
+        programs[size], arrangement = _step(setting, size)
+    return ServingPrograms(setting, programs, arrangement)
 
 
-def _step(setting: ServeSetting, rows: int, chunk: bool, whole_states: bool = False) -> tuple[Program, Arrangement]:
+def _step(setting: ServeSetting, size: Size, whole_states: bool = False) -> tuple[Program, Arrangement]:
     """The program of a step. whole_states: whether every device has recurrent layers' states whole."""
-    graph, arrangement = _capture_step(setting, rows, chunk)
+    graph, arrangement = _capture_step(setting, size)
     mark_outputs(graph)
     names = dict.fromkeys(STEP, "batch") | {name: "parameter" for name, _ in setting.model.named_parameters()}
     names |= dict.fromkeys(arrangement.parts, "parameter") | dict.fromkeys(arrangement.inputs, "order")
@@ -173,13 +159,13 @@ def _step(setting: ServeSetting, rows: int, chunk: bool, whole_states: bool = Fa
     annotations |= {value: WHOLE[value.rank] for value in graph.inputs if value.name in one_block}
     program = partition_graph(propagate(graph, setting.mesh, annotations))
     if not _written_in_place(program, "state") and not whole_states:
-        return _step(setting, rows, chunk, whole_states=True)
+        return _step(setting, size, whole_states=True)
     assert _written_in_place(program, "cache") and _written_in_place(program, "state"), "a copy would be written"
     _check_axes(setting, program)
     free = {"tables": (1,)}
     ports = [replace(port, free=(0,) if port.kind == "cache" else free.get(port.name, ())) for port in program.inputs]
     program = replace(program, inputs=tuple(ports))
-    for one in passes(setting, arrangement, rows, chunk):
+    for one in passes(setting, arrangement, size):
         program = one(program)
     return program, arrangement
 
@@ -190,14 +176,14 @@ def _written_in_place(program: Program, kind: str) -> bool:
     return all(user.target in (*PAGING, *POOLED) for node, port in nodes if port.kind == kind for user in node.users)
 
 
-def passes(setting: ServeSetting, arrangement: Arrangement, rows: int, chunk: bool = False) -> list[Pass]:
+def passes(setting: ServeSetting, arrangement: Arrangement, size: Size) -> list[Pass]:
     """The passes that give a step its kernels, in order."""
     weights = setting.served.coded_weights(setting.kind, arrangement)
     kind, invariant = setting.kind, setting.invariant
     own = replace(setting, padding=False)
     padded: list[Pass] = []
     if setting.config != own.config:
-        flops = {op.name: rule_for(op).flops for op in _capture_step(own, rows, chunk)[0].ops}
+        flops = {op.name: rule_for(op).flops for op in _capture_step(own, size)[0].ops}
         padded = [partial(step_kernels.count_useful, flops=flops)]
     return [
         *padded,
@@ -212,19 +198,19 @@ def passes(setting: ServeSetting, arrangement: Arrangement, rows: int, chunk: bo
     ]
 
 
-def _capture_step(setting: ServeSetting, rows: int, chunk: bool) -> tuple[Graph, Arrangement]:
+def _capture_step(setting: ServeSetting, size: Size) -> tuple[Graph, Arrangement]:
     """The step as a graph of global shapes over a cache of one block, act-ordered weights in the recipe's layout."""
     parameters = {name: p.detach() for name, p in setting.model.named_parameters()}
     try:
-        graph, recurrent = capture_model(setting.model, setting.states, rows, chunk)
-        inside = recurrent if chunk else ()
+        graph, recurrent = capture_model(setting.model, setting.states, *size)
+        inside = recurrent if size.chunk else ()
         tokens, positions = graph.inputs[:2]
         page_attention(graph, positions, BLOCK_SIZE)
         if setting.states:
             held = [value for value in graph.inputs if value.name in setting.states]
             pool_states(graph, positions, held, setting.pool_size)
         row_dims = rows_of(graph, {tokens: 1, positions: 1}, inside)
-        take_logit_rows(graph, row_dims, setting.logit_rows(rows), inside)
+        take_logit_rows(graph, row_dims, setting.logit_rows(size.rows), inside)
     except ValueError as error:
         raise Mistakes.one(
             "the model cannot be served", exit=Exit.FIT, where=setting.recipe.where("model"), why=str(error),

@@ -62,8 +62,11 @@ class Need:
 
     def __str__(self) -> str:
         setting, ranks = self.programs.setting, self.programs.setting.mesh.ranks
-        rows, states = ", ".join(map(str, self.programs.steps)), self.programs.bytes("state")
-        chunks = ", ".join(map(str, self.programs.chunks))
+        rows, chunks = (
+            ", ".join(str(size.rows) for size in self.programs.by_size if size.chunk == chunk)
+            for chunk in (False, True)
+        )
+        states = self.programs.bytes("state")
         lines = [
             f"on {f'each of {ranks} devices' if ranks > 1 else 'one device'}, in {setting.served.dtype}:",
             f"  parameters {self.programs.bytes('parameter') / 2**20:,.1f} MiB",

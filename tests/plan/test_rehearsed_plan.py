@@ -26,9 +26,10 @@ def test_a_step_between_priced_states_takes_what_its_program_does() -> None:
     for _ in range(8):
         rows = draw.randrange(1, 500)
         actual = CacheReads(draw.uniform(1, 300), draw.uniform(1, 100))
-        size = server.programs.fitting(rows).rows
-        padded = CacheReads(actual.blocks, (actual.by_row * rows + size - rows) / size)
-        exact = price(server.programs.steps[size], prices.device, prices.per_host, compiled="none", cached=padded)
+        size = server.programs.fitting(rows)
+        padded = CacheReads(actual.blocks, (actual.by_row * rows + size.rows - rows) / size.rows)
+        program = server.programs.by_size[size]
+        exact = price(program, prices.device, prices.per_host, compiled="none", cached=padded)
         assert prices(rows, actual) == pytest.approx(exact.run().seconds, rel=0.01)
 
 

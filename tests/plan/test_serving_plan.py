@@ -111,7 +111,7 @@ def serve_on_rank(context: Context, jobs: list[bytes]) -> list[tuple[dict[tuple[
         with counting:
             logits = runner.step(prompt())
         held = 0
-        for port, value in zip(programs.steps[ROWS].inputs, runner._given[Size(ROWS)]):
+        for port, value in zip(programs.by_size[Size(ROWS)].inputs, runner._given[Size(ROWS)]):
             if port.kind == "parameter":
                 # an opaque one does not say what it takes: as many elements as what was packed
                 plain = isinstance(value, torch.Tensor)

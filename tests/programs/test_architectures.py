@@ -322,14 +322,14 @@ def test_a_model_that_looks_at_values_is_refused_with_its_line(tmp_path: Path, m
 def test_a_servers_step_is_transformers_own(name: str, tp: int, tmp_path: Path) -> None:
     """Attention to the cache replaces the class's attention, sliding windows included."""
     from servers import lockstep, prompts
-    from tpshard.programs.serve_setting import ServeSetting
+    from tpshard.programs.serve_setting import ServeSetting, Size
     from tpshard.programs.served import model_to_serve
     from tpshard.programs.serving import build_serving
     from tpshard.serve.weights import Weights
 
     recipe = setting_of(architectures.folder(tmp_path, name), {}).recipe
     recipe = loads(recipe.to_yaml(), [f"serve.mesh.tp={tp}"])
-    programs = build_serving(ServeSetting.of(recipe, model_to_serve(recipe, "cpu"), "cpu"), rows=[8])
+    programs = build_serving(ServeSetting.of(recipe, model_to_serve(recipe, "cpu"), "cpu"), [Size(8)])
     values = architectures.values(name)
 
     def block(path: str, starts: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
@@ -341,7 +341,7 @@ def test_a_servers_step_is_transformers_own(name: str, tp: int, tmp_path: Path) 
     with torch.no_grad():
         each = [torch.func.functional_call(own, values, (part,)).logits[0] for part in (tokens[:, :5], tokens[:, 5:])]
     torch.testing.assert_close(logits, torch.cat(each), rtol=1e-4, atol=1e-4)
-    assert tp == 1 or any(c.kind == "all_reduce" for c in programs.steps[8].collectives)
+    assert tp == 1 or any(c.kind == "all_reduce" for c in programs.any.collectives)
 
 
 @pytest.mark.parametrize(
@@ -358,7 +358,7 @@ def test_a_server_says_where_it_ends(
 ) -> None:  # fmt: skip
     """Long rotations are those that transformers takes for a prompt of more tokens than the original length."""
     from servers import lockstep, prompts
-    from tpshard.programs.serve_setting import ServeSetting
+    from tpshard.programs.serve_setting import ServeSetting, Size
     from tpshard.programs.served import model_to_serve
     from tpshard.programs.serving import build_serving
     from tpshard.serve.weights import Weights
@@ -366,7 +366,7 @@ def test_a_server_says_where_it_ends(
     folder = architectures.folder(tmp_path, name)
     asked = [] if seq_len is None else [f"model.seq_len={seq_len}"]
     recipe = loads(f"model: {{transformers: '{folder}'}}\nserve: {{dtype: fp32}}\n", asked)
-    programs = build_serving(ServeSetting.of(recipe, model_to_serve(recipe, "cpu"), "cpu"), rows=[8])
+    programs = build_serving(ServeSetting.of(recipe, model_to_serve(recipe, "cpu"), "cpu"), [Size(8)])
     assert programs.setting.max_seq == longest and any(one.startswith(note) for one in programs.notes)
     if longest == 32:
         values = architectures.values(name)
@@ -433,11 +433,11 @@ def test_rows_written_into_new_memory_stay_apart() -> None:
 
 
 def test_a_model_whose_tokens_meet_outside_of_attention_is_not_served(tmp_path: Path) -> None:
-    from tpshard.programs.serve_setting import ServeSetting
+    from tpshard.programs.serve_setting import ServeSetting, Size
     from tpshard.programs.served import model_to_serve
     from tpshard.programs.serving import build_serving
 
     recipe = setting_of(architectures.folder(tmp_path, "openai-gpt"), {}).recipe
     with pytest.raises(Mistakes) as error:
-        build_serving(ServeSetting.of(recipe, model_to_serve(recipe, "cpu"), "cpu"), rows=[8])
+        build_serving(ServeSetting.of(recipe, model_to_serve(recipe, "cpu"), "cpu"), [Size(8)])
     assert error.value.exit == Exit.FIT and "`transformer.h.0.attn` lets tokens of a step see" in str(error.value)

@@ -34,7 +34,7 @@ from tpshard.programs.layouts import (
     planned_orders,
 )
 from tpshard.programs.padding import pad_mlp, shared_rows
-from tpshard.programs.serve_setting import ServeSetting
+from tpshard.programs.serve_setting import ServeSetting, Size
 from tpshard.programs.served import Quantization
 from tpshard.programs.served import Served as served_model
 from tpshard.programs.serving import ServingPrograms, build_serving
@@ -101,7 +101,7 @@ class Served:
         quantized = Quantization(settings, weights, orders, shared_rows(self.config, self.group))
         served_recipe = recipe(f"serve.mesh.tp={tp}", f"serve.layout={layout}")
         served = served_model(Blueprint(self.config), dtype, quantized)
-        return build_serving(ServeSetting.of(served_recipe, served, "cpu"), rows=[8])
+        return build_serving(ServeSetting.of(served_recipe, served, "cpu"), [Size(8)])
 
     def logits(self, programs: ServingPrograms) -> torch.Tensor:
         return lockstep(programs, self.weights())

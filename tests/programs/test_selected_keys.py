@@ -14,8 +14,9 @@ from servers import Lockstep
 from torch import Tensor
 from tpshard.kernels.paged_selection import PAGED_SELECT, PAGED_SELECTED
 from tpshard.models import interface, own_indexers
+from tpshard.programs.serve_setting import ServeSetting, Size
 from tpshard.programs.served import model_to_serve
-from tpshard.programs.serving import ServeSetting, ServingPrograms, build_serving
+from tpshard.programs.serving import ServingPrograms, build_serving
 from tpshard.recipes.diagnostic import Mistakes
 from tpshard.recipes.load import loads
 from tpshard.serve.cuda_graphs import can_capture
@@ -47,7 +48,7 @@ def programs_of(folder: Path, tp: int) -> ServingPrograms:
         f"cluster: {{device: cpu}}\nmodel: {{transformers: '{folder}', seq_len: 12, dtype: fp32}}\n"
         f"serve: {{mesh: {{tp: {tp}}}}}\n"
     )
-    return build_serving(ServeSetting.of(recipe, model_to_serve(recipe, "cpu"), "cpu"), rows=[8])
+    return build_serving(ServeSetting.of(recipe, model_to_serve(recipe, "cpu"), "cpu"), [Size(8)])
 
 
 def served(name: str, programs: ServingPrograms) -> list[Tensor]:
@@ -87,7 +88,7 @@ def expected(name: str, **changes: Any) -> list[Tensor]:
 def test_chunks_and_next_tokens_are_transformers_own(name: str, tp: int, indexers: int, tmp_path: Path) -> None:
     """GLM's second layer takes the selection of its first; Dots3's first layer has a window and no indexer."""
     programs = programs_of(architectures.folder(tmp_path, name), tp)
-    targets = [node.target for node in programs.steps[8].graph.nodes]
+    targets = [node.target for node in programs.any.graph.nodes]
     assert targets.count(PAGED_SELECT) == indexers
     assert targets.count(PAGED_SELECTED) == (1 if name == "dots3_note_text" else 2)
     for logits, own, all_keys in zip(served(name, programs), expected(name), expected(name, index_topk=64)):
@@ -97,13 +98,13 @@ def test_chunks_and_next_tokens_are_transformers_own(name: str, tp: int, indexer
 
 def test_keys_and_values_of_selected_attention_are_cached_in_their_own_widths(tmp_path: Path) -> None:
     programs = programs_of(architectures.folder(tmp_path, "glm_moe_dsa", first_k_dense_replace=2), 2)
-    caches = {p.name: (p.shape[2:], p.local[2]) for p in programs.steps[8].inputs if p.kind == "cache"}
+    caches = {p.name: (p.shape[2:], p.local[2]) for p in programs.any.inputs if p.kind == "cache"}
     assert caches == {
         "layers.0.cache.index": ((1, 8), 1),
         **{f"layers.{i}.cache.k": ((4, 12), 2) for i in range(2)},
         **{f"layers.{i}.cache.v": ((4, 8), 2) for i in range(2)},
     }
-    assert not any("expert" in p.name for p in programs.steps[8].inputs) and not can_capture(programs.steps[8])
+    assert not any("expert" in p.name for p in programs.any.inputs) and not can_capture(programs.any)
 
 
 def _with_softcap(attend: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from tpshard.models import Blueprint, build
 from tpshard.models.config import ModelConfig
 from tpshard.models.dims import name
 from tpshard.models.layers import Embedding, Linear
-from tpshard.programs.serve_setting import ServeSetting
+from tpshard.programs.serve_setting import ServeSetting, Size
 from tpshard.programs.served import Served
 from tpshard.programs.serving import build_serving
 from tpshard.recipes.diagnostic import Exit, Mistakes
@@ -57,11 +57,11 @@ def expected(model: nn.Module) -> Tensor:
 def test_a_step_is_the_model(case: str) -> None:
     config, tp = CASES[case]
     model = build(config, device="cpu", seed=2)
-    programs = build_serving(setting(config, f"serve.mesh.tp={tp}"), rows=[8])
+    programs = build_serving(setting(config, f"serve.mesh.tp={tp}"), [Size(8)])
     assert (programs.setting.config is config) == ("MLP" not in case)
     torch.testing.assert_close(lockstep(programs, weights_of(model)), expected(model), rtol=1e-4, atol=1e-4)
     split = tp > 1 and config.vocab % tp == 0
-    counted = Counter(c.kind for c in programs.steps[8].collectives)
+    counted = Counter(c.kind for c in programs.any.collectives)
     sums = 2 * config.layers + split if tp > 1 else 0
     assert counted == Counter({"all_reduce": sums, "all_gather": int(split)})
 
@@ -69,7 +69,7 @@ def test_a_step_is_the_model(case: str) -> None:
 def test_a_server_drops_no_token_whatever_the_capacity() -> None:
     config = replace(LLAMA, family="moe", experts=4, top_k=2, shared_experts=0, capacity=0.5)
     whole, dropping = (build(replace(config, capacity=c), device="cpu", seed=2) for c in (None, 0.5))
-    programs = build_serving(setting(config, "serve.mesh.tp=2"), rows=[8])
+    programs = build_serving(setting(config, "serve.mesh.tp=2"), [Size(8)])
     logits = lockstep(programs, weights_of(dropping))
     torch.testing.assert_close(logits, expected(whole), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(logits, expected(dropping), rtol=1e-2, atol=1e-2)
@@ -77,7 +77,7 @@ def test_a_server_drops_no_token_whatever_the_capacity() -> None:
 
 
 def test_only_rows_with_logits_go_on_after_the_last_attention() -> None:
-    program = build_serving(setting(LLAMA, "serve.requests=8"), rows=[32]).steps[32]
+    program = build_serving(setting(LLAMA, "serve.requests=8"), [Size(32)]).any
     rows = {n.args[1].name: n.meta["tpshard"].specs[0].shape[-2] for n in program.graph.nodes  # type: ignore[union-attr]
             if getattr(n.target, "__name__", "") == "fixed_rows_linear"}  # fmt: skip
     whole = {name for name, count in rows.items() if count == 32}
@@ -118,11 +118,11 @@ def test_tp_that_fits_no_heads_is_refused_with_what_fits() -> None:
     with pytest.raises(Mistakes, match=r"tp 3 does not fit 4 heads and 2 KV heads[\s\S]*serve.mesh.tp: 1, 2 or 4\b"):
         setting(LLAMA, "serve.mesh.tp=3")
     with pytest.raises(Mistakes, match="nothing in a server's step is sharded over `dp`"):
-        build_serving(setting(LLAMA, "serve.mesh.dp=2"), rows=[8])
+        build_serving(setting(LLAMA, "serve.mesh.dp=2"), [Size(8)])
 
 
 def test_what_it_needs_is_known_before_anything_is_loaded() -> None:
-    programs = {tp: build_serving(setting(LLAMA, f"serve.mesh.tp={tp}", dtype="bf16"), rows=[8]) for tp in (1, 2)}
+    programs = {tp: build_serving(setting(LLAMA, f"serve.mesh.tp={tp}", dtype="bf16"), [Size(8)]) for tp in (1, 2)}
     block = 2 * LLAMA.layers * 16 * 2 * 8 * 2
     one, two = (replace(need(programs[tp], 1 << 30), blocks=100) for tp in (1, 2))
     assert programs[1].bytes("parameter") == 2 * LLAMA.count
@@ -135,21 +135,21 @@ def test_what_it_needs_is_known_before_anything_is_loaded() -> None:
 
 
 def test_the_cache_fills_what_is_left() -> None:
-    on_cpu = build_serving(setting(LLAMA, "serve.requests=8", "serve.mesh.tp=2"), rows=[8])
+    on_cpu = build_serving(setting(LLAMA, "serve.requests=8", "serve.mesh.tp=2"), [Size(8)])
     each, weights = on_cpu.bytes("cache"), on_cpu.bytes("parameter")
     assert each == 2 * LLAMA.layers * 16 * 8 * 4  # one of two KV heads
     assert on_cpu.cache_blocks(4 * 40 * each) == 40  # a quarter
     assert on_cpu.cache_blocks(1) == 16  # 256 tokens at least
     assert on_cpu.cache_blocks(1 << 40) == 8 * 128 // 16  # what the requests need
-    on_gpu = build_serving(setting(LLAMA, "serve.requests=8", kind="gpu"), rows=[8])
+    on_gpu = build_serving(setting(LLAMA, "serve.requests=8", kind="gpu"), [Size(8)])
     assert on_gpu.cache_blocks(on_gpu.bytes("parameter") + 4 * 20 * 2 * each) == 3 * 20
-    programs = build_serving(setting(LLAMA, "serve.cache_mb=1"), rows=[8])
+    programs = build_serving(setting(LLAMA, "serve.cache_mb=1"), [Size(8)])
     assert programs.cache_blocks(1) == 2**20 // programs.bytes("cache") and weights
 
 
 def test_a_device_holds_its_part_of_an_mlp_that_tp_does_not_divide() -> None:
     def size_of(mlp: int, tp: int) -> Any:
-        return build_serving(setting(replace(LLAMA, mlp=mlp), f"serve.mesh.tp={tp}"), rows=[8])
+        return build_serving(setting(replace(LLAMA, mlp=mlp), f"serve.mesh.tp={tp}"), [Size(8)])
 
     uneven, evenly = {tp: size_of(1001, tp) for tp in (1, 2, 4)}, {tp: size_of(1024, tp) for tp in (2, 4)}
     for tp in (2, 4):
@@ -163,9 +163,9 @@ def test_a_device_holds_its_part_of_an_mlp_that_tp_does_not_divide() -> None:
 # ---- what a recipe says of shardings --------------------------------------------------------------------------------
 def kinds(*overrides: str, config: ModelConfig = LLAMA) -> dict[str, int]:
     model = build(config, device="cpu", seed=2)
-    programs = build_serving(setting(config, *overrides), rows=[8])
+    programs = build_serving(setting(config, *overrides), [Size(8)])
     torch.testing.assert_close(lockstep(programs, weights_of(model)), expected(model), rtol=1e-4, atol=1e-4)
-    return dict(Counter(c.kind for c in programs.steps[8].collectives))
+    return dict(Counter(c.kind for c in programs.any.collectives))
 
 
 def test_rules_and_annotations_decide_as_in_training() -> None:
@@ -178,7 +178,7 @@ def test_rules_and_annotations_decide_as_in_training() -> None:
     assert spread["reduce_scatter"] >= 3 and spread["all_gather"] >= 4 and spread.get("all_reduce", 0) <= 2
     whole = "sharding.annotate={embedded: [batch, rows, embed], 'layers.*.residual': [batch, rows, embed]}"
     assert kinds(tp, "sharding.rules={seq: tp, rows: tp, vocab: null}", whole)["reduce_scatter"] >= 3
-    pinned = build_serving(setting(LLAMA, tp, "sharding.pin={'tok_embed.weight': [null, tp]}"), rows=[8]).steps[8]
+    pinned = build_serving(setting(LLAMA, tp, "sharding.pin={'tok_embed.weight': [null, tp]}"), [Size(8)]).any
     assert pinned.sharding_of("tok_embed.weight") == (None, "tp")
 
 
@@ -235,7 +235,7 @@ def test_a_module_of_the_users_is_served_like_any_other(tp: int, monkeypatch: py
     with torch.no_grad():
         for p in model.parameters():
             p.normal_(std=0.4)
-    programs = build_serving(mine(f"serve.mesh.tp={tp}"), rows=[8])
+    programs = build_serving(mine(f"serve.mesh.tp={tp}"), [Size(8)])
     torch.testing.assert_close(lockstep(programs, weights_of(model)), expected(model), rtol=1e-4, atol=1e-4)
     assert [p.shape for p in programs.any.inputs if p.kind == "cache"] == [(1, 16, 2, 8)] * 4
 
@@ -243,11 +243,11 @@ def test_a_module_of_the_users_is_served_like_any_other(tp: int, monkeypatch: py
 @pytest.mark.parametrize("mixed", ["mean", "place", "softmax"])
 def test_a_module_whose_tokens_meet_outside_of_attention_is_refused(mixed: str) -> None:
     with pytest.raises(Mistakes, match=r"cannot be served[\s\S]*lets tokens of a step see each other"):
-        build_serving(mine(mixed=mixed), rows=[8])
+        build_serving(mine(mixed=mixed), [Size(8)])
 
 
 def test_a_module_that_is_none_is_the_recipes_mistake() -> None:
     served = Served(Blueprint(module="there.is:None"), "fp32")
     with pytest.raises(Mistakes, match="No module named 'there'") as raised:
-        build_serving(ServeSetting.of(recipe(), served, "cpu"), rows=[8])
+        build_serving(ServeSetting.of(recipe(), served, "cpu"), [Size(8)])
     assert {mistake.exit for mistake in raised.value.diagnostics} == {Exit.RECIPE}

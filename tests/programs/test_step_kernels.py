@@ -26,6 +26,7 @@ from tpshard.parallelism.passes.run import Pass
 from tpshard.parallelism.program import Program, info
 from tpshard.programs import serving, step_kernels
 from tpshard.programs.layouts import Arrangement
+from tpshard.programs.serve_setting import Size
 from tpshard.programs.served import Coded
 from tpshard.programs.serving import build_serving
 from tpshard.programs.step_kernels import fold_linears, fuse_norms, merge_views, store_norms_in_order
@@ -48,11 +49,11 @@ def test_every_pass_of_a_server_keeps_the_values(family: str, tp: int, monkeypat
     config, every = CASES[family], serving.passes
     model = build(config, device="cpu", seed=2)
     of = setting(config, f"serve.mesh.tp={tp}")
-    count = len(every(of, Arrangement(), 8))
+    count = len(every(of, Arrangement(), Size(8)))
     results, calls = [], []
     for n in range(count + 1):
         monkeypatch.setattr(serving, "passes", lambda *args, n=n: every(*args)[:n])
-        programs = build_serving(of, rows=[8])
+        programs = build_serving(of, [Size(8)])
         results.append(lockstep(programs, weights_of(model)))
         calls.append(sum(names(programs.any).values()))
         for node in programs.any.graph.nodes:  # every node says what it makes
@@ -64,7 +65,7 @@ def test_every_pass_of_a_server_keeps_the_values(family: str, tp: int, monkeypat
 
 def test_a_weight_that_others_read_too_is_held_twice() -> None:
     """A tied table is looked up unpacked and multiplied packed."""
-    program = build_serving(setting(LLAMA), rows=[8]).any
+    program = build_serving(setting(LLAMA), [Size(8)]).any
     table, packed = (next(p for p in program.inputs if p.name == name) for name in
                      ("tok_embed.weight", "tok_embed.weight (onednn)"))  # fmt: skip
     assert table.held is None and packed.held is not None and packed.held.of == ("tok_embed.weight",)
