@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import architectures
 import numpy as np
 import pytest
 import torch
@@ -311,3 +312,11 @@ def test_a_variant_is_priced_with_the_cache_of_all_its_layers(monkeypatch: pytes
     report = make.report(deep, "", "decode")
     assert "holds 6 of 8" in report.warnings[0]
     assert search.price_variant(deep, "decode").needed_bytes == pytest.approx(report.pricing.needed_bytes, rel=1e-4)
+
+
+def test_a_prompt_that_is_whole_chunks_is_priced_from_their_program_alone(tmp_path: Path) -> None:
+    """lfm2 computes a prompt of 64 tokens in one chunk, so that no other program is needed for its price."""
+    folder = architectures.folder(tmp_path, "lfm2")
+    recipe = loads(f"model: {{transformers: '{folder}', seq_len: 64}}\nserve: {{requests: 4, dtype: fp32}}\n")
+    report = make.report(recipe, "", "prefill")
+    assert search.price_variant(recipe, "prefill").step_s == pytest.approx(report.pricing.step_s, rel=1e-9)
