@@ -17,7 +17,6 @@ from tpshard.kernels.dtypes import dtype_name
 from tpshard.kernels.gptq_config import read_config
 from tpshard.models import hf, hf_files
 from tpshard.models.architecture import Architecture
-from tpshard.models.aside import write_aside
 from tpshard.models.expert_tensors import Stack
 from tpshard.models.hf_quantized import DequantizedTensors
 from tpshard.models.init import Initial
@@ -77,23 +76,20 @@ class FolderWeights:
 
     def _is_transposed(self, name: str, tensor: str) -> bool:
         """Whether a quantized tensor [outputs, inputs] is a parameter [inputs, outputs]."""
-        coded = isinstance(self.tensors, DequantizedTensors) and tensor in self.tensors.coded_weights
-        return coded and name in self._turned
+        return tensor in self.tensors.coded_weights and name in self._turned
 
     def module_of(self, name: str) -> str | None:
         """The folder's name for a parameter's quantized linear [outputs, inputs]; None for a parameter that is dense,
         or [inputs, outputs] in the model."""
-        if not isinstance(self.tensors, DequantizedTensors) or self._home is None or name in self._turned:
+        if self._home is None or name in self._turned:
             return None
         return self.tensors.coded_weights.get(self._home.get(name, ""))
 
     def stack_of(self, name: str) -> list[list[str]] | None:
         """For each expert of a stacked parameter, the folder's names for its quantized linears in the order of their
         outputs; None for other parameters, or if an expert is dense."""
-        if not isinstance(self.tensors, DequantizedTensors) or name not in self._stacks:
-            return None
-        coded, stack = self.tensors.coded_weights, self._stacks[name]
-        if not all(tensor in coded for tensor in stack.tensors):
+        coded, stack = self.tensors.coded_weights, self._stacks.get(name)
+        if stack is None or not all(tensor in coded for tensor in stack.tensors):
             return None
         return [[coded[tensor] for tensor in matrices] for matrices in stack.experts]
 
@@ -254,8 +250,4 @@ def write_folder(
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     values = dict(architecture.raw) | {"dtype": dtype_name(dtype)}
     values.pop("torch_dtype", None)
-    with write_aside(folder, overwrite=overwrite) as aside:
-        hf.write_shards(aside, sizes, lambda name: read(name).to("cpu", dtype), shard_bytes)
-        hf.write_json(aside / "config.json", values)
-        if tokenizer is not None:
-            hf.copy_tokenizer(Path(tokenizer), aside)
+    hf.write_model(folder, sizes, lambda name: read(name).to("cpu", dtype), values, tokenizer, overwrite, shard_bytes)

@@ -7,15 +7,12 @@ reports them by `note`. All values are sums over tokens.
 from __future__ import annotations
 
 from torch import Tensor, nn
+from tpshard.models.dims import declared
 
 
 def declared_counters(model: nn.Module) -> dict[str, int]:
     """The counters of a model by module path and label, with their number of values."""
-    return {
-        f"{path}.{label}" if path else label: size
-        for path, module in model.named_modules()
-        for label, size in getattr(module, "counts", {}).items()
-    }
+    return declared(model, "counts")
 
 
 def note(module: nn.Module, **values: Tensor) -> None:

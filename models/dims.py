@@ -56,18 +56,27 @@ def name(x: Tensor, label: str, *dims: str) -> Tensor:
     return torch.ops.tpshard.named(x, label, list(dims))
 
 
+def declared(model: nn.Module, attribute: str, remove_duplicate: bool = True) -> dict[str, Any]:
+    """What the modules of a model declare in an attribute, such as `{"weight": ...}`, by path and name.
+
+    Without `remove_duplicate` a module in several places is listed for each of them.
+    """
+    return {
+        f"{path}.{local}" if path else local: value
+        for path, module in model.named_modules(remove_duplicate=remove_duplicate)
+        for local, value in getattr(module, attribute, {}).items()
+    }
+
+
 def param_dims(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """The dims of the parameters that the model's modules name, by name in `model.named_parameters()`; tied parameters
     once, by their first name.
 
     ValueError lists the dims that name no parameter, or another number of dims than it has.
     """
-    named: dict[str, tuple[str, ...]] = {}
-    parameters: dict[str, nn.Parameter | None] = {}  # None: left out by its module, as by `bias=False`
-    for path, module in model.named_modules(remove_duplicate=False):
-        prefix = f"{path}." if path else ""
-        named |= {prefix + local: tuple(dims) for local, dims in getattr(module, "dims", {}).items()}
-        parameters |= {prefix + local: parameter for local, parameter in module._parameters.items()}
+    named = {label: tuple(dims) for label, dims in declared(model, "dims", remove_duplicate=False).items()}
+    # None: left out by its module, as by `bias=False`
+    parameters: dict[str, nn.Parameter | None] = declared(model, "_parameters", remove_duplicate=False)
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     dims_of: dict[str, tuple[str, ...]] = {}
     wrong: list[str] = []

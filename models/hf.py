@@ -169,21 +169,27 @@ def write_hf(
     def tensor_of(tensor: str) -> Tensor:
         return fuse([(stored(parameter), home) for parameter, home in tensors[tensor]])
 
+    write_model(folder, sizes, tensor_of, values, tokenizer, overwrite, shard_bytes)
+
+
+def write_model(
+    folder: str | os.PathLike[str], sizes: Mapping[str, int], tensor_of: Callable[[str], Tensor],
+    config: Mapping[str, Any], tokenizer: str | os.PathLike[str] | None, overwrite: bool, shard_bytes: int,
+) -> None:  # fmt: skip
+    """Writes tensors (name -> bytes) as safetensors files of at most `shard_bytes`, with an index if several, and
+    beside them config.json and the files of a tokenizer, if any."""
+    shards = _shards(sizes, shard_bytes)
     with write_aside(folder, overwrite=overwrite) as aside:
-        write_shards(aside, sizes, tensor_of, shard_bytes)
-        write_json(aside / "config.json", values)
+        for file, members in shards.items():
+            write_tensors(aside / file, {tensor: tensor_of(tensor).contiguous() for tensor in members})
+        if len(shards) > 1:
+            places = {tensor: file for file, members in shards.items() for tensor in members}
+            _write_json(
+                aside / hf_headers.INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+            )
+        _write_json(aside / "config.json", config)
         if tokenizer is not None:
             copy_tokenizer(Path(tokenizer), aside)
-
-
-def write_shards(folder: Path, sizes: Mapping[str, int], tensor_of: Callable[[str], Tensor], largest: int) -> None:
-    """Writes tensors (name -> bytes) as safetensors files of at most `largest` bytes, with an index if several."""
-    shards = _shards(sizes, largest)
-    for file, members in shards.items():
-        write_tensors(folder / file, {tensor: tensor_of(tensor).contiguous() for tensor in members})
-    if len(shards) > 1:
-        places = {tensor: file for file, members in shards.items() for tensor in members}
-        write_json(folder / hf_headers.INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places})
 
 
 def copy_tokenizer(source: Path, target: Path) -> list[str]:
@@ -232,6 +238,6 @@ def _token_ids(tokenizer: Path) -> dict[str, int]:
     return special_ids
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Writes a JSON object in the style of Hugging Face folders."""
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -222,29 +222,30 @@ def _dtype(raw: Mapping[str, Any]) -> str:
     return _DTYPES[name]
 
 
-def _size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def _value(raw: Mapping[str, Any], key: str, default: Any) -> Any:
     value = raw.get(key)
     value = default if value is None else value
     if value is None:
         raise ValueError(f"`{key}` is missing")
+    return value
+
+
+def _size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = _value(raw, key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"`{key}: {_short(value)}` is not a positive integer")
     return value
 
 
 def _number(raw: Mapping[str, Any], key: str, default: float | None) -> float:
-    value = raw.get(key)
-    value = default if value is None else value
-    if value is None:
-        raise ValueError(f"`{key}` is missing")
+    value = _value(raw, key, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
         raise ValueError(f"`{key}: {_short(value)}` is not a positive number")
     return float(value)
 
 
 def _flag(raw: Mapping[str, Any], key: str, default: bool | None) -> bool:
-    value = raw.get(key)
-    value = default if value is None else value
+    value = _value(raw, key, default)
     if not isinstance(value, bool):
         raise ValueError(f"`{key}: {_short(value)}` is neither true nor false")
     return value

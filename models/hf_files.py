@@ -25,6 +25,8 @@ class Tensors:
         self.folder = Path(folder)
         self._home = hf_headers.homes(self.folder)
         self._files: dict[str, Any] = {}
+        self.coded_weights: dict[str, str] = {}
+        """The quantized linear of each weight that is dequantized when read."""
 
     def _open(self, file: str) -> Any:
         if file not in self._files:

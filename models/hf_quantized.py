@@ -29,7 +29,6 @@ class DequantizedTensors(Tensors):
         if not self._quantized.modules:
             raise ValueError(f"{self.folder} has a quantization_config, but no `qweight`")
         self.coded_weights = {f"{module}.weight": module for module in self._quantized.modules}
-        """The quantized linear of each dequantized weight."""
         self._hidden = {f"{module}.{suffix}" for module in self._quantized.modules for suffix in SUFFIXES[:-1]}
         self._dense = lru_cache(maxsize=1)(self._dequantize)  # the blocks of one parameter are read in a row
         for weight in self.coded_weights:

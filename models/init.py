@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from tpshard.kernels.splitmix64 import FIRST, GAMMA, SECOND, to_signed
+from tpshard.models.dims import declared
 
 _CHUNK = 1 << 18
 """Elements computed at a time, so that the 64-bit intermediates stay in cache."""
@@ -41,15 +42,11 @@ def init_plan(model: nn.Module) -> dict[str, Initial]:
     rule). A module overrides this by `initial_std = {"weight": 0.1}`.
     """
     writers = 2 * getattr(getattr(model, "config", None), "layers", 1)
-    stds: dict[str, float] = {}
-    for path, module in model.named_modules():
-        for local, std in getattr(module, "initial_std", {}).items():
-            stds[f"{path}.{local}" if path else local] = float(std)
-    plan = {}
+    stds, plan = declared(model, "initial_std"), {}
     for name, parameter in model.named_parameters():
         shape = tuple(parameter.shape)
         if name in stds:
-            plan[name] = Initial(shape, 0.0, stds[name])
+            plan[name] = Initial(shape, 0.0, float(stds[name]))
         elif parameter.dim() < 2:
             plan[name] = Initial(shape, 0.0 if name.endswith("bias") else 1.0, 0.0)
         else:

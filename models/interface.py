@@ -93,7 +93,7 @@ def attend(
         q, k, v = (_pad(x, width).transpose(1, 2) for x in (query, key, value))
         return attention(q, k, v, documents, scale, sliding_window, softcap, s_aux)[..., : value.shape[-1]], None
     if indices is not None:
-        attention_mask = _selected(attention_mask, indices, key.shape[2])
+        attention_mask = _joined(attention_mask, _selected(indices, key.shape[2]))
     return _explicit_attention(
         query, key, value, attention_mask, documents, scale, sliding_window, softcap, causal, s_aux
     ), None
@@ -109,13 +109,10 @@ def explicit_mask(tokens: Tensor, documents: Tensor | None) -> Tensor:
     return visible(pair, range(seq), range(seq), None, tokens.device).expand(batch, 1, seq, seq)
 
 
-def _selected(mask: Tensor | None, indices: Tensor, keys: int) -> Tensor:
-    """A mask [batch, 1, seq, keys] that shows only the keys of `indices` [batch, seq, selected], if `mask` does."""
+def _selected(indices: Tensor, keys: int) -> Tensor:
+    """A mask [batch, 1, seq, keys] that shows only the keys of `indices` [batch, seq, selected]."""
     selected = indices.new_zeros((*indices.shape[:2], keys), dtype=torch.bool).scatter(-1, indices.long(), True)
-    selected = selected.unsqueeze(1)
-    if mask is None or mask.dtype == torch.bool:
-        return selected if mask is None else mask & selected
-    return mask.masked_fill(~selected, float("-inf"))
+    return selected.unsqueeze(1)
 
 
 def _pad(x: Tensor, width: int) -> Tensor:
@@ -140,16 +137,15 @@ def _explicit_attention(
         raise ValueError("a bidirectional sliding window is not supported")
     elif documents is not None and documents.shape[1] == len(rows) == len(columns):
         attended = (documents.unsqueeze(2) == documents.unsqueeze(1)).unsqueeze(1)
+    mask = _joined(mask, attended)
     if softcap is None and sinks is None:
-        return F.scaled_dot_product_attention(query, key, value, _joined(mask, attended), scale=scale).transpose(1, 2)
+        return F.scaled_dot_product_attention(query, key, value, mask, scale=scale).transpose(1, 2)
     scores = (query @ key.transpose(2, 3)) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.float() if scores.dtype in (torch.bfloat16, torch.float16) else scores
     if mask is not None:
         scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, float("-inf"))
-    if attended is not None:
-        scores = scores.masked_fill(~attended, float("-inf"))
     if sinks is None:
         weights = torch.softmax(scores, -1)
     else:

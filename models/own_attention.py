@@ -52,7 +52,8 @@ def take_place(model: nn.Module, interface: str, hybrid: bool = False) -> Step:
     step = Step()
     for module in model.modules():
         module.tpshard_step = step  # type: ignore[assignment]
-        replacements = _OWN.get(type(module).__name__, _without_mask if hybrid and _uses_interface(module) else None)
+        usual = _through_interface if hybrid and _calls_interface(module) else None
+        replacements = _OWN.get(type(module).__name__, usual)
         for method, replacement in replacements(module, step, interface).items() if replacements else ():
             setattr(module, method, replacement)
     return step
@@ -75,36 +76,26 @@ Replacements = dict[str, Callable[..., Any]]
 """New methods of a module, by name."""
 
 
-def _without_documents(module: Any, step: Step, interface: str) -> Replacements:
-    """The replacement for a class that uses transformers' interface, but whose layers pass it no `documents`."""
-    module.config = copy.copy(module.config)
-    module.config._attn_implementation = interface
-    return {"forward": partial(_forward_with_documents, module, step)}
-
-
-def _forward_with_documents(module: Any, step: Step, *args: Any, **kwargs: Any) -> Any:
-    own = type(module).forward
-    return own(module, *args, **{**kwargs, "attention_mask": None, "documents": step.documents})
-
-
-def _uses_interface(module: nn.Module) -> bool:
+def _calls_interface(module: nn.Module) -> bool:
     """Whether a module calls transformers' attention interface, with a mask as its only bias."""
     code = inspect.unwrap(type(module).forward).__code__
     return "ALL_ATTENTION_FUNCTIONS" in code.co_names and "position_bias" not in code.co_varnames
 
 
-def _without_mask(module: Any, step: Step, interface: str) -> Replacements:
-    """The replacement for a class that uses transformers' interface, with a mask that transformers would make."""
+def _through_interface(module: Any, step: Step, interface: str) -> Replacements:
+    """The replacement for a class that calls transformers' interface, while the model says that it does not, or its
+    layers pass on no `documents`."""
     module.config = copy.copy(module.config)
     module.config._attn_implementation = interface
-    takes = inspect.signature(type(module).forward)
+    return {"forward": partial(_forward_without_mask, module)}
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        given = takes.bind(module, *args, **kwargs)
-        given.arguments["attention_mask"] = None
-        return type(module).forward(*given.args, **given.kwargs)
 
-    return {"forward": forward}
+def _forward_without_mask(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """The module's own forward, without the mask that transformers made for eager attention."""
+    own = type(module).forward
+    given = inspect.signature(own).bind(module, *args, **kwargs)
+    given.arguments["attention_mask"] = None
+    return own(*given.args, **given.kwargs)
 
 
 def _written_out(module: Any, step: Step, _: str) -> Replacements:
@@ -230,7 +221,7 @@ _OWN: dict[str, Callable[[Any, Step, str], Replacements]] = {
     "GPTNeoSelfAttention": _written_out,
     "Llama4TextAttention": _llama4,
     "MptAttention": _mpt,
-    "NemotronAttention": _without_documents,
-    "StableLmAttention": _without_documents,
+    "NemotronAttention": _through_interface,
+    "StableLmAttention": _through_interface,
 }
 """For each class of module, its new methods."""

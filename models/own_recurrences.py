@@ -22,7 +22,7 @@ from tpshard.models.own_attention import Step
 
 
 def gated_delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunk_size: int = 64,
+    step: Step, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunk_size: int = 64,
     initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
@@ -74,6 +74,7 @@ def scan_selectively(
 _OWN: dict[str, Callable[..., Any]] = {
     "torch_chunk_gated_delta_rule": gated_delta_rule,
     "chunk_kimi_delta_attention": gated_delta_rule,
+    "mamba_selective_scan": scan_selectively,
 }
 """The replacements of a modeling file's functions, by name."""
 
@@ -81,13 +82,10 @@ _OWN: dict[str, Callable[..., Any]] = {
 @contextmanager
 def replaced(model: nn.Module) -> Iterator[None]:
     """A context in which the modeling files of a model's modules have tpshard's recurrences."""
-    files = [sys.modules[name] for name in {type(module).__module__ for module in model.modules()}]
     with ExitStack() as stack:
-        for file in files:
+        for path in {type(module).__module__ for module in model.modules()}:
             for name, own in _OWN.items():
-                if hasattr(file, name):
-                    stack.enter_context(mock.patch.object(file, name, own))
-            if hasattr(file, "mamba_selective_scan"):
-                own_scan = partial(scan_selectively, cast(Step, model.tpshard_step))
-                stack.enter_context(mock.patch.object(file, "mamba_selective_scan", own_scan))
+                if hasattr(sys.modules[path], name):
+                    replacement = partial(own, cast(Step, model.tpshard_step))
+                    stack.enter_context(mock.patch.object(sys.modules[path], name, replacement))
         yield

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from tpshard.models.config import ModelConfig
-from tpshard.models.dims import name
+from tpshard.models.dims import declared, name
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,4 @@ def balance_steps(model: nn.Module) -> dict[str, float]:
 
     A module declares one as `balanced = {"bias": 0.001}`.
     """
-    steps = {}
-    for path, module in model.named_modules():
-        for local, rate in getattr(module, "balanced", {}).items():
-            steps[f"{path}.{local}" if path else local] = float(rate)
-    return steps
+    return declared(model, "balanced")

@@ -17,12 +17,13 @@ from tpshard.models import Blueprint
 from tpshard.models.architecture import Architecture
 from tpshard.models.architecture_folder import FolderWeights
 from tpshard.models.config import ModelConfig
+from tpshard.models.hf import DTYPES
 from tpshard.models.hf_config import computes, folder_config
 from tpshard.models.hf_quantized import QuantizedModules, QuantizedParameters, quantizable
 from tpshard.models.plan_dims import dims_of_plan
 from tpshard.programs.layouts import ActOrder, Arrangement, act_orders, order_key, planned_orders
 from tpshard.programs.padding import shared_rows
-from tpshard.programs.setting import DTYPES, architecture, model_config
+from tpshard.programs.setting import architecture, model_config
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.schema import Recipe
 from tpshard.recipes.serving_keys import Quantize

@@ -15,7 +15,7 @@ from tpshard.models.architecture_folder import FolderWeights
 from tpshard.models.assemble import build_module
 from tpshard.models.config import ModelConfig
 from tpshard.models.dims import STAGE
-from tpshard.models.hf import HFFolder
+from tpshard.models.hf import DTYPES, HFFolder
 from tpshard.models.hf_config import computes, folder_config
 from tpshard.models.hf_headers import has_weights
 from tpshard.models.layers import multiply_in_fp8
@@ -37,7 +37,6 @@ from tpshard.recipes.schema import Recipe
 
 STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "muon": ("exp_avg", "exp_avg_sq")}
 """Optimizer -> its moments, as checkpoints call them; muon has no `exp_avg_sq` of the matrices that it moves."""
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def devices_of(recipe: Recipe) -> int:

@@ -67,7 +67,8 @@ def test_a_module_that_forgets_its_state_computes_single_tokens(
 ) -> None:  # fmt: skip
     """As transformers' own scan of Mamba does, where several tokens continue a sequence."""
     own = own_recurrences.scan_selectively
-    monkeypatch.setattr(own_recurrences, "scan_selectively", lambda _, *args, **kwargs: own(Step(), *args, **kwargs))
+    forgetful = lambda _, *args, **kwargs: own(Step(), *args, **kwargs)  # noqa: E731
+    monkeypatch.setitem(own_recurrences._OWN, "mamba_selective_scan", forgetful)
     programs = programs_of("mamba", tmp_path)
     assert programs.setting.chunks == () and any("one token of a prompt" in note for note in programs.notes)
     logits = lockstep(programs, weights_of("mamba"), blocks=3)
