@@ -60,12 +60,14 @@ def annotate(
         own = [d if d in ("expert", "stage") else "" for d in value.dims]
         if value.label and any(own):
             reader.rules(annotations, value, value.label, own)
-    for pattern, names in setting.recipe.sharding.annotate.items():
+    sharding = setting.recipe.sharding
+    for pattern, names in sharding.annotate.items():
+        axes = [sharding.rules.get(name or "", ()) for name in names]
         for value in reader.require(_matching_values(graph, used, pattern), pattern, f"sharding.annotate.{pattern}"):
-            reader.pattern(annotations, value, pattern, names)
-    for pattern, dims in setting.recipe.sharding.pin.items():
+            reader.close(annotations, value, pattern, f"sharding.annotate.{pattern}", names, axes)
+    for pattern, pinned in sharding.pin.items():
         for value in reader.require(_matching_values(graph, used, pattern), pattern, f"sharding.pin.{pattern}"):
-            reader.pin(annotations, value, pattern, dims)
+            reader.close(annotations, value, pattern, f"sharding.pin.{pattern}", (None,) * len(pinned), pinned)
     if reader.mistakes:
         raise Mistakes(reader.mistakes)
     _name_dims(setting, graph, used, batch, fields or {})
@@ -144,45 +146,24 @@ class _Reader:
         numbers = tuple(self.recipe.sharding.priority.get(name or "", default) for name in names)
         return numbers if any(numbers) else None
 
-    def pattern(
-        self, annotations: dict[Value, Annotation], value: Value, pattern: str, names: Sequence[str | None]
-    ) -> None:
-        path = f"sharding.annotate.{pattern}"
-        if self.has_stage_dim(value, len(names)):
-            names = ["stage", *names]
-        if self.ranks_differ(value, len(names), path):
-            return
-        rules: Mapping[str, Sequence[str]] = self.recipe.sharding.rules
-        axes = [self.axes(rules.get(n, ())) if n is not None else () for n in names]
-        axes = [self.fits(value, i, a, pattern, path) for i, a in enumerate(axes)]
-        annotations[value] = self.closed_annotation(value, axes, path, pattern, names)
+    def close(
+        self, annotations: dict[Value, Annotation], value: Value, pattern: str, path: str, names: Sequence[str | None],
+        axes: Sequence[Sequence[str]],
+    ) -> None:  # fmt: skip
+        """Annotates a value that a pattern matches with these axes, and closes all its dims; their names decide
+        priorities. The stage dim of a vectorized pipeline comes before the dims that a pattern describes.
 
-    def closed_annotation(
-        self, value: Value, axes: Sequence[Axes], path: str, pattern: str, names: Sequence[str | None]
-    ) -> Annotation:
-        """The annotation that closes all dims of a value. names: their dim names, which decide priorities.
-
-        An activation's is by default applied after the parameters': it uses the axes that they leave.
+        An activation's annotation is by default applied after the parameters': it uses the axes that they leave.
         """
-        priority = self.priority(names, int(value.producer is not None and bool(value.label)))
-        sharding = Sharding(tuple(axes), (False,) * value.rank, priority=priority)
-        return Annotation(sharding, (source_of(self.recipe, path, pattern),))
-
-    def pin(
-        self, annotations: dict[Value, Annotation], value: Value, pattern: str, dims: Sequence[Sequence[str]]
-    ) -> None:
-        path = f"sharding.pin.{pattern}"
-        if self.has_stage_dim(value, len(dims)):
-            dims = [self.recipe.sharding.rules.get("stage", ()), *dims]
-        if self.ranks_differ(value, len(dims), path):
-            return
-        axes = [self.fits(value, i, self.axes(d), pattern, path) for i, d in enumerate(dims)]
-        annotations[value] = self.closed_annotation(value, axes, path, pattern, (None,) * value.rank)
-
-    def has_stage_dim(self, value: Value, entries: int) -> bool:
-        """Whether a value has the stage dim of a vectorized pipeline before the `entries` dims that a pattern names."""
         pipeline = self.recipe.pipeline
-        return pipeline is not None and pipeline.vectorized and value.rank == entries + 1
+        if pipeline is not None and pipeline.vectorized and value.rank == len(axes) + 1:
+            names, axes = ["stage", *names], [self.recipe.sharding.rules.get("stage", ()), *axes]
+        if self.ranks_differ(value, len(axes), path):
+            return
+        fitting = tuple(self.fits(value, i, self.axes(own), pattern, path) for i, own in enumerate(axes))
+        priority = self.priority(names, int(value.producer is not None and bool(value.label)))
+        sharding = Sharding(fitting, (False,) * value.rank, priority=priority)
+        annotations[value] = Annotation(sharding, (source_of(self.recipe, path, pattern),))
 
     def ranks_differ(self, value: Value, entries: int, path: str) -> bool:
         if entries == value.rank:

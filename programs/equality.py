@@ -120,13 +120,11 @@ def _run(programs: TrainingPrograms, vocab: int | None) -> Lockstep:
 
 
 def _distances(one: StepValues, other: StepValues) -> dict[str, float]:
-    def scalars(step: StepValues) -> dict[str, Tensor]:
-        values = {"loss": step.loss, "gradient norm": step.grad_norm}
-        return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
-
-    least, (a, b) = CANCELLED * _norm(other.gradients.values()), (scalars(one), scalars(other))
+    scalars = {"loss": (one.loss, other.loss), "gradient norm": (one.grad_norm, other.grad_norm)}
+    pairs = {name: torch.tensor(pair, dtype=torch.float64) for name, pair in scalars.items()}
+    least = CANCELLED * _norm(other.gradients.values())
     gradients = {f"gradient of {n}": distance(one.gradients[n], g, least) for n, g in other.gradients.items()}
-    return {name: distance(a[name], expected) for name, expected in b.items()} | gradients
+    return {name: distance(*pair) for name, pair in pairs.items()} | gradients
 
 
 def _norm(tensors: Iterable[Tensor]) -> float:
@@ -187,11 +185,7 @@ def _watched_values(setting: Setting, program: Program, vocab: int | None) -> tu
     params = lockstep.join(lockstep.ports[:count], lockstep.params)
     sums = [torch.zeros(p.shape, dtype=torch.float64) for p in program.inputs[count : 2 * count]]
     with float64():
-        arguments = [
-            *(lockstep.stack(name, params) for name in lockstep.names),
-            *sums,
-            *batch,
-        ]
+        arguments = [*(lockstep.stack(name, params) for name in lockstep.names), *sums, *batch]
         results = simulate(program, arguments, next(iter(seeds(setting, program, 1, 0)), None))
     names = [port.name.removeprefix("watched ") for port in program.outputs]
     watched = {n: r for n, r, port in zip(names, results, program.outputs) if port.name.startswith("watched ")}
