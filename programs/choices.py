@@ -20,8 +20,7 @@ from tpshard.parallelism.passes.recompute import Keep, keep_all, keep_layer_inpu
 from tpshard.parallelism.program import Program, info
 from tpshard.parallelism.timeline import price
 from tpshard.programs import cluster
-from tpshard.programs.fsdp_units import unit_of
-from tpshard.programs.patterns import covers
+from tpshard.programs.patterns import covers, unit_of
 from tpshard.programs.setting import Setting
 from tpshard.recipes.diagnostic import Mistakes
 from tpshard.recipes.parallel_keys import BucketFile, BucketSize, RematEvery

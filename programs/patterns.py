@@ -31,3 +31,14 @@ def nearest(pattern: str, names: Iterable[str], *, modules: bool) -> str:
         shortest = 1 if modules else len(parts)
         patterns.update(dict.fromkeys(".".join(parts[:n]) for n in range(len(parts), shortest - 1, -1)))
     return suggestion(pattern, patterns)
+
+
+def unit_of(name: str, wrap: Iterable[str | tuple[str, ...]]) -> str:
+    """The FSDP unit of a parameter: `layers.3`, or the patterns of a shared unit joined by `+`; "" for none."""
+    for entry in wrap:
+        if isinstance(entry, str):
+            if covers(entry, name):
+                return ".".join(name.split(".")[: len(entry.split("."))])
+        elif any(covers(pattern, name) for pattern in entry):
+            return "+".join(entry)
+    return ""

@@ -9,10 +9,9 @@ from functools import cached_property
 
 import torch
 from torch import nn
-from tpshard.models import build
+from tpshard.models import Blueprint
 from tpshard.models.architecture import Architecture
 from tpshard.models.architecture_folder import FolderWeights
-from tpshard.models.assemble import build_module
 from tpshard.models.config import ModelConfig
 from tpshard.models.dims import STAGE
 from tpshard.models.hf import DTYPES, HFFolder
@@ -126,18 +125,14 @@ class Setting:
     def _build_module(self) -> nn.Module:
         if misfits := list(fp8_misfits(self.recipe, self.config, self.mesh.axes)):
             raise Mistakes(misfits)
-        if self.config is not None:
-            model = build(self.config, dtype=self.master_dtype)
-            if self.recipe.model.dtype == "fp8":
-                multiply_in_fp8(model)
-            return model
+        named = self.recipe.model
+        blueprint = Blueprint(self.config, module=named.module, args=named.args, architecture=self.architecture)
         try:
-            if self.architecture is not None:
-                model = self.architecture.build(self.master_dtype)
-            else:
-                model = build_module(str(self.recipe.model.module), self.recipe.model.args, dtype=self.master_dtype)
+            model = blueprint.build(dtype=self.master_dtype)
         except ValueError as error:
             raise wrong_model(self.recipe, error) from error
+        if named.dtype == "fp8":
+            multiply_in_fp8(model)
         if self.depth is not None:
             keep_layers(model, self.depth)
         return model

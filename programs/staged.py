@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
@@ -148,7 +148,7 @@ def build(
         return finished_stages(setting, again, table, layers)
 
     layers, stages = balance_stages(setting, layers, table.devices, stages_of)
-    held = [_names_on(table, stages, device, list(storage)) for device in range(table.devices)]
+    held = held_by_devices(table, [stage.parameters for stage in stages], list(storage))
     noted = sum(p.shape[0] for p in again.outputs[2 + len(storage) :])
     devices = tuple(device_programs(setting, storage, base, held, i, noted, memo) for i in range(table.devices))
     return again, StagedPrograms(setting, setting.stage_axis, table, tuple(layers), stages, devices, storage)
@@ -256,9 +256,13 @@ def between_passes(setting: Setting, again: Program, pipeline: StagedPrograms) -
         yield PassedStages(first.__name__, time.perf_counter() - started, replace(pipeline, stages=stages))
 
 
-def _names_on(table: Table, stages: Sequence[Stage], device: int, names: Sequence[str]) -> tuple[str, ...]:
-    on_device = {name for stage in table.stages_of(device) for name in stages[stage].parameters}
-    return tuple(name for name in names if name in on_device)
+def held_by_devices(table: Table, of_stage: Sequence[Iterable[str]], names: Sequence[str]) -> list[list[str]]:
+    """The parameters of each device in the order of `names`. of_stage: those of each stage."""
+    held = []
+    for device in range(table.devices):
+        on_device = {name for stage in table.stages_of(device) for name in of_stage[stage]}
+        held.append([name for name in names if name in on_device])
+    return held
 
 
 # ---- what a device runs once a step ----------------------------------------------------------------------------------

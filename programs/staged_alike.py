@@ -20,6 +20,7 @@ from tpshard.programs.staged import (
     StagedPrograms,
     device_programs,
     finished_stages,
+    held_by_devices,
     recompute_uncut,
     table_of,
 )
@@ -52,11 +53,7 @@ def build(setting: Setting, memo: Memo | None = None) -> tuple[Program, StagedPr
     names = [name for name, _ in setting.model.named_parameters()]
     ports = {p.name: p.layout for p in few.inputs if p.kind == "parameter"}
     storage = {name: ports[_in_few(name)] for name in names}
-    of_stage = _names(names, layers, stages)
-    held = []
-    for device in range(table.devices):
-        on_device = {name for stage in table.stages_of(device) for name in of_stage[stage]}
-        held.append([name for name in names if name in on_device])
+    held = held_by_devices(table, _names(names, layers, stages), names)
     noted = sum(p.shape[0] for p in few.outputs[2 + len(ports) :])
     key = _key_of_devices(setting)
     devices = []

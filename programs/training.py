@@ -104,9 +104,8 @@ def build(
     def programs(micro: Program) -> TrainingPrograms:
         return TrainingPrograms(setting, micro, updating, storage, gather, reduce)
 
-    if watch is None:
-        return programs(apply(setting, micro))
-    return programs(apply(setting, micro, lambda passed: watch(programs(passed.program), passed)))
+    seen = None if watch is None else lambda passed: watch(programs(passed.program), passed)
+    return programs(apply(setting, micro, seen))
 
 
 def of_stages(setting: Setting, whole: Program, pipeline: StagedPrograms) -> TrainingPrograms:

@@ -22,7 +22,7 @@ from tpshard.parallelism.passes.simplify import simplify
 from tpshard.parallelism.passes.sink_waits import sink_waits
 from tpshard.parallelism.program import Program, info
 from tpshard.programs import step_programs
-from tpshard.programs.fsdp_units import unit_of
+from tpshard.programs.patterns import unit_of
 from tpshard.programs.setting import Setting
 from tpshard.recipes.load import loads
 
