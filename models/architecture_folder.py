@@ -149,9 +149,7 @@ class FolderWeights:
             accepted = tensor in placed or _CONSTANTS.fullmatch(tensor) or any(p.search(tensor) for p in ignored)
             if not accepted:
                 wrong.append(f"`{tensor}` is no parameter of {type(model).__name__}")
-        if wrong:
-            more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
-            raise ValueError(f"{self.folder}: {'; '.join(wrong[:5])}{more}")
+        self.tensors.refuse(wrong)
 
     def _load(self, values: bool) -> dict[str, Tensor]:
         """The parameters by transformers' own loading; without `values`, fake tensors of the shapes in the headers."""

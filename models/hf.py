@@ -90,9 +90,7 @@ class HFFolder:
                     wrong.append(f"`{name}` is of dtype {self.tensors.dtype(name)}, which is not supported")
             elif not _BUFFERS.fullmatch(name) and not self._is_tied(name):
                 wrong.append(f"`{name}` is no parameter of a {self.raw['model_type']} model")
-        if wrong:
-            more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
-            raise ValueError(f"{self.folder}: {'; '.join(wrong[:5])}{more}")
+        self.tensors.refuse(wrong)
 
     def _is_tied(self, name: str) -> bool:
         """Whether a tensor duplicates the embedding table and is therefore allowed to be missing."""

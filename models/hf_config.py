@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -200,13 +201,9 @@ def _windows_to_json(c: ModelConfig, described: Windows) -> dict[str, Any]:
 def _rope_to_json(c: ModelConfig) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default"}
     if c.rope_scaling is not None:
-        rope = {
-            "rope_type": "llama3",
-            "factor": c.rope_scaling.factor,
-            "low_freq_factor": c.rope_scaling.low_freq_factor,
-            "high_freq_factor": c.rope_scaling.high_freq_factor,
-            "original_max_position_embeddings": c.rope_scaling.original_max_seq,
-        }
+        numbers = asdict(c.rope_scaling)
+        original = numbers.pop("original_max_seq")
+        rope = {"rope_type": "llama3", **numbers, "original_max_position_embeddings": original}
     return {
         "rope_theta": c.rope_theta,
         "rope_scaling": rope if c.rope_scaling is not None else None,

@@ -65,6 +65,12 @@ class Tensors:
         with self._naming_the_file(file):
             return self._open(file).get_slice(name)
 
+    def refuse(self, wrong: Sequence[str]) -> None:
+        """Raises ValueError with the first of what is wrong with the tensors, if anything is."""
+        if wrong:
+            more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
+            raise ValueError(f"{self.folder}: {'; '.join(wrong[:5])}{more}")
+
     def block(self, name: str, starts: Sequence[int] = (), sizes: Sequence[int] = ()) -> Tensor:
         """A copy of elements [starts, starts + sizes) of tensor `name`; omitted trailing dims are whole."""
         cut = tuple(slice(start, start + size) for start, size in zip(starts, sizes))
