@@ -6,7 +6,7 @@ the window of a shard overhangs it; the overhang is sent by `permute`, one hop f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +16,10 @@ from tpshard.parallelism.factors import Cut
 from tpshard.parallelism.graph import Op
 from tpshard.parallelism.lower import Emitter, pick
 from tpshard.parallelism.mesh import Axes, size_of
-from tpshard.parallelism.node_info import info, resized, shape_of
-from tpshard.parallelism.reshard import ReshardStep
+from tpshard.parallelism.node_info import shape_of
 from tpshard.parallelism.rules.rule import Rule, Window
 from tpshard.parallelism.runs import Read, RunPlan, runs_of
-from tpshard.parallelism.sharding import even, local_bytes, local_shape, local_size
+from tpshard.parallelism.sharding import even, local_bytes, local_size
 
 aten = torch.ops.aten
 
@@ -131,14 +130,11 @@ def window(
     """
     pieces = {0: node}
     for hop, width in halo.hops():
-        strip = _narrow(emitter, node, dim, halo.part - width if hop > 0 else 0, width)
+        strip = emitter.narrow(node, dim, halo.part - width if hop > 0 else 0, width)
         pieces[-hop] = shift(emitter, strip, axes, hop, why)
-    node = _join(emitter, [pieces[place] for place in sorted(pieces)], dim)
-    node = _pad(emitter, node, dim, *halo.padding)
-    if len(set(halo.starts)) == 1:
-        node = _narrow(emitter, node, dim, halo.starts[0], halo.length)
-    else:
-        node = _narrow(emitter, node, dim, emitter.ranked_number(pick, axes, halo.starts), halo.length)
+    node = emitter.concatenate([pieces[place] for place in sorted(pieces)], dim)
+    node = emitter.pad(node, dim, *halo.padding)
+    node = emitter.narrow(node, dim, emitter.pick(axes, halo.starts), halo.length)
     if fill is None or not halo.outside:
         return node
     outside = _outside_mask(emitter, node, dim, size, axes, halo)
@@ -156,76 +152,17 @@ def fold(
         outside = _outside_mask(emitter, node, dim, size, axes, halo)
         node = emitter.move(aten.masked_fill.Scalar, node, shape_of(node), outside, 0)
     total = halo.left + halo.part + halo.right + sum(halo.padding)
-    starts: Any = halo.starts[0]
-    rest: Any = total - halo.length - halo.starts[0]
-    if len(set(halo.starts)) > 1:
-        starts = emitter.ranked_number(pick, axes, halo.starts)
-        rest = emitter.ranked_number(pick, axes, tuple(total - halo.length - start for start in halo.starts))
-    node = _pad(emitter, node, dim, starts, rest, total)
+    rest = [total - halo.length - start for start in halo.starts]
+    node = emitter.pad(node, dim, emitter.pick(axes, halo.starts), emitter.pick(axes, rest), total)
     first = halo.padding[0] + halo.left
-    own = _narrow(emitter, node, dim, first, halo.part)
+    own = emitter.narrow(node, dim, first, halo.part)
     for hop, width in halo.hops():
         at = first - (hop - 1) * halo.part - width if hop > 0 else first - hop * halo.part
-        received = shift(emitter, _narrow(emitter, node, dim, at, width), axes, -hop, why)
+        received = shift(emitter, emitter.narrow(node, dim, at, width), axes, -hop, why)
         missing = halo.part - width
-        received = _pad(emitter, received, dim, *((missing, 0) if hop > 0 else (0, missing)))
+        received = emitter.pad(received, dim, *((missing, 0) if hop > 0 else (0, missing)))
         own = emitter.move(aten.add.Tensor, own, shape_of(own), received)
     return own
-
-
-def move(
-    emitter: Emitter, nodes: Sequence[fx.Node], dim: int, axes: Axes, plan: RunPlan, lengths: Sequence[int],
-    why: dict[str, Any],
-) -> list[fx.Node]:  # fmt: skip
-    """Emits a plan on a device's shards of the sources, and returns its shards of the results.
-
-    lengths: those of the results' shards along `dim`.
-    """
-    held = _join(emitter, nodes, dim)
-    strips = [
-        emitter.send(_narrow(emitter, held, dim, _ranked(emitter, axes, each.starts), each.width), axes, each.to, why)
-        for each in plan.rounds
-    ]
-    held = _join(emitter, [held, *strips], dim)
-    return [_taken(emitter, held, dim, axes, places, length) for places, length in zip(plan.places, lengths)]
-
-
-def _taken(
-    emitter: Emitter, node: fx.Node, dim: int, axes: Axes, places: Sequence[Sequence[tuple[int, int]]], length: int
-) -> fx.Node:
-    """The elements of a device's shard of a result, in order."""
-    total = shape_of(node)[dim]
-    parts = max(map(len, places), default=0)
-    firsts = [own[0][1] if own else 0 for own in places]
-    if parts < 2 and all(0 <= first <= total - length for first in firsts):
-        return _narrow(emitter, node, dim, _ranked(emitter, axes, firsts), length)
-    spec = (length,)
-    order = emitter.number(aten.arange.default, spec, torch.int64, length)
-    index = emitter.number(aten.add.Tensor, spec, torch.int64, order, _ranked(emitter, axes, firsts))
-    for k in range(1, parts):
-        begins = [own[k][0] if k < len(own) else length for own in places]
-        jumps = [own[k][1] - own[k - 1][1] if k < len(own) else 0 for own in places]
-        behind = emitter.number(aten.ge.Scalar, spec, torch.bool, order, _ranked(emitter, axes, begins))
-        jump = emitter.number(aten.mul.Scalar, spec, torch.int64, behind, _ranked(emitter, axes, jumps))
-        index = emitter.number(aten.add.Tensor, spec, torch.int64, index, jump)
-    index = emitter.number(aten.clamp.default, spec, torch.int64, index, 0, total - 1)  # padding reads anything
-    return emitter.move(aten.index_select.default, node, resized(node, dim, length), dim, index)
-
-
-def _ranked(emitter: Emitter, axes: Axes, table: Sequence[int]) -> Any:
-    """The entry of a table for the device; a plain number where all are equal."""
-    return table[0] if len(set(table)) == 1 else emitter.ranked_number(pick, axes, tuple(table))
-
-
-def reshard(
-    emitter: Emitter, node: fx.Node, step: ReshardStep, shape: Sequence[int], why: dict[str, Any]
-) -> fx.Node:  # fmt: skip
-    """Emits the nodes of one resharding step of a tensor of this global shape, and returns the last."""
-    if step.kind != "regrain":
-        return emitter.step(node, step, shape, **why)
-    dim, plan = step.runs(shape)
-    (moved,) = move(emitter, [node], dim, step.before.dims[dim], plan, [local_shape(shape, step.after)[dim]], why)
-    return moved
 
 
 def mirror(emitter: Emitter, node: fx.Node, dim: int, axes: Axes, why: dict[str, Any]) -> fx.Node:
@@ -252,26 +189,3 @@ def _outside_mask(emitter: Emitter, node: fx.Node, dim: int, size: int, axes: Ax
     mask = emitter.number(aten.logical_or.default, spec, torch.bool, before, beyond)
     rank = len(shape_of(node))
     return emitter.reshape(mask, [halo.length if d == dim else 1 for d in range(rank)])
-
-
-def _narrow(emitter: Emitter, node: fx.Node, dim: int, start: Any, length: int) -> fx.Node:
-    if start == 0 and shape_of(node)[dim] == length:
-        return node
-    return emitter.move(aten.narrow.default, node, resized(node, dim, length), dim, start, length)
-
-
-def _pad(emitter: Emitter, node: fx.Node, dim: int, before: Any, after: Any, total: int | None = None) -> fx.Node:
-    """Pads with zeros; `total` is the resulting length if the widths depend on the rank."""
-    shape = shape_of(node)
-    if before == after == 0:
-        return node
-    widths = [0, 0] * (len(shape) - 1 - dim) + [before, after]
-    size = shape[dim] + before + after if total is None else total
-    return emitter.move(aten.constant_pad_nd.default, node, resized(node, dim, size), widths, 0)
-
-
-def _join(emitter: Emitter, nodes: Sequence[fx.Node], dim: int) -> fx.Node:
-    if len(nodes) == 1:
-        return nodes[0]
-    shape = resized(nodes[0], dim, sum(shape_of(node)[dim] for node in nodes))
-    return emitter.number(aten.cat.default, shape, info(nodes[0]).specs[0].dtype, list(nodes), dim)

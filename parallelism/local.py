@@ -96,7 +96,7 @@ class LocalPart:
         ((f, window), *_) = ((f, w) for f, w in self.rule.windows if f in self.choice)
         plan = halo.plan_of(self.op, self.rule, self.axes(f))
         lengths = [shape[window.reader_dim] for shape in results]
-        return halo.move(self.emitter, nodes, window.dim, self.axes(f), plan, lengths, self._near(0))
+        return self.emitter.move_runs(nodes, window.dim, self.axes(f), plan, lengths, self._near(0))
 
     def fold(self, node: Any, read: int, reader: int) -> Any:
         for _, axes, plan, window in reversed(list(self._halos(read, reader))):

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from tpshard.parallelism.graph import Place
-from tpshard.parallelism.mesh import Axes, Axis, Mesh, atoms, merge, size_of, split
+from tpshard.parallelism.mesh import Axes, Axis, Mesh, atoms, size_of, split
 from tpshard.parallelism.node_info import INFO, Info, Spec, group_name, info, make_collective, offset, resized, shape_of
 from tpshard.parallelism.reshard import ReshardStep
 from tpshard.parallelism.reshard_moves import moved_places
-from tpshard.parallelism.sharding import Layout, even, local_shape, local_size
+from tpshard.parallelism.runs import RunPlan
+from tpshard.parallelism.sharding import Layout, even, lengths, local_shape, local_size
 
 aten = torch.ops.aten
 funcol = torch.ops._c10d_functional
-KINDS = {"gather": "all_gather", "scatter": "reduce_scatter", "reduce": "all_reduce", "exchange": "all_to_all",
-         "permute": "permute"}  # fmt: skip
+COLLECTIVES = {
+    "gather": ("all_gather", funcol.all_gather_into_tensor.default),
+    "scatter": ("reduce_scatter", funcol.reduce_scatter_tensor.default),
+    "reduce": ("all_reduce", funcol.all_reduce.default),
+    "exchange": ("all_to_all", funcol.all_to_all_single.default),
+    "permute": ("permute", funcol.all_to_all_single.default),
+}
+"""For each kind of step that sends, the kind of its collective and the op."""
 
 
 def transfers(axes: Axes, table: tuple[int, ...], length: int, receive: bool) -> list[int]:
@@ -91,16 +99,32 @@ class Emitter:
         shape = shape_of(node)
         return self.move(aten.permute.default, node, [shape[d] for d in order], list(order))
 
+    def narrow(self, node: fx.Node, dim: int, start: Any, length: int) -> fx.Node:
+        if start == 0 and shape_of(node)[dim] == length:
+            return node
+        return self.move(aten.narrow.default, node, resized(node, dim, length), dim, start, length)
+
+    def pad(self, node: fx.Node, dim: int, before: Any, after: Any, total: int | None = None) -> fx.Node:
+        """Pads a dim with zeros; `total` is the resulting length if the widths depend on the rank."""
+        if before == after == 0:
+            return node
+        shape = shape_of(node)
+        size = shape[dim] + before + after if total is None else total
+        widths = [0, 0] * (len(shape) - 1 - dim) + [before, after]
+        return self.move(aten.constant_pad_nd.default, node, resized(node, dim, size), widths, 0)
+
+    def concatenate(self, nodes: Sequence[fx.Node], dim: int) -> fx.Node:
+        if len(nodes) == 1:
+            return nodes[0]
+        shape = resized(nodes[0], dim, sum(shape_of(node)[dim] for node in nodes))
+        return self.number(aten.cat.default, shape, info(nodes[0]).specs[0].dtype, list(nodes), dim)
+
     def offset(self, axes: Axes, size: int, grain: int = 1) -> Any:
         """A node with the global index at which this device's shard of a dim of `size` over `axes` begins.
 
         Without axes it is the number 0.
         """
-        strides = []
-        for axis in axes:
-            size = local_size(size, (axis,), grain)
-            strides.append(size)
-        return self.ranked_number(offset, axes, tuple(strides)) if axes else 0
+        return self.ranked_number(offset, axes, tuple(lengths(size, axes, grain)[1:])) if axes else 0
 
     def position(self, axes: Axes) -> Any:
         """A node with this device's position in the row-major order of `axes`; without axes the number 0."""
@@ -109,6 +133,10 @@ class Emitter:
     def valid(self, axes: Axes, size: int, grain: int = 1) -> Any:
         """A node with the number of elements of this device's shard that are not padding."""
         return self.ranked_number(valid, axes, size, grain)
+
+    def pick(self, axes: Axes, table: Sequence[int]) -> Any:
+        """A node with the table's entry for this device's position on `axes`; a number where all entries are equal."""
+        return table[0] if len(set(table)) == 1 else self.ranked_number(pick, axes, tuple(table))
 
     def ranked_number(self, target: Any, axes: Axes, *args: Any) -> fx.Node:
         """A node with a number that depends on the device's position on `axes`: `offset`, `valid` or `pick`."""
@@ -125,8 +153,8 @@ class Emitter:
     def padding(self, axes: Axes, size: int, grain: int, rank: int, dim: int) -> fx.Node:
         """A mask node, true where this device's shard of a dim is padding; it broadcasts along `dim` of `rank` dims."""
         local = local_size(size, axes, grain)
-        places = self.call(aten.arange.default, (local,), [Spec((local,), torch.int64)])
-        beyond = self.call(aten.ge.Scalar, (places, self.valid(axes, size, grain)), [Spec((local,), torch.bool)])
+        places = self.number(aten.arange.default, (local,), torch.int64, local)
+        beyond = self.number(aten.ge.Scalar, (local,), torch.bool, places, self.valid(axes, size, grain))
         return self.reshape(beyond, [local if d == dim else 1 for d in range(rank)])
 
     # ---- one resharding step ------------------------------------------------------------------------------
@@ -135,36 +163,56 @@ class Emitter:
 
         shape: the global one. why: fields of the `Collective` that it records.
         """
-        run = {
-            "gather": self._gather, "scatter": self._scatter, "reduce": self._reduce, "exchange": self._exchange,
-            "slice": self._slice, "mask": self._mask, "spread": self._to_partial_sum, "permute": self._permute,
-        }[step.kind]  # fmt: skip
-        return run(node, step, tuple(shape), why)
+        axes = self.mesh.sorted(a for a, _, _ in step.parts)
+        spec = info(node).specs[0]
+        match step.kind:
+            case "gather":
+                return self._join(self._gather(node, axes, why), spec.shape, step, shape)
+            case "scatter":
+                whole, part = self._cut(node, step)
+                return self._issue("scatter", whole, ("sum", size_of(axes)), axes, Spec(part, spec.dtype), why)
+            case "reduce":
+                return self._issue("reduce", node, (step.before.kind,), axes, spec, why)
+            case "exchange":
+                whole, part = self._cut(node, step)
+                sizes = [shape_of(whole)[0] // size_of(axes)] * size_of(axes)
+                received = self._issue("exchange", whole, (sizes, sizes), axes, info(whole).specs[0], why)
+                return self._join(received, part, step, shape)
+            case "slice":
+                return self._slice(node, step)
+            case "mask":
+                keep = self.call(is_first, (self.position(axes),), [])
+                return self.move(aten.mul.Scalar, node, spec.shape, keep)
+            case "spread":
+                return self._to_partial_sum(node, step, shape)
+            case "permute":
+                return self._send(node, axes, permutation_table(step.before, step.after, axes), why)
+            case "regrain":
+                dim, plan = step.runs(shape)
+                length = local_shape(shape, step.after)[dim]
+                return self.move_runs([node], dim, step.before.dims[dim], plan, [length], why)[0]
+        raise ValueError(f"no resharding step is a {step.kind}")
 
-    def _issue(self, op: Any, node: fx.Node, args: Sequence[Any], axes: Axes, spec: Spec, kind: str, nbytes: int,
-               why: dict[str, Any]) -> fx.Node:  # fmt: skip
-        comm = make_collective(self.mesh, KINDS[kind], axes, nbytes, spec.dtype, **why)
+    def _issue(
+        self, kind: str, node: fx.Node, args: Sequence[Any], axes: Axes, spec: Spec, why: dict[str, Any]
+    ) -> fx.Node:
+        name, op = COLLECTIVES[kind]
+        comm = make_collective(self.mesh, name, axes, max(info(node).bytes, spec.bytes), spec.dtype, **why)
         started = self.call(op, (node, *args, group_name(axes)), [spec], comm=comm)
         return self.call(funcol.wait_tensor.default, (started,), [spec])
 
-    def _gather(self, node: fx.Node, step: ReshardStep, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
-        axes = self.mesh.sorted(a for a, _, _ in step.parts)
-        local = info(node).specs[0]
-        n = size_of(axes)
-        out = Spec((local.shape[0] * n, *local.shape[1:]), local.dtype)
-        gathered = self._issue(funcol.all_gather_into_tensor.default, node, (n,), axes, out, "gather", out.bytes, why)
-        return self._join(gathered, local.shape, step, shape)
+    def _gather(self, node: fx.Node, axes: Axes, why: dict[str, Any]) -> fx.Node:
+        """Gathers the tensors of a group's members, one after the other along the first dim."""
+        n, (first, *rest) = size_of(axes), shape_of(node)
+        return self._issue("gather", node, (n,), axes, Spec((first * n, *rest), info(node).specs[0].dtype), why)
 
-    def _join(self, node: fx.Node, part: Sequence[int], step: ReshardStep, shape: tuple[int, ...]) -> fx.Node:
+    def _join(self, node: fx.Node, part: Sequence[int], step: ReshardStep, shape: Sequence[int]) -> fx.Node:
         """Joins the pieces [members of the group, *part] that a step received along their dims.
 
         Inner axes are joined before outer ones, and the padding of each is removed at once.
         """
-        joined = {
-            d: _by_layout([a for a, source, _ in step.parts if source == d], step.before.dims[d])
-            for d in range(len(shape))
-        }
-        single = sorted((a for axes in joined.values() for a in axes), key=self.mesh.key)
+        joined = [step.taken(d) for d in range(len(shape))]
+        single = sorted((a for axes in joined for a in axes), key=self.mesh.key)
         spread = self.reshape(node, (*(a.size for a in single), *part))
         order: list[int] = []
         for d in range(len(shape)):
@@ -173,153 +221,89 @@ class Emitter:
         node = self.permute(spread, order)
         target = local_shape(shape, step.after)
         current_shape = list(shape_of(node))
-        for at, axes in joined.items():  # dims before `at` are joined already
-            lengths = [target[at]]  # the dim's size before each axis divided it, outer to inner
-            for axis in axes:
-                lengths.append(local_size(lengths[-1], (axis,), step.grain(at)))
-            if all(long == axis.size * short for axis, long, short in zip(axes, lengths, lengths[1:])):
-                current_shape[at : at + len(axes) + 1] = [target[at]]
-            else:
-                for i in range(len(axes) - 1, -1, -1):
-                    current_shape[at + i : at + i + 2] = [axes[i].size * current_shape[at + i + 1]]
-                    node = self.reshape(node, current_shape)
-                    node = self._trim(node, at + i, lengths[i])
-                    current_shape[at + i] = lengths[i]
+        for at, axes in enumerate(joined):  # dims before `at` are joined already
+            before = lengths(target[at], axes, step.grain(at))
+            for i in reversed(range(len(axes))):
+                current_shape[at + i : at + i + 2] = [axes[i].size * current_shape[at + i + 1]]
+                if current_shape[at + i] != before[i]:
+                    node = self.narrow(self.reshape(node, current_shape), at + i, 0, before[i])
+                    current_shape[at + i] = before[i]
         return self.reshape(node, current_shape)
-
-    def _trim(self, node: fx.Node, d: int, size: int) -> fx.Node:
-        if shape_of(node)[d] == size:
-            return node
-        return self.move(aten.slice.Tensor, node, resized(node, d, size), d, 0, size)
-
-    def _grow(self, node: fx.Node, d: int, size: int) -> fx.Node:
-        """Pads the end of a dim with zeros to `size`, so that it can be divided evenly."""
-        shape = shape_of(node)
-        if shape[d] == size:
-            return node
-        widths = [0, 0] * (len(shape) - 1 - d) + [0, size - shape[d]]
-        return self.move(aten.constant_pad_nd.default, node, resized(node, d, size), widths, 0)
 
     def _cut(self, node: fx.Node, step: ReshardStep) -> tuple[fx.Node, tuple[int, ...]]:
         """Cuts a tensor into the pieces for the members of a group, as one leading dim in the order of the group.
 
         Returns the node [members * part[0], *part[1:]] and the shape of a part.
         """
-        single: list[Axis] = []
         shape = list(shape_of(node))
         where: dict[Axis, int] = {}
         rest: list[int] = []
         at = 0
         for d in range(len(step.after.dims)):
-            for axis in _by_layout([a for a, _, to in step.parts if to == d], step.after.dims[d]):
+            for axis in step.given(d):
                 part = local_size(shape[at], (axis,), step.grain(d))
                 if part * axis.size != shape[at]:
-                    node = self._grow(self.reshape(node, shape), at, part * axis.size)
+                    node = self.pad(self.reshape(node, shape), at, 0, part * axis.size - shape[at])
                 shape[at : at + 1] = [axis.size, part]
                 where[axis] = at
-                single.append(axis)
                 at += 1
             rest.append(at)
             at += 1
-        single.sort(key=self.mesh.key)
+        single = sorted(where, key=self.mesh.key)
         result = tuple(shape[r] for r in rest)
         spread = self.permute(self.reshape(node, shape), [*(where[a] for a in single), *rest])
         return self.reshape(spread, (size_of(single) * result[0], *result[1:])), result
 
-    def _scatter(self, node: fx.Node, step: ReshardStep, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
-        axes = self.mesh.sorted(a for a, _, _ in step.parts)
-        whole, part = self._cut(node, step)
-        held = info(whole).specs[0]
-        return self._issue(
-            funcol.reduce_scatter_tensor.default, whole, ("sum", size_of(axes)), axes, Spec(part, held.dtype),
-            "scatter", held.bytes, why,
-        )  # fmt: skip
-
-    def _reduce(self, node: fx.Node, step: ReshardStep, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
-        axes = self.mesh.sorted(a for a, _, _ in step.parts)
-        spec = info(node).specs[0]
-        return self._issue(funcol.all_reduce.default, node, (step.before.kind,), axes, spec, "reduce", spec.bytes, why)
-
-    def _exchange(self, node: fx.Node, step: ReshardStep, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
-        axes = self.mesh.sorted(a for a, _, _ in step.parts)
-        n = size_of(axes)
-        whole, part = self._cut(node, step)
-        held = info(whole).specs[0]
-        sizes = [held.shape[0] // n] * n
-        received = self._issue(
-            funcol.all_to_all_single.default, whole, (sizes, sizes), axes, held, "exchange", held.bytes, why
-        )
-        return self._join(received, part, step, shape)
-
-    def _slice(self, node: fx.Node, step: ReshardStep, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
-        for d in range(len(shape)):
-            added = _by_layout([a for a, _, to in step.parts if to == d], step.after.dims[d])
-            size, grain = shape_of(node)[d], step.grain(d)
-            if added and even(size // grain, added):
-                node = self._narrow(node, d, merge(added), size // size_of(added), grain)
-                continue
-            for axis in added:
-                size = local_size(size, (axis,), grain)
-                node = self._narrow(self._grow(node, d, size * axis.size), d, (axis,), size, grain)
+    def _slice(self, node: fx.Node, step: ReshardStep) -> fx.Node:
+        for d in range(len(shape_of(node))):
+            added, grain = step.given(d), step.grain(d)
+            at_once = even(shape_of(node)[d] // grain, added)
+            for axes in [added] if at_once else [(axis,) for axis in added]:
+                size = shape_of(node)[d]
+                part = local_size(size, axes, grain)
+                padded = part * size_of(axes)
+                node = self.pad(node, d, 0, padded - size)
+                node = self.narrow(node, d, self.offset(axes, padded, grain), part)
         return node
 
-    def _narrow(self, node: fx.Node, d: int, axes: Axes, size: int, grain: int) -> fx.Node:
-        start = self.offset(axes, shape_of(node)[d], grain)
-        return self.move(aten.narrow.default, node, resized(node, d, size), d, start, size)
-
-    def _mask(self, node: fx.Node, step: ReshardStep, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
-        axes = self.mesh.sorted(a for a, _, _ in step.parts)
-        keep = self.call(is_first, (self.position(axes),), [])
-        return self.move(aten.mul.Scalar, node, shape_of(node), keep)
-
-    def _to_partial_sum(self, node: fx.Node, step: ReshardStep, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
+    def _to_partial_sum(self, node: fx.Node, step: ReshardStep, shape: Sequence[int]) -> fx.Node:
         """Turns shards into summands of a partial sum: each device pads its shard with zeros to the whole dim."""
         local = local_shape(shape, step.after)
         for d in range(len(shape)):
-            axes = _by_layout([a for a, source, _ in step.parts if source == d], step.before.dims[d])
-            lengths = [local[d]]  # the dim's size before each axis divided it, outer to inner
-            for axis in axes:
-                lengths.append(local_size(lengths[-1], (axis,), step.grain(d)))
-            for axis, long, short in zip(reversed(axes), lengths[-2::-1], lengths[:0:-1]):
+            axes = step.taken(d)
+            before = lengths(local[d], axes, step.grain(d))
+            for axis, long, short in reversed(list(zip(axes, before, before[1:]))):
                 total = axis.size * short
-                before, behind = (
-                    self.ranked_number(pick, (axis,), tuple(starts))
-                    for starts in (range(0, total, short), range(total - short, -1, -short))
+                left, right = (
+                    self.ranked_number(pick, (axis,), tuple(widths))
+                    for widths in (range(0, total, short), range(total - short, -1, -short))
                 )
-                widths = [0, 0] * (len(shape) - 1 - d) + [before, behind]
-                node = self.move(aten.constant_pad_nd.default, node, resized(node, d, total), widths, 0)
-                node = self._trim(node, d, long)
+                node = self.narrow(self.pad(node, d, left, right, total), d, 0, long)
         return node
-
-    def _permute(self, node: fx.Node, step: ReshardStep, shape: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
-        axes = self.mesh.sorted(a for a, _, _ in step.parts)
-        table = permutation_table(step.before, step.after, axes)
-        return self._send(node, axes, table, why)
 
     def stack(self, node: fx.Node, axes: Axes, why: dict[str, Any]) -> fx.Node:
         """Gathers the shards of all devices over `axes`, outer to inner, along a new first dim."""
-        local, members = info(node).specs[0], self.mesh.sorted(axes)
-        n = size_of(axes)
-        node = self.reshape(node, (1, *local.shape))
-        out = Spec((n, *local.shape), local.dtype)
-        node = self._issue(funcol.all_gather_into_tensor.default, node, (n,), members, out, "gather", out.bytes, why)
-        cuts = atoms((axes, members))
-        inner, group = split(axes, cuts), split(members, cuts)
+        local, (inner, group) = shape_of(node), self._parts(axes)
+        node = self._gather(self.reshape(node, (1, *local)), self.mesh.sorted(axes), why)
         if inner == group:
             return node
-        spread = self.reshape(node, (*(a.size for a in group), *local.shape))
-        rest = range(len(group), len(group) + len(local.shape))
-        return self.reshape(self.permute(spread, [*(group.index(a) for a in inner), *rest]), out.shape)
+        spread = self.reshape(node, (*(a.size for a in group), *local))
+        rest = range(len(group), len(group) + len(local))
+        order = [*(group.index(a) for a in inner), *rest]
+        return self.reshape(self.permute(spread, order), shape_of(node))
 
     def send(self, node: fx.Node, axes: Axes, to: Sequence[int], why: dict[str, Any]) -> fx.Node:
         """Sends the shard of each device of the group over `axes` (outer to inner) to another: device i to `to[i]`."""
+        inner, group = self._parts(axes)
+        member = [_place(position, group) for position in _positions(inner)]
+        table = {member[i]: member[target] for i, target in enumerate(to)}
+        return self._send(node, self.mesh.sorted(axes), tuple(table[i] for i in range(len(to))), why)
+
+    def _parts(self, axes: Axes) -> tuple[Axes, Axes]:
+        """The parts of axes that are parts of their group's too, in the order of `axes` and in that of the group."""
         members = self.mesh.sorted(axes)
         cuts = atoms((axes, members))
-        inner, group = split(axes, cuts), split(members, cuts)
-        table = [0] * len(to)
-        for i, target in enumerate(to):
-            table[_place(i, inner, group)] = _place(target, inner, group)
-        return self._send(node, members, tuple(table), why)
+        return split(axes, cuts), split(members, cuts)
 
     def _send(self, node: fx.Node, axes: Axes, table: tuple[int, ...], why: dict[str, Any]) -> fx.Node:
         spec = info(node).specs[0]
@@ -327,17 +311,58 @@ class Emitter:
         flat = self.reshape(node, (numel,))
         refs = tuple(tuple(a) for a in axes)
         out, into = (self.call(transfers, (refs, table, numel, r), []) for r in (True, False))
-        received = self._issue(
-            funcol.all_to_all_single.default, flat, (out, into), axes, Spec((numel,), spec.dtype), "permute",
-            spec.bytes, why,
-        )  # fmt: skip
+        received = self._issue("permute", flat, (out, into), axes, Spec((numel,), spec.dtype), why)
         return self.reshape(received, spec.shape)
 
+    # ---- runs of elements ---------------------------------------------------------------------------------
+    def move_runs(
+        self, nodes: Sequence[fx.Node], dim: int, axes: Axes, plan: RunPlan, sizes: Sequence[int], why: dict[str, Any]
+    ) -> list[fx.Node]:
+        """Emits a plan on a device's shards of the sources, and returns its shards of the results.
 
-def _place(index: int, order: Axes, group: Axes) -> int:
-    """Converts a position in the row-major order of the axes `order` to one in that of `group`, the same axes."""
-    at = dict(zip(order, _unravel(index, [a.size for a in order])))
-    return _ravel([(at[axis], axis.size) for axis in group])
+        sizes: the lengths of the results' shards along `dim`.
+        """
+        held = self.concatenate(nodes, dim)
+        strips = [
+            self.send(self.narrow(held, dim, self.pick(axes, each.starts), each.width), axes, each.to, why)
+            for each in plan.rounds
+        ]
+        held = self.concatenate([held, *strips], dim)
+        return [self._taken(held, dim, axes, places, size) for places, size in zip(plan.places, sizes)]
+
+    def _taken(
+        self, node: fx.Node, dim: int, axes: Axes, places: Sequence[Sequence[tuple[int, int]]], length: int
+    ) -> fx.Node:
+        """The elements of a device's shard of a result, in order."""
+        total = shape_of(node)[dim]
+        parts = max(map(len, places), default=0)
+        firsts = [own[0][1] if own else 0 for own in places]
+        if parts < 2 and all(0 <= first <= total - length for first in firsts):
+            return self.narrow(node, dim, self.pick(axes, firsts), length)
+        spec = (length,)
+        order = self.number(aten.arange.default, spec, torch.int64, length)
+        index = self.number(aten.add.Tensor, spec, torch.int64, order, self.pick(axes, firsts))
+        for k in range(1, parts):
+            begins = [own[k][0] if k < len(own) else length for own in places]
+            jumps = [own[k][1] - own[k - 1][1] if k < len(own) else 0 for own in places]
+            behind = self.number(aten.ge.Scalar, spec, torch.bool, order, self.pick(axes, begins))
+            jump = self.number(aten.mul.Scalar, spec, torch.int64, behind, self.pick(axes, jumps))
+            index = self.number(aten.add.Tensor, spec, torch.int64, index, jump)
+        index = self.number(aten.clamp.default, spec, torch.int64, index, 0, total - 1)  # padding reads anything
+        return self.move(aten.index_select.default, node, resized(node, dim, length), dim, index)
+
+
+def _positions(axes: Axes) -> Iterator[dict[Axis, int]]:
+    """Yields the positions on axes in row-major order, each as the place along every axis."""
+    return (dict(zip(axes, places)) for places in itertools.product(*(range(axis.size) for axis in axes)))
+
+
+def _place(position: Mapping[Axis, int], axes: Axes) -> int:
+    """The place of a position in the row-major order of `axes`."""
+    place = 0
+    for axis in axes:
+        place = place * axis.size + position[axis]
+    return place
 
 
 def permutation_table(before: Layout, after: Layout, axes: Axes) -> tuple[int, ...]:
@@ -347,15 +372,12 @@ def permutation_table(before: Layout, after: Layout, axes: Axes) -> tuple[int, .
     """
     moved = moved_places(before.dims, after.dims)
     members = split(axes, atoms((axes, *(side for pair in moved for side in pair))))
-    sizes = [a.size for a in members]
     holders: dict[tuple[int, ...], list[int]] = {}
     readers: dict[tuple[int, ...], list[int]] = {}
-    for i in range(math.prod(sizes)):
-        position = dict(zip(members, _unravel(i, sizes)))
+    for i, position in enumerate(_positions(members)):
         for by_piece, side in ((holders, 0), (readers, 1)):
-            piece = tuple(_ravel([(position[a], a.size) for a in pair[side]]) for pair in moved)
-            by_piece.setdefault(piece, []).append(i)
-    table = [0] * math.prod(sizes)
+            by_piece.setdefault(tuple(_place(position, pair[side]) for pair in moved), []).append(i)
+    table = [0] * size_of(members)
     for piece, senders in holders.items():
         receivers = readers[piece]
         stay = set(senders) & set(receivers)
@@ -364,35 +386,6 @@ def permutation_table(before: Layout, after: Layout, axes: Axes) -> tuple[int, .
         for i, j in zip((i for i in senders if i not in stay), (j for j in receivers if j not in stay)):
             table[i] = j
     return tuple(table)
-
-
-def _ravel(places: Sequence[tuple[int, int]]) -> int:
-    """The row-major position of (place, size) pairs."""
-    position = 0
-    for place, size in places:
-        position = position * size + place
-    return position
-
-
-def _unravel(index: int, sizes: Sequence[int]) -> list[int]:
-    """The place in each dim of a row-major position; the inverse of `_ravel`."""
-    out = []
-    for n in reversed(sizes):
-        out.append(index % n)
-        index //= n
-    return out[::-1]
-
-
-def _by_layout(axes: Sequence[Axis], order: Axes) -> Axes:
-    """The axes of one dim, outer to inner as in the dim's layout, with parts of one axis joined."""
-
-    def key(axis: Axis) -> tuple[int, int]:
-        for i, placed in enumerate(order):
-            if placed.overlaps(axis):
-                return (i, axis.pre)
-        return (len(order), axis.pre)
-
-    return merge(sorted(axes, key=key))
 
 
 def _identifier(name: str) -> str:

@@ -185,6 +185,12 @@ def difference(axes: Iterable[Axis], removed: Iterable[Axis]) -> Axes:
     return merge(part for part in split(axes, atoms((axes, removed))) if not overlap(part, removed))
 
 
+def intersection(axes: Iterable[Axis], among: Iterable[Axis]) -> Axes:
+    """The parts of `axes` that are in `among`."""
+    axes, among = tuple(axes), tuple(among)
+    return merge(part for part in split(axes, atoms((axes, among))) if overlap(part, among))
+
+
 def covers(wide: Sequence[Axis], narrow: Sequence[Axis]) -> bool:
     """Whether every part of `narrow` is in `wide`, in any order."""
     cuts = atoms((wide, narrow))

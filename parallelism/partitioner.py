@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
-from tpshard.parallelism import halo, joined_slices
+from tpshard.parallelism import joined_slices
 from tpshard.parallelism.anchors import is_anchor, is_boundary, is_grouped, output, split_annotations
 from tpshard.parallelism.capture import capture
 from tpshard.parallelism.choose import Choice, choose, computable, layout_of, past_padding, with_grains
@@ -314,7 +314,7 @@ class _Partitioner:
         self._at(reader, value)
         for step in steps:
             zeros = self.padding.zeros.get(node, frozenset())
-            node = halo.reshard(self.emitter, node, step, value.shape, self.reasons.why(value, step, reader))
+            node = self.emitter.step(node, step, value.shape, **self.reasons.why(value, step, reader))
             # a step that divides anew pads with 0; padding that existed before stays as it was
             before = (even(n // step.grain(d), step.before.dims[d]) for d, n in enumerate(value.shape))
             anew = {d for _, d, _ in step.parts if step.kind == "regrain"}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from operator import itemgetter
 
-from tpshard.parallelism.mesh import Axes, Axis, atoms, merge, overlap, size_of, split
+from tpshard.parallelism.mesh import Axes, Axis, atoms, intersection, merge, overlap, size_of, split
 from tpshard.parallelism.reshard_moves import (
     Move,
     Parts,
@@ -50,6 +50,14 @@ class ReshardStep:
 
     def grain(self, dim: int) -> int:
         return self.grains[dim] if self.grains else 1
+
+    def taken(self, dim: int) -> Axes:
+        """The axes that no longer shard a dim, outer to inner."""
+        return intersection(self.before.dims[dim], [axis for axis, source, _ in self.parts if source == dim])
+
+    def given(self, dim: int) -> Axes:
+        """The axes that shard a dim from now on, outer to inner."""
+        return intersection(self.after.dims[dim], [axis for axis, _, to in self.parts if to == dim])
 
     def runs(self, shape: Sequence[int]) -> tuple[int, RunPlan]:
         """The dim of a regrain of a tensor of this shape, and the runs by which its elements move."""

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, combinations
 from typing import NamedTuple
 
 from tpshard.parallelism.mesh import Axes, Axis, Mesh, merge, size_of
@@ -220,10 +221,9 @@ def _axes(names: Sequence[str], mesh: Mesh, refuse: Callable[[str], ValueError])
 def check_disjoint(dims: Sequence[Axes]) -> None:
     """Raises ValueError if two of these axes overlap."""
     flat = [axis for dim in dims for axis in dim]
-    for i, axis in enumerate(flat):
-        for other in flat[i + 1 :]:
-            if axis.overlaps(other):
-                raise ValueError(f"mesh axis `{axis.name}` is used twice in one tensor")
+    for axis, other in combinations(flat, 2):
+        if axis.overlaps(other):
+            raise ValueError(f"mesh axis `{axis.name}` is used twice in one tensor")
 
 
 class Layout(NamedTuple):
@@ -290,6 +290,11 @@ def local_size(size: int, axes: Sequence[Axis], grain: int = 1) -> int:
     return size * grain
 
 
+def lengths(size: int, axes: Sequence[Axis], grain: int = 1) -> list[int]:
+    """The length of a dim, and of one device's part of it after each of the axes has divided it (see `local_size`)."""
+    return list(accumulate(axes, lambda part, axis: local_size(part, (axis,), grain), initial=size))
+
+
 def local_shape(shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
     if not layout.grains:
         return tuple(local_size(n, axes) for n, axes in zip(shape, layout.dims))
@@ -320,18 +325,15 @@ def refines(size: int, fine: Axes, coarse: Axes) -> bool:
 def starts(size: int, axes: Axes) -> tuple[int, ...]:
     """The first element of every piece of a dim, in the order of the pieces."""
     places: tuple[int, ...] = (0,)
-    for axis in axes:
-        size = local_size(size, (axis,))
-        places = tuple(place + i * size for place in places for i in range(axis.size))
+    for axis, part in zip(axes, lengths(size, axes)[1:]):
+        places = tuple(place + i * part for place in places for i in range(axis.size))
     return places
 
 
 def spans(size: int, axes: Sequence[Axis], grain: int = 1) -> tuple[tuple[int, int], ...]:
     """The first element of every device's shard of a dim, and the one behind its last, without padding."""
     out: tuple[tuple[int, int], ...] = ((0, size),)
-    part = size
-    for axis in axes:
-        part = local_size(part, (axis,), grain)
+    for axis, part in zip(axes, lengths(size, axes, grain)[1:]):
         out = tuple(
             (min(first + i * part, end), min(first + (i + 1) * part, end))
             for first, end in out for i in range(axis.size)
