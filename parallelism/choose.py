@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -10,7 +10,7 @@ from tpshard.parallelism import factors, halo
 from tpshard.parallelism.factors import WHOLE, Cut
 from tpshard.parallelism.graph import Op, Value
 from tpshard.parallelism.mesh import Axes, Axis, merge, overlap, size_of, starts_with
-from tpshard.parallelism.reshard import LATENCY_BYTES, cost, redistribution
+from tpshard.parallelism.reshard import cost, redistribution
 from tpshard.parallelism.rules.rule import Dim, Kind, Rule
 from tpshard.parallelism.sharding import Layout, even, even_grains, local_bytes, local_size, padded_behind
 
@@ -34,10 +34,10 @@ def choose(
     rule: Rule,
     homes: Sequence[Layout],
     targets: Sequence[Layout],
-    fixed: Sequence[bool] = (),
-    fetched: Sequence[Collection[Layout]] = (),
-    sharers: Sequence[Mapping[Layout, Collection[Op]]] = (),
-    latency: int = LATENCY_BYTES,
+    fixed: Sequence[bool],
+    fetched: Sequence[Collection[Layout]],
+    sharers: Sequence[Mapping[Layout, Collection[Op]]],
+    latency: int,
 ) -> tuple[Rule, Choice]:
     """Chooses the rule by which an op is computed, and the cut of each of its factors; returns both.
 
@@ -257,7 +257,7 @@ def _may_cut(op: Op, rule: Rule, f: int, axes: Axes, grain: int) -> bool:
     )
 
 
-def past_padding(op: Op, rule: Rule, choice: Choice, rule_of: Callable[[Op], Rule]) -> tuple[Op, Rule]:
+def past_padding(op: Op, rule: Rule, choice: Choice, rules: Mapping[Op, Rule]) -> tuple[Op, Rule]:
     """Rewrites an op on a padded operand to read the unpadded source, so that one halo exchange serves both.
 
     Returns the op and its rule, unchanged for other ops. The padding must be along the window's dim alone, and nothing
@@ -271,7 +271,7 @@ def past_padding(op: Op, rule: Rule, choice: Choice, rule_of: Callable[[Op], Rul
         pad = value.producer
         if pad is None or pad.target is not aten.constant_pad_nd.default or value.users != [reader]:
             continue
-        windows = rule_of(pad).windows
+        windows = rules[pad].windows
         if [inner.dim for _, inner in windows] != [window.dim]:
             continue
         inner = windows[0][1]
@@ -328,13 +328,11 @@ def _cost(
 
     for i, (value, home, dims) in enumerate(zip(op.operands, homes, rule.operands)):
         needed_layout = layout_of(rule, dims, choice, False)
-        if home.partial:
-            needed_layout = (
-                needed_layout.as_sum(home.partial, home.kind) if not _clash(needed_layout, home) else needed_layout
-            )
-        if home != needed_layout and not (fetched and needed_layout in fetched[i]):
+        if home.partial and not any(overlap(axis, home.partial) for axis in needed_layout.axes):
+            needed_layout = needed_layout.as_sum(home.partial, home.kind)
+        if home != needed_layout and needed_layout not in fetched[i]:
             moved = moving(value, home, needed_layout)
-            if fixed and fixed[i]:
+            if fixed[i]:
                 total += moved * INTENT
             elif sharers and not rule.windows:
                 total += moved / len({op, *sharers[i].get(needed_layout, ())})
@@ -380,7 +378,3 @@ def readers(value: Value, shift: Op | None = None) -> int:
     For an op that reads its neighbours' elements (`shift`) only ops of the same kind: others read the value in place.
     """
     return max(1, len({user for user in value.users if shift is None or user.target is shift.target}))
-
-
-def _clash(need: Layout, home: Layout) -> bool:
-    return any(overlap(a, home.partial) for a in need.axes)

@@ -7,7 +7,7 @@ another layout, the propagated one only costs two reshards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 
 from tpshard.parallelism import factors
 from tpshard.parallelism.anchors import is_anchor
@@ -20,7 +20,7 @@ from tpshard.parallelism.sharding import Layout
 
 def detours(
     graph: Graph,
-    rule_of: Callable[[Op], Rule],
+    rules: Mapping[Op, Rule],
     choices: Mapping[Op, Choice],
     propagated: Mapping[Value, Layout],
     computed: Mapping[Value, Layout],
@@ -40,7 +40,7 @@ def detours(
             for value in op.operands:
                 needs.setdefault(value, set()).add(propagated[op.results[0]])
             continue
-        rule = rule_of(op)
+        rule = rules[op]
         needed = [layout_of(rule, dims, choices[op], False) for dims in rule.operands]
         for result in op.results:
             layouts = needs.get(result, set())
@@ -49,7 +49,7 @@ def detours(
             (layout,) = layouts
             if layout == propagated[result]:
                 continue
-            if _passes(op, rule):
+            if rule.priority == 0 and len(op.results) == 1:
                 inner = _through(op, rule, layout)
                 if inner is None:
                     continue
@@ -86,10 +86,6 @@ def _shorter(value: Value, computed: Layout, over: Layout, to: Layout) -> bool:
         for ends in ((computed, over), (over, to), (computed, to))
     )
     return direct < first + second
-
-
-def _passes(op: Op, rule: Rule) -> bool:
-    return rule.priority == 0 and len(op.results) == 1
 
 
 def _through(op: Op, rule: Rule, layout: Layout) -> list[Layout] | None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from tpshard.parallelism.anchors import is_anchor
 from tpshard.parallelism.graph import Graph, Op, Value
 from tpshard.parallelism.mesh import Axes, covers, union
 from tpshard.parallelism.rules.rule import Rule
 
-RuleOf = Callable[[Op], Rule]
-
 
 def carried_sums(
-    graph: Graph, rule_of: RuleOf, natural: Mapping[Value, tuple[Axes, str]]
+    graph: Graph, rules: Mapping[Op, Rule], natural: Mapping[Value, tuple[Axes, str]]
 ) -> tuple[dict[Value, Axes], dict[Value, Axes]]:
     """Returns the values that are partial sums when computed, and those of them that stay unreduced, with their axes.
 
@@ -26,7 +24,7 @@ def carried_sums(
     while True:
         partial: dict[Value, Axes] = {v: axes for v, (axes, kind) in natural.items() if kind == "sum"}
         for op in graph.ops:
-            rule = rule_of(op)
+            rule = rules[op]
             if is_anchor(op) or not rule.additive or len(op.results) != 1:
                 continue
             added = [op.operands[i] for i in rule.additive]
@@ -40,13 +38,13 @@ def carried_sums(
                 continue
             own = partial.get(op.results[0], ())
             partial[op.results[0]] = union(own, joined)
-        newly = {v for v in partial if v not in refused and not _may_carry(v, partial, rule_of)}
+        newly = {v for v in partial if v not in refused and not _may_carry(v, partial, rules)}
         if not newly:
             return partial, {v: axes for v, axes in partial.items() if v not in refused}
         refused |= newly
 
 
-def _may_carry(value: Value, partial: Mapping[Value, Axes], rule_of: RuleOf) -> bool:
+def _may_carry(value: Value, partial: Mapping[Value, Axes], rules: Mapping[Op, Rule]) -> bool:
     """Whether a partial value may stay partial through its only reader; see `carried_sums`."""
     readers = set(value.users)
     if len(readers) != 1:
@@ -54,23 +52,23 @@ def _may_carry(value: Value, partial: Mapping[Value, Axes], rule_of: RuleOf) -> 
     (op,) = readers
     if is_anchor(op):
         return True
-    rule = rule_of(op)
+    rule = rules[op]
     if len(op.results) != 1 or not {i for i, v in enumerate(op.operands) if v is value} <= set(rule.additive):
         return False
     result = op.results[0]
     covered = covers(partial.get(result, ()), partial.get(value, ()))
     if not covered or (partial.get(result) != partial.get(value) and value.rank):
         return False
-    return result.bytes <= value.bytes or (result.numel == value.numel and _to_storage(result, rule_of))
+    return result.bytes <= value.bytes or (result.numel == value.numel and _to_storage(result, rules))
 
 
-def _to_storage(value: Value, rule_of: RuleOf) -> bool:
+def _to_storage(value: Value, rules: Mapping[Op, Rule]) -> bool:
     """Returns whether only linear ops that keep the number of elements lie between a value and an anchor."""
     while len(set(value.users)) == 1:
         op = value.users[0]
         if is_anchor(op):
             return True
-        if not rule_of(op).additive or op.results[0].numel != value.numel:
+        if not rules[op].additive or op.results[0].numel != value.numel:
             return False
         value = op.results[0]
     return False

@@ -6,6 +6,7 @@ it, once per value and layout. A partial sum may stay unreduced until a later op
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +29,6 @@ from tpshard.parallelism.propagated_reasons import PropagatedReasons
 from tpshard.parallelism.reasons import Reasons
 from tpshard.parallelism.repeated import Work
 from tpshard.parallelism.reshard import LATENCY_BYTES, cost, redistribution
-from tpshard.parallelism.rules.rule import Rule
 from tpshard.parallelism.rules.table import entry_of
 from tpshard.parallelism.shard_padding import ShardPadding
 from tpshard.parallelism.sharding import Layout, Sharding, even, local_shape, replicated
@@ -126,7 +126,8 @@ class _Partitioner:
         self.copies: dict[Value, dict[Layout, fx.Node]] = {}
         self.home: dict[Value, Layout] = {}
         self.choices: dict[Op, Choice] = {}
-        self.rules: dict[Op, Rule] = {}
+        self.rules = dict(shardings.rules)
+        """The rule by which each op is computed: the chosen one, once an alternative has been chosen."""
         self.warnings: list[str] = []
         self.reasons = Reasons(shardings)
         self.fetched: dict[Value, set[Layout]] = {}
@@ -155,28 +156,24 @@ class _Partitioner:
         """
         self._choose_all(first=True)
         self.propagated |= detours(
-            self.graph, self.rule, self.choices, self.propagated, self.computed, self.s.annotated
+            self.graph, self.rules, self.choices, self.propagated, self.computed, self.s.annotated
         )
         natural = self._choose_all(first=False)
-        self.partial, self.left_partial = carried_sums(self.graph, self.rule, natural)
+        self.partial, self.left_partial = carried_sums(self.graph, self.rules, natural)
 
     def _is_fixed(self, value: Value) -> bool:
         """Whether a value is a used parameter (behind its boundary), whose layout should not change."""
         return value.producer is not None and is_boundary(value.producer) and value.producer.args[1] == "parameter"
 
     def _choose_all(self, first: bool) -> dict[Value, tuple[Axes, str]]:
-        for value in [*self.graph.inputs, *(v for v, _ in self.graph.constants.values())]:
-            self.home[value] = self.propagated[value] if value.producer is None else replicated(value.rank)
-        for value, _ in self.graph.constants.values():
-            self.home[value] = replicated(value.rank)
+        self.home |= {value: self.propagated[value] for value in self.graph.inputs}
+        self.home |= {value: replicated(value.rank) for value, _ in self.graph.constants.values()}
         natural: dict[Value, tuple[Axes, str]] = {
             v: (axes, "sum") for v in self.graph.inputs if (axes := self.s.of[v].unreduced)
         }
         for op in self.graph.ops:
-            rule = self.rule(op)
             if is_anchor(op):
-                target = self._anchor_layout(op)
-                self.home[op.results[0]] = target
+                self.home[op.results[0]] = self._anchor_layout(op)
                 continue
             homes = [self.home[v] for v in op.operands]
             fixed = [self._is_fixed(v) for v in op.operands]
@@ -207,10 +204,6 @@ class _Partitioner:
         if value not in self.s.annotated or any(self.s.annotated[value].sharding.open) or not value.rank:
             return None
         return self.propagated[value]
-
-    def rule(self, op: Op) -> Rule:
-        """Returns the rule by which the op is computed: the chosen one, once an alternative has been chosen."""
-        return self.rules.get(op, self.s.rules[op])
 
     def _anchor_layout(self, op: Op) -> Layout:
         """Returns the layout of an anchor's result: its annotation's, or else its operand's or the propagated one."""
@@ -250,7 +243,7 @@ class _Partitioner:
         return self.finish()
 
     def emit(self, op: Op) -> None:
-        rule, choice = self.rule(op), self.choices[op]
+        rule, choice = self.rules[op], self.choices[op]
         carried: Axes = ()
         if rule.additive and len(op.results) == 1 and op.results[0] in self.partial:
             own = layout_of(rule, rule.results[0], choice, True).partial
@@ -259,7 +252,7 @@ class _Partitioner:
             choice = {f: Cut(rest, cut.grain) for f, cut in choice.items() if (rest := without(cut.axes, carried))}
             choice = computable(op, rule, choice)
         else:
-            op, rule = past_padding(op, rule, choice, self.rule)
+            op, rule = past_padding(op, rule, choice, self.rules)
         inputs = []
         for i, (value, dims) in enumerate(zip(op.operands, rule.operands)):
             needed_layout = layout_of(rule, dims, choice, False)
@@ -330,7 +323,7 @@ class _Partitioner:
         op = value.producer
         if op is None or len(op.operands) != 1 or entry_of(op.target).view is None or layout.partial:
             return None
-        rule, (source,) = self.rule(op), op.operands
+        rule, (source,) = self.rules[op], op.operands
         choice = {f: cut for f, cut in cuts(layout, rule.results[value.index], rule.sizes).items() if cut.axes}
         if layout_of(rule, rule.results[value.index], choice, True) != layout:
             return None
@@ -349,35 +342,25 @@ class _Partitioner:
         return nodes if isinstance(nodes, list) else [nodes]
 
     def finish(self) -> Program:
-        outputs, ports = [], []
-        for out in self.graph.outputs:
-            if isinstance(out, Value):
-                outputs.append(self.copies[out][self.home[out]])
-                ports.append(self._port(out))
-            else:
-                outputs.append(out)
-        node = self.emitter.graph.output(tuple(outputs))
+        outputs = self.graph.outputs
+        node = self.emitter.graph.output(
+            tuple(self.copies[out][self.home[out]] if isinstance(out, Value) else out for out in outputs)
+        )
         node.meta[INFO] = Info(())
         _drop_dead(self.emitter.graph)
-        work = Work(self.graph, self.mesh, self.rules, self.choices, self._work_of_ops(), self.apart)
+        flops: Counter[str] = Counter()
+        for info in (node.meta[INFO] for node in self.emitter.graph.nodes):
+            flops[info.origin] += info.flops
+        work = Work(self.graph, self.mesh, self.rules, self.choices, +flops, self.apart)
         self.warnings += work.warnings()
         records = {v.name: self._record(v) for v in self.graph.values()}
         return Program(
-            self.mesh, self.emitter.graph, tuple(self._port(v) for v in self.graph.inputs), tuple(ports), records,
+            self.mesh, self.emitter.graph, tuple(self._port(v) for v in self.graph.inputs),
+            tuple(self._port(out) for out in outputs if isinstance(out, Value)), records,
             constants={name: tensor for name, (_, tensor) in self.graph.constants.items()},
             warnings=list(dict.fromkeys(self.warnings)), in_tree=self.graph.in_tree, out_tree=self.graph.out_tree,
             reasons=PropagatedReasons(self.s, work),
         )  # fmt: skip
-
-    def _work_of_ops(self) -> dict[str, Info]:
-        """The FLOPs of each op's nodes, by the op's name."""
-        work: dict[str, Info] = {}
-        for info in (node.meta[INFO] for node in self.emitter.graph.nodes):
-            if info.flops:
-                sum_so_far = work.get(info.origin, Info(()))
-                flops, whole = sum_so_far.flops + info.flops, sum_so_far.global_flops + info.global_flops
-                work[info.origin] = Info((), flops=flops, global_flops=whole)
-        return work
 
     def _record(self, value: Value) -> ValueRecord:
         op = value.producer

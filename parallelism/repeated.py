@@ -10,7 +10,6 @@ from tpshard.parallelism.choose import Choice
 from tpshard.parallelism.depth import Depth
 from tpshard.parallelism.graph import Graph, Op
 from tpshard.parallelism.mesh import Axes, Axis, Mesh, difference, size_of
-from tpshard.parallelism.node_info import Info
 from tpshard.parallelism.rules.rule import Kind, Rule
 from tpshard.parallelism.rules.table import name_of
 
@@ -37,8 +36,8 @@ class Work:
     mesh: Mesh
     rules: Mapping[Op, Rule]
     choices: Mapping[Op, Choice]
-    done: Mapping[str, Info]
-    """The FLOPs of one device and of all work, by the op's name."""
+    flops: Mapping[str, int]
+    """The FLOPs of one device for each op that has some, by the op's name."""
     apart: Sequence[str] = ()
     """Axes along which devices run different parts of the program."""
 
@@ -49,12 +48,11 @@ class Work:
         """
         sizes = self.mesh.axes.items()
         every = tuple(Axis(name, 1, size) for name, size in sizes if size > 1 and name not in self.apart)
-        times = {name: depth.count(name) if depth is not None else 1 for name in self.done}
-        total = sum(info.flops * times[name] for name, info in self.done.items())
+        times = {name: depth.count(name) if depth is not None else 1 for name in self.flops}
+        total = sum(flops * times[name] for name, flops in self.flops.items())
         kinds: dict[tuple[str, ...], Repeated] = {}
         for op in self.graph.ops:
-            info = self.done.get(op.name)
-            if info is None or op not in self.choices or not info.global_flops or op.phase == "update":
+            if op.name not in self.flops or op not in self.choices or op.phase == "update":
                 continue
             rule, choice = self.rules[op], self.choices[op]
             idle = difference(every, [a for f in rule.work if f in choice for a in choice[f].axes])
@@ -63,7 +61,7 @@ class Work:
             key = (str(op.target), re.sub(r"\d+", "#", op.place.module), str(idle))
             kind = kinds.setdefault(key, Repeated(op, idle))
             kind.count += times[op.name]
-            kind.flops += info.flops * (1 - 1 / size_of(idle)) * times[op.name]
+            kind.flops += self.flops[op.name] * (1 - 1 / size_of(idle)) * times[op.name]
         worst = sorted(kinds.values(), key=lambda kind: -kind.flops)
         texts = [
             _warning(kind, self.rules[kind.op], self.choices[kind.op], kind.flops / total)
