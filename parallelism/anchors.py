@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tpshard.parallelism.graph import Graph, Op, Value
@@ -17,29 +17,21 @@ def output(x: Any) -> Any:
     return x
 
 
-def is_named(op: Op) -> bool:
-    """Whether the op names an activation of the model: `named(x, name, dims)`."""
-    return str(op.target) == "tpshard.named.default"
+def _is(name: str) -> Callable[[Op], bool]:
+    """A test for our identity op `name`."""
+    return lambda op: str(op.target) == f"tpshard.{name}.default"
 
 
-def is_split(op: Op) -> bool:
-    """Whether the op annotates an activation inside the function: `mesh_split(x, sharding)`."""
-    return str(op.target) == "tpshard.mesh_split.default"
-
-
-def is_boundary(op: Op) -> bool:
-    """Whether the op is where a parameter leaves its storage, or a gradient enters it: `boundary(x, kind, name)`."""
-    return str(op.target) == "tpshard.boundary.default"
-
-
-def is_grouped(op: Op) -> bool:
-    """Whether the op puts its result into a group of tensors with one sharding: `grouped(x, group)`."""
-    return str(op.target) == "tpshard.grouped.default"
-
-
-def is_role(op: Op) -> bool:
-    """Whether the op states the role of a value in a step: `role(x, role)`."""
-    return str(op.target) == "tpshard.role.default"
+is_named = _is("named")
+"""Whether an op names an activation of the model: `named(x, name, dims)`."""
+is_split = _is("mesh_split")
+"""Whether an op annotates an activation inside the function: `mesh_split(x, sharding)`."""
+is_boundary = _is("boundary")
+"""Whether an op is where a parameter leaves its storage, or a gradient enters it: `boundary(x, kind, name)`."""
+is_grouped = _is("grouped")
+"""Whether an op puts its result into a group of tensors with one sharding: `grouped(x, group)`."""
+is_role = _is("role")
+"""Whether an op states the role of a value in a step: `role(x, role)`."""
 
 
 def is_anchor(op: Op) -> bool:

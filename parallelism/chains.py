@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 from tpshard.parallelism.mesh import Axes, Axis, Mesh
 from tpshard.parallelism.sharding import show_axis
@@ -36,12 +34,8 @@ class ShardingReason(NamedTuple):
     steps: tuple[LastStep, ...]
 
 
-class ReasonLookup(Protocol):
-    """A function from the name of a program's value to the reason of its sharding."""
-
-    def __call__(self, name: str) -> ShardingReason:
-        """Returns the reason of the value `name`; raises KeyError if there is no such value."""
-        ...
+ReasonLookup = Callable[[str], ShardingReason]
+"""Returns the reason of a program's value, given its name; raises KeyError if there is no such value."""
 
 
 def explanation(reasons: ReasonLookup, mesh: Mesh, name: str) -> Explanation:
@@ -65,17 +59,3 @@ def chain(reasons: ReasonLookup, mesh: Mesh, name: str, dim: int, axis: Axis) ->
         links.append(Hop(show_axis(axis, mesh), name, dim, step.through, step.source, step.source_dim, step.written_at))
         name, dim = step.source, step.source_dim
     return links
-
-
-@dataclass(frozen=True, eq=False)
-class StoredReasons:
-    """The reasons of a program that was read from a file, decoded when the first one is asked for."""
-
-    decode: Callable[[], Mapping[str, ShardingReason]]
-
-    @cached_property
-    def _reasons(self) -> Mapping[str, ShardingReason]:
-        return self.decode()
-
-    def __call__(self, name: str) -> ShardingReason:
-        return self._reasons[name]

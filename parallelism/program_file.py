@@ -21,7 +21,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 from tpshard.kernels.dtypes import dtype_name
-from tpshard.parallelism.chains import LastStep, ShardingReason, StoredReasons
+from tpshard.parallelism.chains import LastStep, ShardingReason
 from tpshard.parallelism.graph import Layer, Place
 from tpshard.parallelism.mesh import Axis, Mesh
 from tpshard.parallelism.node_info import INFO, Collective, Held, Info, Port, Spec
@@ -153,6 +153,11 @@ class _Writer:
 class _Reader:
     """Converts JSON back to values; the method `_KIND` reads a list of that kind."""
 
+    _float = staticmethod(float)
+    _complex = staticmethod(complex)
+    _device = staticmethod(torch.device)
+    _tree = staticmethod(pytree.treespec_loads)
+
     def __init__(self, classes: dict[str, type], pool: list[Any]) -> None:
         self.classes, self.pool = classes, pool
         self.decoded: dict[int, Any] = {}
@@ -190,26 +195,14 @@ class _Reader:
     def _slice(self, start: Any, stop: Any, step: Any) -> slice:
         return slice(*map(self.decode, (start, stop, step)))
 
-    def _complex(self, real: float, imaginary: float) -> complex:
-        return complex(real, imaginary)
-
-    def _float(self, text: str) -> float:
-        return float(text)
-
     def _torch(self, name: str) -> Any:
         value = getattr(torch, name)
         if not isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
             raise TypeError(f"torch.{name}")
         return value
 
-    def _device(self, name: str) -> torch.device:
-        return torch.device(name)
-
     def _tensor(self, dtype: str, shape: list[int], values: list[Any]) -> torch.Tensor:
         return torch.tensor(values, dtype=self._torch(dtype)).reshape(shape)
-
-    def _tree(self, text: str) -> pytree.TreeSpec:
-        return pytree.treespec_loads(text)
 
     def _op(self, name: str) -> Any:
         namespace, packet, overload = name.split(".")
@@ -242,7 +235,7 @@ class _Reader:
         return Program(
             self.decode(mesh), graph, self.decode(inputs), self.decode(outputs), self.decode(records),
             self.decode(donated), self.decode(constants), self.decode(warnings), self.decode(in_tree),
-            self.decode(out_tree), None if why is None else StoredReasons(lambda: self.decode(why)),
+            self.decode(out_tree), None if why is None else lambda name: self.decode(why)[name],
         )  # fmt: skip
 
 

@@ -14,21 +14,13 @@ from typing import NamedTuple
 from tpshard.parallelism.anchors import output
 from tpshard.parallelism.factors import unproject
 from tpshard.parallelism.graph import Graph, Op, Value
-from tpshard.parallelism.mesh import (
-    Axes,
-    Axis,
-    Mesh,
-    difference,
-    overlap,
-    remainder,
-    starts_with,
-)
+from tpshard.parallelism.mesh import Axes, Axis, Mesh, difference, overlap, remainder, starts_with
 from tpshard.parallelism.propagated import Annotation, Cause, Shardings
-from tpshard.parallelism.propagation_step import Edge, EdgeChange, EdgeVisit, Tie, directions
+from tpshard.parallelism.propagation_step import Edge, EdgeChange, EdgeVisit, directions, tie
 from tpshard.parallelism.rules.rule import Rule
 from tpshard.parallelism.rules.table import entry_of, rule_for
 from tpshard.parallelism.sharding import Sharding
-from tpshard.parallelism.why import TIE, Through, through
+from tpshard.parallelism.why import through
 
 
 class Loop(NamedTuple):
@@ -83,9 +75,8 @@ class _Propagation:
         self.forms: dict[tuple[object, ...], int] = {}
         self.moves: dict[tuple[object, ...], EdgeChange | None] = {}
         """Cached results of visits; None for a visit without effect."""
-        members: list[Op | Tie] = [*graph.ops, *map(Tie, ties)]
-        for op in members:
-            rule = op.rule if isinstance(op, Tie) else self.rules[op]
+        tied = dict(map(tie, ties))
+        for op, rule in [*((op, self.rules[op]) for op in graph.ops), *tied.items()]:
             entry = entry_of(op.target)
             pointwise = rule.priority == 0 and entry.view is None
             single = all(len(v.users) <= 1 or not v.rank for v in op.operands)
@@ -95,7 +86,7 @@ class _Propagation:
             edge = Edge(op, rule, [*op.operands, *op.results], form, pointwise, ways)
             self.edges.append(edge)
         self.results = [edge for edge in self.edges if edge.op.target is output]
-        self.ties: dict[Value, Edge] = {v: e for e in self.edges if isinstance(e.op, Tie) for v in e.tensors}
+        self.ties: dict[Value, Edge] = {v: e for e in self.edges if e.op in tied for v in e.tensors}
         self.touching: dict[Value, list[Edge]] = {}
         """The edges to visit after a change of a value: its producer, then its readers from last to first.
 
@@ -103,7 +94,7 @@ class _Propagation:
         """
         for edge in reversed(self.edges):
             for value in dict.fromkeys(edge.tensors):
-                if edge.op.target is not output and not isinstance(edge.op, Tie):
+                if edge.op.target is not output and edge.op not in tied:
                     self.touching.setdefault(value, []).append(edge)
         for value, near in self.touching.items():
             near.sort(key=lambda edge: edge.op is not value.producer)
@@ -232,11 +223,7 @@ class _Propagation:
                     continue
                 source = sources[(t, f)]
                 source_dim = next(d for d, fs in enumerate(edge.rule.tensors[source]) if f in fs)
-                cause = Cause(_through(edge.op), edge.tensors[source], source_dim)
+                cause = Cause(through(edge.op), edge.tensors[source], source_dim)
                 for axis in difference(factors[f], old):
                     self.causes.setdefault((value, dim), []).append((axis, cause))
             changed.append(value)
-
-
-def _through(op: Op | Tie) -> Through:
-    return TIE if isinstance(op, Tie) else through(op)

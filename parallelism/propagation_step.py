@@ -17,27 +17,22 @@ from tpshard.parallelism.graph import Op, Value
 from tpshard.parallelism.mesh import Axes, common_prefix, size_of, starts_with, without
 from tpshard.parallelism.rules.rule import Direction, Kind, Rule
 from tpshard.parallelism.sharding import Sharding
+from tpshard.parallelism.why import TIE
 
 
-class Tie:
-    """Values with one common sharding: a parameter, its gradient, its optimizer state."""
-
-    name = "tie"
-    target = "tie"
-
-    def __init__(self, values: Sequence[Value]):
-        self.operands: list[Value] = []
-        self.results = list(values)
-        rank = values[0].rank
-        dims = tuple((i,) for i in range(rank))
-        self.rule = Rule((), (dims,) * len(values), values[0].shape, (Kind.PASS,) * rank, priority=0)
+def tie(values: Sequence[Value]) -> tuple[Op, Rule]:
+    """An op, in no graph, whose results have one common sharding: a parameter, its gradient, its optimizer state."""
+    rank = values[0].rank
+    dims = tuple((i,) for i in range(rank))
+    rule = Rule((), (dims,) * len(values), values[0].shape, (Kind.PASS,) * rank, priority=0)
+    return Op(TIE.name, TIE.target, (), {}, [], list(values)), rule
 
 
 @dataclass(eq=False)
 class Edge:
     """An op or a tie, with the tensors between which propagation moves axes and the rule by which it does."""
 
-    op: Op | Tie
+    op: Op
     rule: Rule
     tensors: list[Value]
     form: int
