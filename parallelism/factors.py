@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from tpshard.parallelism.mesh import Axes, Axis, merge, remainder, size_of, starts_with, without
@@ -95,7 +95,7 @@ def project(dims: Sequence[Axes], rule_dims: Sequence[tuple[int, ...]], sizes: S
     return {f: part.axes for f, part in parts(dims, (True,) * len(dims), rule_dims, sizes).items()}
 
 
-def extension(part: FactorAxes, axes: Axes, size: int, barred: Iterable[Axis]) -> Axes:
+def extension(part: FactorAxes, axes: Axes, size: int, barred: Axes) -> Axes:
     """Extends the axes of a factor towards `axes` as far as it can be sharded.
 
     A closed or overflowing factor is not extended. Every factor of a dim except the last must be divided evenly, by a
@@ -104,7 +104,6 @@ def extension(part: FactorAxes, axes: Axes, size: int, barred: Iterable[Axis]) -
     present = part.axes
     if not starts_with(axes, present):
         return axes
-    barred = tuple(barred)
     extended = list(present)
     for axis in remainder(axes, present) if part.open and not part.overflow else ():
         free = without((axis,), barred)

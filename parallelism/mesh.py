@@ -197,13 +197,9 @@ def covers(wide: Sequence[Axis], narrow: Sequence[Axis]) -> bool:
     return set(split(narrow, cuts)) <= set(split(wide, cuts))
 
 
-def common_prefix(a: Sequence[Axis], b: Sequence[Axis]) -> Axes:
-    """The longest list of (sub-)axes, from the outermost, on which both lists agree."""
-    return _common_prefix(tuple(a), tuple(b))
-
-
 @lru_cache(maxsize=1 << 14)  # a program of thousands of operations has few different arguments
-def _common_prefix(a: Axes, b: Axes) -> Axes:
+def common_prefix(a: Axes, b: Axes) -> Axes:
+    """The longest list of (sub-)axes, from the outermost, on which both lists agree."""
     cuts = atoms((a, b))
     prefix = []
     for left, right in zip(split(a, cuts), split(b, cuts)):
@@ -213,29 +209,21 @@ def _common_prefix(a: Axes, b: Axes) -> Axes:
     return merge(prefix)
 
 
-def starts_with(longer: Sequence[Axis], shorter: Sequence[Axis]) -> bool:
+def starts_with(longer: Axes, shorter: Axes) -> bool:
     """Whether `shorter` is a prefix of `longer`."""
     return common_prefix(longer, shorter) == merge(shorter)
 
 
-def remainder(longer: Sequence[Axis], prefix: Sequence[Axis]) -> Axes:
-    """The axes of `longer` after its prefix `prefix`."""
-    return _remainder(tuple(longer), tuple(prefix))
-
-
 @lru_cache(maxsize=1 << 14)
-def _remainder(longer: Axes, prefix: Axes) -> Axes:
+def remainder(longer: Axes, prefix: Axes) -> Axes:
+    """The axes of `longer` after its prefix `prefix`."""
     cuts = atoms((longer, prefix))
     return merge(split(longer, cuts)[len(split(prefix, cuts)) :])
 
 
-def without(axes: Sequence[Axis], used: Iterable[Axis]) -> Axes:
-    """The longest prefix of `axes` that does not overlap `used`; it may end with the outer part of an axis."""
-    return _without(tuple(axes), tuple(used))
-
-
 @lru_cache(maxsize=1 << 14)
-def _without(axes: Axes, used: Axes) -> Axes:
+def without(axes: Axes, used: Axes) -> Axes:
+    """The longest prefix of `axes` that does not overlap `used`; it may end with the outer part of an axis."""
     if not used or not axes:
         return axes
     prefix = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -71,10 +72,7 @@ class Spec:
     @cached_property
     def bytes(self) -> int:
         """Bytes of a device's tensor."""
-        n = self.dtype.itemsize
-        for size in self.shape:
-            n *= size
-        return n
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

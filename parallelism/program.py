@@ -160,31 +160,28 @@ class Program:
     @property
     def flop_efficiency(self) -> float:
         """Global FLOPs / (devices x FLOPs of one device), forward and backward without recomputation."""
-        whole = local = 0
-        for node in self.graph.nodes:
-            info = node.meta.get(INFO)
-            if info is not None and info.phase != "recompute":
-                whole, local = whole + info.global_flops, local + info.flops
-        return whole / (self.mesh.ranks * local) if local else 1.0
+        infos = (node.meta.get(INFO) for node in self.nodes)
+        local = sum(each.flops for each in infos if each is not None and each.phase != "recompute")
+        return self.useful_flops / (self.mesh.ranks * local) if local else 1.0
 
     # ---- comparing and saving -----------------------------------------------------------------------------
-    def to_json(self, *, why: bool = True) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """The program as plain data: mesh, ports and nodes. The same program gives the same bytes.
 
-        why: whether collectives have their reasons, which contain file positions.
+        Collectives have no reasons there, since these contain file positions.
         """
         return {
             "mesh": self.mesh.axes,
             "inputs": [_port_json(p, self.mesh) for p in self.inputs],
             "outputs": [_port_json(p, self.mesh) for p in self.outputs],
             "donated": {str(k): v for k, v in sorted(self.donated.items())},
-            "nodes": [_node_json(node, why) for node in self.graph.nodes],
+            "nodes": [_node_json(node) for node in self.graph.nodes],
         }
 
     @property
     def fingerprint(self) -> str:
-        """The sha256 of `to_json` without reasons. Ranks with different fingerprints would hang."""
-        return hashlib.sha256(json.dumps(self.to_json(why=False), sort_keys=True).encode()).hexdigest()
+        """The sha256 of `to_json`. Ranks with different fingerprints would hang."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
 
     def replace_graph(self, graph: fx.Graph) -> Program:
         """The same program with `graph` as its graph."""
@@ -215,7 +212,7 @@ def _port_json(port: Port, mesh: Mesh) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _node_json(node: fx.Node, why: bool) -> dict[str, Any]:
+def _node_json(node: fx.Node) -> dict[str, Any]:
     def plain(arg: Any) -> Any:
         if isinstance(arg, fx.Node):
             return {"node": arg.name}
@@ -232,8 +229,6 @@ def _node_json(node: fx.Node, why: bool) -> dict[str, Any]:
     info = node.meta.get(INFO)
     if info is not None:
         comm = None if info.comm is None else {k: plain(v) for k, v in vars(info.comm).items() if k != "why"}
-        if comm is not None and why:
-            comm["why"] = [plain(asdict(demand)) for demand in info.comm.why]
         out["info"] = {
             "specs": [[list(s.shape), str(s.dtype)] for s in info.specs], "module": info.module,
             "phase": info.phase, "flops": info.flops, "global_flops": info.global_flops, "comm": comm,

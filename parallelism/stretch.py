@@ -6,11 +6,11 @@ are the same program, node by node.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
+from torch.utils import _pytree as pytree
 from tpshard.parallelism.depth import COMPARED, LAST, REPEATED, Depth
 from tpshard.parallelism.passes.copy import copy_node
 from tpshard.parallelism.program import INFO, Info, Port, Program, ValueRecord, info
@@ -122,23 +122,15 @@ class _Stretch:
                 raise _Unlike
         elif self.depth.info(info(node), self.depth.period) != info(other):
             raise _Unlike
-        self._compare_args((node.args, node.kwargs), (other.args, other.kwargs))
-
-    def _compare_args(self, args: Any, next_args: Any) -> None:
-        if isinstance(args, fx.Node) and isinstance(next_args, fx.Node):
-            self._compare_read(args, next_args)
-        elif isinstance(args, (list, tuple)) and isinstance(next_args, (list, tuple)):
-            if len(args) != len(next_args):
-                raise _Unlike
-            for a, b in zip(args, next_args):
-                self._compare_args(a, b)
-        elif isinstance(args, Mapping) and isinstance(next_args, Mapping):
-            if args.keys() != next_args.keys():
-                raise _Unlike
-            for key in args:
-                self._compare_args(args[key], next_args[key])
-        elif args != next_args:
+        args, tree = pytree.tree_flatten((node.args, node.kwargs))
+        next_args, next_tree = pytree.tree_flatten((other.args, other.kwargs))
+        if tree != next_tree:
             raise _Unlike
+        for arg, next_arg in zip(args, next_args):
+            if isinstance(arg, fx.Node) and isinstance(next_arg, fx.Node):
+                self._compare_read(arg, next_arg)
+            elif arg != next_arg:
+                raise _Unlike
 
     def _compare_read(self, read: fx.Node, next_read: fx.Node) -> None:
         """Checks that a node and its twin read the same node, or nodes that correspond in consecutive blocks."""

@@ -10,7 +10,7 @@ import architectures
 import pytest
 from torch import fx
 from tpshard.parallelism.depth import Depth
-from tpshard.parallelism.program import Program, info
+from tpshard.parallelism.program import INFO, Program, info
 from tpshard.parallelism.stretch import stretch_program
 from tpshard.plan import make, search
 from tpshard.programs import alike, staged_alike, step_programs, training
@@ -54,7 +54,7 @@ def assert_same(actual: Program, whole: Program) -> None:
     assert shape_of(actual) == shape_of(whole)
     assert actual.donated == whole.donated and actual.inputs == whole.inputs
     assert actual.outputs == whole.outputs and actual.warnings == whole.warnings
-    assert [node.get("info") for node in actual.to_json()["nodes"]] == [n.get("info") for n in whole.to_json()["nodes"]]
+    assert [node.meta.get(INFO) for node in actual.nodes] == [node.meta.get(INFO) for node in whole.nodes]
     assert [*actual.records.items()] == [*whole.records.items()]
     assert all(actual.explanation_of(value) == whole.explanation_of(value) for value in whole.records)
 
