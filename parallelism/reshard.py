@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from operator import itemgetter
 
 from tpshard.parallelism.mesh import Axes, Axis, atoms, intersection, merge, overlap, size_of, split
@@ -124,7 +124,7 @@ def redistribution(
         return min(ways, key=lambda steps: cost(steps, shape, itemsize, latency))
     # a dim with a grain is a dim of fewer, larger elements
     blocks = tuple(n // g for n, g in zip(shape, grains))
-    steps = _join(_search(blocks, source, target, itemsize * math.prod(grains), latency))
+    steps = _join(_Search(blocks, source, target, itemsize * math.prod(grains), latency).run())
     if not any(g > 1 for g in grains):
         return tuple(steps)
 
@@ -187,70 +187,142 @@ def _grains(shape: Sequence[int], source: Layout, target: Layout) -> tuple[tuple
     return tuple(grains), apart
 
 
-def _search(shape: tuple[int, ...], source: Layout, target: Layout, itemsize: int, latency: int) -> list[ReshardStep]:
-    """The cheapest sequence of moves; sequences that swap axes between dims are tried only if others may be worse."""
-    cuts = atoms((*source.dims, source.partial, *target.dims, target.partial))
-    bound = max(_shard_bytes(shape, source.dims, itemsize), _shard_bytes(shape, target.dims, itemsize))
-    best = _cheapest(shape, source, target, itemsize, latency, cuts, bound, False)
-    assert best is not None, f"no way from {source.show()} to {target.show()} for shape {list(shape)}"
-    transfers = [s for s in _join(best[1]) if s.kind not in FREE]
-    least = _shard_bytes(shape, target.dims, itemsize)
-    swells = any(s.kind == "gather" and _shard_bytes(shape, s.after.dims, itemsize) > least for s in transfers)
-    # A sequence with a swap has a permute and a further transfer, so it is no better than a single transfer. It is no
-    # better than one that only reduces either, since every partial axis must be reduced.
-    needed = len(transfers) < 2 or all(s.kind in ("scatter", "reduce") for s in transfers)
-    apart = any(b % a for points in cuts.values() for a, b in itertools.pairwise(points))  # parts of different axes
-    if (needed and not swells) or best[0] <= 2 * latency or apart:
+TRIES = 200
+"""The largest number of layouts that a search over parts of axes visits."""
+
+SWELLING = 2.0
+"""The cost of a byte of memory beyond the larger of source and target shard, relative to that of a byte sent."""
+
+
+class _Search:
+    """A search for the cheapest sequence of moves that reshard a tensor of `shape` from `source` to `target`."""
+
+    def __init__(self, shape: tuple[int, ...], source: Layout, target: Layout, itemsize: int, latency: int):
+        self.shape, self.source, self.target, self.itemsize, self.latency = shape, source, target, itemsize, latency
+        self.shard_bytes = cache(self._shard_bytes)  # many sequences lead to the same layout
+        self.bound = max(self.shard_bytes(source.dims), self.shard_bytes(target.dims))
+
+    def _shard_bytes(self, dims: tuple[Axes, ...]) -> int:
+        return math.prod(local_size(n, merge(axes)) for n, axes in zip(self.shape, dims)) * self.itemsize
+
+    def run(self) -> list[ReshardStep]:
+        """The cheapest sequence; sequences that swap axes between dims are tried only if others may be worse."""
+        source, target = self.source, self.target
+        cuts = atoms((*source.dims, source.partial, *target.dims, target.partial))
+        best = self.cheapest(source, cuts, swaps=False)
+        assert best is not None, f"no way from {source.show()} to {target.show()} for shape {list(self.shape)}"
+        transfers = [s for s in _join(best[1]) if s.kind not in FREE]
+        least = self.shard_bytes(target.dims)
+        swells = any(s.kind == "gather" and self.shard_bytes(s.after.dims) > least for s in transfers)
+        # A sequence with a swap has a permute and a further transfer, so it is no better than a single transfer. It is
+        # no better than one that only reduces either, since every partial axis must be reduced.
+        needed = len(transfers) < 2 or all(s.kind in ("scatter", "reduce") for s in transfers)
+        apart = any(b % a for points in cuts.values() for a, b in itertools.pairwise(points))  # parts of different axes
+        if (needed and not swells) or best[0] <= 2 * self.latency or apart:
+            return best[1]
+        tried: list[Mapping[str, Sequence[int]]] = []
+        for order in (1, -1):
+            fine = {name: _primes(points, order) for name, points in cuts.items()}
+            if fine not in tried:  # equal refinements, as for a power of two, give the same search
+                tried.append(fine)
+                best = min(best, self.slice_and_permute(fine) or best, key=itemgetter(0))
+                best = self.cheapest(source, fine, swaps=True, limit=best[0], most=TRIES) or best
         return best[1]
-    tried: list[Mapping[str, Sequence[int]]] = []
-    for order in (1, -1):
-        fine = {name: _primes(points, order) for name, points in cuts.items()}
-        if fine not in tried:  # equal refinements, as for a power of two, give the same search
-            tried.append(fine)
-            relaid = _slice_and_permute(shape, source, target, itemsize, latency, fine, bound)
-            best = min(best, relaid or best, key=itemgetter(0))
-            best = _cheapest(shape, source, target, itemsize, latency, fine, bound, True, best[0], TRIES) or best
-    return best[1]
 
+    def slice_and_permute(self, cuts: Mapping[str, Sequence[int]]) -> tuple[float, list[ReshardStep]] | None:
+        """A sequence that slices over the axes that only the target has, then permutes, then takes the cheapest rest.
 
-def _slice_and_permute(
-    shape: tuple[int, ...], source: Layout, target: Layout, itemsize: int, latency: int,
-    cuts: Mapping[str, Sequence[int]], bound: int,
-) -> tuple[float, list[ReshardStep]] | None:  # fmt: skip
-    """A sequence that slices over the axes that only the target has, then permutes, then takes the cheapest rest."""
-    goal = tuple(split(d, cuts) for d in target.dims)
-    dims = tuple(split(d, cuts) for d in source.dims)
-    partial = split(source.partial, cuts)
-    best = None
-    for slicing in (True, False):
-        rows = [list(axes) for axes in dims]
-        used = [axis for axes in (*dims, partial) for axis in axes]
-        for d, axes in enumerate(goal) if slicing else ():
-            for axis in axes:
-                if not overlap(axis, used) and even(shape[d], (*rows[d], axis)):
-                    rows[d].append(axis)
-        sliced = tuple(map(tuple, rows))
-        laid = relabel_towards(sliced, goal, partial)
-        if laid is None or not same_pieces(shape, sliced, laid):
-            continue
-        first, second = (_layout((d, partial), source.kind) for d in (sliced, laid))
-        steps = [ReshardStep("slice", tuple((a, -1, d) for d, (one, two) in enumerate(zip(dims, sliced))
-                                     for a in two[len(one):]), source, first)] if sliced != dims else []  # fmt: skip
-        if laid != sliced:
-            steps.append(ReshardStep("permute", moved_axes(sliced, laid), first, second))
-        price = 0.0
-        for step in steps:
-            before, after = (_shard_bytes(shape, layout.dims, itemsize) for layout in (step.before, step.after))
-            price += _price(step.kind, step.parts, before, after, latency)
-        coarse = atoms((*second.dims, second.partial, *target.dims, target.partial))
-        rest = _cheapest(shape, second, target, itemsize, latency, coarse, bound, False, most=TRIES)
-        if rest is not None and (best is None or price + rest[0] < best[0]):
-            best = price + rest[0], steps + rest[1]
-    return best
+        Returns it with its price; None where there is none.
+        """
+        shape, source, target = self.shape, self.source, self.target
+        goal = tuple(split(d, cuts) for d in target.dims)
+        dims = tuple(split(d, cuts) for d in source.dims)
+        partial = split(source.partial, cuts)
+        best = None
+        for slicing in (True, False):
+            rows = [list(axes) for axes in dims]
+            used = [axis for axes in (*dims, partial) for axis in axes]
+            for d, axes in enumerate(goal) if slicing else ():
+                for axis in axes:
+                    if not overlap(axis, used) and even(shape[d], (*rows[d], axis)):
+                        rows[d].append(axis)
+            sliced = tuple(map(tuple, rows))
+            laid = relabel_towards(sliced, goal, partial)
+            if laid is None or not same_pieces(shape, sliced, laid):
+                continue
+            first, second = (_layout((d, partial), source.kind) for d in (sliced, laid))
+            steps = []
+            if sliced != dims:
+                added = tuple((a, -1, d) for d, axes in enumerate(sliced) for a in axes[len(dims[d]) :])
+                steps.append(ReshardStep("slice", added, source, first))
+            if laid != sliced:
+                steps.append(ReshardStep("permute", moved_axes(sliced, laid), first, second))
+            price = cost(steps, shape, self.itemsize, self.latency)
+            coarse = atoms((*second.dims, second.partial, *target.dims, target.partial))
+            rest = self.cheapest(second, coarse, swaps=False, most=TRIES)
+            if rest is not None and (best is None or price + rest[0] < best[0]):
+                best = price + rest[0], steps + rest[1]
+        return best
 
+    def cheapest(
+        self, source: Layout, cuts: Mapping[str, Sequence[int]], *, swaps: bool, limit: float = math.inf,
+        most: float = math.inf,
+    ) -> tuple[float, list[ReshardStep]] | None:  # fmt: skip
+        """The cheapest sequence and its price, by Dijkstra's algorithm over pairs (layout, kind of the last move).
 
-def _shard_bytes(shape: tuple[int, ...], dims: tuple[Axes, ...], itemsize: int) -> int:
-    return math.prod(local_size(n, merge(axes)) for n, axes in zip(shape, dims)) * itemsize
+        cuts: the boundaries of the parts of axes that move. The price includes memory beyond that of the larger of both
+        shards. Returns None if every sequence costs `limit` or more, or the search visits more than `most` layouts.
+        """
+        start: State = (tuple(split(d, cuts) for d in source.dims), split(source.partial, cuts))
+        goal: State = (tuple(split(d, cuts) for d in self.target.dims), split(self.target.partial, cuts))
+        kind = source.kind
+        goal_axes = {a for d in goal[0] for a in d}
+        first = (start, "")
+        best: dict[tuple[State, str], float] = {first: 0.0}
+        reached_by: dict[tuple[State, str], tuple[tuple[State, str], Move]] = {}
+        counter = itertools.count()
+        heap = [(0.0, next(counter), first)]
+        tries = itertools.count()
+        while heap and next(tries) <= most:
+            reached_price, _, current = heapq.heappop(heap)
+            state, last = current
+            if state == goal:
+                path: list[ReshardStep] = []
+                while current != first:
+                    previous, (move_kind, parts, _) = reached_by[current]
+                    path.append(ReshardStep(move_kind, parts, _layout(previous[0], kind), _layout(current[0], kind)))
+                    current = previous
+                return reached_price, path[::-1]
+            if reached_price > best[current]:
+                continue
+            before_bytes = self.shard_bytes(state[0])
+            for move in useful_moves(self.shape, state, goal, goal_axes, kind, swaps):
+                move_kind, parts, after = move
+                after_bytes = self.shard_bytes(after[0])
+                moved_bytes = before_bytes
+                if move_kind == "exchange":
+                    layouts = _layout(state, kind), _layout(after, kind)
+                    moved_bytes = _exchange_bytes(self.shape, *layouts, parts, self.itemsize)
+                price = _price(move_kind, parts, moved_bytes, after_bytes, self.latency)
+                if last == move_kind and move_kind == "permute":
+                    price = 0.001  # two permutes merge into one
+                elif (
+                    last == move_kind
+                    and move_kind not in FREE
+                    and _joinable_parts(move_kind, reached_by[current][1][1], parts)
+                ):
+                    price -= self.latency * 0.999
+                over = after_bytes - self.bound
+                if over > 0 and swaps:
+                    continue
+                if over > 0 and move_kind == "gather":
+                    price += SWELLING * over + self.latency
+                reached = (after, move_kind)
+                if reached_price + price < min(limit, best.get(reached, math.inf)):
+                    best[reached] = reached_price + price
+                    reached_by[reached] = (current, move)
+                    heapq.heappush(heap, (reached_price + price, next(counter), reached))
+        return None
 
 
 def _primes(points: Sequence[int], order: int) -> list[int]:
@@ -262,92 +334,9 @@ def _primes(points: Sequence[int], order: int) -> list[int]:
             while rest % p == 0:
                 factors.append(p)
                 rest //= p
-        for p in sorted(factors)[::order]:
+        for p in factors[::order]:
             out.append(out[-1] * p)
     return out
-
-
-TRIES = 200
-"""The largest number of layouts that a search over parts of axes visits."""
-
-
-def _cheapest(
-    shape: tuple[int, ...], source: Layout, target: Layout, itemsize: int, latency: int,
-    cuts: Mapping[str, Sequence[int]], bound: int, swaps: bool, limit: float = math.inf,
-    most: float = math.inf,
-) -> tuple[float, list[ReshardStep]] | None:  # fmt: skip
-    """The cheapest sequence and its price, by Dijkstra's algorithm over pairs (layout, kind of the last move).
-
-    The price includes memory beyond `bound`. Returns None if every sequence costs `limit` or more, or the search visits
-    more than `most` layouts.
-    """
-    start: State = (tuple(split(d, cuts) for d in source.dims), split(source.partial, cuts))
-    goal: State = (tuple(split(d, cuts) for d in target.dims), split(target.partial, cuts))
-    if start == goal:
-        return (0.0, []) if limit > 0 else None
-    kind = source.kind
-    goal_axes = {a for d in goal[0] for a in d}
-    first = (start, "")
-    best: dict[tuple[State, str], float] = {first: 0.0}
-    reached_by: dict[tuple[State, str], tuple[tuple[State, str], Move]] = {}
-    counter = itertools.count()
-    heap = [(0.0, next(counter), first)]
-    bytes_of: dict[tuple[Axes, ...], int] = {}  # many sequences lead to the same layout
-
-    def shard_bytes(dims: tuple[Axes, ...]) -> int:
-        if dims not in bytes_of:
-            bytes_of[dims] = _shard_bytes(shape, dims, itemsize)
-        return bytes_of[dims]
-
-    end = None
-    for tries in itertools.count():
-        if not heap or tries > most:
-            return None
-        reached_price, _, current = heapq.heappop(heap)
-        state, last = current
-        if state == goal:
-            end = current
-            break
-        if reached_price > best.get(current, math.inf):
-            continue
-        before_bytes = shard_bytes(state[0])
-        for move in useful_moves(shape, state, goal, goal_axes, kind, swaps):
-            move_kind, parts, after = move
-            after_bytes = shard_bytes(after[0])
-            moved_bytes = before_bytes
-            if move_kind == "exchange":
-                moved_bytes = _exchange_bytes(shape, _layout(state, kind), _layout(after, kind), parts, itemsize)
-            price = _price(move_kind, parts, moved_bytes, after_bytes, latency)
-            if last == move_kind and move_kind == "permute":
-                price = 0.001  # two permutes merge into one
-            elif (
-                last == move_kind
-                and move_kind not in FREE
-                and _joinable_parts(move_kind, reached_by[current][1][1], parts)
-            ):
-                price -= latency * 0.999
-            over = after_bytes - bound
-            if over > 0 and swaps:
-                continue
-            if over > 0 and move_kind == "gather":
-                price += SWELLING * over + latency
-            reached = (after, move_kind)
-            if reached_price + price < min(limit, best.get(reached, math.inf)):
-                best[reached] = reached_price + price
-                reached_by[reached] = (current, move)
-                heapq.heappush(heap, (reached_price + price, next(counter), reached))
-    assert end is not None
-    path: list[ReshardStep] = []
-    at = end
-    while at != first:
-        previous, (move_kind, parts, _) = reached_by[at]
-        path.append(ReshardStep(move_kind, parts, _layout(previous[0], kind), _layout(at[0], kind)))
-        at = previous
-    return best[end], path[::-1]
-
-
-SWELLING = 2.0
-"""The cost of a byte of memory beyond the larger of source and target shard, relative to that of a byte sent."""
 
 
 def _layout(state: State, kind: str) -> Layout:
@@ -358,15 +347,15 @@ def _join(steps: list[ReshardStep]) -> Iterator[ReshardStep]:
     """Joins neighbouring moves of one kind over different axes into one step."""
     held: ReshardStep | None = None
     for step in steps:
-        if held is not None and held.kind == step.kind == "permute":
+        if held is None:
+            held = step
+        elif held.kind == step.kind == "permute":
             held = ReshardStep("permute", moved_axes(held.before.dims, step.after.dims), held.before, step.after)
-            continue
-        if held is not None and held.kind == step.kind and _joinable_parts(held.kind, held.parts, step.parts):
+        elif held.kind == step.kind and _joinable_parts(held.kind, held.parts, step.parts):
             held = ReshardStep(held.kind, (*held.parts, *step.parts), held.before, step.after)
-            continue
-        if held is not None:
+        else:
             yield held
-        held = step
+            held = step
     if held is not None:
         yield held
 
