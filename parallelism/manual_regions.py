@@ -216,6 +216,11 @@ def _axes(entry: Entry, region: _Region) -> list[str]:
     return [axis for axis in region.axes if any(axis in dim for dim in entry)]
 
 
+def _for_rank(entry: Entry, rank: int) -> Entry:
+    """An entry with the dims that it omits."""
+    return (*entry, *[()] * (rank - len(entry)))
+
+
 def _check_count(count: int, entries: Sequence[Entry], side: str, what: str, fn: Callable[..., Any]) -> None:
     if count != len(entries):
         raise ValueError(f"{side}_shardings of `{fn.__name__}` has {len(entries)} entries for {count} {what}")
@@ -226,27 +231,20 @@ def _cut(x: Tensor, entry: Entry, region: _Region, number: int) -> Tensor:
     if len(entry) > x.dim():
         raise ValueError(f"in_shardings[{number}] has {len(entry)} entries for a tensor of {x.dim()} dims")
     names = _axes(entry, region)
-    order: list[int] = []
+    shape: list[int] = []
     front: dict[str, int] = {}
-    for d in range(x.dim() - 1, -1, -1):
-        axes = entry[d] if d < len(entry) else ()
+    part: list[int] = []
+    for d, (size, axes) in enumerate(zip(x.shape, _for_rank(entry, x.dim()))):
         sizes = [region.mesh.axes[axis] for axis in axes]
-        count = math.prod(sizes)
-        if x.shape[d] % count:
+        if size % (count := math.prod(sizes)):
             raise ValueError(
                 f"in_shardings[{number}]: dim {d} of {list(x.shape)} does not divide over {', '.join(axes)} ({count})"
             )
-        if axes:
-            x = x.unflatten(d, (*sizes, -1))
-    at = 0
-    for axes in (*entry, *[()] * (x.dim())):
-        for axis in axes:
-            front[axis] = at
-            at += 1
-        if at < x.dim():
-            order.append(at)
-            at += 1
-    x = x.permute([*(front[axis] for axis in names), *order]) if names else x
+        front |= {axis: len(shape) + i for i, axis in enumerate(axes)}
+        part.append(len(shape) + len(axes))
+        shape += [*sizes, size // count]
+    if names:
+        x = x.reshape(shape).permute([*(front[axis] for axis in names), *part])
     return _anchor(x, names, region=region)
 
 
@@ -257,15 +255,12 @@ def _join(x: Tensor, entry: Entry, region: _Region) -> Tensor:
         return x
     x = _anchor(x, names, region=region)
     order: list[int] = []
+    shape: list[int] = []
     rank = x.dim() - len(names)
-    for d in range(rank):
-        order += [names.index(axis) for axis in (entry[d] if d < len(entry) else ())] + [len(names) + d]
-    x = x.permute(order)
-    for d in range(rank):
-        count = len(entry[d]) if d < len(entry) else 0
-        if count:
-            x = x.flatten(d, d + count)
-    return x
+    for d, (size, axes) in enumerate(zip(x.shape[len(names) :], _for_rank(entry, rank))):
+        order += [*map(names.index, axes), len(names) + d]
+        shape.append(size * math.prod(region.mesh.axes[axis] for axis in axes))
+    return x.permute(order).reshape(shape)
 
 
 def _anchor(x: Tensor, held: Sequence[str], whole: int | None = None, region: _Region | None = None) -> Tensor:
