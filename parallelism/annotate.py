@@ -62,19 +62,16 @@ def mesh_split(tensor: torch.Tensor, mesh: Mesh, dims_mapping: Sequence[Any] | s
     if torch._C._functorch.is_batchedtensor(tensor):
         raise ValueError("mesh_split annotates whole tensors, not those of a manual region, or of vmap")
     require_mesh(mesh)
-    if not isinstance(dims_mapping, (tuple, list)) or any(
-        isinstance(i, bool) or not isinstance(i, Integral) for i in dims_mapping
+    if isinstance(dims_mapping, (tuple, list)) and all(
+        isinstance(i, Integral) and not isinstance(i, bool) for i in dims_mapping
     ):
-        return split_as(tensor, mesh, Sharding.of(mesh, dims_mapping, tensor.dim()))
-    mapping, names = [int(i) for i in dims_mapping], list(mesh.axes)
-    if len(mapping) != tensor.dim():
-        raise ValueError(f"dims_mapping {mapping} has {len(mapping)} entries for a tensor of {tensor.dim()} dims")
-    if any(not -1 <= i < len(names) for i in mapping):
-        raise ValueError(f"dims_mapping {mapping} names an axis that {mesh} does not have")
-    used = [i for i in mapping if i >= 0]
-    if len(set(used)) != len(used):
-        raise ValueError(f"dims_mapping {mapping} uses a mesh axis twice")
-    return split_as(tensor, mesh, Sharding.of(mesh, [None if i < 0 else names[i] for i in mapping], tensor.dim()))
+        mapping, names = [int(i) for i in dims_mapping], list(mesh.axes)
+        if len(mapping) != tensor.dim():
+            raise ValueError(f"dims_mapping {mapping} has {len(mapping)} entries for a tensor of {tensor.dim()} dims")
+        if any(not -1 <= i < len(names) for i in mapping):
+            raise ValueError(f"dims_mapping {mapping} names an axis that {mesh} does not have")
+        dims_mapping = [None if i < 0 else names[i] for i in mapping]
+    return split_as(tensor, mesh, Sharding.of(mesh, dims_mapping, tensor.dim()))
 
 
 _groups = count()

@@ -130,7 +130,7 @@ def merge_views(graph: Graph) -> None:
                 op.operands[0].users.remove(op)
                 op.operands = [source]
                 source.users.append(op)
-            op.target, op.args = aten.view.default, (Ref(0), op.results[0].shape)
+            op.args = (Ref(0), op.results[0].shape)
             if source.shape == op.results[0].shape:
                 graph.replace(op.results[0], source)
         elif op.target is aten.permute.default:

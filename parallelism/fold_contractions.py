@@ -183,17 +183,13 @@ def _fold(graph: Graph, op: Op, equation: str, ops: list[Op]) -> None:
             break
     letters = iter(string.ascii_lowercase)
     names: dict[str, str] = {}
+    sizes: dict[str, int] = {}
     for roles, side in ((roles_a, a), (roles_b, b)):
         for role, group in zip(roles, side.groups):
             names.setdefault(role, "".join(next(letters) for _ in group))
+            sizes |= {letter: side.base.shape[d] for letter, d in zip(names[role], group)}
     out_letters = "".join(names[r] for r in out_roles)
     spelled = f"{_letters(a, roles_a, names)},{_letters(b, roles_b, names)}->{out_letters}"
-    sizes = {
-        letter: side.base.shape[d]
-        for roles, side in ((roles_a, a), (roles_b, b))
-        for role, group in zip(roles, side.groups)
-        for letter, d in zip(names[role], group)
-    }
     shape = tuple(sizes[letter] for letter in out_letters)
     old = op.results[0]
     product = Op(op.name, contract, (Ref(0), Ref(1), spelled), {}, [a.base, b.base], [], op.place)

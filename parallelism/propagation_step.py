@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tpshard.parallelism.factors import FactorAxes, extension, parts
+from tpshard.parallelism.factors import extension, parts
 from tpshard.parallelism.graph import Op, Value
 from tpshard.parallelism.mesh import Axes, common_prefix, size_of, starts_with, without
 from tpshard.parallelism.rules.rule import Direction, Kind, Rule
@@ -102,7 +102,7 @@ class EdgeVisit:
         candidates = [self.compatible(f) for f in range(len(self.sizes))]
         if not any(candidates):
             return
-        volumes = [size_of_factors(self.sizes, p) for p in self.parts]
+        volumes = [math.prod(self.sizes[f] for f in p) for p in self.parts]
 
         def rank(f: int) -> tuple[int, int, int, int]:
             sources = [t for t, p in enumerate(self.parts) if f in p and starts_with(p[f].axes, candidates[f])]
@@ -163,8 +163,3 @@ class EdgeVisit:
         self.sources[(t, f)] = next(
             s for s, p in enumerate(self.before) if s != t and f in p and starts_with(p[f].axes, axes)
         )
-
-
-def size_of_factors(sizes: Sequence[int], tensor: Mapping[int, FactorAxes]) -> int:
-    """The number of elements of a tensor, from its factors."""
-    return math.prod(sizes[f] for f in tensor)

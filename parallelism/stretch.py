@@ -7,6 +7,7 @@ are the same program, node by node.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from torch import fx
@@ -91,11 +92,7 @@ class _Stretch:
 
     def _runs(self) -> list[_Run]:
         """Returns the runs of the repeated block's nodes, and records the twin of each node of the compared block."""
-        cut: list[tuple[int | None, list[fx.Node]]] = []
-        for node in self.nodes:
-            if not cut or cut[-1][0] != self.block[node]:
-                cut.append((self.block[node], []))
-            cut[-1][1].append(node)
+        cut = [(block, list(nodes)) for block, nodes in groupby(self.nodes, key=self.block.__getitem__)]
         runs = []
         for i, (block, nodes) in enumerate(cut):
             if block != REPEATED:
@@ -238,47 +235,37 @@ class _Stretch:
     def _outputs(self) -> list[tuple[int, int]]:
         """The results of the deep program in order: the index of each in the shallow program, and the copy."""
         blocks = [self.block[result] for result in self.nodes[-1].args[0]]  # type: ignore[index,union-attr]
-        repeated = [i for i, block in enumerate(blocks) if block == REPEATED]
-        if not repeated:
-            return [(i, 0) for i in range(len(blocks))]
-        first, last = repeated[0], repeated[-1]
-        if repeated != list(range(first, last + 1)):
+        runs = [(block, list(run)) for block, run in groupby(range(len(blocks)), key=blocks.__getitem__)]
+        if [block for block, _ in runs].count(REPEATED) > 1:
             raise _Unlike
-        return [
-            *((i, 0) for i in range(first)),
-            *((i, copy) for copy in range(self.copies) for i in repeated),
-            *((i, 0) for i in range(last + 1, len(blocks))),
-        ]
+        return [(i, copy) for block, run in runs for copy in self._copies_of(block) for i in run]
+
+    def _copies_of(self, block: int | None) -> range:
+        return range(self.copies if block == REPEATED else 1)
 
     def _by(self, node: fx.Node, copy: int) -> int | None:
         """The number of layers by which the copy of a node is shifted; None outside of layers."""
-        block = self.block[node]
-        return None if block is None else self._far(block, copy)
+        return self._by_block(self.block[node], copy)
 
-    def _far(self, block: int, copy: int) -> int:
-        return copy * self.depth.period if block == REPEATED else self.depth.skipped if block == LAST else 0
+    def _by_block(self, block: int | None, copy: int) -> int | None:
+        return None if block is None else {REPEATED: copy * self.depth.period, LAST: self.depth.skipped}.get(block, 0)
 
     def _port(self, port: Port, by: int | None) -> Port:
         return replace(port, name=self.depth.shift_name(port.name, by))
 
     def records(self) -> dict[str, ValueRecord]:
         """The records of the deep model's values, in its order."""
-        runs: list[tuple[int | None, list[ValueRecord]]] = []
-        for record in self.program.records.values():
-            block = self.depth.block(self.depth.layer(record.name))
-            if not runs or runs[-1][0] != block:
-                runs.append((block, []))
-            runs[-1][1].append(record)
+        runs = groupby(self.program.records.values(), key=lambda one: self.depth.block(self.depth.layer(one.name)))
         records_of_deep: dict[str, ValueRecord] = {}
-        for i, (block, records) in enumerate(runs):
-            numbers = list(range(self.copies if block == REPEATED else 1))
-            if i and runs[i - 1][0] == LAST:  # blocks come in descending order
-                numbers.reverse()
-            for copy in numbers:
+        previous = None
+        for block, run in runs:
+            records, copies = list(run), self._copies_of(block)
+            for copy in reversed(copies) if previous == LAST else copies:  # blocks come in descending order
                 for record in records:
-                    layer_shift = None if block is None else self._far(block, copy)
+                    layer_shift = self._by_block(block, copy)
                     name = self.depth.shift_name(record.name, layer_shift)
                     records_of_deep[name] = replace(
                         record, name=name, label=self.depth.shift_name(record.label, layer_shift)
                     )
+            previous = block
         return records_of_deep
