@@ -229,6 +229,14 @@ def computable(op: Op, rule: Rule, choice: Choice) -> Choice:
     return out
 
 
+def choice_for(op: Op, rule: Rule, result: int, layout: Layout) -> Choice | None:
+    """The choice in which an op computes a result in this layout, without other cuts; None if it cannot."""
+    dims = rule.results[result]
+    choice = {f: cut for f, cut in factors.cuts(layout, dims, rule.sizes).items() if cut.axes}
+    fits = computable(op, rule, choice) == choice and layout_of(rule, dims, choice, True) == layout
+    return choice if fits else None
+
+
 def _drop_hidden(choice: Choice, rule: Rule, members: Dim) -> bool:
     """Removes the cuts of a dim's factors after one that is not fully sharded; returns whether there were any."""
     full = True

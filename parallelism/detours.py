@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from tpshard.parallelism import factors
 from tpshard.parallelism.anchors import is_anchor
-from tpshard.parallelism.choose import Choice, computable, layout_of
+from tpshard.parallelism.choose import Choice, choice_for, layout_of
 from tpshard.parallelism.graph import Graph, Op, Value
 from tpshard.parallelism.reshard import cost, redistribution
 from tpshard.parallelism.rules.rule import Rule
@@ -50,10 +49,10 @@ def detours(
             if layout == propagated[result]:
                 continue
             if rule.priority == 0 and len(op.results) == 1:
-                inner = _through(op, rule, layout)
-                if inner is None:
+                choice = choice_for(op, rule, 0, layout)
+                if choice is None:
                     continue
-                needed = through[op] = inner
+                needed = through[op] = [layout_of(rule, dims, choice, False) for dims in rule.operands]
             better[result] = layout
         for value, needed_layout in zip(op.operands, needed):
             needs.setdefault(value, set()).add(needed_layout)
@@ -86,11 +85,3 @@ def _shorter(value: Value, computed: Layout, over: Layout, to: Layout) -> bool:
         for ends in ((computed, over), (over, to), (computed, to))
     )
     return direct < first + second
-
-
-def _through(op: Op, rule: Rule, layout: Layout) -> list[Layout] | None:
-    """The layouts of the operands of a pass-through op that computes its result in `layout`; None if it cannot."""
-    choice = {f: cut for f, cut in factors.cuts(layout, rule.results[0], rule.sizes).items() if cut.axes}
-    if computable(op, rule, choice) != choice or layout_of(rule, rule.results[0], choice, True) != layout:
-        return None
-    return [layout_of(rule, dims, choice, False) for dims in rule.operands]

@@ -124,9 +124,7 @@ class LocalPart:
     def _halos(self, read: int, reader: int) -> Iterator[tuple[int, Axes, halo.Halo, Window]]:
         for f, window in self.rule.windows:
             if f in self.choice and (window.read, window.reader) == (read, reader):
-                size = self._tensor(read).shape[window.dim]
-                positions = self._tensor(reader).shape[window.reader_dim] // window.scale
-                plan = halo.halo_of(size, positions, self.axes(f), window)
+                plan = halo.halo_in(self.op, self.axes(f), window)
                 assert plan is not None, "a choice shards a window that has no halo"
                 yield f, self.axes(f), plan, window
 

@@ -14,9 +14,9 @@ from torch import fx
 from tpshard.parallelism import joined_slices
 from tpshard.parallelism.anchors import is_anchor, is_boundary, is_grouped, output, split_annotations
 from tpshard.parallelism.capture import capture
-from tpshard.parallelism.choose import Choice, choose, computable, layout_of, past_padding, with_grains
+from tpshard.parallelism.choose import Choice, choice_for, choose, computable, layout_of, past_padding, with_grains
 from tpshard.parallelism.detours import detours
-from tpshard.parallelism.factors import Cut, cuts
+from tpshard.parallelism.factors import Cut
 from tpshard.parallelism.graph import Graph, Op, Place, Ref, Value
 from tpshard.parallelism.local import LocalPart
 from tpshard.parallelism.lower import Emitter
@@ -324,10 +324,8 @@ class _Partitioner:
         if op is None or len(op.operands) != 1 or entry_of(op.target).view is None or layout.partial:
             return None
         rule, (source,) = self.rules[op], op.operands
-        choice = {f: cut for f, cut in cuts(layout, rule.results[value.index], rule.sizes).items() if cut.axes}
-        if layout_of(rule, rule.results[value.index], choice, True) != layout:
-            return None
-        if source.numel > value.numel or computable(op, rule, choice) != choice:
+        choice = choice_for(op, rule, value.index, layout)
+        if choice is None or source.numel > value.numel:
             return None
         source_layout = layout_of(rule, rule.operands[0], choice, False)
         if all(held_layout.partial for held_layout in self.copies[source]):

@@ -208,7 +208,8 @@ class _Propagation:
     ) -> None:
         value = edge.tensors[t]
         for dim, members in enumerate(edge.rule.tensors[t]):
-            if not any((t, f) in sources for f in members):
+            moved = [f for f in members if (t, f) in sources]
+            if not moved:
                 continue
             new = unproject(members, factors, edge.rule.sizes)
             old = self.state[value].dims[dim]
@@ -218,9 +219,7 @@ class _Propagation:
             if any(overlap(a, others) for a in remainder(new, old)):  # one value is two operands of this op
                 continue
             self._set(value, self.state[value].with_dim(dim, new))
-            for f in members:
-                if (t, f) not in sources:
-                    continue
+            for f in moved:
                 source = sources[(t, f)]
                 source_dim = next(d for d, fs in enumerate(edge.rule.tensors[source]) if f in fs)
                 cause = Cause(through(edge.op), edge.tensors[source], source_dim)
