@@ -1,15 +1,17 @@
-"""The strides of views' results in their operands' storage, as torch computes them: a function for each kind of view.
+"""The strides of views' results in their operands' storage: a function for each kind of view.
 
 Each takes the op's arguments, the operand's shape and strides, and the result's shape; None stands for a copy.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 Shape = tuple[int, ...]
 Args = tuple[Any, ...]
@@ -20,54 +22,17 @@ def same(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | Non
     return strides
 
 
-def of_permute(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """The strides of permute(x, order): x's in that order."""
-    return tuple(strides[d] for d in args[1])
+def by_torch(target: Any) -> Callable[[Args, Shape, Shape, Shape], Shape | None]:
+    """Returns the function for an op whose results torch always computes as views, such as permute."""
+
+    def strides_of(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
+        (result, *_) = pytree.tree_leaves(target(torch.empty_strided(before, strides, device="meta"), *args[1:]))
+        return tuple(result.stride())
+
+    return strides_of
 
 
-def of_transpose(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """The strides of transpose(x, i, j): x's with two swapped."""
-    order = list(strides)
-    i, j = args[1], args[2]
-    order[i], order[j] = order[j], order[i]
-    return tuple(order)
-
-
-def of_t(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """The strides of t(x): x's reversed."""
-    return strides[::-1]
-
-
-def of_expand(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """The strides of expand(x, size): x's, and 0 for repeated dims."""
-    lead = len(after) - len(before)
-    old, full = (1,) * lead + before, (0,) * lead + strides
-    return tuple(0 if o == 1 and n != 1 else s for o, n, s in zip(old, after, full))
-
-
-def of_slice(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """The strides of slice(x, dim, start, end, step): x's, with the dim's times the step."""
-    dim = (args[1] if len(args) > 1 else 0) % len(before)
-    step = args[4] if len(args) > 4 else 1
-    return tuple(s * step if d == dim else s for d, s in enumerate(strides))
-
-
-def of_select(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """The strides of select and unbind: x's without the dim's."""
-    dim = (args[1] if len(args) > 1 else 0) % len(before)
-    return tuple(s for d, s in enumerate(strides) if d != dim)
-
-
-def diagonal(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """The strides of diagonal(x, offset, dim1, dim2): the new last dim has the sum of both dims' strides."""
-    i, j = (d % len(before) for d in (*args[2:4], *(0, 1)[max(0, len(args) - 2) :]))
-    return (*(s for d, s in enumerate(strides) if d not in (i, j)), strides[i] + strides[j])
-
-
-def of_unfold(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """The strides of unfold(x, dim, size, step): the dim's times the step, and the dim's own for the new last dim."""
-    dim = args[1] % len(before)
-    return (*(s * args[3] if d == dim else s for d, s in enumerate(strides)), strides[dim])
+of_slice = by_torch(torch.ops.aten.slice.Tensor)
 
 
 def explicit(args: Args, before: Shape, strides: Shape, after: Shape) -> Shape | None:
@@ -124,30 +89,8 @@ def contiguous(shape: Shape) -> Shape:
 
 @cache
 def without_copy(before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """The strides of `before` viewed as `after` without a copy, or None (the rule of torch's `view`)."""
-    if 0 in before:
-        return contiguous(after)
-    chunks: list[tuple[int, int]] = []  # (elements, stride of the last), each contiguous
-    for size, stride in zip(before, strides):
-        if size == 1:
-            continue
-        if chunks and chunks[-1][1] == size * stride:
-            chunks[-1] = (chunks[-1][0] * size, stride)
-        else:
-            chunks.append((size, stride))
-    out: list[int] = []
-    left, step = 1, 1
-    pending = list(reversed(chunks))
-    for size in reversed(after):
-        if size == 1:
-            out.append(step)
-            continue
-        if left == 1:
-            if not pending:
-                return None
-            left, step = pending.pop(0)
-        if left % size:
-            return None
-        out.append(step)
-        step, left = step * size, left // size
-    return tuple(reversed(out))
+    """The strides of `before` viewed as `after` without a copy, or None where torch's `view` raises an error."""
+    try:
+        return torch.empty_strided(before, strides, device="meta").view(after).stride()
+    except RuntimeError:
+        return None
