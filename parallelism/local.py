@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import getitem
 from typing import Any, Literal
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 from tpshard.parallelism import halo
 from tpshard.parallelism.choose import Choice, layout_of, share
 from tpshard.parallelism.factors import WHOLE
@@ -139,17 +140,9 @@ class LocalPart:
         axes = self.axes(factor)
         return self.emitter.call(is_first, (self.emitter.position(axes),), []) if axes else 1
 
-    def emit(
-        self, target: Any, *args: Any, shape: Sequence[int], dtype: Any = None, work: bool = False, **kwargs: Any
-    ) -> fx.Node:
-        """Adds a node of the local op; `work` marks the node that does the op's FLOPs (by default only `same`'s).
-
-        dtype: the result's, passed to ops with a dtype argument.
-        """
-        spec = Spec(tuple(shape), dtype or self.op.results[0].dtype)
-        if dtype is not None and takes_dtype(target):
-            kwargs["dtype"] = dtype
-        node = self.emitter.call(target, args, [spec], kwargs)
+    def emit(self, target: Any, *args: Any, work: bool = False, **kwargs: Any) -> fx.Node:
+        """Adds a node of the local op; `work` marks the node that does the op's FLOPs (by default only `same`'s)."""
+        node = self.emitter.call(target, args, infer_specs(target, args, kwargs), kwargs)
         if work or not self.entry.saved:
             self._count(node)
         return node
@@ -168,11 +161,8 @@ class LocalPart:
             return node
         return self._parts(node, specs)
 
-    def several(
-        self, target: Any, *args: Any, like: Sequence[tuple[Sequence[int], Any]], work: float | None = None,
-        **kwargs: Any,
-    ) -> list[Any]:  # fmt: skip
-        specs = [Spec(tuple(shape), dtype) for shape, dtype in like]
+    def several(self, target: Any, *args: Any, work: float | None = None, **kwargs: Any) -> list[Any]:
+        specs = infer_specs(target, args, kwargs)
         node = self.emitter.call(target, args, specs, kwargs)
         if work is None:
             self._count(node)
@@ -211,7 +201,19 @@ class LocalPart:
             self.flops = self.global_flops = 0
 
 
+def infer_specs(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Spec]:
+    """The shapes and dtypes of a call's results, which torch infers from tensors without data; none for a number."""
+
+    def without_data(node: fx.Node) -> Any:
+        specs = info(node).specs
+        return torch.empty(specs[0].shape, dtype=specs[0].dtype, device="meta") if specs else 0
+
+    keywords = {**fx.map_arg(kwargs, without_data), **({"device": "meta"} if takes_device(target) else {})}
+    results = target(*fx.map_arg(args, without_data), **keywords)
+    return [Spec(tuple(x.shape), x.dtype) for x in pytree.tree_leaves(results) if isinstance(x, torch.Tensor)]
+
+
 @functools.cache
-def takes_dtype(target: Any) -> bool:
-    """Whether an ATen op has an argument `dtype`."""
-    return any(argument.name == "dtype" for argument in getattr(getattr(target, "_schema", None), "arguments", ()))
+def takes_device(target: Any) -> bool:
+    """Whether an ATen op has an argument `device`."""
+    return any(argument.name == "device" for argument in getattr(getattr(target, "_schema", None), "arguments", ()))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from tpshard.parallelism.graph import Op, Value
 from tpshard.parallelism.rules import rotation, sequence
 from tpshard.parallelism.rules.entry import Entry, Table
-from tpshard.parallelism.rules.letters import tensors
-from tpshard.parallelism.rules.rule import Dim, Factors, Kind, LocalOp, Rule
+from tpshard.parallelism.rules.letters import Spelled, rule_of
+from tpshard.parallelism.rules.rule import LocalOp, Rule
 
 aten = torch.ops.aten
 
@@ -19,50 +21,24 @@ aten = torch.ops.aten
 def attention(op: Op) -> Rule:
     """The rule of tpshard's causal attention: batch and heads may be sharded, the sequence by alternative rules.
 
-    `q[b s (kv g) d], k[b t kv d], v[b t kv d], documents[b s] -> out[b s (kv g) d], lse[b (kv g) s]`. Query heads are
-    kv x g, so that more devices than KV heads shard g and replicate the KV heads.
+    Query heads are KV heads k times groups g, so that more devices than KV heads shard g and replicate the KV heads.
     """
-    q, k = op.operands[:2]
-    factors = Factors()
-    b = factors.new(q.shape[0])
-    s = factors.new(q.shape[1], Kind.WHOLE)
-    t = s if k.shape[1] == q.shape[1] else factors.new(k.shape[1], Kind.WHOLE)
-    kv = factors.new(k.shape[2])
-    g = factors.new(q.shape[2] // k.shape[2])
-    d = factors.new(q.shape[3], Kind.WHOLE)
-    dv = d if op.operands[2].shape[3] == q.shape[3] else factors.new(op.operands[2].shape[3], Kind.WHOLE)
-    queries = ((b,), (s,), (kv, g), (d,))
-    keys, values = ((b,), (t,), (kv,), (d,)), ((b,), (t,), (kv,), (dv,))
-    documents = [((b,), (s,))] * (len(op.operands) - 3)
+    q, k, v = op.operands[:3]
+    keys = "S" if k.shape[1] == q.shape[1] else "T"
+    width = "D" if v.shape[3] == q.shape[3] else "E"
     flops = 4 * _products(op, q, k, 5)
-    main = factors.rule(
-        [queries, keys, values, *documents], [((b,), (s,), (kv, g), (dv,)), ((b,), (kv, g), (s,))],
-        flops=flops, work=(b, kv, g),
-    )  # fmt: skip
-    return replace(main, others=sequence.forward(op, flops, _call(op, 4))) if t == s and dv == d else main
+    main = rule_of(op, f"bS(kg)D,b{keys}kD,b{keys}k{width},bS->bS(kg){width},b(kg)S", flops=flops)
+    return replace(main, others=sequence.forward(op, flops, _call(op, 4))) if (keys, width) == ("S", "D") else main
 
 
 def attention_backward(op: Op) -> Rule:
-    """The rule of tpshard's attention gradient: dk and dv are summed over the queries of a group.
+    """The rule of tpshard's attention gradient, `dout, q, k, v, out, lse, documents -> dq, dk, dv`.
 
-    `dout, q, k, v, out, lse, documents -> dq, dk, dv`, in the dims of `attention`.
+    dk and dv are summed over the queries of a group.
     """
     _, q, k = op.operands[:3]
-    factors = Factors()
-    b = factors.new(q.shape[0])
-    s = factors.new(q.shape[1], Kind.WHOLE)
-    kv = factors.new(k.shape[2])
-    g = factors.new(q.shape[2] // k.shape[2], Kind.REDUCE)
-    d = factors.new(q.shape[3], Kind.WHOLE)
-    queries = ((b,), (s,), (kv, g), (d,))
-    keys = ((b,), (s,), (kv,), (d,))
-    lse = ((b,), (kv, g), (s,))
-    documents = [((b,), (s,))] * (len(op.operands) - 6)
     flops = 10 * _products(op, q, k, 8)
-    main = factors.rule(
-        [queries, queries, keys, keys, queries, lse, *documents], [queries, keys, keys],
-        flops=flops, work=(b, kv, g),
-    )  # fmt: skip
+    main = rule_of(op, "bS(kg)D,bS(kg)D,bSkD,bSkD,bS(kg)D,b(kg)S,bS->bS(kg)D,bSkD,bSkD", flops=flops)
     return replace(main, others=sequence.backward(op, flops, _call(op, 7))) if k.shape[1] == q.shape[1] else main
 
 
@@ -83,66 +59,47 @@ def _products(op: Op, q: Value, k: Value, window: int) -> int:
     return q.numel * (in_window * keys - in_window * (in_window - 1) // 2) // keys
 
 
-FORWARD = "q k v m -> q l"
-BACKWARD = "q q k v q l m -> q k v"
-
-
-def of_torch(op: Op, text: str = FORWARD) -> Rule:
+def of_torch(op: Op, forward: bool = True) -> Rule:
     """The rules of torch's own attention: batch, heads and queries may be sharded, keys as well in a ring.
 
-    `q[b (kv g) s d], k[b kv t d], v[b kv t d]`, and a mask that broadcasts to `[b (kv g) s t]`. The gradients of keys
-    and values are summed over the queries of a group. Causal queries are cut with a mask. text: the tensors of the op,
-    by letter.
+    The operands are q, k, v and maybe a mask, or dout, q, k, v, out, lse and maybe a mask. The gradients of keys and
+    values are summed over the queries of a group. Causal queries are cut with a mask.
     """
-    index_of = dict(zip(text.split(), tensors(op)))
-    q, k, mask = (None if (i := index_of[name]) is None else op.operands[i] for name in "qkm")
-    assert q is not None and k is not None
+    first = 0 if forward else 1
+    q, k = op.operands[first : first + 2]
+    mask = op.operands[-1] if len(op.operands) > (3 if forward else 6) else None
     causal, scale = op.kwargs.get("is_causal", any(a is True for a in op.args)), op.kwargs.get("scale")
-    main = _dense(op, text, causal, ring=False)
+    flops = (4 if forward else 10) * q.numel * k.shape[2] // (2 if causal else 1)
+    main = rule_of(op, _letters(forward, "S" if causal else "s", "T"), flops=flops)
     if not causal:
         ring = q.shape[2] == k.shape[2] > 1 and (mask is None or mask.shape[-1] == k.shape[2])
-        return replace(main, others=(_dense(op, text, causal, ring=True),)) if ring else main
+        return replace(main, others=(_ring(op, forward, flops),)) if ring else main
     if mask is not None:  # torch allows no mask beside is_causal
         return main
     call = sequence.Call(1 / math.sqrt(q.shape[3]) if scale is None else scale, heads_first=True)
-    ways = sequence.backward if text == BACKWARD else sequence.forward
-    return replace(main, others=ways(op, main.flops, call))
+    ways = sequence.forward if forward else sequence.backward
+    return replace(main, others=ways(op, flops, call))
 
 
-def _dense(op: Op, text: str, causal: bool, ring: bool) -> Rule:
-    """The rule of torch's attention with keys that are whole on every device, or rotate in a ring."""
-    operands, results = (side.split() for side in text.split(" -> "))
-    named = [name for name, i in zip(operands, tensors(op)) if i is not None]
-    q, k = (op.operands[named.index(name)] for name in "qk")
-    factors = Factors()
-    shared = Kind.REDUCE if text == BACKWARD else Kind.PASS
-    b, kv = factors.new(q.shape[0]), factors.new(k.shape[1])
-    g = factors.new(q.shape[1] // k.shape[1], shared)
-    s = factors.new(q.shape[2], Kind.WHOLE if causal else Kind.PASS if ring else shared)
-    columns, d = factors.new(k.shape[2], Kind.WHOLE), factors.new(q.shape[3], Kind.WHOLE)
-    keys: tuple[Dim, ...] = ((b,), (kv,), (s if ring else columns,), (d,))
-    scores: tuple[Dim, ...] = ((b,), (kv, g), (s,), (columns,))
-    dims = {"q": ((b,), (kv, g), (s,), (d,)), "k": keys, "v": keys, "l": scores[:3], "m": scores}
+def _letters(forward: bool, s: str, t: str) -> str:
+    """The dims of torch's attention, with the letters `s` of queries and `t` of keys."""
+    q, k, lse, mask = f"b(kg){s}D", f"bk{t}D", f"b(kg){s}", f"b(kg){s}T"
+    return f"{q},{k},{k},{mask}->{q},{lse}" if forward else f"{q},{q},{k},{k},{q},{lse},{mask}->{q},{k},{k}"
 
-    def of(name: str, value: Value) -> tuple[Dim, ...]:
-        full = dims[name][len(dims[name]) - value.rank :]
-        return tuple(() if n == 1 else dim for n, dim in zip(value.shape, full))
 
-    def local(at: LocalOp) -> Any:
-        rotate = rotation.backward if text == BACKWARD else rotation.forward
-        return rotate(at, s, k.shape[2], op.kwargs.get("scale")) if at.axes(s) else at.same()
+def _ring(op: Op, forward: bool, flops: int) -> Rule:
+    """The rule of torch's attention with keys that rotate in a ring."""
+    spelled = Spelled(op, _letters(forward, "s", "s"))
+    s, t = spelled.of["s"], spelled.sizes["s"]
 
-    flops = (10 if text == BACKWARD else 4) * q.numel * k.shape[2]
-    facts: dict[str, Any] = {}
-    if ring:
-        sent = [value for name, value in zip(named, op.operands) if name in "kv"] * (2 if text == BACKWARD else 1)
-        fills = (*sequence.PADDED_GRADIENTS, (6, 0.0)) if text == BACKWARD else sequence.PADDED_KEYS
-        facts = {"local": local, **sequence.of_ring(s, sent, fills)}
-    return factors.rule(
-        [of(name, value) for name, value in zip(named, op.operands)],
-        [of(name, value) for name, value in zip(results, op.results)],
-        flops=flops // (2 if causal else 1), work=(b, kv, g, s), **facts,
-    )  # fmt: skip
+    def local(at: LocalOp, of: Mapping[str, int]) -> Any:
+        rotate = rotation.forward if forward else rotation.backward
+        return rotate(at, s, t, op.kwargs.get("scale")) if at.axes(s) else at.same()
+
+    if forward:
+        return spelled.rule(flops=flops, local=local, **sequence.of_ring(s, op.operands[1:3], sequence.PADDED_KEYS))
+    sent, fills = op.operands[2:4] * 2, (*sequence.PADDED_GRADIENTS, (6, 0.0))
+    return spelled.rule(flops=flops, local=local, **sequence.of_ring(s, sent, fills))
 
 
 OPS: Table = {
@@ -152,6 +109,6 @@ OPS: Table = {
     "tpshard.attention_part_backward": Entry(work="attention_backward"),
     aten._scaled_dot_product_flash_attention_for_cpu: Entry(of_torch, work="attention", saved=True, dense="last"),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: Entry(
-        lambda op: of_torch(op, BACKWARD), work="attention_backward", saved=True, dense="last"
+        partial(of_torch, forward=False), work="attention_backward", saved=True, dense="last"
     ),
 }

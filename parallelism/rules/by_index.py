@@ -14,8 +14,8 @@ import torch
 from tpshard.parallelism.graph import Op, Ref, Value
 from tpshard.parallelism.rules.decompositions import put
 from tpshard.parallelism.rules.entry import Entry, Table
-from tpshard.parallelism.rules.indexing import own_indices
-from tpshard.parallelism.rules.rule import Dim, Factors, Kind, LocalOp, Rule
+from tpshard.parallelism.rules.indexing import own_indices, without_foreign, write_own
+from tpshard.parallelism.rules.rule import Dim, Factors, Kind, LocalOp, Rule, broadcast
 
 aten = torch.ops.aten
 
@@ -87,6 +87,12 @@ class Lookup:
         """The factor of the dim that each index tensor indexes; None for a dim of size 1."""
         return [self.dims[d][0] if self.dims[d] else None for d in self.at]
 
+    def without_foreign(self, at: LocalOp, node: Any, foreign: Any) -> Any:
+        """Values in the order of x[indices] with 0 where the mask of other devices' indices is true."""
+        before = self.at[0] if self.out[: self.at[0]] == self.dims[: self.at[0]] else 0
+        behind = len(self.dims) - len(self.at) - before
+        return without_foreign(at, node, foreign, (*at.shape_of(foreign), *[1] * behind))
+
 
 def lookup(op: Op, factors: Factors, kind: Kind) -> Lookup:
     """Builds the factors of an indexing call. Indexed dims are of `kind`, except those that indices count along."""
@@ -100,11 +106,10 @@ def lookup(op: Op, factors: Factors, kind: Kind) -> Lookup:
     index_dims = []
     paired: dict[int, Dim] = {}
     for d, index in zip(at, indices):
-        lead = len(shape) - index.rank
-        index_dims.append(tuple(picked[lead + i] if n == shape[lead + i] else () for i, n in enumerate(index.shape)))
+        index_dims.append(broadcast(index.shape, shape, picked))
         dim = counts_along(index)
-        if dim is not None and index.shape[dim] == x.shape[d] != 1 and picked[lead + dim] not in paired.values():
-            paired[d] = picked[lead + dim]
+        if dim is not None and index.shape[dim] == x.shape[d] != 1 and picked[dim - index.rank] not in paired.values():
+            paired[d] = picked[dim - index.rank]
     dims = tuple(
         paired[d] if d in paired else (factors.new(n, kind if d in at else Kind.PASS),) if n != 1 else ()
         for d, n in enumerate(x.shape)
@@ -114,54 +119,42 @@ def lookup(op: Op, factors: Factors, kind: Kind) -> Lookup:
     return Lookup(at, dims, picked, index_dims, (*rest[:start], *picked, *rest[start:]), [d in paired for d in at])
 
 
-def _own_slots(at: LocalOp, call: Lookup, rank: int) -> tuple[list[Any], Any, tuple[int, ...]]:
-    """The indices relative to a device's shard, a mask of those in other shards (or None), the mask's shape."""
-    slots: list[Any] = [None] * rank
-    foreign, shape = None, ()
+def _own_slots(at: LocalOp, call: Lookup) -> tuple[list[Any], Any]:
+    """The indices relative to a device's shard, and a mask of those in other shards, or None."""
+    slots: list[Any] = [None] * at.op.operands[0].rank
+    foreign = None
     for i, (d, f, counted) in enumerate(zip(call.at, call.owner, call.counted)):
         slots[d] = at.inputs[1 + i]
         if f is None or not at.axes(f):
             continue
-        index_shape = at.operand_shape(1 + i)
         if counted:  # element by element, padding included, so that nothing is written into another element's place
-            slots[d] = _counting(at, call.of[i].index((f,)), at.size(f), index_shape)
+            slots[d] = _counting(at, call.of[i].index((f,)), at.size(f), at.operand_shape(1 + i))
             continue
-        whole = at.op.operands[0].shape[d]
-        positive = at.emit(aten.remainder.Scalar, slots[d], whole, shape=index_shape, dtype=torch.int64)
-        slots[d], far = own_indices(at, positive, f, index_shape)
-        shape = tuple(torch.broadcast_shapes(shape, index_shape))
-        foreign = far if foreign is None else at.emit(
-            aten.logical_or.default, foreign, far, shape=shape, dtype=torch.bool
-        )  # fmt: skip
-    return slots, foreign, shape
+        positive = at.emit(aten.remainder.Scalar, slots[d], at.op.operands[0].shape[d])
+        slots[d], far = own_indices(at, positive, f)
+        foreign = far if foreign is None else at.emit(aten.logical_or.default, foreign, far)
+    return slots, foreign
 
 
 def _counting(at: LocalOp, dim: int, count: int, shape: tuple[int, ...]) -> Any:
     """Indices that count along a dim of `shape` on every device alike."""
-    along = tuple(n if d == dim else 1 for d, n in enumerate(shape))
-    counted = at.emit(aten.arange.default, count, shape=(count,), dtype=torch.int64)
-    viewed = at.emit(aten.reshape.default, counted, list(along), shape=along, dtype=torch.int64)
-    return at.emit(aten.expand.default, viewed, list(shape), shape=shape, dtype=torch.int64)
+    counted = at.emit(aten.arange.default, count, dtype=torch.int64)
+    viewed = at.emit(aten.reshape.default, counted, [n if d == dim else 1 for d, n in enumerate(shape)])
+    return at.emit(aten.expand.default, viewed, list(shape))
 
 
 def index(op: Op) -> Rule:
     """The rule of x[i, j, ...]: over sharded indexed dims the result is a sum, to which a device adds its elements."""
     factors = Factors()
-    x, out = op.operands[0], op.results[0]
+    x = op.operands[0]
     call = lookup(op, factors, Kind.WHOLE if x.dtype == torch.bool else Kind.REDUCE)
-    before = next(iter(call.at)) if call.out[: call.at[0]] == call.dims[: call.at[0]] else 0
-    behind = x.rank - len(call.at) - before
 
     def local(at: LocalOp) -> Any:
-        slots, foreign, shape = _own_slots(at, call, x.rank)
-        node = at.emit(op.target, at.inputs[0], slots, shape=at.shape())
-        if foreign is None:
-            return node
-        view = (*shape, *[1] * behind)
-        mask = at.emit(aten.reshape.default, foreign, list(view), shape=view, dtype=torch.bool)
-        return at.emit(aten.masked_fill.Scalar, node, mask, 0, shape=at.shape())
+        slots, foreign = _own_slots(at, call)
+        node = at.emit(op.target, at.inputs[0], slots)
+        return node if foreign is None else call.without_foreign(at, node, foreign)
 
-    assert len(call.out) == out.rank
+    assert len(call.out) == op.results[0].rank
     return factors.rule(
         [call.dims, *call.of], [call.out], additive=(0,), local=local,
         fills=tuple((1 + i, 0.0) for i in range(len(call.of))),
@@ -183,46 +176,33 @@ def index_put_as(op: Op, kind: Kind) -> Rule:
     """The rule of x.index_put(indices, values): a device of a sharded dim writes only its own elements. The dims of the
     indices are of `kind`: whole, or summed."""
     factors = Factors()
-    x, values = op.operands[0], op.operands[op.args[2].index]
+    values = op.operands[op.args[2].index]
     call = lookup(op, factors, Kind.PASS)
     counted = {f for f, counts in zip(call.owner, call.counted) if counts}
     sizes = [factors.sizes[d[0]] if d else 1 for d in call.out]
-    lead = len(call.out) - values.rank
-    of_values = tuple(call.out[lead + d] if n == sizes[lead + d] else () for d, n in enumerate(values.shape))
+    of_values = broadcast(values.shape, sizes, call.out)
     picked = [f for dim in call.picked for f in dim if f not in counted]
     for f in picked:  # values that broadcast along it would be added at the indices of its padding too
         factors.kinds[f] = kind if any(f in dim for dim in of_values) else Kind.WHOLE
     adds = len(op.args) > 3 and op.args[3]
-    before = next(iter(call.at)) if call.out[: call.at[0]] == call.dims[: call.at[0]] else 0
-    behind = x.rank - len(call.at) - before
 
     def local(at: LocalOp) -> Any:
-        slots, foreign, shape = _own_slots(at, call, x.rank)
+        slots, foreign = _own_slots(at, call)
         target, value, rest = at.inputs[0], at.inputs[1 + len(call.of)], op.args[3:]
         for f in picked:  # x itself is added once
             if at.axes(f):
-                target = at.emit(aten.mul.Tensor, target, at.first(f), shape=at.shape())
+                target = at.emit(aten.mul.Tensor, target, at.first(f))
         if foreign is None:
-            return at.emit(op.target, target, slots, value, *rest, shape=at.shape())
+            return at.emit(op.target, target, slots, value, *rest)
         if adds:
-            view = (*shape, *[1] * behind)
-            mask = at.emit(aten.reshape.default, foreign, list(view), shape=view, dtype=torch.bool)
-            full = tuple(torch.broadcast_shapes(view, at.operand_shape(1 + len(call.of))))
-            own_values = at.emit(aten.masked_fill.Scalar, value, mask, 0, shape=full)
-            return at.emit(op.target, target, slots, own_values, *rest, shape=at.shape())
-        # one more row than owned: foreign values are written there and cut off
-        d, f = next((d, f) for d, f, c in zip(call.at, call.owner, call.counted) if f is not None and at.axes(f)
-                    and not c)  # fmt: skip
-        grown = tuple(n + 1 if i == d else n for i, n in enumerate(at.shape()))
-        widths = [0, 0] * (x.rank - 1 - d) + [0, 1]
-        padded = at.emit(aten.constant_pad_nd.default, target, widths, 0, shape=grown)
-        index_shape = at.operand_shape(1 + call.at.index(d))
-        wide = at.emit(aten.expand.default, slots[d], list(torch.broadcast_shapes(index_shape, shape)),
-                       shape=torch.broadcast_shapes(index_shape, shape), dtype=torch.int64)  # fmt: skip
-        slots[d] = at.emit(aten.masked_fill.Scalar, wide, foreign, at.size(f),
-                           shape=torch.broadcast_shapes(index_shape, shape), dtype=torch.int64)  # fmt: skip
-        result = at.emit(op.target, padded, slots, value, *rest, shape=grown)
-        return at.emit(aten.slice.Tensor, result, d, 0, at.size(f), shape=at.shape())
+            return at.emit(op.target, target, slots, call.without_foreign(at, value, foreign), *rest)
+        d, f = next(
+            (d, f) for d, f, c in zip(call.at, call.owner, call.counted) if f is not None and at.axes(f) and not c
+        )
+        shape = torch.broadcast_shapes(at.shape_of(slots[d]), at.shape_of(foreign))
+        wide = at.emit(aten.expand.default, slots[d], list(shape))
+        slots[d] = at.emit(aten.masked_fill.Scalar, wide, foreign, at.size(f))
+        return write_own(at, target, d, at.size(f), lambda grown: at.emit(op.target, grown, slots, value, *rest))
 
     return factors.rule(
         [call.dims, *call.of, of_values], [call.dims], local=local, additive=(0, 1 + len(call.of)) if adds else (),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 from tpshard.parallelism.graph import Op
 from tpshard.parallelism.rules.decompositions import addmm
 from tpshard.parallelism.rules.entry import Entry, Table
-from tpshard.parallelism.rules.rule import Factors, Kind, LocalOp, Rule, product
+from tpshard.parallelism.rules.rule import Factors, Kind, LocalOp, Rule
 
 aten = torch.ops.aten
 
@@ -30,7 +32,7 @@ def contraction(op: Op, equation: str) -> Rule:
     return factors.rule(
         [tuple((factor[c],) for c in left), tuple((factor[c],) for c in right)],
         [tuple((factor[c],) for c in out)],
-        flops=2 * product(list(size.values())),
+        flops=2 * math.prod(size.values()),
         work=tuple(factor.values()),
         local=lambda local: product_of(local, equation),
     )
@@ -45,34 +47,21 @@ def product_of(local: LocalOp, equation: str) -> Any:
     columns = [c for c in out if c in right and c not in left]
     summed = [c for c in left if c not in out]
     size = dict(zip(left + right, local.operand_shape(0) + local.operand_shape(1)))
-    groups = {
-        name: product([size[c] for c in letters])
-        for name, letters in (("B", batch), ("M", rows), ("N", columns), ("K", summed))
-    }
 
-    def arrange(index: int, operand_letters: str, first: list[str], second: list[str]) -> Any:
-        node = local.inputs[index]
-        letters = batch + first + second
-        order = [operand_letters.index(c) for c in letters]
-        shape = tuple(size[c] for c in letters)
-        if order != sorted(order):
-            node = local.emit(aten.permute.default, node, order, shape=shape)
-        flat: tuple[int, ...] = (product([size[c] for c in first]), product([size[c] for c in second]))
-        flat = (groups["B"], *flat) if batch else flat
-        return node if shape == flat else local.emit(aten.reshape.default, node, list(flat), shape=flat)
+    def permute(node: Any, letters: Sequence[str], wanted: Sequence[str]) -> Any:
+        order = [letters.index(c) for c in wanted]
+        return node if order == sorted(order) else local.emit(aten.permute.default, node, order)
 
-    x = arrange(0, left, rows, summed)
-    y = arrange(1, right, summed, columns)
-    flat = (groups["B"], groups["M"], groups["N"]) if batch else (groups["M"], groups["N"])
-    node = local.emit(aten.bmm.default if batch else aten.mm.default, x, y, shape=flat, work=True)
+    def reshape(node: Any, *dims: list[str]) -> Any:
+        shape = tuple(math.prod(size[c] for c in letters) for letters in dims)
+        return node if local.shape_of(node) == shape else local.emit(aten.reshape.default, node, list(shape))
+
+    lead = [batch] if batch else []
+    x = reshape(permute(local.inputs[0], left, batch + rows + summed), *lead, rows, summed)
+    y = reshape(permute(local.inputs[1], right, batch + summed + columns), *lead, summed, columns)
+    node = local.emit(aten.bmm.default if batch else aten.mm.default, x, y, work=True)
     computed = batch + rows + columns
-    shape = tuple(size[c] for c in computed)
-    if shape != flat:
-        node = local.emit(aten.reshape.default, node, list(shape), shape=shape)
-    order = [computed.index(c) for c in out]
-    if order != sorted(order):
-        node = local.emit(aten.permute.default, node, order, shape=tuple(size[c] for c in out))
-    return node
+    return permute(reshape(node, *([c] for c in computed)), computed, out)
 
 
 def einsum(equation: str, **facts: Any) -> Entry:

@@ -1,4 +1,4 @@
-"""Rules of ops without tensor operands: each device creates its own shard."""
+"""Rules of ops that read no elements of tensors: each device creates its own shard."""
 
 from __future__ import annotations
 
@@ -29,13 +29,36 @@ def fill(op: Op) -> Rule:
     return factors.rule([], [dims], local=local, priority=0)
 
 
+def like(op: Op) -> Rule:
+    """The rule of ones_like and similar ops, which read only the shape of their operand."""
+    factors = Factors()
+    dims = factors.dims(op.results[0].shape)
+    return factors.rule([dims], [dims], priority=0)
+
+
+def create(op: Op, target: Any, *args: Any) -> None:
+    """Rewrites an op to one that creates the same tensor without operands."""
+    op.target, op.args, op.operands = target, args, []
+    op.kwargs = {"dtype": op.results[0].dtype, "device": op.kwargs.get("device")}
+
+
 def new(value: float | None, target: Any = aten.full.default) -> Callable[[Op], None]:
     """Returns a function that rewrites x.new_zeros(size) to zeros(size), as only x's dtype matters. value: the fill."""
 
     def canonical(op: Op) -> None:
         filling = () if target is not aten.full.default else (op.args[2] if value is None else value,)
-        op.target, op.args, op.operands = target, (op.args[1], *filling), []
-        op.kwargs = {"dtype": op.results[0].dtype, "device": op.kwargs.get("device")}
+        create(op, target, op.args[1], *filling)
+
+    return canonical
+
+
+def number(value: float | None) -> Callable[[Op], None]:
+    """The rewriting of full_like of a tensor without dims to full, so that a partial sum is not read."""
+
+    def canonical(op: Op) -> None:
+        if op.results[0].rank == 0 and op.operands and op.operands[0].rank == 0:
+            fill = op.args[1] if value is None and len(op.args) > 1 else op.kwargs.get("fill_value", value)
+            create(op, aten.full.default, (), fill)
 
     return canonical
 
@@ -53,17 +76,15 @@ def arange(op: Op) -> Rule:
         if not any(at.axes(f) for dim in dims for f in dim):
             return at.same(**explicit(op))
         (f,) = dims[0]
-        positions = at.emit(aten.arange.default, at.size(f), shape=at.shape(), **explicit(op) | {"dtype": torch.int64})
-        positions = at.emit(aten.add.Tensor, positions, at.offset(f), shape=at.shape(), dtype=torch.int64)
+        positions = at.emit(aten.arange.default, at.size(f), **explicit(op) | {"dtype": torch.int64})
+        positions = at.emit(aten.add.Tensor, positions, at.offset(f))
         if counting is torch.float64:
-            positions = at.emit(aten._to_copy.default, positions, shape=at.shape(), dtype=counting)
+            positions = at.emit(aten._to_copy.default, positions, dtype=counting)
         if step != 1:
-            positions = at.emit(aten.mul.Tensor, positions, step, shape=at.shape(), dtype=counting)
+            positions = at.emit(aten.mul.Tensor, positions, step)
         if start != 0:
-            positions = at.emit(aten.add.Tensor, positions, start, shape=at.shape(), dtype=counting)
-        return (
-            positions if kind is counting else at.emit(aten._to_copy.default, positions, shape=at.shape(), dtype=kind)
-        )
+            positions = at.emit(aten.add.Tensor, positions, start)
+        return positions if kind is counting else at.emit(aten._to_copy.default, positions, dtype=kind)
 
     return factors.rule([], [dims], local=local, priority=0)
 
@@ -83,6 +104,10 @@ OPS: Table = {
     aten.new_ones: Entry(canonical=new(1), inlined=True),
     aten.new_full: Entry(canonical=new(None), inlined=True),
     aten.new_empty: Entry(canonical=new(None, aten.empty.memory_format)),
+    aten.ones_like: Entry(like, canonical=number(1), inlined=True),
+    aten.zeros_like: Entry(like, canonical=number(0), inlined=True),
+    aten.full_like: Entry(like, canonical=number(None), inlined=True),
+    aten.empty_like: Entry(like, inlined=True),
     aten.arange: Entry(arange, inlined=True),
     aten.scalar_tensor: Entry(whole, inlined=True),
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -317,43 +318,30 @@ def _pad_by_backward(grad: Tensor, x: Tensor, padding: Sequence[int], back: Call
     return grad
 
 
-def _mirror(x: Tensor, d: int, width: int, end: bool) -> Tensor:
+def mirror(x: Tensor, d: int, width: int, end: bool) -> Tensor:
     """Computes the padding of reflection: the rows beside the first or the last one, in reverse (an `Edge`)."""
     return x.narrow(d, x.shape[d] - 1 - width if end else 1, width).flip(d)
 
 
-def _mirror_back(edge: Tensor, d: int, n: int, width: int, end: bool) -> Tensor:
+def mirror_back(edge: Tensor, d: int, n: int, width: int, end: bool) -> Tensor:
+    """Computes the gradient of a dim of size n from that of its reflection."""
     start = n - 1 - width if end else 1
     return _pad_dim(edge.flip(d), d, start, n - start - width)
 
 
-def _last(x: Tensor, d: int, width: int, end: bool) -> Tensor:
+def last(x: Tensor, d: int, width: int, end: bool) -> Tensor:
     """Computes the padding of replication: the first or the last row, repeated (an `Edge`)."""
     return torch.cat([x.narrow(d, x.shape[d] - 1 if end else 0, 1)] * width, d)
 
 
-def _last_back(edge: Tensor, d: int, n: int, width: int, end: bool) -> Tensor:
+def last_back(edge: Tensor, d: int, n: int, width: int, end: bool) -> Tensor:
+    """Computes the gradient of a dim of size n from that of its replication."""
     return _pad_dim(edge.sum(d, keepdim=True), d, n - 1 if end else 0, 0 if end else n - 1)
 
 
-def reflection_pad(x: Tensor, padding: Sequence[int]) -> Tensor:
-    """Computes reflection_pad by concatenation."""
-    return _pad_by(x, padding, _mirror)
-
-
-def reflection_pad_backward(grad: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:
-    """Computes reflection_pad_backward by adding the gradients of the padding."""
-    return _pad_by_backward(grad, x, padding, _mirror_back)
-
-
-def replication_pad(x: Tensor, padding: Sequence[int]) -> Tensor:
-    """Computes replication_pad by concatenation."""
-    return _pad_by(x, padding, _last)
-
-
-def replication_pad_backward(grad: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:
-    """Computes replication_pad_backward by adding the gradients of the padding."""
-    return _pad_by_backward(grad, x, padding, _last_back)
+def padding(edge: Edge, back: Callable[..., Tensor]) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """Returns the decompositions of a padding op, by concatenation, and of its backward op, which adds gradients."""
+    return partial(_pad_by, edge=edge), partial(_pad_by_backward, back=back)
 
 
 def _parts_of(x: Tensor, size: Sequence[int]) -> list[int] | None:
@@ -362,18 +350,18 @@ def _parts_of(x: Tensor, size: Sequence[int]) -> list[int] | None:
     return None if any(n % m for n, m in zip(into, size)) else [n // m for n, m in zip(into, size)]
 
 
-def adaptive_average(x: Tensor, size: Sequence[int]) -> Tensor:
-    """Computes _adaptive_avg_pool with equal windows by avg_pool."""
-    kernel = _parts_of(x, size)
-    pool = {2: aten.avg_pool2d.default, 3: aten.avg_pool3d.default}[len(size)]
-    return NotImplemented if kernel is None else pool(x, kernel)
+def _adaptive(of_two: Any, of_three: Any) -> Callable[..., Any]:
+    """Returns a decomposition of adaptive pooling with equal windows by the pooling op over two or three dims."""
+
+    def decomposition(x: Tensor, size: Sequence[int]) -> Any:
+        kernel = _parts_of(x, size)
+        return NotImplemented if kernel is None else {2: of_two, 3: of_three}[len(size)](x, kernel)
+
+    return decomposition
 
 
-def adaptive_max(x: Tensor, size: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Computes adaptive_max_pool with equal windows by max_pool."""
-    kernel = _parts_of(x, size)
-    pool = {2: aten.max_pool2d_with_indices.default, 3: aten.max_pool3d_with_indices.default}[len(size)]
-    return NotImplemented if kernel is None else pool(x, kernel)
+adaptive_average = _adaptive(aten.avg_pool2d.default, aten.avg_pool3d.default)
+adaptive_max = _adaptive(aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default)
 
 
 def adaptive_average_backward(grad: Tensor, x: Tensor) -> Tensor:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from tpshard.parallelism.graph import Op, Ref
 from tpshard.parallelism.rules.decompositions import copy_over
 from tpshard.parallelism.rules.entry import Entry, Table
-from tpshard.parallelism.rules.rule import Dim, Factors, Rule
+from tpshard.parallelism.rules.rule import Factors, Rule, broadcast
 from tpshard.parallelism.rules.shape import as_view
 
 aten = torch.ops.aten
@@ -18,25 +17,13 @@ Sums = Callable[[Op], tuple[int, ...]]
 """A function that returns the operands in which an op is jointly linear, so that it may leave them partial sums."""
 
 
-def broadcast_dims(
-    factors: Factors, shapes: Sequence[tuple[int, ...]], out: tuple[int, ...]
-) -> tuple[list[tuple[Dim, ...]], tuple[Dim, ...]]:
-    """The factors of operands that broadcast to the shape `out`, aligned at the last dim, and those of the result."""
-    result = factors.dims(out, ones=True)
-    operands = []
-    for shape in shapes:
-        lead = len(out) - len(shape)
-        operands.append(tuple(result[lead + i] if n == out[lead + i] else () for i, n in enumerate(shape)))
-    return operands, result
-
-
 def elements(op: Op, additive: tuple[int, ...] = (), fills: tuple[tuple[int, float], ...] = ()) -> Rule:
     """The rule of a result whose elements depend on one element of each operand; size-1 dims broadcast."""
     factors = Factors()
-    operands, result = broadcast_dims(factors, [v.shape for v in op.operands], op.results[0].shape)
-    return factors.rule(
-        operands, [result] * len(op.results), additive=additive, priority=0, flops=op.results[0].numel, fills=fills
-    )
+    out = op.results[0]
+    dims = factors.dims(out.shape, ones=True)
+    operands = [broadcast(v.shape, out.shape, dims) for v in op.operands]
+    return factors.rule(operands, [dims] * len(op.results), additive=additive, priority=0, flops=out.numel, fills=fills)
 
 
 # ---- which operands may be partial --------------------------------------------------------------------------------
@@ -77,10 +64,8 @@ def zero_fill(op: Op) -> tuple[int, ...]:
 
 def divisor(op: Op) -> tuple[tuple[int, float], ...]:
     """The padding of a divisor: 1 for integers, which must not be divided by the 0 that padding may hold."""
-    divisor_arg = op.args[1]
-    return (
-        ((divisor_arg.index, 1),) if isinstance(divisor_arg, Ref) and not op.results[0].dtype.is_floating_point else ()
-    )
+    by = op.args[1]
+    return ((by.index, 1),) if isinstance(by, Ref) and not op.results[0].dtype.is_floating_point else ()
 
 
 def drop_format(op: Op) -> None:
@@ -96,28 +81,6 @@ def pointwise(sums: Sums = nothing, *, divides: bool = False, exponentials: int 
         inlined=True, commutes=True, exponentials=exponentials, **facts,
     )  # fmt: skip
 
-
-# ---- results that only take the shape of a tensor --------------------------------------------------------------
-def shape_of(op: Op) -> Rule:
-    """The rule of ones_like and similar ops, which read only the shape of their operand."""
-    factors = Factors()
-    dims = factors.dims(op.results[0].shape)
-    return factors.rule([dims], [dims], priority=0)
-
-
-def number(value: float | None) -> Callable[[Op], None]:
-    """The rewriting of full_like of a tensor without dims to full, so that a partial sum is not read."""
-
-    def canonical(op: Op) -> None:
-        if op.results[0].rank == 0 and op.operands and op.operands[0].rank == 0:
-            fill = op.args[1] if value is None and len(op.args) > 1 else op.kwargs.get("fill_value", value)
-            op.target, op.args, op.operands = torch.ops.aten.full.default, ((), fill), []
-            op.kwargs = {"dtype": op.results[0].dtype, "device": op.kwargs.get("device")}
-
-    return canonical
-
-
-like = Entry(shape_of, inlined=True)
 
 OPS: Table = {
     aten.add: pointwise(sum_of),
@@ -143,9 +106,5 @@ OPS: Table = {
     aten.sigmoid_backward: pointwise(),
     aten.tanh_backward: pointwise(),
     aten.threshold_backward: pointwise(),
-    aten.ones_like: replace(like, canonical=number(1)),
-    aten.zeros_like: replace(like, canonical=number(0)),
-    aten.full_like: replace(like, canonical=number(None)),
-    aten.empty_like: like,
 }
 """Ops that torch tags as pointwise are treated as such, without passing partial sums."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from tpshard.kernels.fp8 import MULTIPLY, QUANTIZE, VALUES, contraction_of, sizes_of
+from tpshard.kernels.fp8 import MULTIPLY, QUANTIZE, contraction_of, sizes_of
 from tpshard.kernels.fp8_blocks import BLOCK
 from tpshard.parallelism.graph import Op
 from tpshard.parallelism.rules.entry import Entry, Table
-from tpshard.parallelism.rules.rule import Dim, Factors, Kind, LocalOp, Rule, product
+from tpshard.parallelism.rules.letters import Spelled
+from tpshard.parallelism.rules.rule import LocalOp, Rule
 
 aten = torch.ops.aten
 
@@ -21,47 +24,26 @@ def fp8_product(op: Op) -> Rule:
     """
     equation = op.args[2]
     a, b = op.operands
-    contraction = contraction_of(equation)
-    sizes = sizes_of(equation, a.shape, b.shape)
-    factors = Factors()
-    dims: dict[str, Dim] = {}
-    for c, size in sizes.items():
-        kind = Kind.REDUCE if c in contraction.summed else Kind.PASS
-        blocked = c == contraction.summed[-1]
-        dims[c] = (factors.new(size // BLOCK if blocked else size, kind),)
-        if blocked:
-            dims[c] += (factors.new(BLOCK, Kind.WHOLE),)
-    inputs, out = equation.split("->")
-    return factors.rule(
-        [tuple(dims[c] for c in letters) for letters in inputs.split(",")],
-        [tuple(dims[c] for c in out)],
-        flops=2 * product(list(sizes.values())),
-        work=tuple(dim[0] for dim in dims.values()),
-        local=_local,
-    )
+    k = contraction_of(equation).summed[-1]
+    spelled = Spelled(op, equation.replace(k, f"({k}{k.upper()})"), sizes={k.upper(): BLOCK})
+    return spelled.rule(flops=2 * math.prod(sizes_of(equation, a.shape, b.shape).values()), local=_local)
 
 
-def _local(at: LocalOp) -> Any:
+def _local(at: LocalOp, of: Mapping[str, int]) -> Any:
     """Quantizes both operands along the contraction, each in one kernel, and multiplies them."""
-    equation, wide = at.op.args[2], torch.promote_types(at.op.operands[0].dtype, torch.float32)
+    equation = at.op.args[2]
     contraction = contraction_of(equation)
     parts: list[Any] = []
-    shape = []
     for index, side in enumerate(contraction.sides):
-        letters = equation.split("->")[0].split(",")[index]
-        local = dict(zip(letters, at.operand_shape(index)))
-        rows, summed = (product([local[c] for c in dims]) for dims in (side.rows, contraction.summed))
+        local = dict(zip(equation.split("->")[0].split(",")[index], at.operand_shape(index)))
+        rows, summed = (math.prod(local[c] for c in dims) for dims in (side.rows, contraction.summed))
         matrix = (summed, rows) if side.transposed else (rows, summed)
         node = at.inputs[index]
         if at.operand_shape(index) != matrix:
-            node = at.emit(aten.reshape.default, node, list(matrix), shape=matrix)
-        like = [((rows, summed), VALUES), ((summed // BLOCK, rows), wide)]
-        parts += at.several(QUANTIZE, node, side.transposed, like=like, work=0.0)
-        shape.append(rows)
-    node = at.emit(MULTIPLY, *parts, shape=shape, dtype=at.dtype(0), work=True)
-    return (
-        node if at.shape() == tuple(shape) else at.emit(aten.reshape.default, node, list(at.shape()), shape=at.shape())
-    )
+            node = at.emit(aten.reshape.default, node, list(matrix))
+        parts += at.several(QUANTIZE, node, side.transposed, work=0.0)
+    node = at.emit(MULTIPLY, *parts, dtype=at.dtype(0), work=True)
+    return node if at.shape() == at.shape_of(node) else at.emit(aten.reshape.default, node, list(at.shape()))
 
 
 OPS: Table = {"tpshard.fp8_product": Entry(fp8_product, work="matmul", saved=True)}

@@ -2,50 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from tpshard.parallelism.graph import Op, Ref
 from tpshard.parallelism.rules.entry import Entry, Table
+from tpshard.parallelism.rules.letters import letters
 from tpshard.parallelism.rules.rule import Dim, Factors, Kind, LocalOp, Rule
 from tpshard.parallelism.rules.shape import whole
 
 aten = torch.ops.aten
 
 
-def own_indices(at: LocalOp, index: Any, factor: int, shape: tuple[int, ...]) -> tuple[Any, Any]:
+def own_indices(at: LocalOp, index: Any, factor: int) -> tuple[Any, Any]:
     """The indices relative to this device's shard, with those of other devices set to 0, and the mask of the latter."""
-    shifted = at.emit(aten.sub.Tensor, index, at.offset(factor), shape=shape, dtype=torch.int64)
-    below = at.emit(aten.lt.Scalar, shifted, 0, shape=shape, dtype=torch.bool)
-    above = at.emit(aten.ge.Scalar, shifted, at.valid(factor), shape=shape, dtype=torch.bool)
-    foreign = at.emit(aten.logical_or.default, below, above, shape=shape, dtype=torch.bool)
-    return at.emit(aten.masked_fill.Scalar, shifted, foreign, 0, shape=shape, dtype=torch.int64), foreign
+    shifted = at.emit(aten.sub.Tensor, index, at.offset(factor))
+    below = at.emit(aten.lt.Scalar, shifted, 0)
+    above = at.emit(aten.ge.Scalar, shifted, at.valid(factor))
+    foreign = at.emit(aten.logical_or.default, below, above)
+    return at.emit(aten.masked_fill.Scalar, shifted, foreign, 0), foreign
 
 
-def _unsqueeze(at: LocalOp, mask: Any, shape: tuple[int, ...], dim: int) -> tuple[Any, tuple[int, ...]]:
-    grown = (*shape[:dim], 1, *shape[dim:])
-    return at.emit(aten.unsqueeze.default, mask, dim, shape=grown, dtype=torch.bool), grown
+def without_foreign(at: LocalOp, node: Any, foreign: Any, view: Sequence[int]) -> Any:
+    """The node with 0 where the mask of other devices' indices is true; `view` is a shape in which it broadcasts."""
+    mask = at.emit(aten.reshape.default, foreign, list(view))
+    return at.emit(aten.masked_fill.Scalar, node, mask, 0)
 
 
-def embedding(op: Op) -> Rule:
-    """The rule of embedding, `vd,...->...d`: a device of a sharded vocabulary looks up its own rows; others are 0."""
-    table, index = op.operands
-    factors = Factors()
-    v = factors.new(table.shape[0], Kind.REDUCE)
-    d = factors.dims(table.shape[1:])
-    rows = factors.dims(index.shape)
+def pick_own(at: LocalOp, index: Any, factor: int, dim: int) -> Any:
+    """The positions `index` of a dim of the first operand; 0 for those of other devices."""
+    own, foreign = own_indices(at, index, factor)
+    picked = at.emit(aten.index_select.default, at.inputs[0], dim, own)
+    shape = at.shape_of(picked)
+    return without_foreign(at, picked, foreign, [n if d == dim else 1 for d, n in enumerate(shape)])
 
-    def local(at: LocalOp) -> Any:
-        if not at.axes(v):
-            return at.with_args(Ref(0), Ref(1))
-        shape = at.operand_shape(1)
-        local_rows, foreign = own_indices(at, at.inputs[1], v, shape)
-        looked_up = at.emit(aten.embedding.default, at.inputs[0], local_rows, shape=at.shape())
-        mask, _ = _unsqueeze(at, foreign, shape, len(shape))
-        return at.emit(aten.masked_fill.Scalar, looked_up, mask, 0, shape=at.shape())
 
-    return factors.rule([((v,), *d), rows], [(*rows, *d)], local=local, work=(), flops=0, fills=((1, 0),), guarded=(v,))
+def write_own(at: LocalOp, target: Any, dim: int, size: int, write: Callable[[Any], Any]) -> Any:
+    """Writes into a target with one more position of a dim than its `size`; foreign values go there and are cut off."""
+    widths = [0, 0] * (len(at.shape_of(target)) - 1 - dim) + [0, 1]
+    written = write(at.emit(aten.constant_pad_nd.default, target, widths, 0))
+    return at.emit(aten.slice.Tensor, written, dim, 0, size)
+
+
+def _for_rows(at: LocalOp, mask: Any) -> Any:
+    """A mask of indices as one of the rows that they look up."""
+    return at.emit(aten.unsqueeze.default, mask, len(at.shape_of(mask)))
+
+
+def embedding(at: LocalOp, of: Mapping[str, int]) -> Any:
+    """The local form of embedding: a device of a sharded vocabulary v looks up its own rows; others are 0."""
+    if not at.axes(of["v"]):
+        return at.same()
+    rows, foreign = own_indices(at, at.inputs[1], of["v"])
+    looked_up = at.emit(aten.embedding.default, at.inputs[0], rows)
+    return at.emit(aten.masked_fill.Scalar, looked_up, _for_rows(at, foreign), 0)
 
 
 def embedding_backward(op: Op) -> Rule:
@@ -65,14 +77,11 @@ def embedding_backward(op: Op) -> Rule:
         padding, scale = op.args[3], op.args[4]
         if not at.axes(v):
             return at.with_args(Ref(0), Ref(1), at.size(v), padding, scale)
-        shape = at.operand_shape(1)
-        local_rows, foreign = own_indices(at, at.inputs[1], v, shape)
+        local_rows, foreign = own_indices(at, at.inputs[1], v)
         if padding >= 0:  # an index into the whole table, whose row gets no gradient
-            unlearned = at.emit(aten.eq.Scalar, at.inputs[1], padding, shape=shape, dtype=torch.bool)
-            foreign = at.emit(aten.logical_or.default, foreign, unlearned, shape=shape, dtype=torch.bool)
-        mask, _ = _unsqueeze(at, foreign, shape, len(shape))
-        own_grad = at.emit(aten.masked_fill.Scalar, at.inputs[0], mask, 0, shape=at.operand_shape(0))
-        return at.emit(op.target, own_grad, local_rows, at.size(v), -1, scale, shape=at.shape())
+            foreign = at.emit(aten.logical_or.default, foreign, at.emit(aten.eq.Scalar, at.inputs[1], padding))
+        own_grad = at.emit(aten.masked_fill.Scalar, at.inputs[0], _for_rows(at, foreign), 0)
+        return at.emit(op.target, own_grad, local_rows, at.size(v), -1, scale)
 
     return factors.rule(
         [(*rows, *d), rows], [((v,), *d)], local=local, additive=(0,), flops=grad.numel, fills=((1, 0),)
@@ -85,22 +94,14 @@ def index_select(op: Op) -> Rule:
     dim = op.args[1] % max(x.rank, 1)
     factors = Factors()
     v = factors.new(x.shape[dim], Kind.REDUCE)
-    picked = factors.dims(index.shape)[0] if index.rank else ()
-    rest = {d: ((factors.new(n),) if n != 1 else ()) for d, n in enumerate(x.shape) if d != dim}
+    picked = factors.dims(index.shape)
+    before, behind = factors.dims(x.shape[:dim]), factors.dims(x.shape[dim + 1 :])
 
     def local(at: LocalOp) -> Any:
-        if not at.axes(v):
-            return at.same()
-        shape = at.operand_shape(1)
-        local_rows, foreign = own_indices(at, at.inputs[1], v, shape)
-        looked_up = at.emit(op.target, at.inputs[0], dim, local_rows, shape=at.shape())
-        view = tuple(shape[0] if d == dim else 1 for d in range(x.rank))
-        mask = at.emit(aten.reshape.default, foreign, list(view), shape=view, dtype=torch.bool)
-        return at.emit(aten.masked_fill.Scalar, looked_up, mask, 0, shape=at.shape())
+        return pick_own(at, at.inputs[1], v, dim) if at.axes(v) else at.same()
 
-    source = tuple((v,) if d == dim else rest[d] for d in range(x.rank))
-    out = tuple(picked if d == dim else rest[d] for d in range(x.rank))
-    return factors.rule([source, (picked,) if index.rank else ()], [out], local=local, fills=((1, 0),), guarded=(v,))
+    source, out = (*before, (v,), *behind), (*before, *(picked or ((),)), *behind)
+    return factors.rule([source, picked], [out], local=local, fills=((1, 0),), guarded=(v,))
 
 
 def gather(op: Op) -> Rule:
@@ -119,9 +120,9 @@ def gather(op: Op) -> Rule:
     def local(at: LocalOp) -> Any:
         if not at.axes(v):
             return at.same()
-        local_rows, foreign = own_indices(at, at.inputs[1], v, at.operand_shape(1))
-        looked_up = at.emit(op.target, at.inputs[0], dim, local_rows, shape=at.shape())
-        return at.emit(aten.masked_fill.Scalar, looked_up, foreign, 0, shape=at.shape())
+        local_rows, foreign = own_indices(at, at.inputs[1], v)
+        looked_up = at.emit(op.target, at.inputs[0], dim, local_rows)
+        return at.emit(aten.masked_fill.Scalar, looked_up, foreign, 0)
 
     return factors.rule([source, picked], [picked], local=local, fills=((1, 0),), guarded=(v,))
 
@@ -171,29 +172,23 @@ def indexed_write(op: Op, kind: Kind) -> Rule:
     def local(at: LocalOp) -> Any:
         for f in of_source[dim]:  # x itself is added once
             if at.axes(f):
-                at.inputs[0] = at.emit(aten.mul.Tensor, at.inputs[0], at.first(f), shape=at.shape())
+                at.inputs[0] = at.emit(aten.mul.Tensor, at.inputs[0], at.first(f))
         if not at.axes(v):
             return at.same()
-        shape = at.operand_shape(1)
-        local_rows, foreign = own_indices(at, at.inputs[1], v, shape)
+        local_rows, foreign = own_indices(at, at.inputs[1], v)
         if adds:
-            own_source = at.emit(aten.masked_fill.Scalar, at.inputs[2], foreign, 0, shape=at.operand_shape(2))
-            return at.emit(op.target, at.inputs[0], dim, local_rows, own_source, shape=at.shape())
-        # one more row than owned: foreign values are written there and cut off
-        edge = at.emit(aten.masked_fill.Scalar, local_rows, foreign, at.size(v), shape=shape, dtype=torch.int64)
-        grown = tuple(n + 1 if d == dim else n for d, n in enumerate(at.shape()))
-        widths = [0, 0] * (x.rank - 1 - dim) + [0, 1]
-        padded = at.emit(aten.constant_pad_nd.default, at.inputs[0], widths, 0, shape=grown)
+            own_source = at.emit(aten.masked_fill.Scalar, at.inputs[2], foreign, 0)
+            return at.emit(op.target, at.inputs[0], dim, local_rows, own_source)
+        edge = at.emit(aten.masked_fill.Scalar, local_rows, foreign, at.size(v))
         value = at.inputs[2] if src is not None else op.args[3]
-        result = at.emit(op.target, padded, dim, edge, value, shape=grown)
-        return at.emit(aten.slice.Tensor, result, dim, 0, at.size(v), shape=at.shape())
+        return write_own(at, at.inputs[0], dim, at.size(v), lambda grown: at.emit(op.target, grown, dim, edge, value))
 
     operands = [target, of_source] + ([of_source] if src is not None else [])
     return factors.rule(operands, [target], local=local, additive=(0, 2) if adds else (), fills=((1, 0),))
 
 
 OPS: Table = {
-    aten.embedding: Entry(embedding, lookup=True),
+    aten.embedding: letters("vd,...->...d", local=embedding, guarded="v", fills=((1, 0),), lookup=True),
     aten.embedding_dense_backward: Entry(embedding_backward),
     aten.index_select: Entry(index_select, lookup=True, commutes=True),
     aten.gather: Entry(gather, lookup=True),

@@ -17,16 +17,14 @@ def reduced_by_index(op: Op) -> Rule:
     dim = op.args[1] % max(x.rank, 1)
     factors = Factors()
     others = [v.shape for v in op.operands[1:] if v.rank == x.rank]
-    shared = [
-        (factors.new(n),) if d != dim and n != 1 and all(shape[d] == n for shape in others) else None
-        for d, n in enumerate(x.shape)
-    ]
+    shared = {
+        d: (factors.new(n),) for d, n in enumerate(x.shape)
+        if d != dim and n != 1 and all(shape[d] == n for shape in others)
+    }  # fmt: skip
 
     def of(shape: tuple[int, ...]) -> tuple[Dim, ...]:
-        return tuple(
-            shared[d] or factors.dims([n], Kind.WHOLE)[0] if len(shape) == x.rank else factors.dims([n], Kind.WHOLE)[0]
-            for d, n in enumerate(shape)
-        )
+        own = factors.dims(shape, Kind.WHOLE)
+        return tuple(shared.get(d, own[d]) for d in range(len(shape))) if len(shape) == x.rank else own
 
     return factors.rule([of(v.shape) for v in op.operands], [of(x.shape)])
 

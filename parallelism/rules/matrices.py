@@ -6,13 +6,14 @@ An axis on a dim that must be whole moves to a free dim by an all-to-all, if the
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
 from tpshard.parallelism.graph import Op, Value
 from tpshard.parallelism.rules.entry import Entry, Table
-from tpshard.parallelism.rules.letters import rule_of
-from tpshard.parallelism.rules.rule import Rule, product
+from tpshard.parallelism.rules.letters import letters, rule_of
+from tpshard.parallelism.rules.rule import Rule
 from tpshard.parallelism.rules.shape import unlike, whole
 
 aten = torch.ops.aten
@@ -24,7 +25,7 @@ def transform(op: Op) -> Rule:
     A real transform has half of a dim, which is not sharded as the dim is.
     """
     rule, largest = whole(op, op.args[1]), max(op.operands[0].numel, op.results[0].numel)
-    length = product([max(op.operands[0].shape[dim], op.results[0].shape[dim]) for dim in op.args[1]])
+    length = math.prod(max(op.operands[0].shape[dim], op.results[0].shape[dim]) for dim in op.args[1])
     return replace(rule, blocked=unlike(rule, op), flops=5 * largest * length.bit_length())
 
 
@@ -33,31 +34,25 @@ def solve(op: Op) -> Rule:
     a, b = op.operands
     left = op.kwargs.get("left", op.args[2] if len(op.args) > 2 else True)
     right, result = ("...M", "...N") if b.rank < a.rank else ("...Mk", "...Nk") if left else ("...kN", "...kM")
-    rule = rule_of(op, f"...MN,{right}->{result},...MN,...N,...", same="k")
-    return replace(rule, flops=_cubed(a, 2 / 3) + 2 * b.numel * a.shape[-1])
+    flops = _cubed(a, 2 / 3) + 2 * b.numel * a.shape[-1]
+    return rule_of(op, f"...MN,{right}->{result},...MN,...N,...", same="k", flops=flops)
 
 
 def solve_triangular(op: Op) -> Rule:
     """The rule of linalg_solve_triangular(A, B, *, upper, left): the columns of B are independent."""
-    rule = rule_of(op, "...MN,...Mk->...Nk" if op.kwargs.get("left", True) else "...MN,...kN->...kM")
-    return replace(rule, flops=op.operands[1].numel * op.operands[0].shape[-1])
+    text = "...MN,...Mk->...Nk" if op.kwargs.get("left", True) else "...MN,...kN->...kM"
+    return rule_of(op, text, flops=op.operands[1].numel * op.operands[0].shape[-1])
 
 
 def lu_solve(op: Op) -> Rule:
     """The rule of linalg_lu_solve(LU, pivots, B, *, left): the columns of B are independent."""
     side = "...Nk" if op.kwargs.get("left", True) else "...kN"
-    rule = rule_of(op, f"...MN,...N,{side}->{side}")
-    return _with_pivots(replace(rule, flops=2 * op.operands[2].numel * op.operands[0].shape[-1]))
+    flops = 2 * op.operands[2].numel * op.operands[0].shape[-1]
+    return rule_of(op, f"...MN,...N,{side}->{side}", flops=flops, fills=PIVOTS)
 
 
-def lu_unpack(op: Op) -> Rule:
-    """The rule of lu_unpack(LU, pivots): batch dims are independent."""
-    return _with_pivots(rule_of(op, "...MN,...K->...AB,...CD,...EF"))
-
-
-def _with_pivots(rule: Rule) -> Rule:
-    """The rule of an op whose operand 1 holds pivots: rows counted from 1, in the padding too."""
-    return replace(rule, fills=((1, 1.0),))
+PIVOTS = ((1, 1.0),)
+"""The padding of operand 1, which holds pivots: rows counted from 1."""
 
 
 def _cubed(matrix: Value, times: float) -> int:
@@ -67,12 +62,7 @@ def _cubed(matrix: Value, times: float) -> int:
 
 def factorization(text: str, times: float) -> Entry:
     """The entry of an op on one matrix [.., m, n] that takes `times` m n min(m, n) FLOPs."""
-    return Entry(lambda op: replace(rule_of(op, text), flops=_cubed(op.operands[0], times)), dense="all")
-
-
-def cholesky_solve(op: Op) -> Rule:
-    """The rule of cholesky_solve(B, L): the columns of B are independent."""
-    return replace(rule_of(op, "...Nk,...MN->...Nk"), flops=2 * op.operands[0].numel * op.operands[1].shape[-1])
+    return letters(text, flops=lambda op: _cubed(op.operands[0], times), dense="all")
 
 
 OPS: Table = {
@@ -82,14 +72,16 @@ OPS: Table = {
     aten._linalg_solve_ex: Entry(solve, dense="all"),
     aten.linalg_solve_triangular: Entry(solve_triangular, dense="all"),
     aten.linalg_lu_solve: Entry(lu_solve, dense="all"),
-    aten.cholesky_solve: Entry(cholesky_solve, dense="all"),
+    aten.cholesky_solve: letters(  # the columns of B are independent
+        "...Nk,...MN->...Nk", flops=lambda op: 2 * op.operands[0].numel * op.operands[1].shape[-1], dense="all"
+    ),
     aten.cholesky_inverse: factorization("...MN->...MN", 2 / 3),
     aten.linalg_inv_ex: factorization("...MN->...NM,...", 2),
     aten.linalg_cholesky_ex: factorization("...MN->...MN,...", 1 / 3),
     aten.linalg_lu_factor_ex: factorization("...MN->...MN,...K,...", 2 / 3),
     aten.geqrf: factorization("...MN->...MN,...K", 4 / 3),
     aten.linalg_lu: factorization("...MN->...AB,...CD,...EF", 2 / 3),
-    aten.lu_unpack: Entry(lu_unpack, dense="all"),
+    aten.lu_unpack: letters("...MN,...K->...AB,...CD,...EF", fills=PIVOTS, dense="all"),
     aten.linalg_qr: factorization("...MN->...MA,...BN", 8 / 3),
     aten.linalg_householder_product: factorization("...MN,...K->...MN", 4 / 3),
     aten._linalg_svd: factorization("...MN->...AB,...C,...DE", 20),

@@ -7,7 +7,8 @@ from dataclasses import replace
 from tpshard.parallelism.graph import Op
 from tpshard.parallelism.rules.elementwise import elements
 from tpshard.parallelism.rules.entry import Entry, Table
-from tpshard.parallelism.rules.rule import Factors, Kind, Rule
+from tpshard.parallelism.rules.letters import letters
+from tpshard.parallelism.rules.rule import Rule
 
 
 def step(flops: int) -> Entry:
@@ -23,15 +24,9 @@ def step(flops: int) -> Entry:
     return Entry(rule, commutes=True)
 
 
-def square_sum(op: Op) -> Rule:
-    """The rule of the sum of (x * scale)^2: over a sharded dim it is partial, though no partial sum may be squared."""
-    factors = Factors()
-    dims = factors.dims(op.operands[0].shape, Kind.REDUCE)
-    return factors.rule([dims, ()], [()], flops=3 * op.operands[0].numel)
-
-
 OPS: Table = {
     "tpshard.adamw_step": step(15),
     "tpshard.lion_step": step(11),
-    "tpshard.square_sum": Entry(square_sum),
+    # the sum of (x * scale)^2: no partial sum may be squared
+    "tpshard.square_sum": letters("...,->", flops=lambda op: 3 * op.operands[0].numel),
 }

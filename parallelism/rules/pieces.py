@@ -14,7 +14,7 @@ import torch
 from tpshard.parallelism.graph import Op, Ref
 from tpshard.parallelism.rules import strides
 from tpshard.parallelism.rules.entry import Entry, Table
-from tpshard.parallelism.rules.indexing import own_indices
+from tpshard.parallelism.rules.indexing import pick_own
 from tpshard.parallelism.rules.rule import Factors, Kind, LocalOp, Rule, Window
 from tpshard.parallelism.rules.shape import same_dims, view_entry, whole
 
@@ -60,7 +60,7 @@ def slice_rule(op: Op) -> Rule:
         if not cut_dims(at, rule):
             return at.same()
         node = at.window(0)
-        return node if step == 1 else at.emit(aten.slice.Tensor, node, dim, 0, 1 << 62, step, shape=at.shape())
+        return node if step == 1 else at.emit(aten.slice.Tensor, node, dim, 0, 1 << 62, step)
 
     rule = same_dims(op, [dim], Kind.PERMUTE, local=local)
     rule = with_windows(rule, [Window(0, dim, 1, dim, first=start, stride=step)], moving=step == 1)
@@ -73,25 +73,17 @@ def pick_positions(op: Op, dim: int, positions: range) -> Rule:
     keep = out.rank == x.rank
     factors = Factors()
     chosen = factors.new(x.shape[dim], Kind.REDUCE if out.dtype != torch.bool else Kind.WHOLE)
-    dims = [(chosen,) if d == dim else (factors.new(n),) if n != 1 else () for d, n in enumerate(x.shape)]
-    out_dims = [() if d == dim else members for d, members in enumerate(dims) if keep or d != dim]
+    before, behind = factors.dims(x.shape[:dim]), factors.dims(x.shape[dim + 1 :])
 
     def local(at: LocalOp) -> Any:
         if not at.axes(chosen):
             return at.same()
-        count = (len(positions),)
-        index = at.emit(
-            aten.arange.start_step, positions.start, positions.stop, positions.step, shape=count, dtype=torch.int64
-        )
-        local_rows, foreign = own_indices(at, index, chosen, count)
-        shape = [len(positions) if d == dim else n for d, n in enumerate(at.operand_shape(0))]
-        rows = at.emit(aten.index_select.default, at.inputs[0], dim, local_rows, shape=shape)
-        mask = [len(positions) if d == dim else 1 for d in range(x.rank)]
-        foreign = at.emit(aten.reshape.default, foreign, mask, shape=mask, dtype=torch.bool)
-        rows = at.emit(aten.masked_fill.Scalar, rows, foreign, 0, shape=shape)
-        return rows if keep else at.emit(aten.squeeze.dim, rows, dim, shape=at.shape())
+        index = at.emit(aten.arange.start_step, positions.start, positions.stop, positions.step, dtype=torch.int64)
+        rows = pick_own(at, index, chosen, dim)
+        return rows if keep else at.emit(aten.squeeze.dim, rows, dim)
 
-    return factors.rule([tuple(dims)], [tuple(out_dims)], additive=(0,), local=local, guarded=(chosen,))
+    source, picked = (*before, (chosen,), *behind), (*before, *([()] if keep else []), *behind)
+    return factors.rule([source], [picked], additive=(0,), local=local, guarded=(chosen,))
 
 
 def select(op: Op) -> Rule:
@@ -107,9 +99,8 @@ def unbind(op: Op) -> Rule:
     factors = Factors()
     source = op.operands[0].shape
     dim = (op.args[1] if len(op.args) > 1 else 0) % len(source)
-    dims = [(factors.new(n, Kind.WHOLE if d == dim else Kind.PASS),) if n != 1 else () for d, n in enumerate(source)]
-    out = tuple(d for i, d in enumerate(dims) if i != dim)
-    return factors.rule([tuple(dims)], [out] * len(op.results), additive=(0,))
+    dims = factors.dims(source, Kind.WHOLE, only=[dim])
+    return factors.rule([dims], [(*dims[:dim], *dims[dim + 1 :])] * len(op.results), additive=(0,))
 
 
 def split(op: Op) -> Rule:
@@ -144,7 +135,7 @@ def pad(op: Op) -> Rule:
             return at.same()
         node = at.window(0)
         rest = [0 if rank - 1 - i // 2 in cut else n for i, n in enumerate(widths)]
-        return at.emit(aten.constant_pad_nd.default, node, rest, value, shape=at.shape()) if any(rest) else node
+        return at.emit(aten.constant_pad_nd.default, node, rest, value) if any(rest) else node
 
     rule = same_dims(op, list(before), Kind.PERMUTE, (0,) if not value else (), local=local)
     return with_windows(rule, [Window(0, d, 1, d, first=-n, fill=value) for d, n in before.items()])
@@ -165,7 +156,7 @@ def roll(op: Op) -> Rule:
         cut = cut_dims(at, rule)
         rest = {d: n for d, n in moved.items() if d not in cut}
         node = at.window(0)
-        return at.emit(aten.roll.default, node, list(rest.values()), list(rest), shape=at.shape()) if rest else node
+        return at.emit(aten.roll.default, node, list(rest.values()), list(rest)) if rest else node
 
     rule = same_dims(op, list(moved), Kind.PERMUTE, local=local)
     nearer = {d: -n if 2 * n <= x.shape[d] else x.shape[d] - n for d, n in moved.items()}
@@ -180,7 +171,7 @@ def flip(op: Op) -> Rule:
         cut = cut_dims(at, rule)
         rest = [d for d in dims if d not in cut]
         node = at.mirror(0)
-        return at.emit(aten.flip.default, node, rest, shape=at.shape()) if rest else node
+        return at.emit(aten.flip.default, node, rest) if rest else node
 
     rule = same_dims(op, dims, Kind.PERMUTE, local=local)
     return replace(rule, mirrored=tuple(f for d in dims for f in rule.operands[0][d]))
@@ -219,12 +210,11 @@ def without_empty(op: Op) -> None:
 def from_on(at: LocalOp, factor: int, dim: int, start: int) -> Any:
     """A mask of this device's shard of the result: true at the positions of a dim from `start` on."""
     shape = at.shape()
-    count = (shape[dim],)
-    places = at.emit(aten.arange.default, shape[dim], shape=count, dtype=torch.int64)
-    places = at.emit(aten.add.Tensor, places, at.offset(factor), shape=count, dtype=torch.int64)
-    mask = at.emit(aten.ge.Scalar, places, start, shape=count, dtype=torch.bool)
+    places = at.emit(aten.arange.default, shape[dim], dtype=torch.int64)
+    places = at.emit(aten.add.Tensor, places, at.offset(factor))
+    mask = at.emit(aten.ge.Scalar, places, start)
     view = [shape[dim] if d == dim else 1 for d in range(len(shape))]
-    return at.emit(aten.reshape.default, mask, view, shape=view, dtype=torch.bool)
+    return at.emit(aten.reshape.default, mask, view)
 
 
 def slice_scatter(op: Op) -> Rule:
@@ -237,8 +227,8 @@ def slice_scatter(op: Op) -> Rule:
         if not cut_dims(at, rule):
             return at.same()
         (f,) = rule.results[0][dim]
-        inside = at.emit(aten.where.self, from_on(at, f, dim, start), at.window(1), at.inputs[0], shape=at.shape())
-        return at.emit(aten.where.self, from_on(at, f, dim, end), at.inputs[0], inside, shape=at.shape())
+        inside = at.emit(aten.where.self, from_on(at, f, dim, start), at.window(1), at.inputs[0])
+        return at.emit(aten.where.self, from_on(at, f, dim, end), at.inputs[0], inside)
 
     rule = same_dims(op, [dim], Kind.PERMUTE, (0, 1), local=local)
     return with_windows(rule, [Window(0, dim, 2, dim), Window(1, dim, 2, dim, first=-start)])
@@ -254,8 +244,8 @@ def triangle(op: Op) -> Rule:
         row, column = (at.offset(f) for (f,) in dims[-2:]) if all(dims[-2:]) else (0, 0)
         if row == 0 and column == 0:
             return at.same()
-        moved = at.emit(diagonal_in_shard, diagonal, row, column, shape=())
-        return at.emit(op.target, at.inputs[0], moved, shape=at.shape())
+        moved = at.emit(diagonal_in_shard, diagonal, row, column)
+        return at.emit(op.target, at.inputs[0], moved)
 
     if not all(dims[-2:]):
         return whole(op, [-1, -2])

@@ -5,20 +5,19 @@ A device with a shard of a spatial dim first gets its neighbours' parts of the w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from tpshard.parallelism.graph import Op, Value
 from tpshard.parallelism.rules import decompositions as by
 from tpshard.parallelism.rules.entry import Entry, Table
-from tpshard.parallelism.rules.letters import letters
-from tpshard.parallelism.rules.rule import Dim, Factors, Kind, LocalOp, Rule, product
-from tpshard.parallelism.rules.windows import Sliding, per_spatial_dim
+from tpshard.parallelism.rules.rule import Dim, Factors, Kind, LocalOp, Rule
+from tpshard.parallelism.rules.windows import Sliding, per_rank, per_spatial_dim
 
 aten = torch.ops.aten
-INDEX = torch.int64
 
 
 class Pooling:
@@ -52,73 +51,56 @@ class Pooling:
 
         source, target: the spatial sizes before and after. read: the tensor that is read through windows.
         """
-        shape, total = at.shape_of(index), None
+        total = None
         for d, f in enumerate(self.sliding.factors):
-
-            def emit(op: Any, *args: Any) -> Any:
-                return at.emit(op, *args, shape=shape, dtype=INDEX)
-
-            place = emit(aten.floor_divide.default, index, product(source[d + 1 :]))
-            place = emit(aten.remainder.Scalar, place, source[d])
+            place = at.emit(aten.floor_divide.default, index, math.prod(source[d + 1 :]))
+            place = at.emit(aten.remainder.Scalar, place, source[d])
             if f is not None and at.axes(f):
-                op = aten.add.Tensor if sign > 0 else aten.sub.Tensor
-                place = emit(aten.clamp.default, emit(op, place, at.begin(f, read)), 0, target[d] - 1)
-            place = emit(aten.mul.Tensor, place, product(target[d + 1 :]))
-            total = place if total is None else emit(aten.add.Tensor, total, place)
+                place = at.emit(aten.add.Tensor if sign > 0 else aten.sub.Tensor, place, at.begin(f, read))
+                place = at.emit(aten.clamp.default, place, 0, target[d] - 1)
+            place = at.emit(aten.mul.Tensor, place, math.prod(target[d + 1 :]))
+            total = place if total is None else at.emit(aten.add.Tensor, total, place)
         return total
 
 
-def max_pool(rank: int) -> Callable[[Op], Rule]:
+def max_pool(op: Op, rank: int) -> Rule:
     """The rule of max_pool_with_indices(x, kernel, stride, padding, dilation, ceil_mode) over `rank` spatial dims."""
+    (x,), out = op.operands, op.results[0]
+    geometry = (*op.args[1:], *(None,) * 4)[:4]
+    pool = Pooling(x, out, rank, geometry, x.dtype.is_floating_point)
+    ceil = op.args[5] if len(op.args) > 5 else False
 
-    def rule(op: Op) -> Rule:
-        (x,), (out, _) = op.operands, op.results
-        geometry = (*op.args[1:], *(None,) * 4)[:4]
-        pool = Pooling(x, out, rank, geometry, x.dtype.is_floating_point)
-        ceil = op.args[5] if len(op.args) > 5 else False
+    def local(at: LocalOp) -> Any:
+        sliding = pool.sliding
+        if not any(sliding.cut(at)):
+            return at.same()
+        node, kernel, dilation = at.window(0), *(per_spatial_dim(geometry[i], rank) for i in (0, 3))
+        value, index = at.several(op.target, node, kernel, sliding.stride, sliding.padding_of(at), dilation, ceil)
+        window = at.shape_of(node)[pool.lead :]
+        return [value, pool.convert_indices(at, index, 0, window, x.shape[pool.lead :], 1)]
 
-        def local(at: LocalOp) -> Any:
-            if not any(pool.sliding.cut(at)):
-                return at.same()
-            node = at.window(0)
-            sizes = pool.sliding
-            kernel = per_spatial_dim(geometry[0], rank)
-            baseed = at.several(
-                op.target, node, kernel, sizes.stride, sizes.padding_of(at), per_spatial_dim(geometry[3], rank), ceil,
-                like=[(at.shape(), out.dtype), (at.shape(), INDEX)],
-            )  # fmt: skip
-            window = at.shape_of(node)[pool.lead :]
-            return [baseed[0], pool.convert_indices(at, baseed[1], 0, window, x.shape[pool.lead :], 1)]
-
-        base = pool.factors.rule([pool.x], [pool.out, pool.out], local=local)
-        return replace(base, windows=pool.sliding.windows(0, 1, -torch.inf))
-
-    return rule
+    windows = pool.sliding.windows(0, 1, -torch.inf)
+    return pool.factors.rule([pool.x], [pool.out, pool.out], local=local, windows=windows)
 
 
-def max_pool_backward(rank: int) -> Callable[[Op], Rule]:
+def max_pool_backward(op: Op, rank: int) -> Rule:
     """The rule of max_pool_with_indices_backward(grad, x, kernel, stride, padding, dilation, ceil_mode, indices)."""
+    grad, x, _ = op.operands
+    pool = Pooling(x, grad, rank, op.args[2:6])
 
-    def rule(op: Op) -> Rule:
-        grad, x, _ = op.operands
-        pool = Pooling(x, grad, rank, op.args[2:6])
+    def local(at: LocalOp) -> Any:
+        if not any(pool.sliding.cut(at)):
+            return at.same()
+        shape = pool.window(at, at.operand_shape(1), at.operand_shape(0))
+        like = at.emit(aten.new_empty.default, at.inputs[1], shape)
+        indices = pool.convert_indices(at, at.inputs[2], 3, x.shape[pool.lead :], shape[pool.lead :], -1)
+        rest = (*op.args[2:4], pool.sliding.padding_of(at), *op.args[5:7], indices)
+        return at.fold(at.emit(op.target, at.inputs[0], like, *rest), 3, 0)
 
-        def local(at: LocalOp) -> Any:
-            if not any(pool.sliding.cut(at)):
-                return at.same()
-            shape = pool.window(at, at.operand_shape(1), at.operand_shape(0))
-            like = at.emit(aten.new_empty.default, at.inputs[1], shape, shape=shape)
-            indices = pool.convert_indices(at, at.inputs[2], 3, x.shape[pool.lead :], shape[pool.lead :], -1)
-            gradient = at.emit(
-                op.target, at.inputs[0], like, *op.args[2:4], pool.sliding.padding_of(at), *op.args[5:7], indices,
-                shape=shape,
-            )  # fmt: skip
-            return at.fold(gradient, 3, 0)
-
-        base = pool.factors.rule([pool.out, pool.x, pool.out], [pool.x], local=local)
-        return replace(base, windows=pool.sliding.windows(3, 0), fills=((0, 0.0), (2, 0.0)))
-
-    return rule
+    return pool.factors.rule(
+        [pool.out, pool.x, pool.out], [pool.x], local=local, windows=pool.sliding.windows(3, 0),
+        fills=((0, 0.0), (2, 0.0)),
+    )  # fmt: skip
 
 
 def _even(args: Sequence[Any], rank: int) -> bool:
@@ -127,69 +109,61 @@ def _even(args: Sequence[Any], rank: int) -> bool:
     return bool(divisor) or (not ceil and (count is not False or not any(per_spatial_dim(padding, rank, 0))))
 
 
-def average_pool(rank: int) -> Callable[[Op], Rule]:
+def average_pool(op: Op, rank: int) -> Rule:
     """The rule of avg_pool(x, kernel, stride, padding, ceil_mode, count_include_pad, divisor) over `rank` dims."""
+    (x,), (out,) = op.operands, op.results
+    pool = Pooling(x, out, rank, (*(*op.args[1:], *(None,) * 3)[:3], 1), _even(op.args[3:], rank))
 
-    def rule(op: Op) -> Rule:
-        (x,), (out,) = op.operands, op.results
-        geometry = (*op.args[1:], *(None,) * 3)[:3]
-        pool = Pooling(x, out, rank, (*geometry, 1), _even(op.args[3:], rank))
+    def local(at: LocalOp) -> Any:
+        if not any(pool.sliding.cut(at)):
+            return at.same()
+        at.inputs[0] = at.window(0)
+        return at.with_args(*op.args[:2], pool.sliding.stride, pool.sliding.padding_of(at), *op.args[4:])
 
-        def local(at: LocalOp) -> Any:
-            if not any(pool.sliding.cut(at)):
-                return at.same()
-            at.inputs[0] = at.window(0)
-            return at.with_args(*op.args[:2], pool.sliding.stride, pool.sliding.padding_of(at), *op.args[4:])
-
-        base = pool.factors.rule([pool.x], [pool.out], additive=(0,), local=local)
-        return replace(base, windows=pool.sliding.windows(0, 1, 0.0))
-
-    return rule
+    windows = pool.sliding.windows(0, 1, 0.0)
+    return pool.factors.rule([pool.x], [pool.out], additive=(0,), local=local, windows=windows)
 
 
-def average_pool_backward(rank: int) -> Callable[[Op], Rule]:
+def average_pool_backward(op: Op, rank: int) -> Rule:
     """The rule of avg_pool_backward(grad, x, kernel, stride, padding, ceil_mode, count_include_pad, divisor)."""
+    grad, x = op.operands
+    pool = Pooling(x, grad, rank, (*op.args[2:5], 1), _even(op.args[4:], rank))
 
-    def rule(op: Op) -> Rule:
-        grad, x = op.operands
-        pool = Pooling(x, grad, rank, (*op.args[2:5], 1), _even(op.args[4:], rank))
+    def local(at: LocalOp) -> Any:
+        if not any(pool.sliding.cut(at)):
+            return at.same()
+        shape = pool.window(at, at.operand_shape(1), at.operand_shape(0))
+        like = at.emit(aten.new_empty.default, at.inputs[1], shape)
+        rest = (*op.args[2:4], pool.sliding.padding_of(at), *op.args[5:])
+        return at.fold(at.emit(op.target, at.inputs[0], like, *rest), 2, 0)
 
-        def local(at: LocalOp) -> Any:
-            if not any(pool.sliding.cut(at)):
-                return at.same()
-            shape = pool.window(at, at.operand_shape(1), at.operand_shape(0))
-            like = at.emit(aten.new_empty.default, at.inputs[1], shape, shape=shape)
-            rest = (*op.args[2:4], pool.sliding.padding_of(at), *op.args[5:])
-            return at.fold(at.emit(op.target, at.inputs[0], like, *rest, shape=shape), 2, 0)
-
-        base = pool.factors.rule([pool.out, pool.x], [pool.x], additive=(0,), local=local)
-        return replace(base, windows=pool.sliding.windows(2, 0), fills=((0, 0.0),))
-
-    return rule
+    return pool.factors.rule(
+        [pool.out, pool.x], [pool.x], additive=(0,), local=local, windows=pool.sliding.windows(2, 0),
+        fills=((0, 0.0),),
+    )  # fmt: skip
 
 
-def _adaptive(name: str, spelled: str, back: str, recorded: tuple[Any, Any], linear: str = "") -> Table:
-    """The entries of adaptive pooling, whose spatial dims are whole; with equal windows it is recorded as pooling."""
-    table: Table = {}
-    for rank, (before, after) in {2: ("HW", "YZ"), 3: ("DHW", "XYZ")}.items():
-        for text, suffix, one in ((spelled, "", recorded[0]), (back, "_backward", recorded[1])):
-            text = text.replace("out", f"...{after}").replace("in", f"...{before}")
-            op = getattr(aten, f"{name}{rank}d{suffix}")
-            table[op] = letters(text, linear=linear and "0", recorded=one, dense="all")  # indices are read densely
-    return table
+def of_rank(rule: Callable[..., Rule], rank: int) -> Entry:
+    """The entry of pooling over `rank` spatial dims."""
+    return Entry(partial(rule, rank=rank))
 
 
 OPS: Table = {
-    aten.max_pool2d_with_indices: Entry(max_pool(2)),
-    aten.max_pool2d_with_indices_backward: Entry(max_pool_backward(2)),
-    aten.max_pool3d_with_indices: Entry(max_pool(3)),
-    aten.max_pool3d_with_indices_backward: Entry(max_pool_backward(3)),
-    aten.avg_pool2d: Entry(average_pool(2)),
-    aten.avg_pool2d_backward: Entry(average_pool_backward(2)),
-    aten.avg_pool3d: Entry(average_pool(3)),
-    aten.avg_pool3d_backward: Entry(average_pool_backward(3)),
-    **_adaptive("_adaptive_avg_pool", "in->out", "out,in->in",
-                (by.adaptive_average, by.adaptive_average_backward), linear="0"),
-    **_adaptive("adaptive_max_pool", "in->out,out", "out,in,out->in",
-                (by.adaptive_max, by.adaptive_max_backward)),
+    aten.max_pool2d_with_indices: of_rank(max_pool, 2),
+    aten.max_pool2d_with_indices_backward: of_rank(max_pool_backward, 2),
+    aten.max_pool3d_with_indices: of_rank(max_pool, 3),
+    aten.max_pool3d_with_indices_backward: of_rank(max_pool_backward, 3),
+    aten.avg_pool2d: of_rank(average_pool, 2),
+    aten.avg_pool2d_backward: of_rank(average_pool_backward, 2),
+    aten.avg_pool3d: of_rank(average_pool, 3),
+    aten.avg_pool3d_backward: of_rank(average_pool_backward, 3),
+    # with equal windows it is recorded as pooling; dense, since indices are read so
+    **per_rank(
+        "_adaptive_avg_pool{}d", "in->out", "out,in->in", linear="0", dense="all",
+        recorded=(by.adaptive_average, by.adaptive_average_backward),
+    ),
+    **per_rank(
+        "adaptive_max_pool{}d", "in->out,out", "out,in,out->in", dense="all",
+        recorded=(by.adaptive_max, by.adaptive_max_backward),
+    ),
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -28,10 +29,9 @@ def reduce(op: Op, reduction: str = "sum", sharded: Kind = Kind.REDUCE, position
     """The rule of a reduction over dims: over a sharded one the result is partial."""
     chosen, keep = _reduced_dims(op, position)
     factors = Factors()
-    source = op.operands[0].shape
-    dims = [(factors.new(n, sharded if d in chosen else Kind.PASS),) if n != 1 else () for d, n in enumerate(source)]
+    dims = factors.dims(op.operands[0].shape, sharded, only=chosen)
     out = tuple(() if d in chosen else dims[d] for d in range(len(dims)) if keep or d not in chosen)
-    operands = [tuple(dims)] + [tuple(() for _ in v.shape) for v in op.operands[1:]]
+    operands = [dims] + [tuple(() for _ in v.shape) for v in op.operands[1:]]
     linear = reduction == "sum" and sharded is Kind.REDUCE
     return factors.rule(
         operands, [out] * len(op.results), reduction=reduction, additive=(0,) if linear else (),
@@ -42,17 +42,14 @@ def reduce(op: Op, reduction: str = "sum", sharded: Kind = Kind.REDUCE, position
 def mean(op: Op) -> Rule:
     """The rule of mean: over a sharded dim, a device returns its sum divided by the whole length, a partial sum."""
     chosen, _ = _reduced_dims(op)
-    count = 1
-    for d in chosen:
-        count *= op.operands[0].shape[d]
+    count = math.prod(op.operands[0].shape[d] for d in chosen)
 
     def local(at: LocalOp) -> Any:
-        sharded = any(at.axes(f) for f, kind in enumerate(rule.kinds) if kind is Kind.REDUCE)
-        if not sharded:
+        if not any(at.axes(f) for f, kind in enumerate(rule.kinds) if kind is Kind.REDUCE):
             return at.same()
         keep = op.results[0].rank == op.operands[0].rank
-        total = at.emit(aten.sum.dim_IntList, at.inputs[0], chosen, keep, shape=at.shape(), **op.kwargs)
-        return at.emit(aten.div.Scalar, total, float(count), shape=at.shape())
+        total = at.emit(aten.sum.dim_IntList, at.inputs[0], chosen, keep, **op.kwargs)
+        return at.emit(aten.div.Scalar, total, float(count))
 
     rule = reduce(op, local=local)
     return rule

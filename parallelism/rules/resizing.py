@@ -6,7 +6,8 @@ window repeats the last rows, and the results at the window's own ends are cut o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from tpshard.parallelism.rules.rule import Dim, Factors, Kind, LocalOp, Rule, Wi
 from tpshard.parallelism.rules.windows import SPATIAL, with_local_size
 
 aten = torch.ops.aten
-INDEX = torch.int64
 
 
 class Resizing:
@@ -51,13 +51,9 @@ class Resizing:
     def inside(self, at: LocalOp, d: int, f: int, read: int, length: int) -> Any:
         """The position to read for each position of a device's window: itself, or the nearest inside the image."""
         begin = at.begin(f, read)
-
-        def emit(op: Any, *args: Any) -> Any:
-            return at.emit(op, *args, shape=(length,), dtype=INDEX)
-
-        place = emit(aten.add.Tensor, emit(aten.arange.default, length), begin)
-        place = emit(aten.sub.Tensor, emit(aten.clamp.default, place, 0, self.x[d] - 1), begin)
-        return emit(aten.clamp.default, place, 0, length - 1)
+        place = at.emit(aten.add.Tensor, at.emit(aten.arange.default, length), begin)
+        place = at.emit(aten.sub.Tensor, at.emit(aten.clamp.default, place, 0, self.x[d] - 1), begin)
+        return at.emit(aten.clamp.default, place, 0, length - 1)
 
 
 def _has_whole_ratios(x: Sequence[int], out: Sequence[int], corners: bool, scales: Sequence[float | None]) -> bool:
@@ -80,17 +76,12 @@ def resize(op: Op, reach: int) -> Rule:
         if not cut:
             return at.same()
         node = at.window(0)
-        operand_shape = list(at.shape_of(node))
         for d, f, _ in cut:
-            node = at.emit(
-                aten.index_select.default, node, d, parts.inside(at, d, f, 0, operand_shape[d]), shape=operand_shape
-            )
-        size = [n * ratio for n, ratio in zip(operand_shape[2:], parts.ratios)]
-        node = at.emit(op.target, node, size, *op.args[2:], shape=(*operand_shape[:2], *size))
-        shape = [*operand_shape[:2], *size]
+            node = at.emit(aten.index_select.default, node, d, parts.inside(at, d, f, 0, at.shape_of(node)[d]))
+        size = [n * ratio for n, ratio in zip(at.shape_of(node)[2:], parts.ratios)]
+        node = at.emit(op.target, node, size, *op.args[2:])
         for d, _, ratio in cut:
-            shape[d] = at.shape()[d]
-            node = at.emit(aten.narrow.default, node, d, reach * ratio, shape[d], shape=shape)
+            node = at.emit(aten.narrow.default, node, d, reach * ratio, at.shape()[d])
         return node
 
     return parts.factors.rule([parts.small], [parts.large], additive=(0,), windows=parts.windows(0, 1), local=local)
@@ -106,17 +97,15 @@ def resize_backward(op: Op, reach: int) -> Rule:
 
     def local(at: LocalOp) -> Any:
         cut = parts.cut(at)
-        node, operand_shape, size = at.inputs[0], list(at.operand_shape(0)), list(at.shape())
+        node, size = at.inputs[0], list(at.shape())
         for d, _, ratio in cut:
             size[d] += 2 * reach
-            operand_shape[d] = size[d] * ratio
-            widths = [0, 0] * (len(operand_shape) - 1 - d) + [reach * ratio] * 2
-            node = at.emit(aten.constant_pad_nd.default, node, widths, 0, shape=operand_shape)
-        node = at.emit(op.target, node, operand_shape[2:], size, *op.args[3:], shape=size)
+            widths = [0, 0] * (len(size) - 1 - d) + [reach * ratio] * 2
+            node = at.emit(aten.constant_pad_nd.default, node, widths, 0)
+        node = at.emit(op.target, node, list(at.shape_of(node)[2:]), size, *op.args[3:])
         for d, f, _ in cut:
-            zeros = at.emit(aten.zeros_like.default, node, shape=size)
-            inside = parts.inside(at, d, f, 1, size[d])
-            node = at.emit(aten.index_add.default, zeros, d, inside, node, shape=size)
+            zeros = at.emit(aten.zeros_like.default, node)
+            node = at.emit(aten.index_add.default, zeros, d, parts.inside(at, d, f, 1, size[d]), node)
         return at.fold(node, 1, 0) if cut else node
 
     windows = parts.windows(1, 0)
@@ -125,17 +114,13 @@ def resize_backward(op: Op, reach: int) -> Rule:
     )  # fmt: skip
 
 
-def _entry(rule: Callable[[Op, int], Rule], reach: int) -> Entry:
-    return Entry(lambda op: rule(op, reach))
-
-
 OPS: Table = {
-    aten.upsample_linear1d: _entry(resize, 1),
-    aten.upsample_bilinear2d: _entry(resize, 1),
-    aten.upsample_trilinear3d: _entry(resize, 1),
-    aten.upsample_bicubic2d: _entry(resize, 2),
-    aten.upsample_linear1d_backward: _entry(resize_backward, 1),
-    aten.upsample_bilinear2d_backward: _entry(resize_backward, 1),
-    aten.upsample_trilinear3d_backward: _entry(resize_backward, 1),
-    aten.upsample_bicubic2d_backward: _entry(resize_backward, 2),
+    aten.upsample_linear1d: Entry(partial(resize, reach=1)),
+    aten.upsample_bilinear2d: Entry(partial(resize, reach=1)),
+    aten.upsample_trilinear3d: Entry(partial(resize, reach=1)),
+    aten.upsample_bicubic2d: Entry(partial(resize, reach=2)),
+    aten.upsample_linear1d_backward: Entry(partial(resize_backward, reach=1)),
+    aten.upsample_bilinear2d_backward: Entry(partial(resize_backward, reach=1)),
+    aten.upsample_trilinear3d_backward: Entry(partial(resize_backward, reach=1)),
+    aten.upsample_bicubic2d_backward: Entry(partial(resize_backward, reach=2)),
 }

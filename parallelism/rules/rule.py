@@ -7,7 +7,7 @@ locally, and the cost model reads FLOPs and bytes from the same factors. (Shardy
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntFlag
 from typing import Any, Protocol
@@ -146,8 +146,8 @@ class LocalOp(Protocol):
     inputs: list[Any]
     """Nodes of the operands' local shards."""
 
-    def emit(self, target: Any, *args: Any, shape: Sequence[int], dtype: Any = None, **kwargs: Any) -> Any:
-        """Adds a node; `shape` is its local shape."""
+    def emit(self, target: Any, *args: Any, work: bool = False, **kwargs: Any) -> Any:
+        """Adds a node, whose local shape and dtype torch infers. work: whether it does the op's FLOPs."""
 
     def axes(self, factor: int) -> Axes:
         """The axes that shard a factor."""
@@ -158,11 +158,8 @@ class LocalOp(Protocol):
     def position(self, factor: int) -> Any:
         """A node (or 0) with this device's position along a factor's axes."""
 
-    def several(
-        self, target: Any, *args: Any, like: Sequence[tuple[Sequence[int], Any]], work: float | None = None,
-        **kwargs: Any,
-    ) -> list[Any]:  # fmt: skip
-        """Adds a node with several results of these local shapes and dtypes; returns a node for each.
+    def several(self, target: Any, *args: Any, work: float | None = None, **kwargs: Any) -> list[Any]:
+        """Adds a node with several results; returns a node for each.
 
         work: the share of the op's FLOPs that it does, if several nodes share them."""
 
@@ -238,12 +235,16 @@ class Factors:
         self.kinds.append(kind)
         return len(self.sizes) - 1
 
-    def dims(self, shape: Sequence[int], kind: Kind = Kind.PASS, ones: bool = False) -> tuple[Dim, ...]:
-        """Adds a factor for each dim of a shape; for dims of size 1 only if `ones` is set.
+    def dims(
+        self, shape: Sequence[int], kind: Kind = Kind.PASS, only: Collection[int] | None = None, ones: bool = False
+    ) -> tuple[Dim, ...]:
+        """Adds a factor of a kind for each dim of a shape; for dims of size 1 only if `ones` is set.
 
         An op in which every dim passes also passes these: a slice of one row may be on the device that has it.
+        only: the dims that are of this kind, while the others pass.
         """
-        return tuple((self.new(n, kind),) if n != 1 or ones else () for n in shape)
+        kinds = (kind if only is None or d in only else Kind.PASS for d in range(len(shape)))
+        return tuple((self.new(n, kind),) if n != 1 or ones else () for n, kind in zip(shape, kinds))
 
     def rule(self, operands: Sequence[tuple[Dim, ...]], results: Sequence[tuple[Dim, ...]], **rest: Any) -> Rule:
         """The rule of these factors; by default, all results' factors and summed ones divide the work."""
@@ -262,5 +263,7 @@ def whole(op: Op) -> Rule:
     return factors.rule(operands, results, has_rule=False)
 
 
-def product(sizes: Sequence[int]) -> int:
-    return math.prod(sizes)
+def broadcast(shape: Sequence[int], out: Sequence[int], dims: Sequence[Dim]) -> tuple[Dim, ...]:
+    """The factors of an operand that broadcasts to the shape `out`, whose factors are `dims`."""
+    lead = len(out) - len(shape)
+    return tuple(dims[lead + d] if n == out[lead + d] else () for d, n in enumerate(shape))

@@ -8,14 +8,17 @@ for torch's.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from tpshard.kernels.attention import ATTENTION_PART, ATTENTION_PART_BACKWARD
 from tpshard.parallelism.graph import Op, Value
-from tpshard.parallelism.rules.rotation import cast, merge
-from tpshard.parallelism.rules.rule import Dim, Exchange, Factors, Kind, LocalOp, Rule
+from tpshard.parallelism.rules.letters import Spelled
+from tpshard.parallelism.rules.rotation import around, cast, merge, plus, start_of
+from tpshard.parallelism.rules.rule import Exchange, LocalOp, Rule
 
 aten = torch.ops.aten
 
@@ -30,43 +33,21 @@ class Call:
     heads_first: bool = False
     """Whether heads come before the sequence, as in torch's attention: `q[b h s d]`, not `q[b s h d]`."""
 
-    def order(self, b: Any, s: Any, heads: Any, d: Any) -> tuple[Any, ...]:
-        """Four dims in the op's order."""
-        return (b, heads, s, d) if self.heads_first else (b, s, heads, d)
+    @property
+    def length(self) -> int:
+        """The dim of the sequence."""
+        return 2 if self.heads_first else 1
+
+    def letters(self, t: str) -> tuple[str, str, str]:
+        """The dims of queries, of keys with the letter `t` in place of `s`, and of logsumexps.
+
+        Query heads are KV heads k times groups g.
+        """
+        return ("b(kg)sD", f"bk{t}D", "b(kg)s") if self.heads_first else ("bs(kg)D", f"b{t}kD", "b(kg)s")
 
     def turn(self, at: LocalOp, node: Any) -> Any:
         """Permutes a node from the op's order of dims to tpshard's, or back."""
-        if not self.heads_first:
-            return node
-        a, b, c, d = at.shape_of(node)
-        return at.emit(aten.transpose.int, node, 1, 2, shape=(a, c, b, d), dtype=at.dtype_of(node))
-
-
-class _Factors:
-    """The factors of attention: `q[b s (kv g) d]`, `k[b t kv d]`, `lse[b (kv g) s]`.
-
-    They are batch, queries, KV heads, query heads per KV head, and head dim.
-    """
-
-    def __init__(self, q: Value, k: Value, call: Call):
-        (b, s, heads, d), kv_heads = call.order(*q.shape), call.order(*k.shape)[2]
-        self.call, self.all = call, Factors()
-        self.b, self.s = self.all.new(b), self.all.new(s)
-        self.kv, self.g = self.all.new(kv_heads), self.all.new(heads // kv_heads)
-        self.d = self.all.new(d, Kind.WHOLE)
-        self.work = (self.b, self.s, self.kv, self.g)
-
-    def queries(self) -> tuple[Dim, ...]:
-        return self.call.order((self.b,), (self.s,), (self.kv, self.g), (self.d,))
-
-    def keys(self, t: int) -> tuple[Dim, ...]:
-        return self.call.order((self.b,), (t,), (self.kv,), (self.d,))
-
-    def lse(self) -> tuple[Dim, ...]:
-        return (self.b,), (self.kv, self.g), (self.s,)
-
-    def documents(self, t: int) -> tuple[Dim, ...]:
-        return (self.b,), (t,)
+        return at.emit(aten.transpose.int, node, 1, 2) if self.heads_first else node
 
 
 def forward(op: Op, flops: int, call: Call) -> tuple[Rule, ...]:
@@ -75,103 +56,79 @@ def forward(op: Op, flops: int, call: Call) -> tuple[Rule, ...]:
     The operands are q, k, v and maybe documents, the results out and lse. A ring needs as many keys as queries.
     """
     q, k = op.operands[:2]
-    same_length = call.order(*q.shape)[1] == call.order(*k.shape)[1]
+    same_length = q.shape[call.length] == k.shape[call.length]
     return tuple(_forward(op, flops, call, ring) for ring in ((False, True) if same_length else (False,)))
 
 
 def backward(op: Op, flops: int, call: Call) -> tuple[Rule, ...]:
     """The rules of attention's gradient over a sharded sequence, by gathered keys and by a ring.
 
-    The operands are dout, q, k, v, out, lse and maybe documents, the results dq, dk and dv.
+    The operands are dout, q, k, v, out, lse and maybe documents, the results dq, dk and dv. With gathered keys every
+    device has its queries' share of all keys' gradients.
     """
     q, k = op.operands[1:3]
-    same_length = call.order(*q.shape)[1] == call.order(*k.shape)[1]
+    same_length = q.shape[call.length] == k.shape[call.length]
     return tuple(_backward(op, flops, call, ring) for ring in ((False, True) if same_length else (False,)))
 
 
 def _forward(op: Op, flops: int, call: Call, ring: bool) -> Rule:
-    q, k = op.operands[:2]
-    dims = _Factors(q, k, call)
-    t = dims.s if ring else dims.all.new(call.order(*k.shape)[1], Kind.WHOLE)
+    t = "s" if ring else "T"
+    q, k, lse = call.letters(t)
+    spelled = Spelled(op, f"{q},{k},{k},b{t}->{q},{lse}")
+    s = spelled.of["s"]
 
-    def local(at: LocalOp) -> Any:
-        if not at.axes(dims.s):
+    def local(at: LocalOp, of: Mapping[str, int]) -> Any:
+        if not at.axes(s):
             return at.same()
         queries, keys, values = (call.turn(at, node) for node in at.inputs[:3])
-        rest = at.inputs[3:]
-        first, members = at.offset(dims.s), at.members(dims.s)
-        own = _own_documents(at, dims.s, rest, ring)
-        like = [(at.shape_of(queries), at.dtype(0)), (at.shape(1), at.dtype(1))]
-
-        def part(behind: int, moving: list[Any]) -> list[Any]:
-            first_key = at.pick(dims.s, [((p - behind) % members) * at.size(dims.s) for p in range(members)])
-            key_documents = moving[2] if rest else None
-            return at.several(
-                ATTENTION_PART, queries, *moving[:2], own, key_documents, call.scale, call.window, first,
-                first_key if ring else 0, call.softcap, like=like, work=1 / members if ring else 1.0,
-            )  # fmt: skip
-
-        moving = [keys, values, *rest]
-        out, lse = part(0, moving)
-        for behind in range(1, members if ring else 1):
-            moving = [at.shift(node, dims.s) for node in moving]
-            out, lse = merge(at, (out, lse), part(behind, moving), heads_first=False)
+        part = _part(at, s, call, ring, ATTENTION_PART, (queries,), at.inputs[3:])
+        join = partial(merge, at, heads_first=False)
+        out, lse = around(at, s, at.members(s) if ring else 1, [keys, values, *at.inputs[3:]], part, join, kept=2)
         return [call.turn(at, out), lse]
 
-    operands = [dims.queries(), dims.keys(t), dims.keys(t), *[dims.documents(t)] * (len(op.operands) - 3)]
-    return dims.all.rule(
-        operands, [dims.queries(), dims.lse()], flops=flops, work=dims.work, local=local,
-        **of_ring(dims.s, op.operands[1:], PADDED_KEYS) if ring else {},
-    )  # fmt: skip
+    facts = of_ring(s, op.operands[1:], PADDED_KEYS) if ring else {}
+    return spelled.rule(flops=flops, local=local, **facts)
 
 
 def _backward(op: Op, flops: int, call: Call, ring: bool) -> Rule:
-    q, k = op.operands[1:3]
-    dims = _Factors(q, k, call)
-    t = dims.s if ring else dims.all.new(call.order(*k.shape)[1], Kind.WHOLE)
-    dims.all.kinds[dims.g] = Kind.REDUCE
-    if not ring:
-        dims.all.kinds[dims.s] = Kind.REDUCE  # every device has its queries' share of all keys' gradients
+    t = "s" if ring else "T"
+    q, k, lse = call.letters(t)
+    spelled = Spelled(op, f"{q},{q},{k},{k},{q},{lse},b{t}->{q},{k},{k}")
+    s = spelled.of["s"]
 
-    def local(at: LocalOp) -> Any:
-        if not at.axes(dims.s):
+    def local(at: LocalOp, of: Mapping[str, int]) -> Any:
+        if not at.axes(s):
             return at.same()
-        grad, q, keys, values, out = (call.turn(at, node) for node in at.inputs[:5])
-        lse, *rest = at.inputs[5:]
-        first, members = at.offset(dims.s), at.members(dims.s)
-        own = _own_documents(at, dims.s, rest, ring)
-        wide = torch.promote_types(at.dtype(1), torch.float32)
-        like = [(at.shape_of(q), at.dtype(0)), (at.shape_of(keys), wide), (at.shape_of(values), wide)]
+        grad, queries, keys, values, out = (call.turn(at, node) for node in at.inputs[:5])
+        before, rest = (grad, queries), at.inputs[6:]
+        part = _part(at, s, call, ring, ATTENTION_PART_BACKWARD, before, rest, after=(out, at.inputs[5]))
+        members = at.members(s) if ring else 1
+        totals = around(at, s, members, [keys, values, *rest], part, partial(plus, at), kept=1)
+        return [call.turn(at, cast(at, node, at.dtype(i))) for i, node in enumerate(totals)]
 
-        def part(behind: int, moving: list[Any]) -> list[Any]:
-            first_key = at.pick(dims.s, [((p - behind) % members) * at.size(dims.s) for p in range(members)])
-            added = moving[2] if rest else None
-            return at.several(
-                ATTENTION_PART_BACKWARD, grad, q, *moving[:2], out, lse, own, added, call.scale, call.window, first,
-                first_key if ring else 0, call.softcap, like=like, work=1 / members if ring else 1.0,
-            )  # fmt: skip
+    facts = of_ring(s, [*op.operands[2:4] * 2, *op.operands[6:]], PADDED_GRADIENTS) if ring else {}
+    return spelled.rule(flops=flops, local=local, **facts)
 
-        moving = [keys, values, *rest]
-        dq, dk, dv = part(0, moving)
-        for behind in range(1, members if ring else 1):
-            moving = [at.shift(node, dims.s) for node in moving]
-            dk, dv = (at.shift(node, dims.s) for node in (dk, dv))
-            parts = part(behind, moving)
-            dq, dk, dv = (
-                at.emit(aten.add.Tensor, total, added, shape=at.shape_of(total), dtype=at.dtype_of(total))
-                for total, added in zip((dq, dk, dv), parts)
-            )
-        if ring:  # the last shift brings dk and dv back to the device of their keys
-            dk, dv = (at.shift(node, dims.s) for node in (dk, dv))
-        return [call.turn(at, cast(at, node, at.dtype(i))) for i, node in enumerate((dq, dk, dv))]
 
-    queries, keys = dims.queries(), dims.keys(t)
-    operands = [queries, queries, keys, keys, queries, dims.lse(), *[dims.documents(t)] * (len(op.operands) - 6)]
-    sent = [*op.operands[2:4], *op.operands[2:4], *op.operands[6:]]
-    return dims.all.rule(
-        operands, [queries, keys, keys], flops=flops, work=dims.work, local=local,
-        **of_ring(dims.s, sent, PADDED_GRADIENTS) if ring else {},
-    )  # fmt: skip
+def _part(
+    at: LocalOp, s: int, call: Call, ring: bool, target: Any, before: Sequence[Any], documents: list[Any],
+    after: Sequence[Any] = (),
+) -> Callable[[int, list[Any]], list[Any]]:  # fmt: skip
+    """Returns a function that calls an operation on a part of the keys, given as keys, values and maybe documents.
+
+    before, after: its operands before and behind keys and values. documents: those of the op, if any.
+    """
+    first, own = at.offset(s), _own_documents(at, s, documents, ring)
+
+    def part(behind: int, moving: list[Any]) -> list[Any]:
+        keys, values, *rest = moving
+        key_documents = rest[0] if rest else None
+        return at.several(
+            target, *before, keys, values, *after, own, key_documents, call.scale, call.window, first,
+            start_of(at, s, behind) if ring else 0, call.softcap, work=1 / at.members(s) if ring else 1.0,
+        )  # fmt: skip
+
+    return part
 
 
 PADDED_KEYS = ((1, 0.0), (2, 0.0))
@@ -197,7 +154,7 @@ def _own_documents(at: LocalOp, factor: int, rest: list[Any], ring: bool) -> Any
     (documents,) = rest
     if ring:
         return documents
-    (b, t), dtype, size = at.shape_of(documents), at.dtype_of(documents), at.size(factor)
+    t, size = at.shape_of(documents)[1], at.size(factor)
     if size * at.members(factor) > t:  # queries behind the last one have no document
-        documents = at.emit(aten.constant_pad_nd.default, documents, [0, size], -1, shape=(b, t + size), dtype=dtype)
-    return at.emit(aten.narrow.default, documents, 1, at.offset(factor), size, shape=(b, size), dtype=dtype)
+        documents = at.emit(aten.constant_pad_nd.default, documents, [0, size], -1)
+    return at.emit(aten.narrow.default, documents, 1, at.offset(factor), size)

@@ -12,7 +12,7 @@ from tpshard.parallelism.graph import Op, Ref
 from tpshard.parallelism.rules import strides
 from tpshard.parallelism.rules.entry import Builder, Entry, Strides, Table, answered, decomposed, operand
 from tpshard.parallelism.rules.letters import letters, rule_of
-from tpshard.parallelism.rules.rule import Dim, Factors, Kind, LocalOp, Rule
+from tpshard.parallelism.rules.rule import Dim, Factors, Kind, LocalOp, Rule, broadcast
 
 aten = torch.ops.aten
 
@@ -64,7 +64,7 @@ def view(op: Op) -> Rule:
     left, right = reshape_factors(factors, op.operands[0].shape, op.results[0].shape)
 
     def local(at: LocalOp) -> Any:
-        return at.emit(aten.reshape.default, at.inputs[0], list(at.shape()), shape=at.shape())
+        return at.emit(aten.reshape.default, at.inputs[0], list(at.shape()))
 
     return factors.rule([left], [right], additive=(0,), priority=0, local=local)
 
@@ -80,13 +80,12 @@ def permute(op: Op) -> Rule:
 def expand(op: Op) -> Rule:
     """The rule of expand: new and repeated dims of the result have factors that the operand lacks."""
     factors = Factors()
-    source, out = op.operands[0].shape, op.results[0].shape
+    out = op.results[0].shape
     result = factors.dims(out)
-    lead = len(out) - len(source)
-    operand = tuple(result[lead + i] if n == out[lead + i] else () for i, n in enumerate(source))
+    operand = broadcast(op.operands[0].shape, out, result)
 
     def local(at: LocalOp) -> Any:
-        return at.emit(aten.expand.default, at.inputs[0], list(at.shape()), shape=at.shape())
+        return at.emit(aten.expand.default, at.inputs[0], list(at.shape()))
 
     return factors.rule([operand], [result], additive=(0,), priority=0, local=local)
 
@@ -95,12 +94,9 @@ def same_dims(op: Op, dims: Sequence[int], kind: Kind, additive: tuple[int, ...]
     """The rule of an op whose tensors have corresponding dims; `dims`, which may differ in length, are of `kind`."""
     factors = Factors()
     rank = op.results[0].rank
-    tensors = [v for v in (*op.operands, *op.results) if v.rank == rank]
+    shapes = [v.shape for v in (*op.operands, *op.results) if v.rank == rank]
     changed = {d % rank for d in dims} if rank else set()
-    shared: list[Dim] = []
-    for d in range(rank):
-        size = max(v.shape[d] for v in tensors)
-        shared.append(() if size == 1 else (factors.new(size, kind if d in changed else Kind.PASS),))
+    shared = factors.dims([max(sizes) for sizes in zip(*shapes)], kind, only=changed)
 
     def of(shape: tuple[int, ...]) -> tuple[Dim, ...]:
         if len(shape) != rank:
@@ -122,14 +118,12 @@ def whole(op: Op, dims: Sequence[int], additive: tuple[int, ...] = (0,)) -> Rule
     return same_dims(op, dims, Kind.WHOLE, additive)
 
 
-def _with_whole(op: Op, *whole: int) -> tuple[Factors, list[Dim], list[Dim]]:
+def _with_whole(op: Op, *whole: int) -> tuple[Factors, tuple[Dim, ...], list[Dim]]:
     """New factors for the first operand, with its dims `whole` whole; all its dims, and those that are not whole."""
     factors = Factors()
     shape = op.operands[0].shape
     changed = {d % len(shape) for d in whole}
-    dims: list[Dim] = [
-        (factors.new(n, Kind.WHOLE if d in changed else Kind.PASS),) if n != 1 else () for d, n in enumerate(shape)
-    ]
+    dims = factors.dims(shape, Kind.WHOLE, only=changed)
     return factors, dims, [dim for d, dim in enumerate(dims) if d not in changed]
 
 
@@ -143,14 +137,14 @@ def diagonal(op: Op) -> Rule:
     """The rule of diagonal(x, offset, dim1, dim2): both dims are whole, and the diagonal becomes the last dim."""
     factors, dims, rest = _with_whole(op, *_diagonal_of(op, 1))
     last = factors.dims(op.results[0].shape[-1:], Kind.WHOLE)
-    return factors.rule([tuple(dims)], [(*rest, *last)], additive=(0,))
+    return factors.rule([dims], [(*rest, *last)], additive=(0,))
 
 
 def diagonal_scatter(op: Op) -> Rule:
     """The rule of diagonal_scatter(x, source, offset, dim1, dim2): both dims are whole."""
     factors, dims, rest = _with_whole(op, *_diagonal_of(op, 2))
     last = factors.dims(op.operands[1].shape[-1:], Kind.WHOLE)
-    return factors.rule([tuple(dims), (*rest, *last)], [tuple(dims)], additive=(0, 1))
+    return factors.rule([dims, (*rest, *last)], [dims], additive=(0, 1))
 
 
 def diagonal_backward(op: Op) -> Rule:
@@ -175,7 +169,7 @@ def unfold(op: Op) -> Rule:
     dim = op.args[1] % max(op.operands[0].rank, 1)
     count, window = (factors.dims([n], Kind.WHOLE)[0] for n in (op.results[0].shape[dim], op.results[0].shape[-1]))
     result = (*dims[:dim], count, *dims[dim + 1 :], window)
-    return factors.rule([tuple(dims)], [result], additive=(0,))
+    return factors.rule([dims], [result], additive=(0,))
 
 
 def view_dtype(op: Op) -> Rule:

@@ -7,7 +7,8 @@ and then convolves. Resizing and padding need whole spatial dims, except where t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +16,8 @@ import torch
 from tpshard.parallelism.graph import Op, Ref, Value
 from tpshard.parallelism.rules import decompositions as by
 from tpshard.parallelism.rules.entry import Entry, Table
-from tpshard.parallelism.rules.letters import letters
-from tpshard.parallelism.rules.rule import Dim, Factors, Kind, LocalOp, Rule, Window, product
+from tpshard.parallelism.rules.letters import Local, letters
+from tpshard.parallelism.rules.rule import Dim, Factors, Kind, LocalOp, Rule, Window
 
 aten = torch.ops.aten
 
@@ -141,28 +142,24 @@ def sliding_over(op: Op, summed: bool = False) -> Rule:
         bias = op.args[2]
         for f in (channels.i, *(sliding.factors if summed else ())):
             if isinstance(bias, Ref) and f is not None and at.axes(f):  # added only once to the partial sum
-                at.inputs[2] = at.emit(aten.mul.Tensor, at.inputs[2], at.first(f), shape=at.operand_shape(2))
+                at.inputs[2] = at.emit(aten.mul.Tensor, at.inputs[2], at.first(f))
         padding = sliding.padding_of(at)
         rest = (op.args[3], padding, op.args[5], transposed, sliding.padding_of(at, more), at.size(channels.g))
         if not transposed or not any(sliding.cut(at)):
             at.inputs[0] = at.window(0, 1 if summed else None)
             return at.with_args(*op.args[:3], *rest)
-        shape = at.shape()
-        size = (*shape[:2], *sliding.window(at, shape[2:], at.operand_shape(0)[2:]))
-        result = at.emit(op.target, *at.inputs[:2], None, *rest, shape=size, work=True)
-        result = at.fold(result, place, 0)
+        result = at.fold(at.emit(op.target, *at.inputs[:2], None, *rest, work=True), place, 0)
         if not isinstance(bias, Ref):
             return result
-        view = (-1, *[1] * (x.rank - 2))
-        each = at.emit(aten.reshape.default, at.inputs[2], view, shape=(shape[1], *view[1:]))
-        return at.emit(aten.add.Tensor, result, each, shape=shape)
+        return at.emit(aten.add.Tensor, result, at.emit(aten.reshape.default, at.inputs[2], [-1, *[1] * (x.rank - 2)]))
 
     operands = [channels.x, channels.weight] + ([channels.bias] if len(op.operands) > 2 else [])
-    flops = 2 * (x.numel if transposed else out.numel) * product(weight.shape[1:])
-    rule = channels.factors.rule(operands, [channels.out], flops=flops, work=channels.work, local=local)
-    if transposed:
-        return replace(rule, windows=sliding.windows(place, 0), fills=((0, 0.0),))
-    return replace(rule, windows=sliding.windows(0, 1 if summed else place, fill=0.0))
+    flops = 2 * (x.numel if transposed else out.numel) * math.prod(weight.shape[1:])
+    windows = sliding.windows(place, 0) if transposed else sliding.windows(0, 1 if summed else place, fill=0.0)
+    return channels.factors.rule(
+        operands, [channels.out], flops=flops, work=channels.work, local=local, windows=windows,
+        fills=((0, 0.0),) if transposed else (),
+    )  # fmt: skip
 
 
 def convolution_backward(op: Op) -> Rule:
@@ -178,32 +175,50 @@ def convolution_backward(op: Op) -> Rule:
 
     def local(at: LocalOp) -> Any:
         at.inputs[read] = at.window(read, reader)
-        padding, more = (
-            channels.sliding.padding_of(at),
-            channels.sliding.padding_of(at, per_spatial_dim(op.args[8], x.rank - 2)),
-        )
+        padding, more = (channels.sliding.padding_of(at, per_spatial_dim(op.args[i], x.rank - 2)) for i in (5, 8))
         return at.with_args(
             *op.args[:3], None, op.args[4], padding, *op.args[6:8], more, at.size(channels.g), op.args[10]
         )
 
-    flops = 2 * (x.numel if transposed else grad.numel) * product(weight.shape[1:])
-    rule = channels.factors.rule(
-        [channels.out, channels.x, channels.weight],
-        [(), channels.weight, ()],
-        flops=flops,
-        work=channels.work,
-        local=local,
-    )
-    return replace(rule, windows=channels.sliding.windows(read, reader, fill=0.0))
+    flops = 2 * (x.numel if transposed else grad.numel) * math.prod(weight.shape[1:])
+    return channels.factors.rule(
+        [channels.out, channels.x, channels.weight], [(), channels.weight, ()], flops=flops, work=channels.work,
+        local=local, windows=channels.sliding.windows(read, reader, fill=0.0),
+    )  # fmt: skip
 
 
-def with_local_size(position: int) -> Callable[[LocalOp], Any]:
+def with_local_size(position: int) -> Local:
     """Returns the local form of an op: its argument at `position`, the result's size, becomes the local size."""
-    return lambda at: at.with_args(*at.op.args[:position], list(at.shape()), *at.op.args[position + 1 :])
+    return lambda at, of: at.with_args(*at.op.args[:position], list(at.shape()), *at.op.args[position + 1 :])
 
 
 SPATIAL = {1: ("W", "Z"), 2: ("HW", "YZ"), 3: ("DHW", "XYZ")}
 """The letters of the whole spatial dims of input and output, by their number."""
+
+
+def per_rank(
+    name: str, forward: str, backward: str = "", *, size: int | None = None,
+    recorded: Sequence[Any] = ("itself", "itself"), **facts: Any,
+) -> Table:  # fmt: skip
+    """The entries of ops with `{}` in their name for the number of spatial dims, and of their backward ops.
+
+    In letters `in` and `out` are the spatial dims of input and output. size: the index of the backward's argument with
+    the input's size. recorded: how each of the two is recorded.
+    """
+    table: Table = {}
+    for rank, (before, after) in SPATIAL.items():
+        texts = [text.replace("out", f"...{after}").replace("in", f"...{before}") for text in (forward, backward)]
+        op, back = (getattr(aten, name.format(rank) + suffix, None) for suffix in ("", "_backward"))
+        if op is None or (backward and back is None):
+            continue
+        table[op] = letters(texts[0], recorded=recorded[0], **facts)
+        if backward:
+            local = None if size is None else with_local_size(size)
+            table[back] = letters(texts[1], local=local, recorded=recorded[1], **facts)
+    return table
+
+
+NEAREST = (by.nearest, by.nearest_backward)
 OPS: Table = {
     aten.convolution: Entry(convolution, work="matmul", saved=True),
     aten.convolution_backward: Entry(convolution_backward, work="matmul", recorded=by.convolution_backward),
@@ -211,46 +226,13 @@ OPS: Table = {
     aten.grid_sampler_2d_backward: letters("ncyz,ncHW,nyzP->ncHW,nyzP"),
     aten.grid_sampler_3d: letters("ncDHW,nxyzP->ncxyz"),
     aten.grid_sampler_3d_backward: letters("ncxyz,ncDHW,nxyzP->ncDHW,nxyzP"),
+    **per_rank("max_unpool{}d", "in,in->out", linear="0"),
+    **per_rank(
+        "reflection_pad{}d", "in->out", "out,in->in", linear="0", recorded=by.padding(by.mirror, by.mirror_back)
+    ),
+    **per_rank("replication_pad{}d", "in->out", "out,in->in", linear="0", recorded=by.padding(by.last, by.last_back)),
+    **per_rank("upsample_nearest{}d", "in->out", "out->in", linear="0", size=2, recorded=NEAREST),
+    **per_rank("_upsample_nearest_exact{}d", "in->out", "out->in", linear="0", size=2, recorded=NEAREST),
+    **per_rank("_upsample_bilinear{}d_aa", "in->out", "out->in", linear="0", size=2),
+    **per_rank("_upsample_bicubic{}d_aa", "in->out", "out->in", linear="0", size=2),
 }
-
-
-def _each(
-    names: str, forward: str, backward: str = "", *, linear: str = "", size: int | None = None,
-    recorded: Sequence[Any] = ("itself", "itself"),
-) -> None:  # fmt: skip
-    """Adds ops with `{}` in their name for the number of spatial dims, and their backward ops.
-
-    In letters `in` and `out` are the spatial dims of input and output. size: the index of the backward's argument with
-    the input's size. recorded: how each of the two is recorded."""
-    for name in names.split():
-        for rank, (before, after) in SPATIAL.items():
-
-            def spell(text: str, before: str = before, after: str = after) -> str:
-                return text.replace("out", f"...{after}").replace("in", f"...{before}")
-
-            op = getattr(aten, name.format(rank), None)
-            if op is None:
-                continue
-            back = getattr(aten, name.format(rank) + "_backward", None)
-            OPS[op] = letters(spell(forward), linear=linear, recorded=recorded[0])
-            if back is not None and backward:
-                local = with_local_size(size) if size is not None else None
-                OPS[back] = letters(spell(backward), local=local, linear="0", recorded=recorded[1])
-
-
-_each("max_unpool{}d", "in,in->out", linear="0")
-_each(
-    "reflection_pad{}d", "in->out", "out,in->in", linear="0", recorded=(by.reflection_pad, by.reflection_pad_backward)
-)
-_each(
-    "replication_pad{}d",
-    "in->out",
-    "out,in->in",
-    linear="0",
-    recorded=(by.replication_pad, by.replication_pad_backward),
-)
-_each(
-    "upsample_nearest{}d _upsample_nearest_exact{}d", "in->out", "out->in", linear="0", size=2,
-    recorded=(by.nearest, by.nearest_backward),
-)  # fmt: skip
-_each("_upsample_bilinear{}d_aa _upsample_bicubic{}d_aa", "in->out", "out->in", linear="0", size=2)
