@@ -21,21 +21,7 @@ from torch import Tensor
 from tpshard.kernels import attention_blocks, attention_parts, flash
 from tpshard.kernels.attention_mask import visible
 from tpshard.kernels.dtypes import wide_dtype
-
-_library = torch.library.Library("tpshard", "FRAGMENT")
-_library.define(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? documents, float scale, int? window=None, "
-    "float? softcap=None) -> (Tensor, Tensor)"
-)
-_library.define(
-    "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? documents, "
-    "float scale, int? window=None, float? softcap=None) -> (Tensor, Tensor, Tensor)"
-)
-
-ATTENTION = torch.ops.tpshard.attention.default
-ATTENTION_BACKWARD = torch.ops.tpshard.attention_backward.default
-ATTENTION_PART = attention_parts.PART
-ATTENTION_PART_BACKWARD = attention_parts.PART_BACKWARD
+from tpshard.kernels.operation import LIBRARY, operation
 
 
 def attention(
@@ -202,26 +188,12 @@ def _cuda_backward(
     return blockwise_backward(dout, q, k, v, out, lse, documents, scale, window, softcap)
 
 
-_library.impl("attention", _cpu, "CPU")
-_library.impl("attention_backward", _cpu_backward, "CPU")
-_library.impl("attention", _cuda, "CUDA")
-_library.impl("attention_backward", _cuda_backward, "CUDA")
-
-
-@torch.library.register_fake("tpshard::attention", lib=_library)
-def _shape(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, window: int | None = None,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _shape(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     b, s, h, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((b, h, s), dtype=wide_dtype(q))
 
 
-@torch.library.register_fake("tpshard::attention_backward", lib=_library)
-def _backward_shape(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None, scale: float,
-    window: int | None = None, softcap: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _backward_shape(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -241,13 +213,24 @@ def _gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
     return *back, None, None, None, None
 
 
-torch.library.register_autograd("tpshard::attention", _gradient, setup_context=_keep, lib=_library)
+_SETTINGS = "Tensor? documents, float scale, int? window=None, float? softcap=None"
+ATTENTION = operation(
+    f"attention(Tensor q, Tensor k, Tensor v, {_SETTINGS}) -> (Tensor, Tensor)", _cpu, _shape, cuda=_cuda,
+    gradient=_gradient, keep=_keep,
+)  # fmt: skip
+ATTENTION_BACKWARD = operation(
+    f"attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_SETTINGS}) -> "
+    "(Tensor, Tensor, Tensor)",
+    _cpu_backward, _backward_shape, cuda=_cuda_backward,
+)  # fmt: skip
+ATTENTION_PART = attention_parts.PART
+ATTENTION_PART_BACKWARD = attention_parts.PART_BACKWARD
 
 
-@torch.library.register_vmap("tpshard::attention", lib=_library)
+@torch.library.register_vmap("tpshard::attention", lib=LIBRARY)
 def _vmap(
     info: Any, in_dims: tuple[int | None, ...], q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None,
-    scale: float, window: int | None = None, softcap: float | None = None,
+    *settings: Any,
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:  # fmt: skip
     """Attention mapped over a dim (`torch.vmap`), which joins the batch as its outer part."""
     n = info.batch_size
@@ -257,5 +240,5 @@ def _vmap(
 
     q, k, v = (merge_into_batch(x, dim) for x, dim in zip((q, k, v), in_dims))
     documents = documents if documents is None else merge_into_batch(documents, in_dims[3])
-    out, lse = torch.ops.tpshard.attention(q, k, v, documents, scale, window, softcap)
+    out, lse = torch.ops.tpshard.attention(q, k, v, documents, *settings)
     return (out.unflatten(0, (n, -1)), lse.unflatten(0, (n, -1))), (0, 0)

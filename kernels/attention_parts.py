@@ -14,24 +14,13 @@ gradients of several parts add up (Dao et al. 2022; ring attention, Liu et al. 2
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from tpshard.kernels import attention_blocks
 from tpshard.kernels.dtypes import wide_dtype
-
-_library = torch.library.Library("tpshard", "FRAGMENT")
-_library.define(
-    "attention_part(Tensor q, Tensor k, Tensor v, Tensor? query_documents, Tensor? key_documents, float scale, "
-    "int? window, int first_query, int first_key, float? softcap=None) -> (Tensor, Tensor)"
-)
-_library.define(
-    "attention_part_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    "Tensor? query_documents, Tensor? key_documents, float scale, int? window, int first_query, int first_key, "
-    "float? softcap=None) -> (Tensor, Tensor, Tensor)"
-)
-
-PART = torch.ops.tpshard.attention_part.default
-PART_BACKWARD = torch.ops.tpshard.attention_part_backward.default
+from tpshard.kernels.operation import operation
 
 
 def forward(
@@ -61,23 +50,21 @@ def backward(
     return attention_blocks.backward(dout, q, k, v, out, lse, documents, scale, window, first_query, first_key, softcap)
 
 
-for _device in ("CPU", "CUDA"):
-    _library.impl("attention_part", forward, _device)
-    _library.impl("attention_part_backward", backward, _device)
-
-
-@torch.library.register_fake("tpshard::attention_part", lib=_library)
-def _shape(
-    q: Tensor, k: Tensor, v: Tensor, query_documents: Tensor | None, key_documents: Tensor | None, scale: float,
-    window: int | None, first_query: int, first_key: int, softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _shape(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide_dtype(q))
 
 
-@torch.library.register_fake("tpshard::attention_part_backward", lib=_library)
-def _backward_shape(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, query_documents: Tensor | None,
-    key_documents: Tensor | None, scale: float, window: int | None, first_query: int, first_key: int,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _backward_shape(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape, dtype=wide_dtype(k)), v.new_empty(v.shape, dtype=wide_dtype(v))
+
+
+_SETTINGS = (
+    "Tensor? query_documents, Tensor? key_documents, float scale, int? window, int first_query, int first_key, "
+    "float? softcap=None"
+)
+PART = operation(f"attention_part(Tensor q, Tensor k, Tensor v, {_SETTINGS}) -> (Tensor, Tensor)", forward, _shape)
+PART_BACKWARD = operation(
+    f"attention_part_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_SETTINGS}) -> "
+    "(Tensor, Tensor, Tensor)",
+    backward, _backward_shape,
+)  # fmt: skip

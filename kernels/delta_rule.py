@@ -15,18 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tpshard.kernels.operation import operation
 
 CHUNK = 64
 """Tokens that are computed at once."""
 FEW = 16
 """Tokens up to which a GPU computes one after another: the products of a chunk pay only with more."""
-
-_library = torch.library.Library("tpshard", "FRAGMENT")
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor decay, Tensor beta, Tensor state"
-_library.define(f"delta_rule({_INPUTS}) -> (Tensor, Tensor)")
-_library.define(
-    f"delta_rule_backward(Tensor dout, Tensor dstate, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,13 +132,6 @@ def _cuda(*inputs: Tensor) -> tuple[Tensor, Tensor]:
         return triton_recurrences.delta_rule(*inputs)
 
 
-_library.impl("delta_rule", _forward, "CPU")
-_library.impl("delta_rule", _cuda, "CUDA")
-for _device in ("CPU", "CUDA"):
-    _library.impl("delta_rule_backward", _backward, _device)
-
-
-@torch.library.register_fake("tpshard::delta_rule", lib=_library)
 def _shapes(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     (b, t, h, i), o = q.shape, v.shape[3]
     if k.shape != q.shape or v.shape[:3] != (b, t, h) or beta.shape != (b, t, h) or state.shape != (b, h, i, o):
@@ -157,17 +144,17 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state:
     return v.new_empty(b, h, t, o).transpose(1, 2), torch.empty_like(state, memory_format=torch.contiguous_format)
 
 
-@torch.library.register_fake("tpshard::delta_rule_backward", lib=_library)
 def _gradient_shapes(dout: Tensor, dstate: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.save_for_backward(*inputs)
 
 
 def _gradient(ctx: Any, dout: Tensor, dstate: Tensor) -> tuple[Tensor, ...]:
     return torch.ops.tpshard.delta_rule_backward(dout, dstate, *ctx.saved_tensors)  # type: ignore[no-any-return]
 
 
-torch.library.register_autograd("tpshard::delta_rule", _gradient, setup_context=_keep, lib=_library)
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor decay, Tensor beta, Tensor state"
+operation(f"delta_rule({_INPUTS}) -> (Tensor, Tensor)", _forward, _shapes, cuda=_cuda, gradient=_gradient)
+operation(
+    f"delta_rule_backward(Tensor dout, Tensor dstate, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _backward, _gradient_shapes,
+)  # fmt: skip

@@ -17,10 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tpshard.kernels.experts import on_gpu, tokens_by_expert
 from tpshard.kernels.linear import fixed_rows_linear
-
-_library = torch.library.Library("tpshard", "FRAGMENT")
-_library.define("expert_linear(Tensor x, Tensor ids, Tensor weight) -> Tensor")
-_library.define("expert_outer(Tensor dout, Tensor x, Tensor ids, int experts) -> Tensor")
+from tpshard.kernels.operation import operation
 
 
 def expert_linear(x: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
@@ -73,24 +70,13 @@ def _outer(dout: Tensor, x: Tensor, ids: Tensor, experts: int) -> Tensor:
     return sums
 
 
-for _device in ("CPU", "CUDA"):
-    _library.impl("expert_linear", _forward, _device)
-    _library.impl("expert_outer", _outer, _device)
-
-
-@torch.library.register_fake("tpshard::expert_linear", lib=_library)
 def _product_shape(x: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
     _check(x, ids, weight.shape[2])
     return x.new_empty((*ids.shape, weight.shape[1]))
 
 
-@torch.library.register_fake("tpshard::expert_outer", lib=_library)
 def _outer_shape(dout: Tensor, x: Tensor, ids: Tensor, experts: int) -> Tensor:
     return x.new_empty((experts, dout.shape[-1], x.shape[-1]))
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
 
 
 def _gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
@@ -100,4 +86,5 @@ def _gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     return dx, None, torch.ops.tpshard.expert_outer(dout, x, ids, weight.shape[0])
 
 
-torch.library.register_autograd("tpshard::expert_linear", _gradient, setup_context=_keep, lib=_library)
+operation("expert_linear(Tensor x, Tensor ids, Tensor weight) -> Tensor", _forward, _product_shape, gradient=_gradient)
+operation("expert_outer(Tensor dout, Tensor x, Tensor ids, int experts) -> Tensor", _outer, _outer_shape)

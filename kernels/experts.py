@@ -21,13 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tpshard.kernels.dtypes import wide_dtype
 from tpshard.kernels.linear import fixed_rows_linear
-
-_library = torch.library.Library("tpshard", "FRAGMENT")
-_library.define("experts(Tensor x, Tensor ids, Tensor weights, Tensor gate, Tensor up, Tensor down) -> Tensor")
-_library.define(
-    "experts_backward(Tensor dout, Tensor x, Tensor ids, Tensor weights, Tensor gate, Tensor up, Tensor down) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
+from tpshard.kernels.operation import operation
 
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -130,26 +124,15 @@ def _backward(
     return dx.to(x.dtype).view(x.shape), dshares.view(weights.shape), dgate, dup, ddown
 
 
-for _device in ("CPU", "CUDA"):
-    _library.impl("experts", _forward, _device)
-    _library.impl("experts_backward", _backward, _device)
-
-
-@torch.library.register_fake("tpshard::experts", lib=_library)
 def _shape(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     _check(x, ids, weights, gate, up, down)
     return x.new_empty(x.shape)
 
 
-@torch.library.register_fake("tpshard::experts_backward", lib=_library)
 def _backward_shapes(
     dout: Tensor, x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor
 ) -> tuple[Tensor, ...]:
     return tuple(tensor.new_empty(tensor.shape) for tensor in (x, weights, gate, up, down))
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
 
 
 def _gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
@@ -157,4 +140,8 @@ def _gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     return dx, None, dweights, *dexperts
 
 
-torch.library.register_autograd("tpshard::experts", _gradient, setup_context=_keep, lib=_library)
+_INPUTS = "Tensor x, Tensor ids, Tensor weights, Tensor gate, Tensor up, Tensor down"
+operation(f"experts({_INPUTS}) -> Tensor", _forward, _shape, gradient=_gradient)
+operation(
+    f"experts_backward(Tensor dout, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", _backward, _backward_shapes
+)

@@ -22,17 +22,11 @@ import torch
 from torch import Tensor
 from tpshard.kernels.dtypes import wide_dtype
 from tpshard.kernels.fp8_blocks import BLOCK, SMALLEST
+from tpshard.kernels.operation import operation
 
 VALUES = torch.float8_e4m3fn
 LARGEST = 448.0
 """The largest number of e4m3."""
-
-_library = torch.library.Library("tpshard", "FRAGMENT")
-_library.define("fp8_product(Tensor a, Tensor b, str equation) -> Tensor")
-_library.define("fp8_quantize(Tensor x, bool transposed) -> (Tensor, Tensor)")
-_library.define("fp8_multiply(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, ScalarType dtype) -> Tensor")
-QUANTIZE = torch.ops.tpshard.fp8_quantize.default
-MULTIPLY = torch.ops.tpshard.fp8_multiply.default
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -43,7 +37,7 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows = ascii_lowercase[: x.dim() - 1]
     if bad := [size for size in (x.shape[-2], *weight.shape) if size % BLOCK]:
         raise ValueError(f"fp8_linear: x {list(x.shape)}, weight {list(weight.shape)}: {bad[0]} is not n * {BLOCK}")
-    y: Tensor = torch.ops.tpshard.fp8_product(x, weight, f"{rows}y,zy->{rows}z")
+    y: Tensor = PRODUCT(x, weight, f"{rows}y,zy->{rows}z")
     return y if bias is None else y + bias
 
 
@@ -147,27 +141,16 @@ def _cuda_multiply(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dty
         return fp8_launch.multiply(a, a_scales, b, b_scales, dtype)
 
 
-for _device in ("CPU", "CUDA"):
-    _library.impl("fp8_product", _product, _device)
-_library.impl("fp8_quantize", quantize, "CPU")
-_library.impl("fp8_multiply", multiply, "CPU")
-_library.impl("fp8_quantize", _cuda_quantize, "CUDA")
-_library.impl("fp8_multiply", _cuda_multiply, "CUDA")
-
-
-@torch.library.register_fake("tpshard::fp8_product", lib=_library)
 def _product_shape(a: Tensor, b: Tensor, equation: str) -> Tensor:
     sizes = sizes_of(equation, tuple(a.shape), tuple(b.shape))
     return a.new_empty([sizes[c] for c in equation.split("->")[1]])
 
 
-@torch.library.register_fake("tpshard::fp8_quantize", lib=_library)
 def _quantize_shape(x: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
     m, k = x.shape[::-1] if transposed else x.shape
     return x.new_empty((m, k), dtype=VALUES), x.new_empty((k // BLOCK, m), dtype=wide_dtype(x))
 
 
-@torch.library.register_fake("tpshard::fp8_multiply", lib=_library)
 def _multiply_shape(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
 
@@ -181,9 +164,18 @@ def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Non
     a, b = ctx.saved_tensors
     inputs, out = ctx.equation.split("->")
     left, right = inputs.split(",")
-    da = torch.ops.tpshard.fp8_product(grad, b, f"{out},{right}->{left}") if ctx.needs_input_grad[0] else None
-    db = torch.ops.tpshard.fp8_product(grad, a, f"{out},{left}->{right}") if ctx.needs_input_grad[1] else None
+    da = PRODUCT(grad, b, f"{out},{right}->{left}") if ctx.needs_input_grad[0] else None
+    db = PRODUCT(grad, a, f"{out},{left}->{right}") if ctx.needs_input_grad[1] else None
     return da, db, None
 
 
-torch.library.register_autograd("tpshard::fp8_product", _gradient, setup_context=_keep, lib=_library)
+PRODUCT = operation(
+    "fp8_product(Tensor a, Tensor b, str equation) -> Tensor", _product, _product_shape, gradient=_gradient, keep=_keep
+)
+QUANTIZE = operation(
+    "fp8_quantize(Tensor x, bool transposed) -> (Tensor, Tensor)", quantize, _quantize_shape, cuda=_cuda_quantize
+)
+MULTIPLY = operation(
+    "fp8_multiply(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, ScalarType dtype) -> Tensor",
+    multiply, _multiply_shape, cuda=_cuda_multiply,
+)  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,19 +45,15 @@ class GPTQConfig:
     def of(self, module: str) -> GPTQConfig | None:
         """The settings of one module, or None where `dynamic` leaves it dense. The first matching pattern wins."""
         for pattern, overrides in self.dynamic.items():
-            negative = pattern.startswith("-:")
-            expression = pattern[2:] if pattern[:2] in ("-:", "+:") else pattern
-            if re.match(expression, module):
-                return None if negative else _settings({**_canonical(overrides), **_rest(self, overrides)}, pattern)
+            if re.match(_expression(pattern), module):
+                if pattern.startswith("-:"):
+                    return None
+                return _settings(replace(self, dynamic={}).to_json() | _canonical(overrides), pattern)
         return self
 
     def to_json(self) -> dict[str, Any]:
         """The settings as the `quantization_config` that transformers, GPTQModel and vLLM read."""
-        values = {"quant_method": "gptq", "bits": self.bits, "group_size": self.group_size, "desc_act": self.desc_act,
-                  "sym": self.sym, "checkpoint_format": self.checkpoint_format, "lm_head": self.lm_head,
-                  "true_sequential": self.true_sequential, "static_groups": self.static_groups,
-                  "damp_percent": self.damp_percent}  # fmt: skip
-        return values | ({"dynamic": {k: dict(v) for k, v in self.dynamic.items()}} if self.dynamic else {})
+        return {"quant_method": "gptq"} | {k: v for k, v in asdict(self).items() if k != "dynamic" or v}
 
 
 def _canonical(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,9 +61,9 @@ def _canonical(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {newest.get(key, key): value for key, value in raw.items()}
 
 
-def _rest(config: GPTQConfig, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    settings = _canonical(overrides)
-    return {key: value for key, value in config.to_json().items() if key not in settings and key != "dynamic"}
+def _expression(pattern: str) -> str:
+    """The regular expression of a pattern of `dynamic`."""
+    return pattern[2:] if pattern[:2] in ("-:", "+:") else pattern
 
 
 def _settings(raw: Mapping[str, Any], where: str) -> GPTQConfig:
@@ -102,7 +98,7 @@ def _settings(raw: Mapping[str, Any], where: str) -> GPTQConfig:
 
 def _check_dynamic(pattern: Any, overrides: Any, where: str) -> None:
     try:
-        re.compile(pattern[2:] if pattern[:2] in ("-:", "+:") else pattern)
+        re.compile(_expression(pattern))
     except (re.error, TypeError) as error:
         raise ValueError(f"{where}: dynamic pattern {pattern!r} is not a regular expression: {error}.") from None
     if pattern.startswith("-:"):

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-_library = torch.library.Library("tpshard", "FRAGMENT")
-_library.define("rms_norm_permuted(Tensor x, Tensor weight, Tensor? order, float eps) -> Tensor")
-NORM = torch.ops.tpshard.rms_norm_permuted.default
+from tpshard.kernels.operation import operation
 
 
 def rms_norm(x: Tensor, weight: Tensor, order: Tensor | None, eps: float) -> Tensor:
@@ -30,10 +27,10 @@ def _cuda(x: Tensor, weight: Tensor, order: Tensor | None, eps: float) -> Tensor
         return triton_launch.rms_norm(rows, weight, order, eps).view(x.shape)
 
 
-_library.impl("rms_norm_permuted", rms_norm, "CPU")
-_library.impl("rms_norm_permuted", _cuda, "CUDA")
-
-
-@torch.library.register_fake("tpshard::rms_norm_permuted", lib=_library)
-def _(x: Tensor, weight: Tensor, order: Tensor | None, eps: float) -> Tensor:
+def _shape(x: Tensor, weight: Tensor, order: Tensor | None, eps: float) -> Tensor:
     return torch.empty_like(x)
+
+
+NORM = operation(
+    "rms_norm_permuted(Tensor x, Tensor weight, Tensor? order, float eps) -> Tensor", rms_norm, _shape, cuda=_cuda
+)

@@ -19,23 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from tpshard.kernels.dtypes import wide_dtype
-
-_library = torch.library.Library("tpshard", "FRAGMENT")
-_ADAMW = "Tensor finite, Tensor scale, Tensor lr, Tensor update, float beta1, float beta2, float eps, float decay"
-_LION = "Tensor finite, Tensor scale, Tensor lr, float beta1, float beta2, float decay"
-_library.define(
-    f"adamw_step(Tensor param, Tensor grad, Tensor exp_avg, Tensor exp_avg_sq, {_ADAMW}) -> (Tensor, Tensor, Tensor)"
-)
-_library.define(
-    f"adamw_step_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, {_ADAMW}) -> ()"
-)
-_library.define(f"lion_step(Tensor param, Tensor grad, Tensor exp_avg, {_LION}) -> (Tensor, Tensor)")
-_library.define(f"lion_step_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, {_LION}) -> ()")
-_library.define("square_sum(Tensor x, Tensor scale) -> Tensor")
-
-adamw_step = torch.ops.tpshard.adamw_step.default
-lion_step = torch.ops.tpshard.lion_step.default
-square_sum = torch.ops.tpshard.square_sum.default
+from tpshard.kernels.operation import operation
 
 CHUNK = 1 << 16
 """Elements that a CPU computes at a time, so that values in between stay in its cache and take no memory."""
@@ -76,12 +60,6 @@ def _where(finite: Tensor, *pairs: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
 def square_sum_formula(x: Tensor, scale: Tensor) -> Tensor:
     """The sum of squares in torch's ops: what `square_sum` computes."""
     return (x.to(wide_dtype(x)) * scale).square().sum()
-
-
-FORMULAS: dict[Any, Callable[..., Any]] = {
-    adamw_step: adamw_formula, lion_step: lion_formula, square_sum: square_sum_formula
-}  # fmt: skip
-"""The formula of each operation, which a compiler gets in its place and fuses."""
 
 
 # ---- on a CPU -------------------------------------------------------------------------------------------------------
@@ -141,58 +119,57 @@ def _square_sum_cpu(x: Tensor, scale: Tensor) -> Tensor:
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
 
-# ---- on a GPU -------------------------------------------------------------------------------------------------------
-def _adamw_cuda(*arguments: Any) -> None:
-    from tpshard.kernels import triton_launch  # needs Triton, which CPU builds of torch lack
-
-    with torch.cuda.device(arguments[0].device):
-        triton_launch.adamw_step_(*arguments)
-
-
-def _lion_cuda(*arguments: Any) -> None:
-    from tpshard.kernels import triton_launch
-
-    with torch.cuda.device(arguments[0].device):
-        triton_launch.lion_step_(*arguments)
-
-
 def _square_sum_cuda(x: Tensor, scale: Tensor) -> Tensor:
     return (torch.linalg.vector_norm(x, dtype=wide_dtype(x)) * scale).square()
 
 
-# ---- new tensors in place of old ones -------------------------------------------------------------------------------
-def _adamw_new(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    new = [x.clone(memory_format=torch.contiguous_format) for x in (param, exp_avg, exp_avg_sq)]
-    torch.ops.tpshard.adamw_step_(new[0], grad, new[1], new[2], *rest)
-    return tuple(new)
+# ---- the operations --------------------------------------------------------------------------------------------------
+def _step(name: str, moments: Sequence[str], settings: str, cpu: Callable[..., None]) -> Any:
+    """Defines an optimizer's step in place, `{name}_`, and the step that returns new tensors, which it returns."""
+    count, tensors = len(moments), ["param", *moments]
+    written = [f"Tensor({mark}!) {tensor}" for mark, tensor in zip("abc", tensors)]
+
+    def cuda(param: Tensor, *rest: Any) -> None:
+        from tpshard.kernels import triton_launch  # needs Triton, which CPU builds of torch lack
+
+        with torch.cuda.device(param.device):
+            getattr(triton_launch, f"{name}_")(param, *rest)
+
+    def arguments(param: str, *moments: str) -> str:
+        return ", ".join([param, "Tensor grad", *moments, settings])
+
+    in_place = operation(f"{name}_({arguments(*written)}) -> ()", cpu, cuda=cuda)
+
+    def new(param: Tensor, grad: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        results = [x.clone(memory_format=torch.contiguous_format) for x in (param, *rest[:count])]
+        in_place(results[0], grad, *results[1:], *rest[count:])
+        return tuple(results)
+
+    def shapes(param: Tensor, grad: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        return tuple(x.new_empty(x.shape) for x in (param, *rest[:count]))
+
+    new_arguments, returns = (
+        arguments(*(f"Tensor {tensor}" for tensor in tensors)),
+        ", ".join(["Tensor"] * len(tensors)),
+    )
+    return operation(f"{name}({new_arguments}) -> ({returns})", new, shapes)
 
 
-def _lion_new(param: Tensor, grad: Tensor, exp_avg: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    new = [x.clone(memory_format=torch.contiguous_format) for x in (param, exp_avg)]
-    torch.ops.tpshard.lion_step_(new[0], grad, new[1], *rest)
-    return tuple(new)
-
-
-for _device, _adamw, _lion, _squares in (
-    ("CPU", _adamw_cpu, _lion_cpu, _square_sum_cpu), ("CUDA", _adamw_cuda, _lion_cuda, _square_sum_cuda)
-):  # fmt: skip
-    _library.impl("adamw_step_", _adamw, _device)
-    _library.impl("lion_step_", _lion, _device)
-    _library.impl("square_sum", _squares, _device)
-    _library.impl("adamw_step", _adamw_new, _device)
-    _library.impl("lion_step", _lion_new, _device)
-
-
-@torch.library.register_fake("tpshard::adamw_step", lib=_library)
-def _(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in (param, exp_avg, exp_avg_sq))
-
-
-@torch.library.register_fake("tpshard::lion_step", lib=_library)
-def _(param: Tensor, grad: Tensor, exp_avg: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in (param, exp_avg))
-
-
-@torch.library.register_fake("tpshard::square_sum", lib=_library)
-def _(x: Tensor, scale: Tensor) -> Tensor:
+def _square_sum_shape(x: Tensor, scale: Tensor) -> Tensor:
     return x.new_empty((), dtype=wide_dtype(x))
+
+
+_SETTINGS = "Tensor finite, Tensor scale, Tensor lr"
+adamw_step = _step(
+    "adamw_step", ("exp_avg", "exp_avg_sq"),
+    f"{_SETTINGS}, Tensor update, float beta1, float beta2, float eps, float decay", _adamw_cpu,
+)  # fmt: skip
+lion_step = _step("lion_step", ("exp_avg",), f"{_SETTINGS}, float beta1, float beta2, float decay", _lion_cpu)
+square_sum = operation(
+    "square_sum(Tensor x, Tensor scale) -> Tensor", _square_sum_cpu, _square_sum_shape, cuda=_square_sum_cuda
+)
+
+FORMULAS: dict[Any, Callable[..., Any]] = {
+    adamw_step: adamw_formula, lion_step: lion_formula, square_sum: square_sum_formula
+}  # fmt: skip
+"""The formula of each operation, which a compiler gets in its place and fuses."""

@@ -28,17 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from tpshard.kernels.attention_mask import cap
-
-_library = torch.library.Library("tpshard", "FRAGMENT")
-_ARGUMENTS = (
-    "(Tensor q, Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor positions, Tensor slots, "
-    "Tensor sequences, Tensor tables, float scale, int? window=None, float? softcap=None)"
-)
-_library.define(f"paged_attention{_ARGUMENTS} -> Tensor")
-_library.define(f"paged_attention_lse{_ARGUMENTS} -> (Tensor, Tensor)")
-
-PAGED = torch.ops.tpshard.paged_attention.default
-PAGED_LSE = torch.ops.tpshard.paged_attention_lse.default
+from tpshard.kernels.operation import operation
 
 _SCORES = 1 << 22
 """fp32 scores held at once; above that, the rows are computed in several parts."""
@@ -226,27 +216,26 @@ def _new_lse(q: Tensor) -> Tensor:
     return q.new_empty((b, h, t), dtype=torch.float32)
 
 
-_library.impl("paged_attention", paged_attention_reference, "CPU")
-_library.impl("paged_attention", _paged_attention_cuda, "CUDA")
-_library.impl("paged_attention_lse", _with_lse(paged_attention_reference), "CPU")
-_library.impl("paged_attention_lse", _with_lse(_paged_attention_cuda), "CUDA")
-
-
-@torch.library.register_fake("tpshard::paged_attention", lib=_library)
 def _shape(
     q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, positions: Tensor, slots: Tensor,
-    sequences: Tensor, tables: Tensor, scale: float, window: int | None = None,
-    softcap: float | None = None,
+    sequences: Tensor, tables: Tensor, scale: float, window: int | None = None, softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
     _check(q, k, k_pool, v_pool, positions, window)
     return torch.empty_like(q)
 
 
-@torch.library.register_fake("tpshard::paged_attention_lse", lib=_library)
-def _shapes_with_lse(
-    q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, positions: Tensor, slots: Tensor,
-    sequences: Tensor, tables: Tensor, scale: float, window: int | None = None,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    _check(q, k, k_pool, v_pool, positions, window)
-    return torch.empty_like(q), _new_lse(q)
+def _shapes_with_lse(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _shape(q, *rest), _new_lse(q)
+
+
+_ARGUMENTS = (
+    "(Tensor q, Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor positions, Tensor slots, "
+    "Tensor sequences, Tensor tables, float scale, int? window=None, float? softcap=None)"
+)
+PAGED = operation(
+    f"paged_attention{_ARGUMENTS} -> Tensor", paged_attention_reference, _shape, cuda=_paged_attention_cuda
+)
+PAGED_LSE = operation(
+    f"paged_attention_lse{_ARGUMENTS} -> (Tensor, Tensor)", _with_lse(paged_attention_reference), _shapes_with_lse,
+    cuda=_with_lse(_paged_attention_cuda),
+)  # fmt: skip

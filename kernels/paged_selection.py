@@ -20,26 +20,12 @@ kernels: they stand in a captured graph until `tpshard.programs.paging` gives th
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from tpshard.kernels.operation import operation
 from tpshard.kernels.paged_attention import parts_of, span, store
-
-_library = torch.library.Library("tpshard", "FRAGMENT")
-_ROWS = "Tensor positions, Tensor slots, Tensor sequences, Tensor tables"
-_library.define("select_keys(Tensor q, Tensor k, Tensor weights, float scale, int count) -> Tensor")
-_library.define("selected_attention(Tensor q, Tensor k, Tensor v, Tensor indices, float scale) -> (Tensor, Tensor)")
-_library.define(
-    f"paged_select_keys(Tensor q, Tensor k, Tensor weights, Tensor(a!) pool, {_ROWS}, float scale, int count) -> Tensor"
-)
-_library.define(
-    f"paged_selected_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, {_ROWS}, "
-    "Tensor indices, float scale) -> (Tensor, Tensor)"
-)
-
-SELECT = torch.ops.tpshard.select_keys.default
-SELECTED = torch.ops.tpshard.selected_attention.default
-PAGED_SELECT = torch.ops.tpshard.paged_select_keys.default
-PAGED_SELECTED = torch.ops.tpshard.paged_selected_attention.default
 
 _GATHERED = 1 << 24
 """Elements of keys and values gathered at once; above that, the rows are computed in several parts."""
@@ -132,35 +118,42 @@ def selected_attention_reference(
     return out.reshape(b, t, h, e).to(q.dtype), lse.view(b, t, h).transpose(1, 2).contiguous()
 
 
-for _device in ("CPU", "CUDA"):
-    _library.impl("paged_select_keys", select_keys_reference, _device)
-    _library.impl("paged_selected_attention", selected_attention_reference, _device)
-
-
-@torch.library.register_fake("tpshard::select_keys", lib=_library)
 def _indices(q: Tensor, k: Tensor, weights: Tensor, scale: float, count: int) -> Tensor:
     return q.new_empty((*q.shape[:2], count), dtype=torch.int32)
 
 
-@torch.library.register_fake("tpshard::selected_attention", lib=_library)
 def _attended(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     b, t, h, _ = q.shape
     return q.new_empty((b, t, h, v.shape[3])), q.new_empty((b, h, t), dtype=torch.float32)
 
 
-@torch.library.register_fake("tpshard::paged_select_keys", lib=_library)
-def _paged_indices(
-    q: Tensor, k: Tensor, weights: Tensor, pool: Tensor, positions: Tensor, slots: Tensor, sequences: Tensor,
-    tables: Tensor, scale: float, count: int,
-) -> Tensor:  # fmt: skip
+def _paged_indices(q: Tensor, k: Tensor, weights: Tensor, pool: Tensor, *rest: Any) -> Tensor:
+    *_, scale, count = rest
     _check_keys(q, k, weights, pool, count)
     return _indices(q, k, weights, scale, count)
 
 
-@torch.library.register_fake("tpshard::paged_selected_attention", lib=_library)
 def _paged_attended(
-    q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, positions: Tensor, slots: Tensor,
-    sequences: Tensor, tables: Tensor, indices: Tensor, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    *_, indices, scale = rest
     _check_attention(q, k, v, k_pool, v_pool, indices)
     return _attended(q, k, v, indices, scale)
+
+
+_ROWS = "Tensor positions, Tensor slots, Tensor sequences, Tensor tables"
+SELECT = operation("select_keys(Tensor q, Tensor k, Tensor weights, float scale, int count) -> Tensor", shapes=_indices)
+SELECTED = operation(
+    "selected_attention(Tensor q, Tensor k, Tensor v, Tensor indices, float scale) -> (Tensor, Tensor)",
+    shapes=_attended,
+)  # fmt: skip
+PAGED_SELECT = operation(
+    f"paged_select_keys(Tensor q, Tensor k, Tensor weights, Tensor(a!) pool, {_ROWS}, float scale, int count) -> "
+    "Tensor",
+    select_keys_reference, _paged_indices,
+)  # fmt: skip
+PAGED_SELECTED = operation(
+    f"paged_selected_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, {_ROWS}, "
+    "Tensor indices, float scale) -> (Tensor, Tensor)",
+    selected_attention_reference, _paged_attended,
+)  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -136,9 +137,8 @@ class Quantized:
         )
 
     def to(self, device: torch.device | str) -> Quantized:
-        bias = None if self.bias is None else self.bias.to(device)
-        codes, scales, zeros, group = (t.to(device) for t in (self.codes, self.scales, self.zeros, self.group))
-        return Quantized(codes, scales, zeros, group, self.bits, bias)
+        held: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **held)
 
 
 def group_index(inputs: int, group_size: int, device: torch.device | str = "cpu") -> Tensor:

@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-_library = torch.library.Library("tpshard", "FRAGMENT")
-_library.define("reorder(Tensor x, Tensor order, int blocks) -> Tensor")
-REORDER = torch.ops.tpshard.reorder.default
+from tpshard.kernels.operation import operation
 
 
 def sorting(group: Tensor, blocks: int = 1) -> Tensor:
@@ -52,9 +49,8 @@ def _reorder(x: Tensor, order: Tensor, blocks: int) -> Tensor:
     return x.index_select(-1, order if blocks == 1 else positions(order, blocks))
 
 
-_library.impl("reorder", _reorder, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("tpshard::reorder", lib=_library)
-def _(x: Tensor, order: Tensor, blocks: int) -> Tensor:
+def _shape(x: Tensor, order: Tensor, blocks: int) -> Tensor:
     return torch.empty_like(x)
+
+
+REORDER = operation("reorder(Tensor x, Tensor order, int blocks) -> Tensor", _reorder, _shape)

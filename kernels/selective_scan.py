@@ -14,17 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tpshard.kernels.operation import operation
 
 CHUNK = 64
 """Tokens that are scanned at once."""
-
-_library = torch.library.Library("tpshard", "FRAGMENT")
-_INPUTS = "Tensor x, Tensor step, Tensor a, Tensor inward, Tensor outward, Tensor state"
-_library.define(f"selective_scan({_INPUTS}) -> (Tensor, Tensor)")
-_library.define(
-    f"selective_scan_backward(Tensor dout, Tensor dstate, {_INPUTS}) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
 
 
 def selective_scan(
@@ -99,13 +92,6 @@ def _cuda(*inputs: Tensor) -> tuple[Tensor, Tensor]:
         return triton_recurrences.selective_scan(*inputs)
 
 
-_library.impl("selective_scan", _forward, "CPU")
-_library.impl("selective_scan", _cuda, "CUDA")
-for _device in ("CPU", "CUDA"):
-    _library.impl("selective_scan_backward", _backward, _device)
-
-
-@torch.library.register_fake("tpshard::selective_scan", lib=_library)
 def _shapes(
     x: Tensor, step: Tensor, a: Tensor, inward: Tensor, outward: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -116,17 +102,18 @@ def _shapes(
     return x.new_empty(x.shape), state.new_empty(state.shape)
 
 
-@torch.library.register_fake("tpshard::selective_scan_backward", lib=_library)
 def _gradient_shapes(dout: Tensor, dstate: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(x.shape) for x in inputs)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.save_for_backward(*inputs)
 
 
 def _gradient(ctx: Any, dout: Tensor, dstate: Tensor) -> tuple[Tensor, ...]:
     return torch.ops.tpshard.selective_scan_backward(dout, dstate, *ctx.saved_tensors)  # type: ignore[no-any-return]
 
 
-torch.library.register_autograd("tpshard::selective_scan", _gradient, setup_context=_keep, lib=_library)
+_INPUTS = "Tensor x, Tensor step, Tensor a, Tensor inward, Tensor outward, Tensor state"
+operation(f"selective_scan({_INPUTS}) -> (Tensor, Tensor)", _forward, _shapes, cuda=_cuda, gradient=_gradient)
+operation(
+    f"selective_scan_backward(Tensor dout, Tensor dstate, {_INPUTS}) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _backward, _gradient_shapes,
+)  # fmt: skip

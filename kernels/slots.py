@@ -17,11 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from tpshard.kernels.dtypes import wide_dtype
-
-_library = torch.library.Library("tpshard", "FRAGMENT")
-_library.define("to_slots(Tensor x, Tensor slots, Tensor? weights, int n) -> Tensor")
-_library.define("from_slots(Tensor y, Tensor slots, Tensor? weights) -> Tensor")
-_library.define("slot_products(Tensor x, Tensor y, Tensor slots) -> Tensor")
+from tpshard.kernels.operation import operation
 
 
 def to_slots(x: Tensor, slots: Tensor, n: int, weights: Tensor | None = None) -> Tensor:
@@ -70,23 +66,14 @@ def _slot_products(x: Tensor, y: Tensor, slots: Tensor) -> Tensor:
     return torch.stack([(wide * _contents(y, slots, choice)).sum(-1) for choice in range(slots.shape[2])], -1)
 
 
-for _device in ("CPU", "CUDA"):
-    _library.impl("to_slots", _to_slots, _device)
-    _library.impl("from_slots", _from_slots, _device)
-    _library.impl("slot_products", _slot_products, _device)
-
-
-@torch.library.register_fake("tpshard::to_slots", lib=_library)
 def _slots_shape(x: Tensor, slots: Tensor, weights: Tensor | None, n: int) -> Tensor:
     return x.new_empty(x.shape[0], n, x.shape[2])
 
 
-@torch.library.register_fake("tpshard::from_slots", lib=_library)
 def _tokens_shape(y: Tensor, slots: Tensor, weights: Tensor | None) -> Tensor:
     return y.new_empty(y.shape[0], slots.shape[1], y.shape[2])
 
 
-@torch.library.register_fake("tpshard::slot_products", lib=_library)
 def _products_shape(x: Tensor, y: Tensor, slots: Tensor) -> Tensor:
     return x.new_empty(slots.shape, dtype=wide_dtype(x))
 
@@ -107,5 +94,11 @@ def _from_gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     return torch.ops.tpshard.to_slots(dout, slots, weights, y.shape[1]), None, dweights
 
 
-torch.library.register_autograd("tpshard::to_slots", _to_gradient, setup_context=_keep, lib=_library)
-torch.library.register_autograd("tpshard::from_slots", _from_gradient, setup_context=_keep, lib=_library)
+operation(
+    "to_slots(Tensor x, Tensor slots, Tensor? weights, int n) -> Tensor", _to_slots, _slots_shape,
+    gradient=_to_gradient, keep=_keep,
+)  # fmt: skip
+operation(
+    "from_slots(Tensor y, Tensor slots, Tensor? weights) -> Tensor", _from_slots, _tokens_shape, gradient=_from_gradient
+)
+operation("slot_products(Tensor x, Tensor y, Tensor slots) -> Tensor", _slot_products, _products_shape)

@@ -12,13 +12,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-_library = torch.library.Library("tpshard", "FRAGMENT")
-_library.define("read_state(Tensor pool, Tensor states, Tensor positions) -> Tensor")
-_library.define("write_state(Tensor(a!) pool, Tensor states, Tensor values) -> Tensor")
-
-READ_STATE = torch.ops.tpshard.read_state.default
-WRITE_STATE = torch.ops.tpshard.write_state.default
+from tpshard.kernels.operation import operation
 
 
 def _read(pool: Tensor, states: Tensor, positions: Tensor) -> Tensor:
@@ -31,15 +25,15 @@ def _write(pool: Tensor, states: Tensor, values: Tensor) -> Tensor:
     return states.clone()
 
 
-_library.impl("read_state", _read, "CompositeExplicitAutograd")
-_library.impl("write_state", _write, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("tpshard::read_state", lib=_library)
 def _shape(pool: Tensor, states: Tensor, positions: Tensor) -> Tensor:
     return pool.new_empty(len(states), *pool.shape[1:])
 
 
-@torch.library.register_fake("tpshard::write_state", lib=_library)
 def _shape_of_written(pool: Tensor, states: Tensor, values: Tensor) -> Tensor:
     return torch.empty_like(states)
+
+
+READ_STATE = operation("read_state(Tensor pool, Tensor states, Tensor positions) -> Tensor", _read, _shape)
+WRITE_STATE = operation(
+    "write_state(Tensor(a!) pool, Tensor states, Tensor values) -> Tensor", _write, _shape_of_written
+)
