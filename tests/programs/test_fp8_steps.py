@@ -73,8 +73,8 @@ def test_scales_of_another_block_are_found(monkeypatch: pytest.MonkeyPatch) -> N
 
     original = fp8_rule._local
 
-    def local(at: Any) -> Any:
-        node = original(at)
+    def local(at: Any, of: Any) -> Any:
+        node = original(at, of)
         source = node if "fp8_multiply" in str(node.target) else node.args[0]
         if at.op.module.endswith("mlp.down") and at.op.phase == "forward" and at.emitter.mesh.ranks > 1:
             source.target = torch.ops.tpshard.fp8_faulty.default
