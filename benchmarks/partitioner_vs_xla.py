@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from tpshard.parallelism import Mesh, mesh_split, partition
-from tpshard.parallelism.cost import wire_bytes
+from tpshard.parallelism.pricing.cost import wire_bytes
 
 from record import Record, parser_of
 

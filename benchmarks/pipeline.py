@@ -44,10 +44,10 @@ from tpshard.models.adamw import treatments
 from tpshard.models.loss import cross_entropy_sum
 from tpshard.models.rope import rotation
 from tpshard.parallelism.mesh import Mesh
+from tpshard.parallelism.pipeline.schedules import StageTask
 from tpshard.parallelism.runtime.context import Context, connect
 from tpshard.parallelism.runtime.groups import Groups
 from tpshard.parallelism.runtime.place import WorkerPlace
-from tpshard.parallelism.schedules import StageTask
 from tpshard.plan import make
 from tpshard.plan.stage_times import NAMES
 from tpshard.programs import training

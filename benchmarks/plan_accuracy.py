@@ -24,7 +24,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tpshard.parallelism.fusion import Compiled
+from tpshard.parallelism.pricing.fusion import Compiled
 from tpshard.parallelism.sharding import local_shape
 from tpshard.plan import make
 from tpshard.plan.pricing import StepPart, price_parts

@@ -33,8 +33,8 @@ import httpx
 import numpy as np
 from tpshard.models import build, to_hf
 from tpshard.models.config import ModelConfig
-from tpshard.parallelism.cost import ServingOverhead
-from tpshard.parallelism.fusion import CacheReads
+from tpshard.parallelism.pricing.cost import ServingOverhead
+from tpshard.parallelism.pricing.fusion import CacheReads
 from tpshard.plan.step_prices import ServerBuilder
 from tpshard.programs.serving import BLOCK_SIZE
 from tpshard.programs.traffic import Answered, Rehearsal, StepTime, Traffic

@@ -23,8 +23,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from tpshard.parallelism.cost import ServingOverhead
-from tpshard.parallelism.fusion import CacheReads
+from tpshard.parallelism.pricing.cost import ServingOverhead
+from tpshard.parallelism.pricing.fusion import CacheReads
 from tpshard.recipes.diagnostic import Exit, Mistakes
 
 PROMPT, ANSWER = 8, 64

@@ -10,8 +10,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from tpshard.parallelism.cost import Cpu, Crowd, Device, Efficiency, Overhead, ServingOverhead
-from tpshard.parallelism.network import Level, Link
+from tpshard.parallelism.pricing.cost import Cpu, Crowd, Device, Efficiency, Overhead, ServingOverhead
+from tpshard.parallelism.pricing.network import Level, Link
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, Source
 from tpshard.recipes.nodes import Node, read, scalar
 from tpshard.recipes.schema import DEVICES

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tpshard.parallelism.annotate import mesh_split, propagation_barrier, sharding_group
-    from tpshard.parallelism.manual_regions import (
+    from tpshard.parallelism.mesh import Mesh
+    from tpshard.parallelism.partitioning.manual_regions import (
         all_gather,
         all_to_all,
         axis_index,
@@ -18,8 +19,7 @@ if TYPE_CHECKING:
         psum,
         reduce_scatter,
     )
-    from tpshard.parallelism.mesh import Mesh
-    from tpshard.parallelism.partitioner import partition
+    from tpshard.parallelism.partitioning.partitioner import partition
     from tpshard.parallelism.program import Program
 
 __all__ = [

@@ -10,9 +10,9 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 from tpshard.parallelism.draws import SEED, mix_seeds, step_seed
-from tpshard.parallelism.lower import pick, transfers, valid
 from tpshard.parallelism.mesh import Axis, Mesh
 from tpshard.parallelism.node_info import Port, offset, parse_group
+from tpshard.parallelism.resharding.lower import pick, transfers, valid
 from tpshard.parallelism.sharding import Layout, local_size
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tpshard.devices.read import device as device_named
-from tpshard.parallelism.cost import Device
+from tpshard.parallelism.pricing.cost import Device
 from tpshard.plan import compare, make, save
 from tpshard.plan.units import FORMS, count, seconds
 from tpshard.recipes import load as recipes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
-from tpshard.parallelism.cost import Device
+from tpshard.parallelism.pricing.cost import Device
 from tpshard.parallelism.program import Program, public
 from tpshard.parallelism.why import SourcePlace
 from tpshard.plan.pricing import Pricing

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tpshard.parallelism.fusion import Compiled
+from tpshard.parallelism.pricing.fusion import Compiled
 from tpshard.plan import describe, save, server, stage_times
 from tpshard.plan.forecast import Conditions, Forecast, forecast
 from tpshard.plan.pricing import Pricing, StepPart, bytes_of, price_parts, priced_pipeline

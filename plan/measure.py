@@ -27,9 +27,9 @@ from typing import Any
 
 import numpy as np
 import psutil
-from tpshard.parallelism.cost import Crowd, Device, ServingOverhead, collective, wire_bytes
 from tpshard.parallelism.mesh import Mesh
-from tpshard.parallelism.network import Link, Topology
+from tpshard.parallelism.pricing.cost import Crowd, Device, ServingOverhead, collective, wire_bytes
+from tpshard.parallelism.pricing.network import Link, Topology
 from tpshard.recipes.diagnostic import Exit, Mistakes, plural
 
 Result = dict[str, Any]

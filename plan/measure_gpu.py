@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from tpshard.devices.read import device
 from tpshard.kernels import attention  # noqa: F401  whose import registers torch.ops.tpshard.attention
-from tpshard.parallelism.network import Link
+from tpshard.parallelism.pricing.network import Link
 from tpshard.recipes.schema import DEVICES
 
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from tpshard.parallelism import words
-from tpshard.parallelism.flow import info_of
-from tpshard.parallelism.liveness import Living
+from tpshard.parallelism.pricing.flow import info_of
+from tpshard.parallelism.pricing.liveness import Living
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.why import Explanation, SourcePlace
 from tpshard.plan.pictures import COLORS, tint

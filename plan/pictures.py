@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from tpshard.parallelism.flow import info_of
-from tpshard.parallelism.liveness import CATEGORIES
 from tpshard.parallelism.mesh import Mesh
+from tpshard.parallelism.pricing.flow import info_of
+from tpshard.parallelism.pricing.liveness import CATEGORIES
 from tpshard.plan.pricing import PricedPart
 from tpshard.plan.report import Report
 from tpshard.plan.screen import LABELS

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tpshard.parallelism.cost import Device
 from tpshard.parallelism.mesh import Mesh
-from tpshard.parallelism.network import Level, Topology
-from tpshard.parallelism.timeline import price
+from tpshard.parallelism.pricing.cost import Device
+from tpshard.parallelism.pricing.network import Level, Topology
+from tpshard.parallelism.pricing.timeline import price
 from tpshard.parallelism.words import axes_text
 from tpshard.plan import search
 from tpshard.plan.pricing import Line

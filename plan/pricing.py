@@ -6,15 +6,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tpshard.parallelism.cost import CommCost, Device, collective
-from tpshard.parallelism.flow import info_of
-from tpshard.parallelism.fusion import NONE, CacheReads, Compiled, Kernel
-from tpshard.parallelism.liveness import Memory, liveness
 from tpshard.parallelism.mesh import Mesh
-from tpshard.parallelism.network import Topology
+from tpshard.parallelism.pricing.cost import CommCost, Device, collective
+from tpshard.parallelism.pricing.flow import info_of
+from tpshard.parallelism.pricing.fusion import NONE, CacheReads, Compiled, Kernel
+from tpshard.parallelism.pricing.liveness import Memory, liveness
+from tpshard.parallelism.pricing.network import Topology
+from tpshard.parallelism.pricing.timeline import Priced, Timeline, price
 from tpshard.parallelism.program import Collective, Info, Port, Program
 from tpshard.parallelism.runtime.heap import MAPPED_BYTES
-from tpshard.parallelism.timeline import Priced, Timeline, price
 
 if TYPE_CHECKING:
     from tpshard.plan.stage_times import Piped

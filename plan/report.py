@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tpshard.parallelism import words
-from tpshard.parallelism.flow import info_of, op_name
+from tpshard.parallelism.pricing.flow import info_of, op_name
 from tpshard.parallelism.why import SourcePlace
 from tpshard.plan.forecast import Forecast
 from tpshard.plan.pricing import Line, Pricing

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tpshard.parallelism import words
-from tpshard.parallelism.flow import info_of, op_name
+from tpshard.parallelism.pricing.flow import info_of, op_name
 from tpshard.plan.pricing import Pricing, work_of
 from tpshard.plan.units import round_figure
 

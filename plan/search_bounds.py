@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from tpshard.parallelism.depth import COMPARED, REPEATED
-from tpshard.parallelism.fusion import kernels
-from tpshard.parallelism.liveness import liveness
 from tpshard.parallelism.passes.run import run
+from tpshard.parallelism.pricing.fusion import kernels
+from tpshard.parallelism.pricing.liveness import liveness
 from tpshard.parallelism.program import info
 from tpshard.programs import cluster
 from tpshard.programs.alike import STACK, few_layers

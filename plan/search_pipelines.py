@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from tpshard.parallelism.schedules import ROUNDS
+from tpshard.parallelism.pipeline.schedules import ROUNDS
 from tpshard.plan.report import Report
 from tpshard.programs.setting import Setting, devices_of
 from tpshard.recipes.schema import Recipe

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from tpshard.parallelism.cost import Device
-from tpshard.parallelism.fusion import CacheReads
+from tpshard.parallelism.pricing.cost import Device
+from tpshard.parallelism.pricing.fusion import CacheReads
 from tpshard.plan import describe
 from tpshard.plan.pricing import StepPart, price_parts
 from tpshard.plan.report import PlannedJob, Report

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from tpshard.parallelism.cost import ServingOverhead
+from tpshard.parallelism.pricing.cost import ServingOverhead
 from tpshard.plan.step_prices import PricedServer, ServerBuilder
 from tpshard.plan.units import gib, seconds
 from tpshard.programs.serving import BLOCK_SIZE

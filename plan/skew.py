@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import fx
-from tpshard.parallelism.flow import info_of
+from tpshard.parallelism.pricing.flow import info_of
 from tpshard.plan.pricing import Pricing
 from tpshard.plan.units import gib, seconds
 from tpshard.programs.setting import Setting

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tpshard.parallelism.flow import info_of
-from tpshard.parallelism.schedules import Slot, Table
+from tpshard.parallelism.pipeline.schedules import Slot, Table
+from tpshard.parallelism.pricing.flow import info_of
 from tpshard.plan.pricing import PricedPart
 from tpshard.plan.report import Report
 from tpshard.plan.screen import pipeline_words

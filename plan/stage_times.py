@@ -6,15 +6,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from tpshard.parallelism import core_turns
-from tpshard.parallelism.core_turns import host_shares
-from tpshard.parallelism.cost import Device
-from tpshard.parallelism.flow import info_of
-from tpshard.parallelism.fusion import Compiled
+from tpshard.parallelism.pipeline import core_turns
+from tpshard.parallelism.pipeline.core_turns import host_shares
+from tpshard.parallelism.pipeline.schedules import Slot, StageTask, Table
+from tpshard.parallelism.pipeline.stepping import RECEIVES_AHEAD, program_of
+from tpshard.parallelism.pricing.cost import Device
+from tpshard.parallelism.pricing.flow import info_of
+from tpshard.parallelism.pricing.fusion import Compiled
+from tpshard.parallelism.pricing.timeline import Priced, Timeline, price
 from tpshard.parallelism.program import Program
-from tpshard.parallelism.schedules import Slot, StageTask, Table
-from tpshard.parallelism.stepping import RECEIVES_AHEAD, program_of
-from tpshard.parallelism.timeline import Priced, Timeline, price
 from tpshard.plan.pricing import PricedPart, StepPart, bytes_of, memory_of, price_part
 from tpshard.plan.units import round_figure, round_figures
 from tpshard.programs.staged import StagedPrograms

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from tpshard.parallelism.cost import Device, ServingOverhead
-from tpshard.parallelism.fusion import CacheReads
+from tpshard.parallelism.pricing.cost import Device, ServingOverhead
+from tpshard.parallelism.pricing.fusion import CacheReads
+from tpshard.parallelism.pricing.timeline import price
 from tpshard.parallelism.program import Program
-from tpshard.parallelism.timeline import price
 from tpshard.plan.server import server_of
 from tpshard.programs.serve_setting import ServeSetting, Size
 from tpshard.programs.serving import BLOCK_SIZE, ServingPrograms, build_serving

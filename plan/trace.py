@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tpshard.parallelism.flow import info_of
+from tpshard.parallelism.pricing.flow import info_of
 from tpshard.plan.pricing import PricedPart
 from tpshard.plan.report import Report
 from tpshard.plan.stage_lanes import stage_lanes

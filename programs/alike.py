@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tpshard.parallelism.depth import Depth
+from tpshard.parallelism.partitioning.stretch import stretch_program
 from tpshard.parallelism.program import Program
-from tpshard.parallelism.stretch import stretch_program
 from tpshard.programs import step_programs
 from tpshard.programs.checks import traceable
 from tpshard.programs.memo import Memo, key_of_partition

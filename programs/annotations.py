@@ -9,8 +9,8 @@ from tpshard.models.config import ModelConfig
 from tpshard.parallelism.graph import Graph, Value
 from tpshard.parallelism.mesh import Axes, Axis, Mesh, merge, size_of
 from tpshard.parallelism.propagated import Annotation
+from tpshard.parallelism.propagation.storage import used_values
 from tpshard.parallelism.sharding import Layout, Sharding, replicated
-from tpshard.parallelism.storage import used_values
 from tpshard.parallelism.why import SourcePlace
 from tpshard.programs.patterns import matches
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tpshard.parallelism.schedules import refusal
+from tpshard.parallelism.pipeline.schedules import refusal
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, join, plural
 from tpshard.recipes.parallel_keys import Pipeline
 from tpshard.recipes.schema import Recipe

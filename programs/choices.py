@@ -11,14 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from tpshard.parallelism.cost import Device, collective
-from tpshard.parallelism.fusion import Compiled, Kernel, kernels, seconds
-from tpshard.parallelism.liveness import liveness
-from tpshard.parallelism.network import Topology
 from tpshard.parallelism.passes import buckets
 from tpshard.parallelism.passes.recompute import Keep, keep_all, keep_layer_inputs, keep_selected
+from tpshard.parallelism.pricing.cost import Device, collective
+from tpshard.parallelism.pricing.fusion import Compiled, Kernel, kernels, seconds
+from tpshard.parallelism.pricing.liveness import liveness
+from tpshard.parallelism.pricing.network import Topology
+from tpshard.parallelism.pricing.timeline import price
 from tpshard.parallelism.program import Program, info
-from tpshard.parallelism.timeline import price
 from tpshard.programs import cluster
 from tpshard.programs.patterns import covers, unit_of
 from tpshard.programs.setting import Setting

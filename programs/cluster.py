@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tpshard.devices.read import device
-from tpshard.parallelism.cost import Device
+from tpshard.parallelism.pricing.cost import Device
 from tpshard.programs.setting import devices_of
 from tpshard.recipes.diagnostic import Exit, Mistakes, join
 from tpshard.recipes.schema import DEVICES, Recipe

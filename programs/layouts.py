@@ -6,7 +6,7 @@ inputs are sharded, the layout decides the order, and so where the partitioner m
     naive        one order over all rows: the permutation crosses shards, which requires a gather
     local_sort   each device's rows sorted by themselves: a permutation in blocks, without a gather
     tp_aware     the naive order, moved back into the columns of the linears that compute the inputs
-                 (`parallelism.absorb`), so that no operation is left; where that is impossible, local_sort
+                 (`parallelism.partitioning.absorb`), so that no operation is left; where that is impossible, local_sort
 
 A device that holds all inputs of a linear permutes them locally in every layout.
 """
@@ -24,8 +24,8 @@ from tpshard.kernels import reorder
 from tpshard.kernels.gptq_solver import Order
 from tpshard.models.config import ModelConfig
 from tpshard.models.hf_quantized import quantizable
-from tpshard.parallelism.absorb import absorb
 from tpshard.parallelism.graph import Graph, Op, Ref, Value
+from tpshard.parallelism.partitioning.absorb import absorb
 from tpshard.parallelism.rules.contraction import contract
 from tpshard.programs.parameter_parts import ParameterPart
 

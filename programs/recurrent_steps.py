@@ -17,8 +17,8 @@ from tpshard.kernels.state_pool import READ_STATE, WRITE_STATE
 from tpshard.models.assemble import evaluating
 from tpshard.models.recurrent import continuing
 from tpshard.parallelism.annotate import role
-from tpshard.parallelism.capture import Trail, capture
 from tpshard.parallelism.graph import Graph, Op, Place, Ref, Value
+from tpshard.parallelism.tracing.capture import Trail, capture
 
 THREE = (Ref(0), Ref(1), Ref(2))
 CHUNK = 4

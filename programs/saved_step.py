@@ -8,8 +8,8 @@ import zlib
 from typing import Any
 
 from tpshard.parallelism import program_file
-from tpshard.parallelism.schedules import StageTask, Table
-from tpshard.parallelism.stages import Stage
+from tpshard.parallelism.pipeline.schedules import StageTask, Table
+from tpshard.parallelism.pipeline.stages import Stage
 from tpshard.programs.setting import Setting
 from tpshard.programs.staged import DevicePrograms, StagedPrograms
 from tpshard.programs.training import TrainingPrograms

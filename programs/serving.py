@@ -16,11 +16,11 @@ from functools import cached_property, partial
 from typing import Any
 
 from tpshard.parallelism.graph import Graph, Value
-from tpshard.parallelism.partitioner import mark_outputs, partition_graph
+from tpshard.parallelism.partitioning.partitioner import mark_outputs, partition_graph
 from tpshard.parallelism.passes.run import Pass
 from tpshard.parallelism.program import Program
-from tpshard.parallelism.propagate import propagate
 from tpshard.parallelism.propagated import Annotation
+from tpshard.parallelism.propagation.propagate import propagate
 from tpshard.parallelism.rules.table import rule_for
 from tpshard.parallelism.sharding import Sharding, replicated
 from tpshard.parallelism.why import SourcePlace

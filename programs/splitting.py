@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tpshard.parallelism.balance import balance
 from tpshard.parallelism.passes.recompute import layer_of
-from tpshard.parallelism.stages import Stage, blocks_of
-from tpshard.parallelism.timeline import price
+from tpshard.parallelism.pipeline.balance import balance
+from tpshard.parallelism.pipeline.stages import Stage, blocks_of
+from tpshard.parallelism.pricing.timeline import price
 from tpshard.programs.choices import Chooser
 from tpshard.programs.layer_split import fair_split, split_misfit
 from tpshard.programs.setting import Setting

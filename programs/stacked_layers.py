@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from tpshard.models.dims import STAGE, name
 from tpshard.parallelism.passes.recompute import layer_of
+from tpshard.parallelism.pipeline.schedules import StageTask, Table
 from tpshard.parallelism.program import INFO, Program, info
-from tpshard.parallelism.schedules import StageTask, Table
 from tpshard.programs.layer_likeness import LayerNumber, layer_numbers
 from tpshard.recipes.diagnostic import plural
 

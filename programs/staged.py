@@ -12,17 +12,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 from tpshard.models.adamw import gradient_squares, treatments
-from tpshard.parallelism.capture import capture
 from tpshard.parallelism.graph import Place, Value, mark
 from tpshard.parallelism.mesh import Axis
-from tpshard.parallelism.partitioner import mark_outputs, partition_graph
+from tpshard.parallelism.partitioning.partitioner import mark_outputs, partition_graph
 from tpshard.parallelism.passes.run import Pass, run
+from tpshard.parallelism.pipeline.schedules import Table, make
+from tpshard.parallelism.pipeline.stages import Stage, blocks_of, cut
 from tpshard.parallelism.program import INFO, Info, Port, Program, Spec, make_collective
-from tpshard.parallelism.propagate import propagate
 from tpshard.parallelism.propagated import Annotation
-from tpshard.parallelism.schedules import Table, make
+from tpshard.parallelism.propagation.propagate import propagate
 from tpshard.parallelism.sharding import Layout, replicated
-from tpshard.parallelism.stages import Stage, blocks_of, cut
+from tpshard.parallelism.tracing.capture import capture
 from tpshard.parallelism.transfer import recv, send
 from tpshard.parallelism.why import Demand, Through
 from tpshard.programs import alike, step_programs

@@ -8,10 +8,10 @@ from dataclasses import fields, replace
 from functools import partial
 
 from tpshard.parallelism.depth import Depth
+from tpshard.parallelism.partitioning.stretch import stretched_records
+from tpshard.parallelism.pipeline.schedules import Table
+from tpshard.parallelism.pipeline.stages import Stage
 from tpshard.parallelism.program import Program
-from tpshard.parallelism.schedules import Table
-from tpshard.parallelism.stages import Stage
-from tpshard.parallelism.stretch import stretched_records
 from tpshard.programs.alike import STACK, few_layers, micro
 from tpshard.programs.memo import Memo, key_of_partition
 from tpshard.programs.setting import Setting

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from tpshard.parallelism.draws import SEED
 from tpshard.parallelism.float64 import float64
+from tpshard.parallelism.pipeline.stepping import ranks_of, simulate_step
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.simulate import run_lockstep
-from tpshard.parallelism.stepping import ranks_of, simulate_step
 from tpshard.programs.lockstep import Lockstep, Parts
 from tpshard.programs.step_programs import seeds, update_program
 from tpshard.programs.training import TrainingPrograms

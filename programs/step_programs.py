@@ -15,16 +15,16 @@ from tpshard.models.lion import Lion, lion_update
 from tpshard.models.muon import Muon, muon_update
 from tpshard.parallelism.anchors import split_annotations
 from tpshard.parallelism.annotate import boundary, role, split_as
-from tpshard.parallelism.capture import Trail, capture
 from tpshard.parallelism.draws import step_seed
 from tpshard.parallelism.graph import Graph, Place, Value, mark
-from tpshard.parallelism.partitioner import mark_outputs, partition_graph
+from tpshard.parallelism.partitioning.partitioner import mark_outputs, partition_graph
 from tpshard.parallelism.program import Program
-from tpshard.parallelism.propagate import propagate
 from tpshard.parallelism.propagated import Annotation
+from tpshard.parallelism.propagation.propagate import propagate
+from tpshard.parallelism.propagation.storage import boundaries, propagate_and_store
 from tpshard.parallelism.sharding import Layout, Sharding
 from tpshard.parallelism.simulate import draws
-from tpshard.parallelism.storage import boundaries, propagate_and_store
+from tpshard.parallelism.tracing.capture import Trail, capture
 from tpshard.programs.annotations import annotate, fixed, source_of, summed
 from tpshard.programs.checks import uneven_notes
 from tpshard.programs.memo import Memo, key_of_capture, key_of_model

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
-from tpshard.parallelism.fusion import CacheReads
+from tpshard.parallelism.pricing.fusion import CacheReads
 
 
 class StepTime(Protocol):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from tpshard.parallelism.cost import ServingOverhead
-from tpshard.parallelism.fusion import CacheReads
+from tpshard.parallelism.pricing.cost import ServingOverhead
+from tpshard.parallelism.pricing.fusion import CacheReads
 from tpshard.programs.serving import BLOCK_SIZE
 from tpshard.programs.traffic import Answered, Rehearsal, Room, StepTime, Traffic
 from tpshard.serve.blocks import BlockPool

@@ -75,6 +75,18 @@ def test_no_room_imports_upward() -> None:
     assert upward == []
 
 
+def test_folders_of_parallelism_form_no_circle() -> None:
+    """A folder imports only those of stages before it. The files beside the folders are values, which any may use."""
+    folders: dict[str, set[str]] = {}
+    for name, others in arrows().items():
+        parts = [one.split(".")[2] for one in (name, *others) if one.startswith("tpshard.parallelism.")]
+        if name.startswith("tpshard.parallelism.") and name.count(".") == 3:
+            folders.setdefault(parts[0], set()).update(parts[1:])
+    graph = {folder: (behind & folders.keys()) - {folder} for folder, behind in folders.items()}
+    assert {"tracing", "rules", "propagation", "partitioning", "passes", "runtime"} <= graph.keys()
+    assert [folder for folder in graph if folder in reach(folder, graph)] == []
+
+
 def test_no_files_import_each_other_in_a_circle() -> None:
     graph = arrows()
     behind = {name: reach(name, graph) for name in graph}

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 from tpshard.parallelism.draws import SEED
+from tpshard.parallelism.pipeline.schedules import StageTask
+from tpshard.parallelism.pipeline.stages import Stage
+from tpshard.parallelism.pipeline.stepping import RECEIVES_AHEAD, Walk, neighbour, program_of
 from tpshard.parallelism.program import Port, Program
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor
 from tpshard.parallelism.runtime.mail import Mail
-from tpshard.parallelism.schedules import StageTask
-from tpshard.parallelism.stages import Stage
-from tpshard.parallelism.stepping import RECEIVES_AHEAD, Walk, neighbour, program_of
 from tpshard.programs.training import TrainingPrograms
 from tpshard.train.checkpoint import OPTIMIZER
 from tpshard.train.step_batch import StepBatch

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from tpshard.parallelism.fusion import Compiled
+from tpshard.parallelism.pricing.fusion import Compiled
 from tpshard.parallelism.program import Port, Program
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor

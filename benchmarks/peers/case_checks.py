@@ -9,18 +9,19 @@ from typing import Any
 
 import torch
 import tpshard.parallelism.annotate  # noqa: F401  (registers mesh_split)
-from tpshard.parallelism import choose, factors
-from tpshard.parallelism.canonical import join_pieces
-from tpshard.parallelism.cost import wire_bytes
+from tpshard.parallelism import factors
 from tpshard.parallelism.factors import Cut
 from tpshard.parallelism.graph import Graph, Value
 from tpshard.parallelism.mesh import Mesh, overlap, size_of, starts_with
-from tpshard.parallelism.partitioner import mark_outputs, partition_graph
-from tpshard.parallelism.propagate import LOOPS, Loop, propagate
+from tpshard.parallelism.partitioning import choose
+from tpshard.parallelism.partitioning.partitioner import mark_outputs, partition_graph
+from tpshard.parallelism.pricing.cost import wire_bytes
 from tpshard.parallelism.propagated import Annotation
-from tpshard.parallelism.reshard import ReshardStep, cost, redistribution
+from tpshard.parallelism.propagation.propagate import LOOPS, Loop, propagate
+from tpshard.parallelism.resharding.reshard import ReshardStep, cost, redistribution
 from tpshard.parallelism.rules.table import rule_for
 from tpshard.parallelism.sharding import Layout, Sharding, local_bytes
+from tpshard.parallelism.tracing.canonical import join_pieces
 from tpshard.parallelism.why import SourcePlace
 
 from peers.operations import Builder

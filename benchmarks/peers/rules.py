@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tpshard.parallelism.choose import Choice, layout_of
 from tpshard.parallelism.factors import Cut
 from tpshard.parallelism.graph import Op, Value
-from tpshard.parallelism.halo import halo_in, price
 from tpshard.parallelism.mesh import Axis, size_of
+from tpshard.parallelism.partitioning.choose import Choice, layout_of
+from tpshard.parallelism.resharding.halo import halo_in, price
 from tpshard.parallelism.rules.rule import Kind, Rule
 from tpshard.parallelism.rules.table import rule_for
 from tpshard.parallelism.sharding import local_bytes

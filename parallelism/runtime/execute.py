@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from tpshard.parallelism.exchange import runs_as_exchange
-from tpshard.parallelism.fusion import Compiled
+from tpshard.parallelism.pricing.fusion import Compiled
 from tpshard.parallelism.program import Collective, Program, info
+from tpshard.parallelism.resharding.exchange import runs_as_exchange
 from tpshard.parallelism.rules.table import entry_of
 from tpshard.parallelism.runtime.compiled import compile_graph
 from tpshard.parallelism.runtime.context import Context
@@ -37,9 +37,9 @@ class Executor:
     Results overwrite the inputs that are donated to them; other results are new tensors.
 
     On a CPU reduce-scatters and small all-reduces are sent as an all-to-all and summed locally, in rank order (see
-    `parallelism.exchange`); `exchange=False` leaves them to the backend. `compiled`: "all" compiles the whole graph,
-    "layers" its layers (see `regions`), "none" nothing. `mail` sends and receives for a pipeline stage: at the graph's
-    nodes, or for a compiled graph before and after it.
+    `parallelism.resharding.exchange`); `exchange=False` leaves them to the backend. `compiled`: "all" compiles the whole
+    graph, "layers" its layers (see `regions`), "none" nothing. `mail` sends and receives for a pipeline stage: at the
+    graph's nodes, or for a compiled graph before and after it.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ def localize(
 
     Numbers that depend on the rank become constants; waits call `wait`, sends and receives call `transfer`. Without
     `wait` the graph is for a compiler: waits are unchanged, and nothing is done in place. Without `transfer` it neither
-    sends nor receives. exchange: whether some collectives run as an all-to-all (see `parallelism.exchange`).
+    sends nor receives. exchange: whether some collectives run as an all-to-all (see `parallelism.resharding.exchange`).
     """
     graph = fx.Graph()
     local: dict[fx.Node, Any] = {}

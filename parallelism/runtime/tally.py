@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from tpshard.parallelism.cost import wire_bytes
+from tpshard.parallelism.pricing.cost import wire_bytes
 
 _KINDS = {"all_gather_into_tensor": "all_gather", "all_reduce": "all_reduce", "reduce_scatter_tensor": "reduce_scatter"}
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from tpshard.devices.read import device, parse
-from tpshard.parallelism.cost import operation
+from tpshard.parallelism.pricing.cost import operation
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.schema import DEVICES
 

@@ -13,8 +13,8 @@ from tpshard.kernels.paged_selection import SELECT
 from tpshard.models import own_indexers
 from tpshard.models.interface import explicit_mask
 from tpshard.models.own_attention import Step
-from tpshard.parallelism.capture import capture
 from tpshard.parallelism.graph import Graph
+from tpshard.parallelism.tracing.capture import capture
 
 
 class Indexer(nn.Module):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 import pytest
-from tpshard.parallelism.balance import balance
+from tpshard.parallelism.pipeline.balance import balance
 
 
 def splits(layers: int, stages: int) -> Iterator[list[int]]:

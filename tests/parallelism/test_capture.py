@@ -11,11 +11,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from tpshard.parallelism import Mesh, partition
-from tpshard.parallelism.capture import capture
 from tpshard.parallelism.graph import Place
-from tpshard.parallelism.recorder import Recorder, decompositions
 from tpshard.parallelism.rules.contraction import contract
 from tpshard.parallelism.rules.table import entry_of
+from tpshard.parallelism.tracing.capture import capture
+from tpshard.parallelism.tracing.recorder import Recorder, decompositions
 
 from fuzzed import numbered
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from tpshard.parallelism import core_turns
-from tpshard.parallelism.core_turns import HostShare, host_shares
 from tpshard.parallelism.mesh import Mesh
-from tpshard.parallelism.schedules import StageTask, Table, make
+from tpshard.parallelism.pipeline import core_turns
+from tpshard.parallelism.pipeline.core_turns import HostShare, host_shares
+from tpshard.parallelism.pipeline.schedules import StageTask, Table, make
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("zero_bubble", 1)]
 TABLES = [make(name, 4, 8, rounds) for name, rounds in SCHEDULES]

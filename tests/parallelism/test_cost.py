@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from tpshard.parallelism import partition
-from tpshard.parallelism.cost import (
+from tpshard.parallelism.mesh import Mesh
+from tpshard.parallelism.pricing.cost import (
     Cpu,
     Crowd,
     Device,
@@ -15,10 +16,9 @@ from tpshard.parallelism.cost import (
     operation,
     wire_bytes,
 )
-from tpshard.parallelism.fusion import kernels
-from tpshard.parallelism.mesh import Mesh
-from tpshard.parallelism.network import Link, Topology
-from tpshard.parallelism.timeline import LaneTask, price, simulate
+from tpshard.parallelism.pricing.fusion import kernels
+from tpshard.parallelism.pricing.network import Link, Topology
+from tpshard.parallelism.pricing.timeline import LaneTask, price, simulate
 
 
 def make(**changes):

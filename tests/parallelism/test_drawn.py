@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 from tpshard.parallelism import Mesh, partition
-from tpshard.parallelism.capture import capture
 from tpshard.parallelism.draws import RANDOM, random, strides_of
-from tpshard.parallelism.recorder import Recorder
 from tpshard.parallelism.rules import drawn as table_of_draws
 from tpshard.parallelism.rules.table import name_of
 from tpshard.parallelism.runtime.compiled import compile_graph
 from tpshard.parallelism.simulate import run_lockstep
+from tpshard.parallelism.tracing.capture import capture
+from tpshard.parallelism.tracing.recorder import Recorder
 
 aten = torch.ops.aten
 ONE = Mesh({"x": 1})

@@ -11,12 +11,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from tpshard.devices.read import device
 from tpshard.parallelism import Mesh, Program, partition
-from tpshard.parallelism.exchange import LEAST_BYTES, MOST_BYTES, MOST_SENT, runs_as_exchange
-from tpshard.parallelism.network import Topology
+from tpshard.parallelism.pricing.network import Topology
+from tpshard.parallelism.pricing.timeline import comm_cost
+from tpshard.parallelism.resharding.exchange import LEAST_BYTES, MOST_BYTES, MOST_SENT, runs_as_exchange
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor
 from tpshard.parallelism.runtime.tally import Tally
-from tpshard.parallelism.timeline import comm_cost
 
 ROWS, INNER = 3, 24
 SMALL, LARGE = 1000, MOST_BYTES // 4 // ROWS + 1

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from tpshard.parallelism import Mesh, partition
-from tpshard.parallelism.capture import capture
-from tpshard.parallelism.functional import writes
+from tpshard.parallelism.tracing.capture import capture
+from tpshard.parallelism.tracing.functional import writes
 
 MESHES = [Mesh({"x": 1}), Mesh({"x": 2}), Mesh({"x": 3}), Mesh({"x": 2, "y": 2})]
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from tpshard.parallelism import Mesh, Program, partition
-from tpshard.parallelism.halo import Halo, halo_of
 from tpshard.parallelism.mesh import Axis
+from tpshard.parallelism.resharding.halo import Halo, halo_of
 from tpshard.parallelism.rules.rule import Window
 from tpshard.parallelism.sharding import local_size
 

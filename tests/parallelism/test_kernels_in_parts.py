@@ -18,8 +18,8 @@ from tpshard.kernels.paged_selection import (
     selected_attention_reference,
 )
 from tpshard.parallelism import Mesh, partition
-from tpshard.parallelism.cost import EVICTING_BYTES, Overhead
-from tpshard.parallelism.fusion import CacheReads, kernels, seconds
+from tpshard.parallelism.pricing.cost import EVICTING_BYTES, Overhead
+from tpshard.parallelism.pricing.fusion import CacheReads, kernels, seconds
 from tpshard.parallelism.rules.table import entry_of
 
 

@@ -8,13 +8,13 @@ import torch
 from torch.nn import functional as F
 from tpshard.parallelism import Mesh, mesh_split, partition
 from tpshard.parallelism.anchors import is_split
-from tpshard.parallelism.capture import capture
-from tpshard.parallelism.partitioner import mark_outputs, partition_graph
-from tpshard.parallelism.propagate import propagate
+from tpshard.parallelism.partitioning.partitioner import mark_outputs, partition_graph
 from tpshard.parallelism.propagated import Annotation
-from tpshard.parallelism.reshard import cost, redistribution
+from tpshard.parallelism.propagation.propagate import propagate
+from tpshard.parallelism.resharding.reshard import cost, redistribution
 from tpshard.parallelism.sharding import Layout, parse
 from tpshard.parallelism.simulate import run_lockstep
+from tpshard.parallelism.tracing.capture import capture
 from tpshard.parallelism.why import SourcePlace
 
 

@@ -7,10 +7,10 @@ from math import inf
 
 import pytest
 from tpshard.devices.read import device
-from tpshard.parallelism.cost import CommCost, Device, collective
 from tpshard.parallelism.mesh import Mesh
-from tpshard.parallelism.network import Level, Link, Topology
-from tpshard.parallelism.timeline import LaneTask, simulate
+from tpshard.parallelism.pricing.cost import CommCost, Device, collective
+from tpshard.parallelism.pricing.network import Level, Link, Topology
+from tpshard.parallelism.pricing.timeline import LaneTask, simulate
 
 NVLINK = Level("nvlink", Link(100e9, 0.0), devices=8)
 LEAF = Level("leaf", Link(10e9, 0.0), hosts=2)

@@ -30,14 +30,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from tpshard.parallelism import Mesh, partition
-from tpshard.parallelism.capture import capture
 from tpshard.parallelism.graph import Op, map_refs
-from tpshard.parallelism.partitioner import mark_outputs
-from tpshard.parallelism.recorder import Recorder
+from tpshard.parallelism.partitioning.partitioner import mark_outputs
 from tpshard.parallelism.rules import drawn, kernel_costs, table
 from tpshard.parallelism.rules.elementwise import pointwise
 from tpshard.parallelism.rules.rule import Kind, whole
 from tpshard.parallelism.rules.table import TABLE, entry_of, name_of, rule_for
+from tpshard.parallelism.tracing.capture import capture
+from tpshard.parallelism.tracing.recorder import Recorder
 
 aten, prims, ours = torch.ops.aten, torch.ops.prims, torch.ops.tpshard
 torch.set_num_threads(1)

@@ -7,14 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tpshard.parallelism import Mesh, partition
 from tpshard.parallelism.annotate import role
-from tpshard.parallelism.capture import Trail, capture
 from tpshard.parallelism.graph import Layer, Place
-from tpshard.parallelism.partitioner import mark_outputs, partition_captured, partition_graph
+from tpshard.parallelism.partitioning.partitioner import mark_outputs, partition_captured, partition_graph
 from tpshard.parallelism.program import info
-from tpshard.parallelism.propagate import propagate
 from tpshard.parallelism.propagated import Annotation
+from tpshard.parallelism.propagation.propagate import propagate
 from tpshard.parallelism.rules.table import entry_of
 from tpshard.parallelism.sharding import parse
+from tpshard.parallelism.tracing.capture import Trail, capture
 
 
 class Block(nn.Module):

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 from tpshard.parallelism import Mesh, mesh_split, partition
-from tpshard.parallelism.capture import capture
 from tpshard.parallelism.chains import chain
-from tpshard.parallelism.partitioner import mark_outputs
-from tpshard.parallelism.propagate import propagate
+from tpshard.parallelism.partitioning.partitioner import mark_outputs
+from tpshard.parallelism.partitioning.propagated_reasons import PropagatedReasons
 from tpshard.parallelism.propagated import Annotation
-from tpshard.parallelism.propagated_reasons import PropagatedReasons
+from tpshard.parallelism.propagation.propagate import propagate
 from tpshard.parallelism.sharding import parse
+from tpshard.parallelism.tracing.capture import capture
 from tpshard.parallelism.why import SourcePlace
 
 MESH = Mesh({"a": 2, "b": 2, "c": 2})

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from tpshard.parallelism import Mesh, Program, partition
-from tpshard.parallelism.cost import wire_bytes
 from tpshard.parallelism.mesh import Axes, Axis, size_of
-from tpshard.parallelism.runs import Read, runs_of
+from tpshard.parallelism.pricing.cost import wire_bytes
+from tpshard.parallelism.resharding.runs import Read, runs_of
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Compiled, Executor
 from tpshard.parallelism.sharding import local_size, spans

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tpshard.parallelism.schedules import SCHEDULES, StageTask, Table, check, make, refusal
+from tpshard.parallelism.pipeline.schedules import SCHEDULES, StageTask, Table, check, make, refusal
 
 SIZES = [(1, 1), (1, 3), (2, 2), (2, 5), (3, 3), (3, 7), (4, 4), (4, 8), (5, 20), (8, 24)]
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 from tpshard.kernels.attention import attention
-from tpshard.parallelism import Mesh, choose, partition
+from tpshard.parallelism import Mesh, partition
+from tpshard.parallelism.partitioning import choose
 from tpshard.parallelism.sharding import padded_behind
 
 torch.set_num_threads(1)

@@ -26,7 +26,7 @@ from tpshard.parallelism.mesh import (
     union,
     without,
 )
-from tpshard.parallelism.reshard import LATENCY_BYTES, ReshardStep, cost, redistribution
+from tpshard.parallelism.resharding.reshard import LATENCY_BYTES, ReshardStep, cost, redistribution
 from tpshard.parallelism.rules.rule import Factors, Kind
 from tpshard.parallelism.rules.shape import reshape_factors
 from tpshard.parallelism.rules.table import rule_for

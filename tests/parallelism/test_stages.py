@@ -10,12 +10,12 @@ import torch
 from tpshard.parallelism.float64 import BOUND, distance, float64
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.passes.run import run
+from tpshard.parallelism.pipeline.schedules import make
+from tpshard.parallelism.pipeline.stages import blocks_of, cut
+from tpshard.parallelism.pipeline.stepping import ranks_of, simulate_step
 from tpshard.parallelism.program import Program
-from tpshard.parallelism.schedules import make
 from tpshard.parallelism.simulate import cut as part_of
 from tpshard.parallelism.simulate import join, run_lockstep
-from tpshard.parallelism.stages import blocks_of, cut
-from tpshard.parallelism.stepping import ranks_of, simulate_step
 from tpshard.programs import passes, step_programs
 from tpshard.programs.setting import Setting
 from tpshard.recipes.load import loads

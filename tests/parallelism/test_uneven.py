@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tpshard.parallelism import Mesh, Program, mesh_split, partition
 from tpshard.parallelism.mesh import Axis
-from tpshard.parallelism.reshard import redistribution
+from tpshard.parallelism.resharding.reshard import redistribution
 from tpshard.parallelism.sharding import Layout, refines
 
 torch.set_num_threads(1)

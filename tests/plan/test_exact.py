@@ -12,11 +12,11 @@ import torch
 from small_recipe import RECIPE
 from torch.utils._python_dispatch import TorchDispatchMode
 from tpshard.devices.read import device
-from tpshard.parallelism.cost import Cpu, Crowd, collective
-from tpshard.parallelism.exchange import cpu_collective
-from tpshard.parallelism.fusion import kernels
-from tpshard.parallelism.liveness import liveness
-from tpshard.parallelism.network import Topology
+from tpshard.parallelism.pricing.cost import Cpu, Crowd, collective
+from tpshard.parallelism.pricing.fusion import kernels
+from tpshard.parallelism.pricing.liveness import liveness
+from tpshard.parallelism.pricing.network import Topology
+from tpshard.parallelism.resharding.exchange import cpu_collective
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor
 from tpshard.plan import make, pricing

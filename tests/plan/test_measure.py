@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from tpshard.devices.read import parse
-from tpshard.parallelism.cost import Device, ServingOverhead, collective, wire_bytes
 from tpshard.parallelism.mesh import Mesh
-from tpshard.parallelism.network import Topology
+from tpshard.parallelism.pricing.cost import Device, ServingOverhead, collective, wire_bytes
+from tpshard.parallelism.pricing.network import Topology
 from tpshard.plan import measure, measure_blocks
 from tpshard.plan.measure import device_file, fit
 

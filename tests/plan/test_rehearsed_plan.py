@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from tpshard.cli.main import run as tpshard
-from tpshard.parallelism.fusion import CacheReads
-from tpshard.parallelism.timeline import price
+from tpshard.parallelism.pricing.fusion import CacheReads
+from tpshard.parallelism.pricing.timeline import price
 from tpshard.plan.serving_answers import FrontPoint, TimeLimits, answers, screen, unbeaten
 from tpshard.plan.step_prices import ServerBuilder
 from tpshard.programs.traffic import Traffic

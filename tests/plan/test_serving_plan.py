@@ -20,9 +20,9 @@ from tpshard.kernels.gptq_solver import Order, Settings
 from tpshard.models import build, to_hf
 from tpshard.models.config import ModelConfig
 from tpshard.models.hf_config import folder_config
-from tpshard.parallelism.exchange import cpu_collective
-from tpshard.parallelism.flow import info_of, op_name
+from tpshard.parallelism.pricing.flow import info_of, op_name
 from tpshard.parallelism.program import Program
+from tpshard.parallelism.resharding.exchange import cpu_collective
 from tpshard.parallelism.runtime.context import Context
 from tpshard.plan import make, screen, search
 from tpshard.plan.report import Report

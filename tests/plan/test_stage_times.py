@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from tpshard.devices import read
-from tpshard.parallelism.cost import Cpu, Crowd
-from tpshard.parallelism.stepping import RECEIVES_AHEAD
+from tpshard.parallelism.pipeline.stepping import RECEIVES_AHEAD
+from tpshard.parallelism.pricing.cost import Cpu, Crowd
 from tpshard.plan import (
     between,
     compare,

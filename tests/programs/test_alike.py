@@ -10,8 +10,8 @@ import architectures
 import pytest
 from torch import fx
 from tpshard.parallelism.depth import Depth
+from tpshard.parallelism.partitioning.stretch import stretch_program
 from tpshard.parallelism.program import INFO, Program, info
-from tpshard.parallelism.stretch import stretch_program
 from tpshard.plan import make, search
 from tpshard.programs import alike, staged_alike, step_programs, training
 from tpshard.programs.memo import Memo, key_of_capture

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from tpshard.models import interface, own_attention
 from tpshard.models.architecture import Architecture
 from tpshard.models.plan_dims import dims_of_plan
-from tpshard.parallelism.capture import capture
 from tpshard.parallelism.float64 import float64
+from tpshard.parallelism.tracing.capture import capture
 from tpshard.programs import step_programs, training
 from tpshard.programs.paging import rows_of
 from tpshard.programs.setting import Setting

@@ -12,7 +12,7 @@ import torch
 from planted_faults import FAULTS, plant
 from torch import Tensor, nn
 from tpshard.models.layers import Linear
-from tpshard.parallelism import partitioner
+from tpshard.parallelism.partitioning import partitioner
 from tpshard.parallelism.program import INFO, info
 from tpshard.programs import training
 from tpshard.programs.equality import compare, first_difference

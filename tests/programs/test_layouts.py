@@ -19,10 +19,10 @@ from tpshard.kernels.reorder import head_local_order, merge_blocks, positions, s
 from tpshard.models import Blueprint, build
 from tpshard.models.config import ModelConfig
 from tpshard.models.dims import param_dims
-from tpshard.parallelism.capture import capture
 from tpshard.parallelism.mesh import Mesh
-from tpshard.parallelism.partitioner import partition_captured
+from tpshard.parallelism.partitioning.partitioner import partition_captured
 from tpshard.parallelism.simulate import join
+from tpshard.parallelism.tracing.capture import capture
 from tpshard.programs.layouts import (
     LAYOUTS,
     ActOrder,

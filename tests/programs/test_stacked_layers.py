@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from tpshard.parallelism.float64 import BOUND, distance
-from tpshard.parallelism.schedules import check
+from tpshard.parallelism.pipeline.schedules import check
 from tpshard.plan import make, screen
 from tpshard.plan.page import page
 from tpshard.plan.pictures import svg

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tpshard.parallelism.cost import ServingOverhead
-from tpshard.parallelism.fusion import CacheReads
+from tpshard.parallelism.pricing.cost import ServingOverhead
+from tpshard.parallelism.pricing.fusion import CacheReads
 from tpshard.programs.traffic import Room, Traffic
 from tpshard.serve.engine import Engine
 from tpshard.serve.rehearse import rehearse

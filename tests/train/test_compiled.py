@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tpshard.models import Blueprint
-from tpshard.parallelism.fusion import Compiled
+from tpshard.parallelism.pricing.fusion import Compiled
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor
 from tpshard.parallelism.runtime.regions import CompiledRegion

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from tpshard.parallelism.exchange import cpu_collective
 from tpshard.parallelism.mesh import Axes
-from tpshard.parallelism.network import Level, Link, Topology, Wire, hierarchical_s, pairwise_s
+from tpshard.parallelism.pricing.network import Level, Link, Topology, Wire, hierarchical_s, pairwise_s
+from tpshard.parallelism.resharding.exchange import cpu_collective
 from tpshard.parallelism.rules.entry import Work
 
 
@@ -170,7 +170,7 @@ class Device:
 
     @property
     def exchanges(self) -> bool:
-        """Whether some collectives run as an all-to-all with a local sum (see `parallelism.exchange`)."""
+        """Whether some collectives run as an all-to-all with a local sum (see `parallelism.resharding.exchange`)."""
         return self.backend == "gloo"
 
     @property

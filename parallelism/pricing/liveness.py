@@ -12,10 +12,10 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from torch import fx
-from tpshard.parallelism.exchange import runs_as_exchange
-from tpshard.parallelism.flow import Flow
-from tpshard.parallelism.fusion import Kernel
+from tpshard.parallelism.pricing.flow import Flow
+from tpshard.parallelism.pricing.fusion import Kernel
 from tpshard.parallelism.program import Program
+from tpshard.parallelism.resharding.exchange import runs_as_exchange
 
 CATEGORIES = (
     "parameters", "gradients", "optimizer", "activations", "gathered", "logits_and_loss", "communication", "cache",
@@ -65,8 +65,8 @@ def liveness(
     """Computes the memory that a program holds while each of its nodes runs, by category.
 
     always: bytes by category that live throughout and are not inputs (optimizer state, accumulated gradients).
-    exchanges: whether collectives run as on a CPU (`parallelism.exchange`). A compiled pointwise kernel may overwrite
-    an operand that it is the last to read.
+    exchanges: whether collectives run as on a CPU (`parallelism.resharding.exchange`). A compiled pointwise kernel may
+    overwrite an operand that it is the last to read.
     """
     flow = Flow.of(program)
     nodes = flow.nodes

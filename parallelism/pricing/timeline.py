@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from torch import fx
-from tpshard.parallelism.cost import CommCost, Device, collective
-from tpshard.parallelism.flow import Flow, info_of
-from tpshard.parallelism.fusion import NONE, CacheReads, Compiled, Kernel, kernels, seconds
-from tpshard.parallelism.network import Topology
+from tpshard.parallelism.pricing.cost import CommCost, Device, collective
+from tpshard.parallelism.pricing.flow import Flow, info_of
+from tpshard.parallelism.pricing.fusion import NONE, CacheReads, Compiled, Kernel, kernels, seconds
+from tpshard.parallelism.pricing.network import Topology
 from tpshard.parallelism.program import Collective, Program
 from tpshard.parallelism.words import axes_text
 

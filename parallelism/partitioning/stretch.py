@@ -13,9 +13,9 @@ from typing import Any
 from torch import fx
 from torch.utils import _pytree as pytree
 from tpshard.parallelism.depth import COMPARED, LAST, REPEATED, Depth
+from tpshard.parallelism.partitioning.propagated_reasons import PropagatedReasons
 from tpshard.parallelism.passes.copy import copy_node
 from tpshard.parallelism.program import INFO, Info, Port, Program, ValueRecord, info
-from tpshard.parallelism.propagated_reasons import PropagatedReasons
 
 
 def stretch_program(program: Program, depth: Depth) -> Program | None:

@@ -11,27 +11,35 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
-from tpshard.parallelism import joined_slices
 from tpshard.parallelism.anchors import is_anchor, is_boundary, is_grouped, output, split_annotations
-from tpshard.parallelism.capture import capture
-from tpshard.parallelism.choose import Choice, choice_for, choose, computable, layout_of, past_padding, with_grains
-from tpshard.parallelism.detours import detours
 from tpshard.parallelism.factors import Cut
 from tpshard.parallelism.graph import Graph, Op, Place, Ref, Value
-from tpshard.parallelism.local import LocalPart
-from tpshard.parallelism.lower import Emitter
 from tpshard.parallelism.mesh import Axes, Mesh, difference, require_mesh, size_of, union, without
-from tpshard.parallelism.partial_sums import carried_sums
+from tpshard.parallelism.partitioning.choose import (
+    Choice,
+    choice_for,
+    choose,
+    computable,
+    layout_of,
+    past_padding,
+    with_grains,
+)
+from tpshard.parallelism.partitioning.detours import detours
+from tpshard.parallelism.partitioning.local import LocalPart
+from tpshard.parallelism.partitioning.partial_sums import carried_sums
+from tpshard.parallelism.partitioning.propagated_reasons import PropagatedReasons
+from tpshard.parallelism.partitioning.reasons import Reasons
+from tpshard.parallelism.partitioning.repeated import Work
+from tpshard.parallelism.partitioning.shard_padding import ShardPadding
 from tpshard.parallelism.program import INFO, Info, Port, Program, Spec, ValueRecord
-from tpshard.parallelism.propagate import propagate
 from tpshard.parallelism.propagated import Annotation, Shardings
-from tpshard.parallelism.propagated_reasons import PropagatedReasons
-from tpshard.parallelism.reasons import Reasons
-from tpshard.parallelism.repeated import Work
-from tpshard.parallelism.reshard import LATENCY_BYTES, cost, redistribution
+from tpshard.parallelism.propagation.propagate import propagate
+from tpshard.parallelism.resharding.lower import Emitter
+from tpshard.parallelism.resharding.reshard import LATENCY_BYTES, cost, redistribution
 from tpshard.parallelism.rules.table import entry_of
-from tpshard.parallelism.shard_padding import ShardPadding
 from tpshard.parallelism.sharding import Layout, Sharding, even, local_shape, replicated
+from tpshard.parallelism.tracing import joined_slices
+from tpshard.parallelism.tracing.capture import capture
 from tpshard.parallelism.why import SourcePlace
 
 

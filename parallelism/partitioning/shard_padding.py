@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import fx
-from tpshard.parallelism.choose import Choice
 from tpshard.parallelism.graph import Op, Value
-from tpshard.parallelism.lower import Emitter
+from tpshard.parallelism.partitioning.choose import Choice
 from tpshard.parallelism.program import Spec
+from tpshard.parallelism.resharding.lower import Emitter
 from tpshard.parallelism.rules.rule import Kind, Rule
 from tpshard.parallelism.sharding import Layout, even, local_shape
 

@@ -15,7 +15,7 @@ from functools import cache, lru_cache
 from operator import itemgetter
 
 from tpshard.parallelism.mesh import Axes, Axis, atoms, intersection, merge, overlap, size_of, split
-from tpshard.parallelism.reshard_moves import (
+from tpshard.parallelism.resharding.reshard_moves import (
     Move,
     Parts,
     State,
@@ -24,7 +24,7 @@ from tpshard.parallelism.reshard_moves import (
     same_pieces,
     useful_moves,
 )
-from tpshard.parallelism.runs import Read, RunPlan, runs_of
+from tpshard.parallelism.resharding.runs import Read, RunPlan, runs_of
 from tpshard.parallelism.sharding import Layout, even, even_grains, local_bytes, local_shape, local_size
 
 LATENCY_BYTES = 20_000

@@ -11,14 +11,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import disable_autocast_cache
 from torch.utils import _pytree as pytree
-from tpshard.parallelism.canonical import canonicalize
 from tpshard.parallelism.draws import SEED
-from tpshard.parallelism.functional import functionalize
 from tpshard.parallelism.graph import Graph, Layer, Place, mark
-from tpshard.parallelism.recorder import Recorder
-from tpshard.parallelism.remember import Like, fake
 from tpshard.parallelism.rules.strides import contiguous
-from tpshard.parallelism.unchecked import Unchecked
+from tpshard.parallelism.tracing.canonical import canonicalize
+from tpshard.parallelism.tracing.functional import functionalize
+from tpshard.parallelism.tracing.recorder import Recorder
+from tpshard.parallelism.tracing.remember import Like, fake
+from tpshard.parallelism.tracing.unchecked import Unchecked
 
 
 class Trail:

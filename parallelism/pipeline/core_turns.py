@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tpshard.parallelism.mesh import Axis, Mesh
-from tpshard.parallelism.schedules import Slot, StageTask, Table
+from tpshard.parallelism.pipeline.schedules import Slot, StageTask, Table
 
 
 class HostShare(NamedTuple):

@@ -7,10 +7,10 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 from tpshard.parallelism.mesh import Axis, Mesh
+from tpshard.parallelism.pipeline.schedules import StageTask, Table
+from tpshard.parallelism.pipeline.stages import Stage
 from tpshard.parallelism.program import Port, Program
-from tpshard.parallelism.schedules import StageTask, Table
 from tpshard.parallelism.simulate import run_lockstep
-from tpshard.parallelism.stages import Stage
 
 T = TypeVar("T")
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from tpshard.parallelism.anchors import is_anchor
-from tpshard.parallelism.choose import Choice, choice_for, layout_of
 from tpshard.parallelism.graph import Graph, Op, Value
-from tpshard.parallelism.reshard import cost, redistribution
+from tpshard.parallelism.partitioning.choose import Choice, choice_for, layout_of
+from tpshard.parallelism.resharding.reshard import cost, redistribution
 from tpshard.parallelism.rules.rule import Rule
 from tpshard.parallelism.sharding import Layout
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from tpshard.parallelism.graph import Graph, Op, Place, Ref, Value, map_refs
-from tpshard.parallelism.recorder import Recorder
-from tpshard.parallelism.remember import Like, fake
 from tpshard.parallelism.rules.strides import contiguous
+from tpshard.parallelism.tracing.recorder import Recorder
+from tpshard.parallelism.tracing.remember import Like, fake
 
 aten = torch.ops.aten
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 from tpshard.parallelism.anchors import is_boundary, is_named, is_role
-from tpshard.parallelism.fold_contractions import fold_contractions
 from tpshard.parallelism.graph import Graph, Op, Ref, Value
 from tpshard.parallelism.rules.pieces import bounds
 from tpshard.parallelism.rules.strides import of_slice, of_view
 from tpshard.parallelism.rules.table import entry_of
+from tpshard.parallelism.tracing.fold_contractions import fold_contractions
 
 aten = torch.ops.aten
 

@@ -16,7 +16,7 @@ from tpshard.parallelism.factors import unproject
 from tpshard.parallelism.graph import Graph, Op, Value
 from tpshard.parallelism.mesh import Axes, Axis, Mesh, difference, overlap, remainder, starts_with
 from tpshard.parallelism.propagated import Annotation, Cause, Shardings
-from tpshard.parallelism.propagation_step import Edge, EdgeChange, EdgeVisit, directions, tie
+from tpshard.parallelism.propagation.propagation_step import Edge, EdgeChange, EdgeVisit, directions, tie
 from tpshard.parallelism.rules.rule import Rule
 from tpshard.parallelism.rules.table import entry_of, rule_for
 from tpshard.parallelism.sharding import Sharding

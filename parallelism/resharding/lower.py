@@ -12,9 +12,9 @@ from torch import fx
 from tpshard.parallelism.graph import Place
 from tpshard.parallelism.mesh import Axes, Axis, Mesh, atoms, size_of, split
 from tpshard.parallelism.node_info import INFO, Info, Spec, group_name, info, make_collective, offset, resized, shape_of
-from tpshard.parallelism.reshard import ReshardStep
-from tpshard.parallelism.reshard_moves import moved_places
-from tpshard.parallelism.runs import RunPlan
+from tpshard.parallelism.resharding.reshard import ReshardStep
+from tpshard.parallelism.resharding.reshard_moves import moved_places
+from tpshard.parallelism.resharding.runs import RunPlan
 from tpshard.parallelism.sharding import Layout, even, lengths, local_shape, local_size
 
 aten = torch.ops.aten

@@ -13,8 +13,8 @@ from dataclasses import replace
 from tpshard.parallelism.anchors import is_boundary
 from tpshard.parallelism.graph import Graph, Value
 from tpshard.parallelism.mesh import Axes, Axis, Mesh, merge, overlap, size_of
-from tpshard.parallelism.propagate import propagate
 from tpshard.parallelism.propagated import Annotation, Shardings
+from tpshard.parallelism.propagation.propagate import propagate
 from tpshard.parallelism.sharding import Layout, Sharding, even
 from tpshard.parallelism.why import SourcePlace
 

@@ -18,8 +18,8 @@ from torch.fx.graph import _Namespace
 from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_decomposed
 from tpshard.parallelism.draws import DRAW, RANDOM, SEED, strides_of
 from tpshard.parallelism.graph import Graph, Op, Place, Ref, Value
-from tpshard.parallelism.remember import Shapes
 from tpshard.parallelism.rules.table import OTHER, TABLE, entry_of
+from tpshard.parallelism.tracing.remember import Shapes
 
 aten = torch.ops.aten
 

@@ -11,8 +11,8 @@ from typing import Literal
 
 from torch import fx
 from tpshard.kernels.dtypes import dtype_name
-from tpshard.parallelism.cost import Device, operation
-from tpshard.parallelism.flow import Flow, info_of
+from tpshard.parallelism.pricing.cost import Device, operation
+from tpshard.parallelism.pricing.flow import Flow, info_of
 from tpshard.parallelism.program import Info, Program
 from tpshard.parallelism.rules.entry import Work
 from tpshard.parallelism.rules.table import entry_of

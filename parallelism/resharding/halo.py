@@ -14,11 +14,11 @@ from torch import fx
 from tpshard.parallelism import factors
 from tpshard.parallelism.factors import Cut
 from tpshard.parallelism.graph import Op
-from tpshard.parallelism.lower import Emitter, pick
 from tpshard.parallelism.mesh import Axes, size_of
 from tpshard.parallelism.node_info import shape_of
+from tpshard.parallelism.resharding.lower import Emitter, pick
+from tpshard.parallelism.resharding.runs import Read, RunPlan, runs_of
 from tpshard.parallelism.rules.rule import Rule, Window
-from tpshard.parallelism.runs import Read, RunPlan, runs_of
 from tpshard.parallelism.sharding import even, local_bytes, local_size
 
 aten = torch.ops.aten

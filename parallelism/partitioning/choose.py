@@ -6,11 +6,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from tpshard.parallelism import factors, halo
+from tpshard.parallelism import factors
 from tpshard.parallelism.factors import WHOLE, Cut
 from tpshard.parallelism.graph import Op, Value
 from tpshard.parallelism.mesh import Axes, Axis, merge, overlap, size_of, starts_with
-from tpshard.parallelism.reshard import cost, redistribution
+from tpshard.parallelism.resharding import halo
+from tpshard.parallelism.resharding.reshard import cost, redistribution
 from tpshard.parallelism.rules.rule import Dim, Kind, Rule
 from tpshard.parallelism.sharding import Layout, even, even_grains, local_bytes, local_size, padded_behind
 

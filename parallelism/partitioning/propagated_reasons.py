@@ -8,8 +8,8 @@ from functools import cached_property
 from tpshard.parallelism.chains import LastStep, ShardingReason
 from tpshard.parallelism.depth import Depth
 from tpshard.parallelism.graph import Value
+from tpshard.parallelism.partitioning.repeated import Work
 from tpshard.parallelism.propagated import Shardings
-from tpshard.parallelism.repeated import Work
 
 
 @dataclass(frozen=True, eq=False)

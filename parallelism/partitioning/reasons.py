@@ -8,7 +8,7 @@ from tpshard.parallelism.anchors import is_anchor, is_boundary, is_named, is_spl
 from tpshard.parallelism.graph import Op, Role, Value
 from tpshard.parallelism.mesh import Axis, overlap
 from tpshard.parallelism.propagated import Shardings
-from tpshard.parallelism.reshard import ReshardStep
+from tpshard.parallelism.resharding.reshard import ReshardStep
 from tpshard.parallelism.rules.table import entry_of
 from tpshard.parallelism.why import Demand, SourcePlace, through
 

@@ -1,0 +1,1 @@
+"""From a sharded graph to one device's program."""

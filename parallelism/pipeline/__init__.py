@@ -1,0 +1,1 @@
+"""Pipelines: cutting a program into stages, their schedules, and running them."""

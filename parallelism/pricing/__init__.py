@@ -1,0 +1,1 @@
+"""What a program costs: kernels, time and memory, from plain numbers."""

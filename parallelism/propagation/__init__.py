@@ -1,0 +1,1 @@
+"""From a few annotations to a sharding of every value."""

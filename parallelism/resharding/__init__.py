@@ -1,0 +1,1 @@
+"""From one layout to another: the collectives between them, chosen and emitted."""
