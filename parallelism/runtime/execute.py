@@ -37,9 +37,9 @@ class Executor:
     Results overwrite the inputs that are donated to them; other results are new tensors.
 
     On a CPU reduce-scatters and small all-reduces are sent as an all-to-all and summed locally, in rank order (see
-    `parallelism.resharding.exchange`); `exchange=False` leaves them to the backend. `compiled`: "all" compiles the whole
-    graph, "layers" its layers (see `regions`), "none" nothing. `mail` sends and receives for a pipeline stage: at the
-    graph's nodes, or for a compiled graph before and after it.
+    `parallelism.resharding.exchange`); `exchange=False` leaves them to the backend. `compiled`: "all" compiles the
+    whole graph, "layers" its layers (see `regions`), "none" nothing. `mail` sends and receives for a pipeline stage: at
+    the graph's nodes, or for a compiled graph before and after it.
     """
 
     def __init__(
