@@ -27,9 +27,9 @@ __all__ = [
     "permute", "pmax", "propagation_barrier", "psum", "reduce_scatter", "sharding_group",
 ]  # fmt: skip
 
-_HOMES = {"Mesh": "mesh", "Program": "program", "mesh_split": "annotate", "partition": "partitioner",
+_HOMES = {"Mesh": "mesh", "Program": "program", "mesh_split": "annotate", "partition": "partitioning.partitioner",
           "propagation_barrier": "annotate", "sharding_group": "annotate"}  # fmt: skip
-_HOMES |= dict.fromkeys(set(__all__) - set(_HOMES), "manual_regions")
+_HOMES |= dict.fromkeys(set(__all__) - set(_HOMES), "partitioning.manual_regions")
 
 
 def __getattr__(name: str) -> Any:

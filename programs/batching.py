@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tpshard.parallelism.pipeline.schedules import refusal
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, join, plural
 from tpshard.recipes.parallel_keys import Pipeline
 from tpshard.recipes.schema import Recipe
@@ -119,6 +118,8 @@ def _in_pipeline(recipe: Recipe, whole: BatchPlan, devices: int) -> BatchPlan:
 
 def pipeline_refusal(pipeline: Pipeline, devices: int, micro_batches: int) -> str:
     """Why a recipe's pipeline does not support a number of micro-batches; "" if it does."""
+    from tpshard.parallelism.pipeline.schedules import refusal  # which most recipes need not
+
     return refusal(pipeline.schedule, devices, micro_batches, pipeline.stages_per_device, pipeline.vectorized)
 
 
