@@ -104,8 +104,9 @@ def build(
     def programs(micro: Program) -> TrainingPrograms:
         return TrainingPrograms(setting, micro, updating, storage, gather, reduce)
 
-    seen = None if watch is None else lambda passed: watch(programs(passed.program), passed)
-    return programs(apply(setting, micro, seen))
+    if watch is None:
+        return programs(apply(setting, micro))
+    return programs(apply(setting, micro, lambda passed: watch(programs(passed.program), passed)))
 
 
 def of_stages(setting: Setting, whole: Program, pipeline: StagedPrograms) -> TrainingPrograms:
