@@ -278,7 +278,7 @@ MIXTURE = decoder(
         ),
         windows=Windows(4096, first=62),
         derived={"routing": lambda _: "sigmoid", "balance": lambda _: "bias"},
-        tensors={"layers.*.mlp.router.bias": "e_score_correction_bias"},
+        biases={"layers.*.mlp.router": "e_score_correction_bias"},
         fixed={**SILU, "n_group": (1,), "topk_group": (1,), "first_k_dense_replace": (0,)},
         written=NO_DROPOUT, check=_check_dots,
     ),

@@ -117,8 +117,8 @@ class HuggingFace:
     """None: all layers attend to all positions."""
     derived: Mapping[str, Callable[[Mapping[str, Any]], Any]] = field(default_factory=dict)
     """Fields computed from those read, which no file holds."""
-    tensors: Mapping[str, str] = field(default_factory=dict)
-    """The folder's names of parameters that it does not call `weight` or `bias`."""
+    biases: Mapping[str, str] = field(default_factory=dict)
+    """The folder's names of biases, by module, that it does not call `bias`."""
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Keys with only these supported values; the first is written, and assumed for a missing key."""
     written: Mapping[str, Any] = field(default_factory=dict)

@@ -28,12 +28,12 @@ class Home:
     """The number of the folder's matrices that are stacked into one here; `{}` in `module` is the number of each."""
     index: int | None = None
     """Which matrix of the stack is meant."""
-    called: tuple[tuple[str, str], ...] = ()
-    """Pairs of `weight` or `bias` and its different name in the folder."""
+    bias: str = "bias"
+    """What the folder calls the parameter `bias`."""
 
     def tensors(self, leaf: str) -> list[str]:
         """The names of the tensors that hold parameter `leaf`: one, or one per matrix of the stack."""
-        name = f"{self.module}.{dict(self.called).get(leaf, leaf)}"
+        name = f"{self.module}.{self.bias if leaf == 'bias' else leaf}"
         return [name.format(i) for i in range(self.stack)] if self.stack else [name]
 
     def take(self, fused: Tensor, dim: int = 0) -> Tensor:
@@ -63,9 +63,7 @@ def hf_modules(c: ModelConfig) -> dict[str, Home]:
         for (path, pattern), leaf, start, stop in zip(sharers, leaves, [0, *ends], ends):
             part = (c.kv_heads, ends[-1], start, stop) if len(sharers) > 1 else None
             stack = (c.experts or 0) if leaf.kind == "experts" else 0
-            called = ((x, hf.tensors.get(f"{pattern}.{x}")) for x in ("weight", "bias"))
-            names = tuple((x, theirs) for x, theirs in called if theirs is not None)
-            homes[path] = Home(module, part, stack, called=names)
+            homes[path] = Home(module, part, stack, bias=hf.biases.get(pattern, "bias"))
     return homes
 
 

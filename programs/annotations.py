@@ -3,38 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
 
-from tpshard.models.config import ModelConfig
 from tpshard.parallelism.graph import Graph, Value
-from tpshard.parallelism.mesh import Axes, Axis, Mesh, merge, size_of
+from tpshard.parallelism.mesh import Axes, Axis, merge, size_of
 from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.propagation.storage import used_values
 from tpshard.parallelism.sharding import Layout, Sharding, replicated
 from tpshard.parallelism.why import SourcePlace
 from tpshard.programs.patterns import matches
+from tpshard.programs.serve_setting import ServeSetting
+from tpshard.programs.setting import Setting
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes
 from tpshard.recipes.schema import Recipe
 
 BATCH_DIMS = ("batch", "seq")
 
 
-class Annotated(Protocol):
-    """The settings that annotating reads: a recipe, its mesh, and the dim names of its model."""
-
-    @property
-    def recipe(self) -> Recipe: ...
-    @property
-    def mesh(self) -> Mesh: ...
-    @property
-    def config(self) -> ModelConfig | None: ...
-    @property
-    def dims(self) -> Mapping[str, tuple[str, ...]]:
-        """The dim names of each parameter."""
-
-
 def annotate(
-    setting: Annotated, graph: Graph, batch: Iterable[Value] = (), *,
+    setting: Setting | ServeSetting, graph: Graph, batch: Iterable[Value] = (), *,
     used: Mapping[str, Sequence[Value]] | None = None, serving: bool = False, by: Mapping[str, str] | None = None,
     fields: Mapping[str, Sequence[str]] | None = None,
 ) -> dict[Value, Annotation]:  # fmt: skip
@@ -75,7 +61,7 @@ def annotate(
 
 
 def _name_dims(
-    setting: Annotated, graph: Graph, used: Mapping[str, Sequence[Value]], batch: Iterable[Value],
+    setting: Setting | ServeSetting, graph: Graph, used: Mapping[str, Sequence[Value]], batch: Iterable[Value],
     fields: Mapping[str, Sequence[str]],
 ) -> None:  # fmt: skip
     """Records the dim names of parameters, gradients and batch on their values, for people who read a plan."""
@@ -104,7 +90,7 @@ def _matching_values(graph: Graph, parameters: Mapping[str, Sequence[Value]], pa
 class _Reader:
     """Turns the keys of a recipe's `sharding` into annotations of values, and collects the mistakes in them."""
 
-    def __init__(self, setting: Annotated, serving: bool):
+    def __init__(self, setting: Setting | ServeSetting, serving: bool):
         self.setting, self.recipe, self.mesh, self.serving = setting, setting.recipe, setting.mesh, serving
         self.mistakes: list[Diagnostic] = []
         self.reported: set[str] = set()

@@ -62,18 +62,14 @@ class Lockstep:
         whole = {name: join(port, self.mesh, [part[i] for part in parts]) for i, (name, port) in joined}
         return {name: one for stacked, tensor in whole.items() for name, one in self._single(stacked, tensor)}
 
-    def _members(self, name: str) -> list[str] | None:
-        stacking = self.setting.stacking
-        return None if stacking is None else stacking.members(name)
-
     def stack(self, name: str, single: Mapping[str, Tensor]) -> Tensor:
         """A parameter of the programs, stacked from those of single layers if the pipeline is vectorized."""
-        members = self._members(name)
+        members = self.setting.members(name)
         return single[name] if members is None else torch.stack([single[member] for member in members])
 
     def _single(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yields the parameters of single layers out of a parameter of the programs: the inverse of `stack`."""
-        members = self._members(name)
+        members = self.setting.members(name)
         yield from [(name, tensor)] if members is None else zip(members, tensor)
 
     def batches(self) -> list[list[Tensor]]:

@@ -185,8 +185,12 @@ class Setting:
 
     def shape_in_layer(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of a parameter in checkpoints, which hold a stacked parameter layer by layer."""
-        stacked = self.stacking is not None and self.stacking.members(name) is not None
-        return tuple(shape[1:] if stacked else shape)
+        return tuple(shape if self.members(name) is None else shape[1:])
+
+    def members(self, name: str) -> list[str] | None:
+        """The parameters of single layers that a vectorized pipeline stacks as `name`, by stage; None if it does not
+        stack them."""
+        return None if self.stacking is None else self.stacking.members(name)
 
     @cached_property
     def task(self) -> Task:
@@ -206,11 +210,9 @@ class Setting:
     def named(self) -> dict[str, Naming]:
         """The dim names of the parameters that have some, and their source."""
         single = naming.dim_names(self.recipe, self.single, self.architecture)
-        if self.stacking is None:
-            return single
         named: dict[str, Naming] = {}
         for name, parameter in self.model.named_parameters():
-            members = self.stacking.members(name)
+            members = self.members(name)
             if members is not None:
                 dims, namer = single.get(members[0], Naming(("",) * (parameter.dim() - 1), ""))
                 named[name] = Naming((STAGE, *dims), namer)

@@ -200,17 +200,12 @@ class TrainingEngine(ABC):
         starts, sizes = tuple(start for start, _ in pairs), tuple(size for _, size in pairs)
         if not all(sizes):  # with uneven sizes the last ranks may hold only padding
             return
-        inside, members = tensor[tuple(slice(0, n) for n in sizes)], self._members(port)
+        inside, members = tensor[tuple(slice(0, n) for n in sizes)], self.programs.setting.members(port.name)
         if members is None:
             yield prefix + port.name, Shard(inside, port.shape, starts)
             return
         for layer, one in zip(members[starts[0] :], inside):
             yield prefix + layer, Shard(one, port.shape[1:], starts[1:])
-
-    def _members(self, port: Port) -> list[str] | None:
-        """The parameters of single layers that are stacked in a port; None for others."""
-        stacking = self.programs.setting.stacking
-        return None if stacking is None else stacking.members(port.name)
 
     def tensors(self) -> dict[str, Shard]:
         """This rank's blocks of parameters (by name) and moments (`optimizer/exp_avg/NAME`, ...)."""
@@ -218,10 +213,12 @@ class TrainingEngine(ABC):
 
     def stored_shapes(self) -> Mapping[str, tuple[Sequence[int], torch.dtype]]:
         """Global shape and dtype of every tensor of `tensors`, the same on every rank."""
+        setting = self.programs.setting
         return {
-            prefix + name: (self.programs.setting.shape_in_layer(port.name, port.shape), tensor.dtype)
-            for prefix, port, tensor in self._named_tensors() for name in self._members(port) or [port.name]
-        }  # fmt: skip
+            prefix + name: (setting.shape_in_layer(port.name, port.shape), tensor.dtype)
+            for prefix, port, tensor in self._named_tensors()
+            for name in setting.members(port.name) or [port.name]
+        }
 
     def load(self, read: ReadBlock) -> None:
         """Sets parameters and moments block by block."""
