@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 from tpshard.parallelism import simulate, words
-from tpshard.parallelism.chains import ReasonLookup, explanation
 from tpshard.parallelism.graph import Role
 from tpshard.parallelism.mesh import Axis, Mesh
 from tpshard.parallelism.node_info import (
@@ -32,7 +31,7 @@ from tpshard.parallelism.node_info import (
     parse_group,
 )
 from tpshard.parallelism.sharding import Layout
-from tpshard.parallelism.why import Explanation
+from tpshard.parallelism.why import Explanation, ReasonLookup, explanation
 
 T = TypeVar("T")
 

@@ -21,14 +21,13 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 from tpshard.kernels.dtypes import dtype_name
-from tpshard.parallelism.chains import LastStep, ShardingReason
 from tpshard.parallelism.graph import Layer, Place
 from tpshard.parallelism.mesh import Axis, Mesh
 from tpshard.parallelism.node_info import INFO, Collective, Held, Info, Port, Spec
 from tpshard.parallelism.program import Program, ValueRecord
 from tpshard.parallelism.rules import table  # noqa: F401  whose import registers our operations
 from tpshard.parallelism.sharding import Layout
-from tpshard.parallelism.why import Demand, SourcePlace, Through
+from tpshard.parallelism.why import Demand, LastStep, ShardingReason, SourcePlace, Through
 
 CLASSES = (
     Axis, Collective, Demand, Held, Info, LastStep, Layer, Layout, Place, Port, ShardingReason, SourcePlace, Spec,

@@ -27,8 +27,7 @@ from tpshard.parallelism.partitioning.choose import (
 from tpshard.parallelism.partitioning.detours import detours
 from tpshard.parallelism.partitioning.local import LocalPart
 from tpshard.parallelism.partitioning.partial_sums import carried_sums
-from tpshard.parallelism.partitioning.propagated_reasons import PropagatedReasons
-from tpshard.parallelism.partitioning.reasons import Reasons
+from tpshard.parallelism.partitioning.reasons import PropagatedReasons, Reasons
 from tpshard.parallelism.partitioning.repeated import Work
 from tpshard.parallelism.partitioning.shard_padding import ShardPadding
 from tpshard.parallelism.program import INFO, Info, Port, Program, Spec, ValueRecord

@@ -1,16 +1,23 @@
-"""Records why a collective exists: the operation, the value, both layouts and the annotation behind it."""
+"""Looks up, in a propagated graph, why a value has its sharding, and why a collective exists.
+
+The reason of a collective is the operation, the value, both layouts and the annotation behind it.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from tpshard.parallelism.anchors import is_anchor, is_boundary, is_named, is_split
+from tpshard.parallelism.depth import Depth
 from tpshard.parallelism.graph import Op, Role, Value
 from tpshard.parallelism.mesh import Axis, overlap
+from tpshard.parallelism.partitioning.repeated import Work
 from tpshard.parallelism.propagated import Shardings
 from tpshard.parallelism.resharding.reshard import ReshardStep
 from tpshard.parallelism.rules.table import entry_of
-from tpshard.parallelism.why import Demand, SourcePlace, through
+from tpshard.parallelism.why import Demand, LastStep, ShardingReason, SourcePlace, through
 
 FAR = 8
 """The number of producers that `any_root` searches for the origin of an axis of a partial sum."""
@@ -135,3 +142,41 @@ def what_moves(value: Value, reader: Op) -> Role:
         return "scalar"
     updating = value.producer is not None and value.producer.place.phase == "update"
     return "optimizer" if updating else "activation"
+
+
+@dataclass(frozen=True, eq=False)
+class PropagatedReasons:
+    """Looks up why a named value is sharded, in a propagated graph or (with `depth`) the deep model of it."""
+
+    shardings: Shardings
+    work: Work | None = None
+    """The work from which warnings of a deep model are computed."""
+    depth: Depth | None = None
+
+    @cached_property
+    def _values(self) -> dict[str, Value]:
+        return {value.name: value for value in self.shardings.graph.values()}
+
+    def __call__(self, name: str) -> ShardingReason:
+        value, by = self._stands_for(name)
+        shardings, depth = self.shardings, self.depth
+        annotation = shardings.annotated.get(value)
+        shown, places = "", annotation.written_at if annotation is not None else ()
+        if annotation is not None and places:
+            shown = annotation.sharding.notation(shardings.mesh, value.dims)
+        steps = []
+        for dim in range(value.rank):
+            for axis, cause in shardings.causes.get((value, dim), ()):
+                op, source = cause.op, cause.source.name if cause.source is not None else ""
+                if depth is not None:
+                    op, source = op and depth.through(op, by), depth.shift_name(source, by)
+                steps.append(LastStep(dim, axis, op, source, cause.source_dim, cause.written_at))
+        return ShardingReason(tuple(shardings.of[value].dims), shown, places, tuple(steps))
+
+    def _stands_for(self, name: str) -> tuple[Value, int | None]:
+        """The graph's value that stands for a name, and by how many layers to shift it; None outside of layers."""
+        layer = None if self.depth is None else self.depth.layer(name)
+        if self.depth is None or layer is None:
+            return self._values[name], None
+        by = layer - self.depth.shallow(layer)
+        return self._values[self.depth.shift_name(name, -by)], by

@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 from torch.utils import _pytree as pytree
 from tpshard.parallelism.depth import COMPARED, LAST, REPEATED, Depth
-from tpshard.parallelism.partitioning.propagated_reasons import PropagatedReasons
+from tpshard.parallelism.partitioning.reasons import PropagatedReasons
 from tpshard.parallelism.passes.copy import copy_node
 from tpshard.parallelism.program import INFO, Info, Port, Program, ValueRecord, info
 

@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 from tpshard.parallelism import Mesh, mesh_split, partition
-from tpshard.parallelism.chains import chain
 from tpshard.parallelism.partitioning.partitioner import mark_outputs
-from tpshard.parallelism.partitioning.propagated_reasons import PropagatedReasons
+from tpshard.parallelism.partitioning.reasons import PropagatedReasons
 from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.propagation.propagate import propagate
 from tpshard.parallelism.sharding import parse
 from tpshard.parallelism.tracing.capture import capture
-from tpshard.parallelism.why import SourcePlace
+from tpshard.parallelism.why import SourcePlace, chain
 
 MESH = Mesh({"a": 2, "b": 2, "c": 2})
 

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor, fx
 from tpshard.parallelism import Mesh, Program, partition
 from tpshard.parallelism.anchors import split_annotations
-from tpshard.parallelism.chains import chain as steps_of
 from tpshard.parallelism.mesh import Axis, starts_with
 from tpshard.parallelism.partitioning.partitioner import mark_outputs
-from tpshard.parallelism.partitioning.propagated_reasons import PropagatedReasons
+from tpshard.parallelism.partitioning.reasons import PropagatedReasons
 from tpshard.parallelism.program import info
 from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.propagation.propagate import propagate
@@ -18,6 +17,7 @@ from tpshard.parallelism.sharding import Sharding
 from tpshard.parallelism.simulate import join, local_arguments, run_lockstep
 from tpshard.parallelism.tracing.capture import capture
 from tpshard.parallelism.why import SourcePlace
+from tpshard.parallelism.why import chain as steps_of
 
 from fuzz import closeness, difference
 from fuzzed import Case, numbered
