@@ -137,7 +137,7 @@ def test_a_row_names_its_schedule_and_the_keys_it_changes(written, more, words):
     ("changes", "words"),
     [
         (["batch={global_sequences: 4, per_device: 2}"], "micro-batches"),
-        (["batch={global_sequences: 4, per_device: 3}"], "does not divide"),
+        (["batch={global_sequences: 4, per_device: 3}"], "are not divisible into micro-batches of 3"),
         (["batch={global_sequences: 16, per_device: 1}", "model.layers=3"], "more than the 3 layers"),
     ],
 )
