@@ -243,7 +243,7 @@ def second_document(logits: Callable[[dict[str, Tensor]], Tensor]) -> list[Tenso
     row = batch(True)
     second = row["positions"][0].tolist().index(0, 1)
     with torch.no_grad():
-        return [logits({k: v[:1, start:] for k, v in row.items()})[0, second - start :] for start in (0, second)]
+        return [logits({k: v[:, start:] for k, v in row.items()})[0, second - start :] for start in (0, second)]
 
 
 def reference(name: str, batch: Mapping[str, Tensor], several: bool) -> tuple[Tensor, dict[str, Tensor]]:
