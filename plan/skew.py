@@ -32,7 +32,8 @@ class Routing:
     """Tokens of the busiest expert's device over the mean of all devices."""
     step_s: float
     workspace_bytes: int
-    """Bytes of temporaries of the busiest expert's products, beyond the plan's peak; 0 with a capacity."""
+    """Bytes of temporaries of the products, beyond the plan's peak: of the busiest expert, on a GPU of all experts at
+    once; 0 with a capacity."""
     dropped: float
     """The share of choices without a slot if the other experts get equally many; random differences drop more."""
 
@@ -100,7 +101,8 @@ def _routing(pricing: Pricing, busiest: float, experts: int, capacity: float | N
             load = (busiest + (own - 1) * others) / own
             device = max(device, load)
             tasks[i] = tasks[i]._replace(seconds=tasks[i].seconds * load)
-            tokens = math.prod(ids.shape) / experts * busiest
+            choices = math.prod(ids.shape)
+            tokens = choices if pricing.device.kind == "gpu" else choices / experts * busiest
             workspace = max(workspace, _workspace(node, tokens, gate.shape[1], gate.shape[2], gate.dtype.itemsize))
         total += entry.part.times * replace(entry.priced, tasks=tasks).run().seconds
     dropped = 0.0
@@ -123,7 +125,7 @@ def _routing_operands(node: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 
 def _workspace(node: fx.Node, tokens: float, hidden: int, width: int, itemsize: int) -> int:
-    """Bytes of temporaries of one expert's products (`kernels.experts`)."""
+    """Bytes of temporaries of products with `tokens` (`kernels.experts`, on a GPU `kernels.triton_experts`)."""
     wide, narrow = (8, 5) if str(node.target) == _OPS[1] else (3, 2)
     return int(tokens * (wide * hidden + narrow * width) * itemsize)
 

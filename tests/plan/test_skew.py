@@ -34,6 +34,13 @@ def test_without_a_capacity_the_others_wait_for_the_busiest_device() -> None:
     assert priced.skewed.workspace_bytes == 2 * priced.balanced.workspace_bytes > 0
 
 
+def test_a_gpu_computes_all_experts_at_once() -> None:
+    """Its temporaries are those of all choices, eight times an expert's mean, however they are routed."""
+    on_gpu = skewed(2.0, "model.capacity=null", "cluster.device=h100-sxm-80g", "model.dtype=fp32")
+    on_cpu = skewed(2.0, "model.capacity=null", "model.dtype=fp32")
+    assert on_gpu.skewed.workspace_bytes == on_gpu.balanced.workspace_bytes == 8 * on_cpu.balanced.workspace_bytes
+
+
 def test_with_a_capacity_time_stays_and_what_is_beyond_is_dropped() -> None:
     priced = skewed(2.0, "model.capacity=1.25")
     assert priced.skewed.step_s == priced.balanced.step_s and priced.balanced.dropped == 0
