@@ -48,8 +48,8 @@ def _multiply(x: Tensor, ids: Tensor, weight: Tensor, fixed_rows: bool) -> Tenso
         from tpshard.kernels import triton_experts  # needs Triton, which CPU builds of torch lack
 
         with torch.cuda.device(x.device):
-            routing = triton_experts.SortedChoices(ids, weight.shape[0], x.dtype, fixed_rows)
-            return routing.linear(rows, weight).view(*ids.shape, weight.shape[1])
+            choices = triton_experts.SortedChoices(ids, weight.shape[0], x.dtype, fixed_rows)
+            return choices.linear(rows, weight).view(*ids.shape, weight.shape[1])
     linear, out = fixed_rows_linear if fixed_rows else F.linear, x.new_zeros(ids.numel(), weight.shape[1])
     for expert, tokens, places in tokens_by_expert(ids, weight.shape[0]):
         out[places] = linear(rows[tokens if x.shape[-2] == 1 else places], weight[expert])

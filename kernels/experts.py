@@ -7,8 +7,8 @@
 A token's result is the sum over its k choices of weight * down[id](silu(gate[id](x)) * up[id](x)). An id outside
 0 .. e - 1 belongs to another device and adds nothing, so devices that hold some experts, or some columns of each,
 return partial sums. Tokens are sorted by expert, and each expert is three matrix products; on a GPU a product of all
-experts is one launch of a Triton kernel. A token's choices are summed
-in fp32 in the order of the experts, so that the same inputs give the same bits.
+experts is one launch of a Triton kernel, and its temporaries are those of all tokens. A token's choices are summed in
+fp32 in the order of the experts, on a GPU of the choices, so that the same inputs give the same bits.
 """
 
 from __future__ import annotations
