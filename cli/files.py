@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from tpshard.models.aside import write_file
@@ -27,16 +26,26 @@ def write(path: Path, text: str, *, overwrite: bool = False) -> None:
 
 def refuse(path: Path, overwrite: bool) -> None:
     """Raises `Mistakes` (exit 2) if `path` may not be written. Slow commands call it before they start."""
+    exists = _exists(path)
     if path.is_dir():
         raise Mistakes.one(f"{path} is a folder", exit=Exit.USAGE, fix="give the name of a file")
-    if os.path.lexists(path) and not overwrite:
+    if exists and not overwrite:
         raise _exists_error(path)
 
 
 def refuse_folder(path: Path, overwrite: bool) -> None:
     """`refuse` for a folder, which may exist if it is empty."""
-    if path.exists() and not overwrite and not (path.is_dir() and not any(path.iterdir())):
+    if _exists(path) and not overwrite and not (path.is_dir() and not any(path.iterdir())):
         raise _exists_error(path)
+
+
+def _exists(path: Path) -> bool:
+    """Whether the name is taken. Raises OSError for one that no file can have: too long, or beyond a loop of links."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def _exists_error(path: Path) -> Mistakes:

@@ -7,7 +7,6 @@ command is imported only when called, and imports heavy packages inside its func
 from __future__ import annotations
 
 import contextlib
-import errno
 import importlib
 import io
 import os
@@ -19,6 +18,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 import typer.main
+from tpshard.cli.machine_errors import of_machine
 from tpshard.recipes.diagnostic import Exit, Mistakes, as_text
 
 COMMANDS = {
@@ -175,9 +175,9 @@ def run(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         raise
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
-            _say(f"error: {error}")
-            return Exit.MACHINE
+        if (diagnostic := of_machine(error)) is not None:
+            report(Mistakes([diagnostic]))
+            return diagnostic.exit
         if isinstance(error, click_error):
             shown: Any = error
             if type(error).__name__ == "NoArgsIsHelpError":

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from tpshard.cli.machine_errors import of_machine
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, as_text
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ def describe(error: BaseException) -> tuple[str, int]:
             "use a smaller batch.per_device, remat: full, or a larger fsdp axis; checkpoints are unchanged",
         )  # fmt: skip
         return text(out_of_memory), int(Exit.FIT)
+    if (diagnostic := of_machine(error)) is not None:
+        return text(diagnostic), int(diagnostic.exit)
     trace = "".join(traceback.format_exception(error)).rstrip("\n")
     return f"{trace}\n\nThis is a bug in tpshard {version()}, not in your recipe: please report the lines above", 1
 

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from tpshard.models.file_lock import is_at, try_lock
+
+_LONGEST = 200
+"""Bytes of a name that its temporary name repeats: file systems accept 255."""
 
 
 @contextmanager
@@ -16,28 +22,69 @@ def write_aside(out: str | os.PathLike[str], *, overwrite: bool = False) -> Iter
     FileExistsError if `out` is a file or a folder that is not empty, unless `overwrite`; a folder that contains the
     working directory is never replaced. Temporary folders of killed writers are removed.
     """
-    import psutil
-
     place = Path(out).absolute()
     _check(place, overwrite)
     place.parent.mkdir(parents=True, exist_ok=True)
-    for left in place.parent.glob(f".{place.name}.writing-*"):
-        writer = left.name.rpartition("-")[2]
-        if writer.isdigit() and not psutil.pid_exists(int(writer)):
-            shutil.rmtree(left, ignore_errors=True)
-    aside = place.parent / f".{place.name}.writing-{os.getpid()}"
-    aside.mkdir()
-    try:
+    _remove_dead(place)
+    with _own_folder(place) as aside:
         yield aside
         for file in sorted(aside.rglob("*")):
             sync(file)
         sync(aside)
         _check(place, overwrite)
         _replace(aside, place)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
-    sync(place.parent)
+        sync(place.parent)
+
+
+@contextmanager
+def _own_folder(place: Path) -> Iterator[Path]:
+    """Yields a new folder beside `place` and removes it afterwards, if it is still there.
+
+    The lock on a file beside it says that its writer lives: a process number would not, since in a container every
+    process may be number 1.
+    """
+    while True:
+        aside = _beside(place, f"writing-{secrets.token_hex(8)}")
+        lock = aside.with_name(f"{aside.name}.lock")
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with suppress(OSError):  # a disk without locks, where nobody judges a writer dead
+                try_lock(descriptor)
+            if not is_at(descriptor, lock):
+                continue  # another writer took it for a dead one's, before it was locked
+            aside.mkdir()
+            yield aside
+            return
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+            lock.unlink(missing_ok=True)
+            os.close(descriptor)
+
+
+def _remove_dead(place: Path) -> None:
+    """Removes the temporary folders of `place` whose writers have ended, as their locks tell."""
+    start, names = _beside(place, "writing-").name, list[str]()
+    with suppress(OSError):
+        names = os.listdir(place.parent)
+    for name in names:
+        if name.startswith(start) and name.endswith(".lock"):
+            with suppress(OSError):  # one that cannot be judged stays
+                _remove_if_dead(place.with_name(name))
+
+
+def _remove_if_dead(lock: Path) -> None:
+    descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        if try_lock(descriptor) and is_at(descriptor, lock):
+            shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
+            lock.unlink()
+    finally:
+        os.close(descriptor)
+
+
+def _beside(place: Path, kind: str) -> Path:
+    """A hidden name beside `place`, which a file system accepts wherever it accepts that of `place`."""
+    return place.with_name(f".{os.fsdecode(os.fsencode(place.name)[:_LONGEST])}.{kind}")
 
 
 def _check(place: Path, overwrite: bool) -> None:
@@ -64,16 +111,28 @@ def _replace(aside: Path, place: Path) -> None:
 
 def write_file(path: Path, text: str, *, overwrite: bool = True) -> None:
     """Writes `text` to a file in UTF-8. FileExistsError if it exists and `overwrite` is false; OSError as any write."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside = _beside(path, secrets.token_hex(8))
     try:
-        aside.write_text(text, encoding="utf-8")
+        with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "w", encoding="utf-8") as file:
+            file.write(text)
         sync(aside)
         if overwrite:
             aside.replace(path)
         else:
-            path.hardlink_to(aside)  # fails when another process was faster
+            _name(aside, path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def _name(aside: Path, path: Path) -> None:
+    """Names a file `path`, too. FileExistsError where another process was faster."""
+    try:
+        os.link(aside, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a disk without hard links: the empty file takes the name, and is replaced
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+        aside.replace(path)
 
 
 def sync(path: Path) -> None:

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from tpshard.models.aside import write_file
+from tpshard.models.file_lock import one_at_a_time
 from tpshard.recipes.diagnostic import Exit, Mistakes, Source
 from tpshard.train import checkpoint
-from tpshard.train.file_lock import one_at_a_time
 from tpshard.train.records import last_attempt
 
 

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tpshard.models.aside import write_aside
+from tpshard.models.file_lock import one_at_a_time
 from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.train.file_lock import one_at_a_time
 
 VERSION = 1
 """Version of the sample, part of the folder's name, so that a new version is written beside the old one."""
