@@ -126,6 +126,13 @@ def _tokens(recipe: Recipe, vocab: int | None) -> list[Diagnostic]:
     count = _tokenizer_size(recipe)
     if count is None or vocab is None or count <= vocab:
         return []
+    if recipe.data.stored()["tokenizer"] is not None:
+        from tpshard.models.folder_tokenizer import FolderTokenizer
+
+        with contextlib.suppress(ValueError, OSError):  # texts can contain the others
+            notes = FolderTokenizer(Path(recipe.data.tokenizer or ""), vocab).notes
+            fix = "nothing, unless texts should contain them"
+            return [Diagnostic(n, severity="warning", where=recipe.where("data.tokenizer"), fix=fix) for n in notes]
     keys = ("model.vocab", "data.tokenizer", "model")
     stored, rounded = recipe.model.named_by != "preset", -(-count // 128) * 128
     return [
@@ -157,9 +164,9 @@ def text_errors(recipe: Recipe) -> list[Diagnostic]:
         if value is None or (key == "source" and (value == "sample" or is_on(value))):
             continue
         from tpshard.train.corpus import open_text
-        from tpshard.train.tokens import tokenizer_files
+        from tpshard.train.tokens import require_tokenizer
 
-        where, read = recipe.where(f"data.{key}"), open_text if key == "source" else tokenizer_files
+        where, read = recipe.where(f"data.{key}"), open_text if key == "source" else require_tokenizer
         try:
             read(value, where=where)
         except Mistakes as mistakes:

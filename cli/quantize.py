@@ -145,7 +145,7 @@ def _text(
     from tpshard.train.corpus import open_text
     from tpshard.train.step_batch import StepBatch
     from tpshard.train.stream import Loader, held_out_batch
-    from tpshard.train.tokens import check_vocab, load_tokenizer
+    from tpshard.train.tokens import load_tokenizer
 
     corpus = open_text(source or recipe.data.source, recipe.data.column)
     if model.tokenizer is None:
@@ -153,10 +153,12 @@ def _text(
         raise Mistakes.one(
             f"{model.name} has no tokenizer", exit=Exit.DATA, why=why, fix="add data.tokenizer=DIR after OUT"
         )
-    tokenizer = load_tokenizer(model.tokenizer)
     described = model.blueprint.config or model.blueprint.architecture
-    if described is not None and described.vocab is not None:
-        check_vocab(tokenizer, described.vocab)
+    rows = None if described is None else described.vocab
+    data = recipe.data
+    tokenizer = load_tokenizer(model.tokenizer, bos=data.bos, eos=data.eos, rows=rows)
+    for note in tokenizer.notes:
+        print(f"warning: {note}", file=sys.stderr)
 
     def join_batches(batches: list[StepBatch]) -> Sequences:
         fields = ("tokens", "targets", "documents", "positions")

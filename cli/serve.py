@@ -122,6 +122,7 @@ def _kind(loaded: Recipe) -> Any:
 
 def _run(loaded: Recipe, model: SourceModel, need: Need, sock: Any, key: str | None) -> int:
     import torch
+    from tpshard.models.folder_tokenizer import FolderTokenizer
     from tpshard.serve import http
     from tpshard.serve.app import Server, make_app
     from tpshard.serve.chat import ChatTemplate
@@ -130,7 +131,6 @@ def _run(loaded: Recipe, model: SourceModel, need: Need, sock: Any, key: str | N
     from tpshard.serve.ranks import Ranks
     from tpshard.serve.service import Limits, Service
     from tpshard.serve.step import WorkerLost
-    from tpshard.serve.text import Tokenizer
 
     section = loaded.serve
     if model.tokenizer is None:
@@ -138,15 +138,14 @@ def _run(loaded: Recipe, model: SourceModel, need: Need, sock: Any, key: str | N
             f"{model.name} has no tokenizer", exit=Exit.DATA, where=loaded.where("data.tokenizer"),
             fix="name its folder in `data.tokenizer`",
         )  # fmt: skip
-    own = "name the folder of the model's own tokenizer in `data.tokenizer`"
-    try:
-        tokenizer = Tokenizer(model.tokenizer)
-    except ValueError as error:
-        raise Mistakes.one(str(error), exit=Exit.DATA, fix=own) from error
     programs = need.programs
-    if tokenizer.size > programs.vocab:
-        message = f"the tokenizer has {tokenizer.size} tokens, the model {programs.vocab}"
-        raise Mistakes.one(message, exit=Exit.DATA, fix=own)
+    try:
+        tokenizer = FolderTokenizer(model.tokenizer, programs.vocab, [Path(model.name)])
+    except (ValueError, OSError) as error:
+        own = "name the folder of the model's own tokenizer in `data.tokenizer`"
+        raise Mistakes.one(str(error), exit=Exit.DATA, fix=own) from error
+    for note in tokenizer.notes:
+        print(f"warning: {note}", file=sys.stderr)
     job = Job.of(programs, model.name, need.blocks)
     limits = Limits(running=section.requests, queue=section.queue, request_s=section.request_s, grace_s=section.grace_s)
     metrics = Metrics()

@@ -21,6 +21,12 @@ class Data(Section):
     """The key of JSON lines, or the column of Parquet files, that holds the text."""
     tokenizer: str | None = derived(default='its own for sample, else "${oc.env:TOKENIZER_DIR}"')
     """Folder of a Hugging Face tokenizer, read when a command needs it; null: the sample's own."""
+    bos: Literal["tokenizer", "always", "never"] = "tokenizer"
+    """Whether each document begins with the tokenizer's bos_token. tokenizer: with what the tokenizer itself puts
+    before a text, as transformers reads it, be it nothing; always: with bos_token in any case."""
+    eos: Literal["tokenizer", "always", "never"] = "always"
+    """Whether each document ends with the tokenizer's eos_token. always: so that the model learns where to stop;
+    tokenizer: with what the tokenizer itself puts after a text, which for most is nothing."""
     bad_rows: Share = 0.01
     """Share of unreadable rows that stops the run."""
 

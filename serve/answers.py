@@ -8,14 +8,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from tpshard.models.folder_tokenizer import FolderTokenizer
 from tpshard.serve.fields import Order, Refused
 from tpshard.serve.request import Event, Logprob, Sequence
-from tpshard.serve.text import Tokenizer, Writer
+from tpshard.serve.text import Writer
 
 DEFAULT_COMPLETION_TOKENS = 16
 
 
-def sequences(order: Order, prompts: Iterable[tuple[int, ...]], tokenizer: Tokenizer, limit: int) -> list[Sequence]:
+def sequences(
+    order: Order, prompts: Iterable[tuple[int, ...]], tokenizer: FolderTokenizer, limit: int
+) -> list[Sequence]:
     """Creates the sequences of an order, `n` for each tokenized prompt.
 
     Raises Refused if a prompt and its answer exceed `limit` tokens, the model's context.
@@ -97,7 +100,7 @@ class Choice:
 class Answer:
     """All choices of one request."""
 
-    def __init__(self, order: Order, sequences: list[Sequence], tokenizer: Tokenizer, echoes: list[str]) -> None:
+    def __init__(self, order: Order, sequences: list[Sequence], tokenizer: FolderTokenizer, echoes: list[str]) -> None:
         self.order, self.tokenizer = order, tokenizer
         self.id = f"{'chatcmpl' if order.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())

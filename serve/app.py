@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from tpshard.models.folder_tokenizer import FolderTokenizer
 from tpshard.serve import fields
 from tpshard.serve.access import KeyGate, read_body, refused
 from tpshard.serve.answers import Answer, Choice, check_tokens, sequences
@@ -23,7 +24,6 @@ from tpshard.serve.chat import ChatTemplate, TemplateError
 from tpshard.serve.fields import Order, Refused
 from tpshard.serve.request import Event
 from tpshard.serve.service import Full, Service, Unavailable
-from tpshard.serve.text import Tokenizer
 
 READ = ["GET", "HEAD"]
 """Methods of read-only routes. Load balancers use HEAD, which returns GET's headers."""
@@ -36,7 +36,7 @@ class Server:
     model: str
     """The model's name, which requests must use."""
     service: Service
-    tokenizer: Tokenizer
+    tokenizer: FolderTokenizer
     template: ChatTemplate | None
     programs: Sequence[Mapping[str, Any]] = ()
     """Rows and fingerprint of every program."""

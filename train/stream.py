@@ -215,7 +215,9 @@ class Loader:
             if state.get(key) != getattr(self, key):
                 differences.append(f"{name} was {state.get(key)}, is {getattr(self, key)}")
         if state.get("tokenizer") != self.tokenizer.fingerprint:
-            differences.append(f"the tokenizer {self.tokenizer.folder} differs")
+            other = self.tokenizer.others.get(str(state.get("tokenizer")))
+            differs = "differs" if other is None else f"was used as with {other}"
+            differences.append(f"the tokenizer {self.tokenizer.folder} {differs}")
         if (column := state.get("column", "text")) != self.text.column:
             differences.append(f"data.column was {column}, is {self.text.column}")
         then: Mapping[str, str] = state.get("files", {})

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Literal, get_args
 
+from tpshard.models.folder_tokenizer import FAST, FolderTokenizer, tokenizer_files
 from tpshard.recipes.diagnostic import Exit, Mistakes, Source
 
-FAST = "tokenizer.json"
-END_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|end|>")
-"""Names of end-of-text tokens, tried in this order where no file of the folder names one."""
+Around = Literal["tokenizer", "always", "never"]
+"""Whether documents begin or end with a token: as the tokenizer itself does it, always or never."""
 
 
 @dataclass(frozen=True)
@@ -22,64 +20,116 @@ class TextTokenizer:
 
     folder: Path
     vocab: int
-    begin: int | None
+    begin: tuple[int, ...]
+    """The ids before each document."""
+    after: tuple[int, ...]
+    """The ids after each document."""
     end: int
+    """The id of padding, the end-of-text token."""
     fingerprint: str
-    """A hash of the files that decide the ids; a resumed run compares it."""
+    """A hash of the files that decide the ids, and of the ids around documents; a resumed run compares it."""
     encode: Callable[[str], list[int]]
     """Turns text into ids, without special tokens."""
+    notes: tuple[str, ...] = ()
+    """What the folder says and is not done, in sentences."""
+    others: Mapping[str, str] = field(default_factory=dict)
+    """The settings of a recipe with which the fingerprint would be another one, by that fingerprint."""
 
     def document(self, text: str, *, first: bool = True, last: bool = True) -> list[int]:
-        """The ids of a document (or of a piece of one): begin token if the tokenizer has one, text, end token."""
-        ids = self.encode(text)
-        if first and self.begin is not None:
-            ids = [self.begin, *ids]
-        return [*ids, self.end] if last else ids
+        """The ids of a document or of a piece of one."""
+        return [*(self.begin if first else ()), *self.encode(text), *(self.after if last else ())]
 
 
-def load_tokenizer(folder: Path | str, *, where: Source | None = None) -> TextTokenizer:
+def load_tokenizer(
+    folder: Path | str,
+    *,
+    bos: Around = "tokenizer",
+    eos: Around = "always",
+    rows: int | None = None,
+    where: Source | None = None,
+) -> TextTokenizer:
     """The tokenizer of a folder; nothing in it is executed.
 
+    Args:
+        bos: whether documents begin with the begin token, or what else the tokenizer puts there.
+        eos: whether documents end with the end-of-text token.
+        rows: the model's embedding rows, if known.
+
     Raises:
-        Mistakes: exit 6; the folder has no tokenizer, a damaged one, or one without an end-of-text token.
+        Mistakes: exit 6 where the folder has no tokenizer, a damaged one, or one without an end-of-text token (or,
+            with `bos: always`, without a begin token); exit 3 where its texts need more rows than the model has.
     """
     folder = Path(folder).expanduser()
-    paths = tokenizer_files(folder, where)
-    try:
-        files = {name: path.read_bytes() for name, path in paths.items()}
-        vocab, encode, id_of = _fast(files[FAST]) if FAST in files else _by_transformers(folder)
-        special = _special_tokens(files)
-    except Exception as error:  # the libraries raise bare Exceptions for a damaged file
-        raise _unreadable(folder, f"{type(error).__name__}: {error}", where) from error
-    named = special.get("eos_token")
-    end = next((i for i in map(id_of, END_NAMES if named is None else [named]) if i is not None), None)
-    if end is None:
+    read = read_tokenizer(folder, where)
+    if read.end is None:
+        named = read.special.get("eos_token")
         raise Mistakes.one(
-            f"the tokenizer {folder} has no end-of-text token",
-            exit=Exit.DATA,
-            where=where,
+            f"the tokenizer {folder} has no end-of-text token", exit=Exit.DATA, where=where,
             why="eos_token is missing" if named is None else f"eos_token is {named!r}, not in it",
             fix="name one as eos_token in its tokenizer_config.json",
-        )
-    begin = id_of(special["bos_token"]) if "bos_token" in special else None
-    digest = hashlib.sha256()
-    for name in ("tokenizer.json", "tokenizer.model"):
-        digest.update(files.get(name, b""))
-    digest.update(repr((begin, end)).encode())
-    return TextTokenizer(folder, vocab, begin, end, digest.hexdigest()[:32], encode)
+        )  # fmt: skip
+    if bos == "always" and read.begin is None:
+        raise Mistakes.one(
+            f"`data.bos: always`, but the tokenizer {folder} names no bos_token", exit=Exit.DATA, where=where,
+            fix="name one as bos_token in its tokenizer_config.json, or data.bos: tokenizer",
+        )  # fmt: skip
+    if rows is not None and read.size > rows:
+        try:
+            read = FolderTokenizer(folder, rows)
+        except ValueError as error:
+            raise Mistakes.one(
+                f"the tokenizer {folder} has {read.size} tokens, but model.vocab is {rows}", exit=Exit.RECIPE,
+                where=where, why=str(error),
+                fix=f"set model.vocab to {read.size} or more, or use the model's own tokenizer",
+            ) from error  # fmt: skip
+    assert read.end is not None
+    around = {(b, e): _around(read, b, e) for b in get_args(Around) for e in get_args(Around)}
+    begin, after = around[bos, eos]
+    others = {_fingerprint(read, *ids): f"data.bos: {b}, data.eos: {e}" for (b, e), ids in around.items()}
+    return TextTokenizer(
+        folder, min(read.size, rows or read.size), begin, after, read.end, _fingerprint(read, begin, after),
+        lambda text: read.encode(text, special=False), tuple(read.notes), others,
+    )  # fmt: skip
 
 
-def tokenizer_files(folder: Path | str, where: Source | None = None) -> dict[str, Path]:
-    """The files of a folder that describe its tokenizer, by name. Mistakes (exit 6) where there are none."""
-    names = (FAST, "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")
+def _around(read: FolderTokenizer, bos: Around, eos: Around) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ids before and after a document."""
+    begin = read.prefix if read.begin is None or read.begin in read.prefix else (read.begin, *read.prefix)
+    after = read.suffix if read.end is None or read.end in read.suffix else (*read.suffix, read.end)
+    starts: Mapping[Around, tuple[int, ...]] = {"tokenizer": read.prefix, "always": begin, "never": ()}
+    return starts[bos], {"tokenizer": read.suffix, "always": after, "never": ()}[eos]
+
+
+def _fingerprint(read: FolderTokenizer, begin: tuple[int, ...], after: tuple[int, ...]) -> str:
+    """A hash of what decides a document's ids; the same as that of runs from before `data.bos` where ids are."""
+    digest = read.files_digest.copy()
+    first = begin[0] if len(begin) == 1 else begin or None
+    digest.update(repr((first, read.end)).encode())
+    if after != (read.end,) or read.without_rows:
+        digest.update(repr((after, read.without_rows)).encode())
+    return digest.hexdigest()[:32]
+
+
+def read_tokenizer(folder: Path, where: Source | None = None) -> FolderTokenizer:
+    """The tokenizer of a folder, as all commands read it. Mistakes (exit 6) where it cannot be read."""
+    require_tokenizer(folder, where)
+    try:
+        return FolderTokenizer(folder)
+    except (ValueError, OSError) as error:
+        raise _unreadable(folder, str(error), where) from error
+
+
+def require_tokenizer(folder: Path | str, where: Source | None = None) -> None:
+    """Raises Mistakes (exit 6) where a folder has no files of a tokenizer; reads none."""
     try:
         folder = Path(folder).expanduser()
-        paths = {name: folder / name for name in names if (folder / name).is_file()}
-    except (OSError, RuntimeError) as error:  # a name that is too long, no right to look, no such home
-        raise _unreadable(Path(folder), getattr(error, "strerror", None) or str(error), where) from None
-    if not paths.keys() & set(names[:3]):
+        folder.stat()
+    except (OSError, RuntimeError, ValueError) as error:  # a name that is too long, no right to look, no such home
+        missing = isinstance(error, FileNotFoundError)
+        why = "there is no such folder" if missing else getattr(error, "strerror", None) or str(error)
+        raise _unreadable(Path(folder), why, where) from None
+    if not tokenizer_files(folder):
         raise _unreadable(folder, f"no {FAST} in it" if folder.is_dir() else "there is no such folder", where)
-    return paths
 
 
 def _unreadable(folder: Path, why: str, where: Source | None) -> Mistakes:
@@ -90,50 +140,3 @@ def _unreadable(folder: Path, why: str, where: Source | None) -> Mistakes:
         why=why,
         fix="a folder with tokenizer.json and tokenizer_config.json; `data.source: sample` needs none",
     )
-
-
-def check_vocab(tokenizer: TextTokenizer, model_vocab: int, *, where: Source | None = None) -> None:
-    """Raises if the model has fewer embedding rows than the tokenizer has ids.
-
-    Raises:
-        Mistakes: exit 3.
-    """
-    if tokenizer.vocab > model_vocab:
-        raise Mistakes.one(
-            f"the tokenizer {tokenizer.folder} has {tokenizer.vocab} tokens, but model.vocab is {model_vocab}",
-            exit=Exit.RECIPE,
-            where=where,
-            fix=f"set model.vocab to {tokenizer.vocab} or more, or use the model's own tokenizer",
-        )
-
-
-def _fast(data: bytes) -> tuple[int, Callable[[str], list[int]], Callable[[str], int | None]]:
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_str(data.decode())
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    vocab = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-    return vocab, lambda text: tokenizer.encode(text, add_special_tokens=False).ids, tokenizer.token_to_id
-
-
-def _by_transformers(folder: Path) -> tuple[int, Callable[[str], list[int]], Callable[[str], int | None]]:
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-    vocabulary = tokenizer.get_vocab()
-    return (
-        max(vocabulary.values()) + 1,
-        lambda text: list(tokenizer.encode(text, add_special_tokens=False)),
-        vocabulary.get,
-    )
-
-
-def _special_tokens(files: dict[str, bytes]) -> dict[str, str]:
-    special: dict[str, str] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        for key, value in json.loads(files.get(name, b"{}")).items():
-            content = value.get("content") if isinstance(value, dict) else value
-            if key in ("bos_token", "eos_token") and isinstance(content, str):
-                special[key] = content
-    return special

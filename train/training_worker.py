@@ -38,7 +38,7 @@ from tpshard.train.rundir import RunDir
 from tpshard.train.spmd import SpmdEngine
 from tpshard.train.step_batch import StepBatch
 from tpshard.train.stream import Loader, held_out_batch
-from tpshard.train.tokens import TextTokenizer, check_vocab, load_tokenizer
+from tpshard.train.tokens import TextTokenizer, load_tokenizer
 from tpshard.train.training_engine import InitialBlock, TrainingEngine
 from tpshard.train.wandb_sink import WandbSink
 
@@ -240,10 +240,11 @@ def _tokenizer(recipe: Recipe, corpus: Corpus, setting: Setting) -> TextTokenize
             "`data.tokenizer` names no tokenizer", exit=Exit.DATA, where=where,
             fix="a Hugging Face tokenizer folder; only the sample brings its own",
         )  # fmt: skip
-    tokenizer = load_tokenizer(folder, where=where)
-    described = setting.config or setting.architecture
-    if described is not None and described.vocab is not None:
-        check_vocab(tokenizer, described.vocab, where=where)
+    described, data = setting.config or setting.architecture, recipe.data
+    rows = None if described is None else described.vocab
+    tokenizer = load_tokenizer(folder, bos=data.bos, eos=data.eos, rows=rows, where=where)
+    for note in tokenizer.notes:
+        logging.getLogger(__name__).warning(note)
     return tokenizer
 
 

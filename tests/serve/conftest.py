@@ -19,6 +19,7 @@ from tokenizers import Tokenizer as Rust
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from tpshard.models import build
 from tpshard.models.config import ModelConfig
+from tpshard.models.folder_tokenizer import FolderTokenizer
 from tpshard.serve.app import Server, make_app
 from tpshard.serve.chat import ChatTemplate
 from tpshard.serve.http import bind, server_config
@@ -26,7 +27,6 @@ from tpshard.serve.metrics import Metrics
 from tpshard.serve.runner import ProgramRunner
 from tpshard.serve.service import Limits, Service
 from tpshard.serve.step import Runner
-from tpshard.serve.text import Tokenizer
 
 CONFIG = ModelConfig(
     family="llama", layers=2, width=64, heads=4, kv_heads=2, head_dim=16, mlp=96, vocab=300, max_seq=512, seq_len=128,
@@ -96,7 +96,7 @@ class Running:
 def serving(make: Callable[[], Runner], folder: Path, limits: Limits, key: str | None = None) -> Iterator[Running]:
     service = Service(make, limits, Metrics())
     service.start()
-    tokenizer = Tokenizer(folder)
+    tokenizer = FolderTokenizer(folder)
     assert tokenizer.chat_template is not None
     template = ChatTemplate(tokenizer.chat_template, tokenizer.special)
     sock = bind("127.0.0.1", 0)

@@ -10,18 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Rust
 from tokenizers import decoders, models, normalizers
+from tpshard.models.folder_tokenizer import FolderTokenizer
 from tpshard.serve.chat import ChatTemplate, TemplateError
-from tpshard.serve.text import Tokenizer, Writer
+from tpshard.serve.text import Writer
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tokenizer_folder: Path) -> Tokenizer:
-    return Tokenizer(tokenizer_folder)
+def tokenizer(tokenizer_folder: Path) -> FolderTokenizer:
+    return FolderTokenizer(tokenizer_folder)
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.text(alphabet="abc é日🦊\n", min_size=1, max_size=40), st.lists(st.text("abc é", min_size=1, max_size=4)))
-def test_what_is_given_out_is_the_text_up_to_the_first_stop(tokenizer: Tokenizer, text: str, stops: list[str]) -> None:
+def test_what_is_given_out_is_the_text_up_to_the_first_stop(
+    tokenizer: FolderTokenizer, text: str, stops: list[str]
+) -> None:
     tokens = tokenizer.encode(text, special=False)
     writer, out = Writer(tokenizer, stops), ""
     for i, token in enumerate(tokens):
@@ -40,7 +43,7 @@ def test_what_is_given_out_is_the_text_up_to_the_first_stop(tokenizer: Tokenizer
         assert len(out) in ends
 
 
-def sentencepiece(folder: Path) -> Tokenizer:
+def sentencepiece(folder: Path) -> FolderTokenizer:
     """A tokenizer as Llama 2's: spaces are `▁`, unknown characters bytes, and its decoder strips the first space."""
     words = ["<unk>", "</s>", "▁", "▁the", "▁cat", "s", "a", "▁a", *(f"<0x{b:02X}>" for b in range(256))]
     merges = [("▁", "a")]
@@ -52,7 +55,7 @@ def sentencepiece(folder: Path) -> Tokenizer:
     result.add_special_tokens(["</s>"])
     folder.mkdir()
     result.save(str(folder / "tokenizer.json"))
-    return Tokenizer(folder)
+    return FolderTokenizer(folder)
 
 
 def test_an_answer_goes_on_from_its_prompt_where_decoders_strip_spaces(tmp_path: Path) -> None:
@@ -66,7 +69,7 @@ def test_an_answer_goes_on_from_its_prompt_where_decoders_strip_spaces(tmp_path:
     assert b"".join(map(tokenizer.token_bytes, fox)).decode() == "🦊"
 
 
-def test_a_token_is_shown_with_its_bytes(tokenizer: Tokenizer) -> None:
+def test_a_token_is_shown_with_its_bytes(tokenizer: FolderTokenizer) -> None:
     text = "the fox: é日🦊 \n"
     tokens = tokenizer.encode(text, special=False)
     assert b"".join(map(tokenizer.token_bytes, tokens)).decode() == text
@@ -75,7 +78,7 @@ def test_a_token_is_shown_with_its_bytes(tokenizer: Tokenizer) -> None:
     assert tokenizer.token_text(1) == "<|end|>"
 
 
-def test_half_a_character_waits(tokenizer: Tokenizer) -> None:
+def test_half_a_character_waits(tokenizer: FolderTokenizer) -> None:
     tokens = tokenizer.encode("a🦊b", special=False)
     writer = Writer(tokenizer)
     parts = [writer.add(token) for token in tokens]
@@ -87,10 +90,10 @@ def test_half_a_character_waits(tokenizer: Tokenizer) -> None:
 
 def test_a_tokenizer_folder_is_data(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no tokenizer\.json"):
-        Tokenizer(tmp_path)
+        FolderTokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="cannot be read"):
-        Tokenizer(tmp_path)
+        FolderTokenizer(tmp_path)
 
 
 HELLO = [{"role": "user", "content": "hello"}]

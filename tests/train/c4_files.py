@@ -15,7 +15,7 @@ END = 256
 
 def bytes_tokenizer() -> TextTokenizer:
     """Ids are UTF-8 bytes, 256 ends a document."""
-    return TextTokenizer(Path("bytes"), 257, None, END, "bytes", lambda text: list(text.encode()))
+    return TextTokenizer(Path("bytes"), 257, (), (END,), END, "bytes", lambda text: list(text.encode()))
 
 
 def packed(rows: Iterable[object]) -> bytes:

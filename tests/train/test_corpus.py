@@ -15,7 +15,7 @@ from tpshard.train import corpus as text_module
 from tpshard.train import text_formats
 from tpshard.train.corpus import BadRows, Corpus, check, open_text, pieces, rows
 from tpshard.train.stream import Loader
-from tpshard.train.tokens import check_vocab, load_tokenizer
+from tpshard.train.tokens import load_tokenizer
 
 
 def all_rows(corpus: Corpus) -> list[text_formats.TextRow]:
@@ -185,16 +185,25 @@ def test_tokenizer_folders(tmp_path: Path) -> None:
 
     config.write_text(json.dumps({"eos_token": {"content": "</s>"}, "bos_token": "<s>"}))
     loaded = load_tokenizer(tmp_path)
-    assert loaded.document("a b a") == [9, 0, 1, 0, 3], "a folder's truncation must not cut documents"
+    assert loaded.document("a b a") == [0, 1, 0, 3], "a folder's truncation must not cut documents"
+    assert loaded.document("a", last=False) == [0]
     assert loaded.vocab == 10, "ids have holes; what counts is the largest"
-    check_vocab(loaded, 10)
+    assert load_tokenizer(tmp_path, rows=10).vocab == 10
     with pytest.raises(Mistakes) as caught:
-        check_vocab(loaded, 9)
+        load_tokenizer(tmp_path, rows=9)
     assert caught.value.exit == Exit.RECIPE
+    always = load_tokenizer(tmp_path, bos="always")
+    assert always.document("a") == [9, 0, 3] and always.document("a", first=False) == [0, 3]
+    assert load_tokenizer(tmp_path, eos="tokenizer").document("a") == [0]
+    assert load_tokenizer(tmp_path, bos="always", eos="never").document("a") == [9, 0]
+    assert always.fingerprint != loaded.fingerprint
+    assert loaded.others[always.fingerprint] == "data.bos: always, data.eos: always"
 
     config.unlink()
     assert load_tokenizer(tmp_path).document("b") == [1, 3], "a well-known name will do"
-    assert load_tokenizer(tmp_path).fingerprint != loaded.fingerprint, "documents begin otherwise"
+    with pytest.raises(Mistakes, match="names no bos_token") as caught:
+        load_tokenizer(tmp_path, bos="always")
+    assert caught.value.exit == Exit.DATA
     config.write_text(json.dumps({"eos_token": "<end>"}))
     with pytest.raises(Mistakes, match="no end-of-text token") as caught:
         load_tokenizer(tmp_path)

@@ -28,7 +28,7 @@ from tpshard.train.tokens import TextTokenizer
 from tpshard.train.training_engine import StepResult
 
 VOCAB, WIDTH = 256, 8
-BYTES = TextTokenizer(Path("bytes"), VOCAB, None, 0, "bytes", lambda text: list(text.encode()))
+BYTES = TextTokenizer(Path("bytes"), VOCAB, (), (0,), 0, "bytes", lambda text: list(text.encode()))
 RECIPE = """
 name: loop
 model: {preset: tiny, seq_len: 32}

@@ -72,7 +72,7 @@ def test_its_tokenizer_has_2048_tokens_and_loses_nothing(fresh_sample: sample.Sa
     from tokenizers import Tokenizer
 
     tokenizer = load_tokenizer(fresh_sample.tokenizer)
-    assert (tokenizer.vocab, tokenizer.begin, tokenizer.end) == (2048, 0, 1)
+    assert (tokenizer.vocab, tokenizer.begin, tokenizer.end) == (2048, (0,), 1)
     text = "def f(x):\n\treturn 'naïve — 数学 \x00 🙂'\n"
     raw = Tokenizer.from_file(str(fresh_sample.tokenizer / "tokenizer.json"))
     assert raw.decode(tokenizer.encode(text)) == text
