@@ -6,9 +6,7 @@ command is imported only when called, and imports heavy packages inside its func
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import io
 import os
 import sys
 import traceback
@@ -18,6 +16,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 import typer.main
+from tpshard.cli import streams
 from tpshard.cli.machine_errors import of_machine
 from tpshard.recipes.diagnostic import Exit, Mistakes, as_text
 
@@ -34,6 +33,8 @@ COMMANDS = {
     "launch": "Start workers on several hosts.",
 }
 """The commands, with the line that `--help` shows for each."""
+WORKERS = {"train", "launch", "serve", "quantize", "convert"}
+"""The commands whose result is not what they print: their exit code tells of it, though stdout cannot be written."""
 
 
 class _AsGiven:
@@ -142,15 +143,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from tpshard.parallelism.runtime.workers import follow
 
         follow()
-    _prepare_streams()
-    try:
-        code = run(sys.argv[1:] if arguments is None else arguments)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        code = _hang_up(Exit.DONE)
-    except OSError as error:
-        _say(f"error: stdout cannot be written: {error.strerror}")
-        code = _hang_up(Exit.MACHINE)
+    streams.prepare()
+    line = sys.argv[1:] if arguments is None else list(arguments)
+    code = run(line)
+    if (failure := streams.failure(sys.stdout)) is not None:
+        _say(f"error: stdout cannot be written: {failure.strerror}")
+        if code == Exit.DONE and not WORKERS.intersection(line[:1]):
+            code = Exit.MACHINE
+    streams.failure(sys.stderr)
     sys.exit(code)
 
 
@@ -172,8 +172,6 @@ def run(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         _say("interrupted")
         return Exit.INTERRUPTED
-    except BrokenPipeError:
-        raise
     except Exception as error:
         if (diagnostic := of_machine(error)) is not None:
             report(Mistakes([diagnostic]))
@@ -222,8 +220,7 @@ def columns(stream: Any) -> int:
 
 
 def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # stderr is closed
-        print(text, file=sys.stderr, flush=True)
+    print(text, file=sys.stderr, flush=True)
 
 
 def _bug(arguments: Sequence[str]) -> None:
@@ -242,23 +239,6 @@ def _public(argument: str) -> str:
 
     key, equals, _ = argument.partition("=")
     return f"{key}={MASK}" if equals and looks_secret(key.rpartition(".")[2]) else argument
-
-
-def _prepare_streams() -> None:
-    """Makes output robust: closed streams are ignored, and characters that the locale lacks are escaped."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-        elif isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-
-
-def _hang_up(code: int) -> int:
-    """Handles a closed stdout (as after `| head`), so that the interpreter does not flush it again."""
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return code
 
 
 if __name__ == "__main__":

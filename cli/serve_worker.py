@@ -45,10 +45,12 @@ def main() -> None:
     from tpshard.parallelism.runtime.workers import follow
 
     follow()
+    from tpshard.cli import streams
     from tpshard.parallelism.runtime.place import find
     from tpshard.parallelism.runtime.worker import run_worker
     from tpshard.serve.server_worker import describe, work
 
+    streams.prepare()
     place = find(os.environ)
     if place is None:
         sys.exit("this is a worker of `tpshard serve`, which starts it")

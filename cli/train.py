@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 PlanFile = Annotated[
     str | None, typer.Option("--plan", metavar="FILE", help="Run the programs of this saved plan (plan.json).")
 ]
+OVERRIDES = "TPSHARD_OVERRIDES"
+"""The environment variable with the overrides of a run's workers: every user can read an argument list, and an override
+may hold a secret."""
 
 
 def train(recipe: RecipeArgument, overrides: Overrides = None, plan: PlanFile = None, device: Device = None) -> int:
@@ -33,8 +37,8 @@ def train(recipe: RecipeArgument, overrides: Overrides = None, plan: PlanFile = 
     """
     from tpshard.parallelism.runtime import place as places
 
-    changes = on_device(overrides, device)
     place = places.find(os.environ)
+    changes = on_device(overrides, device) if OVERRIDES not in os.environ else json.loads(os.environ.pop(OVERRIDES))
     return _start(recipe, changes, plan) if place is None else _work(recipe, changes, place, plan)
 
 
@@ -58,8 +62,9 @@ def _start(recipe: str, overrides: Sequence[str], plan: str | None) -> int:
     local_workers = world // nodes.count
     print(f"starting {plural(local_workers, 'worker')} on this host", file=sys.stderr, flush=True)
     chosen = [] if plan is None else ["--plan", plan]
-    command = [sys.executable, "-m", "tpshard.cli.main", "train", recipe, *overrides, *chosen]
-    return launch(command, world=world, nodes=nodes, restarts=loaded.launch.restarts)
+    command = [sys.executable, "-m", "tpshard.cli.main", "train", recipe, *chosen]
+    env = {OVERRIDES: json.dumps(overrides)}
+    return launch(command, world=world, nodes=nodes, restarts=loaded.launch.restarts, env=env)
 
 
 def _work(recipe: str, overrides: Sequence[str], place: WorkerPlace, plan_file: str | None) -> NoReturn:

@@ -40,8 +40,12 @@ class Nodes:
         return {NODES: str(self.count), NODE_RANK: str(self.rank), MEET: self.meet}
 
 
-def launch(argv: Sequence[str], *, world: int, nodes: Nodes, restarts: int = 0) -> int:
+def launch(
+    argv: Sequence[str], *, world: int, nodes: Nodes, restarts: int = 0, env: Mapping[str, str] | None = None
+) -> int:
     """Runs `argv` in `world` workers (this host's share of them) and returns the run's exit code.
+
+    env: further environment variables of the workers.
 
     When a worker fails, the others are ended, and the first error is printed last. When one crashes, all are restarted,
     up to `restarts` times; a run on several hosts ends instead, since their launchers do not communicate. Raises
@@ -51,14 +55,17 @@ def launch(argv: Sequence[str], *, world: int, nodes: Nodes, restarts: int = 0) 
         raise ValueError(f"{world} workers do not divide over {nodes.count} hosts")
     local = world // nodes.count
     allowed = Restarts(restarts if nodes.count == 1 else 0)
-    return Launcher(argv, lambda: Workers(world, local, nodes.rank * local), nodes, allowed).run()
+    return Launcher(argv, lambda: Workers(world, local, nodes.rank * local), nodes, allowed, env or {}).run()
 
 
 class Launcher:
     """Starts and supervises the workers of a run; see `launch`."""
 
-    def __init__(self, argv: Sequence[str], make: Callable[[], Workers], nodes: Nodes, restarts: Restarts):
-        self.argv, self.nodes, self.restarts = argv, nodes, restarts
+    def __init__(
+        self, argv: Sequence[str], make: Callable[[], Workers], nodes: Nodes, restarts: Restarts,
+        env: Mapping[str, str],
+    ):  # fmt: skip
+        self.argv, self.nodes, self.restarts, self.env = argv, nodes, restarts, env
         self._make, self.workers = make, make()
         self._signals: list[int] = []
         self._interrupts = 0
@@ -82,7 +89,7 @@ class Launcher:
         """
         rendezvous = f"tcp:{self.nodes.meet}" if self.nodes.count > 1 else None
         try:
-            self.workers.start(self.argv, rendezvous, env={RESTARTS: str(self.restarts.done)})
+            self.workers.start(self.argv, rendezvous, env={**self.env, RESTARTS: str(self.restarts.done)})
             while self.workers.living and not self.workers.reports_complete:
                 self.workers.listen(0.1)
                 if not self._pass_on_signals():

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,26 @@ def test_a_disk_that_refuses_the_comparison_ends_no_training(monkeypatch: pytest
 
     monkeypatch.setattr(compare, "record", refuse)
     assert "No space left on device" in train._comparison(tmp_path)
+
+
+@pytest.mark.parametrize("reader", ["| true", "> /dev/full"])
+def test_a_run_that_nobody_reads_is_done_and_shows_no_secret(reader: str, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    command = [sys.executable, "-m", "tpshard.cli.main", "train", "recipe.yaml", "mesh.fsdp=1", "train.steps=2"]
+    shell = ["bash", "-c", f'set -o pipefail; "$@" 2>&1 {reader}', "bash", *command, "serve.api_key=hunter2"]
+    process = subprocess.Popen(shell, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    workers: set[str] = set()
+    while process.poll() is None:
+        for child in psutil.Process(process.pid).children(recursive=True):
+            try:
+                if "TPSHARD_RENDEZVOUS" in child.environ():
+                    workers.add(" ".join(child.cmdline()))
+            except psutil.Error:
+                pass
+        time.sleep(0.01)
+    assert process.returncode == 0
+    assert [row["step"] for row in rows(tmp_path, "small") if "loss" in row] == [1, 2]
+    assert workers and not any("hunter2" in worker for worker in workers)
 
 
 def test_a_run_that_is_there_is_not_touched_when_asked_so(tmp_path: Path) -> None:

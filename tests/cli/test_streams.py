@@ -1,0 +1,66 @@
+"""Standard streams that cannot be written change nothing that a command does."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+from patience import PATIENCE
+from tpshard.cli.streams import TolerantWriter
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    ends = os.pipe()
+    yield ends
+    for end in ends:
+        with contextlib.suppress(OSError):
+            os.close(end)
+
+
+def test_a_reader_that_has_gone_is_noted_once(pipe: tuple[int, int]) -> None:
+    os.close(pipe[0])
+    writer = TolerantWriter(pipe[1])
+    assert writer.write(b"one") == 3 and writer.write(b"more") == 4
+    assert isinstance(writer.failure, BrokenPipeError)
+
+
+def test_a_full_disk_is_noted() -> None:
+    with open("/dev/full", "wb", buffering=0) as full:
+        writer = TolerantWriter(full.fileno())
+        assert writer.write(b"x") == 1 and writer.failure is not None and writer.failure.errno == errno.ENOSPC
+
+
+def test_a_pipe_that_does_not_block_loses_nothing(pipe: tuple[int, int]) -> None:
+    os.set_blocking(pipe[1], False)
+    data, writer, read = b"x" * (1 << 20), TolerantWriter(pipe[1]), bytearray()
+    assert fcntl.fcntl(pipe[1], fcntl.F_GETPIPE_SZ) < len(data)
+
+    def reader() -> None:
+        while len(read) < len(data):
+            read.extend(os.read(pipe[0], 1 << 16))
+
+    thread = threading.Thread(target=reader)
+    thread.start()
+    rest = memoryview(data)
+    while rest:
+        rest = rest[writer.write(rest) :]
+    thread.join(PATIENCE)
+    assert bytes(read) == data and writer.failure is None
+
+
+def test_no_file_gets_the_number_of_a_closed_stream() -> None:
+    code = (
+        "import os; from tpshard.cli import streams; streams.prepare(); print('lost'); "
+        "os._exit(0 if os.open('/dev/null', 0) > 2 else 1)"
+    )
+    for closed in ("<&-", ">&-", "2>&-", "<&- >&- 2>&-"):
+        done = subprocess.run(["bash", "-c", f'"$0" -c "$1" {closed}', sys.executable, code], timeout=PATIENCE)
+        assert done.returncode == 0, closed
