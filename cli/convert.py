@@ -71,11 +71,12 @@ def _write(model: SourceModel, out: Path, dtype: str | None, tokenizer: Path | N
     try:
         architecture = model.blueprint.architecture
         if architecture is not None:
-            write_folder(architecture, model.read, out, dtype=number, tokenizer=tokenizer, overwrite=overwrite)
+            write_folder(
+                architecture, model.read, out, dtype=number, tokenizer=tokenizer, base=model.base, overwrite=overwrite
+            )
         else:
-            ids = model.token_ids
             write_hf(
-                model.config, model.read, out, dtype=number, tokenizer=tokenizer, token_ids=ids, overwrite=overwrite
+                model.config, model.read, out, dtype=number, tokenizer=tokenizer, base=model.base, overwrite=overwrite
             )
     except ValueError as error:
         raise Mistakes.one(

@@ -76,7 +76,7 @@ def quantize(
             dtype=torch.bfloat16 if gpu and model.dtype != torch.float32 else torch.float32,
             step=_progress,
         )
-        report = write(quantizer, out, tokenizer=model.tokenizer, token_ids=model.token_ids, overwrite=overwrite)
+        report = write(quantizer, out, tokenizer=model.tokenizer, base=model.base, overwrite=overwrite)
     if as_json:
         print(json.dumps(asdict(report)))
     else:

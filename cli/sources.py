@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tpshard.recipes.diagnostic import Exit, Mistakes
 
@@ -32,8 +32,8 @@ class SourceModel:
     dtype: torch.dtype
     """The dtype of the stored values."""
     tokenizer: Path | None = None
-    token_ids: Mapping[str, Any] = field(default_factory=dict)
-    """`bos_token_id` and similar keys, where the source has them."""
+    base: Path | None = None
+    """The Hugging Face folder whose settings and other small files go along with the model."""
     quantized: bool = False
     """Whether it is a GPTQ folder, whose blocks are dequantized when read."""
 
@@ -119,12 +119,12 @@ def _from_folder(folder: Path) -> SourceModel:
             if architecture is None or weights is None:
                 raise ValueError(f"{folder} holds no weights")
             quantized = weights.quantized
-            return SourceModel(name, blueprint, weights.block, architecture.dtype, tokenizer, quantized=quantized)
+            return SourceModel(name, blueprint, weights.block, architecture.dtype, tokenizer, folder, quantized)
         opened = HFFolder(folder)
     except (ValueError, OSError) as error:
         raise _unreadable(folder, error) from error
     blueprint, dtype = Blueprint(opened.config), DTYPES[opened.config.dtype]
-    return SourceModel(name, blueprint, opened.block, dtype, tokenizer, opened.token_ids, opened.quantized)
+    return SourceModel(name, blueprint, opened.block, dtype, tokenizer, folder, opened.quantized)
 
 
 def _from_checkpoint(folder: Path, recipe: Recipe | None, modules: bool) -> SourceModel:

@@ -237,15 +237,19 @@ def write_folder(
     *,
     dtype: torch.dtype,
     tokenizer: str | os.PathLike[str] | None = None,
+    base: Path | None = None,
     overwrite: bool = False,
     shard_bytes: int = 5_000_000_000,
 ) -> None:
     """Writes a folder that transformers loads, one shard of `shard_bytes` at a time.
 
-    read: returns a parameter by name. FileExistsError if the folder is not empty.
+    read: returns a parameter by name. base: the folder that the model came from, whose other small files go along.
+    FileExistsError if the folder is not empty.
     """
     shapes = architecture.shapes
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     values = dict(architecture.raw) | {"dtype": dtype_name(dtype)}
     values.pop("torch_dtype", None)
-    hf.write_model(folder, sizes, lambda name: read(name).to("cpu", dtype), values, tokenizer, overwrite, shard_bytes)
+    hf.write_model(
+        folder, sizes, lambda name: read(name).to("cpu", dtype), values, tokenizer, overwrite, shard_bytes, base
+    )

@@ -142,7 +142,7 @@ class FolderTokenizer:
         except Exception as error:  # the library raises plain Exception
             raise ValueError(f"{self.folder / FAST} cannot be read: {error}") from error
         _add(rust, self.folder, self.config)
-        return rust, _special_tokens(self.folder, self.config)
+        return rust, special_tokens(self.folder, self.config)
 
     def _around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         encoded: Encoding = self._rust.encode("a", add_special_tokens=True)
@@ -211,9 +211,11 @@ def _ids(value: Any, where: Path) -> set[int]:
     return {id for id in ids if id >= 0}  # some folders write -1 for none
 
 
-def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens by key. As in transformers, special_tokens_map.json counts first, unless the newer
-    `added_tokens_decoder` is in tokenizer_config.json."""
+def special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """The special tokens that a folder with this tokenizer_config.json names, by key.
+
+    As in transformers, special_tokens_map.json counts first, unless the config has the newer `added_tokens_decoder`.
+    """
     name = "special_tokens_map.json"
     older = read_json(folder, name) if (folder / name).exists() else {}
     sources = [config, older] if "added_tokens_decoder" in config else [older, config]

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -20,6 +19,8 @@ from tpshard.models import hf_config, hf_files, hf_headers, hf_json
 from tpshard.models.aside import write_aside
 from tpshard.models.assemble import build
 from tpshard.models.config import ModelConfig
+from tpshard.models.folder_files import copy_small_files
+from tpshard.models.folder_tokenizer import special_tokens
 from tpshard.models.hf_names import fuse, hf_modules, hf_tensors
 from tpshard.models.hf_quantized import DequantizedTensors
 from tpshard.models.init import fill
@@ -70,11 +71,6 @@ class HFFolder:
         """The whole parameter `name`."""
         shape = self.shapes[name]
         return self.block(name, (0,) * len(shape), shape, dtype)
-
-    @property
-    def token_ids(self) -> dict[str, Any]:
-        """`bos_token_id` and similar keys, as config.json has them."""
-        return {key: value for key, value in self.raw.items() if key.endswith("_token_id")}
 
     def _check(self) -> None:
         expected = hf_tensors(self.config, self.shapes)
@@ -147,16 +143,20 @@ def write_hf(
     *,
     dtype: torch.dtype,
     tokenizer: str | os.PathLike[str] | None = None,
-    token_ids: Mapping[str, Any] | None = None,
+    base: Path | None = None,
     overwrite: bool = False,
     shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """`to_hf` with a function that returns a parameter by name; holds one shard of `shard_bytes` at a time."""
+    """`to_hf` with a function that returns a parameter by name; holds one shard of `shard_bytes` at a time.
+
+    base: the folder that the model came from. What its config.json says beyond the computation, and its other small
+    files, are written too.
+    """
     names = {value: key for key, value in DTYPES.items()}
     if dtype not in names:
         raise ValueError(f"{dtype} is not a dtype of such folders; {', '.join(map(str, names))} are")
-    ids = _token_ids(Path(tokenizer)) if tokenizer is not None else {}
-    values = hf_config.write_config(replace(config, dtype=names[dtype]), names[dtype], ids | dict(token_ids or {}))
+    others = other_settings(tokenizer, base)
+    values = hf_config.write_config(replace(config, dtype=names[dtype]), names[dtype], others)
     tensors = hf_tensors(config, config.shapes)
     sizes = {
         tensor: sum(math.prod(config.shapes[p]) // max(1, home.stack) for p, home in parts) * dtype.itemsize
@@ -167,15 +167,23 @@ def write_hf(
     def tensor_of(tensor: str) -> Tensor:
         return fuse([(stored(parameter), home) for parameter, home in tensors[tensor]])
 
-    write_model(folder, sizes, tensor_of, values, tokenizer, overwrite, shard_bytes)
+    write_model(folder, sizes, tensor_of, values, tokenizer, overwrite, shard_bytes, base)
+
+
+def other_settings(tokenizer: str | os.PathLike[str] | None, base: Path | None) -> dict[str, Any]:
+    """The ids of a tokenizer's special tokens, and the config.json of the folder that a model came from."""
+    ids = _token_ids(Path(tokenizer)) if tokenizer is not None else {}
+    raw = hf_config.read_raw(base) if base is not None and (base / "config.json").exists() else {}
+    return ids | {key: value for key, value in raw.items() if value is not None or key not in ids}
 
 
 def write_model(
     folder: str | os.PathLike[str], sizes: Mapping[str, int], tensor_of: Callable[[str], Tensor],
     config: Mapping[str, Any], tokenizer: str | os.PathLike[str] | None, overwrite: bool, shard_bytes: int,
+    base: Path | None = None,
 ) -> None:  # fmt: skip
     """Writes tensors (name -> bytes) as safetensors files of at most `shard_bytes`, with an index if several, and
-    beside them config.json and the files of a tokenizer, if any."""
+    beside them config.json, and the files of a tokenizer and of the folder that the model came from, if any."""
     shards = _shards(sizes, shard_bytes)
     with write_aside(folder, overwrite=overwrite) as aside:
         for file, members in shards.items():
@@ -186,20 +194,7 @@ def write_model(
                 aside / hf_headers.INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
             )
         _write_json(aside / "config.json", config)
-        if tokenizer is not None:
-            copy_tokenizer(Path(tokenizer), aside)
-
-
-def copy_tokenizer(source: Path, target: Path) -> list[str]:
-    """Copies a tokenizer's files and returns their names. ValueError for a tokenizer that needs code."""
-    copied = []
-    for name in hf_json.TOKENIZER:
-        if os.path.lexists(source / name):
-            if name == "tokenizer_config.json":
-                hf_json.refuse_code(hf_json.read_json(source, name), source / name)
-            shutil.copyfile(hf_json.file_inside(source, name), target / name)
-            copied.append(name)
-    return copied
+        copy_small_files(aside, Path(tokenizer) if tokenizer is not None else None, base)
 
 
 def _shards(sizes: Mapping[str, int], largest: int) -> dict[str, list[str]]:
@@ -218,7 +213,7 @@ def _shards(sizes: Mapping[str, int], largest: int) -> dict[str, list[str]]:
 
 def _token_ids(tokenizer: Path) -> dict[str, int]:
     """The ids of the special tokens named in a tokenizer's files."""
-    if not ((tokenizer / "tokenizer.json").exists() and (tokenizer / "tokenizer_config.json").exists()):
+    if not (tokenizer / "tokenizer.json").exists():
         return {}
     vocabulary = hf_json.read_json(tokenizer, "tokenizer.json")
     ids = {
@@ -226,14 +221,11 @@ def _token_ids(tokenizer: Path) -> dict[str, int]:
         for entry in vocabulary.get("added_tokens") or []
         if isinstance(entry, dict) and isinstance(entry.get("id"), int) and isinstance(entry.get("content"), str)
     }
-    settings = hf_json.read_json(tokenizer, "tokenizer_config.json")
-    special_ids = {}
-    for kind in ("bos", "eos", "pad"):
-        token = settings.get(f"{kind}_token")
-        text = token.get("content") if isinstance(token, dict) else token
-        if isinstance(text, str) and text in ids:
-            special_ids[f"{kind}_token_id"] = ids[text]
-    return special_ids
+    name = "tokenizer_config.json"
+    special = special_tokens(tokenizer, hf_json.read_json(tokenizer, name) if (tokenizer / name).exists() else {})
+    return {
+        f"{key}_id": ids[special[key]] for key in ("bos_token", "eos_token", "pad_token") if special.get(key) in ids
+    }
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -160,24 +160,14 @@ def _scaling(key: str, values: Mapping[str, Any], max_seq: int) -> RopeScaling |
     return RopeScaling(factor, low, high, original)
 
 
-def write_config(c: ModelConfig, dtype: str, tokens: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def write_config(c: ModelConfig, dtype: str, others: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """A config.json that both generations of transformers read. dtype: that of the tensors, fp32, bf16 or fp16.
 
-    tokens: `bos_token_id`, `eos_token_id` and similar keys; missing ones are null. ValueError if no architecture of
-    transformers can represent the model.
+    others: further entries, such as the ids of special tokens, or the config.json of the folder that the model came
+    from; what describes the computation is replaced. ValueError if no architecture of transformers can represent the
+    model.
     """
     theirs = {ours: name for name, ours in _DTYPES.items()}[dtype]
-    shared: dict[str, Any] = {
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-        **(tokens or {}),
-        "dtype": theirs,
-        "torch_dtype": theirs,
-        "initializer_range": 0.02,
-        "use_cache": True,
-        "vocab_size": c.vocab,
-    }
     hf = c.family_entry.hf
     hf.check(c)
     own = {key.theirs: getattr(c, key.ours) if key.write is None else key.write(c) for key in hf.keys}
@@ -185,7 +175,24 @@ def write_config(c: ModelConfig, dtype: str, tokens: Mapping[str, Any] | None = 
     kind = {"architectures": [hf.architecture], "model_type": hf.model_type}
     rope = _rope_to_json(c) if c.family_entry.positions == "rotary" else {}
     windows = _windows_to_json(c, hf.windows) if hf.windows is not None else {}
-    return {**shared, **kind, **own, **fixed, **hf.written, **rope, **windows}
+    described = {
+        "vocab_size": c.vocab,
+        "dtype": theirs,
+        "torch_dtype": theirs,
+        **kind,
+        **own,
+        **fixed,
+        **rope,
+        **windows,
+    }
+    stale = {"quantization_config", "auto_map", "rope_theta", "rope_scaling", "rope_parameters"}
+    stale |= {key.alias for key in hf.keys}
+    return {
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+        **{"initializer_range": 0.02, "use_cache": True, **hf.written},
+        **{key: value for key, value in (others or {}).items() if key not in stale},
+        **described,
+    }
 
 
 def _windows_to_json(c: ModelConfig, described: Windows) -> dict[str, Any]:

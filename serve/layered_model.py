@@ -83,8 +83,8 @@ class LayeredModel(ABC):
         """The tensors of the folder that hold these parameters."""
 
     @abstractmethod
-    def config_json(self, token_ids: Mapping[str, Any] | None) -> dict[str, Any]:
-        """The config.json of a folder in fp16, without its quantization."""
+    def config_json(self, others: Mapping[str, Any]) -> dict[str, Any]:
+        """The config.json of a folder in fp16, without its quantization. others: see `write_config`."""
 
     def weight_of(self, linear: nn.Module) -> Tensor:
         """The weight [outputs, inputs] of a linear of the model."""
@@ -158,8 +158,8 @@ class FamilyLayers(LayeredModel):
         for tensor, parts in hf_tensors(self.config, names).items():
             yield tensor, fuse([(read(parameter), home) for parameter, home in parts])
 
-    def config_json(self, token_ids: Mapping[str, Any] | None) -> dict[str, Any]:
-        return write_config(replace(self.config, dtype="fp16"), "fp16", token_ids)
+    def config_json(self, others: Mapping[str, Any]) -> dict[str, Any]:
+        return write_config(replace(self.config, dtype="fp16"), "fp16", others)
 
 
 _EXPERTS = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
@@ -245,9 +245,9 @@ class TransformersLayers(LayeredModel):
         for name in names:
             yield name, read(name)
 
-    def config_json(self, token_ids: Mapping[str, Any] | None) -> dict[str, Any]:
+    def config_json(self, others: Mapping[str, Any]) -> dict[str, Any]:
         raw = {key: value for key, value in self.architecture.raw.items() if key != "torch_dtype"}
-        return {**raw, **(token_ids or {}), "dtype": "float16"}
+        return {**raw, "dtype": "float16"}
 
 
 def _fits(outputs: int, inputs: int) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +38,8 @@ from tpshard.kernels.quantized import Quantized
 from tpshard.models.architecture import Architecture
 from tpshard.models.aside import write_aside
 from tpshard.models.config import ModelConfig
-from tpshard.models.hf import copy_tokenizer
+from tpshard.models.folder_files import copy_small_files
+from tpshard.models.hf import other_settings
 from tpshard.models.loss import cross_entropy_sum
 from tpshard.serve.layer_calls import (
     CallCatcher,
@@ -354,10 +355,10 @@ def write(
     out: str | Path,
     *,
     tokenizer: Path | None = None,
-    token_ids: Mapping[str, Any] | None = None,
+    base: Path | None = None,
     overwrite: bool = False,
 ) -> Quantizing:
-    """Quantizes the model and writes the folder, complete or not at all.
+    """Quantizes the model and writes the folder, complete or not at all. base: see `write_hf`.
 
     FileExistsError if `out` is not empty, OSError if it cannot be written, ValueError as for `Quantizer`.
     """
@@ -371,9 +372,8 @@ def write(
         damp_percent=settings.damp,
         dynamic={f"-:{_pattern(module)}$": {} for module in quantizer.dense_modules},
     )
-    model = quantizer.layered.config_json(token_ids)
+    model = quantizer.layered.config_json(other_settings(tokenizer, base))
     with write_aside(out, overwrite=overwrite) as folder:
         write_into(folder, model, quantizer.run(), quantizer.dense(), gptq)
-        if tokenizer is not None:
-            copy_tokenizer(tokenizer, folder)
+        copy_small_files(folder, tokenizer, base)
     return quantizer.report

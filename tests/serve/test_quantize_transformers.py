@@ -140,7 +140,7 @@ def test_a_selection_of_keys_that_layers_share_is_named() -> None:
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from tpshard.models.hf import copy_tokenizer
+    from tpshard.models.folder_files import copy_tokenizer
     from tpshard.train.sample import ensure_sample
 
     widen("qwen2_moe", monkeypatch, vocab_size=2048)
