@@ -69,6 +69,8 @@ def gradient_squares(grads: Sequence[Tensor], count: Tensor, treated: Sequence[T
     share = _share(count)
     learned = [grad for grad, how in zip(grads, treated, strict=True) if not how.balance]
     squares = [square_sum(grad, share) for grad in learned]
+    if not squares:
+        return count.new_zeros((), dtype=torch.float32)
     total = squares[0]
     for square in squares[1:]:
         total = total + square

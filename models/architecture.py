@@ -292,7 +292,7 @@ def _hold_buffers(model: nn.Module) -> None:
                 f"{list(buffer.shape)}; only vectors of numbers are"
             )
         delattr(module, name)
-        module.register_parameter(name, nn.Parameter(torch.empty_like(buffer, device="meta")))
+        module.register_parameter(name, nn.Parameter(torch.empty_like(buffer, device="meta"), requires_grad=False))
         held.append((module, name))
 
     def detach(*_: Any) -> None:

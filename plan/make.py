@@ -25,7 +25,9 @@ def training_parts(programs: training.TrainingPrograms, compiled: Compiled | Non
     """The parts of a training step in execution order: the micro-batches, then the update."""
     recipe, times = programs.setting.recipe, programs.setting.batch.micro_batches
     chosen = compiled or compiled_by(recipe)
-    rest = {kind: bytes_of(programs.update.inputs, kind) for kind in ("parameter", "gradient", "optimizer")}
+    rest = {kind: bytes_of(programs.update.inputs, kind) for kind in ("gradient", "optimizer")}
+    rest["parameter"] = bytes_of(programs.stored, "parameter")
+    frozen = rest["parameter"] - bytes_of(programs.update.inputs, "parameter")
     moments = {"optimizer": rest["optimizer"]}
     stored = {"parameters": rest["parameter"]} if programs.gather is not None else {}
     parts = [StepPart("micro-batch", programs.micro, times, moments | stored, chosen)]
@@ -35,7 +37,7 @@ def training_parts(programs: training.TrainingPrograms, compiled: Compiled | Non
     if programs.reduce is not None:
         sums = replace(programs.reduce, inputs=tuple(replace(p, kind="gradient") for p in programs.reduce.inputs))
         parts.append(StepPart("reduce", sums, 1, moments | {"parameters": rest["parameter"]}, chosen))
-    return [*parts, StepPart("update", programs.update, 1, {}, chosen)]
+    return [*parts, StepPart("update", programs.update, 1, {"parameters": frozen}, chosen)]
 
 
 def price_training(programs: training.TrainingPrograms, compiled: Compiled | None = None) -> Pricing:
@@ -64,7 +66,7 @@ def report(
 def forecast_of(report: Report, recipe: Recipe, conditions: Conditions) -> Forecast:
     """The forecast of a whole run whose training step is planned."""
     setting = Setting.of(recipe, devices_of(recipe))
-    sizes = {name: p.numel() for name, p in setting.model.named_parameters()}
+    sizes = {name: p.numel() for name, p in setting.model.named_parameters() if name in setting.trained}
     saved = report.job.params * setting.master_dtype.itemsize + setting.moment_bytes(sizes)
     return forecast(
         report.pricing.step_s, report.job.tokens, recipe.train.steps, report.devices, report.job.nodes, saved,

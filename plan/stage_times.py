@@ -18,6 +18,7 @@ from tpshard.parallelism.program import Program
 from tpshard.plan.pricing import PricedPart, StepPart, bytes_of, memory_of, price_part
 from tpshard.plan.units import round_figure, round_figures
 from tpshard.programs.staged import StagedPrograms
+from tpshard.programs.step_programs import stored_ports
 
 NAMES = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
 BETWEEN_STAGES = ("send", "recv")
@@ -213,7 +214,9 @@ def _device(
 ) -> tuple[list[PricedPart], PricedPart]:  # fmt: skip
     """The programs that one device runs in a step, and the one in which its memory peaks."""
     table, programs = pipeline.table, pipeline.devices[place]
-    rest = {HELD[kind]: bytes_of(programs.update.inputs, kind) for kind in ("parameter", "gradient", "optimizer")}
+    rest = {HELD[kind]: bytes_of(programs.update.inputs, kind) for kind in ("gradient", "optimizer")}
+    stored = stored_ports(pipeline.setting, pipeline.storage, programs.names)
+    rest["parameters"] = bytes_of(stored, "parameter")
     if programs.gather is not None:
         rest["parameters"] += bytes_of(programs.gather.outputs, "parameter")
     parts, tallest = [], None

@@ -72,7 +72,7 @@ def _key(setting: Setting, base: Program | None) -> str:
     if base is None:
         return key
     names = [f"{name}.{form}" for form in ("used", "grad") for name, _ in setting.model.named_parameters()]
-    layouts = [base.records[name].layout for name in names]
+    layouts = [base.records[name].layout for name in names if name in base.records]
     return repr((key, setting.gathers_once, setting.reduces_once, layouts))
 
 

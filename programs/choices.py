@@ -146,8 +146,9 @@ class Chooser:
         return kernels(program, compiled=self.compiled)
 
     def peak(self, program: Program) -> int:
-        """Peak bytes of the step, including the optimizer's moments of every parameter."""
-        elements = {port.name: math.prod(port.local) for port in program.inputs if port.kind == "parameter"}
+        """Peak bytes of the step, including the optimizer's moments of every trained parameter."""
+        params = [port for port in program.inputs if port.kind == "parameter" and port.name in self.setting.trained]
+        elements = {port.name: math.prod(port.local) for port in params}
         moments = self.setting.moment_bytes(elements)
         memory = liveness(
             program, self.kernels(program), always={"optimizer": moments}, exchanges=self.device.exchanges

@@ -18,7 +18,7 @@ from tpshard.parallelism.simulate import simulate
 from tpshard.programs.lockstep import Lockstep, StepValues
 from tpshard.programs.setting import Setting
 from tpshard.programs.staged_lockstep import StagedLockstep
-from tpshard.programs.step_programs import micro_program, seeds, update_program
+from tpshard.programs.step_programs import micro_program, seeds, trained_by, update_program
 from tpshard.programs.training import TrainingPrograms, build
 from tpshard.recipes.diagnostic import Exit, Mistakes
 
@@ -179,17 +179,18 @@ def first_difference(one: Setting, other: Setting) -> FirstDifference | None:
 def _watched_values(setting: Setting, program: Program, vocab: int | None) -> tuple[dict[str, Tensor], float]:
     """Every watched value of the first step's batch, whole, by name; and the norm of all gradients."""
     storage = {port.name: port.layout for port in program.inputs if port.kind == "parameter"}
-    lockstep = Lockstep(TrainingPrograms(setting, program, update_program(setting, storage), storage), vocab)
-    count = len(lockstep.names)
+    trained = trained_by(program)
+    update = update_program(setting, storage, trained)
+    lockstep = Lockstep(TrainingPrograms(setting, program, update, storage), vocab)
     batch = lockstep.batches()[0]
-    params = lockstep.join(lockstep.ports[:count], lockstep.params)
-    sums = [torch.zeros(p.shape, dtype=torch.float64) for p in program.inputs[count : 2 * count]]
+    params = lockstep.weights()
+    sums = [torch.zeros(p.shape, dtype=torch.float64) for p in program.inputs if p.kind == "gradient"]
     with float64():
         arguments = [*(lockstep.stack(name, params) for name in lockstep.names), *sums, *batch]
         results = simulate(program, arguments, next(iter(seeds(setting, program, 1, 0)), None))
     names = [port.name.removeprefix("watched ") for port in program.outputs]
     watched = {n: r for n, r, port in zip(names, results, program.outputs) if port.name.startswith("watched ")}
-    return watched, _norm(results[2 : 2 + count])
+    return watched, _norm(results[2 : 2 + len(trained)])
 
 
 def _producer_of(program: Program, name: str) -> tuple[str, str, str]:

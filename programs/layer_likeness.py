@@ -106,7 +106,9 @@ def _description(layer: nn.Module) -> dict[str, object]:
     described: dict[str, object] = {}
     for path, module in layer.named_modules():
         prefix = f"{path}." if path else ""
-        described |= {prefix + name: list(p.shape) for name, p in module.named_parameters(recurse=False)}
+        own = list(module.named_parameters(recurse=False))
+        described |= {prefix + name: list(p.shape) for name, p in own}
+        described |= {f"{prefix}{name}.requires_grad": p.requires_grad for name, p in own}
         described |= {prefix + name: value for name, value in vars(module).items() if name not in _OF_TORCH}
         described[prefix + "class"] = type(module).__name__
     return described

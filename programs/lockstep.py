@@ -10,7 +10,7 @@ from torch import Tensor
 from tpshard.parallelism.float64 import float64
 from tpshard.parallelism.program import Port, Program
 from tpshard.parallelism.simulate import cut, join, run_lockstep
-from tpshard.programs.step_programs import seeds
+from tpshard.programs.step_programs import SUM, seeds
 from tpshard.programs.training import TrainingPrograms
 
 Parts = list[list[Tensor]]
@@ -37,14 +37,14 @@ class Lockstep:
     def __init__(self, programs: TrainingPrograms, vocab: int | None):
         self.programs, self.setting, self.vocab = programs, programs.setting, vocab
         self.mesh, self.names = programs.setting.mesh, programs.names
-        self.ports = programs.update.inputs
-        count, random = len(self.names), torch.Generator().manual_seed(0)
+        self.stored, self.ports = programs.stored, programs.update.inputs
+        random = torch.Generator().manual_seed(0)
         single = {n: torch.randn(p.shape, generator=random, dtype=torch.float64) * 0.2
                   for n, p in self.setting.single.named_parameters()}  # fmt: skip
-        whole = [self.stack(port.name, single) for port in self.ports[:count]]
+        whole = [self.stack(port.name, single) for port in self.stored]
         moments = [port for port in self.ports if port.kind == "optimizer"]
         zeros = [torch.zeros(p.shape, dtype=torch.float64) for p in moments]
-        self.params = self.local(whole, self.ports[:count])
+        self.params = self.local(whole, self.stored)
         self.moments = self.local(zeros, moments)
         self.random = torch.Generator().manual_seed(1)
         self.drawn = 0
@@ -58,8 +58,10 @@ class Lockstep:
 
     def join(self, ports: Sequence[Port], parts: Parts) -> dict[str, Tensor]:
         """Global tensors by parameter, with stacked parameters split into those of single layers."""
-        joined = enumerate(zip(self.names, ports, strict=True))
-        whole = {name: join(port, self.mesh, [part[i] for part in parts]) for i, (name, port) in joined}
+        whole = {
+            port.name.removesuffix(SUM): join(port, self.mesh, [part[i] for part in parts])
+            for i, port in enumerate(ports)
+        }
         return {name: one for stacked, tensor in whole.items() for name, one in self._single(stacked, tensor)}
 
     def stack(self, name: str, single: Mapping[str, Tensor]) -> Tensor:
@@ -96,13 +98,14 @@ class Lockstep:
 
     def sums(self) -> tuple[Parts, float, int]:
         """The gradients of one step as inputs of the update, its summed loss, and its number of targets."""
-        count, programs = len(self.names), self.programs
+        programs, count = self.programs, len(self.programs.trained)
         used = self.params if programs.gather is None else run(programs.gather, self.params)
-        shapes = [p.local for p in programs.micro.inputs[count : 2 * count]]
+        shapes = [p.local for p in programs.micro.inputs if p.kind == "gradient"]
+        ports = [p for p in programs.micro.inputs if p.kind == "batch"]
         sums = [[torch.zeros(shape, dtype=torch.float64) for shape in shapes] for _ in range(self.mesh.ranks)]
         loss, targets, self.counted = 0.0, 0, []
         for micro, fields in enumerate(self.batches()):
-            batch = self.local(fields, programs.micro.inputs[2 * count : 2 * count + len(fields)])
+            batch = self.local(fields, ports)
             seed = seeds(self.setting, programs.micro, self.number, micro)
             outs = run(programs.micro, [[*u, *s, *b, *seed] for u, s, b in zip(used, sums, batch)])
             sums = [out[2 : 2 + count] for out in outs]
@@ -113,20 +116,23 @@ class Lockstep:
     def step(self, lr: float = 1e-2) -> StepValues:
         """Runs one whole optimizer step."""
         self.number += 1
-        count = len(self.names)
+        trained, places = self.programs.trained, [self.names.index(name) for name in self.programs.trained]
+        count = len(trained)
         sums, loss, targets = self.sums()
         gradients = self.join(self.ports[count : 2 * count], sums)
         scalars = [torch.tensor(value, dtype=torch.float64) for value in (loss, targets, lr, self.number)]
-        arguments = [[*p, *s, *m, *scalars] for p, s, m in zip(self.params, sums, self.moments)]
-        outs = run(self.programs.update, arguments)
-        self.params = [out[:count] for out in outs]
+        held = [[params[i] for i in places] for params in self.params]
+        outs = run(self.programs.update, [[*p, *s, *m, *scalars] for p, s, m in zip(held, sums, self.moments)])
+        for params, out in zip(self.params, outs):
+            for i, new in zip(places, out):
+                params[i] = new
         *_, norm, _ = outs[0]
         self.moments = [out[count:-2] for out in outs]
         return StepValues(loss / targets, float(norm), gradients)
 
     def weights(self) -> dict[str, Tensor]:
         """The current parameters as whole tensors."""
-        return self.join(self.ports[: len(self.names)], self.params)
+        return self.join(self.stored, self.params)
 
 
 def run(program: Program, arguments: Parts) -> Parts:

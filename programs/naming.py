@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
 from tpshard.models.architecture import Architecture
@@ -75,6 +75,12 @@ def notes(
             f"nothing names the dims of {_some(free)} of {name}: their shardings are inferred (model.dims)"
         )
     return sentences + ([] if architecture is None else architecture.notes(model))
+
+
+def untrained_notes(model: nn.Module, trained: Collection[str]) -> list[str]:
+    """A note on the parameters that require a gradient and get none, if there are any. trained: those that get one."""
+    left = _patterns([n for n, p in model.named_parameters() if p.requires_grad and n not in trained])
+    return [f"no gradient reaches {_some(left)}: they stay as they are, without decay"] if left else []
 
 
 def _patterns(names: Sequence[str] | Mapping[str, object]) -> list[str]:

@@ -241,6 +241,13 @@ class Setting:
         return DTYPES[self.recipe.fsdp.master_dtype]
 
     @cached_property
+    def trained(self) -> frozenset[str]:
+        """The parameters that the run may change: those that require a gradient. The others are stored, sharded and
+        saved alike, but have no gradient, no moments and no decay. Of these a step trains those that a gradient
+        reaches (`step_programs.trained_by`)."""
+        return frozenset(name for name, parameter in self.model.named_parameters() if parameter.requires_grad)
+
+    @cached_property
     def balanced(self) -> dict[str, float]:
         """Name of each router bias that balances experts -> its change per update. Biases are fp32: exact counts."""
         return balance_steps(self.model)

@@ -245,7 +245,8 @@ def _stack_layer(layer: nn.Module, stages: int, numbers: Sequence[str]) -> nn.Mo
     for module in copy.modules():
         for own, parameter in list(module.named_parameters(recurse=False)):
             shape = (stages, *parameter.shape)
-            setattr(module, own, nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta")))
+            stacked = torch.empty(shape, dtype=parameter.dtype, device="meta")
+            setattr(module, own, nn.Parameter(stacked, parameter.requires_grad))
     return copy
 
 

@@ -31,9 +31,11 @@ from tpshard.programs.batching import check_micro_batches
 from tpshard.programs.checks import check_reshards, traceable
 from tpshard.programs.choices import Choices, choose
 from tpshard.programs.memo import Memo
+from tpshard.programs.naming import untrained_notes
 from tpshard.programs.passes import FEWER, apply, remat, scheduling
 from tpshard.programs.setting import Setting
 from tpshard.programs.splitting import balance_stages, layers_of
+from tpshard.programs.step_programs import SUM, trained_by
 from tpshard.recipes.diagnostic import Exit, Mistakes
 
 aten = torch.ops.aten
@@ -45,6 +47,8 @@ class DevicePrograms:
 
     names: tuple[str, ...]
     """The parameters of its stages, in the order of the whole program."""
+    trained: tuple[str, ...]
+    """Those of `names` with a gradient, from any device."""
     totals: Program
     """(gradient sums; loss, token count and counters per micro-batch, from the last stage) -> (the squared norm of the
     gradients that no earlier device has; the totals of the others on all devices)."""
@@ -76,16 +80,16 @@ class StagedPrograms:
         return section is not None and section.split is None
 
     def sum_ports(self, device: int) -> list[Port]:
-        """The gradient sums that a device keeps while its stages run, one for each of its parameters.
+        """The gradient sums that a device keeps while its stages run, one for each of its trained parameters.
 
-        A parameter without a gradient, such as a router's bias, is in no backward pass: its sum stays zero, laid out as
-        the next program expects it.
+        Where only other devices compute a parameter's gradient, its sum stays zero until the exchange, laid out as the
+        next program expects it.
         """
         own = self.devices[device]
         backward = [program for stage in self.table.stages_of(device) for program in self.stages[stage].backward]
         in_backward = {port.name: port for program in backward for port in program.inputs if port.kind == "gradient"}
-        after = (own.totals if own.reduce is None else own.reduce).inputs[: len(own.names)]
-        names = [f"{name}.grad_sum" for name in own.names]
+        after = (own.totals if own.reduce is None else own.reduce).inputs[: len(own.trained)]
+        names = [name + SUM for name in own.trained]
         return [in_backward.get(name) or replace(port, name=name, kind="gradient") for name, port in zip(names, after)]
 
     @cached_property
@@ -148,9 +152,11 @@ def build(
         return finished_stages(setting, again, table, layers)
 
     layers, stages = balance_stages(setting, layers, table.devices, stages_of)
-    held = held_by_devices(table, [stage.parameters for stage in stages], list(storage))
-    noted = sum(p.shape[0] for p in again.outputs[2 + len(storage) :])
-    devices = tuple(device_programs(setting, storage, base, held, i, noted, memo) for i in range(table.devices))
+    held, trained = held_by_devices(table, [stage.parameters for stage in stages], list(storage)), trained_by(base)
+    noted = sum(p.shape[0] for p in again.outputs[2 + len(trained) :])
+    devices = tuple(
+        device_programs(setting, storage, base, held, i, trained, noted, memo) for i in range(table.devices)
+    )
     return again, StagedPrograms(setting, setting.stage_axis, table, tuple(layers), stages, devices, storage)
 
 
@@ -159,7 +165,9 @@ def recompute_uncut(setting: Setting, base: Program, make_micro: step_programs.M
     `base` is the program without them, of which only the records are read if it gathers or reduces once a step."""
     whole = make_micro(setting, base) if setting.gathers_once or setting.reduces_once else base
     check_reshards(setting, (whole,))
-    whole = replace(whole, warnings=[*whole.warnings, *setting.notes])
+    whole = replace(
+        whole, warnings=[*whole.warnings, *setting.notes, *untrained_notes(setting.model, trained_by(whole))]
+    )
     return run([remat(setting, setting.recipe.fsdp.reshard_after_forward is not False)], whole)
 
 
@@ -181,22 +189,24 @@ def finished_stages(
 
 
 def device_programs(
-    setting: Setting, storage: Mapping[str, Layout], base: Program, held: Sequence[Sequence[str]], i: int, noted: int,
-    memo: Memo | None = None,
+    setting: Setting, storage: Mapping[str, Layout], base: Program, held: Sequence[Sequence[str]], i: int,
+    all_trained: Collection[str], noted: int, memo: Memo | None = None,
 ) -> DevicePrograms:  # fmt: skip
     """The programs that device `i` runs once per step.
 
     held: the parameters of every device. noted: the number of counters.
     """
     names, gathers, reduces = held[i], setting.gathers_once, setting.reduces_once
-    first = [n for n in names if all(n not in before for before in held[:i])]
-    shared = [n for n in names if sum(n in other for other in held) > 1]
+    trained = [n for n in names if n in all_trained]
+    first = [n for n in trained if all(n not in before for before in held[:i])]
+    shared = [n for n in trained if sum(n in other for other in held) > 1]
     return DevicePrograms(
         tuple(names),
-        totals_program(setting, storage, names, first, noted),
-        step_programs.update_program(setting, storage, names, memo),
+        tuple(trained),
+        totals_program(setting, storage, trained, first, noted),
+        step_programs.update_program(setting, storage, trained, memo, staged=True),
         apply(setting, step_programs.gather_program(setting, base, storage, names, memo)) if gathers else None,
-        apply(setting, step_programs.reduce_program(setting, base, storage, names, memo)) if reduces else None,
+        apply(setting, step_programs.reduce_program(setting, base, storage, trained, memo)) if reduces else None,
         exchange_program(setting, storage, i, held, shared) if shared else None,
     )
 
@@ -289,7 +299,7 @@ def totals_program(
     sums = [torch.empty(shapes[name], dtype=setting.sum_dtype, device="meta") for name in names]
     totals = [torch.empty(micros, dtype=d, device="meta") for d in (torch.float32, torch.int64)]
     totals += [torch.empty(noted, dtype=torch.float32, device="meta")] * (noted > 0)
-    labels = [*(f"{n}.grad_sum" for n in names), "losses", "counts", *["noted"] * (noted > 0)]
+    labels = [*(n + SUM for n in names), "losses", "counts", *["noted"] * (noted > 0)]
     graph = capture(step, (sums, *totals), labels)
     for op in graph.ops:
         op.place = Place(phase="update")
@@ -317,7 +327,7 @@ def exchange_program(
         for other, other_names in enumerate(held):
             if name in other_names:
                 kind, label = ("gradient", "") if other == me else ("received", f"@{other}")
-                port = Port(f"{name}.grad_sum{label}", shapes[name], dtype, storage[name], kind)
+                port = Port(f"{name}{SUM}{label}", shapes[name], dtype, storage[name], kind)
                 feeds[name, other] = graph.placeholder(port.name.replace(".", "_").replace("@", "_of_"))
                 feeds[name, other].meta[INFO] = Info((Spec(port.local, dtype),), origin=port.name)
                 inputs.append(port)
@@ -332,12 +342,12 @@ def exchange_program(
         node.meta[INFO] = Info((spec,), label, place, comm=comm)
         return node
 
-    sends = {key: communicate(send, feeds[key[0], me], key[0], f"{key[0]}.grad_sum@{me}", key[1])
+    sends = {key: communicate(send, feeds[key[0], me], key[0], f"{key[0]}{SUM}@{me}", key[1])
             for key in feeds if key[1] != me}  # fmt: skip
     for name in names:
         total: fx.Node | None = None
         for other in (other for shared, other in feeds if shared == name):
-            label = f"{name}.grad_sum@{other}"
+            label = f"{name}{SUM}@{other}"
             feed = feeds[name, other]
             part = feed if other == me else communicate(recv, feed, name, label, other)
             if total is not None:
@@ -346,8 +356,8 @@ def exchange_program(
                 part = both
             total = part
         assert total is not None
-        outputs.append((total, Port(f"{name}.grad_sum", shapes[name], dtype, storage[name], "gradient")))
-    outputs += [(node, Port(f"{name}.grad_sum@{me}", shapes[name], dtype, storage[name], "sent"))
+        outputs.append((total, Port(name + SUM, shapes[name], dtype, storage[name], "gradient")))
+    outputs += [(node, Port(f"{name}{SUM}@{me}", shapes[name], dtype, storage[name], "sent"))
                 for (name, _), node in sends.items()]  # fmt: skip
     end = graph.output(tuple(node for node, _ in outputs))
     end.meta[INFO] = Info(())

@@ -24,6 +24,7 @@ from tpshard.programs.staged import (
     recompute_uncut,
     table_of,
 )
+from tpshard.programs.step_programs import trained_by
 from tpshard.recipes.parallel_keys import BucketFile, RematEvery
 from tpshard.recipes.schema import Recipe
 
@@ -54,12 +55,14 @@ def build(setting: Setting, memo: Memo | None = None) -> tuple[Program, StagedPr
     ports = {p.name: p.layout for p in few.inputs if p.kind == "parameter"}
     storage = {name: ports[_in_few(name)] for name in names}
     held = held_by_devices(table, _names(names, layers, stages), names)
-    noted = sum(p.shape[0] for p in few.outputs[2 + len(ports) :])
+    trained_in_few = trained_by(few)
+    trained = {name for name in names if _in_few(name) in trained_in_few}
+    noted = sum(p.shape[0] for p in few.outputs[2 + len(trained_in_few) :])
     key = _key_of_devices(setting)
     devices = []
     for i, own_names in enumerate(held):
         alike = [(_in_few(name), [j - i for j, names in enumerate(held) if name in names]) for name in own_names]
-        make = partial(device_programs, setting, storage, base, held, i, noted, memo)
+        make = partial(device_programs, setting, storage, base, held, i, trained, noted, memo)
         devices.append(memo.of("device programs", repr((key, alike)), make, most=DEVICES))
     return few, StagedPrograms(setting, setting.stage_axis, table, tuple(layers), stages, tuple(devices), storage)
 

@@ -12,7 +12,7 @@ from tpshard.parallelism.pipeline.stepping import ranks_of, simulate_step
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.simulate import run_lockstep
 from tpshard.programs.lockstep import Lockstep, Parts
-from tpshard.programs.step_programs import seeds, update_program
+from tpshard.programs.step_programs import SUM, seeds, update_program
 from tpshard.programs.training import TrainingPrograms
 
 
@@ -25,7 +25,7 @@ class StagedLockstep(Lockstep):
     def __init__(self, programs: TrainingPrograms, vocab: int | None):
         assert programs.pipeline is not None
         self.pipeline = programs.pipeline
-        update = update_program(programs.setting, programs.pipeline.storage)
+        update = update_program(programs.setting, programs.pipeline.storage, programs.trained)
         super().__init__(replace(programs, update=update), vocab)
         self.ranks = [ranks_of(self.mesh, self.pipeline.axis, d) for d in range(self.pipeline.table.devices)]
 
@@ -48,8 +48,8 @@ class StagedLockstep(Lockstep):
 
     def _batches(self) -> list[list[dict[str, list[Tensor]]]]:
         """For each device, the inputs of its programs for every micro-batch."""
-        micro, count = self.programs.micro, len(self.names)
-        ports = micro.inputs[2 * count : 2 * count + len(self.setting.task.fields)]
+        micro = self.programs.micro
+        ports = [port for port in micro.inputs if port.kind == "batch"]
         inputs: list[list[dict[str, list[Tensor]]]] = [[] for _ in self.ranks]
         for number, fields in enumerate(self.batches()):
             parts = self.local(fields, ports)
@@ -68,8 +68,8 @@ class StagedLockstep(Lockstep):
     def _everywhere(self, sums: list[dict[str, list[Tensor]]]) -> Parts:
         """Every rank's shards of all gradients: those of all pipeline devices, added up if several have a parameter."""
         shards: Parts = [[] for _ in range(self.mesh.ranks)]
-        for name in self.names:
-            had = [own[f"{name}.grad_sum"] for own in sums if f"{name}.grad_sum" in own]
+        for name in self.programs.trained:
+            had = [own[name + SUM] for own in sums if name + SUM in own]
             total = [torch.stack(parts).sum(0) for parts in zip(*had)]
             for ranks in self.ranks:
                 for rank, part in zip(ranks, total):

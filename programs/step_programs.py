@@ -18,7 +18,7 @@ from tpshard.parallelism.annotate import boundary, role, split_as
 from tpshard.parallelism.draws import step_seed
 from tpshard.parallelism.graph import Graph, Place, Value, mark
 from tpshard.parallelism.partitioning.partitioner import mark_outputs, partition_graph
-from tpshard.parallelism.program import Program
+from tpshard.parallelism.program import Port, Program
 from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.propagation.propagate import propagate
 from tpshard.parallelism.propagation.storage import boundaries, propagate_and_store
@@ -30,6 +30,7 @@ from tpshard.programs.checks import uneven_notes
 from tpshard.programs.memo import Memo, key_of_capture, key_of_model
 from tpshard.programs.setting import Setting
 from tpshard.programs.stacked_layers import discount
+from tpshard.recipes.diagnostic import Exit, Mistakes
 
 GRAPHS = 16
 """How many captured graphs a `Memo` keeps: with few layers they are small, and one serves many meshes."""
@@ -42,6 +43,22 @@ devices."""
 
 MicroMaker = Callable[[Setting, Program | None], Program]
 """A function that builds the program of a micro-batch, like `micro_program`."""
+
+
+SUM = ".grad_sum"
+"""What follows a parameter's name in the name of the sum of its gradients."""
+
+
+def trained_by(program: Program) -> list[str]:
+    """The parameters that a step trains, from the program of a micro-batch or of an update: those with a sum of
+    gradients among its inputs, in the order of the model's."""
+    return [port.name.removesuffix(SUM) for port in program.inputs if port.kind == "gradient"]
+
+
+def stored_ports(setting: Setting, storage: Mapping[str, Layout], names: Iterable[str]) -> list[Port]:
+    """The ports of parameters as they are stored, trained or not."""
+    shapes = {name: tuple(p.shape) for name, p in setting.model.named_parameters()}
+    return [Port(name, shapes[name], setting.master_dtype, storage[name], "parameter") for name in names]
 
 
 def _parameters(setting: Setting, names: Sequence[str] | None = None) -> dict[str, Tensor]:
@@ -79,22 +96,26 @@ def _forward(
 def _capture_micro(setting: Setting, gathered: bool, unreduced: bool, watched: bool) -> Graph:
     """Captures the graph of a micro-batch, with the roles of its inputs and outputs; callers share it unchanged."""
     trail = Trail()
-    names = list(_parameters(setting))
+    asked = [name for name in _parameters(setting) if name in setting.trained]
+    trained: list[str] = []
 
     def step(params: dict[str, Tensor], sums: dict[str, Tensor], batch: dict[str, Tensor]) -> Any:
         used = {}
         for name, param in params.items():
             with trail.inside(Place(name.rpartition(".")[0])):
-                used[name] = boundary(param.to(setting.used_dtype(name)), "parameter", name).requires_grad_()
+                used[name] = boundary(param.to(setting.used_dtype(name)), "parameter", name)
+                used[name].requires_grad_(name in setting.trained)
         loss, count = _forward(setting, trail, used, batch)
         counted = counts.take(setting.model)
         counters = [torch.cat(counted)] if counted else []
+        if not loss.requires_grad:
+            raise nothing_trained(setting)
         with trail.backward(loss):
-            grads = torch.autograd.grad(loss, [used[n] for n in names], allow_unused=True)
-        added = []
-        for name, computed in zip(names, grads):
+            computed = torch.autograd.grad(loss, [used[name] for name in asked], allow_unused=True)
+        gradients = {name: grad for name, grad in zip(asked, computed) if grad is not None}
+        trained[:], added = list(gradients), []
+        for name, grad in gradients.items():
             with trail.inside(Place(name.rpartition(".")[0], phase="backward")):
-                grad = torch.zeros_like(used[name]) if computed is None else computed
                 if not unreduced:
                     grad = boundary(grad.to(setting.reduced_dtype(name)), "gradient", name)
                 added.append(sums[name] + grad.to(sums[name].dtype))
@@ -103,21 +124,36 @@ def _capture_micro(setting: Setting, gathered: bool, unreduced: bool, watched: b
     params = _parameters(setting)
     if gathered:
         params = {n: p.to(setting.used_dtype(n)) for n, p in params.items()}
-    sums = {n: p.to(setting.sum_dtype) for n, p in _parameters(setting).items()}
-    labels = [*params, *(f"{n}.grad_sum" for n in sums), *setting.task.fields]
+    sums = {n: p.to(setting.sum_dtype) for n, p in _parameters(setting, asked).items()}
+    labels = [*params, *(n + SUM for n in sums), *setting.task.fields]
     batch = _batch(setting)
     graph = capture(step, (params, sums, batch), labels, trail, rows=rows_of(batch))
+    without = {name + SUM for name in asked if name not in trained}
+    graph.inputs = [value for value in graph.inputs if value.name not in without]
+    graph.number_inputs()
     shown = [v for op in graph.ops for v in op.results if watched and v.dtype.is_floating_point]
-    own, count = len(graph.outputs), len(names)
+    own, count, behind = len(graph.outputs), len(trained), len(params) + len(trained)
     graph.outputs = [*graph.outputs, *shown]
-    results = ["return[0]", "return[1]", *(f"{n}.grad_sum.new" for n in names), *["counters"] * (own - count - 2)]
+    results = ["return[0]", "return[1]", *(f"{n}{SUM}.new" for n in trained), *["counters"] * (own - count - 2)]
     mark_outputs(graph, dict(enumerate([*results, *(f"watched {value.name}" for value in shown)])))
     inputs, outputs = graph.inputs, graph.outputs
-    mark(inputs[:count], "parameter")
-    mark([*inputs[count : 2 * count], *outputs[2 : 2 + count]], "gradient")
-    mark([value for value in inputs[2 * count :] if value is not graph.seed], "batch")
+    mark(inputs[: len(params)], "parameter")
+    mark([*inputs[len(params) : behind], *outputs[2 : 2 + count]], "gradient")
+    mark([value for value in inputs[behind:] if value is not graph.seed], "batch")
     mark([*outputs[:2], *outputs[2 + count : own]], "scalar")
     return graph
+
+
+def nothing_trained(setting: Setting) -> Mistakes:
+    """The mistake that no parameter of the model gets a gradient."""
+    model = setting.recipe.model
+    key = next(key for key in ("module", "transformers", "hf", "preset") if getattr(model, key) is not None)
+    return Mistakes.one(
+        f"no parameter of {type(setting.model).__name__} can be trained", exit=Exit.FIT,
+        where=setting.recipe.where(f"model.{key}"),
+        why="`requires_grad` is False for all of them, or the loss depends on none that requires a gradient",
+        fix="leave `requires_grad` True for what is to be trained",
+    )  # fmt: skip
 
 
 def micro_program(
@@ -131,29 +167,38 @@ def micro_program(
     computes gradients, whole and partial over the data axes. watched: every floating-point result of an op is also an
     output, in execution order, named `watched NAME`. memo: keeps the captured graph.
     """
-    names = list(_parameters(setting))
     gathered, unreduced = (base is not None and once for once in (setting.gathers_once, setting.reduces_once))
     key = repr((key_of_capture(setting), gathered, unreduced, watched))
     graph = (memo or Memo()).of(
         "graph", key, lambda: _capture_micro(setting, gathered, unreduced, watched), most=GRAPHS
     )
-    count, inputs, outputs = len(names), graph.inputs, graph.outputs
-    fields = [value for value in inputs[2 * count :] if value is not graph.seed]
-    stored: dict[str, list[Value]] = {n: [] for n in names}
+    params, sums, fields = (
+        [value for value in graph.inputs if value.role == role] for role in ("parameter", "gradient", "batch")
+    )
+    before = {} if base is None else {port.name: port.layout for port in base.inputs}
+    stored: dict[str, list[Value]] = {value.name: [] for value in params}
     annotations: dict[Value, Annotation] = {}
-    for i, name in enumerate(names):
+    for value in params:
         if gathered and base is not None:
-            annotations[inputs[i]] = fixed(base.records[f"{name}.used"].layout, "how it is used")
+            annotations[value] = fixed(used_layout(base, value.name, before[value.name]), "how it is used")
         else:
-            stored[name].append(inputs[i])
+            stored[value.name].append(value)
+    for total, added in zip(sums, graph.outputs[2:]):
+        name = total.name.removesuffix(SUM)
         if unreduced and base is not None:
             computed = fixed(base.records[f"{name}.grad"].layout, "how the gradient is made")
-            annotations[inputs[count + i]] = annotations[outputs[2 + i]] = computed
+            annotations[total] = annotations[added] = computed
         else:
-            stored[name].append(inputs[count + i])
+            stored[name].append(total)
     program = _partition(setting, graph, stored, fields, annotations)
-    program.donated = {2 + i: count + i for i in range(count)}
+    program.donated = {2 + i: len(params) + i for i in range(len(sums))}
     return program
+
+
+def used_layout(program: Program, name: str, stored: Layout) -> Layout:
+    """The layout in which a program uses a parameter; `stored` for one that it does not read."""
+    record = program.records.get(f"{name}.used")
+    return stored if record is None else record.layout
 
 
 def gather_program(
@@ -166,16 +211,15 @@ def gather_program(
         return [boundary(p.to(setting.used_dtype(n)), "parameter", n) for n, p in params.items()]
 
     params = _parameters(setting, names)
-    used = {n: (base.records[f"{n}.used"].layout, "how it is used") for n in params}
+    used = {n: (used_layout(base, n, storage[n]), "how it is used") for n in params}
     stored = {n: (storage[n], "how it is stored") for n in params}
     return _between(setting, step, params, stored, used, memo)
 
 
 def reduce_program(
-    setting: Setting, base: Program, storage: Mapping[str, Layout], names: Sequence[str] | None = None,
-    memo: Memo | None = None,
-) -> Program:  # fmt: skip
-    """Builds the program that reduces and shards the gradient sums of all micro-batches, of all parameters or `names`,
+    setting: Setting, base: Program, storage: Mapping[str, Layout], names: Sequence[str], memo: Memo | None = None
+) -> Program:
+    """Builds the program that reduces and shards the gradient sums of all micro-batches, of the parameters `names`,
     once per step.
     """
 
@@ -269,15 +313,16 @@ def _shared(setting: Setting, layout: Layout, matrices: Tensor) -> Tensor:
 
 
 def update_program(
-    setting: Setting, storage: Mapping[str, Layout], names: Sequence[str] | None = None, memo: Memo | None = None
-) -> Program:
-    """Builds the program of the optimizer: it updates the shards, with the global norm of all gradients.
+    setting: Setting, storage: Mapping[str, Layout], names: Sequence[str], memo: Memo | None = None, *,
+    staged: bool = False,
+) -> Program:  # fmt: skip
+    """Builds the program of the optimizer: it updates the shards of the parameters `names`, with the global norm of all
+    gradients.
 
-    names: the parameters of a device of a pipeline; the last input is then the squared norm of its gradients, which is
-    summed over the devices. memo: keeps the program, and its captured graph.
+    staged: whether they are those of one device of a pipeline; the last input is then the squared norm of its
+    gradients, which is summed over the devices. memo: keeps the program, and its captured graph.
     """
-    recipe, memo, staged = setting.recipe, memo or Memo(), names is not None
-    names = list(_parameters(setting, names))
+    recipe, memo = setting.recipe, memo or Memo()
     read = (*key_of_model(setting), recipe.optimizer, recipe.train.clip_grad_norm, names, staged)
     layout = (setting.mesh.axes, [storage[name] for name in names], setting.pipeline_axis)
     key = repr((*read, *layout) if recipe.optimizer.name == "muon" else read)  # muon's graph depends on the layouts
@@ -328,7 +373,7 @@ def _capture_update(setting: Setting, storage: Mapping[str, Layout], names: Sequ
     scalars = [torch.empty((), dtype=dtype, device="meta") for dtype in dtypes]
     moments = like(setting.state_dtype, (name for _, name in moment_names))
     arguments = [*params.values(), *like(setting.sum_dtype, names), *moments, *scalars]
-    labels = [*names, *(f"{n}.grad_sum" for n in names), *(f"{n}.{state}" for state, n in moment_names),
+    labels = [*names, *(n + SUM for n in names), *(f"{n}.{state}" for state, n in moment_names),
               "loss_sum", "count", "lr", "update", *["squares"] * staged]  # fmt: skip
     graph = capture(step, arguments, labels)
     for op in graph.ops:

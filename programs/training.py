@@ -8,12 +8,13 @@ from functools import cached_property, partial
 
 from tpshard.models import counts
 from tpshard.parallelism.passes.run import PassResult
-from tpshard.parallelism.program import Program
+from tpshard.parallelism.program import Port, Program
 from tpshard.parallelism.sharding import Layout
 from tpshard.programs import alike, staged
 from tpshard.programs.checks import check_reshards, traceable
 from tpshard.programs.cluster import check_fp8
 from tpshard.programs.memo import Memo
+from tpshard.programs.naming import untrained_notes
 from tpshard.programs.passes import apply
 from tpshard.programs.setting import Setting
 from tpshard.programs.staged import StagedPrograms
@@ -22,6 +23,8 @@ from tpshard.programs.step_programs import (
     evaluate_program,
     gather_program,
     reduce_program,
+    stored_ports,
+    trained_by,
     update_program,
 )
 
@@ -31,9 +34,10 @@ class TrainingPrograms:
     """The programs of a run.
 
     `micro`: (parameters, gradient sums, batch, a seed if the model draws random numbers) -> (loss sum, token count, new
-    gradient sums (donated), counters if any). `update`: (parameters, gradient sums, moments, loss sum, count, lr,
-    number of the update) -> (new parameters and moments (donated), gradient norm, whether all is finite). `evaluate`:
-    (parameters, batch) -> (loss sum, token count).
+    gradient sums (donated), counters if any). `update`: (trained parameters, gradient sums, moments, loss sum, count,
+    lr, number of the update) -> (new parameters and moments (donated), gradient norm, whether all is finite).
+    `evaluate`: (parameters, batch) -> (loss sum, token count). Gradient sums and moments are those of trained
+    parameters.
     """
 
     setting: Setting
@@ -70,7 +74,18 @@ class TrainingPrograms:
     @property
     def names(self) -> list[str]:
         """The parameters in the order of the programs' inputs."""
-        return [p.name for p in self.micro.inputs if p.kind == "parameter"]
+        return list(self.storage)
+
+    @property
+    def trained(self) -> list[str]:
+        """The parameters that steps change, in the order of the programs' inputs: only they have a gradient and
+        moments."""
+        return trained_by(self.micro)
+
+    @cached_property
+    def stored(self) -> list[Port]:
+        """The stored parameters, trained or not."""
+        return stored_ports(self.setting, self.storage, self.names)
 
 
 def build(
@@ -90,16 +105,17 @@ def build(
     with traceable(setting):
         micro = make(setting, None)
     storage = {p.name: p.layout for p in micro.inputs if p.kind == "parameter"}
-    updating = update_program(setting, storage, memo=memo)
+    trained = trained_by(micro)
+    updating = update_program(setting, storage, trained, memo)
     gather = reduce = None
     if setting.batch.micro_batches > 1 and (setting.gathers_once or setting.reduces_once):
         if setting.gathers_once:
             gather = apply(setting, gather_program(setting, micro, storage, memo=memo))
         if setting.reduces_once:
-            reduce = apply(setting, reduce_program(setting, micro, storage, memo=memo))
+            reduce = apply(setting, reduce_program(setting, micro, storage, trained, memo))
         micro = make(setting, micro)
     check_reshards(setting, (micro,))
-    micro = replace(micro, warnings=[*setting.notes, *micro.warnings])
+    micro = replace(micro, warnings=[*setting.notes, *untrained_notes(setting.model, trained), *micro.warnings])
 
     def programs(micro: Program) -> TrainingPrograms:
         return TrainingPrograms(setting, micro, updating, storage, gather, reduce)

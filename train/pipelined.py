@@ -14,6 +14,7 @@ from tpshard.parallelism.program import Port, Program
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor
 from tpshard.parallelism.runtime.mail import Mail
+from tpshard.programs.step_programs import stored_ports
 from tpshard.programs.training import TrainingPrograms
 from tpshard.train.checkpoint import OPTIMIZER
 from tpshard.train.step_batch import StepBatch
@@ -33,7 +34,8 @@ class PipelineEngine(TrainingEngine):
         self.mine = self.pipeline.devices[self.place]
         own_stages, sums = self.pipeline.table.stages_of(self.place), self.pipeline.sum_ports(self.place)
         self.sum_names = [port.name for port in sums]
-        super().__init__(programs, context, initial_block, self.mine.update, sums)
+        stored = stored_ports(programs.setting, programs.storage, self.mine.names)
+        super().__init__(programs, context, initial_block, stored, self.mine.update, sums)
         every = list(self.pipeline.programs.values())
         context.groups.ensure(c.refs for program in every for c in program.collectives)  # in one order on all ranks
         self.mail = Mail(context, self.pipeline.axis, every)
@@ -60,11 +62,10 @@ class PipelineEngine(TrainingEngine):
     def stored_shapes(self) -> Mapping[str, tuple[Sequence[int], torch.dtype]]:
         """Global shape and dtype of every tensor of all stages."""
         setting = self.programs.setting
-        shapes = {port.name: port.shape for port in self.programs.micro.inputs if port.kind == "parameter"}
-        params = {name: (shape, self.params[0].dtype) for name, shape in shapes.items()}
-        moment_names = setting.moments(shapes)
+        params = {port.name: (port.shape, port.dtype) for port in self.programs.stored}
+        moment_names = setting.moments(self.programs.trained)
         return params | {
-            f"{OPTIMIZER}{state}/{name}": (shapes[name], setting.state_dtype) for state, name in moment_names
+            f"{OPTIMIZER}{state}/{name}": (params[name][0], setting.state_dtype) for state, name in moment_names
         }
 
     def accumulate(self, batch: StepBatch, seed: int) -> None:
@@ -87,7 +88,7 @@ class PipelineEngine(TrainingEngine):
             losses, counts, noted = self._scalars(walk)
             squares, losses, counts, *noted = self.totals(*sums, losses, counts, *noted)
             scalars = (losses.sum(), counts.sum(), self._scalar(lr), self._scalar(number), squares)
-            results = self.step(*self.params, *sums, *self.moments, *scalars)
+            results = self.step(*self.trained, *sums, *self.moments, *scalars)
         if self._steps == COUNTED - 1:
             self._sent_between = self.mail.sent_bytes - before
         norm, finite = self._store_update(results)

@@ -14,10 +14,8 @@ class SpmdEngine(TrainingEngine):
     """An engine whose ranks all run the same programs."""
 
     def __init__(self, programs: TrainingPrograms, context: Context, initial_block: InitialBlock):
-        count = len(programs.names)
-        super().__init__(
-            programs, context, initial_block, programs.update, programs.micro.inputs[count : 2 * count]
-        )  # fmt: skip
+        sums = [port for port in programs.micro.inputs if port.kind == "gradient"]
+        super().__init__(programs, context, initial_block, programs.stored, programs.update, sums)
         self.micro, self.step, self.evaluation = (
             self._executor(program, compiled=self.compiled)
             for program in (programs.micro, programs.update, programs.evaluate)
@@ -49,7 +47,7 @@ class SpmdEngine(TrainingEngine):
         with self._counting():
             sums = self.sums if self.reduce is None else self.reduce(*self.sums)
             self._used = None
-            results = self.step(*self.params, *sums, *self.moments, *scalars)
+            results = self.step(*self.trained, *sums, *self.moments, *scalars)
         norm, finite = self._store_update(results)
         counted = torch.stack(self._counts).sum(0) if self._counts else None
         self._sums.clear()

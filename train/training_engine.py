@@ -19,7 +19,7 @@ from tpshard.parallelism.runtime.tally import Tally
 from tpshard.parallelism.sharding import Layout
 from tpshard.parallelism.simulate import block, cut
 from tpshard.programs.choices import compiled_by
-from tpshard.programs.step_programs import seeds
+from tpshard.programs.step_programs import seeds, trained_by
 from tpshard.programs.training import TrainingPrograms
 from tpshard.train.checkpoint import OPTIMIZER
 from tpshard.train.shards import Shard
@@ -58,19 +58,21 @@ class TrainingEngine(ABC):
     program's ports, padded if uneven."""
 
     def __init__(
-        self, programs: TrainingPrograms, context: Context, initial_block: InitialBlock, update: Program,
-        sums: Sequence[Port],
+        self, programs: TrainingPrograms, context: Context, initial_block: InitialBlock, stored: Sequence[Port],
+        update: Program, sums: Sequence[Port],
     ):  # fmt: skip
-        """update: takes this rank's parameters, gradient sums and moments, in this order. sums: the gradient sums
-        as micro-batches produce them."""
+        """stored: this rank's parameters. update: takes those that are trained, their gradient sums and moments, in
+        this order. sums: the gradient sums as micro-batches produce them."""
         self.programs, self.context, self.initial_block = programs, context, initial_block
         self.compiled = compiled_by(programs.setting.recipe)
         self.executors: list[Executor] = []
         """The executors whose waiting time is measured."""
-        count = len(sums)
-        self.ports = update.inputs[:count]
+        self.ports, trained = stored, trained_by(update)
+        places = {port.name: i for i, port in enumerate(stored)}
+        self.places = [places[name] for name in trained]
+        """The indices in `params` of the trained parameters."""
         self.batch_ports = [port for port in programs.micro.inputs if port.kind == "batch"]
-        self.kept = programs.setting.moments(port.name for port in self.ports)
+        self.kept = programs.setting.moments(trained)
         """(moment, parameter) of each moment."""
         self.params = self._zeros(self.ports)
         self.sums = self._zeros(sums)
@@ -144,12 +146,18 @@ class TrainingEngine(ABC):
     def evaluate(self, batch: StepBatch) -> tuple[float, int]:
         """(summed loss in nats, number of targets) of one micro-batch, over all data ranks."""
 
+    @property
+    def trained(self) -> list[Tensor]:
+        """The parameters that the update changes."""
+        return [self.params[place] for place in self.places]
+
     # ---- results of a step -----------------------------------------------------------------------------------
     def _store_update(self, results: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Stores an update's results; returns the gradient norm and whether all was finite."""
         self._steps += 1
-        count = len(self.params)
-        self.params = list(results[:count])
+        count = len(self.places)
+        for place, result in zip(self.places, results):
+            self.params[place] = result
         self.moments = list(results[count : count + len(self.moments)])
         for total in self.sums:
             total.zero_()
