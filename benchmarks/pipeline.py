@@ -262,7 +262,7 @@ def worker(options: dict[str, Any]) -> None:
         for schedule in options["schedules"]:
             engine = variants[schedule]
             mean = {key: statistics.median(values) for key, values in engine.taken.items()}
-            every = {key: value for part in context.gather(mean) for key, value in part.items()}
+            every = {tuple(key): value for part in context.gather([*mean.items()]) for key, value in part}
             pipeline, price = engine.programs.pipeline, make.price_training(engine.programs)
             late = max(stage.late_s for stage in price.pipeline.stages)
             table, seconds = pipeline.table, lambda task, every=every: every[task.kind, task.stage]

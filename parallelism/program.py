@@ -169,12 +169,14 @@ class Program:
 
         Collectives have no reasons there, since these contain file positions.
         """
+        constants = {name: _constant_json(tensor) for name, tensor in sorted(self.constants.items())}
         return {
             "mesh": self.mesh.axes,
             "inputs": [_port_json(p, self.mesh) for p in self.inputs],
             "outputs": [_port_json(p, self.mesh) for p in self.outputs],
             "donated": {str(k): v for k, v in sorted(self.donated.items())},
             "nodes": [_node_json(node) for node in self.graph.nodes],
+            **({"constants": constants} if constants else {}),
         }
 
     @property
@@ -209,6 +211,12 @@ def _port_json(port: Port, mesh: Mesh) -> dict[str, Any]:
         "name": port.name, "shape": shape, "dtype": str(port.dtype), "kind": port.kind,
         "sharding": port.layout.show(mesh), **held,
     }  # fmt: skip
+
+
+def _constant_json(tensor: torch.Tensor) -> dict[str, Any]:
+    values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    hashed = hashlib.sha256(values).hexdigest()
+    return {"dtype": str(tensor.dtype), "shape": list(tensor.shape), "sha256": hashed}
 
 
 def _node_json(node: fx.Node) -> dict[str, Any]:

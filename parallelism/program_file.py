@@ -3,30 +3,36 @@
 `Program.to_json` describes a program for people and for its fingerprint. This format holds everything: the types of
 arguments, constants, and the reasons of shardings. `dump` returns {"pool": [...], "value": ...}. The pool stores equal
 values once, and other values refer to them by index. Numbers, strings, booleans and null are themselves; every other
-value is a list that begins with its kind: `["tuple", ...]`, `["op", "aten.mm.default"]`, `["node", "mm_3"]`,
-`["pool", 7]`.
+value is a list that begins with its kind: `["tuple", ...]`, `["node", "mm_3"]`, `["pool", 7]`.
+
+A file may come from anybody, and an FX graph becomes Python code. So a node calls an operation of the rules' table or a
+function in FUNCTIONS, by name; nothing else in a file names code, and every name that reaches the code of a graph is a
+plain identifier.
 """
 
 from __future__ import annotations
 
-import importlib
+import builtins
+import keyword
 import marshal
 import math
-from collections.abc import Callable, Iterable
+import operator
+from collections.abc import Callable, Container, Iterable
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 from tpshard.kernels.dtypes import dtype_name
 from tpshard.parallelism.graph import Layer, Place
 from tpshard.parallelism.mesh import Axis, Mesh
-from tpshard.parallelism.node_info import INFO, Collective, Held, Info, Port, Spec
+from tpshard.parallelism.node_info import INFO, Collective, Held, Info, Port, Spec, offset
 from tpshard.parallelism.program import Program, ValueRecord
-from tpshard.parallelism.rules import table  # noqa: F401  whose import registers our operations
+from tpshard.parallelism.resharding.lower import is_first, pick, transfers, valid
+from tpshard.parallelism.rules.table import OTHER, entry_of
 from tpshard.parallelism.sharding import Layout
+from tpshard.parallelism.transfer import recv, send
 from tpshard.parallelism.why import Demand, LastStep, ShardingReason, SourcePlace, Through
 
 CLASSES = (
@@ -35,11 +41,29 @@ CLASSES = (
 )  # fmt: skip
 """The classes in a program: frozen dataclasses and named tuples, stored as their fields in order."""
 
-OPS = ("aten", "prims", "_c10d_functional", "tpshard")
-"""Namespaces of operations that a file may name."""
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "getitem": operator.getitem, "offset": offset, "transfers": transfers, "valid": valid, "pick": pick,
+    "is_first": is_first, "send": send, "recv": recv,
+}  # fmt: skip
+"""The functions that a node may call, by their name in a file."""
 
-MODULES = ("_operator", "tpshard.parallelism", "tpshard.kernels")
-"""Modules that a file may name functions of; those of their submodules too."""
+OPS = ("aten", "prims", "_c10d_functional", "tpshard")
+"""Namespaces of operations."""
+
+COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single", "wait_tensor")
+
+_NAMES = {function: name for name, function in FUNCTIONS.items()}
+_PLAIN = {
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, (torch.dtype, torch.layout, torch.memory_format))
+}
+_TAKEN = {*dir(builtins), *keyword.kwlist, "torch", "device", "inf", "nan", "NoneType", "fx_pytree", "pytree", "self"}
+"""Names with a meaning in the Python code of a graph."""
+ARGUMENTS = (bool, int, float, complex, str, torch.device, torch.dtype, torch.layout, torch.memory_format)
+"""The types of a node's arguments that are no node and hold none."""
+_MOST_VALUES = 1_000_000_000
+"""Values of a file, those in the pool counted as often as they are used."""
 
 
 def dump(value: Any, classes: Iterable[type] = ()) -> dict[str, Any]:
@@ -57,13 +81,41 @@ def load(data: dict[str, Any], classes: Iterable[type] = ()) -> Any:
     try:
         reader = _Reader({cls.__name__: cls for cls in (*CLASSES, *classes)}, data["pool"])
         return reader.decode(data["value"])
-    except (LookupError, TypeError, AttributeError, RecursionError, RuntimeError, ImportError) as error:
+    except (LookupError, TypeError, AttributeError, RecursionError, RuntimeError, OverflowError) as error:
         raise ValueError(f"not a stored program: {type(error).__name__}: {error}") from error
 
 
-def _is_allowed(module: str) -> bool:
-    """Whether a file may name the functions of a module."""
-    return any(module == allowed or module.startswith(f"{allowed}.") for allowed in MODULES)
+def _is_allowed(op: torch._ops.OpOverload) -> bool:
+    """Whether a node may call an operation: it has an entry in the rules' table, or is a collective."""
+    if op.namespace == "_c10d_functional":
+        return op._opname in COLLECTIVES
+    return op.namespace in OPS and entry_of(op) is not OTHER
+
+
+def _check_name(name: Any, taken: Container[str] = _TAKEN) -> str:
+    """A name that may stand in a graph's Python code, where `taken` have a meaning. Raises ValueError for any other."""
+    if not isinstance(name, str) or not name.isascii() or not name.isidentifier() or name in taken:
+        raise ValueError(f"{str(name)[:60]!r} is not the name of a value")
+    return name
+
+
+def _check_argument(value: Any, graph: fx.Graph) -> Any:
+    """An argument of a node, whose `repr` becomes Python code: a plain value, a node of its graph, or a tuple, list,
+    map or slice of these. Raises ValueError for any other.
+    """
+    kind = type(value)
+    items: Iterable[Any] = ()
+    if kind in (tuple, list, Axis):
+        items = value
+    elif kind is dict:
+        items = (*value, *value.values())
+    elif kind is slice:
+        items = (value.start, value.stop, value.step)
+    elif value is not None and kind not in ARGUMENTS and not (kind is fx.Node and value.graph is graph):
+        raise ValueError(f"a {kind.__name__} is no argument of an operation")
+    for item in items:
+        _check_argument(item, graph)
+    return value
 
 
 class _Writer:
@@ -105,16 +157,10 @@ class _Writer:
             return ["device", str(value)]
         if isinstance(value, torch.Tensor):
             return ["tensor", dtype_name(value.dtype), list(value.shape), value.flatten().tolist()]
-        if isinstance(value, pytree.TreeSpec):
-            return ["tree", pytree.treespec_dumps(value)]
-        if isinstance(value, torch._ops.OpOverload):
-            return ["op", str(value)]
         if isinstance(value, Mesh):
             return ["mesh", [[name, size] for name, size in value.axes.items()]]
         if isinstance(value, Program):
             return ["program", *self.program(value)]
-        if callable(value) and _is_allowed(value.__module__):
-            return ["function", value.__module__, value.__qualname__]
         raise TypeError(f"a {kind.__name__} cannot be stored")
 
     def add_once(self, value: Any, make: Callable[[], Any]) -> list[Any]:
@@ -138,43 +184,62 @@ class _Writer:
             [self.node(node) for node in program.graph.nodes],
             *map(self.encode, ports),
             self.add_once(program.records, lambda: self.encode(program.records)),
-            self.encode(program.in_tree),
-            self.encode(program.out_tree),
             None if why is None else self.add_once(why, reasons),
         ]
 
     def node(self, node: fx.Node) -> list[Any]:
         kwargs = self.encode(dict(node.kwargs)) if node.kwargs else None
-        rest = map(self.encode, (node.target, node.args, node.meta.get(INFO)))
-        return [node.name, node.op, *rest, kwargs]
+        target = node.target if isinstance(node.target, str) else self.target(node.target)
+        return [node.name, node.op, target, *map(self.encode, (node.args, node.meta.get(INFO))), kwargs]
+
+    def target(self, target: Any) -> list[str]:
+        """The operation or function that a node calls."""
+        if isinstance(target, torch._ops.OpOverload) and _is_allowed(target):
+            return ["op", str(target)]
+        if target in _NAMES:
+            return ["function", _NAMES[target]]
+        raise TypeError(f"calls of {target} cannot be stored")
 
 
 class _Reader:
-    """Converts JSON back to values; the method `_KIND` reads a list of that kind."""
+    """Converts JSON back to values; the method `_KIND` reads a list of a kind in KINDS."""
 
+    KINDS = (
+        "pool", "node", "tuple", "list", "map", "set", "slice", "float", "complex", "device", "torch", "tensor", "mesh",
+        "program",
+    )  # fmt: skip
     _float = staticmethod(float)
     _complex = staticmethod(complex)
     _device = staticmethod(torch.device)
-    _tree = staticmethod(pytree.treespec_loads)
 
     def __init__(self, classes: dict[str, type], pool: list[Any]) -> None:
         self.classes, self.pool = classes, pool
-        self.decoded: dict[int, Any] = {}
+        self.decoded: dict[int, tuple[Any, int]] = {}
+        """The values of the pool with the number of values in each."""
         self.nodes: dict[str, fx.Node] = {}
+        self.values = 0
+        self.readers: dict[str, Callable[..., Any]] = {kind: getattr(self, f"_{kind}") for kind in self.KINDS}
 
     def decode(self, data: Any) -> Any:
+        self.values += 1
+        if self.values > _MOST_VALUES:
+            raise ValueError(f"more than {_MOST_VALUES} values")
         if not isinstance(data, list):
             return data
         kind, *rest = data
         if kind in self.classes:
             return self.classes[kind](*map(self.decode, rest))
-        read: Callable[..., Any] = getattr(self, f"_{kind}")
-        return read(*rest)
+        return self.readers[kind](*rest)
 
     def _pool(self, number: int) -> Any:
-        if number not in self.decoded:
-            self.decoded[number] = self.decode(self.pool[number])
-        return self.decoded[number]
+        if number in self.decoded:
+            value, count = self.decoded[number]
+            self.values += count
+            return value
+        before = self.values
+        value = self.decode(self.pool[number])
+        self.decoded[number] = value, self.values - before
+        return value
 
     def _node(self, name: str) -> fx.Node:
         return self.nodes[name]
@@ -195,47 +260,77 @@ class _Reader:
         return slice(*map(self.decode, (start, stop, step)))
 
     def _torch(self, name: str) -> Any:
-        value = getattr(torch, name)
-        if not isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
-            raise TypeError(f"torch.{name}")
-        return value
+        return _PLAIN[name]
 
     def _tensor(self, dtype: str, shape: list[int], values: list[Any]) -> torch.Tensor:
         return torch.tensor(values, dtype=self._torch(dtype)).reshape(shape)
-
-    def _op(self, name: str) -> Any:
-        namespace, packet, overload = name.split(".")
-        if namespace not in OPS:
-            raise TypeError(f"operations of {namespace}")
-        return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-
-    def _function(self, module: str, name: str) -> Any:
-        if not _is_allowed(module):
-            raise TypeError(f"functions of {module}")
-        return getattr(importlib.import_module(module), name)
 
     def _mesh(self, axes: list[list[Any]]) -> Mesh:
         return Mesh([(name, size) for name, size in axes])
 
     def _program(
         self, nodes: list[Any], mesh: Any, inputs: Any, outputs: Any, donated: Any, constants: Any, warnings: Any,
-        records: Any, in_tree: Any, out_tree: Any, why: Any,
+        records: Any, why: Any,
     ) -> Program:  # fmt: skip
         graph = fx.Graph()
         self.nodes = {}
+        tensors = self.decode(constants)
         for name, op, target, args, info, kwargs in nodes:
+            if _check_name(name) in self.nodes:
+                raise ValueError(f"two values named {name}")
             keywords = {} if kwargs is None else self.decode(kwargs)
-            node = graph.create_node(op, self.decode(target), self.decode(args), keywords, name=name)
+            called = self._target(op, target, tensors)
+            arguments = _check_argument(tuple(self.decode(args)), graph)
+            for keyword_name, value in keywords.items():
+                _check_name(keyword_name, keyword.kwlist)
+                _check_argument(value, graph)
+            node = graph.create_node(op, called, arguments, keywords, name=name)
             node.name = name
             if info is not None:
                 node.meta[INFO] = self.decode(info)
             self.nodes[name] = node
-
-        return Program(
+        program = Program(
             self.decode(mesh), graph, self.decode(inputs), self.decode(outputs), self.decode(records),
-            self.decode(donated), self.decode(constants), self.decode(warnings), self.decode(in_tree),
-            self.decode(out_tree), None if why is None else lambda name: self.decode(why)[name],
+            self.decode(donated), tensors, self.decode(warnings),
+            reasons=None if why is None else lambda name: self.decode(why)[name],
         )  # fmt: skip
+        _check_ends(program)
+        return program
+
+    def _target(self, op: str, target: Any, constants: dict[str, torch.Tensor]) -> Any:
+        """The target of a node: a name, or the operation or function that it calls."""
+        if op in ("placeholder", "output", "get_attr"):
+            if op == "get_attr" and target not in constants:
+                raise ValueError(f"there is no constant {target!r}")
+            return _check_name(target, keyword.kwlist)
+        if op != "call_function":
+            raise ValueError(f"nodes of kind {op!r}")
+        kind, name = target
+        if kind == "function":
+            return FUNCTIONS[name]
+        namespace, packet, overload = name.split(".")
+        found = getattr(getattr(getattr(torch.ops, namespace), packet), overload) if namespace in OPS else None
+        if kind != "op" or not isinstance(found, torch._ops.OpOverload) or str(found) != name or not _is_allowed(found):
+            raise ValueError(f"calls of {name}")
+        return found
+
+
+def _check_ends(program: Program) -> None:
+    """Raises ValueError unless a program has a node for each input and result, and all are what the program needs."""
+    nodes = list(program.graph.nodes)
+    feeds = [node for node in nodes if node.op == "placeholder"]
+    results = [node for node in nodes if node.op == "output"]
+    if len(feeds) != len(program.inputs) or [node.op for node in nodes[-1:]] != ["output"] or len(results) != 1:
+        raise ValueError("its nodes are not those of its inputs and results")
+    if not all(isinstance(port, Port) for port in (*program.inputs, *program.outputs)):
+        raise ValueError("its inputs and outputs have no layouts")
+    given = [value for value in results[0].args[0] if isinstance(value, fx.Node)]  # type: ignore[union-attr]
+    if len(given) != len(program.outputs):
+        raise ValueError(f"{len(given)} results and {len(program.outputs)} outputs")
+    if any(o not in range(len(given)) or i not in range(len(feeds)) for o, i in program.donated.items()):
+        raise ValueError("it donates values that it does not have")
+    if not all(isinstance(info, Info) for node in nodes if (info := node.meta.get(INFO)) is not None):
+        raise ValueError("its nodes are not described")
 
 
 def _values(value: Any) -> list[Any]:

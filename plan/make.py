@@ -135,9 +135,10 @@ def read_programs(saved: save.SavedPlan, setting: Setting) -> training.TrainingP
     """
     try:
         programs = saved_step.unpack(saved.step or "", setting)
-    except (ValueError, KeyError) as error:
+        same = programs.fingerprints == dict(saved.fingerprints)
+    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, AssertionError) as error:
         raise Mistakes.one(f"the programs in {saved.path} cannot be read", why=str(error), fix="plan again") from error
-    if save.fingerprints(report_of_training(programs)) != dict(saved.fingerprints):
+    if not same:
         raise Mistakes.one(
             f"the programs in {saved.path} differ from those that its plan describes", why="the fingerprints differ",
             fix="plan again",

@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tpshard.kernels.folder_json import parse_object, read_regular
 from tpshard.models.aside import write_file
 from tpshard.plan.units import SCHEMA
 from tpshard.recipes.diagnostic import Exit, Mistakes, Source
@@ -29,6 +30,9 @@ ELSEWHERE = (
     "name", "data", "evaluate", "timeout_s", "launch", "run", "checkpoint", "logging", "quantize", "serve",
 )  # fmt: skip
 """Sections of a recipe in which it may differ from its plan: they do not say what a run computes."""
+
+_MOST_BYTES = 2 << 30
+"""Of a saved plan."""
 
 ROOMS = ("devices", "kernels", "models", "parallelism", "programs", "recipes")
 """The packages of tpshard whose code decides a plan's programs."""
@@ -47,7 +51,7 @@ class SavedPlan:
     versions: Mapping[str, str]
     """The versions of the packages, code and files that built the programs; see `versions`."""
     fingerprints: Mapping[str, str]
-    """The fingerprint of each part's program."""
+    """The fingerprint of each program; of a training run also of those that a plan does not price."""
     step: str | None
     """The packed programs of a training run; None for other plans."""
     report: Mapping[str, Any]
@@ -56,7 +60,7 @@ class SavedPlan:
 
 
 def fingerprints(report: Report) -> dict[str, str]:
-    """The fingerprint of each program of a plan, by part of the step."""
+    """The fingerprint of each program that a plan prices, by part of the step."""
     if report.pricing.pipeline is not None:
         return dict(report.pricing.pipeline.programs.fingerprints)
     return {entry.part.name: entry.part.program.fingerprint for entry in report.pricing.parts}
@@ -71,7 +75,7 @@ def dumps(report: Report, recipe: Recipe, *, with_programs: bool = True) -> str:
 
     held = {
         "schema": SCHEMA, "recipe": recipe.to_yaml(), "values": values(recipe), "versions": versions(recipe),
-        "programs": fingerprints(report), "plan": report.to_json(),
+        "programs": fingerprints(report) if report.step is None else report.step.fingerprints, "plan": report.to_json(),
         "step": saved_step.pack(report.step) if with_programs and report.step is not None else None,
     }  # fmt: skip
     return json.dumps(held, indent=1, sort_keys=True) + "\n"
@@ -171,21 +175,27 @@ def read(path: str) -> SavedPlan:
     """Reads a saved plan. Raises `Mistakes` (exit 3) if the file is not one."""
     fix = "`tpshard plan RECIPE`, without --dry-run, saves one in the run's folder"
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        held = json.loads(text)
-        if not isinstance(held, dict) or held.get("schema") != SCHEMA:
-            raise ValueError(f"schema {SCHEMA} expected" if isinstance(held, dict) else "no object")
+        text = read_regular(path, _MOST_BYTES).decode("utf-8")
+        held = parse_object(text, "it")
+        if held.get("schema") != SCHEMA:
+            raise ValueError(f"schema {SCHEMA} expected")
         if "collectives" in held:
             raise ValueError("it is what `plan --json` prints, which holds no programs")
         report, hashes = dict(held["plan"]), dict(held["programs"])
         return SavedPlan(
-            path, held["recipe"], dict(held.get("values", {})), dict(report.get("mesh", {})),
-            dict(held.get("versions", {})), hashes, held.get("step"), report, text,
+            path, str(held["recipe"]), dict(held.get("values", {})), dict(report.get("mesh", {})),
+            dict(held.get("versions", {})), hashes, _text_or_none(held.get("step")), report, text,
         )  # fmt: skip
     except OSError as error:
         raise Mistakes.one(f"the plan {path} cannot be read", why=error.strerror or str(error), fix=fix) from error
     except (ValueError, TypeError, KeyError) as error:
         raise Mistakes.one(f"{path} is not a saved plan", why=str(error), fix=fix) from error
+
+
+def _text_or_none(value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise ValueError("its step is not text")
+    return value
 
 
 def check(saved: SavedPlan, recipe: Recipe, world: int) -> None:

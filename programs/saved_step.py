@@ -8,11 +8,14 @@ import zlib
 from typing import Any
 
 from tpshard.parallelism import program_file
-from tpshard.parallelism.pipeline.schedules import StageTask, Table
+from tpshard.parallelism.pipeline.schedules import StageTask, Table, check
 from tpshard.parallelism.pipeline.stages import Stage
 from tpshard.programs.setting import Setting
 from tpshard.programs.staged import DevicePrograms, StagedPrograms
 from tpshard.programs.training import TrainingPrograms
+
+_MOST_BYTES = 4 << 30
+"""Of the JSON of a step; that of a model of 405 billion parameters has a twentieth."""
 
 CLASSES = (DevicePrograms, Stage, StageTask, Table)
 
@@ -44,15 +47,27 @@ def pack(programs: TrainingPrograms) -> str | None:
 def unpack(text: str, setting: Setting) -> TrainingPrograms:
     """The programs in `text`, for the setting they were built for. ValueError for an invalid text."""
     try:
-        data = json.loads(zlib.decompress(base64.b64decode(text, validate=True)))
-    except zlib.error as error:
-        raise ValueError(str(error)) from error
-    parts = program_file.load(data, CLASSES)
+        stream = zlib.decompressobj()
+        data = stream.decompress(base64.b64decode(text, validate=True), _MOST_BYTES)
+        if not stream.eof:
+            raise ValueError(f"it is cut off, or larger than {_MOST_BYTES >> 30} GiB")
+        parts = program_file.load(json.loads(data), CLASSES)
+        return _programs(parts, setting)
+    except (zlib.error, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def _programs(parts: Any, setting: Setting) -> TrainingPrograms:
     programs = TrainingPrograms(setting, *(parts[key] for key in ("micro", "update", "storage", "gather", "reduce")))
-    if "pipeline" not in parts:
+    shapes = {port.name: port.shape for port in programs.micro.inputs if port.kind == "parameter"}
+    if shapes != {name: tuple(p.shape) for name, p in setting.model.named_parameters()}:
+        raise ValueError("its parameters are not those of the model")
+    if setting.recipe.staged:
+        staged = parts["pipeline"]
+        own = {name: staged[name] for name in ("axis", "table", "layers", "stages", "devices")}
+        programs.pipeline = StagedPrograms(setting, storage=programs.storage, **own)
+        check(programs.pipeline.table)
+        programs.pipeline.__dict__.update(evaluation=staged["evaluation"], share=staged["share"])
+    else:
         programs.__dict__["evaluate"] = parts["evaluate"]
-        return programs
-    later = {key: parts["pipeline"].pop(key) for key in ("evaluation", "share")}
-    programs.pipeline = StagedPrograms(setting, storage=programs.storage, **parts["pipeline"])
-    programs.pipeline.__dict__.update(later)
     return programs

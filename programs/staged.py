@@ -128,8 +128,10 @@ class StagedPrograms:
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
-        """A hash of each of the pipeline's programs, and of its schedule, by name."""
-        table = hashlib.sha256(repr(self.table.rows).encode()).hexdigest()
+        """A hash of each of the pipeline's programs, and of its schedule with what each device holds, by name."""
+        blocks, held = [stage.blocks for stage in self.stages], [device.names for device in self.devices]
+        schedule = self.axis, self.layers, self.table.rows, blocks, held
+        table = hashlib.sha256(repr(schedule).encode()).hexdigest()
         fingerprints = {f"program of {role}": program.fingerprint for role, program in self.programs.items()}
         return {"schedule": table} | fingerprints
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -60,11 +61,15 @@ class TrainingPrograms:
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """The fingerprints of all programs of a run. They must be equal on all ranks, or ranks would wait forever."""
+        """The fingerprints of all that a run executes. They must be equal on all ranks, or ranks would wait forever."""
+        storage = hashlib.sha256(repr(sorted(self.storage.items())).encode()).hexdigest()
+        stored = {"layouts of what is stored": storage}
         if self.pipeline is not None:
-            return self.pipeline.fingerprints
-        programs = {"a micro-batch": self.micro, "an update": self.update, "an evaluation": self.evaluate}
-        return {f"program of {role}": program.fingerprint for role, program in programs.items()}
+            return self.pipeline.fingerprints | stored
+        programs = {"a micro-batch": self.micro, "an update": self.update, "an evaluation": self.evaluate,
+                    "gathering": self.gather, "reducing": self.reduce}  # fmt: skip
+        built = {role: program for role, program in programs.items() if program is not None}
+        return {f"program of {role}": program.fingerprint for role, program in built.items()} | stored
 
     @cached_property
     def counted(self) -> dict[str, int]:

@@ -54,10 +54,12 @@ def blueprint(setting: Setting) -> Blueprint:
 def whole(engine: TrainingEngine, shards: dict[str, Shard]) -> dict[str, torch.Tensor]:
     """The global tensors of every rank's shards."""
     out: dict[str, torch.Tensor] = {}
-    for part in engine.context.gather({n: (s.tensor, s.shape, s.starts) for n, s in shards.items()}):
-        for name, (tensor, shape, starts) in part.items():
+    parts = {n: (s.tensor.double().tolist(), list(s.tensor.shape), s.shape, s.starts) for n, s in shards.items()}
+    for part in engine.context.gather(parts):
+        for name, (values, sizes, shape, starts) in part.items():
             target = out.setdefault(name, torch.full(shape, float("nan")))
-            target[tuple(slice(a, a + n) for a, n in zip(starts, tensor.shape))] = tensor.cpu()
+            block = torch.tensor(values, dtype=torch.float64).reshape(sizes)
+            target[tuple(slice(a, a + n) for a, n in zip(starts, sizes))] = block.to(target.dtype)
     return out
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import time
@@ -69,20 +70,18 @@ class Context:
         return exit_code(self.largest(self.stopping.urgency))
 
     def gather(self, value: Any) -> list[Any]:
-        """The values (plain data) of all ranks, in their order. Every rank must call it."""
+        """The values (JSON: tuples come back as lists) of all ranks, in their order. Every rank must call it."""
+        own = json.dumps(value).encode()
         if self.world == 1:
-            return [value]
-        values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, value)
-        return values
+            return [json.loads(own)]
+        padded = torch.frombuffer(bytearray(own.ljust(self.largest(len(own)))), dtype=torch.uint8)
+        texts = [torch.empty_like(padded) for _ in range(self.world)]
+        dist.all_gather(texts, padded)
+        return [json.loads(text.numpy().tobytes()) for text in texts]
 
     def from_main(self, value: Any) -> Any:
-        """Sends rank 0's value (plain data) to all ranks, and returns it. Every rank must call it."""
-        if self.world == 1:
-            return value
-        shared = [value]
-        dist.broadcast_object_list(shared, src=0)
-        return shared[0]
+        """Sends rank 0's value (JSON) to all ranks, and returns it. Every rank must call it."""
+        return self.gather(value if self.is_main else None)[0]
 
     def barrier(self) -> None:
         """Returns when every rank has called it; on the CPU, so that it works when a device is out of memory."""
@@ -94,7 +93,7 @@ class Context:
         values: the hash or version of each compared item (recipe, program, torch). Raises WorkerFault (exit 5), the
         same on every rank, with the first item that differs and the ranks that differ from the majority.
         """
-        everyone = self.gather((dict(values), socket.gethostname()))
+        everyone = self.gather([dict(values), socket.gethostname()])
         if text := disagreement([one for one, _ in everyone], [host for _, host in everyone]):
             raise WorkerFault(
                 text,
