@@ -45,11 +45,15 @@ class SourceModel:
 
     def read(self, name: str) -> torch.Tensor:
         """A whole parameter. Raises `Mistakes` (exit 7) where it cannot be read."""
+        from tpshard.models.hf_files import holds_nan
         from tpshard.train.restore import Damaged
 
         shape = self.blueprint.shapes[name]
         try:
-            return self.block(name, (0,) * len(shape), shape)
+            value = self.block(name, (0,) * len(shape), shape)
+            if holds_nan(value):
+                raise ValueError(f"`{name}` holds values that are not numbers (NaN)")
+            return value
         except (Damaged, ValueError, OSError) as error:
             raise _unreadable(self.name, error) from error
 

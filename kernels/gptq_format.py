@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,21 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from tpshard.kernels.folder_json import file_inside, read_json
 from tpshard.kernels.gptq_config import GPTQConfig, read_config
 from tpshard.kernels.packing import pack_stream, unpack_stream
 from tpshard.kernels.quantized import Quantized, group_count, group_index
 from tpshard.kernels.tensor_file import write_tensors
 
 SUFFIXES = ("qweight", "qzeros", "scales", "g_idx", "bias")
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_STORED: dict[str, tuple[tuple[torch.dtype, ...], int]] = {
+    "qweight": ((torch.int32,), 2), "qzeros": ((torch.int32,), 2), "scales": (_FLOATS, 2),
+    "g_idx": ((torch.int32, torch.int64), 1), "bias": (_FLOATS, 1),
+}  # fmt: skip
+"""The dtypes and the number of dims that each tensor of a linear may have."""
+_DTYPES = {"I32": torch.int32, "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+"""safetensors' names of these."""
 INDEX = "model.safetensors.index.json"
 _ORDER_LOST = "act-order (desc_act) without g_idx: the order of the inputs is lost."
 
@@ -56,8 +65,8 @@ def decode(tensors: Mapping[str, Tensor], config: GPTQConfig, name: str = "quant
         raise ValueError(f"{name}: {', '.join(sorted(missing))} is missing.")
     qweight, qzeros, scales = tensors["qweight"], tensors["qzeros"], tensors["scales"]
     bits = config.bits
-    if {qweight.dtype, qzeros.dtype} != {torch.int32} or {qweight.dim(), qzeros.dim(), scales.dim()} != {2}:
-        raise ValueError(f"{name}: qweight and qzeros must be int32 matrices and scales a matrix.")
+    for suffix, tensor in tensors.items():
+        _check_stored(f"{name}: {suffix}", suffix, list(tensor.shape), tensor.dtype)
     inputs, outputs = qweight.shape[0] * 32 // bits, qweight.shape[1]
     groups = scales.shape[0]
     if inputs % 32 or tuple(qzeros.shape) != (groups, outputs * bits // 32) or scales.shape[1] != outputs:
@@ -70,9 +79,19 @@ def decode(tensors: Mapping[str, Tensor], config: GPTQConfig, name: str = "quant
         raise ValueError(f"{name}: {groups} groups; {inputs} inputs in groups of {config.group_size} need {expected}.")
     group = _groups(tensors.get("g_idx"), inputs, groups, config, name)
     zeros = _zeros(qzeros, bits, config.checkpoint_format, name)
-    return Quantized(
-        unpack_stream(qweight, bits), scales.to(torch.float16), zeros, group, bits, tensors.get("bias")
-    ).check(name)
+    scales = scales.to(torch.float16)
+    for suffix, tensor in (("scales", scales), ("bias", tensors.get("bias"))):
+        if tensor is not None and not bool(tensor.isfinite().all()):
+            raise ValueError(f"{name}: {suffix} has values that are not finite in fp16.")
+    return Quantized(unpack_stream(qweight, bits), scales, zeros, group, bits, tensors.get("bias")).check(name)
+
+
+def _check_stored(what: str, suffix: str, shape: Sequence[int], dtype: torch.dtype | None) -> None:
+    """Raises ValueError where a tensor of a linear has a shape or dtype that it cannot have."""
+    dtypes, dims = _STORED[suffix]
+    if dtype not in dtypes or len(shape) != dims:
+        kind, form = "int32" if torch.int32 in dtypes else "floats", "a vector" if dims == 1 else "a matrix"
+        raise ValueError(f"{what} is {list(shape)} of {dtype or 'another dtype'}, not {form} of {kind}.")
 
 
 def _groups(g_idx: Tensor | None, inputs: int, groups: int, config: GPTQConfig, name: str) -> Tensor:
@@ -80,10 +99,14 @@ def _groups(g_idx: Tensor | None, inputs: int, groups: int, config: GPTQConfig, 
         if config.desc_act:
             raise ValueError(f"{name}: {_ORDER_LOST}")
         return group_index(inputs, config.group_size)
-    if tuple(g_idx.shape) != (inputs,) or g_idx.is_floating_point():
+    if tuple(g_idx.shape) != (inputs,):
         raise ValueError(f"{name}: g_idx {list(g_idx.shape)} for {inputs} inputs.")
     if groups > 1 and not bool(g_idx.any()):  # some tools leave it at zero
+        if config.desc_act:
+            raise ValueError(f"{name}: act-order (desc_act) with a g_idx of zeros: the order of the inputs is lost.")
         return group_index(inputs, config.group_size)
+    if bool((g_idx < -groups).any()) or bool((g_idx >= groups).any()):
+        raise ValueError(f"{name}: g_idx names groups outside of the {groups} of its scales.")
     return torch.where(g_idx < 0, g_idx + groups, g_idx).to(torch.int32)
 
 
@@ -117,7 +140,7 @@ class GPTQFolder:
         if config is None:
             raise ValueError(f"{self.folder} is not quantized: no quantization_config.")
         self.config = config
-        self._file_of = _tensor_files(self.folder)
+        self._file_of, self._headers = _tensor_files(self.folder)
         self.modules = sorted(n.removesuffix(".qweight") for n in self._file_of if n.endswith(".qweight"))
         owned = {f"{module}.{suffix}" for module in self.modules for suffix in SUFFIXES}
         self.dense = sorted(set(self._file_of) - owned)
@@ -150,17 +173,20 @@ class GPTQFolder:
         return _groups(g_idx, words * 32 // config.bits, groups, config, module)
 
     def _shape(self, name: str) -> list[int]:
-        with _open(self.folder / self._file_of[name]) as file:
-            return list(file.get_slice(name).get_shape())
+        return self._headers[name][0]
 
     def _check_names(self, module: str) -> None:
-        """Raises ValueError where a tensor of a linear is missing, before any of a large folder is read."""
+        """Raises ValueError where a tensor of a linear is missing, or of another form, before any of a large folder is
+        read."""
         missing = [name for name in ("qzeros", "scales") if f"{module}.{name}" not in self._file_of]
         if missing:
             raise ValueError(f"{module}: {', '.join(missing)} is missing.")
         own = self.config.of(module)
         if own is not None and own.desc_act and f"{module}.g_idx" not in self._file_of:
             raise ValueError(f"{module}: {_ORDER_LOST}")
+        for suffix in SUFFIXES:
+            if (name := f"{module}.{suffix}") in self._headers:
+                _check_stored(name, suffix, *self._headers[name])
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, as it is stored."""
@@ -179,17 +205,21 @@ def _open(path: Path) -> Iterator[Any]:
         raise ValueError(f"{path.name} cannot be read: {error}.") from None
 
 
-def _tensor_files(folder: Path) -> dict[str, str]:
-    """The file name of every tensor. Files that an index names must lie in the folder itself."""
+Headers = dict[str, tuple[list[int], torch.dtype | None]]
+"""The shape and dtype of each tensor; None for a dtype that no tensor of a quantized linear has."""
+
+
+def _tensor_files(folder: Path) -> tuple[dict[str, str], Headers]:
+    """The file name of every tensor, and what the headers say. Files that an index names must lie in the folder."""
     index = folder / INDEX
+    named: Any = {}
     if index.is_file():
-        try:
-            named = json.loads(index.read_text("utf-8"))["weight_map"]
-            files = set(named.values())
-        except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{INDEX} holds no weight_map: {error}.") from None
+        named = read_json(folder, INDEX).get("weight_map")
+        if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
+            raise ValueError(f"{INDEX} holds no weight_map of tensors to files.")
+        files = set(named.values())
         for file in files:
-            if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+            if not file.endswith(".safetensors"):
                 raise ValueError(f"{INDEX} names {file!r}, which is not a safetensors file of this folder.")
     else:
         files = {path.name for path in folder.glob("*.safetensors")}
@@ -198,12 +228,17 @@ def _tensor_files(folder: Path) -> dict[str, str]:
             hint = f"; {pickled[0]} is a pickle, which is never loaded" if pickled else ""
             raise ValueError(f"{folder} holds no safetensors file{hint}.")
     file_of: dict[str, str] = {}
+    headers: Headers = {}
     for name in sorted(files):
-        with _open(folder / name) as file:
-            file_of |= dict.fromkeys(file.keys(), name)
+        with _open(file_inside(folder, name)) as opened:
+            names = list(opened.keys())
+            file_of |= dict.fromkeys(names, name)
+            for tensor in names:
+                header = opened.get_slice(tensor)
+                headers[tensor] = list(header.get_shape()), _DTYPES.get(header.get_dtype())
     if index.is_file() and (absent := sorted(set(named) - set(file_of))):
         raise ValueError(f"{INDEX} names {absent[0]}, which no file holds.")
-    return file_of
+    return file_of, headers
 
 
 def write_into(

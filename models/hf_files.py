@@ -76,7 +76,17 @@ class Tensors:
         cut = tuple(slice(start, start + size) for start, size in zip(starts, sizes))
         with self._naming_the_file(self._home[name]):
             if not cut or 0 in sizes:
-                whole: Tensor = self._open(self._home[name]).get_tensor(name)
-                return whole[cut].clone(memory_format=torch.contiguous_format)
-            part: Tensor = self._slice(name)[cut]
-            return part.clone(memory_format=torch.contiguous_format)
+                part: Tensor = self._open(self._home[name]).get_tensor(name)[cut]
+            else:
+                part = self._slice(name)[cut]
+            value = part.clone(memory_format=torch.contiguous_format)
+        if holds_nan(value):
+            raise ValueError(f"`{name}` of {self.folder} holds values that are not numbers (NaN)")
+        return value
+
+
+def holds_nan(value: Tensor) -> bool:
+    """Whether any value of a tensor is NaN. Infinities are values: some biases exclude tokens by them."""
+    return (
+        value.is_floating_point() and not bool(value.sum(dtype=torch.float32).isfinite()) and bool(value.isnan().any())
+    )

@@ -108,6 +108,8 @@ def test_group_index_traps():
     with pytest.raises(ValueError, match="groups outside"):
         decode(tensors | {"g_idx": linear.group + 1}, config)
     shuffled = linear.group[torch.randperm(96, generator=torch.Generator().manual_seed(1))]
+    with pytest.raises(ValueError, match="g_idx of zeros"):
+        decode(tensors | {"g_idx": torch.zeros(96, dtype=torch.int32)}, replace(config, desc_act=True))
     # the tensor decides, not the flag
     assert torch.equal(decode(tensors | {"g_idx": shuffled}, replace(config, desc_act=False)).group, shuffled)
 
@@ -122,6 +124,13 @@ def test_group_index_traps():
         ({"scales": torch.ones(4, 64).half(), "qzeros": torch.zeros(4, 8, dtype=torch.int32)}, "4 groups"),
         ({"bias": torch.zeros(63).half()}, "bias"),
         ({"g_idx": torch.zeros(95, dtype=torch.int32)}, "g_idx"),
+        ({"g_idx": torch.ones(96, dtype=torch.bool)}, "g_idx.*bool.*not a vector of int32"),
+        ({"g_idx": torch.arange(96) // 32 + (1 << 32)}, "groups outside of the 3"),
+        ({"g_idx": torch.full((96,), -4)}, "groups outside of the 3"),
+        ({"scales": torch.ones(3, 64, dtype=torch.int32)}, "scales.*not a matrix of floats"),
+        ({"scales": torch.full((3, 64), 1e9)}, "scales has values that are not finite in fp16"),
+        ({"bias": torch.full((64,), float("nan"))}, "bias has values that are not finite"),
+        ({"qweight": torch.zeros(768, dtype=torch.int32)}, "qweight.*not a matrix of int32"),
     ],
 )
 def test_contradicting_tensors_are_refused_by_name(change, message):
@@ -169,6 +178,16 @@ def test_both_homes_and_old_spellings_of_the_settings(tmp_path):
         ({"bits": 4, "checkpoint_format": "marlin"}, "marlin"),
         ({"bits": 4, "dynamic": {"(": {}}}, "regular expression"),
         ({"bits": 4, "dynamic": {"a": {"checkpoint_format": "gptq_v2"}}}, "checkpoint_format"),
+        ({"bits": 4, "dynamic": {r"(a)\1": {}}}, "regular expression of RE2"),
+        ({"bits": 4, "dynamic": {"a" * 1001: {}}}, "more than 1000 characters"),
+        ({"bits": 4, "dynamic": {str(i): {} for i in range(1001)}}, "at most 1000"),
+        ({"bits": 4, "desc_act": "yes"}, "desc_act 'yes' is neither true nor false"),
+        ({"bits": 4, "sym": 1}, "sym 1 is neither"),
+        ({"bits": 4, "damp_percent": [0.1]}, "damp_percent"),
+        ({"bits": 4, "damp_percent": float("nan")}, "damp_percent nan is not a number"),
+        ({"bits": 4, "group_size": 10**30}, "group_size 1000"),
+        ({"bits": [4]}, "bits"),
+        ({"bits": 4, "quant_method": {}}, "quant_method"),
     ],
 )
 def test_settings_that_cannot_be_read_are_refused(tmp_path, settings, message):
@@ -193,6 +212,22 @@ def test_dynamic_overrides_are_honoured(tmp_path):
         GPTQFolder(tmp_path)
 
 
+def test_a_pattern_that_backtracks_is_matched_in_linear_time():
+    """Python's engine would take longer than the universe has existed."""
+    config = GPTQConfig(dynamic={r"-:(a+)+$": {}, r"(a|aa)*b": {"bits": 8}, r"-:.*\.1[0-9]\..*": {}})
+    assert config.of("a" * 500 + "c") == config and config.of("a" * 500) is None
+    assert config.of("a" * 500 + "b").bits == 8 and config.of("model.layers.17.mlp") is None
+
+
+def test_a_linear_of_another_form_is_refused_by_its_header(tmp_path):
+    write_into(tmp_path, {}, [("a", random_linear())], (), GPTQConfig(group_size=32))
+    stored = load_file(tmp_path / "model.safetensors")
+    for suffix, change in (("qweight", torch.zeros(768, dtype=torch.int32)), ("scales", torch.ones(3, 64).int())):
+        save_file(stored | {f"a.{suffix}": change}, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match=f"a.{suffix} is "):
+            GPTQFolder(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["../evil.safetensors", "/etc/x.safetensors", "sub/x.safetensors", "x.bin", 3])
 def test_shard_names_never_leave_the_folder(tmp_path, name):
     save_file({"a.qweight": torch.zeros(1)}, tmp_path / "evil.safetensors")
@@ -200,7 +235,9 @@ def test_shard_names_never_leave_the_folder(tmp_path, name):
     folder.mkdir()
     (folder / "quantize_config.json").write_text('{"bits": 4, "group_size": 32}')
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a.qweight": name}}))
-    with pytest.raises(ValueError, match="not a safetensors file of this folder"):
+    with pytest.raises(
+        ValueError, match=r"not (a safetensors file of|the name of a file in) this folder|no weight_map"
+    ):
         GPTQFolder(folder)
 
 
