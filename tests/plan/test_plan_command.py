@@ -68,7 +68,11 @@ def test_a_saved_plan_holds_the_programs_that_it_tells_of(report, tmp_path):
     actual = make.read_programs(save.read(str(file)), report.step.setting)
     assert make.report_of_training(actual, "small.yaml").to_json() == report.to_json()
     held = json.loads(file.read_text())
-    for step in (held["step"][:-40], "AAAA", saved_step.pack(dataclasses.replace(actual, micro=actual.update))):
+    other_evaluation = dataclasses.replace(actual)
+    other_evaluation.__dict__["evaluate"] = actual.micro
+    packed = [saved_step.pack(programs) for programs in (dataclasses.replace(actual, micro=actual.update),
+                                                         other_evaluation)]  # fmt: skip
+    for step in (held["step"][:-40], "AAAA", *packed):
         file.write_text(json.dumps(held | {"step": step}))
         with pytest.raises(
             Mistakes, match=r"the programs in \S+ (cannot be read|differ from those that its plan describes)"
