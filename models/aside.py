@@ -119,12 +119,12 @@ def write_file(path: Path, text: str, *, overwrite: bool = True) -> None:
         if overwrite:
             aside.replace(path)
         else:
-            _name(aside, path)
+            name_new(aside, path)
     finally:
         aside.unlink(missing_ok=True)
 
 
-def _name(aside: Path, path: Path) -> None:
+def name_new(aside: Path, path: Path) -> None:
     """Names a file `path`, too. FileExistsError where another process was faster."""
     try:
         os.link(aside, path)

@@ -25,6 +25,7 @@ from tpshard.train.expert_balance import balance
 from tpshard.train.generated_rows import GeneratedRows
 from tpshard.train.learning_rate import learning_rate
 from tpshard.train.progress import Progress
+from tpshard.train.records import note_saved
 from tpshard.train.restore import SavedCheckpoint, newest
 from tpshard.train.step_batch import StepBatch
 from tpshard.train.stream import Loader, merge_states
@@ -66,6 +67,8 @@ class Outcome:
     """Restarts after workers crashed, since the command was given."""
     saved: Path | None = None
     """The last checkpoint."""
+    unsaved: str = ""
+    """Why the last attempt to save failed, if it did."""
     rates: list[float] = field(default_factory=list)
 
 
@@ -183,7 +186,8 @@ class TrainingLoop:
 
     def _finish(self, code: int) -> Outcome:
         out = self.outcome
-        out.exit, out.seconds, out.skipped = Exit(code), time.monotonic() - self._began, self.guard.skipped
+        out.exit = Exit.CHECKPOINT if out.unsaved else Exit(code)
+        out.seconds, out.skipped = time.monotonic() - self._began, self.guard.skipped
         if out.rates:
             out.tokens_per_s = statistics.median_high(out.rates)
         return out
@@ -280,6 +284,7 @@ class TrainingLoop:
             "name": self.recipe.name, "model": self.model, "mesh": dict(self.context.mesh.axes),
             "attempt": self.attempt,
         }  # fmt: skip
+        began = time.monotonic()
         with self.context.watchdog.allow(float(self.recipe.timeout_s.step), "saving a checkpoint"):
             try:
                 self.outcome.saved = save(
@@ -287,8 +292,11 @@ class TrainingLoop:
                     world=self.context.world, barrier=self.context.barrier,
                     keep_last=self.recipe.checkpoint.keep_last,
                 )  # fmt: skip
-                self._saved_step = self.course.step
+                self._saved_step, self.outcome.unsaved = self.course.step, ""
+                if self.context.is_main:
+                    note_saved(self.folder, self.course.step, time.monotonic() - began)
             except SaveFailed as error:
+                self.outcome.unsaved = self.context.from_main(str(error))
                 if self.recipe.checkpoint.on_error == "stop":
                     raise Mistakes.one(
                         str(error), exit=Exit.CHECKPOINT, where=self.recipe.where("checkpoint.on_error"),

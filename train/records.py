@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,21 @@ def last_attempt(path: Path) -> int:
         return max((int(row.get("run") or 0) for row in read_rows(path)), default=0)
     except (OSError, ValueError, TypeError):
         return 0
+
+
+def note_saved(folder: Path, step: int, seconds: float) -> None:
+    """Appends a row to the run's logs/checkpoints.jsonl: a checkpoint of `step` was saved, in `seconds`."""
+    row = {"step": step, "seconds": seconds, "time": time.time()}
+    with contextlib.suppress(OSError), (folder / "logs" / "checkpoints.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def last_saved(folder: Path) -> int | None:
+    """The step of the last checkpoint that the run has saved, whether or not it still exists; None without any."""
+    try:
+        return max((int(row["step"]) for row in read_rows(folder / "logs" / "checkpoints.jsonl")), default=None)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _mend(path: Path) -> None:

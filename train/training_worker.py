@@ -96,6 +96,11 @@ def work(recipe: Recipe, place: WorkerPlace, around: Surroundings) -> int:
             outcome = _train(setting, programs, context, around, folder, run)
     if place.rank == 0:
         _say(ending(outcome, recipe, folder))
+    if outcome.unsaved:
+        raise Mistakes.one(
+            outcome.unsaved, exit=Exit.CHECKPOINT, where=recipe.where("run.dir"),
+            fix="make room there, and run the same command again: it continues from the last checkpoint",
+        )  # fmt: skip
     return int(outcome.exit)
 
 
@@ -168,6 +173,15 @@ def _run_folder(recipe: Recipe, folder: Path, context: Context) -> Iterator[RunD
                 where=recipe.where("checkpoint.resume"),
                 why="`checkpoint.resume: never` does not continue an existing run",
                 fix="choose another run.dir, or set checkpoint.resume: auto to continue it",
+            )
+        if (step := run.lost_step) is not None:
+            raise Mistakes.one(
+                f"the checkpoints of {folder} are gone",
+                exit=Exit.CHECKPOINT,
+                where=where,
+                why=f"step {step} was saved, and {run.checkpoints} is empty; a start at step 1 would write a second "
+                f"course into {run.metrics}",
+                fix="put the checkpoints back there, or choose another run.dir to start anew",
             )
         run.write("recipe.yaml", recipe.to_yaml())
         context.barrier()
@@ -372,11 +386,12 @@ def ending(outcome: Outcome, recipe: Recipe, folder: Path) -> str:
         ("skipped steps", str(outcome.skipped) if outcome.skipped else None),
         ("restarts", f"{outcome.restarts}, after a worker crashed" if outcome.restarts else None),
         ("checkpoint", str(outcome.saved) if outcome.saved else None),
+        ("not saved", outcome.unsaved or None),
         ("record", str(folder / "metrics.jsonl")),
     )
     lines += [f"  {name:<14}{value}" for name, value in facts if value is not None]
     saved = outcome.saved or outcome.exit == Exit.DONE
-    if outcome.exit in (Exit.PREEMPTED, Exit.INTERRUPTED):
+    if outcome.exit in (Exit.PREEMPTED, Exit.INTERRUPTED, Exit.CHECKPOINT):
         nexts = [(f"tpshard train {folder}", "continue from here" if saved else "begin again")]
     else:
         nexts = [(f"tpshard plan {folder}", "what it does: shardings, collectives, memory, time")]

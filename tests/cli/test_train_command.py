@@ -191,6 +191,25 @@ def test_a_run_that_nobody_reads_is_done_and_shows_no_secret(reader: str, tmp_pa
     assert workers and not any("hunter2" in worker for worker in workers)
 
 
+def test_a_run_ends_with_7_if_its_last_checkpoint_is_not_written_or_all_are_gone(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    overrides = ["mesh.fsdp=1", "train.steps=2", "evaluate.every_steps=0"]
+    full = ["bash", "-c", 'ulimit -f 200; exec "$@"', "bash", sys.executable, "-m", "tpshard.cli.main", "train"]
+    failed = subprocess.run([*full, "recipe.yaml", *overrides], cwd=tmp_path, capture_output=True, text=True)
+    assert failed.returncode == 7 and "error: the checkpoint of step 2 was not written" in failed.stderr
+    assert "File too large" in failed.stderr and "rank" not in failed.stderr.splitlines()[-1]
+    assert [row["step"] for row in rows(tmp_path, "small")] == [1, 2]
+    again = start(tmp_path, *overrides)
+    again.communicate(timeout=PATIENCE)
+    assert again.returncode == 0
+    shutil.rmtree(tmp_path / "runs" / "small" / "checkpoints")
+    held = (tmp_path / "runs" / "small" / "metrics.jsonl").read_text()
+    gone = start(tmp_path, *overrides)
+    _, err = gone.communicate(timeout=PATIENCE)
+    assert gone.returncode == 7 and "the checkpoints of runs/small are gone" in err and "step 2 was saved" in err
+    assert (tmp_path / "runs" / "small" / "metrics.jsonl").read_text() == held
+
+
 def test_a_run_that_is_there_is_not_touched_when_asked_so(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     (tmp_path / "runs" / "old" / "checkpoints" / "step-000001").mkdir(parents=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import json
 import os
 import signal
@@ -16,8 +18,10 @@ import psutil
 import pytest
 from patience import until
 from tpshard.recipes.diagnostic import Exit, Mistakes, Source
-from tpshard.train.records import Records
-from tpshard.train.rundir import Holder, RunDir
+from tpshard.train import run_lock
+from tpshard.train.records import Records, note_saved
+from tpshard.train.run_lock import Holder, RunLock, Taken, is_held
+from tpshard.train.rundir import RunDir
 
 HOLD = """
 import sys, time
@@ -141,3 +145,94 @@ def test_wandb_knows_a_run_by_one_name_over_all_its_attempts(tmp_path: Path) -> 
         assert again.wandb_id == name != other.wandb_id
         (again.path / "wandb" / "id").write_text("../../etc\n")
         assert again.wandb_id.isalnum()
+
+
+IN_A_CONTAINER = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
+needs_namespaces = pytest.mark.skipif(
+    subprocess.run([*IN_A_CONTAINER, "true"], capture_output=True).returncode != 0, reason="no namespaces of processes"
+)
+
+
+@needs_namespaces
+def test_containers_with_one_host_name_and_one_folder(tmp_path: Path) -> None:
+    """Neither sees the other's processes: the lock decides, while its holder lives and after it was killed."""
+    first = subprocess.Popen([*IN_A_CONTAINER, sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE)
+    assert first.stdout is not None and first.stdout.readline() == b"held\n"
+    refused = subprocess.run([*IN_A_CONTAINER, sys.executable, "-c", HOLD, str(tmp_path)], capture_output=True)
+    assert b"another run uses" in refused.stderr and b"held" not in refused.stdout
+    with pytest.raises(Mistakes, match="process 1 on"):
+        RunDir(tmp_path)
+    first.kill()
+    first.wait()
+    until(lambda: not is_held(tmp_path / "lock.json"))
+    assert json.loads((tmp_path / "lock.json").read_text())["pid"] == 1
+    RunDir(tmp_path).close()
+
+
+def test_many_that_begin_a_folder_at_once_do_not_refuse_one_another(tmp_path: Path) -> None:
+    taken: list[RunLock] = []
+    start = threading.Barrier(8)
+
+    def take() -> None:
+        start.wait()
+        with contextlib.suppress(Taken):
+            taken.append(RunLock(tmp_path / "lock.json"))
+
+    for _ in range(20):
+        threads = [threading.Thread(target=take) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(taken) == 1 and [path.name for path in tmp_path.iterdir()] == ["lock.json"]
+        taken.pop().close()
+
+
+@pytest.mark.parametrize(
+    ("mount", "changes", "ended"),
+    [
+        ("ext4", {"processes": "pid:[1]"}, True),  # another container of this machine
+        ("ext4", {"started": "another boot:17", "processes": "pid:[1]"}, True),  # before the machine was restarted
+        ("ext4", {"started": "another boot:17", "host": "elsewhere"}, False),  # a server of this disk does not tell
+        ("nfs4 rw,local_lock=none", {"started": "another boot:17", "host": "elsewhere"}, True),
+        ("nfs4 rw,local_lock=all", {"started": "another boot:17"}, False),
+        ("lustre rw,flock", {"started": "another boot:17", "host": "elsewhere"}, True),
+        ("lustre rw,localflock", {"started": "another boot:17"}, False),
+        ("fuse.sshfs rw", {"processes": "pid:[1]"}, False),
+        ("fuse.sshfs rw", {"pid": 2**22 - 1}, True),  # this machine, these processes
+        ("", {"processes": "pid:[1]"}, False),
+    ],
+)  # fmt: skip
+def test_a_free_lock_tells_that_its_holder_has_ended_where_it_would_be_seen(
+    mount: str, changes: dict[str, object], ended: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, _, options = mount.partition(" ")
+    monkeypatch.setattr(run_lock, "_file_system", lambda path: (kind, options.split(",")))
+    plant(tmp_path, **changes)
+    if ended:
+        RunDir(tmp_path).close()
+        return
+    with pytest.raises(Mistakes, match="cannot be told from here"):
+        RunDir(tmp_path)
+    assert json.loads((tmp_path / "lock.json").read_text()) == {**vars(Holder.this()), **changes}
+
+
+def test_on_a_disk_without_locks_the_file_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with RunDir(tmp_path), pytest.raises(Mistakes, match="cannot be told from here"):
+        RunDir(tmp_path)
+    RunDir(tmp_path).close()
+
+
+def test_a_run_whose_checkpoints_are_gone_knows_that_they_were(tmp_path: Path) -> None:
+    with RunDir(tmp_path) as run:
+        assert run.lost_step is None, "killed before its first checkpoint, it begins again"
+        (run.checkpoints / "step-000005").mkdir()
+        note_saved(run.path, 5, 0.1)
+        assert run.lost_step is None
+        (run.checkpoints / "step-000005").rmdir()
+    with RunDir(tmp_path) as again:
+        assert again.lost_step == 5
