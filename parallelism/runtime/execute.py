@@ -151,7 +151,7 @@ def localize(
             continue
         copy = graph.node_copy(node, lambda n: local[n])
         local[node] = copy
-        if "device" in copy.kwargs:
+        if "device" in copy.kwargs or _creates(copy):
             copy.kwargs = {**copy.kwargs, "device": device}
         if node in in_place:
             copy.target = in_place_form(node.target)
@@ -165,6 +165,17 @@ def localize(
     graph.lint()
     constants = {name: tensor.to(device) for name, tensor in program.constants.items()}
     return fx.GraphModule(constants, graph)
+
+
+def _creates(node: fx.Node) -> bool:
+    """Whether a node calls an op that makes a tensor from numbers alone, on the device that its `device` says.
+
+    Such an op says no device where a program was captured or lowered, and would then run on the CPU.
+    """
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    arguments = node.target._schema.arguments
+    return any(a.name == "device" for a in arguments) and not any("Tensor" in str(a.type) for a in arguments)
 
 
 def _localize_issue(graph: fx.Graph, node: fx.Node, exchange: bool) -> None:

@@ -1,0 +1,90 @@
+"""Every tensor of every program is on the GPU, shown by running the programs on fake CUDA tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fake_gpu import run_on_fake_gpu
+from tpshard.parallelism import Mesh, partition
+from tpshard.parallelism.program import Program
+from tpshard.programs import training
+from tpshard.programs.serve_setting import ServeSetting
+from tpshard.programs.served import model_to_serve
+from tpshard.programs.serving import build_serving
+from tpshard.programs.setting import Setting
+from tpshard.recipes.load import load
+
+
+def programs_of(name: str, *overrides: str) -> dict[str, Program]:
+    """All programs of a recipe's training step by what they do."""
+    built = training.build(Setting.of(load(name, overrides)))
+    if (staged := built.pipeline) is None:
+        programs = {"micro": built.micro, "update": built.update, "evaluation": built.evaluate,
+                    "gather": built.gather, "reduce": built.reduce}  # fmt: skip
+    else:
+        programs = {f"stage {i}.{j}": program for i, stage in enumerate(staged.stages)
+                    for j, program in enumerate(stage.programs)}  # fmt: skip
+        for i, device in enumerate(staged.devices):
+            programs |= {f"{kind} of device {i}": getattr(device, kind)
+                         for kind in ("totals", "update", "gather", "reduce", "exchange")}  # fmt: skip
+        programs |= {f"evaluation {i}": stage.forward for i, stage in enumerate(staged.evaluation)}
+        programs["share"] = staged.share
+    return {name: program for name, program in programs.items() if program is not None}
+
+
+CASES = {
+    "padded": ("tiny", "mesh={tp: 3}", "sharding.on_uneven=pad", "model.layers=1"),
+    "quickstart": ("quickstart", "model.layers=1"),
+    "muon": ("quickstart", "model.layers=2", "optimizer.name=muon", "mesh={tp: 2}"),
+    "lion": ("tiny", "model.layers=1", "optimizer.name=lion"),
+    "sequence": ("quickstart", "model.layers=1", "sharding.rules.seq=tp"),
+    "experts": ("moe", "model.layers=1"),
+    "halos": ("unet",),
+    "conformer": ("conformer", "model.args.layers=1"),
+    "encoder": ("encoder", "model.args.layers=1"),
+    "1f1b": ("tiny", "mesh={pp: 2, fsdp: 2}", "model.layers=2", "pipeline.schedule=1f1b", "batch.per_device=1"),
+    "zero_bubble": ("tiny", "mesh={pp: 2}", "model.layers=2", "pipeline.schedule=zero_bubble"),
+    "vectorized": ("tiny", "mesh={pp: 2}", "model.layers=2", "pipeline.schedule=gpipe"),
+    "llama3-8b": ("llama3-8b", "model.layers=1"),
+    "granite-20b": ("granite-20b", "model.layers=1"),
+    "dense-2d": ("dense-2d", "model.layers=1"),
+}
+"""Each shipped recipe of another kind, with few layers, and ways to shard that no shipped recipe has."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_training_program_has_all_tensors_on_its_device(case: str) -> None:
+    for program in programs_of(*CASES[case]).values():
+        run_on_fake_gpu(program, program.mesh.ranks - 1)
+
+
+SERVED = {
+    "dense": ("tiny", "model.layers=1", "serve.mesh.tp=2"),
+    "padded": ("tiny", "model.layers=1", "serve.mesh.tp=2", "model.mlp=250"),
+    "quantized": ("tiny", "model.layers=1", "serve.mesh.tp=2", "serve.checkpoint=not-there", "quantize.bits=4"),
+    "experts": ("moe", "model.layers=1", "serve.mesh={ep: 2}"),
+    "quantized experts": ("moe", "model.layers=1", "serve.checkpoint=not-there", "quantize.bits=4"),
+}
+
+
+@pytest.mark.parametrize("case", SERVED)
+def test_a_step_of_a_server_has_all_tensors_on_its_device(case: str) -> None:
+    recipe = load(SERVED[case][0], SERVED[case][1:])
+    programs = build_serving(ServeSetting.of(recipe, model_to_serve(recipe, "gpu"), "gpu"))
+    for program in programs.by_size.values():
+        cache = {port.name: 4 for port in program.inputs if port.kind == "cache"}
+        run_on_fake_gpu(program, program.mesh.ranks - 1, cache | {"tables": 3})
+
+
+def test_a_constant_on_the_cpu_is_found() -> None:
+    program = partition(lambda x: x + 1, [torch.empty(4, 2)], Mesh({"x": 2}), in_shardings=[("x",)])
+    run_on_fake_gpu(program, 0)
+    (add,) = (node for node in program.graph.nodes if node.target is torch.ops.aten.add.Tensor)
+    with program.graph.inserting_before(add):
+        constant = program.graph.call_function(torch.ops.aten.ones_like.default, (add.args[0],), {"device": "cpu"})
+        constant.meta.update(add.meta)
+        on_cpu = program.graph.call_function(torch.ops.aten.to.device, (constant, "cpu", torch.float32))
+        on_cpu.meta.update(add.meta)
+    add.args = (add.args[0], on_cpu)
+    with pytest.raises(AssertionError, match="is on cpu"):
+        run_on_fake_gpu(program, 0)
