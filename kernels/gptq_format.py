@@ -80,8 +80,8 @@ def decode(tensors: Mapping[str, Tensor], config: GPTQConfig, name: str = "quant
     group = _groups(tensors.get("g_idx"), inputs, groups, config, name)
     zeros = _zeros(qzeros, bits, config.checkpoint_format, name)
     scales = scales.to(torch.float16)
-    for suffix, tensor in (("scales", scales), ("bias", tensors.get("bias"))):
-        if tensor is not None and not bool(tensor.isfinite().all()):
+    for suffix, values in (("scales", scales), ("bias", tensors.get("bias"))):
+        if values is not None and not bool(values.isfinite().all()):
             raise ValueError(f"{name}: {suffix} has values that are not finite in fp16.")
     return Quantized(unpack_stream(qweight, bits), scales, zeros, group, bits, tensors.get("bias")).check(name)
 

@@ -126,6 +126,16 @@ class StagedPrograms:
             by_role |= {f"{role} of device {i}": program for role, program in once.items() if program is not None}
         return by_role | {"share": self.share}
 
+    @property
+    def transferring(self) -> dict[int, list[Program]]:
+        """The programs of each device that may send or receive."""
+        by_device: dict[int, list[Program]] = {}
+        for i, device in enumerate(self.devices):
+            stages = [of[stage] for of in (self.stages, self.evaluation) for stage in self.table.stages_of(i)]
+            exchange = [] if device.exchange is None else [device.exchange]
+            by_device[i] = [program for stage in stages for program in stage.programs] + exchange
+        return by_device
+
     @cached_property
     def fingerprints(self) -> dict[str, str]:
         """A hash of each of the pipeline's programs, and of its schedule with what each device holds, by name."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 from tpshard.parallelism.draws import SEED
+from tpshard.parallelism.pipeline.queue_order import MAX_CONNECTIONS, check_queues, streams_of
 from tpshard.parallelism.pipeline.schedules import StageTask
 from tpshard.parallelism.pipeline.stages import Stage
 from tpshard.parallelism.pipeline.stepping import RECEIVES_AHEAD, Walk, neighbour, program_of
@@ -14,8 +16,10 @@ from tpshard.parallelism.program import Port, Program
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor
 from tpshard.parallelism.runtime.mail import Mail
+from tpshard.parallelism.runtime.messages import WorkerFault
 from tpshard.programs.step_programs import stored_ports
 from tpshard.programs.training import TrainingPrograms
+from tpshard.recipes.exits import Exit
 from tpshard.train.checkpoint import OPTIMIZER
 from tpshard.train.step_batch import StepBatch
 from tpshard.train.training_engine import COUNTED, InitialBlock, StepResult, TrainingEngine
@@ -36,9 +40,12 @@ class PipelineEngine(TrainingEngine):
         self.sum_names = [port.name for port in sums]
         stored = stored_ports(programs.setting, programs.storage, self.mine.names)
         super().__init__(programs, context, initial_block, stored, self.mine.update, sums)
-        every = list(self.pipeline.programs.values())
-        context.groups.ensure(c.refs for program in every for c in program.collectives)  # in one order on all ranks
-        self.mail = Mail(context, self.pipeline.axis, every)
+        every = self.pipeline.programs.values()
+        sets = {c.refs for program in every for c in program.collectives if c.kind not in ("send", "recv")}
+        if context.device.type == "cuda":
+            self._check_queues(len(sets))
+        context.groups.ensure(sets)  # in one order on all ranks
+        self.mail = Mail(context, self.pipeline.axis, self.pipeline.transferring)
         self.runs: dict[int, Executor] = {}
         """Executors by the id of their stage's program, which the pipeline keeps alive."""
         for stages in (self.pipeline.stages, self.pipeline.evaluation):
@@ -53,6 +60,18 @@ class PipelineEngine(TrainingEngine):
         self._batches: list[dict[str, Tensor]] = []
         self._sent_between = 0
         """Bytes sent to other stages in the counted step."""
+
+    def _check_queues(self, groups: int) -> None:
+        """Raises WorkerFault (exit 5) where devices could wait for each other forever. groups: sets of axes."""
+        connections = int(os.environ[MAX_CONNECTIONS])
+        try:
+            check_queues(self.pipeline.table, RECEIVES_AHEAD, groups=groups, connections=connections)
+        except ValueError as error:
+            needed = streams_of(self.pipeline.table, self.place, groups)
+            raise WorkerFault(
+                f"the pipeline could hang with {MAX_CONNECTIONS}={connections}", exit=Exit.MACHINE, why=str(error),
+                fix=f"unset {MAX_CONNECTIONS}, or set it to {needed} or more",
+            ) from error  # fmt: skip
 
     @property
     def sent_bytes(self) -> int | None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tpshard.parallelism.mesh import Mesh
+from tpshard.parallelism.pipeline.queue_order import CONNECTIONS, MAX_CONNECTIONS
 from tpshard.parallelism.runtime.groups import Groups
 from tpshard.parallelism.runtime.heap import keep_freed_memory
 from tpshard.parallelism.runtime.messages import WorkerFault
@@ -154,6 +155,8 @@ def connect(
             exit=Exit.MACHINE,
             fix=f"start {mesh.ranks} workers, or use a mesh of {place.world} devices",
         )
+    if device == "cuda":
+        _configure_cuda()
     chosen = _device(device, place)
     if chosen.type == "cpu":
         keep_freed_memory()
@@ -177,7 +180,7 @@ def connect(
             fix="check whether all workers were started, and whether they can reach each other",
         ) from error
     watchdog = Watchdog(place.rank, start_s)
-    groups = Groups(mesh, backend="nccl" if chosen.type == "cuda" else None)
+    groups = Groups(mesh, backend="nccl" if chosen.type == "cuda" else None, timeout=limit)
     context = Context(place.rank, place.world, place.local_rank, chosen, backend, store, groups, watchdog, stopping)
     if watch:
         watchdog.start()
@@ -185,6 +188,17 @@ def connect(
     # only without an error: after one, other ranks are gone or stuck, and a regular exit would wait for them
     watchdog.doing = Doing("leaving the run")
     context.close()
+
+
+def _configure_cuda() -> None:
+    """Settings that CUDA reads at its first use; those in the environment stay.
+
+    Streams that share a connection wait for each other, so that a pipeline with few of them could hang (see
+    `pipeline.queue_order`). Without expandable segments, freed memory of other sizes is reserved and not used.
+    """
+    os.environ.setdefault(MAX_CONNECTIONS, str(CONNECTIONS))
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def _device(kind: str, place: WorkerPlace) -> torch.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
@@ -24,12 +25,13 @@ class Groups:
     >>> groups.ensure(collective.refs for collective in program.collectives)
     """
 
-    def __init__(self, mesh: Mesh, *, backend: str | None = None):
+    def __init__(self, mesh: Mesh, *, backend: str | None = None, timeout: timedelta | None = None):
+        """timeout: how long a collective may take, by default as long as the library lets it."""
         world = dist.get_world_size() if dist.is_initialized() else 1
         if mesh.ranks != world:
             raise ValueError(f"the mesh {mesh.axes} has {mesh.ranks} devices, but {world} workers were started")
         self.mesh = mesh
-        self.backend = backend
+        self.backend, self.timeout = backend, timeout
         self._groups: dict[Axes, dist.ProcessGroup] = {}
 
     def ensure(self, sets: Iterable[Sequence[Axis]]) -> None:
@@ -38,7 +40,7 @@ class Groups:
         for axes in sorted(missing, key=lambda axes: [self.mesh.key(axis) + (axis.size,) for axis in axes]):
             own_group = None
             for ranks in self.mesh.groups(axes):
-                group = dist.new_group(ranks, backend=self.backend, group_desc=group_name(axes))
+                group = dist.new_group(ranks, self.timeout, self.backend, group_desc=group_name(axes))
                 if dist.get_rank() in ranks:
                     own_group = group
             assert own_group is not None, "the groups over any axes cover every rank"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,24 +23,33 @@ def transfers(program: Program) -> list[fx.Node]:
 class Mail:
     """This rank's sends to and receives from other ranks along one mesh axis.
 
-    A value is identified by its name and a number on which both ends agree (the micro-batch). Values up the axis and
-    down it use separate groups, so that they do not wait for each other. Every rank must create it with the same
-    programs.
+    A value is identified by its name and a number on which both ends agree (the micro-batch). Every pair of ranks has a
+    group of its own for each way in which it sends: NCCL runs the transfers of a group in the order of their issue, so
+    that in a larger group a send could wait for a receive that needs it (see `pipeline.queue_order`). Every rank must
+    create it with the same programs.
     """
 
-    def __init__(self, context: Context, axis: Axis, programs: Iterable[Program]):
+    def __init__(self, context: Context, axis: Axis, programs: Mapping[int, Iterable[Program]]):
+        """programs: those of each position along the axis."""
         self.context, self.axis = context, axis
         mesh = context.mesh
         self.stride, self.place = mesh.stride[axis.name], mesh.index(axis, context.rank)
-        names = sorted({_value_name(node) for program in programs for node in transfers(program)})
+        by_place = {
+            place: [node for one in of_place for node in transfers(one)] for place, of_place in programs.items()
+        }
+        names = sorted({_value_name(node) for nodes in by_place.values() for node in nodes})
         self.numbers = {name: i for i, name in enumerate(names)}
         """The tag of each value. A library without tags matches by order, which a schedule's check guarantees."""
-        self.groups: dict[bool, Any] = {}
-        for up in (True, False):
-            for ranks in mesh.groups((axis,)):
-                group = dist.new_group(ranks, backend=context.groups.backend, group_desc=f"{group_name((axis,))} {up}")
+        sends = {(place, _offset(node)) for place, nodes in by_place.items() for node in nodes if node.target is send}
+        self.groups: dict[tuple[int, int], Any] = {}
+        """This rank's groups by the position of the sender and the offset of the receiver."""
+        for place, offset in sorted(sends):
+            for line in mesh.groups((axis,)):
+                ranks = [line[place], line[(place + offset) % axis.size]]
+                name = f"{group_name((axis,))} {place}{offset:+}"
+                group = dist.new_group(sorted(ranks), context.groups.timeout, context.groups.backend, group_desc=name)
                 if context.rank in ranks:
-                    self.groups[up] = group
+                    self.groups[place, offset] = group
         self.number = 0
         """The number (micro-batch) of the values that the running program sends."""
         self.sent_bytes = 0
@@ -66,8 +75,8 @@ class Mail:
                 continue
             port, offset = ports[name], _offset(node)
             room = torch.empty(port.local, dtype=port.dtype, device=self.context.device)
-            # a value comes from the side of its sender: from below if it goes up
-            work = dist.irecv(room, self._peer(offset), self.groups[offset < 0], self._tag(name, number))
+            group = self.groups[(self.place + offset) % self.axis.size, -offset]
+            work = dist.irecv(room, self._peer(offset), group, self._tag(name, number))
             self._coming[name, number] = (room, work)
 
     def take(self, name: str, number: int) -> Tensor:
@@ -87,7 +96,7 @@ class Mail:
         offset, packed = _offset(node), value.contiguous()
         self.sent_bytes += packed.numel() * packed.itemsize
         work = dist.isend(
-            packed, self._peer(offset), self.groups[offset > 0], self._tag(_value_name(node), self.number)
+            packed, self._peer(offset), self.groups[self.place, offset], self._tag(_value_name(node), self.number)
         )
         self._outbox.keep(work, packed)
         return value
