@@ -94,16 +94,20 @@ def _refuse(source: str) -> None:
             fix="give the folder of a model in safetensors, or a recipe",
         )
     if (path / "config.json").is_file():
+        from tpshard.kernels.folder_json import FolderError
         from tpshard.kernels.gptq_config import read_config
+        from tpshard.models.hf_config import read_raw
 
+        fix = "quantize the dense model that it was made from"
         try:
+            read_raw(path)
             already = read_config(path) is not None
-        except ValueError:
-            already = True  # quantized by a method other than GPTQ
+        except FolderError as error:
+            raise Mistakes.one(str(error), exit=Exit.FIT, fix=error.fix) from error
+        except (ValueError, OSError):
+            already = False  # the reader of the model tells what is wrong
         if already:
-            raise Mistakes.one(
-                f"{path} is already quantized", exit=Exit.FIT, fix="quantize the dense model that it was made from"
-            )
+            raise Mistakes.one(f"{path} is already quantized", exit=Exit.FIT, fix=fix)
 
 
 def _open(source: str, overrides: Sequence[str]) -> tuple[SourceModel, Recipe]:

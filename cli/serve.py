@@ -65,6 +65,14 @@ def _model(recipe: str, overrides: list[str], loaded: Recipe) -> SourceModel:
         return open_source(recipe, overrides, modules=True)
     folder = Path(checkpoint)
     if not holds_model(folder):
+        from tpshard.kernels.folder_json import FolderError
+        from tpshard.models.foreign_formats import refuse_format
+
+        try:
+            refuse_format(folder)
+        except FolderError as error:
+            where = loaded.where("serve.checkpoint")
+            raise Mistakes.one(str(error), exit=Exit.CHECKPOINT, where=where, fix=error.fix) from error
         raise Mistakes.one(
             f"{checkpoint} is neither a checkpoint nor a Hugging Face folder", exit=Exit.CHECKPOINT,
             where=loaded.where("serve.checkpoint"), why="it has no manifest.json or config.json",

@@ -71,7 +71,12 @@ def open_source(source: str, overrides: Sequence[str] = (), *, modules: bool = F
             raise Mistakes.one(message, exit=Exit.USAGE, fix="leave it out")
         return _from_checkpoint(path, None, modules) if (path / MANIFEST).is_file() else _from_folder(path)
     from tpshard.cli.arguments import load
+    from tpshard.models.foreign_formats import refuse_format
 
+    try:
+        refuse_format(path)
+    except (ValueError, OSError) as error:
+        raise _unreadable(path, error) from error
     recipe = load(source, overrides)
     runs = path / "checkpoints" if (path / "checkpoints").is_dir() else Path(recipe.run.dir) / "checkpoints"
     return _from_checkpoint(_latest(runs, recipe), recipe, modules)
@@ -105,7 +110,7 @@ def _latest(checkpoints: Path, recipe: Recipe) -> Path:
 
 
 def _unreadable(folder: Path | str, error: Exception) -> Mistakes:
-    fix = "copy it again, or name another"
+    fix = getattr(error, "fix", "correct it, or name another")
     return Mistakes.one(f"{folder} cannot be read", exit=Exit.CHECKPOINT, why=str(error), fix=fix)
 
 

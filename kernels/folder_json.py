@@ -12,6 +12,19 @@ LARGEST = 256 << 20
 """Bytes of a JSON file."""
 
 
+class FolderError(ValueError):
+    """A folder that cannot be used; `fix` says what can be done."""
+
+    def __init__(self, message: str, fix: str) -> None:
+        super().__init__(message)
+        self.fix = fix
+
+
+def damaged(message: str) -> FolderError:
+    """The error for a file that is cut, missing or changed."""
+    return FolderError(message, "copy it again, or name another")
+
+
 def file_inside(folder: Path, name: str) -> Path:
     """The file `name` of `folder`. ValueError if it is not a plain name, or a link that leads out of the folder.
 

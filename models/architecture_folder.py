@@ -55,7 +55,8 @@ class FolderWeights:
         if self._home is not None:
             self._check(model, self._home)
         else:
-            self._loaded = self._load(values)
+            self._loaded = self._load(values=False)  # compares all names and shapes before anything is allocated
+            self._loaded = self._load(values=True) if values else self._loaded
 
     def block(self, name: str, starts: Sequence[int], sizes: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
         """Elements [starts, starts + sizes) of parameter `name`; dtype defaults to that of the file."""

@@ -12,6 +12,7 @@ from tpshard.models import hf_json
 from tpshard.models.catalog import FAMILIES
 from tpshard.models.config import ModelConfig, RopeScaling
 from tpshard.models.family import Family, Key, Windows
+from tpshard.models.foreign_formats import refuse_format, refuse_quantization
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -52,11 +53,13 @@ def read_raw(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """The contents of a folder's config.json. ValueError where the folder or the file is missing, or where the file
     asks to run code."""
     path = Path(folder)
+    refuse_format(path)
     if not (path / "config.json").exists():
         there = path.is_dir()
         raise ValueError(f"{path} holds no config.json" if there else f"{path} is not a folder on this machine")
     raw = hf_json.read_json(path, "config.json")
     hf_json.refuse_code(raw, path / "config.json")
+    refuse_quantization(raw, path / "config.json")
     return raw
 
 

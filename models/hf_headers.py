@@ -7,11 +7,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+from tpshard.kernels.folder_json import damaged
+from tpshard.models.foreign_formats import PICKLES, pickled
 from tpshard.models.hf_json import file_inside, read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 _LARGEST_HEADER = 100_000_000
 """Bytes; the limit of the format."""
 
@@ -19,7 +20,7 @@ _LARGEST_HEADER = 100_000_000
 def has_weights(folder: str | os.PathLike[str]) -> bool:
     """Whether a folder has weights. ValueError where it has only pickles, or safetensors under other names."""
     place = Path(folder)
-    if not any(file.suffix in (*_PICKLES, ".safetensors") or file.name == INDEX for file in place.iterdir()):
+    if not any(file.suffix in (*PICKLES, ".safetensors") or file.name == INDEX for file in place.iterdir()):
         return False
     _places(place)
     return True
@@ -36,11 +37,11 @@ def homes(folder: str | os.PathLike[str]) -> dict[str, str]:
     for file in [SINGLE] if places is None else sorted(set(places.values())):
         for name in _header(place, file):
             if places is not None and places.get(name) != file:
-                raise ValueError(f"{place / file} holds `{name}`, which {INDEX} does not place there")
+                raise damaged(f"{place / file} holds `{name}`, which {INDEX} does not place there")
             homes[name] = file
     missing = sorted(set(places or ()) - set(homes))
     if missing and places is not None:
-        raise ValueError(f"{place / places[missing[0]]} lacks `{missing[0]}`, which {INDEX} places there")
+        raise damaged(f"{place / places[missing[0]]} lacks `{missing[0]}`, which {INDEX} places there")
     return homes
 
 
@@ -55,9 +56,7 @@ def _places(folder: Path) -> dict[str, str] | None:
                 raise ValueError(f"{folder / INDEX}: {file!r} is not a safetensors file")
         return places
     if not (folder / SINGLE).exists():
-        pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
-        why = f"; {pickles[0]} is a pickle, which could run code and is not read" if pickles else ""
-        raise ValueError(f"{folder} holds neither {SINGLE} nor {INDEX}{why}")
+        raise pickled(folder, f"{SINGLE} nor {INDEX}")
     return None
 
 
@@ -65,7 +64,7 @@ def _header(folder: Path, file: str) -> dict[str, Any]:
     """The entries of a safetensors file by tensor, as its header has them. ValueError for a damaged or cut file."""
     path = file_inside(folder, file)
     if not path.is_file():
-        raise ValueError(f"{folder / file} is missing")
+        raise damaged(f"{folder / file} is missing")
     with path.open("rb") as stream:
         length, total = int.from_bytes(stream.read(8), "little"), path.stat().st_size
         try:
@@ -82,5 +81,5 @@ def _header(folder: Path, file: str) -> dict[str, Any]:
                 raise ValueError(f"it has {total} bytes, and its header says {8 + length + end}")
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
             reason = str(error) if isinstance(error, ValueError) else "its header is not that of tensors"
-            raise ValueError(f"{folder / file} is not a valid safetensors file: {reason}") from error
+            raise damaged(f"{folder / file} is not a valid safetensors file: {reason}") from error
     return entries

@@ -21,6 +21,6 @@ def wrong_model(recipe: Recipe, error: Exception) -> Mistakes:
     key = recipe.model.named_by
     assert key is not None, "a model was named"
     where = recipe.where(changed[0] if changed else f"model.{key}")
-    fix = f"change {join(f'model.{name}' for name in names)}" if changed else FIXES[key]
+    fix = f"change {join(f'model.{name}' for name in names)}" if changed else getattr(error, "fix", FIXES[key])
     message = f"{error}" if key == "module" else f"`model`: {error}"
     return Mistakes.one(message, exit=Exit.RECIPE, where=where, fix=fix)
