@@ -15,9 +15,24 @@ from tpshard.kernels.optimizer_steps import adamw_formula, lion_formula
 from tpshard.kernels.packed import pack, unpack
 from tpshard.kernels.quantized import Quantized, group_count, group_index, reference_matmul
 from tpshard.kernels.triton_launch import Tile
+from triton.runtime import interpreter
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUNDING = {torch.float16: 2e-3, torch.bfloat16: 1.2e-2, torch.float32: 4e-4}  # weights pass through fp16
+
+
+@pytest.fixture(autouse=True)
+def products_in_order(monkeypatch):
+    """A block's product in the interpreter is a sum over its inner dim in order, whose rows are independent as a GPU's
+    are. numpy's library for matrices sums a row in an order that depends on its place in the block."""
+
+    def dot(self, a, b, total, *_):
+        x, y, out = a.data, b.data, total.data.copy()
+        for k in range(x.shape[-1]):
+            out += x[..., k : k + 1].astype(out.dtype) * y[..., k : k + 1, :].astype(out.dtype)
+        return interpreter.TensorHandle(out, total.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
 
 
 def linear(inputs, outputs, bits=4, group_size=64, order=True, sym=False, bias=False):
