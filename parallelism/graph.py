@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -166,6 +166,24 @@ class Graph:
         self.ops = live[::-1]
         self.constants = {name: pair for name, pair in self.constants.items() if id(pair[0]) in needed}
         self.refresh_users()
+
+    def copy(self) -> tuple[Graph, dict[Value, Value], dict[Op, Op]]:
+        """Returns a graph with values and ops of its own, and the copy of each value and of each op."""
+        values = {value: replace(value) for value in self.values()}
+        ops = {
+            op: replace(op, operands=[values[v] for v in op.operands], results=[values[v] for v in op.results])
+            for op in self.ops
+        }
+        for value in values.values():
+            value.producer = None if value.producer is None else ops[value.producer]
+        graph = replace(
+            self, inputs=[values[v] for v in self.inputs], ops=[*ops.values()],
+            outputs=[values[out] if isinstance(out, Value) else out for out in self.outputs],
+            constants={name: (values[value], tensor) for name, (value, tensor) in self.constants.items()},
+            seed=None if self.seed is None else values[self.seed],
+        )  # fmt: skip
+        graph.refresh_users()
+        return graph, values, ops
 
     def __str__(self) -> str:
         lines = [f"inputs {self.inputs}", *(f"  {op}" for op in self.ops), f"return {self.outputs}"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tpshard.parallelism.graph import Graph, Op, Value
 from tpshard.parallelism.mesh import Axis, Mesh
@@ -40,6 +40,24 @@ class Shardings:
     rules: dict[Op, Rule]
     causes: dict[tuple[Value, int], list[tuple[Axis, Cause]]]
     annotated: dict[Value, Annotation]
+
+    def copy(self) -> Shardings:
+        """The same shardings of a copy of the graph."""
+        graph, values, ops = self.graph.copy()
+
+        def moved(cause: Cause) -> Cause:
+            return cause if cause.source is None else replace(cause, source=values[cause.source])
+
+        return Shardings(
+            self.mesh, graph,
+            {values[value]: sharding for value, sharding in self.of.items()},
+            {ops[op]: rule for op, rule in self.rules.items()},
+            {
+                (values[value], dim): [(axis, moved(cause)) for axis, cause in causes]
+                for (value, dim), causes in self.causes.items()
+            },
+            {values[value]: annotation for value, annotation in self.annotated.items()},
+        )  # fmt: skip
 
     def is_annotated(self, value: Value) -> bool:
         """Whether an axis of a value comes from the value's own annotation."""

@@ -56,22 +56,23 @@ def annotate(
             reader.close(annotations, value, pattern, f"sharding.pin.{pattern}", (None,) * len(pinned), pinned)
     if reader.mistakes:
         raise Mistakes(reader.mistakes)
-    _name_dims(setting, graph, used, batch, fields or {})
     return annotations
 
 
-def _name_dims(
-    setting: Setting | ServeSetting, graph: Graph, used: Mapping[str, Sequence[Value]], batch: Iterable[Value],
-    fields: Mapping[str, Sequence[str]],
+def name_dims(
+    graph: Graph, dims: Mapping[str, Sequence[str]], batch: Iterable[Value],
+    *, used: Mapping[str, Sequence[Value]] | None = None, fields: Mapping[str, Sequence[str]] | None = None,
 ) -> None:  # fmt: skip
-    """Records the dim names of parameters, gradients and batch on their values, for people who read a plan."""
+    """Records the dim names of parameters, gradients and batch on the values of a graph that nothing shares yet, for
+    people who read a plan. dims: those of the parameters; used and fields: as for `annotate`."""
+    used, fields = used_values(graph) if used is None else used, fields or {}
     named: list[tuple[Value, Sequence[str]]] = []
-    named += [(value, setting.dims.get(name, ())) for name, values in used.items() for value in values]
-    named += [(value, setting.dims.get(value.name, ())) for value in graph.inputs]
+    named += [(value, dims.get(name, ())) for name, values in used.items() for value in values]
+    named += [(value, dims.get(value.name, ())) for value in graph.inputs]
     named += [(value, fields.get(value.name, BATCH_DIMS[: value.rank])) for value in batch]
-    for value, dims in named:
-        if len(dims) == value.rank and not value.dims:
-            value.dims = tuple(dims)
+    for value, names in named:
+        if len(names) == value.rank and not value.dims:
+            value.dims = tuple(names)
 
 
 def _matching_values(graph: Graph, parameters: Mapping[str, Sequence[Value]], pattern: str) -> list[Value]:

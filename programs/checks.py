@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tpshard.parallelism.graph import Value
@@ -59,27 +59,20 @@ def _line_of(error: BaseException | None) -> str | None:
     return innermost
 
 
-def check_reshards(setting: Setting, programs: Iterable[Program]) -> None:
-    """Applies `sharding.on_reshard` to collectives that no annotation asks for: error, warn or allow.
+def check_reshards(setting: Setting, program: Program) -> list[str]:
+    """Applies `sharding.on_reshard` to collectives that no annotation asks for: error, warn (the result) or allow.
 
     For `error` raises Mistakes (exit 4) that name the five largest, each with its reason.
     """
     how = setting.recipe.sharding.on_reshard
-    if how == "allow":
-        return
-    for program in programs:
-        unasked = [comm for comm in program.collectives if not comm.requested]
-        if not unasked:
-            continue
-        total = sum(comm.bytes for comm in unasked)
-        if how == "warn":
-            moved = f"{len(unasked)} reshards that nothing asks for move {total / MIB:.1f} MiB"
-            text = f"{moved}; the first: {unasked[0].reason}"
-            if text not in program.warnings:
-                program.warnings.append(text)
-            continue
+    unasked = [] if how == "allow" else [comm for comm in program.collectives if not comm.requested]
+    if not unasked:
+        return []
+    if how == "error":
         unasked.sort(key=lambda comm: -comm.bytes)
         raise Mistakes([_unasked_collective(setting, comm) for comm in unasked[:MOST]])
+    moved = f"{len(unasked)} reshards that nothing asks for move {sum(comm.bytes for comm in unasked) / MIB:.1f} MiB"
+    return [f"{moved}; the first: {unasked[0].reason}"]
 
 
 def _unasked_collective(setting: Setting, comm: Collective) -> Diagnostic:

@@ -25,7 +25,7 @@ from tpshard.parallelism.rules.table import rule_for
 from tpshard.parallelism.sharding import Sharding, replicated
 from tpshard.parallelism.why import SourcePlace
 from tpshard.programs import step_kernels
-from tpshard.programs.annotations import annotate, fixed
+from tpshard.programs.annotations import annotate, fixed, name_dims
 from tpshard.programs.layouts import Arrangement, arrange
 from tpshard.programs.padding import notes
 from tpshard.programs.paging import PAGING, POOLED, ROWS, page_attention, rows_of, take_logit_rows
@@ -238,9 +238,9 @@ def _annotations(
             part = arrangement.parts.get(value.name)
             used.setdefault(value.name if part is None else part.parameter, []).append(value)
     step = [value for value in graph.inputs if value.name in STEP]
-    annotations = annotate(
-        setting, graph, [v for v in step if v.name not in ("tables", "logit_rows", "states")], used=used, serving=True
-    )
+    rows = [v for v in step if v.name not in ("tables", "logit_rows", "states")]
+    name_dims(graph, setting.dims, rows, used=used)
+    annotations = annotate(setting, graph, rows, used=used, serving=True)
     seq_axes = setting.recipe.sharding.rules.get("seq")
     whole = [value for value in step if value not in annotations or not seq_axes]
     annotations |= {value: CACHE for value in graph.inputs if value.marked == "cache"}

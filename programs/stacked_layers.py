@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from tpshard.models.dims import STAGE, name
+from tpshard.parallelism.passes.copy import copy_program
 from tpshard.parallelism.passes.recompute import layer_of
 from tpshard.parallelism.pipeline.schedules import StageTask, Table
 from tpshard.parallelism.program import INFO, Program, info
@@ -250,8 +251,11 @@ def _stack_layer(layer: nn.Module, stages: int, numbers: Sequence[str]) -> nn.Mo
     return copy
 
 
-def discount(program: Program, share: float) -> None:
-    """Reduces the layers' useful FLOPs (`global_flops`) to a share; the rest fills and drains the pipeline."""
+def discount(program: Program, share: float) -> Program:
+    """The program with its layers' useful FLOPs (`global_flops`) reduced to a share; the rest fills and drains the
+    pipeline."""
+    program, _ = copy_program(program)
     for node in program.graph.nodes:
         if layer_of(node) is not None and (facts := info(node)).global_flops:
             node.meta[INFO] = replace(facts, global_flops=round(facts.global_flops * share))
+    return program

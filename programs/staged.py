@@ -176,10 +176,8 @@ def recompute_uncut(setting: Setting, base: Program, make_micro: step_programs.M
     """The micro-batch's program before it is cut into stages: with the recipe's gathering, reducing and recomputation.
     `base` is the program without them, of which only the records are read if it gathers or reduces once a step."""
     whole = make_micro(setting, base) if setting.gathers_once or setting.reduces_once else base
-    check_reshards(setting, (whole,))
-    whole = replace(
-        whole, warnings=[*whole.warnings, *setting.notes, *untrained_notes(setting.model, trained_by(whole))]
-    )
+    notes = [*check_reshards(setting, whole), *setting.notes, *untrained_notes(setting.model, trained_by(whole))]
+    whole = replace(whole, warnings=[*whole.warnings, *notes])
     return run([remat(setting, setting.recipe.fsdp.reshard_after_forward is not False)], whole)
 
 

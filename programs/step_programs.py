@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from tpshard.parallelism.propagation.storage import boundaries, propagate_and_st
 from tpshard.parallelism.sharding import Layout, Sharding
 from tpshard.parallelism.simulate import draws
 from tpshard.parallelism.tracing.capture import Trail, capture
-from tpshard.programs.annotations import annotate, fixed, source_of, summed
+from tpshard.programs.annotations import annotate, fixed, name_dims, source_of, summed
 from tpshard.programs.checks import uneven_notes
 from tpshard.programs.memo import Memo, key_of_capture, key_of_model
 from tpshard.programs.setting import Setting
@@ -70,6 +71,11 @@ def _batch(setting: Setting) -> dict[str, Tensor]:
     rows = setting.batch.per_device * setting.batch.data_ranks
     fields = setting.task.fields.items()
     return {name: torch.empty(rows, *field.shape, dtype=field.dtype, device="meta") for name, field in fields}
+
+
+def _field_dims(setting: Setting) -> dict[str, tuple[str, ...]]:
+    """The dim names of the batch's tensors."""
+    return {name: ("batch", *field.dims) for name, field in setting.task.fields.items()}
 
 
 def rows_of(batch: Mapping[str, Tensor]) -> int:
@@ -139,8 +145,10 @@ def _capture_micro(setting: Setting, gathered: bool, unreduced: bool, watched: b
     inputs, outputs = graph.inputs, graph.outputs
     mark(inputs[: len(params)], "parameter")
     mark([*inputs[len(params) : behind], *outputs[2 : 2 + count]], "gradient")
-    mark([value for value in inputs[behind:] if value is not graph.seed], "batch")
+    fields = [value for value in inputs[behind:] if value is not graph.seed]
+    mark(fields, "batch")
     mark([*outputs[:2], *outputs[2 + count : own]], "scalar")
+    name_dims(graph, setting.dims, fields, fields=_field_dims(setting))
     return graph
 
 
@@ -191,8 +199,7 @@ def micro_program(
         else:
             stored[name].append(total)
     program = _partition(setting, graph, stored, fields, annotations)
-    program.donated = {2 + i: len(params) + i for i in range(len(sums))}
-    return program
+    return replace(program, donated={2 + i: len(params) + i for i in range(len(sums))})
 
 
 def used_layout(program: Program, name: str, stored: Layout) -> Layout:
@@ -274,6 +281,7 @@ def evaluate_program(setting: Setting, storage: Mapping[str, Layout]) -> Program
     mark(stored.values(), "parameter")
     mark(fields, "batch")
     mark(graph.outputs, "scalar")
+    name_dims(graph, setting.dims, fields, fields=_field_dims(setting))
     annotations = {value: fixed(storage[name], "how it is stored") for name, value in stored.items()}
     return _partition(setting, graph, {name: [value] for name, value in stored.items()}, fields, annotations)
 
@@ -284,17 +292,16 @@ def _partition(
 ) -> Program:  # fmt: skip
     """Partitions a graph by the recipe's annotations and those of values whose layout is known. stored: the inputs that
     are laid out as each parameter is stored."""
-    fields = {name: ("batch", *field.dims) for name, field in setting.task.fields.items()}
-    annotations = annotate(setting, graph, batch, by=setting.named_by, fields=fields) | dict(known)
+    asked = annotate(setting, graph, batch, by=setting.named_by, fields=_field_dims(setting))
+    annotations = asked | dict(known)
     why = (source_of(setting.recipe, "fsdp.axis", f"fsdp.axis: {setting.recipe.fsdp.axis}"),)
     shardings = propagate_and_store(graph, setting.mesh, annotations, stored, setting.data_axes, setting.fsdp_axis, why)
     stages = setting.pipeline_axis
     program = partition_graph(shardings, apart=() if stages is None or setting.stacking else (stages.name,))
     if setting.stacking is not None:
-        discount(program, 1.0 - setting.stacking.bubble)
-    if setting.recipe.sharding.on_uneven == "pad":
-        program.warnings.extend(uneven_notes(annotate(setting, graph, batch)))
-    return program
+        program = discount(program, 1.0 - setting.stacking.bubble)
+    notes = uneven_notes(asked) if setting.recipe.sharding.on_uneven == "pad" else []
+    return replace(program, warnings=[*program.warnings, *notes])
 
 
 def _shared(setting: Setting, layout: Layout, matrices: Tensor) -> Tensor:
@@ -398,5 +405,4 @@ def _partition_update(
     if staged:
         annotations[graph.inputs[-1]] = summed(graph.inputs[-1], setting.stage_axis)
     program = partition_graph(propagate(graph, setting.mesh, annotations))
-    program.donated = {i: i if i < count else i + count for i in range(count + len(moment_names))}
-    return program
+    return replace(program, donated={i: i if i < count else i + count for i in range(count + len(moment_names))})

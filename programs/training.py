@@ -119,8 +119,8 @@ def build(
         if setting.reduces_once:
             reduce = apply(setting, reduce_program(setting, micro, storage, trained, memo))
         micro = make(setting, micro)
-    check_reshards(setting, (micro,))
-    micro = replace(micro, warnings=[*setting.notes, *untrained_notes(setting.model, trained), *micro.warnings])
+    notes = [*setting.notes, *untrained_notes(setting.model, trained)]
+    micro = replace(micro, warnings=[*notes, *micro.warnings, *check_reshards(setting, micro)])
 
     def programs(micro: Program) -> TrainingPrograms:
         return TrainingPrograms(setting, micro, updating, storage, gather, reduce)

@@ -69,6 +69,7 @@ def partition_captured(
     latency: int = LATENCY_BYTES,
 ) -> Program:  # fmt: skip
     """Partitions a captured (and possibly rewritten) graph into the program of one device; see `partition`."""
+    graph, _, _ = graph.copy()
     mark_outputs(graph)
     annotations: dict[Value, Annotation] = dict(split_annotations(graph, mesh))
     arguments = [v for v in graph.inputs if v is not graph.seed]
@@ -119,8 +120,7 @@ def partition_graph(shardings: Shardings, latency: int = LATENCY_BYTES, apart: S
     latency: the cost of starting a collective, in bytes. apart: mesh axes along which devices will run different parts
     of the program.
     """
-    joined_slices.join(shardings)
-    return _Partitioner(shardings, latency, apart).run()
+    return _Partitioner(joined_slices.join(shardings), latency, apart).run()
 
 
 class _Partitioner:

@@ -24,7 +24,7 @@ class PassResult(NamedTuple):
     settings: dict[str, Any]
     """The arguments of the pass."""
     program: Program
-    """The program after the pass; the next pass edits it, so observers must read it at once."""
+    """The program after the pass."""
     seconds: float
     """Seconds that the pass took."""
 
@@ -33,11 +33,14 @@ Watch = Callable[[PassResult], None]
 
 
 def run(passes: Sequence[Pass], program: Program, watch: Watch | None = None) -> Program:
-    """Runs passes in order on a copy of a program, and returns the result. `watch` is called after each pass."""
+    """Runs passes in order on a copy of a program, and returns the result. `watch` is called after each pass, with
+    a program that no later pass edits."""
     program, _ = copy_program(program)
     if watch is not None:
         watch(PassResult("", {}, program, 0.0))
     for one in passes:
+        if watch is not None:
+            program, _ = copy_program(program)
         started = time.perf_counter()
         result = one(program)
         seconds = time.perf_counter() - started

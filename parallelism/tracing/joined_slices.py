@@ -6,8 +6,9 @@ Graphs hold slices until they are partitioned, since other code recognizes them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from tpshard.parallelism.graph import Op, Place, Ref
@@ -18,20 +19,38 @@ from tpshard.parallelism.rules.table import rule_for
 aten = torch.ops.aten
 
 
-def join(shardings: Shardings) -> None:
-    """Rewrites a propagated graph in place, with the same results."""
+class _Slices(NamedTuple):
+    """Slices that together are a dim: the slicing ops of each part (start, end), in order."""
+
+    dim: int
+    parts: dict[tuple[int, int], list[Op]]
+
+
+class _Sum(NamedTuple):
+    """A sum of pieces that together are a dim: the last addition, the ops that it stands for, and the paddings."""
+
+    op: Op
+    dim: int
+    summed: list[Op]
+    pads: list[Op]
+
+
+def join(shardings: Shardings) -> Shardings:
+    """The shardings of a rewritten copy of the graph, which has the same results; as given where nothing is joined."""
+    if next(_slices_to_join(shardings), None) is None and next(_sums_to_join(shardings), None) is None:
+        return shardings
+    shardings = shardings.copy()
     _join_slices(shardings)
     _join_padded(shardings)
+    return shardings
 
 
-def _join_slices(shardings: Shardings) -> None:
-    """Rewrites slices that together are a sharded dim to a split, whose results share what they exchange.
+def _slices_to_join(shardings: Shardings) -> Iterator[_Slices]:
+    """Yields slices that together are a sharded dim.
 
     The slices are sharded like their source along the dim, and belong to one module and one phase.
     """
     graph, of = shardings.graph, shardings.of
-    joined: set[Op] = set()
-    position = {op: i for i, op in enumerate(graph.ops)}
     for source in list(graph.values()):
         along: dict[tuple[int, Place], dict[tuple[int, int], list[Op]]] = {}
         for op in dict.fromkeys(source.users):
@@ -40,29 +59,38 @@ def _join_slices(shardings: Shardings) -> None:
                 along.setdefault((dim, op.place), {}).setdefault((start, end), []).append(op)
         for (dim, _), parts in along.items():
             starts, ends = zip(*sorted(parts))
-            ops = [op for part in sorted(parts) for op in parts[part]]
+            ops = [op for each in parts.values() for op in each]
             axes = of[source].dims[dim]
             whole = (*starts, source.shape[dim]) == (0, *ends) and all(start < end for start, end in parts)
-            if not axes or len(parts) == 1 or not whole or any(of[op.results[0]].dims[dim] != axes for op in ops):
-                continue
-            first = min(ops, key=position.__getitem__)
-            results = [parts[part][0].results[0] for part in sorted(parts)]
-            for part, value in zip(sorted(parts), results):
-                for again in parts[part][1:]:
-                    graph.replace(again.results[0], value)
-            sizes = [end - start for start, end in zip(starts, ends)]
-            first.target, first.args, first.kwargs = aten.split_with_sizes.default, (Ref(0), sizes, dim), {}
-            first.results = results
-            for i, value in enumerate(results):
-                value.producer, value.index = first, i
-            shardings.rules[first] = rule_for(first)
-            joined.update(op for op in ops if op is not first)
+            if axes and len(parts) > 1 and whole and all(of[op.results[0]].dims[dim] == axes for op in ops):
+                yield _Slices(dim, dict(sorted(parts.items())))
+
+
+def _join_slices(shardings: Shardings) -> None:
+    """Rewrites slices that together are a sharded dim to a split, whose results share what they exchange."""
+    graph = shardings.graph
+    joined: set[Op] = set()
+    position = {op: i for i, op in enumerate(graph.ops)}
+    for dim, parts in _slices_to_join(shardings):
+        ops = [op for each in parts.values() for op in each]
+        first = min(ops, key=position.__getitem__)
+        results = [each[0].results[0] for each in parts.values()]
+        for each, value in zip(parts.values(), results):
+            for again in each[1:]:
+                graph.replace(again.results[0], value)
+        sizes = [end - start for start, end in parts]
+        first.target, first.args, first.kwargs = aten.split_with_sizes.default, (Ref(0), sizes, dim), {}
+        first.results = results
+        for i, value in enumerate(results):
+            value.producer, value.index = first, i
+        shardings.rules[first] = rule_for(first)
+        joined.update(op for op in ops if op is not first)
     graph.ops = [op for op in graph.ops if op not in joined]
     graph.refresh_users()
 
 
-def _join_padded(shardings: Shardings) -> None:
-    """Rewrites sums of pieces padded with zeros, as slices' gradients are, to a concatenation along a sharded dim."""
+def _sums_to_join(shardings: Shardings) -> Iterator[_Sum]:
+    """Yields sums of pieces padded with zeros, as slices' gradients are, along a sharded dim; the last ones first."""
     graph = shardings.graph
     joined: set[Op] = set()
     summands: dict[Op, list[Op]] = {}
@@ -80,6 +108,15 @@ def _join_padded(shardings: Shardings) -> None:
         one_dim = all(_piece(pad)[0] == dim and pad.place.phase == op.place.phase for pad in pads)
         if at != starts or not one_dim or not shardings.of[value].dims[dim]:
             continue
+        joined.update(summed)
+        yield _Sum(op, dim, summed, pads)
+
+
+def _join_padded(shardings: Shardings) -> None:
+    """Rewrites sums of pieces padded with zeros to a concatenation."""
+    graph = shardings.graph
+    joined: set[Op] = set()
+    for op, dim, summed, pads in _sums_to_join(shardings):
         op.target, op.args, op.kwargs = aten.cat.default, ([Ref(i) for i in range(len(pads))], dim), {}
         op.operands = [pad.operands[0] for pad in pads]
         shardings.rules[op] = rule_for(op)
