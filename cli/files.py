@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tpshard.models.aside import write_file
+from tpshard.models.aside import check_kind, write_file
 from tpshard.recipes.diagnostic import Exit, Mistakes
 
 
@@ -29,14 +29,25 @@ def refuse(path: Path, overwrite: bool) -> None:
     exists = _exists(path)
     if path.is_dir():
         raise Mistakes.one(f"{path} is a folder", exit=Exit.USAGE, fix="give the name of a file")
-    if exists and not overwrite:
-        raise _exists_error(path)
+    if exists:
+        _check_kind(path, folder=False)
+        if not overwrite:
+            raise _exists_error(path)
 
 
 def refuse_folder(path: Path, overwrite: bool) -> None:
     """`refuse` for a folder, which may exist if it is empty."""
-    if _exists(path) and not overwrite and not (path.is_dir() and not any(path.iterdir())):
-        raise _exists_error(path)
+    if _exists(path):
+        _check_kind(path, folder=True)
+        if not overwrite and any(path.iterdir()):
+            raise _exists_error(path)
+
+
+def _check_kind(path: Path, *, folder: bool) -> None:
+    try:
+        check_kind(path, folder=folder)
+    except FileExistsError as error:
+        raise Mistakes.one(str(error), exit=Exit.USAGE, fix="choose another name") from None
 
 
 def _exists(path: Path) -> bool:

@@ -78,7 +78,7 @@ def _model(recipe: str, overrides: list[str], loaded: Recipe) -> SourceModel:
             where=loaded.where("serve.checkpoint"), why="it has no manifest.json or config.json",
             fix="a checkpoint being written gets its manifest last: wait for it, or name another",
         )  # fmt: skip
-    return open_source(checkpoint, modules=True)
+    return open_source(checkpoint, modules=True, trusted=loaded)
 
 
 def _shape(recipe: str, overrides: list[str], loaded: Recipe) -> Served:

@@ -35,7 +35,8 @@ def prepare(job: Job) -> tuple[ServingPrograms, Weights]:
     from tpshard.programs.serving import ServeSetting, build_serving
     from tpshard.recipes.load import loads
 
-    recipe, model = loads(job.recipe), open_source(job.source, modules=True)
+    recipe = loads(job.recipe)
+    model = open_source(job.source, modules=True, trusted=recipe)
     kind = "cpu" if job.device == "cpu" else "gpu"
     setting = ServeSetting.of(recipe, stored_model(recipe, model), kind)  # type: ignore[arg-type]
     return build_serving(setting), stored_weights(model)

@@ -58,8 +58,11 @@ class SourceModel:
             raise _unreadable(self.name, error) from error
 
 
-def open_source(source: str, overrides: Sequence[str] = (), *, modules: bool = False) -> SourceModel:
-    """The model that SOURCE names. `modules` also accepts users' modules.
+def open_source(
+    source: str, overrides: Sequence[str] = (), *, modules: bool = False, trusted: Recipe | None = None
+) -> SourceModel:
+    """The model that SOURCE names. `modules` also accepts users' modules, which are imported only where `trusted`, the
+    recipe of the command, or else the recipe of the checkpoint's run names them.
 
     Raises `Mistakes`: exit 2 or 3 where SOURCE names nothing or a wrong recipe, 4 for a user's module, 7 where the
     checkpoint cannot be read.
@@ -69,7 +72,7 @@ def open_source(source: str, overrides: Sequence[str] = (), *, modules: bool = F
         if overrides:
             message = f"`{overrides[0]}` changes a recipe, but {source} is not one"
             raise Mistakes.one(message, exit=Exit.USAGE, fix="leave it out")
-        return _from_checkpoint(path, None, modules) if (path / MANIFEST).is_file() else _from_folder(path)
+        return _from_checkpoint(path, None, modules, trusted) if (path / MANIFEST).is_file() else _from_folder(path)
     from tpshard.cli.arguments import load
     from tpshard.models.foreign_formats import refuse_format
 
@@ -136,7 +139,7 @@ def _from_folder(folder: Path) -> SourceModel:
     return SourceModel(name, blueprint, opened.block, dtype, tokenizer, folder, opened.quantized)
 
 
-def _from_checkpoint(folder: Path, recipe: Recipe | None, modules: bool) -> SourceModel:
+def _from_checkpoint(folder: Path, recipe: Recipe | None, modules: bool, trusted: Recipe | None = None) -> SourceModel:
     from tpshard.models import Blueprint
     from tpshard.train.restore import open_checkpoint
 
@@ -155,6 +158,14 @@ def _from_checkpoint(folder: Path, recipe: Recipe | None, modules: bool) -> Sour
             exit=Exit.FIT,
             why="only the models of tpshard and of transformers can be written as Hugging Face folders",
             fix="`tpshard serve` reads the checkpoint",
+        )
+    recipes = [known for known in (trusted, recipe) if known is not None]
+    if blueprint.module is not None and all(known.model.module != blueprint.module for known in recipes):
+        raise Mistakes.one(
+            f"{folder} names the module {blueprint.module}, which no recipe names",
+            exit=Exit.CHECKPOINT,
+            why="a module is code: it is imported for a recipe, never for a checkpoint",
+            fix=f"name the recipe of its run, or one with model.module: {blueprint.module}",
         )
     try:
         dtype = _require(checkpoint, blueprint)

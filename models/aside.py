@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,8 +20,8 @@ _LONGEST = 200
 def write_aside(out: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[Path]:
     """Yields a temporary folder, which becomes `out` when the block ends without an error and is removed otherwise.
 
-    FileExistsError if `out` is a file or a folder that is not empty, unless `overwrite`; a folder that contains the
-    working directory is never replaced. Temporary folders of killed writers are removed.
+    FileExistsError if `out` is a folder that is not empty, unless `overwrite`; a folder that contains the working
+    directory, and anything that is no folder, is never replaced. Temporary folders of killed writers are removed.
     """
     place = Path(out).absolute()
     _check(place, overwrite)
@@ -90,11 +91,26 @@ def _beside(place: Path, kind: str) -> Path:
 def _check(place: Path, overwrite: bool) -> None:
     if not os.path.lexists(place):
         return
+    check_kind(place, folder=True)
     empty = place.is_dir() and not place.is_symlink() and not any(place.iterdir())
     if not empty and not overwrite:
         raise FileExistsError(f"{place} exists; name a new folder, or allow overwriting")
     if overwrite and Path.cwd().is_relative_to(place.resolve()):
         raise FileExistsError(f"{place} contains the working directory and is not replaced")
+
+
+def check_kind(place: Path, *, folder: bool) -> None:
+    """Raises FileExistsError if `place` is something that a folder, or else a file, never replaces: a device, a pipe, a
+    socket, or one of the other kind."""
+    mode = place.stat().st_mode if place.exists() else place.lstat().st_mode  # of a link to nothing
+    if stat.S_ISDIR(mode):
+        if not folder:
+            raise FileExistsError(f"{place} is a folder, which a file does not replace")
+    elif stat.S_ISREG(mode) or stat.S_ISLNK(mode):
+        if folder:
+            raise FileExistsError(f"{place} is a file, which a folder does not replace")
+    else:
+        raise FileExistsError(f"{place} is a device, a pipe or a socket, which nothing replaces")
 
 
 def _replace(aside: Path, place: Path) -> None:
@@ -110,11 +126,19 @@ def _replace(aside: Path, place: Path) -> None:
 
 
 def write_file(path: Path, text: str, *, overwrite: bool = True) -> None:
-    """Writes `text` to a file in UTF-8. FileExistsError if it exists and `overwrite` is false; OSError as any write."""
+    """Writes `text` to a file in UTF-8. FileExistsError if it exists and `overwrite` is false, or is no file; OSError
+    as any write."""
+    write_bytes(path, text.encode("utf-8"), overwrite=overwrite)
+
+
+def write_bytes(path: Path, data: bytes, *, overwrite: bool = True) -> None:
+    """`write_file` for bytes."""
+    if os.path.lexists(path):
+        check_kind(path, folder=False)
     aside = _beside(path, secrets.token_hex(8))
     try:
-        with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
+            file.write(data)
         sync(aside)
         if overwrite:
             aside.replace(path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from tpshard.models.config import ModelConfig
 from tpshard.models.hf import HFFolder
 from tpshard.models.hf_config import computes
 from tpshard.models.hf_headers import has_weights
+from tpshard.models.hf_json import refuse_code
 from tpshard.models.init import Initial, InitPlan, fill, init_plan, initial_block
 
 
@@ -125,14 +127,16 @@ class Blueprint:
         """The blueprint that `to_json` wrote. ValueError if `values` are anything else."""
         try:
             if "transformers" in values:
-                return Blueprint(architecture=Architecture(dict(values["transformers"])))
+                raw = dict(values["transformers"])
+                refuse_code(raw, Path("config.json"))
+                return Blueprint(architecture=Architecture(raw))
             if "module" in values:
-                return Blueprint(module=values["module"], args=values["args"])
+                return Blueprint(module=str(values["module"]), args=dict(values["args"]))
             numbers = dict(values["config"])
             family = numbers.pop("family")
             sizes = {key: numbers[key] for key in numbers if key != "rope_scaling"}
             return Blueprint(presets.override(ModelConfig(family, **sizes), {"rope_scaling": numbers["rope_scaling"]}))
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"this is not the description of a model: {type(error).__name__}: {error}") from error
 
     @cached_property

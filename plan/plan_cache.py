@@ -23,6 +23,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tpshard.kernels.folder_json import read_regular
+from tpshard.models.aside import write_bytes
 from tpshard.plan import save
 from tpshard.recipes.diagnostic import Mistakes
 from tpshard.recipes.schema import Recipe
@@ -40,9 +42,9 @@ class PlanEntry:
     def read(self, kinds: Iterable[str]) -> dict[str, str] | None:
         """Reads texts of the plan from the cache; None if one is missing."""
         try:
-            texts = {kind: gzip.decompress((self.folder / f"{kind}.gz").read_bytes()).decode() for kind in kinds}
+            texts = {kind: _text(self.folder / f"{kind}.gz") for kind in kinds}
             os.utime(self.folder)
-        except (OSError, EOFError, zlib.error, UnicodeDecodeError):
+        except (OSError, EOFError, zlib.error, ValueError):
             return None
         return texts
 
@@ -51,12 +53,24 @@ class PlanEntry:
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             for kind, text in texts.items():
-                aside = self.folder / f".{kind}.{os.getpid()}"
-                aside.write_bytes(gzip.compress(text.encode(), 1, mtime=0))
-                os.replace(aside, self.folder / f"{kind}.gz")
+                write_bytes(self.folder / f"{kind}.gz", _packed(text))
             entries = sorted(_entries(self.folder.parent), key=lambda entry: entry.stat().st_mtime)
             for old in entries[:-MOST]:
                 shutil.rmtree(old, ignore_errors=True)
+
+
+def _packed(text: str) -> bytes:
+    """A text with its sha256, compressed."""
+    data = text.encode()
+    return gzip.compress(hashlib.sha256(data).digest() + data, 1, mtime=0)
+
+
+def _text(file: Path) -> str:
+    """The text in a file that `_packed` made. ValueError, EOFError, OSError or zlib.error for any other."""
+    data = gzip.decompress(read_regular(file))
+    if hashlib.sha256(data[32:]).digest() != data[:32]:
+        raise ValueError(f"{file} is damaged")
+    return data[32:].decode()
 
 
 def place() -> Path:

@@ -157,6 +157,8 @@ def check_writable(path: Path) -> None:
         ancestor = ancestor.parent
     if path.is_dir():
         why = "it is a folder"
+    elif os.path.lexists(path) and not path.is_file() and not path.is_symlink():
+        why = "it is a device, a pipe or a socket"
     elif not ancestor.is_dir():
         why = f"{ancestor} is no folder"
     elif not os.access(ancestor, os.W_OK | os.X_OK):

@@ -62,6 +62,23 @@ def name_or_file(names: tuple[str, ...], suffix: str) -> Constraint:
     )
 
 
+def _names_a_run(value: str) -> bool:
+    try:
+        length = len(value.encode())
+    except UnicodeEncodeError:
+        return False
+    plain = value.isprintable() and not any(c in value for c in "/\\")
+    return plain and value.strip() == value and value not in ("", ".", "..") and length <= 200
+
+
+RUN_NAME = Constraint(
+    "a name of at most 200 bytes without slashes and control characters",
+    _names_a_run,
+    {"pattern": r"^(?!\.{1,2}$)(?!\s)[^/\\\x00-\x1f\x7f]{1,200}(?<!\s)$"},
+    whole=False,
+)
+"""The constraint on the name of a run, which names its folder."""
+
 SIZE = Constraint(
     "at least 1, or -1 for the rest of the devices",
     lambda value: value == -1 or 1 <= value <= 2**20,

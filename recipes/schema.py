@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from tpshard.recipes import training_keys as training
-from tpshard.recipes.constraints import AxisName, AxisSize, form, limits, name_or_file
+from tpshard.recipes.constraints import RUN_NAME, AxisName, AxisSize, form, limits, name_or_file
 from tpshard.recipes.diagnostic import Mistakes, Source
 from tpshard.recipes.mesh_sizes import misfit
 from tpshard.recipes.model_keys import Model
@@ -45,7 +45,7 @@ class Recipe(Section):
 
     schema: int = SCHEMA_VERSION
     """Version of these keys."""
-    name: Annotated[str, form(r"[^/\\\x00-\x1f]+", "a name without slashes")] = derived(default="the file's name")
+    name: Annotated[str, RUN_NAME] = derived(default="the file's name")
     """Name of the run."""
     seed: Annotated[int, limits(least=0, most=2**63 - 1)] = 42
     """Seed of initialization, data order and sampling."""

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from tpshard.kernels.dtypes import dtype_name
+from tpshard.kernels.folder_json import read_regular
 from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.train.checkpoint import FORMAT, MANIFEST, VERSION, check_cover, manifest_sum, steps
+from tpshard.train.checkpoint import FORMAT, MANIFEST, VERSION, check_cover, manifest_sum, step_name, steps
 from tpshard.train.shards import sha256_of
 
 logger = logging.getLogger(__name__)
@@ -173,6 +174,8 @@ def newest(directory: Path) -> SavedCheckpoint | None:
     for path in reversed(steps(directory).values()):
         try:
             checkpoint = SavedCheckpoint(path)
+            if path.name != step_name(checkpoint.step):
+                raise Damaged(f"{path} holds step {checkpoint.step}: it was renamed from {step_name(checkpoint.step)}")
             checkpoint.verify()
         except Damaged as error:
             refused.append(str(error))
@@ -212,7 +215,7 @@ def open_checkpoint(folder: Path) -> SavedCheckpoint:
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
-        manifest = json.loads(path.read_bytes())
+        manifest = json.loads(read_regular(path))
     except FileNotFoundError as error:
         raise Damaged(f"{path} is missing") from error
     except (OSError, ValueError, RecursionError) as error:
@@ -233,8 +236,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
                 raise Damaged(f"{path}: {name} is in {min(unknown)}, which it does not list")
             if not isinstance(getattr(torch, entry["dtype"], None), torch.dtype):
                 raise Damaged(f"{path}: {name} has the unknown dtype {entry['dtype']}")
-        for key in ("step", "meta"):
-            manifest[key]
+        if type(manifest["step"]) is not int or not isinstance(manifest["meta"], dict):
+            raise Damaged(f"{path}: `step` and `meta` are not a number and a map")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Damaged(f"{path} does not have the layout of a manifest: {type(error).__name__}: {error}") from error
     return manifest

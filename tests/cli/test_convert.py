@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import nn
 from tpshard.cli.main import run
+from tpshard.cli.sources import open_source
 from tpshard.models import Blueprint, build, from_hf, to_hf
 from tpshard.models.presets import preset
-from tpshard.recipes.diagnostic import Exit
+from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.recipes.load import loads
 from tpshard.train.checkpoint import save
 from tpshard.train.shards import Shard
 
@@ -159,3 +161,17 @@ def test_refusals_say_what_is_wrong(workdir: Path, capsys: pytest.CaptureFixture
         assert run(["convert", source, f"out-{number}", *rest]) == code, source
         assert output in capsys.readouterr().err
     assert not list(workdir.glob("out-*")) and not list(workdir.glob(".out-*"))
+
+
+def test_a_module_is_imported_for_a_recipe_and_never_for_a_checkpoint(workdir: Path) -> None:
+    """A checkpoint may come from anybody; a recipe that names its module says that the module is trusted."""
+    (workdir / "planted_by_checkpoint.py").write_text("raise SystemExit('imported')")
+    model = Blueprint.of("tiny", overrides=SMALL).build(device="cpu", seed=3)
+    named = {"module": "planted_by_checkpoint:Class", "args": {}}
+    saved = str(checkpoint(workdir / "a", 1, model, {"model": named}))
+    for trusted in (None, loads("model: {preset: tiny}"), loads("model: {module: 'other:Class'}")):
+        with pytest.raises(Mistakes, match="names the module planted_by_checkpoint:Class, which no recipe names") as no:
+            open_source(saved, modules=True, trusted=trusted)
+        assert no.value.exit == Exit.CHECKPOINT
+    with pytest.raises(SystemExit, match="imported"):
+        open_source(saved, modules=True, trusted=loads("model: {module: 'planted_by_checkpoint:Class'}"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -64,3 +65,24 @@ def test_a_new_file_never_replaces_another(links: bool, tmp_path: Path, monkeypa
     assert path.read_text() == "one"
     write_file(path, "three")
     assert path.read_text() == "three" and list(tmp_path.iterdir()) == [path]
+
+
+def test_nothing_replaces_a_device_a_pipe_a_socket_or_what_is_of_another_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # names of sockets are short
+    os.mkfifo(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("socket")
+        (tmp_path / "device").symlink_to("/dev/null")
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "file").write_text("kept")
+        before = {path.name: path.lstat().st_ino for path in tmp_path.iterdir()}
+        for name in ("pipe", "socket", "device", "folder"):
+            with pytest.raises(FileExistsError):
+                write_file(tmp_path / name, "new", overwrite=True)
+        for name in ("pipe", "socket", "device", "file"):
+            with pytest.raises(FileExistsError), write_aside(tmp_path / name, overwrite=True):
+                raise AssertionError("it was begun")
+        assert {path.name: path.lstat().st_ino for path in tmp_path.iterdir()} == before
+        assert (tmp_path / "file").read_text() == "kept"

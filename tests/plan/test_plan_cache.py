@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import subprocess
 import sys
 from pathlib import Path
@@ -78,8 +79,11 @@ def test_a_broken_or_full_cache_is_no_mistake(small: Path, capsys: Any, monkeypa
     assert cached is not None and cached.read(["screen"]) is None
     cached.write({"screen": "said"})
     assert cached.read(["screen"]) == {"screen": "said"} and cached.read(["screen", "exit"]) is None
-    (cached.folder / "screen.gz").write_bytes(b"half")
-    assert cached.read(["screen"]) is None
+    for damage in (b"", b"half", gzip.compress(b""), gzip.compress(b"other text than was written" * 9)):
+        (cached.folder / "screen.gz").write_bytes(damage)
+        assert cached.read(["screen"]) is None
+        cached.write({"screen": "again"})
+        assert cached.read(["screen"]) == {"screen": "again"}
     monkeypatch.setattr(plan_cache, "MOST", 2)
     (cached.folder.parent / "sample").mkdir()  # what others keep there stays
     for digit in "abc":

@@ -95,6 +95,9 @@ def test_a_key_in_the_wrong_section_is_sent_home() -> None:
         ("optimizer: {betas: [0.9, 1]}", "1", "below 1"),
         ("optimizer: {betas: [0.9]}", "[", ""),
         ("name: a/b", "a/b", "without slashes"),
+        ("name: ..", "..", "without slashes"),
+        ('name: "a\\x7fb"', '"a\\x7fb"', "control characters"),
+        (f"name: {'n' * 201}", "n" * 201, "at most 200 bytes"),
         ("name: 12", "12", "text"),
     ],
 )

@@ -399,6 +399,17 @@ def test_when_all_are_damaged_the_run_does_not_start_over_by_itself(tmp_path: Pa
     assert newest(tmp_path / "nowhere") is None
 
 
+def test_a_renamed_checkpoint_is_named_and_not_resumed_from(tmp_path: Path) -> None:
+    save_one(tmp_path, 3)
+    save_one(tmp_path, 5).rename(tmp_path / "step-000009")
+    checkpoint = newest(tmp_path)
+    assert checkpoint is not None and checkpoint.step == 3
+    shutil.rmtree(tmp_path / "step-000003")
+    with pytest.raises(Mistakes, match="step-000009 holds step 5: it was renamed from step-000005") as refused:
+        newest(tmp_path)
+    assert refused.value.exit == Exit.CHECKPOINT
+
+
 def test_a_manifest_cannot_point_outside_its_folder(tmp_path: Path) -> None:
     folder = save_one(tmp_path, 1)
     manifest = json.loads((folder / "manifest.json").read_text())
