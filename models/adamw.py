@@ -48,7 +48,7 @@ class Updated(NamedTuple):
     grad_norm: Tensor
     """Global norm of the averaged gradient before clipping, fp32 scalar."""
     finite: Tensor
-    """Whether loss and norm are finite, a boolean scalar. If not, every value is the old one."""
+    """Whether there is a target, and loss and norm are finite, a boolean scalar. If not, every value is the old one."""
 
 
 def treatments(
@@ -103,8 +103,8 @@ def adamw_update(
     moments' bias correction. squares: fp32 scalar, `gradient_squares` of all gradients; required where `grads` are only
     some.
 
-    Where the loss or the norm is not finite, every result is the old value. Every device decides this from the same
-    scalars, so that all decide alike. The biases of experts are not in the norm and have no moments.
+    Where the loss or the norm is not finite, or `count` is 0, every result is the old value. Every device decides this
+    from the same scalars, so that all decide alike. The biases of experts are not in the norm and have no moments.
     """
     squares = gradient_squares(grads, count, treated) if squares is None else squares
     norm, finite, scale = clip(squares, loss_sum, count, config.clip_grad_norm)
@@ -125,10 +125,10 @@ def adamw_update(
 
 
 def clip(squares: Tensor, loss_sum: Tensor, count: Tensor, most: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The norm of the averaged gradient, whether it and the loss are finite, and the factor that averages and clips a
-    summed gradient: scalars. `most` is the norm that is clipped to; None: no clipping."""
+    """The norm of the averaged gradient, whether it and the loss are finite and there is a target, and the factor that
+    averages and clips a summed gradient: scalars. `most` is the norm that is clipped to; None: no clipping."""
     share, norm = _share(count), squares.sqrt()
-    finite = torch.isfinite(norm) & torch.isfinite(loss_sum)
+    finite = torch.isfinite(norm) & torch.isfinite(loss_sum) & (count > 0)
     return norm, finite, share if most is None else share * (most / (norm + 1e-6)).clamp(max=1.0)
 
 

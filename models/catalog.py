@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from tpshard.models.family import Family, HuggingFace, Key, Leaf, Named, Part, Windows
+from tpshard.models.family import Family, HuggingFace, Key, Leaf, Named, Part, Weight, Windows
 
 _Value = TypeVar("_Value")
 
@@ -216,10 +216,13 @@ def no_router_bias(c: Any) -> None:
         )
 
 
+# transformers' loss is the mean over layers, and top_k where the load is even; ours is the sum over layers, each then 1
 AUXILIARY_LOSS = (
     Key("output_router_logits", "balance", False, bool,
         read=lambda stored, read: "loss" if stored else "none", write=lambda c: c.balance == "loss"),
-    Key("router_aux_loss_coef", "balance_rate", 0.001, float),
+    Key("router_aux_loss_coef", "balance_rate", 0.001, Weight,
+        read=lambda stored, read: stored * read["top_k"] / read["layers"],
+        write=lambda c: float(f"{c.balance_rate * c.layers / c.top_k:.12g}")),
 )  # fmt: skip
 ROUTED = ("experts", "top_k", "capacity", "balance", "balance_rate")
 MIXTRAL = decoder(
@@ -228,8 +231,8 @@ MIXTRAL = decoder(
         "mixtral", "MixtralForCausalLM",
         expert_names("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
         (
-            *keys(max_seq=131072, kv_heads=8, norm_eps=1e-5), *AUXILIARY_LOSS,
-            Key("num_local_experts", "experts", 8), Key("num_experts_per_tok", "top_k", 2),
+            *keys(max_seq=131072, kv_heads=8, norm_eps=1e-5),
+            Key("num_local_experts", "experts", 8), Key("num_experts_per_tok", "top_k", 2), *AUXILIARY_LOSS,
         ),
         theta=1e6, windows=Windows(None), fixed=SILU, written={**NO_DROPOUT, "router_jitter_noise": 0.0},
         check=no_router_bias,
@@ -243,10 +246,10 @@ QWEN3_MOE = decoder(
     HuggingFace(
         "qwen3_moe", "Qwen3MoeForCausalLM", QWEN_EXPERTS,
         (
-            *keys(mlp="moe_intermediate_size", max_seq=32768, kv_heads=4), *AUXILIARY_LOSS,
+            *keys(mlp="moe_intermediate_size", max_seq=32768, kv_heads=4),
             Key("attention_bias", "attention_bias", False, bool),
             Key("num_experts", "experts", 128, alias="num_local_experts"), Key("num_experts_per_tok", "top_k", 8),
-            Key("norm_topk_prob", "norm_top_k", False, bool),
+            Key("norm_topk_prob", "norm_top_k", False, bool), *AUXILIARY_LOSS,
         ),
         windows=Windows(4096, True), fixed={**SILU, "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
         written=NO_DROPOUT, check=no_router_bias,

@@ -91,7 +91,8 @@ class ModelConfig:
     """How the load of experts is balanced. `bias`: a bias, used only to choose experts, falls for experts above the
     mean load and rises for those below. `loss`: an auxiliary loss. `none`: not at all."""
     balance_rate: float = 0.001
-    """Step of the bias, or weight of the auxiliary loss."""
+    """Step of the bias, or weight of each layer's auxiliary loss, which is 1 where the load is even: a folder's
+    `router_aux_loss_coef` * top_k / layers."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "full_layers", tuple(self.full_layers))  # JSON has lists
@@ -129,8 +130,8 @@ class ModelConfig:
         for name, choices in (("routing", ("softmax", "sigmoid")), ("balance", ("bias", "loss", "none"))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"`{name}: {getattr(self, name)}` is not one of {', '.join(choices)}")
-        if self.shared_experts < 0 or not (self.balance_rate > 0 and self.route_scale > 0):
-            raise ValueError("`balance_rate` and `route_scale` must be positive, and `shared_experts` at least 0")
+        if self.shared_experts < 0 or not (self.balance_rate >= 0 and self.route_scale > 0):
+            raise ValueError("`route_scale` must be positive, `balance_rate` and `shared_experts` at least 0")
 
     @property
     def balanced_by_bias(self) -> bool:

@@ -64,6 +64,10 @@ class Part:
     activations: Mapping[str, Named]
 
 
+class Weight(float):
+    """A number that is at least 0; a key of kind float is above 0."""
+
+
 @dataclass(frozen=True)
 class Key:
     """The mapping between a key of config.json and a field of the configuration.

@@ -11,7 +11,7 @@ from typing import Any
 from tpshard.models import hf_json
 from tpshard.models.catalog import FAMILIES
 from tpshard.models.config import ModelConfig, RopeScaling
-from tpshard.models.family import Family, Key, Windows
+from tpshard.models.family import Family, Key, Weight, Windows
 from tpshard.models.foreign_formats import refuse_format, refuse_quantization
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -244,6 +244,11 @@ def _size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
     return value
 
 
+def _weight(raw: Mapping[str, Any], key: str, default: float | None) -> float:
+    value = _value(raw, key, default)
+    return 0.0 if value == 0 and not isinstance(value, bool) else _number(raw, key, default)
+
+
 def _number(raw: Mapping[str, Any], key: str, default: float | None) -> float:
     value = _value(raw, key, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
@@ -263,5 +268,5 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-_READERS: dict[type, Callable[..., Any]] = {int: _size, float: _number, bool: _flag}
+_READERS: dict[type, Callable[..., Any]] = {int: _size, float: _number, Weight: _weight, bool: _flag}
 _BY_TYPE = {family.hf.model_type: family for family in FAMILIES.values()}

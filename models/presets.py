@@ -37,11 +37,11 @@ PRESETS: dict[str, ModelConfig] = {
     ),
     "mixtral-8x7b": ModelConfig(
         "mixtral", layers=32, width=4096, heads=32, kv_heads=8, head_dim=128, mlp=14336, vocab=32000, max_seq=32768,
-        seq_len=8192, rope_theta=1e6, experts=8, top_k=2, balance="loss", balance_rate=0.02,
+        seq_len=8192, rope_theta=1e6, experts=8, top_k=2, balance="loss", balance_rate=0.02 * 2 / 32,
     ),
     "qwen3-30b-a3b": ModelConfig(
         "qwen3_moe", layers=48, width=2048, heads=32, kv_heads=4, head_dim=128, mlp=768, vocab=151936, max_seq=40960,
-        seq_len=8192, rope_theta=1e6, norm_eps=1e-6, experts=128, top_k=8, balance="loss", balance_rate=0.001,
+        seq_len=8192, rope_theta=1e6, norm_eps=1e-6, experts=128, top_k=8, balance="loss", balance_rate=0.001 * 8 / 48,
     ),
     "granite-tiny": replace(_GRANITE, **_TINY, mlp=512),
     "granite-20b": _GRANITE,

@@ -9,6 +9,9 @@ sequences are divided among devices and micro-batches. Capacity follows GShard (
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,16 +86,34 @@ def with_gradient(x: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
     return _Also.apply(x, value, gradient)
 
 
-def sequence_loss(routes: Routes) -> Tensor:
-    """The auxiliary balancing loss, a scalar summed over tokens.
+_targets: ContextVar[Tensor | None] = ContextVar("targets", default=None)
 
-    For each sequence: its tokens, times experts * sum of (share of choices) * (mean share of scores), which is 1 where
-    the load is even.
+
+@contextmanager
+def weighed_by(targets: Tensor) -> Iterator[None]:
+    """A context in which the auxiliary loss of each sequence is weighed by its targets: [batch], their numbers.
+
+    A step divides its summed loss by all targets, so that the auxiliary loss keeps its weight where only some tokens,
+    such as those of answers, have a target.
+    """
+    token = _targets.set(targets)
+    try:
+        yield
+    finally:
+        _targets.reset(token)
+
+
+def sequence_loss(routes: Routes) -> Tensor:
+    """The auxiliary balancing loss, a scalar summed over sequences.
+
+    For each sequence: its targets (`weighed_by`; without one its tokens), times experts * sum of (share of choices) *
+    (mean share of scores), which is 1 where the load is even.
     """
     scores = routes.scores / (routes.scores.sum(-1, keepdim=True) + 1e-20)
-    experts, top_k = routes.chosen.shape[-1], routes.chosen.shape[-2]
+    (_, tokens, top_k, experts), targets = routes.chosen.shape, _targets.get()
     share = routes.chosen.sum((1, 2)) * (experts / top_k)  # [batch, expert], for all tokens of a sequence
-    return (share * scores.mean(1)).sum()
+    of_sequence = (share * scores.mean(1)).sum(1)
+    return (of_sequence if targets is None else of_sequence * (targets.float() / tokens)).sum()
 
 
 def balance_steps(model: nn.Module) -> dict[str, float]:

@@ -185,6 +185,12 @@ def task_of(name: str, seq_len: int) -> Task:
     return task
 
 
+def targets_of_rows(task: Task, batch: Mapping[str, Tensor]) -> Tensor:
+    """The number of targets of each row, int64 [rows]."""
+    counted = task.masked_positions(batch) if isinstance(task, MaskedLanguageModel) else batch["targets"] != IGNORE
+    return counted.flatten(1).sum(1)
+
+
 def held_out(number: int) -> int:
     """The row number of held-out row `number`, which no training step uses."""
     return _HELD_OUT + number

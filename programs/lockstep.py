@@ -128,7 +128,7 @@ class Lockstep:
                 params[i] = new
         *_, norm, _ = outs[0]
         self.moments = [out[count:-2] for out in outs]
-        return StepValues(loss / targets, float(norm), gradients)
+        return StepValues(loss / max(1, targets), float(norm), gradients)
 
     def weights(self) -> dict[str, Tensor]:
         """The current parameters as whole tensors."""

@@ -14,6 +14,8 @@ from tpshard.models.adamw import AdamW, adamw_update, treatments
 from tpshard.models.assemble import evaluating
 from tpshard.models.lion import Lion, lion_update
 from tpshard.models.muon import Muon, muon_update
+from tpshard.models.routing import weighed_by
+from tpshard.models.tasks import targets_of_rows
 from tpshard.parallelism.anchors import split_annotations
 from tpshard.parallelism.annotate import boundary, role, split_as
 from tpshard.parallelism.draws import step_seed
@@ -93,7 +95,9 @@ def _forward(
     setting: Setting, trail: Trail, used: Mapping[str, Tensor], batch: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
     inputs = setting.task.inputs(batch)
-    with trail.watch(setting.model):
+    with trail.inside(Place("loss", role="loss")):
+        targets = targets_of_rows(setting.task, batch)
+    with trail.watch(setting.model), weighed_by(targets):
         logits = role(torch.func.functional_call(setting.model, dict(used), inputs), "logits")
     with trail.inside(Place("loss", role="loss")):
         return setting.task.loss(logits, batch)

@@ -89,7 +89,7 @@ class Model(Section):
     balance: Literal["bias", "loss", "none"] | None = None
     """How the experts' load is balanced: by a bias used only to choose, by an auxiliary loss, or not at all."""
     balance_rate: Positive | None = None
-    """Step of the bias, or weight of the loss."""
+    """Step of the bias, or weight of each layer's loss."""
     tie_embeddings: bool | None = None
     """Whether the output projection shares the embedding's matrix."""
     rope_theta: Annotated[float, limits(above=0, most=1e15)] | None = None

@@ -44,6 +44,8 @@ class Course:
     """Steps done."""
     updates: int = 0
     """Steps that changed the parameters; Adam's bias correction counts these."""
+    empty: int = 0
+    """Steps without a target, which changed nothing."""
     tokens: int = 0
     """Target tokens so far, over all ranks."""
     evaluated: int = 0
@@ -147,7 +149,7 @@ class TrainingLoop:
         self.engine.load(checkpoint.block)
         saved = checkpoint.meta["course"]
         self.course.step, self.course.updates = saved["step"], saved["updates"]
-        self.course.tokens = saved["tokens"]
+        self.course.tokens, self.course.empty = saved["tokens"], saved.get("empty", 0)
         self.course.evaluated = saved.get("evaluated", saved["step"])
 
     # ---- running ------------------------------------------------------------------------------------------
@@ -187,7 +189,7 @@ class TrainingLoop:
     def _finish(self, code: int) -> Outcome:
         out = self.outcome
         out.exit = Exit.CHECKPOINT if out.unsaved else Exit(code)
-        out.seconds, out.skipped = time.monotonic() - self._began, self.guard.skipped
+        out.seconds, out.skipped = time.monotonic() - self._began, self.guard.skipped + self.course.empty
         if out.rates:
             out.tokens_per_s = statistics.median_high(out.rates)
         return out
@@ -211,7 +213,10 @@ class TrainingLoop:
         watchdog.limit_s = float(self.recipe.timeout_s.step)
         finite = agreed < _NOT_FINITE
         self._log(step, result, lr, finite)
-        if finite:
+        if finite and result.empty:
+            self.course.step, self.course.empty = step, self.course.empty + 1
+            self.progress.note(f"step {step}: no token has a target; skipped, the parameters are as before")
+        elif finite:
             self.guard.fine()
             self.course.step, self.course.updates = step, self.course.updates + 1
             self.course.tokens += result.targets
@@ -225,9 +230,12 @@ class TrainingLoop:
         rate = result.targets / step_s
         flops = self.engine.flops_per_sequence * self.plan.global_sequences
         every = self.recipe.logging.every_steps
-        logged = step == 1 or step % every == 0 or step == self.recipe.train.steps or not finite
+        counts = finite and not result.empty
+        logged = step == 1 or step % every == 0 or step == self.recipe.train.steps or not counts
         row: Row = {
-            "step": step, "loss": _number(result.loss), "grad_norm": _number(result.grad_norm), "lr": lr,
+            "step": step, "loss": None if result.empty else _number(result.loss),
+            "grad_norm": None if result.empty else _number(result.grad_norm), "lr": lr,
+            "skipped": self.guard.skipped + self.course.empty + (finite and result.empty),
             "tokens": self.course.tokens + (result.targets if finite else 0), "tokens_per_s": rate, "step_s": step_s,
             "mfu": flops / step_s / self.flops_per_s if flops and self.flops_per_s else None,
             "peak_memory_bytes": self.peak_memory() if logged else None,
@@ -237,7 +245,7 @@ class TrainingLoop:
         experts = balance(result.counted)
         if experts is not None:
             row["experts"] = experts
-        if finite:
+        if counts:
             self.outcome.last_loss = result.loss
             if self.outcome.first_loss is None:
                 self.outcome.first_loss = result.loss
@@ -317,7 +325,7 @@ class TrainingLoop:
             checkpoint = self._newest()
             if checkpoint is None:
                 self.engine.initialize(self.recipe.seed)
-                self.course.step = self.course.updates = self.course.tokens = 0
+                self.course.step = self.course.updates = self.course.tokens = self.course.empty = 0
             else:
                 self._restore(checkpoint)
             self._saved_step = checkpoint.step if checkpoint is not None else None

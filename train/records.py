@@ -30,6 +30,7 @@ STEP_KEYS = {
     "time": "Unix time, in seconds",
     "run": "number of times that the run was started or resumed",
     "restarts": "restarts after a worker crashed, since the command was given",
+    "skipped": "steps of the run so far that changed nothing: without a target, or not finite and skipped",
 }
 """The keys of a training step's row, and their meaning; null where unknown. Evaluation rows have `eval_loss` and no
 `loss`."""

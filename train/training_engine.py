@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -47,10 +48,20 @@ class StepResult:
     """Target tokens."""
     grad_norm: float
     """Global norm of the gradients, before clipping."""
-    finite: bool
-    """False where loss or gradient was not finite; nothing was updated then."""
+    updated: bool
+    """False where loss or gradient was not finite, or there was no target."""
     counted: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """The model's counters over the whole step and all data ranks, by path and label."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether loss and gradient are finite."""
+        return self.updated or (self.empty and math.isfinite(self.loss) and math.isfinite(self.grad_norm))
+
+    @property
+    def empty(self) -> bool:
+        """Whether no token of the step has a target, on any rank: such a step changes nothing."""
+        return self.targets == 0
 
 
 class TrainingEngine(ABC):

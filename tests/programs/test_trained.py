@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tpshard.models.loss import cross_entropy_sum
+from tpshard.models.loss import IGNORE, cross_entropy_sum
 from tpshard.parallelism.float64 import BOUND, distance, float64
 from tpshard.plan import make
 from tpshard.programs import training
@@ -206,3 +206,18 @@ def test_layers_that_train_other_parameters_are_not_stacked() -> None:
     with pytest.raises(Mistakes) as error:
         training.build(setting_of("{pp: 2}", "pipeline={schedule: gpipe, form: vectorized}", "model.args.frozen=1"))
     assert "`down.requires_grad` is False in layer 0 and True in layer 1" in str(error.value)
+
+
+@pytest.mark.parametrize(("mesh", "overrides"), [*CASES[:3], CASES[5], CASES[7]])
+@pytest.mark.parametrize("optimizer", ["adamw", "lion", "muon"])
+def test_a_step_without_a_target_changes_nothing(mesh: str, overrides: tuple[str, ...], optimizer: str) -> None:
+    """Nor does it move moments, on any rank, with micro-batches and stages."""
+    run = _run(built(mesh, (*overrides, f"optimizer.name={optimizer}")), VOCAB)
+    run.step()
+    rows = run._rows()
+    rows["targets"].fill_(IGNORE)
+    run._rows = lambda: rows  # type: ignore[method-assign]
+    before = [[tensor.clone() for tensor in part] for part in (*run.params, *run.moments)]
+    assert run.step().loss == 0.0
+    after = [*run.params, *run.moments]
+    assert all(torch.equal(*pair) for parts in zip(before, after, strict=True) for pair in zip(*parts, strict=True))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +91,8 @@ class PlainEngine:
         )  # fmt: skip
         self.params, self.exp_avg, self.exp_avg_sq = updated.params, updated.exp_avg, updated.exp_avg_sq
         self.forget()
-        each = tuple((losses / counts).tolist())
-        mean = float(losses.sum() / counts.sum())
+        each = tuple((losses / counts.clamp(min=1)).tolist())
+        mean = float(losses.sum() / counts.sum().clamp(min=1))
         return StepResult(each, mean, int(counts.sum()), float(updated.grad_norm), bool(updated.finite))
 
     def evaluate(self, batch: StepBatch) -> tuple[float, int]:
@@ -136,6 +138,7 @@ def train(
     stop_at: int = 0,
     poison: Any = None,
     targets: bool = True,
+    blank: Collection[int] = (),
 ) -> tuple[Outcome, list[dict[str, Any]], list[str], list[torch.Tensor]]:
     context.stopping.signal = None
     recipe = loads(RECIPE, overrides)
@@ -153,6 +156,14 @@ def train(
         if context.rank == 0 and row["step"] == stop_at:
             context.stopping.signal = signal.SIGTERM
 
+    following_batch, numbers = loader.next, count(1)
+
+    def with_blank_steps() -> StepBatch:
+        batch = following_batch()
+        none = {"targets": torch.full_like(batch["targets"], IGNORE)} if next(numbers) in blank else {}
+        return replace(batch, tensors={**batch.tensors, **none})
+
+    loader.next = with_blank_steps  # type: ignore[method-assign]
     tokens = torch.arange(64).reshape(2, 32)
     following = tokens + 1 if targets else torch.full_like(tokens, IGNORE)
     loop = TrainingLoop(
@@ -265,6 +276,22 @@ def test_what_is_not_finite_on_one_rank_is_decided_alike_on_all(pool: Any, folde
         assert steps == [1, 2, 3, 4, 5, 6, 7, 8] and dict(results[0][2])[5] is None
     else:
         assert steps == [1, 2, 3, 4, 5, 4, 5, 6, 7, 8] and "back to step 3" in results[0][3][0]
+
+
+def blank(context: Context, folder: str) -> list[Any]:
+    outcome, rows, notes, _ = train(context, folder, stop_at=4, blank={3})
+    then, rest, later, _ = train(context, folder, blank={1})
+    assert (outcome.skipped, then.skipped) == (1, 2) and outcome.exit == 75 and then.exit == 0
+    assert (then.course.step, then.course.updates) == (8, 6)
+    return [[(row["step"], row["loss"], row["grad_norm"], row["skipped"]) for row in rows + rest], notes + later]
+
+
+def test_a_step_without_a_target_is_skipped_and_counted(pool: Any, folder: str) -> None:
+    rows, notes = pool.run(blank, folder, world=2)[0]
+    assert [row[3] for row in rows] == [0, 0, 1, 1, 1, 2, 2, 2]
+    assert [row[0] for row in rows if row[1] is None or row[2] is None] == [3, 6]
+    skipped = [note for note in notes if "no token has a target" in note]
+    assert [note.partition(":")[0] for note in skipped] == ["step 3", "step 6"]
 
 
 def unwritable(context: Context, folder: str) -> tuple[Any, ...]:
