@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tpshard.models.file_lock import is_at, try_lock
+from tpshard.models.file_lock import is_at, try_lock, unlocked
 
+_LOCK = "lock.json"
+"""The file that the process of a run holds a lock on."""
 _LONGEST = 200
 """Bytes of a name that its temporary name repeats: file systems accept 255."""
 
@@ -97,6 +99,10 @@ def _check(place: Path, overwrite: bool) -> None:
         raise FileExistsError(f"{place} exists; name a new folder, or allow overwriting")
     if overwrite and Path.cwd().is_relative_to(place.resolve()):
         raise FileExistsError(f"{place} contains the working directory and is not replaced")
+    for lock in (place.parent / _LOCK, place / _LOCK, *place.glob(f"*/{_LOCK}")):
+        with unlocked(lock) as free:
+            if not free:
+                raise FileExistsError(f"{place} belongs to a run that goes on, or holds one, and is not replaced")
 
 
 def check_kind(place: Path, *, folder: bool) -> None:

@@ -25,9 +25,29 @@ def try_lock(descriptor: int, *, shared: bool = False) -> bool:
 def is_at(descriptor: int, path: Path) -> bool:
     """Whether an open file is still the one at `path`: its lock protects nothing once that is removed or replaced."""
     try:
-        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except OSError:
         return False
+
+
+@contextlib.contextmanager
+def unlocked(path: Path) -> Iterator[bool]:
+    """Whether nobody holds a lock on the file at `path`, not even a shared one; within the block nobody can take one.
+
+    True on disks without locks, and where there is no such file.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError:
+        yield True
+        return
+    try:
+        free = True
+        with contextlib.suppress(OSError):
+            free = try_lock(descriptor)
+        yield free
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager

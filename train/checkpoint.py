@@ -26,6 +26,7 @@ from typing import Any
 
 from tpshard.kernels.dtypes import dtype_name
 from tpshard.models.aside import sync, write_file
+from tpshard.models.file_lock import unlocked
 from tpshard.train.shards import Shard, write_safetensors, write_synced
 
 logger = logging.getLogger(__name__)
@@ -140,6 +141,8 @@ def clean(directory: Path) -> None:
 def prune(directory: Path, step: int, keep_last: int) -> None:
     """Removes checkpoints older than the last `keep_last` up to `step`, which must exist already.
 
+    One that a process reads, such as a server or a conversion, stays until a later save.
+
     Later checkpoints belong to an abandoned part of the run (before a rollback, or before a new start in an old
     folder). They are kept under another name, so that nothing resumes from them.
     """
@@ -148,7 +151,10 @@ def prune(directory: Path, step: int, keep_last: int) -> None:
         older = [path for number, path in checkpoints.items() if number <= step]
         for path in older[:-keep_last] if keep_last else []:
             doomed = directory / f".{path.name}.deleted"
-            path.rename(doomed)  # first: half a checkpoint must not look like a whole one
+            with unlocked(path / MANIFEST) as unread:
+                if not unread:
+                    continue
+                path.rename(doomed)  # first: half a checkpoint must not look like a whole one
             shutil.rmtree(doomed, ignore_errors=True)
         for number, path in checkpoints.items():
             if number > step:

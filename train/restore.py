@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
 from tpshard.kernels.dtypes import dtype_name
 from tpshard.kernels.folder_json import read_regular
+from tpshard.models.file_lock import is_at, try_lock
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.train.checkpoint import FORMAT, MANIFEST, VERSION, check_cover, manifest_sum, step_name, steps
 from tpshard.train.shards import sha256_of
@@ -38,12 +41,15 @@ class Saved:
 class SavedCheckpoint:
     """An open checkpoint: the manifest is verified, the files are read on demand.
 
+    Its run does not remove it while this object exists.
+
     Raises:
         Damaged: the manifest is missing, unreadable, changed, or of a later version.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self._kept = _keep(folder / MANIFEST)
         manifest = _read_manifest(folder / MANIFEST)
         self.step: int = manifest["step"]
         self.meta: dict[str, Any] = manifest["meta"]
@@ -213,11 +219,26 @@ def open_checkpoint(folder: Path) -> SavedCheckpoint:
     return checkpoint
 
 
+def _keep(path: Path) -> BinaryIO:
+    """Opens the manifest with a shared lock, which keeps its checkpoint from being removed (see `checkpoint.prune`)."""
+    try:
+        file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
+    except FileNotFoundError as error:
+        raise Damaged(f"{path} is missing") from error
+    except OSError as error:
+        raise Damaged(f"{path} cannot be read: {error}") from error
+    free = True
+    with contextlib.suppress(OSError):  # a disk without locks
+        free = try_lock(file.fileno(), shared=True)
+    if not free or not is_at(file.fileno(), path):
+        file.close()
+        raise Damaged(f"{path} was removed by its run")
+    return file
+
+
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(read_regular(path))
-    except FileNotFoundError as error:
-        raise Damaged(f"{path} is missing") from error
     except (OSError, ValueError, RecursionError) as error:
         raise Damaged(f"{path} cannot be read: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:

@@ -157,20 +157,6 @@ def _write(descriptor: int) -> None:
     os.fsync(descriptor)
 
 
-def is_held(path: Path) -> bool:
-    """Whether a living process of this machine holds the lock at `path`."""
-    try:
-        descriptor = os.open(path, os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        return not try_lock(descriptor)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-
-
 def _read(path: Path) -> Holder | None:
     try:
         value: Any = json.loads(path.read_bytes())

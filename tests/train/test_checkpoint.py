@@ -200,6 +200,17 @@ def test_the_last_ones_are_kept(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["step-000030", "step-000040"]
 
 
+def test_one_that_is_read_stays_until_it_is_not(tmp_path: Path) -> None:
+    save_one(tmp_path, 10, keep_last=1)
+    opened = open_checkpoint(tmp_path / "step-000010")
+    save_one(tmp_path, 20, keep_last=1)
+    name = next(iter(opened.tensors))
+    assert list(steps(tmp_path)) == [10, 20] and opened.tensor(name).shape == opened.tensors[name].shape
+    del opened
+    save_one(tmp_path, 30, keep_last=1)
+    assert list(steps(tmp_path)) == [30]
+
+
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     save_one(tmp_path, 7)
     save(tmp_path, 7, shards(model(99), 1, 1, 0), {})

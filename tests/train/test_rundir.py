@@ -17,10 +17,12 @@ from pathlib import Path
 import psutil
 import pytest
 from patience import until
+from tpshard.models.aside import write_aside
+from tpshard.models.file_lock import unlocked
 from tpshard.recipes.diagnostic import Exit, Mistakes, Source
 from tpshard.train import run_lock
 from tpshard.train.records import Records, note_saved
-from tpshard.train.run_lock import Holder, RunLock, Taken, is_held
+from tpshard.train.run_lock import Holder, RunLock, Taken
 from tpshard.train.rundir import RunDir
 
 HOLD = """
@@ -164,7 +166,12 @@ def test_containers_with_one_host_name_and_one_folder(tmp_path: Path) -> None:
         RunDir(tmp_path)
     first.kill()
     first.wait()
-    until(lambda: not is_held(tmp_path / "lock.json"))
+
+    def is_free() -> bool:
+        with unlocked(tmp_path / "lock.json") as free:
+            return free
+
+    until(is_free)
     assert json.loads((tmp_path / "lock.json").read_text())["pid"] == 1
     RunDir(tmp_path).close()
 
@@ -236,3 +243,15 @@ def test_a_run_whose_checkpoints_are_gone_knows_that_they_were(tmp_path: Path) -
         (run.checkpoints / "step-000005").rmdir()
     with RunDir(tmp_path) as again:
         assert again.lost_step == 5
+
+
+@pytest.mark.parametrize("out", [".", "run", "run/checkpoints"])
+def test_a_folder_that_is_written_replaces_no_run_that_goes_on(out: str, tmp_path: Path) -> None:
+    place = tmp_path / "runs" / out
+    with RunDir(tmp_path / "runs" / "run") as run:
+        (run.checkpoints / "mine").touch()
+        with pytest.raises(FileExistsError, match="a run that goes on"), write_aside(place, overwrite=True):
+            pass
+        assert (run.checkpoints / "mine").exists()
+    with write_aside(place, overwrite=True):
+        pass
