@@ -30,8 +30,8 @@ def launch(command: Command, nodes: NodeCount = 1, node_rank: NodeRank = 0, rend
     tpshard launch --nodes 2 --node-rank 0 --rendezvous 10.0.0.1:29400 -- train recipe.yaml
     """
     from tpshard.cli.main import run
+    from tpshard.cli.worker_errors import place_of_environment
     from tpshard.parallelism.runtime.launcher import Nodes
-    from tpshard.parallelism.runtime.place import find
 
     if command[0] != "train":
         raise typer.BadParameter(f"`{command[0]}` cannot be launched on several hosts; `train` can")
@@ -42,7 +42,7 @@ def launch(command: Command, nodes: NodeCount = 1, node_rank: NodeRank = 0, rend
             f"{rendezvous!r} is not HOST:PORT" if rendezvous else "several hosts need an address to connect to",
             param_hint="--rendezvous",
         )
-    if find(os.environ) is not None:
+    if place_of_environment() is not None:
         raise typer.BadParameter("this process was started by torchrun or srun: call `tpshard train` there")
     if nodes > 1:
         os.environ.update(Nodes(nodes, node_rank, rendezvous).environment())

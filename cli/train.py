@@ -35,9 +35,9 @@ def train(recipe: RecipeArgument, overrides: Overrides = None, plan: PlanFile = 
     worker itself. A stopped run continues from its last checkpoint. With --plan it runs the programs that a plan saved
     without planning again, and refuses (exit 4) if the recipe, the number of devices or the versions differ.
     """
-    from tpshard.parallelism.runtime import place as places
+    from tpshard.cli.worker_errors import place_of_environment
 
-    place = places.find(os.environ)
+    place = place_of_environment()
     changes = on_device(overrides, device) if OVERRIDES not in os.environ else json.loads(os.environ.pop(OVERRIDES))
     return _start(recipe, changes, plan) if place is None else _work(recipe, changes, place, plan)
 

@@ -14,6 +14,7 @@ from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, as_text
 
 if TYPE_CHECKING:
     from tpshard.parallelism.runtime.launcher import Nodes
+    from tpshard.parallelism.runtime.place import WorkerPlace
     from tpshard.recipes.schema import Recipe
 
 
@@ -41,6 +42,18 @@ def describe(error: BaseException) -> tuple[str, int]:
         return text(diagnostic), int(diagnostic.exit)
     trace = "".join(traceback.format_exception(error)).rstrip("\n")
     return f"{trace}\n\nThis is a bug in tpshard {version()}, not in your recipe: please report the lines above", 1
+
+
+def place_of_environment() -> WorkerPlace | None:
+    """The place among the workers that a launcher gave this process; None if there is none. Raises `Mistakes` (exit 5)
+    where its variables are missing or malformed."""
+    from tpshard.parallelism.runtime import place
+
+    try:
+        return place.find(os.environ)
+    except ValueError as error:
+        fix = "correct it, or unset RANK, WORLD_SIZE and MASTER_ADDR to start the workers of this host"
+        raise Mistakes.one(str(error), exit=Exit.MACHINE, fix=fix) from error
 
 
 def visible_gpus(env: Mapping[str, str] = os.environ) -> int:

@@ -222,7 +222,7 @@ def open_checkpoint(folder: Path) -> SavedCheckpoint:
 def _keep(path: Path) -> BinaryIO:
     """Opens the manifest with a shared lock, which keeps its checkpoint from being removed (see `checkpoint.prune`)."""
     try:
-        file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
+        file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")  # noqa: SIM115 (open as long as the checkpoint)
     except FileNotFoundError as error:
         raise Damaged(f"{path} is missing") from error
     except OSError as error:

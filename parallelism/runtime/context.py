@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import socket
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from tpshard.parallelism.runtime.groups import Groups
 from tpshard.parallelism.runtime.heap import keep_freed_memory
 from tpshard.parallelism.runtime.messages import WorkerFault
 from tpshard.parallelism.runtime.place import WorkerPlace
+from tpshard.parallelism.runtime.rendezvous import meet
 from tpshard.parallelism.runtime.stop import StopRequest, exit_code
 from tpshard.parallelism.runtime.watchdog import Doing, Watchdog
 from tpshard.recipes.exits import Exit
@@ -157,15 +157,17 @@ def connect(
         )
     if device == "cuda":
         _configure_cuda()
-    chosen = _device(device, place)
-    if chosen.type == "cpu":
-        keep_freed_memory()
+    if place.local_rank >= 0:
+        _device(device, place)  # before the others are met, so that they need not wait for an error here
     stopping = StopRequest()
     if watch:
         stopping.listen()
+    store, place = meet(place, start_s)
+    chosen = _device(device, place)
+    if chosen.type == "cpu":
+        keep_freed_memory()
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     _choose_interface(place)
-    store = _store(place, start_s)
     # the watchdog names the collective that hangs; the backend's own timeout, which does not, comes later
     limit = timedelta(seconds=max(start_s, step_s) + 60)
     try:
@@ -216,59 +218,6 @@ def _device(kind: str, place: WorkerPlace) -> torch.device:
     device = torch.device("cuda", place.local_rank)
     torch.cuda.set_device(device)
     return device
-
-
-def _store(place: WorkerPlace, start_s: float) -> dist.Store:
-    """Connects to the store of a run, by the kind of its rendezvous."""
-    kind, _, where = place.rendezvous.partition(":")
-    patience = timedelta(seconds=start_s)
-    if kind == "file":
-        store: dist.Store = dist.FileStore(where, place.world)
-        store.set_timeout(patience)
-        return store
-    if kind == "env":
-        return next(iter(dist.rendezvous("env://", rank=place.rank, world_size=place.world, timeout=patience)))[0]
-    host, _, port = where.rpartition(":")
-    return _tcp_store(host.strip("[]"), int(port), place, start_s)
-
-
-def _tcp_store(host: str, port: int, place: WorkerPlace, start_s: float) -> dist.Store:
-    """Connects to the store of a run at host:port.
-
-    Rank 0 listens only on that address (a TCPStore by itself would listen on all); others retry until `start_s`.
-    """
-    patience = timedelta(seconds=start_s)
-    if place.rank == 0:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(address)
-        except OSError as error:
-            raise WorkerFault(
-                f"rank 0 cannot listen on {host}:{port}: {error.strerror}",
-                exit=Exit.MACHINE,
-                fix="give --rendezvous an address of the first host and a free port",
-            ) from error
-        listener.listen(1024)
-        # The store owns the descriptor from here on.
-        return dist.TCPStore(
-            host, port, place.world, True, patience, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
-    deadline = time.monotonic() + start_s
-    while True:
-        left = deadline - time.monotonic()
-        try:
-            return dist.TCPStore(host, port, place.world, False, timedelta(seconds=max(1, min(left, 30))))
-        except (RuntimeError, dist.DistError) as error:
-            if time.monotonic() > deadline:
-                raise WorkerFault(
-                    f"rank {place.rank} could not connect to {host}:{port} within {start_s:g} s",
-                    exit=Exit.WORKER_LOST,
-                    why=str(error).splitlines()[0],
-                    fix="start the first host (node rank 0), and let the others reach that address and port",
-                ) from error
-            time.sleep(0.2)
 
 
 def _choose_interface(place: WorkerPlace) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
-import tempfile
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 RENDEZVOUS = "TPSHARD_RENDEZVOUS"
 """Set by tpshard's launcher: `file:PATH`, or `tcp:HOST:PORT` with several hosts."""
@@ -17,13 +17,14 @@ RENDEZVOUS = "TPSHARD_RENDEZVOUS"
 class WorkerPlace:
     """One worker's place among `world` workers.
 
-    `rendezvous` is how they connect: `file:PATH` (no port), `tcp:HOST:PORT` (rank 0 listens there), or `env:`
-    (torchrun's own store).
+    `rendezvous` is how they connect: `file:PATH` or `unix:NAME` (no port), `tcp:HOST:PORT` (rank 0 listens there), or
+    `env:` (MASTER_ADDR and MASTER_PORT). See `rendezvous`.
     """
 
     rank: int
     world: int
     local_rank: int
+    """The worker's number on its host; -1 where the environment does not say it and the workers have to find out."""
     local_world: int
     rendezvous: str
     launcher: str
@@ -60,6 +61,7 @@ def find(env: Mapping[str, str]) -> WorkerPlace | None:
     if RENDEZVOUS in env:
         return _from_ranks(env, env[RENDEZVOUS], "tpshard")
     if "RANK" in env and "WORLD_SIZE" in env and "MASTER_ADDR" in env:
+        _number(env, "MASTER_PORT")
         return _from_ranks(env, "env:", "torchrun")
     if _is_slurm_task(env):
         return _slurm(env)
@@ -77,7 +79,7 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
 
 
 def _check(place: WorkerPlace) -> WorkerPlace:
-    if not 0 <= place.rank < place.world or not 0 <= place.local_rank < place.local_world <= place.world:
+    if not 0 <= place.rank < place.world or not -1 <= place.local_rank < place.local_world <= place.world:
         raise ValueError(
             f"the environment says rank {place.rank} of {place.world}, local rank {place.local_rank} of "
             f"{place.local_world}: ranks count from 0 and stay below the number of workers"
@@ -87,9 +89,9 @@ def _check(place: WorkerPlace) -> WorkerPlace:
 
 def _from_ranks(env: Mapping[str, str], rendezvous: str, launcher: str) -> WorkerPlace:
     rank, world = _number(env, "RANK"), _number(env, "WORLD_SIZE")
-    local_rank = _number(env, "LOCAL_RANK", 0 if world == 1 else None)
+    local_rank = _number(env, "LOCAL_RANK", 0 if world == 1 else -1)
     # with RANK and MASTER_ADDR set by hand, the number of workers on this host is unknown: assume the least
-    local_world = _number(env, "LOCAL_WORLD_SIZE", local_rank + 1)
+    local_world = _number(env, "LOCAL_WORLD_SIZE", max(1, local_rank + 1))
     return _check(WorkerPlace(rank, world, local_rank, local_world, rendezvous, launcher))
 
 
@@ -110,8 +112,9 @@ def _slurm(env: Mapping[str, str]) -> WorkerPlace:
     nodes = _number(env, "SLURM_STEP_NUM_NODES", _number(env, "SLURM_NNODES", 1))
     step = "-".join(env.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"))
     if nodes == 1:
-        path = Path(tempfile.gettempdir()) / f"tpshard-{step}.store"
-        return _check(WorkerPlace(rank, world, local_rank, world, f"file:{path}", "slurm"))
+        # of several commands that one step starts, each has its own store
+        command = hashlib.sha256("\0".join([os.getcwd(), *sys.argv[1:]]).encode(errors="replace")).hexdigest()[:16]
+        return _check(WorkerPlace(rank, world, local_rank, world, f"unix:{step}-{command}", "slurm"))
     per_node = env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", ""))
     node = _number(env, "SLURM_NODEID", 0)
     local_world = tasks_per_node(per_node)[node] if per_node else local_rank + 1

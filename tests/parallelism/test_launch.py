@@ -261,7 +261,8 @@ SRUN = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_J
 
 def test_launchers_are_told_apart() -> None:
     assert places.find({}) is None
-    torchrun = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"}
+    torchrun = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a",
+                "MASTER_PORT": "1"}  # fmt: skip
     located = places.find(torchrun)
     assert located is not None and located.rendezvous == "env:" and not located.all_local
     one_host = places.find(SRUN | {"SLURM_LOCALID": "3"})
@@ -277,6 +278,10 @@ def test_launchers_are_told_apart() -> None:
     assert located is not None and located.rendezvous.startswith("tcp:gpu03:") and located.local_world == 2
     with pytest.raises(ValueError, match="WORLD_SIZE"):
         places.find({**torchrun, "WORLD_SIZE": "four"})
+    with pytest.raises(ValueError, match="MASTER_PORT"):
+        places.find({name: value for name, value in torchrun.items() if name != "MASTER_PORT"})
+    by_hand = places.find({name: value for name, value in torchrun.items() if not name.startswith("LOCAL_")})
+    assert by_hand is not None and (by_hand.rank, by_hand.local_rank) == (1, -1), "the workers find out"
     own = places.WorkerPlace(2, 4, 2, 4, "file:/x", "tpshard")
     assert places.find(own.environment()) == own
 
