@@ -86,10 +86,7 @@ def _work(recipe: str, overrides: Sequence[str], place: WorkerPlace, plan_file: 
             save.check(plan.file, loaded, place.world)
         planned = plan.programs if plan.file is not None else None
         around = Surroundings(version(), device_kind(loaded), planned, plan.screen, plan.plan_text, _comparison, _peak)
-        code = work(loaded, place, around)
-        if place.rank == 0 and (comparison := _comparison(Path(loaded.run.dir))):
-            print(comparison, file=sys.stderr, flush=True)
-        return code
+        return work(loaded, place, around)
 
     run_worker(body, place, describe)
 

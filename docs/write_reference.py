@@ -110,7 +110,9 @@ def metrics() -> str:
     tail = (
         "\nA model with experts adds `experts`: `busiest` (most tokens of one expert over the mean of its layer), "
         "`dropped` (share of choices that no expert computed), and `load` for each layer. A row of an evaluation has "
-        "`step` and `eval_loss`, and no `loss`.\n"
+        "`step`, `eval_loss` (nats per target token) and `eval_tokens` (target tokens), and no `loss`. A row of a "
+        "resume that changed the recipe has `step`, `changed` (for each key the values before and after) and `forced`, "
+        "and no `loss`.\n"
     )
     return head + table(("key", "what it is"), rows) + tail
 

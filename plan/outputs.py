@@ -69,11 +69,17 @@ def kinds(options: PlanOptions) -> list[str]:
 
 
 def files(options: PlanOptions, folder: Path) -> list[tuple[Path, str]]:
-    """The files of a plan with the kinds of their texts: those that the options name and, unless `dry_run`, those in
-    the run's `folder`."""
+    """The files of a plan with the kinds of their texts: those that the options name and, unless `dry_run`, those that
+    `saved_in` places."""
     named = [(options.html, "page"), (options.trace, "trace"), (options.svg, "svg")]
-    saved = [] if options.dry_run else [(folder / name, kind) for name, kind in SAVED.items()]
+    saved = [] if options.dry_run else [(saved_in(options, folder) / name, kind) for name, kind in SAVED.items()]
     return [*((path, kind) for path, kind in named if path is not None), *saved]
+
+
+def saved_in(options: PlanOptions, folder: Path) -> Path:
+    """Where a plan is saved: the run's `folder`, or below it once the run has begun, whose own plan stays as it is."""
+    begun = (folder / "metrics.jsonl").exists() or any((folder / "checkpoints").glob("step-*"))
+    return folder / "plans" / options.what if begun else folder
 
 
 def answer(as_json: bool, data: object, text: str, exit: Exit = Exit.DONE) -> CommandResult:
@@ -91,7 +97,7 @@ def deliver(options: PlanOptions, folder: Path, texts: Mapping[str, str], tell: 
     for path, kind in files(options, folder):
         save.write(path, texts[kind])
     if not options.dry_run:
-        tell(f"saved {folder}/{', '.join(SAVED)}")
+        tell(f"saved {saved_in(options, folder)}/{', '.join(SAVED)}")
     return CommandResult(texts[kinds(options)[0]], Exit(int(texts["exit"])))
 
 

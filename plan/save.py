@@ -20,14 +20,14 @@ from tpshard.kernels.folder_json import parse_object, read_regular
 from tpshard.models.aside import write_file
 from tpshard.plan.units import SCHEMA
 from tpshard.recipes.diagnostic import Exit, Mistakes, Source
-from tpshard.recipes.write import as_data
+from tpshard.recipes.values import shorten, values
 
 if TYPE_CHECKING:
     from tpshard.plan.report import Report
     from tpshard.recipes.schema import Recipe
 
 ELSEWHERE = (
-    "name", "data", "evaluate", "timeout_s", "launch", "run", "checkpoint", "logging", "quantize", "serve",
+    "name", "data", "evaluate", "timeout_s", "launch", "run", "resume", "checkpoint", "logging", "quantize", "serve",
 )  # fmt: skip
 """Sections of a recipe in which it may differ from its plan: they do not say what a run computes."""
 
@@ -46,7 +46,7 @@ class SavedPlan:
     recipe: str
     """The recipe as YAML, interpolations kept."""
     values: Mapping[str, Any]
-    """The recipe's dotted keys with their values; see `values`."""
+    """The recipe's dotted keys with their values; see `recipes.values`."""
     mesh: Mapping[str, int]
     versions: Mapping[str, str]
     """The versions of the packages, code and files that built the programs; see `versions`."""
@@ -74,32 +74,11 @@ def dumps(report: Report, recipe: Recipe, *, with_programs: bool = True) -> str:
     from tpshard.programs import saved_step  # imports torch
 
     held = {
-        "schema": SCHEMA, "recipe": recipe.to_yaml(), "values": values(recipe), "versions": versions(recipe),
+        "schema": SCHEMA, "recipe": recipe.to_yaml(), "values": values(recipe, ELSEWHERE), "versions": versions(recipe),
         "programs": fingerprints(report) if report.step is None else report.step.fingerprints, "plan": report.to_json(),
         "step": saved_step.pack(report.step) if with_programs and report.step is not None else None,
     }  # fmt: skip
     return json.dumps(held, indent=1, sort_keys=True) + "\n"
-
-
-def values(recipe: Recipe) -> dict[str, Any]:
-    """The dotted keys that programs depend on, with their values.
-
-    An interpolation is kept as written with a hash of its value, so that the environment's values are not saved.
-    """
-
-    def below(path: str, written: Any, resolved: Any) -> Iterator[tuple[str, Any]]:
-        if isinstance(written, Mapping) and written:
-            for key, item in written.items():
-                yield from below(f"{path}.{key}", item, resolved.get(key) if isinstance(resolved, Mapping) else None)
-        elif "${" in (text := json.dumps(written)):
-            yield path, f"{text} ({hashlib.sha256(json.dumps(resolved).encode()).hexdigest()[:8]})"
-        else:
-            yield path, written
-
-    resolved = as_data(recipe, resolved=True)
-    sections = [(key, value) for key, value in as_data(recipe).items() if key not in ELSEWHERE]
-    pairs = [pair for key, value in sections for pair in below(key, value, resolved.get(key))]
-    return dict(json.loads(json.dumps(pairs)))
 
 
 def versions(recipe: Recipe) -> dict[str, str]:
@@ -220,11 +199,11 @@ def check(saved: SavedPlan, recipe: Recipe, world: int) -> None:
 
 def _differences(saved: SavedPlan, recipe: Recipe, world: int) -> Iterator[tuple[Source, str]]:
     """Yields what differs between a saved plan and a recipe on `world` devices, each with its place and a sentence."""
-    now = values(recipe)
+    now = values(recipe, ELSEWHERE)
     for key in dict.fromkeys((*now, *saved.values)):
         if now.get(key) != saved.values.get(key):
-            then = f"planned with {_shorten(saved.values[key])}" if key in saved.values else "planned without it"
-            yield recipe.where(key), f"`{key}: {_shorten(now.get(key))}`, {then}"
+            then = f"planned with {shorten(saved.values[key])}" if key in saved.values else "planned without it"
+            yield recipe.where(key), f"`{key}: {shorten(now.get(key))}`, {then}"
     mesh = recipe.mesh_on(world)
     if mesh != dict(saved.mesh):
         yield recipe.where("mesh"), f"{_sizes(mesh)} on these devices, planned for {_sizes(saved.mesh)}"
@@ -235,11 +214,6 @@ def _differences(saved: SavedPlan, recipe: Recipe, world: int) -> Iterator[tuple
             before, after = saved.versions.get(name, "none"), used.get(name, "none")
             words = f"{name} has changed since" if hashed else f"{name} {after}, planned with {before}"
             yield Source(saved.path, 0, 0, ""), words
-
-
-def _shorten(value: Any) -> str:
-    text = json.dumps(value).replace('"', "")
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _sizes(mesh: Mapping[str, int]) -> str:

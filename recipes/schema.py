@@ -78,6 +78,8 @@ class Recipe(Section):
     timeout_s: training.Timeout = field(default_factory=training.Timeout)
     launch: training.Launch = field(default_factory=training.Launch)
     run: training.Run = field(default_factory=training.Run)
+    resume: Literal["auto", "never", "force"] = derived(default="checkpoint.resume", saved=False)
+    """Short for checkpoint.resume, and stronger: `resume=force` for one command. A run's recipe.yaml omits it."""
     checkpoint: training.Checkpoint = field(default_factory=training.Checkpoint)
     logging: training.Logging = field(default_factory=training.Logging)
     quantize: Quantize = field(default_factory=Quantize)

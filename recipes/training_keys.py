@@ -128,7 +128,8 @@ class Checkpoint(Section):
     keep_last: Count = 3
     """Number of checkpoints kept."""
     resume: Literal["auto", "never", "force"] = "auto"
-    """auto resumes a stopped run, never refuses to continue an existing run, force resumes despite any change."""
+    """auto resumes a stopped run unless the recipe makes it another run, force resumes it nevertheless, never refuses
+    to continue an existing run."""
     on_error: Literal["warn", "stop"] = "warn"
     """What happens if a checkpoint cannot be written."""
 

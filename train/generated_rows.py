@@ -42,7 +42,7 @@ class GeneratedRows:
                 "the data cannot be resumed where the saved run stopped", exit=Exit.DATA,
                 where=self.recipe.where("task"),
                 why="; ".join(f"{state.get(key)!r} then, {own_state[key]!r} now" for key in changed),
-                fix="restore what has changed, or start a new run (checkpoint.resume: never, and another run.dir)",
+                fix="restore what has changed; resume=force continues; run.dir=DIR starts another run",
             )  # fmt: skip
         self.step = int(state.get("step", 0))
 

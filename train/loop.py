@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from tpshard.parallelism.draws import mix_seeds
 from tpshard.parallelism.runtime import messages
 from tpshard.parallelism.runtime.context import Context
@@ -20,16 +21,17 @@ from tpshard.programs.batching import BatchPlan
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.schema import Recipe
 from tpshard.train import nonfinite
-from tpshard.train.checkpoint import SaveFailed, save, step_name
+from tpshard.train.checkpoint import OPTIMIZER, SaveFailed, save, step_name
 from tpshard.train.expert_balance import balance
 from tpshard.train.generated_rows import GeneratedRows
 from tpshard.train.learning_rate import learning_rate
 from tpshard.train.progress import Progress
 from tpshard.train.records import note_saved
 from tpshard.train.restore import SavedCheckpoint, newest
+from tpshard.train.resuming import trained
 from tpshard.train.step_batch import StepBatch
 from tpshard.train.stream import Loader, merge_states
-from tpshard.train.training_engine import StepResult, TrainingEngine
+from tpshard.train.training_engine import ReadBlock, StepResult, TrainingEngine
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +74,8 @@ class Outcome:
     unsaved: str = ""
     """Why the last attempt to save failed, if it did."""
     rates: list[float] = field(default_factory=list)
+    trained: bool = False
+    """Whether this start did a step."""
 
 
 class TrainingLoop:
@@ -124,14 +128,13 @@ class TrainingLoop:
     def begin(self) -> None:
         """Resumes from the newest undamaged checkpoint if the recipe allows and there is one, else starts from the
         seed. Every rank must call it."""
-        resumes = self.recipe.checkpoint.resume != "never" or self.restarts > 0
+        resumes = self.recipe.resume != "never" or self.restarts > 0
         checkpoint = self._newest() if resumes else None
         if checkpoint is None:
             self.engine.initialize(self.recipe.seed)
             return
         self._restore(checkpoint)
-        force = self.recipe.checkpoint.resume == "force"
-        self.loader.load_state_dict(checkpoint.meta["data"], force=force)
+        self.loader.load_state_dict(checkpoint.meta["data"], force=self.recipe.resume == "force")
         self._saved_step = checkpoint.step
         self.progress.note(f"continuing from step {checkpoint.step} ({checkpoint.folder})")
 
@@ -145,10 +148,21 @@ class TrainingLoop:
         return checkpoint or SavedCheckpoint(self.checkpoints / step_name(step))
 
     def _restore(self, checkpoint: SavedCheckpoint) -> None:
-        checkpoint.require(self.engine.stored_shapes())
-        self.engine.load(checkpoint.block)
-        saved = checkpoint.meta["course"]
+        """Sets the engine and the course to a checkpoint's. `resume: force` starts the optimizer anew where the
+        checkpoint has another's moments."""
+        expected, saved = self.engine.stored_shapes(), checkpoint.meta["course"]
         self.course.step, self.course.updates = saved["step"], saved["updates"]
+        read: ReadBlock = checkpoint.block
+        if self.recipe.resume == "force" and checkpoint.differences(expected):
+            model = {name: saved for name, saved in expected.items() if not name.startswith(OPTIMIZER)}
+            checkpoint.require(model, dtypes=False, moments=False)
+            if not all(checkpoint.holds(name, *expected[name]) for name in expected.keys() - model.keys()):
+                read = _zeros_for_moments(read)
+                self.course.updates = 0
+                self.progress.note("warning: the checkpoint has another optimizer's moments; they start from zero")
+        else:
+            checkpoint.require(expected)
+        self.engine.load(read)
         self.course.tokens, self.course.empty = saved["tokens"], saved.get("empty", 0)
         self.course.evaluated = saved.get("evaluated", saved["step"])
 
@@ -176,8 +190,12 @@ class TrainingLoop:
                 self.save()
         if self.recipe.checkpoint.every_steps and self.course.step != self._saved_step and self.course.step:
             self.save()
-        done = self.course.step >= steps and not self._evaluation_due()
-        return self._finish(0 if done else code or self.context.stop())
+        return self._finish(code or self.context.stop() if self.remains else 0)
+
+    @property
+    def remains(self) -> bool:
+        """Whether a step or an evaluation is still to be done."""
+        return self.course.step < self.recipe.train.steps or self._evaluation_due()
 
     def _evaluation_due(self) -> bool:
         """Whether the last step is due for evaluation and not evaluated yet."""
@@ -205,6 +223,7 @@ class TrainingLoop:
             rows = batch.rows(i * self.plan.per_device, (i + 1) * self.plan.per_device)
             self.engine.accumulate(rows, seed)
         result = self.engine.update(lr, self.course.updates + 1)
+        self.outcome.trained = True
         # One small collective per step: did any rank receive a stop signal, or see a value that is not finite?
         agreed = self.context.largest(self.context.stopping.urgency + (0 if result.finite else _NOT_FINITE))
         watchdog.beat(step)
@@ -289,8 +308,8 @@ class TrainingLoop:
         )
         meta = {
             "course": vars(self.course), "data": {**loader_state, **merge_states(parts)}, "seed": self.recipe.seed,
-            "name": self.recipe.name, "model": self.model, "mesh": dict(self.context.mesh.axes),
-            "attempt": self.attempt,
+            "name": self.recipe.name, "model": self.model, "trained": trained(self.recipe),
+            "mesh": dict(self.context.mesh.axes), "attempt": self.attempt,
         }  # fmt: skip
         began = time.monotonic()
         with self.context.watchdog.allow(float(self.recipe.timeout_s.step), "saving a checkpoint"):
@@ -362,6 +381,13 @@ class TrainingLoop:
             except OSError as error:
                 logger.warning("%s cannot be written: %s", path, error)
         return path
+
+
+def _zeros_for_moments(read: ReadBlock) -> ReadBlock:
+    def block(name: str, starts: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        return torch.zeros(tuple(sizes)) if name.startswith(OPTIMIZER) else read(name, starts, sizes)
+
+    return block
 
 
 _NOT_FINITE = 4

@@ -18,7 +18,16 @@ from tpshard.kernels.dtypes import dtype_name
 from tpshard.kernels.folder_json import read_regular
 from tpshard.models.file_lock import is_at, try_lock
 from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.train.checkpoint import FORMAT, MANIFEST, VERSION, check_cover, manifest_sum, step_name, steps
+from tpshard.train.checkpoint import (
+    FORMAT,
+    MANIFEST,
+    OPTIMIZER,
+    VERSION,
+    check_cover,
+    manifest_sum,
+    step_name,
+    steps,
+)
 from tpshard.train.shards import sha256_of
 
 logger = logging.getLogger(__name__)
@@ -118,13 +127,21 @@ class SavedCheckpoint:
         saved = self.tensors[name]
         return self.block(name, (0,) * len(saved.shape), saved.shape)
 
-    def differences(self, expected: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> list[str]:
+    def holds(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> bool:
+        """Whether the checkpoint has this tensor."""
+        saved = self.tensors.get(name)
+        return saved is not None and (saved.shape, saved.dtype) == (tuple(shape), dtype)
+
+    def differences(
+        self, expected: Mapping[str, tuple[Sequence[int], torch.dtype]], *, dtypes: bool = True, moments: bool = True
+    ) -> list[str]:
         """Why this checkpoint cannot be loaded into tensors of these shapes and dtypes, as messages; empty if it
-        can."""
+        can. dtypes: whether they must agree. moments: whether the checkpoint may have no others."""
         reasons = []
+        known = [name for name in self.tensors if moments or not name.startswith(OPTIMIZER)]
         for change, names in (
             ("not in the checkpoint", [n for n in expected if n not in self.tensors]),
-            ("in the checkpoint only", [n for n in self.tensors if n not in expected]),
+            ("in the checkpoint only", [n for n in known if n not in expected]),
         ):
             if names:
                 reasons.append(
@@ -134,23 +151,25 @@ class SavedCheckpoint:
             if saved := self.tensors.get(name):
                 if saved.shape != tuple(shape):
                     reasons.append(f"{name}: saved {list(saved.shape)}, expected {list(shape)}")
-                elif saved.dtype != dtype:
+                elif dtypes and saved.dtype != dtype:
                     reasons.append(f"{name}: saved {dtype_name(saved.dtype)}, expected {dtype_name(dtype)}")
         return reasons
 
-    def require(self, expected: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> None:
-        """Raises if the checkpoint is of another model.
+    def require(
+        self, expected: Mapping[str, tuple[Sequence[int], torch.dtype]], *, dtypes: bool = True, moments: bool = True
+    ) -> None:
+        """Raises if the checkpoint is of another model. See `differences`.
 
         Raises:
             Mistakes: exit 7, with the differences.
         """
-        if reasons := self.differences(expected):
+        if reasons := self.differences(expected, dtypes=dtypes, moments=moments):
             more = f"; and {len(reasons) - 6} more" if reasons[6:] else ""
             raise Mistakes.one(
                 f"{self.folder} is a checkpoint of another model",
                 exit=Exit.CHECKPOINT,
                 why="; ".join(reasons[:6]) + more,
-                fix="use the recipe it was saved with (recipe.yaml of that run), or set checkpoint.resume: never",
+                fix="use the recipe it was saved with (recipe.yaml of that run), or another run.dir",
             )
 
     def _read(self, file: str, name: str, inside: tuple[slice, ...]) -> torch.Tensor:

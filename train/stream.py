@@ -115,7 +115,7 @@ class Loader:
             raise self.text.mistake(
                 "the text cannot be resumed where the saved run stopped",
                 why="; ".join(differences),
-                fix="restore what has changed, or start a new run (checkpoint.resume: never, and another run.dir)",
+                fix="restore what has changed; resume=force starts the data over; run.dir=DIR starts another run",
             )
         if differences:
             logger.warning("the text starts over: %s", "; ".join(differences))

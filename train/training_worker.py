@@ -9,6 +9,7 @@ import logging
 import os
 import platform
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +35,7 @@ from tpshard.train.loop import Outcome, Row, TrainingLoop, summary
 from tpshard.train.pipelined import PipelineEngine
 from tpshard.train.progress import Progress, duration, progress_for, short
 from tpshard.train.records import Records
+from tpshard.train.resuming import Changes, changes, kept_recipe, refuse
 from tpshard.train.rundir import RunDir
 from tpshard.train.spmd import SpmdEngine
 from tpshard.train.step_batch import StepBatch
@@ -83,19 +85,12 @@ def work(recipe: Recipe, place: WorkerPlace, around: Surroundings) -> int:
                 "torch version": torch.__version__, "python version": platform.python_version(),
             }
         )  # fmt: skip
-        folder = Path(recipe.run.dir)
-        programs = None
-        if around.planned is not None:  # before anything is written, so that a refusal leaves no files
-            context.watchdog.doing = Doing("reading the planned programs")
-            programs = around.planned(setting)
-            context.agree(programs.fingerprints)
-            if context.is_main:
-                _say("running the programs of the saved plan: nothing is planned again\n", sys.stderr)
-        with _run_folder(recipe, folder, context) as run:
-            _keep_output(folder, context)
-            outcome = _train(setting, programs, context, around, folder, run)
+        outcome = train(setting, context, around)
     if place.rank == 0:
+        folder = Path(recipe.run.dir)
         _say(ending(outcome, recipe, folder))
+        if outcome.trained and (comparison := around.measured(folder)):
+            _say(comparison + "\n", sys.stderr)
     if outcome.unsaved:
         raise Mistakes.one(
             outcome.unsaved, exit=Exit.CHECKPOINT, where=recipe.where("run.dir"),
@@ -104,9 +99,24 @@ def work(recipe: Recipe, place: WorkerPlace, around: Surroundings) -> int:
     return int(outcome.exit)
 
 
+def train(setting: Setting, context: Context, around: Surroundings) -> Outcome:
+    """Starts or resumes the run of a setting's recipe among connected workers. Every rank calls it."""
+    recipe, programs = setting.recipe, None
+    folder = Path(recipe.run.dir)
+    if around.planned is not None:  # before anything is written, so that a refusal leaves no files
+        context.watchdog.doing = Doing("reading the planned programs")
+        programs = around.planned(setting)
+        context.agree(programs.fingerprints)
+        if context.is_main:
+            _say("running the programs of the saved plan: nothing is planned again\n", sys.stderr)
+    with _run_folder(recipe, folder, context) as (run, changed):
+        _keep_output(folder, context)
+        return _train(setting, programs, context, around, folder, run, changed)
+
+
 def _train(
     setting: Setting, programs: TrainingPrograms | None, context: Context, around: Surroundings, folder: Path,
-    run: RunDir | None,
+    run: RunDir | None, changed: Changes,
 ) -> Outcome:  # fmt: skip
     recipe = setting.recipe
     context.watchdog.stacks_to = folder / "logs"
@@ -124,13 +134,11 @@ def _train(
     if run is not None:
         for line in [around.announce(programs).rstrip("\n"), str(plan)]:
             _say(line + "\n" if line else "", sys.stderr)
-        if around.plan_json is not None:
-            run.write("plan.json", around.plan_json(programs))
         for warning in programs.micro.warnings:
             _say(f"warning: {warning}\n", sys.stderr)
-    sinks, sink = _sinks(recipe, run)
+    receivers: list[Receiver] = []
+    sink: WandbSink | None = None
     with _display(recipe, context) as progress:
-        receivers = [*sinks, _comparing(around, folder, progress)]
         loop = TrainingLoop(
             recipe, context, engine, loader, plan, folder=folder, record=partial(_send, receivers),
             progress=progress, held_out=checked, attempt=attempt, restarts=crash.restarts(),
@@ -140,6 +148,15 @@ def _train(
         code = 1
         try:
             loop.begin()
+            if run is not None and loop.remains:  # from here on nothing is refused: before, no file of a run changes
+                run.write("recipe.yaml", kept_recipe(recipe))
+                if around.plan_json is not None:
+                    run.write("plan.json", around.plan_json(programs))
+                sinks, sink = _sinks(recipe, run)
+                receivers += [*sinks, _comparing(around, folder, progress)]
+                if changed:
+                    row = {"step": loop.course.step, "changed": dict(changed), "forced": recipe.resume == "force"}
+                    _send(receivers, {**row, "time": time.time(), "run": attempt})
             outcome = loop.run()
             code = int(outcome.exit)
         finally:
@@ -157,22 +174,22 @@ def engine_of(programs: TrainingPrograms, context: Context, initial_block: Initi
 
 # ---- the parts ------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
-def _run_folder(recipe: Recipe, folder: Path, context: Context) -> Iterator[RunDir | None]:
-    """Creates and locks the folder on rank 0; the others wait until it exists."""
+def _run_folder(recipe: Recipe, folder: Path, context: Context) -> Iterator[tuple[RunDir | None, Changes]]:
+    """Creates and locks the folder on rank 0, and finds what the recipe changes of its run; the others wait."""
     where = recipe.where("run.dir")
     if not context.is_main:
         context.barrier()
-        yield None
+        yield None, {}
         return
     with RunDir(folder, where=where) as run:
         exists = run.attempt > 1 or any(run.checkpoints.glob("step-*"))
-        if recipe.checkpoint.resume == "never" and exists and not crash.restarts():
+        if recipe.resume == "never" and exists and not crash.restarts():
             raise Mistakes.one(
                 f"{folder} already contains a run",
                 exit=Exit.CHECKPOINT,
-                where=recipe.where("checkpoint.resume"),
-                why="`checkpoint.resume: never` does not continue an existing run",
-                fix="choose another run.dir, or set checkpoint.resume: auto to continue it",
+                where=recipe.where("resume" if recipe.where("resume").line else "checkpoint.resume"),
+                why="`resume: never` does not continue an existing run",
+                fix="choose another run.dir, or resume=auto to continue it",
             )
         if (step := run.lost_step) is not None:
             raise Mistakes.one(
@@ -183,9 +200,11 @@ def _run_folder(recipe: Recipe, folder: Path, context: Context) -> Iterator[RunD
                 f"course into {run.metrics}",
                 fix="put the checkpoints back there, or choose another run.dir to start anew",
             )
-        run.write("recipe.yaml", recipe.to_yaml())
+        changed = changes(folder, recipe) if exists else {}
+        if recipe.resume == "auto" and any(run.checkpoints.glob("step-*")):
+            refuse(folder, recipe, changed)
         context.barrier()
-        yield run
+        yield run, changed
 
 
 def _keep_output(folder: Path, context: Context) -> None:

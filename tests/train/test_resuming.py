@@ -1,0 +1,129 @@
+"""A run is resumed as it was, refused with every changed key, or continued with the changes on purpose."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tpshard.cli.main import run
+from tpshard.parallelism.runtime.context import Context
+from tpshard.programs.setting import Setting
+from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.recipes.load import loads
+from tpshard.train import training_worker
+from tpshard.train.resuming import FREE, UNTOLD, trained
+from tpshard.train.training_worker import Surroundings
+
+RECIPE = """
+name: mine
+cluster: {device: cpu}
+model: {preset: tiny, layers: 1, width: 32, heads: 4, kv_heads: 2, head_dim: 8, mlp: 48, seq_len: 64}
+batch: {global_sequences: 4}
+compile: eager
+train: {steps: 3}
+evaluate: {every_steps: 3, sequences: 3}
+checkpoint: {every_steps: 2}
+logging: {every_steps: 1, wandb: null}
+"""
+
+
+def start(context: Context, folder: str, *overrides: str) -> str:
+    """Trains or resumes; returns the messages of its mistakes, "" if there are none."""
+    training_worker._keep_output = lambda *_: None  # type: ignore[assignment]  # the pool's own output stays
+    recipe = loads(RECIPE, [f"run.dir={folder}/mine", *overrides])
+    around = Surroundings(plan_json=lambda programs: json.dumps(dict(programs.setting.mesh.axes)))
+    try:
+        training_worker.train(Setting.of(recipe, context.world), context, around)
+    except Mistakes as mistakes:
+        return f"{mistakes.exit}\n{mistakes}"
+    return ""
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "mine" / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def finished(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finished")
+    assert pool.run(start, str(folder), world=1) == [""]
+    return folder
+
+
+CHANGES = {
+    "optimizer.name": "lion", "optimizer.lr": "0.1", "optimizer.weight_decay": "0.2", "optimizer.betas": "[0.8, 0.9]",
+    "schedule.name": "constant", "schedule.min_lr_ratio": "0.5", "schedule.warmup_steps": "1", "seed": "7",
+    "train.clip_grad_norm": "null", "batch.global_sequences": "8", "model.seq_len": "32", "model.layers": "2",
+    "data.source": "other.jsonl", "data.column": "body", "task": "mlm",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("steps", ["3", "5"])
+def test_a_refused_resume_names_every_changed_key_and_changes_no_file(finished: Path, steps: str, pool: Any) -> None:
+    before = contents(finished)
+    for key, value in CHANGES.items():
+        (refusal,) = pool.run(start, str(finished), f"{key}={value}", f"train.steps={steps}", world=1)
+        assert refusal.startswith(f"{int(Exit.CHECKPOINT)}\n"), (key, refusal)
+        assert f"`{key}: " in refusal and "trained with" in refusal and "resume=force" in refusal, refusal
+        assert contents(finished) == before, key
+    every = [f"{key}={value}" for key, value in CHANGES.items()]
+    (refusal,) = pool.run(start, str(finished), *every, world=1)
+    assert all(f"`{key}: " in refusal for key in CHANGES), refusal
+
+
+def test_a_key_is_free_or_refused_or_says_nothing_of_a_step() -> None:
+    """Keys that are new to the recipe are refused until somebody lists them as free."""
+    plain = loads(RECIPE)
+    keys = {key for key in trained(plain) if not any(key == free or key.startswith(free + ".") for free in FREE)}
+    assert {key.partition(".")[0] for key in keys} == {
+        "seed", "model", "task", "data", "batch", "optimizer", "schedule", "train"
+    }  # fmt: skip
+    assert not {key.partition(".")[0] for key in trained(plain)} & set(UNTOLD)
+
+
+@pytest.mark.parametrize("change", ["mesh.dp=1", "fsdp.prefetch=2", "checkpoint.keep_last=1", "evaluate.sequences=5"])
+def test_a_finished_run_is_not_rewritten(finished: Path, change: str, pool: Any) -> None:
+    before = contents(finished)
+    assert pool.run(start, str(finished), change, world=1) == [""]
+    assert contents(finished) == before
+
+
+def test_a_plan_of_a_run_leaves_the_plan_of_the_run(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(finished)
+    before = contents(finished)
+    for what in ("train", "decode"):
+        assert run(["plan", "mine", "run.dir=mine", "--for", what]) == 0
+    after = contents(finished)
+    assert {name: after[name] for name in before} == before
+    added = {name.removeprefix("mine/plans/") for name in after.keys() - before.keys()}
+    assert added == {f"{w}/{f}" for w in ("train", "decode") for f in ("plan.json", "plan.html", "plan.trace.json")}
+
+
+def test_forced_changes_are_a_row_of_the_record_and_are_then_the_runs_own(pool: Any, tmp_path: Path) -> None:
+    assert pool.run(start, str(tmp_path), world=1) == [""]
+    forced = ["optimizer.name=lion", "optimizer.lr=0.001", "resume=force", "train.steps=4"]
+    assert pool.run(start, str(tmp_path), *forced, world=1) == [""]
+    (row,) = [row for row in rows(tmp_path) if "changed" in row]
+    assert row["forced"] and row["step"] == 3 and row["run"] == 2 and "loss" not in row
+    assert row["changed"]["optimizer.name"] == ["adamw", "lion"] and row["changed"]["optimizer.lr"] == [3e-4, 0.001]
+    assert row["changed"]["train.steps"] == [3, 4]
+    assert rows(tmp_path)[-1]["step"] == 4
+    text = (tmp_path / "mine" / "recipe.yaml").read_text()
+    assert "name: lion" in text and "resume: auto" in text, "force was meant once"
+    assert pool.run(start, str(tmp_path), *forced[:2], "train.steps=5", world=1) == [""]
+    (refusal,) = pool.run(start, str(tmp_path), "train.steps=6", world=1)
+    assert "`optimizer.name: adamw`, trained with lion" in refusal
+    assert rows(tmp_path)[-1]["step"] == 5
+
+
+def test_force_refuses_another_model(finished: Path, pool: Any) -> None:
+    before = contents(finished)
+    (refusal,) = pool.run(start, str(finished), "model.layers=2", "resume=force", "train.steps=9", world=1)
+    assert "checkpoint of another model" in refusal and "layers.1." in refusal
+    assert contents(finished) == before
