@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from tpshard.cli.arguments import Json, Overrides, Overwrite
+from tpshard.cli.arguments import Json, Overrides, Overwrite, refuse_unread
 from tpshard.cli.convert import Out, Source, unwritten
 from tpshard.cli.files import refuse_folder
 from tpshard.recipes.diagnostic import Exit, Mistakes
@@ -49,6 +49,8 @@ def quantize(
     from tpshard.cli.sources import keep_apart
 
     refuse_folder(out, overwrite)
+    read = ("quantize", "data", "evaluate.sequences", "run", "name")
+    refuse_unread("quantize", overrides, read, "the model is the stored one; --seq-len says the length of the text")
     _refuse(source)
     model, recipe = _open(source, overrides or ())
     if Path(model.name).resolve() == out.resolve():
@@ -60,7 +62,7 @@ def quantize(
 
     described = model.blueprint.config or model.blueprint.architecture
     assert described is not None, "users' modules are refused"
-    length = min(seq_len or _seq_len(model, recipe), described.max_seq or _LONGEST)
+    length = min(seq_len or _seq_len(source, model, recipe), described.max_seq or _LONGEST)
     section, gpu = recipe.quantize, torch.cuda.is_available()
     calibration, held_out = _text(model, recipe, text, length, section.calibration.sequences)
     with _errors_told(model, out):
@@ -122,22 +124,28 @@ def _open(source: str, overrides: Sequence[str]) -> tuple[SourceModel, Recipe]:
     if not holds_model(path):
         return open_source(source, overrides), load(source, overrides)
     model = open_source(source)
-    run = path.absolute().parent.parent / "recipe.yaml"
+    run = run_recipe(path)
     recipe = load(str(run) if run.is_file() else "tiny", overrides)
     named = recipe.data.tokenizer
     return (model if named is None else replace(model, tokenizer=Path(named))), recipe
+
+
+def run_recipe(checkpoint: Path) -> Path:
+    """The recipe of the run that wrote a checkpoint."""
+    return checkpoint.absolute().parent.parent / "recipe.yaml"
 
 
 _LONGEST = 2048
 """Tokens of a sequence, where neither the recipe nor the model says it."""
 
 
-def _seq_len(model: SourceModel, recipe: Recipe) -> int:
+def _seq_len(source: str, model: SourceModel, recipe: Recipe) -> int:
     """Tokens of a calibration sequence: as many as the model was trained with."""
-    if model.blueprint.config is not None:
-        return model.config.seq_len
-    trained = recipe.model.named_by in ("hf", "transformers")
-    return int(recipe.model.seq_len) if trained else _LONGEST
+    from tpshard.cli.sources import holds_model
+
+    if not holds_model(Path(source)) or recipe.file == str(run_recipe(Path(source))):
+        return int(recipe.model.seq_len)
+    return model.config.seq_len if model.blueprint.config is not None else _LONGEST
 
 
 def _text(

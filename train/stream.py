@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from tpshard.train.corpus import BadRows, TextSource, check, pieces, rows
-from tpshard.train.lanes import Chain, Lane, LanePlace
+from tpshard.train.lanes import Chain, Lane, LanePlace, PackedRow
 from tpshard.train.step_batch import StepBatch
 from tpshard.train.tokens import TextTokenizer
 
@@ -167,13 +167,18 @@ class Loader:
         epoch = max((lane.place.epoch for lane in self._lanes if lane.place), default=0)
         if step == 0 and epoch > 0:
             self._check_enough()
+        return _stack(rows, self.seq_len, epoch)
 
-        def column(field: str) -> torch.Tensor:
-            values = [getattr(row, field) for row in rows]
-            return torch.tensor(values, dtype=torch.int64).reshape(len(self.part), self.seq_len)
-
-        tensors = {field: column(field) for field in ("tokens", "targets", "documents", "positions")}
-        return StepBatch(tensors, tuple(" ".join(row.origin) for row in rows), epoch)
+    def first_rows(self) -> StepBatch:
+        """The first `global_sequences` rows of the text, read once: a row of every lane in turn, until enough or none
+        is left. A text without documents gives one row of padding."""
+        rows: list[PackedRow] = []
+        lanes = self._lanes
+        while lanes and len(rows) < self.global_sequences:
+            turn = [(lane, lane.row(self.seq_len)) for lane in lanes]
+            lanes = [lane for lane, row in turn if row.origin]
+            rows += [row for _, row in turn if row.origin]
+        return _stack(rows[: self.global_sequences] or [self._lanes[0].row(self.seq_len)], self.seq_len, 0)
 
     def _check_enough(self) -> None:
         """Raises if all the text, and not just a short chain, started over within the first step."""
@@ -243,25 +248,21 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def held_out_batch(
-    text: TextSource,
-    tokenizer: TextTokenizer,
-    *,
-    seq_len: int,
-    sequences: int,
-    part: Sequence[int] | None = None,
-    bad_rows: float = 0.01,
+    text: TextSource, tokenizer: TextTokenizer, *, seq_len: int, sequences: int, bad_rows: float = 0.01
 ) -> StepBatch:
-    """The first sequences of held-out text, always the same ones; this rank's rows of them.
+    """The first sequences of held-out text, always the same ones: as many as there are, up to `sequences`."""
+    return Loader(
+        text, tokenizer, seq_len=seq_len, global_sequences=sequences, bad_rows=bad_rows, once=True
+    ).first_rows()
 
-    After the end of the text come rows of padding without targets, so that no text counts twice; a text without
-    documents gives no target at all.
-    """
-    loader = Loader(
-        text, tokenizer, seq_len=seq_len, global_sequences=sequences, part=part, bad_rows=bad_rows, once=True
-    )
-    batch = loader.next()
-    loader.close()
-    return batch
+
+def _stack(rows: Sequence[PackedRow], seq_len: int, epoch: int) -> StepBatch:
+    def column(field: str) -> torch.Tensor:
+        values = [getattr(row, field) for row in rows]
+        return torch.tensor(values, dtype=torch.int64).reshape(len(rows), seq_len)
+
+    tensors = {field: column(field) for field in ("tokens", "targets", "documents", "positions")}
+    return StepBatch(tensors, tuple(" ".join(row.origin) for row in rows), epoch)
 
 
 def _chain_count(lanes: int, files: int) -> int:

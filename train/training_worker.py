@@ -303,7 +303,7 @@ def _data(setting: Setting, data_rank: int, folder: Path) -> tuple[Loader | Gene
     """This rank's rows of every step, and its micro-batches of held-out rows."""
     recipe, plan = setting.recipe, setting.batch
     if not setting.task.text:
-        numbers, each = _held_out_part(setting, data_rank)
+        numbers, each = _part(recipe.evaluate.sequences, setting, data_rank)
         rows = GeneratedRows(setting.task, recipe, plan.rows(data_rank))
         return rows, held_out_rows(setting.task, recipe, numbers, each, plan.per_device)
     corpus = open_text(recipe.data.source, recipe.data.column, where=recipe.where("data.source"), fallback=folder)
@@ -315,9 +315,8 @@ def _data(setting: Setting, data_rank: int, folder: Path) -> tuple[Loader | Gene
     return loader, _held_out(corpus, tokenizer, setting, data_rank)
 
 
-def _held_out_part(setting: Setting, data_rank: int) -> tuple[range, int]:
-    """The held-out rows of this rank, and the number of rows per rank, padding included."""
-    total = setting.recipe.evaluate.sequences
+def _part(total: int, setting: Setting, data_rank: int) -> tuple[range, int]:
+    """This rank's part of `total` held-out rows, and the number of rows per rank, padding included."""
     each = -(-total // setting.batch.data_ranks)
     return range(min(data_rank * each, total), min((data_rank + 1) * each, total)), each
 
@@ -325,15 +324,22 @@ def _held_out_part(setting: Setting, data_rank: int) -> tuple[range, int]:
 def _held_out(corpus: Corpus, tokenizer: TextTokenizer, setting: Setting, data_rank: int) -> Iterator[StepBatch]:
     """This rank's micro-batches of the held-out sequences; equally many on every rank, the same sequences on any
     mesh."""
-    recipe, plan = setting.recipe, setting.batch
-    rows, each = _held_out_part(setting, data_rank)
+    recipe = setting.recipe
     batch = held_out_batch(
-        corpus.held_out, tokenizer, seq_len=setting.seq_len, sequences=recipe.evaluate.sequences, part=rows,
+        corpus.held_out, tokenizer, seq_len=setting.seq_len, sequences=recipe.evaluate.sequences,
         bad_rows=recipe.data.bad_rows,
     )  # fmt: skip
+    count = len(batch.origin)
+    if count < recipe.evaluate.sequences and recipe.evaluate.every_steps and data_rank == 0:
+        known = plural(sum(map(bool, batch.origin)), "sequence")
+        _say(
+            f"evaluate.sequences: {recipe.evaluate.sequences}, but the held-out text of {corpus.held_out.name} has "
+            f"{known}, all of which are evaluated\n", sys.stderr,
+        )  # fmt: skip
+    rows, each = _part(count, setting, data_rank)
     zeros = torch.zeros(setting.seq_len, dtype=torch.int64)
     blank = {"tokens": zeros, "targets": zeros + IGNORE, "documents": zeros, "positions": torch.arange(len(zeros))}
-    yield from batch.micro_batches(blank, each, plan.per_device)
+    yield from batch.rows(rows.start, rows.stop).micro_batches(blank, each, setting.batch.per_device)
 
 
 def _send(receivers: Sequence[Receiver], row: Row) -> None:

@@ -16,7 +16,7 @@ from tpshard.models.loss import IGNORE
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.train.corpus import Corpus, TextFile, open_text
 from tpshard.train.step_batch import StepBatch
-from tpshard.train.stream import Loader, merge_states
+from tpshard.train.stream import Loader, held_out_batch, merge_states
 
 SEQ, ROWS = 48, 12
 
@@ -250,6 +250,16 @@ def test_held_out_batches_are_the_text_once_then_padding(corpus: Corpus) -> None
     parts = [batches(part) for part in split(3, 6)]
     for i in range(25):
         assert same(together([part[i] for part in parts]), together([whole[i]]))
+
+
+def test_held_out_rows_are_as_many_as_asked_for_or_all_of_the_text(corpus: Corpus) -> None:
+    """Where documents are fewer than rows, the long ones give several."""
+    everything = sum(len(row["text"]) for row in texts(60, 1000))
+    for asked, expected in ((3, 3), (100, 100), (5000, None)):
+        batch = held_out_batch(corpus.held_out, bytes_tokenizer(), seq_len=SEQ, sequences=asked)
+        counted = int((batch["targets"] != IGNORE).sum())
+        assert all(batch.origin) and len(batch.origin) == (expected or len(batch.origin)) < 5000
+        assert (counted == everything) == (expected is None)
 
 
 @settings(max_examples=25, deadline=None)
