@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from tpshard.recipes.diagnostic import Mistakes
+from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, Source
 
 if TYPE_CHECKING:
     from tpshard.recipes.schema import Recipe
@@ -80,6 +80,22 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing f
 def on_device(overrides: Sequence[str] | None, device: str | None) -> list[str]:
     """The overrides of a command, with its option `--device` as the override `cluster.device`."""
     return [*(overrides or ()), *([] if device is None else [f"cluster.device={device}"])]
+
+
+def refuse_unread(command: str, overrides: Sequence[str] | None, read: Sequence[str], why: str) -> None:
+    """Raises `Mistakes` (exit 2) for overrides of keys that a command does not read.
+
+    read: the keys and sections that it reads. why: where the command takes the others from.
+    """
+    unread = []
+    for number, text in enumerate(overrides or (), 1):
+        key = text.partition("=")[0]
+        if "=" in text and not any(key == one or key.startswith((f"{one}.", f"{one}[")) for one in read):
+            where = Source(f"<override {number}>", 1, 1, text, len(key))
+            message = f"`{command}` does not obey `{key}`"
+            unread.append(Diagnostic(message, Exit.USAGE, where, why, f"leave it out; obeyed are {', '.join(read)}"))
+    if unread:
+        raise Mistakes(unread)
 
 
 def load(recipe: str | None, overrides: Sequence[str] | None = None) -> Recipe:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from tpshard.cli.arguments import Overrides, Overwrite, recipe_argument
+from tpshard.cli.arguments import Overrides, Overwrite, recipe_argument, refuse_unread
 from tpshard.cli.files import refuse_folder
 from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.recipes.other_tools import hub_fix
 
 if TYPE_CHECKING:
     from tpshard.cli.sources import SourceModel
@@ -52,8 +53,9 @@ def convert(
 
     refuse_folder(out, overwrite)
     if tokenizer is not None and not tokenizer.is_dir():
-        fix = "give the folder of a Hugging Face tokenizer"
+        fix = hub_fix(str(tokenizer)) or "give the folder of a Hugging Face tokenizer"
         raise Mistakes.one(f"the tokenizer {tokenizer} is not a folder", exit=Exit.USAGE, fix=fix)
+    refuse_unread("convert", overrides, ("data.tokenizer", "data.source", "run", "name"), "the model is the stored one")
     model = open_source(source, overrides or ())
     keep_apart(model, out)
     folder = tokenizer or model.tokenizer

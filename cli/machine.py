@@ -6,11 +6,13 @@ GPUs are read from the driver's `nvidia-smi`, because a torch that does not matc
 from __future__ import annotations
 
 import csv
+import os
 import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 CPU_HINT = "`--device cpu` runs it on the CPU"
+MANY = 8
+"""Devices up to which a run on one machine's CPU is offered in their place."""
+BYTES_PER_PARAMETER = 16
+"""fp32 parameter, gradient and Adam's two moments: what training on the CPU takes at least."""
 _OLDEST_DRIVER = {11: 450.80, 12: 525.60, 13: 580.65}
 """The oldest Linux driver for each CUDA major version (CUDA's release notes, minor version compatibility)."""
 _KINDS = {
@@ -124,12 +130,13 @@ def probe_torch() -> Torch:
     return Torch(torch.__version__, torch.version.cuda or "", count, arches, error)
 
 
-def gpu_problems(driver: Driver, torch: Torch, required: int) -> Iterator[Diagnostic]:
-    """The reasons why `required` GPUs cannot be used, each with exit 5."""
+def gpu_problems(driver: Driver, torch: Torch, required: int, otherwise: str = "") -> Iterator[Diagnostic]:
+    """The reasons why `required` GPUs cannot be used, each with exit 5. otherwise: the fix where there are none."""
     gpus = driver.gpus
     if not gpus:
         why = driver.error or ("the driver has none" if driver.version else "there is no NVIDIA driver")
-        yield _wrong(f"{_gpus(required)} requested, and this machine has none", why, CPU_HINT)
+        fix = otherwise or (CPU_HINT if required <= MANY else "run it where they are")
+        yield _wrong(f"{_gpus(required)} requested, and this machine has none", why, fix)
         return
     if not torch.cuda:
         fix = f"install a CUDA build of torch; or {CPU_HINT}"
@@ -205,11 +212,57 @@ def require(recipe: Recipe) -> None:
             return
     driver = probe_driver()
     problems = list(kind_problems(cluster.device, driver)) if driver.gpus else []
-    problems += gpu_problems(driver, probe_torch() if driver.gpus else Torch("", "", 0), cluster.devices_per_node)
+    torch = probe_torch() if driver.gpus else Torch("", "", 0)
+    problems += gpu_problems(driver, torch, cluster.devices_per_node, "" if driver.gpus else without_gpus(recipe))
     problems += busy(driver, recipe.fsdp.memory_limit)
     if problems:
         where = recipe.where("cluster.device")
         raise Mistakes(Diagnostic(d.message, d.exit, where, d.why, d.fix) for d in problems)
+
+
+def without_gpus(recipe: Recipe) -> str:
+    """What can be done with a recipe for GPUs on a machine without: `--device cpu` if its model is small enough."""
+    from tpshard.recipes.extends import builtins
+
+    file = Path(recipe.file)
+    if (size := _cpu_bytes(recipe)) is not None and size < _memory() / 2:
+        return CPU_HINT
+    shipped = [name for name, path in builtins().items() if path.name == file.name]
+    here = largest_here()
+    train = f"; `tpshard train {here}` is the largest shipped recipe that runs on this machine" if here else ""
+    return f"`tpshard plan {(shipped or [recipe.file])[0]} --dry-run` predicts the run without GPUs{train}"
+
+
+def largest_here() -> str:
+    """The shipped recipe for CPUs with the most parameters of those that this machine's memory holds; "" for none."""
+    from tpshard.recipes.extends import builtins
+    from tpshard.recipes.load import load
+
+    sizes: dict[str, int] = {}
+    for name in builtins():
+        recipe = load(name)
+        size = _cpu_bytes(recipe) if recipe.cluster is not None and recipe.cluster.device == "cpu" else None
+        if size is not None and size < _memory() / 2:
+            sizes[name] = size
+    return max(sizes, key=lambda name: (sizes[name], name == "quickstart"), default="")
+
+
+def _cpu_bytes(recipe: Recipe) -> int | None:
+    """The least memory that training a recipe's model on the CPU takes, over all of its processes; None where the
+    number of parameters is unknown, or where it needs more processes than a machine starts."""
+    from tpshard.models import presets
+
+    cluster, preset = recipe.cluster, recipe.model.preset
+    devices = 1 if cluster is None else cluster.nodes * cluster.devices_per_node
+    if preset is None or devices > max(MANY, os.cpu_count() or 1):
+        return None
+    return presets.preset(preset, recipe.model.overrides()).count * BYTES_PER_PARAMETER
+
+
+def _memory() -> int:
+    import psutil
+
+    return int(psutil.virtual_memory().total)
 
 
 def _query(tool: str, what: str) -> tuple[Sequence[Sequence[str]], str]:

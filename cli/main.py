@@ -186,6 +186,11 @@ def run(arguments: Sequence[str]) -> int:
             words = shown.format_message()
             if words:
                 _say(f"error: {words}")
+            if (option := getattr(error, "option_name", "")) and type(error).__name__ == "NoSuchOption":
+                from tpshard.cli.option_keys import option_fix
+
+                if fix := option_fix(arguments, option):
+                    _say(f"  fix: {fix}")
             return Exit.USAGE
         _bug(arguments)
         return Exit.BUG

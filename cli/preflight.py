@@ -5,11 +5,11 @@ Reads presets or a folder's config.json; does not import torch.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,8 +62,53 @@ def model_errors(recipe: Recipe) -> list[Diagnostic]:
         config = configuration(recipe)
     except Mistakes as mistakes:
         return [*mistakes.diagnostics, *misfits(recipe, None)]
-    diagnostics = misfits(recipe, config)
+    diagnostics = [*misfits(recipe, config), *_positions(recipe, config)]
     return [*diagnostics, *_tokens(recipe, config.vocab)] if config is not None else diagnostics
+
+
+def _positions(recipe: Recipe, config: ModelConfig | None) -> list[Diagnostic]:
+    """The diagnostic for sequences longer than the model's positions. Rotary ones go on beyond, which is a warning;
+    a table of learned ones ends (`programs.fit` says so for tpshard's own families)."""
+    length, rotary = recipe.model.seq_len, True
+    if config is not None:
+        positions, rotary = config.max_seq, config.family_entry.positions != "learned"
+        if not rotary:
+            return []
+    elif (raw := _folder_config(recipe)) is not None:
+        text = raw.get("text_config")
+        numbers = raw | (text if isinstance(text, dict) else {})
+        sizes = (numbers.get(name) for name in ("max_position_embeddings", "n_positions", "max_seq_len"))
+        positions = next((size for size in sizes if isinstance(size, int) and size > 0), 0)
+        rotary = any("rope" in name or "rotary" in name or name == "alibi" for name in numbers)
+    else:
+        return []
+    if not 0 < positions < length:
+        return []
+    fix = f"model.seq_len: {positions}" + (f", or model.max_seq: {length}" if config is not None else "")
+    return [
+        Diagnostic(
+            f"sequences of {length:,} tokens, but the model has {positions:,} positions",
+            exit=Exit.FIT, where=recipe.where("model.seq_len"), fix=fix,
+            why="it was not made for the positions beyond" if rotary else "",
+            severity="warning" if rotary else "error",
+        )
+    ]  # fmt: skip
+
+
+def _folder_config(recipe: Recipe) -> dict[str, Any] | None:
+    """The config.json of a model that transformers computes; None for other models, or where it cannot be read."""
+    from tpshard.models import hf_config
+
+    key = recipe.model.named_by
+    if key not in ("hf", "transformers"):
+        return None
+    try:
+        folder = getattr(recipe.model, key)
+        if key == "hf" and hf_config.computes(folder):
+            return None
+        return dict(hf_config.read_raw(folder))
+    except (Mistakes, ValueError, OSError):
+        return None  # reported already, or not known here
 
 
 def configuration(recipe: Recipe) -> ModelConfig | None:
@@ -104,18 +149,9 @@ def _of_folder(folder: str, key: str, overrides: Mapping[str, Any]) -> ModelConf
 def _transformers_vocab(recipe: Recipe) -> int | None:
     """The vocabulary size in the config.json of a model that transformers computes; None for other models, or where
     config.json has none."""
-    from tpshard.models import hf_config
-
-    key = recipe.model.named_by
-    if key not in ("hf", "transformers"):
+    raw = _folder_config(recipe)
+    if raw is None:
         return None
-    try:
-        folder = getattr(recipe.model, key)
-        if key == "hf" and hf_config.computes(folder):
-            return None
-        raw = hf_config.read_raw(folder)
-    except (Mistakes, ValueError, OSError):
-        return None  # reported already, or not known here
     text = raw.get("text_config")
     size = raw.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
     return size if isinstance(size, int) else None
@@ -158,17 +194,24 @@ def text_errors(recipe: Recipe) -> list[Diagnostic]:
 
     diagnostics = _tokens(recipe, _transformers_vocab(recipe))
     for key in ("source", "tokenizer"):
-        value = None
-        with contextlib.suppress(Mistakes):  # its environment variable is not set, and validation does not need it
+        value, unset = None, None
+        try:
             value = getattr(recipe.data, key)
+        except Mistakes as mistakes:  # its environment variable is not set
+            unset = mistakes.diagnostics[0]
+        if unset is not None and key == "tokenizer":
+            diagnostics.append(_no_tokenizer(recipe, unset))
         if value is None or (key == "source" and (value == "sample" or is_on(value))):
             continue
-        from tpshard.train.corpus import open_text
+        from tpshard.train.corpus import open_text, peek
         from tpshard.train.tokens import require_tokenizer
 
-        where, read = recipe.where(f"data.{key}"), open_text if key == "source" else require_tokenizer
+        where = recipe.where(f"data.{key}")
         try:
-            read(value, where=where)
+            if key == "source":
+                peek(open_text(value, recipe.data.column, where=where).train, recipe.data.bad_rows)
+            else:
+                require_tokenizer(value, where=where)
         except Mistakes as mistakes:
             elsewhere = Diagnostic(
                 f"{value} is not on this machine", severity="warning", where=where,
@@ -176,6 +219,16 @@ def text_errors(recipe: Recipe) -> list[Diagnostic]:
             )  # fmt: skip
             diagnostics += [elsewhere] if _is_elsewhere(value) else mistakes.diagnostics
     return diagnostics
+
+
+def _no_tokenizer(recipe: Recipe, unset: Diagnostic) -> Diagnostic:
+    """The diagnostic for a tokenizer of which nothing is known here: an error where the text is on this machine."""
+    source = recipe.data.stored()["source"]
+    here = source not in ("sample", "c4") and os.path.exists(str(source))
+    return replace(
+        unset, message=f"`data.tokenizer` is not known here: {unset.message}", exit=Exit.DATA,
+        severity="error" if here else "warning",
+    )  # fmt: skip
 
 
 def _is_elsewhere(path: str) -> bool:

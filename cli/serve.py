@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from tpshard.cli.arguments import Device, Json, Overrides, RecipeArgument, load, on_device
 from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.recipes.other_tools import hub_fix
 
 if TYPE_CHECKING:
     from tpshard.cli.sources import SourceModel
@@ -76,9 +77,19 @@ def _model(recipe: str, overrides: list[str], loaded: Recipe) -> SourceModel:
         raise Mistakes.one(
             f"{checkpoint} is neither a checkpoint nor a Hugging Face folder", exit=Exit.CHECKPOINT,
             where=loaded.where("serve.checkpoint"), why="it has no manifest.json or config.json",
-            fix="a checkpoint being written gets its manifest last: wait for it, or name another",
+            fix=_other_checkpoint(recipe, checkpoint, loaded),
         )  # fmt: skip
     return open_source(checkpoint, modules=True, trusted=loaded)
+
+
+def _other_checkpoint(recipe: str, named: str, loaded: Recipe) -> str:
+    """The fix for a `serve.checkpoint` that is none: the run's own of that name, or a model on the hub."""
+    for run in (Path(recipe), Path(loaded.run.dir)):
+        if (run / "checkpoints" / named).is_dir():
+            return f"serve.checkpoint={run / 'checkpoints' / named}"
+    if not Path(named).exists() and (hub := hub_fix(named)):
+        return hub
+    return "a checkpoint being written gets its manifest last: wait for it, or name another"
 
 
 def _shape(recipe: str, overrides: list[str], loaded: Recipe) -> Served:

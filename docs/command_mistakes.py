@@ -143,7 +143,7 @@ SERVERS = (
 FOLDERS = (
     Sample(command="convert tiny out --tokenizer nowhere"),
     Sample(command="convert tiny out"),
-    Sample(command="convert model out train.steps=3", files={"model/config.json": "{}"}),
+    Sample(command="convert model out run.dir=x", files={"model/config.json": "{}"}),
     Sample(command="convert model out", files={"model/config.json": "{}"}),
     Sample(command="convert model .. --overwrite", model=True),
     Sample(command="convert model /dev/null/out", model=True),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from tpshard.recipes.diagnostic import Exit, Mistakes, join
+from tpshard.recipes.other_tools import hub_fix
 from tpshard.recipes.schema import Recipe
 
 FIXES = {
@@ -22,5 +25,7 @@ def wrong_model(recipe: Recipe, error: Exception) -> Mistakes:
     assert key is not None, "a model was named"
     where = recipe.where(changed[0] if changed else f"model.{key}")
     fix = f"change {join(f'model.{name}' for name in names)}" if changed else getattr(error, "fix", FIXES[key])
+    if key in ("hf", "transformers") and not Path(str(model[key])).exists():
+        fix = hub_fix(str(model[key])) or fix
     message = f"{error}" if key == "module" else f"`model`: {error}"
     return Mistakes.one(message, exit=Exit.RECIPE, where=where, fix=fix)

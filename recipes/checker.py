@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, replace
-from functools import cache
+from functools import cache, reduce
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
+from tpshard.models.family import DIMS
 from tpshard.recipes import other_tools, schema
 from tpshard.recipes.constraints import ALONE, BYTES, Constraint, bytes_in
 from tpshard.recipes.diagnostic import Diagnostic, Source, did_you_mean, join
-from tpshard.recipes.hints import alternatives, bases_of, hints, mapping_of, sections_of, walk
-from tpshard.recipes.nodes import Node, Path, as_node, dotted, key_of, scalar, trap
+from tpshard.recipes.hints import alternatives, bases_of, below_key, hints, mapping_of, sections_of, walk
+from tpshard.recipes.nodes import Node, Path, as_node, dotted, key_of, scalar, trap, written_at
 from tpshard.recipes.section import Pending, Section, default_of, waits
 
 if TYPE_CHECKING:
@@ -119,8 +120,14 @@ class Checker:
         """Records an unknown key, with the likeliest key that was meant."""
         name, key = str(path[-1]), key_of(path)
         places = homes().get(name, [])
-        elsewhere = f"it belongs to `{places[0]}`" if len(places) == 1 else f"known here: {', '.join(keys)}"
-        fix = other_tools.fix(key) or did_you_mean(name, keys, elsewhere)
+        elsewhere = f"known here: {', '.join(keys)}"
+        if len(places) == 1:
+            likely = _likely(written_at(self.merged.raw, path), reduce(below_key, places[0].split("."), schema.Recipe))
+            elsewhere = f"it belongs to `{places[0]}`" + (f": {places[0]}={likely}" if likely else "")
+        if path[0] == "sharding" and name in DIMS:
+            fix = f"here it is `sharding.rules.{name}`"
+        else:
+            fix = other_tools.fix(key) or (elsewhere if len(places) == 1 else did_you_mean(name, keys, elsewhere))
         self.wrong(path, f"unknown key `{key}`", where or self.merged.key_place(path), fix=fix)
 
     def value(self, raw: Any, hint: Any, path: Path, where: Source | None = None) -> Any:
@@ -254,14 +261,27 @@ class Checker:
         shown = _short(node.text) if node.text else "null"
         if isinstance(raw, str) and choices:
             message = f"`{key}: {shown}` is not one of the choices"
-            return self.wrong(path, message, node.source, why, did_you_mean(raw, choices))
+            fix = did_you_mean(raw, choices) or (f"{key}: {likely}" if (likely := _likely(raw, hint)) else "")
+            return self.wrong(path, message, node.source, why, fix)
         fix, plain = "", scalar(replace(node, plain=True))
-        if isinstance(raw, str) and type(plain) in (int, float) and (int in bases or float in bases):
+        if likely := _likely(raw, hint):
+            fix = f"write a list: {likely}"
+        elif isinstance(raw, str) and type(plain) in (int, float) and (int in bases or float in bases):
             fix = f"remove the quotes: {node.text}"
         elif raw is not None and not isinstance(raw, str) and str in bases:
             fix = f'quote it if it is meant as text: "{shown}"'
         kind = "a number" if type(raw) is int else KINDS[type(raw)]
         return self.wrong(path, f"`{key}: {shown}` is {kind}", node.source, why, fix)
+
+
+def _likely(raw: Any, hint: Any) -> str:
+    """The list or map that text without brackets means: `0.9,0.95` the list of both, `25MB` a map of mb; else ""."""
+    if not isinstance(raw, str):
+        return ""
+    if "," in raw and any(get_origin(base) is tuple for base in bases_of(hint)):
+        return f"[{', '.join(part.strip() for part in raw.strip('()').split(','))}]"
+    in_mb = any("mb" in hints(cls) for cls in sections_of(hint))
+    return f"{{mb: {size / 1e6:g}}}" if in_mb and (size := bytes_in(raw)) else ""
 
 
 def _as(value: Any, base: Any, constraints: tuple[Constraint, ...]) -> Any:

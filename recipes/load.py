@@ -14,8 +14,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from tpshard.models.presets import PRESETS
-from tpshard.recipes import extends, laws
-from tpshard.recipes.checker import BAD, Checker
+from tpshard.recipes import extends, laws, other_tools
+from tpshard.recipes.checker import BAD, Checker, homes
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, Source, did_you_mean
 from tpshard.recipes.hints import below_key, mapping_of, section_of
 from tpshard.recipes.merge import Merged
@@ -99,6 +99,8 @@ def find(name: str) -> Path:
     if (path / "config.json").is_file():
         why = "a Hugging Face folder, which is a model"
         fix = f"tpshard serve quickstart serve.checkpoint={name}; or a recipe with `model: {{hf: {name}}}`"
+    elif hub := other_tools.hub_fix(name):
+        fix = hub
     raise Mistakes.one(f"there is no recipe `{name}`", exit=Exit.USAGE, why=why, fix=fix)
 
 
@@ -161,12 +163,20 @@ def _override(text: str, number: int) -> Node:
     file = f"<override {number}>"
     key, *rest = re.split(r"(?<!\\)=", text, maxsplit=1)
 
-    def syntax_mistake(why: str, col: int = 1, width: int = 1) -> Mistakes:
+    def syntax_mistake(why: str, col: int = 1, width: int = 1, fix: str = "for example train.steps=100") -> Mistakes:
         message, where = f"the override `{text}` is not key.path=value", Source(file, 1, col, text, max(1, width))
-        return Mistakes.one(message, exit=Exit.USAGE, where=where, why=why, fix="for example train.steps=100")
+        return Mistakes.one(message, exit=Exit.USAGE, where=where, why=why, fix=fix)
 
+    sign = re.match(r"[+~-]*", text)
+    assert sign is not None
+    if signs := sign.group():
+        bare = text[len(signs) :]
+        fix = f"drop the {'plus' if '+' in signs else signs[0]}: {bare}"
+        if "~" in signs:
+            fix = f"null gives a key its default: {bare.partition('=')[0]}=null"
+        raise syntax_mistake(f"a key does not begin with `{signs}`", width=len(signs), fix=fix)
     if not rest:
-        raise syntax_mistake("no `=`", width=len(text))
+        raise syntax_mistake("no `=`", width=len(text), fix=_without_equals(text))
     if not key.strip():
         raise syntax_mistake("no key before `=`")
     if re.search(r"\s", key):
@@ -188,6 +198,17 @@ def _override(text: str, number: int) -> Node:
     else:  # a shell's `key=` is empty text, not null
         leaf = Node("scalar", Source(file, 1, len(key) + 1, text, 1))
     return _nest(parts, leaf, Recipe, where)
+
+
+def _without_equals(text: str) -> str:
+    """The fix of an override without `=`."""
+    if re.match(r"[A-Za-z_][\w.]*:", text):
+        return f"write {re.sub(': *', '=', text, count=1)}"
+    if text in {path for paths in homes().values() for path in paths}:
+        return f"write {text}=VALUE, without a space"
+    if os.path.exists(text):
+        return "quote a pattern, so that the shell does not replace it by files: 'data.source=\"*.jsonl\"'"
+    return other_tools.hub_fix(text) or "for example train.steps=100"
 
 
 def _nest(parts: list[str], leaf: Node, hint: Any, where: Source) -> Node:

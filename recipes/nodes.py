@@ -236,6 +236,14 @@ class _Composer(yaml.SafeLoader):
         self.mistakes.append(Diagnostic(message, where=where, why=why, fix=fix, also=also))
 
 
+def _quoted(override: str | None) -> str:
+    """How an override's value is quoted within the shell's quotes; "" for a file's."""
+    if override is None:
+        return ""
+    key, _, value = override.partition("=")
+    return f""": '{key}="{value}"'"""
+
+
 def _decode(data: bytes, file: str) -> str:
     top = Source(file, 1, 1, "")
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -266,9 +274,13 @@ def _syntax(error: yaml.MarkedYAMLError, place: _Places) -> Diagnostic:
     elif problem == "but found another document":
         message, fix = "a second document begins", "remove `---`, or put the second recipe into its own file"
         return Diagnostic(message, where=where, why="a recipe is one document", fix=fix)
+    elif error.context in ("while scanning an alias", "while scanning an anchor"):
+        sign = "*" if error.context.endswith("alias") else "&"
+        message = f"`{sign}` begins an {error.context.rpartition(' ')[2]} in YAML, not text"
+        fix = f"quote text that begins with `{sign}`" + _quoted(place.shown)
     elif problem.startswith("found undefined alias"):
         message = f"the alias `*{problem.split(chr(39))[1]}` names no anchor before it"
-        fix = "write the value itself, or quote text that begins with `*`"
+        fix = "write the value itself, or quote text that begins with `*`" + _quoted(place.shown)
     elif "expected ',' or" in problem or "<stream end>" in problem:
         fix = "close the bracket or brace, or quote text that holds `,` `:` `{` or `[`"
     elif "mapping values are not allowed" in problem:

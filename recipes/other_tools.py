@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 AXES = {
@@ -38,11 +39,41 @@ _TABLE: Mapping[tuple[str, ...], tuple[str, ...]] = {
     ("gpus", "num_gpus", "world_size"): ("cluster.nodes", "cluster.devices_per_node"),
     ("num_nodes", "nnodes", "hosts"): ("cluster.nodes",),
     ("dataset", "dataset_path"): ("data.source",),
+    ("train_file", "data_path", "dataset_name"): ("data.source",),
+    ("text_column", "text_field", "dataset_text_field"): ("data.column",),
+    ("tokenizer_path", "tokenizer_name", "tokenizer_name_or_path"): ("data.tokenizer",),
+    ("model_name_or_path", "pretrained_model_name_or_path"): ("model.hf",),
+    ("output_dir", "out_dir", "save_dir", "checkpoint_dir"): ("run.dir",),
+    ("save_steps", "save_interval", "checkpoint_interval"): ("checkpoint.every_steps",),
+    ("save_total_limit",): ("checkpoint.keep_last",),
+    ("resume_from_checkpoint", "resume_from"): ("resume",),
+    ("eval_steps", "eval_interval"): ("evaluate.every_steps",),
+    ("logging_steps", "log_interval", "log_freq"): ("logging.every_steps",),
+    ("max_iters", "train_iters", "total_steps", "num_steps", "iterations"): ("train.steps",),
+    ("num_warmup_steps", "lr_warmup_steps", "warmup_iters"): ("schedule.warmup_steps",),
+    ("adam_beta1", "adam_beta2", "beta1", "beta2"): ("optimizer.betas",),
+    ("adam_epsilon",): ("optimizer.eps",),
+    ("num_layers", "n_layers", "n_layer", "num_hidden_layers"): ("model.layers",),
+    ("hidden_size", "d_model", "n_embd"): ("model.width",),
+    ("num_heads", "n_heads", "n_head", "num_attention_heads"): ("model.heads",),
+    ("n_kv_heads", "num_key_value_heads"): ("model.kv_heads",),
+    ("intermediate_size", "ffn_hidden_size"): ("model.mlp",),
+    ("vocab_size",): ("model.vocab",),
+    ("wandb_project",): ("logging.wandb.project",),
     ("report_to",): ("logging.wandb",),
 }  # fmt: skip
 
 KEYS = {word: keys for words, keys in _TABLE.items() for word in words}
 """Another tool's key -> the recipe's keys for it. `serve.tp` is meant in that section only, `tp` in any."""
+
+
+def hub_fix(text: str) -> str:
+    """The fix where a folder is asked for and `text` looks like the name of a model on the Hugging Face hub; "" for
+    other text."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", text) or text.endswith((".yaml", ".yml", ".json")):
+        return ""
+    name = text.partition("/")[2]
+    return f"`hf download {text} --local-dir {name}` fetches it from the Hugging Face hub; then name the folder {name}"
 
 
 def fix(key: str) -> str:

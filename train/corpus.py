@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import logging
 import zlib
 from collections import Counter
@@ -214,6 +215,16 @@ class BadRows:
                 why=f"the first: {self.first}",
                 fix=f"{self.text.readable}; repair the data, or raise data.bad_rows (now {self.limit:g})",
             )
+
+
+def peek(text: TextSource, bad_rows: float, rows_read: int = 100) -> None:
+    """Checks small local data wholly, and of larger data the first rows. Raises `Mistakes` (exit 6)."""
+    check(text, bad_rows)
+    counter = BadRows(text, 1.0, warn=False)
+    for row in itertools.islice(rows(text, text.files[0]), rows_read):
+        counter.see(text.files[0], row)
+    if counter.rows_read == counter.bad:
+        raise text.mistake(f"{text.name} has no readable row", why=counter.first, fix=text.readable)
 
 
 def check(text: TextSource, bad_rows: float) -> None:

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from tpshard.models.folder_tokenizer import FAST, FolderTokenizer, tokenizer_files
 from tpshard.recipes.diagnostic import Exit, Mistakes, Source
+from tpshard.recipes.other_tools import hub_fix
 
 Around = Literal["tokenizer", "always", "never"]
 """Whether documents begin or end with a token: as the tokenizer itself does it, always or never."""
@@ -138,5 +139,6 @@ def _unreadable(folder: Path, why: str, where: Source | None) -> Mistakes:
         exit=Exit.DATA,
         where=where,
         why=why,
-        fix="a folder with tokenizer.json and tokenizer_config.json; `data.source: sample` needs none",
+        fix=("" if folder.exists() else hub_fix(str(folder)))
+        or "a folder with tokenizer.json and tokenizer_config.json; `data.source: sample` needs none",
     )
