@@ -84,7 +84,7 @@ def save(
     def list_blocks() -> None:
         nonlocal attempt
         attempt = (work / "attempt").read_text()
-        _write_json(work / f"blocks-{rank:05d}.json", {name: _block(shard) for name, shard in tensors.items()})
+        _write_json(work / f"blocks-{rank:05d}.json", {name: block_of(shard) for name, shard in tensors.items()})
 
     def write_part() -> None:
         _write_part(work, rank, world, tensors)
@@ -165,7 +165,8 @@ def prune(directory: Path, step: int, keep_last: int) -> None:
                 logger.warning("%s is of an abandoned part of this run: renamed to %s", path.name, aside.name)
 
 
-def _block(shard: Shard) -> list[Any]:
+def block_of(shard: Shard) -> list[Any]:
+    """dtype, global shape, starts and sizes of a block, as JSON values."""
     return [dtype_name(shard.tensor.dtype), shard.shape, shard.starts, tuple(shard.tensor.shape)]
 
 
@@ -173,24 +174,30 @@ def _write_json(path: Path, value: object) -> None:
     write_file(path, json.dumps(value, allow_nan=False))
 
 
+def owned(mine: Mapping[str, str], everyone: Sequence[Mapping[str, str]], rank: int) -> list[str]:
+    """The names of the blocks in `mine` that `rank` writes; values describe blocks. A block that several ranks hold is
+    written by the one that the hash of its name chooses, so that replicated tensors are spread over their holders."""
+    holders: dict[tuple[str, str], list[int]] = {}
+    for other, blocks in enumerate(everyone):
+        for pair in blocks.items():
+            holders.setdefault(pair, []).append(other)
+    pairs = [(name, holders[name, block]) for name, block in mine.items()]
+    return [name for name, among in pairs if among[zlib.crc32(name.encode()) % len(among)] == rank]
+
+
 def _write_part(work: Path, rank: int, world: int, tensors: Mapping[str, Shard]) -> None:
     """Writes this rank's file: the blocks that only it holds, and its share of those that several ranks hold."""
-    holders: dict[tuple[str, str], list[int]] = {}
-    for other in range(world):
-        for name, block in _read_blocks(work, other).items():
-            holders.setdefault((name, json.dumps(block)), []).append(other)
-    own_shards = {}
-    for name, shard in tensors.items():
-        among = holders[name, json.dumps(_block(shard))]
-        # chosen by the hash of the name, so that replicated tensors are spread over their holders
-        if shard.tensor.numel() and among[zlib.crc32(name.encode()) % len(among)] == rank:
-            own_shards[name] = shard
+    mine = {name: json.dumps(block_of(shard)) for name, shard in tensors.items()}
+    everyone = [
+        {name: json.dumps(block) for name, block in _read_blocks(work, other).items()} for other in range(world)
+    ]
+    own_shards = {name: tensors[name] for name in owned(mine, everyone, rank) if tensors[name].tensor.numel()}
     file = f"rank-{rank:05d}.safetensors"
     part: dict[str, Any] = {"file": None, "blocks": {}}
     if own_shards:
         size, digest = write_safetensors(work / file, {name: shard.tensor for name, shard in own_shards.items()})
         part["file"] = {"name": file, "bytes": size, "sha256": digest}
-        part["blocks"] = {name: _block(shard) for name, shard in own_shards.items()}
+        part["blocks"] = {name: block_of(shard) for name, shard in own_shards.items()}
     _write_json(work / f"part-{rank:05d}.json", part)
 
 

@@ -21,7 +21,8 @@ from tpshard.programs.batching import BatchPlan
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.schema import Recipe
 from tpshard.train import nonfinite
-from tpshard.train.checkpoint import OPTIMIZER, SaveFailed, save, step_name
+from tpshard.train.background_save import BackgroundSaver
+from tpshard.train.checkpoint import OPTIMIZER, step_name
 from tpshard.train.expert_balance import balance
 from tpshard.train.generated_rows import GeneratedRows
 from tpshard.train.learning_rate import learning_rate
@@ -118,6 +119,9 @@ class TrainingLoop:
         self.guard = nonfinite.Guard(recipe.train.on_nonfinite)
         self.outcome = Outcome(Exit.DONE, self.course, restarts=restarts)
         self._saved_step: int | None = None
+        self._saver: BackgroundSaver | None = None
+        self._stall_s = 0.0
+        """Seconds that steps waited for checkpoints since the last recorded row."""
         self._began = self._step_began = time.monotonic()
 
     @property
@@ -188,8 +192,10 @@ class TrainingLoop:
             every = self.recipe.checkpoint.every_steps
             if every and self.course.step % every == 0 and self.course.step != self._saved_step:
                 self.save()
+        self.finish_save()
         if self.recipe.checkpoint.every_steps and self.course.step != self._saved_step and self.course.step:
             self.save()
+            self.finish_save()
         return self._finish(code or self.context.stop() if self.remains else 0)
 
     @property
@@ -259,7 +265,8 @@ class TrainingLoop:
             "mfu": flops / step_s / self.flops_per_s if flops and self.flops_per_s else None,
             "peak_memory_bytes": self.peak_memory() if logged else None,
             "exposed_comm_s": self.engine.exposed_comm_s, "sent_bytes": self.engine.sent_bytes,
-            "collectives": self.engine.collectives, "time": time.time(), "run": self.attempt, "restarts": self.restarts,
+            "collectives": self.engine.collectives, "save_stall_s": self._stall_s or None,
+            "time": time.time(), "run": self.attempt, "restarts": self.restarts,
         }  # fmt: skip
         experts = balance(result.counted)
         if experts is not None:
@@ -270,8 +277,10 @@ class TrainingLoop:
                 self.outcome.first_loss = result.loss
             elif logged:
                 self.outcome.rates.append(rate)
-        if logged and self.context.is_main:
-            self.record(row)
+        if logged:
+            self._stall_s = 0.0
+            if self.context.is_main:
+                self.record(row)
         self.progress.step(row, logged=logged)
 
     # ---- evaluating ---------------------------------------------------------------------------------------
@@ -301,38 +310,48 @@ class TrainingLoop:
 
     # ---- saving -------------------------------------------------------------------------------------------
     def save(self) -> None:
-        """Writes a checkpoint of this step. A failed write is a warning or ends the run (`checkpoint.on_error`)."""
+        """Starts to write a checkpoint of this step in the background, after the one before is written."""
+        began = time.monotonic()
+        self.finish_save()
+        if self._saver is None:
+            self._saver = BackgroundSaver(
+                self.context, self.checkpoints, self.recipe.checkpoint.keep_last,
+                lambda step, seconds: note_saved(self.folder, step, seconds),
+            )  # fmt: skip
         loader_state = self.loader.state_dict()
         parts = self.context.gather(
             {key: loader_state[key] for key in ("step", "global_sequences", "tokenizer", "lanes")}
         )
         meta = {
-            "course": vars(self.course), "data": {**loader_state, **merge_states(parts)}, "seed": self.recipe.seed,
-            "name": self.recipe.name, "model": self.model, "trained": trained(self.recipe),
+            "course": dict(vars(self.course)), "data": {**loader_state, **merge_states(parts)},
+            "seed": self.recipe.seed, "name": self.recipe.name, "model": self.model, "trained": trained(self.recipe),
             "mesh": dict(self.context.mesh.axes), "attempt": self.attempt,
         }  # fmt: skip
-        began = time.monotonic()
+        with self.context.watchdog.allow(float(self.recipe.timeout_s.step), "copying a checkpoint"):
+            self._saver.start(self.course.step, self.engine.tensors(), meta)
+        self._stall_s += time.monotonic() - began
+
+    def finish_save(self) -> None:
+        """Waits until the checkpoint in flight is written. A failed write is a warning or ends the run
+        (`checkpoint.on_error`)."""
         with self.context.watchdog.allow(float(self.recipe.timeout_s.step), "saving a checkpoint"):
-            try:
-                self.outcome.saved = save(
-                    self.checkpoints, self.course.step, self.engine.tensors(), meta, rank=self.context.rank,
-                    world=self.context.world, barrier=self.context.barrier,
-                    keep_last=self.recipe.checkpoint.keep_last,
-                )  # fmt: skip
-                self._saved_step, self.outcome.unsaved = self.course.step, ""
-                if self.context.is_main:
-                    note_saved(self.folder, self.course.step, time.monotonic() - began)
-            except SaveFailed as error:
-                self.outcome.unsaved = self.context.from_main(str(error))
-                if self.recipe.checkpoint.on_error == "stop":
-                    raise Mistakes.one(
-                        str(error), exit=Exit.CHECKPOINT, where=self.recipe.where("checkpoint.on_error"),
-                        fix="make room, or choose another run.dir",
-                    ) from error  # fmt: skip
-                self.progress.note(f"warning: {error}; older checkpoints are kept, and the run goes on")
+            result = self._saver.finish() if self._saver is not None else None
+        if result is None:
+            return
+        if result.error is None:
+            self.outcome.saved, self._saved_step, self.outcome.unsaved = result.folder, result.step, ""
+            return
+        self.outcome.unsaved = self.context.from_main(str(result.error))
+        if self.recipe.checkpoint.on_error == "stop":
+            raise Mistakes.one(
+                str(result.error), exit=Exit.CHECKPOINT, where=self.recipe.where("checkpoint.on_error"),
+                fix="make room, or choose another run.dir",
+            ) from result.error  # fmt: skip
+        self.progress.note(f"warning: {result.error}; older checkpoints are kept, and the run goes on")
 
     # ---- not finite ---------------------------------------------------------------------------------------
     def _not_finite(self, step: int, result: StepResult, batch: StepBatch) -> None:
+        self.finish_save()
         back_to = self._saved_step or 0
         decision, why = self.guard.decide(back_to)
         account = self._account(step, result, batch, decision)

@@ -7,7 +7,7 @@ import json
 import os
 import socket
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -87,6 +87,15 @@ class Context:
     def barrier(self) -> None:
         """Returns when every rank has called it; on the CPU, so that it works when a device is out of memory."""
         self.largest(0)
+
+    def barrier_beside(self) -> Callable[[], None]:
+        """A barrier with a group of its own, for a thread that runs beside the training steps. Every rank must call
+        this; the barriers may then be passed in any order relative to other collectives.
+        """
+        if self.world == 1:
+            return lambda: None
+        group = dist.new_group(backend="gloo")
+        return lambda: dist.all_reduce(torch.zeros(1), group=group) and None
 
     def agree(self, values: Mapping[str, str]) -> None:
         """Checks that all ranks run the same program, before the first step. Every rank must call it.
