@@ -23,6 +23,7 @@ from tpshard.recipes.diagnostic import Exit, Mistakes, as_text
 COMMANDS = {
     "train": "Train a recipe's model on this machine, or as one worker of several.",
     "plan": "Predict a run: shardings, collectives, memory, time.",
+    "evaluate": "Measure a stored model's loss and perplexity on any text.",
     "serve": "Serve a model over HTTP with OpenAI's API.",
     "quantize": "Quantize a model with GPTQ.",
     "convert": "Write a checkpoint as a Hugging Face folder.",

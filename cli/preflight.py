@@ -5,6 +5,7 @@ Reads presets or a folder's config.json; does not import torch.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re

@@ -81,8 +81,13 @@ def open_source(
     except (ValueError, OSError) as error:
         raise _unreadable(path, error) from error
     recipe = load(source, overrides)
-    runs = path / "checkpoints" if (path / "checkpoints").is_dir() else Path(recipe.run.dir) / "checkpoints"
-    return _from_checkpoint(_latest(runs, recipe), recipe, modules)
+    return _from_checkpoint(latest(runs_of(source, recipe), recipe).folder, recipe, modules)
+
+
+def runs_of(source: str, recipe: Recipe) -> Path:
+    """The folder of a recipe's checkpoints: below SOURCE if that is a run's folder, else below the recipe's run.dir."""
+    own = Path(source) / "checkpoints"
+    return own if own.is_dir() else Path(recipe.run.dir) / "checkpoints"
 
 
 def holds_model(folder: Path) -> bool:
@@ -98,7 +103,8 @@ def keep_apart(model: SourceModel, out: Path) -> None:
         )
 
 
-def _latest(checkpoints: Path, recipe: Recipe) -> Path:
+def latest(checkpoints: Path, recipe: Recipe) -> SavedCheckpoint:
+    """The newest undamaged checkpoint. Raises `Mistakes` (exit 7) where there is none."""
     from tpshard.train.restore import newest
 
     checkpoint = newest(checkpoints)
@@ -109,7 +115,7 @@ def _latest(checkpoints: Path, recipe: Recipe) -> Path:
             where=recipe.where("run.dir"),
             fix="`tpshard train` writes them; or name a checkpoint's folder",
         )
-    return checkpoint.folder
+    return checkpoint
 
 
 def _unreadable(folder: Path | str, error: Exception) -> Mistakes:

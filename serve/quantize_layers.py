@@ -165,7 +165,9 @@ class Quantizer:
         calls, form = self._calls(layers)
         streams = {"calibration": calls["calibration"], "reference": calls["calibration"]}
         if self.held_out:
-            streams |= {"dense": calls["held_out"], "quantized": calls["held_out"]}
+            self._round(self.model)  # what the folder stores of the parameters before the layers
+            streams |= {"dense": calls["held_out"], "quantized": self._calls(layers)[0]["held_out"]}
+            self._load(self.model, "", skip=f"{self.path}.")
         at: dict[str, list[LayerCall]] = {name: [each[0] for each in batches] for name, batches in streams.items()}
         for i, layer in enumerate(layers):
             prefix = f"{self.path}.{i}."
@@ -173,6 +175,7 @@ class Quantizer:
                 self._load(layer, prefix)
             dense = copy.deepcopy(layer)
             quantized = self._quantize_layer(layer, prefix, at["calibration"], dense, at["reference"])
+            self._round(layer, prefix)
             for name, batches in streams.items():
                 computed = dense if name in ("reference", "dense") else layer
                 following = [each[min(i + 1, len(layers) - 1)] for each in batches]
@@ -181,6 +184,7 @@ class Quantizer:
             yield from self.layered.stored(quantized)
         if self.held_out:
             before, self.report.held_out_tokens = self._loss(layers, at["dense"], form)
+            self._round(self.model)
             after, _ = self._loss(layers, at["quantized"], form)
             self.report.loss_before, self.report.loss_after = before, after
 
@@ -198,6 +202,18 @@ class Quantizer:
         coded = {f"{name}.bias" for name in quantized}
         coded |= {self.layered.matrices[name].parameter for name in quantized}
         return [name for name in self.layered.parameters if name not in coded]
+
+    def _round(self, module: nn.Module, prefix: str = "") -> None:
+        """Rounds a module's parameters as the folder stores them, in fp16, except for those that it stores quantized
+        and the layers of the model."""
+        coded = {self.layered.matrices[name].parameter for name, fits in self.fits.items() if fits}
+        for name, parameter in module.named_parameters():
+            if (
+                prefix + name not in coded
+                and not parameter.is_meta
+                and (prefix or not name.startswith(f"{self.path}."))
+            ):
+                parameter.copy_(parameter.to(torch.float16))
 
     def _load(self, module: nn.Module, prefix: str, skip: str | None = None) -> None:
         values: dict[int, nn.Parameter] = {}  # of parameters that have several names

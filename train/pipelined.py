@@ -31,7 +31,9 @@ class PipelineEngine(TrainingEngine):
     Micro-batches are collected, and run as the schedule says when the step ends.
     """
 
-    def __init__(self, programs: TrainingPrograms, context: Context, initial_block: InitialBlock):
+    def __init__(
+        self, programs: TrainingPrograms, context: Context, initial_block: InitialBlock, trains: bool = True
+    ):  # fmt: skip
         assert programs.pipeline is not None
         self.pipeline = programs.pipeline
         self.place = context.mesh.index(self.pipeline.axis, context.rank)
@@ -39,7 +41,7 @@ class PipelineEngine(TrainingEngine):
         own_stages, sums = self.pipeline.table.stages_of(self.place), self.pipeline.sum_ports(self.place)
         self.sum_names = [port.name for port in sums]
         stored = stored_ports(programs.setting, programs.storage, self.mine.names)
-        super().__init__(programs, context, initial_block, stored, self.mine.update, sums)
+        super().__init__(programs, context, initial_block, stored, self.mine.update, sums, trains)
         every = self.pipeline.programs.values()
         sets = {c.refs for program in every for c in program.collectives if c.kind not in ("send", "recv")}
         if context.device.type == "cuda":

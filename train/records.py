@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ STEP_KEYS = {
     "exposed_comm_s": "seconds of this step that a rank waited for collectives; null where not measured",
     "sent_bytes": "bytes that a rank sends in a step, counted in the second one",
     "collectives": "collectives that a rank issues in a step, counted in the second one",
+    "save_stall_s": "seconds that steps waited for a checkpoint since the row before; null where none was saved",
     "time": "Unix time, in seconds",
     "run": "number of times that the run was started or resumed",
     "restarts": "restarts after a worker crashed, since the command was given",
@@ -78,6 +79,17 @@ class Records:
             if not self._warned:
                 self._warned = True
                 logger.warning("%s cannot be written (%s); its rows wait in memory", self.path, error)
+
+
+def append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Appends rows to a record that another process may be writing: one write, and a line of their own."""
+    text = "".join(json.dumps({k: _finite(v) for k, v in row.items()}, allow_nan=False) + "\n" for row in rows)
+    try:
+        cut = path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+        with path.open("ab", buffering=0) as file:
+            file.write((b"\n" if cut else b"") + text.encode())
+    except OSError as error:
+        logger.warning("%s cannot be written (%s); it lacks this evaluation", path, error)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

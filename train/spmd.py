@@ -13,9 +13,11 @@ from tpshard.train.training_engine import InitialBlock, StepResult, TrainingEngi
 class SpmdEngine(TrainingEngine):
     """An engine whose ranks all run the same programs."""
 
-    def __init__(self, programs: TrainingPrograms, context: Context, initial_block: InitialBlock):
+    def __init__(
+        self, programs: TrainingPrograms, context: Context, initial_block: InitialBlock, trains: bool = True
+    ):  # fmt: skip
         sums = [port for port in programs.micro.inputs if port.kind == "gradient"]
-        super().__init__(programs, context, initial_block, programs.stored, programs.update, sums)
+        super().__init__(programs, context, initial_block, programs.stored, programs.update, sums, trains)
         self.micro, self.step, self.evaluation = (
             self._executor(program, compiled=self.compiled)
             for program in (programs.micro, programs.update, programs.evaluate)

@@ -169,16 +169,16 @@ class Loader:
             self._check_enough()
         return _stack(rows, self.seq_len, epoch)
 
-    def first_rows(self) -> StepBatch:
-        """The first `global_sequences` rows of the text, read once: a row of every lane in turn, until enough or none
-        is left. A text without documents gives one row of padding."""
+    def first_rows(self, most: int | None) -> StepBatch:
+        """The first `most` rows of the text, read once: a row of every lane in turn, until enough or none is left.
+        A text without documents gives one row of padding."""
         rows: list[PackedRow] = []
         lanes = self._lanes
-        while lanes and len(rows) < self.global_sequences:
+        while lanes and (most is None or len(rows) < most):
             turn = [(lane, lane.row(self.seq_len)) for lane in lanes]
             lanes = [lane for lane, row in turn if row.origin]
             rows += [row for _, row in turn if row.origin]
-        return _stack(rows[: self.global_sequences] or [self._lanes[0].row(self.seq_len)], self.seq_len, 0)
+        return _stack(rows[:most] or [self._lanes[0].row(self.seq_len)], self.seq_len, 0)
 
     def _check_enough(self) -> None:
         """Raises if all the text, and not just a short chain, started over within the first step."""
@@ -250,10 +250,11 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def held_out_batch(
     text: TextSource, tokenizer: TextTokenizer, *, seq_len: int, sequences: int, bad_rows: float = 0.01
 ) -> StepBatch:
-    """The first sequences of held-out text, always the same ones: as many as there are, up to `sequences`."""
-    return Loader(
-        text, tokenizer, seq_len=seq_len, global_sequences=sequences, bad_rows=bad_rows, once=True
-    ).first_rows()
+    """The first sequences of held-out text, always the same ones: as many as there are, up to `sequences`; 0: all."""
+    loader = Loader(
+        text, tokenizer, seq_len=seq_len, global_sequences=sequences or CHAINS, bad_rows=bad_rows, once=True
+    )
+    return loader.first_rows(sequences or None)
 
 
 def _stack(rows: Sequence[PackedRow], seq_len: int, epoch: int) -> StepBatch:

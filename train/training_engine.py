@@ -70,10 +70,11 @@ class TrainingEngine(ABC):
 
     def __init__(
         self, programs: TrainingPrograms, context: Context, initial_block: InitialBlock, stored: Sequence[Port],
-        update: Program, sums: Sequence[Port],
+        update: Program, sums: Sequence[Port], trains: bool = True,
     ):  # fmt: skip
         """stored: this rank's parameters. update: takes those that are trained, their gradient sums and moments, in
-        this order. sums: the gradient sums as micro-batches produce them."""
+        this order. sums: the gradient sums as micro-batches produce them. trains: whether there are gradients and
+        moments; evaluating needs none."""
         self.programs, self.context, self.initial_block = programs, context, initial_block
         self.compiled = compiled_by(programs.setting.recipe)
         self.executors: list[Executor] = []
@@ -83,11 +84,11 @@ class TrainingEngine(ABC):
         self.places = [places[name] for name in trained]
         """The indices in `params` of the trained parameters."""
         self.batch_ports = [port for port in programs.micro.inputs if port.kind == "batch"]
-        self.kept = programs.setting.moments(trained)
+        self.kept = programs.setting.moments(trained) if trains else []
         """(moment, parameter) of each moment."""
         self.params = self._zeros(self.ports)
-        self.sums = self._zeros(sums)
-        self.moments = self._zeros([port for port in update.inputs if port.kind == "optimizer"])
+        self.sums = self._zeros(sums if trains else [])
+        self.moments = self._zeros([port for port in update.inputs if port.kind == "optimizer" and trains])
         self._steps = 0
         self._tally: Tally | None = None
         self.flops_per_sequence = programs.micro.useful_flops // self.batch_ports[0].shape[0]

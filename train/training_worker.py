@@ -29,7 +29,7 @@ from tpshard.programs.training import TrainingPrograms
 from tpshard.programs.wrong_model import wrong_model
 from tpshard.recipes.diagnostic import Exit, Mistakes, plural
 from tpshard.recipes.schema import Recipe
-from tpshard.train.corpus import Corpus, open_text
+from tpshard.train.corpus import Corpus, TextSource, open_text
 from tpshard.train.generated_rows import GeneratedRows, held_out_rows
 from tpshard.train.loop import Outcome, Row, TrainingLoop, summary
 from tpshard.train.pipelined import PipelineEngine
@@ -123,13 +123,13 @@ def _train(
     # Data first: errors in it are common and show in a second, while building the programs takes longer.
     context.watchdog.doing = Doing("opening the data")
     data_rank = context.mesh.linear_index(setting.data_axes, context.rank)
-    loader, held_out = _data(setting, data_rank, folder)
+    loader, held_out_batches = _data(setting, data_rank, folder)
     plan = setting.batch
     programs = programs or _build_programs(setting, context)
     blueprint = _blueprint(recipe)
     engine = engine_of(programs, context, blueprint.initial_block)
     assert engine.data_rank == data_rank, "the program shards its batch over the axes that the recipe names"
-    checked = list(held_out) if recipe.evaluate.every_steps else []
+    checked = list(held_out_batches) if recipe.evaluate.every_steps else []
     attempt = context.from_main(run.attempt if run is not None else 0)
     if run is not None:
         for line in [around.announce(programs).rstrip("\n"), str(plan)]:
@@ -166,10 +166,12 @@ def _train(
     return outcome
 
 
-def engine_of(programs: TrainingPrograms, context: Context, initial_block: InitialBlock) -> SpmdEngine | PipelineEngine:
+def engine_of(
+    programs: TrainingPrograms, context: Context, initial_block: InitialBlock, trains: bool = True
+) -> SpmdEngine | PipelineEngine:
     """The engine that runs these programs: `PipelineEngine` for stages, else `SpmdEngine`."""
     kind = SpmdEngine if programs.pipeline is None else PipelineEngine
-    return kind(programs, context, initial_block)
+    return kind(programs, context, initial_block, trains)
 
 
 # ---- the parts ------------------------------------------------------------------------------------------------
@@ -303,16 +305,21 @@ def _data(setting: Setting, data_rank: int, folder: Path) -> tuple[Loader | Gene
     """This rank's rows of every step, and its micro-batches of held-out rows."""
     recipe, plan = setting.recipe, setting.batch
     if not setting.task.text:
-        numbers, each = _part(recipe.evaluate.sequences, setting, data_rank)
-        rows = GeneratedRows(setting.task, recipe, plan.rows(data_rank))
-        return rows, held_out_rows(setting.task, recipe, numbers, each, plan.per_device)
-    corpus = open_text(recipe.data.source, recipe.data.column, where=recipe.where("data.source"), fallback=folder)
-    tokenizer = _tokenizer(recipe, corpus, setting)
+        return GeneratedRows(setting.task, recipe, plan.rows(data_rank)), held_out(setting, data_rank)
+    corpus, tokenizer = open_corpus(setting, folder)
     loader = Loader(
         corpus.train, tokenizer, seq_len=setting.seq_len, global_sequences=plan.global_sequences,
         part=plan.rows(data_rank), seed=recipe.seed, bad_rows=recipe.data.bad_rows,
     )  # fmt: skip
-    return loader, _held_out(corpus, tokenizer, setting, data_rank)
+    return loader, held_out(setting, data_rank, (corpus.held_out, tokenizer))
+
+
+def open_corpus(setting: Setting, folder: Path) -> tuple[Corpus, TextTokenizer]:
+    """The recipe's text with its tokenizer. folder: the run's, where the sample is kept if the cache cannot be
+    written."""
+    data = setting.recipe.data
+    corpus = open_text(data.source, data.column, where=setting.recipe.where("data.source"), fallback=folder)
+    return corpus, _tokenizer(setting.recipe, corpus, setting)
 
 
 def _part(total: int, setting: Setting, data_rank: int) -> tuple[range, int]:
@@ -321,21 +328,28 @@ def _part(total: int, setting: Setting, data_rank: int) -> tuple[range, int]:
     return range(min(data_rank * each, total), min((data_rank + 1) * each, total)), each
 
 
-def _held_out(corpus: Corpus, tokenizer: TextTokenizer, setting: Setting, data_rank: int) -> Iterator[StepBatch]:
-    """This rank's micro-batches of the held-out sequences; equally many on every rank, the same sequences on any
-    mesh."""
+def held_out(
+    setting: Setting, data_rank: int, text: tuple[TextSource, TextTokenizer] | None = None, sequences: int | None = None
+) -> Iterator[StepBatch]:
+    """This rank's micro-batches of held-out sequences; equally many on every rank, the same sequences on any mesh.
+
+    text: the held-out text with its tokenizer; None for a task that makes its rows. sequences: how many, by default as
+    the recipe says; 0 for all.
+    """
     recipe = setting.recipe
+    asked = recipe.evaluate.sequences if sequences is None else sequences
+    if text is None:
+        numbers, each = _part(asked, setting, data_rank)
+        yield from held_out_rows(setting.task, recipe, numbers, each, setting.batch.per_device)
+        return
+    source, tokenizer = text
     batch = held_out_batch(
-        corpus.held_out, tokenizer, seq_len=setting.seq_len, sequences=recipe.evaluate.sequences,
-        bad_rows=recipe.data.bad_rows,
+        source, tokenizer, seq_len=setting.seq_len, sequences=asked, bad_rows=recipe.data.bad_rows
     )  # fmt: skip
     count = len(batch.origin)
-    if count < recipe.evaluate.sequences and recipe.evaluate.every_steps and data_rank == 0:
+    if count < asked and data_rank == 0 and (recipe.evaluate.every_steps or sequences is not None):
         known = plural(sum(map(bool, batch.origin)), "sequence")
-        _say(
-            f"evaluate.sequences: {recipe.evaluate.sequences}, but the held-out text of {corpus.held_out.name} has "
-            f"{known}, all of which are evaluated\n", sys.stderr,
-        )  # fmt: skip
+        _say(f"{asked} held-out sequences were asked for; {source.name} has {known}, which count\n", sys.stderr)
     rows, each = _part(count, setting, data_rank)
     zeros = torch.zeros(setting.seq_len, dtype=torch.int64)
     blank = {"tokens": zeros, "targets": zeros + IGNORE, "documents": zeros, "positions": torch.arange(len(zeros))}

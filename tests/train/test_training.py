@@ -20,7 +20,7 @@ from tpshard.train.corpus import open_text
 from tpshard.train.loop import Course, Outcome
 from tpshard.train.progress import Lines, duration, short
 from tpshard.train.tokens import load_tokenizer
-from tpshard.train.training_worker import _held_out, ending
+from tpshard.train.training_worker import ending, held_out
 
 RECIPE = """
 name: around
@@ -37,13 +37,14 @@ def test_held_out_sequences_are_the_same_on_every_mesh(ranks: int) -> None:
     corpus = open_text("sample")
     assert corpus.tokenizer is not None
     tokenizer = load_tokenizer(corpus.tokenizer)
-    parts = [list(_held_out(corpus, tokenizer, setting, rank)) for rank in range(ranks)]
+    text = (corpus.held_out, tokenizer)
+    parts = [list(held_out(setting, rank, text)) for rank in range(ranks)]
     assert len({len(part) for part in parts}) == 1, "every rank runs as many batches, or they would wait for ever"
     shapes = {tuple(batch["tokens"].shape) for part in parts for batch in part}
     assert shapes == {(2, 32)}
     rows = torch.cat([batch["tokens"][(batch["targets"] >= 0).any(-1)] for part in parts for batch in part])
     one = Setting.of(loads(RECIPE))
-    alone = torch.cat([b["tokens"][(b["targets"] >= 0).any(-1)] for b in _held_out(corpus, tokenizer, one, 0)])
+    alone = torch.cat([b["tokens"][(b["targets"] >= 0).any(-1)] for b in held_out(one, 0, text)])
     assert len(alone) == 7 and torch.equal(rows, alone)
 
 

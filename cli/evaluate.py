@@ -1,0 +1,247 @@
+"""`tpshard evaluate`: losses and perplexities of any stored model on any text."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from tpshard.cli.arguments import Device, Json, Overrides, on_device, refuse_unread
+from tpshard.cli.convert import Source
+from tpshard.recipes.diagnostic import Exit, Mistakes
+
+if TYPE_CHECKING:
+    from tpshard.parallelism.runtime.context import Context
+    from tpshard.parallelism.runtime.place import WorkerPlace
+    from tpshard.programs.setting import Setting
+    from tpshard.recipes.schema import Recipe
+    from tpshard.train.evaluation import HeldOutLoss
+    from tpshard.train.training_engine import ReadBlock
+
+Texts = Annotated[
+    list[str] | None,
+    typer.Option("--data", metavar="TEXT", help="A text, named as in data.source: all of it; repeatable."),
+]  # fmt: skip
+READ = (
+    "mesh", "cluster", "sharding", "fsdp", "pipeline", "compile", "batch.per_device", "data", "evaluate.sequences",
+    "model.seq_len", "model.dtype", "timeout_s", "logging.wandb", "run", "name",
+)  # fmt: skip
+
+
+def evaluate(
+    source: Source, overrides: Overrides = None, data: Texts = None, as_json: Json = False, device: Device = None
+) -> int:
+    """Print the loss and perplexity of the model in SOURCE on held-out text, or on the texts that --data names.
+
+    The model is that of a recipe's latest checkpoint, a checkpoint or a Hugging Face folder, quantized or not, on any
+    mesh (mesh.tp=2). The program is that of training's evaluation. A run keeps the result as a row of metrics.jsonl.
+    """
+    from tpshard.parallelism.runtime import place as places
+
+    changes = on_device(overrides, device)
+    refuse_unread("evaluate", changes, READ, "the model and its training are stored")
+    recipe = recipe_of(source, changes)
+    place = places.find(os.environ)
+    if place is not None:
+        _work(source, recipe, place, data or (), as_json)
+    from tpshard.cli import machine
+    from tpshard.cli.worker_errors import workers_of
+    from tpshard.parallelism.runtime.launcher import Nodes, launch
+
+    machine.require(recipe)
+    _stored(source, recipe)
+    nodes = Nodes.of(os.environ)
+    options = [*(f"--data={text}" for text in data or ()), *["--json"] * as_json]
+    command = [sys.executable, "-m", "tpshard.cli.main", "evaluate", source, *changes, *options]
+    return launch(command, world=workers_of(recipe, nodes), nodes=nodes)
+
+
+def recipe_of(source: str, changes: Sequence[str]) -> Recipe:
+    """The recipe by which a stored model is evaluated: its run's, or for a Hugging Face folder a short one."""
+    from tpshard.cli.preflight import model_errors
+    from tpshard.cli.quantize import run_recipe
+    from tpshard.cli.sources import MANIFEST, holds_model
+    from tpshard.recipes.load import load, loads, with_changes
+
+    path = Path(source)
+    if not holds_model(path):
+        recipe = load(source, changes)
+    elif (path / MANIFEST).is_file():
+        if not run_recipe(path).is_file():
+            raise Mistakes.one(
+                f"{source} has no recipe", exit=Exit.CHECKPOINT, why=f"there is no {run_recipe(path)}",
+                fix="copy the recipe.yaml of its run two folders up",
+            )  # fmt: skip
+        recipe = load(str(run_recipe(path)), changes)
+    else:
+        recipe = loads(_recipe_of_folder(path), changes, file=source)
+    data_ranks = _data_ranks(recipe)
+    if recipe.batch.global_sequences % data_ranks:  # only micro-batches matter here
+        recipe = with_changes(recipe, [f"batch.global_sequences={data_ranks * (recipe.batch.per_device or 1)}"])
+    if wrong := [d for d in model_errors(recipe) if d.severity == "error"]:
+        raise Mistakes(wrong)
+    return recipe
+
+
+def _recipe_of_folder(folder: Path) -> str:
+    """A recipe for the model in a Hugging Face folder: computed in fp32 where it is stored so, and on a CPU."""
+    from tpshard.cli.worker_errors import visible_gpus
+    from tpshard.models import hf_config
+
+    try:
+        computed = hf_config.computes(folder)
+        raw = hf_config.read_raw(folder)
+        length = hf_config.folder_config(str(folder)).seq_len if computed else 2048
+    except (ValueError, OSError) as error:
+        raise Mistakes.one(
+            f"{folder} cannot be read", exit=Exit.CHECKPOINT, why=str(error), fix="copy it again, or name another"
+        ) from error
+    stored = str(raw.get("dtype", raw.get("torch_dtype", "float32")))
+    whole = {
+        "name": folder.resolve().name, "data": {"tokenizer": str(folder)},
+        "model": {
+            "hf" if computed else "transformers": str(folder), "seq_len": length,
+            "dtype": "bf16" if visible_gpus() and "32" not in stored else "fp32",
+        },
+    }  # fmt: skip
+    return json.dumps(whole)
+
+
+def _data_ranks(recipe: Recipe) -> int:
+    import math
+
+    from tpshard.cli.worker_errors import workers_of
+    from tpshard.parallelism.runtime.launcher import Nodes
+
+    mesh = recipe.mesh_on(workers_of(recipe, Nodes.of(os.environ)))
+    return math.prod(mesh.get(axis, 1) for axis in recipe.sharding.rules.get("batch", ()))
+
+
+def _stored(source: str, recipe: Recipe) -> Path:
+    """The folder of the model: SOURCE itself, or the run's newest checkpoint that is readable."""
+    from tpshard.cli.sources import holds_model, runs_of
+    from tpshard.train.checkpoint import steps
+
+    if holds_model(Path(source)):
+        return Path(source)
+    checkpoints = runs_of(source, recipe)
+    if not steps(checkpoints):
+        raise Mistakes.one(
+            f"there is no checkpoint in {checkpoints}", exit=Exit.CHECKPOINT, where=recipe.where("run.dir"),
+            fix="`tpshard train` writes them; or name a checkpoint's folder",
+        )  # fmt: skip
+    return checkpoints
+
+
+def _work(source: str, recipe: Recipe, place: WorkerPlace, texts: Sequence[str], as_json: bool) -> NoReturn:
+    from tpshard.cli.worker_errors import describe, device_kind
+    from tpshard.parallelism.runtime.worker import run_worker
+
+    def body() -> int:
+        from tpshard.parallelism.runtime.context import connect
+        from tpshard.programs.setting import Setting
+
+        setting, limits = Setting.of(recipe, place.world), recipe.timeout_s
+        with connect(
+            place, setting.mesh, device=device_kind(recipe), start_s=limits.start, step_s=limits.step
+        ) as context:
+            result = result_of(source, setting, context, texts)
+        if place.rank == 0:
+            print(json.dumps(result) if as_json else table(result), flush=True)
+        return 0
+
+    run_worker(body, place, describe)
+
+
+def result_of(source: str, setting: Setting, context: Context, texts: Sequence[str]) -> dict[str, Any]:
+    """The losses of SOURCE as JSON values; rank 0 appends them to the record of its run. Every rank calls it."""
+    from tpshard.train.evaluation import evaluate as losses_of
+
+    opened: dict[str, Any] = {}
+
+    def open_model(expected: Mapping[str, Any]) -> ReadBlock:
+        opened.update(_open(source, setting.recipe, context, expected))
+        return opened.pop("read")  # type: ignore[no-any-return]
+
+    losses = losses_of(setting, context, open_model, texts)
+    tokens = sum(one.tokens for one in losses)
+    result = {
+        "schema": 1, "source": source, "model": str(opened["folder"]), "step": opened["step"],
+        "loss": sum(one.loss * one.tokens for one in losses if one.tokens) / tokens if tokens else None,
+        "tokens": tokens, "seq_len": setting.seq_len, "dtype": setting.recipe.model.dtype,
+        "mesh": dict(setting.mesh.axes), "results": [_as_json(one) for one in losses],
+    }  # fmt: skip
+    if context.is_main and opened["run"] is not None:
+        _record(opened["run"], setting.recipe, result)
+    return result
+
+
+def _as_json(one: HeldOutLoss) -> dict[str, Any]:
+    if not one.tokens:
+        return {**vars(one), "loss": None, "perplexity": None}
+    return {**vars(one), "perplexity": one.perplexity}
+
+
+def _open(source: str, recipe: Recipe, context: Context, expected: Mapping[str, Any]) -> dict[str, Any]:
+    """The reader of the model's blocks, with its folder, its step and its run's folder. Rank 0 verifies checkpoints."""
+    from tpshard.cli.sources import MANIFEST, latest, open_source
+    from tpshard.train.restore import SavedCheckpoint, open_checkpoint
+
+    folder = _stored(source, recipe)
+    if (folder / "config.json").is_file() and not (folder / MANIFEST).is_file():
+        return {"read": open_source(source).block, "folder": folder, "step": None, "run": None}
+    chosen = None
+    if context.is_main:
+        checkpoint = open_checkpoint(folder) if (folder / MANIFEST).is_file() else latest(folder, recipe)
+        chosen = str(checkpoint.folder)
+    checkpoint = SavedCheckpoint(Path(context.from_main(chosen)))
+    checkpoint.require(expected, dtypes=False, moments=False)
+    run = checkpoint.folder.absolute().parent.parent
+    return {
+        "read": checkpoint.block, "folder": checkpoint.folder, "step": checkpoint.step,
+        "run": run if (run / "metrics.jsonl").is_file() else None,
+    }  # fmt: skip
+
+
+def _record(run: Path, recipe: Recipe, result: Mapping[str, Any]) -> None:
+    """Appends each loss to a run's metrics.jsonl, and sends it to the run's wandb, if it has one."""
+    import time
+
+    from tpshard.train.records import append
+
+    rows = [
+        {
+            "step": result["step"], "eval_loss": one["loss"], "eval_tokens": one["tokens"], "eval_data": one["data"],
+            "eval_sequences": one["sequences"], "time": time.time(),
+        }
+        for one in result["results"]
+    ]  # fmt: skip
+    append(run / "metrics.jsonl", rows)
+    options, id_file = recipe.logging.wandb, run / "wandb" / "id"
+    if options is None or options.mode == "disabled" or not id_file.is_file():
+        return
+    from tpshard.train.wandb_sink import WandbSink
+
+    sink = WandbSink(run, options, name=recipe.name, config={}, run_id=id_file.read_text().strip() or None)
+    for row in rows:
+        sink(row)
+    sink.close({"eval_loss": result["loss"]})
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """The losses as text, a line per text."""
+    at = f", step {result['step']}" if result["step"] is not None else ""
+    lines = [f"{result['model']}{at}, sequences of {result['seq_len']} tokens in {result['dtype']}"]
+    width = max(len(one["data"]) for one in result["results"])
+    lines.append(f"  {'data':<{width}}      loss  perplexity      tokens  sequences")
+    for one in result["results"]:
+        if one["loss"] is None:
+            lines.append(f"  {one['data']:<{width}}  no target token")
+            continue
+        figures = f"{one['loss']:>8.4f}  {one['perplexity']:>10.4g}  {one['tokens']:>10,}  {one['sequences']:>9,}"
+        lines.append(f"  {one['data']:<{width}}  {figures}")
+    return "\n".join(lines)

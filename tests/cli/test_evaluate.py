@@ -1,0 +1,109 @@
+"""`tpshard evaluate` gives training's own held-out loss, on every mesh and for every form of the model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tpshard.cli import evaluate as command
+from tpshard.cli.evaluate import recipe_of, result_of, table
+from tpshard.cli.main import run
+from tpshard.parallelism.runtime.context import Context
+from tpshard.programs.setting import Setting
+from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.recipes.load import loads
+from tpshard.train import training_worker
+from tpshard.train.records import read_rows
+from tpshard.train.training_worker import Surroundings
+
+RECIPE = """
+name: judged
+cluster: {device: cpu}
+model: {preset: tiny, layers: 1, width: 32, heads: 4, kv_heads: 2, head_dim: 8, mlp: 64, seq_len: 64}
+batch: {global_sequences: 4}
+compile: eager
+train: {steps: 2}
+evaluate: {every_steps: 2, sequences: 10}
+logging: {every_steps: 1, wandb: null}
+"""
+ALIKE = ["compile=eager", "evaluate.sequences=10", "model.seq_len=64"]
+"""What a folder does not say of the run that it comes from."""
+
+
+def train(context: Context, folder: str) -> None:
+    training_worker._keep_output = lambda *_: None  # type: ignore[assignment]  # the pool's own output stays
+    recipe = loads(RECIPE, [f"run.dir={folder}/judged"])
+    training_worker.train(Setting.of(recipe, context.world), context, Surroundings())
+
+
+def measure(context: Context, source: str, overrides: list[str], texts: list[str]) -> dict[str, Any]:
+    return result_of(source, Setting.of(recipe_of(source, overrides), context.world), context, texts)
+
+
+@pytest.fixture(scope="module")
+def trained(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("judged")
+    pool.run(train, str(folder), world=1)
+    return folder / "judged"
+
+
+def loss_of_training(run_folder: Path) -> tuple[float, int]:
+    rows = [row for row in read_rows(run_folder / "metrics.jsonl") if "eval_loss" in row]
+    return rows[0]["eval_loss"], rows[0]["eval_tokens"]
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp": 1}, {"fsdp": 2}, {"dp": 1, "tp": 2}, {"fsdp": 3, "dp": 1}])
+def test_the_loss_is_trainings_own_on_every_mesh(mesh: dict[str, int], trained: Path, pool: Any) -> None:
+    loss, tokens = loss_of_training(trained)
+    world = max(mesh.values())
+    axes = {"dp": 1, "fsdp": 1, "tp": 1} | mesh
+    changes = [f"mesh.{axis}={size}" for axis, size in axes.items()]
+    for source in (trained, trained / "checkpoints" / "step-000002"):
+        results = pool.run(measure, str(source), changes, [], world=world, mesh=axes)
+        assert all(r["loss"] == pytest.approx(loss, abs=1e-6) and r["tokens"] == tokens for r in results)
+    row = read_rows(trained / "metrics.jsonl")[-1]
+    assert row["eval_loss"] == results[0]["loss"] and row["eval_data"] == "sample" and row["step"] == 2
+    assert "loss" not in row and str(results[0]["tokens"]) in table(results[0])
+
+
+def test_convert_and_quantize_keep_to_the_same_sequences(
+    trained: Path, tmp_path: Path, pool: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loss, tokens = loss_of_training(trained)
+    dense, quantized = tmp_path / "dense", tmp_path / "quantized"
+    assert run(["convert", str(trained), str(dense)]) == 0
+    few = ["quantize.group_size=32", "quantize.calibration.sequences=2"]
+    capsys.readouterr()
+    assert run(["quantize", str(trained), str(quantized), *few, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["held_out_tokens"] == tokens and report["loss_before"] == pytest.approx(loss, abs=1e-6)
+    for folder, expected in ((dense, loss), (quantized, report["loss_after"])):
+        (result,) = pool.run(measure, str(folder), ALIKE, [], world=1)
+        assert result["loss"] == pytest.approx(expected, abs=1e-6) and result["tokens"] == tokens
+        assert result["step"] is None
+
+
+def test_named_texts_count_wholly(trained: Path, tmp_path: Path, pool: Any) -> None:
+    texts = [tmp_path / "a.txt", tmp_path / "b.jsonl"]
+    texts[0].write_text("One line of text.\n" * 40)
+    texts[1].write_text('{"text": "a document"}\n' * 30)
+    (result,) = pool.run(measure, str(trained), [], list(map(str, texts)), world=1)
+    assert [Path(one["data"]).name for one in result["results"]] == ["a.txt", "b.jsonl"]
+    assert result["tokens"] == sum(one["tokens"] for one in result["results"])
+    each = {Path(one["data"]).name: one for one in result["results"]}
+    assert each["b.jsonl"]["tokens"] % 30 == 0 and each["a.txt"]["tokens"] > 200
+
+
+@pytest.mark.parametrize("key", ["model.layers=2", "optimizer.lr=1", "train.steps=3", "quantize.bits=8"])
+def test_what_is_stored_is_not_overridden(key: str, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["evaluate", str(trained), key]) == Exit.USAGE
+    assert f"`evaluate` does not obey `{key.partition('=')[0]}`" in capsys.readouterr().err
+
+
+def test_a_run_without_checkpoints_is_refused_before_workers_start(tmp_path: Path) -> None:
+    recipe = loads(RECIPE, [f"run.dir={tmp_path}/none"])
+    with pytest.raises(Mistakes) as caught:
+        command._stored(str(tmp_path), recipe)
+    assert caught.value.exit == Exit.CHECKPOINT
