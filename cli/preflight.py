@@ -25,6 +25,13 @@ if TYPE_CHECKING:
     from tpshard.recipes.schema import Recipe
 
 
+LEARNED = (
+    "bart", "bert", "biogpt", "camembert", "electra", "ernie", "gpt2", "gpt_bigcode", "gpt_neo", "opt", "plbart",
+    "rembert", "roberta", "roberta-prelayernorm", "xglm", "xlm-roberta", "xlm-roberta-xl", "xmod",
+)  # fmt: skip
+"""Model types of transformers with a table of positions, which ends. Others go on beyond the positions they name."""
+
+
 def load_checked(path: str, overrides: Sequence[str] = (), *, text: bool = False) -> tuple[Recipe, list[Diagnostic]]:
     """Reads and checks a recipe; returns it with its warnings. text: whether to check its data and tokenizer too.
 
@@ -80,7 +87,7 @@ def _positions(recipe: Recipe, config: ModelConfig | None) -> list[Diagnostic]:
         numbers = raw | (text if isinstance(text, dict) else {})
         sizes = (numbers.get(name) for name in ("max_position_embeddings", "n_positions", "max_seq_len"))
         positions = next((size for size in sizes if isinstance(size, int) and size > 0), 0)
-        rotary = any("rope" in name or "rotary" in name or name == "alibi" for name in numbers)
+        rotary = numbers.get("position_embedding_type") != "absolute" and numbers.get("model_type") not in LEARNED
     else:
         return []
     if not 0 < positions < length:

@@ -87,9 +87,7 @@ def _other_checkpoint(recipe: str, named: str, loaded: Recipe) -> str:
     for run in (Path(recipe), Path(loaded.run.dir)):
         if (run / "checkpoints" / named).is_dir():
             return f"serve.checkpoint={run / 'checkpoints' / named}"
-    if not Path(named).exists() and (hub := hub_fix(named)):
-        return hub
-    return "a checkpoint being written gets its manifest last: wait for it, or name another"
+    return hub_fix(named) or "a checkpoint being written gets its manifest last: wait for it, or name another"
 
 
 def _shape(recipe: str, overrides: list[str], loaded: Recipe) -> Served:

@@ -247,6 +247,19 @@ QUANTIZING = {
     "held_out_tokens": "Tokens of that text.",
 }  # fmt: skip
 
+EVALUATED = {
+    "schema": "Version of this format.",
+    "source": "SOURCE as given.",
+    "model": "The folder of the checkpoint or model,",
+    "step": "its step; null for a folder.",
+    "loss": "Nats per target token over all texts; null without a target token.",
+    "tokens": "Target tokens of all texts.",
+    "seq_len": "Tokens of a sequence.",
+    "dtype": "What the model was computed in.",
+    "mesh.*": "Size of each mesh axis.",
+    "results[].*": "Of each text: `data`, `sequences`, `tokens`, `loss` and `perplexity`.",
+}  # fmt: skip
+
 NET = {
     "schema": "Version of this format.",
     "levels[].name": "A level of the network, from the nearest,",
@@ -292,6 +305,7 @@ OUTPUTS = (
     Output("doctor", ("doctor", "--no-collective", "--json"), FINDINGS),
     Output("check RECIPE --against KEY=VALUE", (), COMPARED),
     Output("quantize SOURCE OUT", (), QUANTIZING),
+    Output("evaluate SOURCE", (), EVALUATED),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 
@@ -70,6 +71,8 @@ KEYS = {word: keys for words, keys in _TABLE.items() for word in words}
 def hub_fix(text: str) -> str:
     """The fix where a folder is asked for and `text` looks like the name of a model on the Hugging Face hub; "" for
     other text."""
+    if os.path.exists(text):
+        return ""
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", text) or text.endswith((".yaml", ".yml", ".json")):
         return ""
     name = text.partition("/")[2]

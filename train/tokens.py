@@ -139,6 +139,6 @@ def _unreadable(folder: Path, why: str, where: Source | None) -> Mistakes:
         exit=Exit.DATA,
         where=where,
         why=why,
-        fix=("" if folder.exists() else hub_fix(str(folder)))
+        fix=hub_fix(str(folder))
         or "a folder with tokenizer.json and tokenizer_config.json; `data.source: sample` needs none",
     )

@@ -112,7 +112,8 @@ def test_training_for_gpus_that_are_not_here_is_5(
         monkeypatch.delenv(name, raising=False)
     assert run(["train", "llama3-1b", "data.tokenizer=none"]) == Exit.MACHINE
     printed = capsys.readouterr().err
-    assert "this machine has none" in printed and "--device cpu" in printed and "llama3-1b.yaml:4:" in printed
+    assert "this machine has none" in printed and "llama3-1b.yaml:4:" in printed
+    assert "--device cpu" in printed or "tpshard plan llama3-1b --dry-run" in printed, "as its memory allows"
     assert list(tmp_path.iterdir()) == []
 
 
