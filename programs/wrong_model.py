@@ -22,13 +22,8 @@ def wrong_model(recipe: Recipe, error: Exception) -> Mistakes:
     key = recipe.model.named_by
     assert key is not None, "a model was named"
     where = recipe.where(changed[0] if changed else f"model.{key}")
-<<<<<<< HEAD
     fix = f"change {join(f'model.{name}' for name in names)}" if changed else getattr(error, "fix", FIXES[key])
-    if key in ("hf", "transformers") and not Path(str(model[key])).exists():
-=======
-    fix = f"change {join(f'model.{name}' for name in names)}" if changed else FIXES[key]
     if key in ("hf", "transformers"):
->>>>>>> 7756f3c (Tests of validate name recipes whose tokenizer is known)
         fix = hub_fix(str(model[key])) or fix
     message = f"{error}" if key == "module" else f"`model`: {error}"
     return Mistakes.one(message, exit=Exit.RECIPE, where=where, fix=fix)
