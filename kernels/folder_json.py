@@ -63,7 +63,7 @@ def parse_object(data: bytes | str, name: object) -> dict[str, Any]:
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name} is not valid JSON: {error}") from error
+        raise damaged(f"{name} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{name} holds {type(value).__name__}, not a JSON object")
     return value

@@ -134,7 +134,8 @@ class GPTQFolder:
     sorted. Raises ValueError naming the file or module where config and files contradict each other.
     """
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, file_of: Mapping[str, str] | None = None):
+        """file_of: the file of each tensor, where the folder's reader knows them."""
         self.folder = Path(folder)
         config = read_config(self.folder)
         if config is None:

@@ -123,6 +123,7 @@ class FolderWeights:
         absent += sorted(tensor for tensor in stacked if tensor not in self.tensors)
         spelled = {other for others in spellings.values() for other in others} | stacked
         foreign = [t for t in self.tensors.names() if t not in spelled and not _CONSTANTS.fullmatch(t)]
+        foreign = [tensor for tensor in foreign if not self.tensors.zero_bias(tensor)]
         if absent and not foreign:
             raise ValueError(f"{self.folder}: missing keys for {cls}: {', '.join(absent[:5])}")
         return None if absent else {name: tensor for name, tensor in homes.items() if tensor is not None}
@@ -148,7 +149,7 @@ class FolderWeights:
         placed |= {name for name, _ in model.named_buffers()}
         for tensor in self.tensors.names():
             accepted = tensor in placed or _CONSTANTS.fullmatch(tensor) or any(p.search(tensor) for p in ignored)
-            if not accepted:
+            if not accepted and not self.tensors.zero_bias(tensor):
                 wrong.append(f"`{tensor}` is no parameter of {type(model).__name__}")
         self.tensors.refuse(wrong)
 

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tpshard.kernels.folder_json import read_regular
 from tpshard.models.hf_json import file_inside, read_json, refuse_code
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ class FolderTokenizer:
         names = (FAST, "tokenizer.model") if (self.folder / FAST).exists() else SLOW
         for name in names:
             if (self.folder / name).exists():
-                digest.update(file_inside(self.folder, name).read_bytes())
+                digest.update(read_regular(file_inside(self.folder, name)))
         return digest
 
     @property
@@ -138,7 +139,7 @@ class FolderTokenizer:
             refuse_code(self.config, self.folder / CONFIG)
             return _converted(self.folder)
         try:
-            rust = Rust.from_str(file_inside(self.folder, FAST).read_text("utf-8"))
+            rust = Rust.from_str(read_regular(file_inside(self.folder, FAST)).decode())
         except Exception as error:  # the library raises plain Exception
             raise ValueError(f"{self.folder / FAST} cannot be read: {error}") from error
         _add(rust, self.folder, self.config)
@@ -290,7 +291,7 @@ def _producible(raw: Mapping[str, Any]) -> Callable[[str], bool]:
 def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """The chat template, from the newest of the places where folders keep it."""
     if (folder / "chat_template.jinja").is_file():
-        return file_inside(folder, "chat_template.jinja").read_text("utf-8")
+        return read_regular(file_inside(folder, "chat_template.jinja")).decode()
     value = config.get("chat_template")
     if value is None and (folder / "chat_template.json").is_file():
         value = read_json(folder, "chat_template.json").get("chat_template")

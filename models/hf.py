@@ -42,10 +42,11 @@ class HFFolder:
         self.folder = Path(folder)
         self.raw = hf_config.read_raw(self.folder)
         self.quantized = bool(self.raw.get("quantization_config")) or (self.folder / "quantize_config.json").exists()
-        self.config: ModelConfig = hf_config.read_config(self.raw, quantized=self.quantized)
+        described = hf_config.read_config(self.raw, quantized=self.quantized)
         self.tensors = DequantizedTensors(self.folder) if self.quantized else hf_files.Tensors(self.folder)
-        if self.config.layers > len(self.tensors.names()):
-            raise ValueError(f"{self.folder}: {self.config.layers} layers and {len(self.tensors.names())} tensors")
+        if described.layers > len(self.tensors.names()):
+            raise ValueError(f"{self.folder}: {described.layers} layers and {len(self.tensors.names())} tensors")
+        self.config: ModelConfig = self._with_biases(described) if self.quantized else described
         self.shapes = self.config.shapes
         self._modules = hf_modules(self.config)
         self._check()
@@ -84,9 +85,20 @@ class HFFolder:
                     wrong.append(f"`{name}` is {list(self.tensors.shape(name))}, config.json makes it {list(shape)}")
                 elif self.tensors.dtype(name) not in FLOATS:
                     wrong.append(f"`{name}` is of dtype {self.tensors.dtype(name)}, which is not supported")
-            elif not _BUFFERS.fullmatch(name) and not self._is_tied(name):
+            elif not _BUFFERS.fullmatch(name) and not self._is_tied(name) and not self.tensors.zero_bias(name):
                 wrong.append(f"`{name}` is no parameter of a {self.raw['model_type']} model")
         self.tensors.refuse(wrong)
+
+    def _with_biases(self, described: ModelConfig) -> ModelConfig:
+        """The configuration with the biases that a GPTQ folder has beyond config.json, unless they are zero: AutoGPTQ
+        gave a bias to each linear."""
+        for flag in {"attention_bias", "mlp_bias"} & described.family_entry.numbers:
+            wider = replace(described, **dict[str, Any]({flag: True}))
+            more = set(hf_tensors(wider, wider.shapes)) - set(hf_tensors(described, described.shapes))
+            present = all(name in self.tensors for name in more)
+            if more and present and not all(self.tensors.zero_bias(name) for name in more):
+                described = wider
+        return described
 
     def _is_tied(self, name: str) -> bool:
         """Whether a tensor duplicates the embedding table and is therefore allowed to be missing."""

@@ -38,15 +38,35 @@ _UNSUPPORTED = {  # key -> the values that change nothing
 }
 
 
+class OtherForm(ValueError):
+    """A setting that a family lacks and that transformers' class of the same name computes."""
+
+
 def folder_config(folder: str | os.PathLike[str]) -> ModelConfig:
     """The configuration of a folder's model, dense or quantized. Errors as in `read_raw` and `read_config`."""
     return read_config(read_raw(folder), quantized=True)
 
 
 def computes(folder: str | os.PathLike[str]) -> bool:
-    """Whether tpshard has a family for the folder's `model_type`; `read_config` may still refuse its numbers."""
-    raw = read_raw(folder)
-    return raw.get("model_type") in _BY_TYPE or "architectures" not in raw
+    """Whether a family of tpshard computes a folder's model, and not transformers' class; `read_config` may still
+    refuse its numbers."""
+    return not class_reason(read_raw(folder))
+
+
+def class_reason(raw: Mapping[str, Any]) -> str:
+    """Why transformers' class computes the model of a config.json, and no family of tpshard; "" where one does."""
+    kind = raw.get("model_type")
+    if "architectures" not in raw:
+        return ""
+    if kind not in _BY_TYPE:
+        return f"tpshard has no family for {kind}"
+    try:
+        read_config(raw, quantized=True)
+    except OtherForm as error:
+        return f"tpshard's family {_BY_TYPE[kind].name} lacks this: {error}"
+    except ValueError:  # told by whoever reads the configuration
+        pass
+    return ""
 
 
 def read_raw(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -83,13 +103,13 @@ def read_config(raw: Mapping[str, Any], *, quantized: bool = False) -> ModelConf
     try:
         return _read(raw, family)
     except ValueError as error:
-        raise ValueError(f"config.json: {error}") from error
+        raise (OtherForm if isinstance(error, OtherForm) else ValueError)(f"config.json: {error}") from error
 
 
 def _read(raw: Mapping[str, Any], family: Family) -> ModelConfig:
     for fixed, allowed in family.hf.fixed.items():
         if raw.get(fixed, allowed[0]) not in allowed:
-            raise ValueError(f"`{fixed}: {_short(raw[fixed])}` is not supported; {', '.join(map(str, allowed))} is")
+            raise OtherForm(f"`{fixed}: {_short(raw[fixed])}` is not supported; {', '.join(map(str, allowed))} is")
     numbers: dict[str, Any] = {"dtype": _dtype(raw), "vocab": _size(raw, "vocab_size")}
     for key in family.hf.keys:
         name = key.alias if key.alias in raw and key.theirs not in raw else key.theirs
@@ -149,13 +169,13 @@ def _rope(raw: Mapping[str, Any], max_seq: int, theta: float) -> tuple[float, Ro
 def _scaling(key: str, values: Mapping[str, Any], max_seq: int) -> RopeScaling | None:
     kind = values.get("rope_type", values.get("type", "default"))
     if values.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"`{key}.partial_rotary_factor: {values['partial_rotary_factor']}` is not supported")
+        raise OtherForm(f"`{key}.partial_rotary_factor: {values['partial_rotary_factor']}` is not supported")
     if kind in (None, "default"):
         if any(isinstance(value, Mapping) for value in values.values()):
-            raise ValueError(f"`{key}` differs from layer to layer, which is not supported")
+            raise OtherForm(f"`{key}` differs from layer to layer, which is not supported")
         return None
     if kind != "llama3":
-        raise ValueError(f"`{key}.rope_type: {kind}` is not supported; default and llama3 are")
+        raise OtherForm(f"`{key}.rope_type: {_short(kind)}` is not supported; default and llama3 are")
     original = _size(values, "original_max_position_embeddings", max_seq)
     factor, low, high = (_number(values, name, None) for name in ("factor", "low_freq_factor", "high_freq_factor"))
     if not high > low:

@@ -65,6 +65,10 @@ class Tensors:
         with self._naming_the_file(file):
             return self._open(file).get_slice(name)
 
+    def zero_bias(self, name: str) -> bool:
+        """Whether a tensor is a bias that changes nothing; of dense folders none is looked at."""
+        return False
+
     def refuse(self, wrong: Sequence[str]) -> None:
         """Raises ValueError with the first of what is wrong with the tensors, if anything is."""
         if wrong:

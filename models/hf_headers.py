@@ -22,7 +22,7 @@ def has_weights(folder: str | os.PathLike[str]) -> bool:
     place = Path(folder)
     if not any(file.suffix in (*PICKLES, ".safetensors") or file.name == INDEX for file in place.iterdir()):
         return False
-    _places(place)
+    _places(place, _stem(place))
     return True
 
 
@@ -32,31 +32,57 @@ def homes(folder: str | os.PathLike[str]) -> dict[str, str]:
     place = Path(folder)
     if not place.is_dir():
         raise ValueError(f"{place} is not a folder")
-    places = _places(place)
+    stem = _stem(place)
+    places, index = _places(place, stem), f"{stem}.safetensors.index.json"
     homes: dict[str, str] = {}
-    for file in [SINGLE] if places is None else sorted(set(places.values())):
+    for file in [f"{stem}.safetensors"] if places is None else sorted(set(places.values())):
         for name in _header(place, file):
             if places is not None and places.get(name) != file:
-                raise damaged(f"{place / file} holds `{name}`, which {INDEX} does not place there")
+                raise damaged(f"{place / file} holds `{name}`, which {index} does not place there")
             homes[name] = file
     missing = sorted(set(places or ()) - set(homes))
     if missing and places is not None:
-        raise damaged(f"{place / places[missing[0]]} lacks `{missing[0]}`, which {INDEX} places there")
+        raise damaged(f"{place / places[missing[0]]} lacks `{missing[0]}`, which {index} places there")
     return homes
 
 
-def _places(folder: Path) -> dict[str, str] | None:
+def _stem(folder: Path) -> str:
+    """The name of the weights' file without `.safetensors`: `model`, or in a GPTQ folder as AutoGPTQ names it.
+
+    AutoGPTQ writes `model_file_base_name`, or else gptq_model-4bit-128g (bits, size of a group), before `.safetensors`
+    and `.safetensors.index.json`. The only file of a GPTQ folder may have any name.
+    """
+    settings: Any = None
+    for name, key in (("config.json", "quantization_config"), ("quantize_config.json", None)):
+        if settings is None and (folder / name).is_file():
+            raw = read_json(folder, name)
+            settings = raw.get(key) if key else raw
+    if not isinstance(settings, dict):
+        return "model"
+    named = f"gptq_model-{settings.get('bits')}bit-{settings.get('group_size')}g"
+    for stem in ("model", str(settings.get("model_file_base_name")), named):
+        if not {"/", "\\", "\0"} & set(stem) and any((folder / f"{stem}{end}").exists() for end in _ENDS):
+            return stem
+    only = [path.name.removesuffix(_ENDS[0]) for path in folder.iterdir() if path.name.endswith(_ENDS[0])]
+    return only[0] if len(only) == 1 else "model"
+
+
+_ENDS = (".safetensors", ".safetensors.index.json")
+
+
+def _places(folder: Path, stem: str) -> dict[str, str] | None:
     """The file of each tensor as the index says; None for a single file without an index."""
-    if (folder / INDEX).exists():
-        places = read_json(folder, INDEX).get("weight_map")
+    single, index = (f"{stem}{end}" for end in _ENDS)
+    if (folder / index).exists():
+        places = read_json(folder, index).get("weight_map")
         if not isinstance(places, dict) or not places or not all(isinstance(v, str) for v in places.values()):
-            raise ValueError(f"{folder / INDEX}: `weight_map` does not map names of tensors to files")
+            raise ValueError(f"{folder / index}: `weight_map` does not map names of tensors to files")
         for file in set(places.values()):
             if not file.endswith(".safetensors"):
-                raise ValueError(f"{folder / INDEX}: {file!r} is not a safetensors file")
+                raise ValueError(f"{folder / index}: {file!r} is not a safetensors file")
         return places
-    if not (folder / SINGLE).exists():
-        raise pickled(folder, f"{SINGLE} nor {INDEX}")
+    if not (folder / single).exists():
+        raise pickled(folder, f"{single} nor {index}")
     return None
 
 

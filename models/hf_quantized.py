@@ -14,6 +14,7 @@ from tpshard.kernels.gptq_format import SUFFIXES, GPTQFolder
 from tpshard.kernels.quantized import Quantized
 from tpshard.models.config import ModelConfig
 from tpshard.models.hf_files import Tensors
+from tpshard.models.hf_headers import homes
 from tpshard.models.hf_names import Home, hf_modules
 
 
@@ -25,7 +26,7 @@ class DequantizedTensors(Tensors):
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         super().__init__(folder)  # first: it refuses files outside the folder
-        self._quantized = GPTQFolder(self.folder)
+        self._quantized = GPTQFolder(self.folder, self._home)
         if not self._quantized.modules:
             raise ValueError(f"{self.folder} has a quantization_config, but no `qweight`")
         self.coded_weights = {f"{module}.weight": module for module in self._quantized.modules}
@@ -59,6 +60,11 @@ class DequantizedTensors(Tensors):
 
     def dtype(self, name: str) -> str:
         return "F16" if name in self.coded_weights else super().dtype(name)
+
+    def zero_bias(self, name: str) -> bool:
+        """Whether a tensor is the bias of a quantized linear, and zero: AutoGPTQ gave one to each linear."""
+        module, _, leaf = name.rpartition(".")
+        return leaf == "bias" and f"{module}.weight" in self.coded_weights and not bool(self.block(name).any())
 
     def block(self, name: str, starts: Sequence[int] = (), sizes: Sequence[int] = ()) -> Tensor:
         module = self.coded_weights.get(name)
@@ -108,7 +114,8 @@ class QuantizedModules:
         module_of: Callable[[str], str | None],
         stack_of: Callable[[str], Stacked | None],
     ) -> None:
-        self._folder, self._module_of, self._stack_of = GPTQFolder(Path(folder)), module_of, stack_of
+        self._folder = GPTQFolder(Path(folder), homes(folder))
+        self._module_of, self._stack_of = module_of, stack_of
         self.settings = self._folder.config
 
     def settings_of(self, name: str) -> GPTQConfig | None:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from torch import nn
 from tpshard.models.architecture import Architecture
 from tpshard.models.dims import STAGE, param_dims
+from tpshard.models.hf_config import class_reason
 from tpshard.models.plan_dims import Naming, dims_of_plan
 from tpshard.programs.patterns import matches, nearest
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, plural
@@ -67,7 +68,8 @@ def notes(
     sentences = []
     name = type(model).__name__
     if architecture is not None and recipe.model.transformers is None:
-        sentences.append(f"tpshard has no family for {architecture.model_type}: transformers' {name} computes it")
+        reason = class_reason(architecture.raw) or f"tpshard has no family for {architecture.model_type}"
+        sentences.append(f"{reason}: transformers' {name} computes it")
     unnamed = {"", STAGE}
     free = _patterns([n for n, _ in model.named_parameters() if unnamed.issuperset(named.get(n, Naming((), "")).dims)])
     if free:

@@ -17,8 +17,9 @@ from tpshard.models import Blueprint
 from tpshard.models.architecture import Architecture
 from tpshard.models.architecture_folder import FolderWeights
 from tpshard.models.config import ModelConfig
-from tpshard.models.hf import DTYPES
+from tpshard.models.hf import DTYPES, HFFolder
 from tpshard.models.hf_config import computes, folder_config
+from tpshard.models.hf_headers import has_weights
 from tpshard.models.hf_quantized import QuantizedModules, QuantizedParameters, quantizable
 from tpshard.models.plan_dims import dims_of_plan
 from tpshard.programs.layouts import ActOrder, Arrangement, act_orders, order_key, planned_orders
@@ -207,7 +208,7 @@ def stored_model(recipe: Recipe, blueprint: Blueprint, folder: Path, stored: str
 
 
 def _unreadable(recipe: Recipe, folder: Path, error: Exception) -> Mistakes:
-    where, fix = recipe.where("serve.checkpoint"), "copy the folder again, or name another"
+    where, fix = recipe.where("serve.checkpoint"), getattr(error, "fix", "correct the folder, or name another")
     return Mistakes.one(f"{folder} cannot be read", exit=Exit.CHECKPOINT, where=where, why=str(error), fix=fix)
 
 
@@ -224,7 +225,7 @@ def model_to_serve(recipe: Recipe, kind: str) -> Served:
             if not computes(folder):
                 stored_class = Architecture.of(folder)
                 return stored_model(recipe, Blueprint(architecture=stored_class), folder, stored_class.kind, kind)
-            config = folder_config(folder)
+            config = HFFolder(folder).config if has_weights(folder) else folder_config(folder)
         except (ValueError, OSError) as error:
             raise _unreadable(recipe, folder, error) from error
         return stored_model(recipe, Blueprint(config), folder, config.dtype, kind)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
+from tpshard.models.hf_config import class_reason
 from tpshard.parallelism.graph import Graph, Value
 from tpshard.parallelism.partitioning.partitioner import mark_outputs, partition_graph
 from tpshard.parallelism.passes.run import Pass
@@ -99,6 +100,9 @@ class ServingPrograms:
         dropping = [] if stored_config is None or stored_config.capacity is None else [
             f"experts compute all tokens that choose them: `capacity: {stored_config.capacity:g}` is for training"
         ]  # fmt: skip
+        own_class, by_class = served.blueprint.architecture, []
+        if own_class is not None and (reason := class_reason(own_class.raw)):
+            by_class = [f"{reason}: transformers' {own_class.cls.__name__} computes it"]
         limited = f"sequences have at most {self.setting.max_seq} tokens: "
         limits = [] if self.setting.chunk is None else [f"{limited}some layers attend within chunks of so many"]
         if (original := self.setting.original_seq) is not None:
@@ -114,7 +118,7 @@ class ServingPrograms:
             )
         if self.setting.states and self.setting.invariant:
             recurrent.append("batch_invariant: in recurrent layers the last bits of a sum may depend on the batch")
-        return [*([served.note] if served.note else []), *dropping, *limits, *recurrent, *padding]
+        return [*([served.note] if served.note else []), *by_class, *dropping, *limits, *recurrent, *padding]
 
     def cache_blocks(self, free_bytes: int) -> int:
         """The number of cache blocks on one device with `free_bytes`.

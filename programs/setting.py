@@ -15,7 +15,7 @@ from tpshard.models.architecture_folder import FolderWeights
 from tpshard.models.config import ModelConfig
 from tpshard.models.dims import STAGE
 from tpshard.models.hf import DTYPES, HFFolder
-from tpshard.models.hf_config import computes, folder_config
+from tpshard.models.hf_config import class_reason, computes, folder_config
 from tpshard.models.hf_headers import has_weights
 from tpshard.models.layers import multiply_in_fp8
 from tpshard.models.plan_dims import Naming
@@ -55,10 +55,8 @@ def model_config(recipe: Recipe) -> ModelConfig | None:
         if model.hf is not None:
             if not computes(model.hf):
                 return None
-            config = override(folder_config(model.hf), overrides)
-            if has_weights(model.hf):  # refuses pickles
-                HFFolder(model.hf)  # raises for tensors that do not fit
-            return config
+            # with weights: refuses pickles, and tensors that do not fit
+            return override(HFFolder(model.hf).config if has_weights(model.hf) else folder_config(model.hf), overrides)
         return preset(str(model.preset), overrides)
     except ValueError as error:
         raise wrong_model(recipe, error) from error
@@ -75,8 +73,8 @@ def architecture(recipe: Recipe) -> Architecture | None:
         if key == "hf" and computes(folder):
             return None
         if key == "hf" and (changed := list(model.overrides())):
-            kind = Architecture.of(folder).model_type
-            raise ValueError(f"tpshard has no family for {kind}; change `{changed[0]}` in its config.json instead")
+            reason = class_reason(Architecture.of(folder).raw)
+            raise ValueError(f"{reason}; change `{changed[0]}` in its config.json instead")
         described = Architecture.of(folder)
         if has_weights(folder):  # refuses pickles
             FolderWeights(folder, described, described.build(), values=False)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from servers import folder_runner, ranks_of, runner_of
+from tpshard.cli.main import run
 from tpshard.cli.serve_worker import stored_weights
 from tpshard.cli.sources import open_source
 from tpshard.kernels.gptq_solver import Settings
 from tpshard.kernels.int4 import Int4
 from tpshard.kernels.norm import NORM
-from tpshard.models import build, from_hf
+from tpshard.models import build, from_hf, hf_headers
 from tpshard.models.config import ModelConfig
+from tpshard.models.hf_names import hf_modules
 from tpshard.programs.serve_setting import Size
+from tpshard.recipes.diagnostic import Exit
 from tpshard.serve.engine import Engine
 from tpshard.serve.need import kernels
 from tpshard.serve.quantize_layers import Quantizer, Sequences, write
@@ -80,6 +85,60 @@ def test_every_layout_gives_the_answers_of_the_dense_weights(family: str, folder
         buckets = greedy(folder_runner(folder, *overrides))
         assert buckets[0] == tokens
         assert buckets[1] == pytest.approx(scores, abs=1e-4)
+
+
+def as_autogptq(folder: Path, place: Path, bias: float) -> Path:
+    """The folder as AutoGPTQ wrote such ones in 2023: a bias for each linear, the settings in a file of their own, and
+    weights named by them."""
+    place.mkdir()
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(3)
+    for name in [name for name in tensors if name.endswith(".scales")]:
+        shape = tensors[name].shape[1]
+        tensors[name.replace("scales", "bias")] = (bias * torch.randn(shape, generator=generator)).half()
+    save_file(tensors, place / "gptq_model-4bit-32g.safetensors")
+    raw = json.loads((folder / "config.json").read_text())
+    how = {key: raw["quantization_config"][key] for key in ("bits", "group_size", "desc_act", "sym", "damp_percent")}
+    how |= {"model_name_or_path": None, "model_file_base_name": None, "true_sequential": True}
+    (place / "quantize_config.json").write_text(json.dumps(how))
+    del raw["quantization_config"]
+    (place / "config.json").write_text(json.dumps(raw))
+    return place
+
+
+@pytest.mark.parametrize("bias", [0.0, 0.5])
+def test_a_folder_of_autogptq_is_served_with_its_biases(
+    bias: float, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = as_autogptq(folders["llama"], tmp_path / "theirs", bias)
+    model, plain = (from_hf(place, dtype=torch.float32) for place in (folder, folders["llama"]))
+    biases = {name: p for name, p in model.named_parameters() if name.endswith("bias")}
+    assert (len(biases) == 14) == bool(bias)
+    stored = load_file(folder / "gptq_model-4bit-32g.safetensors")
+    for name, parameter in model.named_parameters():
+        home = hf_modules(model.config)[name.rpartition(".")[0]].module  # type: ignore[arg-type]
+        assert torch.equal(parameter, stored[f"{home}.bias"].float() if name in biases else plain.get_parameter(name))
+    tokens, scores = greedy(runner_of(model, *requests(), blocks=16))
+    for layout in ("naive", "tp_aware"):
+        served = greedy(folder_runner(folder, *requests(f"serve.layout={layout}")))
+        assert served[0] == tokens and served[1] == pytest.approx(scores, abs=1e-4)
+    coded = greedy(folder_runner(folder, *requests("serve.dtype=bf16")))
+    assert coded[1][0] == pytest.approx(scores[0], abs=0.2)
+    assert run(["convert", str(folder), str(tmp_path / "out")]) == Exit.DONE
+    again = from_hf(tmp_path / "out", dtype=torch.float32)
+    assert all(torch.equal(p, again.get_parameter(name)) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("name", ["gptq_model-4bit-32g", "own", "model", "Llama-GPTQ-4bit.act-order"])
+def test_weights_are_found_by_autogptqs_names(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = as_autogptq(folders["llama"], tmp_path / "theirs", 0.0)
+    (folder / "gptq_model-4bit-32g.safetensors").rename(folder / f"{name}.safetensors")
+    how = json.loads((folder / "quantize_config.json").read_text()) | {"model_file_base_name": "own"}
+    (folder / "quantize_config.json").write_text(json.dumps(how))
+    if name != "Llama-GPTQ-4bit.act-order":  # the only file may have any name
+        save_file({"other": torch.zeros(1)}, folder / "zz-other.safetensors")
+    homes_of = hf_headers.homes(folder)
+    assert set(homes_of.values()) == {f"{name}.safetensors"} and hf_headers.has_weights(folder)
 
 
 def test_four_bits_are_multiplied_as_four_bits(folders: dict[str, Path]) -> None:
