@@ -252,6 +252,7 @@ def _derive(merged: Merged, name: str) -> None:
     default("fsdp.param_dtype", lambda: "bf16" if read("model.dtype") == "fp8" else read("model.dtype"))
     default("optimizer.state_dtype", lambda: read("fsdp.master_dtype"))
     default("schedule.warmup_steps", lambda: min(2000, read("train.steps") // 10))
+    default("schedule.decay_steps", lambda: read("train.steps"))
     default("resume", lambda: read("checkpoint.resume"))
     default("data.tokenizer", lambda: None if read("data.source") == "sample" else "${oc.env:TOKENIZER_DIR}")
     if isinstance(mesh := merged.raw["mesh"], dict):

@@ -69,8 +69,10 @@ class Schedule(Section):
     """Shape after the warm-up."""
     warmup_steps: CountOrZero = derived(default="min(2000, train.steps / 10)")
     """Steps of linear warm-up."""
+    decay_steps: Count = derived(default="train.steps")
+    """Step at which cosine reaches its lowest rate, at which later steps stay."""
     min_lr_ratio: Share = 0.1
-    """Learning rate at the end, as a share of the peak."""
+    """The lowest learning rate, as a share of the peak."""
 
 
 class Train(Section):

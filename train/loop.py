@@ -25,7 +25,7 @@ from tpshard.train.background_save import BackgroundSaver
 from tpshard.train.checkpoint import OPTIMIZER, step_name
 from tpshard.train.expert_balance import balance
 from tpshard.train.generated_rows import GeneratedRows
-from tpshard.train.learning_rate import learning_rate
+from tpshard.train.learning_rate import change, described, learning_rate
 from tpshard.train.progress import Progress
 from tpshard.train.records import note_saved
 from tpshard.train.restore import SavedCheckpoint, newest
@@ -141,6 +141,9 @@ class TrainingLoop:
         self.loader.load_state_dict(checkpoint.meta["data"], force=self.recipe.resume == "force")
         self._saved_step = checkpoint.step
         self.progress.note(f"continuing from step {checkpoint.step} ({checkpoint.folder})")
+        before, now = checkpoint.meta.get("learning_rate"), described(self.recipe)
+        if before is not None and (changed := change(checkpoint.step + 1, before, now)):
+            self.progress.note(f"warning: {changed}")
 
     def _newest(self) -> SavedCheckpoint | None:
         """The newest undamaged checkpoint. Rank 0 verifies; the others follow its choice."""
@@ -326,6 +329,7 @@ class TrainingLoop:
             "course": dict(vars(self.course)), "data": {**loader_state, **merge_states(parts)},
             "seed": self.recipe.seed, "name": self.recipe.name, "model": self.model, "trained": trained(self.recipe),
             "mesh": dict(self.context.mesh.axes), "attempt": self.attempt,
+            "learning_rate": described(self.recipe),
         }  # fmt: skip
         with self.context.watchdog.allow(float(self.recipe.timeout_s.step), "copying a checkpoint"):
             self._saver.start(self.course.step, self.engine.tensors(), meta)

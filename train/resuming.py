@@ -20,9 +20,10 @@ UNTOLD = (
 """Sections in which a change is not recorded: they do not say what a step computes."""
 FREE = (
     "cluster", "mesh", "sharding", "fsdp", "remat", "compile", "pipeline", "batch.per_device", "train.steps",
-    "train.on_nonfinite", "data.bad_rows",
+    "train.on_nonfinite", "data.bad_rows", "schedule.decay_steps",
 )  # fmt: skip
-"""Keys and sections that may change: where and how the same steps are computed, and how many."""
+"""Keys and sections that may change: where and how the same steps are computed, and how many. Where the end of the
+schedule changes the next step's learning rate, the loop shows both."""
 PATHS = ("data.source", "data.tokenizer", "model.hf", "model.transformers")
 """Keys that name files. They differ where both the text and the file differ; the data's contents are compared too."""
 

@@ -11,7 +11,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from tpshard.recipes.diagnostic import Exit, Mistakes, plural
 from tpshard.recipes.schema import Recipe
 from tpshard.train.corpus import Corpus, TextSource, open_text
 from tpshard.train.generated_rows import GeneratedRows, held_out_rows
+from tpshard.train.learning_rate import learning_rate
 from tpshard.train.loop import Outcome, Row, TrainingLoop, summary
 from tpshard.train.pipelined import PipelineEngine
 from tpshard.train.progress import Progress, duration, progress_for, short
@@ -438,7 +439,19 @@ def ending(outcome: Outcome, recipe: Recipe, folder: Path) -> str:
             nexts.append((f"tpshard serve {folder}", "serve it over HTTP"))
         if recipe.model.module is None:
             nexts.append((f"tpshard convert {folder} {folder}-hf", "take it away as a Hugging Face folder"))
-        nexts.append((f"tpshard train {folder} train.steps={2 * recipe.train.steps}", "train on"))
+        nexts += _continuations(recipe, folder)
     width = max(len(command) for command, _ in nexts)
     lines += ["next:", *(f"  {command:<{width}}   {why}" for command, why in nexts)]
     return "\n".join(lines) + "\n"
+
+
+def _continuations(recipe: Recipe, folder: Path) -> Iterator[tuple[str, str]]:
+    """Yields the commands that train a finished run on, each with what it does to the learning rate."""
+    last, peak = recipe.train.steps, recipe.optimizer.lr
+    command = f"tpshard train {folder} train.steps={2 * last}"
+    rate = learning_rate(last + 1, recipe.schedule, peak=peak, steps=last)
+    yield command, f"train on at a learning rate of {rate:.3g}"
+    if recipe.schedule.name == "cosine":
+        schedule = replace(recipe.schedule, decay_steps=2 * last)
+        rate = learning_rate(last + 1, schedule, peak=peak, steps=2 * last)
+        yield f"{command} schedule.decay_steps={2 * last}", f"train on, from {rate:.3g} down again"

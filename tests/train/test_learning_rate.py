@@ -6,8 +6,9 @@ import pytest
 from tpshard.programs.batching import BatchPlan, derive
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.load import loads
+from tpshard.recipes.schema import Recipe
 from tpshard.recipes.training_keys import Schedule
-from tpshard.train.learning_rate import learning_rate
+from tpshard.train.learning_rate import change, described, learning_rate
 
 
 def test_warmup_reaches_the_peak_and_the_cosine_ends_at_the_floor() -> None:
@@ -28,6 +29,23 @@ def test_without_warmup_the_first_step_is_near_the_peak() -> None:
 def test_constant_stays() -> None:
     schedule = Schedule(name="constant", warmup_steps=2, min_lr_ratio=0.1)
     assert [learning_rate(s, schedule, peak=1.0, steps=4) for s in (1, 2, 3, 4)] == [0.5, 1.0, 1.0, 1.0]
+
+
+def test_a_run_made_longer_keeps_its_last_rate_and_says_where_another_schedule_changes_it() -> None:
+    def of(text: str) -> Recipe:
+        return loads(f"model: {{preset: tiny}}\noptimizer: {{lr: 1.0}}\n{text}")
+
+    first = of("train: {steps: 100}")
+    saved = loads(first.to_yaml(), ["train.steps=200"])
+    again = loads(first.to_yaml(), ["train.steps=200", "schedule.decay_steps=200"])
+    constant = loads(first.to_yaml(), ["train.steps=200", "schedule.name=constant"])
+    rates = [learning_rate(s, saved.schedule, peak=1.0, steps=200) for s in range(1, 201)]
+    assert rates[:100] == [learning_rate(s, first.schedule, peak=1.0, steps=100) for s in range(1, 101)]
+    assert rates[99:] == [0.1] * 101 and change(101, described(first), described(saved)) == ""
+    text = change(101, described(first), described(again))
+    assert "step 101 was to be 0.1 (cosine, warm-up of 10 steps to 1, 0.1 from step 100 on)" in text
+    assert "is now 0.58 (cosine, warm-up of 10 steps to 1, 0.1 from step 200 on)" in text
+    assert "is now 1 (constant" in change(101, described(first), described(constant))
 
 
 @pytest.mark.parametrize(

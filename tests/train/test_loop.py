@@ -294,6 +294,19 @@ def test_a_step_without_a_target_is_skipped_and_counted(pool: Any, folder: str) 
     assert [note.partition(":")[0] for note in skipped] == ["step 3", "step 6"]
 
 
+def longer(context: Context, folder: str) -> list[list[str]]:
+    train(context, folder)
+    kept = train(context, folder, ["train.steps=9", "schedule.decay_steps=8"])
+    anew = train(context, folder, ["train.steps=12"])
+    return [[note for note in notes if "the learning rate of step" in note] for _, _, notes, _ in (kept, anew)]
+
+
+def test_a_longer_run_shows_both_schedules_where_the_rate_changes(pool: Any, folder: str) -> None:
+    kept, (anew,) = pool.run(longer, folder, world=1)[0]
+    assert kept == [] and "step 10 was to be 0.005 (cosine" in anew
+    assert "from step 8 on" in anew and "from step 12 on" in anew
+
+
 def unwritable(context: Context, folder: str) -> tuple[Any, ...]:
     run = Path(folder) / "run"
     if context.rank == 0:
