@@ -20,6 +20,7 @@ from typing import BinaryIO, Literal, cast
 from tpshard.recipes.diagnostic import Exit, Mistakes, Source
 from tpshard.train import hub
 from tpshard.train.sample import ensure_sample
+from tpshard.train.shard_sums import ShardSums
 from tpshard.train.text_formats import FORMATS, NoColumn, TextFormat, TextRow, format_of, open_decompressed
 
 logger = logging.getLogger(__name__)
@@ -47,12 +48,12 @@ class TextFile:
     """A path on this machine's disks, or the URL of a file of a hub data set."""
 
     def open(self) -> BinaryIO:
-        """The file's bytes, decompressed if gzip. `datasets` streams those of the hub (ranges, retries, login)."""
+        """The file's bytes as stored. `datasets` streams those of the hub (ranges, retries, login)."""
         if isinstance(self.place, Path):
-            return open_decompressed(self.name, cast(BinaryIO, self.place.open("rb")))
+            return cast(BinaryIO, self.place.open("rb"))
         from datasets.utils.file_utils import xopen
 
-        return open_decompressed(self.name, cast(BinaryIO, xopen(self.place, "rb")))
+        return cast(BinaryIO, xopen(self.place, "rb"))
 
     def fingerprint(self) -> str:
         """The file's size and a hash of its first and last 64 KiB; "" for one on the hub, which is not read to compare
@@ -135,16 +136,18 @@ def open_text(
     return Corpus(replace(corpus.train, column=column), replace(corpus.held_out, column=column))
 
 
-def rows(text: TextSource, file: TextFile, start: int = 0) -> Iterator[TextRow]:
+def rows(text: TextSource, file: TextFile, start: int = 0, sums: ShardSums | None = None) -> Iterator[TextRow]:
     """The rows of one file from number `start` on, without blank ones.
 
+    sums: sums of the files read so far, with which this one's is compared and kept.
+
     Raises:
-        Mistakes: exit 6 where the file cannot be read to its end (gone, cut short, not gzip, connection lost), or has
-            no column of the recipe's name.
+        Mistakes: exit 6 where the file cannot be read to its end (gone, cut short, not gzip, connection lost), has
+            no column of the recipe's name, or has changed since it was read.
     """
     last = -1
     try:
-        with file.open() as stream:
+        with open_decompressed(file.name, _watched(text, file, sums)) as stream:
             for row in _format(file).rows(stream, text.column, start):
                 last = row.number
                 yield row
@@ -158,6 +161,32 @@ def rows(text: TextSource, file: TextFile, start: int = 0) -> Iterator[TextRow]:
     except NoColumn as error:
         fix = "set data.column to the one that holds the text"
         raise text.mistake(f"{file.name} of {text.name} has no text", why=str(error), fix=fix) from error
+
+
+def _watched(text: TextSource, file: TextFile, sums: ShardSums | None) -> BinaryIO:
+    """The file's bytes as stored, summed while they are read."""
+    if sums is None:
+        return file.open()
+
+    def changed() -> Mistakes:
+        return text.mistake(
+            f"{file.name} of {text.name} has changed since it was read",
+            why="the part that was read before has another sha256",
+            fix="restore it; resume=force accepts it; run.dir=DIR starts another run",
+        )
+
+    if _format(file).from_start:
+        return sums.read(file.name, file.open(), changed)
+    if isinstance(file.place, Path):
+        sums.check(file.name, file.place, changed)
+    return file.open()
+
+
+def is_empty(text: TextSource, file: TextFile) -> bool:
+    """Whether a local file has no document of this split; a large one is not asked."""
+    if text.trusted or not isinstance(file.place, Path) or file.place.stat().st_size > SMALL:
+        return False
+    return not any(row.text is not None and text.keeps(row.text) for row in rows(text, file))
 
 
 def _format(file: TextFile) -> TextFormat:
@@ -227,8 +256,8 @@ def peek(text: TextSource, bad_rows: float, rows_read: int = 100) -> None:
         raise text.mistake(f"{text.name} has no readable row", why=counter.first, fix=text.readable)
 
 
-def check(text: TextSource, bad_rows: float) -> None:
-    """Reads small local data once, so that its errors show before the first step."""
+def check(text: TextSource, bad_rows: float, sums: ShardSums | None = None) -> None:
+    """Reads small local data once, so that its errors, and what has changed in it, show before the first step."""
     paths = [file.place for file in text.files if isinstance(file.place, Path)]
     try:
         size = sum(path.stat().st_size for path in paths)
@@ -239,7 +268,7 @@ def check(text: TextSource, bad_rows: float) -> None:
         return
     counter = BadRows(text, bad_rows, warn=False)
     for file in text.files:
-        for row in rows(text, file):
+        for row in rows(text, file, sums=sums):
             counter.see(file, row)
         counter.file_ended()
     if counter.rows_read == counter.bad:

@@ -27,7 +27,12 @@ class GeneratedRows:
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data, as JSON."""
-        identity = {"global_sequences": self.recipe.batch.global_sequences, "tokenizer": self.recipe.task, "lanes": {}}
+        identity = {
+            "global_sequences": self.recipe.batch.global_sequences,
+            "tokenizer": self.recipe.task,
+            "sums": {},
+            "lanes": {},
+        }
         return {"step": self.step, **identity}
 
     def load_state_dict(self, state: Mapping[str, Any], *, force: bool = False) -> None:

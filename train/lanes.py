@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from tpshard.models.loss import IGNORE
 from tpshard.train.corpus import BadRows, TextSource, pieces, rows
+from tpshard.train.shard_sums import ShardSums
 from tpshard.train.tokens import TextTokenizer
 
 
@@ -43,6 +44,7 @@ class Chain:
         local: the lanes (0..lanes-1) of this rank; documents of others are dropped.
         start: the earliest place that a local lane needs.
         once: whether to stop after one epoch.
+        sums: sums of the files, compared and kept as they are read.
     """
 
     def __init__(
@@ -54,8 +56,10 @@ class Chain:
         start: LanePlace,
         bad: BadRows,
         once: bool,
+        sums: ShardSums,
     ):
         self.text, self.files, self.lanes, self.start, self.bad, self.once = text, files, lanes, start, bad, once
+        self.sums = sums
         self.waiting: dict[int, deque[Document]] = {lane: deque() for lane in local}
         self._documents = self._read()
 
@@ -83,7 +87,7 @@ class Chain:
         for position in range(at.file, len(self.files)):
             file = self.text.files[self.files[position]]
             resumed = position == at.file and at.row > 0
-            for row in rows(self.text, file, at.row if resumed else 0):
+            for row in rows(self.text, file, at.row if resumed else 0, self.sums):
                 if at.epoch == 0:
                     self.bad.see(file, row)
                 if row.text is None or not self.text.keeps(row.text):

@@ -323,7 +323,7 @@ class TrainingLoop:
             )  # fmt: skip
         loader_state = self.loader.state_dict()
         parts = self.context.gather(
-            {key: loader_state[key] for key in ("step", "global_sequences", "tokenizer", "lanes")}
+            {key: loader_state[key] for key in ("step", "global_sequences", "tokenizer", "sums", "lanes")}
         )
         meta = {
             "course": dict(vars(self.course)), "data": {**loader_state, **merge_states(parts)},

@@ -17,8 +17,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from tpshard.train.corpus import BadRows, TextSource, check, pieces, rows
+from tpshard.train.corpus import BadRows, TextSource, check, is_empty, pieces, rows
 from tpshard.train.lanes import Chain, Lane, LanePlace, PackedRow
+from tpshard.train.shard_sums import ShardSums, merge_sums
 from tpshard.train.step_batch import StepBatch
 from tpshard.train.tokens import TextTokenizer
 
@@ -64,16 +65,29 @@ class Loader:
         assert all(0 <= row < global_sequences for row in self.part), (self.part, global_sequences)
         self.seed, self.once = seed, once
         self.bad = BadRows(text, bad_rows)
-        self.order = sorted(range(len(text.files)), key=lambda i: _hash(seed, text.files[i].name))
-        self.chains = _chain_count(global_sequences, len(text.files))
+        self.sums = ShardSums()
         self.epoch = 0
         self._ahead: queue.Queue[tuple[StepBatch, dict[str, Any]] | BaseException] | None = None
         self._failure: BaseException | None = None
         if not once:
-            check(text, bad_rows)
+            check(text, bad_rows, self.sums)
+        self.order = self._order()
+        self.chains = _chain_count(global_sequences, len(self.order))
         self._files = {file.name: file.fingerprint() for file in text.files}
         self._start({})
         self._state = self._snapshot(0)
+
+    def _order(self) -> list[int]:
+        """The files in the order of their reading, without those that have no document: a chain may have no other."""
+        files = self.text.files
+        order = sorted(range(len(files)), key=lambda i: _hash(self.seed, files[i].name))
+        empty = [i for i in order if is_empty(self.text, files[i])]
+        if not empty or len(empty) == len(order):
+            return order
+        more = f" and {len(empty) - 3} more" if empty[3:] else ""
+        names = ", ".join(files[i].name for i in sorted(empty)[:3])
+        logger.warning("no readable document in %s%s of %s: left out", names, more, self.text.name)
+        return [i for i in order if i not in set(empty)]
 
     @property
     def step(self) -> int:
@@ -119,9 +133,14 @@ class Loader:
             )
         if differences:
             logger.warning("the text starts over: %s", "; ".join(differences))
+            self.sums.forget()
             self._start({})
             self._state = self._snapshot(int(state.get("step", 0)))
             return
+        if force:
+            self.sums.forget()
+        else:
+            self.sums.load(state.get("sums", {}))
         lanes = {int(row): at for row, at in state["lanes"].items()}
         self._start({row: (LanePlace(*at[:-1]), int(at[-1])) for row, at in lanes.items() if at is not None})
         self._state = self._snapshot(int(state["step"]))
@@ -157,7 +176,7 @@ class Loader:
             files = self.order[number :: self.chains]
             local = [row % per_chain for row in members]
             start = min((at[row][0] if row in at else LanePlace() for row in members), default=LanePlace())
-            chain = Chain(self.text, files, per_chain, local, start, self.bad, self.once)
+            chain = Chain(self.text, files, per_chain, local, start, self.bad, self.once, self.sums)
             for row in members:
                 lanes[row] = Lane(row % per_chain, chain, self.tokenizer, at.get(row))
         self._lanes = [lanes[row] for row in self.part]
@@ -204,6 +223,7 @@ class Loader:
             "tokenizer": self.tokenizer.fingerprint,
             "column": self.text.column,
             "files": self._files,
+            "sums": self.sums.state(),
             "lanes": {
                 str(row): None if lane.place is None else [*lane.place, lane.offset]
                 for row, lane in zip(self.part, self._lanes)
@@ -229,7 +249,7 @@ class Loader:
         for change, names in (
             ("is gone", sorted(then.keys() - self._files.keys())),
             ("is new", sorted(self._files.keys() - then.keys())),
-            ("has changed", sorted(n for n in then.keys() & self._files.keys() if then[n] != self._files[n])),
+            ("has changed", self._changed(state)),
         ):
             if names:
                 differences.append(f"{names[0]} {change}" + (f", and {len(names) - 1} more" if names[1:] else ""))
@@ -238,13 +258,20 @@ class Loader:
             differences.append(f"the saved position lacks row {missing[0]}")
         return differences
 
+    def _changed(self, state: Mapping[str, Any]) -> list[str]:
+        """The files whose size, start, end, or whole content if they were read already, differ from the state's."""
+        then = state.get("files", {})
+        changed = {name for name in then.keys() & self._files.keys() if then[name] != self._files[name]}
+        return sorted(changed | set(self.sums.differing(state.get("sums", {}))))
+
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The state of all rows, from the states of every rank at the same step."""
     steps = {(s["step"], s["global_sequences"], s["tokenizer"]) for s in states}
     assert len(steps) == 1, "the ranks' positions in the text belong to different steps"
     lanes = {row: at for state in states for row, at in state["lanes"].items()}
-    return {**states[0], "lanes": dict(sorted(lanes.items(), key=lambda item: int(item[0])))}
+    sums = {name: list(one) for name, one in merge_sums([state.get("sums", {}) for state in states]).items()}
+    return {**states[0], "sums": sums, "lanes": dict(sorted(lanes.items(), key=lambda item: int(item[0])))}
 
 
 def held_out_batch(

@@ -40,6 +40,8 @@ class TextFormat:
     """What a row is in the file, for errors."""
     rows: Callable[[BinaryIO, str, int], Iterator[TextRow]]
     """Yields the rows of a file's bytes from a number on; the name is that of the column with the text."""
+    from_start: bool = True
+    """Whether the bytes are read one after the other from the first on, whatever the number."""
 
 
 class NoColumn(Exception):
@@ -174,6 +176,6 @@ def _last_character(raw: bytes) -> int:
 
 FORMATS = (
     TextFormat("JSON lines", (".jsonl", ".jsonl.gz", ".json.gz", ".json"), "line", _json_rows),
-    TextFormat("Parquet", (".parquet",), "row", _parquet_rows),
+    TextFormat("Parquet", (".parquet",), "row", _parquet_rows, from_start=False),
     TextFormat("plain text", (".txt", ".txt.gz"), "part", _plain_rows),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 import logging
 from collections.abc import Sequence
@@ -14,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tpshard.models.loss import IGNORE
 from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.train import corpus as corpus_module
 from tpshard.train.corpus import Corpus, TextFile, open_text
 from tpshard.train.step_batch import StepBatch
 from tpshard.train.stream import Loader, held_out_batch, merge_states
@@ -216,6 +219,93 @@ def test_what_changed_since_the_last_run_is_named(tmp_path: Path) -> None:
     again = loader(open_text(str(moved)))
     again.load_state_dict(state)
     assert same(together([again.next()]), together([before.next()])), "the same files elsewhere are the same text"
+
+
+def plain_rows(seed: int) -> bytes:
+    """A file of JSON lines of about 300 KB: several blocks, the middle of which no fingerprint sees."""
+    return b"".join(json.dumps(row).encode() + b"\n" for row in texts(2000, seed, 250))
+
+
+def write_table(path: Path, data: bytes) -> None:
+    """The same rows as a table."""
+    from pyarrow import json as arrow_json
+    from pyarrow import parquet
+
+    parquet.write_table(arrow_json.read_json(io.BytesIO(data)), path, row_group_size=300)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".parquet"])
+@pytest.mark.parametrize("small", [True, False])
+def test_a_file_that_changed_in_its_middle_is_named(
+    suffix: str, small: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus_module, "SMALL", 1 << 24 if small else 0)  # what is read once before the first step
+    data, path = plain_rows(1), tmp_path / f"a{suffix}"
+    at = data.index(b"abc", 110_000) if b"abc" in data[110_000:] else 110_000
+    other = data[:at] + data[at : at + 3].swapcase() + data[at + 3 :]
+    assert len(other) == len(data) and other != data
+
+    def put(content: bytes) -> None:
+        if suffix == ".parquet":
+            write_table(path, content)
+        else:
+            path.write_bytes(content if suffix == ".jsonl" else gzip.compress(content, 0, mtime=0))
+
+    def opened() -> Loader:
+        return loader(open_text(str(path)))
+
+    put(data)
+    before = opened()
+    for _ in range(400):  # about 230 of 300 KB
+        batch = before.next()
+    assert batch.epoch == 0
+    state = json.loads(json.dumps(merge_states([before.state_dict()])))
+    again = opened()
+    again.load_state_dict(state)
+    assert same(together([again.next()]), together([before.next()]))
+    put(other)
+    changed = opened()
+    with pytest.raises(Mistakes, match=rf"a{suffix}.* has changed") as caught:
+        changed.load_state_dict(state)
+        changed.next()
+    assert caught.value.exit == Exit.DATA and "resume=force" in str(caught.value)
+    forced = opened()
+    forced.load_state_dict(state, force=True)
+    forced.next()
+    assert forced.step == state["step"] + 1
+
+
+def test_a_file_that_changes_while_a_run_reads_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus_module, "SMALL", 0)
+    path, data = tmp_path / "a.jsonl", plain_rows(1)
+    path.write_bytes(data)
+    run = loader(open_text(str(path)))
+    while run.next().epoch == 0:
+        pass
+    path.write_bytes(data[:150_000] + data[150_000:150_050].upper() + data[150_050:])
+    with pytest.raises(Mistakes, match=r"a\.jsonl .*has changed since it was read"):
+        while run.next().epoch <= 2:
+            pass
+
+
+def test_the_sum_of_a_file_is_that_of_the_rank_that_read_furthest() -> None:
+    states = [{"step": 1, "global_sequences": 1, "tokenizer": "t", "lanes": {}, "sums": sums} for sums in
+              ({"a": [5, "x"], "b": [1, "y"]}, {"a": [9, "z"]}, {})]  # fmt: skip
+    assert merge_states(states)["sums"] == {"a": [9, "z"], "b": [1, "y"]}
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_empty_files_among_good_ones_stop_no_run(
+    small: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_of(tmp_path / "c4", files=4, documents=60)
+    plain = together([loader(open_text(str(folder))).next()])
+    if not small:
+        monkeypatch.setattr(corpus_module, "check", lambda *_: None)
+    for name, content in (("a.json.gz", b""), ("b.json.gz", packed([])), ("c.json.gz", packed([b" ", b""]))):
+        (folder / name).write_bytes(content)
+    assert same(plain, together([loader(open_text(str(folder))).next()]))
+    assert "no readable document in a.json.gz, b.json.gz, c.json.gz of" in caplog.text
 
 
 def test_another_tokenizer_is_refused_on_resume(corpus: Corpus) -> None:
