@@ -45,6 +45,8 @@ def load_checked(path: str, overrides: Sequence[str] = (), *, text: bool = False
         found += device_file(examined.recipe)
     if text and examined.sound("data", "task"):
         found += text_errors(examined.recipe)
+    if text and examined.sound("model", "task"):
+        found += code_errors(examined.recipe)
     diagnostics = recipes.in_order(found)
     if any(d.severity == "error" for d in diagnostics):
         raise Mistakes(diagnostics)
@@ -144,14 +146,39 @@ def _of_folder(folder: str, key: str, overrides: Mapping[str, Any]) -> ModelConf
     from tpshard.models import hf_config, hf_headers, presets
     from tpshard.models.class_names import check_class
 
-    config = None
-    if key == "hf" and hf_config.computes(folder):
-        config = presets.override(hf_config.folder_config(folder), overrides)
-    else:
-        check_class(hf_config.read_raw(folder))
-    if hf_headers.has_weights(folder):
+    raw = hf_config.read_raw(folder)
+    has_weights = hf_headers.has_weights(folder)
+    if has_weights:
         hf_headers.homes(folder)
-    return config
+    if key == "hf" and hf_config.computes(folder):
+        config = hf_config.folder_config(folder)
+        if has_weights:
+            return presets.override_folder(config, overrides, folder)
+        return presets.override(config, overrides)
+    check_class(raw)
+    return None
+
+
+def code_errors(recipe: Recipe) -> list[Diagnostic]:
+    """The mistakes in the module and the task that a recipe names, which are imported and built without values."""
+    found: list[Diagnostic] = []
+    if recipe.model.named_by == "module":
+        from tpshard.models.assemble import build_module
+
+        try:
+            build_module(str(recipe.model.module), recipe.model.args)
+        except Mistakes:
+            pass  # an environment variable is not set, and validation does not need it
+        except Exception as error:  # the user's code may raise anything
+            found += wrong_model(recipe, error).diagnostics
+    if ":" in recipe.task:
+        from tpshard.models.assemble import import_object
+
+        try:
+            import_object("task", recipe.task)
+        except Exception as error:
+            found.append(Diagnostic(str(error), exit=Exit.RECIPE, where=recipe.where("task"), fix="correct the class"))
+    return found
 
 
 def _transformers_vocab(recipe: Recipe) -> int | None:

@@ -73,12 +73,7 @@ class Blueprint:
             weights = FolderWeights(folder, read, read.build()) if has_weights(folder) else None
             return Blueprint(architecture=read, weights=weights)
         source = HFFolder(hf)
-        config = presets.override(source.config, overrides or {})
-        shapes, stored = config.shapes, source.shapes
-        if shapes != stored:
-            changed = sorted(name for name in {*shapes, *stored} if shapes.get(name) != stored.get(name))
-            raise ValueError(f"the overrides {', '.join(overrides or {})} do not fit the weights in {hf}: {changed[0]}")
-        return Blueprint(config, folder=hf)
+        return Blueprint(presets.override_folder(source.config, overrides or {}, hf), folder=hf)
 
     def build(
         self, *, device: torch.device | str = "meta", dtype: torch.dtype = torch.float32, seed: int = 0

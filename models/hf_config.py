@@ -80,7 +80,19 @@ def read_raw(folder: str | os.PathLike[str]) -> dict[str, Any]:
     raw = hf_json.read_json(path, "config.json")
     hf_json.refuse_code(raw, path / "config.json")
     refuse_quantization(raw, path / "config.json")
+    kind = raw.get("model_type")
+    if kind is not None and not isinstance(kind, str):
+        raise ValueError(f"config.json: `model_type: {_short(kind)}` is not the name of a type")
+    _refuse_huge(raw, "")
     return raw
+
+
+def _refuse_huge(value: Any, key: str) -> None:
+    """Raises ValueError for an integer beyond 64 bits, which no tensor's shape or index can have."""
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        raise ValueError(f"config.json: `{key}: {_short(value)}` has more than 64 bits")
+    for name, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        _refuse_huge(item, f"{key}.{name}" if key else f"{name}")
 
 
 def read_config(raw: Mapping[str, Any], *, quantized: bool = False) -> ModelConfig:
@@ -259,8 +271,8 @@ def _value(raw: Mapping[str, Any], key: str, default: Any) -> Any:
 
 def _size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = _value(raw, key, default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"`{key}: {_short(value)}` is not a positive integer")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 1 << 31:
+        raise ValueError(f"`{key}: {_short(value)}` is not a positive integer below 2^31")
     return value
 
 

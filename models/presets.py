@@ -78,6 +78,16 @@ def override(config: ModelConfig, overrides: Mapping[str, Any]) -> ModelConfig:
     return replace(config, **changes)
 
 
+def override_folder(config: ModelConfig, overrides: Mapping[str, Any], folder: str) -> ModelConfig:
+    """`override` for a folder with weights. ValueError where parameters would have other shapes, or others exist."""
+    changed = override(config, overrides)
+    shapes, stored = changed.shapes, config.shapes
+    if shapes != stored:
+        first = min(name for name in {*shapes, *stored} if shapes.get(name) != stored.get(name))
+        raise ValueError(f"the overrides {', '.join(overrides)} do not fit the weights in {folder}: {first}")
+    return changed
+
+
 def _similar(name: str, names: Any) -> str:
     close = difflib.get_close_matches(name, list(names), n=1)
     return f", did you mean `{close[0]}`?" if close else ""

@@ -9,11 +9,12 @@ from contextlib import contextmanager
 
 from tpshard.parallelism.graph import Value
 from tpshard.parallelism.mesh import size_of
+from tpshard.parallelism.passes.recompute import selectable
 from tpshard.parallelism.program import Collective, Program
 from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.sharding import even, local_size
 from tpshard.programs.setting import Setting
-from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes
+from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, did_you_mean
 
 MOST = 5
 MIB = 2**20
@@ -57,6 +58,27 @@ def _line_of(error: BaseException | None) -> str | None:
             innermost = f"`{text}` in {frame.f_code.co_filename}:{line}"
         error = error.__cause__
     return innermost
+
+
+def check_remat(setting: Setting, program: Program) -> None:
+    """Raises Mistakes (exit 3) for a name in a list of `remat` that selects nothing and would have no effect."""
+    names = setting.recipe.remat
+    if not isinstance(names, tuple):
+        return
+    choices = selectable(program)
+    wrong = [
+        Diagnostic(
+            f"`remat` names `{name}`, which no saved value of the model has",
+            exit=Exit.RECIPE,
+            where=setting.recipe.where("remat"),
+            why="a list names the products and attentions that are not recomputed",
+            fix=did_you_mean(name, sorted(n for n in choices if "." not in n), "name one of them"),
+        )
+        for name in names
+        if name not in choices
+    ]
+    if wrong:
+        raise Mistakes(wrong)
 
 
 def check_reshards(setting: Setting, program: Program) -> list[str]:

@@ -19,7 +19,7 @@ from tpshard.models.hf_config import class_reason, computes, folder_config
 from tpshard.models.hf_headers import has_weights
 from tpshard.models.layers import multiply_in_fp8
 from tpshard.models.plan_dims import Naming
-from tpshard.models.presets import override, preset
+from tpshard.models.presets import override, override_folder, preset
 from tpshard.models.routing import balance_steps
 from tpshard.models.tasks import Task, task_of
 from tpshard.parallelism.depth import Depth
@@ -55,8 +55,9 @@ def model_config(recipe: Recipe) -> ModelConfig | None:
         if model.hf is not None:
             if not computes(model.hf):
                 return None
-            # with weights: refuses pickles, and tensors that do not fit
-            return override(HFFolder(model.hf).config if has_weights(model.hf) else folder_config(model.hf), overrides)
+            if not has_weights(model.hf):  # refuses pickles
+                return override(folder_config(model.hf), overrides)
+            return override_folder(HFFolder(model.hf).config, overrides, model.hf)  # or raises where they do not fit
         return preset(str(model.preset), overrides)
     except ValueError as error:
         raise wrong_model(recipe, error) from error

@@ -28,7 +28,7 @@ from tpshard.parallelism.why import Demand, Through
 from tpshard.programs import alike, step_programs
 from tpshard.programs.annotations import fixed, summed
 from tpshard.programs.batching import check_micro_batches
-from tpshard.programs.checks import check_reshards, traceable
+from tpshard.programs.checks import check_remat, check_reshards, traceable
 from tpshard.programs.choices import Choices, choose
 from tpshard.programs.memo import Memo
 from tpshard.programs.naming import untrained_notes
@@ -176,6 +176,7 @@ def recompute_uncut(setting: Setting, base: Program, make_micro: step_programs.M
     """The micro-batch's program before it is cut into stages: with the recipe's gathering, reducing and recomputation.
     `base` is the program without them, of which only the records are read if it gathers or reduces once a step."""
     whole = make_micro(setting, base) if setting.gathers_once or setting.reduces_once else base
+    check_remat(setting, whole)
     notes = [*check_reshards(setting, whole), *setting.notes, *untrained_notes(setting.model, trained_by(whole))]
     whole = replace(whole, warnings=[*whole.warnings, *notes])
     return run([remat(setting, setting.recipe.fsdp.reshard_after_forward is not False)], whole)

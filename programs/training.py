@@ -12,7 +12,7 @@ from tpshard.parallelism.passes.run import PassResult
 from tpshard.parallelism.program import Port, Program
 from tpshard.parallelism.sharding import Layout
 from tpshard.programs import alike, staged
-from tpshard.programs.checks import check_reshards, traceable
+from tpshard.programs.checks import check_remat, check_reshards, traceable
 from tpshard.programs.cluster import check_fp8
 from tpshard.programs.memo import Memo
 from tpshard.programs.naming import untrained_notes
@@ -120,6 +120,7 @@ def build(
             reduce = apply(setting, reduce_program(setting, micro, storage, trained, memo))
         micro = make(setting, micro)
     notes = [*setting.notes, *untrained_notes(setting.model, trained)]
+    check_remat(setting, micro)
     micro = replace(micro, warnings=[*notes, *micro.warnings, *check_reshards(setting, micro)])
 
     def programs(micro: Program) -> TrainingPrograms:

@@ -4,6 +4,7 @@ keys are valid, so that a mistake is reported only once."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import reduce
 from typing import Literal
 
 from tpshard.models.family import DIMS
@@ -11,7 +12,6 @@ from tpshard.recipes.constraints import AXES
 from tpshard.recipes.diagnostic import Diagnostic, Mistakes, did_you_mean
 from tpshard.recipes.mesh_sizes import misfit
 from tpshard.recipes.schema import Recipe
-from tpshard.recipes.training_keys import Optimizer
 
 Law = Callable[[Recipe], Iterator[Diagnostic]]
 
@@ -75,7 +75,7 @@ def mesh_on_cluster(recipe: Recipe) -> Iterator[Diagnostic]:
     """Requires that the mesh uses all devices of the cluster."""
     if recipe.cluster is not None and list(recipe.mesh.values()).count(-1) <= 1:
         nodes, each = recipe.cluster.nodes, recipe.cluster.devices_per_node
-        also = ((recipe.where("cluster"), f"{nodes} x {each} devices"),)
+        also = (*recipe.changes("mesh"), (recipe.where("cluster"), f"{nodes} x {each} devices"))
         yield from misfit(recipe.mesh, nodes * each, recipe.where("mesh"), also)
 
 
@@ -178,13 +178,38 @@ def steps_hold_warmup(recipe: Recipe) -> Iterator[Diagnostic]:
         yield _violation(recipe, "schedule.warmup_steps", message, why, fix, severity="warning")
 
 
-def optimizer_reads(recipe: Recipe) -> Iterator[Diagnostic]:
-    """Warns of settings that belong to another optimizer."""
-    unread = {"adamw": ("momentum",), "lion": ("eps", "momentum"), "muon": ()}
-    for key in unread[recipe.optimizer.name]:
-        if getattr(recipe.optimizer, key) != getattr(Optimizer, key):
-            message, why = f"`optimizer.{key}` has no effect", f"{recipe.optimizer.name} does not use it"
-            yield _violation(recipe, f"optimizer.{key}", message, why, "remove it", severity="warning")
+def settings_are_read(recipe: Recipe) -> Iterator[Diagnostic]:
+    """Warns of settings that the value of another makes meaningless, unless they have their defaults."""
+    for key, why in _unread(recipe):
+        *sections, name = key.split(".")
+        section = reduce(getattr, sections, recipe)
+        if section.stored()[name] != getattr(type(section), name):
+            message = f"`{key}` has no effect"
+            yield _violation(recipe, key, message, why, "remove it", severity="warning")
+
+
+def _unread(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """The keys that another value makes meaningless, each with the reason."""
+    of_others = {"adamw": ("momentum",), "lion": ("eps", "momentum"), "muon": ()}
+    for key in of_others[recipe.optimizer.name]:
+        yield f"optimizer.{key}", f"{recipe.optimizer.name} does not use it"
+    if recipe.schedule.name == "constant":
+        yield "schedule.min_lr_ratio", "a constant schedule stays at the peak"
+    if recipe.checkpoint.every_steps == 0:
+        for key in ("keep_last", "on_error"):
+            yield f"checkpoint.{key}", "`checkpoint.every_steps: 0` saves none"
+    source = str(recipe.data.stored()["source"])
+    if recipe.task in ("frames", "volumes"):
+        for key in ("source", "column", "bos", "eos", "bad_rows"):
+            yield f"data.{key}", f"the task {recipe.task} generates its data"
+    elif source == "sample" or source.endswith(".txt"):
+        yield "data.column", "plain text has no columns" if source != "sample" else "the sample has one column"
+    fsdp = recipe.fsdp
+    if fsdp.bucket not in ("greedy", "auto") and fsdp.reshard_after_forward != "auto":
+        yield "fsdp.memory_limit", "neither `fsdp.bucket` nor `fsdp.reshard_after_forward` leaves a choice to it"
+    if recipe.logging.wandb is not None and recipe.logging.wandb.mode == "disabled":
+        for key in ("project", "entity"):
+            yield f"logging.wandb.{key}", "`logging.wandb.mode` is disabled"
 
 
 def pipeline_is_possible(recipe: Recipe) -> Iterator[Diagnostic]:
@@ -253,7 +278,7 @@ LAWS: tuple[tuple[Law, tuple[str, ...]], ...] = (
     (priorities_of_rules, ("sharding.rules", "sharding.priority")),
     (axis_once, ("sharding",)),
     (steps_hold_warmup, ("schedule.warmup_steps", "train.steps")),
-    (optimizer_reads, ("optimizer",)),
+    (settings_are_read, ("optimizer", "schedule", "checkpoint", "data", "task", "fsdp", "logging")),
     (pipeline_is_possible, PIPELINE),
     (stages_have_their_axis, PIPELINE),
 )

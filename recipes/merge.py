@@ -30,7 +30,7 @@ class Merged:
     def __init__(self) -> None:
         self.config = OmegaConf.create()
         self.places: dict[Path, tuple[Node, Node]] = {}
-        """For each path, the key and value nodes written there last."""
+        """For each path, the key and value nodes written there last; a map stays where it was written as a whole."""
         self.mistakes: list[Diagnostic] = []
         self.bad: set[str] = set()
         self.count = 0
@@ -173,7 +173,9 @@ class Merged:
             self.bad.discard(key_of(inside))
             value = self._layer(item_node, below_key(hint, key_node.text), inside)
             values[key_node.text] = _as_shell(value) if key_node.text in getattr(inner, "paths", ()) else value
-            self.places[inside] = (key_node, item_node)
+            changes_below = item_node.kind == "map" and item_node.source == key_node.source  # an override of one key
+            if not changes_below or inside not in self.places:
+                self.places[inside] = (key_node, item_node)
         return values
 
     def _scalar(self, node: Node, path: Path) -> Any:

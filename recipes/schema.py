@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import field
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -102,6 +103,13 @@ class Recipe(Section):
             return value if value.line == name.line and value.text == name.text else name
         return Source(f"<default {key}>", 0, 0, key)
 
+    def changes(self, key: str) -> tuple[tuple[Source, str], ...]:
+        """The places elsewhere that changed entries of a map, each with the entry."""
+        where, entries = self.where(key), reduce(getattr, key.split("."), self)
+        places = {name: self.where(f"{key}.{name}") for name in entries}
+        elsewhere = {name: place for name, place in places.items() if place.line and place.file != where.file}
+        return tuple((place, f"{name}: {entries[name]}") for name, place in elsewhere.items()) if where.line else ()
+
     def to_yaml(self, *, resolved: bool = False, pins: Mapping[str, Any] | None = None) -> str:
         """The recipe as YAML that loads to the same: complete, with interpolations, or `resolved` to known values.
 
@@ -121,7 +129,7 @@ class Recipe(Section):
 
     def mesh_on(self, devices: int) -> dict[str, int]:
         """The mesh with -1 replaced by the remaining `devices`. Raises `Mistakes` (exit 5) when they do not fit."""
-        if wrong := misfit(self.mesh, devices, self.where("mesh")):
+        if wrong := misfit(self.mesh, devices, self.where("mesh"), self.changes("mesh")):
             raise Mistakes(wrong)
         rest = devices // math.prod(size for size in self.mesh.values() if size != -1)
         return {axis: rest if size == -1 else size for axis, size in self.mesh.items()}

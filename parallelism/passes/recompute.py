@@ -131,11 +131,18 @@ def keep_selected(names: Collection[str] = ()) -> Keep:
         return info(source).comm is not None or part_of_selected or is_selected(node)
 
     def is_selected(node: fx.Node) -> bool:
-        if not info(node).saved:
-            return False
-        target = str(getattr(node.target, "overloadpacket", node.target))
-        module = info(node).module
-        candidates = (target, target.rpartition(".")[2], module, module.rpartition(".")[2])
-        return not names or any(name in candidates for name in names)
+        return info(node).saved and (not names or not names_of(node).isdisjoint(names))
 
     return keep
+
+
+def names_of(node: fx.Node) -> set[str]:
+    """The names that select a node in `keep_selected`: its operation's and its module's, whole and short."""
+    target, module = str(getattr(node.target, "overloadpacket", node.target)), info(node).module
+    return {target, target.rpartition(".")[2], module, module.rpartition(".")[2]}
+
+
+def selectable(program: Program) -> set[str]:
+    """All names that select a value of a program in `keep_selected`."""
+    calls = (node for node in program.graph.nodes if node.op == "call_function")
+    return {name for node in calls if layer_of(node) and info(node).saved for name in names_of(node) if name}

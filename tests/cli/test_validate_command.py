@@ -293,3 +293,35 @@ def test_a_device_file_is_read_too(workdir: Path, capsys: pytest.CaptureFixture[
     assert {actual["file"] for actual in diagnostics(capsys)} == {"mine.yaml"}
     shutil.copy(Path(devices.__file__).with_name("cpu.yaml"), workdir / "mine.yaml")
     assert run(recipe) == Exit.DONE
+
+
+def test_what_train_refuses_of_a_folder_or_a_module_plan_and_validate_refuse_too(
+    workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tpshard.models import Blueprint, to_hf
+
+    small = {"layers": 2, "width": 32, "heads": 4, "head_dim": 8, "mlp": 32, "kv_heads": 2}
+    to_hf(Blueprint.of("tiny", overrides=small).build(device="cpu"), "model")
+    (workdir / "a.yaml").write_text("model: {hf: model, seq_len: 16}\ncluster: {device: cpu}\nmesh: {fsdp: 1}\n")
+    assert run(["validate", "a.yaml"]) == Exit.DONE
+    for changes in (["model.layers=1"], ["model.tie_embeddings=true"], ["model.layers=1", "model.tie_embeddings=true"]):
+        for command in (["validate"], ["plan", "--dry-run"], ["train"]):
+            capsys.readouterr()
+            assert run([*command, "a.yaml", *changes]) == Exit.RECIPE, command
+            assert "do not fit the weights in model" in capsys.readouterr().err
+    (workdir / "buffered_module.py").write_text(
+        "import torch\n"
+        "class Buffered(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.layer = torch.nn.Linear(4, 4)\n"
+        "        self.register_buffer('seen', torch.zeros(4))\n"
+        "class Broken(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        raise KeyError('nothing')\n"
+    )
+    for name, words in (("Buffered", "buffers"), ("Broken", "nothing"), ("Missing", "has no Missing")):
+        (workdir / "b.yaml").write_text(f"model: {{module: 'buffered_module:{name}', seq_len: 16}}\n")
+        capsys.readouterr()
+        assert run(["validate", "b.yaml"]) == Exit.RECIPE
+        assert words in capsys.readouterr().err

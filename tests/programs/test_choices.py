@@ -169,3 +169,14 @@ def test_a_pattern_that_a_module_does_not_know_is_told(tmp_path: Path, monkeypat
     (mistake,) = stopped.value.diagnostics
     assert stopped.value.exit == Exit.RECIPE and "`wieght` matches nothing" in mistake.message
     assert mistake.where is not None and mistake.where.line == 4
+
+
+@pytest.mark.parametrize("pipeline", [(), ("mesh={pp: 2, fsdp: 1}", "pipeline={schedule: 1f1b}")])
+def test_a_name_of_remat_that_selects_nothing_is_refused(pipeline: tuple[str, ...]) -> None:
+    """It kept nothing, so that everything was recomputed."""
+    for name, fix in (("no_such_op", "name one of them"), ("attentio", "did you mean `attention`")):
+        with pytest.raises(Mistakes, match=f"`remat` names `{name}`, which no saved value") as refused:
+            training.build(Setting.of(loads(RECIPE, [*pipeline, f"remat=[mm, {name}]"])))
+        assert refused.value.exit == Exit.RECIPE and fix in str(refused.value)
+    if not pipeline:
+        training.build(Setting.of(loads(RECIPE, ["remat=[mm, wq, attention]"])))

@@ -12,7 +12,7 @@ from tpshard.recipes import other_tools
 from tpshard.recipes.checker import homes
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, as_text, dumps
 from tpshard.recipes.extends import builtins
-from tpshard.recipes.load import load, loads
+from tpshard.recipes.load import examine, load, loads
 
 
 def wrong(text: str, *overrides: str) -> tuple[Diagnostic, ...]:
@@ -370,3 +370,42 @@ def test_of_brackets_without_end_only_the_first_are_read(opening: str, monkeypat
 def test_the_name_of_a_family_is_completed() -> None:
     (actual,) = wrong("model: {preset: tiny}\ncluster: {device: h100}\n")
     assert actual.fix == "did you mean `h100-sxm-80g`?"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["schedule.name=constant", "schedule.min_lr_ratio=0.2"], "schedule.min_lr_ratio"),
+        (["checkpoint.every_steps=0", "checkpoint.keep_last=2"], "checkpoint.keep_last"),
+        (["checkpoint.every_steps=0", "checkpoint.on_error=stop"], "checkpoint.on_error"),
+        (["data.source=a.txt", "data.column=body"], "data.column"),
+        (["data.column=body"], "data.column"),
+        (["task=frames", "data.source=c4"], "data.source"),
+        (["fsdp.bucket=none", "fsdp.memory_limit=1GiB"], "fsdp.memory_limit"),
+        (["optimizer.momentum=0.5"], "optimizer.momentum"),
+        (["optimizer.name=lion", "optimizer.eps=1.0e-6"], "optimizer.eps"),
+        (["logging.wandb.mode=disabled", "logging.wandb.project=mine"], "logging.wandb.project"),
+    ],
+)
+def test_a_setting_that_another_makes_meaningless_is_named(overrides: list[str], key: str) -> None:
+    path = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
+    (warning,) = [d for d in examine(path, overrides).diagnostics if "has no effect" in d.message]
+    assert (warning.message, warning.severity) == (f"`{key}` has no effect", "warning")
+    assert warning.where is not None and warning.where.text.startswith(key)
+    without = [d for d in examine(path, overrides[:-1]).diagnostics if "has no effect" in d.message]
+    assert without == [], "a default is nobody's wish"
+
+
+def test_a_mistake_of_a_map_stands_where_it_was_written_with_all_that_changed_it() -> None:
+    """Not on whichever override comes last."""
+    text = "mesh: {fsdp: 2, tp: 2}\nmodel: {preset: tiny}\ncluster: {device: cpu, devices_per_node: 4}\n"
+    for overrides in (["mesh.tp=8", "mesh.dp=1", "model.seq_len=8"], ["mesh.dp=1", "mesh.tp=8", "batch.per_device=1"]):
+        with pytest.raises(Mistakes) as refused:
+            loads(text, overrides)
+        (mistake,) = refused.value.diagnostics
+        assert mistake.where is not None and (mistake.where.file, mistake.where.line) == ("<text>", 1)
+        changed = sorted((place.text, words) for place, words in mistake.also if "override" in place.file)
+        assert changed == [("mesh.dp=1", "dp: 1"), ("mesh.tp=8", "tp: 8")]
+    recipe = loads("model: {preset: tiny}", ["mesh.tp=2", "mesh.fsdp=2", "seed=3"])
+    assert recipe.where("mesh").text == "mesh.tp=2"
+    assert loads(text, ["mesh={tp: 2, fsdp: 1, dp: 2}"]).where("mesh").text.startswith("mesh={tp")
