@@ -105,7 +105,8 @@ class Recipe(Section):
 
     def changes(self, key: str) -> tuple[tuple[Source, str], ...]:
         """The places elsewhere that changed entries of a map, each with the entry."""
-        where, entries = self.where(key), reduce(getattr, key.split("."), self)
+        where = self.where(key)
+        entries: Any = reduce(getattr, key.split("."), self)
         places = {name: self.where(f"{key}.{name}") for name in entries}
         elsewhere = {name: place for name, place in places.items() if place.line and place.file != where.file}
         return tuple((place, f"{name}: {entries[name]}") for name, place in elsewhere.items()) if where.line else ()
