@@ -24,7 +24,7 @@ from tpshard.train.shards import Shard
 from record import Record, parser_of
 
 SAVES = 5
-SAMPLE = {"layers": 8, "width": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "mlp": 1536, "vocab": 2048}
+SAMPLE = {"layers": 8, "width": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "mlp": 1856, "vocab": 2048}
 
 
 def state() -> dict[str, Shard]:

@@ -32,8 +32,11 @@ COMMANDS = {
     "validate": "Check recipes and report every mistake.",
     "doctor": "Check this machine: versions, devices, links, limits, a collective.",
     "launch": "Start workers on several hosts.",
+    "job": "Write the job of a run for SLURM, Kubernetes, torchrun or SkyPilot.",
 }
 """The commands, with the line that `--help` shows for each."""
+MODULES = {"job": "job_app"}
+"""The modules of commands whose own name is another file's."""
 WORKERS = {"train", "launch", "serve", "quantize", "convert"}
 """The commands whose result is not what they print: their exit code tells of it, though stdout cannot be written."""
 
@@ -87,7 +90,7 @@ class Commands(Group):
 
 def command(name: str) -> Any:
     """The Typer command of a name."""
-    module = importlib.import_module(f"tpshard.cli.{name}")
+    module = importlib.import_module(f"tpshard.cli.{MODULES.get(name, name)}")
     app = getattr(module, "app", None)
     if app is None:
         app = typer.Typer(add_completion=False, rich_markup_mode=None)

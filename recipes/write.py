@@ -74,7 +74,8 @@ class _Dumper(yaml.SafeDumper):
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     plain = Node("scalar", Source("", 0, 0, ""), text, True)
     honest = isinstance(scalar(plain), str) and trap(plain) is None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if honest else '"')
+    style = "|" if "\n" in text else None if honest else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 _Dumper.add_representer(str, _text)
