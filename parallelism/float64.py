@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 BOUND = 1e-10
@@ -19,8 +18,8 @@ class _Wide(TorchDispatchMode):
     """A dispatch mode that gives float64 to every operation that asks for float32."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map(_wide_dtype, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        kwargs = {name: _wide_dtype(value) for name, value in (kwargs or {}).items()}
+        return func(*map(_wide_dtype, args), **kwargs)
 
 
 def _wide_dtype(argument: Any) -> Any:
