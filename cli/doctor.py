@@ -122,9 +122,9 @@ def devices(required: int = 0) -> Iterator[Finding]:
     """Findings on processors, memory and GPUs, and on what prevents their use."""
     import psutil
     from tpshard.cli.machine import busy, gpu_problems, probe_driver, probe_torch
+    from tpshard.parallelism.runtime.cores import usable_cores
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    yield Finding("cpu", f"{cores} of {os.cpu_count()} cores usable, {platform.machine()}")
+    yield Finding("cpu", f"{usable_cores():g} of {os.cpu_count()} cores usable, {platform.machine()}")
     memory = psutil.virtual_memory()
     allowed = _cgroup_memory()
     capped = f", of which this control group may use {allowed / GIB:.1f}" if allowed and allowed < memory.total else ""

@@ -140,6 +140,7 @@ def _kind(loaded: Recipe) -> Any:
 def _run(loaded: Recipe, model: SourceModel, need: Need, sock: Any, key: str | None) -> int:
     import torch
     from tpshard.models.folder_tokenizer import FolderTokenizer
+    from tpshard.parallelism.runtime.cores import sharing_note
     from tpshard.serve import http
     from tpshard.serve.app import Server, make_app
     from tpshard.serve.chat import ChatTemplate
@@ -163,6 +164,8 @@ def _run(loaded: Recipe, model: SourceModel, need: Need, sock: Any, key: str | N
         raise Mistakes.one(str(error), exit=Exit.DATA, fix=own) from error
     for note in tokenizer.notes:
         print(f"warning: {note}", file=sys.stderr)
+    if _kind(loaded) == "cpu" and (shared := sharing_note(programs.setting.mesh.ranks)):
+        print(f"note: {shared}", file=sys.stderr)
     job = Job.of(programs, model.name, need.blocks)
     limits = Limits(running=section.requests, queue=section.queue, request_s=section.request_s, grace_s=section.grace_s)
     metrics = Metrics()

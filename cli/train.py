@@ -44,7 +44,8 @@ def train(recipe: RecipeArgument, overrides: Overrides = None, plan: PlanFile = 
 
 def _start(recipe: str, overrides: Sequence[str], plan: str | None) -> int:
     from tpshard.cli import machine
-    from tpshard.cli.worker_errors import workers_of
+    from tpshard.cli.worker_errors import device_kind, workers_of
+    from tpshard.parallelism.runtime.cores import sharing_note
     from tpshard.parallelism.runtime.launcher import Nodes, launch
     from tpshard.plan import save
     from tpshard.train import hub
@@ -61,6 +62,8 @@ def _start(recipe: str, overrides: Sequence[str], plan: str | None) -> int:
         save.check(saved, loaded, world)
     local_workers = world // nodes.count
     print(f"starting {plural(local_workers, 'worker')} on this host", file=sys.stderr, flush=True)
+    if device_kind(loaded) == "cpu" and (note := sharing_note(local_workers)):
+        print(f"note: {note}", file=sys.stderr, flush=True)
     chosen = [] if plan is None else ["--plan", plan]
     command = [sys.executable, "-m", "tpshard.cli.main", "train", recipe, *chosen]
     env = {OVERRIDES: json.dumps(overrides)}

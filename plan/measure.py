@@ -30,6 +30,7 @@ import psutil
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.pricing.cost import Crowd, Device, ServingOverhead, collective, wire_bytes
 from tpshard.parallelism.pricing.network import Link, Topology
+from tpshard.parallelism.runtime.cores import usable_cores
 from tpshard.recipes.diagnostic import Exit, Mistakes, plural
 
 Result = dict[str, Any]
@@ -208,7 +209,7 @@ def measure(tell: Callable[[str], None], *, name: str, measure_server: Callable[
         from tpshard.plan.measure_gpu import measure_gpu
 
         return measure_gpu(tell, name, today)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = max(1, int(usable_cores()))
     crowds = sorted({1, 2, 4, min(cores, MOST)})
     many = ", ".join(map(str, crowds))
     tell(f"{many} processes on {plural(cores, 'core')} compute, move and send, {ROUNDS} times ...")

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tpshard.parallelism.runtime import crash, messages
+from tpshard.parallelism.runtime.cores import usable_cores
 from tpshard.parallelism.runtime.crash import CRASHES
 from tpshard.parallelism.runtime.messages import WorkerMessage
 from tpshard.parallelism.runtime.place import WorkerPlace, nameless_file
@@ -156,7 +157,7 @@ class Workers:
     ) -> None:
         reader, writer = os.pipe()
         output = tempfile.TemporaryFile() if captured else None  # noqa: SIM115 (lives as long as the run)
-        threads = max(1, len(os.sched_getaffinity(0)) // self.local)
+        threads = max(1, int(usable_cores()) // self.local)
         env = {
             "OMP_NUM_THREADS": str(threads), **os.environ, **place.environment(), messages.REPORT_FD: str(writer),
             FOLLOWS: str(os.getpid()), **more, **{name: str(number) for name, number in inherited.items()},
