@@ -29,6 +29,7 @@ from tpshard.programs.batching import BatchPlan, check_micro_batches, derive
 from tpshard.programs.fit import devices
 from tpshard.programs.fp8_fit import fp8_misfits
 from tpshard.programs.layer_likeness import difference, keep_layers, likeness
+from tpshard.programs.layer_matrices import matrices_of_layers
 from tpshard.programs.stacked_layers import StackedLayers, Stacking, lists_of_layers
 from tpshard.programs.wrong_model import wrong_model
 from tpshard.recipes.diagnostic import Exit, Mistakes
@@ -208,7 +209,7 @@ class Setting:
     @cached_property
     def named(self) -> dict[str, Naming]:
         """The dim names of the parameters that have some, and their source."""
-        single = naming.dim_names(self.recipe, self.single, self.architecture)
+        single = self._named_in_layers
         named: dict[str, Naming] = {}
         for name, parameter in self.model.named_parameters():
             members = self.members(name)
@@ -218,6 +219,11 @@ class Setting:
             elif name in single:
                 named[name] = single[name]
         return named
+
+    @cached_property
+    def _named_in_layers(self) -> dict[str, Naming]:
+        """`named` by the names of single layers' parameters."""
+        return naming.dim_names(self.recipe, self.single, self.architecture)
 
     @cached_property
     def dims(self) -> dict[str, tuple[str, ...]]:
@@ -280,24 +286,13 @@ class Setting:
 
     @cached_property
     def orthogonal(self) -> frozenset[str]:
-        """The parameters that Muon moves by orthogonal matrices: the matrices of repeated layers, and experts' stacks.
-
-        Raises Mistakes for a model without any.
-        """
+        """The parameters that Muon moves by orthogonal matrices (`layer_matrices`)."""
         if self.recipe.optimizer.name != "muon":
             return frozenset()
-        tables = {f"{path}.weight" for path, module in self.model.named_modules() if isinstance(module, nn.Embedding)}
-        names = frozenset(
-            name for name, p in self.model.named_parameters()
-            if any(part.isdigit() for part in name.split(".")) and name not in tables
-            and (len(self.shape_in_layer(name, p.shape)) == 2 or (p.dim() == 3 and "expert" in self.dims.get(name, ())))
-        )  # fmt: skip
-        if not names:
-            raise Mistakes.one(
-                "`optimizer.name: muon` moves matrices of repeated layers; this model has none", exit=Exit.FIT,
-                where=self.recipe.where("optimizer.name"), fix="adamw, or lion",
-            )  # fmt: skip
-        return names
+        dims = {name: naming.dims for name, naming in self._named_in_layers.items()}
+        single = matrices_of_layers(self.single, self.recipe, dims)
+        names = [name for name, _ in self.model.named_parameters()]
+        return frozenset(name for name in names if (self.members(name) or [name])[0] in single)
 
     @property
     def param_dtype(self) -> torch.dtype:

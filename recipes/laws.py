@@ -4,6 +4,7 @@ keys are valid, so that a mistake is reported only once."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import fields
 from functools import reduce
 from typing import Literal
 
@@ -12,6 +13,7 @@ from tpshard.recipes.constraints import AXES
 from tpshard.recipes.diagnostic import Diagnostic, Mistakes, did_you_mean
 from tpshard.recipes.mesh_sizes import misfit
 from tpshard.recipes.schema import Recipe
+from tpshard.recipes.section import default_of
 
 Law = Callable[[Recipe], Iterator[Diagnostic]]
 
@@ -183,14 +185,15 @@ def settings_are_read(recipe: Recipe) -> Iterator[Diagnostic]:
     for key, why in _unread(recipe):
         *sections, name = key.split(".")
         section = reduce(getattr, sections, recipe)
-        if section.stored()[name] != getattr(type(section), name):
+        default = next(default_of(item) for item in fields(section) if item.name == name)
+        if section.stored()[name] != default:
             message = f"`{key}` has no effect"
             yield _violation(recipe, key, message, why, "remove it", severity="warning")
 
 
 def _unread(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """The keys that another value makes meaningless, each with the reason."""
-    of_others = {"adamw": ("momentum",), "lion": ("eps", "momentum"), "muon": ()}
+    of_others = {"adamw": ("momentum", "orthogonal"), "lion": ("eps", "momentum", "orthogonal"), "muon": ()}
     for key in of_others[recipe.optimizer.name]:
         yield f"optimizer.{key}", f"{recipe.optimizer.name} does not use it"
     if recipe.schedule.name == "constant":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import field
 from typing import Annotated, ClassVar, Literal
 
@@ -54,6 +55,9 @@ class Optimizer(Section):
     no matrices of a layer."""
     momentum: Annotated[float, limits(least=0, below=1)] = 0.95
     """Decay of muon's moment of matrices; adamw and lion have `betas` only."""
+    orthogonal: Mapping[str, bool] = field(default_factory=dict)
+    """Whether muon moves the matrices of a name or pattern, such as `"layers.*.router": false`, of which the last that
+    matches counts; default: those of repeated layers, without tables of embeddings."""
     eps: Positive = 1.0e-8
     """Added to the root of the second moment; lion has none."""
     weight_decay: NonNegative = 0.1
