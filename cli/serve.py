@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +16,7 @@ from tpshard.recipes.other_tools import hub_fix
 
 if TYPE_CHECKING:
     from tpshard.cli.sources import SourceModel
+    from tpshard.models.folder_tokenizer import FolderTokenizer
     from tpshard.programs.served import Served
     from tpshard.recipes.schema import Recipe
     from tpshard.serve.need import Need
@@ -52,7 +53,7 @@ def serve(
     model = _model(recipe, overrides or [], loaded)
     requirements = _need(loaded, stored_model(loaded, model))
     sock = http.bind(section.host, section.port, loaded.where("serve.port"))
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    http.log_to_stderr()
     print(requirements, file=sys.stderr)
     return _run(loaded, model, requirements, sock, key)
 
@@ -138,12 +139,72 @@ def _kind(loaded: Recipe) -> Any:
 
 
 def _run(loaded: Recipe, model: SourceModel, need: Need, sock: Any, key: str | None) -> int:
-    import torch
-    from tpshard.models.folder_tokenizer import FolderTokenizer
-    from tpshard.parallelism.runtime.cores import sharing_note
     from tpshard.serve import http
+    from tpshard.serve.access import Access, is_loopback
     from tpshard.serve.app import Server, make_app
-    from tpshard.serve.chat import ChatTemplate
+    from tpshard.serve.preprocess_pool import PreprocessPool, PreprocessSetup
+
+    section = loaded.serve
+    tokenizer = open_tokenizer(loaded, model, need)
+    defaults = generation_defaults(loaded, model)
+    signal.signal(signal.SIGTERM, _end)
+    service = start_service(loaded, model, need)
+    folder, rows = str(model.tokenizer), need.programs.vocab
+    pool = PreprocessPool(PreprocessSetup(folder, rows, tokenizer.chat_template, loaded.name, defaults))
+    server = Server(loaded.name, service, tokenizer, pool, need.programs.listed, defaults)
+    app = make_app(server, Access(key, section.cors, local=key is None and is_loopback(section.host)))
+    stop = _to_wandb(loaded, service)
+    try:
+        return http.run(app, service, sock, lambda: _announce(loaded, sock, key))
+    finally:
+        pool.close()
+        stop()
+
+
+def open_tokenizer(loaded: Recipe, model: SourceModel, need: Need) -> FolderTokenizer:
+    """The model's tokenizer. Raises `Mistakes` (exit 6) where there is none, or one of another model."""
+    from tpshard.models.folder_tokenizer import FolderTokenizer
+
+    if model.tokenizer is None:
+        raise Mistakes.one(
+            f"{model.name} has no tokenizer", exit=Exit.DATA, where=loaded.where("data.tokenizer"),
+            fix="name its folder in `data.tokenizer`",
+        )  # fmt: skip
+    try:
+        tokenizer = FolderTokenizer(model.tokenizer, need.programs.vocab, [Path(model.name)])
+    except (ValueError, OSError) as error:
+        own = "name the folder of the model's own tokenizer in `data.tokenizer`"
+        raise Mistakes.one(str(error), exit=Exit.DATA, fix=own) from error
+    for note in tokenizer.notes:
+        print(f"warning: {note}", file=sys.stderr)
+    return tokenizer
+
+
+def generation_defaults(loaded: Recipe, model: SourceModel) -> Mapping[str, Any]:
+    """The sampling settings of requests that set none, from the model's folder, unless the recipe says `none`.
+
+    Raises `Mistakes` (exit 7) where the folder has a wrong value. Keys that are not obeyed are named on stderr.
+    """
+    from tpshard.serve.generation_defaults import FILE, read_generation_defaults
+
+    if loaded.serve.generation_defaults == "none":
+        return {}
+    folders = [folder for folder in (Path(model.name), model.tokenizer) if folder is not None]
+    folder = next((folder for folder in folders if (folder / FILE).exists()), folders[0])
+    try:
+        read = read_generation_defaults(folder)
+    except ValueError as error:
+        fix = "correct it, or `serve.generation_defaults=none`"
+        raise Mistakes.one(str(error), exit=Exit.CHECKPOINT, fix=fix) from error
+    if read.not_obeyed:
+        print(f"warning: {folder / FILE}: not obeyed: {', '.join(read.not_obeyed)}", file=sys.stderr)
+    return read.values
+
+
+def start_service(loaded: Recipe, model: SourceModel, need: Need) -> Service:
+    """The engine with its ranks, ready to answer. Raises `Mistakes` (exit 9) where they do not start."""
+    import torch
+    from tpshard.parallelism.runtime.cores import sharing_note
     from tpshard.serve.job import Job
     from tpshard.serve.metrics import Metrics
     from tpshard.serve.ranks import Ranks
@@ -151,43 +212,18 @@ def _run(loaded: Recipe, model: SourceModel, need: Need, sock: Any, key: str | N
     from tpshard.serve.step import WorkerLost
 
     section = loaded.serve
-    if model.tokenizer is None:
-        raise Mistakes.one(
-            f"{model.name} has no tokenizer", exit=Exit.DATA, where=loaded.where("data.tokenizer"),
-            fix="name its folder in `data.tokenizer`",
-        )  # fmt: skip
-    programs = need.programs
-    try:
-        tokenizer = FolderTokenizer(model.tokenizer, programs.vocab, [Path(model.name)])
-    except (ValueError, OSError) as error:
-        own = "name the folder of the model's own tokenizer in `data.tokenizer`"
-        raise Mistakes.one(str(error), exit=Exit.DATA, fix=own) from error
-    for note in tokenizer.notes:
-        print(f"warning: {note}", file=sys.stderr)
-    if _kind(loaded) == "cpu" and (shared := sharing_note(programs.setting.mesh.ranks)):
+    if _kind(loaded) == "cpu" and (shared := sharing_note(need.programs.setting.mesh.ranks)):
         print(f"note: {shared}", file=sys.stderr)
-    job = Job.of(programs, model.name, need.blocks)
+    job = Job.of(need.programs, model.name, need.blocks)
     limits = Limits(running=section.requests, queue=section.queue, request_s=section.request_s, grace_s=section.grace_s)
-    metrics = Metrics()
     torch.set_num_threads(1)  # idle threads of this process would spin on the ranks' cores
-    service = Service(lambda: Ranks([sys.executable, "-m", "tpshard.cli.serve_worker"], job), limits, metrics)
-    signal.signal(signal.SIGTERM, _end)
+    service = Service(lambda: Ranks([sys.executable, "-m", "tpshard.cli.serve_worker"], job), limits, Metrics())
     try:
         service.start()
     except WorkerLost as error:
         fix = "the lines above name the cause; `tpshard doctor` checks this machine"
         raise Mistakes.one(f"the model could not be started: {error}", exit=Exit.WORKER_LOST, fix=fix) from error
-    template = None
-    if tokenizer.chat_template is not None:
-        template = ChatTemplate(tokenizer.chat_template, tokenizer.special)
-    app = make_app(Server(loaded.name, service, tokenizer, template, job.programs), key)
-    stop = _to_wandb(loaded, service)
-    try:
-        return http.run(app, service, sock, lambda: _announce(loaded, sock, key))
-    finally:
-        if template is not None:
-            template.close()
-        stop()
+    return service
 
 
 def _end(*_: object) -> None:

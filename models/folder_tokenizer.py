@@ -74,9 +74,13 @@ class FolderTokenizer:
         """The ids of a text; with `special` also those that the tokenizer puts around it."""
         return list(self._rust.encode(text, add_special_tokens=special).ids)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, without special tokens."""
-        return str(self._rust.decode(list(ids), skip_special_tokens=True))
+    def decode(self, ids: Sequence[int], special: bool = False) -> str:
+        """The text of ids, without special tokens unless `special`."""
+        return str(self._rust.decode(list(ids), skip_special_tokens=not special))
+
+    def names(self, ids: Sequence[int]) -> list[str]:
+        """The tokens of ids as the vocabulary writes them."""
+        return [self._rust.id_to_token(id) or "" for id in ids]
 
     def token_bytes(self, token: int) -> bytes:
         """The UTF-8 bytes that a token adds to a text, possibly a part of a character; a special token's name."""

@@ -6,8 +6,15 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Annotated, ClassVar, Literal
 
-from tpshard.recipes.constraints import GROUP_SIZE, AxisName, AxisSize, Count, Dtype, limits
+from tpshard.recipes.constraints import ALONE, GROUP_SIZE, AxisName, AxisSize, Count, Dtype, form, limits
 from tpshard.recipes.section import Section
+
+Origin = Annotated[
+    str,
+    form(
+        r"\*|[a-z][a-z0-9+.-]*://[^/\s,?#@A-Z]+", 'an origin, as https://chat.example or http://localhost:3000, or "*"'
+    ),
+]
 
 
 class Calibration(Section):
@@ -58,6 +65,10 @@ class Serve(Section):
     api_key: str | None = None
     """Key that clients must send, best written as "${oc.env:NAME}"; null: $TPSHARD_API_KEY. Without a key only loopback
     is served."""
+    cors: Annotated[tuple[Origin, ...], ALONE] = ()
+    """Origins whose pages may send requests from a browser, such as https://chat.example; "*" is any."""
+    generation_defaults: Literal["model", "none"] = "model"
+    """Whether sampling settings that a request does not set come from the model's generation_config.json."""
     cache_mb: Annotated[int, limits(least=1)] | None = None
     """MiB per device for the KV cache; null: what `requests` of full length need, up to a quarter of the free memory,
     or on a GPU three quarters of what the weights leave."""

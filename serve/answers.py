@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import Any
 
 from tpshard.models.folder_tokenizer import FolderTokenizer
-from tpshard.serve.fields import Order, Refused
+from tpshard.serve.field_checks import Refused
+from tpshard.serve.fields import Order
 from tpshard.serve.request import Event, Logprob, Sequence
 from tpshard.serve.text import Writer
 
@@ -21,13 +23,14 @@ def sequences(
 ) -> list[Sequence]:
     """Creates the sequences of an order, `n` for each tokenized prompt.
 
-    Raises Refused if a prompt and its answer exceed `limit` tokens, the model's context.
+    Raises Refused if a prompt and its answer exceed `limit` tokens, the model's context, or `min_tokens` the answer.
     """
     ends = frozenset(order.stop_token_ids) | (frozenset() if order.ignore_eos else tokenizer.stop_tokens)
     created = []
     for tokens in prompts:
         room = limit - len(tokens)
-        default = room if order.chat else min(DEFAULT_COMPLETION_TOKENS, room)
+        usual = room if order.chat else DEFAULT_COMPLETION_TOKENS
+        default = min(usual if order.default_tokens is None else order.default_tokens, room)
         most = default if order.max_tokens is None else order.max_tokens
         if most > room or room <= 0 < max(most, order.max_tokens is None):
             raise Refused(
@@ -36,6 +39,9 @@ def sequences(
                 param="messages" if order.chat else "prompt",
                 code="context_length_exceeded",
             )
+        if order.sampling.min_tokens > most:
+            message = f"`min_tokens` is {order.sampling.min_tokens}, and at most {most} are generated"
+            raise Refused(message, param="min_tokens", code="invalid_value")
         created += [
             Sequence(
                 tokens, order.sampling, most, choice=choice, stop_tokens=ends,
@@ -44,18 +50,6 @@ def sequences(
             for choice in range(order.n)
         ]  # fmt: skip
     return created
-
-
-def check_tokens(order: Order, prompts: Iterable[tuple[int, ...]], vocab: int) -> None:
-    """Raises Refused if a token id is outside the vocabulary."""
-    for key, ids in (
-        *(("prompt", p) for p in prompts),
-        ("logit_bias", tuple(token for token, _ in order.sampling.logit_bias)),
-        ("stop_token_ids", order.stop_token_ids),
-    ):
-        beyond = [i for i in ids if i >= vocab]
-        if beyond:
-            raise Refused(f"`{key}` names token {beyond[0]}; there are {vocab}", param=key, code="invalid_value")
 
 
 @dataclass
@@ -100,15 +94,17 @@ class Choice:
 class Answer:
     """All choices of one request."""
 
-    def __init__(self, order: Order, sequences: list[Sequence], tokenizer: FolderTokenizer, echoes: list[str]) -> None:
+    def __init__(self, order: Order, sequences: list[Sequence], tokenizer: FolderTokenizer, echoes: Many[str]) -> None:
         self.order, self.tokenizer = order, tokenizer
-        self.id = f"{'chatcmpl' if order.chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self.id = f"{'chatcmpl' if order.chat else 'cmpl'}-{order.request_id or uuid.uuid4().hex}"
         self.created = int(time.time())
         # a chat's answer starts its own text, a completion continues its prompt
-        contexts = [() if order.chat else s.prompt for s in sequences]
+        starts = order.chat and not order.continue_final_message
+        contexts = [() if starts else s.prompt for s in sequences]
+        writers = [Writer(tokenizer, order.stop, context, order.sampling.min_tokens) for context in contexts]
         self.choices = [
-            Choice(i, s, Writer(tokenizer, order.stop, context), echoes[i // order.n] if order.echo else None)
-            for i, (s, context) in enumerate(zip(sequences, contexts))
+            Choice(i, s, writer, echoes[i // order.n] if order.echo else None)
+            for i, (s, writer) in enumerate(zip(sequences, writers))
         ]
         self._by_sequence = {c.sequence.id: c for c in self.choices}
         self._places = [Writer(tokenizer, context=() if order.echo else context) for context in contexts]
@@ -123,7 +119,12 @@ class Answer:
     @property
     def prompt_tokens(self) -> int:
         """Tokens of all prompts of the request."""
-        return sum(len(c.sequence.prompt) for c in self.choices[:: self.order.n])
+        return sum(len(c.sequence.prompt) for c in self._first_choices)
+
+    @property
+    def _first_choices(self) -> list[Choice]:
+        """One choice of each prompt."""
+        return self.choices[:: self.order.n]
 
     def take(self, event: Event) -> Choice | None:
         """Adds an event to its choice and returns the choice; None if it has ended. Refused (503) for an error."""
@@ -142,6 +143,7 @@ class Answer:
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": completed,
             "total_tokens": self.prompt_tokens + completed,
+            "prompt_tokens_details": {"cached_tokens": sum(c.sequence.cached or 0 for c in self._first_choices)},
         }
 
     def whole(self) -> dict[str, Any]:

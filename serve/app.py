@@ -7,23 +7,28 @@ import json
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import version
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tpshard.models.folder_tokenizer import FolderTokenizer
-from tpshard.serve import fields
-from tpshard.serve.access import KeyGate, read_body, refused
-from tpshard.serve.answers import Answer, Choice, check_tokens, sequences
-from tpshard.serve.chat import ChatTemplate, TemplateError
-from tpshard.serve.fields import Order, Refused
+from tpshard.serve.access import ENDS, Access, BodyBudget, JsonErrors, KeyGate, LocalGate, bug, read_body, refused
+from tpshard.serve.answers import Answer, Choice, sequences
+from tpshard.serve.field_checks import Refused
+from tpshard.serve.preprocess import Prepared, no_model
+from tpshard.serve.preprocess_pool import PreprocessPool
 from tpshard.serve.request import Event
 from tpshard.serve.service import Full, Service, Unavailable
+
+T = TypeVar("T")
 
 READ = ["GET", "HEAD"]
 """Methods of read-only routes. Load balancers use HEAD, which returns GET's headers."""
@@ -37,61 +42,40 @@ class Server:
     """The model's name, which requests must use."""
     service: Service
     tokenizer: FolderTokenizer
-    template: ChatTemplate | None
+    pool: PreprocessPool
     programs: Sequence[Mapping[str, Any]] = ()
     """Rows and fingerprint of every program."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of sampling fields that a request does not set."""
     created: int = 0
+    budget: BodyBudget = field(default_factory=BodyBudget)
 
     def __post_init__(self) -> None:
         self.created = self.created or int(time.time())
 
     # ---- from request to events ------------------------------------------------------------------------------------
-    async def order(self, request: Request, parse: Callable[[dict[str, Any]], Order]) -> Answer:
-        """Reads, checks and tokenizes one request. Raises Refused or ClientDisconnect."""
+    async def prepared(self, request: Request, kind: str) -> Prepared | bytes:
+        """Reads, checks and tokenizes a request to the route `kind`. Raises Refused or ClientDisconnect."""
         self._room(1)
-        body = fields.parse(await read_body(request, self.service.limits))
-        order = parse(body)
-        if order.model != self.model:
-            raise _no_model(order.model)
-        self._room(order.n * max(1, len(order.prompts)))
+        with self.budget.body() as body:
+            raw = await read_body(request, self.service.limits, body)
+            try:
+                return await self.pool.run(kind, raw, self.service.limit, self.service.vocab)
+            except Unavailable as error:
+                raise _unavailable() from error
+
+    async def answer(self, request: Request, kind: str) -> Answer:
+        """The answer to a request, before its first token. Raises Refused or ClientDisconnect."""
+        prepared = await self.prepared(request, kind)
+        assert isinstance(prepared, Prepared), "these routes have orders"
+        order = prepared.order
+        self._room(order.n * len(prepared.prompts))
         try:
             limit = self.service.limit
         except Unavailable as error:
             raise _unavailable() from error
-        if order.chat or sum(len(p) for p in order.prompts) > 4096:
-            prompts, echoes = await run_in_threadpool(self._tokens, order, limit)
-        else:  # too short to be worth a thread
-            prompts, echoes = self._tokens(order, limit)
-        check_tokens(order, prompts, self.service.vocab)
-        ordered = sequences(order, prompts, self.tokenizer, limit)
-        return Answer(order, ordered, self.tokenizer, echoes)
-
-    def _tokens(self, order: Order, limit: int) -> tuple[list[tuple[int, ...]], list[str]]:
-        """The prompts as tokens, and as text for `echo`."""
-        texts: list[str | tuple[int, ...]] = list(order.prompts)
-        if order.chat:
-            if self.template is None:
-                raise Refused("this model has no chat template; use /v1/completions", code="no_chat_template")
-            try:
-                texts = [self.template.render(list(order.messages))]
-            except TemplateError as error:
-                raise Refused(str(error), param="messages", code="chat_template_failed") from error
-        tokenized, echoes = [], []
-        for text in texts:
-            if isinstance(text, str):
-                if self.tokenizer.too_long(text, limit):
-                    raise Refused(
-                        f"the prompt has {len(text)} characters, which is more than {limit} tokens",
-                        param="messages" if order.chat else "prompt", code="context_length_exceeded",
-                    )  # fmt: skip
-                tokens = tuple(self.tokenizer.encode(text, special=not order.chat))
-                if not tokens:
-                    raise Refused("the prompt has no tokens", param="prompt", code="invalid_value")
-            else:
-                tokens = text
-            tokenized.append(tokens)
-            echoes.append((text if isinstance(text, str) else self.tokenizer.decode(text)) if order.echo else "")
-        return tokenized, echoes
+        ordered = sequences(order, prepared.prompts, self.tokenizer, limit)
+        return Answer(order, ordered, self.tokenizer, prepared.echoes)
 
     def _room(self, count: int) -> None:
         try:
@@ -131,17 +115,13 @@ def _unavailable() -> Refused:
     return Refused("the model is not available now", status=503, kind="server_error", code="unavailable", retry_after=2)
 
 
-def _no_model(name: str) -> Refused:
-    return Refused(f"there is no model `{name[:100]}`", param="model", code="model_not_found", status=404)
-
-
 class Reply(Response):
     """A response that computes its answer while it watches for the client's disconnect."""
 
     background = None  # FastAPI reads it
 
-    def __init__(self, server: Server, parse: Callable[[dict[str, Any]], Order]) -> None:
-        self.server, self.parse = server, parse
+    def __init__(self, server: Server, kind: str) -> None:
+        self.server, self.kind = server, kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         began = False
@@ -152,7 +132,7 @@ class Reply(Response):
             await send(message)
 
         try:
-            answer = await self.server.order(Request(scope, receive), self.parse)
+            answer = await self.server.answer(Request(scope, receive), self.kind)
             work = asyncio.ensure_future((self._stream if answer.order.stream else self._whole)(answer, noting))
             leaving = asyncio.ensure_future(_wait_for_disconnect(receive))
             try:
@@ -166,20 +146,24 @@ class Reply(Response):
                 for task in (work, leaving):
                     task.cancel()
                 await asyncio.gather(work, leaving, return_exceptions=True)
-        except Refused as error:
-            self.server.service.metrics.refused.labels(str(error.status)).inc()
-            if not began:
-                await refused(error)(scope, receive, send)
-            else:
-                await send(_data(error.body(), more=False))
         except (ClientDisconnect, OSError):
             return  # the client has left, or the connection broke while sending
+        except ENDS:
+            raise
+        except BaseException as error:
+            refusal = error if isinstance(error, Refused) else bug(error)
+            self.server.service.metrics.refused.labels(str(refusal.status)).inc()
+            if not began:
+                await refused(refusal)(scope, receive, send)
+            else:
+                await send(_data(refusal.body(), more=False))
 
     async def _whole(self, answer: Answer, send: Send) -> None:
         async with aclosing(self.server.run(answer)) as events:
             async for event in events:
                 self._take(answer, event)
-        response = Response(json.dumps(answer.whole()), media_type="application/json")
+        body = await _built(answer, lambda: json.dumps(answer.whole()))
+        response = Response(body, media_type="application/json")
         await send({"type": "http.response.start", "status": 200, "headers": response.raw_headers})
         await send({"type": "http.response.body", "body": response.body})
 
@@ -194,7 +178,7 @@ class Reply(Response):
                     await send({"type": "http.response.start", "status": 200, "headers": headers})
                     for chunk in answer.opening():
                         await send(_data(chunk))
-                next_chunk = answer.chunk(choice) if choice is not None else None
+                next_chunk = await _built(answer, partial(answer.chunk, choice)) if choice is not None else None
                 if next_chunk is not None:
                     await send(_data(next_chunk))
         for chunk in answer.closing():
@@ -208,6 +192,12 @@ class Reply(Response):
         return choice
 
 
+async def _built(answer: Answer, make: Callable[[], T]) -> T:
+    """The result of `make`; from a thread where it names every token of a prompt, which may be long."""
+    names_prompt = answer.order.echo and answer.order.sampling.logprobs is not None
+    return await run_in_threadpool(make) if names_prompt else make()
+
+
 def _data(value: dict[str, Any], more: bool = True) -> dict[str, Any]:
     return {"type": "http.response.body", "body": b"data: " + json.dumps(value).encode() + b"\n\n", "more_body": more}
 
@@ -217,17 +207,38 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-def make_app(server: Server, key: str | None) -> ASGIApp:
+def make_app(server: Server, access: Access) -> ASGIApp:
     """The ASGI application of a server."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return Reply(server, fields.completion)
+        return Reply(server, "completion")
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return Reply(server, fields.chat)
+        return Reply(server, "chat")
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        return await prepared(request, "tokenize")
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        return await prepared(request, "detokenize")
+
+    async def prepared(request: Request, kind: str) -> Response:
+        try:
+            return Response(await server.prepared(request, kind), media_type="application/json")
+        except Refused as error:
+            server.service.metrics.refused.labels(str(error.status)).inc()
+            return refused(error)
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody reads it
+
+    @app.api_route("/version", methods=READ)
+    async def tpshard_version() -> Response:
+        return JSONResponse({"version": version("tpshard")})
 
     @app.api_route("/v1/models", methods=READ)
     async def models() -> Response:
@@ -236,7 +247,7 @@ def make_app(server: Server, key: str | None) -> ASGIApp:
     @app.api_route("/v1/models/{name:path}", methods=READ)
     async def model(name: str) -> Response:
         if name != server.model:
-            return refused(_no_model(name))
+            return refused(no_model(name))
         return JSONResponse(_card(server))
 
     @app.api_route("/health", methods=READ)
@@ -259,15 +270,20 @@ def make_app(server: Server, key: str | None) -> ASGIApp:
         refusal = Refused(f"{request.method} {request.url.path[:100]}: {error.detail}", status=error.status_code)
         return JSONResponse(refusal.body(), status_code=error.status_code, headers=error.headers)
 
-    @app.exception_handler(Exception)
-    async def bug(request: Request, error: Exception) -> Response:
-        return refused(Refused("internal error; see the server's log", kind="server_error", status=500))
+    @app.exception_handler(Exception)  # or the framework answers in plain text
+    async def failed(request: Request, error: Exception) -> Response:
+        return refused(bug(error))
 
-    return KeyGate(app, key)
+    gated: ASGIApp = KeyGate(app, access.key)
+    if access.cors:
+        gated = CORSMiddleware(gated, access.cors, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"])
+    if access.local:
+        gated = LocalGate(gated, access.cors)
+    return JsonErrors(gated)
 
 
 def _card(server: Server) -> dict[str, Any]:
     card: dict[str, Any] = {"id": server.model, "object": "model", "created": server.created, "owned_by": "tpshard"}
     with suppress(Unavailable):
         card["max_model_len"] = server.service.limit
-    return card
+    return card | {"generation_defaults": dict(server.defaults)}

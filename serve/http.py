@@ -5,28 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import ipaddress
 import logging
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import h11
 import uvicorn
 from starlette.types import ASGIApp
 from tpshard.recipes.diagnostic import Exit, Mistakes, Source
+from tpshard.serve.access import is_loopback
+from tpshard.serve.connections import CappedServer, OncePerMinute, Patience, connection_limit
 from tpshard.serve.service import Limits, Service
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 log = logging.getLogger(__name__)
-
-
-def is_loopback(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    return host == "localhost"
 
 
 def read_key(file: Path | None = None, of_recipe: str | None = None) -> str | None:
@@ -84,48 +78,16 @@ def bind(host: str, port: int, where: Source | None = None) -> socket.socket:
         ) from error  # fmt: skip
 
 
+def log_to_stderr() -> None:
+    """Logs to stderr, the same line once a minute."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(OncePerMinute())
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", handlers=[handler])
+
+
 def run(app: ASGIApp, service: Service, sock: socket.socket, announce: Callable[[], None]) -> int:
     """Serves until SIGTERM or SIGINT, then lets running requests finish. Returns 0, or 130 for Ctrl-C."""
     return asyncio.run(_run(app, service, sock, announce))
-
-
-class Patience(H11Protocol):
-    """A connection that is closed when no complete request arrives in time.
-
-    uvicorn's own timeout ends with the first byte. Bytes of a header that never ends would keep a connection open
-    forever, as would those of a body that nobody reads after a 401.
-    """
-
-    _clock: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._watch()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._stop()
-
-    def _watch(self) -> None:
-        if self.conn.our_state not in (h11.IDLE, h11.DONE):
-            self._stop()  # a request is being answered; its own limits apply
-        elif self._clock is None:
-            self._clock = self.loop.call_later(self.timeout_keep_alive, self._end)
-
-    def _stop(self) -> None:
-        if self._clock is not None:
-            self._clock.cancel()
-            self._clock = None
-
-    def _end(self) -> None:
-        if not self.transport.is_closing():
-            if self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
-                self.transport.write(b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
-            self.transport.close()
 
 
 def server_config(app: ASGIApp, limits: Limits) -> uvicorn.Config:
@@ -137,7 +99,7 @@ def server_config(app: ASGIApp, limits: Limits) -> uvicorn.Config:
 
 
 async def _run(app: ASGIApp, service: Service, sock: socket.socket, announce: Callable[[], None]) -> int:
-    server = uvicorn.Server(server_config(app, service.limits))
+    server = CappedServer(server_config(app, service.limits), connection_limit())
     serving = asyncio.ensure_future(server.serve(sockets=[sock]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)

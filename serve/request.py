@@ -25,6 +25,8 @@ class Sampling:
     frequency_penalty: float = 0.0
     """Subtracted once per occurrence in the answer."""
     logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    """Tokens of the answer before which it does not end."""
     seed: int = 0
     logprobs: int | None = None
     """How many of the likeliest tokens to report besides the chosen one; None: no log-probabilities."""
@@ -60,6 +62,8 @@ class Sequence:
     """Tokens of prompt and answer."""
     computed: int = 0
     """Leading tokens whose keys and values are in the cache."""
+    cached: int | None = None
+    """Tokens of the prompt that the cache had when the sequence was first scheduled; None before that."""
     blocks: list[int] = field(default_factory=list)
     digests: list[Digest] = field(default_factory=list)
     """Digests of the full blocks of `tokens`, as far as needed."""
@@ -88,6 +92,11 @@ class Sequence:
     def needs_scores(self) -> bool:
         """Whether prompt scores are requested and incomplete."""
         return self.prompt_logprobs and len(self.prompt_scores) < len(self.prompt) - 1
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the next token may end the answer."""
+        return len(self.tokens) - len(self.prompt) >= self.sampling.min_tokens
 
     @property
     def done(self) -> bool:

@@ -36,7 +36,7 @@ def choose(logits: Tensor, sequences: Many[Sequence]) -> list[tuple[int, Logprob
     out: list[tuple[int, Logprob | None]] = []
     for row, (sequence, greedy) in enumerate(zip(sequences, likeliest)):
         s = sequence.sampling
-        token = greedy if is_plain(s) else choose_one(logits[row], sequence)
+        token = greedy if is_plain(s) and sequence.may_end else choose_one(logits[row], sequence)
         out.append((token, None if s.logprobs is None else score(logits[row], token, s.logprobs)))
     return out
 
@@ -44,7 +44,7 @@ def choose(logits: Tensor, sequences: Many[Sequence]) -> list[tuple[int, Logprob
 def choose_one(logits: Tensor, sequence: Sequence) -> int:
     """Chooses the next token of one sequence from its logits [vocab]."""
     s = sequence.sampling
-    logits = shape(logits, sequence) if is_shaped(s) else logits
+    logits = shape(logits, sequence) if is_shaped(s) or not sequence.may_end else logits
     if s.temperature == 0:
         return int(logits.argmax())
     logits = logits.double()
@@ -59,7 +59,7 @@ def choose_one(logits: Tensor, sequence: Sequence) -> int:
 
 
 def shape(logits: Tensor, sequence: Sequence) -> Tensor:
-    """The logits with penalties and bias, as a new tensor.
+    """The logits with penalties and bias, as a new tensor; tokens that may not end the answer yet are excluded.
 
     Repetition counts prompt and answer; presence and frequency count the answer.
     """
@@ -75,6 +75,8 @@ def shape(logits: Tensor, sequence: Sequence) -> Tensor:
     if s.logit_bias:
         ids = torch.tensor([token for token, _ in s.logit_bias], dtype=torch.int64)
         logits[ids] += torch.tensor([bias for _, bias in s.logit_bias], dtype=logits.dtype)
+    if not sequence.may_end:
+        logits[[token for token in sequence.stop_tokens if token < len(logits)]] = -torch.inf
     return logits
 
 

@@ -136,6 +136,7 @@ class Scheduler:
                 break
             s.blocks.extend(new_blocks)
             self.prefix_hit_tokens += s.computed
+            s.cached = s.computed if s.cached is None else s.cached
             self.waiting.remove(s)
             self.running.append(s)
             slices.append(piece)

@@ -17,12 +17,13 @@ class Writer:
 
     A character of several tokens waits for its last byte. Text that may begin a stop string is held back until further
     text decides, so that no part of a stop string is ever sent. `context`: the tokens that the text continues; some
-    decoders strip the space that a text begins with.
+    decoders strip the space that a text begins with. `least`: tokens whose text no stop string ends.
     """
 
     tokenizer: FolderTokenizer
     stop: Sequence[str] = ()
     context: Sequence[int] = ()
+    least: int = 0
     text: str = ""
     """The text returned so far."""
     stopped: bool = False
@@ -31,11 +32,14 @@ class Writer:
     _start: int = 0
     """The first token of the window that is decoded together with the newest."""
     _read: int = 0
+    _first: int = 0
+    """The first token that was added."""
 
     def __post_init__(self) -> None:
         before = list(self.context[-_CONTEXT:])
         if not self.tokenizer.decode(before).endswith("�"):  # half a character would swallow the first tokens
             self.tokens, self._read = before, len(before)
+        self._first = len(self.tokens)
 
     def add(self, token: int, last: bool = False) -> str:
         """Adds a token and returns the text that became final; with `last`, all remaining text."""
@@ -59,7 +63,7 @@ class Writer:
             return ""
         held = self._held + new
         places = [place for place in (held.find(s) for s in self.stop) if place >= 0]
-        if places:
+        if places and len(self.tokens) - self._first > self.least:
             self.stopped, self._held = True, ""
             out = held[: min(places)]
         else:

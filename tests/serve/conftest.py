@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import uvicorn
 from patience import until
 from servers import runner_of
 from tokenizers import Tokenizer as Rust
@@ -20,10 +19,12 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from tpshard.models import build
 from tpshard.models.config import ModelConfig
 from tpshard.models.folder_tokenizer import FolderTokenizer
+from tpshard.serve.access import Access
 from tpshard.serve.app import Server, make_app
-from tpshard.serve.chat import ChatTemplate
+from tpshard.serve.connections import CappedServer
 from tpshard.serve.http import bind, server_config
 from tpshard.serve.metrics import Metrics
+from tpshard.serve.preprocess_pool import PreprocessPool, PreprocessSetup
 from tpshard.serve.runner import ProgramRunner
 from tpshard.serve.service import Limits, Service
 from tpshard.serve.step import Runner
@@ -32,6 +33,9 @@ CONFIG = ModelConfig(
     family="llama", layers=2, width=64, heads=4, kv_heads=2, head_dim=16, mlp=96, vocab=300, max_seq=512, seq_len=128,
     dtype="fp32",
 )  # fmt: skip
+
+
+OPEN_ACCESS = Access()
 
 
 def sharpen(config: ModelConfig, seed: int = 1) -> torch.nn.Module:
@@ -66,7 +70,8 @@ def make_tokenizer(folder: Path) -> Path:
     tokenizer.post_processor = processors.TemplateProcessing("<|begin|> $A", None, [("<|begin|>", 0)])
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    template = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+    template = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    template += "{% if add_generation_prompt %}assistant: {% endif %}"
     config = {"bos_token": "<|begin|>", "eos_token": "<|end|>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
@@ -93,15 +98,21 @@ class Running:
 
 
 @contextlib.contextmanager
-def serving(make: Callable[[], Runner], folder: Path, limits: Limits, key: str | None = None) -> Iterator[Running]:
+def serving(
+    make: Callable[[], Runner],
+    folder: Path,
+    limits: Limits,
+    access: Access = OPEN_ACCESS,
+    connections: int = 2048,
+    **defaults: Any,
+) -> Iterator[Running]:
     service = Service(make, limits, Metrics())
     service.start()
     tokenizer = FolderTokenizer(folder)
-    assert tokenizer.chat_template is not None
-    template = ChatTemplate(tokenizer.chat_template, tokenizer.special)
+    pool = PreprocessPool(PreprocessSetup(str(folder), None, tokenizer.chat_template, "tiny", defaults), each=1)
     sock = bind("127.0.0.1", 0)
-    app = make_app(Server("tiny", service, tokenizer, template), key)
-    server = uvicorn.Server(server_config(app, limits))
+    app = make_app(Server("tiny", service, tokenizer, pool, defaults=defaults), access)
+    server = CappedServer(server_config(app, limits), most=connections)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     thread.start()
     try:
@@ -111,7 +122,7 @@ def serving(make: Callable[[], Runner], folder: Path, limits: Limits, key: str |
         server.should_exit = True
         thread.join()
         service.close()
-        template.close()
+        pool.close()
 
 
 class Kept:
@@ -134,5 +145,5 @@ def server(runner: ProgramRunner, tokenizer_folder: Path) -> Iterator[Running]:
 
 @pytest.fixture(scope="session")
 def served(tokenizer_folder: Path) -> Callable[..., contextlib.AbstractContextManager[Running]]:
-    """A context with a separate server: `served(make_runner, limits, key=...)`."""
-    return lambda make, limits, key=None: serving(make, tokenizer_folder, limits, key)
+    """A context with a separate server: `served(make_runner, limits, access, **defaults)`."""
+    return lambda make, limits, *rest, **defaults: serving(make, tokenizer_folder, limits, *rest, **defaults)

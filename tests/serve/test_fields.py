@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tpshard.serve import fields
-from tpshard.serve.fields import Refused
+from openai.types.chat import ChatCompletionMessage
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParameters
+from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParameters
+from tpshard.serve import fields, neutral_fields
+from tpshard.serve.field_checks import Refused
 
 MODEL = {"model": "m"}
 NUMBERS = {
@@ -51,8 +54,9 @@ WRONG_CHAT: list[tuple[str, Any]] = [
     ("messages", [MESSAGE] * 4097),
     *(("response_format", value) for value in ({"type": "json_object"}, 1)),
     ("logprobs", 2), ("top_logprobs", 2), ("max_completion_tokens", 0), ("max_tokens", 0), ("store", True),
-    ("tools", []), ("tool_choice", "none"), ("functions", []), ("metadata", {}), ("audio", {}), ("echo", True),
-    ("modalities", ["text"]), ("reasoning_effort", "low"), ("web_search_options", {}), ("service_tier", "flex"),
+    ("tools", [{}]), ("tool_choice", "required"), ("functions", [{}]), ("metadata", {"a": "b"}), ("audio", {}),
+    ("echo", True), ("modalities", ["text", "audio"]), ("web_search_options", {}), ("service_tier", "flex"),
+    ("chat_template_kwargs", {"messages": []}), ("reasoning_effort", 1), ("add_generation_prompt", 1),
 ]  # fmt: skip
 
 
@@ -151,3 +155,84 @@ def test_no_value_breaks_a_field(key: str, value: Any) -> None:
             parse(MODEL | rest | {key: value})
         except Refused as error:
             json.dumps(error.body())
+
+
+def parameters(body: Any) -> list[str]:
+    """The fields of a request in the `openai` package."""
+    return [name for name in get_type_hints(body) if name not in ("model", "prompt", "messages")]
+
+
+@pytest.mark.parametrize("key", sorted({*parameters(CompletionParameters), *fields.COMPLETION} - {"model", "prompt"}))
+def test_null_is_absence_in_a_completion(key: str) -> None:
+    body = MODEL | {"prompt": "a"}
+    assert fields.completion({key: None, **body, "seed": 1}) == fields.completion(body | {"seed": 1})
+
+
+@pytest.mark.parametrize("key", sorted({*parameters(ChatParameters), *fields.CHAT} - {"model", "messages"}))
+def test_null_is_absence_in_a_chat(key: str) -> None:
+    body = MODEL | {"messages": [MESSAGE]}
+    assert fields.chat({key: None, **body, "seed": 1}) == fields.chat(body | {"seed": 1})
+
+
+NEUTRAL = [
+    (path, key, value)
+    for path, table in (("completion", neutral_fields.COMPLETION_VALUES), ("chat", neutral_fields.CHAT_VALUES))
+    for key, values in table.items()
+    for value in values
+]
+
+
+@pytest.mark.parametrize(("path", "key", "value"), NEUTRAL, ids=lambda v: str(v)[:20])
+def test_a_value_that_asks_for_nothing_changes_nothing(path: str, key: str, value: Any) -> None:
+    parse, body = {
+        "completion": (fields.completion, MODEL | {"prompt": "a", "seed": 1}),
+        "chat": (fields.chat, MODEL | {"messages": [MESSAGE], "seed": 1}),
+    }[path]
+    assert parse(body | {key: value}) == parse(body)
+    other_number = 77 if isinstance(value, int) and not isinstance(value, bool) else [value]
+    for other in (other_number, "another", {"a": 1}):
+        with pytest.raises(Refused, match=f"`{key}` is not supported") as error:
+            parse(body | {key: other})
+        assert (error.value.param, error.value.code) == (key, "invalid_value")
+
+
+def test_an_answer_sent_back_as_a_message_is_its_text() -> None:
+    answer = ChatCompletionMessage(role="assistant", content="b", annotations=[], tool_calls=[], refusal=None)
+    part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}, "annotations": None, "x": None}
+    question = {"role": "user", "content": [part], "name": None, "tool_calls": None}
+    order = fields.chat(MODEL | {"messages": [question, answer.model_dump()]})
+    assert order.messages == (MESSAGE, {"role": "assistant", "content": "b"})
+    for key, value in (("tool_calls", [1]), ("refusal", "no"), ("audio", {}), ("unknown", [])):
+        with pytest.raises(Refused, match=f"an item 0 with `{key}`, which is not supported"):
+            fields.chat(MODEL | {"messages": [MESSAGE | {key: value}]})
+    with pytest.raises(Refused, match="a part of `content` of type 'image_url'; only text is supported"):
+        fields.chat(MODEL | {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]})
+
+
+def test_defaults_hold_for_what_a_request_does_not_say() -> None:
+    defaults = {"temperature": 0.5, "top_k": 7, "default_tokens": 9}
+    order = fields.completion(MODEL | {"prompt": "a", "top_k": 0, "top_p": 0.5, "temperature": None}, defaults)
+    assert (order.sampling.temperature, order.sampling.top_k, order.sampling.top_p) == (0.5, 0, 0.5)
+    assert (order.max_tokens, order.default_tokens) == (None, 9)
+
+
+def test_prompts_are_open_or_continued() -> None:
+    body = MODEL | {"messages": [MESSAGE]}
+    assert fields.chat(body).add_generation_prompt
+    assert not fields.chat(body | {"continue_final_message": True}).add_generation_prompt
+    assert fields.chat(body | {"continue_final_message": False, "add_generation_prompt": False}).messages
+    for parse, rest in ((fields.chat, MODEL), (fields.tokenize, {})):
+        with pytest.raises(Refused, match="exclude one another"):
+            parse(rest | {"messages": [MESSAGE], "continue_final_message": True, "add_generation_prompt": True})
+    equal = fields.chat(body | {"max_tokens": 3, "max_completion_tokens": 3, "top_logprobs": 0, "logprobs": False})
+    assert equal.max_tokens == 3
+    with pytest.raises(Refused, match="differ"):
+        fields.chat(body | {"max_tokens": 3, "max_completion_tokens": 4})
+
+
+def test_what_is_tokenized_is_a_prompt_or_messages() -> None:
+    for body in ({}, {"prompt": "a", "messages": [MESSAGE]}, {"prompt": None}):
+        with pytest.raises(Refused, match="either `prompt` or `messages`"):
+            fields.tokenize(body)
+    with pytest.raises(Refused, match="`tokens` has a token that is not between"):
+        fields.detokenize({"tokens": [-1]})

@@ -20,10 +20,12 @@ import pytest
 import torch
 from patience import PATIENCE, until
 from torch import Tensor
+from tpshard.serve.access import Access
 from tpshard.serve.request import Sampling, Sequence
 from tpshard.serve.runner import ProgramRunner
 from tpshard.serve.service import Limits
 from tpshard.serve.step import StepInput, WorkerLost
+from tpshard.serve.text import Writer
 from web import web
 
 Running = Any
@@ -39,7 +41,7 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def hasty(runner: ProgramRunner, served: Any) -> Iterator[Running]:
-    with served(lambda: Failing(runner, []), Limits(header_s=1), key="secret") as result:
+    with served(lambda: Failing(runner, []), Limits(header_s=1), Access("secret")) as result:
         yield result
 
 
@@ -72,13 +74,15 @@ def test_openai_chat_and_streams(client: openai.OpenAI) -> None:
     assert whole.choices[0].message.content != whole.choices[1].message.content
     assert whole.choices[0].logprobs and whole.choices[0].logprobs.content
     assert all(len(entry.top_logprobs) == 2 for entry in whole.choices[0].logprobs.content)
+    again = client.chat.completions.create(**request)
     texts, usage = ["", ""], None
     for chunk in client.chat.completions.create(**request, stream=True, stream_options={"include_usage": True}):
         usage = chunk.usage or usage
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""
     assert texts == [c.message.content for c in whole.choices]
-    assert usage == whole.usage
+    assert usage == again.usage and whole.usage and whole.usage.total_tokens == usage.total_tokens
+    assert usage.prompt_tokens_details and usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens // 16 * 16
     assert [m.id for m in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").id == "tiny"
 
@@ -304,7 +308,7 @@ def test_metrics_have_their_names(server: Running) -> None:
 
 
 def test_the_key_is_asked_for_on_every_route(runner: ProgramRunner, served: Any) -> None:
-    with served(lambda: Failing(runner, []), Limits(), key="secret") as server:
+    with served(lambda: Failing(runner, []), Limits(), Access("secret")) as server:
         for path in ("/v1/models", "/v1/models/tiny", "/metrics", "/docs", "/nowhere", "/health/x", "//health", "/"):
             for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}, {"Authorization": ""}):
                 response = web.get(server.url + path, headers=headers)
@@ -463,3 +467,94 @@ def test_log_likelihoods_are_those_of_transformers(server: Running, model: torch
             errors += [abs(sum(inputs[0]) - sum(expected[0])), *(abs(a - b) for a, b in zip(inputs[1], expected[1]))]
     # sharpened weights make rounding large, and every CPU rounds otherwise: near the exact value as transformers' fp32
     assert max(ours) <= 2 * max(rounded) + 1e-5
+
+
+def test_tokens_of_a_text_are_its_tokens(server: Running, client: openai.OpenAI) -> None:
+    def ask(path: str, **body: Any) -> Any:
+        response = web.post(f"{server.url}/{path}", json=body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    text = "the quick fox 🦊"
+    asked = ask("tokenize", model="tiny", prompt=text, return_token_strs=True)
+    assert set(asked) == {"count", "max_model_len", "tokens", "token_strs"}
+    assert asked["count"] == len(asked["tokens"]) == len(asked["token_strs"]) and asked["max_model_len"] == 512
+    assert asked["token_strs"][0] == "<|begin|>" and asked["tokens"][0] == 0
+    assert ask("detokenize", tokens=asked["tokens"]) == {"prompt": "<|begin|>" + text}
+    plain = ask("tokenize", prompt=text, add_special_tokens=False)
+    assert plain["tokens"] == asked["tokens"][1:] and plain["token_strs"] is None
+    messages: Any = [{"role": "user", "content": "hi"}]
+    usage = client.chat.completions.create(model="tiny", messages=messages, max_tokens=1).usage
+    assert usage and ask("tokenize", messages=messages)["count"] == usage.prompt_tokens
+    assert ask("tokenize", messages=messages, add_generation_prompt=False)["count"] < usage.prompt_tokens
+    assert refusal(server, "/tokenize", json={"model": "x", "prompt": "a"})[0] == 404
+    assert refusal(server, "/detokenize", json={"tokens": [300]})[1]["param"] == "tokens"
+    assert set(web.get(server.url + "/version").json()) == {"version"}
+
+
+def test_an_answer_has_at_least_its_least_tokens(server: Running) -> None:
+    body = BODY | {"ignore_eos": False, "logit_bias": {"1": 100}, "logprobs": 0}  # 1 ends an answer
+    for least in (0, 3):
+        choice = post(server, body | {"min_tokens": least, "temperature": 0})["choices"][0]
+        assert choice["finish_reason"] == "stop" and len(choice["logprobs"]["tokens"]) == least
+    assert refusal(server, json=body | {"min_tokens": 9})[1]["param"] == "min_tokens"
+    free = post(server, BODY | {"max_tokens": 30})["choices"][0]["text"]
+    stopped = post(server, BODY | {"max_tokens": 30, "min_tokens": 30, "stop": [free[:2]]})["choices"][0]
+    assert (stopped["text"], stopped["finish_reason"]) == (free, "length")
+
+
+def test_an_answer_goes_on_from_the_last_message(server: Running) -> None:
+    question = {"role": "user", "content": "the fox?"}
+    body = {"model": "tiny", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
+    rendered = "<|begin|>user: the fox?\nassistant: the quick"
+    tokens = web.post(server.url + "/tokenize", json={"prompt": rendered, "add_special_tokens": False}).json()["tokens"]
+    expected = post(server, body | {"prompt": tokens})["choices"][0]["text"]
+    messages = [question, {"role": "assistant", "content": "the quick"}]
+    chat = post(server, body | {"messages": messages, "continue_final_message": True}, "chat/completions")
+    assert chat["choices"][0]["message"]["content"] == expected
+
+
+def test_the_models_defaults_are_shown_and_hold(runner: ProgramRunner, served: Any) -> None:
+    with served(lambda: Failing(runner, []), Limits(), temperature=0.0, default_tokens=5) as server:
+        assert web.get(server.url + "/v1/models/tiny").json()["generation_defaults"] == {
+            "temperature": 0.0, "default_tokens": 5,
+        }  # fmt: skip
+        said = {"model": "tiny", "prompt": "the quick brown", "ignore_eos": True}
+        silent = post(server, said)
+        assert silent["usage"]["completion_tokens"] == 5
+        assert silent["choices"][0]["text"] == post(server, BODY | {"max_tokens": 5})["choices"][0]["text"]
+        warm = {post(server, said | {"temperature": 1.5, "seed": i})["choices"][0]["text"] for i in range(4)}
+        assert len(warm) > 1
+
+
+def test_pages_of_the_recipes_origins_may_ask(runner: ProgramRunner, served: Any) -> None:
+    access = Access("secret", ("https://chat.example",))
+    with served(lambda: Failing(runner, []), Limits(), access) as server:
+        page = {"origin": "https://chat.example"}
+        asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+        response = web.options(server.url + "/v1/completions", headers=page | asks)
+        assert response.status_code == 200
+        assert response.headers["access-control-allow-origin"] == "https://chat.example"
+        assert "authorization" in response.headers["access-control-allow-headers"]
+        refused = web.get(server.url + "/v1/models", headers=page)  # a page can read why it is refused
+        assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == page["origin"]
+        other = web.get(server.url + "/health", headers={"origin": "https://attacker.example"})
+        assert "access-control-allow-origin" not in other.headers
+
+
+def test_a_failure_while_text_is_made_is_an_error_in_openais_shape(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Panic(BaseException): ...
+
+    def fail(self: Any, token: int, last: bool = False) -> str:
+        raise Panic("of the tokenizer")
+
+    monkeypatch.setattr(Writer, "add", fail)
+    status, error = refusal(server, json=BODY)
+    assert (status, error["type"]) == (500, "server_error")
+    with web.stream("POST", server.url + "/v1/completions", json=BODY | {"stream": True}) as response:
+        assert response.status_code == 500
+    monkeypatch.undo()
+    server.settled()
+    assert post(server, BODY)["choices"][0]["text"]

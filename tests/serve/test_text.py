@@ -1,8 +1,7 @@
-"""Streamed text equals the whole text, stop strings may span tokens, and chat templates stay within limits."""
+"""Streamed text equals the whole text, and stop strings may span tokens."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Rust
 from tokenizers import decoders, models, normalizers
 from tpshard.models.folder_tokenizer import FolderTokenizer
-from tpshard.serve.chat import ChatTemplate, TemplateError
 from tpshard.serve.text import Writer
 
 
@@ -96,38 +94,11 @@ def test_a_tokenizer_folder_is_data(tmp_path: Path) -> None:
         FolderTokenizer(tmp_path)
 
 
-HELLO = [{"role": "user", "content": "hello"}]
-
-
-def test_templates_of_models_find_what_transformers_gives_them() -> None:
-    source = (
-        "{%- if tools is not none or documents is not none %}no{% endif -%}"
-        "{% for m in messages %}{% generation %}{{ m.content | tojson(ensure_ascii=False) }}{% endgeneration %}"
-        "{% endfor %}{{ strftime_now('%Y') }}"
-    )
-    template = ChatTemplate(source, {})
-    assert template.render(HELLO) == f'"hello"{time.localtime().tm_year}'
-    template.close()
-
-
-def test_templates_are_bounded_and_the_next_one_works() -> None:
-    template = ChatTemplate("{{ messages[0].content }}{{ bos_token }}", {"bos_token": "<b>"})
-    assert template.render(HELLO) == "hello<b>"
-    for source, why in (
-        ("{% for i in range(10**9) %}{% endfor %}", "longer than 1 s|OverflowError|Range too big"),
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "longer than 1 s"),
-        ("{% for i in range(9999) %}{{ 'x' * 999 }}{% endfor %}", "more than 1048576 bytes"),
-        ("{{ 'x' * 10**10 }}", "memory|answer|bytes"),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe|undefined|SecurityError"),
-        ("{{ messages.append(1) }}", "unsafe|SecurityError"),
-        ("{{ raise_exception('no tools here') }}", "^no tools here$"),
-        ("{% include '/etc/passwd' %}", "failed"),
-        ("{{ missing.attribute }}", "failed"),
-        ("{% if %}", "failed"),
-    ):
-        template.source = source
-        with pytest.raises(TemplateError, match=why):
-            template.render(HELLO)
-    template.source = "{{ messages[0].role }}"
-    assert template.render(HELLO) == "user"
-    template.close()
+def test_no_stop_string_ends_the_least_tokens(tokenizer: FolderTokenizer) -> None:
+    tokens = tokenizer.encode("abcabcab", special=False)
+    for least in range(len(tokens) + 1):
+        writer = Writer(tokenizer, ["ab"], least=least)
+        text = "".join(writer.add(token, last=i + 1 == len(tokens)) for i, token in enumerate(tokens))
+        ends = [n for n in range(1, len(tokens) + 1) if n > least and tokenizer.decode(tokens[:n]).endswith("ab")]
+        assert writer.stopped == bool(ends)
+        assert text == tokenizer.decode(tokens[: ends[0]])[:-2] if ends else text == "abcabcab"

@@ -1,0 +1,182 @@
+"""Chat templates, rendered in jinja2's sandbox with limits of one second of computing and one mebibyte of output."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from functools import cache, cached_property
+from typing import Any
+
+SECONDS = 1.0
+BYTES = 1 << 20
+_MARK = secrets.token_hex(8)
+"""Text that no template writes by itself."""
+
+
+class TemplateError(ValueError):
+    """The template refuses these messages or exceeds its limits; the message says which."""
+
+
+class TemplateTimeout(TemplateError):
+    """The template computed for too long."""
+
+
+class _OutOfTime(BaseException):
+    """Raised in the middle of a template; nothing in a template catches it."""
+
+
+class ChatTemplate:
+    """A model's jinja2 template, with the values of its special tokens.
+
+    The sandbox keeps it from attributes, files and changes; the output and, in a main thread, the time are limited. It
+    cannot stop a single long operation, nor limit memory: servers render in processes that are limited (preprocess.py).
+    """
+
+    def __init__(self, source: str, variables: Mapping[str, str]) -> None:
+        self.source, self.variables = source, dict(variables)
+        self._drops = cache(self._probe)
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True,
+        continue_final_message: bool = False, **variables: Any,
+    ) -> str:  # fmt: skip
+        """The prompt: up to where the assistant's answer begins, or to the end of the last message's text.
+
+        A role `developer` is rendered as `system` where the template does not know it. Raises only TemplateError.
+        """
+        renamed = [m | {"role": self._role(m["role"])} for m in map(dict, messages)]
+        values = self.variables | variables | {"add_generation_prompt": add_generation_prompt}
+        if continue_final_message:
+            renamed[-1]["content"] += f"{_MARK} "
+            text, mark, after = self._render(renamed, values).rpartition(_MARK)
+            if not mark:
+                raise TemplateError("the chat template does not write the last message, which is to be continued")
+            text = text if after.startswith(" ") else text.rstrip()  # the template strips messages
+        else:
+            text = self._render(renamed, values)
+        for role in {str(m["role"]) for m in renamed}:
+            if self._drops(role):
+                raise TemplateError(f"the chat template drops messages of the role `{role}`")
+        return text
+
+    @cached_property
+    def variables_read(self) -> frozenset[str]:
+        """The variables that the template reads. Raises TemplateError."""
+        from jinja2 import TemplateError as JinjaError
+        from jinja2 import meta
+
+        try:
+            return frozenset(meta.find_undeclared_variables(_environment().parse(self.source)))
+        except (JinjaError, RecursionError) as error:
+            raise TemplateError(f"the chat template failed: {error}"[:300]) from error
+
+    def _role(self, role: str) -> str:
+        return "system" if role == "developer" and not self._knows_developer else role
+
+    @cached_property
+    def _knows_developer(self) -> bool:
+        """Whether the template writes a developer's message as such.
+
+        Where it is written as one of any unknown role would be, without the role's name, it is not.
+        """
+        text = self._rendered("developer")
+        return _MARK in text and text != self._rendered("unheard-of")
+
+    def _probe(self, role: str) -> bool:
+        """Whether the template renders, but drops, a message of this role."""
+        text = self._rendered(role)
+        return text != "" and _MARK not in text
+
+    def _rendered(self, role: str) -> str:
+        """A short conversation with a message of the role, whose text is _MARK; "" where the template refuses it."""
+        marked, question = {"role": role, "content": _MARK}, {"role": "user", "content": "question"}
+        messages = [question, marked, question] if role == "assistant" else [marked, question]
+        if role == "user":
+            messages = [marked]
+        try:
+            return self._render(messages, self.variables | {"add_generation_prompt": True})
+        except TemplateError:
+            return ""
+
+    @cached_property
+    def _template(self) -> Any:
+        return _environment().from_string(self.source)
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+        from jinja2 import TemplateError as JinjaError
+
+        values = {"messages": messages, "tools": None, "documents": None, **variables}
+        parts, size = [], 0
+        try:
+            with _limited(SECONDS):
+                for part in self._template.generate(values):
+                    size += len(part.encode())
+                    if size > BYTES:
+                        raise TemplateError(f"the chat template wrote more than {BYTES} bytes")
+                    parts.append(part)
+        except TemplateError:
+            raise
+        except _OutOfTime:
+            raise TemplateTimeout(f"the chat template took longer than {SECONDS:g} s") from None
+        except (JinjaError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
+            raise TemplateError(f"the chat template failed: {type(error).__name__}: {error}"[:300]) from error
+        except RecursionError as error:
+            raise TemplateError("the chat template recurses too deeply") from error
+        except MemoryError as error:
+            raise TemplateError("the chat template took too much memory") from error
+        return "".join(parts)
+
+
+@contextlib.contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Raises _OutOfTime in the block once this process has computed for so long; only a main thread can do that.
+
+    Computing counts, not waiting: a busy machine makes no template fail.
+    """
+
+    def end(*_: object) -> None:
+        raise _OutOfTime
+
+    try:
+        before = signal.signal(signal.SIGVTALRM, end)
+    except ValueError:  # not the main thread
+        yield
+        return
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def _environment() -> Any:
+    """The jinja2 sandbox, with the functions that transformers gives to templates."""
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """The `{% generation %}` block of training templates, rendered as its content."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def refuse(message: str) -> str:
+        raise TemplateError(message)
+
+    def as_json(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **how)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
+    )
+    environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    environment.filters["tojson"] = as_json
+    return environment
