@@ -7,6 +7,10 @@ operations for attention, experts and rotations replace. So each class of `every
 is tried with each boolean key flipped and with each type of rotary scaling, beyond the length at which it sets in. The
 logits of tpshard's module are compared with those of transformers' own, in one process, in fp32: `equal` within 2e-4
 of the largest. What transformers itself refuses is left out; `refused` names what tpshard refuses.
+
+Keys that change training alone (dropout, noise, losses of routers, the row of padding) are set one by one, and the
+gradients of transformers' loss in its training mode are compared: `train_equal`, or `train_named` where they differ and
+a plan says it of the key, or `train_unnamed`.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from unittest import mock
 
 import torch
 from tpshard.models.architecture import Architecture
+from tpshard.models.config_keys import changes_training
 
 from every_class import architectures, classes, limited, small
 from record import Record, in_one_line, parser_of
@@ -64,6 +69,46 @@ def variants(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"rope_type: {scaling['rope_type']}", {**config, **changed, "rope_parameters": every}
 
 
+def training_keys(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields (a key that changes training, the configuration in which only it does)."""
+    keys = [key for key, value in config.items() if changes_training(key) and not isinstance(value, dict)]
+    still = config | {key: False if isinstance(config[key], bool) else 0.0 for key in keys if key != "pad_token_id"}
+    for key in keys:
+        value: Any = 5 if key == "pad_token_id" else True if isinstance(config[key], bool) else 0.5
+        weights = {name: 1.0 for name in config if name.endswith("aux_loss_coef")}
+        yield key, still | weights | {"pad_token_id": None} | {key: value}
+
+
+def training(name: str, config: dict[str, Any], key: str) -> Any:
+    """train_equal, train_named or train_unnamed as a dict's key; left_out where transformers does not train it."""
+    tokens = architectures.batch(False)["tokens"][:2] % 8
+    with mock.patch.dict(architectures.CONFIGS, {name: config}):
+        try:
+            values, own = architectures.values(name), architectures.own(name).train()
+            leaves = {path: value.requires_grad_() for path, value in values.items() if value.is_floating_point()}
+            torch.manual_seed(0)
+            inputs = {"input_ids": tokens, "labels": tokens, "use_cache": False}
+            loss = torch.func.functional_call(own, values, (), inputs).loss
+            expected = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        except Exception as error:
+            return {"left_out": f"transformers: {in_one_line(error)}"}
+        try:
+            architecture = Architecture(architectures.config_of(name))
+            model = architecture.build()
+            logits = torch.func.functional_call(model, values, (tokens,))
+            loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+            actual = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        except ValueError as error:
+            return {"refused": " ".join(str(error).split())[:200]}
+        except Exception as error:
+            return {"crashed": in_one_line(error)}
+    pairs = [(a, b) for a, b in zip(actual, expected) if a is not None and b is not None]
+    largest = max(float(b.abs().max()) for _, b in pairs)
+    if max(float((a - b).abs().max()) for a, b in pairs) <= 2e-4 * largest:
+        return {"train_equal": key}
+    return {"train_named" if any(key in note for note in architecture.notes(model)) else "train_unnamed": key}
+
+
 def outcome(name: str, config: dict[str, Any]) -> Any:
     """The largest difference of a logit, or a dict with the key left_out, refused, wrong or crashed and the reason."""
     batch = {key: rows[:2] for key, rows in architectures.batch(False).items()}
@@ -88,11 +133,11 @@ def outcome(name: str, config: dict[str, Any]) -> Any:
     return relative if relative <= 2e-4 else {"wrong": relative}
 
 
-def in_time(name: str, config: dict[str, Any]) -> Any:
-    """`outcome`, or that it took too long."""
+def in_time(name: str, config: dict[str, Any], key: str | None = None) -> Any:
+    """`outcome`, or with a key `training`, or that it took too long."""
     try:
         with limited(SECONDS):
-            return outcome(name, config)
+            return outcome(name, config) if key is None else training(name, config, key)
     except TimeoutError as error:
         return {"left_out": str(error)}
 
@@ -116,8 +161,10 @@ def main() -> None:
         if isinstance(in_time(name, config), dict):
             continue
         results = {changed: in_time(name, other) for changed, other in variants(config)}
+        trained = {key: in_time(name, other, key) for key, other in training_keys(config)}
+        trained = {f"training with {key}": one for key, one in trained.items() if "left_out" not in one}
         notable = {changed: one for changed, one in results.items() if isinstance(one, dict) and "left_out" not in one}
-        row = {"name": name, "tried": len(results), **notable}
+        row = {"name": name, "tried": len(results), **notable, **trained}
         row["equal"] = sum(not isinstance(one, dict) for one in results.values())
         record.rows.append(row)
         record.say(json.dumps(row))
@@ -127,6 +174,9 @@ def main() -> None:
         "refused": 0,
         "wrong": 0,
         "crashed": 0,
+        "train_equal": 0,
+        "train_named": 0,
+        "train_unnamed": 0,
     } | notable_results
     for result, count in counts.items():
         record.figure(result, count, "configurations")

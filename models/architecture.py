@@ -29,6 +29,7 @@ from tpshard.models import (
     own_recurrences,
     recurrent,
 )
+from tpshard.models.config_keys import training_notes
 from tpshard.models.llama4 import chunk_of
 
 
@@ -158,14 +159,7 @@ class Architecture:
 
     def notes(self, model: nn.Module) -> list[str]:
         """Sentences on differences from the authors' training: dropout, auxiliary losses, documents that interact."""
-        notes = []
-        config = self.config.get_text_config()
-        rates = {k: v for k, v in config.to_dict().items() if k.endswith(("dropout", "pdrop")) and v}
-        dropped = {k: v for k, v in rates.items() if not k.startswith("classifier")}
-        if dropped:
-            notes.append(f"dropout is not applied: {', '.join(f'{k}: {v}' for k, v in dropped.items())} in config.json")
-        if getattr(config, "output_router_logits", False):
-            notes.append("the router's auxiliary loss (output_router_logits) is not added to the loss")
+        notes = training_notes(self.config.get_text_config().to_dict())
         if not self.attends and not own_attention.took_place(model):
             notes.append(f"{self.cls.__name__} mixes tokens by itself: documents in one row may attend to each other")
         elif others := _mixers(model):

@@ -342,6 +342,7 @@ GRANITE = decoder(
             Key("layer_norm_epsilon", "norm_eps", 1e-5, float),
         ),
         derived={"head_dim": _bigcode_head_dim, "attention_bias": lambda _: True, "mlp_bias": lambda _: True},
+        pads=False,
         fixed={"activation_function": ("gelu_pytorch_tanh", "gelu_new"), "scale_attn_weights": (True,)},
         written={
             "add_cross_attention": False, "attention_softmax_in_fp32": True, "attn_pdrop": 0.0, "embd_pdrop": 0.0,

@@ -61,6 +61,8 @@ class ModelConfig:
     """dtype of the computation where the recipe names none: fp32, bf16 or fp16."""
     tie_embeddings: bool = False
     """Whether the head shares the matrix of the embedding table."""
+    pad_token: int | None = None
+    """The token whose row of the embedding table gets no gradient from lookups."""
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
@@ -116,6 +118,8 @@ class ModelConfig:
             raise Contradiction(contradiction, "full_layers", "window")
         if self.window is not None and self.window < 1:
             raise ValueError(f"`window: {self.window}` must be at least 1, a token's own position")
+        if self.pad_token is not None and not 0 <= self.pad_token < self.vocab:
+            raise Contradiction(f"`pad_token: {self.pad_token}` is none of {self.vocab} tokens", "pad_token", "vocab")
         if self.family_entry.mlp == "moe":
             self._check_experts()
         if not (self.norm_eps > 0 and self.rope_theta > 0):

@@ -117,6 +117,8 @@ class HuggingFace:
     keys: tuple[Key, ...]
     theta: float = 10000.0
     """Base of the rotary frequencies where the key is missing."""
+    pads: bool = True
+    """Whether the row of `pad_token_id` gets no gradient from lookups."""
     windows: Windows | None = None
     """None: all layers attend to all positions."""
     derived: Mapping[str, Callable[[Mapping[str, Any]], Any]] = field(default_factory=dict)

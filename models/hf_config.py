@@ -132,7 +132,19 @@ def _read(raw: Mapping[str, Any], family: Family) -> ModelConfig:
         numbers["rope_theta"], numbers["rope_scaling"] = _rope(raw, numbers["max_seq"], family.hf.theta)
     if family.hf.windows is not None:
         numbers |= _windows(raw, numbers["layers"], family.hf.windows)
+    if family.hf.pads:
+        numbers["pad_token"] = _pad_token(raw, numbers["vocab"])
     return ModelConfig(family.name, **numbers, seq_len=min(numbers["max_seq"], 8192))
+
+
+def _pad_token(raw: Mapping[str, Any], vocab: int) -> int | None:
+    """The id of padding; a negative one counts from the end of the vocabulary, as in torch's embedding."""
+    value = raw.get("pad_token_id")
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or not -vocab <= value < vocab:
+        raise ValueError(f"`pad_token_id: {_short(value)}` is none of {vocab} tokens")
+    return value % vocab
 
 
 def _default(key: Key, name: str, raw: Mapping[str, Any], numbers: Mapping[str, Any]) -> Any:
@@ -222,9 +234,10 @@ def write_config(c: ModelConfig, dtype: str, others: Mapping[str, Any] | None = 
     }
     stale = {"quantization_config", "auto_map", "rope_theta", "rope_scaling", "rope_parameters"}
     stale |= {key.alias for key in hf.keys}
+    new: dict[str, Any] = {"initializer_range": 0.02, "use_cache": True, **hf.written}
     return {
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-        **{"initializer_range": 0.02, "use_cache": True, **hf.written},
+        **({} if "model_type" in (others or {}) else new),  # a key that a folder lacks stands for its class's default
         **{key: value for key, value in (others or {}).items() if key not in stale},
         **described,
     }

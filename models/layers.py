@@ -42,16 +42,19 @@ class Experts(nn.Module):
 
 
 class Embedding(nn.Module):
-    """An embedding table of initial deviation `std`.   tokens: [...] -> [..., width]; `dims` names (rows, width)."""
+    """An embedding table of initial deviation `std`.   tokens: [...] -> [..., width]; `dims` names (rows, width).
 
-    def __init__(self, rows: int, width: int, dims: tuple[str, ...], std: float) -> None:
+    Lookups of the token `padding` give its row no gradient.
+    """
+
+    def __init__(self, rows: int, width: int, dims: tuple[str, ...], std: float, padding: int | None = None) -> None:
         super().__init__()
-        self.dims = {"weight": dims}
+        self.dims, self.padding = {"weight": dims}, padding
         self.initial_std = {"weight": std}
         self.weight = nn.Parameter(torch.empty(rows, width))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, self.weight)
+        return F.embedding(tokens, self.weight, self.padding)
 
 
 class RMSNorm(nn.Module):
@@ -112,7 +115,8 @@ class Parts:
             case "experts":
                 return Experts(sizes, leaf.dims)
             case "table":
-                return Embedding(sizes[0], sizes[1], leaf.dims, std)
+                padding = c.pad_token if leaf.dims[0] == "vocab" else None
+                return Embedding(sizes[0], sizes[1], leaf.dims, std, padding)
             case "rms_norm":
                 return RMSNorm(sizes[0], c.norm_eps, leaf.dims)
             case "layer_norm":

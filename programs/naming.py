@@ -7,8 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
 from tpshard.models.architecture import Architecture
+from tpshard.models.config import ModelConfig
+from tpshard.models.config_keys import DEFAULTS, training_notes
 from tpshard.models.dims import STAGE, param_dims
-from tpshard.models.hf_config import class_reason
+from tpshard.models.hf_config import class_reason, read_raw
 from tpshard.models.plan_dims import Naming, dims_of_plan
 from tpshard.programs.patterns import matches, nearest
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, plural
@@ -61,7 +63,11 @@ def dim_names(recipe: Recipe, model: nn.Module, architecture: Architecture | Non
 
 
 def notes(
-    recipe: Recipe, architecture: Architecture | None, model: nn.Module, named: Mapping[str, Naming]
+    recipe: Recipe,
+    config: ModelConfig | None,
+    architecture: Architecture | None,
+    model: nn.Module,
+    named: Mapping[str, Naming],
 ) -> list[str]:
     """Notes: the class that computes, the parameters left to propagation, and differences from its original
     training."""
@@ -76,6 +82,9 @@ def notes(
         sentences.append(
             f"nothing names the dims of {_some(free)} of {name}: their shardings are inferred (model.dims)"
         )
+    if architecture is None and config is not None and recipe.model.named_by == "hf":
+        raw, family = read_raw(str(recipe.model.hf)), config.family_entry
+        sentences += training_notes({**DEFAULTS.get(family.hf.model_type, {}), **raw}, family)
     return sentences + ([] if architecture is None else architecture.notes(model))
 
 

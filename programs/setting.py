@@ -238,7 +238,7 @@ class Setting:
     @cached_property
     def notes(self) -> list[str]:
         """Notes for the user on how the model is treated."""
-        return naming.notes(self.recipe, self.architecture, self.model, self.named)
+        return naming.notes(self.recipe, self.config, self.architecture, self.model, self.named)
 
     @property
     def master_dtype(self) -> torch.dtype:

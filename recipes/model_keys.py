@@ -71,6 +71,9 @@ class Model(Section):
     """Hidden size of the MLP."""
     vocab: Annotated[int, limits(least=1, most=2**26)] | None = None
     """Size of the vocabulary; at least as many as the tokenizer has tokens."""
+    pad_token: Annotated[int, limits(least=0, most=2**26)] | None = None
+    """The token whose row of the embedding table gets no gradient from lookups; a folder's is the `pad_token_id` of its
+    config.json."""
     experts: Annotated[int, limits(least=1, most=2**16)] | None = None
     """Routed experts per layer; for mixture presets."""
     top_k: Annotated[int, limits(least=1, most=2**16)] | None = None
