@@ -88,7 +88,9 @@ def _work(recipe: str, overrides: Sequence[str], place: WorkerPlace, plan_file: 
         if plan.file is not None:
             save.check(plan.file, loaded, place.world)
         planned = plan.programs if plan.file is not None else None
-        around = Surroundings(version(), device_kind(loaded), planned, plan.screen, plan.plan_text, _comparison, _peak)
+        around = Surroundings(
+            version(), device_kind(loaded), planned, plan.screen, plan.plan_text, plan.trace, _comparison, _peak
+        )
         return work(loaded, place, around)
 
     run_worker(body, place, describe)
@@ -124,6 +126,12 @@ class _Plan:
         report = self._of(programs)
         head = f"{report.annotated} values annotated (*), {report.inferred} inferred"
         return "\n".join([head, *screen.shardings(report)])
+
+    def trace(self, programs: TrainingPrograms) -> str:
+        """The planned step as a trace."""
+        from tpshard.plan import trace
+
+        return trace.trace(self._of(programs))
 
     def plan_text(self, programs: TrainingPrograms) -> str:
         """The contents of the run's plan.json: the plan file, or a plan without programs, which the run has built."""

@@ -13,6 +13,8 @@ from tpshard.plan.units import FORMS
 
 SHIPPED_CPU = "cpu"
 """The name of the device file that stands for any CPU."""
+TIMES = ("step_s", "exposed_comm_s", "tokens_per_s")
+"""The figures that depend on the device file's rates."""
 SKIPPED = 2
 """Logged steps of warm-up, left out of the comparison where there are enough others."""
 
@@ -69,21 +71,24 @@ def spread(folder: Path) -> float:
 
 
 def record(folder: Path) -> str:
-    """Writes the comparison to `plan_measured.json` beside the plan, and returns it as text; "" if there is none."""
+    """Writes the comparison to `plan_measured.json` beside the plan, and returns it as a line; "" if there is none.
+
+    The line leaves out times that were planned with the shipped file of a CPU (`tpshard doctor --measure` writes this
+    machine's)."""
     comparison = compare(folder)
     if comparison is None:
         return ""
     plan = save.read(str(folder / "plan.json")).report
     save.write(folder / "plan_measured.json", json.dumps(comparison, indent=1, sort_keys=True) + "\n")
     parts = []
+    foreign = plan["device"]["name"] == SHIPPED_CPU  # it stands for any CPU: its times are of another machine
     for name, row in comparison.items():
+        if foreign and name in TIMES:
+            continue
         form = FORMS.get(name, lambda v: f"{v:.0f}")
         error = "" if row["error"] is None else f" ({100 * row['error']:+.0f}%)"
         parts.append(f"{name} {form(row['predicted'])} against {form(row['measured'])}{error}")
-    line = "planned against measured: " + ", ".join(parts)
-    if plan["device"]["name"] == SHIPPED_CPU:
-        line += "; the plan is priced by the shipped file of a CPU: `tpshard doctor --measure` writes this machine's"
-    return line
+    return "planned against measured: " + ", ".join(parts) if parts else ""
 
 
 def _of_first_rank(plan: Any) -> dict[str, float]:

@@ -270,6 +270,22 @@ def stages_have_their_axis(recipe: Recipe) -> Iterator[Diagnostic]:
             yield _violation(recipe, path, message, why, fix, also)
 
 
+def profiled_steps(recipe: Recipe) -> Iterator[Diagnostic]:
+    """Requires that the steps to profile are in order, and warns where the run ends before them."""
+    if recipe.train.profile is None:
+        return
+    first, last = recipe.train.profile.steps
+    if first > last:
+        yield _violation(
+            recipe, "train.profile.steps", f"`train.profile.steps` ends before it begins: {first}, {last}",
+            fix=f"[{last}, {first}]",
+        )  # fmt: skip
+    elif last > recipe.train.steps:
+        message, why = f"nothing is profiled after step {recipe.train.steps:,}", "the run ends there"
+        fix = "earlier train.profile.steps, or more train.steps"
+        yield _violation(recipe, "train.profile.steps", message, why, fix, severity="warning")
+
+
 PIPELINE = ("pipeline", "mesh", "sharding.rules", "sharding.pin", "fsdp.axis")
 LAWS: tuple[tuple[Law, tuple[str, ...]], ...] = (
     (one_model, ("model",)),
@@ -283,5 +299,6 @@ LAWS: tuple[tuple[Law, tuple[str, ...]], ...] = (
     (steps_hold_warmup, ("schedule.warmup_steps", "train.steps")),
     (settings_are_read, ("optimizer", "schedule", "checkpoint", "data", "task", "fsdp", "logging")),
     (pipeline_is_possible, PIPELINE),
+    (profiled_steps, ("train.profile", "train.steps")),
     (stages_have_their_axis, PIPELINE),
 )

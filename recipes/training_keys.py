@@ -79,6 +79,14 @@ class Schedule(Section):
     """The lowest learning rate, as a share of the peak."""
 
 
+class Profile(Section):
+    """A trace of real steps, written beside the planned one to `profile/` of the run's folder, with the largest
+    differences."""
+
+    steps: tuple[Count, Count]
+    """The first and the last step that are traced; they run operation by operation, and somewhat slower."""
+
+
 class Train(Section):
     """The training loop."""
 
@@ -88,6 +96,8 @@ class Train(Section):
     """Global norm to which gradients are clipped; null: off."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     """What happens if a loss or gradient is not finite; decided on all ranks alike, before any update."""
+    profile: Profile | None = None
+    """Steps to trace, such as {steps: [10, 12]}; null: none."""
 
 
 class Evaluate(Section):
@@ -158,3 +168,5 @@ class Logging(Section):
     """Steps between rows of metrics.jsonl."""
     wandb: Wandb | None = field(default_factory=Wandb)
     """Weights & Biases; null: off."""
+    tensorboard: bool = False
+    """Whether the same rows are written for TensorBoard, to `tensorboard/` of the run's folder."""

@@ -16,6 +16,7 @@ import torch
 from tpshard.parallelism.draws import mix_seeds
 from tpshard.parallelism.runtime import messages
 from tpshard.parallelism.runtime.context import Context
+from tpshard.parallelism.runtime.step_profile import StepProfile
 from tpshard.parallelism.runtime.watchdog import Doing
 from tpshard.programs.batching import BatchPlan
 from tpshard.recipes.diagnostic import Exit, Mistakes
@@ -77,6 +78,8 @@ class Outcome:
     rates: list[float] = field(default_factory=list)
     trained: bool = False
     """Whether this start did a step."""
+    wandb: str = ""
+    """The address of wandb's run, or its folder where it is offline; "" without wandb."""
 
 
 class TrainingLoop:
@@ -89,6 +92,7 @@ class TrainingLoop:
         attempt: the number of the run's start, a column of metrics.jsonl.
         restarts: the launcher's restarts after crashes, another column.
         flops_per_s: peak of all devices together, for `mfu`; None where unknown.
+        profiled: receives the events of the steps that `train.profile` names; called on rank 0 only.
         model: JSON that describes the model in checkpoints, for readers without the recipe.
     """
 
@@ -108,12 +112,14 @@ class TrainingLoop:
         restarts: int = 0,
         flops_per_s: float | None = None,
         peak_memory: Callable[[], int | None] = lambda: None,
+        profiled: Callable[[StepProfile], None] = lambda profile: None,
         model: Mapping[str, Any] | None = None,
     ):
         self.recipe, self.context, self.engine, self.loader, self.plan = recipe, context, engine, loader, plan
         self.folder, self.record, self.progress, self.held_out = folder, record, progress, held_out
         self.attempt, self.restarts = attempt, restarts
-        self.flops_per_s, self.peak_memory = flops_per_s, peak_memory
+        self.flops_per_s, self.peak_memory, self.profiled = flops_per_s, peak_memory, profiled
+        self._profile: StepProfile | None = None
         self.model = dict(model or {})
         self.course = Course()
         self.guard = nonfinite.Guard(recipe.train.on_nonfinite)
@@ -195,6 +201,7 @@ class TrainingLoop:
             every = self.recipe.checkpoint.every_steps
             if every and self.course.step % every == 0 and self.course.step != self._saved_step:
                 self.save()
+        self.end_profile()
         self.finish_save()
         if self.recipe.checkpoint.every_steps and self.course.step != self._saved_step and self.course.step:
             self.save()
@@ -228,6 +235,7 @@ class TrainingLoop:
         batch = self.loader.next()
         lr = learning_rate(step, self.recipe.schedule, peak=self.recipe.optimizer.lr, steps=self.recipe.train.steps)
         seed = mix_seeds(self.recipe.seed, step)
+        self._trace(step)
         for i in range(self.plan.micro_batches):
             rows = batch.rows(i * self.plan.per_device, (i + 1) * self.plan.per_device)
             self.engine.accumulate(rows, seed)
@@ -251,6 +259,23 @@ class TrainingLoop:
         else:
             self._not_finite(step, result, batch)
         return {0: 0, 1: int(Exit.PREEMPTED), 2: int(Exit.INTERRUPTED)}[agreed % _NOT_FINITE]
+
+    def _trace(self, step: int) -> None:
+        """Starts and ends the record of the steps that `train.profile` names, before `step` runs."""
+        named = self.recipe.train.profile
+        if named is not None and self._profile is None and named.steps[0] <= step <= named.steps[1]:
+            self._profile = StepProfile()
+            self.engine.profile(self._profile)
+        elif named is not None and self._profile is not None and step > named.steps[1]:
+            self.end_profile()
+
+    def end_profile(self) -> None:
+        """Ends the record of profiled steps, and passes it on."""
+        profile, self._profile = self._profile, None
+        if profile is not None:
+            self.engine.profile(None)
+            if self.context.is_main:
+                self.profiled(profile)
 
     def _log(self, step: int, result: StepResult, lr: float, finite: bool) -> None:
         now = time.monotonic()

@@ -7,7 +7,7 @@ from torch import Tensor
 from tpshard.parallelism.runtime.context import Context
 from tpshard.programs.training import TrainingPrograms
 from tpshard.train.step_batch import StepBatch
-from tpshard.train.training_engine import InitialBlock, StepResult, TrainingEngine
+from tpshard.train.training_engine import EVALUATION, InitialBlock, StepResult, TrainingEngine
 
 
 class SpmdEngine(TrainingEngine):
@@ -25,6 +25,11 @@ class SpmdEngine(TrainingEngine):
         self.gather, self.reduce = (
             self._executor(program) if program is not None else None for program in (programs.gather, programs.reduce)
         )
+        self.evaluation.part = EVALUATION
+        parts = {"micro-batch": self.micro, "update": self.step, "gather": self.gather, "reduce": self.reduce}
+        for name, executor in parts.items():
+            if executor is not None:
+                executor.part = name
         self._sums: list[tuple[Tensor, Tensor]] = []
         self._counts: list[Tensor] = []
         self._used: list[Tensor] | None = None

@@ -16,6 +16,7 @@ from tpshard.parallelism.program import Port, Program
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor
 from tpshard.parallelism.runtime.mail import Mail
+from tpshard.parallelism.runtime.step_profile import StepProfile
 from tpshard.parallelism.runtime.tally import Tally
 from tpshard.parallelism.sharding import Layout
 from tpshard.parallelism.simulate import block, cut
@@ -28,6 +29,9 @@ from tpshard.train.step_batch import StepBatch
 
 COUNTED = 2
 """The step of an attempt whose bytes are counted, which slows it down. Not the first, which allocates the state."""
+
+EVALUATION = "evaluation"
+"""The part of programs that are not of a step."""
 
 InitialBlock = Callable[..., Tensor]
 """(name, starts, sizes, seed=, dtype=) -> that block of a parameter's initial value."""
@@ -133,6 +137,11 @@ class TrainingEngine(ABC):
         """Peak bytes of all tensors in the counted step; None before it, and where a compiler allocates."""
         unseen = self.compiled != "none" or self._steps < COUNTED
         return None if self._tally is None or unseen else self._tally.peak_bytes
+
+    def profile(self, profile: StepProfile | None) -> None:
+        """Lets all programs record their operations in `profile`; None ends it."""
+        for executor in self.executors:
+            executor.profile = profile if executor.part != EVALUATION else None
 
     def _counting(self) -> AbstractContextManager[object]:
         """A context that counts the bytes sent and held, if this step is the counted one."""

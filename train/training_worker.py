@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from tpshard.models.loss import IGNORE
 from tpshard.parallelism.runtime import crash, messages
 from tpshard.parallelism.runtime.context import Context, connect
 from tpshard.parallelism.runtime.place import WorkerPlace
+from tpshard.parallelism.runtime.step_profile import StepProfile
 from tpshard.parallelism.runtime.watchdog import Doing
 from tpshard.programs import training
 from tpshard.programs.setting import Setting
@@ -29,6 +31,7 @@ from tpshard.programs.training import TrainingPrograms
 from tpshard.programs.wrong_model import wrong_model
 from tpshard.recipes.diagnostic import Exit, Mistakes, plural
 from tpshard.recipes.schema import Recipe
+from tpshard.train import profile_report
 from tpshard.train.corpus import Corpus, TextSource, open_text
 from tpshard.train.generated_rows import GeneratedRows, held_out_rows
 from tpshard.train.learning_rate import learning_rate
@@ -41,6 +44,7 @@ from tpshard.train.rundir import RunDir
 from tpshard.train.spmd import SpmdEngine
 from tpshard.train.step_batch import StepBatch
 from tpshard.train.stream import Loader, held_out_batch
+from tpshard.train.tensorboard_sink import TensorBoardSink
 from tpshard.train.tokens import TextTokenizer, load_tokenizer
 from tpshard.train.training_engine import InitialBlock, TrainingEngine
 from tpshard.train.wandb_sink import WandbSink
@@ -49,7 +53,7 @@ Receiver = Callable[[Row], None]
 """A function that takes a row of metrics."""
 
 ENOUGH = 6
-"""Recorded steps after which the plan is compared with the run; it is compared again at the end."""
+"""Steps after which the plan is compared with the run at the earliest; it is compared again at the end."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,8 @@ class Surroundings:
     """The shardings of all values as text, with the numbers of annotated and inferred ones."""
     plan_json: Callable[[TrainingPrograms], str] | None = None
     """The plan as JSON, for the run's folder."""
+    planned_trace: Callable[[TrainingPrograms], str] = lambda programs: ""
+    """The planned step as a trace, in JSON."""
     measured: Callable[[Path], str] = lambda folder: ""
     """The comparison of plan and measurements, from the run's folder."""
     flops_per_s: Callable[[TrainingPrograms], float | None] = lambda programs: None
@@ -90,8 +96,6 @@ def work(recipe: Recipe, place: WorkerPlace, around: Surroundings) -> int:
     if place.rank == 0:
         folder = Path(recipe.run.dir)
         _say(ending(outcome, recipe, folder))
-        if outcome.trained and (comparison := around.measured(folder)):
-            _say(comparison + "\n", sys.stderr)
     if outcome.unsaved:
         raise Mistakes.one(
             outcome.unsaved, exit=Exit.CHECKPOINT, where=recipe.where("run.dir"),
@@ -139,12 +143,14 @@ def _train(
             _say(f"warning: {warning}\n", sys.stderr)
     receivers: list[Receiver] = []
     sink: WandbSink | None = None
+    comparison: _PlanComparison | None = None
     with _display(recipe, context) as progress:
         loop = TrainingLoop(
             recipe, context, engine, loader, plan, folder=folder, record=partial(_send, receivers),
             progress=progress, held_out=checked, attempt=attempt, restarts=crash.restarts(),
             flops_per_s=around.flops_per_s(programs),
             peak_memory=partial(_peak_memory, context, engine), model=blueprint.to_json(),
+            profiled=partial(_profiled, programs, plan.micro_batches, around, folder, progress),
         )  # fmt: skip
         code = 1
         try:
@@ -154,16 +160,20 @@ def _train(
                 if around.plan_json is not None:
                     run.write("plan.json", around.plan_json(programs))
                 sinks, sink = _sinks(recipe, run)
-                receivers += [*sinks, _comparing(around, folder, progress)]
+                comparison = _PlanComparison(around, folder, progress, recipe.logging.every_steps)
+                receivers += [*sinks, comparison]
                 if changed:
                     row = {"step": loop.course.step, "changed": dict(changed), "forced": recipe.resume == "force"}
                     _send(receivers, {**row, "time": time.time(), "run": attempt})
             outcome = loop.run()
+            if comparison is not None and outcome.trained:
+                comparison.show()
             code = int(outcome.exit)
         finally:
             loader.close()
             if sink is not None:
                 sink.close(summary(loop.outcome, recipe, folder), exit_code=code)
+                loop.outcome.wandb = sink.where
     return outcome
 
 
@@ -363,33 +373,62 @@ def _send(receivers: Sequence[Receiver], row: Row) -> None:
 
 
 def _sinks(recipe: Recipe, run: RunDir | None) -> tuple[list[Receiver], WandbSink | None]:
-    """The receivers of metrics on rank 0: metrics.jsonl, and wandb if enabled."""
+    """The receivers of metrics on rank 0: metrics.jsonl, TensorBoard and wandb if enabled."""
     if run is None:
         return [], None
-    records = Records(run.metrics)
+    receivers: list[Receiver] = [Records(run.metrics)]
+    if recipe.logging.tensorboard:
+        receivers.append(TensorBoardSink(run.path / "tensorboard"))
     options = recipe.logging.wandb
     if options is None or options.mode == "disabled":
-        return [records], None
+        return receivers, None
     import yaml
 
     config: Mapping[str, Any] = yaml.safe_load(recipe.to_yaml())
     sink = WandbSink(run.path, options, name=recipe.name, config=config, run_id=run.wandb_id)
-    return [records, sink], sink
+    return [*receivers, sink], sink
 
 
-def _comparing(around: Surroundings, folder: Path, progress: Progress) -> Receiver:
-    """A receiver of metrics that compares plan and run once enough steps are recorded."""
-    steps = 0
+class _PlanComparison:
+    """A receiver of metrics that compares plan and run, and shows the comparison once: at the end of the first interval
+    between logged steps, or of the run."""
 
-    def compare(row: Row) -> None:
-        nonlocal steps
-        steps += row.get("loss") is not None
-        if steps == ENOUGH and row.get("loss") is not None:
-            comparison = around.measured(folder)
-            if comparison:
-                progress.note(comparison)
+    def __init__(self, around: Surroundings, folder: Path, progress: Progress, every_steps: int):
+        self.around, self.folder, self.progress = around, folder, progress
+        self.first = max(ENOUGH, every_steps)
+        self.begun: int | None = None
+        self.shown = False
 
-    return compare
+    def __call__(self, row: Row) -> None:
+        if row.get("loss") is None or self.shown:
+            return
+        self.begun = row["step"] if self.begun is None else self.begun
+        if row["step"] >= self.begun - 1 + self.first:
+            self.show()
+
+    def show(self) -> None:
+        """Compares again; shows the result unless it was shown."""
+        comparison = self.around.measured(self.folder)
+        if comparison and not self.shown:
+            self.shown = True
+            self.progress.note(comparison)
+
+
+def _profiled(
+    programs: TrainingPrograms, micro_batches: int, around: Surroundings, folder: Path, progress: Progress,
+    profile: StepProfile,
+) -> None:  # fmt: skip
+    """Writes the profiled steps beside the planned one, and shows their largest differences."""
+    named = programs.setting.recipe.train.profile
+    assert named is not None, "steps were named"
+    steps = named.steps
+    count = steps[1] - steps[0] + 1
+    runs = {"micro-batch": count * micro_batches, "update": count, "gather": count, "reduce": count}
+    planned = around.planned_trace(programs) if programs.pipeline is None else ""
+    try:
+        progress.note(profile_report.write(folder, steps, profile.events, runs, planned))
+    except OSError as error:
+        progress.note(f"warning: the profile was not written: {error}")
 
 
 def _peak_memory(context: Context, engine: TrainingEngine) -> int | None:
@@ -406,6 +445,11 @@ def _sha(text: str) -> str:
 def _say(text: str, stream: Any = None) -> None:
     with contextlib.suppress(OSError, ValueError):  # stdout is closed, as by `| head`.
         print(text, end="", file=stream or sys.stdout, flush=True)
+
+
+def _offline(place: str) -> str | None:
+    """How a run that wandb keeps on this disk is sent; None for no place."""
+    return f"offline; `wandb sync {shlex.quote(place)}` sends it" if place else None
 
 
 # ---- the end --------------------------------------------------------------------------------------------------
@@ -428,6 +472,7 @@ def ending(outcome: Outcome, recipe: Recipe, folder: Path) -> str:
         ("checkpoint", str(outcome.saved) if outcome.saved else None),
         ("not saved", outcome.unsaved or None),
         ("record", str(folder / "metrics.jsonl")),
+        ("wandb", outcome.wandb if "://" in outcome.wandb else _offline(outcome.wandb)),
     )
     lines += [f"  {name:<14}{value}" for name, value in facts if value is not None]
     saved = outcome.saved or outcome.exit == Exit.DONE

@@ -19,6 +19,7 @@ from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.gloo import all_gather
 from tpshard.parallelism.runtime.mail import Mail, positions
 from tpshard.parallelism.runtime.regions import box, with_blocks
+from tpshard.parallelism.runtime.step_profile import StepProfile
 from tpshard.parallelism.runtime.watchdog import Doing, as_doing
 from tpshard.parallelism.sharding import show_axis
 from tpshard.parallelism.simulate import RANKED, combine, evaluate
@@ -61,6 +62,10 @@ class Executor:
         self.received, self.sent = positions(program) if mail is not None and whole else ((), ())
         self.run: Callable[..., list[Tensor]] | None = None if whole else self.module
         """The function of the rank; None before the first call, which compiles it for tensors like its inputs."""
+        self.profile: StepProfile | None = None
+        """What records the operations of each call; None where nothing does."""
+        self.part = ""
+        """The program's part of a step, as in plans."""
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         with torch.no_grad():
@@ -69,7 +74,11 @@ class Executor:
             if self.run is None:
                 run = compile_graph(self.module, inputs)
                 self.run = lambda *tensors: run(box(*tensors))
-            results = self.run(*inputs)
+            if self.profile is None:
+                results = self.run(*inputs)
+            else:
+                graph = self.module if self.run is self.module else None
+                results = self.profile.run(graph, self.run, self.part, inputs)
             for i, node in self.sent:
                 self.transfer(results[i], node)
             return results
@@ -91,7 +100,11 @@ class Executor:
         self.context.watchdog.doing = node
         begun = time.perf_counter()
         done = wait()
-        self.waited_s += time.perf_counter() - begun
+        ended = time.perf_counter()
+        self.waited_s += ended - begun
+        if self.profile is not None:
+            comm = info(node).comm
+            self.profile.waited(node, begun, ended, over(comm) if comm is not None else "stages")
         self.context.watchdog.progress += 1
         self.context.watchdog.doing = COMPUTING
         return done
@@ -156,6 +169,7 @@ def localize(
         if node in in_place:
             copy.target = in_place_form(node.target)
         if info(node).comm is not None:
+            copy.meta["program_node"] = node
             _localize_issue(graph, copy, exchange)
             if device.type == "cpu" and copy.target is funcol.all_gather_into_tensor.default:
                 copy.target = all_gather
