@@ -7,16 +7,18 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tpshard.models.config import ModelConfig
+from tpshard.models.construct import Constructor, Unset
 from tpshard.models.decoder import Decoder
-from tpshard.models.dims import param_dims
-from tpshard.models.init import initialize
+from tpshard.models.dims import declared, param_dims
+from tpshard.models.init import fill, init_plan, initial_block, initialize
 
 
 def build(
@@ -44,11 +46,9 @@ def build_module(
     (`param_dims`), or if `forward` takes neither (tokens, documents, positions) nor the names in its attribute
     `inputs`.
     """
-    cls = import_object("module", path)
-    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-        raise ValueError(f"`module: {path}` is not a class of torch modules")
+    make = _constructor_of(path, args)
     try:
-        model = _place(lambda: cls(**(args or {})), device, dtype, seed)
+        model = _on_meta(make).to(dtype)
     except TypeError as error:
         raise ValueError(f"`module: {path}` does not take these args: {error}") from error
     buffers = [label for label, _ in model.named_buffers()]
@@ -60,7 +60,56 @@ def build_module(
         inspect.signature(model.forward).bind(*[None] * len(inputs))
     except TypeError as error:
         raise ValueError(f"`module: {path}`: the model must define forward({', '.join(inputs)})") from error
-    return model
+    if torch.device(device).type == "meta":
+        return model
+    return fill(model, ModuleValues(path, args, model, seed).block, device)
+
+
+class ModuleValues:
+    """The initial values of a user's module.
+
+    A parameter has those of its constructor (see `models.construct`), unless a module names a standard deviation in
+    `initial_std` or the constructor leaves it empty: then it has those of `models.init`.
+    """
+
+    def __init__(self, path: str, args: Mapping[str, Any] | None, model: nn.Module, seed: int):
+        self.path, self.plan, self.seed = path, init_plan(model), seed
+        self._named = declared(model, "initial_std").keys()
+        self._constructor = Constructor(_constructor_of(path, args), seed)
+
+    def block(self, name: str, starts: Sequence[int], sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A block of a parameter's initial value. ValueError if the constructor sets some of its values alone."""
+        try:
+            value = None if name in self._named else self._constructor.value(name)
+        except Unset as error:
+            raise ValueError(f"`module: {self.path}`: {error}") from error
+        if value is None:
+            return initial_block(self.plan, name, starts, sizes, self.seed, dtype)
+        return value[tuple(slice(start, start + size) for start, size in zip(starts, sizes))].to(dtype)
+
+
+def _constructor_of(path: str, args: Mapping[str, Any] | None) -> Callable[[], nn.Module]:
+    cls = import_object("module", path)
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        raise ValueError(f"`module: {path}` is not a class of torch modules")
+    return lambda: cls(**(args or {}))
+
+
+def _on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    """A user's module on `meta`. Where its constructor reads the values of tensors, only parameters are on `meta`."""
+    try:
+        with torch.device("meta"):
+            return make()
+    except (NotImplementedError, RuntimeError):
+        register = nn.Module.register_parameter
+
+        def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+            if parameter is not None and not parameter.is_meta:  # one that is, is shared with another module
+                parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+            register(module, name, parameter)
+
+        with mock.patch.object(nn.Module, "register_parameter", on_meta), torch.random.fork_rng(devices=[]):
+            return make()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tpshard.models import presets
 from tpshard.models.architecture import Architecture
 from tpshard.models.architecture_folder import FolderWeights, initial
-from tpshard.models.assemble import build, build_module
+from tpshard.models.assemble import ModuleValues, build, build_module
 from tpshard.models.config import ModelConfig
 from tpshard.models.hf import HFFolder
 from tpshard.models.hf_config import computes
@@ -102,6 +102,8 @@ class Blueprint:
             if isinstance(begun, Initial):
                 return initial_block({name: begun}, name, starts, sizes, seed, dtype)
             return begun[tuple(slice(start, start + size) for start, size in zip(starts, sizes))].to(dtype, copy=True)
+        if self.module is not None:
+            return self._values(seed).block(name, starts, sizes, dtype)
         if self.folder is None:
             return initial_block(self._plan, name, starts, sizes, seed, dtype)
         return self._source.block(name, starts, sizes, dtype)
@@ -140,6 +142,13 @@ class Blueprint:
         if self.config is not None:
             return self.config.shapes
         return {name: tuple(parameter.shape) for name, parameter in self.build().named_parameters()}
+
+    def _values(self, seed: int) -> ModuleValues:
+        kept: dict[int, ModuleValues] = self.__dict__.setdefault("_kept", {})
+        if seed not in kept:
+            kept.clear()
+            kept[seed] = ModuleValues(str(self.module), self.args, self.build(), seed)
+        return kept[seed]
 
     @cached_property
     def _plan(self) -> InitPlan:

@@ -132,7 +132,7 @@ def _train(
     plan = setting.batch
     programs = programs or _build_programs(setting, context)
     blueprint = _blueprint(recipe)
-    engine = engine_of(programs, context, blueprint.initial_block)
+    engine = engine_of(programs, context, _initial_block(recipe, blueprint))
     assert engine.data_rank == data_rank, "the program shards its batch over the axes that the recipe names"
     checked = list(held_out_batches) if recipe.evaluate.every_steps else []
     attempt = context.from_main(run.attempt if run is not None else 0)
@@ -300,6 +300,18 @@ def _blueprint(recipe: Recipe) -> Blueprint:
         return Blueprint.of(model.preset, model.hf, model.module, model.args, model.overrides(), model.transformers)
     except (ValueError, OSError) as error:
         raise wrong_model(recipe, error) from error
+
+
+def _initial_block(recipe: Recipe, blueprint: Blueprint) -> InitialBlock:
+    """`blueprint.initial_block`, whose errors are mistakes of the recipe's model."""
+
+    def block(*args: Any, **options: Any) -> torch.Tensor:
+        try:
+            return blueprint.initial_block(*args, **options)
+        except ValueError as error:
+            raise wrong_model(recipe, error) from error
+
+    return block
 
 
 def _build_programs(setting: Setting, context: Context) -> TrainingPrograms:
