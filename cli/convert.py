@@ -61,6 +61,8 @@ def convert(
     folder = tokenizer or model.tokenizer
     if folder is None:
         print("no tokenizer is written; --tokenizer names one", file=sys.stderr)
+    else:
+        check_tokenizer(folder)
     _write(model, out, dtype.value if dtype else None, folder, overwrite)
     print(out)
 
@@ -87,6 +89,18 @@ def _write(model: SourceModel, out: Path, dtype: str | None, tokenizer: Path | N
         ) from error  # fmt: skip
     except OSError as error:
         raise unwritten(out, error) from error
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raises `Mistakes` (exit 7) for a tokenizer that cannot be read, before the model is."""
+    from tpshard.models import hf
+
+    try:
+        hf.check_tokenizer(folder)
+    except (ValueError, OSError) as error:
+        fix = "copy it again, or name another"
+        message = f"the tokenizer {folder} cannot be read"
+        raise Mistakes.one(message, exit=Exit.CHECKPOINT, why=str(error), fix=fix) from error
 
 
 def unwritten(out: Path, error: OSError) -> Mistakes:

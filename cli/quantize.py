@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from tpshard.cli.arguments import Json, Overrides, Overwrite, refuse_unread
-from tpshard.cli.convert import Out, Source, unwritten
+from tpshard.cli.convert import Out, Source, check_tokenizer, unwritten
 from tpshard.cli.files import refuse_folder
 from tpshard.recipes.diagnostic import Exit, Mistakes
 
@@ -56,6 +56,8 @@ def quantize(
     if Path(model.name).resolve() == out.resolve():
         raise Mistakes.one(f"{out} is the folder of the model itself", exit=Exit.USAGE, fix="choose another name")
     keep_apart(model, out)
+    if model.tokenizer is not None:
+        check_tokenizer(model.tokenizer)
     import torch
     from tpshard.kernels.gptq_solver import Settings
     from tpshard.serve.quantize_layers import Quantizer, write

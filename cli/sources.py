@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +93,7 @@ def runs_of(source: str, recipe: Recipe) -> Path:
 
 def holds_model(folder: Path) -> bool:
     """Whether a folder is a checkpoint, which gets its manifest last, or a Hugging Face folder."""
-    return any((folder / name).is_file() for name in (MANIFEST, "config.json"))
+    return (folder / MANIFEST).is_file() or os.path.lexists(folder / "config.json")
 
 
 def keep_apart(model: SourceModel, out: Path) -> None:

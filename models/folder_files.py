@@ -47,12 +47,25 @@ def copy_small_files(target: Path, tokenizer: Path | None, base: Path | None) ->
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copies a tokenizer's files. ValueError for a tokenizer that needs code."""
-    for name in (*TOKENIZER, *SLOW, "chat_template.json"):
-        if os.path.lexists(source / name) and not (target / name).exists():
-            if name == "tokenizer_config.json":
-                refuse_code(read_json(source, name), source / name)
-            shutil.copyfile(file_inside(source, name), target / name)
+    """Copies a tokenizer's files. Errors as in `tokenizer_paths`."""
+    for name, path in tokenizer_paths(source).items():
+        if not (target / name).exists():
+            shutil.copyfile(path, target / name)
+
+
+def tokenizer_paths(source: Path) -> dict[str, Path]:
+    """The files of a tokenizer by name. ValueError for one that needs code, or names what is no file of its folder."""
+    paths = {}
+    for name in dict.fromkeys((*TOKENIZER, *SLOW, "chat_template.json")):
+        if os.path.lexists(source / name):
+            paths[name] = file_inside(source, name)
+            if not paths[name].is_file():
+                raise ValueError(f"{source / name} is no file")
+            if name.endswith(".json"):
+                values = read_json(source, name)
+                if name == "tokenizer_config.json":
+                    refuse_code(values, source / name)
+    return paths
 
 
 def _small_files(folder: Path) -> Iterator[str]:

@@ -23,6 +23,8 @@ SLOW = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.mode
 """Older formats of a vocabulary, which transformers converts."""
 END_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|end|>")
 """Names of end-of-text tokens, tried in this order where no file of the folder names one."""
+_LONGEST_TEMPLATE = 1 << 20
+"""Bytes of a chat template."""
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -71,12 +73,14 @@ class FolderTokenizer:
         self._plain = self.encode("a", special=False)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """The ids of a text; with `special` also those that the tokenizer puts around it."""
-        return list(self._rust.encode(text, add_special_tokens=special).ids)
+        """The ids of a text; with `special` also those that the tokenizer puts around it. ValueError where its library
+        fails, as one whose pattern backtracks without end does.
+        """
+        return list(_called(self._rust.encode, text, add_special_tokens=special).ids)
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """The text of ids, without special tokens unless `special`."""
-        return str(self._rust.decode(list(ids), skip_special_tokens=not special))
+        return str(_called(self._rust.decode, list(ids), skip_special_tokens=not special))
 
     def names(self, ids: Sequence[int]) -> list[str]:
         """The tokens of ids as the vocabulary writes them."""
@@ -143,14 +147,14 @@ class FolderTokenizer:
             refuse_code(self.config, self.folder / CONFIG)
             return _converted(self.folder)
         try:
-            rust = Rust.from_str(read_regular(file_inside(self.folder, FAST)).decode())
-        except Exception as error:  # the library raises plain Exception
+            rust = _called(Rust.from_str, read_regular(file_inside(self.folder, FAST)).decode())
+        except ValueError as error:
             raise ValueError(f"{self.folder / FAST} cannot be read: {error}") from error
         _add(rust, self.folder, self.config)
         return rust, special_tokens(self.folder, self.config)
 
     def _around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        encoded: Encoding = self._rust.encode("a", add_special_tokens=True)
+        encoded: Encoding = _called(self._rust.encode, "a", add_special_tokens=True)
         added, ids = encoded.special_tokens_mask, encoded.ids
         first = next((i for i, flag in enumerate(added) if not flag), len(ids))
         last = next((i for i, flag in enumerate(reversed(added)) if not flag), 0)
@@ -186,6 +190,17 @@ class FolderTokenizer:
         self.without_rows = tuple(beyond[id] for id in sorted(beyond))
         kept = [token for token in raw["added_tokens"] if token["content"] not in self.without_rows]
         self._rust = Rust.from_str(json.dumps(raw | {"added_tokens": kept}))
+
+
+def _called(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """The result of a call of the tokenizers library. ValueError where it fails: it raises plain Exceptions, and its
+    panics are none."""
+    try:
+        return function(*args, **named)
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise ValueError(f"the tokenizer's library failed: {' '.join(str(error).split())[:300]}") from None
+        raise
 
 
 def tokenizer_files(folder: Path) -> list[str]:
@@ -295,12 +310,14 @@ def _producible(raw: Mapping[str, Any]) -> Callable[[str], bool]:
 def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """The chat template, from the newest of the places where folders keep it."""
     if (folder / "chat_template.jinja").is_file():
-        return read_regular(file_inside(folder, "chat_template.jinja")).decode()
+        return read_regular(file_inside(folder, "chat_template.jinja"), _LONGEST_TEMPLATE).decode()
     value = config.get("chat_template")
     if value is None and (folder / "chat_template.json").is_file():
         value = read_json(folder, "chat_template.json").get("chat_template")
     if isinstance(value, list):  # several, by name
-        named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
+        named = {
+            t.get("name"): t.get("template") for t in value if isinstance(t, dict) and isinstance(t.get("name"), str)
+        }
         value = named.get("default")
     return value if isinstance(value, str) else None
 

@@ -19,7 +19,7 @@ from tpshard.models import hf_config, hf_files, hf_headers, hf_json
 from tpshard.models.aside import write_aside
 from tpshard.models.assemble import build
 from tpshard.models.config import ModelConfig
-from tpshard.models.folder_files import copy_small_files
+from tpshard.models.folder_files import copy_small_files, tokenizer_paths
 from tpshard.models.folder_tokenizer import special_tokens
 from tpshard.models.hf_names import fuse, hf_modules, hf_tensors
 from tpshard.models.hf_quantized import DequantizedTensors
@@ -223,14 +223,20 @@ def _shards(sizes: Mapping[str, int], largest: int) -> dict[str, list[str]]:
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
 
 
+def check_tokenizer(tokenizer: Path) -> None:
+    """Raises ValueError or OSError for a tokenizer that cannot be copied and described, before anything is written."""
+    tokenizer_paths(tokenizer)
+    _token_ids(tokenizer)
+
+
 def _token_ids(tokenizer: Path) -> dict[str, int]:
     """The ids of the special tokens named in a tokenizer's files."""
     if not (tokenizer / "tokenizer.json").exists():
         return {}
-    vocabulary = hf_json.read_json(tokenizer, "tokenizer.json")
+    added = hf_json.read_json(tokenizer, "tokenizer.json").get("added_tokens")
     ids = {
         entry["content"]: entry["id"]
-        for entry in vocabulary.get("added_tokens") or []
+        for entry in (added if isinstance(added, list) else ())
         if isinstance(entry, dict) and isinstance(entry.get("id"), int) and isinstance(entry.get("content"), str)
     }
     name = "tokenizer_config.json"

@@ -60,7 +60,7 @@ def model_config(recipe: Recipe) -> ModelConfig | None:
                 return override(folder_config(model.hf), overrides)
             return override_folder(HFFolder(model.hf).config, overrides, model.hf)  # or raises where they do not fit
         return preset(str(model.preset), overrides)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise wrong_model(recipe, error) from error
 
 

@@ -86,10 +86,20 @@ def load_tokenizer(
     assert read.end is not None
     around = {(b, e): _around(read, b, e) for b in get_args(Around) for e in get_args(Around)}
     begin, after = around[bos, eos]
+
+    def encode(text: str) -> list[int]:
+        try:
+            return read.encode(text, special=False)
+        except ValueError as error:
+            raise Mistakes.one(
+                f"the tokenizer {folder} fails on a document that begins with {text[:40]!r}", exit=Exit.DATA,
+                where=where, why=str(error), fix="correct the pattern in its tokenizer.json, or remove the document",
+            ) from error  # fmt: skip
+
     others = {_fingerprint(read, *ids): f"data.bos: {b}, data.eos: {e}" for (b, e), ids in around.items()}
     return TextTokenizer(
         folder, min(read.size, rows or read.size), begin, after, read.end, _fingerprint(read, begin, after),
-        lambda text: read.encode(text, special=False), tuple(read.notes), others,
+        encode, tuple(read.notes), others,
     )  # fmt: skip
 
 
