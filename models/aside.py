@@ -111,12 +111,12 @@ def check_kind(place: Path, *, folder: bool) -> None:
     mode = place.stat().st_mode if place.exists() else place.lstat().st_mode  # of a link to nothing
     if stat.S_ISDIR(mode):
         if not folder:
-            raise FileExistsError(f"{place} is a folder, which a file does not replace")
+            raise FileExistsError(f"{place} exists and is a folder, which a file does not replace")
     elif stat.S_ISREG(mode) or stat.S_ISLNK(mode):
         if folder:
-            raise FileExistsError(f"{place} is a file, which a folder does not replace")
+            raise FileExistsError(f"{place} exists and is a file, which a folder does not replace")
     else:
-        raise FileExistsError(f"{place} is a device, a pipe or a socket, which nothing replaces")
+        raise FileExistsError(f"{place} exists and is a device, a pipe or a socket, which nothing replaces")
 
 
 def _replace(aside: Path, place: Path) -> None:
