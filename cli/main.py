@@ -25,6 +25,8 @@ COMMANDS = {
     "plan": "Predict a run: shardings, collectives, memory, time.",
     "evaluate": "Measure a stored model's loss and perplexity on any text.",
     "serve": "Serve a model over HTTP with OpenAI's API.",
+    "generate": "Continue a text with a stored model, without a server.",
+    "chat": "Talk with a stored model, line by line.",
     "quantize": "Quantize a model with GPTQ.",
     "convert": "Write a checkpoint as a Hugging Face folder.",
     "recipes": "List, show and copy the shipped recipes; explain the keys; print the schema.",

@@ -44,21 +44,21 @@ def serve(
     section = loaded.serve
     key = http.read_key(api_key_file, section.api_key)
     if check:
-        need_before_start = _need(loaded, _shape(recipe, overrides or [], loaded))
+        need_before_start = memory_need(loaded, _shape(recipe, overrides or [], loaded))
         sys.stdout.write(
             json.dumps(need_before_start.as_json(), indent=1) + "\n" if as_json else f"{need_before_start}\n"
         )
         return 0
     http.check_exposure(section.host, key, insecure, loaded.where("serve.host"))
-    model = _model(recipe, overrides or [], loaded)
-    requirements = _need(loaded, stored_model(loaded, model))
+    model = model_of(recipe, overrides or [], loaded)
+    requirements = memory_need(loaded, stored_model(loaded, model))
     sock = http.bind(section.host, section.port, loaded.where("serve.port"))
     http.log_to_stderr()
     print(requirements, file=sys.stderr)
     return _run(loaded, model, requirements, sock, key)
 
 
-def _model(recipe: str, overrides: list[str], loaded: Recipe) -> SourceModel:
+def model_of(recipe: str, overrides: list[str], loaded: Recipe) -> SourceModel:
     """The model to serve, its weights not yet read."""
     from tpshard.cli.sources import holds_model, open_source
 
@@ -97,7 +97,7 @@ def _shape(recipe: str, overrides: list[str], loaded: Recipe) -> Served:
 
     if loaded.serve.checkpoint == LATEST:
         return model_to_serve(loaded, _kind(loaded))
-    return stored_model(loaded, _model(recipe, overrides, loaded))
+    return stored_model(loaded, model_of(recipe, overrides, loaded))
 
 
 def stored_model(loaded: Recipe, model: SourceModel) -> Served:
@@ -109,7 +109,7 @@ def stored_model(loaded: Recipe, model: SourceModel) -> Served:
     return stored_model(loaded, model.blueprint, Path(model.name), dtype, _kind(loaded))
 
 
-def _need(loaded: Recipe, served: Served) -> Need:
+def memory_need(loaded: Recipe, served: Served) -> Need:
     """The memory that serving needs on one device. Raises `Mistakes` where it does not fit."""
     import psutil
     from tpshard.programs.serve_setting import ServeSetting

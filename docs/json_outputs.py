@@ -290,6 +290,25 @@ NET = {
     "placements[].step_s": "of the whole step,",
     "placements[].whole": "and whether its own program was built; else the recipe's was priced so.",
 }
+ANSWERED = {
+    "id": "As OpenAI's API: the answer's name,",
+    "object": "its kind,",
+    "created": "when it was made, in unix seconds,",
+    "model": "the recipe's name,",
+    "choices[].index": "0,",
+    "choices[].logprobs": "null,",
+    "choices[].finish_reason": "`stop` or `length`,",
+    "usage.prompt_tokens": "tokens of the text or the conversation,",
+    "usage.completion_tokens": "of the answer,",
+    "usage.total_tokens": "of both,",
+    "usage.prompt_tokens_details.cached_tokens": "and those of the prompt that were not computed again.",
+}
+GENERATED = {**ANSWERED, "choices[].text": "The text."}
+CHATTED = {
+    **ANSWERED,
+    "choices[].message.role": "`assistant`. An answer is a line.",
+    "choices[].message.content": "The text.",
+}
 SMALL = ("plan", "quickstart", "model.layers=1")
 SERVE_PLAN = (*SMALL, "--for", "serve", "--prompt", "32", "--answer", "8", "--count", "20", "--json")
 OUTPUTS = (
@@ -306,6 +325,8 @@ OUTPUTS = (
     Output("check RECIPE --against KEY=VALUE", (), COMPARED),
     Output("quantize SOURCE OUT", (), QUANTIZING),
     Output("evaluate SOURCE", (), EVALUATED),
+    Output("generate SOURCE TEXT", (), GENERATED),
+    Output("chat SOURCE", (), CHATTED),
 )
 
 

@@ -65,6 +65,14 @@ class Choice:
     """Tokens that the model generated, including the end token."""
     fresh: list[Logprob] = field(default_factory=list)
     _pending: str = ""
+    _shown: int = 0
+
+    @property
+    def unsent(self) -> str:
+        """The text since this was last asked; `flush` still returns it."""
+        new = self._pending[self._shown :]
+        self._shown = len(self._pending)
+        return new
 
     def take(self, event: Event) -> None:
         """Adds an event; `finish` then says whether the choice has ended."""
