@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from tpshard.cli.arguments import Device, Json, Overrides, on_device, refuse_unread
 from tpshard.cli.convert import Source
+from tpshard.cli.train import OVERRIDES
 from tpshard.recipes.diagnostic import Exit, Mistakes
 
 if TYPE_CHECKING:
@@ -26,23 +27,34 @@ Texts = Annotated[
     list[str] | None,
     typer.Option("--data", metavar="TEXT", help="A text, named as in data.source: all of it; repeatable."),
 ]  # fmt: skip
+Tasks = Annotated[
+    str | None, typer.Option("--tasks", metavar="NAME,...", help="Tasks of lm-eval, which must be installed.")
+]
+Limit = Annotated[int | None, typer.Option("--limit", min=1, metavar="N", help="Examples of each task; default: all.")]
 READ = (
     "mesh", "cluster", "sharding", "fsdp", "pipeline", "compile", "batch.per_device", "data", "evaluate.sequences",
-    "model.seq_len", "model.dtype", "timeout_s", "logging.wandb", "run", "name",
+    "model.seq_len", "model.dtype", "timeout_s", "logging.wandb", "serve", "run", "name",
 )  # fmt: skip
 
 
 def evaluate(
-    source: Source, overrides: Overrides = None, data: Texts = None, as_json: Json = False, device: Device = None
+    source: Source,
+    overrides: Overrides = None,
+    data: Texts = None,
+    tasks: Tasks = None,
+    limit: Limit = None,
+    as_json: Json = False,
+    device: Device = None,
 ) -> int:
     """Print the loss and perplexity of the model in SOURCE on held-out text, or on the texts that --data names.
 
     The model is that of a recipe's latest checkpoint, a checkpoint or a Hugging Face folder, quantized or not, on any
     mesh (mesh.tp=2). The program is that of training's evaluation. A run keeps the result as a row of metrics.jsonl.
+    With --tasks it prints the metrics of lm-eval's tasks instead, computed by the server's engine without a server.
     """
     from tpshard.parallelism.runtime import place as places
 
-    changes = on_device(overrides, device)
+    changes = on_device(overrides, device) if OVERRIDES not in os.environ else json.loads(os.environ.pop(OVERRIDES))
     refuse_unread("evaluate", changes, READ, "the model and its training are stored")
     recipe = recipe_of(source, changes)
     place = places.find(os.environ)
@@ -54,10 +66,47 @@ def evaluate(
 
     machine.require(recipe)
     _stored(source, recipe)
+    if tasks is not None:
+        if data:
+            raise typer.BadParameter("tasks bring their own data", param_hint="--tasks, --data")
+        return _tasks(source, recipe, [name for name in tasks.split(",") if name], limit, as_json)
     nodes = Nodes.of(os.environ)
     options = [*(f"--data={text}" for text in data or ()), *["--json"] * as_json]
-    command = [sys.executable, "-m", "tpshard.cli.main", "evaluate", source, *changes, *options]
-    return launch(command, world=workers_of(recipe, nodes), nodes=nodes)
+    command = [sys.executable, "-m", "tpshard.cli.main", "evaluate", source, *options]
+    env = {OVERRIDES: json.dumps(changes)}
+    return launch(command, world=workers_of(recipe, nodes), nodes=nodes, env=env)
+
+
+def _tasks(source: str, recipe: Recipe, names: Sequence[str], limit: int | None, as_json: bool) -> int:
+    """Prints the metrics of lm-eval's tasks, and appends them to the record of the model's run."""
+    import time
+
+    from tpshard.cli.evaluation_tasks import require_lm_eval, results_of, run_of
+    from tpshard.cli.sources import holds_model, open_source
+    from tpshard.recipes.load import with_changes
+    from tpshard.train.records import append
+
+    require_lm_eval()
+    if not recipe.where("serve.mesh").line and not recipe.where("serve.mesh.tp").line:
+        recipe = with_changes(recipe, [f"serve.mesh.tp={recipe.mesh.get('tp', 1)}"])
+    model = open_source(source) if holds_model(Path(source)) else open_source(str(_newest(source, recipe)))
+    results = results_of(recipe, model, names, limit)
+    run, step = run_of(model)
+    if run is not None:
+        append(run / "metrics.jsonl", [{"step": step, "eval_tasks": results, "time": time.time()}])
+    if as_json:
+        print(json.dumps({"schema": 1, "source": source, "model": model.name, "step": step, "tasks": results}))
+        return 0
+    print(f"{model.name}")
+    for task, metrics in results.items():
+        print("\n".join(f"  {task:<24} {name:<28} {value:.4f}" for name, value in metrics.items()))
+    return 0
+
+
+def _newest(source: str, recipe: Recipe) -> Path:
+    from tpshard.cli.sources import latest, runs_of
+
+    return latest(runs_of(source, recipe), recipe).folder
 
 
 def recipe_of(source: str, changes: Sequence[str]) -> Recipe:

@@ -259,6 +259,7 @@ EVALUATED = {
     "mesh.*": "Size of each mesh axis.",
     "results[].*": "Of each text: `data`, `sequences`, `tokens`, `loss` and `perplexity`.",
 }  # fmt: skip
+EVALUATED_SOMETIMES = {"tasks.*.*": "With --tasks, in place of the losses: the metrics of each task by name."}
 
 NET = {
     "schema": "Version of this format.",
@@ -324,7 +325,7 @@ OUTPUTS = (
     Output("doctor", ("doctor", "--no-collective", "--json"), FINDINGS),
     Output("check RECIPE --against KEY=VALUE", (), COMPARED),
     Output("quantize SOURCE OUT", (), QUANTIZING),
-    Output("evaluate SOURCE", (), EVALUATED),
+    Output("evaluate SOURCE", (), EVALUATED, EVALUATED_SOMETIMES),
     Output("generate SOURCE TEXT", (), GENERATED),
     Output("chat SOURCE", (), CHATTED),
 )

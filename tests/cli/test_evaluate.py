@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import json
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tpshard.cli import evaluate as command
 from tpshard.cli.evaluate import recipe_of, result_of, table
 from tpshard.cli.main import run
+from tpshard.models import from_hf
+from tpshard.models.folder_tokenizer import FolderTokenizer
 from tpshard.parallelism.runtime.context import Context
 from tpshard.programs.setting import Setting
 from tpshard.recipes.diagnostic import Exit, Mistakes
@@ -107,3 +113,87 @@ def test_a_run_without_checkpoints_is_refused_before_workers_start(tmp_path: Pat
     with pytest.raises(Mistakes) as caught:
         command._stored(str(tmp_path), recipe)
     assert caught.value.exit == Exit.CHECKPOINT
+
+
+class Stub:
+    """lm-eval as far as `evaluate` uses it: a base class, and a function that asks a model."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.answers: dict[str, Any] = {}
+        package, api, model = (types.ModuleType(name) for name in ("lm_eval", "lm_eval.api", "lm_eval.api.model"))
+        package.__spec__ = importlib.machinery.ModuleSpec("lm_eval", None)
+        model.LM = type("LM", (), {})  # type: ignore[attr-defined]
+        package.simple_evaluate = self.simple_evaluate  # type: ignore[attr-defined]
+        for module in (package, api, model):
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def simple_evaluate(self, model: Any, tasks: list[str], limit: int | None, bootstrap_iters: int) -> dict[str, Any]:
+        def ask(*arguments: Any) -> Any:
+            return types.SimpleNamespace(args=arguments)
+
+        pairs = [ask("The return value", " of the call"), ask("", "a list"), ask("with spaces  ", "x" * 60)]
+        self.answers["pairs"] = model.loglikelihood(pairs)
+        self.answers["rolling"] = model.loglikelihood_rolling([ask("a text " * 100), ask("short")])
+        until = {"until": ["\n"], "max_gen_toks": 6}
+        self.answers["texts"] = model.generate_until(
+            [ask("def f", until), ask("The", {"until": "e", "max_gen_toks": 6})]
+        )
+        return {"results": {name: {"acc,none": 0.5, "alias": name} for name in tasks}}
+
+
+def expected_scores(folder: Path) -> tuple[list[tuple[float, bool]], list[float]]:
+    """The same log-likelihoods by the dense model, one window at a time."""
+    tokenizer, model = FolderTokenizer(folder), from_hf(folder)
+    begin, longest = [*tokenizer.encode(""), *tokenizer.stop_tokens][0], 256 - 1
+
+    def score(context: list[int], predicted: list[int]) -> tuple[float, bool]:
+        ids = torch.tensor([[*context, *predicted][-longest:]])
+        with torch.no_grad():
+            chances = model(ids)[0].log_softmax(-1)
+        rows, targets = chances[-len(predicted) - 1 : -1], torch.tensor(predicted)
+        return float(rows.gather(-1, targets[:, None]).sum()), bool((rows.argmax(-1) == targets).all())
+
+    def ids(text: str) -> list[int]:
+        return tokenizer.encode(text, special=False)
+
+    pairs = []
+    for context, continuation in (
+        ("The return value", " of the call"),
+        ("", "a list"),
+        ("with spaces", "  " + "x" * 60),
+    ):
+        before = ids(context)
+        whole = ids(context + continuation)
+        pairs.append(score(before or [begin], whole[len(before) :]))
+    rolling = []
+    for text in ("a text " * 100, "short"):
+        tokens, total, size = ids(text), 0.0, longest - 1
+        for start in range(0, len(tokens), size):
+            predicted = tokens[start : start + size]
+            context = tokens[max(0, start + len(predicted) - longest) : start] if start else [begin]
+            total += score(context, predicted)[0]
+        rolling.append(total)
+    return pairs, rolling
+
+
+def test_tasks_are_asked_of_the_engine(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub = Stub(monkeypatch)
+    assert run(["convert", str(trained), str(tmp_path / "dense")]) == 0
+    capsys.readouterr()
+    assert run(["evaluate", str(trained), "--tasks", "one,two", "mesh.tp=2", "serve.port=0", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["tasks"] == {"one": {"acc": 0.5}, "two": {"acc": 0.5}} and printed["step"] == 2
+    pairs, rolling = expected_scores(tmp_path / "dense")
+    assert [greedy for _, greedy in stub.answers["pairs"]] == [greedy for _, greedy in pairs]
+    assert [value for value, _ in stub.answers["pairs"]] == pytest.approx([value for value, _ in pairs], rel=1e-5)
+    assert stub.answers["rolling"] == pytest.approx(rolling, rel=1e-5)
+    assert "\n" not in stub.answers["texts"][0] and "e" not in stub.answers["texts"][1]
+    assert read_rows(trained / "metrics.jsonl")[-1]["eval_tasks"] == printed["tasks"]
+
+
+def test_tasks_need_lm_eval(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert run(["evaluate", str(trained), "--tasks", "one"]) == Exit.MACHINE
+    assert "pip install lm-eval" in capsys.readouterr().err
