@@ -79,6 +79,11 @@ def training_keys(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]
         yield key, still | weights | {"pad_token_id": None} | {key: value}
 
 
+def shifted(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """The loss of each next token."""
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
 def training(name: str, config: dict[str, Any], key: str) -> Any:
     """train_equal, train_named or train_unnamed as a dict's key; left_out where transformers does not train it."""
     tokens = architectures.batch(False)["tokens"][:2] % 8
@@ -88,15 +93,16 @@ def training(name: str, config: dict[str, Any], key: str) -> Any:
             leaves = {path: value.requires_grad_() for path, value in values.items() if value.is_floating_point()}
             torch.manual_seed(0)
             inputs = {"input_ids": tokens, "labels": tokens, "use_cache": False}
-            loss = torch.func.functional_call(own, values, (), inputs).loss
+            output = torch.func.functional_call(own, values, (), inputs)
+            loss, further = shifted(output.logits, tokens), getattr(output, "aux_loss", None)
+            loss = loss + further if isinstance(further, torch.Tensor) else loss
             expected = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
         except Exception as error:
             return {"left_out": f"transformers: {in_one_line(error)}"}
         try:
             architecture = Architecture(architectures.config_of(name))
             model = architecture.build()
-            logits = torch.func.functional_call(model, values, (tokens,))
-            loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+            loss = shifted(torch.func.functional_call(model, values, (tokens,)), tokens)
             actual = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
         except ValueError as error:
             return {"refused": " ".join(str(error).split())[:200]}

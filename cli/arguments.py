@@ -98,10 +98,30 @@ def refuse_unread(command: str, overrides: Sequence[str] | None, read: Sequence[
         raise Mistakes(unread)
 
 
-def load(recipe: str | None, overrides: Sequence[str] | None = None) -> Recipe:
+def carried_model(recipe: str, overrides: Sequence[str]) -> list[str]:
+    """An override that names the config.json which a run carries, where the folder that the run began from is gone."""
+    from tpshard.recipes.load import examine
+    from tpshard.train.carried import carried
+
+    model, key = None, None
+    try:
+        loaded = examine(recipe, overrides).recipe
+        key, run = loaded.model.named_by, Path(loaded.run.dir)
+        model = getattr(loaded.model, key) if key in ("hf", "transformers") else None
+    except Mistakes:  # the folder's environment variable is not set, or `load` tells what is wrong
+        if key not in ("hf", "transformers"):
+            return []
+    own = Path(recipe) if Path(recipe).is_dir() else Path(recipe).parent
+    kept = carried(own if (own / "checkpoints").is_dir() else run)
+    gone = key in ("hf", "transformers") and (model is None or not Path(model).is_dir())
+    return [f"model.{key}={kept.absolute()}"] if gone and (kept / "config.json").is_file() else []
+
+
+def load(recipe: str | None, overrides: Sequence[str] | None = None, *, trained: bool = False) -> Recipe:
     """The recipe that the command line names; by default ./recipe.yaml, else the quickstart. Warnings are shown.
 
-    Raises `Mistakes` when the recipe is wrong.
+    trained: for a command that reads what the recipe's run has written; its model's folder may be gone. Raises
+    `Mistakes` when the recipe is wrong.
     """
     from tpshard.cli.main import report
     from tpshard.cli.preflight import load_checked
@@ -112,7 +132,7 @@ def load(recipe: str | None, overrides: Sequence[str] | None = None) -> Recipe:
         recipe = None
     if recipe is None:
         recipe = "recipe.yaml" if Path("recipe.yaml").is_file() else "quickstart"
-    loaded, warnings = load_checked(recipe, changes)
+    loaded, warnings = load_checked(recipe, [*changes, *(carried_model(recipe, changes) if trained else ())])
     if warnings:
         report(Mistakes(warnings))
     return loaded

@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -120,16 +120,15 @@ def _open(source: str, overrides: Sequence[str]) -> tuple[SourceModel, Recipe]:
     For a folder that is the recipe of its run, or `tiny` without one, with the overrides applied.
     """
     from tpshard.cli.arguments import load
-    from tpshard.cli.sources import holds_model, open_source
+    from tpshard.cli.sources import holds_model, named_tokenizer, open_source
 
     path = Path(source)
     if not holds_model(path):
-        return open_source(source, overrides), load(source, overrides)
+        return open_source(source, overrides), load(source, overrides, trained=True)
     model = open_source(source)
     run = run_recipe(path)
-    recipe = load(str(run) if run.is_file() else "tiny", overrides)
-    named = recipe.data.tokenizer
-    return (model if named is None else replace(model, tokenizer=Path(named))), recipe
+    recipe = load(str(run) if run.is_file() else "tiny", overrides, trained=True)
+    return named_tokenizer(model, recipe, overrides), recipe
 
 
 def run_recipe(checkpoint: Path) -> Path:

@@ -40,7 +40,7 @@ def serve(
     from tpshard.serve import http
 
     overrides = on_device(overrides, device)
-    loaded = load(recipe, overrides)
+    loaded = load(recipe, overrides, trained=True)
     section = loaded.serve
     key = http.read_key(api_key_file, section.api_key)
     if check:
@@ -171,7 +171,7 @@ def open_tokenizer(loaded: Recipe, model: SourceModel, need: Need) -> FolderToke
             fix="name its folder in `data.tokenizer`",
         )  # fmt: skip
     try:
-        tokenizer = FolderTokenizer(model.tokenizer, need.programs.vocab, [Path(model.name)])
+        tokenizer = FolderTokenizer(model.tokenizer, need.programs.vocab, model.folders)
     except (ValueError, OSError) as error:
         own = "name the folder of the model's own tokenizer in `data.tokenizer`"
         raise Mistakes.one(str(error), exit=Exit.DATA, fix=own) from error
@@ -189,7 +189,7 @@ def generation_defaults(loaded: Recipe, model: SourceModel) -> Mapping[str, Any]
 
     if loaded.serve.generation_defaults == "none":
         return {}
-    folders = [folder for folder in (Path(model.name), model.tokenizer) if folder is not None]
+    folders = [*model.folders, *([model.tokenizer] if model.tokenizer is not None else [])]
     folder = next((folder for folder in folders if (folder / FILE).exists()), folders[0])
     try:
         read = read_generation_defaults(folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +37,11 @@ class SourceModel:
     """The Hugging Face folder whose settings and other small files go along with the model."""
     quantized: bool = False
     """Whether it is a GPTQ folder, whose blocks are dequantized when read."""
+
+    @property
+    def folders(self) -> list[Path]:
+        """The folders that may hold settings of the model: its own, and the one whose files go along."""
+        return [Path(self.name), *([self.base] if self.base is not None else [])]
 
     @property
     def config(self) -> ModelConfig:
@@ -81,8 +86,15 @@ def open_source(
         refuse_format(path)
     except (ValueError, OSError) as error:
         raise _unreadable(path, error) from error
-    recipe = load(source, overrides)
-    return _from_checkpoint(latest(runs_of(source, recipe), recipe).folder, recipe, modules)
+    recipe = load(source, overrides, trained=True)
+    model = _from_checkpoint(latest(runs_of(source, recipe), recipe).folder, recipe, modules)
+    return named_tokenizer(model, recipe, overrides)
+
+
+def named_tokenizer(model: SourceModel, recipe: Recipe, overrides: Sequence[str]) -> SourceModel:
+    """The model with the tokenizer that the command line names, if it names one."""
+    named = any(override.partition("=")[0].strip() in ("data.tokenizer", "data") for override in overrides)
+    return replace(model, tokenizer=_tokenizer(recipe)) if named else model
 
 
 def runs_of(source: str, recipe: Recipe) -> Path:
@@ -148,6 +160,8 @@ def _from_folder(folder: Path) -> SourceModel:
 
 def _from_checkpoint(folder: Path, recipe: Recipe | None, modules: bool, trusted: Recipe | None = None) -> SourceModel:
     from tpshard.models import Blueprint
+    from tpshard.models.folder_tokenizer import tokenizer_files
+    from tpshard.train.carried import carried
     from tpshard.train.restore import open_checkpoint
 
     checkpoint = open_checkpoint(folder)
@@ -178,7 +192,10 @@ def _from_checkpoint(folder: Path, recipe: Recipe | None, modules: bool, trusted
         dtype = _require(checkpoint, blueprint)
     except ValueError as error:  # the module cannot be imported
         raise _unreadable(folder, error) from error
-    return SourceModel(str(folder), blueprint, checkpoint.block, dtype, _tokenizer(recipe))
+    kept = carried(folder.absolute().parent.parent)
+    tokenizer = kept if tokenizer_files(kept) else _tokenizer(recipe)
+    base = kept if (kept / "config.json").is_file() else None
+    return SourceModel(str(folder), blueprint, checkpoint.block, dtype, tokenizer, base)
 
 
 def blueprint_of(recipe: Recipe | None) -> Blueprint:

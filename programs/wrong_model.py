@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tpshard.recipes.diagnostic import Exit, Mistakes, join
+from tpshard.recipes.diagnostic import Exit, Mistakes, join, looked_for
 from tpshard.recipes.other_tools import hub_fix
 from tpshard.recipes.schema import Recipe
 
@@ -26,4 +26,5 @@ def wrong_model(recipe: Recipe, error: Exception) -> Mistakes:
     if key in ("hf", "transformers"):
         fix = hub_fix(str(model[key])) or fix
     message = f"{error}" if key == "module" else f"`model`: {error}"
-    return Mistakes.one(message, exit=Exit.RECIPE, where=where, fix=fix)
+    why = looked_for(str(model[key]), where) if key in ("hf", "transformers") else ""
+    return Mistakes.one(message, exit=Exit.RECIPE, where=where, why=why, fix=fix)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,18 @@ class Diagnostic:
     severity: Literal["error", "warning"] = "error"
     also: Notes = ()
     """Further places of the mistake."""
+
+
+def looked_for(name: str, where: Source | None) -> str:
+    """Where a file or folder that is not there was looked for: beside the recipe's file, and in the working directory.
+
+    Empty for an absolute name.
+    """
+    if os.path.isabs(name) or os.path.exists(name):
+        return ""
+    folders = [os.path.dirname(where.file)] if where is not None and where.line else []
+    places = dict.fromkeys(os.path.abspath(os.path.join(folder, name)) for folder in (*folders, ""))
+    return "there is " + " and ".join(f"no {place}" for place in places)
 
 
 class Mistakes(Exception):

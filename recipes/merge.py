@@ -172,7 +172,8 @@ class Merged:
                 continue
             self.bad.discard(key_of(inside))
             value = self._layer(item_node, below_key(hint, key_node.text), inside)
-            values[key_node.text] = _as_shell(value) if key_node.text in getattr(inner, "paths", ()) else value
+            named = key_node.text in getattr(inner, "paths", ()) and isinstance(value, str)
+            values[key_node.text] = _beside(_as_shell(value), inside, item_node.source) if named else value
             changes_below = item_node.kind == "map" and item_node.source == key_node.source  # an override of one key
             if not changes_below or inside not in self.places:
                 self.places[inside] = (key_node, item_node)
@@ -198,10 +199,22 @@ def _all(raw: Any, path: Path = ()) -> Iterator[Path]:
             yield from _all(value, (*path, key))
 
 
-def _as_shell(value: Any) -> Any:
+def _beside(name: str, path: Path, source: Source) -> str:
+    """The name of a file or folder that a recipe's file gives, from that file's folder if there is such a one there.
+
+    Other names, those on the command line, and `run.dir` count from the working directory.
+    """
+    here = os.path.dirname(source.file)
+    words = ("sample", "c4", "latest")
+    if not here or not source.line or path == ("run", "dir") or name in words or "${" in name or os.path.isabs(name):
+        return name
+    start = re.split(r"[*?\[]", name)[0]
+    there = os.path.join(here, start if start == name else os.path.dirname(start))
+    return os.path.abspath(os.path.join(here, name)) if os.path.exists(there) and start else name
+
+
+def _as_shell(value: str) -> str:
     """The name of a file with `~` and `$NAME` as interpolations of the environment."""
-    if not isinstance(value, str):
-        return value
     text = "${oc.env:HOME}" + value[1:] if "HOME" in os.environ and re.match("~(/|$)", value) else value
     return _SHELL.sub(r"${oc.env:\1}", os.path.expanduser(text))
 

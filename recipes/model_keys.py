@@ -40,7 +40,7 @@ class Model(Section):
     preset: Preset | None = None
     """The name of a model. tiny: 4 layers, width 128, 8 heads, 4 KV heads, mlp 384, vocab 2048, seq_len 256, fp32."""
     hf: str | None = None
-    """A folder in Hugging Face format (config.json and safetensors), relative to the working directory."""
+    """A folder in Hugging Face format (config.json and safetensors)."""
     transformers: str | None = None
     """A folder with a config.json, with or without safetensors, whose model transformers' own class computes."""
     dims: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, Literal, cast
 
-from tpshard.recipes.diagnostic import Exit, Mistakes, Source
+from tpshard.recipes.diagnostic import Exit, Mistakes, Source, looked_for
 from tpshard.train import hub
 from tpshard.train.sample import ensure_sample
 from tpshard.train.shard_sums import ShardSums
@@ -285,7 +285,8 @@ def _local(source: str, where: Source | None) -> Corpus:
     except (OSError, RuntimeError) as error:  # too long a name, no permission, or no home directory of that user
         paths, missing = [], f"{source} cannot be looked up: {getattr(error, 'strerror', None) or error}"
     if not paths:
-        raise Mistakes.one(f"data.source: {missing}", exit=Exit.DATA, where=where, fix=ANY_SOURCE)
+        why = looked_for(source, where)
+        raise Mistakes.one(f"data.source: {missing}", exit=Exit.DATA, where=where, why=why, fix=ANY_SOURCE)
     names = _names(list(map(str, paths)))
     files = [TextFile(name, path) for name, path in zip(names, paths)]
     _check_formats(source, names, where)

@@ -78,9 +78,16 @@ def refuse(folder: Path, recipe: Recipe, changed: Changes) -> None:
 
 
 def kept_recipe(recipe: Recipe) -> str:
-    """The recipe.yaml of a run: without `resume`, and without a `force` that was meant for one command."""
+    """The recipe.yaml of a run: without `resume`, and without a `force` that was meant for one command.
+
+    Names of files that are there are absolute: the run's folder may be named from another working directory.
+    """
     data = as_data(recipe)
     data.pop("resume", None)
+    for section, name in (key.split(".") for key in PATHS):
+        file = data.get(section, {}).get(name)
+        if isinstance(file, str) and "${" not in file and os.path.exists(file):
+            data[section] = {**data[section], name: os.path.abspath(file)}
     if data["checkpoint"]["resume"] == "force":
         data["checkpoint"] = {**data["checkpoint"], "resume": "auto"}
     return dump(data)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from tpshard.models.folder_tokenizer import FAST, FolderTokenizer, tokenizer_files
-from tpshard.recipes.diagnostic import Exit, Mistakes, Source
+from tpshard.recipes.diagnostic import Exit, Mistakes, Source, looked_for
 from tpshard.recipes.other_tools import hub_fix
 
 Around = Literal["tokenizer", "always", "never"]
@@ -136,8 +136,9 @@ def require_tokenizer(folder: Path | str, where: Source | None = None) -> None:
         folder = Path(folder).expanduser()
         folder.stat()
     except (OSError, RuntimeError, ValueError) as error:  # a name that is too long, no right to look, no such home
-        missing = isinstance(error, FileNotFoundError)
-        why = "there is no such folder" if missing else getattr(error, "strerror", None) or str(error)
+        why = getattr(error, "strerror", None) or str(error)
+        if isinstance(error, FileNotFoundError):
+            why = looked_for(str(folder), where) or "there is no such folder"
         raise _unreadable(Path(folder), why, where) from None
     if not tokenizer_files(folder):
         raise _unreadable(folder, f"no {FAST} in it" if folder.is_dir() else "there is no such folder", where)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from tpshard.models import Blueprint
+from tpshard.models.folder_tokenizer import tokenizer_files
 from tpshard.models.loss import IGNORE
 from tpshard.parallelism.runtime import crash, messages
 from tpshard.parallelism.runtime.context import Context, connect
@@ -32,6 +33,7 @@ from tpshard.programs.wrong_model import wrong_model
 from tpshard.recipes.diagnostic import Exit, Mistakes, plural
 from tpshard.recipes.schema import Recipe
 from tpshard.train import profile_report
+from tpshard.train.carried import carried, carry
 from tpshard.train.corpus import Corpus, TextSource, open_text
 from tpshard.train.generated_rows import GeneratedRows, held_out_rows
 from tpshard.train.learning_rate import learning_rate
@@ -157,6 +159,9 @@ def _train(
             loop.begin()
             if run is not None and loop.remains:  # from here on nothing is refused: before, no file of a run changes
                 run.write("recipe.yaml", kept_recipe(recipe))
+                carry(
+                    folder, recipe, loader.tokenizer.folder if isinstance(loader, Loader) else None, again=bool(changed)
+                )
                 if around.plan_json is not None:
                     run.write("plan.json", around.plan_json(programs))
                 sinks, sink = _sinks(recipe, run)
@@ -277,7 +282,7 @@ def _display(recipe: Recipe, context: Context) -> Iterator[Progress]:
         progress.close()
 
 
-def _tokenizer(recipe: Recipe, corpus: Corpus, setting: Setting) -> TextTokenizer:
+def _tokenizer(recipe: Recipe, corpus: Corpus, setting: Setting, run: Path) -> TextTokenizer:
     named = recipe.data.tokenizer
     where = recipe.where("data.tokenizer")
     folder = corpus.tokenizer if named is None else Path(named)
@@ -288,6 +293,8 @@ def _tokenizer(recipe: Recipe, corpus: Corpus, setting: Setting) -> TextTokenize
         )  # fmt: skip
     described, data = setting.config or setting.architecture, recipe.data
     rows = None if described is None else described.vocab
+    if not folder.is_dir() and tokenizer_files(carried(run)):
+        folder = carried(run)  # the folder has moved since the run began
     tokenizer = load_tokenizer(folder, bos=data.bos, eos=data.eos, rows=rows, where=where)
     for note in tokenizer.notes:
         logging.getLogger(__name__).warning(note)
@@ -342,7 +349,7 @@ def open_corpus(setting: Setting, folder: Path) -> tuple[Corpus, TextTokenizer]:
     written."""
     data = setting.recipe.data
     corpus = open_text(data.source, data.column, where=setting.recipe.where("data.source"), fallback=folder)
-    return corpus, _tokenizer(setting.recipe, corpus, setting)
+    return corpus, _tokenizer(setting.recipe, corpus, setting, folder)
 
 
 def _part(total: int, setting: Setting, data_rank: int) -> tuple[range, int]:

@@ -191,7 +191,7 @@ def test_text_and_tokenizer_that_are_not_there_are_6(
     assert run(["validate", "--json", "a.yaml"]) == Exit.DATA
     text, tokenizer = diagnostics(capsys)
     assert (text["message"], text["line"]) == ("data.source: there is no text", 3)
-    assert (tokenizer["why"], tokenizer["line"], tokenizer["col"]) == ("there is no such folder", 4, 14)
+    assert (tokenizer["line"], tokenizer["col"]) == (4, 14) and tokenizer["why"].startswith("there is no /")
     (workdir / "some" / "where").mkdir(parents=True)
     assert run(["validate", "--json", "a.yaml", "data.source=c4"]) == Exit.DATA
     assert diagnostics(capsys)[0]["why"] == "no tokenizer.json in it"

@@ -1,0 +1,119 @@
+"""A run carries what it began from; names of files in a recipe count from its file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tpshard.cli.main import run
+from tpshard.cli.sources import open_source
+from tpshard.models import Blueprint, from_hf, to_hf
+from tpshard.recipes.diagnostic import Exit
+from tpshard.recipes.load import load
+from tpshard.train.carried import carried, carry
+from tpshard.train.checkpoint import save
+from tpshard.train.resuming import kept_recipe
+from tpshard.train.shards import Shard
+
+SMALL = {"layers": 1, "width": 32, "mlp": 24, "vocab": 300, "kv_heads": 2}
+RECIPE = (
+    "name: mine\nmodel: {hf: base, seq_len: 32}\ndata: {source: texts/*.txt, tokenizer: base}\n"
+    "cluster: {device: cpu}\nmesh: {fsdp: 1}\nrun: {dir: %s}\n"
+)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A folder with a recipe, a model, its tokenizer and text."""
+    place = tmp_path / "project"
+    place.mkdir()
+    to_hf(Blueprint.of("tiny", overrides=SMALL).build(device="cpu", seed=1), place / "base")
+    raw = json.loads((place / "base/config.json").read_text())
+    raw |= {"eos_token_id": [2, 7], "pad_token_id": 3, "attention_dropout": 0.1}
+    (place / "base/config.json").write_text(json.dumps(raw))
+    (place / "base/tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": 5, "content": "<end>"}]}))
+    (place / "base/tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    (place / "base/chat_template.jinja").write_text("{{ messages }}")
+    (place / "base/generation_config.json").write_text('{"temperature": 0.5}')
+    (place / "texts").mkdir()
+    (place / "texts/a.txt").write_text("text")
+    (place / "recipe.yaml").write_text(RECIPE % (place / "runs"))
+    return place
+
+
+def trained(project: Path) -> Path:
+    """The folder of a run that began from the recipe."""
+    recipe = load(project / "recipe.yaml")
+    blueprint = Blueprint.of(hf=recipe.model.hf)
+    values = {name: p.detach() for name, p in blueprint.build(device="cpu").named_parameters()}
+    folder = Path(recipe.run.dir)
+    shards = {name: Shard.whole(value) for name, value in values.items()}
+    save(folder / "checkpoints", 5, shards, {"model": blueprint.to_json()})
+    (folder / "recipe.yaml").write_text(kept_recipe(recipe))
+    carry(folder, recipe, Path(recipe.data.tokenizer or ""))
+    return folder
+
+
+def test_names_of_files_count_from_the_recipes_file(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = load("project/recipe.yaml")
+    assert recipe.model.hf == recipe.data.tokenizer == str(project / "base")
+    assert recipe.data.source == str(project / "texts/*.txt")
+    (project / "over.yaml").write_text("extends: recipe.yaml\n")
+    (tmp_path / "other").mkdir()
+    assert load("project/over.yaml").model.hf == str(project / "base")
+    changed = load("project/recipe.yaml", ["model.hf=other", "run.dir=there"])
+    assert (changed.model.hf, changed.run.dir) == ("other", "there"), "the command line counts from where it is typed"
+    shutil.move(project / "base", tmp_path / "base")
+    assert load("project/recipe.yaml").model.hf == "base", "else from the working directory, as before"
+    monkeypatch.chdir(project)
+    assert load("recipe.yaml").data.source == "texts/*.txt"
+
+
+def test_a_run_is_exported_where_its_base_has_moved(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(project)
+    folder = trained(project)
+    expected = from_hf(project / "base")
+    assert load(folder / "recipe.yaml").model.hf == str(project / "base"), "the run's recipe names it from everywhere"
+    shutil.move(project / "base", tmp_path / "moved")
+    monkeypatch.chdir(tmp_path)
+    for number, source in enumerate((folder, folder / "checkpoints/step-000005", project / "recipe.yaml")):
+        out = tmp_path / f"out-{number}"
+        assert run(["convert", str(source), str(out)]) == Exit.DONE, capsys.readouterr().err
+        raw = json.loads((out / "config.json").read_text())
+        assert (raw["eos_token_id"], raw["pad_token_id"], raw["attention_dropout"]) == ([2, 7], 3, 0.1)
+        names = {path.name for path in out.iterdir()}
+        assert names >= {"tokenizer.json", "generation_config.json", "chat_template.jinja"}
+        written = from_hf(out)
+        assert all(torch.equal(p, written.get_parameter(name)) for name, p in expected.named_parameters())
+    assert run(["serve", str(folder), "--check", "serve.mesh.tp=1"]) == Exit.DONE, capsys.readouterr().err
+    model = open_source(str(folder))
+    assert model.tokenizer == model.base == carried(folder.absolute())
+
+
+def test_what_a_run_carries_is_written_once(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project)
+    folder = trained(project)
+    (project / "base/generation_config.json").write_text('{"temperature": 0.9}')
+    recipe = load("recipe.yaml")
+    carry(folder, recipe, project / "base")
+    assert json.loads((carried(folder) / "generation_config.json").read_text()) == {"temperature": 0.5}
+    carry(folder, recipe, project / "base", again=True)
+    assert json.loads((carried(folder) / "generation_config.json").read_text()) == {"temperature": 0.9}
+
+
+def test_an_error_says_where_it_looked(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(project / "base")
+    monkeypatch.chdir(tmp_path)
+    assert run(["validate", "project/recipe.yaml"]) == Exit.RECIPE
+    said = capsys.readouterr().err
+    assert f"{project / 'base'}" in said and f"{tmp_path / 'base'}" in said
