@@ -24,8 +24,10 @@ from patience import PATIENCE
 __all__ = ["pytest_deselected", "pytest_sessionfinish", "pytest_terminal_summary", "pytest_testnodedown"]
 
 
-LONG = ("train", "cli", "serve", "programs", "docs")
-"""Folders whose tests start processes. They run first, so that at the end no worker of pytest-xdist has one alone."""
+LONG = ("train", "cli", "serve", "programs", "docs", "test_contributing.py", "test_triton_kernels.py",
+        "test_launch.py", "test_serving_plan.py", "test_variants.py", "test_ops.py", "test_search.py")  # fmt: skip
+"""Folders whose tests start processes, and other long files. They run first, so that at the end no worker of
+pytest-xdist has one alone."""
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -36,7 +38,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.parent.name not in LONG)
+    items.sort(key=lambda item: item.path.parent.name not in LONG and item.path.name not in LONG)
 
 
 class WorkerError(AssertionError):

@@ -29,7 +29,9 @@ def test_the_pages_are_linked() -> None:
 )
 def test_an_exercise_does_what_it_says(page: Path, tmp_path: Path) -> None:
     checkout = tmp_path / "checkout"
-    skip = shutil.ignore_patterns(".git", ".venv*", "*.egg-info", "build", "dist", "runs", "__pycache__", ".*_cache")
+    skip = shutil.ignore_patterns(
+        ".git", ".venv*", "*.egg-info", "build", "dist", "runs", ".*_cache"
+    )  # bytecode is kept
     shutil.copytree(ROOT, checkout, symlinks=True, ignore=skip)
     printed = ""
     for kind, text in BLOCK.findall(page.read_text(encoding="utf-8")):

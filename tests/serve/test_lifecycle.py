@@ -110,10 +110,10 @@ def command(recipe: Path, *overrides: str) -> list[str]:
     return [sys.executable, "-m", "tpshard.cli.main", "serve", str(recipe), *overrides]
 
 
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    (tmp_path / "recipe.yaml").write_text(RECIPE)
-    return tmp_path / "recipe.yaml"
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    (path := tmp_path_factory.mktemp("served") / "recipe.yaml").write_text(RECIPE)
+    return path
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -160,8 +160,9 @@ class Process:
         self.process.communicate()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def process(recipe: Path, folder: Path) -> Iterator[Process]:
+    """One server for the tests that ask it, of which the last one ends it."""
     result = Process(recipe, folder, "serve.mesh.tp=2", "logging.wandb.mode=offline")
     yield result
     result.end()

@@ -28,11 +28,25 @@ from tpshard.serve.weights import Weights
 GREEDY = Sampling(temperature=0, logprobs=2)
 
 
-def programs_of(name: str, place: Path, *overrides: str) -> ServingPrograms:
+def setting_of(name: str, place: Path, *overrides: str) -> ServeSetting:
     folder = architectures.folder(place, name)
     text = f"model: {{transformers: '{folder}', seq_len: 64}}\nserve: {{mesh: {{tp: 1}}, dtype: fp32}}\n"
     recipe = loads(text, ["serve.requests=4", *overrides])
-    return build_serving(ServeSetting.of(recipe, model_to_serve(recipe, "cpu"), "cpu"))
+    return ServeSetting.of(recipe, model_to_serve(recipe, "cpu"), "cpu")
+
+
+def programs_of(name: str, place: Path, *overrides: str) -> ServingPrograms:
+    return build_serving(setting_of(name, place, *overrides))
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def qwen3_next(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ServingPrograms:
+    """Programs of the largest class, for one device and for two."""
+    return programs_of("qwen3_next", tmp_path_factory.mktemp("qwen3_next"), f"serve.mesh.tp={request.param}")
+
+
+one_device = pytest.mark.parametrize("qwen3_next", [1], indirect=True, ids=[""])
+two_devices = pytest.mark.parametrize("qwen3_next", [2], indirect=True, ids=[""])
 
 
 def weights_of(name: str) -> Weights:
@@ -52,9 +66,17 @@ def logits_of(name: str, tokens: Items[int]) -> Tensor:
         return torch.func.functional_call(own, architectures.values(name), (row,)).logits[0]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(("name", "tp"), [("qwen3_next", 2), ("falcon_h1", 1), ("lfm2", 1), ("mamba", 2)])
+@pytest.mark.parametrize(("name", "tp"), [("falcon_h1", 1), ("lfm2", 1), ("mamba", 2)])
 def test_chunks_and_single_tokens_continue_a_sequence(name: str, tp: int, tmp_path: Path) -> None:
-    programs = programs_of(name, tmp_path, f"serve.mesh.tp={tp}")
+    assert_continued(programs_of(name, tmp_path, f"serve.mesh.tp={tp}"), name)
+
+
+@two_devices
+def test_chunks_and_single_tokens_continue_a_sequence_on_two_devices(qwen3_next: ServingPrograms) -> None:
+    assert_continued(qwen3_next, "qwen3_next")
+
+
+def assert_continued(programs: ServingPrograms, name: str) -> None:
     chunks = programs.setting.chunks
     assert chunks == (4, 16, 64)
     logits = lockstep(programs, weights_of(name), blocks=3)
@@ -76,8 +98,9 @@ def test_a_module_that_forgets_its_state_computes_single_tokens(
     torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)  # without states they differ by 5
 
 
-def test_states_are_sharded_where_their_layers_are(tmp_path: Path) -> None:
-    programs = programs_of("qwen3_next", tmp_path, "serve.mesh.tp=2")
+@two_devices
+def test_states_are_sharded_where_their_layers_are(qwen3_next: ServingPrograms) -> None:
+    programs = qwen3_next
     pools = {port.name: port for port in programs.any.inputs if port.kind == "state"}
     assert {name: (port.shape, port.local) for name, port in pools.items()} == {
         "layers.0.conv.0": ((9, 64, 4), (9, 32, 4)),
@@ -97,10 +120,11 @@ def answers(runner: Lockstep, sequences: list[Sequence], blocks: int | None = No
     return engine
 
 
+@one_device
 @pytest.mark.parametrize("blocks", [16, 5])
-def test_answers_are_those_of_the_model(blocks: int, tmp_path: Path) -> None:
+def test_answers_are_those_of_the_model(blocks: int, qwen3_next: ServingPrograms) -> None:
     """More sequences than states; with few blocks, some are preempted and computed again."""
-    runner = Lockstep(programs_of("qwen3_next", tmp_path), weights_of("qwen3_next"), blocks)
+    runner = Lockstep(qwen3_next, weights_of("qwen3_next"), blocks)
     draw = random.Random(0)
     sequences = [
         Sequence(tuple(draw.randrange(64) for _ in range(n)), GREEDY, 9, prompt_logprobs=n == 21)
@@ -127,7 +151,7 @@ def test_a_sequence_does_not_inherit_a_state(tmp_path: Path) -> None:
 
 
 def test_a_prompt_has_few_steps(tmp_path: Path) -> None:
-    setting = programs_of("lfm2", tmp_path).setting
+    setting = setting_of("lfm2", tmp_path)
     assert setting.steps_of_prompt(64 + 2 * 16 + 4 + 3) == {
         Size(64, True): 1, Size(16, True): 2, Size(4, True): 1, Size(8): 3
     }  # fmt: skip

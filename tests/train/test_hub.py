@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from c4_files import packed, texts
@@ -21,9 +22,9 @@ from c4_files import bytes_tokenizer
 from tpshard.recipes.diagnostic import Mistakes
 from tpshard.train.stream import Loader, merge_states
 from tpshard.train.corpus import open_text
-try:
-    out = dict()
-    for source in {sources!r}:
+out = dict()
+for source in {sources!r}:
+    try:
         corpus = open_text(source, {column!r})
         def loader(part=None):
             return Loader(corpus.train, bytes_tokenizer(), seq_len=32, global_sequences=8, part=part, bad_rows=0.05)
@@ -40,20 +41,21 @@ try:
             first=first, resumed=again.next()["tokens"].tolist(), files=[f.name for f in corpus.train.files],
             held_out=[held_out.next()["tokens"].tolist() for _ in range(2)], bad=whole.bad.bad,
         )
-    print(json.dumps(out))
-except Mistakes as mistakes:
-    print(mistakes, file=sys.stderr)
-    sys.exit(mistakes.exit)
+    except Mistakes as mistakes:
+        out[source] = dict(exit=mistakes.exit, said=str(mistakes))
+print(json.dumps(out))
 """
 
 
-def run(
-    endpoint: str, home: Path, *sources: str, column: str = "text", **more: str
-) -> subprocess.CompletedProcess[str]:
+def run(endpoint: str, home: Path, *sources: str, column: str = "text", **more: str) -> dict[str, Any]:
+    """What is read of each source, or the mistake that its text is answered with."""
     env = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DOWNLOAD_TIMEOUT": "2", **more}
     env = {k: v for k, v in env.items() if not k.lower().endswith("_proxy")}
     script = SCRIPT.format(here=str(Path(__file__).parent), sources=sources, column=column)
-    return subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    out: dict[str, Any] = json.loads(done.stdout)
+    return out
 
 
 def shards() -> dict[str, bytes]:
@@ -68,9 +70,7 @@ def test_streaming_gives_the_same_text_as_the_same_files_on_disk(tmp_path: Path)
         (folder / name).write_bytes(data)
     others = {"realnewslike/c4-train.00000-of-00001.json.gz": packed(texts(50, 9))}
     with Hub({f"en/{name}": data for name, data in shards().items()} | others) as hub:
-        process = run(hub.url, tmp_path / "home", "c4", str(folder))
-    assert process.returncode == 0, process.stderr
-    out = json.loads(process.stdout)
+        out = run(hub.url, tmp_path / "home", "c4", str(folder))
     hub_text, disk_text = out["c4"], out[str(folder)]
     assert hub_text == {**disk_text, "bad": hub_text["bad"]}
     assert hub_text["resumed"] == hub_text["first"][3]
@@ -102,28 +102,22 @@ def test_another_data_set_of_the_hub_by_configuration_and_column(tmp_path: Path)
     for name, path in (("0", "small/train/0"), ("1", "small/train/1"), ("validation", "small/test/0")):
         (folder / f"{name}.parquet").write_bytes(files[f"{path}.parquet"])
     with Hub(files, repo="some/one") as hub:
-        process = run(hub.url, tmp_path / "home", "hub:some/one:small", str(folder), column="body")
-        unnamed = run(hub.url, tmp_path / "home", "hub:some/one", column="body")
-    assert process.returncode == 0, process.stderr
-    streamed, local = json.loads(process.stdout).values()
+        sources = ("hub:some/one:small", str(folder), "hub:some/one")
+        streamed, local, unnamed = run(hub.url, tmp_path / "home", *sources, column="body").values()
     assert streamed.pop("files") == local.pop("files") == ["0.parquet", "1.parquet"]
     assert streamed == local and streamed["resumed"] == streamed["first"][3]
-    assert unnamed.returncode == 6 and "hub:OWNER/NAME:CONFIGURATION" in unnamed.stderr, unnamed.stderr
+    assert unnamed["exit"] == 6 and "hub:OWNER/NAME:CONFIGURATION" in unnamed["said"]
 
 
 def test_a_shard_cut_short_on_the_hub_is_a_data_error_that_names_it(tmp_path: Path) -> None:
     with Hub({f"en/{name}": data[:200] for name, data in shards().items()}) as hub:
-        process = run(hub.url, tmp_path, "c4")
-    assert process.returncode == 6, process.stderr
-    assert "ends in the middle" in process.stderr and "c4-train." in process.stderr
-    assert "Traceback" not in process.stderr
+        out = run(hub.url, tmp_path, "c4")["c4"]
+    assert out["exit"] == 6 and "ends in the middle" in out["said"] and "c4-train." in out["said"]
 
 
 @pytest.mark.parametrize("offline", ["1", "0"])
 def test_a_hub_out_of_reach_is_a_data_error(offline: str, tmp_path: Path) -> None:
     with Hub({}) as hub:
         url = hub.url
-    process = run(url, tmp_path, "c4", HF_HUB_OFFLINE=offline)  # nobody listens there any more
-    assert process.returncode == 6, process.stderr
-    assert "cannot be read from the hub" in process.stderr
-    assert "Traceback" not in process.stderr
+    out = run(url, tmp_path, "c4", HF_HUB_OFFLINE=offline)["c4"]  # nobody listens there any more
+    assert out["exit"] == 6 and "cannot be read from the hub" in out["said"]
