@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from servers import folder_runner, ranks_of, runner_of
+from servers import Lockstep, folder_runner, programs_of, ranks_of, runner_of
 from tpshard.cli.main import run
 from tpshard.cli.serve_worker import stored_weights
 from tpshard.cli.sources import open_source
@@ -185,8 +185,14 @@ def test_a_row_of_a_quantized_step_has_the_same_bits_in_every_batch(dtype: str, 
 
 @pytest.mark.parametrize("layout", ["naive", "tp_aware"])
 def test_two_ranks_give_the_same_answers(layout: str, folders: dict[str, Path]) -> None:
-    expected = greedy(folder_runner(folders["llama"], *requests()))
-    ranks = ranks_of(folders["llama"], *requests("serve.mesh.tp=2", f"serve.layout={layout}"), blocks=16)
+    """In one layout as processes, in the other in lock-step in this one."""
+    folder, overrides = folders["llama"], requests("serve.mesh.tp=2", f"serve.layout={layout}")
+    expected = greedy(folder_runner(folder, *requests()))
+    ranks: Any
+    if layout == "naive":
+        ranks = Lockstep(programs_of(folder, *overrides), stored_weights(open_source(str(folder))), 16)
+    else:
+        ranks = ranks_of(folder, *overrides, blocks=16)
     try:
         buckets = greedy(ranks)
     finally:
