@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -rs
 
-.PHONY: setup train test test-avx2 test-all test-busy lint gpu
+.PHONY: setup train test tests test-avx2 test-all test-busy lint gpu
 setup: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml setup.py
@@ -25,7 +25,11 @@ lint: setup
 	$(BIN)/ruff format --check -q .
 	MYPYPATH=types $(BIN)/mypy -p tpshard
 
-test: lint
+# Side by side: mypy uses one core, and pytest's workers wait for processes now and then.
+test: setup
+	$(MAKE) -j 2 lint tests
+
+tests:
 	$(PYTEST) -m "not slow and not gpu"
 
 # With the kernels of a CPU that has AVX2 and no AVX-512, on one that may have both: numpy's, torch's and their libraries'.
