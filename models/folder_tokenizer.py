@@ -319,6 +319,8 @@ def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
             t.get("name"): t.get("template") for t in value if isinstance(t, dict) and isinstance(t.get("name"), str)
         }
         value = named.get("default")
+    if isinstance(value, str) and len(value) > _LONGEST_TEMPLATE:
+        raise ValueError(f"{folder}: a chat template of {len(value):,} characters")
     return value if isinstance(value, str) else None
 
 

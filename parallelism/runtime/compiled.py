@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import shutil
+import tempfile
 from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +29,31 @@ KEEP_ORDER: dict[str, Any] = {
 """Inductor settings that keep the scheduled order: it must not move a gather to its use, nor reuse its buffers."""
 
 
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
+"""The environment variable with the folder of inductor's compiled code."""
+
+
+@cache
+def own_cache() -> Path:
+    """A folder for compiled code that only this user can write: in the user's cache folder, or else a new one.
+
+    By default torch takes a folder of a predictable name in the shared temporary folder, whoever made it, and loads
+    what lies there.
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(base, "tpshard", "inductor")
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+        if status.st_uid == os.getuid() and not status.st_mode & 0o022 and os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    except OSError:
+        pass
+    private = tempfile.mkdtemp(prefix="tpshard-inductor-")
+    atexit.register(shutil.rmtree, private, ignore_errors=True)
+    return Path(private)
+
+
 def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Boxed:
     """Compiles a localized graph, or a part of one, for tensors like `inputs`.
 
@@ -33,6 +64,8 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Boxed:
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
 
+    if CACHE not in os.environ:
+        os.environ[CACHE] = str(own_cache())
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in inputs]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from tpshard.models import Blueprint
 from tpshard.parallelism.pricing.fusion import Compiled
+from tpshard.parallelism.runtime.compiled import own_cache
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor
 from tpshard.parallelism.runtime.regions import CompiledRegion
@@ -74,3 +77,17 @@ def test_blocks_run_the_same_program_and_alike_ones_are_compiled_once(pool, over
     for actual, regions, compiled in pool.run(both, "layers", *overrides, world=2, mesh=mesh):
         assert max(actual) < 1e-5
         assert compiled < regions / 2, "three layers"
+
+
+def test_compiled_code_is_loaded_from_a_folder_that_others_cannot_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    mine = own_cache.__wrapped__()
+    assert mine == tmp_path / "tpshard" / "inductor" and mine.stat().st_mode & 0o777 == 0o700
+    mine.chmod(0o777)
+    for cache in (tmp_path, Path("/proc/none")):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+        other = own_cache.__wrapped__()
+        assert other != mine and other.stat().st_mode & 0o777 == 0o700
+        assert own_cache.__wrapped__() != other, "its name can be foretold"
