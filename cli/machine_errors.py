@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import resource
+from pathlib import Path
 
 from tpshard.recipes.diagnostic import Diagnostic, Exit
 
@@ -37,12 +38,24 @@ def of_machine(error: BaseException) -> Diagnostic | None:
         return Diagnostic(_shortened(text), Exit.USAGE, None, "", "give another path")
     if isinstance(error, RuntimeError) and "start new thread" in text:
         return _limited("processes and threads", text)
-    signs = ("allocate memory", "failed to map segment", "memory protection")
+    signs = ("allocate memory", "failed to map segment", "memory protection", "bad_alloc")
     if isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError | ImportError) and any(sign in text for sign in signs)
     ):
         return _limited("memory", text)
+    if isinstance(error, SystemError) and _is_at_limit():  # extensions forget to raise MemoryError
+        return _limited("memory", text)
     return None
+
+
+def _is_at_limit() -> bool:
+    """Whether this process has nearly all the memory that it may have."""
+    most = resource.getrlimit(resource.RLIMIT_AS)[0]
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except (OSError, ValueError):
+        return False
+    return most != resource.RLIM_INFINITY and pages * resource.getpagesize() > 0.9 * most
 
 
 def _limited(what: str, why: str) -> Diagnostic:

@@ -160,6 +160,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(code)
 
 
+_spare = [bytearray(8 << 20)]
+"""Memory that is freed to report an error where there is no more."""
+
+
 def run(arguments: Sequence[str]) -> int:
     """Runs a command line and returns its exit code; errors are printed to stderr."""
     usage_error, click_error = typer.BadParameter.__mro__[1:3]
@@ -179,8 +183,12 @@ def run(arguments: Sequence[str]) -> int:
         _say("interrupted")
         return Exit.INTERRUPTED
     except Exception as error:
+        _spare.clear()
         if (diagnostic := of_machine(error)) is not None:
-            report(Mistakes([diagnostic]))
+            try:
+                report(Mistakes([diagnostic]))
+            except MemoryError:
+                _say(f"error: {diagnostic.message}")
             return diagnostic.exit
         if isinstance(error, click_error):
             shown: Any = error

@@ -6,7 +6,7 @@ import errno
 from pathlib import Path
 
 import pytest
-from tpshard.cli import main
+from tpshard.cli import machine_errors, main
 from tpshard.cli.worker_errors import describe
 from tpshard.recipes.diagnostic import Exit
 
@@ -37,6 +37,7 @@ def test_a_path_that_cannot_exist_is_no_bug(
         (MemoryError(), "memory"),
         (RuntimeError("can't start new thread"), "processes and threads"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), "9 bytes"),
+        (RuntimeError("std::bad_alloc"), "bad_alloc"),
         (ImportError("x.so: failed to map segment from shared object"), "failed to map"),
     ],
     ids=str,
@@ -52,3 +53,23 @@ def test_limits_of_the_machine_are_5(
     assert words in capsys.readouterr().err
     text, code = describe(error)
     assert code == Exit.MACHINE and words in text and "bug" not in text
+
+
+def test_an_extension_that_forgets_its_error_at_the_limit_of_memory_is_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = SystemError("error return without exception set")
+    assert machine_errors.of_machine(error) is None
+    monkeypatch.setattr(machine_errors.resource, "getrlimit", lambda _: (1 << 20, 1 << 20))
+    diagnostic = machine_errors.of_machine(error)
+    assert diagnostic is not None and diagnostic.exit == Exit.MACHINE and "memory" in diagnostic.message
+
+
+def test_an_error_is_reported_without_memory_for_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def empty(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("tpshard.cli.preflight.load_checked", empty)
+    monkeypatch.setattr(main, "report", empty)
+    assert main.run(["validate", "tiny"]) == Exit.MACHINE
+    assert "no more memory" in capsys.readouterr().err
