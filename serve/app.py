@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +14,6 @@ from importlib.metadata import version
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -29,6 +29,7 @@ from tpshard.serve.request import Event
 from tpshard.serve.service import Full, Service, Unavailable
 
 T = TypeVar("T")
+_BUILDER = ThreadPoolExecutor(1, thread_name_prefix="answers")
 
 READ = ["GET", "HEAD"]
 """Methods of read-only routes. Load balancers use HEAD, which returns GET's headers."""
@@ -193,9 +194,11 @@ class Reply(Response):
 
 
 async def _built(answer: Answer, make: Callable[[], T]) -> T:
-    """The result of `make`; from a thread where it names every token of a prompt, which may be long."""
-    names_prompt = answer.order.echo and answer.order.sampling.logprobs is not None
-    return await run_in_threadpool(make) if names_prompt else make()
+    """The result of `make`; from a thread where it names many tokens, one answer after another."""
+    tokens = sum(len(choice.fresh) for choice in answer.choices) + answer.order.echo * answer.prompt_tokens
+    if answer.order.sampling.logprobs is None or tokens < 64:
+        return make()
+    return await asyncio.get_running_loop().run_in_executor(_BUILDER, make)
 
 
 def _data(value: dict[str, Any], more: bool = True) -> dict[str, Any]:
@@ -286,4 +289,5 @@ def _card(server: Server) -> dict[str, Any]:
     card: dict[str, Any] = {"id": server.model, "object": "model", "created": server.created, "owned_by": "tpshard"}
     with suppress(Unavailable):
         card["max_model_len"] = server.service.limit
-    return card | {"generation_defaults": dict(server.defaults)}
+    names = {"default_tokens": "max_tokens"}
+    return card | {"generation_defaults": {names.get(key, key): value for key, value in server.defaults.items()}}

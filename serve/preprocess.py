@@ -204,7 +204,7 @@ def main() -> None:
             header, payload = {"refused": vars(error)}, b""
         except MemoryError:
             header, payload = {"refused": vars(_failure("it took too much memory"))}, b""
-        except Exception as error:
+        except BaseException as error:  # a panic of the tokenizers library is no Exception
             header, payload = {"refused": vars(_failure(f"{type(error).__name__}: {error}"))}, b""
         signal.setitimer(signal.ITIMER_PROF, 0)
         encoded = json.dumps(header).encode()
