@@ -79,6 +79,7 @@ def _work(recipe: str, overrides: Sequence[str], place: WorkerPlace, plan_file: 
         from tpshard.cli.preflight import load_checked
         from tpshard.cli.worker_errors import device_kind
         from tpshard.plan import save
+        from tpshard.plan.make import check_limit
         from tpshard.train.training_worker import Surroundings, work
 
         # The launcher of tpshard has shown the warnings already; under another one rank 0 shows them.
@@ -89,7 +90,15 @@ def _work(recipe: str, overrides: Sequence[str], place: WorkerPlace, plan_file: 
             save.check(plan.file, loaded, place.world)
         planned = plan.programs if plan.file is not None else None
         around = Surroundings(
-            version(), device_kind(loaded), planned, plan.screen, plan.plan_text, plan.trace, _comparison, _peak
+            version(),
+            device_kind(loaded),
+            planned,
+            check_limit,
+            plan.screen,
+            plan.plan_text,
+            plan.trace,
+            _comparison,
+            _peak,
         )
         return work(loaded, place, around)
 

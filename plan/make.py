@@ -13,11 +13,12 @@ from tpshard.plan import describe, save, server, stage_times
 from tpshard.plan.forecast import Conditions, Forecast, forecast
 from tpshard.plan.pricing import Pricing, StepPart, bytes_of, price_parts, priced_pipeline
 from tpshard.plan.report import PlannedJob, Report
+from tpshard.plan.units import gib
 from tpshard.programs import cluster, saved_step, training
 from tpshard.programs.choices import compiled_by
 from tpshard.programs.setting import Setting, devices_of
 from tpshard.programs.variants import Variants
-from tpshard.recipes.diagnostic import Mistakes
+from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.schema import Recipe
 
 
@@ -42,12 +43,27 @@ def training_parts(programs: training.TrainingPrograms, compiled: Compiled | Non
 
 def price_training(programs: training.TrainingPrograms, compiled: Compiled | None = None) -> Pricing:
     """Prices a training step of built programs. `compiled` overrides the recipe's setting."""
-    device, _, per_host = cluster.device_of(programs.setting.recipe)
+    recipe = programs.setting.recipe
+    device, _, per_host = cluster.device_of(recipe)
     if programs.pipeline is not None:
-        chosen = compiled or compiled_by(programs.setting.recipe)
+        chosen = compiled or compiled_by(recipe)
         piped = stage_times.price_pipeline(programs.pipeline, device, per_host, chosen)
-        return priced_pipeline(piped, device.shared_by(per_host), programs.setting.mesh, per_host)
-    return price_parts(training_parts(programs, compiled), device, per_host, trains=True)
+        pricing = priced_pipeline(piped, device.shared_by(per_host), programs.setting.mesh, per_host)
+    else:
+        pricing = price_parts(training_parts(programs, compiled), device, per_host, trains=True)
+    return replace(pricing, limit=recipe.fsdp.memory_limit)
+
+
+def check_limit(programs: training.TrainingPrograms) -> None:
+    """Raises Mistakes (exit 4) where a step holds more than `fsdp.memory_limit`."""
+    recipe = programs.setting.recipe
+    if recipe.fsdp.memory_limit is None or not (pricing := price_training(programs)).over_limit_bytes:
+        return
+    raise Mistakes.one(
+        f"a step holds {gib(pricing.peak_bytes)} at its peak, more than `fsdp.memory_limit`", exit=Exit.FIT,
+        where=recipe.where("fsdp.memory_limit"), why="no buckets of the recipe's policy need less",
+        fix="`tpshard plan` shows edits that need less; or a higher limit, or none",
+    )  # fmt: skip
 
 
 def report(

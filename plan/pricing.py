@@ -98,6 +98,8 @@ class Pricing:
     """Seconds of a step outside of operations: the training loop, and getting memory from the system."""
     pipeline: Piped | None = None
     """The pipeline, if any; `parts` are then those of the slowest device."""
+    limit: int | None = None
+    """The most bytes that the recipe lets a step hold at its peak (`fsdp.memory_limit`)."""
 
     def _sum(self, name: str) -> float:
         return float(sum(getattr(p.timeline, name) * p.part.times for p in self.parts))
@@ -156,8 +158,13 @@ class Pricing:
 
     @property
     def fits(self) -> bool:
-        """Whether a step fits the device's memory."""
-        return self.needed_bytes <= self.device.memory_bytes
+        """Whether a step fits the device's memory and keeps the recipe's limit."""
+        return self.needed_bytes <= self.device.memory_bytes and not self.over_limit_bytes
+
+    @property
+    def over_limit_bytes(self) -> int:
+        """Bytes by which the peak exceeds the recipe's limit; 0 where it keeps it or has none."""
+        return 0 if self.limit is None else max(0, self.peak_bytes - self.limit)
 
     def flops(self) -> tuple[int, int]:
         """The FLOPs of a step without recomputation: those of one device, and those of all devices."""

@@ -127,7 +127,7 @@ class Report:
 
     @property
     def fits(self) -> bool:
-        """Whether a step fits the device's memory."""
+        """Whether a step fits the device's memory and keeps the recipe's limit."""
         return self.pricing.fits
 
     @property
@@ -267,6 +267,7 @@ class Report:
                 "peak_bytes": memory.peak_bytes,
                 "reserved_bytes": times.reserved_bytes,
                 "needed_bytes": times.needed_bytes,
+                "limit_bytes": times.limit,
                 "by_category": dict(sorted(memory.at_peak.items())),
                 "static_bytes": self.static_bytes(),
                 "peak_at": self.peak_at,

@@ -83,8 +83,12 @@ def short(tensor: Tensor, home: str = "", room: float = math.inf) -> str:
 def verdict(report: Report) -> str:
     device = report.pricing.device
     needed, has = report.pricing.needed_bytes, device.memory_bytes
+    limit, peak, over = report.pricing.limit, report.pricing.peak_bytes, report.pricing.over_limit_bytes
+    if limit is not None and over:
+        return f"DOES NOT FIT: {gib(peak)} at the peak, {gib(limit)} by fsdp.memory_limit: {gib(over)} too much"
     if report.fits:
-        return f"FITS: {gib(needed)} of {gib(has)} on each {device.name}, {gib(has - needed)} spare"
+        held = "" if limit is None else f"; {gib(peak)} at the peak, {gib(limit)} by fsdp.memory_limit"
+        return f"FITS: {gib(needed)} of {gib(has)} on each {device.name}, {gib(has - needed)} spare{held}"
     return f"DOES NOT FIT: {gib(needed)} needed, {gib(has)} on each {device.name}: {gib(needed - has)} too much"
 
 

@@ -29,7 +29,10 @@ from tpshard.recipes.schema import Recipe
 Groups = buckets.Groups
 
 CLEARLY = 0.98
-"""Greedy buckets are chosen if their step takes less than this share of the step with a bucket per unit."""
+"""Greedy buckets are chosen if their step takes less than this share of the time with a bucket per unit, or of its
+memory where neither fits."""
+BISECTIONS = 4
+"""Programs that are built to find the largest buckets within a memory limit that the first ones exceed."""
 RESERVE = 0.08
 """Share of a device's memory reserved for the allocator and the communication library."""
 
@@ -51,14 +54,19 @@ def choose(
     program_with: returns the program that runs. Raises Mistakes for a file or pattern of buckets that is invalid.
     """
     chooser, reshard = Chooser(setting), setting.recipe.fsdp.reshard_after_forward
-    again = not chooser.fits(recomputed(False)) if reshard == "auto" else reshard
 
-    def with_buckets(groups: Groups) -> Choices:
-        return Choices(again, tuple(map(tuple, groups)))
+    def with_reshard(again: bool) -> Choices:
+        def with_buckets(groups: Groups) -> Choices:
+            return Choices(again, tuple(map(tuple, groups)))
 
-    return with_buckets(
-        _buckets(setting, chooser, recomputed(again), lambda groups: program_with(with_buckets(groups)))
-    )
+        chosen = _buckets(setting, chooser, recomputed(again), lambda groups: program_with(with_buckets(groups)))
+        return with_buckets(chosen)
+
+    if reshard != "auto":
+        return with_reshard(reshard)
+    if chooser.fits(recomputed(False)) and chooser.fits(program_with(kept := with_reshard(False))):
+        return kept
+    return with_reshard(True)
 
 
 def compiled_by(recipe: Recipe) -> Compiled:
@@ -97,7 +105,7 @@ def _buckets(setting: Setting, chooser: Chooser, program: Program, program_with:
         return [g for patterns in policy if (g := [n for n in names if any(covers(p, n) for p in patterns)])]
     by_unit = buckets.by_unit(names, lambda name: unit_of(name, setting.recipe.fsdp.wrap))
     if policy == "greedy":
-        return chooser.greedy(program)
+        return chooser.greedy(program, program_with)
     return chooser.best(program, by_unit, program_with) if policy == "auto" else by_unit
 
 
@@ -167,8 +175,13 @@ class Chooser:
         compute_s = {name: sum(costs[at:end]) for (at, name), end in zip(starts, ends)}
         return [buckets.Piece(name, sizes[name], compute_s[name]) for name in order]
 
-    def greedy(self, program: Program) -> Groups:
-        """Buckets by SimpleFSDP's greedy auto-wrapping under time and memory limits."""
+    def greedy(self, program: Program, program_with: Callable[[Groups], Program]) -> Groups:
+        """Buckets by SimpleFSDP's greedy auto-wrapping under time and memory limits.
+
+        What gathered parameters may hold is at first the memory that the step leaves. The gradients and copies of
+        larger buckets take memory too: if the program that runs exceeds the limit, the largest share of it that keeps
+        the limit is found by bisection; if none does, the buckets are the smallest.
+        """
         axis = self.setting.fsdp_axis
         if axis is None or not buckets.in_order_of_use(program):
             return [[port.name] for port in program.inputs if port.kind == "parameter"]
@@ -179,22 +192,31 @@ class Chooser:
 
         pieces = self.pieces(program)
         total = sum(piece.bytes for piece in pieces)
-        held = self.peak(program)
-        room = max(float(max(piece.bytes for piece in pieces)), min(float(total), self.memory - held))
-        return buckets.greedy(pieces, gather_s, room)
+        least, room = float(max(piece.bytes for piece in pieces)), min(float(total), self.memory - self.peak(program))
+        groups = buckets.greedy(pieces, gather_s, max(least, room))
+        if room <= least or self.fits(program_with(groups)):
+            return groups
+        groups = buckets.greedy(pieces, gather_s, least)
+        for _ in range(BISECTIONS if self.fits(program_with(groups)) else 0):
+            between = (least + room) / 2
+            if self.fits(program_with(larger := buckets.greedy(pieces, gather_s, between))):
+                groups, least = larger, between
+            else:
+                room = between
+        return groups
 
     def best(self, program: Program, by_unit: Groups, program_with: Callable[[Groups], Program]) -> Groups:
-        """The buckets of a step's collectives: one per unit, unless greedy ones are clearly faster, or exceed the
-        device's memory by less.
+        """The buckets of a step's collectives: one per unit, unless greedy ones are clearly faster and fit, or only
+        they fit. Where neither fits, those that clearly need less memory.
         """
         if self.setting.fsdp_axis is None or not buckets.in_order_of_use(program):
             return by_unit
-        greedy = self.greedy(program)
+        greedy = self.greedy(program, program_with)
         plain, merged = program_with(by_unit), program_with(greedy)
-        over, over_merged = (max(0, self.peak(p) - self.memory) for p in (plain, merged))
-        if over or over_merged:
-            return greedy if over_merged < over else by_unit
-        return greedy if self.seconds(merged) < CLEARLY * self.seconds(plain) else by_unit
+        if (fits := self.fits(merged)) != self.fits(plain):
+            return greedy if fits else by_unit
+        measure = self.seconds if fits else self.peak
+        return greedy if measure(merged) < CLEARLY * measure(plain) else by_unit
 
     def fits(self, program: Program) -> bool:
         """Whether the memory of a step fits the device."""

@@ -67,6 +67,8 @@ class Surroundings:
     """cpu or cuda."""
     planned: Callable[[Setting], TrainingPrograms] | None = None
     """The programs to run, where they are planned already; else they are built."""
+    check: Callable[[TrainingPrograms], None] = lambda programs: None
+    """Raises Mistakes for programs that are not what the recipe asks for, before a file of the run changes."""
     announce: Callable[[TrainingPrograms], str] = lambda programs: ""
     """The shardings of all values as text, with the numbers of annotated and inferred ones."""
     plan_json: Callable[[TrainingPrograms], str] | None = None
@@ -133,6 +135,7 @@ def _train(
     loader, held_out_batches = _data(setting, data_rank, folder)
     plan = setting.batch
     programs = programs or _build_programs(setting, context)
+    around.check(programs)
     blueprint = _blueprint(recipe)
     engine = engine_of(programs, context, _initial_block(recipe, blueprint))
     assert engine.data_rank == data_rank, "the program shards its batch over the axes that the recipe names"

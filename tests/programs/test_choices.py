@@ -12,8 +12,11 @@ from tpshard.parallelism.float64 import BOUND, distance, float64
 from tpshard.parallelism.graph import Value
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.propagated import Annotation
+from tpshard.plan import make
+from tpshard.plan.screen import verdict
 from tpshard.programs import step_programs, training
 from tpshard.programs.annotations import annotate
+from tpshard.programs.choices import CLEARLY, Chooser
 from tpshard.programs.passes import apply
 from tpshard.programs.setting import Setting
 from tpshard.recipes.diagnostic import Exit, Mistakes
@@ -52,6 +55,43 @@ def test_parameters_stay_gathered_while_there_is_room() -> None:
     roomy, tight = (program_with("fsdp.reshard_after_forward=auto", f"fsdp.memory_limit={n}") for n in ("1GiB", "1KiB"))
     gathers = [sum(c.members for c in p.collectives if c.kind == "all_gather") for p in (roomy, tight)]
     assert gathers[0] < gathers[1]
+
+
+def peak(*overrides: str) -> int:
+    setting = Setting.of(loads(RECIPE, overrides))
+    return Chooser(setting).peak(apply(setting, step_programs.micro_program(setting)))
+
+
+@pytest.mark.parametrize("policy", ["greedy", "auto"])
+def test_the_program_that_runs_keeps_the_memory_limit(policy: str) -> None:
+    sizes = ["model.width=64", "model.mlp=256", "model.vocab=128", f"fsdp.bucket={policy}", "remat=full"]
+    least, most = peak(*sizes, "fsdp.memory_limit=1"), peak(*sizes, "fsdp.bucket=greedy")
+    assert least < 0.9 * most
+    for limit in (least, (least + most) // 2, most):
+        assert peak(*sizes, f"fsdp.memory_limit={limit}") <= limit
+
+
+def test_time_is_paid_only_for_memory_that_is_needed() -> None:
+    """Where nothing keeps a limit, and greedy buckets hardly help, the buckets are those of units."""
+    tight = ("model.seq_len=256", "model.layers=4", "fsdp.memory_limit=1")
+    by_unit, least = peak(*tight, "fsdp.bucket=wrap"), peak(*tight, "fsdp.bucket=greedy")
+    assert CLEARLY * by_unit < least, "the sample is meant to hardly gain by greedy buckets"
+    assert program_with(*tight).fingerprint == program_with(*tight, "fsdp.bucket=wrap").fingerprint
+
+
+@pytest.mark.parametrize("limit", ["4KiB", "1GiB"])
+def test_a_limit_that_nothing_keeps_ends_the_plan_and_the_run(limit: str) -> None:
+    programs = training.build(Setting.of(loads(RECIPE, [f"fsdp.memory_limit={limit}"])))
+    report = make.report_of_training(programs)
+    assert report.to_json()["memory"]["limit_bytes"] == report.pricing.limit
+    assert report.fits == (limit == "1GiB") == (report.pricing.peak_bytes <= (report.pricing.limit or 0))
+    if report.fits:
+        assert "at the peak, 1.00 GiB by fsdp.memory_limit" in verdict(report)
+        return make.check_limit(programs)
+    assert verdict(report).startswith("DOES NOT FIT") and "by fsdp.memory_limit" in verdict(report)
+    with pytest.raises(Mistakes, match=r"more than `fsdp.memory_limit`") as raised:
+        make.check_limit(programs)
+    assert raised.value.exit == Exit.FIT
 
 
 def test_a_reshard_nobody_asked_for_stops_only_where_the_recipe_says_so() -> None:
