@@ -112,7 +112,8 @@ def metrics() -> str:
         "`dropped` (share of choices that no expert computed), and `load` for each layer. A row of an evaluation has "
         "`step`, `eval_loss` (nats per target token) and `eval_tokens` (target tokens), and no `loss`. A row of a "
         "resume that changed the recipe has `step`, `changed` (for each key the values before and after) and `forced`, "
-        "and no `loss`.\n"
+        "and no `loss`. `tpshard evaluate` appends evaluation rows with `eval_data` and `eval_sequences`, or rows with "
+        "`eval_tasks`.\n"
     )
     return head + table(("key", "what it is"), rows) + tail
 
