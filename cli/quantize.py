@@ -81,6 +81,8 @@ def quantize(
             step=_progress,
         )
         report = write(quantizer, out, tokenizer=model.tokenizer, base=model.base, overwrite=overwrite)
+    for sentence in _warnings(report):
+        print(f"warning: {sentence}", file=sys.stderr)
     if as_json:
         print(json.dumps(asdict(report)))
     else:
@@ -223,6 +225,23 @@ def _progress(done: int, of: int, name: str) -> None:
         print(f"{done + 1}/{of} {name}", file=sys.stderr, flush=True)
 
 
+def _warnings(report: Quantizing) -> list[str]:
+    """Sentences on a result that looks better than it is."""
+    sentences = []
+    if report.short_of_tokens:
+        name, tokens = min(report.short_of_tokens.items(), key=lambda item: item[1])
+        inputs = {linear.name: linear.shape[1] for linear in report.linears}[name]
+        sentences.append(
+            f"{len(report.short_of_tokens)} of {len(report.linears)} linears have fewer calibration tokens than inputs "
+            f"({name} {tokens} for {inputs}): GPTQ fits these tokens, on which the errors in the table are measured; "
+            "raise quantize.calibration.sequences or --seq-len"
+        )
+    after, rounded = report.loss_after, report.loss_nearest
+    if after is not None and rounded is not None and after > rounded:
+        sentences.append("on held-out text the result is worse than rounding to nearest: see --nearest")
+    return sentences
+
+
 def _table(report: Quantizing) -> str:
     errors: dict[str, list[tuple[float, float]]] = {}
     for linear in report.linears:  # a row for all experts of a layer
@@ -244,4 +263,7 @@ def _table(report: Quantizing) -> str:
             f"held-out loss {report.loss_before:.4f} -> {report.loss_after:.4f} ({more:+.4f} nats, "
             f"{report.held_out_tokens} tokens)"
         )
+        if report.loss_nearest is not None:
+            rounded = report.loss_nearest - report.loss_before
+            rows.append(f"rounded to nearest it would be {report.loss_nearest:.4f} ({rounded:+.4f} nats)")
     return "\n".join(rows)

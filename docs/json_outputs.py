@@ -243,8 +243,10 @@ QUANTIZING = {
     "linears[].*": "Name and shape of each linear, its error and that of round-to-nearest (norm of the outputs' "
     "difference over the norm of the outputs), and seconds.",
     "left_dense[]": "Linears that stay dense.",
+    "short_of_tokens.*": "The calibration tokens of each linear that has fewer of them than inputs.",
     "loss_before": "Nats a token of held-out text, dense; null where not asked for,",
     "loss_after": "and quantized.",
+    "loss_nearest": "and with all linears rounded to nearest instead; null with `--nearest`.",
     "held_out_tokens": "Tokens of that text.",
 }  # fmt: skip
 

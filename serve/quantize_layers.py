@@ -108,8 +108,12 @@ class Quantizing:
     """The modules in the folder whose sizes GPTQ cannot hold; `*` stands for the number of an expert."""
     unseen: list[str] = field(default_factory=list)
     """The experts' linears that no token of the calibration text reached, rounded to nearest."""
+    short_of_tokens: dict[str, int] = field(default_factory=dict)
+    """The linears with fewer calibration tokens than inputs, and their tokens: GPTQ fits these tokens, not the text."""
     loss_before: float | None = None
     loss_after: float | None = None
+    loss_nearest: float | None = None
+    """The loss with all linears rounded to nearest instead."""
     held_out_tokens: int = 0
 
 
@@ -167,6 +171,8 @@ class Quantizer:
         if self.held_out:
             self._round(self.model)  # what the folder stores of the parameters before the layers
             streams |= {"dense": calls["held_out"], "quantized": self._calls(layers)[0]["held_out"]}
+            if self.method == "gptq":
+                streams |= {"nearest": streams["quantized"]}
             self._load(self.model, "", skip=f"{self.path}.")
         at: dict[str, list[LayerCall]] = {name: [each[0] for each in batches] for name, batches in streams.items()}
         for i, layer in enumerate(layers):
@@ -174,10 +180,12 @@ class Quantizer:
             if i:
                 self._load(layer, prefix)
             dense = copy.deepcopy(layer)
+            nearest = self._nearest(copy.deepcopy(layer), prefix) if "nearest" in streams else None
             quantized = self._quantize_layer(layer, prefix, at["calibration"], dense, at["reference"])
             self._round(layer, prefix)
             for name, batches in streams.items():
-                computed = dense if name in ("reference", "dense") else layer
+                computed = dense if name in ("reference", "dense") else nearest if name == "nearest" else layer
+                assert computed is not None
                 following = [each[min(i + 1, len(layers) - 1)] for each in batches]
                 at[name] = [replace(after, x=call.into(computed)) for call, after in zip(at[name], following)]
             layer.to("meta")
@@ -187,6 +195,8 @@ class Quantizer:
             self._round(self.model)
             after, _ = self._loss(layers, at["quantized"], form)
             self.report.loss_before, self.report.loss_after = before, after
+            if "nearest" in streams:
+                self.report.loss_nearest, _ = self._loss(layers, at["nearest"], form)
 
     def dense(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (tensor's name in the folder, fp16 values) of everything that is not quantized."""
@@ -288,6 +298,20 @@ class Quantizer:
             raise NotQuantizable(f"`{missing[0]}` is not called as a linear layer")
         return quantized
 
+    def _nearest(self, layer: nn.Module, prefix: str) -> nn.Module:
+        """A layer with its linears rounded to nearest, and the rest in fp16, as the baseline's folder stores it."""
+        experts = self.layered.experts(layer, prefix)
+        stacks = {} if experts is None else dict(zip(experts.names, experts.weights))
+        for name in [name for name, fits in self.fits.items() if fits and name.startswith(prefix)]:
+            for weight in stacks.get(name, ()):
+                weight.copy_(self._dense_form(round_to_nearest(weight.float(), self.settings)))
+            if name not in stacks:
+                linear = layer.get_submodule(name.removeprefix(prefix))
+                weight = self.layered.weight_of(linear).float()
+                self.layered.set_weight(linear, self._dense_form(round_to_nearest(weight, self.settings)))
+        self._round(layer, prefix)
+        return layer
+
     def _quantize_experts(
         self,
         layer: nn.Module,
@@ -346,6 +370,8 @@ class Quantizer:
             quantized = solve(target, hessian, self.settings, plan)
         error, nearest_error = (relative_error(weight, q, hessian) for q in (quantized, nearest))
         outputs, inputs = weight.shape
+        if self.method == "gptq" and 0 < statistics.rows < inputs:
+            self.report.short_of_tokens[name] = statistics.rows
         seconds = time.monotonic() - began
         self.report.linears.append(LinearResult(name, (outputs, inputs), error, nearest_error, seconds))
         return quantized

@@ -69,6 +69,8 @@ def test_the_folder_holds_the_model_that_was_measured(config, order, tmp_path):
     assert abs(loss(model) - report.loss_before) < 1e-4
     assert abs(loss(back) - report.loss_after) < 2e-3  # embedding, norms and head are in fp16 there
     assert report.loss_after != report.loss_before and report.held_out_tokens == 4 * 32
+    rounded = write(quantizer(model, settings, "none", method="nearest"), tmp_path / "nearest")
+    assert rounded.loss_nearest is None and report.loss_nearest == pytest.approx(rounded.loss_after, abs=1e-6)
     if config is LLAMA:
         folder = GPTQFolder(tmp_path / "out")
         o = folder.linear("model.layers.1.self_attn.o_proj")
@@ -157,6 +159,20 @@ def test_the_command_writes_reports_and_never_replaces(folder, tmp_path, capsys)
                    "quantize.calibration.sequences=2") == 4  # fmt: skip
     assert "quantize.order=global" in capsys.readouterr().err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+
+
+def test_too_few_calibration_tokens_are_told(folder, tmp_path, capsys):
+    """Four sequences of eight tokens for linears of more inputs: the errors of the table are those of these tokens."""
+    few = ["quantize.calibration.sequences=4", "quantize.group_size=32", "--seq-len", "8"]
+    assert command(folder, tmp_path / "few", *few) == 0
+    said = capsys.readouterr()
+    assert "14 of 14 linears have fewer calibration tokens than inputs" in said.err and "--seq-len" in said.err
+    assert "rounded to nearest it would be" in said.out
+    assert command(folder, tmp_path / "nearest", *few, "--nearest") == 0
+    said = capsys.readouterr()
+    assert "calibration tokens" not in said.err and "it would be" not in said.out
+    assert command(folder, tmp_path / "more", "quantize.calibration.sequences=8", "quantize.group_size=32") == 0
+    assert "fewer calibration tokens" not in capsys.readouterr().err
 
 
 @pytest.fixture
