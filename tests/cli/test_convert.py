@@ -175,3 +175,18 @@ def test_a_module_is_imported_for_a_recipe_and_never_for_a_checkpoint(workdir: P
         assert no.value.exit == Exit.CHECKPOINT
     with pytest.raises(SystemExit, match="imported"):
         open_source(saved, modules=True, trusted=loads("model: {module: 'planted_by_checkpoint:Class'}"))
+
+
+def test_weights_that_are_not_numbers_are_named(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a folder as in a checkpoint; an infinity is a value, by which some biases exclude tokens."""
+    blueprint = Blueprint.of("tiny", overrides=SMALL)
+    model = blueprint.build(device="cpu", seed=3)
+    for value, code in ((float("nan"), Exit.CHECKPOINT), (float("-inf"), Exit.DONE)):
+        with torch.no_grad():
+            model.get_parameter("layers.0.mlp.up.weight")[1, 2] = value
+        to_hf(model, f"in {value}")
+        saved = checkpoint(workdir / f"{value}", 1, model, {"model": blueprint.to_json()})
+        for number, source in enumerate((f"in {value}", str(saved))):
+            capsys.readouterr()
+            assert run(["convert", source, f"out {value} {number}"]) == code
+            assert code == Exit.DONE or "mlp.up" in (said := capsys.readouterr().err) or "up_proj" in said
