@@ -94,6 +94,17 @@ def test_without_weights_parameters_begin_as_the_class_begins_them(tmp_path: Pat
     assert set(initial(blueprint.build())) == set(actual)
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_without_weights_each_parameter_has_the_spread_of_the_classs_own(tmp_path: Path, kind: str) -> None:
+    """Also where the rule of a module above scales what writes to the residual stream."""
+    blueprint = Blueprint.of(transformers=str(architectures.folder(tmp_path, kind)))
+    model = blueprint.build(device="cpu", seed=5)
+    for path, theirs in architectures.own(kind).named_parameters():
+        ours, few = model.get_parameter(path).detach(), 4.0 / theirs.numel() ** 0.5
+        assert float(ours.std(correction=0)) == pytest.approx(float(theirs.std(correction=0)), rel=0.05 + few), path
+        assert abs(float(ours.mean()) - float(theirs.mean())) <= 1e-6 + few * float(theirs.std(correction=0)) * 2, path
+
+
 def test_a_checkpoint_says_which_model_it_is(tmp_path: Path) -> None:
     blueprint = Blueprint.of(transformers=str(architectures.folder(tmp_path, "gemma2")))
     again = Blueprint.from_json(blueprint.to_json())
