@@ -2,12 +2,14 @@
 
 Matrix libraries choose kernels, and so the order of sums, by the number of rows. `fixed_rows_linear` multiplies `TILE`
 rows at a time, so that a row's result has the same bits in every batch. With weights packed by the CPU's library it
-multiplies more rows at once where a probe shows that this changes no bit, and with plain ones fewer where a row's bits
-would depend on its place among `TILE` rows (MKL for AVX2 multiplies six of them in one way and two in another).
+multiplies fewer or more rows at once where a probe shows that this changes no bit, and with plain ones fewer where a
+row's bits would depend on its place among `TILE` rows (MKL for AVX2 multiplies six of them in one way and two in
+another).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -15,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 TILE = 8
-"""Rows of one product. On a CPU a batch of 8 is still bound by reading the weights."""
-_WIDER = (64, 32, 16)
+"""Rows of one product with plain weights, and those with whose bits a probe compares other numbers of rows."""
+TILES = (64, 32, 16, 8, 4, 2, 1)
+"""Rows of one product with packed weights, as far as they change no bit."""
 _NARROWER = (4, 2, 1)
 _MOST_PROBED = 2**22
 """Numbers in the weight of a probe of plain products: libraries choose their kernels by sizes smaller than that."""
@@ -28,33 +31,39 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def fixed_rows_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """`linear` as products of TILE rows each; `weight` may be packed by `pack`."""
+    """`linear` as products of fixed numbers of rows; `weight` may be packed by `pack`, in a wider dtype than x."""
     rows = x.reshape(-1, x.shape[-1])
-    count = rows.shape[0]
-    if count % TILE:
-        rows = F.pad(rows, (0, 0, 0, -count % TILE))
-    out = _packed_product(rows, weight) if weight.is_mkldnn else _plain(rows, weight)
-    return out[:count].view(*x.shape[:-1], out.shape[-1])
+    if weight.is_mkldnn:
+        tiles = same_bits(weight.shape[0], x.shape[-1], weight.dtype, torch.get_num_threads())
+        out = product_in_tiles(rows.to(weight.dtype), weight, tiles).to(x.dtype)
+    else:
+        out = _plain(rows, weight)
+    return out.view(*x.shape[:-1], out.shape[-1])
 
 
-def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this machine's CPU library can pack weights of a dtype."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+def packed_dtype(dtype: torch.dtype) -> torch.dtype | None:
+    """The dtype in which this machine's CPU library packs and multiplies weights of a dtype; None if it cannot.
+
+    Half precision becomes fp32 on a CPU without instructions for bf16: there a product of several rows takes several
+    times as long in bf16.
+    """
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16) or not torch.backends.mkldnn.is_available():
+        return None
+    return dtype if dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
 
 
 def pack(weight: Tensor) -> Tensor:
-    """A CPU weight [n, k] as an opaque tensor for `fixed_rows_linear`, about as large as the weight that it
-    replaces."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), TILE)
+    """A CPU weight [n, k] as an opaque tensor of `packed_dtype` for `fixed_rows_linear`, about as large as the weight
+    in that dtype."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight.to(packed_dtype(weight.dtype)).contiguous(), TILE)
 
 
 def _plain(x: Tensor, weight: Tensor) -> Tensor:
     (n, k), tile = weight.shape, TILE
     if not x.is_cuda:
         tile = _plain_tile(min(n, max(TILE, _MOST_PROBED // max(1, k))), k, x.dtype, torch.get_num_threads())
-    return _in_tiles(x.contiguous(), weight.t(), tile)
+    count = x.shape[0]
+    return _in_tiles(F.pad(x, (0, 0, 0, -count % TILE)).contiguous(), weight.t(), tile)[:count]
 
 
 def _in_tiles(x: Tensor, turned: Tensor, tile: int) -> Tensor:
@@ -78,34 +87,60 @@ def _plain_tile(n: int, k: int, dtype: torch.dtype, threads: int) -> int:
     return next((tile for tile in (TILE, *_NARROWER) if place_is_free(tile)), 1)
 
 
-def _product(x: Tensor, packed: Tensor) -> Tensor:
+def product(x: Tensor, packed: Tensor) -> Tensor:
+    """x [rows, k] @ packed [n, k].T, of one dtype, in one operation of the CPU's library."""
     return torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 
 
-def _packed_product(x: Tensor, packed: Tensor) -> Tensor:
+def product_in_tiles(x: Tensor, packed: Tensor, tiles: Sequence[int]) -> Tensor:
+    """`product` of these numbers of rows at a time, largest first."""
     x, rows = x.contiguous(), x.shape[0]
-    if rows == TILE:
-        return _product(x, packed)
+    if rows in tiles:
+        return product(x, packed)
     out = x.new_empty(rows, packed.shape[0])
     start = 0
-    for tile in (*_same_bits(packed.shape[0], x.shape[1], x.dtype, torch.get_num_threads()), TILE):
+    for tile in tiles:
         while rows - start >= tile:
-            out[start : start + tile] = _product(x[start : start + tile], packed)
+            out[start : start + tile] = product(x[start : start + tile], packed)
             start += tile
+    if start < rows:
+        tail = F.pad(x[start:], (0, 0, 0, tiles[-1] - (rows - start)))
+        out[start:] = product(tail, packed)[: rows - start]
     return out
 
 
 @lru_cache(maxsize=256)
-def _same_bits(n: int, k: int, dtype: torch.dtype, threads: int) -> tuple[int, ...]:
-    """The wider tiles whose rows have the same bits as those of `TILE`, widest first.
+def same_bits(n: int, k: int, dtype: torch.dtype, threads: int) -> tuple[int, ...]:
+    """The numbers of rows whose products with packed weights [n, k] have the same bits as those of `TILE` rows, which
+    is one of them; largest first.
 
-    The order of sums does not depend on the data, so equal bits of thousands of random sums show that it is the same.
-    bf16 results are rounded too coarsely to show it.
+    The order of sums does not depend on the data, so equal bits of thousands of sums show that it is the same. The
+    probe's sums are zero but for rounding, which the order decides: results in bf16 show it too.
     """
-    if dtype != torch.float32:
-        return ()
-    generator = torch.Generator().manual_seed(0)
-    packed = pack(torch.randn(n, k, generator=generator).to(dtype))
-    x = torch.randn(_WIDER[0], k, generator=generator).to(dtype)
-    narrow = torch.cat([_product(part, packed) for part in x.split(TILE)])
-    return tuple(tile for tile in _WIDER if torch.equal(_product(x[:tile], packed), narrow[:tile]))
+    packed, x = pack(mirrored(n, k, 1.0).to(dtype)), mirrored(TILES[0], k, -1.0).to(dtype)
+    return agreeing(x, packed, torch.cat([product(part, packed) for part in x.split(TILE)]))
+
+
+def agreeing(x: Tensor, packed: Tensor, expected: Tensor) -> tuple[int, ...]:
+    """The numbers of rows with which `product` gives these results, in their dtype; a few products of each are tried.
+
+    x: [64, k].
+    """
+    tiles = []
+    for tile in TILES:
+        few = x[: max(tile, TILE)]
+        result = torch.cat([product(part, packed) for part in few.split(tile)])
+        if torch.equal(result.to(expected.dtype), expected[: len(few)]):
+            tiles.append(tile)
+    return tuple(tiles)
+
+
+def mirrored(rows: int, k: int, sign: float) -> Tensor:
+    """Random rows [rows, k] whose second half is the first in reverse, times `sign`; 0 in the middle if k is odd.
+
+    A product of rows of sign 1 and -1 is zero, and its rounding depends on the order of its sums.
+    """
+    half = k // 2
+    noise = torch.randn(max(1, min(rows * half, 65521)), generator=torch.Generator().manual_seed(k + int(sign)))
+    first = noise.repeat(-(-rows * half // len(noise)))[: rows * half].view(rows, half)
+    return torch.cat([first, torch.zeros(rows, k % 2), sign * first.flip(1)], 1)

@@ -19,7 +19,7 @@ even a NaN that another sequence left there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -30,6 +30,7 @@ from torch import Tensor
 from tpshard.kernels.attention_mask import cap
 from tpshard.kernels.operation import operation
 
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _SCORES = 1 << 22
 """fp32 scores held at once; above that, the rows are computed in several parts."""
 
@@ -75,6 +76,8 @@ class RowGroup:
     Places after the last position repeat it: a masked value is multiplied by 0, and 0 * NaN is NaN."""
     unseen: Tensor
     """[r, 1, 1, span]: true for keys after the row's own position, or before its window."""
+    bias: Tensor
+    """[r, 1, 1, span], fp32: -inf where `unseen`, else 0."""
     shared: bool
 
 
@@ -107,37 +110,45 @@ def _parts(
             slots = (blocks * block + at % block)[:, None]
             entries = torch.from_numpy(slots * kv + np.arange(kv)[:, None]).flatten()  # of [m, kv, span]
             unseen = torch.from_numpy((np.arange(p) > own) | (np.arange(p) < first))
-            parts.append(RowGroup(torch.from_numpy(rows), p, entries, unseen, one))
+            bias = torch.zeros(unseen.shape).masked_fill_(unseen, float("-inf"))
+            parts.append(RowGroup(torch.from_numpy(rows), p, entries, unseen, bias, one))
     return tuple(parts)
 
 
-def _attend_rows(
-    q: Tensor, keys: Tensor, values: Tensor, part: RowGroup, softcap: float | None, lse: Tensor | None
-) -> Tensor:
-    """Attention of one part: q [r, kv, g, d], scaled; keys, values [m * kv, span, d] -> [r, kv, g, d], all fp32.
+def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, part: RowGroup, scale: float, lse: Tensor | None) -> Tensor:
+    """Attention of one part: q [r, kv, g, d]; keys, values [m, kv, span, d] -> [r, kv, g, d], all fp32.
 
     Writes the logsumexps of the scores to `lse` [r, kv, g], if it is given.
     """
-    r, kv, g, d = q.shape
-    turned, unseen = keys.transpose(1, 2), part.unseen.to(q.device)
-    if not part.shared:
-        scores = cap(torch.bmm(q.reshape(r * kv, g, d), turned), softcap).view(r, kv, g, part.span)
-        scores = scores.masked_fill_(unseen, float("-inf"))
-        if lse is not None:
-            torch.logsumexp(scores, -1, out=lse)
-        probabilities = torch.softmax(scores, -1)
-        return torch.bmm(probabilities.view(r * kv, g, part.span), values).view(r, kv, g, d)
-    scores = q.new_empty(kv, r, g, part.span)
-    for head in range(kv):
-        torch.bmm(q[:, head], turned[head].expand(r, -1, -1), out=scores[head])
-    scores = cap(scores, softcap).masked_fill_(unseen.transpose(0, 1), float("-inf"))
+    r = len(q)
+    out, logs = FLASH(q, keys.expand(r, -1, -1, -1), values.expand(r, -1, -1, -1), attn_mask=part.bias, scale=scale)
+    if part.shared and not out.sum().isfinite():
+        # rows share these keys and values, and some may not attend to the one that is not finite
+        unseen = part.unseen.view(r, 1, -1, 1)
+        apart = [(keys.masked_fill(hidden, 0), values.masked_fill(hidden, 0)) for hidden in unseen]
+        parts = [
+            FLASH(q[i : i + 1], k, v, attn_mask=part.bias[i : i + 1], scale=scale) for i, (k, v) in enumerate(apart)
+        ]
+        out, logs = (torch.cat(results) for results in zip(*parts))
     if lse is not None:
-        torch.logsumexp(scores.transpose(0, 1), -1, out=lse)
-    probabilities = torch.softmax(scores, -1)
-    if not values.sum().isfinite():  # rows share these values, and some may not attend to the one that is not finite
-        visible_values = (values.masked_fill(hidden.view(-1, 1), 0) for hidden in unseen)
-        return torch.stack([torch.bmm(probabilities[:, i], own) for i, own in enumerate(visible_values)])
-    return torch.stack([torch.bmm(probabilities[i], values[i].expand(r, -1, -1)) for i in range(kv)], dim=1)
+        lse.copy_(logs)
+    return out
+
+
+def _attend_capped(
+    q: Tensor, keys: Tensor, values: Tensor, part: RowGroup, scale: float, softcap: float, lse: Tensor | None
+) -> Tensor:
+    """`_attend_rows` with a softcap, which no operation of torch has."""
+    (r, kv, g, d), span = q.shape, part.span
+    keys, values, unseen = (x.expand(r, *x.shape[1:]) for x in (keys, values, part.unseen))
+    if part.shared:  # 0 * NaN is NaN
+        values = values.masked_fill(unseen.view(r, 1, span, 1), 0)
+    scores = torch.bmm((q * scale).view(r * kv, g, d), keys.reshape(r * kv, span, d).transpose(1, 2))
+    scores = cap(scores, softcap).view(r, kv, g, span).masked_fill_(unseen, float("-inf"))
+    if lse is not None:
+        torch.logsumexp(scores, -1, out=lse)
+    probabilities = torch.softmax(scores, -1).view(r * kv, g, span)
+    return torch.bmm(probabilities, values.reshape(r * kv, span, d)).view(r, kv, g, d)
 
 
 def parts_of(
@@ -164,21 +175,32 @@ def paged_attention_reference(
     store(k, k_pool, slots)
     store(v, v_pool, slots)
     (b, t, h, d), (_, block, kv, _) = q.shape, k_pool.shape
-    rows = q.reshape(b * t, kv, h // kv, d).float() * scale
-    out = torch.empty_like(rows)
-    logs = None if lse is None else out.new_empty(rows.shape[:-1])
-    for part in parts_of(positions, sequences, tables, block, h, kv, window):
-        entries, members = part.entries.to(q.device), part.rows.to(q.device)
+    rows = q.reshape(b * t, kv, h // kv, d).float()
+    parts = parts_of(positions, sequences, tables, block, h, kv, window)
+    outs, logs = [], []
+    for part in parts:
+        own = rows if len(parts) == 1 else rows.index_select(0, part.rows)
         keys, values = (
-            pool.view(-1, d).index_select(0, entries).float().view(-1, part.span, d) for pool in (k_pool, v_pool)
+            pool.view(-1, d).index_select(0, part.entries).float().view(-1, kv, part.span, d)
+            for pool in (k_pool, v_pool)
         )
-        part_logs = None if logs is None else logs.new_empty(len(members), kv, h // kv)
-        out[members] = _attend_rows(rows[members], keys, values, part, softcap, part_logs)
-        if logs is not None and part_logs is not None:
-            logs[members] = part_logs
-    if lse is not None and logs is not None:
-        lse.copy_(logs.reshape(b, t, h).transpose(1, 2))
-    return out.reshape(b, t, h, d).to(q.dtype)
+        own_logs = None if lse is None else own.new_empty(own.shape[:-1])
+        if softcap is None:
+            outs.append(_attend_rows(own, keys, values, part, scale, own_logs))
+        else:
+            outs.append(_attend_capped(own, keys, values, part, scale, softcap, own_logs))
+        logs.append(own_logs)
+    if lse is not None:
+        lse.copy_(_in_order(parts, logs).reshape(b, t, h).transpose(1, 2))
+    return _in_order(parts, outs).reshape(b, t, h, d).to(q.dtype)
+
+
+def _in_order(parts: Sequence[RowGroup], results: list[Any]) -> Tensor:
+    """The results of all parts' rows, in the order of the rows."""
+    if len(parts) == 1:  # its rows are in order
+        return results[0]
+    together = torch.cat(results)
+    return torch.empty_like(together).index_copy_(0, torch.cat([part.rows for part in parts]), together)
 
 
 def _paged_attention_cuda(

@@ -131,6 +131,20 @@ def rows_of(graph: Graph, inputs: Mapping[Value, int], recurrent: Collection[str
     return found
 
 
+def shrink(graph: Graph, where: Mapping[Value, RowDim]) -> None:
+    """Makes a step of one row of a step of more, after `page_attention`; `where` is the result of `rows_of`.
+
+    (Captured with one row a step has other operations, since a dim of one entry can be left out.)
+    """
+    for value in graph.inputs:
+        if value in where or value.name in ROWS:
+            value.shape = (2, 1) if value.name == "tables" else (1, 1)
+    for op in graph.ops:
+        for result in op.results:
+            if result in where:
+                _shorten(op, result, where[result].dim, where[result].each)
+
+
 def _rows_after(op: Op, before: Sequence[RowDim | None], count: int) -> list[RowDim]:
     """Where an op's results hold the `count` rows, which its operands hold as `before` says."""
     rule = rule_for(op)

@@ -8,10 +8,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+import psutil
 from torch import nn
+from tpshard.kernels.int4 import DENSE_ROWS, agrees
 from tpshard.kernels.linear import TILE
+from tpshard.kernels.quantized_linear import multiplies
 from tpshard.models.config import ModelConfig
 from tpshard.models.dims import param_dims
+from tpshard.models.hf import DTYPES
 from tpshard.models.own_attention import limit_length
 from tpshard.parallelism.mesh import Mesh
 from tpshard.programs import naming
@@ -25,6 +29,8 @@ from tpshard.recipes.schema import Recipe
 Kind = Literal["cpu", "gpu"]
 LONGEST = {"cpu": 64, "gpu": 2048}
 """Rows of the largest step by default. More rows gain nothing on a CPU, and delay other requests."""
+LEAST = {"cpu": 1, "gpu": TILE}
+"""Rows of the smallest step."""
 APART = {"cpu": 2, "gpu": 8}
 """The ratio of consecutive step sizes. On a GPU the first dozens of rows cost as much as one."""
 CHUNKS_APART = 4
@@ -104,6 +110,24 @@ class ServeSetting:
         setting = self.recipe.serve.batch_invariant
         return self.kind == "cpu" if setting is None else setting
 
+    def parts(self, rows: int) -> str:
+        """How a step of so many rows holds quantized weights on a CPU: in `int4` or `dense` parts, or "" if whole.
+
+        See `kernels.int4`. Dense ones are held beside the others where all need at most a quarter of the memory.
+        """
+        if not self._holds_dense_parts:
+            return ""
+        return "dense" if rows >= DENSE_ROWS else "int4"
+
+    @cached_property
+    def _holds_dense_parts(self) -> bool:
+        quantized, dtype = self.served.quantized, DTYPES[self.served.dtype]
+        if quantized is None or self.kind != "cpu" or not multiplies(quantized.settings.bits, dtype, self.kind):
+            return False
+        parameters = dict(self.model.named_parameters())
+        dense_bytes = sum(4 * parameters[name].numel() for name in quantized.weights if parameters[name].dim() == 2)
+        return 4 * dense_bytes <= psutil.virtual_memory().total and agrees()
+
     @property
     def most(self) -> int:
         """Rows of the largest step."""
@@ -117,7 +141,9 @@ class ServeSetting:
         With recurrent layers, a row is the next token of a sequence.
         """
         most = self.most if not self.states else min(self.most, _up(self.recipe.serve.requests))
-        sizes = [TILE]
+        sharded = self.mesh.ranks > 1 and (self.recipe.sharding.annotate or self.ways("seq") > 1)
+        least = max(LEAST[self.kind], 2 if self.served.config is None else 1)  # see `paging.shrink`
+        sizes = [TILE if sharded else least]  # rows that may be sharded are divided by their devices
         while sizes[-1] < most:
             sizes.append(min(sizes[-1] * APART[self.kind], most))
         return tuple(sizes)

@@ -10,7 +10,7 @@ which the executor chooses.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -29,7 +29,7 @@ from tpshard.programs import step_kernels
 from tpshard.programs.annotations import annotate, fixed, name_dims
 from tpshard.programs.layouts import Arrangement, arrange
 from tpshard.programs.padding import notes
-from tpshard.programs.paging import PAGING, POOLED, ROWS, page_attention, rows_of, take_logit_rows
+from tpshard.programs.paging import PAGING, POOLED, ROWS, RowDim, page_attention, rows_of, shrink, take_logit_rows
 from tpshard.programs.parameter_parts import cut_parameters
 from tpshard.programs.recurrent_steps import capture_model, pool_states
 from tpshard.programs.serve_setting import ServeSetting, Size
@@ -82,9 +82,10 @@ class ServingPrograms:
         return next(iter(self.by_size.values()))
 
     def bytes(self, kind: str) -> int:
-        """Bytes of one device's inputs of a kind; for the cache, of one block over all layers. `state`: recurrent
-        layers' states, of all sequences."""
-        return sum(port.local_bytes for port in self.any.inputs if port.kind == kind)
+        """Bytes of one device's inputs of a kind in all programs; for the cache, of one block over all layers. `state`:
+        recurrent layers' states, of all sequences."""
+        ports = [port for program in self.by_size.values() for port in program.inputs if port.kind == kind]
+        return sum({(port.name, port.held and port.held.form): port.local_bytes for port in ports}.values())
 
     @property
     def vocab(self) -> int:
@@ -195,7 +196,7 @@ def passes(setting: ServeSetting, arrangement: Arrangement, size: Size) -> list[
         step_kernels.merge_views,
         step_kernels.fuse_norms,
         step_kernels.store_norms_in_order,
-        partial(step_kernels.quantize, weights=weights, kind=kind, invariant=invariant),
+        partial(step_kernels.quantize, weights=weights, kind=kind, invariant=invariant, parts=setting.parts(size.rows)),
         partial(step_kernels.quantize_experts, weights=weights, invariant=invariant),
         partial(step_kernels.join_gates, weights=weights),
         *([partial(step_kernels.fix_rows, kind=kind)] if invariant else []),
@@ -206,14 +207,7 @@ def _capture_step(setting: ServeSetting, size: Size) -> tuple[Graph, Arrangement
     """The step as a graph of global shapes over a cache of one block, act-ordered weights in the recipe's layout."""
     parameters = {name: p.detach() for name, p in setting.model.named_parameters()}
     try:
-        graph, recurrent = capture_model(setting.model, setting.states, *size)
-        inside = recurrent if size.chunk else ()
-        tokens, positions = graph.inputs[:2]
-        page_attention(graph, positions, BLOCK_SIZE)
-        if setting.states:
-            held = [value for value in graph.inputs if value.name in setting.states]
-            pool_states(graph, positions, held, setting.pool_size)
-        row_dims = rows_of(graph, {tokens: 1, positions: 1}, inside)
+        graph, row_dims, inside = _capture_rows(setting, size)
         take_logit_rows(graph, row_dims, setting.logit_rows(size.rows), inside)
     except ValueError as error:
         raise Mistakes.one(
@@ -227,6 +221,22 @@ def _capture_step(setting: ServeSetting, size: Size) -> tuple[Graph, Arrangement
     spread = {name: setting.ways(dim) for name, dim in inner.items()}
     arrangement = arrange(graph, orders, setting.recipe.serve.layout, spread, parameters)
     return graph, replace(arrangement, parts=parts)
+
+
+def _capture_rows(setting: ServeSetting, size: Size) -> tuple[Graph, dict[Value, RowDim], Collection[str]]:
+    """The model's computation of a step over a paged cache, where its values hold the rows, and the paths of modules in
+    which rows may meet."""
+    graph, recurrent = capture_model(setting.model, setting.states, max(2, size.rows), size.chunk)
+    inside = recurrent if size.chunk else ()
+    tokens, positions = graph.inputs[:2]
+    page_attention(graph, positions, BLOCK_SIZE)
+    if setting.states:
+        held = [value for value in graph.inputs if value.name in setting.states]
+        pool_states(graph, positions, held, setting.pool_size)
+    row_dims = rows_of(graph, {tokens: 1, positions: 1}, inside)
+    if size.rows == 1:
+        shrink(graph, row_dims)
+    return graph, row_dims, inside
 
 
 def _annotations(

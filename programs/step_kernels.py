@@ -15,8 +15,8 @@ import torch
 from torch import fx
 from tpshard.kernels.expert_linear import fixed_rows_expert_linear
 from tpshard.kernels.experts import fixed_rows_experts
-from tpshard.kernels.int4 import int4_linear
-from tpshard.kernels.linear import can_pack, fixed_rows_linear, linear
+from tpshard.kernels.int4 import int4_linear, parts_linear
+from tpshard.kernels.linear import fixed_rows_linear, linear, packed_dtype
 from tpshard.kernels.norm import NORM
 from tpshard.kernels.quantized_experts import quantized_experts
 from tpshard.kernels.quantized_linear import quantized_gate, quantized_linear
@@ -160,10 +160,13 @@ def fix_rows(edited: _Edited, node: fx.Node, kind: str) -> None:
         return
     node.target, (rows, weight) = fixed_rows_linear, node.args
     assert isinstance(weight, fx.Node)
-    if kind != "cpu" or weight not in edited.ports or not can_pack(info(weight).specs[0].dtype):
+    dtype = info(weight).specs[0].dtype
+    packed = packed_dtype(dtype)
+    if kind != "cpu" or weight not in edited.ports or packed is None:
         return
     port = edited.ports[weight]
-    node.args = (rows, edited.hold(weight, Held("onednn", port.local_bytes, (port.name,))))
+    held = port.local_bytes * packed.itemsize // dtype.itemsize
+    node.args = (rows, edited.hold(weight, Held("onednn", held, (port.name,))))
 
 
 @_at_each_call
@@ -216,17 +219,22 @@ def store_norms_in_order(edited: _Edited, node: fx.Node) -> None:
 
 # ---- quantized weights ----------------------------------------------------------------------------------------------
 @_at_each_call
-def quantize(edited: _Edited, node: fx.Node, weights: Mapping[str, Coded], kind: str, invariant: bool) -> None:
+def quantize(
+    edited: _Edited, node: fx.Node, weights: Mapping[str, Coded], kind: str, invariant: bool, parts: str = ""
+) -> None:
     """Makes linears with these weights multiply codes: by torch's int4 product on a `cpu`, by Triton on a
-    `gpu`, with `invariant` in the same order of sums for any number of rows."""
+    `gpu`, with `invariant` in the same order of sums for any number of rows.
+
+    parts: on a CPU, how the weights are held in parts (see `kernels.int4`), `int4` or `dense`; "" for whole ones.
+    """
     port = edited.ports.get(node.args[1]) if node.target is linear else None  # type: ignore[arg-type]
     if port is None or port.name not in weights:
         return
     outputs, inputs = port.local
-    held = outputs * weights[port.name].row_bytes(port.shape[1], inputs)
-    form = "int4" if kind == "cpu" else "packed"
+    held = outputs * (4 * inputs if parts == "dense" else weights[port.name].row_bytes(port.shape[1], inputs))
+    form = "packed" if kind != "cpu" else f"{parts} parts" if parts else "int4"
     weight = edited.hold(node.args[1], Held(form, held, (port.name,)))  # type: ignore[arg-type]
-    node.target = int4_linear if kind == "cpu" else quantized_linear
+    node.target = quantized_linear if kind != "cpu" else parts_linear if parts else int4_linear
     node.args = (node.args[0], weight) if kind == "cpu" else (node.args[0], weight, invariant)
 
 

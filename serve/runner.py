@@ -32,6 +32,10 @@ class ProgramRunner:
         fill = Filler(
             weights, programs.arrangement, programs.shapes, setting.mesh, context.rank, context.device, blocks
         )
+        for same_input in zip(*(program.inputs for program in programs.by_size.values())):
+            for port in same_input:  # in all its layouts, while it is at hand
+                if port.name not in STEP:
+                    fill(port)
         self._given = {
             size: [None if port.name in STEP else fill(port) for port in program.inputs]
             for size, program in programs.by_size.items()

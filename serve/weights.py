@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from tpshard.kernels import linear
+from tpshard.kernels.int4 import pack_parts
 from tpshard.kernels.quantized import Quantized, concatenate, extend_groups
 from tpshard.kernels.quantized_experts import PackedExpert
 from tpshard.kernels.quantized_linear import prepare
@@ -83,6 +84,7 @@ class Filler:
         # a linear's group and codes are read one after the other
         quantized, group = lru_cache(maxsize=2)(self.weights.quantized), lru_cache(maxsize=None)(self.weights.group)
         self.weights = replace(self.weights, quantized=quantized, group=group).cut(self.arrangement.parts)
+        self._read_quantized = lru_cache(maxsize=2)(self._read_quantized)  # type: ignore[method-assign]
 
     def __call__(self, port: Port) -> Any:
         key = port.name, "" if port.held is None else port.held.form
@@ -102,12 +104,15 @@ class Filler:
         if port.held is None:
             return self._dense(port, port.name, place)
         if port.held.form == "onednn":
-            return _pack(self._dense(port, port.held.of[0], place))
+            return linear.pack(self._dense(port, port.held.of[0], place))
         if port.held.form == "experts":
             (first, count), hidden, _ = place
             return [self._pack_expert(port.held.of, expert, hidden) for expert in range(first, first + count)]
         parts = [self._read_quantized(name, place) for name in port.held.of]
-        return prepare(parts[0] if len(parts) == 1 else concatenate(parts), self.device)
+        weight = parts[0] if len(parts) == 1 else concatenate(parts)
+        if port.held.form in ("int4 parts", "dense parts"):
+            return pack_parts(weight, port.held.form == "dense parts")
+        return prepare(weight, self.device)
 
     def _dense(self, port: Port, name: str, place: Sequence[tuple[int, int]]) -> Tensor:
         """A block of a parameter, with outputs and inputs in the program's order."""
@@ -159,8 +164,3 @@ class Filler:
 def _cut(order: Tensor | None, part: tuple[int, int]) -> Tensor:
     start, size = part
     return torch.arange(start, start + size) if order is None else order[start : start + size]
-
-
-def _pack(value: Tensor) -> Tensor:
-    """The tensor packed by the CPU's library, where this machine supports it."""
-    return linear.pack(value) if linear.can_pack(value.dtype) else value

@@ -10,6 +10,7 @@ OPS: Table = {
     "linear": product,
     "fixed_rows_linear": product,
     "int4_linear": product,
+    "parts_linear": product,
     "quantized_linear": product,
     "quantized_gate": product,
     "fixed_rows_experts": product,

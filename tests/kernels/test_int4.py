@@ -81,3 +81,19 @@ def test_weights_that_it_does_not_take_are_refused() -> None:
         int4.pack(apart)
     with pytest.raises(ValueError, match="8 bits"):
         int4.pack(linear(bits=8))
+
+
+@pytest.mark.parametrize(("inputs", "outputs", "size"), [(256, 64, 32), (1600, 208, 64), (960, 96, 40)])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_dense_parts_have_the_bits_of_int4_parts(inputs: int, outputs: int, size: int, symmetric: bool) -> None:
+    weight = linear(inputs, outputs, size=size, symmetric=symmetric)
+    dense, few = int4.pack_parts(weight, dense=True), int4.pack_parts(weight, dense=False)
+    x = torch.randn(75, inputs, generator=torch.Generator().manual_seed(1)).bfloat16()
+    together = int4.parts_linear(x, dense)
+    expected = reference_matmul(x.double(), weight)
+    assert (together.double() - expected).norm() <= 9e-3 * expected.norm()
+    for count in (1, 2, 5, 32, 64, 75):
+        assert torch.equal(int4.parts_linear(x[-count:], few), together[-count:])
+        assert torch.equal(int4.parts_linear(x[:count], dense), together[:count])
+    if torch.backends.mkldnn.is_available() and int4.agrees():
+        assert all(isinstance(part, torch.Tensor) for part in dense.parts)

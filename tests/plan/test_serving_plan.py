@@ -116,7 +116,7 @@ def serve_on_rank(context: Context, jobs: list[bytes]) -> list[tuple[dict[tuple[
             if port.kind == "parameter":
                 # an opaque one does not say what it takes: as many elements as what was packed
                 plain = isinstance(value, torch.Tensor)
-                held += value.numel() * value.itemsize if plain else value.codes.nbytes + value.scales.nbytes
+                held += value.numel() * value.itemsize if plain else value.nbytes
         done.append((dict(counting.counts), held, logits.tolist()))
     return done
 

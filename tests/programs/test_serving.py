@@ -90,7 +90,7 @@ def test_only_rows_with_logits_go_on_after_the_last_attention() -> None:
 def test_the_fingerprint_is_the_recipes_and_not_the_caches() -> None:
     overrides = ("serve.mesh.tp=2", "serve.requests=16")
     first = build_serving(setting(LLAMA, *overrides))
-    assert [one["rows"] for one in first.listed] == [8, 16, 32, 64]
+    assert [one["rows"] for one in first.listed] == [1, 2, 4, 8, 16, 32, 64]
     assert build_serving(setting(LLAMA, *overrides, "serve.cache_mb=1")).listed == first.listed
     for other in ("serve.batch_invariant=false", "serve.mesh.tp=4", "sharding.rules.vocab=null"):
         programs = build_serving(setting(LLAMA, *overrides, other)).listed
@@ -98,11 +98,11 @@ def test_the_fingerprint_is_the_recipes_and_not_the_caches() -> None:
 
 
 def test_the_sizes_of_steps_follow_from_requests_and_device() -> None:
-    assert setting(LLAMA).rows == (8, 16, 32, 64)
-    assert setting(LLAMA, "serve.requests=100").rows == (8, 16, 32, 64, 104)
+    assert setting(LLAMA).rows == (1, 2, 4, 8, 16, 32, 64)
+    assert setting(LLAMA, "serve.requests=100").rows == (1, 2, 4, 8, 16, 32, 64, 104)
     assert setting(LLAMA, kind="gpu").rows == (8, 64, 512, 2048)
     small = setting(LLAMA, "serve.step_tokens=20", "serve.requests=3")
-    assert small.rows == (8, 16, 24) and [small.logit_rows(rows) for rows in small.rows] == [8, 8, 8]
+    assert small.rows == (1, 2, 4, 8, 16, 24) and [small.logit_rows(rows) for rows in small.rows] == [1, 2, 4, 8, 8, 8]
     runner = runner_of(build(LLAMA, device="cpu"), "serve.step_tokens=20", "serve.requests=3")
     engine = Engine(runner)
     sizes = []

@@ -182,7 +182,7 @@ def test_what_is_planned_is_what_is_checked_and_what_answers(
     for arguments in checked:
         assert run_command(arguments) == 0
         actual.append(json.loads(capsys.readouterr().out)["programs"])
-    assert [one["rows"] for one in actual[0]] == [8, 16, 32, 64]
+    assert [one["rows"] for one in actual[0]] == [1, 2, 4, 8, 16, 32, 64]
     assert actual == [actual[0]] * 4
 
 
