@@ -179,6 +179,9 @@ class Architecture:
         config = copy.deepcopy(self.config)
         config._attn_implementation = interface.NAME if self.attends else "eager"
         config._experts_implementation = interface.NAME
+        for part in (config, config.get_text_config()):
+            if getattr(part, "output_router_logits", False):
+                part.output_router_logits = False  # only their loss, which is not added, needs them
         try:
             with torch.device("meta"):
                 model: nn.Module = self.cls(config)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import architectures
 import pytest
 import torch
 import transformers
@@ -102,3 +103,13 @@ def test_nothing_is_named_that_is_obeyed_or_zero() -> None:
     assert training_notes({"classifier_dropout": 0.1, "hidden_dropout_prob": None}) == []
     llama = Architecture(transformers.LlamaConfig(**SIZES).to_dict() | {"architectures": ["LlamaForCausalLM"]})
     assert llama.notes(llama.build()) == []
+
+
+@pytest.mark.parametrize("name", ["mixtral", "jetmoe"])
+def test_a_class_that_returns_its_routers_logits_computes_the_same(name: str) -> None:
+    raw = architectures.config_of(name)
+    plain, returning = (Architecture(raw | {"output_router_logits": flag}) for flag in (False, True))
+    tokens = torch.arange(8)[None]
+    values = architectures.values(name)
+    first, second = (torch.func.functional_call(one.build(), values, (tokens,)) for one in (plain, returning))
+    assert torch.equal(first, second) and any("output_router_logits" in note for note in returning.notes(plain.build()))
