@@ -250,8 +250,9 @@ def peek(text: TextSource, bad_rows: float, rows_read: int = 100) -> None:
     """Checks small local data wholly, and of larger data the first rows. Raises `Mistakes` (exit 6)."""
     check(text, bad_rows)
     counter = BadRows(text, 1.0, warn=False)
-    for row in itertools.islice(rows(text, text.files[0]), rows_read):
-        counter.see(text.files[0], row)
+    every = ((file, row) for file in text.files for row in rows(text, file))
+    for file, row in itertools.islice(every, rows_read):
+        counter.see(file, row)
     if counter.rows_read == counter.bad:
         raise text.mistake(f"{text.name} has no readable row", why=counter.first, fix=text.readable)
 

@@ -305,6 +305,7 @@ def test_empty_files_among_good_ones_stop_no_run(
     for name, content in (("a.json.gz", b""), ("b.json.gz", packed([])), ("c.json.gz", packed([b" ", b""]))):
         (folder / name).write_bytes(content)
     assert same(plain, together([loader(open_text(str(folder))).next()]))
+    corpus_module.peek(open_text(str(folder)).train, 0.01)
     assert "no readable document in a.json.gz, b.json.gz, c.json.gz of" in caplog.text
 
 
