@@ -17,6 +17,17 @@ LIMITS = {
 }
 """What a process may have, with the letter of the shell's `ulimit` and its number."""
 
+SIGNS = {
+    "too many open files": "open files",
+    "start new thread": "processes and threads",
+    "resource temporarily unavailable": "processes and threads",
+    "allocate memory": "memory",
+    "bad_alloc": "memory",
+    "failed to map segment": "memory",
+    "memory protection": "memory",
+}
+"""Words by which errors of libraries tell that a limit is reached."""
+
 
 def of_machine(error: BaseException) -> Diagnostic | None:
     """The diagnostic for an error that this machine, or a name on the command line, caused; None for others."""
@@ -36,15 +47,12 @@ def of_machine(error: BaseException) -> Diagnostic | None:
             return _limited("memory", said)
     if isinstance(error, RuntimeError) and text.startswith("Symlink loop"):
         return Diagnostic(_shortened(text), Exit.USAGE, None, "", "give another path")
-    if isinstance(error, RuntimeError) and "start new thread" in text:
-        return _limited("processes and threads", text)
-    signs = ("allocate memory", "failed to map segment", "memory protection", "bad_alloc")
-    if isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError | ImportError) and any(sign in text for sign in signs)
-    ):
+    if isinstance(error, MemoryError):
         return _limited("memory", text)
     if isinstance(error, SystemError) and _is_at_limit():  # extensions forget to raise MemoryError
         return _limited("memory", text)
+    if isinstance(error, RuntimeError | ImportError):  # of libraries in C++
+        return next((_limited(what, text) for sign, what in SIGNS.items() if sign in text.lower()), None)
     return None
 
 

@@ -78,7 +78,8 @@ def files(options: PlanOptions, folder: Path) -> list[tuple[Path, str]]:
 
 def saved_in(options: PlanOptions, folder: Path) -> Path:
     """Where a plan is saved: the run's `folder`, or below it once the run has begun, whose own plan stays as it is."""
-    begun = (folder / "metrics.jsonl").exists() or any((folder / "checkpoints").glob("step-*"))
+    records = ("lock.json", "metrics.jsonl")  # the lock's file is there from the start of a run on
+    begun = any((folder / name).exists() for name in records) or any((folder / "checkpoints").glob("step-*"))
     return folder / "plans" / options.what if begun else folder
 
 

@@ -18,6 +18,7 @@ class GeneratedRows:
 
     def __init__(self, task: Task, recipe: Recipe, part: Sequence[int]):
         self.task, self.recipe, self.part, self.step = task, recipe, tuple(part), 0
+        self.warnings: list[str] = []
 
     def next(self) -> StepBatch:
         """This rank's rows of the next step."""

@@ -66,6 +66,8 @@ class Loader:
         self.seed, self.once = seed, once
         self.bad = BadRows(text, bad_rows)
         self.sums = ShardSums()
+        self.warnings: list[str] = []
+        """What the user should know before the first step."""
         self.epoch = 0
         self._ahead: queue.Queue[tuple[StepBatch, dict[str, Any]] | BaseException] | None = None
         self._failure: BaseException | None = None
@@ -86,7 +88,7 @@ class Loader:
             return order
         more = f" and {len(empty) - 3} more" if empty[3:] else ""
         names = ", ".join(files[i].name for i in sorted(empty)[:3])
-        logger.warning("no readable document in %s%s of %s: left out", names, more, self.text.name)
+        self.warnings.append(f"no readable document in {names}{more} of {self.text.name}: left out")
         return [i for i in order if i not in set(empty)]
 
     @property

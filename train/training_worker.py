@@ -144,7 +144,7 @@ def _train(
     if run is not None:
         for line in [around.announce(programs).rstrip("\n"), str(plan)]:
             _say(line + "\n" if line else "", sys.stderr)
-        for warning in programs.micro.warnings:
+        for warning in [*programs.micro.warnings, *loader.warnings]:
             _say(f"warning: {warning}\n", sys.stderr)
     receivers: list[Receiver] = []
     sink: WandbSink | None = None

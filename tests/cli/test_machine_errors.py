@@ -35,6 +35,7 @@ def test_a_path_that_cannot_exist_is_no_bug(
         (OSError(errno.EAGAIN, "Resource temporarily unavailable"), "processes and threads"),
         (OSError(errno.EROFS, "Read-only file system", "x"), "x: Read-only file system"),
         (MemoryError(), "memory"),
+        (RuntimeError("[enforce fail at loop.cc:105] epoll_create: Too many open files"), "ulimit -n"),
         (RuntimeError("can't start new thread"), "processes and threads"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), "9 bytes"),
         (RuntimeError("std::bad_alloc"), "bad_alloc"),

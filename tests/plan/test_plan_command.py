@@ -8,7 +8,7 @@ import json
 import pytest
 from small_recipe import RECIPE
 from tpshard.cli.main import run as tpshard
-from tpshard.plan import command, compare, make, save, suggest
+from tpshard.plan import command, compare, make, outputs, save, suggest
 from tpshard.programs import saved_step
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.load import loads
@@ -205,3 +205,10 @@ def test_passes_are_shown_one_by_one(small, capsys):
     assert len(shown) == len(rows) + 1 and shown[1].startswith("as partitioned") and shown[9].startswith("prefetch")
     assert [p.name for p in small.parent.iterdir()] == ["small.yaml"]
     assert tpshard(["plan", "small.yaml", "--passes", "--for", "decode"]) == Exit.USAGE
+
+
+@pytest.mark.parametrize("begun", ["lock.json", "metrics.jsonl", "checkpoints/step-000001"])
+def test_a_run_keeps_its_own_plan_from_its_start_on(begun, tmp_path):
+    assert outputs.saved_in(command.PlanOptions(), tmp_path) == tmp_path
+    (tmp_path / begun).mkdir(parents=True)
+    assert outputs.saved_in(command.PlanOptions(), tmp_path) == tmp_path / "plans" / "train"
