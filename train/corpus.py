@@ -6,6 +6,7 @@ of a data set on the hub and streams their bytes.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import itertools
@@ -152,6 +153,8 @@ def rows(text: TextSource, file: TextFile, start: int = 0, sums: ShardSums | Non
                 last = row.number
                 yield row
     except (OSError, EOFError, zlib.error) as error:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise  # a limit of this process, not of the file
         cut = isinstance(error, EOFError)
         raise text.mistake(
             f"{file.name} of {text.name} {'ends in the middle' if cut else 'cannot be read'}, after {last + 1} rows",

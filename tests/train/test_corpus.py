@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import logging
@@ -13,7 +14,7 @@ from c4_files import bytes_tokenizer, folder_of, packed, texts
 from tpshard.recipes.diagnostic import Exit, Mistakes, Source
 from tpshard.train import corpus as text_module
 from tpshard.train import text_formats
-from tpshard.train.corpus import BadRows, Corpus, check, open_text, pieces, rows
+from tpshard.train.corpus import BadRows, Corpus, TextFile, check, open_text, pieces, rows
 from tpshard.train.stream import Loader
 from tpshard.train.tokens import load_tokenizer
 
@@ -220,3 +221,15 @@ def test_no_tokenizer_there(state: str, tmp_path: Path) -> None:
     with pytest.raises(Mistakes, match="cannot be read") as caught:
         load_tokenizer(folder)
     assert caught.value.exit == Exit.DATA
+
+
+def test_a_limit_on_open_files_is_not_blamed_on_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("a text")
+    corpus = open_text(str(tmp_path))
+
+    def limited(self: TextFile) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(TextFile, "open", limited)
+    with pytest.raises(OSError, match="Too many open files"):
+        list(rows(corpus.train, corpus.train.files[0]))
