@@ -1,10 +1,10 @@
 """Fingerprints of programs and plans: every shipped recipe, its variants, and twenty classes of transformers.
 
-    python benchmarks/fingerprints.py [--record] [NAME ...]         NAME is a case, or the part of it before `:`
+    python benchmarks/fingerprints.py [--record] [--quick] [NAME ...]       NAME is a case, or the part of it before `:`
 
 A row per case: a hash of each program's fingerprint, of `plan --json` and of the plan's screen, or the first words of
 the refusal. A change of any program, price or text is a line of the record's diff; a move of code changes none. The
-names of changed rows are printed. `tests/benchmarks/test_fingerprints.py` compares the cases in QUICK.
+names of changed rows are printed. `tests/benchmarks/test_fingerprints.py` compares the cases of `--quick`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "remat none": ("remat=none",),
     "muon": ("optimizer={name: muon, lr: 0.01}",),
     "lion": ("optimizer={name: lion, lr: 0.001}",),
-    "fp8": ("model.dtype=fp8", "model.width=256", "model.mlp=512"),
+    "fp8": ("fsdp: 4", "model.dtype=fp8", "model.width=256", "model.head_dim=64", "model.mlp=512", "model.seq_len=128"),
     "experts": ("ep: 2, tp: 2", "model.preset=tiny-moe"),
     "gpipe": (STAGED, "batch.per_device=2", "pipeline={schedule: gpipe}"),
     "1f1b": (STAGED, "batch.per_device=2", "pipeline={schedule: 1f1b}"),
@@ -164,6 +164,7 @@ QUICK = [
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--quick", action="store_true", help="only the cases that a test compares")
     options = parser.parse_args()
     record = Record("fingerprints", quiet=options.json)
     try:
@@ -172,6 +173,8 @@ def main() -> None:
         before = {}
     for name, case in CASES.items():
         if options.names and not {name, name.partition(":")[0]} & set(options.names):
+            continue
+        if options.quick and name not in QUICK:
             continue
         row = case.row(name)
         record.rows.append(row)
