@@ -42,9 +42,9 @@ def build_module(
     """An instance of the user's class `package.module:Class`, called with `args`.
 
     The package is imported as by `python -m`, with the working directory searched too. ValueError if it cannot be
-    imported, is not an nn.Module, has buffers (a step could not shard and save them), has parameters without named dims
-    (`param_dims`), or if `forward` takes neither (tokens, documents, positions) nor the names in its attribute
-    `inputs`.
+    imported, is not an nn.Module, has buffers (a step could not shard and save them) or parameters that are no real
+    numbers, names dims that no parameter has (`param_dims`), or if `forward` takes neither (tokens, documents,
+    positions) nor the names in its attribute `inputs`.
     """
     make = _constructor_of(path, args)
     try:
@@ -54,6 +54,9 @@ def build_module(
     buffers = [label for label, _ in model.named_buffers()]
     if buffers:
         raise ValueError(f"`module: {path}` has the buffers {', '.join(buffers)}; compute them in forward instead")
+    whole = [f"{label} ({p.dtype})" for label, p in model.named_parameters() if not p.is_floating_point()]
+    if whole:
+        raise ValueError(f"`module: {path}` has parameters that are no real numbers: {', '.join(whole)}")
     param_dims(model)
     inputs = getattr(model, "inputs", ("tokens", "documents=None", "positions=None"))
     try:

@@ -200,6 +200,12 @@ class Buffered(Users):
         self.register_buffer("running", torch.zeros(3))
 
 
+class Counted(Users):
+    def __init__(self) -> None:
+        super().__init__(5)
+        self.places = torch.nn.Parameter(torch.arange(3), requires_grad=False)
+
+
 @pytest.fixture
 def users_package(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setitem(sys.modules, "users_package", sys.modules[__name__])
@@ -245,6 +251,7 @@ def test_a_module_in_the_working_directory(tmp_path: Path) -> None:
             r"`inner.bias` has 1 dims, .*; `inner.wieght` has named dims and is no parameter",
         ),
         ("users_package:Buffered", {}, "buffer.*running"),
+        ("users_package:Counted", {}, r"no real numbers: places \(torch.int64\)"),
         ("users_package:Alone", {}, r"define forward\(tokens, documents=None, positions=None\)"),
     ],
 )
