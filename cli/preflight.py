@@ -6,7 +6,6 @@ Reads presets or a folder's config.json; does not import torch.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -281,8 +280,10 @@ def _tokenizer_size(recipe: Recipe) -> int | None:
         from tpshard.train.sample import VOCAB
 
         return VOCAB
+    from tpshard.kernels.folder_json import read_json
+
     try:
-        raw: Any = json.loads((Path(recipe.data.tokenizer or "") / "tokenizer.json").read_bytes())
+        raw: Any = read_json(Path(recipe.data.tokenizer or ""), "tokenizer.json")
         ids = [*raw["model"]["vocab"].values(), *(token["id"] for token in raw.get("added_tokens", ()))]
         return max(ids) + 1
     except (Mistakes, OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from tpshard.kernels.folder_json import read_regular
 from tpshard.parallelism.passes import buckets
 from tpshard.parallelism.passes.recompute import Keep, keep_all, keep_layer_inputs, keep_selected
 from tpshard.parallelism.pricing.cost import Device, collective
@@ -121,17 +121,18 @@ BUCKETS = 'give a JSON file such as [["tok_embed.weight"], ["norm.weight", "outp
 def _from_file(setting: Setting, path: str, names: list[str]) -> Groups:
     where = setting.recipe.where("fsdp.bucket.file")
     try:
-        read = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
+        read = json.loads(read_regular(path))
+    except (OSError, ValueError, RecursionError) as error:
         raise Mistakes.one(f"buckets cannot be read from {path}", where=where, why=str(error), fix=BUCKETS) from error
-    rows = read.get("buckets") if isinstance(read, dict) else read
-    if not isinstance(rows, list) or not all(isinstance(n, str) for row in rows for n in [*row]):
+    rows: Any = read.get("buckets") if isinstance(read, dict) else read
+    lists = isinstance(rows, list) and all(isinstance(row, list) for row in rows)
+    if not lists or not all(isinstance(n, str) for row in rows for n in row):
         raise Mistakes.one(f"{path} is not a list of lists of parameter names", where=where, fix=BUCKETS)
     unknown = [n for row in rows for n in row if n not in names]
     if unknown:
         message = f"{path} names parameters that the model does not have: {', '.join(unknown[:5])}"
         raise Mistakes.one(message, where=where, fix="`tpshard plan` lists the names of parameters")
-    return rows
+    return list(rows)
 
 
 class Chooser:

@@ -107,6 +107,8 @@ def readers(name: str) -> dict[str, Callable[[], object]]:
     }  # fmt: skip
     if name == "config.json":
         return model | {"serve's tokenizer": tokenizer["serve's tokenizer"]}
+    if name == "tokenizer.json":
+        return tokenizer | {"validate": model["validate"]}
     return model if "model" in name or "quantize" in name else tokenizer
 
 

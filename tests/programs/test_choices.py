@@ -220,3 +220,11 @@ def test_a_name_of_remat_that_selects_nothing_is_refused(pipeline: tuple[str, ..
         assert refused.value.exit == Exit.RECIPE and fix in str(refused.value)
     if not pipeline:
         training.build(Setting.of(loads(RECIPE, ["remat=[mm, wq, attention]"])))
+
+
+@pytest.mark.parametrize("text", ["[1]", '["tok_embed.weight"]', '{"buckets": 1}', "{", "[" * 100_000, "null"])
+def test_a_file_of_buckets_of_another_form_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "buckets.json").write_text(text)
+    with pytest.raises(Mistakes, match=r"buckets cannot be read|is not a list of lists") as refused:
+        program_with(f"fsdp.bucket={{file: '{tmp_path / 'buckets.json'}'}}")
+    assert refused.value.exit == Exit.RECIPE
