@@ -71,7 +71,7 @@ def model_errors(recipe: Recipe) -> list[Diagnostic]:
         config = configuration(recipe)
     except Mistakes as mistakes:
         return [*mistakes.diagnostics, *misfits(recipe, None)]
-    diagnostics = [*misfits(recipe, config), *_positions(recipe, config)]
+    diagnostics = [*misfits(recipe, config), *_positions(recipe, config), *_weights(recipe)]
     return [*diagnostics, *_tokens(recipe, config.vocab)] if config is not None else diagnostics
 
 
@@ -154,8 +154,33 @@ def _of_folder(folder: str, key: str, overrides: Mapping[str, Any]) -> ModelConf
         if has_weights:
             return presets.override_folder(config, overrides, folder)
         return presets.override(config, overrides)
+    if overrides:
+        raise ValueError(
+            f"transformers' class computes {folder}, which has no overrides; remove {', '.join(overrides)}"
+        )
     check_class(raw)
     return None
+
+
+def _weights(recipe: Recipe) -> list[Diagnostic]:
+    """A warning where `train` would refuse an `hf` folder, since it has no weights."""
+    from tpshard.models import hf_config, hf_headers
+
+    if recipe.model.named_by != "hf":
+        return []
+    try:
+        folder = str(recipe.model.hf)
+        if not hf_config.computes(folder) or hf_headers.has_weights(folder):
+            return []  # transformers' classes start from random values
+    except (Mistakes, ValueError, OSError):
+        return []  # reported already, or not known here
+    return [
+        Diagnostic(
+            f"{folder} has no weights", severity="warning", where=recipe.where("model.hf"),
+            why="`train` starts from a folder's weights, and refuses without",
+            fix="add its *.safetensors; or model.transformers, which starts from random values",
+        )
+    ]  # fmt: skip
 
 
 def code_errors(recipe: Recipe) -> list[Diagnostic]:

@@ -50,6 +50,11 @@ TEXTS = (
     "model: {preset: granite-tiny, seq_len: 100000}",
     "model: {preset: tiny}\nschedule: {warmup_steps: 500}\ntrain: {steps: 100}",
     "model: {preset: tiny}\noptimizer: {name: lion, momentum: 0.9}",
+    "model: {preset: tiny}\ntask: frames",
+    "model: {preset: tiny, rope_scaling: {factor: 8, low_freq_factor: 4}}",
+    "model: {preset: tiny, layers: 4}\nremat: {every: 8}",
+    "model: {preset: tiny}\ntrain: {steps: 100, profile: {steps: [12, 10]}}",
+    "model: {preset: tiny}\ntrain: {steps: 100, profile: {steps: [110, 120]}}",
     "model: {preset: tiny-moe, experts: 8, top_k: 99}",
     "model: {preset: tiny}\nmesh: {pp: 2}\npipeline: {schedule: gpipe, form: vectorized}\n"
     "sharding: {rules: {stage: tp}}",

@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 
 from tpshard.models.config import ModelConfig
 from tpshard.models.family import DIMS, INPUTS
-from tpshard.programs.batching import batch_misfit
+from tpshard.programs.batching import batch_misfit, derive
 from tpshard.programs.fp8_fit import fp8_misfits
 from tpshard.programs.layer_split import split_misfit
 from tpshard.programs.patterns import covers, matches, nearest
 from tpshard.recipes.constraints import AXES
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Source, join
+from tpshard.recipes.laws import without_effect
+from tpshard.recipes.parallel_keys import RematEvery
 from tpshard.recipes.schema import Recipe
 
 
@@ -48,6 +50,7 @@ def misfits(recipe: Recipe, c: ModelConfig | None) -> list[Diagnostic]:
     if c is not None:
         fit = _Fit(recipe, c, mesh, world)
         mistakes += [*fit.names(), *fit.axes_once(), *fit.uneven(), *fit.positions(), *fit.stages()]
+        mistakes += [*fit.layers(), *without_effect(recipe, fit.unread())]
     return mistakes
 
 
@@ -62,6 +65,9 @@ def _batch(recipe: Recipe, mesh: Mapping[str, int]) -> Iterator[Diagnostic]:
     if misfit := batch_misfit(recipe, ranks):
         sizes = " x ".join(f"{axis} {mesh[axis]}" for axis in axes if axis in recipe.mesh)
         yield replace(misfit, also=((recipe.where("mesh"), sizes),))
+    elif not recipe.staged and (recipe.pipeline is not None or derive(recipe, ranks).micro_batches == 1):
+        why = "a step is one micro-batch" if recipe.pipeline is None else "a vectorized pipeline is one program"
+        yield from without_effect(recipe, ((f"fsdp.accumulate.{key}", why) for key in ("gather", "reduce")))
 
 
 @dataclass(frozen=True)
@@ -256,6 +262,43 @@ class _Fit:
         wrong = split_misfit(self.recipe, self.c.layers, size * pipeline.stages_per_device)
         if wrong is not None:
             yield wrong
+
+    def layers(self) -> Iterator[Diagnostic]:
+        """Checks numbers of layers: that `full_layers` exist, and that `remat.every` chooses some but the first."""
+        full, most = [n for n in self.c.full_layers if n >= self.c.layers], self.c.layers - 1
+        if full and self.recipe.model.full_layers is not None:
+            yield Diagnostic(
+                f"`model.full_layers` names the layer {full[0]} of {self.model}, whose layers are 0 to {most}",
+                where=self.recipe.where("model.full_layers"), fix=f"layers up to {most}",
+            )  # fmt: skip
+        remat = self.recipe.remat
+        if isinstance(remat, RematEvery) and remat.every > self.c.layers:
+            yield Diagnostic(
+                f"`remat.every: {remat.every}` recomputes only the first of {self.c.layers} layers",
+                where=self.recipe.where("remat.every"), severity="warning",
+                fix=f"at most {self.c.layers}, or remat: none",
+            )  # fmt: skip
+
+    def unread(self) -> Iterator[tuple[str, str]]:
+        """The keys that the model's numbers make meaningless, each with the reason."""
+        c, recipe = self.c, self.recipe
+        if c.experts is not None and c.experts == c.top_k:
+            yield "model.balance", f"each token goes to all {c.experts} experts, whose load is always even"
+        if c.experts is not None and (c.balance == "none" or c.experts == c.top_k):
+            yield "model.balance_rate", "the load of the experts is not balanced"
+        if c.experts is not None and c.experts == c.top_k and c.routing == "softmax":
+            yield "model.norm_top_k", "the scores of all experts sum to 1"
+        if c.window is not None and c.window >= max(c.max_seq, recipe.model.seq_len):
+            yield "model.window", f"no sequence is longer than {max(c.max_seq, recipe.model.seq_len):,} tokens"
+        elif set(range(c.layers)) <= set(c.full_layers):
+            yield "model.window", "`full_layers` names all layers"
+        if recipe.serve.stored()["checkpoint"] != "latest":
+            return  # which may be of another model
+        known = {dim for dims in (*self.tensors.values(), *recipe.sharding.annotate.values()) for dim in dims}
+        for dim, axes in recipe.sharding.rules.items():
+            derived = dim == "expert" and axes == ("ep",)  # which a saved recipe has
+            if dim in DIMS and dim not in {*known, "stage"} and not derived:  # `recipes.laws` tells of others
+                yield f"sharding.rules.{dim}", f"no tensor of {self.model} has this dim"
 
 
 def _written_place(source: Source, words: str) -> tuple[tuple[Source, str], ...]:

@@ -3,10 +3,10 @@ keys are valid, so that a mistake is reported only once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import fields
 from functools import reduce
-from typing import Literal
+from typing import Any, Literal
 
 from tpshard.models.family import DIMS
 from tpshard.recipes.constraints import AXES
@@ -57,10 +57,21 @@ def one_model(recipe: Recipe) -> Iterator[Diagnostic]:
         yield _violation(recipe, f"model.{named[1]}", message, "one too many", fix, {f"model.{named[0]}": "the other"})
     if stored["args"] and "module" not in named:
         yield _violation(recipe, "model.args", "`model.args` are for `model.module`", "no module here", "remove them")
-    for key in model.overrides() if stored["transformers"] is not None else ():
+    definitions = {"transformers": "its config.json", "module": "its class and `model.args`"}
+    for key in model.overrides() if model.named_by in definitions else ():
         message = f"`model.{key}` changes a dimension, which only tpshard's own models allow"
-        why = "a `transformers` model is defined by its config.json"
-        yield _violation(recipe, f"model.{key}", message, why, "change config.json")
+        source = definitions[str(model.named_by)]
+        why, fix = f"a `{model.named_by}` model is defined by {source}", f"change {source.removeprefix('its ')}"
+        yield _violation(recipe, f"model.{key}", message, why, fix)
+
+
+def task_of_model(recipe: Recipe) -> Iterator[Diagnostic]:
+    """Requires for frames and volumes a module; presets and folders read tokens."""
+    if recipe.task in ("frames", "volumes") and recipe.model.named_by in ("preset", "hf"):
+        message = f"`task: {recipe.task}` has no tokens, which `model.{recipe.model.named_by}` reads"
+        fix = "model.module: package:Class, such as tpshard.models.conformer:Conformer or tpshard.models.unet:UNet"
+        also = {f"model.{recipe.model.named_by}": "the model"}
+        yield _violation(recipe, "task", message, fix=fix, also=also)
 
 
 def one_rest(recipe: Recipe) -> Iterator[Diagnostic]:
@@ -180,15 +191,35 @@ def steps_hold_warmup(recipe: Recipe) -> Iterator[Diagnostic]:
         yield _violation(recipe, "schedule.warmup_steps", message, why, fix, severity="warning")
 
 
+def rotary_scaling(recipe: Recipe) -> Iterator[Diagnostic]:
+    """Requires that the wavelengths which rope_scaling leaves are shorter than those which it scales."""
+    scaling = recipe.model.rope_scaling
+    if scaling is not None and scaling.low_freq_factor >= scaling.high_freq_factor:
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        message = f"`low_freq_factor: {low:g}` must be below `high_freq_factor: {high:g}`"
+        why = "wavelengths between the two are scaled in part"
+        key = "model.rope_scaling"
+        place = next((k for k in (f"{key}.low_freq_factor", f"{key}.high_freq_factor") if recipe.where(k).line), key)
+        yield _violation(recipe, place, message, why, "Llama 3 has 1 and 4")
+
+
 def settings_are_read(recipe: Recipe) -> Iterator[Diagnostic]:
-    """Warns of settings that the value of another makes meaningless, unless they have their defaults."""
-    for key, why in _unread(recipe):
+    """Warns of settings that the value of another makes meaningless."""
+    yield from without_effect(recipe, _unread(recipe))
+
+
+def without_effect(recipe: Recipe, reasons: Iterable[tuple[str, str]]) -> Iterator[Diagnostic]:
+    """A warning for each of the keys, which come with a reason, that the recipe sets to another than its default."""
+    for key, why in reasons:
         *sections, name = key.split(".")
-        section = reduce(getattr, sections, recipe)
-        default = next(default_of(item) for item in fields(section) if item.name == name)
-        if section.stored()[name] != default:
-            message = f"`{key}` has no effect"
-            yield _violation(recipe, key, message, why, "remove it", severity="warning")
+        section: Any = reduce(getattr, sections, recipe)
+        if isinstance(section, Mapping):
+            is_set = bool(recipe.where(key).line and section.get(name))
+        else:
+            item = next(item for item in fields(section) if item.name == name)
+            is_set = section.stored()[name] != default_of(item)
+        if is_set:
+            yield _violation(recipe, key, f"`{key}` has no effect", why, "remove it", severity="warning")
 
 
 def _unread(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -198,6 +229,9 @@ def _unread(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield f"optimizer.{key}", f"{recipe.optimizer.name} does not use it"
     if recipe.schedule.name == "constant":
         yield "schedule.min_lr_ratio", "a constant schedule stays at the peak"
+        derived = recipe.schedule.decay_steps == recipe.train.steps  # a run's recipe.yaml has what follows
+        if not derived and not _changed_alone(recipe, "train.steps", "schedule.decay_steps"):
+            yield "schedule.decay_steps", "a constant schedule stays at the peak"
     if recipe.checkpoint.every_steps == 0:
         for key in ("keep_last", "on_error"):
             yield f"checkpoint.{key}", "`checkpoint.every_steps: 0` saves none"
@@ -213,6 +247,22 @@ def _unread(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if recipe.logging.wandb is not None and recipe.logging.wandb.mode == "disabled":
         for key in ("project", "entity"):
             yield f"logging.wandb.{key}", "`logging.wandb.mode` is disabled"
+    if recipe.model.rope_scaling is not None and recipe.model.rope_scaling.factor == 1:
+        for key in ("low_freq_factor", "high_freq_factor", "original_max_seq"):
+            yield f"model.rope_scaling.{key}", "`model.rope_scaling.factor: 1` scales nothing"
+    if recipe.pipeline is None or not recipe.pipeline.vectorized:
+        yield "sharding.rules.stage", "only the layers of `pipeline.form: vectorized` are stacked along `stage`"
+    if recipe.serve.stored()["checkpoint"] == "latest":
+        yield "serve.layout", "a run's own checkpoint, `serve.checkpoint: latest`, is not quantized"
+    both = recipe.where("resume").line and recipe.where("checkpoint.resume").line
+    if both and recipe.resume != recipe.checkpoint.resume and not _changed_alone(recipe, "resume", "checkpoint.resume"):
+        yield "checkpoint.resume", f"`resume: {recipe.resume}` is stronger"
+
+
+def _changed_alone(recipe: Recipe, key: str, other: str) -> bool:
+    """Whether `key` is an override of a file's recipe, such as a run's own, and `other` is not."""
+    changed, stays = (recipe.where(k).file.startswith("<override") for k in (key, other))
+    return changed and not stays
 
 
 def pipeline_is_possible(recipe: Recipe) -> Iterator[Diagnostic]:
@@ -287,8 +337,13 @@ def profiled_steps(recipe: Recipe) -> Iterator[Diagnostic]:
 
 
 PIPELINE = ("pipeline", "mesh", "sharding.rules", "sharding.pin", "fsdp.axis")
+READ = (
+    "optimizer", "schedule", "checkpoint", "data", "task", "fsdp", "logging", "train.steps", "model.rope_scaling",
+    "pipeline", "sharding.rules", "serve", "resume",
+)  # fmt: skip
 LAWS: tuple[tuple[Law, tuple[str, ...]], ...] = (
     (one_model, ("model",)),
+    (task_of_model, ("task", "model")),
     (one_rest, ("mesh", "serve.mesh")),
     (mesh_on_cluster, ("mesh", "cluster")),
     (known_axes, ("mesh", "sharding.rules", "sharding.pin", "fsdp.axis")),
@@ -297,7 +352,8 @@ LAWS: tuple[tuple[Law, tuple[str, ...]], ...] = (
     (priorities_of_rules, ("sharding.rules", "sharding.priority")),
     (axis_once, ("sharding",)),
     (steps_hold_warmup, ("schedule.warmup_steps", "train.steps")),
-    (settings_are_read, ("optimizer", "schedule", "checkpoint", "data", "task", "fsdp", "logging")),
+    (rotary_scaling, ("model.rope_scaling",)),
+    (settings_are_read, READ),
     (pipeline_is_possible, PIPELINE),
     (profiled_steps, ("train.profile", "train.steps")),
     (stages_have_their_axis, PIPELINE),

@@ -115,10 +115,11 @@ def test_a_folders_configuration_is_checked_like_a_preset(workdir: Path, capsys:
     (workdir / "a.yaml").write_text("model: {hf: model}\nmesh: {tp: 4}\n")
     (workdir / "model" / "config.json").write_text(json.dumps(config))
     assert run(["validate", "--json", "a.yaml"]) == Exit.FIT
-    assert diagnostics(capsys)[0]["why"] == "6 heads, 2 KV heads"
+    assert "6 heads, 2 KV heads" in [d["why"] for d in diagnostics(capsys)]
     (workdir / "a.yaml").write_text("model: {hf: model, dims: {model.norm.weight: [embed]}}\n")
     assert run(["validate", "--json", "a.yaml"]) == Exit.RECIPE
-    assert "has no effect on a model of tpshard's family llama" in diagnostics(capsys)[0]["message"]
+    (mistake,) = [d for d in diagnostics(capsys) if d["severity"] == "error"]
+    assert "has no effect on a model of tpshard's family llama" in mistake["message"]
     (workdir / "model" / "config.json").write_text("{")
     assert run(["validate", "--json", "a.yaml"]) == Exit.RECIPE
 
@@ -309,6 +310,16 @@ def test_what_train_refuses_of_a_folder_or_a_module_plan_and_validate_refuse_too
             capsys.readouterr()
             assert run([*command, "a.yaml", *changes]) == Exit.RECIPE, command
             assert "do not fit the weights in model" in capsys.readouterr().err
+    next(Path("model").glob("*.safetensors")).unlink()
+    for command, code in ((["validate"], Exit.DONE), (["plan", "--dry-run"], Exit.DONE), (["train"], Exit.RECIPE)):
+        capsys.readouterr()
+        assert run([*command, "a.yaml"]) == code
+        assert "model has no weights" in capsys.readouterr().err, command
+    Path("model", "config.json").write_text(json.dumps(PHI))
+    for command in (["validate"], ["plan", "--dry-run"], ["train"]):
+        capsys.readouterr()
+        assert run([*command, "a.yaml", "model.layers=1"]) == Exit.RECIPE, command
+        assert "overrides; remove layers" in capsys.readouterr().err
     (workdir / "buffered_module.py").write_text(
         "import torch\n"
         "class Buffered(torch.nn.Module):\n"

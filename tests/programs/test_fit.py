@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from tpshard.models.config import DTYPES, ModelConfig
 from tpshard.models.presets import PRESETS, preset
@@ -232,3 +234,45 @@ def test_the_stages_of_a_pipeline_have_the_layers_of_the_model(pipeline: str, me
     (error,) = errors(f"mesh: {{pp: 2}}\npipeline: {pipeline}")
     assert (error.message, error.exit) == (message, Exit.FIT)
     assert errors("mesh: {pp: 2}\npipeline: {schedule: 1f1b, split: [1, 3]}") == []
+
+
+WINDOWED = dataclasses.replace(PRESETS["tiny"], family="qwen3", window=64)
+EXPERTS = PRESETS["tiny-moe"]
+MODEL = "model: {hf: some_folder, seq_len: 256"
+
+
+@pytest.mark.parametrize(
+    ("text", "config", "message"),
+    [
+        (MODEL + ", balance: none, balance_rate: 0.5}", dataclasses.replace(EXPERTS, balance="none"), "balance_rate"),
+        (MODEL + ", balance: loss}", dataclasses.replace(EXPERTS, balance="loss", top_k=8), "balance"),
+        (MODEL + ", balance_rate: 0.1}", dataclasses.replace(EXPERTS, top_k=8), "balance_rate"),
+        (MODEL + ", norm_top_k: false}", dataclasses.replace(EXPERTS, top_k=8, routing="softmax"), "norm_top_k"),
+        (MODEL + ", window: 256}", dataclasses.replace(WINDOWED, window=256), "window"),
+        (MODEL + ", window: 64}", dataclasses.replace(WINDOWED, full_layers=(0, 1, 2, 3)), "window"),
+        (MODEL + ", full_layers: [4]}", dataclasses.replace(WINDOWED, full_layers=(4,)), "`model.full_layers` names"),
+        (MODEL + "}\nremat: {every: 5}", WINDOWED, "`remat.every: 5` recomputes only the first of 4 layers"),
+        (MODEL + "}\nsharding: {rules: {batch: fsdp, expert: tp}}", WINDOWED, "sharding.rules.expert"),
+        (MODEL + "}\nfsdp: {accumulate: {gather: step}}\nbatch: {global_sequences: 8}", WINDOWED, "accumulate.gather"),
+        (MODEL + "}\nfsdp: {accumulate: {reduce: last}}\nbatch: {global_sequences: 8}", None, "accumulate.reduce"),
+        (
+            MODEL + "}\nfsdp: {accumulate: {gather: step}}\nmesh: {pp: 2, fsdp: 1}\n"
+            "pipeline: {schedule: gpipe, form: vectorized}", WINDOWED, "accumulate.gather",
+        ),
+        (MODEL + ", balance: bias, balance_rate: 0.5, norm_top_k: false}", EXPERTS, None),
+        (MODEL + ", window: 255, full_layers: [3]}", dataclasses.replace(WINDOWED, full_layers=(3,)), None),
+        (MODEL + "}\nremat: {every: 4}", WINDOWED, None),
+        (MODEL + "}\nsharding: {rules: {batch: fsdp, expert: tp}}", EXPERTS, None),
+        (MODEL + "}\nsharding: {rules: {batch: fsdp, expert: tp}}\nserve: {checkpoint: another}", WINDOWED, None),
+        (MODEL + "}\nmesh: {fsdp: 1, ep: 2}", WINDOWED, None),
+        (MODEL + "}\nfsdp: {accumulate: {gather: step, reduce: last, dtype: bf16}}", WINDOWED, None),
+        (MODEL + "}\nfsdp: {accumulate: {dtype: bf16}}\nbatch: {global_sequences: 8}", WINDOWED, None),
+    ],
+)  # fmt: skip
+def test_a_setting_that_the_model_makes_meaningless_is_named(
+    text: str, config: ModelConfig | None, message: str | None
+) -> None:
+    mesh = "" if "mesh:" in text else "\nmesh: {fsdp: 1}"
+    recipe = loads(text + mesh, file="a.yaml")
+    actual = [d.message for d in misfits(recipe, config)]
+    assert len(actual) == (message is not None) and (message is None or message in actual[0]), actual

@@ -372,6 +372,9 @@ def test_the_name_of_a_family_is_completed() -> None:
     assert actual.fix == "did you mean `h100-sxm-80g`?"
 
 
+FRAMES = ["model={module: 'tpshard.models.conformer:Conformer'}", "task=frames"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
@@ -380,11 +383,21 @@ def test_the_name_of_a_family_is_completed() -> None:
         (["checkpoint.every_steps=0", "checkpoint.on_error=stop"], "checkpoint.on_error"),
         (["data.source=a.txt", "data.column=body"], "data.column"),
         (["data.column=body"], "data.column"),
-        (["task=frames", "data.source=c4"], "data.source"),
+        ([*FRAMES, "data.source=c4"], "data.source"),
         (["fsdp.bucket=none", "fsdp.memory_limit=1GiB"], "fsdp.memory_limit"),
         (["optimizer.momentum=0.5"], "optimizer.momentum"),
         (["optimizer.name=lion", "optimizer.eps=1.0e-6"], "optimizer.eps"),
         (["logging.wandb.mode=disabled", "logging.wandb.project=mine"], "logging.wandb.project"),
+        (["schedule.name=constant", "schedule.decay_steps=20"], "schedule.decay_steps"),
+        (["model.rope_scaling.factor=1", "model.rope_scaling.low_freq_factor=2"], "model.rope_scaling.low_freq_factor"),
+        (
+            ["model.rope_scaling.factor=1", "model.rope_scaling.original_max_seq=9"],
+            "model.rope_scaling.original_max_seq",
+        ),
+        (["sharding.rules.stage=tp"], "sharding.rules.stage"),
+        (["mesh={pp: 2, fsdp: 1}", "pipeline={schedule: 1f1b}", "sharding.rules.stage=pp"], "sharding.rules.stage"),
+        (["serve.layout=naive"], "serve.layout"),
+        (["resume=never", "checkpoint.resume=force"], "checkpoint.resume"),
     ],
 )
 def test_a_setting_that_another_makes_meaningless_is_named(overrides: list[str], key: str) -> None:
@@ -394,6 +407,49 @@ def test_a_setting_that_another_makes_meaningless_is_named(overrides: list[str],
     assert warning.where is not None and warning.where.text.startswith(key)
     without = [d for d in examine(path, overrides[:-1]).diagnostics if "has no effect" in d.message]
     assert without == [], "a default is nobody's wish"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["schedule.name=constant", "train.steps=20", "schedule.decay_steps=20"],
+        ["serve.checkpoint=a_gptq_folder", "serve.layout=naive"],
+        ["mesh={pp: 2, fsdp: 1}", "pipeline={schedule: gpipe, form: vectorized}", "sharding.rules.stage=pp"],
+        ["model.rope_scaling.factor=2", "model.rope_scaling.low_freq_factor=2"],
+        ["evaluate.every_steps=0", "evaluate.sequences=8"],
+        ["serve.checkpoint=${oc.env:NOT_SET_HERE}", "serve.layout=naive"],
+    ],
+)
+def test_a_setting_that_something_reads_draws_no_word(overrides: list[str]) -> None:
+    """Such as those of a saved recipe, and those of another command."""
+    path = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
+    assert examine(path, overrides).diagnostics == ()
+
+
+def test_resume_for_one_command_is_stronger_without_a_word(tmp_path: Path) -> None:
+    recipe = tmp_path / "a.yaml"
+    recipe.write_text("model: {preset: tiny}\ncheckpoint: {resume: never}\n")
+    assert examine(recipe, ["resume=force"]).diagnostics == ()
+    recipe.write_text("model: {preset: tiny}\nresume: never\n")
+    (warning,) = examine(recipe, ["checkpoint.resume=force"]).diagnostics
+    assert warning.message == "`checkpoint.resume` has no effect"
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("{module: 'a:B', layers: 3}", "`model.layers` changes a dimension"),
+        ("{module: 'a:B', pad_token: 3}", "`model.pad_token` changes a dimension"),
+        ("{transformers: a, window: 3}", "`model.window` changes a dimension"),
+        ("{preset: tiny, rope_scaling: {factor: 2, low_freq_factor: 4}}", "must be below `high_freq_factor: 4`"),
+        ("{preset: tiny, rope_scaling: {factor: 2, high_freq_factor: 1}}", "`low_freq_factor: 1` must be below"),
+        ("{preset: tiny}\ntask: frames", "`task: frames` has no tokens, which `model.preset` reads"),
+        ("{hf: a}\ntask: volumes", "`task: volumes` has no tokens, which `model.hf` reads"),
+    ],
+)
+def test_keys_of_a_model_that_contradict_its_others_are_refused(model: str, words: str) -> None:
+    (mistake,) = wrong(f"model: {model}\n")
+    assert words in mistake.message
 
 
 def test_a_mistake_of_a_map_stands_where_it_was_written_with_all_that_changed_it() -> None:
