@@ -98,8 +98,10 @@ def refuse_unread(command: str, overrides: Sequence[str] | None, read: Sequence[
         raise Mistakes(unread)
 
 
-def carried_model(recipe: str, overrides: Sequence[str]) -> list[str]:
-    """An override that names the config.json which a run carries, where the folder that the run began from is gone."""
+def carried_files(recipe: str, overrides: Sequence[str]) -> list[str]:
+    """Overrides that name what a run carries: its tokenizer, and the config.json where the folder that the run began
+    from is gone."""
+    from tpshard.models.folder_tokenizer import tokenizer_files
     from tpshard.recipes.load import examine
     from tpshard.train.carried import carried
 
@@ -112,16 +114,25 @@ def carried_model(recipe: str, overrides: Sequence[str]) -> list[str]:
         if key not in ("hf", "transformers"):
             return []
     own = Path(recipe) if Path(recipe).is_dir() else Path(recipe).parent
-    kept = carried(own if (own / "checkpoints").is_dir() else run)
+    kept = carried(own if (own / "checkpoints").is_dir() else run).absolute()
     gone = key in ("hf", "transformers") and (model is None or not Path(model).is_dir())
-    return [f"model.{key}={kept.absolute()}"] if gone and (kept / "config.json").is_file() else []
+    found = [f"model.{key}={kept}"] if gone and (kept / "config.json").is_file() else []
+    if tokenizer_files(kept) and not names_tokenizer(overrides):
+        found.append(f"data.tokenizer={kept}")
+    return found
+
+
+def names_tokenizer(overrides: Sequence[str]) -> bool:
+    """Whether one of the overrides of a command line sets `data.tokenizer`."""
+    keys = [override.partition("=")[0].strip() for override in overrides]
+    return any(key == "data" or f"{key}.".startswith("data.tokenizer.") for key in keys)
 
 
 def load(recipe: str | None, overrides: Sequence[str] | None = None, *, trained: bool = False) -> Recipe:
     """The recipe that the command line names; by default ./recipe.yaml, else the quickstart. Warnings are shown.
 
-    trained: for a command that reads what the recipe's run has written; its model's folder may be gone. Raises
-    `Mistakes` when the recipe is wrong.
+    trained: for a command that reads what the recipe's run has written; the folders that it began from may be gone.
+    Raises `Mistakes` when the recipe is wrong.
     """
     from tpshard.cli.main import report
     from tpshard.cli.preflight import load_checked
@@ -132,7 +143,7 @@ def load(recipe: str | None, overrides: Sequence[str] | None = None, *, trained:
         recipe = None
     if recipe is None:
         recipe = "recipe.yaml" if Path("recipe.yaml").is_file() else "quickstart"
-    loaded, warnings = load_checked(recipe, [*changes, *(carried_model(recipe, changes) if trained else ())])
+    loaded, warnings = load_checked(recipe, [*changes, *(carried_files(recipe, changes) if trained else ())])
     if warnings:
         report(Mistakes(warnings))
     return loaded

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
-from tpshard.cli.arguments import Device, Json, Overrides, carried_model, on_device, refuse_unread
+from tpshard.cli.arguments import Device, Json, Overrides, carried_files, on_device, refuse_unread
 from tpshard.cli.convert import Source
 from tpshard.cli.train import OVERRIDES
 from tpshard.recipes.diagnostic import Exit, Mistakes
@@ -118,14 +118,14 @@ def recipe_of(source: str, changes: Sequence[str]) -> Recipe:
 
     path = Path(source)
     if not holds_model(path):
-        recipe = load(source, [*changes, *carried_model(source, changes)])
+        recipe = load(source, [*changes, *carried_files(source, changes)])
     elif (path / MANIFEST).is_file():
         if not run_recipe(path).is_file():
             raise Mistakes.one(
                 f"{source} has no recipe", exit=Exit.CHECKPOINT, why=f"there is no {run_recipe(path)}",
                 fix="copy the recipe.yaml of its run two folders up",
             )  # fmt: skip
-        recipe = load(str(run_recipe(path)), [*changes, *carried_model(str(run_recipe(path)), changes)])
+        recipe = load(str(run_recipe(path)), [*changes, *carried_files(str(run_recipe(path)), changes)])
     else:
         recipe = loads(_recipe_of_folder(path), changes, file=source)
     data_ranks = _data_ranks(recipe)

@@ -18,6 +18,7 @@ from tpshard.programs.wrong_model import wrong_model
 from tpshard.recipes import load as recipes
 from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes
 from tpshard.recipes.schema import DEVICES
+from tpshard.recipes.training_keys import BYTE_TOKENS
 
 if TYPE_CHECKING:
     from tpshard.models.config import ModelConfig
@@ -221,22 +222,26 @@ def _tokens(recipe: Recipe, vocab: int | None) -> list[Diagnostic]:
     count = _tokenizer_size(recipe)
     if count is None or vocab is None or count <= vocab:
         return []
-    if recipe.data.stored()["tokenizer"] is not None:
+    made = recipe.data.made_tokens is not None
+    if not made and recipe.data.stored()["tokenizer"] is not None:
         from tpshard.models.folder_tokenizer import FolderTokenizer
 
         with contextlib.suppress(ValueError, OSError):  # texts can contain the others
-            notes = FolderTokenizer(Path(recipe.data.tokenizer or ""), vocab).notes
+            notes = FolderTokenizer(Path(recipe.data.tokenizer_folder or ""), vocab).notes
             fix = "nothing, unless texts should contain them"
             return [Diagnostic(n, severity="warning", where=recipe.where("data.tokenizer"), fix=fix) for n in notes]
-    keys = ("model.vocab", "data.tokenizer", "model")
+    keys = ("model.vocab", "data.tokenizer.train", "data.tokenizer", "model")
     stored, rounded = recipe.model.named_by != "preset", -(-count // 128) * 128
+    fix = "name the model's own tokenizer in `data.tokenizer`" if stored else f"model.vocab: {rounded}"
+    if made and vocab > BYTE_TOKENS:
+        fix += f", or data.tokenizer: {{train: {vocab}}}"
     return [
         Diagnostic(
             f"the tokenizer has {count:,} tokens, but the model's vocabulary has {vocab:,}",
             exit=Exit.RECIPE,
             where=next((s for k in keys if (s := recipe.where(k)).line), None),
             why=f"{count - vocab:,} tokens would have no embedding row",
-            fix="name the model's own tokenizer in `data.tokenizer`" if stored else f"model.vocab: {rounded}",
+            fix=fix,
         )
     ]
 
@@ -255,7 +260,7 @@ def text_errors(recipe: Recipe) -> list[Diagnostic]:
     for key in ("source", "tokenizer"):
         value, unset = None, None
         try:
-            value = getattr(recipe.data, key)
+            value = recipe.data.source if key == "source" else recipe.data.tokenizer_folder
         except Mistakes as mistakes:  # its environment variable is not set
             unset = mistakes.diagnostics[0]
         if unset is not None and key == "tokenizer":
@@ -298,8 +303,9 @@ def _is_elsewhere(path: str) -> bool:
 
 def _tokenizer_size(recipe: Recipe) -> int | None:
     """The size of the recipe's tokenizer, where it can be read without loading it."""
-    written = recipe.data.stored()["tokenizer"]
-    if written is None:
+    if (made := recipe.data.made_tokens) is not None:
+        return made
+    if recipe.data.stored()["tokenizer"] is None:
         if recipe.data.stored()["source"] != "sample":
             return None
         from tpshard.train.sample import VOCAB
@@ -308,7 +314,7 @@ def _tokenizer_size(recipe: Recipe) -> int | None:
     from tpshard.kernels.folder_json import read_json
 
     try:
-        raw: Any = read_json(Path(recipe.data.tokenizer or ""), "tokenizer.json")
+        raw: Any = read_json(Path(recipe.data.tokenizer_folder or ""), "tokenizer.json")
         ids = [*raw["model"]["vocab"].values(), *(token["id"] for token in raw.get("added_tokens", ()))]
         return max(ids) + 1
     except (Mistakes, OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.recipes.training_keys import TokenizerTraining
 
 if TYPE_CHECKING:
     import torch
@@ -93,8 +94,16 @@ def open_source(
 
 def named_tokenizer(model: SourceModel, recipe: Recipe, overrides: Sequence[str]) -> SourceModel:
     """The model with the tokenizer that the command line names, if it names one."""
-    named = any(override.partition("=")[0].strip() in ("data.tokenizer", "data") for override in overrides)
-    return replace(model, tokenizer=_tokenizer(recipe)) if named else model
+    from tpshard.cli.arguments import names_tokenizer
+
+    if not names_tokenizer(overrides):
+        return model
+    if isinstance(recipe.data.tokenizer, TokenizerTraining):
+        raise Mistakes.one(
+            "only `train` trains a tokenizer", exit=Exit.USAGE, where=recipe.where("data.tokenizer.train"),
+            fix="leave it out: the model has its own; or name a folder",
+        )  # fmt: skip
+    return replace(model, tokenizer=_tokenizer(recipe))
 
 
 def runs_of(source: str, recipe: Recipe) -> Path:
@@ -234,6 +243,12 @@ def _tokenizer(recipe: Recipe | None) -> Path | None:
     try:
         folder = recipe.data.tokenizer
     except Mistakes:  # an environment variable is not set; the weights do not need it
+        return None
+    if folder == "bytes":
+        from tpshard.train.made_tokenizer import byte_tokenizer
+
+        return byte_tokenizer()
+    if isinstance(folder, TokenizerTraining):  # the run that trained it keeps it
         return None
     if folder is not None:
         return Path(folder) if Path(folder).is_dir() else None

@@ -117,6 +117,8 @@ FILES = (
     Sample("model: {preset: tiny, vocab: 1000}"),
     Sample("model: {preset: tiny}\ndata: {tokenizer: organization/name}"),
     Sample("model: {preset: tiny}\ndata: {tokenizer: /shared/tokenizer}"),
+    Sample("model: {preset: tiny}\ndata: {tokenizer: {train: 8192}}"),
+    Sample("model: {preset: tiny}\ndata: {tokenizer: 8192}"),
     Sample("model: {hf: folder, full_layers: [1]}", files={"folder/config.json": QWEN}),
 )
 """Mistakes in a recipe's bytes, in an override, and in a file that it names."""

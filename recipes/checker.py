@@ -265,7 +265,7 @@ class Checker:
             return self.wrong(path, message, node.source, why, fix)
         fix, plain = "", scalar(replace(node, plain=True))
         if likely := _likely(raw, hint):
-            fix = f"write a list: {likely}"
+            fix = f"write a {'map' if likely[0] == '{' else 'list'}: {likely}"
         elif isinstance(raw, str) and type(plain) in (int, float) and (int in bases or float in bases):
             fix = f"remove the quotes: {node.text}"
         elif raw is not None and not isinstance(raw, str) and str in bases:
@@ -275,7 +275,13 @@ class Checker:
 
 
 def _likely(raw: Any, hint: Any) -> str:
-    """The list or map that text without brackets means: `0.9,0.95` the list of both, `25MB` a map of mb; else ""."""
+    """The list or map that a value without brackets means: `0.9,0.95` the list of both, `25MB` and 25 a map of mb; else
+    ""."""
+    counted = (
+        key for cls in sections_of(hint) for key, inner in hints(cls).items() if {int, float} & {*bases_of(inner)}
+    )
+    if type(raw) in (int, float) and (key := next(counted, None)) is not None:
+        return f"{{{key}: {raw}}}"
     if not isinstance(raw, str):
         return ""
     if "," in raw and any(get_origin(base) is tuple for base in bases_of(hint)):

@@ -19,6 +19,7 @@ from omegaconf.basecontainer import BaseContainer
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from tpshard.recipes.diagnostic import Diagnostic, Notes, Source
 from tpshard.recipes.nodes import Path
+from tpshard.recipes.other_tools import MADE_TOKENIZERS
 
 ALLOWED = ("oc.env", "oc.decode", "oc.select", "oc.dict.keys", "oc.dict.values")
 """Resolvers that a recipe may use. Others of OmegaConf, such as `oc.coerce`, import modules."""
@@ -128,6 +129,8 @@ def unresolvable(text: str, resolved: Resolved, where: Source, also: Notes = ())
         fix = f"export {name}=..., or give a default: ${{oc.env:{name},default}}"
         if where.file.startswith("<default "):  # nobody wrote this interpolation
             fix = f"give `{where.text}` a value, or export {name}=..."
+            if where.text == "data.tokenizer":
+                fix += f"; {MADE_TOKENIZERS}"
         return Diagnostic(message, where=where, why="needed now", fix=fix, also=also)
     why = str(resolved.error).partition("\n")[0]
     return Diagnostic(f"`{text}` cannot be resolved", where=where, why=why, fix=FORMS, also=also)

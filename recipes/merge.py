@@ -18,6 +18,8 @@ from tpshard.recipes.schema import Recipe
 from tpshard.recipes.section import Section, default_of
 from tpshard.recipes.write import as_data
 
+NO_FILES = ("sample", "c4", "latest", "bytes")
+"""Values of keys that name files which are no files."""
 MESHES = (("mesh",), ("serve", "mesh"))
 """The paths of meshes. Their axes take the order of the last layer that writes them: devices are numbered by it."""
 
@@ -205,8 +207,7 @@ def _beside(name: str, path: Path, source: Source) -> str:
     Other names, those on the command line, and `run.dir` count from the working directory.
     """
     here = os.path.dirname(source.file)
-    words = ("sample", "c4", "latest")
-    if not here or not source.line or path == ("run", "dir") or name in words or "${" in name or os.path.isabs(name):
+    if not here or not source.line or path == ("run", "dir") or name in NO_FILES or "${" in name or os.path.isabs(name):
         return name
     start = re.split(r"[*?\[]", name)[0]
     there = os.path.join(here, start if start == name else os.path.dirname(start))

@@ -67,6 +67,9 @@ _TABLE: Mapping[tuple[str, ...], tuple[str, ...]] = {
 KEYS = {word: keys for words, keys in _TABLE.items() for word in words}
 """Another tool's key -> the recipe's keys for it. `serve.tp` is meant in that section only, `tp` in any."""
 
+MADE_TOKENIZERS = "data.tokenizer: {train: 8192} trains one on the text; bytes needs no training"
+"""What `data.tokenizer` offers where a tokenizer's folder is asked for."""
+
 
 def hub_fix(text: str) -> str:
     """The fix where a folder is asked for and `text` looks like the name of a model on the Hugging Face hub; "" for

@@ -7,7 +7,18 @@ from dataclasses import field
 from typing import Annotated, ClassVar, Literal
 
 from tpshard.recipes.constraints import Count, CountOrZero, Dtype, NonNegative, Positive, Share, limits
+from tpshard.recipes.diagnostic import Mistakes
 from tpshard.recipes.section import Section, derived
+
+BYTE_TOKENS = 258
+"""Tokens of the tokenizer `bytes`: a begin token, an end token and 256 bytes. A trained tokenizer has them too."""
+
+
+class TokenizerTraining(Section):
+    """A tokenizer that a run trains on its text: a byte-level BPE."""
+
+    train: Annotated[int, limits(least=BYTE_TOKENS, most=2**20)]
+    """Tokens at most; a short text gives fewer."""
 
 
 class Data(Section):
@@ -20,8 +31,9 @@ class Data(Section):
     Hugging Face hub; or a folder, file or pattern of *.jsonl, *.json.gz, *.parquet or *.txt."""
     column: str = "text"
     """The key of JSON lines, or the column of Parquet files, that holds the text."""
-    tokenizer: str | None = derived(default='its own for sample, else "${oc.env:TOKENIZER_DIR}"')
-    """Folder of a Hugging Face tokenizer, read when a command needs it; null: the sample's own."""
+    tokenizer: str | TokenizerTraining | None = derived(default='its own for sample, else "${oc.env:TOKENIZER_DIR}"')
+    """Folder of a Hugging Face tokenizer, read when a command needs it; {train: 8192}: one of so many tokens that a
+    run trains on its text and keeps; bytes: the 256 bytes; null: the sample's own."""
     bos: Literal["tokenizer", "always", "never"] = "tokenizer"
     """Whether each document begins with the tokenizer's bos_token. tokenizer: with what the tokenizer itself puts
     before a text, as transformers reads it, be it nothing; always: with bos_token in any case."""
@@ -30,6 +42,22 @@ class Data(Section):
     tokenizer: with what the tokenizer itself puts after a text, which for most is nothing."""
     bad_rows: Share = 0.01
     """Share of unreadable rows that stops the run."""
+
+    @property
+    def made_tokens(self) -> int | None:
+        """The most tokens of a tokenizer that tpshard makes, {train: SIZE} or bytes; None where a folder is named, or
+        nothing."""
+        try:
+            named = self.tokenizer
+        except Mistakes:  # its environment variable is not set
+            return None
+        return named.train if isinstance(named, TokenizerTraining) else BYTE_TOKENS if named == "bytes" else None
+
+    @property
+    def tokenizer_folder(self) -> str | None:
+        """The folder that `tokenizer` names, if it names one. Raises `Mistakes` where a variable is not set."""
+        named = self.tokenizer
+        return named if isinstance(named, str) and named != "bytes" else None
 
 
 class Batch(Section):

@@ -9,6 +9,7 @@ from typing import Any
 
 from tpshard.recipes.diagnostic import Exit, Mistakes, plural
 from tpshard.recipes.load import load
+from tpshard.recipes.merge import NO_FILES
 from tpshard.recipes.schema import Recipe
 from tpshard.recipes.values import hashed, shorten, values
 from tpshard.recipes.write import as_data, dump
@@ -86,7 +87,7 @@ def kept_recipe(recipe: Recipe) -> str:
     data.pop("resume", None)
     for section, name in (key.split(".") for key in PATHS):
         file = data.get(section, {}).get(name)
-        if isinstance(file, str) and "${" not in file and os.path.exists(file):
+        if isinstance(file, str) and file not in NO_FILES and "${" not in file and os.path.exists(file):
             data[section] = {**data[section], name: os.path.abspath(file)}
     if data["checkpoint"]["resume"] == "force":
         data["checkpoint"] = {**data["checkpoint"], "resume": "auto"}

@@ -25,22 +25,16 @@ from pathlib import Path
 from tpshard.models.aside import write_aside
 from tpshard.models.file_lock import one_at_a_time
 from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.train.byte_bpe import byte_bpe
 
 VERSION = 1
 """Version of the sample, part of the folder's name, so that a new version is written beside the old one."""
 VOCAB = 2048
-BEGIN, END = "<|begin|>", "<|end|>"
 TRAIN_FILES = 4
 HELD_OUT = 20
 """One document in this many is held out, chosen by the hash of its text."""
 SHORTEST = 64
 """Characters; shorter docstrings are left out."""
-
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{{ message['role'] | capitalize }}: {{ message['content'] }}\n\n"
-    "{% endfor %}{% if add_generation_prompt %}Assistant: {% endif %}"
-)
 
 
 @dataclass(frozen=True)
@@ -150,7 +144,9 @@ def _make(folder: Path) -> None:
             for index in range(TRAIN_FILES):
                 _write_gz(work / f"c4-train.{index:05d}-of-{TRAIN_FILES:05d}.json.gz", train[index::TRAIN_FILES])
             _write_gz(work / "c4-validation.00000-of-00001.json.gz", held_out)
-            _train_tokenizer(work / "tokenizer", [json.loads(line)["text"] for line in train])
+            (work / "tokenizer").mkdir()
+            for name, content in byte_bpe((json.loads(line)["text"] for line in train), VOCAB)[0].items():
+                (work / "tokenizer" / name).write_text(content, encoding="utf-8")
             sums = {str(p.relative_to(work)): _sha256(p) for p in sorted(work.rglob("*")) if p.is_file()}
             (work / "manifest.json").write_text(json.dumps({"version": VERSION, "sha256": sums}, indent=1))
     except OSError:
@@ -178,36 +174,6 @@ def _split() -> tuple[list[str], list[str]]:
     for digest in sorted(by_hash):
         (held_out if digest[-1] % HELD_OUT == 0 else train).append(by_hash[digest])
     return train, held_out
-
-
-def _train_tokenizer(folder: Path, texts: list[str]) -> None:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB,
-        special_tokens=[BEGIN, END],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BEGIN} $A", pair=f"{BEGIN} $A $B", special_tokens=[(BEGIN, tokenizer.token_to_id(BEGIN))]
-    )
-    folder.mkdir()
-    (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": BEGIN,
-        "eos_token": END,
-        "pad_token": END,
-        "model_max_length": 1_000_000,
-        "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1))
 
 
 def _is_whole(folder: Path) -> bool:

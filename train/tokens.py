@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from tpshard.models.folder_tokenizer import FAST, FolderTokenizer, tokenizer_files
 from tpshard.recipes.diagnostic import Exit, Mistakes, Source, looked_for
-from tpshard.recipes.other_tools import hub_fix
+from tpshard.recipes.other_tools import MADE_TOKENIZERS, hub_fix
 
 Around = Literal["tokenizer", "always", "never"]
 """Whether documents begin or end with a token: as the tokenizer itself does it, always or never."""
@@ -150,6 +150,5 @@ def _unreadable(folder: Path, why: str, where: Source | None) -> Mistakes:
         exit=Exit.DATA,
         where=where,
         why=why,
-        fix=hub_fix(str(folder))
-        or "a folder with tokenizer.json and tokenizer_config.json; `data.source: sample` needs none",
+        fix=hub_fix(str(folder)) or f"a folder with tokenizer.json and tokenizer_config.json; {MADE_TOKENIZERS}",
     )

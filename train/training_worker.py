@@ -31,13 +31,16 @@ from tpshard.programs.setting import Setting
 from tpshard.programs.training import TrainingPrograms
 from tpshard.programs.wrong_model import wrong_model
 from tpshard.recipes.diagnostic import Exit, Mistakes, plural
+from tpshard.recipes.other_tools import MADE_TOKENIZERS
 from tpshard.recipes.schema import Recipe
+from tpshard.recipes.training_keys import TokenizerTraining
 from tpshard.train import profile_report
 from tpshard.train.carried import carried, carry
 from tpshard.train.corpus import Corpus, TextSource, open_text
 from tpshard.train.generated_rows import GeneratedRows, held_out_rows
 from tpshard.train.learning_rate import learning_rate
 from tpshard.train.loop import Outcome, Row, TrainingLoop, summary
+from tpshard.train.made_tokenizer import byte_tokenizer, trained_tokenizer
 from tpshard.train.pipelined import PipelineEngine
 from tpshard.train.progress import Progress, duration, progress_for, short
 from tpshard.train.records import Records
@@ -132,7 +135,7 @@ def _train(
     # Data first: errors in it are common and show in a second, while building the programs takes longer.
     context.watchdog.doing = Doing("opening the data")
     data_rank = context.mesh.linear_index(setting.data_axes, context.rank)
-    loader, held_out_batches = _data(setting, data_rank, folder)
+    loader, held_out_batches = _data(setting, data_rank, folder, context)
     plan = setting.batch
     programs = programs or _build_programs(setting, context)
     around.check(programs)
@@ -285,14 +288,25 @@ def _display(recipe: Recipe, context: Context) -> Iterator[Progress]:
         progress.close()
 
 
-def _tokenizer(recipe: Recipe, corpus: Corpus, setting: Setting, run: Path) -> TextTokenizer:
+def _tokenizer(recipe: Recipe, corpus: Corpus, setting: Setting, run: Path, context: Context | None) -> TextTokenizer:
     named = recipe.data.tokenizer
     where = recipe.where("data.tokenizer")
-    folder = corpus.tokenizer if named is None else Path(named)
+    if isinstance(named, TokenizerTraining):
+        if context is None:
+            raise Mistakes.one(
+                "there is no tokenizer: only `train` trains one", exit=Exit.DATA, where=where,
+                why=f"no tokenizer in {carried(run)}", fix="name the model's own in `data.tokenizer`",
+            )  # fmt: skip
+        context.watchdog.doing = Doing("training the tokenizer")
+        folder: Path | None = trained_tokenizer(recipe, corpus.train, run, context, partial(_say, stream=sys.stderr))
+    elif named == "bytes":
+        folder = byte_tokenizer(run)
+    else:
+        folder = corpus.tokenizer if named is None else Path(named)
     if folder is None:
         raise Mistakes.one(
             "`data.tokenizer` names no tokenizer", exit=Exit.DATA, where=where,
-            fix="a Hugging Face tokenizer folder; only the sample brings its own",
+            fix=f"the folder of a Hugging Face tokenizer; {MADE_TOKENIZERS}",
         )  # fmt: skip
     described, data = setting.config or setting.architecture, recipe.data
     rows = None if described is None else described.vocab
@@ -334,12 +348,15 @@ def _build_programs(setting: Setting, context: Context) -> TrainingPrograms:
     return programs
 
 
-def _data(setting: Setting, data_rank: int, folder: Path) -> tuple[Loader | GeneratedRows, Iterator[StepBatch]]:
+def _data(
+    setting: Setting, data_rank: int, folder: Path, context: Context
+) -> tuple[Loader | GeneratedRows, Iterator[StepBatch]]:
     """This rank's rows of every step, and its micro-batches of held-out rows."""
     recipe, plan = setting.recipe, setting.batch
     if not setting.task.text:
         return GeneratedRows(setting.task, recipe, plan.rows(data_rank)), held_out(setting, data_rank)
-    corpus, tokenizer = open_corpus(setting, folder)
+    corpus, tokenizer = open_corpus(setting, folder, context)
+    context.agree({"tokenizer": tokenizer.fingerprint})
     loader = Loader(
         corpus.train, tokenizer, seq_len=setting.seq_len, global_sequences=plan.global_sequences,
         part=plan.rows(data_rank), seed=recipe.seed, bad_rows=recipe.data.bad_rows,
@@ -347,12 +364,12 @@ def _data(setting: Setting, data_rank: int, folder: Path) -> tuple[Loader | Gene
     return loader, held_out(setting, data_rank, (corpus.held_out, tokenizer))
 
 
-def open_corpus(setting: Setting, folder: Path) -> tuple[Corpus, TextTokenizer]:
+def open_corpus(setting: Setting, folder: Path, context: Context | None = None) -> tuple[Corpus, TextTokenizer]:
     """The recipe's text with its tokenizer. folder: the run's, where the sample is kept if the cache cannot be
-    written."""
+    written. context: the workers of a run, which may train a tokenizer; every rank calls it then."""
     data = setting.recipe.data
     corpus = open_text(data.source, data.column, where=setting.recipe.where("data.source"), fallback=folder)
-    return corpus, _tokenizer(setting.recipe, corpus, setting, folder)
+    return corpus, _tokenizer(setting.recipe, corpus, setting, folder, context)
 
 
 def _part(total: int, setting: Setting, data_rank: int) -> tuple[range, int]:
