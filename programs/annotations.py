@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from tpshard.models.family import DIMS
 from tpshard.parallelism.graph import Graph, Value
 from tpshard.parallelism.mesh import Axes, Axis, merge, size_of
 from tpshard.parallelism.propagated import Annotation
@@ -13,7 +14,7 @@ from tpshard.parallelism.why import SourcePlace
 from tpshard.programs.patterns import matches
 from tpshard.programs.serve_setting import ServeSetting
 from tpshard.programs.setting import Setting
-from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes
+from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, did_you_mean
 from tpshard.recipes.schema import Recipe
 
 BATCH_DIMS = ("batch", "seq")
@@ -47,6 +48,7 @@ def annotate(
         if value.label and any(own):
             reader.rules(annotations, value, value.label, own)
     sharding = setting.recipe.sharding
+    reader.dims({dim for v in graph.values() for dim in v.dims} | {d for dims in (fields or {}).values() for d in dims})
     for pattern, names in sharding.annotate.items():
         axes = [sharding.rules.get(name or "", ()) for name in names]
         for value in reader.require(_matching_values(graph, used, pattern), pattern, f"sharding.annotate.{pattern}"):
@@ -110,6 +112,24 @@ class _Reader:
                 )
             )
         return values
+
+    def dims(self, of_values: Collection[str]) -> None:
+        """Requires of a model without a configuration that rules name dims of tensors (presets: see `recipes.laws`)."""
+        if self.setting.config is not None or self.serving:
+            return
+        named = (*self.setting.dims.values(), *self.recipe.sharding.annotate.values())
+        known = {dim for dims in named for dim in dims if dim} | {dim for dim in of_values if dim} | {*DIMS}
+        self.mistakes += [
+            Diagnostic(
+                f"no tensor of {self.recipe.model.module or 'the model'} has a dim called `{dim}`",
+                exit=Exit.RECIPE,
+                where=self.recipe.where(f"sharding.rules.{dim}"),
+                why="the rule would have no effect",
+                fix=did_you_mean(dim, sorted(known), f"its dims are {', '.join(sorted(known))}"),
+            )
+            for dim in self.recipe.sharding.rules
+            if dim not in known
+        ]
 
     def axes(self, names: Sequence[str]) -> Axes:
         return merge(self.mesh.axis(name) for name in names if self.mesh.axes.get(name, 1) > 1)

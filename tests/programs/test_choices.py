@@ -209,6 +209,10 @@ def test_a_pattern_that_a_module_does_not_know_is_told(tmp_path: Path, monkeypat
     (mistake,) = stopped.value.diagnostics
     assert stopped.value.exit == Exit.RECIPE and "`wieght` matches nothing" in mistake.message
     assert mistake.where is not None and mistake.where.line == 4
+    with pytest.raises(Mistakes, match="no tensor of own_table:Table has a dim called `bacth`") as stopped:
+        step_programs.micro_program(Setting.of(loads(recipe + "sharding: {rules: {batch: fsdp, bacth: fsdp}}")))
+    (mistake,) = stopped.value.diagnostics
+    assert stopped.value.exit == Exit.RECIPE and mistake.fix == "did you mean `batch`?"
 
 
 @pytest.mark.parametrize("pipeline", [(), ("mesh={pp: 2, fsdp: 1}", "pipeline={schedule: 1f1b}")])
