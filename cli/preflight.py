@@ -131,6 +131,8 @@ def configuration(recipe: Recipe) -> ModelConfig | None:
     model = recipe.model
     key = model.named_by
     try:
+        if key == "module" and (changed := ", ".join(model.overrides())):
+            raise ValueError(f"a `module` takes `model.args`; it has no {changed} to override")
         if key == "preset":
             return presets.preset(str(model.preset), model.overrides())
         return _of_folder(getattr(model, key), key, model.overrides()) if key in ("hf", "transformers") else None

@@ -57,12 +57,10 @@ def one_model(recipe: Recipe) -> Iterator[Diagnostic]:
         yield _violation(recipe, f"model.{named[1]}", message, "one too many", fix, {f"model.{named[0]}": "the other"})
     if stored["args"] and "module" not in named:
         yield _violation(recipe, "model.args", "`model.args` are for `model.module`", "no module here", "remove them")
-    definitions = {"transformers": "its config.json", "module": "its class and `model.args`"}
-    for key in model.overrides() if model.named_by in definitions else ():
+    for key in model.overrides() if stored["transformers"] is not None else ():
         message = f"`model.{key}` changes a dimension, which only tpshard's own models allow"
-        source = definitions[str(model.named_by)]
-        why, fix = f"a `{model.named_by}` model is defined by {source}", f"change {source.removeprefix('its ')}"
-        yield _violation(recipe, f"model.{key}", message, why, fix)
+        why = "a `transformers` model is defined by its config.json"
+        yield _violation(recipe, f"model.{key}", message, why, "change config.json")
 
 
 def task_of_model(recipe: Recipe) -> Iterator[Diagnostic]:

@@ -331,6 +331,11 @@ def test_what_train_refuses_of_a_folder_or_a_module_plan_and_validate_refuse_too
         "    def __init__(self):\n"
         "        raise KeyError('nothing')\n"
     )
+    (workdir / "b.yaml").write_text("model: {module: 'buffered_module:Buffered', layers: 3, pad_token: 1}\n")
+    for command in (["validate"], ["plan", "--dry-run"], ["train"]):
+        capsys.readouterr()
+        assert run([*command, "b.yaml"]) == Exit.RECIPE, command
+        assert "it has no layers, pad_token to override" in capsys.readouterr().err
     for name, words in (("Buffered", "buffers"), ("Broken", "nothing"), ("Missing", "has no Missing")):
         (workdir / "b.yaml").write_text(f"model: {{module: 'buffered_module:{name}', seq_len: 16}}\n")
         capsys.readouterr()

@@ -438,8 +438,6 @@ def test_resume_for_one_command_is_stronger_without_a_word(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("{module: 'a:B', layers: 3}", "`model.layers` changes a dimension"),
-        ("{module: 'a:B', pad_token: 3}", "`model.pad_token` changes a dimension"),
         ("{transformers: a, window: 3}", "`model.window` changes a dimension"),
         ("{preset: tiny, rope_scaling: {factor: 2, low_freq_factor: 4}}", "must be below `high_freq_factor: 4`"),
         ("{preset: tiny, rope_scaling: {factor: 2, high_freq_factor: 1}}", "`low_freq_factor: 1` must be below"),
