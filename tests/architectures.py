@@ -247,14 +247,15 @@ def second_document(logits: Callable[[dict[str, Tensor]], Tensor]) -> list[Tenso
 
 
 def reference(name: str, batch: Mapping[str, Tensor], several: bool) -> tuple[Tensor, dict[str, Tensor]]:
-    """The summed loss and its gradients by transformers' module and torch's cross-entropy; zeros for buffers."""
+    """The summed loss and its gradients by transformers' module and torch's cross-entropy, of the parameters that have
+    one: not of buffers, nor of what the loss does not depend on."""
     model, leaves = own(name), values(name)
-    trained = [leaves[path].requires_grad_() for path, _ in model.named_parameters()]
+    asked = {path: leaves[path].requires_grad_(p.requires_grad) for path, p in model.named_parameters()}
+    asked = {path: leaf for path, leaf in asked.items() if leaf.requires_grad}
     inputs = {"input_ids": batch["tokens"], "use_cache": False}
     if several:
         inputs["position_ids"] = batch["positions"] + Architecture(config_of(name)).first_position
     logits = torch.func.functional_call(model, leaves, (), inputs).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch["targets"].flatten(), reduction="sum")
-    gradients = torch.autograd.grad(loss, trained, materialize_grads=True)
-    none = {path: torch.zeros_like(value) for path, value in leaves.items()}
-    return loss.detach(), none | dict(zip([path for path, _ in model.named_parameters()], gradients))
+    gradients = zip(asked, torch.autograd.grad(loss, list(asked.values()), allow_unused=True))
+    return loss.detach(), {path: grad for path, grad in gradients if grad is not None}
