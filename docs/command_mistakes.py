@@ -153,9 +153,6 @@ FOLDERS = (
     converted({"model": {"module": "net:Net", "args": {}}}),
     converted({}, {"runs/recipe/recipe.yaml": "model: {preset: tiny}"}),
     Sample(command="quantize model.pt out"),
-    Sample(
-        command="quantize model out", files={"model/config.json": '{"quantization_config": {"quant_method": "awq"}}'}
-    ),
     Sample(command="quantize model out", model=True),
     Sample(command="quantize model model --overwrite", model=True),
     quantized("", {"tok/tokenizer.json": TOKENIZER}),

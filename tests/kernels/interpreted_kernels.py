@@ -5,6 +5,7 @@ On a GPU: pytest tests/kernels/interpreted_kernels.py
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from tpshard.kernels import delta_rule, fp8, fp8_launch, selective_scan, triton_experts, triton_recurrences
@@ -15,6 +16,7 @@ from tpshard.kernels.optimizer_steps import adamw_formula, lion_formula
 from tpshard.kernels.packed import pack, unpack
 from tpshard.kernels.quantized import Quantized, group_count, group_index, reference_matmul
 from tpshard.kernels.triton_launch import Tile
+from triton import language as tl
 from triton.runtime import interpreter
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -26,8 +28,13 @@ def products_in_order(monkeypatch):
     """A block's product in the interpreter is a sum over its inner dim in order, whose rows are independent as a GPU's
     are. numpy's library for matrices sums a row in an order that depends on its place in the block."""
 
+    def values(block):
+        if block.dtype.is_floating() and block.dtype.primitive_bitwidth == 8:  # held as bytes
+            return interpreter._convert_float(block.data, block.dtype, tl.float16, None).view(np.float16)
+        return block.data
+
     def dot(self, a, b, total, *_):
-        x, y, out = a.data, b.data, total.data.copy()
+        x, y, out = values(a), values(b), total.data.copy()
         for k in range(x.shape[-1]):
             out += x[..., k : k + 1].astype(out.dtype) * y[..., k : k + 1, :].astype(out.dtype)
         return interpreter.TensorHandle(out, total.dtype.scalar)

@@ -37,7 +37,7 @@ def refusal(*overrides: str) -> str:
     """The error of a recipe that cannot be built, with its exit code."""
     with pytest.raises(Mistakes) as caught:
         training.build(setting(*overrides))
-    (one, *_) = caught.value.diagnostics
+    one = next(one for one in caught.value.diagnostics if one.severity == "error")
     return f"{int(one.exit)} {one.message}; {one.why}; {one.fix}"
 
 
