@@ -138,9 +138,9 @@ def test_a_run_is_compared_with_its_plan(report, tmp_path, monkeypatch):
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + '\n{"step": 9, "lo')
     compared = compare.compare(tmp_path)
     assert compared is not None and compared["step_s"]["error"] == pytest.approx(-0.5)
-    assert "(-50%)" in compare.record(tmp_path) and "`tpshard doctor --measure`" in compare.record(tmp_path)
+    assert "step_s" not in compare.record(tmp_path), "the shipped CPU's times are those of another machine"
     monkeypatch.setattr(compare, "SHIPPED_CPU", "another")
-    assert "doctor --measure" not in compare.record(tmp_path)
+    assert "step_s" in compare.record(tmp_path) and "(-50%)" in compare.record(tmp_path)
     assert json.loads((tmp_path / "plan_measured.json").read_text())["step_s"]["measured"] == pytest.approx(2 * step_s)
 
 
