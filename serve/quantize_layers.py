@@ -223,7 +223,7 @@ class Quantizer:
                 and not parameter.is_meta
                 and (prefix or not name.startswith(f"{self.path}."))
             ):
-                parameter.copy_(parameter.to(torch.float16))
+                parameter.data = parameter.to(torch.float16).to(parameter.dtype)  # what was read stays as it is
 
     def _load(self, module: nn.Module, prefix: str, skip: str | None = None) -> None:
         values: dict[int, nn.Parameter] = {}  # of parameters that have several names
@@ -303,12 +303,11 @@ class Quantizer:
         experts = self.layered.experts(layer, prefix)
         stacks = {} if experts is None else dict(zip(experts.names, experts.weights))
         for name in [name for name, fits in self.fits.items() if fits and name.startswith(prefix)]:
-            for weight in stacks.get(name, ()):
-                weight.copy_(self._dense_form(round_to_nearest(weight.float(), self.settings)))
+            for expert, weight in enumerate(stacks.get(name, ())):
+                weight.copy_(self._rounded(weight, f"{name}[{expert}]"))
             if name not in stacks:
                 linear = layer.get_submodule(name.removeprefix(prefix))
-                weight = self.layered.weight_of(linear).float()
-                self.layered.set_weight(linear, self._dense_form(round_to_nearest(weight, self.settings)))
+                self.layered.set_weight(linear, self._rounded(self.layered.weight_of(linear), name))
         self._round(layer, prefix)
         return layer
 
@@ -350,13 +349,12 @@ class Quantizer:
         self, weights: Mapping[str, Tensor], statistics: Hessian, heads: Heads | None = None
     ) -> dict[str, Quantized]:
         """Quantizes several weights [outputs, inputs] that multiply the same input. ValueError names the weight."""
-        quantized, name = dict[str, Quantized](), next(iter(weights))
-        try:
+        with _naming(next(iter(weights))):
             plan = ordering(statistics.mean().diagonal(), self.settings, self.order, heads)
-            for name, weight in weights.items():
+        quantized = dict[str, Quantized]()
+        for name, weight in weights.items():
+            with _naming(name):
                 quantized[name] = self._quantize_weight(weight, name, statistics, plan)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
         return quantized
 
     def _quantize_weight(self, values: Tensor, name: str, statistics: Hessian, plan: Ordering) -> Quantized:
@@ -376,9 +374,23 @@ class Quantizer:
         self.report.linears.append(LinearResult(name, (outputs, inputs), error, nearest_error, seconds))
         return quantized
 
+    def _rounded(self, weight: Tensor, name: str) -> Tensor:
+        """A weight [outputs, inputs] rounded to nearest, in the dtype of the activations."""
+        with _naming(name):
+            return self._dense_form(round_to_nearest(weight.float(), self.settings))
+
     def _dense_form(self, quantized: Quantized) -> Tensor:
         """The weight [outputs, inputs] that a quantized one stands for, in the dtype of the activations."""
         return quantized.dequantize().T.to(self.dtype).contiguous()
+
+
+@contextlib.contextmanager
+def _naming(weight: str) -> Iterator[None]:
+    """Puts a weight's name before the message of a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{weight}: {error}") from error
 
 
 def _hidden(x: Tensor, experts: ExpertMatrices, expert: int) -> Tensor:
