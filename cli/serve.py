@@ -85,8 +85,10 @@ def model_of(recipe: str, overrides: list[str], loaded: Recipe) -> SourceModel:
 
 def _other_checkpoint(recipe: str, named: str, loaded: Recipe) -> str:
     """The fix for a `serve.checkpoint` that is none: the run's own of that name, or a model on the hub."""
+    from tpshard.cli.sources import holds_model
+
     for run in (Path(recipe), Path(loaded.run.dir)):
-        if (run / "checkpoints" / named).is_dir():
+        if holds_model(run / "checkpoints" / named):
             return f"serve.checkpoint={run / 'checkpoints' / named}"
     return hub_fix(named) or "a checkpoint being written gets its manifest last: wait for it, or name another"
 

@@ -52,14 +52,15 @@ class SourceModel:
 
     def read(self, name: str) -> torch.Tensor:
         """A whole parameter. Raises `Mistakes` (exit 7) where it cannot be read."""
-        from tpshard.models.hf_files import holds_nan
+        from tpshard.kernels.folder_json import FolderError
+        from tpshard.models.hf_files import BEFORE_NAN, holds_nan
         from tpshard.train.restore import Damaged
 
         shape = self.blueprint.shapes[name]
         try:
             value = self.block(name, (0,) * len(shape), shape)
             if holds_nan(value):
-                raise ValueError(f"`{name}` holds values that are not numbers (NaN)")
+                raise FolderError(f"`{name}` holds values that are not numbers (NaN)", BEFORE_NAN)
             return value
         except (Damaged, ValueError, OSError) as error:
             raise _unreadable(self.name, error) from error

@@ -11,8 +11,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from tpshard.kernels.folder_json import FolderError
 from tpshard.models import hf_headers
 from tpshard.models.hf_json import file_inside
+
+BEFORE_NAN = "use an earlier checkpoint, from before the values became non-finite"
+"""The fix where weights hold NaN."""
 
 
 class Tensors:
@@ -85,7 +89,7 @@ class Tensors:
                 part = self._slice(name)[cut]
             value = part.clone(memory_format=torch.contiguous_format)
         if holds_nan(value):
-            raise ValueError(f"`{name}` of {self.folder} holds values that are not numbers (NaN)")
+            raise FolderError(f"`{name}` of {self.folder} holds values that are not numbers (NaN)", BEFORE_NAN)
         return value
 
 
