@@ -155,7 +155,8 @@ class PropagatedReasons:
 
     @cached_property
     def _values(self) -> dict[str, Value]:
-        return {value.name: value for value in self.shardings.graph.values()}
+        # also of values that `joined_slices` took out of the graph: reasons of others pass through them
+        return {value.name: value for value in (*self.shardings.of, *self.shardings.graph.values())}
 
     def __call__(self, name: str) -> ShardingReason:
         value, by = self._stands_for(name)

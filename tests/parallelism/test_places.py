@@ -87,6 +87,17 @@ def test_roles_hold_for_a_value_and_its_gradient_and_leave_no_trace() -> None:
         torch.testing.assert_close(got, want)
 
 
+def test_a_reason_leads_through_paddings_that_became_one_concatenation() -> None:
+    def join(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        pad = torch.ops.aten.constant_pad_nd
+        return pad(a, [0, 0, 0, 4], 0) + pad(b, [0, 0, 4, 0], 0)  # type: ignore[no-any-return]
+
+    program = partition(join, [torch.ones(4, 3), torch.ones(4, 3)], Mesh({"x": 2}), [("x",), ("x",)])
+    assert not any("pad" in name for name in program.records)
+    links = program.explanation_of("add").links
+    assert [hop.value for hop in links] == ["add", "constant_pad_nd", "arg0"]
+
+
 def test_a_collective_says_why_as_values_and_in_words() -> None:
     a, b = torch.randn(4, 8), torch.randn(8, 6)
     program = partition(torch.matmul, [a, b], Mesh({"x": 2}), [(None, "x"), ("x",)])
