@@ -120,6 +120,8 @@ def serving(
         yield Running(f"http://127.0.0.1:{sock.getsockname()[1]}", service, make)
     finally:
         server.should_exit = True
+        thread.join(10)
+        server.force_exit = True  # as a server does after its grace: a connection may be left open
         thread.join()
         service.close()
         pool.close()

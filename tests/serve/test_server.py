@@ -239,6 +239,7 @@ def test_a_client_that_leaves_frees_its_blocks(server: Running) -> None:
     body = BODY | {"max_tokens": 400, "ignore_eos": True, "stream": True}
     with web.stream("POST", server.url + "/v1/completions", json=body) as response:
         next(response.iter_lines())
+    server.settled()  # or the first request would be taken for the second's start
     host, port = server.url.removeprefix("http://").split(":")
     payload = json.dumps(body | {"stream": False}).encode()
     with socket.create_connection((host, int(port))) as waiting:  # does not stream: leaves before anything came
