@@ -23,8 +23,8 @@ PROMPT = {"model": "quickstart", "prompt": "The return value of", "max_tokens": 
 
 
 def printed_by(folder: str, *arguments: str) -> str:
-    """What a command prints into a terminal."""
-    return tpshard(*arguments, cwd=folder, stderr=subprocess.STDOUT)
+    """What a command prints into a terminal, with paths from the folder on."""
+    return tpshard(*arguments, cwd=folder, stderr=subprocess.STDOUT).replace(f"{folder}/", "")
 
 
 def completion(folder: str, recipe: str) -> dict[str, Any]:
