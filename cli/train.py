@@ -33,7 +33,8 @@ def train(recipe: RecipeArgument, overrides: Overrides = None, plan: PlanFile = 
 
     Starts one worker on this host for each device of the mesh; under torchrun, or as a task of an srun step, it is one
     worker itself. A stopped run continues from its last checkpoint. With --plan it runs the programs that a plan saved
-    without planning again, and refuses (exit 4) if the recipe, the number of devices or the versions differ.
+    without planning again, and refuses (exit 4) if the recipe, the number of devices or the versions differ. The
+    programs of a plan that another account or machine saved are compared (exit 3) with those of the recipe.
     """
     from tpshard.cli.worker_errors import place_of_environment
 
@@ -109,10 +110,11 @@ class _Plan:
     """The plan of the programs that this run executes, computed once or read from a file."""
 
     def __init__(self, path: str | None = None) -> None:
-        from tpshard.plan import save
+        from tpshard.plan import plan_cache, save
 
         self._report: Report | None = None
         self.file = None if path is None else save.read(path)
+        self.own = self.file is not None and plan_cache.is_own(self.file.text)
 
     def _of(self, programs: TrainingPrograms) -> Report:
         from tpshard.plan import make
@@ -121,12 +123,15 @@ class _Plan:
             self._report = make.report_of_training(programs)
         return self._report
 
-    def programs(self, setting: Setting) -> TrainingPrograms:
-        """The programs saved in the plan file."""
+    def programs(self, setting: Setting) -> tuple[TrainingPrograms, str]:
+        """The programs of the plan file, with a line that says whether they were planned again."""
         from tpshard.plan import make
 
         assert self.file is not None
-        return make.read_programs(self.file, setting)
+        programs = make.read_programs(self.file, setting)
+        if self.own:
+            return programs, "running the programs of the saved plan: nothing is planned again"
+        return programs, "the plan was not saved by this account here: planned again, with the same programs"
 
     def screen(self, programs: TrainingPrograms) -> str:
         """The shardings of all values as text, with the numbers of annotated and inferred ones."""
@@ -143,10 +148,10 @@ class _Plan:
         return trace.trace(self._of(programs))
 
     def plan_text(self, programs: TrainingPrograms) -> str:
-        """The contents of the run's plan.json: the plan file, or a plan without programs, which the run has built."""
+        """The contents of the run's plan.json: an own plan, or one without programs for those that were built."""
         from tpshard.plan import save
 
-        if self.file is not None:
+        if self.file is not None and self.own:
             return self.file.text
         return save.dumps(self._of(programs), programs.setting.recipe, with_programs=False)
 

@@ -107,7 +107,16 @@ def _groups(g_idx: Tensor | None, inputs: int, groups: int, config: GPTQConfig, 
         return group_index(inputs, config.group_size)
     if bool((g_idx < -groups).any()) or bool((g_idx >= groups).any()):
         raise ValueError(f"{name}: g_idx names groups outside of the {groups} of its scales.")
-    return torch.where(g_idx < 0, g_idx + groups, g_idx).to(torch.int32)
+    group = torch.where(g_idx < 0, g_idx + groups, g_idx).to(torch.int32)
+    members = torch.bincount(group, minlength=groups)
+    wrong = members != torch.bincount(group_index(inputs, config.group_size), minlength=groups)
+    if bool(wrong.any()):
+        first = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"{name}: g_idx puts {int(members[first])} inputs into group {first}; groups have {config.group_size}, and "
+            "only the last may have fewer."
+        )
+    return group
 
 
 def _zeros(qzeros: Tensor, bits: int, checkpoint_format: str, name: str) -> Tensor:

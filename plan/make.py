@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tpshard.parallelism.pricing.fusion import Compiled
-from tpshard.plan import describe, save, server, stage_times
+from tpshard.plan import describe, plan_cache, save, server, stage_times
 from tpshard.plan.forecast import Conditions, Forecast, forecast
 from tpshard.plan.pricing import Pricing, StepPart, bytes_of, price_parts, priced_pipeline
 from tpshard.plan.report import PlannedJob, Report
@@ -20,6 +20,18 @@ from tpshard.programs.setting import Setting, devices_of
 from tpshard.programs.variants import Variants
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.schema import Recipe
+
+UNREADABLE = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    AssertionError,
+    ArithmeticError,
+    MemoryError,
+)
+"""What reading the programs in a file, where numbers, names and lists may stand for one another, can raise."""
 
 
 def training_parts(programs: training.TrainingPrograms, compiled: Compiled | None = None) -> list[StepPart]:
@@ -145,20 +157,30 @@ def report_of_training(programs: training.TrainingPrograms, source: str = "", ac
 
 
 def read_programs(saved: save.SavedPlan, setting: Setting) -> training.TrainingPrograms:
-    """Reads the programs of a saved plan, for a setting that `save.check` has passed.
+    """The programs of a saved plan, for a setting that `save.check` has passed.
 
-    Raises `Mistakes` (exit 3) where they cannot be read, or their fingerprints are not those in the plan.
+    Those of a plan that this account saved are the file's (`plan_cache.is_own`). The file of anybody else may say
+    anything that a program can: so the recipe's are built, which are run if the file's are the same.
+
+    Raises `Mistakes` (exit 3) where the file's cannot be read, or their fingerprints are not those in the plan or those
+    of the recipe's.
     """
-    try:
-        programs = saved_step.unpack(saved.step or "", setting)
-        same = programs.fingerprints == dict(saved.fingerprints)
-    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, AssertionError) as error:
-        raise Mistakes.one(f"the programs in {saved.path} cannot be read", why=str(error), fix="plan again") from error
-    if not same:
-        raise Mistakes.one(
-            f"the programs in {saved.path} differ from those that its plan describes", why="the fingerprints differ",
-            fix="plan again",
-        )  # fmt: skip
+    own = plan_cache.is_own(saved.text)
+    with without_gc():
+        try:
+            read = saved_step.unpack(saved.step or "", setting)
+            named, described = read.fingerprints, dict(saved.fingerprints)
+        except UNREADABLE as error:
+            why = str(error) or type(error).__name__
+            message = f"the programs in {saved.path} cannot be read"
+            raise Mistakes.one(message, why=why, fix="plan again") from error
+    programs = read if own else build_programs(setting)
+    for whose, fingerprints in (("its plan describes", described), ("its recipe gives", programs.fingerprints)):
+        if named != fingerprints:
+            raise Mistakes.one(
+                f"the programs in {saved.path} differ from those that {whose}", why="the fingerprints differ",
+                fix="plan again",
+            )  # fmt: skip
     return programs
 
 

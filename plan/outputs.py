@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tpshard.plan import save
 from tpshard.plan.forecast import Conditions
-from tpshard.plan.plan_cache import PlanEntry, entry_of
+from tpshard.plan.plan_cache import PlanEntry, entry_of, remember
 from tpshard.recipes.diagnostic import Exit
 from tpshard.recipes.schema import Recipe
 
@@ -97,6 +97,8 @@ def deliver(options: PlanOptions, folder: Path, texts: Mapping[str, str], tell: 
     """Writes a plan's texts to its `files`. Returns the text for stdout, and the exit code that `exit` gives."""
     for path, kind in files(options, folder):
         save.write(path, texts[kind])
+        if kind == "saved":
+            remember(texts[kind])
     if not options.dry_run:
         tell(f"saved {saved_in(options, folder)}/{', '.join(SAVED)}")
     return CommandResult(texts[kinds(options)[0]], Exit(int(texts["exit"])))

@@ -6,6 +6,9 @@ recipe with the places of its values, the device file, the model's configuration
 recipe with user code (`model.module`, `model.transformers`, a custom task) has no entry, since that code may read
 anything.
 
+Beside it, `saved-plans` has an empty file for each plan with programs that this account saved, named by its sha256:
+`train --plan` runs the programs of these as they are.
+
 Does not import torch.
 """
 
@@ -31,6 +34,8 @@ from tpshard.recipes.schema import Recipe
 
 MOST = 64
 """The number of entries kept, the newest ones."""
+MOST_OWN = 1000
+"""The number of own plans that are remembered, the newest ones."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,32 @@ def place() -> Path:
     if own := os.environ.get("TPSHARD_CACHE"):
         return Path(own, "plans")
     return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"), "tpshard", "plans")
+
+
+def remember(plan: str) -> None:
+    """Notes that this account saved a plan, so that `is_own` tells. A cache that cannot be written is ignored."""
+    with contextlib.suppress(OSError):
+        folder = _own_plans()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        notes = sorted(folder.iterdir(), key=lambda note: note.stat().st_mtime)
+        for old in notes[:-MOST_OWN]:
+            old.unlink()
+        (folder / hashlib.sha256(plan.encode()).hexdigest()).touch()
+
+
+def is_own(plan: str) -> bool:
+    """Whether this account saved exactly this plan: `remember` noted it, where nobody else can write."""
+    folder = _own_plans()
+    try:
+        state = folder.stat()
+        noted = (folder / hashlib.sha256(plan.encode()).hexdigest()).lstat()
+    except OSError:
+        return False
+    return state.st_uid == noted.st_uid == os.geteuid() and not state.st_mode & 0o022
+
+
+def _own_plans() -> Path:
+    return place().with_name("saved-plans")
 
 
 def _entries(folder: Path) -> list[Path]:

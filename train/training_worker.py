@@ -68,8 +68,8 @@ class Surroundings:
     version: str = ""
     device: str = "cpu"
     """cpu or cuda."""
-    planned: Callable[[Setting], TrainingPrograms] | None = None
-    """The programs to run, where they are planned already; else they are built."""
+    planned: Callable[[Setting], tuple[TrainingPrograms, str]] | None = None
+    """The programs to run and a line about them, where they are planned already; else they are built."""
     check: Callable[[TrainingPrograms], None] = lambda programs: None
     """Raises Mistakes for programs that are not what the recipe asks for, before a file of the run changes."""
     announce: Callable[[TrainingPrograms], str] = lambda programs: ""
@@ -117,10 +117,10 @@ def train(setting: Setting, context: Context, around: Surroundings) -> Outcome:
     folder = Path(recipe.run.dir)
     if around.planned is not None:  # before anything is written, so that a refusal leaves no files
         context.watchdog.doing = Doing("reading the planned programs")
-        programs = around.planned(setting)
+        programs, note = around.planned(setting)
         context.agree(programs.fingerprints)
         if context.is_main:
-            _say("running the programs of the saved plan: nothing is planned again\n", sys.stderr)
+            _say(note + "\n", sys.stderr)
     with _run_folder(recipe, folder, context) as (run, changed):
         _keep_output(folder, context)
         return _train(setting, programs, context, around, folder, run, changed)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import functools
 import json
+import operator
+import zlib
+from random import Random
 
 import pytest
 from small_recipe import RECIPE
 from tpshard.cli.main import run as tpshard
-from tpshard.plan import command, compare, make, outputs, save, suggest
+from tpshard.plan import command, compare, make, outputs, plan_cache, save, suggest
 from tpshard.programs import saved_step
 from tpshard.recipes.diagnostic import Exit, Mistakes
 from tpshard.recipes.load import loads
@@ -78,6 +83,55 @@ def test_a_saved_plan_holds_the_programs_that_it_tells_of(report, tmp_path):
             Mistakes, match=r"the programs in \S+ (cannot be read|differ from those that its plan describes)"
         ):
             make.read_programs(save.read(str(file)), report.step.setting)
+
+
+ODD = (-1, 0, 1 << 70, 0.5, True, None, "", "x", "fsdp", "mlp.up", [], ["tuple"], ["tuple", 1 << 40], ["float", "nan"],
+       ["torch", "float16"], ["node", "x"], ["pool", 0], ["pool", -1], ["map"], {})  # fmt: skip
+"""JSON that stands for something else, or for nothing."""
+
+
+def places(value, inside=()):
+    """The keys that lead to each value in JSON."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield (*inside, key)
+        yield from places(item, (*inside, key))
+
+
+def test_the_plan_of_somebody_else_runs_what_its_recipe_gives_or_nothing(report, tmp_path, monkeypatch):
+    """Every other value at any place of its programs is refused, or has no effect."""
+    plan = save.dumps(report, loads(RECIPE))
+    saved, setting, built = save_and_read(tmp_path, plan), report.step.setting, report.step
+    assert make.read_programs(saved, setting).fingerprints == built.fingerprints
+    plan_cache.remember(plan)
+    assert plan_cache.is_own(plan) and not plan_cache.is_own(plan + " ")
+    monkeypatch.setattr(make, "build_programs", lambda setting: built)
+    changed = dataclasses.replace(saved, text="")
+    assert make.read_programs(changed, setting) is built and make.read_programs(saved, setting) is not built
+    step = json.loads(zlib.decompress(base64.b64decode(saved.step)))
+    every, random, refused = list(places(step)), Random(0), 0
+    for odd in ODD:
+        *above, last = random.choice(every)
+        holder = functools.reduce(operator.getitem, above, step)
+        before, holder[last] = holder[last], odd
+        text = base64.b64encode(zlib.compress(json.dumps(step).encode(), 1)).decode()
+        holder[last] = before
+        try:
+            assert make.read_programs(dataclasses.replace(changed, step=text), setting) is built
+        except Mistakes as mistakes:
+            assert mistakes.exit == Exit.RECIPE
+            refused += 1
+    assert refused > len(ODD) // 3
+    forged = dataclasses.replace(built, micro=built.update)
+    with pytest.raises(Mistakes, match="differ from those that its recipe gives"):
+        told = {"step": saved_step.pack(forged), "fingerprints": forged.fingerprints}
+        make.read_programs(dataclasses.replace(changed, **told), setting)
+
+
+def save_and_read(folder, plan):
+    file = folder / "plan.json"
+    save.write(file, plan)
+    return save.read(str(file))
 
 
 @pytest.mark.parametrize(
