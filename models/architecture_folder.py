@@ -13,21 +13,17 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from tpshard.kernels.dtypes import dtype_name
 from tpshard.kernels.gptq_config import read_config
 from tpshard.models import hf, hf_files
 from tpshard.models.architecture import Architecture
 from tpshard.models.expert_tensors import Stack
 from tpshard.models.hf_quantized import DequantizedTensors
-from tpshard.models.init import Initial
 
 _CONSTANTS = re.compile(r".*\.(rotary_emb\.inv_freq|masked_bias|attn\.bias|attention\.bias|position_ids)")
 """Constants that older versions of transformers saved beside the parameters."""
 _MIXTRAL_MLP = ".block_sparse_moe."
 """What Mixtral's folders call the module `.mlp.`."""
-_WHOLE = 1 << 16
-"""Elements of the largest parameter that is initialized by the class's own rule."""
 
 
 class FolderWeights:
@@ -193,101 +189,6 @@ def _tied_names(model: nn.Module) -> list[tuple[str, ...]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return [tuple(several) for several in names.values() if len(several) > 1]
-
-
-def initial(model: nn.Module) -> dict[str, Initial | Tensor]:
-    """The initialization of each parameter without weights, by name, from the class's own rule.
-
-    A rule that fills a parameter gives its distribution, also where the rule of a module above does (GPT-2 scales what
-    writes to the residual stream). Else, where the rule is deterministic, its values are returned, or its mean and
-    standard deviation; large parameters use the standard deviation of config.json.
-    """
-    initials: dict[str, Initial | Tensor] = {}
-    config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    default_std = float(getattr(config, "initializer_range", 0.02) or 0.02)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    initials |= _filled(model)
-    for module in model.modules():
-        if all(p is None or names[id(p)] in initials for p in module._parameters.values()):
-            continue
-        own = {key: p for key, p in module._parameters.items() if p is not None}
-        first, second = (_initial_values(model, module, own, seed) for seed in (0, 1))
-        for key, parameter in own.items():
-            value = first.get(key)
-            if value is None or value.isnan().any():
-                begun: Initial | Tensor = Initial(tuple(parameter.shape), float(parameter.dim() < 2), default_std)
-            elif torch.equal(value, second[key]):
-                begun = value
-            else:
-                mean, std = (float(f"{float(number):.2g}") for number in (value.mean(), value.std()))
-                begun = Initial(tuple(parameter.shape), 0.0 if abs(mean) < std / 4 else mean, std)
-            initials.setdefault(names[id(parameter)], begun)
-    return initials
-
-
-class _Fills(TorchDispatchMode):
-    """Notes the distribution with which each storage was last filled; None where it was written otherwise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last: dict[int, tuple[float, float] | None] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        written = [i for i, one in enumerate(func._schema.arguments) if one.alias_info and one.alias_info.is_write]
-        for target in (args[i] for i in written if i < len(args) and isinstance(args[i], Tensor)):
-            storage = target.untyped_storage()
-            whole = target.numel() * target.dtype.itemsize == storage.nbytes()
-            self.last[storage._cdata] = _distribution(func, args[1:]) if whole else None
-        return func(*args, **(kwargs or {}))
-
-
-def _distribution(func: Any, numbers: Sequence[Any]) -> tuple[float, float] | None:
-    """(mean, standard deviation) with which an operation fills a tensor; None for other operations."""
-    aten = torch.ops.aten
-    if func is aten.zero_.default:
-        return 0.0, 0.0
-    if func is aten.fill_.Scalar:
-        return float(numbers[0]), 0.0
-    low, high = (*numbers, *(0.0, 1.0)[len(numbers) :])[:2]
-    if func is aten.normal_.default:
-        return float(low), float(high)
-    return ((low + high) / 2, (high - low) / math.sqrt(12)) if func is aten.uniform_.default else None
-
-
-def _filled(model: Any) -> dict[str, Initial]:
-    """The distributions of parameters that the class's own rule fills, by name; its modules above come last."""
-    before = [(module, dict(module._parameters)) for module in model.modules()]
-    with FakeTensorMode(), torch.no_grad():
-        own = {id(p): nn.Parameter(torch.empty(p.shape)) for p in model.parameters()}
-        fills = _Fills()
-        try:
-            for module, parameters in before:
-                module._parameters |= {key: p if p is None else own[id(p)] for key, p in parameters.items()}
-            with fills:
-                for module, _ in reversed(before):
-                    try:
-                        model._init_weights(module)
-                    except Exception:  # a rule that reads values
-                        for parameter in module.parameters():
-                            fills.last[parameter.untyped_storage()._cdata] = None
-        finally:
-            for module, parameters in before:
-                module._parameters |= parameters
-    found = {name: fills.last.get(own[id(p)].untyped_storage()._cdata) for name, p in model.named_parameters()}
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    return {name: Initial(shapes[name], *one) for name, one in found.items() if one is not None}
-
-
-def _initial_values(model: Any, module: nn.Module, own: Mapping[str, nn.Parameter], seed: int) -> dict[str, Tensor]:
-    """The values of a module's small parameters after the class's initialization; NaN if it leaves them unset."""
-    small = {key: torch.full(p.shape, float("nan")) for key, p in own.items() if p.numel() <= _WHOLE}
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
-        module._parameters |= {key: nn.Parameter(value) for key, value in small.items()}
-        model._init_weights(module)
-    initialized = {key: module._parameters[key].detach() for key in small}  # type: ignore[union-attr]
-    module._parameters |= own
-    return initialized
 
 
 def write_folder(

@@ -14,11 +14,12 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from tpshard.models import module_init
 from tpshard.models.config import ModelConfig
 from tpshard.models.construct import Constructor, Unset
 from tpshard.models.decoder import Decoder
-from tpshard.models.dims import declared, param_dims
-from tpshard.models.init import fill, init_plan, initial_block, initialize
+from tpshard.models.dims import param_dims
+from tpshard.models.init import fill, init_plan, initial_block, initialize, key_of
 
 
 def build(
@@ -43,8 +44,8 @@ def build_module(
 
     The package is imported as by `python -m`, with the working directory searched too. ValueError if it cannot be
     imported, is not an nn.Module, has buffers (a step could not shard and save them) or parameters that are no real
-    numbers, names dims that no parameter has (`param_dims`), or if `forward` takes neither (tokens, documents,
-    positions) nor the names in its attribute `inputs`.
+    numbers, names dims that no parameter has (`param_dims`) or wrong initial values (`module_init`), or if `forward`
+    takes neither (tokens, documents, positions) nor the names in its attribute `inputs`.
     """
     make = _constructor_of(path, args)
     try:
@@ -58,6 +59,7 @@ def build_module(
     if whole:
         raise ValueError(f"`module: {path}` has parameters that are no real numbers: {', '.join(whole)}")
     param_dims(model)
+    module_init.check(model, path)
     inputs = getattr(model, "inputs", ("tokens", "documents=None", "positions=None"))
     try:
         inspect.signature(model.forward).bind(*[None] * len(inputs))
@@ -71,19 +73,26 @@ def build_module(
 class ModuleValues:
     """The initial values of a user's module.
 
-    A parameter has those of its constructor (see `models.construct`), unless a module names a standard deviation in
-    `initial_std` or the constructor leaves it empty: then it has those of `models.init`.
+    A parameter has those of its constructor (see `models.construct`), unless a module names a function for it in
+    `init_functions` or a standard deviation in `initial_std`. One that the constructor leaves empty has those of
+    `models.init`.
     """
 
     def __init__(self, path: str, args: Mapping[str, Any] | None, model: nn.Module, seed: int):
         self.path, self.plan, self.seed = path, init_plan(model), seed
-        self._named = declared(model, "initial_std").keys()
+        self._functions, self._stds = module_init.functions(model), module_init.spreads(model)
         self._constructor = Constructor(_constructor_of(path, args), seed)
 
     def block(self, name: str, starts: Sequence[int], sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A block of a parameter's initial value. ValueError if the constructor sets some of its values alone."""
+        """A block of a parameter's initial value. ValueError if the constructor or a function sets a part of
+        it."""
         try:
-            value = None if name in self._named else self._constructor.value(name)
+            if name in self._functions:
+                value: Tensor | None = module_init.value(
+                    self._functions[name], name, self.plan[name].shape, key_of(self.seed, name)
+                )
+            else:
+                value = None if name in self._stds else self._constructor.value(name)
         except Unset as error:
             raise ValueError(f"`module: {self.path}`: {error}") from error
         if value is None:

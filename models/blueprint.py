@@ -15,14 +15,15 @@ import torch
 from torch import Tensor, nn
 from tpshard.models import presets
 from tpshard.models.architecture import Architecture
-from tpshard.models.architecture_folder import FolderWeights, initial
+from tpshard.models.architecture_folder import FolderWeights
 from tpshard.models.assemble import ModuleValues, build, build_module
+from tpshard.models.class_values import ClassValues
 from tpshard.models.config import ModelConfig
 from tpshard.models.hf import HFFolder
 from tpshard.models.hf_config import computes
 from tpshard.models.hf_headers import has_weights
 from tpshard.models.hf_json import refuse_code
-from tpshard.models.init import Initial, InitPlan, fill, init_plan, initial_block
+from tpshard.models.init import InitPlan, fill, init_plan, initial_block
 
 
 @dataclass(frozen=True)
@@ -95,14 +96,9 @@ class Blueprint:
         self, name: str, starts: Sequence[int], sizes: Sequence[int], seed: int, dtype: torch.dtype = torch.float32
     ) -> Tensor:
         """A block of a parameter's initial value, from the folder if there is one (see `models.init.initial_block`)."""
-        if self.architecture is not None:
-            if self.weights is not None:
-                return self.weights.block(name, starts, sizes, dtype)
-            begun = self._initial[name]
-            if isinstance(begun, Initial):
-                return initial_block({name: begun}, name, starts, sizes, seed, dtype)
-            return begun[tuple(slice(start, start + size) for start, size in zip(starts, sizes))].to(dtype, copy=True)
-        if self.module is not None:
+        if self.weights is not None:
+            return self.weights.block(name, starts, sizes, dtype)
+        if self.config is None:
             return self._values(seed).block(name, starts, sizes, dtype)
         if self.folder is None:
             return initial_block(self._plan, name, starts, sizes, seed, dtype)
@@ -143,21 +139,19 @@ class Blueprint:
             return self.config.shapes
         return {name: tuple(parameter.shape) for name, parameter in self.build().named_parameters()}
 
-    def _values(self, seed: int) -> ModuleValues:
-        kept: dict[int, ModuleValues] = self.__dict__.setdefault("_kept", {})
+    def _values(self, seed: int) -> ModuleValues | ClassValues:
+        kept: dict[int, ModuleValues | ClassValues] = self.__dict__.setdefault("_kept", {})
         if seed not in kept:
             kept.clear()
-            kept[seed] = ModuleValues(str(self.module), self.args, self.build(), seed)
+            if self.architecture is not None:
+                kept[seed] = ClassValues(self.architecture, seed)
+            else:
+                kept[seed] = ModuleValues(str(self.module), self.args, self.build(), seed)
         return kept[seed]
 
     @cached_property
     def _plan(self) -> InitPlan:
         return init_plan(self.build())
-
-    @cached_property
-    def _initial(self) -> dict[str, Initial | Tensor]:
-        assert self.architecture is not None
-        return initial(self.architecture.build())
 
     @cached_property
     def _source(self) -> HFFolder:

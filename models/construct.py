@@ -7,6 +7,8 @@ computed by the recorded operations that it depends on. A rank needs memory for 
 
 from __future__ import annotations
 
+import hashlib
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +29,8 @@ UNSET = {
     aten.empty_like.default,
 }  # fmt: skip
 """Operations whose result has no values yet."""
-OVERWRITES = {aten.normal_.default, aten.uniform_.default, aten.fill_.Scalar, aten.zero_.default}
+CONSTANTS = {aten.fill_.Scalar, aten.zero_.default}
+OVERWRITES = {aten.normal_.default, aten.uniform_.default, *CONSTANTS}
 """Operations after which nothing is left of what their first argument was."""
 
 
@@ -58,25 +61,43 @@ class TapeEntry:
     """Those with a storage of their own."""
     writes: frozenset[int]
     reads: frozenset[int]
-    state: Tensor | None
-    """The state of the random numbers before it; None if it draws none."""
+    state: Tensor | int | None
+    """The state of the random numbers before it, or a seed; None if it draws none."""
 
 
 class Constructor:
-    """The recorded run of a constructor. `value` computes a parameter."""
+    """The recorded run of a constructor. `value` computes a parameter, or a buffer that is stored.
 
-    def __init__(self, make: Callable[[], nn.Module], seed: int):
+    With `keyed`, each operation that draws has a seed of its own instead of the numbers after those of the one before:
+    nothing is drawn until a value is asked for, which is what large models need.
+    """
+
+    def __init__(self, make: Callable[[], nn.Module], seed: int, *, keyed: bool = False):
         self._values: dict[str, Tensor] = {}
         self._refs: dict[str, StorageView] = {}
         self._tape: list[TapeEntry] = []
+        recorder = _Recorder(seed if keyed else None)
         try:
-            with _seeded(seed), FakeTensorMode(allow_non_fake_inputs=True), _Recorder() as recorder:
-                model = make()
-                self._refs = {name: recorder.ref(p) for name, p in model.named_parameters()}
+            with _seeded(seed), FakeTensorMode(allow_non_fake_inputs=True), recorder:
+                self._refs = {name: recorder.ref(value) for name, value in _stored(make())}
                 self._tape = recorder.tape
         except Exception:  # such as numpy, which reads storages: all values at once
             with _seeded(seed), _Marked():
-                self._values = {name: p.detach() for name, p in make().named_parameters()}
+                self._values = {name: value.detach() for name, value in _stored(make())}
+
+    def sets(self, name: str) -> bool:
+        """Whether the constructor sets a value, or a part of it."""
+        if name in self._values:
+            return not _is_missing(self._values[name]).all()
+        return any(entry.func not in UNSET for entry in self._needed_by(name))
+
+    def filled(self, name: str) -> tuple[TapeEntry, ...] | None:
+        """The operation of OVERWRITES that fills a value, and those that fill parts of it then; None for others."""
+        entries = () if name in self._values else self._needed_by(name)
+        whole = [i for i, e in enumerate(entries) if e.func in OVERWRITES and e.args[0].whole]
+        last = tuple(entries[whole[-1] :]) if whole else ()
+        constant = all(entry.func in CONSTANTS and _is_contiguous(entry.args[0]) for entry in last[1:])
+        return last if last and constant else None
 
     def value(self, name: str) -> Tensor | None:
         """The value of a parameter; None if the constructor sets none. Raises Unset if it sets a part."""
@@ -84,11 +105,10 @@ class Constructor:
             value = self._values[name].clone()
         else:
             ref = self._refs[name]
-            entries = self._needed_by(name)
-            if all(entry.func in UNSET for entry in entries):
+            if not self.sets(name):
                 return None
-            value = _computed(entries, ref)
-        missing = value.isnan() if value.is_floating_point() else torch.zeros_like(value, dtype=torch.bool)
+            value = _computed(self._needed_by(name), ref)
+        missing = _is_missing(value)
         if missing.any() and not missing.all():
             raise Unset(f"the constructor sets {int((~missing).sum())} of the {missing.numel()} values of `{name}`")
         return None if missing.all() and missing.numel() else value
@@ -97,12 +117,25 @@ class Constructor:
         return _needed(self._tape, self._refs[name].storage)
 
 
+def _is_missing(value: Tensor) -> Tensor:
+    """Which elements have no value, bool."""
+    return value.isnan() if value.is_floating_point() else torch.zeros_like(value, dtype=torch.bool)
+
+
+def _stored(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers of a model, by name; tied ones once."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
 class _Recorder(TorchDispatchMode):
     """Records every operation, and draws the random numbers of those that draw, so that later ones are the same."""
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int | None) -> None:
+        """seed: that from which the seeds of single operations are made; None: they draw one after another."""
         super().__init__()
         self.tape: list[TapeEntry] = []
+        self._seed = seed
         self._alive: list[Tensor] = []
         """Every tensor seen: their storages keep their numbers."""
 
@@ -136,12 +169,15 @@ class _Recorder(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 yield from _leaves(kwargs.get(argument.name, args[i] if i < len(args) else None))
 
-    def _draw(self, func: Any, refs: Any) -> Tensor:
-        """Draws as often as the operation will; returns the state before."""
+    def _draw(self, func: Any, refs: Any) -> Tensor | int:
+        """Draws as often as the operation will; returns the state before, or the operation's own seed."""
+        if refs[1].get("generator") is not None:
+            raise ValueError("a generator of its own")
+        if self._seed is not None:
+            digest = hashlib.sha256(f"{self._seed}:{len(self.tape)}".encode()).digest()
+            return int.from_bytes(digest[:8], "little", signed=True)
         with no_dispatch():
             args, kwargs = pytree.tree_map(_blank, refs, is_leaf=_is_ref)
-            if kwargs.get("generator") is not None:
-                raise ValueError("a generator of its own")
             before = torch.get_rng_state()
             func(*args, **kwargs)
             return before
@@ -188,8 +224,10 @@ def _replay(entries: Sequence[TapeEntry]) -> dict[int, Tensor]:
         return _view(storages, ref) if isinstance(ref, StorageView) else ref
 
     for entry in entries:
-        if entry.state is not None:
+        if isinstance(entry.state, Tensor):
             torch.set_rng_state(entry.state)
+        elif entry.state is not None:
+            torch.default_generator.manual_seed(entry.state)
         args, kwargs = pytree.tree_map(real, (entry.args, entry.kwargs), is_leaf=_is_ref)
         if entry.func in UNSET:
             kwargs = {**kwargs, "device": "cpu"}
@@ -216,6 +254,12 @@ def _blank(argument: Any) -> Any:
 
 def _is_ref(argument: Any) -> bool:
     return isinstance(argument, StorageView)
+
+
+def _is_contiguous(ref: StorageView) -> bool:
+    """Whether the elements of a view follow one another in its storage."""
+    steps = [math.prod(ref.size[i + 1 :]) for i in range(len(ref.size))]
+    return all(size == 1 or step == stride for size, step, stride in zip(ref.size, steps, ref.stride))
 
 
 def _leaves(tree: Any) -> list[StorageView]:

@@ -68,6 +68,15 @@ def declared(model: nn.Module, attribute: str, remove_duplicate: bool = True) ->
     }
 
 
+def declared_by_parameter(model: nn.Module, attribute: str) -> dict[str, Any]:
+    """What modules declare of parameters, by name in `model.named_parameters()`: tied parameters by their first name.
+    What names no parameter is left out."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    named = declared(model, attribute, remove_duplicate=False)
+    return {first[id(parameters[label])]: value for label, value in named.items() if label in parameters}
+
+
 def param_dims(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """The dims of the parameters that the model's modules name, by name in `model.named_parameters()`; tied parameters
     once, by their first name.

@@ -10,11 +10,12 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from tpshard.kernels.splitmix64 import FIRST, GAMMA, SECOND, to_signed
-from tpshard.models.dims import declared
+from tpshard.models.dims import declared_by_parameter
 
 _CHUNK = 1 << 18
 """Elements computed at a time, so that the 64-bit intermediates stay in cache."""
@@ -22,11 +23,15 @@ _CHUNK = 1 << 18
 
 @dataclass(frozen=True)
 class Initial:
-    """The initial distribution of a parameter: a bell of standard deviation `std` around `mean`, cut at 3.46 std."""
+    """The initial distribution of a parameter, of a mean and a standard deviation."""
 
     shape: tuple[int, ...]
     mean: float
     std: float
+    law: Literal["bell", "normal", "uniform"] = "bell"
+    """bell: the sum of four uniforms, cut at 3.46 std."""
+    fixed: tuple[tuple[int, int, float], ...] = ()
+    """Values of the elements with linear indices from one to below another, such as the row of padding."""
 
 
 InitPlan = Mapping[str, Initial]
@@ -42,7 +47,7 @@ def init_plan(model: nn.Module) -> dict[str, Initial]:
     rule). A module overrides this by `initial_std = {"weight": 0.1}`.
     """
     writers = 2 * getattr(getattr(model, "config", None), "layers", 1)
-    stds, plan = declared(model, "initial_std"), {}
+    stds, plan = declared_by_parameter(model, "initial_std"), {}
     for name, parameter in model.named_parameters():
         shape = tuple(parameter.shape)
         if name in stds:
@@ -78,7 +83,10 @@ def initial_block(
         raise ValueError(f"block {list(starts)} + {list(sizes)} is not inside `{name}` {list(initial.shape)}")
     block = torch.full(tuple(sizes), initial.mean, dtype=dtype)
     if initial.std and block.numel():
-        _add_bell(block, initial, starts, _key(seed, name))
+        _add_noise(block, initial, starts, key_of(seed, name))
+    for first, stop, value in initial.fixed:
+        index = _linear_index(initial.shape, starts, sizes)
+        block = block.masked_fill((index >= first) & (index < stop), value)
     return block
 
 
@@ -102,24 +110,30 @@ def fill(model: nn.Module, block: BlockReader, device: torch.device | str) -> nn
     return model.to(device)
 
 
-def _key(seed: int, name: str) -> int:
+def key_of(seed: int, name: str) -> int:
+    """The seed of a parameter's own random numbers."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return int.from_bytes(digest[:8], "little", signed=True)
 
 
-def _add_bell(block: Tensor, initial: Initial, starts: Sequence[int], key: int) -> None:
-    shape = initial.shape
-    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+def _add_noise(block: Tensor, initial: Initial, starts: Sequence[int], key: int) -> None:
+    shape, noise = initial.shape, {"bell": _bell, "normal": _normal, "uniform": _uniform}[initial.law]
     row = torch.arange(starts[-1], starts[-1] + block.shape[-1], dtype=torch.int64)
     rows = block.view(-1, block.shape[-1])
-    outer = torch.zeros((), dtype=torch.int64)
-    for start, size, stride in zip(starts[:-1], block.shape[:-1], strides[:-1]):
-        outer = outer.unsqueeze(-1) + torch.arange(start, start + size, dtype=torch.int64) * stride
-    outer = outer.reshape(-1, 1)
+    outer = _linear_index(shape, (*starts[:-1], 0), (*block.shape[:-1], 1)).reshape(-1, 1)
     step = max(1, _CHUNK // block.shape[-1])
     for first in range(0, rows.shape[0], step):
         bits = _mix((outer[first : first + step] + row).add_(1).mul_(to_signed(GAMMA)).add_(key))
-        rows[first : first + step] += _bell(bits).mul_(initial.std).to(block.dtype)
+        rows[first : first + step] += noise(bits).mul_(initial.std).to(block.dtype)
+
+
+def _linear_index(shape: Sequence[int], starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """The index of each element of a block in its flattened tensor, int64 [*sizes]."""
+    index = torch.zeros((), dtype=torch.int64)
+    for dim, (start, size) in enumerate(zip(starts, sizes)):
+        stride = math.prod(shape[dim + 1 :])
+        index = index.unsqueeze(-1) + torch.arange(start, start + size, dtype=torch.int64) * stride
+    return index
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
@@ -143,3 +157,16 @@ def _bell(bits: Tensor) -> Tensor:
     pairs = low + (_shift_right(bits, 16) & 0x0000FFFF0000FFFF)
     total = (pairs & 0xFFFFFFFF) + _shift_right(pairs, 32)
     return (total - 2 * 65535).double().mul_(math.sqrt(3.0) / 65536)
+
+
+def _normal(bits: Tensor) -> Tensor:
+    """The normal number of mean 0 and variance 1 at the quantile that the upper 53 bits are, in float64.
+
+    `ndtri` computes element by element, so that a block's shape does not change a value.
+    """
+    return torch.special.ndtri(_shift_right(bits, 11).double().add_(0.5).mul_(2.0**-53))
+
+
+def _uniform(bits: Tensor) -> Tensor:
+    """The uniform number of mean 0 and variance 1 that the upper 53 bits are, in float64."""
+    return _shift_right(bits, 11).double().add_(0.5).mul_(2.0**-52).sub_(1.0).mul_(math.sqrt(3.0))

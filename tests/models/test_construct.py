@@ -116,3 +116,59 @@ def test_a_parameter_of_which_a_part_is_set_is_a_mistake() -> None:
         Constructor(Partly, 0).value("weight")
     with pytest.raises(ValueError, match=r"own_values:Partly.*sets 1 of the 4"):
         Blueprint.of(module="own_values:Partly").initial_block("weight", (0,), (4,), 0)
+
+
+class Named(nn.Module):
+    """A table whose values a function sets, and a tied head."""
+
+    def __init__(self, **functions: object) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(12, 8), nn.Linear(8, 12, bias=False)
+        self.head.weight = self.table.weight
+        self.init_functions: object = functions.get("all", {"head.weight": functions.get("of", nn.init.orthogonal_)})
+
+    def forward(self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        return self.head(self.table(tokens))
+
+
+def _doubled(tensor: Tensor) -> Tensor:
+    return torch.full_like(tensor, 2.0)
+
+
+def test_a_modules_functions_set_values_on_every_rank_alike() -> None:
+    """By any name of a tied parameter, in place or returned; other seeds give other values."""
+    blueprint = Blueprint.of(module="own_values:Named")
+    table = blueprint.build(device="cpu", seed=5).get_parameter("table.weight").detach()
+    torch.testing.assert_close(table.T @ table, torch.eye(8))
+    assert torch.equal(blueprint.initial_block("table.weight", (3, 1), (4, 5), 5), table[3:7, 1:6])
+    assert not torch.equal(blueprint.initial_block("table.weight", (0, 0), (12, 8), 6), table)
+    returned = Blueprint.of(module="own_values:Named", args={"of": _doubled}).build(device="cpu")
+    assert bool((returned.get_parameter("table.weight") == 2.0).all())
+
+
+@pytest.mark.parametrize(
+    ("functions", "message"),
+    [
+        ({"all": nn.init.zeros_}, "`init_functions` is not a map"),
+        ({"all": {"tabel.weight": nn.init.zeros_}}, "`tabel.weight` has init_functions and is no parameter"),
+        ({"of": 0.02}, "is no function of a tensor"),
+        ({"of": nn.init.constant_}, "fails: .*val"),
+        ({"of": lambda tensor: tensor.T.clone()}, r"makes \[8, 12\] of \[12, 8\]"),
+    ],
+)
+def test_a_wrong_function_is_refused_before_anything_runs(functions: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_module("own_values:Named", functions)
+
+
+def test_a_function_that_sets_a_part_is_a_mistake() -> None:
+    blueprint = Blueprint.of(module="own_values:Named", args={"of": lambda tensor: tensor[0].zero_().expand(12, 8)})
+    assert bool((blueprint.initial_block("table.weight", (0, 0), (12, 8), 0) == 0).all())
+
+    def first_row(tensor: Tensor) -> None:
+        tensor[0].zero_()
+
+    with pytest.raises(ValueError, match="sets 8 of the 96 values"):
+        Blueprint.of(module="own_values:Named", args={"of": first_row}).initial_block(
+            "table.weight", (0, 0), (12, 8), 0
+        )
