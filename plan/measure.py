@@ -31,6 +31,7 @@ from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.pricing.cost import Crowd, Device, ServingOverhead, collective, wire_bytes
 from tpshard.parallelism.pricing.network import Link, Topology
 from tpshard.parallelism.runtime.cores import usable_cores
+from tpshard.parallelism.runtime.heap import in_huge_pages
 from tpshard.recipes.diagnostic import Exit, Mistakes, plural
 
 Result = dict[str, Any]
@@ -232,7 +233,7 @@ def _workers(crowds: list[int], cores: int, tell: Callable[[str], None]) -> dict
 
     The processes of the largest crowd serve all crowds. `tell` receives a line per round.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    environment = {**os.environ, **in_huge_pages(os.environ), "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as files:
         command = [sys.executable, "-m", "tpshard.plan.measure_worker", folder]
         numbers = [str(n) for n in (cores, ROUNDS, *crowds)]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from contextlib import suppress
 
 MAPPED_BYTES = 1 << 25
 """Bytes from which glibc maps each tensor anew instead of taking it from the heap: the most that it can be set to."""
+
+TUNABLES, HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"
 
 
 def keep_freed_memory() -> None:
@@ -19,3 +22,15 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-3, MAPPED_BYTES)  # M_MMAP_THRESHOLD
         mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
+
+
+def in_huge_pages(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variable that makes glibc ask for huge pages in a process with this environment; others ignore it.
+
+    A product of few rows reads each weight once, from memory: with pages of 4 KiB the processor waits for their
+    addresses. (On virtual machines, where a lookup takes longest, such a product took 1.3 times as long.)
+    """
+    own = environment.get(TUNABLES, "")
+    if "glibc.malloc.hugetlb" in own:
+        return {}
+    return {TUNABLES: f"{own}:{HUGE_PAGES}".lstrip(":")}

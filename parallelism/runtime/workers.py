@@ -24,6 +24,7 @@ from typing import IO, Any
 from tpshard.parallelism.runtime import crash, messages
 from tpshard.parallelism.runtime.cores import usable_cores
 from tpshard.parallelism.runtime.crash import CRASHES
+from tpshard.parallelism.runtime.heap import in_huge_pages
 from tpshard.parallelism.runtime.messages import WorkerMessage
 from tpshard.parallelism.runtime.place import WorkerPlace, nameless_file
 from tpshard.parallelism.runtime.stop import POLITE
@@ -159,8 +160,9 @@ class Workers:
         output = tempfile.TemporaryFile() if captured else None  # noqa: SIM115 (lives as long as the run)
         threads = max(1, int(usable_cores()) // self.local)
         env = {
-            "OMP_NUM_THREADS": str(threads), **os.environ, **place.environment(), messages.REPORT_FD: str(writer),
-            FOLLOWS: str(os.getpid()), **more, **{name: str(number) for name, number in inherited.items()},
+            "OMP_NUM_THREADS": str(threads), **os.environ, **in_huge_pages(os.environ), **place.environment(),
+            messages.REPORT_FD: str(writer), FOLLOWS: str(os.getpid()), **more,
+            **{name: str(number) for name, number in inherited.items()},
         }  # fmt: skip
         # signals to stop are blocked until a worker listens; the mask is inherited
         before = signal.pthread_sigmask(signal.SIG_BLOCK, POLITE)

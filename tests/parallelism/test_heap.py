@@ -7,7 +7,8 @@ import platform
 import resource
 
 import pytest
-from tpshard.parallelism.runtime.heap import MAPPED_BYTES, keep_freed_memory
+from tpshard.parallelism.runtime import workers
+from tpshard.parallelism.runtime.heap import MAPPED_BYTES, in_huge_pages, keep_freed_memory
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")
@@ -28,3 +29,15 @@ def test_memory_that_a_step_freed_is_not_cleared_again_for_the_next_one() -> Non
     keep_freed_memory()
     page_faults_of_step()
     assert page_faults_of_step() < 100  # of 32,764 pages
+
+
+def test_a_workers_heap_asks_for_huge_pages_and_keeps_what_the_user_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=0")
+    started = workers.Workers(world=1)
+    try:
+        started.start(["sh", "-c", 'test "$GLIBC_TUNABLES" = glibc.malloc.check=0:glibc.malloc.hugetlb=1'])
+        assert started.all[0].process.wait() == 0
+    finally:
+        started.close()
+    assert in_huge_pages({}) == {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+    assert in_huge_pages({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=2"}) == {}, "the user's own choice stays"
