@@ -106,7 +106,7 @@ def local_model(
     template = None
     if tokenizer.chat_template is not None:
         template = ChatTemplate(tokenizer.chat_template, tokenizer.special)
-    defaults = {"default_tokens": DEFAULT_TOKENS, **generation_defaults(recipe, model)}
+    defaults = {"usual_max_tokens": DEFAULT_TOKENS, **generation_defaults(recipe, model)}
     service = start_service(recipe, model, need)
     try:
         yield LocalModel(service, Preprocessor(recipe.name, tokenizer, template, defaults))

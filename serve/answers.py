@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tpshard.models.folder_tokenizer import FolderTokenizer
@@ -28,9 +28,12 @@ def sequences(
     ends = frozenset(order.stop_token_ids) | (frozenset() if order.ignore_eos else tokenizer.stop_tokens)
     created = []
     for tokens in prompts:
-        room = limit - len(tokens)
-        usual = room if order.chat else DEFAULT_COMPLETION_TOKENS
-        default = min(usual if order.default_tokens is None else order.default_tokens, room)
+        usual, room = order.usual, limit - len(tokens)
+        default = room if order.chat else DEFAULT_COMPLETION_TOKENS
+        if usual.max_tokens is not None or usual.max_length is not None:
+            beyond = 0 if usual.max_length is None else max(1, usual.max_length - len(tokens))
+            default = beyond if usual.max_tokens is None else usual.max_tokens
+        default = min(default, room)
         most = default if order.max_tokens is None else order.max_tokens
         if most > room or room <= 0 < max(most, order.max_tokens is None):
             raise Refused(
@@ -42,9 +45,11 @@ def sequences(
         if order.sampling.min_tokens > most:
             message = f"`min_tokens` is {order.sampling.min_tokens}, and at most {most} are generated"
             raise Refused(message, param="min_tokens", code="invalid_value")
+        least = min(most, max(order.sampling.min_tokens, usual.min_tokens, usual.min_length - len(tokens)))
+        sampling = replace(order.sampling, min_tokens=least)
         created += [
             Sequence(
-                tokens, order.sampling, most, choice=choice, stop_tokens=ends,
+                tokens, sampling, most, choice=choice, stop_tokens=ends,
                 prompt_logprobs=order.echo and order.sampling.logprobs is not None,
             )
             for choice in range(order.n)
@@ -109,7 +114,8 @@ class Answer:
         # a chat's answer starts its own text, a completion continues its prompt
         starts = order.chat and not order.continue_final_message
         contexts = [() if starts else s.prompt for s in sequences]
-        writers = [Writer(tokenizer, order.stop, context, order.sampling.min_tokens) for context in contexts]
+        least = [s.sampling.min_tokens for s in sequences]
+        writers = [Writer(tokenizer, order.stop, context, tokens) for context, tokens in zip(contexts, least)]
         self.choices = [
             Choice(i, s, writer, echoes[i // order.n] if order.echo else None)
             for i, (s, writer) in enumerate(zip(sequences, writers))

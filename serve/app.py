@@ -289,5 +289,5 @@ def _card(server: Server) -> dict[str, Any]:
     card: dict[str, Any] = {"id": server.model, "object": "model", "created": server.created, "owned_by": "tpshard"}
     with suppress(Unavailable):
         card["max_model_len"] = server.service.limit
-    names = {"default_tokens": "max_tokens"}
-    return card | {"generation_defaults": {names.get(key, key): value for key, value in server.defaults.items()}}
+    named = {key.removeprefix("usual_").replace("model_stop", "stop"): v for key, v in server.defaults.items()}
+    return card | {"generation_defaults": named}

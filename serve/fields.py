@@ -7,7 +7,7 @@ import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from tpshard.serve import neutral_fields
 from tpshard.serve.field_checks import (
@@ -39,6 +39,17 @@ _GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "continue_f
 """Variables that a chat template gets from other fields of a request."""
 
 
+class AnswerLength(NamedTuple):
+    """Limits of an answer in tokens, where a request does not set its own; None: the API's default."""
+
+    max_tokens: int | None = None
+    max_length: int | None = None
+    """With the prompt."""
+    min_tokens: int = 0
+    min_length: int = 0
+    """With the prompt."""
+
+
 @dataclass(frozen=True)
 class Order:
     """A checked request, with prompts not yet tokenized."""
@@ -48,8 +59,8 @@ class Order:
     prompts: tuple[str | tuple[int, ...], ...] = ()
     messages: tuple[dict[str, Any], ...] = ()
     max_tokens: int | None = None
-    default_tokens: int | None = None
-    """`max_tokens` where the request does not set it; None: the API's own default."""
+    usual: AnswerLength = field(default_factory=AnswerLength)
+    """What holds where the request sets neither `max_tokens` nor `min_tokens`."""
     n: int = 1
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -211,7 +222,7 @@ DETOKENIZE: dict[str, Check] = {"model": text, "tokens": tokens}
 def completion(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Order:
     """Checks the body of a request to /v1/completions and returns its Order. Raises Refused.
 
-    `defaults`: the values of SAMPLING and `default_tokens` where the body does not set them.
+    `defaults`: what the model's folder says (see `generation_defaults`), where the body does not set it.
     """
     fields = _check(body, COMPLETION, ("model", "prompt"))
     if fields.get("best_of", fields.get("n", 1)) != fields.get("n", 1):
@@ -225,7 +236,7 @@ def completion(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = Non
 def chat(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Order:
     """Checks the body of a request to /v1/chat/completions and returns its Order. Raises Refused.
 
-    `defaults`: the values of SAMPLING and `default_tokens` where the body does not set them.
+    `defaults`: what the model's folder says (see `generation_defaults`), where the body does not set it.
     """
     fields = _check(body, CHAT, ("model", "messages"))
     if fields.get("top_logprobs") and not fields.get("logprobs"):
@@ -278,11 +289,18 @@ def _order(
     fields: dict[str, Any], logprobs: int | None, max_tokens: int | None, defaults: Mapping[str, Any] | None,
     chat: bool = False,
 ) -> Order:  # fmt: skip
-    fields = {"default_tokens": None, **(defaults or {}), **fields}
+    fields = {**(defaults or {}), **fields}
+    if not fields.get("ignore_eos"):  # a model's stop strings end answers as its stop tokens do
+        fields["stop"] = (*fields.get("stop", ()), *fields.get("model_stop", ()))
+    named = {key: fields.get(f"usual_{key}") for key in AnswerLength._fields}
+    usual = AnswerLength(**{key: value for key, value in named.items() if value is not None})
+    if "min_tokens" in fields:
+        usual = usual._replace(min_tokens=0, min_length=0)
     seed, top_k = fields.get("seed", secrets.randbits(63)), max(0, fields.get("top_k", 0))
     sampling = _named(Sampling, fields) | {"seed": seed, "top_k": top_k, "logprobs": logprobs}
     order = _named(Order, fields) | {"sampling": Sampling(**sampling), "max_tokens": max_tokens, "chat": chat}
-    return Order(**order, prompts=fields.get("prompt", ()), include_usage=fields.get("stream_options", False))
+    order |= {"usual": usual, "include_usage": fields.get("stream_options", False)}
+    return Order(**order, prompts=fields.get("prompt", ()))
 
 
 def _named(cls: type, fields: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from tpshard.models.folder_tokenizer import FolderTokenizer
 from tpshard.serve import fields
 from tpshard.serve.chat_template import ChatTemplate, TemplateError, TemplateTimeout
 from tpshard.serve.field_checks import Refused
-from tpshard.serve.fields import Order
+from tpshard.serve.fields import AnswerLength, Order
 from tpshard.serve.request import Sampling
 
 SECONDS = 10
@@ -54,13 +54,16 @@ class Prepared:
     def decode(header: Mapping[str, Any], payload: bytes) -> Prepared:
         flat, order = array.array("I", payload), dict(header["order"])
         sampling = dict(order.pop("sampling"))
-        sampling["logit_bias"] = tuple((token, bias) for token, bias in sampling["logit_bias"])
+        for key in ("logit_bias", "excluded"):
+            sampling[key] = tuple(tuple(item) for item in sampling[key])
+        sampling["not_first"] = tuple(sampling["not_first"])
         lists = {key: tuple(order[key]) for key in ("prompts", "messages", "stop", "stop_token_ids")}
         prompts, start = [], 0
         for count in header["counts"]:
             prompts.append(tuple(flat[start : start + count]))
             start += count
-        decoded = Order(**{**order, **lists, "sampling": Sampling(**sampling)})
+        usual = AnswerLength(*order["usual"])
+        decoded = Order(**{**order, **lists, "sampling": Sampling(**sampling), "usual": usual})
         return Prepared(decoded, tuple(prompts), tuple(header["echoes"]))
 
 

@@ -27,6 +27,10 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
     """Tokens of the answer before which it does not end."""
+    excluded: tuple[tuple[int, ...], ...] = ()
+    """Tokens in a row of which the last is never chosen after the others; one alone is never chosen."""
+    not_first: tuple[int, ...] = ()
+    """Tokens that do not begin the answer."""
     seed: int = 0
     logprobs: int | None = None
     """How many of the likeliest tokens to report besides the chosen one; None: no log-probabilities."""

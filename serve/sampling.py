@@ -22,12 +22,14 @@ def draw(seed: int, choice: int, position: int) -> float:
 
 
 def is_plain(s: Sampling) -> bool:
-    """Whether the settings always choose the likeliest token: temperature 0, without penalties or bias."""
+    """Whether the settings always choose the likeliest token: temperature 0, and logits as they are."""
     return s.temperature == 0 and not is_shaped(s)
 
 
 def is_shaped(s: Sampling) -> bool:
-    return bool(s.logit_bias or s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty)
+    """Whether the settings change logits: by penalties, biases or excluded tokens."""
+    penalties = s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty
+    return bool(penalties or s.logit_bias or s.excluded or s.not_first)
 
 
 def choose(logits: Tensor, sequences: Many[Sequence]) -> list[tuple[int, Logprob | None]]:
@@ -59,7 +61,7 @@ def choose_one(logits: Tensor, sequence: Sequence) -> int:
 
 
 def shape(logits: Tensor, sequence: Sequence) -> Tensor:
-    """The logits with penalties and bias, as a new tensor; tokens that may not end the answer yet are excluded.
+    """The logits with penalties and bias, as a new tensor; tokens that may not come next are excluded.
 
     Repetition counts prompt and answer; presence and frequency count the answer.
     """
@@ -75,9 +77,15 @@ def shape(logits: Tensor, sequence: Sequence) -> Tensor:
     if s.logit_bias:
         ids = torch.tensor([token for token, _ in s.logit_bias], dtype=torch.int64)
         logits[ids] += torch.tensor([bias for _, bias in s.logit_bias], dtype=logits.dtype)
-    if not sequence.may_end:
-        logits[[token for token in sequence.stop_tokens if token < len(logits)]] = -torch.inf
+    barred = [word[-1] for word in s.excluded if _ends_with(sequence.tokens, word[:-1])]
+    barred += () if sequence.may_end else sequence.stop_tokens
+    barred += () if answer else s.not_first
+    logits[[token for token in barred if token < len(logits)]] = -torch.inf
     return logits
+
+
+def _ends_with(tokens: Many[int], end: tuple[int, ...]) -> bool:
+    return not end or tuple(tokens[-len(end) :]) == end
 
 
 def nucleus(logits: Tensor, s: Sampling) -> tuple[Tensor, Tensor | None]:

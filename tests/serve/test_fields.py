@@ -210,10 +210,13 @@ def test_an_answer_sent_back_as_a_message_is_its_text() -> None:
 
 
 def test_defaults_hold_for_what_a_request_does_not_say() -> None:
-    defaults = {"temperature": 0.5, "top_k": 7, "default_tokens": 9}
+    defaults = {"temperature": 0.5, "top_k": 7, "usual_max_tokens": 9, "model_stop": ["z"]}
     order = fields.completion(MODEL | {"prompt": "a", "top_k": 0, "top_p": 0.5, "temperature": None}, defaults)
     assert (order.sampling.temperature, order.sampling.top_k, order.sampling.top_p) == (0.5, 0, 0.5)
-    assert (order.max_tokens, order.default_tokens) == (None, 9)
+    assert (order.max_tokens, order.usual.max_tokens, order.stop) == (None, 9, ("z",))
+    asked = fields.completion(MODEL | {"prompt": "a", "stop": "y", "min_tokens": 0}, defaults | {"usual_min_tokens": 3})
+    assert (asked.stop, asked.usual.min_tokens) == (("y", "z"), 0)
+    assert fields.completion(MODEL | {"prompt": "a", "ignore_eos": True}, defaults).stop == ()
 
 
 def test_prompts_are_open_or_continued() -> None:

@@ -516,7 +516,7 @@ def test_an_answer_goes_on_from_the_last_message(server: Running) -> None:
 
 
 def test_the_models_defaults_are_shown_and_hold(runner: ProgramRunner, served: Any) -> None:
-    with served(lambda: Failing(runner, []), Limits(), temperature=0.0, default_tokens=5) as server:
+    with served(lambda: Failing(runner, []), Limits(), temperature=0.0, usual_max_tokens=5) as server:
         assert web.get(server.url + "/v1/models/tiny").json()["generation_defaults"] == {
             "temperature": 0.0, "max_tokens": 5,
         }  # fmt: skip
