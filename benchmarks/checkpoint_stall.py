@@ -15,12 +15,12 @@ import time
 from pathlib import Path
 
 import torch
-from tpshard.models.presets import preset
+from tpshard.models.families.presets import preset
 from tpshard.parallelism.runtime.context import alone
 from tpshard.parallelism.runtime.heap import keep_freed_memory
-from tpshard.train.background_save import BackgroundSaver
-from tpshard.train.checkpoint import OPTIMIZER, save
-from tpshard.train.shards import Shard
+from tpshard.train.checkpoints.background_save import BackgroundSaver
+from tpshard.train.checkpoints.checkpoint import OPTIMIZER, save
+from tpshard.train.checkpoints.shards import Shard
 
 from record import Record, parser_of
 

@@ -30,12 +30,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from tpshard.models.architecture import Architecture
+from tpshard.diagnostics.diagnostic import Mistakes
+from tpshard.models.transformers.architecture import Architecture
 from tpshard.parallelism.float64 import float64
-from tpshard.programs import step_programs
-from tpshard.programs.checks import traceable
-from tpshard.programs.setting import Setting
-from tpshard.recipes.diagnostic import Mistakes
+from tpshard.programs.parts import step_programs
+from tpshard.programs.parts.checks import traceable
+from tpshard.programs.setting.setting import Setting
 
 from record import ROOT, Record, in_one_line, parser_of
 

@@ -23,8 +23,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from tpshard.models.architecture import Architecture
-from tpshard.models.config_keys import changes_training
+from tpshard.models.families.config_keys import changes_training
+from tpshard.models.transformers.architecture import Architecture
 
 from every_class import architectures, classes, limited, small
 from record import Record, in_one_line, parser_of

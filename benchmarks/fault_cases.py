@@ -230,7 +230,7 @@ DATA = group(
 FOLDERS = group(
     "Folders and paths",
     ("an output that a killed container left half", "cat > kill.py <<'X'\nimport os, sys\n"
-     "from tpshard.models.aside import write_aside\nwith write_aside('out'): os.kill(os.getpid(), 9)\nX\n"
+     "from tpshard.files.atomic import write_aside\nwith write_aside('out'): os.kill(os.getpid(), 9)\nX\n"
      "for i in 1 2; do unshare --user --map-root-user --pid --fork --kill-child python kill.py; done\n"
      "unshare --user --map-root-user --pid --fork tpshard convert runs/small out\n"
      "test -e out/config.json -a -z \"$(ls -A | grep '^.out')\"", 0, "", "namespaces"),

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tpshard.plan import make, outputs, save, screen
-from tpshard.recipes.diagnostic import Mistakes
-from tpshard.recipes.load import load, loads
-from tpshard.recipes.schema import Recipe
+from tpshard.diagnostics.diagnostic import Mistakes
+from tpshard.plan import outputs, planner, saved_plan
+from tpshard.plan.views import screen
+from tpshard.recipes.keys.schema import Recipe
+from tpshard.recipes.reading.load import load, loads
 
 from record import ROOT, Record, parser_of
 from record import load as load_record
@@ -92,7 +93,7 @@ class Case:
             if self.folder is not None:
                 self.folder(Path(folder))
             try:
-                report = make.report(self.recipe(folder), name, self.what)
+                report = planner.report(self.recipe(folder), name, self.what)
             except Mistakes as mistakes:
                 words = [entry.message.replace(folder, "FOLDER") for entry in mistakes.diagnostics]
                 return {"name": name, "exit": int(mistakes.exit), "refused": words}
@@ -104,7 +105,7 @@ class Case:
                      for form, text in texts.items()}  # fmt: skip
             return {
                 "name": name,
-                "programs": {key: digest[:16] for key, digest in (listed or save.fingerprints(report)).items()},
+                "programs": {key: digest[:16] for key, digest in (listed or saved_plan.fingerprints(report)).items()},
                 **{form: _hash(text) for form, text in texts.items()},
             }
 

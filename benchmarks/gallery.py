@@ -26,21 +26,22 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from tpshard.cli.serve_worker import stored_weights
-from tpshard.cli.sources import open_source
-from tpshard.kernels.gptq_solver import Settings
-from tpshard.models.architecture import Architecture
-from tpshard.models.architecture_folder import FolderWeights
+from tpshard.cli.shared.serve_worker import stored_weights
+from tpshard.cli.shared.sources import open_source
+from tpshard.diagnostics.diagnostic import Mistakes
+from tpshard.kernels.quantized.gptq_solver import Settings
+from tpshard.models.transformers.architecture import Architecture
+from tpshard.models.transformers.class_weights import FolderWeights
 from tpshard.parallelism import Mesh, partition
-from tpshard.programs import step_programs, training
-from tpshard.programs.serve_setting import ServeSetting, Size
-from tpshard.programs.served import model_to_serve
-from tpshard.programs.serving import build_serving
-from tpshard.programs.setting import Setting
-from tpshard.recipes.diagnostic import Mistakes
-from tpshard.recipes.load import loads
-from tpshard.serve.quantize_layers import Quantizer, Sequences, write
-from tpshard.serve.weights import Weights
+from tpshard.programs.parts import step_programs
+from tpshard.programs.server.serve_setting import ServeSetting, Size
+from tpshard.programs.server.served import model_to_serve
+from tpshard.programs.server.serving import build_serving
+from tpshard.programs.setting.setting import Setting
+from tpshard.programs.step import training
+from tpshard.recipes.reading.load import loads
+from tpshard.serve.engine.weights import Weights
+from tpshard.serve.quantizing.quantize_layers import Quantizer, Sequences, write
 
 from record import ROOT, Record, close_with_table, parser_of
 

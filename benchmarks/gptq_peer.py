@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from tpshard.kernels.gptq_config import GPTQConfig
-from tpshard.kernels.gptq_format import GPTQFolder, write_into
-from tpshard.kernels.quantized import Quantized, group_count, group_index
+from tpshard.kernels.quantized.gptq_config import GPTQConfig
+from tpshard.kernels.quantized.gptq_format import GPTQFolder, write_into
+from tpshard.kernels.quantized.quantized import Quantized, group_count, group_index
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers import GPTQConfig as PeerConfig
 

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from tpshard.kernels import triton_launch as launch
-from tpshard.kernels.packed import Packed, unpack
+from tpshard.kernels.quantized.packed import Packed, unpack
 from tpshard.kernels.triton_launch import Tile, TileChoice
 
 from record import Record, parser_of
@@ -49,7 +49,7 @@ class Product:
 
 
 def products(models: list[str]) -> list[Product]:
-    from tpshard.models.presets import PRESETS
+    from tpshard.models.families.presets import PRESETS
 
     listed = []
     for model in models:

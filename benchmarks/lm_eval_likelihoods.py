@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 from tpshard.models import build, to_hf
-from tpshard.models.presets import preset
-from tpshard.train.sample import ensure_sample
+from tpshard.models.families.presets import preset
+from tpshard.train.data.sample import ensure_sample
 
 from record import Record, parser_of
 from running import COMMAND, serving

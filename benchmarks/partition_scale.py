@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tpshard.programs import step_programs
-from tpshard.programs.setting import Setting
-from tpshard.recipes.load import loads
+from tpshard.programs.parts import step_programs
+from tpshard.programs.setting.setting import Setting
+from tpshard.recipes.reading.load import loads
 
 from record import Record, parser_of
 

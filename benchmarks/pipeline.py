@@ -40,22 +40,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from tpshard.models import Blueprint
-from tpshard.models.adamw import treatments
-from tpshard.models.loss import cross_entropy_sum
-from tpshard.models.rope import rotation
+from tpshard.models.families.rope import rotation
+from tpshard.models.objectives.loss import cross_entropy_sum
+from tpshard.models.optimizers.adamw import treatments
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.pipeline.schedules import StageTask
 from tpshard.parallelism.runtime.context import Context, connect
 from tpshard.parallelism.runtime.groups import Groups
 from tpshard.parallelism.runtime.place import WorkerPlace
-from tpshard.plan import make
-from tpshard.plan.stage_times import NAMES
-from tpshard.programs import training
-from tpshard.programs.setting import Setting
-from tpshard.recipes.load import loads
-from tpshard.train.step_batch import StepBatch
-from tpshard.train.training_engine import TrainingEngine
-from tpshard.train.training_worker import engine_of
+from tpshard.plan import planner
+from tpshard.plan.step.stage_times import NAMES
+from tpshard.programs.setting.setting import Setting
+from tpshard.programs.step import training
+from tpshard.recipes.reading.load import loads
+from tpshard.train.data.step_batch import StepBatch
+from tpshard.train.run.training_engine import TrainingEngine
+from tpshard.train.run.training_worker import engine_of
 
 from record import Record, parser_of
 
@@ -263,7 +263,7 @@ def worker(options: dict[str, Any]) -> None:
             engine = variants[schedule]
             mean = {key: statistics.median(values) for key, values in engine.taken.items()}
             every = {tuple(key): value for part in context.gather([*mean.items()]) for key, value in part}
-            pipeline, price = engine.programs.pipeline, make.price_training(engine.programs)
+            pipeline, price = engine.programs.pipeline, planner.price_training(engine.programs)
             late = max(stage.late_s for stage in price.pipeline.stages)
             table, seconds = pipeline.table, lambda task, every=every: every[task.kind, task.stage]
             measured["bubbles_of_table"][schedule] = [
@@ -276,7 +276,7 @@ def worker(options: dict[str, Any]) -> None:
                 for (kind, stage), task_s in sorted(every.items())
             ]
             measured["split"][schedule] = list(pipeline.layers)
-        measured["planned"]["fsdp"] = make.price_training(variants["fsdp"].programs).step_s
+        measured["planned"]["fsdp"] = planner.price_training(variants["fsdp"].programs).step_s
         expected = first["fsdp"]
         for name, (loss, norm) in first.items():
             if abs(loss / expected[0] - 1) > 1e-4 or abs(norm / expected[1] - 1) > 1e-3:

@@ -24,17 +24,17 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tpshard.diagnostics.diagnostic import Mistakes
 from tpshard.parallelism.pricing.fusion import Compiled
 from tpshard.parallelism.sharding import local_shape
-from tpshard.plan import make
-from tpshard.plan.pricing import StepPart, price_parts
-from tpshard.programs import cluster
-from tpshard.programs.setting import Setting
-from tpshard.programs.training import TrainingPrograms
-from tpshard.programs.variants import Variants
-from tpshard.recipes.diagnostic import Mistakes
-from tpshard.recipes.load import loads
-from tpshard.recipes.schema import Recipe
+from tpshard.plan import planner
+from tpshard.plan.step.pricing import StepPart, price_parts
+from tpshard.programs.setting import cluster
+from tpshard.programs.setting.setting import Setting
+from tpshard.programs.step.training import TrainingPrograms
+from tpshard.programs.step.variants import Variants
+from tpshard.recipes.keys.schema import Recipe
+from tpshard.recipes.reading.load import loads
 
 from record import Record, parser_of
 
@@ -163,7 +163,7 @@ def holds_logits(row: dict[str, str]) -> bool:
 def parts_of(row: dict[str, str], programs: TrainingPrograms) -> list[StepPart]:
     """The parts of a step as the source ran them, where recipes cannot say it."""
     compiled: Compiled | None = "rest" if row["compile"] == "0" and not eager_loss(row) else None
-    parts = make.training_parts(programs, compiled)
+    parts = planner.training_parts(programs, compiled)
     if not holds_logits(row):
         return parts
     logits = programs.micro.records["logits"]
@@ -174,7 +174,7 @@ def parts_of(row: dict[str, str], programs: TrainingPrograms) -> list[StepPart]:
 
 def figures(row: dict[str, str], recipe: Recipe, quick: bool) -> tuple[float, float]:
     """(GiB in the row's measure of memory, seconds of a step)."""
-    build = Variants().for_prices if quick else make.build_programs
+    build = Variants().for_prices if quick else planner.build_programs
     parts, (device, _, per_host) = parts_of(row, build(Setting.of(recipe))), cluster.device_of(recipe)
     pricing = price_parts(parts, device, per_host, trains=True)
     memory = pricing.reserved_bytes if row.get("mem_kind") == "reserved_peak" else pricing.peak_bytes

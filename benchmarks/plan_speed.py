@@ -16,10 +16,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from tpshard.plan import command, make, outputs, search, suggest
-from tpshard.programs.setting import Setting
-from tpshard.programs.variants import Variants
-from tpshard.recipes.load import load
+from tpshard.plan import command, outputs, planner
+from tpshard.plan.search import search, suggest
+from tpshard.programs.setting.setting import Setting
+from tpshard.programs.step.variants import Variants
+from tpshard.recipes.reading.load import load
 
 from record import Record, parser_of
 from running import COMMAND
@@ -44,10 +45,10 @@ def measure(record: Record, name: str, devices: int, path: str) -> None:
     os.environ["TPSHARD_CACHE"] = str(Path(path).with_name("cache"))
     start, cpu = time.perf_counter(), time.process_time()
     recipe = load(path)
-    with make.without_gc():  # as `make.report`, which does both
-        programs = make.build_programs(Setting.of(recipe), variants := Variants())
+    with planner.without_gc():  # as `planner.report`, which does both
+        programs = planner.build_programs(Setting.of(recipe), variants := Variants())
         built = time.perf_counter()
-        report = make.report_of_training(programs, path)
+        report = planner.report_of_training(programs, path)
     options = outputs.PlanOptions(source=path, dry_run=True)
     texts = command.texts(report, recipe, options)
     end, used = time.perf_counter(), time.process_time() - cpu

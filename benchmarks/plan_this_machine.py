@@ -22,7 +22,7 @@ from statistics import median
 
 import psutil
 import torch
-from tpshard.plan import compare
+from tpshard.plan.questions import plan_error
 
 from record import Record, parser_of
 from running import tpshard
@@ -114,7 +114,7 @@ def run(arguments: list[str], folder: Path, then: float) -> Run:
     earlier, begun, before = pace(), time.monotonic(), cpu_seconds_of_others()
     tpshard("train", *arguments, cwd=folder, env=ENVIRONMENT)
     others, now = others_busy(before, begun), (earlier + pace()) / 2
-    comparison = compare.compare(folder / "runs" / Path(arguments[0]).stem)
+    comparison = plan_error.compare(folder / "runs" / Path(arguments[0]).stem)
     assert comparison is not None, "a run leaves its plan and its steps"
     nothing = {"predicted": 0.0, "measured": 0.0}
     return Run(comparison["step_s"], comparison.get("exposed_comm_s", nothing), others, now / then)

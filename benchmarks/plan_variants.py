@@ -26,18 +26,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from tpshard.diagnostics.diagnostic import Mistakes
 from tpshard.parallelism.depth import Depth
-from tpshard.plan import make
-from tpshard.plan.pricing import Pricing
-from tpshard.plan.search import price_variant
-from tpshard.plan.search_result import VariantPrice
-from tpshard.programs import step_programs, training
-from tpshard.programs.alike import FEWEST, STACK
-from tpshard.programs.setting import Setting, devices_of
-from tpshard.programs.variants import Variants
-from tpshard.recipes.diagnostic import Mistakes
-from tpshard.recipes.load import loads, with_changes
-from tpshard.recipes.schema import Recipe
+from tpshard.plan import planner
+from tpshard.plan.search.search import price_variant
+from tpshard.plan.search.search_result import VariantPrice
+from tpshard.plan.step.pricing import Pricing
+from tpshard.programs.parts import step_programs
+from tpshard.programs.setting.setting import Setting, devices_of
+from tpshard.programs.step import training
+from tpshard.programs.step.alike import FEWEST, STACK
+from tpshard.programs.step.variants import Variants
+from tpshard.recipes.keys.schema import Recipe
+from tpshard.recipes.reading.load import loads, with_changes
 
 from record import Record, in_one_line, parser_of
 
@@ -201,10 +202,10 @@ SETTINGS = {
 def plan_whole(recipe: Recipe, *, as_plan: bool) -> Pricing:
     """The pricing of a recipe's full plan: by `plan`, or from a program that is captured with all layers."""
     if as_plan:
-        return make.report(recipe, recipe.name).pricing
-    with make.without_gc():
+        return planner.report(recipe, recipe.name).pricing
+    with planner.without_gc():
         setting = Setting.of(recipe, devices_of(recipe))
-        return make.price_training(training.build(setting, make=step_programs.micro_program))
+        return planner.price_training(training.build(setting, make=step_programs.micro_program))
 
 
 def figures(price: Pricing | VariantPrice) -> dict[str, float]:

@@ -32,15 +32,15 @@ from typing import Any
 import httpx
 import numpy as np
 from tpshard.models import build, to_hf
-from tpshard.models.config import ModelConfig
+from tpshard.models.families.config import ModelConfig
 from tpshard.parallelism.pricing.cost import ServingOverhead
 from tpshard.parallelism.pricing.fusion import CacheReads
-from tpshard.plan.step_prices import ServerBuilder
-from tpshard.programs.serving import BLOCK_SIZE
-from tpshard.programs.traffic import Answered, Rehearsal, StepTime, Traffic
-from tpshard.recipes.load import loads
-from tpshard.serve.rehearse import rehearse
-from tpshard.train.sample import ensure_sample
+from tpshard.plan.server.rehearse import rehearse
+from tpshard.plan.server.server_prices import ServerBuilder
+from tpshard.plan.server.traffic import Answered, Rehearsal, StepTime, Traffic
+from tpshard.programs.server.serving import BLOCK_SIZE
+from tpshard.recipes.reading.load import loads
+from tpshard.train.data.sample import ensure_sample
 
 from record import Record, parser_of
 from running import serving
@@ -64,9 +64,9 @@ def serve_and_time(out: Path, arguments: list[str]) -> int:
     """`tpshard serve`, writing (rows, blocks read, blocks a row attends to, seconds) of each of its steps: to the start
     of the next one, or where nothing is left to do, to its end."""
     from tpshard.cli.main import run
-    from tpshard.serve.engine import Engine
-    from tpshard.serve.metrics import Metrics
-    from tpshard.serve.step import StepInput
+    from tpshard.serve.api.metrics import Metrics
+    from tpshard.serve.engine.engine import Engine
+    from tpshard.serve.engine.step import StepInput
 
     steps: list[tuple[float, ...]] = []
     observe = Metrics.observe

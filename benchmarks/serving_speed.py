@@ -30,26 +30,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tpshard.kernels.gptq_config import GPTQConfig
-from tpshard.kernels.gptq_format import write_into
-from tpshard.kernels.gptq_solver import Settings, ordering, round_to_nearest
-from tpshard.kernels.quantized import Quantized
+from tpshard.kernels.quantized.gptq_config import GPTQConfig
+from tpshard.kernels.quantized.gptq_format import write_into
+from tpshard.kernels.quantized.gptq_solver import Settings, ordering, round_to_nearest
+from tpshard.kernels.quantized.quantized import Quantized
 from tpshard.models import build, to_hf
-from tpshard.models.config import ModelConfig
-from tpshard.models.hf_config import write_config
-from tpshard.models.hf_names import hf_tensors
-from tpshard.programs.serve_setting import ServeSetting
-from tpshard.programs.served import model_to_serve
-from tpshard.programs.serving import build_serving
-from tpshard.recipes.load import loads
-from tpshard.serve.engine import Engine
-from tpshard.serve.job import Job
-from tpshard.serve.ranks import Ranks
-from tpshard.serve.request import Sampling, Sequence
+from tpshard.models.families.config import ModelConfig
+from tpshard.models.folders.hf_config import write_config
+from tpshard.models.folders.hf_names import hf_tensors
+from tpshard.programs.scheduling.request import Sampling, Sequence
+from tpshard.programs.server.serve_setting import ServeSetting
+from tpshard.programs.server.served import model_to_serve
+from tpshard.programs.server.serving import build_serving
+from tpshard.recipes.reading.load import loads
+from tpshard.serve.engine.engine import Engine
+from tpshard.serve.engine.job import Job
+from tpshard.serve.engine.ranks import Ranks
 
 from record import Record, in_one_line, parser_of
 
-WORKER = [sys.executable, "-m", "tpshard.cli.serve_worker"]
+WORKER = [sys.executable, "-m", "tpshard.cli.shared.serve_worker"]
 SETTINGS = Settings(bits=4, group_size=128)
 """How weights are quantized."""
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tpshard.models.loss import IGNORE
-from tpshard.models.tasks import LanguageModel
+from tpshard.models.objectives.loss import IGNORE
+from tpshard.models.objectives.tasks import LanguageModel
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -21,22 +21,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from tpshard.kernels.gptq_config import GPTQConfig
-from tpshard.kernels.quantized import Quantized, group_index
+from tpshard.kernels.quantized.gptq_config import GPTQConfig
+from tpshard.kernels.quantized.quantized import Quantized, group_index
 from tpshard.models import Blueprint
-from tpshard.models.config import ModelConfig
+from tpshard.models.families.config import ModelConfig
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.runtime.context import Context, connect
 from tpshard.parallelism.runtime.place import WorkerPlace
-from tpshard.programs.layouts import LAYOUTS, act_orders
-from tpshard.programs.padding import shared_rows
-from tpshard.programs.serve_setting import ServeSetting, Size
-from tpshard.programs.served import Quantization, Served
-from tpshard.programs.serving import build_serving
-from tpshard.recipes.load import loads
-from tpshard.serve.runner import ProgramRunner
-from tpshard.serve.step import StepInput
-from tpshard.serve.weights import Weights
+from tpshard.programs.server.act_order import LAYOUTS, act_orders
+from tpshard.programs.server.padding import shared_rows
+from tpshard.programs.server.serve_setting import ServeSetting, Size
+from tpshard.programs.server.served import Quantization, Served
+from tpshard.programs.server.serving import build_serving
+from tpshard.recipes.reading.load import loads
+from tpshard.serve.engine.runner import ProgramRunner
+from tpshard.serve.engine.step import StepInput
+from tpshard.serve.engine.weights import Weights
 
 from record import Record, parser_of
 

@@ -7,9 +7,9 @@ import sys
 from typing import Annotated, Any
 
 import typer
-from tpshard.cli.arguments import Device, Json, Overrides, on_device, refuse_unread
 from tpshard.cli.convert import Source
-from tpshard.cli.local_generation import (
+from tpshard.cli.shared.arguments import Device, Json, Overrides, on_device, refuse_unread
+from tpshard.cli.shared.local_generation import (
     READ,
     LocalModel,
     MaxTokens,

@@ -7,13 +7,13 @@ from functools import reduce
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from tpshard.cli.arguments import Json, Overrides, RecipeArgument, load
-from tpshard.recipes.diagnostic import Exit, Mistakes, plural
+from tpshard.cli.shared.arguments import Json, Overrides, RecipeArgument, load
+from tpshard.diagnostics.diagnostic import Exit, Mistakes, plural
 
 if TYPE_CHECKING:
-    from tpshard.programs.equality import Compared, FirstDifference
-    from tpshard.programs.setting import Setting
-    from tpshard.recipes.schema import Recipe
+    from tpshard.programs.compare.equality import Compared, FirstDifference
+    from tpshard.programs.setting.setting import Setting
+    from tpshard.recipes.keys.schema import Recipe
 
 Against = Annotated[
     list[str] | None,
@@ -38,9 +38,9 @@ def check(
     If they differ by more than rounding explains, names the first operation that differs and the line of the recipe
     that sharded it, and exits with 1. Meant for small models: the memory of all ranks is in this process.
     """
-    from tpshard.programs import equality
-    from tpshard.programs.setting import Setting
-    from tpshard.recipes.load import with_changes
+    from tpshard.programs.compare import equality
+    from tpshard.programs.setting.setting import Setting
+    from tpshard.recipes.reading.load import with_changes
 
     if not against:
         raise typer.BadParameter("name the other recipe, such as --against mesh.tp=2", param_hint="--against")

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from tpshard.cli.arguments import Overrides, Overwrite, recipe_argument, refuse_unread
-from tpshard.cli.files import refuse_folder
-from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.recipes.other_tools import hub_fix
+from tpshard.cli.shared.arguments import Overrides, Overwrite, recipe_argument, refuse_unread
+from tpshard.cli.shared.files import refuse_folder
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.recipes.text.other_tools import hub_fix
 
 if TYPE_CHECKING:
-    from tpshard.cli.sources import SourceModel
+    from tpshard.cli.shared.sources import SourceModel
 
 Source = Annotated[
     str,
@@ -49,7 +49,7 @@ def convert(
 
     OUT appears only when everything is written. The weights of a GPTQ folder become dense.
     """
-    from tpshard.cli.sources import keep_apart, open_source
+    from tpshard.cli.shared.sources import keep_apart, open_source
 
     refuse_folder(out, overwrite)
     if tokenizer is not None and not tokenizer.is_dir():
@@ -68,8 +68,8 @@ def convert(
 
 
 def _write(model: SourceModel, out: Path, dtype: str | None, tokenizer: Path | None, overwrite: bool) -> None:
-    from tpshard.models.architecture_folder import write_folder
-    from tpshard.models.hf import DTYPES, write_hf
+    from tpshard.models.folders.hf_folder import DTYPES, write_hf
+    from tpshard.models.transformers.class_weights import write_folder
 
     number = DTYPES[dtype] if dtype else model.dtype
     try:
@@ -93,10 +93,10 @@ def _write(model: SourceModel, out: Path, dtype: str | None, tokenizer: Path | N
 
 def check_tokenizer(folder: Path) -> None:
     """Raises `Mistakes` (exit 7) for a tokenizer that cannot be read, before the model is."""
-    from tpshard.models import hf
+    from tpshard.models.folders import hf_folder
 
     try:
-        hf.check_tokenizer(folder)
+        hf_folder.check_tokenizer(folder)
     except (ValueError, OSError) as error:
         fix = "copy it again, or name another"
         message = f"the tokenizer {folder} cannot be read"

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from tpshard.cli.arguments import Json, Overwrite
-from tpshard.recipes.diagnostic import Exit
+from tpshard.cli.shared.arguments import Json, Overwrite
+from tpshard.diagnostics.diagnostic import Exit
 
 GIB = 1 << 30
 Devices = Annotated[
@@ -76,9 +76,9 @@ def doctor(
 
 
 def _measure_device(out: Path, overwrite: bool) -> int:
-    from tpshard.cli.files import refuse, write
-    from tpshard.cli.measure_server import measure_server
-    from tpshard.plan.measure import measure
+    from tpshard.cli.shared.files import refuse, write
+    from tpshard.cli.shared.measure_server import measure_server
+    from tpshard.devices.measuring.measure import measure
 
     refuse(out, overwrite)
     text = measure(lambda stage: print(stage, file=sys.stderr), name=out.stem, measure_server=measure_server)
@@ -121,7 +121,7 @@ def versions() -> Iterator[Finding]:
 def devices(required: int = 0) -> Iterator[Finding]:
     """Findings on processors, memory and GPUs, and on what prevents their use."""
     import psutil
-    from tpshard.cli.machine import busy, gpu_problems, probe_driver, probe_torch
+    from tpshard.devices.machine import busy, gpu_problems, probe_driver, probe_torch
     from tpshard.parallelism.runtime.cores import usable_cores
 
     yield Finding("cpu", f"{usable_cores():g} of {os.cpu_count()} cores usable, {platform.machine()}")
@@ -240,7 +240,7 @@ def ports() -> Iterator[Finding]:
 def collective() -> Iterator[Finding]:
     """Tests an all-reduce between two processes of this host: gloo, and NCCL with two GPUs."""
     backends = ["gloo"]
-    from tpshard.cli.machine import probe_driver
+    from tpshard.devices.machine import probe_driver
 
     driver = probe_driver()
     if len(driver.gpus) > 1 and not any(gpu.mig for gpu in driver.gpus):
@@ -255,7 +255,7 @@ def _pair(backend: str, timeout: float = 90) -> Finding:
     for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         environment.setdefault(key, loopback)
     with tempfile.TemporaryDirectory(prefix="tpshard-doctor-") as folder:
-        argv = [sys.executable, "-m", "tpshard.cli.pair"]
+        argv = [sys.executable, "-m", "tpshard.devices.pair"]
         ranks = [
             subprocess.Popen(
                 [*argv, str(rank), str(Path(folder, "store")), backend],

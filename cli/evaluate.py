@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
-from tpshard.cli.arguments import Device, Json, Overrides, carried_files, on_device, refuse_unread
 from tpshard.cli.convert import Source
+from tpshard.cli.shared.arguments import Device, Json, Overrides, carried_files, on_device, refuse_unread
 from tpshard.cli.train import OVERRIDES
-from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
 
 if TYPE_CHECKING:
     from tpshard.parallelism.runtime.context import Context
     from tpshard.parallelism.runtime.place import WorkerPlace
-    from tpshard.programs.setting import Setting
-    from tpshard.recipes.schema import Recipe
-    from tpshard.train.evaluation import HeldOutLoss
-    from tpshard.train.training_engine import ReadBlock
+    from tpshard.programs.setting.setting import Setting
+    from tpshard.recipes.keys.schema import Recipe
+    from tpshard.train.run.evaluation import HeldOutLoss
+    from tpshard.train.run.training_engine import ReadBlock
 
 Texts = Annotated[
     list[str] | None,
@@ -60,8 +60,8 @@ def evaluate(
     place = places.find(os.environ)
     if place is not None:
         _work(source, recipe, place, data or (), as_json)
-    from tpshard.cli import machine
-    from tpshard.cli.worker_errors import workers_of
+    from tpshard.cli.shared.worker_errors import workers_of
+    from tpshard.devices import machine
     from tpshard.parallelism.runtime.launcher import Nodes, launch
 
     machine.require(recipe)
@@ -81,10 +81,10 @@ def _tasks(source: str, recipe: Recipe, names: Sequence[str], limit: int | None,
     """Prints the metrics of lm-eval's tasks, and appends them to the record of the model's run."""
     import time
 
-    from tpshard.cli.evaluation_tasks import require_lm_eval, results_of, run_of
-    from tpshard.cli.sources import holds_model, open_source
-    from tpshard.recipes.load import with_changes
-    from tpshard.train.records import append
+    from tpshard.cli.shared.evaluation_tasks import require_lm_eval, results_of, run_of
+    from tpshard.cli.shared.sources import holds_model, open_source
+    from tpshard.recipes.reading.load import with_changes
+    from tpshard.train.records.records import append
 
     require_lm_eval()
     if not recipe.where("serve.mesh").line and not recipe.where("serve.mesh.tp").line:
@@ -104,17 +104,17 @@ def _tasks(source: str, recipe: Recipe, names: Sequence[str], limit: int | None,
 
 
 def _newest(source: str, recipe: Recipe) -> Path:
-    from tpshard.cli.sources import latest, runs_of
+    from tpshard.cli.shared.sources import latest, runs_of
 
     return latest(runs_of(source, recipe), recipe).folder
 
 
 def recipe_of(source: str, changes: Sequence[str]) -> Recipe:
     """The recipe by which a stored model is evaluated: its run's, or for a Hugging Face folder a short one."""
-    from tpshard.cli.preflight import model_errors
     from tpshard.cli.quantize import run_recipe
-    from tpshard.cli.sources import MANIFEST, holds_model
-    from tpshard.recipes.load import load, loads, with_changes
+    from tpshard.cli.shared.preflight import model_errors
+    from tpshard.cli.shared.sources import MANIFEST, holds_model
+    from tpshard.recipes.reading.load import load, loads, with_changes
 
     path = Path(source)
     if not holds_model(path):
@@ -138,8 +138,8 @@ def recipe_of(source: str, changes: Sequence[str]) -> Recipe:
 
 def _recipe_of_folder(folder: Path) -> str:
     """A recipe for the model in a Hugging Face folder: computed in fp32 where it is stored so, and on a CPU."""
-    from tpshard.cli.worker_errors import visible_gpus
-    from tpshard.models import hf_config
+    from tpshard.cli.shared.worker_errors import visible_gpus
+    from tpshard.models.folders import hf_config
 
     try:
         computed = hf_config.computes(folder)
@@ -163,7 +163,7 @@ def _recipe_of_folder(folder: Path) -> str:
 def _data_ranks(recipe: Recipe) -> int:
     import math
 
-    from tpshard.cli.worker_errors import workers_of
+    from tpshard.cli.shared.worker_errors import workers_of
     from tpshard.parallelism.runtime.launcher import Nodes
 
     mesh = recipe.mesh_on(workers_of(recipe, Nodes.of(os.environ)))
@@ -172,8 +172,8 @@ def _data_ranks(recipe: Recipe) -> int:
 
 def _stored(source: str, recipe: Recipe) -> Path:
     """The folder of the model: SOURCE itself, or the run's newest checkpoint that is readable."""
-    from tpshard.cli.sources import holds_model, runs_of
-    from tpshard.train.checkpoint import steps
+    from tpshard.cli.shared.sources import holds_model, runs_of
+    from tpshard.train.checkpoints.checkpoint import steps
 
     if holds_model(Path(source)):
         return Path(source)
@@ -187,12 +187,12 @@ def _stored(source: str, recipe: Recipe) -> Path:
 
 
 def _work(source: str, recipe: Recipe, place: WorkerPlace, texts: Sequence[str], as_json: bool) -> NoReturn:
-    from tpshard.cli.worker_errors import describe, device_kind
+    from tpshard.cli.shared.worker_errors import describe, device_kind
     from tpshard.parallelism.runtime.worker import run_worker
 
     def body() -> int:
         from tpshard.parallelism.runtime.context import connect
-        from tpshard.programs.setting import Setting
+        from tpshard.programs.setting.setting import Setting
 
         setting, limits = Setting.of(recipe, place.world), recipe.timeout_s
         with connect(
@@ -208,7 +208,7 @@ def _work(source: str, recipe: Recipe, place: WorkerPlace, texts: Sequence[str],
 
 def result_of(source: str, setting: Setting, context: Context, texts: Sequence[str]) -> dict[str, Any]:
     """The losses of SOURCE as JSON values; rank 0 appends them to the record of its run. Every rank calls it."""
-    from tpshard.train.evaluation import evaluate as losses_of
+    from tpshard.train.run.evaluation import evaluate as losses_of
 
     opened: dict[str, Any] = {}
 
@@ -237,8 +237,8 @@ def _as_json(one: HeldOutLoss) -> dict[str, Any]:
 
 def _open(source: str, recipe: Recipe, context: Context, expected: Mapping[str, Any]) -> dict[str, Any]:
     """The reader of the model's blocks, with its folder, its step and its run's folder. Rank 0 verifies checkpoints."""
-    from tpshard.cli.sources import MANIFEST, latest, open_source
-    from tpshard.train.restore import SavedCheckpoint, open_checkpoint
+    from tpshard.cli.shared.sources import MANIFEST, latest, open_source
+    from tpshard.train.checkpoints.restore import SavedCheckpoint, open_checkpoint
 
     folder = _stored(source, recipe)
     if (folder / "config.json").is_file() and not (folder / MANIFEST).is_file():
@@ -260,7 +260,7 @@ def _record(run: Path, recipe: Recipe, result: Mapping[str, Any]) -> None:
     """Appends each loss to a run's metrics.jsonl, and sends it to the run's wandb, if it has one."""
     import time
 
-    from tpshard.train.records import append
+    from tpshard.train.records.records import append
 
     rows = [
         {
@@ -273,7 +273,7 @@ def _record(run: Path, recipe: Recipe, result: Mapping[str, Any]) -> None:
     options, id_file = recipe.logging.wandb, run / "wandb" / "id"
     if options is None or options.mode == "disabled" or not id_file.is_file():
         return
-    from tpshard.train.wandb_sink import WandbSink
+    from tpshard.train.records.wandb_sink import WandbSink
 
     sink = WandbSink(run, options, name=recipe.name, config={}, run_id=id_file.read_text().strip() or None)
     for row in rows:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from tpshard.cli.arguments import Overrides, RecipeArgument, load
 from tpshard.cli.main import Command, Group
-from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.cli.shared.arguments import Overrides, RecipeArgument, load
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
 
 if TYPE_CHECKING:
-    from tpshard.cli.job_texts import EngineJob
+    from tpshard.cli.shared.job_texts import EngineJob
 
 app = typer.Typer(
     cls=Group,
@@ -46,7 +46,7 @@ def slurm(
 
     The recipe and its data lie where all hosts find them.
     """
-    from tpshard.cli import job_texts
+    from tpshard.cli.shared import job_texts
 
     extra = {key: value for key, value in (("partition", partition), ("account", account)) if value}
     _write(job_texts.slurm, recipe, overrides, retries, folder, hours=hours, extra=extra)
@@ -67,7 +67,7 @@ def k8s(
 
     Secrets are taken from a Secret with the job's name: kubectl create secret generic NAME --from-literal ...
     """
-    from tpshard.cli import job_texts
+    from tpshard.cli.shared import job_texts
 
     if not image:
         raise typer.BadParameter("a JobSet needs an image in which tpshard is installed", param_hint="--image")
@@ -80,7 +80,7 @@ def torchrun(recipe: RecipeArgument, overrides: Overrides = None, retries: Retri
 
     torchrun does not tell exit codes apart: it restarts after any failure.
     """
-    from tpshard.cli import job_texts
+    from tpshard.cli.shared import job_texts
 
     _write(job_texts.torchrun, recipe, overrides, retries, folder)
 
@@ -98,7 +98,7 @@ def sky(
 
     SkyPilot recovers it after exit 75 and 9, without a limit.
     """
-    from tpshard.cli import job_texts
+    from tpshard.cli.shared import job_texts
 
     if bucket and not re.match(r"(s3|gs|r2|cos|oci)://", bucket):
         raise typer.BadParameter(f"{bucket!r} is no URL of an object store, such as s3://NAME", param_hint="--bucket")
@@ -111,7 +111,7 @@ def _write(
 ) -> None:  # fmt: skip
     import math
 
-    from tpshard.cli.job_texts import EngineJob
+    from tpshard.cli.shared.job_texts import EngineJob
 
     recipe = load(source, overrides)
     cluster = recipe.cluster

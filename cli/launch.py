@@ -30,7 +30,7 @@ def launch(command: Command, nodes: NodeCount = 1, node_rank: NodeRank = 0, rend
     tpshard launch --nodes 2 --node-rank 0 --rendezvous 10.0.0.1:29400 -- train recipe.yaml
     """
     from tpshard.cli.main import run
-    from tpshard.cli.worker_errors import place_of_environment
+    from tpshard.cli.shared.worker_errors import place_of_environment
     from tpshard.parallelism.runtime.launcher import Nodes
 
     if command[0] != "train":

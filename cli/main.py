@@ -16,9 +16,9 @@ from typing import Annotated, Any
 import typer
 import typer.core
 import typer.main
-from tpshard.cli import streams
-from tpshard.cli.machine_errors import of_machine
-from tpshard.recipes.diagnostic import Exit, Mistakes, as_text
+from tpshard.cli.shared import streams
+from tpshard.cli.shared.machine_errors import of_machine
+from tpshard.diagnostics.diagnostic import Exit, Mistakes, as_text
 
 COMMANDS = {
     "train": "Train a recipe's model on this machine, or as one worker of several.",
@@ -201,7 +201,7 @@ def run(arguments: Sequence[str]) -> int:
             if words:
                 _say(f"error: {words}")
             if (option := getattr(error, "option_name", "")) and type(error).__name__ == "NoSuchOption":
-                from tpshard.cli.option_keys import option_fix
+                from tpshard.cli.shared.option_keys import option_fix
 
                 if fix := option_fix(arguments, option):
                     _say(f"  fix: {fix}")
@@ -254,7 +254,7 @@ def _bug(arguments: Sequence[str]) -> None:
 
 def _public(argument: str) -> str:
     """An argument for a bug report: values of keys that look like secrets are masked."""
-    from tpshard.recipes.write import MASK, looks_secret
+    from tpshard.recipes.text.write import MASK, looks_secret
 
     key, equals, _ = argument.partition("=")
     return f"{key}={MASK}" if equals and looks_secret(key.rpartition(".")[2]) else argument

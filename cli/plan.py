@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from tpshard.cli.arguments import Device, Json, OptionalRecipe, Overrides, Overwrite, load, on_device
+from tpshard.cli.shared.arguments import Device, Json, OptionalRecipe, Overrides, Overwrite, load, on_device
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Write only the files named here, and the cache of plans.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print everything, however long.")]
@@ -115,7 +115,7 @@ def plan(
     A sharded tensor is printed as w_up[E_fsdp, M_tp]: its dim embed (E) is sharded over the mesh axis fsdp, mlp (M)
     over tp; a dim without an axis is replicated; behind it {U_tp} is a sum still to be made over tp.
     """
-    from tpshard.cli.files import refuse
+    from tpshard.cli.shared.files import refuse
 
     files = {"--html": html, "--trace": trace, "--svg": svg}
     named = [file for file in files.values() if file is not None]
@@ -177,9 +177,9 @@ def plan(
         if not all(value is None or value > 0 for value in (rate, ttft, tpot)):
             raise typer.BadParameter("nothing is answered in no time", param_hint="--rate, --ttft, --tpot")
         server = load(recipe, changes)
-        from tpshard.cli.rehearsed import run_rehearsal
-        from tpshard.plan.serving_answers import TimeLimits
-        from tpshard.programs.traffic import Traffic
+        from tpshard.cli.shared.rehearsed import run_rehearsal
+        from tpshard.plan.questions.serving_answers import TimeLimits
+        from tpshard.plan.server.traffic import Traffic
 
         traffic = Traffic(prompt, answer, rate, count=count or 1000, seed=seed or 0)
         return run_rehearsal(server, traffic, TimeLimits(ttft, tpot), search=search, as_json=as_json, svg=svg)
@@ -194,7 +194,7 @@ def plan(
             )  # fmt: skip
         other = load(recipes[0], on_device(None, device)) if recipes else load(recipe, [*changes, *diff])
     from tpshard.plan import outputs
-    from tpshard.plan.forecast import Conditions, amount
+    from tpshard.plan.step.forecast import Conditions, amount
 
     try:
         conditions = Conditions(None if tokens is None else amount(tokens), price, watts, failures, restart, save)

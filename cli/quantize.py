@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from tpshard.cli.arguments import Json, Overrides, Overwrite, refuse_unread
 from tpshard.cli.convert import Out, Source, check_tokenizer, unwritten
-from tpshard.cli.files import refuse_folder
-from tpshard.recipes.diagnostic import Exit, Mistakes
+from tpshard.cli.shared.arguments import Json, Overrides, Overwrite, refuse_unread
+from tpshard.cli.shared.files import refuse_folder
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
 
 if TYPE_CHECKING:
-    from tpshard.cli.sources import SourceModel
-    from tpshard.recipes.schema import Recipe
-    from tpshard.serve.quantize_layers import Quantizing, Sequences
+    from tpshard.cli.shared.sources import SourceModel
+    from tpshard.recipes.keys.schema import Recipe
+    from tpshard.serve.quantizing.quantize_layers import Quantizing, Sequences
 
 
 def quantize(
@@ -46,7 +46,7 @@ def quantize(
     The settings are the recipe's `quantize` section, changed by quantize.bits=4 quantize.group_size=64 ... OUT appears
     only when everything is written.
     """
-    from tpshard.cli.sources import keep_apart
+    from tpshard.cli.shared.sources import keep_apart
 
     refuse_folder(out, overwrite)
     read = ("quantize", "data", "evaluate.sequences", "run", "name")
@@ -59,8 +59,8 @@ def quantize(
     if model.tokenizer is not None:
         check_tokenizer(model.tokenizer)
     import torch
-    from tpshard.kernels.gptq_solver import Settings
-    from tpshard.serve.quantize_layers import Quantizer, write
+    from tpshard.kernels.quantized.gptq_solver import Settings
+    from tpshard.serve.quantizing.quantize_layers import Quantizer, write
 
     described = model.blueprint.config or model.blueprint.architecture
     assert described is not None, "users' modules are refused"
@@ -100,9 +100,9 @@ def _refuse(source: str) -> None:
             fix="give the folder of a model in safetensors, or a recipe",
         )
     if (path / "config.json").is_file():
-        from tpshard.kernels.folder_json import FolderError
-        from tpshard.kernels.gptq_config import read_config
-        from tpshard.models.hf_config import read_raw
+        from tpshard.files.folder_json import FolderError
+        from tpshard.kernels.quantized.gptq_config import read_config
+        from tpshard.models.folders.hf_config import read_raw
 
         fix = "quantize the dense model that it was made from"
         try:
@@ -121,8 +121,8 @@ def _open(source: str, overrides: Sequence[str]) -> tuple[SourceModel, Recipe]:
 
     For a folder that is the recipe of its run, or `tiny` without one, with the overrides applied.
     """
-    from tpshard.cli.arguments import load
-    from tpshard.cli.sources import holds_model, named_tokenizer, open_source
+    from tpshard.cli.shared.arguments import load
+    from tpshard.cli.shared.sources import holds_model, named_tokenizer, open_source
 
     path = Path(source)
     if not holds_model(path):
@@ -144,7 +144,7 @@ _LONGEST = 2048
 
 def _seq_len(source: str, model: SourceModel, recipe: Recipe) -> int:
     """Tokens of a calibration sequence: as many as the model was trained with."""
-    from tpshard.cli.sources import holds_model
+    from tpshard.cli.shared.sources import holds_model
 
     if not holds_model(Path(source)) or recipe.file == str(run_recipe(Path(source))):
         return int(recipe.model.seq_len)
@@ -156,11 +156,11 @@ def _text(
 ) -> tuple[Sequences, Sequences]:
     """Calibration and held-out text, as ids of the model's tokenizer."""
     import torch
-    from tpshard.serve.quantize_layers import Sequences
-    from tpshard.train.corpus import open_text
-    from tpshard.train.step_batch import StepBatch
-    from tpshard.train.stream import Loader, held_out_batch
-    from tpshard.train.tokens import load_tokenizer
+    from tpshard.serve.quantizing.quantize_layers import Sequences
+    from tpshard.train.data.corpus import open_text
+    from tpshard.train.data.step_batch import StepBatch
+    from tpshard.train.data.stream import Loader, held_out_batch
+    from tpshard.train.data.tokens import load_tokenizer
 
     corpus = open_text(source or recipe.data.source, recipe.data.column)
     if model.tokenizer is None:
@@ -203,7 +203,7 @@ _WRONG = (
 @contextlib.contextmanager
 def _errors_told(model: SourceModel, out: Path) -> Iterator[None]:
     """Raises the errors of quantizing as `Mistakes`, each with its fix."""
-    from tpshard.serve.layered_model import NotQuantizable
+    from tpshard.models.layered.layered_model import NotQuantizable
 
     try:
         yield

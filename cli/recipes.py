@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from tpshard.cli.arguments import Json, Overrides, Overwrite, complete_shipped, recipe_argument
 from tpshard.cli.main import Command, Group, columns
-from tpshard.recipes.diagnostic import Exit, Mistakes, did_you_mean
+from tpshard.cli.shared.arguments import Json, Overrides, Overwrite, complete_shipped, recipe_argument
+from tpshard.diagnostics.diagnostic import Exit, Mistakes, did_you_mean
 
 if TYPE_CHECKING:
-    from tpshard.recipes.schema import Recipe
+    from tpshard.recipes.keys.schema import Recipe
 
 app = typer.Typer(
     cls=Group,
@@ -46,8 +46,8 @@ Out = Annotated[
 @app.command(cls=Command)
 def ls(as_json: Json = False) -> None:
     """List the shipped recipes."""
-    from tpshard.recipes.extends import builtins
-    from tpshard.recipes.load import load
+    from tpshard.recipes.reading.extends import builtins
+    from tpshard.recipes.reading.load import load
 
     rows = []
     for name, path in builtins().items():
@@ -74,7 +74,7 @@ def _facts(recipe: Recipe) -> dict[str, str]:
 @app.command(cls=Command)
 def show(recipe: Shown, overrides: Overrides = None, resolved: Resolved = False) -> None:
     """Print a recipe as written; with --resolved or changes, all its keys."""
-    from tpshard.recipes.load import find, load
+    from tpshard.recipes.reading.load import find, load
 
     if resolved or overrides:
         print(load(recipe, overrides or ()).to_yaml(resolved=resolved), end="")
@@ -86,8 +86,8 @@ def show(recipe: Shown, overrides: Overrides = None, resolved: Resolved = False)
 @app.command(cls=Command)
 def cp(name: Name, to: To = None, overwrite: Overwrite = False) -> None:
     """Copy a shipped recipe into a file to edit."""
-    from tpshard.cli.files import write
-    from tpshard.recipes.extends import builtins
+    from tpshard.cli.shared.files import write
+    from tpshard.recipes.reading.extends import builtins
 
     if name not in builtins():
         fix = did_you_mean(name, builtins(), f"shipped: {', '.join(builtins())}")
@@ -108,7 +108,7 @@ def keys(prefix: Prefix = "") -> None:
     """Print every key with its allowed values, its default, and its effect."""
     import textwrap
 
-    from tpshard.recipes.document import keys as documented
+    from tpshard.recipes.reading.document import keys as documented
 
     listed = documented(prefix)
     if not listed:
@@ -126,8 +126,8 @@ def schema(out: Out = None, overwrite: Overwrite = False) -> None:
 
     An editor uses it for recipes whose first line is `# yaml-language-server: $schema=FILE`.
     """
-    from tpshard.cli.files import write
-    from tpshard.recipes.document import json_schema
+    from tpshard.cli.shared.files import write
+    from tpshard.recipes.reading.document import json_schema
 
     text = json.dumps(json_schema(), indent=2) + "\n"
     if out is None:

@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from tpshard.cli.arguments import Device, Json, Overrides, RecipeArgument, load, on_device
-from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.recipes.other_tools import hub_fix
+from tpshard.cli.shared.arguments import Device, Json, Overrides, RecipeArgument, load, on_device
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.recipes.text.other_tools import hub_fix
 
 if TYPE_CHECKING:
-    from tpshard.cli.sources import SourceModel
-    from tpshard.models.folder_tokenizer import FolderTokenizer
-    from tpshard.programs.served import Served
-    from tpshard.recipes.schema import Recipe
-    from tpshard.serve.need import Need
-    from tpshard.serve.service import Service
+    from tpshard.cli.shared.sources import SourceModel
+    from tpshard.models.folders.folder_tokenizer import FolderTokenizer
+    from tpshard.programs.server.served import Served
+    from tpshard.recipes.keys.schema import Recipe
+    from tpshard.serve.api.need import Need
+    from tpshard.serve.api.service import Service
 
 Check = Annotated[bool, typer.Option("--check", help="Print the memory and programs needed, load nothing, and exit.")]
 Insecure = Annotated[bool, typer.Option("--insecure", help="Serve beyond this machine without an API key.")]
@@ -37,7 +37,7 @@ def serve(
     device: Device = None,
 ) -> int:
     """Serve a recipe's latest checkpoint, or the folder that `serve.checkpoint` names."""
-    from tpshard.serve import http
+    from tpshard.serve.api import http
 
     overrides = on_device(overrides, device)
     loaded = load(recipe, overrides, trained=True)
@@ -60,15 +60,15 @@ def serve(
 
 def model_of(recipe: str, overrides: list[str], loaded: Recipe) -> SourceModel:
     """The model to serve, its weights not yet read."""
-    from tpshard.cli.sources import holds_model, open_source
+    from tpshard.cli.shared.sources import holds_model, open_source
 
     checkpoint = loaded.serve.checkpoint
     if checkpoint == "latest":
         return open_source(recipe, overrides, modules=True)
     folder = Path(checkpoint)
     if not holds_model(folder):
-        from tpshard.kernels.folder_json import FolderError
-        from tpshard.models.foreign_formats import refuse_format
+        from tpshard.files.folder_json import FolderError
+        from tpshard.models.folders.foreign_formats import refuse_format
 
         try:
             refuse_format(folder)
@@ -85,7 +85,7 @@ def model_of(recipe: str, overrides: list[str], loaded: Recipe) -> SourceModel:
 
 def _other_checkpoint(recipe: str, named: str, loaded: Recipe) -> str:
     """The fix for a `serve.checkpoint` that is none: the run's own of that name, or a model on the hub."""
-    from tpshard.cli.sources import holds_model
+    from tpshard.cli.shared.sources import holds_model
 
     for run in (Path(recipe), Path(loaded.run.dir)):
         if holds_model(run / "checkpoints" / named):
@@ -95,7 +95,7 @@ def _other_checkpoint(recipe: str, named: str, loaded: Recipe) -> str:
 
 def _shape(recipe: str, overrides: list[str], loaded: Recipe) -> Served:
     """The model as it would be served, without its weights; a recipe's own model needs no checkpoint."""
-    from tpshard.programs.served import LATEST, model_to_serve
+    from tpshard.programs.server.served import LATEST, model_to_serve
 
     if loaded.serve.checkpoint == LATEST:
         return model_to_serve(loaded, _kind(loaded))
@@ -104,7 +104,7 @@ def _shape(recipe: str, overrides: list[str], loaded: Recipe) -> Served:
 
 def stored_model(loaded: Recipe, model: SourceModel) -> Served:
     """An existing model as it would be served: its blueprint, dtype and quantization."""
-    from tpshard.programs.served import stored_model
+    from tpshard.programs.server.served import stored_model
 
     names = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
     dtype = names.get(str(model.dtype), "fp32")
@@ -114,9 +114,9 @@ def stored_model(loaded: Recipe, model: SourceModel) -> Served:
 def memory_need(loaded: Recipe, served: Served) -> Need:
     """The memory that serving needs on one device. Raises `Mistakes` where it does not fit."""
     import psutil
-    from tpshard.programs.serve_setting import ServeSetting
-    from tpshard.programs.serving import build_serving
-    from tpshard.serve.need import need
+    from tpshard.programs.server.serve_setting import ServeSetting
+    from tpshard.programs.server.serving import build_serving
+    from tpshard.serve.api.need import need
 
     setting = ServeSetting.of(loaded, served, _kind(loaded))
     ranks = setting.mesh.ranks
@@ -135,16 +135,16 @@ def memory_need(loaded: Recipe, served: Served) -> Need:
 
 def _kind(loaded: Recipe) -> Any:
     """The kind of device: cpu or gpu."""
-    from tpshard.cli.worker_errors import device_kind
+    from tpshard.cli.shared.worker_errors import device_kind
 
     return "gpu" if device_kind(loaded) == "cuda" else "cpu"
 
 
 def _run(loaded: Recipe, model: SourceModel, need: Need, sock: Any, key: str | None) -> int:
-    from tpshard.serve import http
-    from tpshard.serve.access import Access, is_loopback
-    from tpshard.serve.app import Server, make_app
-    from tpshard.serve.preprocess_pool import PreprocessPool, PreprocessSetup
+    from tpshard.serve.api import http
+    from tpshard.serve.api.access import Access, is_loopback
+    from tpshard.serve.api.app import Server, make_app
+    from tpshard.serve.api.preprocess_pool import PreprocessPool, PreprocessSetup
 
     section = loaded.serve
     tokenizer = open_tokenizer(loaded, model, need)
@@ -165,7 +165,7 @@ def _run(loaded: Recipe, model: SourceModel, need: Need, sock: Any, key: str | N
 
 def open_tokenizer(loaded: Recipe, model: SourceModel, need: Need) -> FolderTokenizer:
     """The model's tokenizer. Raises `Mistakes` (exit 6) where there is none, or one of another model."""
-    from tpshard.models.folder_tokenizer import FolderTokenizer
+    from tpshard.models.folders.folder_tokenizer import FolderTokenizer
 
     if model.tokenizer is None:
         raise Mistakes.one(
@@ -187,7 +187,7 @@ def generation_defaults(loaded: Recipe, model: SourceModel) -> Mapping[str, Any]
 
     Raises `Mistakes` (exit 7) where the folder has a wrong value. Keys that are not obeyed are named on stderr.
     """
-    from tpshard.serve.generation_defaults import FILE, read_generation_defaults
+    from tpshard.serve.api.generation_defaults import FILE, read_generation_defaults
 
     if loaded.serve.generation_defaults == "none":
         return {}
@@ -207,11 +207,11 @@ def start_service(loaded: Recipe, model: SourceModel, need: Need) -> Service:
     """The engine with its ranks, ready to answer. Raises `Mistakes` (exit 9) where they do not start."""
     import torch
     from tpshard.parallelism.runtime.cores import sharing_note
-    from tpshard.serve.job import Job
-    from tpshard.serve.metrics import Metrics
-    from tpshard.serve.ranks import Ranks
-    from tpshard.serve.service import Limits, Service
-    from tpshard.serve.step import WorkerLost
+    from tpshard.serve.api.metrics import Metrics
+    from tpshard.serve.api.service import Limits, Service
+    from tpshard.serve.engine.job import Job
+    from tpshard.serve.engine.ranks import Ranks
+    from tpshard.serve.engine.step import WorkerLost
 
     section = loaded.serve
     if _kind(loaded) == "cpu" and (shared := sharing_note(need.programs.setting.mesh.ranks)):
@@ -219,7 +219,7 @@ def start_service(loaded: Recipe, model: SourceModel, need: Need) -> Service:
     job = Job.of(need.programs, model.name, need.blocks)
     limits = Limits(running=section.requests, queue=section.queue, request_s=section.request_s, grace_s=section.grace_s)
     torch.set_num_threads(1)  # idle threads of this process would spin on the ranks' cores
-    service = Service(lambda: Ranks([sys.executable, "-m", "tpshard.cli.serve_worker"], job), limits, Metrics())
+    service = Service(lambda: Ranks([sys.executable, "-m", "tpshard.cli.shared.serve_worker"], job), limits, Metrics())
     try:
         service.start()
     except WorkerLost as error:
@@ -251,7 +251,7 @@ def _to_wandb(loaded: Recipe, service: Service) -> Any:
     asked_for = loaded.where("logging.wandb").line  # by the recipe or on the command line, not by default
     if section is None or section.mode == "disabled" or not asked_for:
         return lambda: None
-    from tpshard.train.wandb_sink import WandbSink
+    from tpshard.train.records.wandb_sink import WandbSink
 
     folder = Path(loaded.run.dir)
     folder.mkdir(parents=True, exist_ok=True)

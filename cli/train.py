@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
-from tpshard.cli.arguments import Device, Overrides, RecipeArgument, load, on_device
-from tpshard.recipes.diagnostic import Mistakes, plural
+from tpshard.cli.shared.arguments import Device, Overrides, RecipeArgument, load, on_device
+from tpshard.diagnostics.diagnostic import Mistakes, plural
 
 if TYPE_CHECKING:
     from tpshard.parallelism.runtime.place import WorkerPlace
-    from tpshard.plan.report import Report
-    from tpshard.programs.setting import Setting
-    from tpshard.programs.training import TrainingPrograms
+    from tpshard.plan.report.report import Report
+    from tpshard.programs.setting.setting import Setting
+    from tpshard.programs.step.training import TrainingPrograms
 
 
 PlanFile = Annotated[
@@ -36,7 +36,7 @@ def train(recipe: RecipeArgument, overrides: Overrides = None, plan: PlanFile = 
     without planning again, and refuses (exit 4) if the recipe, the number of devices or the versions differ. The
     programs of a plan that another account or machine saved are compared (exit 3) with those of the recipe.
     """
-    from tpshard.cli.worker_errors import place_of_environment
+    from tpshard.cli.shared.worker_errors import place_of_environment
 
     place = place_of_environment()
     changes = on_device(overrides, device) if OVERRIDES not in os.environ else json.loads(os.environ.pop(OVERRIDES))
@@ -44,15 +44,15 @@ def train(recipe: RecipeArgument, overrides: Overrides = None, plan: PlanFile = 
 
 
 def _start(recipe: str, overrides: Sequence[str], plan: str | None) -> int:
-    from tpshard.cli import machine
-    from tpshard.cli.worker_errors import device_kind, workers_of
+    from tpshard.cli.shared.worker_errors import device_kind, workers_of
+    from tpshard.devices import machine
     from tpshard.parallelism.runtime.cores import sharing_note
     from tpshard.parallelism.runtime.launcher import Nodes, launch
-    from tpshard.plan import save
-    from tpshard.train import hub
+    from tpshard.plan import saved_plan
+    from tpshard.train.data import hub
 
     loaded = load(recipe, overrides)
-    saved = None if plan is None else save.read(plan)
+    saved = None if plan is None else saved_plan.read(plan)
     machine.require(loaded)
     source = loaded.data.source
     if hub.is_on(source):  # before workers take seconds to start
@@ -60,7 +60,7 @@ def _start(recipe: str, overrides: Sequence[str], plan: str | None) -> int:
     nodes = Nodes.of(os.environ)
     world = workers_of(loaded, nodes)
     if saved is not None:
-        save.check(saved, loaded, world)
+        saved_plan.check(saved, loaded, world)
     local_workers = world // nodes.count
     print(f"starting {plural(local_workers, 'worker')} on this host", file=sys.stderr, flush=True)
     if device_kind(loaded) == "cpu" and (note := sharing_note(local_workers)):
@@ -72,23 +72,23 @@ def _start(recipe: str, overrides: Sequence[str], plan: str | None) -> int:
 
 
 def _work(recipe: str, overrides: Sequence[str], place: WorkerPlace, plan_file: str | None) -> NoReturn:
-    from tpshard.cli.worker_errors import describe
+    from tpshard.cli.shared.worker_errors import describe
     from tpshard.parallelism.runtime.worker import run_worker
 
     def body() -> int:
         from tpshard.cli.main import version
-        from tpshard.cli.preflight import load_checked
-        from tpshard.cli.worker_errors import device_kind
-        from tpshard.plan import save
-        from tpshard.plan.make import check_limit
-        from tpshard.train.training_worker import Surroundings, work
+        from tpshard.cli.shared.preflight import load_checked
+        from tpshard.cli.shared.worker_errors import device_kind
+        from tpshard.plan import saved_plan
+        from tpshard.plan.planner import check_limit
+        from tpshard.train.run.training_worker import Surroundings, work
 
         # The launcher of tpshard has shown the warnings already; under another one rank 0 shows them.
         quiet = place.launcher == "tpshard" or place.rank != 0
         loaded = load_checked(recipe, overrides)[0] if quiet else load(recipe, overrides)
         plan = _Plan(plan_file)
         if plan.file is not None:
-            save.check(plan.file, loaded, place.world)
+            saved_plan.check(plan.file, loaded, place.world)
         planned = plan.programs if plan.file is not None else None
         around = Surroundings(
             version(),
@@ -110,32 +110,32 @@ class _Plan:
     """The plan of the programs that this run executes, computed once or read from a file."""
 
     def __init__(self, path: str | None = None) -> None:
-        from tpshard.plan import plan_cache, save
+        from tpshard.plan import plan_cache, saved_plan
 
         self._report: Report | None = None
-        self.file = None if path is None else save.read(path)
+        self.file = None if path is None else saved_plan.read(path)
         self.own = self.file is not None and plan_cache.is_own(self.file.text)
 
     def _of(self, programs: TrainingPrograms) -> Report:
-        from tpshard.plan import make
+        from tpshard.plan import planner
 
         if self._report is None:
-            self._report = make.report_of_training(programs)
+            self._report = planner.report_of_training(programs)
         return self._report
 
     def programs(self, setting: Setting) -> tuple[TrainingPrograms, str]:
         """The programs of the plan file, with a line that says whether they were planned again."""
-        from tpshard.plan import make
+        from tpshard.plan import planner
 
         assert self.file is not None
-        programs = make.read_programs(self.file, setting)
+        programs = planner.read_programs(self.file, setting)
         if self.own:
             return programs, "running the programs of the saved plan: nothing is planned again"
         return programs, "the plan was not saved by this account here: planned again, with the same programs"
 
     def screen(self, programs: TrainingPrograms) -> str:
         """The shardings of all values as text, with the numbers of annotated and inferred ones."""
-        from tpshard.plan import screen
+        from tpshard.plan.views import screen
 
         report = self._of(programs)
         head = f"{report.annotated} values annotated (*), {report.inferred} inferred"
@@ -143,32 +143,32 @@ class _Plan:
 
     def trace(self, programs: TrainingPrograms) -> str:
         """The planned step as a trace."""
-        from tpshard.plan import trace
+        from tpshard.plan.views import trace
 
         return trace.trace(self._of(programs))
 
     def plan_text(self, programs: TrainingPrograms) -> str:
         """The contents of the run's plan.json: an own plan, or one without programs for those that were built."""
-        from tpshard.plan import save
+        from tpshard.plan import saved_plan
 
         if self.file is not None and self.own:
             return self.file.text
-        return save.dumps(self._of(programs), programs.setting.recipe, with_programs=False)
+        return saved_plan.dumps(self._of(programs), programs.setting.recipe, with_programs=False)
 
 
 def _comparison(folder: Path) -> str:
     """The comparison of plan and run, also written to the run's folder. A failing disk does not end the training."""
-    from tpshard.plan import compare
+    from tpshard.plan.questions import plan_error
 
     try:
-        return compare.record(folder)
+        return plan_error.record(folder)
     except (OSError, Mistakes) as error:
         return f"warning: the plan was not compared with the run: {str(error).splitlines()[0]}"
 
 
 def _peak(programs: TrainingPrograms) -> float | None:
     """Peak FLOP/s of all devices if they are GPUs; None for a CPU, whose device file describes another machine."""
-    from tpshard.programs import cluster
+    from tpshard.programs.setting import cluster
 
     device, nodes, per_host = cluster.device_of(programs.setting.recipe)
     rate = device.rates.get(programs.setting.recipe.model.dtype)

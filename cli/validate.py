@@ -6,8 +6,8 @@ import sys
 from typing import Annotated
 
 import typer
-from tpshard.cli.arguments import Json, recipe_argument
-from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, dumps
+from tpshard.cli.shared.arguments import Json, recipe_argument
+from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes, dumps
 
 Files = Annotated[list[str], recipe_argument(metavar="RECIPE", help="Recipes to check.")]
 
@@ -19,7 +19,7 @@ def validate(files: Files, as_json: Json = False) -> int:
     An argument of the form key.path=value overrides that key in all of them.
     """
     from tpshard.cli.main import report
-    from tpshard.cli.preflight import load_checked
+    from tpshard.cli.shared.preflight import load_checked
 
     recipes = [name for name in files if "=" not in name]
     overrides = [name for name in files if "=" in name]

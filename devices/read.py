@@ -10,11 +10,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes, Source
 from tpshard.parallelism.pricing.cost import Cpu, Crowd, Device, Efficiency, Overhead, ServingOverhead
 from tpshard.parallelism.pricing.network import Level, Link
-from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, Source
-from tpshard.recipes.nodes import Node, read, scalar
-from tpshard.recipes.schema import DEVICES
+from tpshard.recipes.keys.schema import DEVICES
+from tpshard.recipes.text.nodes import Node, read, scalar
 
 _PREFIX = {"": 1.0, "K": 1e3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _UNITS = {

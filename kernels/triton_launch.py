@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 import triton.testing
 from torch import Tensor
-from tpshard.kernels import triton_norm, triton_optimizer, triton_quantized
+from tpshard.kernels import triton_norm, triton_optimizer
 from tpshard.kernels.linear import fixed_rows_linear
-from tpshard.kernels.packed import Packed
+from tpshard.kernels.quantized import triton_quantized
+from tpshard.kernels.quantized.packed import Packed
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,16 @@ if TYPE_CHECKING:
     from tpshard.models.assemble import build as build
     from tpshard.models.assemble import build_module as build_module
     from tpshard.models.blueprint import Blueprint as Blueprint
-    from tpshard.models.hf import from_hf as from_hf
-    from tpshard.models.hf import to_hf as to_hf
+    from tpshard.models.folders.hf_folder import from_hf as from_hf
+    from tpshard.models.folders.hf_folder import to_hf as to_hf
 
-_HOMES = {"Blueprint": "blueprint", "build": "assemble", "build_module": "assemble", "from_hf": "hf", "to_hf": "hf"}
+_HOMES = {
+    "Blueprint": "blueprint",
+    "build": "assemble",
+    "build_module": "assemble",
+    "from_hf": "folders.hf_folder",
+    "to_hf": "folders.hf_folder",
+}
 
 __all__ = ["Blueprint", "build", "build_module", "from_hf", "to_hf"]
 

@@ -15,11 +15,11 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from tpshard.models import module_init
-from tpshard.models.config import ModelConfig
 from tpshard.models.construct import Constructor, Unset
-from tpshard.models.decoder import Decoder
 from tpshard.models.dims import param_dims
-from tpshard.models.init import fill, init_plan, initial_block, initialize, key_of
+from tpshard.models.families.config import ModelConfig
+from tpshard.models.families.decoder import Decoder
+from tpshard.models.initialization import fill, init_plan, initial_block, initialize, key_of
 
 
 def build(

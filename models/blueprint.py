@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tpshard.models import presets
-from tpshard.models.architecture import Architecture
-from tpshard.models.architecture_folder import FolderWeights
 from tpshard.models.assemble import ModuleValues, build, build_module
-from tpshard.models.class_values import ClassValues
-from tpshard.models.config import ModelConfig
-from tpshard.models.hf import HFFolder
-from tpshard.models.hf_config import computes
-from tpshard.models.hf_headers import has_weights
-from tpshard.models.hf_json import refuse_code
-from tpshard.models.init import InitPlan, fill, init_plan, initial_block
+from tpshard.models.families import presets
+from tpshard.models.families.config import ModelConfig
+from tpshard.models.folders.hf_config import computes
+from tpshard.models.folders.hf_folder import HFFolder
+from tpshard.models.folders.hf_headers import has_weights
+from tpshard.models.folders.hf_json import refuse_code
+from tpshard.models.initialization import InitPlan, fill, init_plan, initial_block
+from tpshard.models.transformers.architecture import Architecture
+from tpshard.models.transformers.class_values import ClassValues
+from tpshard.models.transformers.class_weights import FolderWeights
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tpshard.models.dims import name
 from tpshard.models.encoder import BothWays
-from tpshard.models.layers import LayerNorm, Linear
+from tpshard.models.families.layers import LayerNorm, Linear
 
 
 class FeedForward(nn.Module):

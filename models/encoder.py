@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from tpshard.models.dims import name
-from tpshard.models.layers import Embedding, LayerNorm, Linear
+from tpshard.models.families.layers import Embedding, LayerNorm, Linear
 
 
 def attend_both_ways(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:

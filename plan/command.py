@@ -8,33 +8,21 @@ from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 
-from tpshard.plan import (
-    between,
-    check_run,
-    describe,
-    fitting,
-    make,
-    outputs,
-    page,
-    pictures,
-    pinning,
-    placements,
-    save,
-    screen,
-    search,
-    search_result,
-    suggest,
-)  # fmt: skip
-from tpshard.plan import diff as diffs
-from tpshard.plan import skew as skews
-from tpshard.plan import trace as traces
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.plan import outputs, planner, saved_plan  # fmt: skip
 from tpshard.plan.outputs import CommandResult, PlanOptions, answer
 from tpshard.plan.plan_cache import PlanEntry
-from tpshard.plan.report import Report
-from tpshard.programs.setting import Setting, devices_of
-from tpshard.programs.variants import Variants
-from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.recipes.schema import Recipe
+from tpshard.plan.questions import check_run, fitting, pass_prices, pinning, placements  # fmt: skip
+from tpshard.plan.questions import diff as diffs
+from tpshard.plan.report import describe  # fmt: skip
+from tpshard.plan.report.report import Report
+from tpshard.plan.search import search, search_result, suggest  # fmt: skip
+from tpshard.plan.step import skew as skews
+from tpshard.plan.views import page, pictures, screen  # fmt: skip
+from tpshard.plan.views import trace as traces
+from tpshard.programs.setting.setting import Setting, devices_of
+from tpshard.programs.step.variants import Variants
+from tpshard.recipes.keys.schema import Recipe
 
 
 def run(
@@ -54,14 +42,14 @@ def run(
     recipes = [folder / name for name, on in writes.items() if on and not options.dry_run]
     files = outputs.files(options, folder) if options.plans and other is None else []
     for path in (*recipes, *(path for path, _ in files)):
-        save.check_writable(path)
+        saved_plan.check_writable(path)
     if options.search:
         return _answer_search(recipe, options, tell, recipes)
     if options.passes:
-        rows = between.rows(Setting.of(recipe, devices_of(recipe)))
-        return answer(options.as_json, between.to_json(rows), between.text(rows))
+        rows = pass_prices.rows(Setting.of(recipe, devices_of(recipe)))
+        return answer(options.as_json, pass_prices.to_json(rows), pass_prices.text(rows))
     variants = Variants()
-    report = make.report(recipe, options.source or recipe.name, options.what, accuracy(), variants)
+    report = planner.report(recipe, options.source or recipe.name, options.what, accuracy(), variants)
     if options.fit or options.pin:
         return _changed_recipe(report, recipe, options, tell, recipes, variants)
     if options.explain is not None:
@@ -69,14 +57,14 @@ def run(
         return answer(options.as_json, {"name": options.explain, "lines": explanation.splitlines()}, explanation)
     if other is not None:
         before, after = options.compared
-        changed = diffs.diff(report, make.report(other, other.name, options.what))
+        changed = diffs.diff(report, planner.report(other, other.name, options.what))
         changed |= {"before": before or recipe.name, "after": after or other.name}
         return answer(options.as_json, changed, diffs.text(changed))
     if options.net:
         network = placements.net(report, recipe, variants)
         return answer(options.as_json, network.to_json(), placements.text(network))
     if options.run is not None:
-        report.forecast = make.forecast_of(report, recipe, options.run)
+        report.forecast = planner.forecast_of(report, recipe, options.run)
     if options.skew is not None:
         report.skew = skews.skew(report.pricing, Setting.of(recipe, devices_of(recipe)), options.skew)
     if not report.fits:
@@ -103,7 +91,7 @@ def _text(kind: str, report: Report, recipe: Recipe) -> str:
     if kind == "json":
         return outputs.dumps(report.to_json())
     if kind == "saved":
-        return save.dumps(report, recipe)
+        return saved_plan.dumps(report, recipe)
     if kind in ("screen", "verbose"):
         return screen.screen(report, verbose=kind == "verbose")
     forms = {"page": page.page, "trace": traces.trace, "svg": pictures.svg}
@@ -131,7 +119,7 @@ def _changed_recipe(
 
 def _save(recipe: str, to_write: Sequence[Path], tell: Callable[[str], None]) -> None:
     for path in to_write:
-        save.write(path, recipe)
+        saved_plan.write(path, recipe)
         tell(f"saved {path}; next: tpshard plan {path}, tpshard train {path}")
 
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tpshard.plan import save
-from tpshard.plan.forecast import Conditions
+from tpshard.diagnostics.diagnostic import Exit
+from tpshard.plan import saved_plan
 from tpshard.plan.plan_cache import PlanEntry, entry_of, remember
-from tpshard.recipes.diagnostic import Exit
-from tpshard.recipes.schema import Recipe
+from tpshard.plan.step.forecast import Conditions
+from tpshard.recipes.keys.schema import Recipe
 
 SAVED = {"plan.json": "saved", "plan.html": "page", "plan.trace.json": "trace"}
 """For each file of the run's folder, the kind of its text."""
@@ -96,7 +96,7 @@ def dumps(data: object) -> str:
 def deliver(options: PlanOptions, folder: Path, texts: Mapping[str, str], tell: Callable[[str], None]) -> CommandResult:
     """Writes a plan's texts to its `files`. Returns the text for stdout, and the exit code that `exit` gives."""
     for path, kind in files(options, folder):
-        save.write(path, texts[kind])
+        saved_plan.write(path, texts[kind])
         if kind == "saved":
             remember(texts[kind])
     if not options.dry_run:
@@ -123,5 +123,5 @@ def cached_result(
         return None
     folder = Path(recipe.run.dir)
     for path, _ in files(options, folder):
-        save.check_writable(path)
+        saved_plan.check_writable(path)
     return deliver(options, folder, texts, tell)

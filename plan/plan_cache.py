@@ -26,11 +26,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tpshard.kernels.folder_json import read_regular
-from tpshard.models.aside import write_bytes
-from tpshard.plan import save
-from tpshard.recipes.diagnostic import Mistakes
-from tpshard.recipes.schema import Recipe
+from tpshard.diagnostics.diagnostic import Mistakes
+from tpshard.files.atomic import write_bytes
+from tpshard.files.folder_json import read_regular
+from tpshard.plan import saved_plan
+from tpshard.recipes.keys.schema import Recipe
 
 MOST = 64
 """The number of entries kept, the newest ones."""
@@ -122,12 +122,12 @@ def entry_of(recipe: Recipe, *inputs: object) -> PlanEntry | None:
     if model.module is not None or model.transformers is not None or ":" in recipe.task:
         return None
     try:
-        made_with = json.dumps(save.versions(recipe), sort_keys=True)
+        made_with = json.dumps(saved_plan.versions(recipe), sort_keys=True)
         parts = [recipe.to_yaml(resolved=True), recipe.file, repr(recipe._places), repr(inputs), made_with]
     except (Mistakes, OSError):
         return None  # planning reports the error
     key = hashlib.sha256()
-    for part in (*parts, save.code_of(["plan"]), *_gpus()):
+    for part in (*parts, saved_plan.code_of(["plan"]), *_gpus()):
         key.update(hashlib.sha256(part.encode()).digest())
     return PlanEntry(place() / key.hexdigest()[:32])
 

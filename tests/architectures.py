@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tpshard.models.architecture import Architecture
+from tpshard.models.transformers.architecture import Architecture
 
 ROWS, LENGTH, VOCAB = 8, 12, 64
 FIRST_WORD = 3

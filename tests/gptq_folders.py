@@ -10,9 +10,9 @@ from pathlib import Path
 import architectures
 import torch
 from torch import Tensor, nn
-from tpshard.kernels.gptq_config import GPTQConfig
-from tpshard.kernels.gptq_format import write_into
-from tpshard.kernels.quantized import Quantized
+from tpshard.kernels.quantized.gptq_config import GPTQConfig
+from tpshard.kernels.quantized.gptq_format import write_into
+from tpshard.kernels.quantized.quantized import Quantized
 
 WIDER = {
     "num_key_value_heads": 4, "intermediate_size": 64, "moe_intermediate_size": 64,

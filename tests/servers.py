@@ -10,24 +10,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from tpshard.cli.serve_worker import stored_weights
-from tpshard.cli.sources import open_source
+from tpshard.cli.shared.serve_worker import stored_weights
+from tpshard.cli.shared.sources import open_source
 from tpshard.models import Blueprint
-from tpshard.models.config import ModelConfig
+from tpshard.models.families.config import ModelConfig
 from tpshard.parallelism.runtime.context import alone
 from tpshard.parallelism.simulate import cut, run_lockstep
-from tpshard.programs.serve_setting import ServeSetting, Size
-from tpshard.programs.served import Served, model_to_serve
-from tpshard.programs.serving import BLOCK_SIZE, ServingPrograms, build_serving
-from tpshard.recipes.load import loads
-from tpshard.recipes.schema import Recipe
-from tpshard.serve.job import Job
-from tpshard.serve.ranks import Ranks
-from tpshard.serve.runner import ProgramRunner
-from tpshard.serve.step import StepInput
-from tpshard.serve.weights import Filler, Weights
+from tpshard.programs.server.serve_setting import ServeSetting, Size
+from tpshard.programs.server.served import Served, model_to_serve
+from tpshard.programs.server.serving import BLOCK_SIZE, ServingPrograms, build_serving
+from tpshard.recipes.keys.schema import Recipe
+from tpshard.recipes.reading.load import loads
+from tpshard.serve.engine.job import Job
+from tpshard.serve.engine.ranks import Ranks
+from tpshard.serve.engine.runner import ProgramRunner
+from tpshard.serve.engine.step import StepInput
+from tpshard.serve.engine.weights import Filler, Weights
 
-WORKER = [sys.executable, "-m", "tpshard.cli.serve_worker"]
+WORKER = [sys.executable, "-m", "tpshard.cli.shared.serve_worker"]
 
 
 def recipe(*overrides: str) -> Recipe:

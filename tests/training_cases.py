@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 from tpshard.models import Blueprint
-from tpshard.models.adamw import AdamW, adamw_update, treatments
-from tpshard.models.loss import cross_entropy_sum
+from tpshard.models.objectives.loss import cross_entropy_sum
+from tpshard.models.optimizers.adamw import AdamW, adamw_update, treatments
 from tpshard.parallelism.float64 import BOUND, distance, float64
 from tpshard.parallelism.runtime.context import Context
-from tpshard.programs.setting import Setting
-from tpshard.programs.training import TrainingPrograms
-from tpshard.recipes.load import loads
-from tpshard.train.shards import Shard
-from tpshard.train.step_batch import StepBatch
-from tpshard.train.training_engine import TrainingEngine
-from tpshard.train.training_worker import engine_of
+from tpshard.programs.setting.setting import Setting
+from tpshard.programs.step.training import TrainingPrograms
+from tpshard.recipes.reading.load import loads
+from tpshard.train.checkpoints.shards import Shard
+from tpshard.train.data.step_batch import StepBatch
+from tpshard.train.run.training_engine import TrainingEngine
+from tpshard.train.run.training_worker import engine_of
 
 RECIPE = """
 name: small

@@ -18,14 +18,17 @@ from tpshard.parallelism.program import INFO, Program
 from tpshard.parallelism.propagated import Shardings
 from tpshard.parallelism.propagation import propagate, storage
 from tpshard.parallelism.tracing import joined_slices
-from tpshard.plan import make, pricing
-from tpshard.programs import annotations, checks, passes, staged
-from tpshard.programs.training import TrainingPrograms
+from tpshard.plan import planner
+from tpshard.plan.step import pricing
+from tpshard.programs.parts import checks, passes
+from tpshard.programs.setting import annotations
+from tpshard.programs.step import staged
+from tpshard.programs.step.training import TrainingPrograms
 
 STAGES: tuple[Callable[..., Any], ...] = (
     annotations.annotate, propagate.propagate, storage.propagate_and_store, joined_slices.join,
     partitioner.partition_graph, stretch.stretch_program, checks.check_reshards, stages.cut, staged.recompute_uncut,
-    run.run, passes.apply, make.report_of_training, pricing.price_parts,
+    run.run, passes.apply, planner.report_of_training, pricing.price_parts,
 )  # fmt: skip
 
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from tpshard.kernels.fp8 import MULTIPLY, QUANTIZE, contraction_of, sizes_of
-from tpshard.kernels.fp8_blocks import BLOCK
+from tpshard.kernels.fp8.fp8 import MULTIPLY, QUANTIZE, contraction_of, sizes_of
+from tpshard.kernels.fp8.fp8_blocks import BLOCK
 from tpshard.parallelism.graph import Op
 from tpshard.parallelism.rules.entry import Entry, Table
 from tpshard.parallelism.rules.letters import Spelled

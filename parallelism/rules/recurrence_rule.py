@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tpshard.kernels.delta_rule import CHUNK as DELTA_TOKENS
-from tpshard.kernels.selective_scan import CHUNK as SCAN_TOKENS
+from tpshard.kernels.recurrences.delta_rule import CHUNK as DELTA_TOKENS
+from tpshard.kernels.recurrences.selective_scan import CHUNK as SCAN_TOKENS
 from tpshard.parallelism.graph import Op
 from tpshard.parallelism.rules.entry import Table
 from tpshard.parallelism.rules.letters import letters

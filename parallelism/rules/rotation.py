@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from tpshard.kernels.dense_attention import BACKWARD, FORWARD
+from tpshard.kernels.attention.dense_attention import BACKWARD, FORWARD
 from tpshard.parallelism.rules.rule import LocalOp
 
 aten = torch.ops.aten

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from tpshard.kernels.attention import ATTENTION_PART, ATTENTION_PART_BACKWARD
+from tpshard.kernels.attention.attention import ATTENTION_PART, ATTENTION_PART_BACKWARD
 from tpshard.parallelism.graph import Op, Value
 from tpshard.parallelism.rules.letters import Spelled
 from tpshard.parallelism.rules.rotation import around, cast, merge, plus, start_of

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tpshard.diagnostics.exits import Exit
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.pipeline.queue_order import CONNECTIONS, MAX_CONNECTIONS
 from tpshard.parallelism.runtime.groups import Groups
@@ -23,7 +24,6 @@ from tpshard.parallelism.runtime.place import WorkerPlace
 from tpshard.parallelism.runtime.rendezvous import meet
 from tpshard.parallelism.runtime.stop import StopRequest, exit_code
 from tpshard.parallelism.runtime.watchdog import Doing, Watchdog
-from tpshard.recipes.exits import Exit
 
 
 @dataclass

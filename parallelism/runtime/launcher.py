@@ -12,10 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 
+from tpshard.diagnostics.exits import Exit
 from tpshard.parallelism.runtime.crash import CRASHES, RESTARTS, Restarts
 from tpshard.parallelism.runtime.stop import POLITE
 from tpshard.parallelism.runtime.workers import FINE, Verdict, Workers
-from tpshard.recipes.exits import Exit
 
 NODES, NODE_RANK, MEET = "TPSHARD_NODES", "TPSHARD_NODE_RANK", "TPSHARD_MEET"
 """Variables by which `tpshard launch` describes the hosts: how many, which one this is, HOST:PORT of rank 0."""

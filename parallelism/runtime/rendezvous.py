@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
+from tpshard.diagnostics.exits import Exit
 from tpshard.parallelism.runtime.messages import WorkerFault
 from tpshard.parallelism.runtime.place import WorkerPlace, nameless_file
-from tpshard.recipes.exits import Exit
 
 T = TypeVar("T")
 

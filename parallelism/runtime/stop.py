@@ -7,7 +7,7 @@ import signal
 from types import FrameType
 from typing import Any
 
-from tpshard.recipes.exits import Exit
+from tpshard.diagnostics.exits import Exit
 
 POLITE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """Signals that ask a run to save and end. The launcher starts its workers with these blocked, until `listen`."""

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tpshard.diagnostics.exits import Exit
 from tpshard.parallelism.runtime import messages
-from tpshard.recipes.exits import Exit
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
+from tpshard.diagnostics.exits import Exit
 from tpshard.parallelism.runtime import messages
 from tpshard.parallelism.runtime.place import WorkerPlace
 from tpshard.parallelism.runtime.workers import follow
-from tpshard.recipes.exits import Exit
 
 Describe = Callable[[BaseException], tuple[str, int]]
 """A function that returns the text of an error for the user, and its exit code."""

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from tpshard.diagnostics.exits import Exit
 from tpshard.parallelism.runtime import crash, messages
 from tpshard.parallelism.runtime.cores import usable_cores
 from tpshard.parallelism.runtime.crash import CRASHES
@@ -28,7 +29,6 @@ from tpshard.parallelism.runtime.heap import in_huge_pages
 from tpshard.parallelism.runtime.messages import WorkerMessage
 from tpshard.parallelism.runtime.place import WorkerPlace, nameless_file
 from tpshard.parallelism.runtime.stop import POLITE
-from tpshard.recipes.exits import Exit
 
 FOLLOWS = "TPSHARD_FOLLOWS"
 """The environment variable with the process id of a worker's parent."""

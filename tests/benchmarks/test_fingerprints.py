@@ -7,9 +7,9 @@ from pathlib import Path
 
 import architectures
 import pytest
-from tpshard.programs.setting import Setting
-from tpshard.programs.variants import Variants
-from tpshard.recipes.load import loads
+from tpshard.programs.setting.setting import Setting
+from tpshard.programs.step.variants import Variants
+from tpshard.recipes.reading.load import loads
 from unchanged import nothing_changes
 
 import fingerprints

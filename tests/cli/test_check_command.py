@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from tpshard.cli import main
+from tpshard.diagnostics.diagnostic import Exit
 from tpshard.parallelism import float64
-from tpshard.programs import equality
-from tpshard.recipes.diagnostic import Exit
+from tpshard.programs.compare import equality
 from training_cases import RECIPE
 
 

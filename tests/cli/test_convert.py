@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 from tpshard.cli.main import run
-from tpshard.cli.sources import open_source
+from tpshard.cli.shared.sources import open_source
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.models import Blueprint, build, from_hf, to_hf
-from tpshard.models.presets import preset
-from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.recipes.load import loads
-from tpshard.train.checkpoint import save
-from tpshard.train.shards import Shard
+from tpshard.models.families.presets import preset
+from tpshard.recipes.reading.load import loads
+from tpshard.train.checkpoints.checkpoint import save
+from tpshard.train.checkpoints.shards import Shard
 
 SMALL = {"layers": 1, "width": 32, "mlp": 24, "vocab": 300, "kv_heads": 2}
 IDS = torch.arange(14).view(2, 7)

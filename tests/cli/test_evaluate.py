@@ -14,15 +14,15 @@ import torch
 from tpshard.cli import evaluate as command
 from tpshard.cli.evaluate import recipe_of, result_of, table
 from tpshard.cli.main import run
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.models import from_hf
-from tpshard.models.folder_tokenizer import FolderTokenizer
+from tpshard.models.folders.folder_tokenizer import FolderTokenizer
 from tpshard.parallelism.runtime.context import Context
-from tpshard.programs.setting import Setting
-from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.recipes.load import loads
-from tpshard.train import training_worker
-from tpshard.train.records import read_rows
-from tpshard.train.training_worker import Surroundings
+from tpshard.programs.setting.setting import Setting
+from tpshard.recipes.reading.load import loads
+from tpshard.train.records.records import read_rows
+from tpshard.train.run import training_worker
+from tpshard.train.run.training_worker import Surroundings
 
 RECIPE = """
 name: judged

@@ -14,15 +14,15 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tpshard.cli.convert import check_tokenizer
 from tpshard.cli.main import run
-from tpshard.cli.preflight import load_checked
-from tpshard.cli.sources import open_source
+from tpshard.cli.shared.preflight import load_checked
+from tpshard.cli.shared.sources import open_source
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.models import Blueprint, to_hf
-from tpshard.models.folder_tokenizer import FolderTokenizer
-from tpshard.programs.served import model_to_serve
-from tpshard.programs.setting import Setting
-from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.recipes.load import loads
-from tpshard.train.tokens import load_tokenizer
+from tpshard.models.folders.folder_tokenizer import FolderTokenizer
+from tpshard.programs.server.served import model_to_serve
+from tpshard.programs.setting.setting import Setting
+from tpshard.recipes.reading.load import loads
+from tpshard.train.data.tokens import load_tokenizer
 
 ANSWERS = {Exit.DONE, Exit.RECIPE, Exit.DATA, Exit.CHECKPOINT}
 RECIPE = (

@@ -11,8 +11,8 @@ import jsonschema
 import pytest
 import yaml
 from tpshard.cli.main import run
-from tpshard.recipes.diagnostic import Exit
-from tpshard.recipes.load import loads
+from tpshard.diagnostics.diagnostic import Exit
+from tpshard.recipes.reading.load import loads
 
 NAME = {"type": "string", "pattern": "^[a-z0-9]([a-z0-9-]*[a-z0-9])?$", "maxLength": 63}
 EXIT_CODES = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 255}, "uniqueItems": True}

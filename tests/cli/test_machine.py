@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 from patience import PATIENCE
-from tpshard.cli import machine
-from tpshard.cli.machine import Driver, Gpu, Torch, busy, gpu_problems, kind_problems
 from tpshard.cli.main import run
-from tpshard.recipes.diagnostic import Exit
-from tpshard.recipes.load import loads
+from tpshard.devices import machine
+from tpshard.devices.machine import Driver, Gpu, Torch, busy, gpu_problems, kind_problems
+from tpshard.diagnostics.diagnostic import Exit
+from tpshard.recipes.reading.load import loads
 
 GIB = 1 << 30
 H100 = Gpu(0, "NVIDIA H100 80GB HBM3", 80 * GIB, 0, "9.0", False)
@@ -141,7 +141,7 @@ def test_the_doctor_lets_two_processes_sum_and_leaves_none_behind(capsys: pytest
     assert (actual.name, actual.state) == ("gloo", "ok"), actual.value
     assert "sum of two ranks" in actual.value
     running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
-    assert "tpshard.cli.pair" not in running
+    assert "tpshard.devices.pair" not in running
 
 
 def test_a_collective_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from patience import PATIENCE
 from tpshard.cli import main
-from tpshard.recipes.diagnostic import Exit
+from tpshard.diagnostics.diagnostic import Exit
 
 TPSHARD = [sys.executable, "-m", "tpshard.cli.main"]
 HEAVY = ("torch", "numpy", "omegaconf", "rich", "pydantic", "transformers", "datasets", "wandb", "tpshard.train",
@@ -38,7 +38,11 @@ def test_what_should_start_at_once_imports_nothing_heavy(arguments: list[str]) -
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
     code_word, loaded = done.stdout.splitlines()[-1].removeprefix("ended ").split(" ", 1)
     assert (code_word, done.returncode) == ("0", 0), done.stderr
-    allowed = {"tpshard.train", "tpshard.train.sample", "tpshard.kernels"}  # sizes of the sample and of fp8's blocks
+    allowed = {
+        "tpshard.train",
+        "tpshard.train.data.sample",
+        "tpshard.kernels",
+    }  # sizes of the sample and of fp8's blocks
     heavy = {name for name in eval(loaded) if not (name.startswith("pydantic") and "schema" in arguments)}
     if arguments[-1] in ("quickstart", "llama3-405b", "ls"):  # what reads a recipe
         heavy = {name for name in heavy if name.partition(".")[0] != "omegaconf"}
@@ -62,7 +66,7 @@ def test_a_bug_is_1_and_asks_for_a_report(monkeypatch: pytest.MonkeyPatch, capsy
     def break_down(*_: object, **__: object) -> None:
         raise RuntimeError("oh")
 
-    monkeypatch.setattr("tpshard.cli.preflight.load_checked", break_down)
+    monkeypatch.setattr("tpshard.cli.shared.preflight.load_checked", break_down)
     assert main.run(["validate", "tiny", "serve.api_key=hunter2"]) == Exit.BUG
     printed = capsys.readouterr().err
     assert "RuntimeError: oh" in printed and "a bug in tpshard" in printed
@@ -73,7 +77,7 @@ def test_an_interrupt_is_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tpshard.cli.preflight.load_checked", interrupt)
+    monkeypatch.setattr("tpshard.cli.shared.preflight.load_checked", interrupt)
     assert main.run(["validate", "tiny"]) == Exit.INTERRUPTED
     assert "Traceback" not in capsys.readouterr().err
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib import resources
 
 import pytest
-from tpshard.cli import measure_server
-from tpshard.recipes.diagnostic import Mistakes
+from tpshard.cli.shared import measure_server
+from tpshard.diagnostics.diagnostic import Mistakes
 
 pytestmark = pytest.mark.slow
 

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from tpshard.cli import machine
 from tpshard.cli.main import run
-from tpshard.cli.option_keys import keys_of
-from tpshard.recipes import other_tools
-from tpshard.recipes.diagnostic import Exit
-from tpshard.recipes.document import keys
-from tpshard.recipes.load import loads
+from tpshard.cli.shared.option_keys import keys_of
+from tpshard.devices import machine
+from tpshard.diagnostics.diagnostic import Exit
+from tpshard.recipes.reading.document import keys
+from tpshard.recipes.reading.load import loads
+from tpshard.recipes.text import other_tools
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from tpshard.cli.main import run
-from tpshard.cli.sources import open_source
+from tpshard.cli.shared.sources import open_source
+from tpshard.diagnostics.diagnostic import Exit
 from tpshard.models import Blueprint, from_hf, to_hf
-from tpshard.recipes.diagnostic import Exit
-from tpshard.recipes.load import load
-from tpshard.train.carried import carried, carry
-from tpshard.train.checkpoint import save
-from tpshard.train.resuming import kept_recipe
-from tpshard.train.shards import Shard
+from tpshard.recipes.reading.load import load
+from tpshard.train.checkpoints.checkpoint import save
+from tpshard.train.checkpoints.shards import Shard
+from tpshard.train.data.carried import carried, carry
+from tpshard.train.run.resuming import kept_recipe
 
 SMALL = {"layers": 1, "width": 32, "mlp": 24, "vocab": 300, "kv_heads": 2}
 RECIPE = (

@@ -48,11 +48,11 @@ def test_a_planted_error_is_found_by_mypy(tmp_path: Path) -> None:
         return subprocess.run(argv, cwd=checkout, env=env, capture_output=True, text=True, timeout=PATIENCE)
 
     assert mypy().returncode == 0
-    planted = checkout / "recipes" / "hints.py"
+    planted = checkout / "recipes" / "reading" / "hints.py"
     planted.write_text(planted.read_text() + "\nplanted: int = 'text'\n")
     actual = mypy()
     assert actual.returncode == 1
-    assert "recipes/hints.py" in actual.stdout and "[assignment]" in actual.stdout
+    assert "recipes/reading/hints.py" in actual.stdout and "[assignment]" in actual.stdout
 
 
 @pytest.mark.parametrize("kind", ["checkout", "sdist"])

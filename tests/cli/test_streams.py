@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 from patience import PATIENCE
-from tpshard.cli.streams import TolerantWriter
+from tpshard.cli.shared.streams import TolerantWriter
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_a_pipe_that_does_not_block_loses_nothing(pipe: tuple[int, int]) -> None
 
 def test_no_file_gets_the_number_of_a_closed_stream() -> None:
     code = (
-        "import os; from tpshard.cli import streams; streams.prepare(); print('lost'); "
+        "import os; from tpshard.cli.shared import streams; streams.prepare(); print('lost'); "
         "os._exit(0 if os.open('/dev/null', 0) > 2 else 1)"
     )
     for closed in ("<&-", ">&-", "2>&-", "<&- >&- 2>&-"):

@@ -18,8 +18,8 @@ import psutil
 import pytest
 from patience import PATIENCE, until
 from tpshard.cli import train
-from tpshard.plan import compare
-from tpshard.plan.units import SCHEMA
+from tpshard.plan.questions import plan_error
+from tpshard.plan.step.units import SCHEMA
 
 RECIPE = """
 name: small
@@ -167,7 +167,7 @@ def test_a_disk_that_refuses_the_comparison_ends_no_training(monkeypatch: pytest
     def refuse(folder: Path) -> str:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(compare, "record", refuse)
+    monkeypatch.setattr(plan_error, "record", refuse)
     assert "No space left on device" in train._comparison(tmp_path)
 
 

@@ -16,7 +16,7 @@ import pytest
 from patience import PATIENCE
 from tpshard import devices
 from tpshard.cli.main import run
-from tpshard.recipes.diagnostic import Exit
+from tpshard.diagnostics.diagnostic import Exit
 
 
 @pytest.fixture
@@ -254,7 +254,7 @@ def test_the_schema_is_one_that_editors_take(workdir: Path, capsys: pytest.Captu
 
 
 def test_without_a_recipe_it_is_the_one_here_or_the_quickstart(workdir: Path) -> None:
-    from tpshard.cli.arguments import load, on_device
+    from tpshard.cli.shared.arguments import load, on_device
 
     assert load(None).name == "quickstart"
     assert load("train.steps=3", ["seed=1"]).train.steps == 3

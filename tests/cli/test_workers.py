@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tpshard.cli import worker_errors
+from tpshard.cli.shared import worker_errors
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.parallelism.runtime.launcher import Nodes
 from tpshard.parallelism.runtime.messages import WorkerFault
-from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.recipes.load import loads
+from tpshard.recipes.reading.load import loads
 
 
 def test_every_kind_of_error_has_its_words_and_its_exit_code() -> None:
@@ -56,7 +56,7 @@ def test_a_mesh_that_does_not_fit_the_gpus_is_refused(monkeypatch: pytest.Monkey
 
 
 def test_hidden_gpus_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tpshard.cli import machine
+    from tpshard.devices import machine
 
     eight = machine.Driver("550", tuple(machine.Gpu(i, "H100", 0, 0, "9.0", False, ()) for i in range(8)))
     monkeypatch.setattr(machine, "probe_driver", lambda: eight)

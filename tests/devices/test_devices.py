@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 from tpshard.devices.read import device, parse
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.parallelism.pricing.cost import operation
-from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.recipes.schema import DEVICES
+from tpshard.recipes.keys.schema import DEVICES
 
 GOOD = """schema: 1
 name: box

@@ -94,7 +94,7 @@ def test_the_reference_is_what_the_code_says() -> None:
     assert stored == set(pages), "a page that the script does not write, or has not written"
     for name, text in pages.items():
         written = (DOCS / "reference" / name).read_text(encoding="utf-8")
-        assert written == text, f"run `python docs/write_reference.py`: {name} differs"
+        assert written == text, f"run `python docs/write/write_reference.py`: {name} differs"
 
 
 def test_a_law_between_keys_is_shown_by_a_recipe() -> None:
@@ -102,7 +102,7 @@ def test_a_law_between_keys_is_shown_by_a_recipe() -> None:
     listing = script("diagnostic_samples")
     entries, shown = listing.entries(), listing.samples()
     assert [entry.message for entry in entries if not entry.has_fix] == []
-    laws = [entry for entry in entries if entry.file == "recipes/laws.py"]
+    laws = [entry for entry in entries if entry.file == "recipes/keys/laws.py"]
     assert laws and [entry.message for entry in laws if entry not in shown] == []
     for sample, blocks in listing.all_printed():
         assert blocks and all(listing.entry_of(*block) is not None for block in blocks), sample
@@ -119,12 +119,13 @@ def test_json_outputs_have_the_keys_that_the_reference_tells(number: int, tmp_pa
 
 
 def script(name: str) -> Any:
-    """A script of docs/ as a module, and those that it imports."""
-    if str(DOCS) not in sys.path:
-        sys.path.insert(0, str(DOCS))
+    """A script of docs/write/ as a module, and those that it imports."""
+    folder = DOCS / "write"
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module

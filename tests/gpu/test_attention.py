@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_cases import documents_of, expected, inputs
-from tpshard.kernels import attention, flash
-from tpshard.kernels.dense_attention import BACKWARD as BACKWARD_OF_TORCH
-from tpshard.kernels.dense_attention import FORWARD
-from tpshard.kernels.paged_attention import paged_attention_reference
+from tpshard.kernels.attention import attention, flash
+from tpshard.kernels.attention.dense_attention import BACKWARD as BACKWARD_OF_TORCH
+from tpshard.kernels.attention.dense_attention import FORWARD
+from tpshard.kernels.attention.paged_attention import paged_attention_reference
 
 assert attention.__name__  # importing it registers the operations
 OP, BACKWARD = torch.ops.tpshard.attention, torch.ops.tpshard.attention_backward

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import tpshard
-from tpshard.cli import machine
+from tpshard.devices import machine
 from tpshard.devices.read import device as read
 
 pytestmark = pytest.mark.gpu

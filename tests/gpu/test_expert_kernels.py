@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import Tensor
-from tpshard.kernels.expert_linear import expert_linear
-from tpshard.kernels.experts import experts, fixed_rows_experts
+from tpshard.kernels.experts.expert_linear import expert_linear
+from tpshard.kernels.experts.experts import experts, fixed_rows_experts
 
 ROUNDING = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from tpshard.kernels.gptq_format import GPTQFolder
-from tpshard.kernels.gptq_solver import Settings
+from tpshard.kernels.quantized.gptq_format import GPTQFolder
+from tpshard.kernels.quantized.gptq_solver import Settings
 from tpshard.models import build
-from tpshard.models.presets import PRESETS
-from tpshard.serve.quantize_layers import Quantizer, Quantizing, Sequences, write
+from tpshard.models.families.presets import PRESETS
+from tpshard.serve.quantizing.quantize_layers import Quantizer, Quantizing, Sequences, write
 
 CONFIG = replace(PRESETS["tiny"], layers=2, width=64, heads=4, kv_heads=2, head_dim=32, mlp=96, vocab=128, max_seq=64,
                  seq_len=32)  # fmt: skip

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from tpshard.kernels import quantized_linear as ops
-from tpshard.kernels.int4 import Int4, int4_linear
+from tpshard.kernels.experts.quantized_experts import PackedExpert, quantized_experts
 from tpshard.kernels.norm import NORM, rms_norm
-from tpshard.kernels.packed import Packed
-from tpshard.kernels.quantized import Quantized, group_count, group_index, reference_matmul
-from tpshard.kernels.quantized_experts import PackedExpert, quantized_experts
+from tpshard.kernels.quantized import quantized_linear as ops
+from tpshard.kernels.quantized.int4 import Int4, int4_linear
+from tpshard.kernels.quantized.packed import Packed
+from tpshard.kernels.quantized.quantized import Quantized, group_count, group_index, reference_matmul
 
 BOUND = {torch.float16: 4e-3, torch.bfloat16: 2e-2, torch.float32: 1e-3}
 """Relative, of a whole product; weights pass through fp16, and a gate is rounded before it multiplies."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from tpshard.kernels.delta_rule import delta_rule
-from tpshard.kernels.selective_scan import selective_scan
-from tpshard.kernels.state_pool import READ_STATE, WRITE_STATE
+from tpshard.kernels.recurrences.delta_rule import delta_rule
+from tpshard.kernels.recurrences.selective_scan import selective_scan
+from tpshard.kernels.recurrences.state_pool import READ_STATE, WRITE_STATE
 
 
 def draw(*shape: int) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from tpshard.kernels import fp8
+from tpshard.kernels.fp8 import fp8
 from tpshard.kernels.optimizer_steps import adamw_formula, adamw_step, lion_formula, lion_step, square_sum
 
 ours = torch.ops.tpshard

@@ -8,13 +8,15 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from tpshard.kernels import delta_rule, fp8, fp8_launch, selective_scan, triton_experts, triton_recurrences
 from tpshard.kernels import triton_launch as launch
-from tpshard.kernels.expert_linear import fixed_rows_expert_linear
+from tpshard.kernels.experts import triton_experts
+from tpshard.kernels.experts.expert_linear import fixed_rows_expert_linear
+from tpshard.kernels.fp8 import fp8, fp8_launch
 from tpshard.kernels.norm import rms_norm
 from tpshard.kernels.optimizer_steps import adamw_formula, lion_formula
-from tpshard.kernels.packed import pack, unpack
-from tpshard.kernels.quantized import Quantized, group_count, group_index, reference_matmul
+from tpshard.kernels.quantized.packed import pack, unpack
+from tpshard.kernels.quantized.quantized import Quantized, group_count, group_index, reference_matmul
+from tpshard.kernels.recurrences import delta_rule, selective_scan, triton_recurrences
 from tpshard.kernels.triton_launch import Tile
 from triton import language as tl
 from triton.runtime import interpreter

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_cases import documents_of, expected, inputs, plain_scores
-from tpshard.kernels import flash
-from tpshard.kernels.attention import attention, blockwise, blockwise_backward
+from tpshard.kernels.attention import flash
+from tpshard.kernels.attention.attention import attention, blockwise, blockwise_backward
 
 OP = torch.ops.tpshard.attention
 BACKWARD = torch.ops.tpshard.attention_backward

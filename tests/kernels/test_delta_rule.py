@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from tpshard.kernels import delta_rule as module
-from tpshard.kernels.delta_rule import delta_rule
+from tpshard.kernels.recurrences import delta_rule as module
+from tpshard.kernels.recurrences.delta_rule import delta_rule
 
 
 def inputs_of(tokens: int, channels: bool) -> list[Tensor]:

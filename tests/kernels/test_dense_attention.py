@@ -7,8 +7,8 @@ import math
 
 import pytest
 import torch
-from tpshard.kernels import dense_attention
-from tpshard.kernels.dense_attention import BACKWARD, FORWARD
+from tpshard.kernels.attention import dense_attention
+from tpshard.kernels.attention.dense_attention import BACKWARD, FORWARD
 
 BOUND = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 2e-2}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tpshard.kernels.experts import experts
+from tpshard.kernels.experts.experts import experts
 
 OP, BACKWARD = torch.ops.tpshard.experts, torch.ops.tpshard.experts_backward
 SHAPES = [  # rows, choices, experts, hidden, width

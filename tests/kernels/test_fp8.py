@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from tpshard.kernels import fp8
-from tpshard.kernels.fp8 import dequantize, fp8_linear, quantize
-from tpshard.kernels.fp8_blocks import BLOCK, SMALLEST
+from tpshard.kernels.fp8 import fp8
+from tpshard.kernels.fp8.fp8 import dequantize, fp8_linear, quantize
+from tpshard.kernels.fp8.fp8_blocks import BLOCK, SMALLEST
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -78,7 +78,7 @@ def test_only_products_of_two_matrices_are_taken(equation: str) -> None:
 @pytest.mark.parametrize("capability", [89, 90, 100])
 def test_the_triton_kernels_compile_for_devices_with_fp8(capability: int) -> None:
     triton = pytest.importorskip("triton")
-    from tpshard.kernels import fp8_launch, triton_fp8
+    from tpshard.kernels.fp8 import fp8_launch, triton_fp8
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tpshard.kernels.gptq_config import GPTQConfig, read_config
-from tpshard.kernels.gptq_format import GPTQFolder, decode, encode, write_into
-from tpshard.kernels.packing import pack_stream, unpack_stream
-from tpshard.kernels.quantized import Quantized, group_count, group_index
+from tpshard.kernels.quantized.gptq_config import GPTQConfig, read_config
+from tpshard.kernels.quantized.gptq_format import GPTQFolder, decode, encode, write_into
+from tpshard.kernels.quantized.packing import pack_stream, unpack_stream
+from tpshard.kernels.quantized.quantized import Quantized, group_count, group_index
 
 BITS = (2, 3, 4, 8)
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from tpshard.kernels.gptq_format import encode
-from tpshard.kernels.gptq_solver import (
+from tpshard.kernels.quantized.gptq_format import encode
+from tpshard.kernels.quantized.gptq_solver import (
     Heads,
     Hessian,
     Settings,
@@ -14,8 +14,8 @@ from tpshard.kernels.gptq_solver import (
     round_to_nearest,
     solve,
 )
-from tpshard.kernels.quantized import group_index
-from tpshard.kernels.reorder import head_local_order
+from tpshard.kernels.quantized.quantized import group_index
+from tpshard.kernels.quantized.reorder import head_local_order
 
 
 def correlate(inputs, rows=512, seed=0):

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 import torch
-from tpshard.kernels import int4
-from tpshard.kernels.quantized import Quantized, group_count, group_index, reference_matmul
+from tpshard.kernels.quantized import int4
+from tpshard.kernels.quantized.quantized import Quantized, group_count, group_index, reference_matmul
 
 RAGGED = torch.tensor([0] * 5 + [1] * 90 + [3] * 33, dtype=torch.int32)
 

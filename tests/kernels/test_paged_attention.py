@@ -12,7 +12,7 @@ import pytest
 import torch
 from paged_cases import fill
 from patience import PATIENCE
-from tpshard.kernels.paged_attention import paged_attention_reference, span
+from tpshard.kernels.attention.paged_attention import paged_attention_reference, span
 
 
 def paged_attention(q: torch.Tensor, *arrays: torch.Tensor, **how: float | None) -> torch.Tensor:
@@ -134,7 +134,7 @@ INTERPRETED = """
 import sys, torch
 sys.path[:0] = {folders!r}
 from test_paged_attention import fill, paged_attention
-from tpshard.kernels import triton_paged
+from tpshard.kernels.attention import triton_paged
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 for h, kv, d, dtype, close in ((4, 2, 16, torch.float32, 2e-6), (3, 1, 24, torch.float32, 2e-6),
@@ -186,7 +186,7 @@ def test_the_triton_kernel_is_the_reference() -> None:
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_the_triton_kernel_compiles(capability: int) -> None:
     triton = pytest.importorskip("triton")
-    from tpshard.kernels.triton_paged import paged_attention_kernel
+    from tpshard.kernels.attention.triton_paged import paged_attention_kernel
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 

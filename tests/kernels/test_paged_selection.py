@@ -6,7 +6,7 @@ import pytest
 import torch
 from paged_cases import fill
 from torch import Tensor
-from tpshard.kernels.paged_selection import PAGED_SELECT, PAGED_SELECTED
+from tpshard.kernels.attention.paged_selection import PAGED_SELECT, PAGED_SELECTED
 
 LENGTHS = [1, 2, 17, 64, 65, 130, 200]
 ROWS = [*((i, n - 1) for i, n in enumerate(LENGTHS)), *((6, p) for p in (3, 63, 64, 150))]

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tpshard.kernels.norm import NORM
-from tpshard.kernels.packed import pack, unpack
-from tpshard.kernels.quantized import Quantized, concatenate, extend_groups, group_count, group_index
+from tpshard.kernels.quantized.packed import pack, unpack
+from tpshard.kernels.quantized.quantized import Quantized, concatenate, extend_groups, group_count, group_index
 
 
 def linear(inputs=128, outputs=64, bits=4, group_size=32, order=False, bias=False, seed=0, sort=True):

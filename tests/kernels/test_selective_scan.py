@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from tpshard.kernels import selective_scan as module
-from tpshard.kernels.selective_scan import selective_scan
+from tpshard.kernels.recurrences import selective_scan as module
+from tpshard.kernels.recurrences.selective_scan import selective_scan
 
 
 def inputs_of(tokens: int) -> list[Tensor]:

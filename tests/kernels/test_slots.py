@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from tpshard.kernels.slots import from_slots, to_slots
+from tpshard.kernels.experts.slots import from_slots, to_slots
 
 
 def routes(b: int, s: int, k: int, n: int) -> Tensor:

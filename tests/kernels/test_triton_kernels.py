@@ -18,15 +18,11 @@ from patience import PATIENCE
 triton = pytest.importorskip("triton", reason="Triton has wheels for Linux on x86-64 alone")
 
 import torch
-from tpshard.kernels import (
-    triton_experts,
-    triton_launch,
-    triton_norm,
-    triton_optimizer,
-    triton_quantized,
-    triton_recurrences,
-)
-from tpshard.kernels.packed import Packed
+from tpshard.kernels import triton_launch, triton_norm, triton_optimizer
+from tpshard.kernels.experts import triton_experts
+from tpshard.kernels.quantized import triton_quantized
+from tpshard.kernels.quantized.packed import Packed
+from tpshard.kernels.recurrences import triton_recurrences
 from tpshard.kernels.triton_launch import Tile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tpshard.models import Blueprint
-from tpshard.models.architecture import Architecture
-from tpshard.models.architecture_folder import FolderWeights, write_folder
+from tpshard.models.transformers.architecture import Architecture
+from tpshard.models.transformers.class_weights import FolderWeights, write_folder
 
 import every_class
 

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from tpshard.models.aside import write_aside, write_file
+from tpshard.files.atomic import write_aside, write_file
 
 WRITER = (
-    "import sys, time; from tpshard.models.aside import write_aside\n"
+    "import sys, time; from tpshard.files.atomic import write_aside\n"
     "with write_aside(sys.argv[1]) as aside:\n"
     "    (aside / 'half').write_text('x'); print('writing', flush=True); time.sleep(600)\n"
 )

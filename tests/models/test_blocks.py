@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from tpshard.models import build, build_module
-from tpshard.models.config import ModelConfig
 from tpshard.models.dims import name, param_dims
-from tpshard.models.family import DIMS
-from tpshard.models.init import init_plan, initial_block
-from tpshard.models.layers import Linear
-from tpshard.models.loss import cross_entropy_sum
-from tpshard.models.presets import PRESETS, preset
+from tpshard.models.families.config import ModelConfig
+from tpshard.models.families.family import DIMS
+from tpshard.models.families.layers import Linear
+from tpshard.models.families.presets import PRESETS, preset
+from tpshard.models.initialization import init_plan, initial_block
+from tpshard.models.objectives.loss import cross_entropy_sum
 from tpshard.parallelism.float64 import BOUND, distance, float64
 
 SMALL = {
@@ -83,7 +83,7 @@ def test_overrides_that_make_no_model(overrides: dict[str, object], message: str
 def test_unknown_preset_and_nothing_heavy() -> None:
     with pytest.raises(ValueError, match="did you mean `llama3-8b`"):
         preset("llama3-8B")
-    code = "import sys, tpshard.models, tpshard.models.presets; sys.exit('torch' in sys.modules)"
+    code = "import sys, tpshard.models, tpshard.models.families.presets; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -374,5 +374,5 @@ def test_training_step_traces_to_few_operations() -> None:
 
 def test_sources_name_no_device_of_parallelism() -> None:
     """models/ and parallelism/ know nothing of each other."""
-    for path in (Path(__file__).parents[2] / "models").glob("*.py"):
+    for path in (Path(__file__).parents[2] / "models").rglob("*.py"):
         assert "tpshard.parallelism" not in path.read_text() and "tpshard.recipes" not in path.read_text(), path

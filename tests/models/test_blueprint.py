@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tpshard.kernels.gptq_config import GPTQConfig
-from tpshard.kernels.gptq_format import write_into
-from tpshard.kernels.quantized import Quantized
+from tpshard.kernels.quantized.gptq_config import GPTQConfig
+from tpshard.kernels.quantized.gptq_format import write_into
+from tpshard.kernels.quantized.quantized import Quantized
 from tpshard.models import Blueprint, build, from_hf, to_hf
-from tpshard.models.hf import HFFolder
-from tpshard.models.hf_config import write_config
-from tpshard.models.hf_names import hf_modules
-from tpshard.models.presets import preset
+from tpshard.models.families.presets import preset
+from tpshard.models.folders.hf_config import write_config
+from tpshard.models.folders.hf_folder import HFFolder
+from tpshard.models.folders.hf_names import hf_modules
 
 SMALL = {"layers": 1, "width": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "mlp": 96, "vocab": 40}
 

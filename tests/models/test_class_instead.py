@@ -10,9 +10,9 @@ import pytest
 import torch
 import transformers
 from tpshard.cli.main import run
+from tpshard.diagnostics.diagnostic import Exit
 from tpshard.models import Blueprint, from_hf
-from tpshard.models.hf_config import class_reason, computes
-from tpshard.recipes.diagnostic import Exit
+from tpshard.models.folders.hf_config import class_reason, computes
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

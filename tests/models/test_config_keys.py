@@ -11,12 +11,12 @@ import pytest
 import torch
 import transformers
 from tpshard.models import Blueprint
-from tpshard.models.architecture import Architecture
-from tpshard.models.catalog import FAMILIES
-from tpshard.models.config_keys import DEFAULTS, training_notes, treatment
-from tpshard.models.hf import HFFolder, write_hf
-from tpshard.programs.setting import Setting
-from tpshard.recipes.load import loads
+from tpshard.models.families.catalog import FAMILIES
+from tpshard.models.families.config_keys import DEFAULTS, training_notes, treatment
+from tpshard.models.folders.hf_folder import HFFolder, write_hf
+from tpshard.models.transformers.architecture import Architecture
+from tpshard.programs.setting.setting import Setting
+from tpshard.recipes.reading.load import loads
 
 BY_TYPE = {family.hf.model_type: family for family in FAMILIES.values()}
 SIZES = {

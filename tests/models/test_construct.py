@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from tpshard.models import Blueprint, build_module
 from tpshard.models.construct import Constructor, Unset
-from tpshard.models.init import init_plan, initial_block
+from tpshard.models.initialization import init_plan, initial_block
 
 
 class Block(nn.Module):

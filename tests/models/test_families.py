@@ -13,13 +13,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tpshard.models import build, catalog, config, decoder, mlp, routing
-from tpshard.models.config import ModelConfig
+from tpshard.models import build
 from tpshard.models.dims import name, param_dims
-from tpshard.models.family import Part
-from tpshard.models.hf_names import hf_tensors
-from tpshard.models.layers import Parts
-from tpshard.models.presets import PRESETS, preset
+from tpshard.models.families import catalog, config, decoder, mlp, routing
+from tpshard.models.families.config import ModelConfig
+from tpshard.models.families.family import Part
+from tpshard.models.families.layers import Parts
+from tpshard.models.families.presets import PRESETS, preset
+from tpshard.models.folders.hf_names import hf_tensors
 
 VARIANTS = {label: replace(PRESETS[label], layers=2) for label in PRESETS} | {
     "dropping": preset("tiny-moe", {"capacity": 1.0, "balance": "none", "shared_experts": 0}),
@@ -120,9 +121,6 @@ def test_a_leaf_that_is_not_described_is_not_made() -> None:
 
 
 def test_descriptions_and_recipes_need_no_torch() -> None:
-    code = (
-        "import sys, tpshard.programs.fit, tpshard.recipes.document, tpshard.models.hf_config, tpshard.cli.preflight; "
-    )
-    assert (
-        subprocess.run([sys.executable, "-c", code + "sys.exit('torch' in sys.modules)"], check=False).returncode == 0
-    )
+    modules = ("programs.fit.fit", "recipes.reading.document", "models.folders.hf_config", "cli.shared.preflight")
+    code = f"import sys, {', '.join(f'tpshard.{module}' for module in modules)}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -11,8 +11,8 @@ import pytest
 import torch
 import transformers
 from tpshard.models import from_hf
-from tpshard.models.folder_files import copy_small_files
-from tpshard.models.hf import HFFolder, write_hf
+from tpshard.models.folders.folder_files import copy_small_files
+from tpshard.models.folders.hf_folder import HFFolder, write_hf
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,

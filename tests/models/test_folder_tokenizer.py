@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from tpshard.models.folder_tokenizer import FolderTokenizer
+from tpshard.models.folders.folder_tokenizer import FolderTokenizer
 
 TEXTS = ["hello world", "the <s> quick </s> fox", " é日🦊 ", "a <pad> b"]
 

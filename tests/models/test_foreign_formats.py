@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tpshard.cli.main import run
-from tpshard.kernels.folder_json import FolderError
+from tpshard.diagnostics.diagnostic import Exit
+from tpshard.files.folder_json import FolderError
 from tpshard.models import Blueprint
-from tpshard.models.foreign_formats import METHODS
-from tpshard.models.hf_config import read_raw
-from tpshard.recipes.diagnostic import Exit
+from tpshard.models.folders.foreign_formats import METHODS
+from tpshard.models.folders.hf_config import read_raw
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, "hidden_size": 32,

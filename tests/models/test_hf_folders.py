@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from tpshard.models import build, from_hf, to_hf
-from tpshard.models.hf import HFFolder, write_hf
-from tpshard.models.hf_config import read_config
-from tpshard.models.hf_names import Home, hf_modules
-from tpshard.models.init import init_plan, initial_block
-from tpshard.models.presets import PRESETS, ModelConfig, preset
+from tpshard.models.families.presets import PRESETS, ModelConfig, preset
+from tpshard.models.folders.hf_config import read_config
+from tpshard.models.folders.hf_folder import HFFolder, write_hf
+from tpshard.models.folders.hf_names import Home, hf_modules
+from tpshard.models.initialization import init_plan, initial_block
 from tpshard.parallelism.float64 import distance, float64
 
 LLAMA3 = {
@@ -244,7 +244,7 @@ def test_both_generations_of_configuration(folders: Callable[[str], Path]) -> No
 
 @pytest.mark.parametrize("name", ["llama3-1b", "llama3-8b", "llama3-70b", "llama3-405b", "granite-20b"])
 def test_presets_survive_the_trip(name: str) -> None:
-    from tpshard.models.hf_config import write_config
+    from tpshard.models.folders.hf_config import write_config
 
     config = PRESETS[name]
     assert read_config(write_config(config, config.dtype)) == config

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from tpshard.models.adamw import Treatment
-from tpshard.models.lion import Lion, lion_update
+from tpshard.models.optimizers.adamw import Treatment
+from tpshard.models.optimizers.lion import Lion, lion_update
 
 SHAPES = [(3, 4), (5,)]
 TREATED = [Treatment(decay=True), Treatment()]

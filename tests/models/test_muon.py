@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tpshard.models.adamw import AdamW, Treatment, adamw_update
-from tpshard.models.muon import Muon, muon_update, orthogonalize
+from tpshard.models.optimizers.adamw import AdamW, Treatment, adamw_update
+from tpshard.models.optimizers.muon import Muon, muon_update, orthogonalize
 
 ADAMW = AdamW(weight_decay=0.1, clip_grad_norm=None)
 SHAPES = ((8, 12), (5,), (12, 8), (8, 12), (3, 6, 4))

@@ -7,8 +7,8 @@ from pathlib import Path
 import architectures
 import pytest
 import torch
-from tpshard.models import own_attention
-from tpshard.models.architecture import Architecture
+from tpshard.models.transformers import patch_attention
+from tpshard.models.transformers.architecture import Architecture
 
 
 @pytest.mark.parametrize("name", ["falcon", "falcon_alibi", "bloom", "mpt", "gptj", "codegen", "gpt_neo", "stablelm"])
@@ -31,7 +31,7 @@ def test_slopes_times_late_positions_are_exact_in_bf16() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, rows, heads, width, generator=generator).bfloat16() for _ in range(3))
     slopes = torch.tensor([0.1, 0.003])
-    out = own_attention._alibi(q, k, v, own_attention.Step(), lambda positions: slopes * positions, 0.5)
+    out = patch_attention._alibi(q, k, v, patch_attention.Step(), lambda positions: slopes * positions, 0.5)
     scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * 0.5
     scores += slopes.double()[:, None, None] * torch.arange(rows)
     scores.masked_fill_(torch.ones(rows, rows, dtype=torch.bool).triu(1), float("-inf"))

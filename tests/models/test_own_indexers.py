@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tpshard.kernels.paged_selection import SELECT
-from tpshard.models import own_indexers
-from tpshard.models.interface import explicit_mask
-from tpshard.models.own_attention import Step
+from tpshard.kernels.attention.paged_selection import SELECT
+from tpshard.models.transformers import patch_indexers
+from tpshard.models.transformers.attention_interface import explicit_mask
+from tpshard.models.transformers.patch_attention import Step
 from tpshard.parallelism.graph import Graph
 from tpshard.parallelism.tracing.capture import capture
 
@@ -47,7 +47,7 @@ def captured(longest: int = 64, **changes: Callable[..., Any]) -> Graph:
     """The graph of a server's indexer of two heads of four, on six rows."""
     indexer = Indexer(**changes)
     step = indexer.tpshard_step = Step(longest=longest)  # type: ignore[assignment]
-    own_indexers.take_place(indexer)
+    patch_indexers.take_place(indexer)
 
     def select(query: Tensor, keys: Tensor, weights: Tensor) -> Any:
         step.mask = explicit_mask(keys[..., 0], None)

@@ -16,9 +16,9 @@ from tpshard.parallelism.passes.accumulate import accumulate
 from tpshard.parallelism.passes.run import Pass, run
 from tpshard.parallelism.passes.simplify import simplify
 from tpshard.parallelism.program import Program, info
-from tpshard.programs import step_programs
-from tpshard.programs.setting import Setting
-from tpshard.recipes.load import loads
+from tpshard.programs.parts import step_programs
+from tpshard.programs.setting.setting import Setting
+from tpshard.recipes.reading.load import loads
 
 aten = torch.ops.aten
 MESH = Mesh({"x": 2})

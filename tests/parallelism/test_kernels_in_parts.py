@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from tpshard.devices.read import device
-from tpshard.kernels import attention
-from tpshard.kernels.norm import NORM, rms_norm
-from tpshard.kernels.paged_attention import PAGED, paged_attention_reference
-from tpshard.kernels.paged_selection import (
+from tpshard.kernels.attention import attention
+from tpshard.kernels.attention.paged_attention import PAGED, paged_attention_reference
+from tpshard.kernels.attention.paged_selection import (
     PAGED_SELECT,
     PAGED_SELECTED,
     select_keys_reference,
     selected_attention_reference,
 )
+from tpshard.kernels.norm import NORM, rms_norm
 from tpshard.parallelism import Mesh, partition
 from tpshard.parallelism.pricing.cost import EVICTING_BYTES, Overhead
 from tpshard.parallelism.pricing.fusion import CacheReads, kernels, seconds

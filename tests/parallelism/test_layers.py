@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tpshard.kernels.experts import experts
+from tpshard.kernels.experts.experts import experts
 from tpshard.parallelism import Mesh, Program, partition
 
 MESHES = [Mesh({"x": 2}), Mesh({"x": 3}), Mesh({"x": 2, "y": 2})]

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 import tpshard.kernels.attention  # registers its op, as those below do
-import tpshard.kernels.delta_rule
-import tpshard.kernels.expert_linear
-import tpshard.kernels.experts
-import tpshard.kernels.fp8
+import tpshard.kernels.attention.paged_attention
+import tpshard.kernels.attention.paged_selection
+import tpshard.kernels.experts.expert_linear
+import tpshard.kernels.experts.experts
+import tpshard.kernels.experts.slots
+import tpshard.kernels.fp8.fp8
 import tpshard.kernels.optimizer_steps
-import tpshard.kernels.paged_attention
-import tpshard.kernels.paged_selection
-import tpshard.kernels.reorder
-import tpshard.kernels.selective_scan
-import tpshard.kernels.slots
-import tpshard.kernels.state_pool
+import tpshard.kernels.quantized.reorder
+import tpshard.kernels.recurrences.delta_rule
+import tpshard.kernels.recurrences.selective_scan
+import tpshard.kernels.recurrences.state_pool
 import tpshard.models.dims
 import tpshard.parallelism.annotate  # noqa: F401
 from layer_cases import LAYERS

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
-from tpshard.kernels.experts import experts
+from tpshard.kernels.experts.experts import experts
 from tpshard.parallelism import Mesh, partition
 from tpshard.parallelism.passes.moves import wait
 from tpshard.parallelism.passes.overlap_exchanges import overlap_exchanges
 from tpshard.parallelism.passes.recompute import keep_selected, recompute
 from tpshard.parallelism.passes.run import run
 from tpshard.parallelism.program import Program, info
-from tpshard.programs import step_programs
-from tpshard.programs.setting import Setting
-from tpshard.recipes.load import loads
+from tpshard.programs.parts import step_programs
+from tpshard.programs.setting.setting import Setting
+from tpshard.recipes.reading.load import loads
 
 aten = torch.ops.aten
 RECIPE = """

@@ -21,10 +21,10 @@ from tpshard.parallelism.passes.run import Pass, PassResult, run
 from tpshard.parallelism.passes.simplify import simplify
 from tpshard.parallelism.passes.sink_waits import sink_waits
 from tpshard.parallelism.program import Program, info
-from tpshard.programs import step_programs
-from tpshard.programs.patterns import unit_of
-from tpshard.programs.setting import Setting
-from tpshard.recipes.load import loads
+from tpshard.programs.fit.patterns import unit_of
+from tpshard.programs.parts import step_programs
+from tpshard.programs.setting.setting import Setting
+from tpshard.recipes.reading.load import loads
 
 WRAP = ("layers.*", ("tok_embed",), ("norm", "output"))
 LAYERS = 4

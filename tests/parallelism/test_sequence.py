@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
-from tpshard.kernels.attention import attention
+from tpshard.kernels.attention.attention import attention
 from tpshard.parallelism import Mesh, partition
 from tpshard.parallelism.partitioning import choose
 from tpshard.parallelism.sharding import padded_behind

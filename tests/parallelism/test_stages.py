@@ -16,9 +16,9 @@ from tpshard.parallelism.pipeline.stepping import ranks_of, simulate_step
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.simulate import cut as part_of
 from tpshard.parallelism.simulate import join, run_lockstep
-from tpshard.programs import passes, step_programs
-from tpshard.programs.setting import Setting
-from tpshard.recipes.load import loads
+from tpshard.programs.parts import passes, step_programs
+from tpshard.programs.setting.setting import Setting
+from tpshard.recipes.reading.load import loads
 
 torch.set_num_threads(1)
 RECIPE = """

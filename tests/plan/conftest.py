@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from tpshard.plan import make
-from tpshard.plan.report import Report
-from tpshard.programs import training
-from tpshard.programs.setting import Setting
-from tpshard.recipes.load import loads
+from tpshard.plan import planner
+from tpshard.plan.report.report import Report
+from tpshard.programs.setting.setting import Setting
+from tpshard.programs.step import training
+from tpshard.recipes.reading.load import loads
 
 sys.path.insert(0, str(Path(__file__).parent))
 from small_recipe import RECIPE
@@ -18,12 +18,12 @@ from small_recipe import RECIPE
 
 @pytest.fixture(scope="session")
 def programs() -> training.TrainingPrograms:
-    return make.build_programs(Setting.of(loads(RECIPE)))
+    return planner.build_programs(Setting.of(loads(RECIPE)))
 
 
 @pytest.fixture(scope="session")
 def report(programs: training.TrainingPrograms) -> Report:
-    return make.report_of_training(programs, "small.yaml")
+    return planner.report_of_training(programs, "small.yaml")
 
 
 @pytest.fixture

@@ -19,11 +19,12 @@ from tpshard.parallelism.pricing.network import Topology
 from tpshard.parallelism.resharding.exchange import cpu_collective
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor
-from tpshard.plan import make, pricing
-from tpshard.plan.pricing import StepPart, price_parts
-from tpshard.programs import passes, step_programs
-from tpshard.programs.setting import Setting
-from tpshard.recipes.load import loads
+from tpshard.plan import planner
+from tpshard.plan.step import pricing
+from tpshard.plan.step.pricing import StepPart, price_parts
+from tpshard.programs.parts import passes, step_programs
+from tpshard.programs.setting.setting import Setting
+from tpshard.recipes.reading.load import loads
 
 
 class Counting(TorchDispatchMode):
@@ -50,7 +51,7 @@ class Counting(TorchDispatchMode):
 
 def count_on_rank(context: Context, recipe: str) -> tuple[dict[str, list[tuple[str, int, int]]], dict[str, int]]:
     """Runs both programs of a recipe on this rank; returns the dispatched collectives and the bytes of tensors."""
-    built = make.build_programs(Setting.of(loads(recipe)))
+    built = planner.build_programs(Setting.of(loads(recipe)))
     sent, held = {}, Counter[str]()
     for name, program in (("micro-batch", built.micro), ("update", built.update)):
         inputs = [torch.zeros(p.local, dtype=p.dtype) for p in program.inputs]
@@ -135,8 +136,8 @@ def test_predicted_peak_is_that_of_the_storages_alive_while_running():
 def test_of_compiled_blocks_the_loss_is_priced_as_eager():
     """The vocabulary is so large that the peak is at the loss, where eager mode stores more copies of the logits."""
     overrides = ["model.vocab=65536", "mesh.tp=1", "mesh.fsdp=4", "remat=full"]
-    programs = make.build_programs(Setting.of(loads(RECIPE, [*overrides, "compile=blocks", "fsdp.bucket=wrap"])))
-    eager, blocks, whole = (make.price_training(programs, compiled) for compiled in ("none", None, "all"))
+    programs = planner.build_programs(Setting.of(loads(RECIPE, [*overrides, "compile=blocks", "fsdp.bucket=wrap"])))
+    eager, blocks, whole = (planner.price_training(programs, compiled) for compiled in ("none", None, "all"))
     at_peak = [p.worst.memory.at_peak["logits_and_loss"] for p in (eager, blocks, whole)]
     assert at_peak[0] == at_peak[1] > at_peak[2]
     assert {k.compiled for k in blocks.parts[0].priced.kernels if k.work != "free"} == {True, False}
@@ -162,7 +163,7 @@ def test_step_time_is_what_its_lanes_say(report):
 
 def test_the_training_loop_has_work_of_its_own_and_agrees_once_a_step(programs, report):
     cpu = device("cpu")
-    parts = make.training_parts(programs)
+    parts = planner.training_parts(programs)
     plain, trained = (price_parts(parts, cpu, 4, trains=trains) for trains in (False, True))
     everyone = tuple(map(programs.setting.mesh.axis, ("fsdp", "tp")))
     agreed = collective(cpu.shared_by(4), Topology(programs.setting.mesh, 4), "all_reduce", everyone, 8)
@@ -203,7 +204,7 @@ def test_stages_on_fewer_cores_have_a_cores_speed_for_themselves():
 
 def test_plans_for_serving_hold_a_cache(report):
     recipe = loads(RECIPE, ["serve.mesh.tp=2", "serve.requests=4"])
-    prefill, decode = make.report(recipe, "", "prefill"), make.report(recipe, "", "decode")
+    prefill, decode = planner.report(recipe, "", "prefill"), planner.report(recipe, "", "decode")
     # keys and values, half of the 2 heads of 8, fp32, 4 sequences of 16 and block 0
     assert decode.static_bytes()["cache"] >= 2 * 1 * 8 * 4 * (4 * 16)
     assert prefill.job.tokens == 16 and decode.job.tokens == 4
@@ -212,7 +213,7 @@ def test_plans_for_serving_hold_a_cache(report):
 
 def test_a_servers_plan_names_what_every_device_computes():
     even, odd = (
-        make.report(loads(RECIPE, ["serve.mesh.tp=2", *more]), "", "decode") for more in ([], ["model.vocab=2047"])
+        planner.report(loads(RECIPE, ["serve.mesh.tp=2", *more]), "", "decode") for more in ([], ["model.vocab=2047"])
     )
     places = {row["where"] for row in even.losses}
     assert {"layers.*.attention_norm", "layers.*.mlp_norm", "norm"} <= places

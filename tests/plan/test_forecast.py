@@ -8,8 +8,16 @@ import random
 
 import pytest
 from tpshard.cli import main
-from tpshard.plan.forecast import ASSUMED_FAILURES, Conditions, amount, best_interval, expected_seconds, forecast, rows
-from tpshard.recipes.diagnostic import Exit
+from tpshard.diagnostics.diagnostic import Exit
+from tpshard.plan.step.forecast import (
+    ASSUMED_FAILURES,
+    Conditions,
+    amount,
+    best_interval,
+    expected_seconds,
+    forecast,
+    rows,
+)
 
 
 def lifetime(work: float, interval: float, save: float, restart: float, between: float, rng: random.Random) -> float:

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from small_recipe import RECIPE, tight_device
 from tpshard.cli.main import run as tpshard
-from tpshard.plan import check_run, fitting, make, pinning, save
-from tpshard.plan.report import Report
-from tpshard.plan.search import price_variant
-from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.recipes.load import loads, with_changes
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.plan import planner, saved_plan
+from tpshard.plan.questions import check_run, fitting, pinning
+from tpshard.plan.report.report import Report
+from tpshard.plan.search.search import price_variant
+from tpshard.recipes.reading.load import loads, with_changes
 
 CHANGES = [
     "cluster.device=tight.yaml", "cluster.devices_per_node=3", "mesh.fsdp=3", "mesh.tp=1", "model.vocab=32768",
@@ -33,7 +34,7 @@ def test_the_edits_that_fit_are_all_needed_and_harm_as_little_as_can_be(small: P
     }
     tight((needs["all"] + needs["half"]) / 2)
     recipe = loads(RECIPE, CHANGES)
-    actual = fitting.fit(make.report(recipe, "small.yaml"), recipe)
+    actual = fitting.fit(planner.report(recipe, "small.yaml"), recipe)
     assert price_variant(loads(actual.recipe)).fits and actual.price.fits
     assert actual.harms == sorted(actual.harms)
     subsets = [[c for c in actual.changes if c != change] for change in actual.changes]
@@ -41,7 +42,7 @@ def test_the_edits_that_fit_are_all_needed_and_harm_as_little_as_can_be(small: P
     tight(0.25)
     recipe = loads(RECIPE, [*CHANGES, "model.vocab=131072", "model.seq_len=512"])
     with pytest.raises(Mistakes) as refused:
-        fitting.fit(make.report(recipe, "small.yaml"), recipe)
+        fitting.fit(planner.report(recipe, "small.yaml"), recipe)
     assert refused.value.exit == Exit.FIT
 
 
@@ -50,9 +51,9 @@ def test_pinned_shardings_are_those_inferred_and_no_rule_changes_them(report: Re
     actual = pinning.pin(report, recipe)
     assert {"layers.*.mlp.up.weight", "layers.*.residual", "tok_embed.weight"} <= actual.pins.keys()
     for changes in ([], ["sharding.rules.mlp=null", "sharding.rules.heads=null", "sharding.rules.vocab=null"]):
-        again = make.report(loads(actual.recipe, changes), "")
-        assert save.fingerprints(again) == save.fingerprints(report)
-    assert make.report(loads(RECIPE, ["sharding.rules.mlp=null"]), "").fingerprint != report.fingerprint
+        again = planner.report(loads(actual.recipe, changes), "")
+        assert saved_plan.fingerprints(again) == saved_plan.fingerprints(report)
+    assert planner.report(loads(RECIPE, ["sharding.rules.mlp=null"]), "").fingerprint != report.fingerprint
 
 
 def test_the_options_print_recipes_that_load(small: Path, capsys: Any) -> None:
@@ -66,14 +67,14 @@ def test_the_options_print_recipes_that_load(small: Path, capsys: Any) -> None:
 
 @pytest.fixture
 def folder(report: Report, tmp_path: Path) -> Path:
-    (tmp_path / "plan.json").write_text(save.dumps(report, loads(RECIPE)))
+    (tmp_path / "plan.json").write_text(saved_plan.dumps(report, loads(RECIPE)))
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     return tmp_path
 
 
 def ran(folder: Path, **factors: float) -> check_run.RunFinding:
     """Writes a run that equals its plan except for these factors."""
-    plan = save.read(str(folder / "plan.json")).report
+    plan = saved_plan.read(str(folder / "plan.json")).report
     row = {
         "step_s": plan["time"]["step_s"], "exposed_comm_s": plan["time"]["exposed_comm_s"],
         "peak_memory_bytes": plan["memory"]["peak_bytes"],

@@ -6,12 +6,12 @@ from dataclasses import astuple, replace
 from typing import Any
 
 import pytest
+from tpshard.devices.measuring import measure, measure_blocks
+from tpshard.devices.measuring.measure import device_file, fit
 from tpshard.devices.read import parse
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.pricing.cost import Device, ServingOverhead, collective, wire_bytes
 from tpshard.parallelism.pricing.network import Topology
-from tpshard.plan import measure, measure_blocks
-from tpshard.plan.measure import device_file, fit
 
 CORES = 2
 FLOPS, BF16, PACKING, STREAM, FRESH = 80e9, 20e9, 8e9, 25e9, 4e9

@@ -12,8 +12,9 @@ from html.parser import HTMLParser
 
 import pytest
 from patience import PATIENCE
-from tpshard.plan import page, page_data, pictures, screen, trace, units
-from tpshard.recipes.diagnostic import plural
+from tpshard.diagnostics.diagnostic import plural
+from tpshard.plan.step import units
+from tpshard.plan.views import page, page_data, pictures, screen, trace
 
 
 class Outside(HTMLParser):

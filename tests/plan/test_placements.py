@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 from tpshard.cli.main import run as tpshard
-from tpshard.plan import make, placements
-from tpshard.recipes.load import loads
+from tpshard.plan import planner
+from tpshard.plan.questions import placements
+from tpshard.recipes.reading.load import loads
 
 DEVICE = """schema: 1
 name: pod
@@ -39,7 +40,7 @@ def recipe(tmp_path: Path) -> str:
 
 def test_an_order_of_axes_is_priced_where_its_devices_are(recipe: str) -> None:
     parsed = loads(recipe)
-    report = make.report(parsed, "")
+    report = planner.report(parsed, "")
     actual = placements.net(report, parsed)
     assert {place.axis: dict(place.levels) for place in actual.places} == {
         "dp": {"spine": 2}, "fsdp": {"leaf": 2}, "tp": {"nvlink": 2},
@@ -54,7 +55,7 @@ def test_an_order_of_axes_is_priced_where_its_devices_are(recipe: str) -> None:
     other = next(one for one in others if one.order[-3:] == ("tp", "fsdp", "dp"))
     swapped = recipe.replace("{dp: 2, fsdp: 2, tp: 2}", "{tp: 2, fsdp: 2, dp: 2}")
     assert swapped != recipe
-    built = make.report(loads(swapped), "").pricing
+    built = planner.report(loads(swapped), "").pricing
     assert (other.step_s, other.comm_s) == pytest.approx((built.step_s, built.comm_s))
     assert len({round(one.comm_s, 9) for one in actual.placements}) > 3  # the orders are not one and the same
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from small_recipe import RECIPE
 from tpshard.cli.main import run as tpshard
-from tpshard.plan import command, outputs, plan_cache, save
-from tpshard.recipes.diagnostic import Exit
-from tpshard.recipes.load import load
+from tpshard.diagnostics.diagnostic import Exit
+from tpshard.plan import command, outputs, plan_cache, saved_plan
+from tpshard.recipes.reading.load import load
 
 DEVICE = """
 schema: 1
@@ -67,7 +67,7 @@ def test_an_entry_is_of_all_that_a_plan_depends_on(small: Path, monkeypatch: pyt
     others = [on_box, entry("cluster.device=box.yaml"), entry("remat=full"), entry(what="decode")]
     small.write_text("# a line more\n" + RECIPE)  # reasons name lines
     others.append(entry())
-    monkeypatch.setattr(save, "code_of", lambda rooms: "other code")
+    monkeypatch.setattr(saved_plan, "code_of", lambda rooms: "other code")
     others.append(entry())
     assert len(same) == 1 and len({*same, *others}) == 7 and None not in others
     assert entry(search=True) is None

@@ -13,10 +13,12 @@ from random import Random
 import pytest
 from small_recipe import RECIPE
 from tpshard.cli.main import run as tpshard
-from tpshard.plan import command, compare, make, outputs, plan_cache, save, suggest
-from tpshard.programs import saved_step
-from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.recipes.load import loads
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.plan import command, outputs, plan_cache, planner, saved_plan
+from tpshard.plan.questions import plan_error
+from tpshard.plan.search import suggest
+from tpshard.programs.step import saved_step
+from tpshard.recipes.reading.load import loads
 
 
 @pytest.mark.parametrize(
@@ -40,20 +42,20 @@ def test_a_saved_plan_is_refused_for_another_program(report, tmp_path, monkeypat
     recipe = loads(RECIPE)
     devices = report.devices
     file = tmp_path / "plan.json"
-    save.write(file, save.dumps(report, recipe))
-    save.check(save.read(str(file)), recipe, devices)
-    save.check(save.read(str(file)), loads(RECIPE, ["run.dir=elsewhere", "logging.every_steps=3"]), devices)
+    saved_plan.write(file, saved_plan.dumps(report, recipe))
+    saved_plan.check(saved_plan.read(str(file)), recipe, devices)
+    saved_plan.check(saved_plan.read(str(file)), loads(RECIPE, ["run.dir=elsewhere", "logging.every_steps=3"]), devices)
 
     def refusal(changes=(), devices=devices):
         with pytest.raises(Mistakes, match=r"plan\.json is for another program") as caught:
-            save.check(save.read(str(file)), loads(RECIPE, changes), devices)
+            saved_plan.check(saved_plan.read(str(file)), loads(RECIPE, changes), devices)
         assert caught.value.exit == Exit.FIT
         return str(caught.value)
 
     output = refusal(["batch.global_sequences=16", "optimizer.betas=[0.9, 0.99]", "remat=full"])
     assert "`batch.global_sequences: 16`, planned with 8" in output and "<override 1>:1:24" in output
     assert "`optimizer.betas: [0.9, 0.99]`, planned with [0.9, 0.95]" in output and "planned with selective" in output
-    monkeypatch.setattr(save.metadata, "version", {"torch": "2.99.0", "tpshard": "0.1.0"}.__getitem__)
+    monkeypatch.setattr(saved_plan.metadata, "version", {"torch": "2.99.0", "tpshard": "0.1.0"}.__getitem__)
     assert "torch 2.99.0, planned with 2." in refusal() and "the code" not in refusal()
     monkeypatch.undo()
     held = json.loads(file.read_text())
@@ -64,14 +66,14 @@ def test_a_saved_plan_is_refused_for_another_program(report, tmp_path, monkeypat
     for text in ("{}", "[]", json.dumps(report.to_json())):
         file.write_text(text)
         with pytest.raises(Mistakes, match="not a saved plan"):
-            save.read(str(file))
+            saved_plan.read(str(file))
 
 
 def test_a_saved_plan_holds_the_programs_that_it_tells_of(report, tmp_path):
     file = tmp_path / "plan.json"
-    save.write(file, save.dumps(report, loads(RECIPE)))
-    actual = make.read_programs(save.read(str(file)), report.step.setting)
-    assert make.report_of_training(actual, "small.yaml").to_json() == report.to_json()
+    saved_plan.write(file, saved_plan.dumps(report, loads(RECIPE)))
+    actual = planner.read_programs(saved_plan.read(str(file)), report.step.setting)
+    assert planner.report_of_training(actual, "small.yaml").to_json() == report.to_json()
     held = json.loads(file.read_text())
     other_evaluation = dataclasses.replace(actual)
     other_evaluation.__dict__["evaluate"] = actual.micro
@@ -82,7 +84,7 @@ def test_a_saved_plan_holds_the_programs_that_it_tells_of(report, tmp_path):
         with pytest.raises(
             Mistakes, match=r"the programs in \S+ (cannot be read|differ from those that its plan describes)"
         ):
-            make.read_programs(save.read(str(file)), report.step.setting)
+            planner.read_programs(saved_plan.read(str(file)), report.step.setting)
 
 
 ODD = (-1, 0, 1 << 70, 0.5, True, None, "", "x", "fsdp", "mlp.up", [], ["tuple"], ["tuple", 1 << 40], ["float", "nan"],
@@ -100,14 +102,14 @@ def places(value, inside=()):
 
 def test_the_plan_of_somebody_else_runs_what_its_recipe_gives_or_nothing(report, tmp_path, monkeypatch):
     """Every other value at any place of its programs is refused, or has no effect."""
-    plan = save.dumps(report, loads(RECIPE))
+    plan = saved_plan.dumps(report, loads(RECIPE))
     saved, setting, built = save_and_read(tmp_path, plan), report.step.setting, report.step
-    assert make.read_programs(saved, setting).fingerprints == built.fingerprints
+    assert planner.read_programs(saved, setting).fingerprints == built.fingerprints
     plan_cache.remember(plan)
     assert plan_cache.is_own(plan) and not plan_cache.is_own(plan + " ")
-    monkeypatch.setattr(make, "build_programs", lambda setting: built)
+    monkeypatch.setattr(planner, "build_programs", lambda setting: built)
     changed = dataclasses.replace(saved, text="")
-    assert make.read_programs(changed, setting) is built and make.read_programs(saved, setting) is not built
+    assert planner.read_programs(changed, setting) is built and planner.read_programs(saved, setting) is not built
     step = json.loads(zlib.decompress(base64.b64decode(saved.step)))
     every, random, refused = list(places(step)), Random(0), 0
     for odd in ODD:
@@ -117,7 +119,7 @@ def test_the_plan_of_somebody_else_runs_what_its_recipe_gives_or_nothing(report,
         text = base64.b64encode(zlib.compress(json.dumps(step).encode(), 1)).decode()
         holder[last] = before
         try:
-            assert make.read_programs(dataclasses.replace(changed, step=text), setting) is built
+            assert planner.read_programs(dataclasses.replace(changed, step=text), setting) is built
         except Mistakes as mistakes:
             assert mistakes.exit == Exit.RECIPE
             refused += 1
@@ -125,13 +127,13 @@ def test_the_plan_of_somebody_else_runs_what_its_recipe_gives_or_nothing(report,
     forged = dataclasses.replace(built, micro=built.update)
     with pytest.raises(Mistakes, match="differ from those that its recipe gives"):
         told = {"step": saved_step.pack(forged), "fingerprints": forged.fingerprints}
-        make.read_programs(dataclasses.replace(changed, **told), setting)
+        planner.read_programs(dataclasses.replace(changed, **told), setting)
 
 
 def save_and_read(folder, plan):
     file = folder / "plan.json"
-    save.write(file, plan)
-    return save.read(str(file))
+    saved_plan.write(file, plan)
+    return saved_plan.read(str(file))
 
 
 @pytest.mark.parametrize(
@@ -166,16 +168,16 @@ def test_files_that_cannot_be_written_are_found_before_planning(small, capsys, m
     (base / "file").write_text("")
     (base / "locked").mkdir()
     (base / "taken" / "plan.html").mkdir(parents=True)
-    access = save.os.access  # root may write everywhere
-    monkeypatch.setattr(save.os, "access", lambda path, mode: "locked" not in str(path) and access(path, mode))
-    monkeypatch.setattr(make, "report", lambda *_: pytest.fail("it was planned"))
+    access = saved_plan.os.access  # root may write everywhere
+    monkeypatch.setattr(saved_plan.os, "access", lambda path, mode: "locked" not in str(path) and access(path, mode))
+    monkeypatch.setattr(planner, "report", lambda *_: pytest.fail("it was planned"))
     assert tpshard(["plan", "small.yaml", *options]) == Exit.MACHINE
     assert "cannot be written" in capsys.readouterr().err
     assert sorted(p.name for p in base.iterdir()) == ["file", "locked", "small.yaml", "taken"]
 
 
 def test_without_dry_run_the_plan_is_saved_in_the_runs_folder(small, report, monkeypatch):
-    monkeypatch.setattr(make, "report", lambda *_: report)
+    monkeypatch.setattr(planner, "report", lambda *_: report)
     monkeypatch.setattr(suggest, "promising", lambda *_, **__: [])
     done = command.run(loads(RECIPE), command.PlanOptions(source="small.yaml"))
     assert done.exit == Exit.DONE
@@ -184,25 +186,25 @@ def test_without_dry_run_the_plan_is_saved_in_the_runs_folder(small, report, mon
 
 
 def test_a_run_is_compared_with_its_plan(report, tmp_path, monkeypatch):
-    assert compare.record(tmp_path) == ""
-    save.write(tmp_path / "plan.json", save.dumps(report, loads(RECIPE)))
+    assert plan_error.record(tmp_path) == ""
+    saved_plan.write(tmp_path / "plan.json", saved_plan.dumps(report, loads(RECIPE)))
     step_s = report.pricing.step_s
     rows = [{"step": i, "loss": 1.0, "step_s": step_s * (9 if i < 2 else 2), "run": 1} for i in range(8)]
     rows.append({"step": 8, "eval_loss": 1.0, "run": 1})
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + '\n{"step": 9, "lo')
-    compared = compare.compare(tmp_path)
+    compared = plan_error.compare(tmp_path)
     assert compared is not None and compared["step_s"]["error"] == pytest.approx(-0.5)
-    assert "step_s" not in compare.record(tmp_path), "the shipped CPU's times are those of another machine"
-    monkeypatch.setattr(compare, "SHIPPED_CPU", "another")
-    assert "step_s" in compare.record(tmp_path) and "(-50%)" in compare.record(tmp_path)
+    assert "step_s" not in plan_error.record(tmp_path), "the shipped CPU's times are those of another machine"
+    monkeypatch.setattr(plan_error, "SHIPPED_CPU", "another")
+    assert "step_s" in plan_error.record(tmp_path) and "(-50%)" in plan_error.record(tmp_path)
     assert json.loads((tmp_path / "plan_measured.json").read_text())["step_s"]["measured"] == pytest.approx(2 * step_s)
 
 
 def test_two_logged_rows_are_compared_by_their_middle(report, tmp_path):
-    save.write(tmp_path / "plan.json", save.dumps(report, loads(RECIPE)))
+    saved_plan.write(tmp_path / "plan.json", saved_plan.dumps(report, loads(RECIPE)))
     rows = [{"step": i, "loss": 1.0, "step_s": s, "tokens_per_s": 6 / s} for i, s in enumerate((9.0, 2.0, 3.0))]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    compared = compare.compare(tmp_path)
+    compared = plan_error.compare(tmp_path)
     assert compared is not None
     assert (compared["step_s"]["measured"], compared["tokens_per_s"]["measured"]) == (2.5, 2.5)
 
@@ -225,7 +227,7 @@ FLAT = "mesh={tp: 1, fsdp: 4}"
 def test_changes_are_to_the_first_of_two_recipes(small, report, capsys, monkeypatch, options, tp, names):
     (small.parent / "other.yaml").write_text(RECIPE.replace("{fsdp: 2, tp: 2}", "{fsdp: 1, tp: 4}"))
     planned = []
-    monkeypatch.setattr(make, "report", lambda recipe, *_: planned.append(recipe) or report)
+    monkeypatch.setattr(planner, "report", lambda recipe, *_: planned.append(recipe) or report)
     assert tpshard(["plan", "small.yaml", "--json", *options, "--device", "a100-40g"]) == Exit.DONE
     parsed = json.loads(capsys.readouterr().out)
     assert tuple(recipe.mesh["tp"] for recipe in planned) == tp

@@ -11,11 +11,11 @@ import pytest
 from tpshard.cli.main import run as tpshard
 from tpshard.parallelism.pricing.fusion import CacheReads
 from tpshard.parallelism.pricing.timeline import price
-from tpshard.plan.serving_answers import FrontPoint, TimeLimits, answers, screen, unbeaten
-from tpshard.plan.step_prices import ServerBuilder
-from tpshard.programs.traffic import Traffic
-from tpshard.recipes.load import loads
-from tpshard.serve.rehearse import rehearse
+from tpshard.plan.questions.serving_answers import FrontPoint, TimeLimits, answers, screen, unbeaten
+from tpshard.plan.server.rehearse import rehearse
+from tpshard.plan.server.server_prices import ServerBuilder
+from tpshard.plan.server.traffic import Traffic
+from tpshard.recipes.reading.load import loads
 
 RECIPE = "name: tiny\nmodel: {preset: tiny}\ncluster: {device: cpu, devices_per_node: 2}\nserve: {mesh: {tp: 2}}\n"
 

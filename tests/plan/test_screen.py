@@ -11,13 +11,16 @@ from dataclasses import replace
 import pytest
 from small_recipe import RECIPE
 from tpshard.cli.main import run as tpshard
-from tpshard.cli.preflight import model_errors
+from tpshard.cli.shared.preflight import model_errors
 from tpshard.parallelism.why import SourcePlace
-from tpshard.plan import command, describe, diff, make, screen
-from tpshard.plan.report import Edit, Tensor
-from tpshard.plan.units import seconds
-from tpshard.programs.setting import Setting
-from tpshard.recipes.load import loads
+from tpshard.plan import command, planner
+from tpshard.plan.questions import diff
+from tpshard.plan.report import describe
+from tpshard.plan.report.report import Edit, Tensor
+from tpshard.plan.step.units import seconds
+from tpshard.plan.views import screen
+from tpshard.programs.setting.setting import Setting
+from tpshard.recipes.reading.load import loads
 
 
 def test_one_screen(report):
@@ -162,7 +165,7 @@ def test_explain_of_a_misspelt_name_says_which_are_near(programs):
 
 
 def test_diff_says_what_changes_and_what_it_costs(report):
-    other = make.report_of_training(make.build_programs(Setting.of(loads(RECIPE, ["mesh.tp=1", "mesh.fsdp=4"]))))
+    other = planner.report_of_training(planner.build_programs(Setting.of(loads(RECIPE, ["mesh.tp=1", "mesh.fsdp=4"]))))
     actual = diff.diff(report, other)
     assert any(row["name"] == "layers.0.mlp.up.weight" for row in actual["shardings"])
     assert any(row["axes"] == "tp" and row["count"][1] == 0 for row in actual["collectives"])
@@ -178,7 +181,7 @@ def test_diff_says_what_changes_and_what_it_costs(report):
 
 
 def test_an_explanation_is_json_where_json_is_asked_for(report, monkeypatch):
-    monkeypatch.setattr(make, "report", lambda *_: report)
+    monkeypatch.setattr(planner, "report", lambda *_: report)
     done = command.run(loads(RECIPE), command.PlanOptions(explain="norm.weight")).text
     parsed = json.loads(command.run(loads(RECIPE), command.PlanOptions(explain="norm.weight", as_json=True)).text)
     assert parsed == {"name": "norm.weight", "lines": done.splitlines()} and parsed["lines"]

@@ -9,12 +9,14 @@ from dataclasses import replace
 import pytest
 from small_recipe import RECIPE, tight_device
 from tpshard.cli.main import run as tpshard
-from tpshard.plan import command, make, search, search_pipelines, search_result, suggest
-from tpshard.plan.report import Edit
-from tpshard.plan.units import gib
-from tpshard.programs import cluster, step_programs
-from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.recipes.load import loads, with_changes
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.plan import command, planner
+from tpshard.plan.report.report import Edit
+from tpshard.plan.search import search, search_pipelines, search_result, suggest
+from tpshard.plan.step.units import gib
+from tpshard.programs.parts import step_programs
+from tpshard.programs.setting import cluster
+from tpshard.recipes.reading.load import loads, with_changes
 
 
 def test_too_little_memory_names_edits_that_fit(small, capsys):
@@ -32,10 +34,10 @@ def test_too_little_memory_names_edits_that_fit(small, capsys):
 
 def test_a_server_that_does_not_fit_is_told_edits_that_fit_when_made(report, monkeypatch):
     def needed_bytes(*changes):
-        return make.report(loads(RECIPE, ["serve.mesh.tp=1", *changes]), "", "decode").pricing.needed_bytes
+        return planner.report(loads(RECIPE, ["serve.mesh.tp=1", *changes]), "", "decode").pricing.needed_bytes
 
     full = needed_bytes()
-    actual = make.report(loads(RECIPE, ["serve.mesh.tp=1"]), "", "decode")
+    actual = planner.report(loads(RECIPE, ["serve.mesh.tp=1"]), "", "decode")
     limit = full - 1
     assert needed_bytes("serve.requests=8") < limit
     whole = cluster.device_of
@@ -228,7 +230,7 @@ def test_a_search_plans_stages_schedules_and_micro_batches():
     schedules = {with_changes(recipe, c.changes).pipeline.schedule for c in piped}
     assert {"1f1b", "interleaved_1f1b", "zero_bubble"} <= schedules and {c.per_device for c in piped} == {1, 2}
     for candidate in piped[:2]:
-        planned = make.report(with_changes(recipe, candidate.changes), "").pricing
+        planned = planner.report(with_changes(recipe, candidate.changes), "").pricing
         assert planned.step_s == pytest.approx(candidate.price.step_s, rel=1e-9)
     without = min(c.price.step_s for c in actual.candidates if c not in piped)
     assert actual.best is not None and actual.best.price.step_s <= without
@@ -236,7 +238,7 @@ def test_a_search_plans_stages_schedules_and_micro_batches():
 
 def test_machines_are_told_the_suggestions_that_people_are(small, report, monkeypatch):
     faster = Edit("remat: none", 2**20, report.pricing.step_s / 2, True)
-    monkeypatch.setattr(make, "report", lambda *_: replace(report))  # the command adds suggestions to its report
+    monkeypatch.setattr(planner, "report", lambda *_: replace(report))  # the command adds suggestions to its report
     monkeypatch.setattr(suggest, "promising", lambda *_, **__: [faster])
     shown = command.run(loads(RECIPE), command.PlanOptions(dry_run=True)).text
     parsed = json.loads(command.run(loads(RECIPE), command.PlanOptions(dry_run=True, as_json=True)).text)

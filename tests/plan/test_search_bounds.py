@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tpshard.plan import search, search_bounds, search_result
-from tpshard.plan.search_bounds import Bounds
-from tpshard.programs.setting import Setting
-from tpshard.programs.variants import Variants
-from tpshard.recipes.load import loads, with_changes
+from tpshard.plan.search import search, search_bounds, search_result
+from tpshard.plan.search.search_bounds import Bounds
+from tpshard.programs.setting.setting import Setting
+from tpshard.programs.step.variants import Variants
+from tpshard.recipes.reading.load import loads, with_changes
 
 RECIPE = """
 name: deep

@@ -15,27 +15,29 @@ import torch
 from servers import folder_runner, job_of, programs_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from tpshard.cli.main import run as tpshard
-from tpshard.cli.serve_worker import prepare
-from tpshard.kernels.gptq_solver import Order, Settings
+from tpshard.cli.shared.serve_worker import prepare
+from tpshard.kernels.quantized.gptq_solver import Order, Settings
 from tpshard.models import build, to_hf
-from tpshard.models.config import ModelConfig
-from tpshard.models.hf_config import folder_config
+from tpshard.models.families.config import ModelConfig
+from tpshard.models.folders.hf_config import folder_config
 from tpshard.parallelism.pricing.flow import info_of, op_name
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.resharding.exchange import cpu_collective
 from tpshard.parallelism.runtime.context import Context
-from tpshard.plan import make, screen, search
-from tpshard.plan.report import Report
-from tpshard.programs import cluster
-from tpshard.programs.layouts import LAYOUTS
-from tpshard.programs.serve_setting import Size
-from tpshard.recipes.load import loads
-from tpshard.recipes.schema import Recipe
-from tpshard.serve.job import Job
-from tpshard.serve.need import need
-from tpshard.serve.quantize_layers import Quantizer, Sequences, write
-from tpshard.serve.runner import ProgramRunner
-from tpshard.serve.step import StepInput
+from tpshard.plan import planner
+from tpshard.plan.report.report import Report
+from tpshard.plan.search import search
+from tpshard.plan.views import screen
+from tpshard.programs.server.act_order import LAYOUTS
+from tpshard.programs.server.serve_setting import Size
+from tpshard.programs.setting import cluster
+from tpshard.recipes.keys.schema import Recipe
+from tpshard.recipes.reading.load import loads
+from tpshard.serve.api.need import need
+from tpshard.serve.engine.job import Job
+from tpshard.serve.engine.runner import ProgramRunner
+from tpshard.serve.engine.step import StepInput
+from tpshard.serve.quantizing.quantize_layers import Quantizer, Sequences, write
 
 CONFIG = ModelConfig(
     family="llama", layers=2, width=64, heads=4, kv_heads=2, head_dim=64, mlp=128, vocab=128, max_seq=64, seq_len=16,
@@ -125,7 +127,7 @@ def serve_on_rank(context: Context, jobs: list[bytes]) -> list[tuple[dict[tuple[
 def test_every_layout_sends_on_real_ranks_what_is_planned(dtype: str, pool: Any, folders: dict[str, Path]) -> None:
     cases = [*(("head_local", layout) for layout in LAYOUTS), ("global", "tp_aware")]
     recipes = {(order, layout): recipe(folders[order], layout, f"serve.dtype={dtype}") for order, layout in cases}
-    reports = {key: make.report(one, "", "decode") for key, one in recipes.items()}
+    reports = {key: planner.report(one, "", "decode") for key, one in recipes.items()}
     jobs = [job_of(folders[order], *changes(folders[order], layout), f"serve.dtype={dtype}") for order, layout in cases]
     results = pool.run(serve_on_rank, [job.encode() for job in jobs], world=2, mesh={"tp": 2})
     expected = torch.tensor(results[0][0][2])
@@ -155,7 +157,7 @@ def test_an_mlp_that_tp_does_not_divide_is_served_as_planned(pool: Any, tmp_path
     groups = quantize(tmp_path / "groups", "head_local", replace(CONFIG, mlp=7 * 32))
     to_hf(build(replace(CONFIG, mlp=97), device="cpu", seed=1), dense := tmp_path / "dense")
     cases = [(groups, "tp_aware", "224 to 256"), (groups, "naive", "224 to 256"), (dense, "tp_aware", "97 to 128")]
-    reports = [make.report(recipe(folder, layout), "", "decode") for folder, layout, _ in cases]
+    reports = [planner.report(recipe(folder, layout), "", "decode") for folder, layout, _ in cases]
     jobs = [job_of(folder, *changes(folder, layout)) for folder, layout, _ in cases]
     results = pool.run(serve_on_rank, [job.encode() for job in jobs], world=2, mesh={"tp": 2})
     for i, ((folder, layout, wider), report) in enumerate(zip(cases, reports)):
@@ -177,14 +179,14 @@ def test_an_mlp_that_tp_does_not_divide_is_served_as_planned(pool: Any, tmp_path
         assert tpshard(["serve", "tiny", "--check", *overrides]) == 0
         assert f"  {output}\n" in capsys.readouterr().out
     # codes, scales and shifts of 4 of the 7 groups, and not of all of them, for each of 64 outputs
-    coded = make.report(recipe(groups, "tp_aware", "serve.dtype=bf16"), "", "decode")
+    coded = planner.report(recipe(groups, "tp_aware", "serve.dtype=bf16"), "", "decode")
     (port,) = [p for p in coded.pricing.parts[0].part.program.inputs if p.name == "layers.0.mlp.down.weight"]
     assert port.local_bytes == 64 * (4 * 32 // 2 + 4 * 4)
 
 
 def test_columns_that_pad_an_mlp_are_no_useful_work(tmp_path: Path) -> None:
     to_hf(build(replace(CONFIG, mlp=97, mlp_bias=True), device="cpu", seed=1), folder := tmp_path / "odd")
-    whole, padded = (make.report(recipe(folder, "tp_aware", f"serve.mesh.tp={tp}"), "", "decode") for tp in (1, 2))
+    whole, padded = (planner.report(recipe(folder, "tp_aware", f"serve.mesh.tp={tp}"), "", "decode") for tp in (1, 2))
 
     def work(report: Report) -> list[tuple[str, str, int, int]]:
         infos = [(node, info_of(node)) for node in report.pricing.parts[0].part.program.graph.nodes]
@@ -204,7 +206,7 @@ def test_columns_that_pad_an_mlp_are_no_useful_work(tmp_path: Path) -> None:
 
 
 def test_a_plan_says_what_gathers_and_why(folders: dict[str, Path]) -> None:
-    naive, aware, local = (make.report(recipe(folders["head_local"], layout), "", "decode") for layout in
+    naive, aware, local = (planner.report(recipe(folders["head_local"], layout), "", "decode") for layout in
                            ("naive", "tp_aware", "local_sort"))  # fmt: skip
     assert not aware.reshards and not local.reshards
     rows = {row["reason"].partition(":")[0]: (row["kind"], row["count"], row["bytes"]) for row in naive.reshards}
@@ -230,13 +232,13 @@ def test_a_folder_that_is_not_there_is_planned_as_it_will_be_written(
         folder = quantize(tmp_path / f"{mlp}", "head_local", replace(CONFIG, mlp=mlp))
         cases.append((folder, "tp_aware", "head_local", mlp))
     for folder, layout, order, mlp in cases:
-        quantized_plan = make.report(recipe(folder, layout), "", "decode")
+        quantized_plan = planner.report(recipe(folder, layout), "", "decode")
         expected = ["quantize.group_size=32", f"quantize.order={order}", f"model.mlp={mlp}"]
-        planned = make.report(recipe("not-yet", layout, *own, *expected), "", "decode")
+        planned = planner.report(recipe("not-yet", layout, *own, *expected), "", "decode")
         assert any("not-yet does not exist yet" in warning for warning in planned.warnings)
         assert planned.fingerprint == quantized_plan.fingerprint
         assert planned.static_bytes() == quantized_plan.static_bytes()
-    dense = make.report(recipe("latest", "naive", *own), "", "decode")
+    dense = planner.report(recipe("latest", "naive", *own), "", "decode")
     assert not dense.reshards and not dense.job.quantized
     broken = folders["global"].parent / "broken"
     broken.mkdir()
@@ -250,7 +252,7 @@ def test_a_folder_that_is_not_there_is_planned_as_it_will_be_written(
 def test_four_bits_are_planned_as_four_bits(device: str, held: int, folders: dict[str, Path]) -> None:
     """An output of `down` has codes, a scale per 32 inputs, and on a CPU in bf16 also a shift."""
     served = recipe(folders["global"], "tp_aware", "serve.mesh.tp=1", f"cluster.device={device}", "serve.dtype=bf16")
-    (port,) = [p for p in make.report(served, "", "decode").pricing.parts[0].part.program.inputs
+    (port,) = [p for p in planner.report(served, "", "decode").pricing.parts[0].part.program.inputs
                if p.name == "layers.0.mlp.down.weight"]  # fmt: skip
     assert port.local_bytes == 64 * held
 
@@ -277,7 +279,7 @@ def test_a_plan_holds_the_cache_that_the_server_makes(what: str, overrides: list
     options = ["serve.requests=8", "serve.mesh.tp=2", "cluster.device=cpu", *overrides]
     assert tpshard(["serve", "tiny", "--check", "--json", *options]) == 0
     check = json.loads(capsys.readouterr().out)
-    report = make.report(cached_blocks(*overrides), "", what)
+    report = planner.report(cached_blocks(*overrides), "", what)
     assert report.static_bytes()["cache"] == report.pricing.worst.memory.at_peak["cache"] == check["memory"]["cache"]
     # 16 KiB hold 16 positions of 2 KV heads in 4 layers; a request has 256
     output = [warning for warning in report.warnings if "the cache" in warning]
@@ -286,9 +288,9 @@ def test_a_plan_holds_the_cache_that_the_server_makes(what: str, overrides: list
 
 
 def test_a_plan_limits_the_cache_as_the_server_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = make.report(cached_blocks(), "", "decode")
+    whole = planner.report(cached_blocks(), "", "decode")
     with_memory(4 * 2**20, monkeypatch)
-    report = make.report(cached_blocks(), "", "decode")  # a quarter is for the cache
+    report = planner.report(cached_blocks(), "", "decode")  # a quarter is for the cache
     assert report.static_bytes()["cache"] == 2**20 + 2**14
     assert "holds 4 of 8 requests of 256" in report.warnings[0]
     assert report.useful_flops < whole.useful_flops  # what is not in the cache is not attended to
@@ -296,21 +298,21 @@ def test_a_plan_limits_the_cache_as_the_server_does(monkeypatch: pytest.MonkeyPa
 
 def test_a_cache_that_leaves_no_room_is_cut_first(monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = ["model.layers=8", "serve.cache_mb=4"]
-    full = make.report(cached_blocks(*overrides), "", "decode").pricing.needed_bytes
+    full = planner.report(cached_blocks(*overrides), "", "decode").pricing.needed_bytes
     with_memory(full - 2**20, monkeypatch)
-    report = make.report(cached_blocks(*overrides), "", "decode")
+    report = planner.report(cached_blocks(*overrides), "", "decode")
     first = search.edits(report, cached_blocks(*overrides))[0]
     assert not report.fits and first.fits
     key, _, value = first.change.partition(": ")
     assert key == "serve.cache_mb" and 1 <= int(value) < 4
-    actual = make.report(cached_blocks(*overrides, f"{key}={value}"), "", "decode").pricing.needed_bytes
+    actual = planner.report(cached_blocks(*overrides, f"{key}={value}"), "", "decode").pricing.needed_bytes
     assert first.needed_bytes == pytest.approx(actual, rel=1e-4)
 
 
 def test_a_variant_is_priced_with_the_cache_of_all_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     with_memory(12 * 2**20, monkeypatch)  # room for the requests of two layers and not of eight
     deep = cached_blocks("model.layers=8", "model.vocab=256")
-    report = make.report(deep, "", "decode")
+    report = planner.report(deep, "", "decode")
     assert "holds 6 of 8" in report.warnings[0]
     assert search.price_variant(deep, "decode").needed_bytes == pytest.approx(report.pricing.needed_bytes, rel=1e-4)
 
@@ -319,5 +321,5 @@ def test_a_prompt_that_is_whole_chunks_is_priced_from_their_program_alone(tmp_pa
     """lfm2 computes a prompt of 64 tokens in one chunk, so that no other program is needed for its price."""
     folder = architectures.folder(tmp_path, "lfm2")
     recipe = loads(f"model: {{transformers: '{folder}', seq_len: 64}}\nserve: {{requests: 4, dtype: fp32}}\n")
-    report = make.report(recipe, "", "prefill")
+    report = planner.report(recipe, "", "prefill")
     assert search.price_variant(recipe, "prefill").step_s == pytest.approx(report.pricing.step_s, rel=1e-9)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from tpshard.plan.make import price_training
-from tpshard.plan.skew import Skew, skew
-from tpshard.programs import training
-from tpshard.programs.setting import Setting, devices_of
-from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.recipes.load import loads
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.plan.planner import price_training
+from tpshard.plan.step.skew import Skew, skew
+from tpshard.programs.setting.setting import Setting, devices_of
+from tpshard.programs.step import training
+from tpshard.recipes.reading.load import loads
 
 RECIPE = """
 name: routed

@@ -12,27 +12,17 @@ import pytest
 from tpshard.devices import read
 from tpshard.parallelism.pipeline.stepping import RECEIVES_AHEAD
 from tpshard.parallelism.pricing.cost import Cpu, Crowd
-from tpshard.plan import (
-    between,
-    compare,
-    diff,
-    make,
-    page,
-    pictures,
-    save,
-    screen,
-    search,
-    search_pipelines,
-    suggest,
-    trace,
-)
-from tpshard.plan.report import Report
-from tpshard.plan.search_result import VariantPrice
-from tpshard.plan.stage_times import Piped, price_pipeline
-from tpshard.programs import training
-from tpshard.programs.setting import Setting, devices_of
-from tpshard.recipes.load import loads
-from tpshard.recipes.schema import Recipe
+from tpshard.plan import planner, saved_plan
+from tpshard.plan.questions import diff, pass_prices, plan_error
+from tpshard.plan.report.report import Report
+from tpshard.plan.search import search, search_pipelines, suggest
+from tpshard.plan.search.search_result import VariantPrice
+from tpshard.plan.step.stage_times import Piped, price_pipeline
+from tpshard.plan.views import page, pictures, screen, trace
+from tpshard.programs.setting.setting import Setting, devices_of
+from tpshard.programs.step import training
+from tpshard.recipes.keys.schema import Recipe
+from tpshard.recipes.reading.load import loads
 
 RECIPE = """
 name: staged
@@ -46,7 +36,7 @@ compile: eager
 
 @cache
 def plan_recipe(schedule: str) -> Report:
-    return make.report(loads(RECIPE, [f"pipeline.schedule={schedule}"]), "staged.yaml")
+    return planner.report(loads(RECIPE, [f"pipeline.schedule={schedule}"]), "staged.yaml")
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
@@ -106,7 +96,7 @@ def test_stages_take_turns_on_the_cores_of_a_host_and_messages_take_time_of_them
 
 def test_stages_share_the_parameters() -> None:
     report = plan_recipe("1f1b")
-    one = make.report(loads(RECIPE, ["mesh.pp=1", "mesh.fsdp=1"]), "one.yaml")
+    one = planner.report(loads(RECIPE, ["mesh.pp=1", "mesh.fsdp=1"]), "one.yaml")
     assert report.job.params == one.job.params
     assert report.useful_flops == pytest.approx(one.useful_flops, rel=1e-3)
     assert not [w for w in report.warnings if "compute the same" in w], "stages compute different layers"
@@ -124,25 +114,25 @@ def test_a_pipeline_is_shown_everywhere() -> None:
     lanes = [e for e in json.loads(trace.trace(report))["traceEvents"] if e["pid"] == 1 and e["ph"] == "X"]
     assert len(lanes) == 2 * 2 * 8
     assert {"send", "recv"} <= {line.kind for line in report.lines}
-    assert save.fingerprints(report) == report.pricing.pipeline.programs.fingerprints  # type: ignore[union-attr]
+    assert saved_plan.fingerprints(report) == report.pricing.pipeline.programs.fingerprints  # type: ignore[union-attr]
 
 
 def test_a_run_of_stages_is_compared_with_the_waiting_for_each_other(tmp_path: Path) -> None:
     report = plan_recipe("1f1b")
-    save.write(tmp_path / "plan.json", save.dumps(report, loads(RECIPE, ["pipeline.schedule=1f1b"])))
+    saved_plan.write(tmp_path / "plan.json", saved_plan.dumps(report, loads(RECIPE, ["pipeline.schedule=1f1b"])))
     planned = report.to_json()["pipeline"]
     waited = planned["seconds"] - planned["by_device"][0]["busy_s"]
     rows = [{"step": i, "loss": 1.0, "step_s": 1.0, "exposed_comm_s": 2 * waited} for i in range(4)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    compared = compare.compare(tmp_path)
+    compared = plan_error.compare(tmp_path)
     assert compared is not None and compared["exposed_comm_s"]["error"] == pytest.approx(-0.5)
     assert waited > 10 * report.pricing.exposed_s
 
 
 def test_passes_on_stages_end_in_the_step_that_is_planned() -> None:
     recipe = loads(RECIPE, ["pipeline.schedule=1f1b", "mesh={pp: 2, fsdp: 2}", "batch.per_device=1"])
-    rows = between.rows(Setting.of(recipe, devices_of(recipe)))
-    pricing = make.report(recipe, "staged.yaml").pricing
+    rows = pass_prices.rows(Setting.of(recipe, devices_of(recipe)))
+    pricing = planner.report(recipe, "staged.yaml").pricing
     names = [row.name for row in rows]
     assert names[:4] == ["recompute", "simplify", "accumulate", "bucket"] and names[-1] == "sink_waits"
     assert (rows[-1].step_s, rows[-1].peak_bytes) == (pricing.step_s, pricing.peak_bytes)
@@ -150,7 +140,7 @@ def test_passes_on_stages_end_in_the_step_that_is_planned() -> None:
 
 
 def test_a_plan_with_stages_differs_from_one_without_by_what_stages_send() -> None:
-    staged, whole = plan_recipe("1f1b"), make.report(loads(RECIPE, ["mesh={pp: 1, fsdp: 2}"]), "one.yaml")
+    staged, whole = plan_recipe("1f1b"), planner.report(loads(RECIPE, ["mesh={pp: 1, fsdp: 2}"]), "one.yaml")
     actual = diff.diff(whole, staged)
     kinds = {row["kind"]: row["count"] for row in actual["collectives"] if row["axes"] == "pp"}
     assert {"send", "recv"} <= kinds.keys() and all(before == 0 for before, _ in kinds.values())

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 from small_recipe import RECIPE
-from tpshard.plan import make, search, suggest
-from tpshard.plan.report import Report
-from tpshard.plan.search_result import VariantPrice
-from tpshard.recipes.load import loads, with_changes
-from tpshard.recipes.schema import Recipe
+from tpshard.plan import planner
+from tpshard.plan.report.report import Report
+from tpshard.plan.search import search, suggest
+from tpshard.plan.search.search_result import VariantPrice
+from tpshard.recipes.keys.schema import Recipe
+from tpshard.recipes.reading.load import loads, with_changes
 
 
 def changes(edit: Any) -> list[str]:
@@ -21,12 +22,12 @@ def changes(edit: Any) -> list[str]:
 def test_suggestions_are_planned_whole_and_the_fastest_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suggest, "MOST", 8)
     recipe = loads(RECIPE, ["remat=full"])
-    report = make.report(recipe, "")
+    report = planner.report(recipe, "")
     suggestions = suggest.suggest(report, recipe)
     assert suggestions.planned == 8 and suggestions.edits
     times = [edit.step_s for edit in suggestions.edits]
     assert times == sorted(times) and times[-1] < 0.98 * report.pricing.step_s
-    best = make.report(with_changes(recipe, changes(suggestions.edits[0])), "").pricing
+    best = planner.report(with_changes(recipe, changes(suggestions.edits[0])), "").pricing
     assert (best.step_s, best.needed_bytes) == (suggestions.edits[0].step_s, suggestions.edits[0].needed_bytes)
 
 
@@ -74,6 +75,6 @@ def test_sequence_parallelism_is_put_in_and_taken_out(report) -> None:
         return with_changes(recipe, change)
 
     cut = changed(report, plain)
-    with_it = make.report(cut, "")
-    without = make.report(changed(with_it, cut), "")
+    with_it = planner.report(cut, "")
+    without = planner.report(changed(with_it, cut), "")
     assert without.fingerprint == report.fingerprint != with_it.fingerprint

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from small_recipe import RECIPE
-from tpshard.plan.search import price_variant
-from tpshard.programs import staged_alike
-from tpshard.programs.variants import Variants
-from tpshard.recipes.load import loads, with_changes
+from tpshard.plan.search.search import price_variant
+from tpshard.programs.step import staged_alike
+from tpshard.programs.step.variants import Variants
+from tpshard.recipes.reading.load import loads, with_changes
 
 from plan_variants import figures, outcomes, plan_whole
 

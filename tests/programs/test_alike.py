@@ -12,12 +12,14 @@ from torch import fx
 from tpshard.parallelism.depth import Depth
 from tpshard.parallelism.partitioning.stretch import stretch_program
 from tpshard.parallelism.program import INFO, Program, info
-from tpshard.plan import make, search
-from tpshard.programs import alike, staged_alike, step_programs, training
-from tpshard.programs.memo import Memo, key_of_capture
-from tpshard.programs.setting import Setting, devices_of
-from tpshard.programs.variants import Variants
-from tpshard.recipes.load import loads, with_changes
+from tpshard.plan import planner
+from tpshard.plan.search import search
+from tpshard.programs.parts import step_programs
+from tpshard.programs.parts.memo import Memo, key_of_capture
+from tpshard.programs.setting.setting import Setting, devices_of
+from tpshard.programs.step import alike, staged_alike, training
+from tpshard.programs.step.variants import Variants
+from tpshard.recipes.reading.load import loads, with_changes
 
 SMALL = "seq_len: 16, width: 16, heads: 4, kv_heads: 2, mlp: 24, vocab: 32, layers: 7"
 LAYERED = "sharding: {annotate: {'layers.*.residual': [batch, seq_sp, embed]}, rules: {seq_sp: tp}}"
@@ -162,7 +164,7 @@ def test_a_variant_costs_what_its_plan_says(name: str, layers: int) -> None:
     for changes in ([], ["remat=selective", "fsdp.prefetch=2"]):
         changed = with_changes(recipe, changes)
         actual = search.price_variant(changed, variants=variants)
-        plan = make.price_training(make.build_programs(Setting.of(changed, devices_of(changed))))
+        plan = planner.price_training(planner.build_programs(Setting.of(changed, devices_of(changed))))
         assert (actual.needed_bytes, actual.step_s, actual.exposed_s) == (
             plan.needed_bytes,
             plan.step_s,
@@ -180,8 +182,8 @@ def test_a_pipeline_of_alike_stages_has_the_price_of_its_whole_programs(pipeline
     deep = Setting.of(loads(deep.recipe.to_yaml(), [*changes, "model.tie_embeddings=true"]))
     alike_ = staged_alike.build(deep)
     assert alike_ is not None
-    quick = make.price_training(training.of_stages(deep, *alike_))
-    whole = make.price_training(training.build(deep))
+    quick = planner.price_training(training.of_stages(deep, *alike_))
+    whole = planner.price_training(training.build(deep))
     assert quick.step_s == pytest.approx(whole.step_s, rel=1e-9) and quick.needed_bytes == whole.needed_bytes
     assert quick.flops() == whole.flops()
     assert quick.pipeline is not None and whole.pipeline is not None

@@ -10,16 +10,17 @@ import architectures
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tpshard.models import interface, own_attention
-from tpshard.models.architecture import Architecture
-from tpshard.models.plan_dims import dims_of_plan
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.models.transformers import attention_interface, patch_attention
+from tpshard.models.transformers.architecture import Architecture
+from tpshard.models.transformers.tp_plan import dims_of_plan
 from tpshard.parallelism.float64 import float64
 from tpshard.parallelism.tracing.capture import capture
-from tpshard.programs import step_programs, training
-from tpshard.programs.paging import rows_of
-from tpshard.programs.setting import Setting
-from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.recipes.load import loads
+from tpshard.programs.parts import step_programs
+from tpshard.programs.server.paging import rows_of
+from tpshard.programs.setting.setting import Setting
+from tpshard.programs.step import training
+from tpshard.recipes.reading.load import loads
 
 RECIPE = """
 name: theirs
@@ -91,7 +92,7 @@ def test_a_step_is_transformers_own(name: str, mesh: dict[str, int], several: bo
 def test_documents_of_a_row_do_not_meet(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a class's layers pass attention no `documents`, as Nemotron's, and where attention is not causal."""
     monkeypatch.setattr(
-        own_attention, "_OWN", {k: v for k, v in own_attention._OWN.items() if k != "NemotronAttention"}
+        patch_attention, "_OWN", {k: v for k, v in patch_attention._OWN.items() if k != "NemotronAttention"}
     )
     model, row = Architecture(architectures.config_of(name)).build(), architectures.batch(True)
     second = row["positions"][0].tolist().index(0, 1)
@@ -325,10 +326,10 @@ def test_a_model_that_looks_at_values_is_refused_with_its_line(tmp_path: Path, m
 def test_a_servers_step_is_transformers_own(name: str, tp: int, tmp_path: Path) -> None:
     """Attention to the cache replaces the class's attention, sliding windows included."""
     from servers import lockstep, prompts
-    from tpshard.programs.serve_setting import ServeSetting, Size
-    from tpshard.programs.served import model_to_serve
-    from tpshard.programs.serving import build_serving
-    from tpshard.serve.weights import Weights
+    from tpshard.programs.server.serve_setting import ServeSetting, Size
+    from tpshard.programs.server.served import model_to_serve
+    from tpshard.programs.server.serving import build_serving
+    from tpshard.serve.engine.weights import Weights
 
     recipe = setting_of(architectures.folder(tmp_path, name), {}).recipe
     recipe = loads(recipe.to_yaml(), [f"serve.mesh.tp={tp}"])
@@ -361,10 +362,10 @@ def test_a_server_says_where_it_ends(
 ) -> None:  # fmt: skip
     """Long rotations are those that transformers takes for a prompt of more tokens than the original length."""
     from servers import lockstep, prompts
-    from tpshard.programs.serve_setting import ServeSetting, Size
-    from tpshard.programs.served import model_to_serve
-    from tpshard.programs.serving import build_serving
-    from tpshard.serve.weights import Weights
+    from tpshard.programs.server.serve_setting import ServeSetting, Size
+    from tpshard.programs.server.served import model_to_serve
+    from tpshard.programs.server.serving import build_serving
+    from tpshard.serve.engine.weights import Weights
 
     folder = architectures.folder(tmp_path, name)
     asked = [] if seq_len is None else [f"model.seq_len={seq_len}"]
@@ -390,7 +391,9 @@ def test_attention_of_keys_and_values_of_unequal_width_is_one_operation(scores: 
     """As in DeepSeek's latent attention."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 3, 5, width, generator=generator) for width in (scores, scores, values))
-    actual, _ = interface.attend(torch.nn.Module(), q, k, v, None, documents=torch.zeros(2, 5, dtype=torch.int64))
+    actual, _ = attention_interface.attend(
+        torch.nn.Module(), q, k, v, None, documents=torch.zeros(2, 5, dtype=torch.int64)
+    )
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     torch.testing.assert_close(actual, expected.transpose(1, 2))
 
@@ -436,9 +439,9 @@ def test_rows_written_into_new_memory_stay_apart() -> None:
 
 
 def test_a_model_whose_tokens_meet_outside_of_attention_is_not_served(tmp_path: Path) -> None:
-    from tpshard.programs.serve_setting import ServeSetting, Size
-    from tpshard.programs.served import model_to_serve
-    from tpshard.programs.serving import build_serving
+    from tpshard.programs.server.serve_setting import ServeSetting, Size
+    from tpshard.programs.server.served import model_to_serve
+    from tpshard.programs.server.serving import build_serving
 
     recipe = setting_of(architectures.folder(tmp_path, "openai-gpt"), {}).recipe
     with pytest.raises(Mistakes) as error:

@@ -10,13 +10,13 @@ import torch
 import transformers
 from torch import Tensor
 from tpshard.models import from_hf, to_hf
-from tpshard.models.loss import IGNORE, cross_entropy_sum
+from tpshard.models.objectives.loss import IGNORE, cross_entropy_sum
 from tpshard.parallelism.float64 import distance, float64
-from tpshard.programs import training
-from tpshard.programs.lockstep import Lockstep
-from tpshard.programs.setting import Setting
-from tpshard.programs.staged_lockstep import StagedLockstep
-from tpshard.recipes.load import loads
+from tpshard.programs.compare.lockstep import Lockstep
+from tpshard.programs.compare.staged_lockstep import StagedLockstep
+from tpshard.programs.setting.setting import Setting
+from tpshard.programs.step import training
+from tpshard.recipes.reading.load import loads
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 torch.set_num_threads(1)

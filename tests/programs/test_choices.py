@@ -7,20 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from tpshard.models.loss import cross_entropy_sum
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.models.objectives.loss import cross_entropy_sum
 from tpshard.parallelism.float64 import BOUND, distance, float64
 from tpshard.parallelism.graph import Value
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.propagated import Annotation
-from tpshard.plan import make
-from tpshard.plan.screen import verdict
-from tpshard.programs import step_programs, training
-from tpshard.programs.annotations import annotate
-from tpshard.programs.choices import CLEARLY, Chooser
-from tpshard.programs.passes import apply
-from tpshard.programs.setting import Setting
-from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.recipes.load import loads
+from tpshard.plan import planner
+from tpshard.plan.views.screen import verdict
+from tpshard.programs.parts import step_programs
+from tpshard.programs.parts.pass_choices import CLEARLY, Chooser
+from tpshard.programs.parts.passes import apply
+from tpshard.programs.setting.annotations import annotate
+from tpshard.programs.setting.setting import Setting
+from tpshard.programs.step import training
+from tpshard.recipes.reading.load import loads
 
 RECIPE = """
 name: small
@@ -82,15 +83,15 @@ def test_time_is_paid_only_for_memory_that_is_needed() -> None:
 @pytest.mark.parametrize("limit", ["4KiB", "1GiB"])
 def test_a_limit_that_nothing_keeps_ends_the_plan_and_the_run(limit: str) -> None:
     programs = training.build(Setting.of(loads(RECIPE, [f"fsdp.memory_limit={limit}"])))
-    report = make.report_of_training(programs)
+    report = planner.report_of_training(programs)
     assert report.to_json()["memory"]["limit_bytes"] == report.pricing.limit
     assert report.fits == (limit == "1GiB") == (report.pricing.peak_bytes <= (report.pricing.limit or 0))
     if report.fits:
         assert "at the peak, 1.00 GiB by fsdp.memory_limit" in verdict(report)
-        return make.check_limit(programs)
+        return planner.check_limit(programs)
     assert verdict(report).startswith("DOES NOT FIT") and "by fsdp.memory_limit" in verdict(report)
     with pytest.raises(Mistakes, match=r"more than `fsdp.memory_limit`") as raised:
-        make.check_limit(programs)
+        planner.check_limit(programs)
     assert raised.value.exit == Exit.FIT
 
 

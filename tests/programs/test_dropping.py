@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from tpshard.parallelism.draws import RANDOM
-from tpshard.programs import training
-from tpshard.programs.equality import compare
-from tpshard.programs.setting import Setting
-from tpshard.recipes.load import loads
+from tpshard.programs.compare.equality import compare
+from tpshard.programs.setting.setting import Setting
+from tpshard.programs.step import training
+from tpshard.recipes.reading.load import loads
 
 OWN = """
 import torch

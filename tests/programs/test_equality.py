@@ -11,14 +11,14 @@ import pytest
 import torch
 from planted_faults import FAULTS, plant
 from torch import Tensor, nn
-from tpshard.models.layers import Linear
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.models.families.layers import Linear
 from tpshard.parallelism.partitioning import partitioner
 from tpshard.parallelism.program import INFO, info
-from tpshard.programs import training
-from tpshard.programs.equality import compare, first_difference
-from tpshard.programs.setting import Setting
-from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.recipes.load import loads
+from tpshard.programs.compare.equality import compare, first_difference
+from tpshard.programs.setting.setting import Setting
+from tpshard.programs.step import training
+from tpshard.recipes.reading.load import loads
 from training_cases import setting_of
 
 ONE_BATCH = "batch.per_device={}"

@@ -7,12 +7,12 @@ import torch
 from fake_gpu import run_on_fake_gpu
 from tpshard.parallelism import Mesh, partition
 from tpshard.parallelism.program import Program
-from tpshard.programs import training
-from tpshard.programs.serve_setting import ServeSetting
-from tpshard.programs.served import model_to_serve
-from tpshard.programs.serving import build_serving
-from tpshard.programs.setting import Setting
-from tpshard.recipes.load import load
+from tpshard.programs.server.serve_setting import ServeSetting
+from tpshard.programs.server.served import model_to_serve
+from tpshard.programs.server.serving import build_serving
+from tpshard.programs.setting.setting import Setting
+from tpshard.programs.step import training
+from tpshard.recipes.reading.load import load
 
 
 def programs_of(name: str, *overrides: str) -> dict[str, Program]:

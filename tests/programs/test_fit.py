@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from tpshard.models.config import DTYPES, ModelConfig
-from tpshard.models.presets import PRESETS, preset
-from tpshard.programs.fit import misfits
-from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes
-from tpshard.recipes.load import loads
-from tpshard.recipes.mesh_sizes import nearest_meshes
+from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes
+from tpshard.models.families.config import DTYPES, ModelConfig
+from tpshard.models.families.presets import PRESETS, preset
+from tpshard.programs.fit.fit import misfits
+from tpshard.recipes.keys.mesh_sizes import nearest_meshes
+from tpshard.recipes.reading.load import loads
 
 
 def errors(text: str, name: str = "tiny", **overrides: object) -> list[Diagnostic]:
@@ -213,8 +213,8 @@ def test_positions_that_are_learned_have_an_end() -> None:
 def test_keys_of_the_model_are_those_of_its_configuration() -> None:
     from dataclasses import fields
 
-    from tpshard.recipes import constraints, model_keys
-    from tpshard.recipes.hints import hints
+    from tpshard.recipes.keys import constraints, model_keys
+    from tpshard.recipes.reading.hints import hints
 
     keys = set(hints(model_keys.Model)) - {*model_keys.Model.exclusive, "dims", "args"}
     assert keys == {f.name for f in fields(ModelConfig)} - {"family"}

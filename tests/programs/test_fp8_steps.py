@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from tpshard.kernels import fp8
-from tpshard.models.presets import preset
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.kernels.fp8 import fp8
+from tpshard.models.families.presets import preset
 from tpshard.parallelism.program import info
 from tpshard.parallelism.rules import fp8_rule
-from tpshard.plan.make import report, report_of_training
-from tpshard.programs import training
-from tpshard.programs.cluster import device_of
-from tpshard.programs.equality import compare, first_difference
-from tpshard.programs.fit import misfits
-from tpshard.programs.served import model_to_serve
-from tpshard.programs.setting import Setting
-from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.recipes.load import loads
+from tpshard.plan.planner import report, report_of_training
+from tpshard.programs.compare.equality import compare, first_difference
+from tpshard.programs.fit.fit import misfits
+from tpshard.programs.server.served import model_to_serve
+from tpshard.programs.setting.cluster import device_of
+from tpshard.programs.setting.setting import Setting
+from tpshard.programs.step import training
+from tpshard.recipes.reading.load import loads
 
 RECIPE = """
 cluster: {device: cpu}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from torch import nn
-from tpshard.programs.layer_matrices import matrices_of_layers
-from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.recipes.load import loads
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.programs.setting.layer_matrices import matrices_of_layers
+from tpshard.recipes.reading.load import loads
 
 LAYERS = {"blocks.0.0.weight", "blocks.0.2.weight", "blocks.1.0.weight", "blocks.1.2.weight"}
 

@@ -12,18 +12,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from servers import lockstep, recipe, weights_of
-from tpshard.kernels.gptq_config import GPTQConfig
-from tpshard.kernels.gptq_solver import Heads, Settings, ordering, round_to_nearest
-from tpshard.kernels.quantized import Quantized, extend_groups, group_index
-from tpshard.kernels.reorder import head_local_order, merge_blocks, positions, sorting
+from tpshard.kernels.quantized.gptq_config import GPTQConfig
+from tpshard.kernels.quantized.gptq_solver import Heads, Settings, ordering, round_to_nearest
+from tpshard.kernels.quantized.quantized import Quantized, extend_groups, group_index
+from tpshard.kernels.quantized.reorder import head_local_order, merge_blocks, positions, sorting
 from tpshard.models import Blueprint, build
-from tpshard.models.config import ModelConfig
 from tpshard.models.dims import param_dims
+from tpshard.models.families.config import ModelConfig
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.partitioning.partitioner import partition_captured
 from tpshard.parallelism.simulate import join
 from tpshard.parallelism.tracing.capture import capture
-from tpshard.programs.layouts import (
+from tpshard.programs.server.act_order import (
     LAYOUTS,
     ActOrder,
     Arrangement,
@@ -33,12 +33,12 @@ from tpshard.programs.layouts import (
     arrange,
     planned_orders,
 )
-from tpshard.programs.padding import pad_mlp, shared_rows
-from tpshard.programs.serve_setting import ServeSetting, Size
-from tpshard.programs.served import Quantization
-from tpshard.programs.served import Served as served_model
-from tpshard.programs.serving import ServingPrograms, build_serving
-from tpshard.serve.weights import Filler, Weights
+from tpshard.programs.server.padding import pad_mlp, shared_rows
+from tpshard.programs.server.serve_setting import ServeSetting, Size
+from tpshard.programs.server.served import Quantization
+from tpshard.programs.server.served import Served as served_model
+from tpshard.programs.server.serving import ServingPrograms, build_serving
+from tpshard.serve.engine.weights import Filler, Weights
 
 LLAMA = ModelConfig(
     family="llama", layers=1, width=64, heads=8, kv_heads=4, head_dim=16, mlp=128, vocab=64, max_seq=64, seq_len=32,

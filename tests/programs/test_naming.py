@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.models.assemble import import_object
-from tpshard.programs import training
-from tpshard.programs.setting import Setting
-from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.recipes.load import loads
+from tpshard.programs.setting.setting import Setting
+from tpshard.programs.step import training
+from tpshard.recipes.reading.load import loads
 
 CODE = """
 import torch

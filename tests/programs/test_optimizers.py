@@ -11,13 +11,13 @@ from tpshard.parallelism.float64 import BOUND, distance
 from tpshard.parallelism.runtime.context import alone
 from tpshard.parallelism.runtime.execute import Executor
 from tpshard.parallelism.simulate import run_lockstep
-from tpshard.plan import make
-from tpshard.programs import training
-from tpshard.programs.choices import Chooser
-from tpshard.programs.lockstep import Lockstep
-from tpshard.programs.setting import Setting
-from tpshard.recipes.load import loads
-from tpshard.train.spmd import SpmdEngine
+from tpshard.plan import planner
+from tpshard.programs.compare.lockstep import Lockstep
+from tpshard.programs.parts.pass_choices import Chooser
+from tpshard.programs.setting.setting import Setting
+from tpshard.programs.step import training
+from tpshard.recipes.reading.load import loads
+from tpshard.train.run.spmd import SpmdEngine
 
 torch.set_num_threads(1)
 RECIPE = """
@@ -63,7 +63,7 @@ def test_muon_exchanges_matrices_once_in_each_direction() -> None:
 def test_what_is_state_is_what_is_planned(overrides: tuple[str, ...], a_parameter: int, a_matrix: int) -> None:
     """The bytes of the moments are equal in the plan, on a rank, and in the estimate of `auto` choices."""
     programs = build(*overrides, "mesh={}")
-    report = make.report_of_training(programs)
+    report = planner.report_of_training(programs)
     sizes = {port.name: math.prod(port.local) for port in programs.micro.inputs if port.kind == "parameter"}
     in_layers = {name for name in sizes if "layers." in name and "norm" not in name}
     held = sum(size * (a_matrix if name in in_layers else a_parameter) for name, size in sizes.items())

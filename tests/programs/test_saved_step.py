@@ -16,9 +16,9 @@ import torch
 from tpshard.parallelism import Mesh, partition, program_file
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.rules.table import OTHER, entry_of
-from tpshard.programs import saved_step, training
-from tpshard.programs.setting import Setting
-from tpshard.recipes.load import loads
+from tpshard.programs.setting.setting import Setting
+from tpshard.programs.step import saved_step, training
+from tpshard.recipes.reading.load import loads
 
 RECIPE = """
 name: saved

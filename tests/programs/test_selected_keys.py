@@ -12,16 +12,16 @@ import pytest
 import torch
 from servers import Lockstep
 from torch import Tensor
-from tpshard.kernels.paged_selection import PAGED_SELECT, PAGED_SELECTED
-from tpshard.models import interface, own_indexers
-from tpshard.programs.serve_setting import ServeSetting, Size
-from tpshard.programs.served import model_to_serve
-from tpshard.programs.serving import ServingPrograms, build_serving
-from tpshard.recipes.diagnostic import Mistakes
-from tpshard.recipes.load import loads
-from tpshard.serve.cuda_graphs import can_capture
-from tpshard.serve.step import StepInput
-from tpshard.serve.weights import Weights
+from tpshard.diagnostics.diagnostic import Mistakes
+from tpshard.kernels.attention.paged_selection import PAGED_SELECT, PAGED_SELECTED
+from tpshard.models.transformers import attention_interface, patch_indexers
+from tpshard.programs.server.serve_setting import ServeSetting, Size
+from tpshard.programs.server.served import model_to_serve
+from tpshard.programs.server.serving import ServingPrograms, build_serving
+from tpshard.recipes.reading.load import loads
+from tpshard.serve.engine.cuda_graphs import can_capture
+from tpshard.serve.engine.step import StepInput
+from tpshard.serve.engine.weights import Weights
 
 LENGTHS = (23, 12)
 STEPS = [((0, 0, 5), (1, 0, 3)), ((0, 5, 13),), ((0, 13, 20), (1, 3, 4)), ((1, 4, 10), (0, 20, 21)),
@@ -126,17 +126,17 @@ def _with_own_mask(attend: Callable[..., Any]) -> Callable[..., Any]:
 def test_what_attention_to_selected_keys_lacks_is_refused(
     changed: Callable[..., Any], asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interface, "attend", changed(interface.attend))
+    monkeypatch.setattr(attention_interface, "attend", changed(attention_interface.attend))
     with pytest.raises(Mistakes, match=f"keys that an indexer selects for `{asked}`, which a server does not support"):
         programs_of(architectures.folder(tmp_path, "deepseek_v32"), 1)
 
 
 def test_a_selection_under_another_mask_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    select = own_indexers._select
+    select = patch_indexers._select
 
     def with_own_mask(module: Any, *args: Any, **kwargs: Any) -> Any:
         return select(module, *args[:3], args[3].clone(), *args[4:], **kwargs)
 
-    monkeypatch.setattr(own_indexers, "_select", with_own_mask)
+    monkeypatch.setattr(patch_indexers, "_select", with_own_mask)
     with pytest.raises(Mistakes, match="DeepseekV32Indexer selects keys under a mask of its own"):
         programs_of(architectures.folder(tmp_path, "deepseek_v32"), 1)

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tpshard.kernels import int4
-from tpshard.kernels.gptq_config import GPTQConfig
-from tpshard.kernels.quantized import Quantized, group_count, group_index
-from tpshard.programs.served import Coded
+from tpshard.kernels.quantized import int4
+from tpshard.kernels.quantized.gptq_config import GPTQConfig
+from tpshard.kernels.quantized.quantized import Quantized, group_count, group_index
+from tpshard.programs.server.served import Coded
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])

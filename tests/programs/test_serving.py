@@ -12,18 +12,18 @@ import torch
 import torch.nn.functional as F
 from servers import lockstep, prompts, recipe, runner_of, setting, weights_of
 from torch import Tensor, nn
-from tpshard.kernels.attention import attention
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.kernels.attention.attention import attention
 from tpshard.models import Blueprint, build
-from tpshard.models.config import ModelConfig
 from tpshard.models.dims import name
-from tpshard.models.layers import Embedding, Linear
-from tpshard.programs.serve_setting import ServeSetting, Size
-from tpshard.programs.served import Served
-from tpshard.programs.serving import build_serving
-from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.serve.engine import Engine
-from tpshard.serve.need import need
-from tpshard.serve.request import Sampling, Sequence
+from tpshard.models.families.config import ModelConfig
+from tpshard.models.families.layers import Embedding, Linear
+from tpshard.programs.scheduling.request import Sampling, Sequence
+from tpshard.programs.server.serve_setting import ServeSetting, Size
+from tpshard.programs.server.served import Served
+from tpshard.programs.server.serving import build_serving
+from tpshard.serve.api.need import need
+from tpshard.serve.engine.engine import Engine
 
 LLAMA = ModelConfig(
     family="llama", layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48, vocab=64, max_seq=128, seq_len=64,

@@ -9,20 +9,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from tpshard.diagnostics.diagnostic import Mistakes
 from tpshard.parallelism.float64 import BOUND, distance
 from tpshard.parallelism.pipeline.schedules import check
-from tpshard.plan import make, screen
-from tpshard.plan.page import page
-from tpshard.plan.pictures import svg
-from tpshard.plan.stage_lanes import stage_lanes
-from tpshard.plan.trace import trace
-from tpshard.programs import training
-from tpshard.programs.layer_likeness import difference
-from tpshard.programs.lockstep import Lockstep, StepValues
-from tpshard.programs.setting import Setting, devices_of
-from tpshard.programs.stacked_layers import Stacking
-from tpshard.recipes.diagnostic import Mistakes
-from tpshard.recipes.load import loads
+from tpshard.plan import planner
+from tpshard.plan.views import screen
+from tpshard.plan.views.page import page
+from tpshard.plan.views.pictures import svg
+from tpshard.plan.views.stage_lanes import stage_lanes
+from tpshard.plan.views.trace import trace
+from tpshard.programs.compare.lockstep import Lockstep, StepValues
+from tpshard.programs.setting.layer_likeness import difference
+from tpshard.programs.setting.setting import Setting, devices_of
+from tpshard.programs.setting.stacked_layers import Stacking
+from tpshard.programs.step import training
+from tpshard.recipes.reading.load import loads
 
 RECIPE = """
 name: vectorized
@@ -155,7 +156,7 @@ def test_layers_are_dealt_round_the_stages() -> None:
 
 
 def test_the_plan_shows_bubble_and_stages() -> None:
-    report = make.report_of_training(build(*GPIPE))
+    report = planner.report_of_training(build(*GPIPE))
     assert "PIPELINE  gpipe, vectorized, 2 stages of 1 layer, 2 micro-batches in 3 steps: 33.3% bubble" in (
         screen.screen(report)
     )
@@ -169,7 +170,7 @@ def test_the_plan_shows_bubble_and_stages() -> None:
         assert all(before.end <= start + 1e-12 for before in lanes.slots if before.task in lanes.table.needs(task))
     assert "device 1 along pp" in trace(report) and "F1 of stage 1" in svg(report) and "F1 of stage 1" in page(report)
     assert " 1 .  F0 F1" in screen.screen(report, verbose=True)
-    plain = make.report_of_training(build("mesh.pp=1", "pipeline=null", "model.layers=2"))
+    plain = planner.report_of_training(build("mesh.pp=1", "pipeline=null", "model.layers=2"))
     assert report.job.params == plain.job.params
     assert report.useful_flops == pytest.approx(plain.useful_flops, rel=0.02), "masks count too"
 

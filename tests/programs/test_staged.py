@@ -8,16 +8,16 @@ from pathlib import Path
 import architectures
 import pytest
 import torch
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.parallelism.float64 import BOUND, distance
-from tpshard.plan import make
-from tpshard.programs import training
-from tpshard.programs.lockstep import Lockstep
-from tpshard.programs.setting import Setting
-from tpshard.programs.splitting import layers_of
-from tpshard.programs.staged import table_of
-from tpshard.programs.staged_lockstep import StagedLockstep
-from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.recipes.load import loads
+from tpshard.plan import planner
+from tpshard.programs.compare.lockstep import Lockstep
+from tpshard.programs.compare.staged_lockstep import StagedLockstep
+from tpshard.programs.setting.setting import Setting
+from tpshard.programs.step import training
+from tpshard.programs.step.splitting import layers_of
+from tpshard.programs.step.staged import table_of
+from tpshard.recipes.reading.load import loads
 
 RECIPE = """
 name: staged
@@ -107,7 +107,7 @@ def test_by_default_no_split_has_a_faster_slowest_device() -> None:
     large = ("mesh.pp=2", "model.layers=5", "model.vocab=256", "pipeline.micro_batches=4")
 
     def busy(*overrides: str) -> tuple[list[int], float]:
-        actual = make.price_training(build(*large, *overrides)).pipeline
+        actual = planner.price_training(build(*large, *overrides)).pipeline
         assert actual is not None
         return [stage.layers for stage in actual.stages], max(device.busy_s for device in actual.devices)
 

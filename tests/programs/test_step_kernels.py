@@ -13,23 +13,23 @@ import torch
 import torch.nn.functional as F
 from servers import lockstep, setting, weights_of
 from torch import Tensor, fx
-from tpshard.kernels.gptq_config import GPTQConfig
 from tpshard.kernels.norm import NORM
-from tpshard.kernels.packed import Packed, pack, unpack
-from tpshard.kernels.quantized import Quantized, concatenate, group_index
-from tpshard.kernels.quantized_linear import quantized_gate, quantized_linear
+from tpshard.kernels.quantized.gptq_config import GPTQConfig
+from tpshard.kernels.quantized.packed import Packed, pack, unpack
+from tpshard.kernels.quantized.quantized import Quantized, concatenate, group_index
+from tpshard.kernels.quantized.quantized_linear import quantized_gate, quantized_linear
 from tpshard.models import build
-from tpshard.models.config import ModelConfig
-from tpshard.models.layers import RMSNorm
+from tpshard.models.families.config import ModelConfig
+from tpshard.models.families.layers import RMSNorm
 from tpshard.parallelism import Mesh, partition
 from tpshard.parallelism.passes.run import Pass
 from tpshard.parallelism.program import Program, info
-from tpshard.programs import serving, step_kernels
-from tpshard.programs.layouts import Arrangement
-from tpshard.programs.serve_setting import Size
-from tpshard.programs.served import Coded
-from tpshard.programs.serving import build_serving
-from tpshard.programs.step_kernels import fold_linears, fuse_norms, merge_views, store_norms_in_order
+from tpshard.programs.server import serving, step_kernels
+from tpshard.programs.server.act_order import Arrangement
+from tpshard.programs.server.serve_setting import Size
+from tpshard.programs.server.served import Coded
+from tpshard.programs.server.serving import build_serving
+from tpshard.programs.server.step_kernels import fold_linears, fuse_norms, merge_views, store_norms_in_order
 
 LLAMA = ModelConfig(
     family="llama", layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48, vocab=64, max_seq=128, seq_len=64,

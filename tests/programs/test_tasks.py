@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.models import Blueprint
-from tpshard.models.loss import IGNORE
-from tpshard.models.tasks import MaskedLanguageModel, held_out, task_of
-from tpshard.programs import step_programs
-from tpshard.programs.setting import Setting
-from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.recipes.load import load, loads
-from tpshard.train.generated_rows import GeneratedRows, held_out_rows
+from tpshard.models.objectives.loss import IGNORE
+from tpshard.models.objectives.tasks import MaskedLanguageModel, held_out, task_of
+from tpshard.programs.parts import step_programs
+from tpshard.programs.setting.setting import Setting
+from tpshard.recipes.reading.load import load, loads
+from tpshard.train.data.generated_rows import GeneratedRows, held_out_rows
 
 
 def text_rows(rows: int, length: int, vocab: int) -> dict[str, torch.Tensor]:
@@ -103,7 +103,7 @@ def test_about_15_of_100_tokens_are_masked_and_no_other_counts() -> None:
 
 OWN = '''
 import torch
-from tpshard.models.tasks import Field
+from tpshard.models.objectives.tasks import Field
 
 class Sign:
     """Whether a number is positive."""
@@ -150,8 +150,8 @@ def test_a_task_and_a_module_of_ones_own_need_no_change_here(tmp_path: Path, mon
 
 
 def test_only_language_models_are_served() -> None:
-    from tpshard.programs.serve_setting import ServeSetting
-    from tpshard.programs.served import model_to_serve
+    from tpshard.programs.server.serve_setting import ServeSetting
+    from tpshard.programs.server.served import model_to_serve
 
     recipe = load("conformer")
     with pytest.raises(Mistakes) as error:

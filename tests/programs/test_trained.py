@@ -12,15 +12,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tpshard.models.loss import IGNORE, cross_entropy_sum
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.models.objectives.loss import IGNORE, cross_entropy_sum
 from tpshard.parallelism.float64 import BOUND, distance, float64
-from tpshard.plan import make
-from tpshard.programs import training
-from tpshard.programs.equality import _run
-from tpshard.programs.setting import Setting
-from tpshard.programs.training import TrainingPrograms
-from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.recipes.load import loads
+from tpshard.plan import planner
+from tpshard.programs.compare.equality import _run
+from tpshard.programs.setting.setting import Setting
+from tpshard.programs.step import training
+from tpshard.programs.step.training import TrainingPrograms
+from tpshard.recipes.reading.load import loads
 
 torch.set_num_threads(1)
 VOCAB, WIDTH, LR = 24, 8, 1e-2
@@ -185,7 +185,7 @@ def test_the_plan_counts_gradients_and_moments_of_what_is_trained(mesh: str, ove
     programs = built(mesh, overrides)
     if programs.pipeline is not None:
         return
-    held = make.report_of_training(programs).static_bytes()
+    held = planner.report_of_training(programs).static_bytes()
     local: dict[str, int] = {}
     for port in programs.stored:
         local[port.name] = port.local_bytes

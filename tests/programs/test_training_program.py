@@ -15,14 +15,14 @@ from planted_faults import FAULTS, plant
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from tpshard.models.loss import cross_entropy_sum
+from tpshard.models.objectives.loss import cross_entropy_sum
 from tpshard.parallelism import Program
 from tpshard.parallelism.float64 import BOUND, distance, float64
 from tpshard.parallelism.runtime.execute import localize
 from tpshard.parallelism.runtime.groups import Groups
-from tpshard.programs import step_programs
-from tpshard.programs.setting import Setting
-from tpshard.recipes.load import load
+from tpshard.programs.parts import step_programs
+from tpshard.programs.setting.setting import Setting
+from tpshard.recipes.reading.load import load
 
 torch.set_num_threads(1)
 SEQUENCE = ["sharding.rules.seq_sp=tp", "sharding.annotate={'layers.*.residual': [batch, seq_sp, embed], embedded: "

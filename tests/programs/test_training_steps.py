@@ -13,14 +13,14 @@ import pytest
 import torch
 from planted_faults import FAULTS, Fault, plant
 from tpshard.models import build, to_hf
-from tpshard.models.config import ModelConfig
+from tpshard.models.families.config import ModelConfig
 from tpshard.parallelism.float64 import BOUND, distance
 from tpshard.parallelism.program import Port
 from tpshard.parallelism.simulate import block
-from tpshard.programs import training
-from tpshard.programs.lockstep import Lockstep
-from tpshard.programs.setting import Setting
-from tpshard.recipes.load import loads
+from tpshard.programs.compare.lockstep import Lockstep
+from tpshard.programs.setting.setting import Setting
+from tpshard.programs.step import training
+from tpshard.recipes.reading.load import loads
 
 torch.set_num_threads(1)
 VOCAB, SEQ = 32, 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from tpshard.recipes.diagnostic import Diagnostic, Exit, Source, as_json, as_text, dumps
+from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Source, as_json, as_text, dumps
 
 LINE = "mesh: {fsdp: 4, tp: 3}"
 WRONG = Diagnostic(

@@ -8,14 +8,14 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from tpshard.cli.completion import completions
-from tpshard.cli.preflight import model_errors
-from tpshard.recipes.document import json_schema, keys, texts
-from tpshard.recipes.extends import builtins
-from tpshard.recipes.hints import hints, section_of
-from tpshard.recipes.load import load, loads
-from tpshard.recipes.schema import Recipe
-from tpshard.recipes.section import Section
+from tpshard.cli.shared.completion import completions
+from tpshard.cli.shared.preflight import model_errors
+from tpshard.recipes.keys.schema import Recipe
+from tpshard.recipes.reading.document import json_schema, keys, texts
+from tpshard.recipes.reading.extends import builtins
+from tpshard.recipes.reading.hints import hints, section_of
+from tpshard.recipes.reading.load import load, loads
+from tpshard.recipes.text.section import Section
 
 SHIPPED = (
     "quickstart", "tiny", "llama3-1b", "llama3-8b", "llama3-70b", "llama3-405b", "granite-20b", "moe", "conformer",

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import yaml
 from omegaconf import OmegaConf
-from tpshard.programs.fit import misfits
-from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, as_text, dumps
-from tpshard.recipes.load import load, loads
-from tpshard.recipes.schema import Recipe
+from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes, as_text, dumps
+from tpshard.programs.fit.fit import misfits
+from tpshard.recipes.keys.schema import Recipe
+from tpshard.recipes.reading.load import load, loads
 
 TINY = "model: {preset: tiny}\n"
 
@@ -101,7 +101,7 @@ def test_a_mistake_shows_where_the_value_is_used_and_where_it_is_written(tmp_pat
 
 def test_what_does_not_fit_shows_both_places_too() -> None:
     recipe = loads("model: {preset: llama3-8b}\nmesh: {fsdp: 4, tp: '${seed}'}\nseed: 3", file="r.yaml")
-    from tpshard.models.presets import preset
+    from tpshard.models.families.presets import preset
 
     actual = next(d for d in misfits(recipe, preset("llama3-8b")) if "heads" in d.message)
     assert places(actual)[0] == "r.yaml:2:21" and "r.yaml:3:7" in places(actual)

@@ -10,8 +10,8 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.recipes.load import load, loads
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.recipes.reading.load import load, loads
 
 TINY = "model: {preset: tiny}\n"
 
@@ -256,7 +256,7 @@ def test_a_saved_recipe_loads_to_the_same(args: dict[str, object], lr: float, st
 
 
 def secret(key: str) -> bool:
-    from tpshard.recipes.write import looks_secret
+    from tpshard.recipes.text.write import looks_secret
 
     return looks_secret(key)
 

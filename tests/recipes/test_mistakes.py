@@ -8,11 +8,11 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tpshard.recipes import other_tools
-from tpshard.recipes.checker import homes
-from tpshard.recipes.diagnostic import Diagnostic, Exit, Mistakes, as_text, dumps
-from tpshard.recipes.extends import builtins
-from tpshard.recipes.load import examine, load, loads
+from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes, as_text, dumps
+from tpshard.recipes.reading.checker import homes
+from tpshard.recipes.reading.extends import builtins
+from tpshard.recipes.reading.load import examine, load, loads
+from tpshard.recipes.text import other_tools
 
 
 def wrong(text: str, *overrides: str) -> tuple[Diagnostic, ...]:

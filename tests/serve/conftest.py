@@ -17,17 +17,17 @@ from servers import runner_of
 from tokenizers import Tokenizer as Rust
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from tpshard.models import build
-from tpshard.models.config import ModelConfig
-from tpshard.models.folder_tokenizer import FolderTokenizer
-from tpshard.serve.access import Access
-from tpshard.serve.app import Server, make_app
-from tpshard.serve.connections import CappedServer
-from tpshard.serve.http import bind, server_config
-from tpshard.serve.metrics import Metrics
-from tpshard.serve.preprocess_pool import PreprocessPool, PreprocessSetup
-from tpshard.serve.runner import ProgramRunner
-from tpshard.serve.service import Limits, Service
-from tpshard.serve.step import Runner
+from tpshard.models.families.config import ModelConfig
+from tpshard.models.folders.folder_tokenizer import FolderTokenizer
+from tpshard.serve.api.access import Access
+from tpshard.serve.api.app import Server, make_app
+from tpshard.serve.api.connections import CappedServer
+from tpshard.serve.api.http import bind, server_config
+from tpshard.serve.api.metrics import Metrics
+from tpshard.serve.api.preprocess_pool import PreprocessPool, PreprocessSetup
+from tpshard.serve.api.service import Limits, Service
+from tpshard.serve.engine.runner import ProgramRunner
+from tpshard.serve.engine.step import Runner
 
 CONFIG = ModelConfig(
     family="llama", layers=2, width=64, heads=4, kv_heads=2, head_dim=16, mlp=96, vocab=300, max_seq=512, seq_len=128,

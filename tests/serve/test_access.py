@@ -10,8 +10,8 @@ import httpx
 import pytest
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
-from tpshard.serve.access import BODIES, BodyBudget, JsonErrors, LocalGate
-from tpshard.serve.field_checks import Refused
+from tpshard.serve.api.access import BODIES, BodyBudget, JsonErrors, LocalGate
+from tpshard.serve.api.field_checks import Refused
 
 
 async def hello(scope: Scope, receive: Receive, send: Send) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import psutil
 import pytest
 from patience import PATIENCE
-from tpshard.serve import connections
-from tpshard.serve.connections import OncePerMinute, connection_limit
-from tpshard.serve.runner import ProgramRunner
-from tpshard.serve.service import Limits
+from tpshard.serve.api import connections
+from tpshard.serve.api.connections import OncePerMinute, connection_limit
+from tpshard.serve.api.service import Limits
+from tpshard.serve.engine.runner import ProgramRunner
 from web import web
 
 

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from servers import runner_of
-from tpshard.serve.engine import Engine
-from tpshard.serve.request import Logprob, Sampling, Sequence
-from tpshard.serve.runner import ProgramRunner
-from tpshard.serve.step import StepInput
+from tpshard.programs.scheduling.request import Logprob, Sampling, Sequence
+from tpshard.serve.engine.engine import Engine
+from tpshard.serve.engine.runner import ProgramRunner
+from tpshard.serve.engine.step import StepInput
 
 GREEDY = Sampling(temperature=0, logprobs=2)
 

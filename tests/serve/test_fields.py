@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletionMessage
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParameters
 from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParameters
-from tpshard.serve import fields, neutral_fields
-from tpshard.serve.field_checks import Refused
+from tpshard.serve.api import fields, neutral_fields
+from tpshard.serve.api.field_checks import Refused
 
 MODEL = {"model": "m"}
 NUMBERS = {

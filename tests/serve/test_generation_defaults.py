@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from tpshard.serve import answers, fields
-from tpshard.serve.generation_defaults import read_generation_defaults
-from tpshard.serve.preprocess import Prepared
-from tpshard.serve.sampling import choose, shape
+from tpshard.serve.api import answers, fields
+from tpshard.serve.api.generation_defaults import read_generation_defaults
+from tpshard.serve.api.preprocess import Prepared
+from tpshard.serve.engine.sampling import choose, shape
 from transformers.generation import (
     LogitsProcessorList,
     MinLengthLogitsProcessor,

@@ -20,14 +20,14 @@ import torch
 from patience import PATIENCE, until
 from servers import WORKER, job_of, ranks_of
 from tpshard.cli.main import run as run_command
-from tpshard.cli.sources import open_source
+from tpshard.cli.shared.sources import open_source
+from tpshard.diagnostics.diagnostic import Mistakes
 from tpshard.models import to_hf
-from tpshard.recipes.diagnostic import Mistakes
-from tpshard.serve.engine import Engine
-from tpshard.serve.ranks import Ranks
-from tpshard.serve.request import Sampling, Sequence
-from tpshard.serve.runner import ProgramRunner
-from tpshard.serve.step import WorkerLost
+from tpshard.programs.scheduling.request import Sampling, Sequence
+from tpshard.serve.engine.engine import Engine
+from tpshard.serve.engine.ranks import Ranks
+from tpshard.serve.engine.runner import ProgramRunner
+from tpshard.serve.engine.step import WorkerLost
 from web import web
 
 

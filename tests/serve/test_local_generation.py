@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from tpshard.cli.main import run
+from tpshard.diagnostics.diagnostic import Exit
 from tpshard.models import to_hf
-from tpshard.models.folder_tokenizer import FolderTokenizer
-from tpshard.recipes.diagnostic import Exit
-from tpshard.serve.engine import Engine
-from tpshard.serve.request import Sampling, Sequence
-from tpshard.serve.runner import ProgramRunner
+from tpshard.models.folders.folder_tokenizer import FolderTokenizer
+from tpshard.programs.scheduling.request import Sampling, Sequence
+from tpshard.serve.engine.engine import Engine
+from tpshard.serve.engine.runner import ProgramRunner
 
 SMALL = ["serve.requests=8", "serve.step_tokens=8", "cluster.device=cpu"]
 GREEDY = ["--temperature", "0", "--max-tokens", "8"]

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Rust
-from tpshard.models.folder_tokenizer import FolderTokenizer
-from tpshard.serve import preprocess_pool
-from tpshard.serve.chat_template import ChatTemplate
-from tpshard.serve.field_checks import Refused
-from tpshard.serve.preprocess import Prepared, Preprocessor
-from tpshard.serve.preprocess_pool import PreprocessPool, PreprocessSetup
+from tpshard.models.folders.folder_tokenizer import FolderTokenizer
+from tpshard.serve.api import preprocess_pool
+from tpshard.serve.api.chat_template import ChatTemplate
+from tpshard.serve.api.field_checks import Refused
+from tpshard.serve.api.preprocess import Prepared, Preprocessor
+from tpshard.serve.api.preprocess_pool import PreprocessPool, PreprocessSetup
 
 RUNNER = asyncio.Runner()
 """One event loop for all tests: a pool belongs to one."""

@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tpshard.kernels.gptq_format import GPTQFolder
-from tpshard.kernels.gptq_solver import Settings, round_to_nearest
-from tpshard.kernels.reorder import head_local_order
+from tpshard.kernels.quantized.gptq_format import GPTQFolder
+from tpshard.kernels.quantized.gptq_solver import Settings, round_to_nearest
+from tpshard.kernels.quantized.reorder import head_local_order
 from tpshard.models import build, from_hf, to_hf
-from tpshard.models.presets import PRESETS
-from tpshard.serve.quantize_layers import Quantizer, Sequences, write
+from tpshard.models.families.presets import PRESETS
+from tpshard.serve.quantizing.quantize_layers import Quantizer, Sequences, write
 
 LLAMA = replace(PRESETS["tiny"], layers=2, width=64, heads=4, kv_heads=2, head_dim=32, mlp=96, vocab=128, max_seq=64,
                 seq_len=32)  # fmt: skip
@@ -131,7 +131,7 @@ def command(*arguments):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A dense Hugging Face folder with the sample's tokenizer."""
-    from tpshard.train.sample import ensure_sample
+    from tpshard.train.data.sample import ensure_sample
 
     place = tmp_path_factory.mktemp("model") / "dense"
     to_hf(random_model(replace(LLAMA, vocab=2048)), place, tokenizer=ensure_sample().tokenizer)

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from tpshard.cli.main import run
-from tpshard.kernels.gptq_format import GPTQFolder
-from tpshard.kernels.gptq_solver import Settings
-from tpshard.models.architecture import Architecture
-from tpshard.models.architecture_folder import FolderWeights
-from tpshard.recipes.diagnostic import Exit
-from tpshard.serve.layer_calls import calls_of_layers, form_of
-from tpshard.serve.layered_model import NotQuantizable, layered_model
-from tpshard.serve.quantize_layers import Quantizer, Sequences, write
+from tpshard.diagnostics.diagnostic import Exit
+from tpshard.kernels.quantized.gptq_format import GPTQFolder
+from tpshard.kernels.quantized.gptq_solver import Settings
+from tpshard.models.layered.layered_model import NotQuantizable, layered_model
+from tpshard.models.transformers.architecture import Architecture
+from tpshard.models.transformers.class_weights import FolderWeights
+from tpshard.serve.quantizing.layer_calls import calls_of_layers, form_of
+from tpshard.serve.quantizing.quantize_layers import Quantizer, Sequences, write
 
 QUICK = ("gemma3_text", "gpt2", "stablelm", "qwen2_moe")
 """Layers whose arguments differ; weights [inputs, outputs]; attention that tpshard replaces; experts."""
@@ -140,8 +140,8 @@ def test_a_selection_of_keys_that_layers_share_is_named() -> None:
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from tpshard.models.folder_files import copy_tokenizer
-    from tpshard.train.sample import ensure_sample
+    from tpshard.models.folders.folder_files import copy_tokenizer
+    from tpshard.train.data.sample import ensure_sample
 
     widen("qwen2_moe", monkeypatch, vocab_size=2048)
     folder = architectures.folder(tmp_path / "in", "qwen2_moe", weights=True)

@@ -14,24 +14,24 @@ import torch
 from safetensors.torch import load_file, save_file
 from servers import folder_runner, lockstep, programs_of, prompts
 from torch import Tensor
-from tpshard.cli.serve_worker import stored_weights
-from tpshard.cli.sources import open_source
-from tpshard.kernels.experts import fixed_rows_experts
-from tpshard.kernels.gptq_format import GPTQFolder
-from tpshard.kernels.gptq_solver import Settings
-from tpshard.kernels.int4 import Int4
-from tpshard.kernels.quantized import Quantized
-from tpshard.kernels.quantized_experts import PackedExpert, quantized_experts
+from tpshard.cli.shared.serve_worker import stored_weights
+from tpshard.cli.shared.sources import open_source
+from tpshard.diagnostics.diagnostic import Mistakes
+from tpshard.kernels.experts.experts import fixed_rows_experts
+from tpshard.kernels.experts.quantized_experts import PackedExpert, quantized_experts
+from tpshard.kernels.quantized.gptq_format import GPTQFolder
+from tpshard.kernels.quantized.gptq_solver import Settings
+from tpshard.kernels.quantized.int4 import Int4
+from tpshard.kernels.quantized.quantized import Quantized
 from tpshard.models import build, from_hf
-from tpshard.models.presets import PRESETS
+from tpshard.models.families.presets import PRESETS
 from tpshard.parallelism.rules.table import entry_of
-from tpshard.plan.describe import shardings
-from tpshard.programs.serve_setting import Size
-from tpshard.recipes.diagnostic import Mistakes
-from tpshard.serve.cuda_graphs import can_capture
-from tpshard.serve.need import kernels
-from tpshard.serve.quantize_layers import Quantizer, Sequences, write
-from tpshard.serve.step import StepInput
+from tpshard.plan.report.describe import shardings
+from tpshard.programs.server.serve_setting import Size
+from tpshard.serve.api.need import kernels
+from tpshard.serve.engine.cuda_graphs import can_capture
+from tpshard.serve.engine.step import StepInput
+from tpshard.serve.quantizing.quantize_layers import Quantizer, Sequences, write
 
 STEP = ("serve.requests=8", "serve.step_tokens=8")
 MOE = replace(

@@ -11,21 +11,22 @@ import torch
 from safetensors.torch import load_file, save_file
 from servers import Lockstep, folder_runner, programs_of, ranks_of, runner_of
 from tpshard.cli.main import run
-from tpshard.cli.serve_worker import stored_weights
-from tpshard.cli.sources import open_source
-from tpshard.kernels import int4
-from tpshard.kernels.gptq_solver import Settings
-from tpshard.kernels.int4 import Int4, Int4Parts
+from tpshard.cli.shared.serve_worker import stored_weights
+from tpshard.cli.shared.sources import open_source
+from tpshard.diagnostics.diagnostic import Exit
 from tpshard.kernels.norm import NORM
-from tpshard.models import build, from_hf, hf_headers
-from tpshard.models.config import ModelConfig
-from tpshard.models.hf_names import hf_modules
-from tpshard.programs.serve_setting import Size
-from tpshard.recipes.diagnostic import Exit
-from tpshard.serve.engine import Engine
-from tpshard.serve.need import kernels
-from tpshard.serve.quantize_layers import Quantizer, Sequences, write
-from tpshard.serve.request import Sampling, Sequence
+from tpshard.kernels.quantized import int4
+from tpshard.kernels.quantized.gptq_solver import Settings
+from tpshard.kernels.quantized.int4 import Int4, Int4Parts
+from tpshard.models import build, from_hf
+from tpshard.models.families.config import ModelConfig
+from tpshard.models.folders import hf_headers
+from tpshard.models.folders.hf_names import hf_modules
+from tpshard.programs.scheduling.request import Sampling, Sequence
+from tpshard.programs.server.serve_setting import Size
+from tpshard.serve.api.need import kernels
+from tpshard.serve.engine.engine import Engine
+from tpshard.serve.quantizing.quantize_layers import Quantizer, Sequences, write
 
 LLAMA = ModelConfig(
     family="llama", layers=2, width=64, heads=4, kv_heads=2, head_dim=32, mlp=128, vocab=128, max_seq=64, seq_len=32,

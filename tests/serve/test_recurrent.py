@@ -13,17 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from servers import Lockstep, lockstep, sequences_for
 from torch import Tensor
-from tpshard.models import own_recurrences
-from tpshard.models.own_attention import Step
-from tpshard.programs.serve_setting import ServeSetting, Size
-from tpshard.programs.served import model_to_serve
-from tpshard.programs.serving import ServingPrograms, build_serving
-from tpshard.recipes.load import loads
-from tpshard.serve.blocks import BlockPool
-from tpshard.serve.engine import Engine
-from tpshard.serve.recurrent_scheduler import RecurrentScheduler
-from tpshard.serve.request import Sampling, Sequence
-from tpshard.serve.weights import Weights
+from tpshard.models.transformers import patch_recurrences
+from tpshard.models.transformers.patch_attention import Step
+from tpshard.programs.scheduling.blocks import BlockPool
+from tpshard.programs.scheduling.recurrent_scheduler import RecurrentScheduler
+from tpshard.programs.scheduling.request import Sampling, Sequence
+from tpshard.programs.server.serve_setting import ServeSetting, Size
+from tpshard.programs.server.served import model_to_serve
+from tpshard.programs.server.serving import ServingPrograms, build_serving
+from tpshard.recipes.reading.load import loads
+from tpshard.serve.engine.engine import Engine
+from tpshard.serve.engine.weights import Weights
 
 GREEDY = Sampling(temperature=0, logprobs=2)
 
@@ -88,9 +88,9 @@ def test_a_module_that_forgets_its_state_computes_single_tokens(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:  # fmt: skip
     """As transformers' own scan of Mamba does, where several tokens continue a sequence."""
-    own = own_recurrences.scan_selectively
+    own = patch_recurrences.scan_selectively
     forgetful = lambda _, *args, **kwargs: own(Step(), *args, **kwargs)  # noqa: E731
-    monkeypatch.setitem(own_recurrences._OWN, "mamba_selective_scan", forgetful)
+    monkeypatch.setitem(patch_recurrences._OWN, "mamba_selective_scan", forgetful)
     programs = programs_of("mamba", tmp_path)
     assert programs.setting.chunks == () and any("one token of a prompt" in note for note in programs.notes)
     logits = lockstep(programs, weights_of("mamba"), blocks=3)

@@ -8,11 +8,11 @@ import pytest
 import torch
 from tpshard.parallelism.pricing.cost import ServingOverhead
 from tpshard.parallelism.pricing.fusion import CacheReads
-from tpshard.programs.traffic import Room, Traffic
-from tpshard.serve.engine import Engine
-from tpshard.serve.rehearse import rehearse
-from tpshard.serve.request import Sampling, Sequence
-from tpshard.serve.step import StepInput
+from tpshard.plan.server.rehearse import rehearse
+from tpshard.plan.server.traffic import Room, Traffic
+from tpshard.programs.scheduling.request import Sampling, Sequence
+from tpshard.serve.engine.engine import Engine
+from tpshard.serve.engine.step import StepInput
 
 ROOM = Room(blocks=40, rows=16, logit_rows=8, running=8, queue=4)
 

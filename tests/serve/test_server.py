@@ -20,12 +20,12 @@ import pytest
 import torch
 from patience import PATIENCE, until
 from torch import Tensor
-from tpshard.serve.access import Access
-from tpshard.serve.request import Sampling, Sequence
-from tpshard.serve.runner import ProgramRunner
-from tpshard.serve.service import Limits
-from tpshard.serve.step import StepInput, WorkerLost
-from tpshard.serve.text import Writer
+from tpshard.programs.scheduling.request import Sampling, Sequence
+from tpshard.serve.api.access import Access
+from tpshard.serve.api.service import Limits
+from tpshard.serve.api.text import Writer
+from tpshard.serve.engine.runner import ProgramRunner
+from tpshard.serve.engine.step import StepInput, WorkerLost
 from web import web
 
 Running = Any

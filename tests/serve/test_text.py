@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Rust
 from tokenizers import decoders, models, normalizers
-from tpshard.models.folder_tokenizer import FolderTokenizer
-from tpshard.serve.text import Writer
+from tpshard.models.folders.folder_tokenizer import FolderTokenizer
+from tpshard.serve.api.text import Writer
 
 
 @pytest.fixture(scope="module")

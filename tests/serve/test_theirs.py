@@ -15,11 +15,11 @@ import torch
 from servers import folder_runner, programs_of, ranks_of
 from tokenizers import Tokenizer as Rust
 from torch import Tensor
-from tpshard.kernels.gptq_solver import Settings
-from tpshard.models.architecture import Architecture
-from tpshard.models.architecture_folder import FolderWeights
-from tpshard.serve.quantize_layers import Quantizer, Sequences, write
-from tpshard.serve.service import Limits
+from tpshard.kernels.quantized.gptq_solver import Settings
+from tpshard.models.transformers.architecture import Architecture
+from tpshard.models.transformers.class_weights import FolderWeights
+from tpshard.serve.api.service import Limits
+from tpshard.serve.quantizing.quantize_layers import Quantizer, Sequences, write
 from web import web
 
 HEAD = [7, 3, 11, 40, 9, 22, 5, 5, 61, 30, 12, 2, 45, 17, 8, 33]

@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterable
 from pathlib import Path
 
-from tpshard.train.tokens import TextTokenizer
+from tpshard.train.data.tokens import TextTokenizer
 
 END = 256
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from patience import PATIENCE
 from tpshard.parallelism.runtime.context import Context, alone
-from tpshard.train import background_save, checkpoint
-from tpshard.train.background_save import BackgroundSaver
-from tpshard.train.checkpoint import owned, steps
-from tpshard.train.restore import open_checkpoint
-from tpshard.train.shards import Shard
+from tpshard.train.checkpoints import background_save, checkpoint
+from tpshard.train.checkpoints.background_save import BackgroundSaver
+from tpshard.train.checkpoints.checkpoint import owned, steps
+from tpshard.train.checkpoints.restore import open_checkpoint
+from tpshard.train.checkpoints.shards import Shard
 
 
 def test_a_step_may_change_the_values_while_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

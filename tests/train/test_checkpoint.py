@@ -21,11 +21,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from patience import PATIENCE
 from safetensors.torch import load_file
-from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.train import checkpoint
-from tpshard.train.checkpoint import OPTIMIZER, SaveFailed, check_cover, clean, save, steps
-from tpshard.train.restore import SavedCheckpoint, newest, open_checkpoint
-from tpshard.train.shards import DTYPES, Shard, write_safetensors
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.train.checkpoints import checkpoint
+from tpshard.train.checkpoints.checkpoint import OPTIMIZER, SaveFailed, check_cover, clean, save, steps
+from tpshard.train.checkpoints.restore import SavedCheckpoint, newest, open_checkpoint
+from tpshard.train.checkpoints.shards import DTYPES, Shard, write_safetensors
 
 
 def model(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -233,8 +233,8 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import torch
-from tpshard.train import checkpoint
-from tpshard.train.shards import Shard
+from tpshard.train.checkpoints import checkpoint
+from tpshard.train.checkpoints.shards import Shard
 
 def die(*_, **__): os.kill(os.getpid(), signal.SIGKILL)
 

@@ -13,9 +13,9 @@ from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor
 from tpshard.parallelism.runtime.regions import CompiledRegion
 from tpshard.parallelism.simulate import cut
-from tpshard.programs import training
-from tpshard.programs.setting import Setting
-from tpshard.recipes.load import loads
+from tpshard.programs.setting.setting import Setting
+from tpshard.programs.step import training
+from tpshard.recipes.reading.load import loads
 
 RECIPE = """
 name: small

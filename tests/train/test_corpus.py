@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 from c4_files import bytes_tokenizer, folder_of, packed, texts
-from tpshard.recipes.diagnostic import Exit, Mistakes, Source
-from tpshard.train import corpus as text_module
-from tpshard.train import text_formats
-from tpshard.train.corpus import BadRows, Corpus, TextFile, check, open_text, pieces, rows
-from tpshard.train.stream import Loader
-from tpshard.train.tokens import load_tokenizer
+from tpshard.diagnostics.diagnostic import Exit, Mistakes, Source
+from tpshard.train.data import corpus as text_module
+from tpshard.train.data import text_formats
+from tpshard.train.data.corpus import BadRows, Corpus, TextFile, check, open_text, pieces, rows
+from tpshard.train.data.stream import Loader
+from tpshard.train.data.tokens import load_tokenizer
 
 
 def all_rows(corpus: Corpus) -> list[text_formats.TextRow]:

@@ -19,9 +19,9 @@ SCRIPT = """
 import json, sys
 sys.path.insert(0, {here!r})
 from c4_files import bytes_tokenizer
-from tpshard.recipes.diagnostic import Mistakes
-from tpshard.train.stream import Loader, merge_states
-from tpshard.train.corpus import open_text
+from tpshard.diagnostics.diagnostic import Mistakes
+from tpshard.train.data.stream import Loader, merge_states
+from tpshard.train.data.corpus import open_text
 out = dict()
 for source in {sources!r}:
     try:

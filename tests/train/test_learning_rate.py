@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from tpshard.programs.batching import BatchPlan, derive
-from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.recipes.load import loads
-from tpshard.recipes.schema import Recipe
-from tpshard.recipes.training_keys import Schedule
-from tpshard.train.learning_rate import change, described, learning_rate
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.programs.fit.batching import BatchPlan, derive
+from tpshard.recipes.keys.schema import Recipe
+from tpshard.recipes.keys.training_keys import Schedule
+from tpshard.recipes.reading.load import loads
+from tpshard.train.run.learning_rate import change, described, learning_rate
 
 
 def test_warmup_reaches_the_peak_and_the_cosine_ends_at_the_floor() -> None:

@@ -14,20 +14,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tpshard.models.adamw import AdamW, Treatment, adamw_update
-from tpshard.models.loss import IGNORE, cross_entropy_sum
+from tpshard.diagnostics.diagnostic import Mistakes
+from tpshard.models.objectives.loss import IGNORE, cross_entropy_sum
+from tpshard.models.optimizers.adamw import AdamW, Treatment, adamw_update
 from tpshard.parallelism.runtime.context import Context
-from tpshard.programs.batching import derive
-from tpshard.recipes.diagnostic import Mistakes
-from tpshard.recipes.load import loads
-from tpshard.train.corpus import open_text
-from tpshard.train.loop import Outcome, TrainingLoop
-from tpshard.train.progress import Progress
-from tpshard.train.shards import Shard
-from tpshard.train.step_batch import StepBatch
-from tpshard.train.stream import Loader
-from tpshard.train.tokens import TextTokenizer
-from tpshard.train.training_engine import StepResult
+from tpshard.programs.fit.batching import derive
+from tpshard.recipes.reading.load import loads
+from tpshard.train.checkpoints.shards import Shard
+from tpshard.train.data.corpus import open_text
+from tpshard.train.data.step_batch import StepBatch
+from tpshard.train.data.stream import Loader
+from tpshard.train.data.tokens import TextTokenizer
+from tpshard.train.records.progress import Progress
+from tpshard.train.run.loop import Outcome, TrainingLoop
+from tpshard.train.run.training_engine import StepResult
 
 VOCAB, WIDTH = 256, 8
 BYTES = TextTokenizer(Path("bytes"), VOCAB, (), (0,), 0, "bytes", lambda text: list(text.encode()))

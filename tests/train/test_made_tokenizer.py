@@ -8,19 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tpshard.cli.arguments import carried_files
 from tpshard.cli.main import run
-from tpshard.cli.sources import open_source
+from tpshard.cli.shared.arguments import carried_files
+from tpshard.cli.shared.sources import open_source
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.parallelism.runtime.context import Context
-from tpshard.programs.setting import Setting
-from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.recipes.load import loads
-from tpshard.train import made_tokenizer, training_worker
-from tpshard.train.carried import carried
-from tpshard.train.corpus import open_text
-from tpshard.train.resuming import kept_recipe
-from tpshard.train.tokens import load_tokenizer
-from tpshard.train.training_worker import Surroundings, open_corpus
+from tpshard.programs.setting.setting import Setting
+from tpshard.recipes.reading.load import loads
+from tpshard.train.data import made_tokenizer
+from tpshard.train.data.carried import carried
+from tpshard.train.data.corpus import open_text
+from tpshard.train.data.tokens import load_tokenizer
+from tpshard.train.run import training_worker
+from tpshard.train.run.resuming import kept_recipe
+from tpshard.train.run.training_worker import Surroundings, open_corpus
 
 RECIPE = """
 name: mine

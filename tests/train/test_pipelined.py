@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tpshard.models.loss import cross_entropy_sum
+from tpshard.models.objectives.loss import cross_entropy_sum
 from tpshard.parallelism.float64 import BOUND, float64
 from tpshard.parallelism.runtime.context import Context
-from tpshard.plan import make
-from tpshard.programs import training
-from tpshard.train.training_worker import engine_of
+from tpshard.plan import planner
+from tpshard.programs.step import training
+from tpshard.train.run.training_worker import engine_of
 from training_cases import SEED, assert_trained, blueprint, global_batch, reference, setting_of, train
 
 FOUR = "model.layers=4"
@@ -86,7 +86,7 @@ def counted_step(context: Context, programs: Any) -> tuple[int, int, int]:
 def test_a_plan_counts_what_every_stage_sends_and_holds(pool: Any, schedule: str) -> None:
     axes = {"pp": 2, "dp": 1, "fsdp": 2, "tp": 1}
     inputs = [FOUR, f"pipeline={{schedule: {schedule}}}", "batch.per_device=1", "cluster={device: cpu}"]
-    piped = make.price_training(training.build(setting_of(axes, *inputs))).pipeline
+    piped = planner.price_training(training.build(setting_of(axes, *inputs))).pipeline
     assert piped is not None
     for rank, (collectives, sent_bytes, peak_bytes) in enumerate(pool.run(count, inputs, world=4, mesh=axes)):
         planned = piped.devices[rank // 2]

@@ -11,13 +11,14 @@ from tpshard.cli import train as command
 from tpshard.parallelism.node_info import Collective
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.step_profile import OperationEvent
-from tpshard.plan import compare, trace
-from tpshard.programs.setting import Setting
-from tpshard.recipes.load import loads
-from tpshard.train import training_worker
-from tpshard.train.profile_report import differences, trace_of
-from tpshard.train.records import read_rows
-from tpshard.train.training_worker import Surroundings
+from tpshard.plan.questions import plan_error
+from tpshard.plan.views import trace
+from tpshard.programs.setting.setting import Setting
+from tpshard.recipes.reading.load import loads
+from tpshard.train.records.profile_report import differences, trace_of
+from tpshard.train.records.records import read_rows
+from tpshard.train.run import training_worker
+from tpshard.train.run.training_worker import Surroundings
 
 RECIPE = """
 name: seen
@@ -37,7 +38,7 @@ def train(context: Context, folder: str, *overrides: str) -> None:
     training_worker._keep_output = lambda *_: None  # type: ignore[assignment]  # the pool's own output stays
     recipe = loads(RECIPE, [f"run.dir={folder}", *overrides])
     plan = command._Plan()
-    around = Surroundings(plan_json=plan.plan_text, planned_trace=plan.trace, measured=compare.record)
+    around = Surroundings(plan_json=plan.plan_text, planned_trace=plan.trace, measured=plan_error.record)
     training_worker.train(Setting.of(recipe, context.world), context, around)
 
 
@@ -93,14 +94,14 @@ def test_the_largest_differences_are_of_one_run_of_each_part() -> None:
 
 def test_the_comparison_is_one_line_without_times_of_another_machine(pool: Any, tmp_path: Path) -> None:
     pool.run(train, str(tmp_path / "run"), "mesh={fsdp: 1}", world=1)
-    line = compare.record(tmp_path / "run")
+    line = plan_error.record(tmp_path / "run")
     assert line.startswith("planned against measured: ") and "\n" not in line
     assert "peak_memory_bytes" in line and "step_s" not in line and "tokens_per_s" not in line
     assert "step_s" in json.loads((tmp_path / "run" / "plan_measured.json").read_text()), "the file has all figures"
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     plan["plan"]["device"]["name"] = "mine.yaml"
     (tmp_path / "run" / "plan.json").write_text(json.dumps(plan))
-    assert "step_s" in compare.record(tmp_path / "run")
+    assert "step_s" in plan_error.record(tmp_path / "run")
 
 
 def test_planned_and_real_traces_have_one_format() -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from tpshard.cli.main import run
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.parallelism.runtime.context import Context
-from tpshard.programs.setting import Setting
-from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.recipes.load import loads
-from tpshard.train import training_worker
-from tpshard.train.resuming import FREE, UNTOLD, trained
-from tpshard.train.training_worker import Surroundings
+from tpshard.programs.setting.setting import Setting
+from tpshard.recipes.reading.load import loads
+from tpshard.train.run import training_worker
+from tpshard.train.run.resuming import FREE, UNTOLD, trained
+from tpshard.train.run.training_worker import Surroundings
 
 RECIPE = """
 name: mine

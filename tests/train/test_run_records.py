@@ -10,7 +10,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from tpshard.train.records import STEP_KEYS, Records, last_attempt, read_rows
+from tpshard.train.records.records import STEP_KEYS, Records, last_attempt, read_rows
 
 
 def test_rows_of_steps_have_every_key_and_null_where_unknown(tmp_path: Path) -> None:

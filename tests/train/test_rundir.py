@@ -17,18 +17,18 @@ from pathlib import Path
 import psutil
 import pytest
 from patience import until
-from tpshard.models.aside import write_aside
-from tpshard.models.file_lock import unlocked
-from tpshard.recipes.diagnostic import Exit, Mistakes, Source
-from tpshard.train import run_lock
-from tpshard.train.records import Records, note_saved
-from tpshard.train.run_lock import Holder, RunLock, Taken
-from tpshard.train.rundir import RunDir
+from tpshard.diagnostics.diagnostic import Exit, Mistakes, Source
+from tpshard.files.atomic import write_aside
+from tpshard.files.file_lock import unlocked
+from tpshard.train.records.records import Records, note_saved
+from tpshard.train.run import run_lock
+from tpshard.train.run.run_lock import Holder, RunLock, Taken
+from tpshard.train.run.rundir import RunDir
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from tpshard.train.rundir import RunDir
+from tpshard.train.run.rundir import RunDir
 run = RunDir(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(600)

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 from patience import PATIENCE, until
-from tpshard.recipes.diagnostic import Mistakes
-from tpshard.train import sample
-from tpshard.train.tokens import load_tokenizer
+from tpshard.diagnostics.diagnostic import Mistakes
+from tpshard.train.data import sample
+from tpshard.train.data.tokens import load_tokenizer
 
-MAKE = "from tpshard.train.sample import ensure_sample; print(ensure_sample().directory)"
+MAKE = "from tpshard.train.data.sample import ensure_sample; print(ensure_sample().directory)"
 
 
 def make(cache: Path) -> subprocess.Popen[str]:

@@ -14,12 +14,12 @@ import torch
 from c4_files import END, bytes_tokenizer, folder_of, packed, texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tpshard.models.loss import IGNORE
-from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.train import corpus as corpus_module
-from tpshard.train.corpus import Corpus, TextFile, open_text
-from tpshard.train.step_batch import StepBatch
-from tpshard.train.stream import Loader, held_out_batch, merge_states
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.models.objectives.loss import IGNORE
+from tpshard.train.data import corpus as corpus_module
+from tpshard.train.data.corpus import Corpus, TextFile, open_text
+from tpshard.train.data.step_batch import StepBatch
+from tpshard.train.data.stream import Loader, held_out_batch, merge_states
 
 SEQ, ROWS = 48, 12
 
@@ -359,7 +359,7 @@ def test_held_out_rows_are_as_many_as_asked_for_or_all_of_the_text(corpus: Corpu
     lanes=st.integers(1, 96),
 )
 def test_chains_share_lanes_evenly_and_files_nearly_so(files: int, lanes: int) -> None:
-    from tpshard.train.stream import _chain_count
+    from tpshard.train.data.stream import _chain_count
 
     chains = _chain_count(lanes, files)
     assert lanes % chains == 0

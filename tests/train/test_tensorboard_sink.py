@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tpshard.train.tensorboard_sink import TensorBoardSink, _masked
+from tpshard.train.records.tensorboard_sink import TensorBoardSink, _masked
 
 
 def fields(data: bytes) -> list[tuple[int, Any]]:

@@ -10,11 +10,11 @@ import pyarrow
 import pytest
 from c4_files import bytes_tokenizer, packed, texts
 from pyarrow import parquet
-from tpshard.recipes.diagnostic import Exit, Mistakes
-from tpshard.train import text_formats
-from tpshard.train.corpus import Corpus, open_text, rows
-from tpshard.train.stream import Loader
-from tpshard.train.text_formats import TextRow, format_of
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.train.data import text_formats
+from tpshard.train.data.corpus import Corpus, open_text, rows
+from tpshard.train.data.stream import Loader
+from tpshard.train.data.text_formats import TextRow, format_of
 
 DOCUMENTS = [row["text"] for row in texts(100)]
 

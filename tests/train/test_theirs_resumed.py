@@ -10,16 +10,16 @@ import architectures
 import pytest
 import torch
 from tpshard.cli.main import run
+from tpshard.diagnostics.diagnostic import Exit
 from tpshard.models import Blueprint
 from tpshard.parallelism.float64 import BOUND, distance, float64
 from tpshard.parallelism.runtime.context import Context
-from tpshard.programs import training
-from tpshard.programs.setting import Setting
-from tpshard.recipes.diagnostic import Exit
-from tpshard.recipes.load import loads
-from tpshard.train.checkpoint import save
-from tpshard.train.restore import open_checkpoint
-from tpshard.train.training_worker import engine_of
+from tpshard.programs.setting.setting import Setting
+from tpshard.programs.step import training
+from tpshard.recipes.reading.load import loads
+from tpshard.train.checkpoints.checkpoint import save
+from tpshard.train.checkpoints.restore import open_checkpoint
+from tpshard.train.run.training_worker import engine_of
 from training_cases import SEED, global_batch, whole
 
 RECIPE = """

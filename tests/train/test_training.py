@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 from patience import until
+from tpshard.diagnostics.diagnostic import Exit
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor, describe
 from tpshard.parallelism.runtime.watchdog import Doing, Watchdog
-from tpshard.programs import training
-from tpshard.programs.setting import Setting
-from tpshard.recipes.diagnostic import Exit
-from tpshard.recipes.load import loads
-from tpshard.train.corpus import open_text
-from tpshard.train.loop import Course, Outcome
-from tpshard.train.progress import Lines, duration, short
-from tpshard.train.tokens import load_tokenizer
-from tpshard.train.training_worker import ending, held_out
+from tpshard.programs.setting.setting import Setting
+from tpshard.programs.step import training
+from tpshard.recipes.reading.load import loads
+from tpshard.train.data.corpus import open_text
+from tpshard.train.data.tokens import load_tokenizer
+from tpshard.train.records.progress import Lines, duration, short
+from tpshard.train.run.loop import Course, Outcome
+from tpshard.train.run.training_worker import ending, held_out
 
 RECIPE = """
 name: around

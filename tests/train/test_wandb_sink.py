@@ -14,9 +14,9 @@ import psutil
 import pytest
 from patience import PATIENCE, until
 from tpshard.cli import serve
-from tpshard.recipes.load import loads
-from tpshard.recipes.training_keys import Wandb
-from tpshard.train.wandb_sink import WandbSink
+from tpshard.recipes.keys.training_keys import Wandb
+from tpshard.recipes.reading.load import loads
+from tpshard.train.records.wandb_sink import WandbSink
 
 FAKE = """
 import os, time, types

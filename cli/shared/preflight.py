@@ -1,0 +1,324 @@
+"""Checks of a recipe before anything is built: its own constraints, and whether model and mesh fit.
+
+Reads presets or a folder's config.json; does not import torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes
+from tpshard.programs.fit.fit import misfits
+from tpshard.programs.fit.wrong_model import wrong_model
+from tpshard.recipes.keys.schema import DEVICES
+from tpshard.recipes.keys.training_keys import BYTE_TOKENS
+from tpshard.recipes.reading import load as recipes
+
+if TYPE_CHECKING:
+    from tpshard.models.families.config import ModelConfig
+    from tpshard.recipes.keys.schema import Recipe
+
+
+LEARNED = (
+    "bart", "bert", "biogpt", "camembert", "electra", "ernie", "gpt2", "gpt_bigcode", "gpt_neo", "opt", "plbart",
+    "rembert", "roberta", "roberta-prelayernorm", "xglm", "xlm-roberta", "xlm-roberta-xl", "xmod",
+)  # fmt: skip
+"""Model types of transformers with a table of positions, which ends. Others go on beyond the positions they name."""
+
+
+def load_checked(path: str, overrides: Sequence[str] = (), *, text: bool = False) -> tuple[Recipe, list[Diagnostic]]:
+    """Reads and checks a recipe; returns it with its warnings. text: whether to check its data and tokenizer too.
+
+    Raises `Mistakes` with all its errors.
+    """
+    examined = recipes.examine(path, overrides)
+    found = list(examined.diagnostics)
+    if examined.sound("cluster", "mesh", "model", "sharding", "batch", "fsdp.wrap", "fsdp.bucket", "fsdp.axis"):
+        found += model_errors(examined.recipe)
+    if examined.sound("cluster.device"):
+        found += device_file(examined.recipe)
+    if text and examined.sound("data", "task"):
+        found += text_errors(examined.recipe)
+    if text and examined.sound("model", "task"):
+        found += code_errors(examined.recipe)
+    diagnostics = recipes.in_order(found)
+    if any(d.severity == "error" for d in diagnostics):
+        raise Mistakes(diagnostics)
+    return examined.recipe, diagnostics
+
+
+def device_file(recipe: Recipe) -> tuple[Diagnostic, ...]:
+    """The errors in the device file that the recipe names; shipped files have none."""
+    if recipe.cluster is None or recipe.cluster.stored()["device"] in DEVICES:
+        return ()
+    from tpshard.devices.read import device
+
+    try:
+        device(recipe.cluster.device, recipe.where("cluster.device"))
+    except Mistakes as mistakes:
+        return mistakes.diagnostics
+    return ()
+
+
+def model_errors(recipe: Recipe) -> list[Diagnostic]:
+    """The errors of a valid recipe that depend on its model's numbers."""
+    try:
+        config = configuration(recipe)
+    except Mistakes as mistakes:
+        return [*mistakes.diagnostics, *misfits(recipe, None)]
+    diagnostics = [*misfits(recipe, config), *_positions(recipe, config), *_weights(recipe)]
+    return [*diagnostics, *_tokens(recipe, config.vocab)] if config is not None else diagnostics
+
+
+def _positions(recipe: Recipe, config: ModelConfig | None) -> list[Diagnostic]:
+    """The diagnostic for sequences longer than the model's positions. Rotary ones go on beyond, which is a warning;
+    a table of learned ones ends (`programs.fit` says so for tpshard's own families)."""
+    length, rotary = recipe.model.seq_len, True
+    if config is not None:
+        positions, rotary = config.max_seq, config.family_entry.positions != "learned"
+        if not rotary:
+            return []
+    elif (raw := _folder_config(recipe)) is not None:
+        text = raw.get("text_config")
+        numbers = raw | (text if isinstance(text, dict) else {})
+        sizes = (numbers.get(name) for name in ("max_position_embeddings", "n_positions", "max_seq_len"))
+        positions = next((size for size in sizes if isinstance(size, int) and size > 0), 0)
+        rotary = numbers.get("position_embedding_type") != "absolute" and numbers.get("model_type") not in LEARNED
+    else:
+        return []
+    if not 0 < positions < length:
+        return []
+    fix = f"model.seq_len: {positions}" + (f", or model.max_seq: {length}" if config is not None else "")
+    return [
+        Diagnostic(
+            f"sequences of {length:,} tokens, but the model has {positions:,} positions",
+            exit=Exit.FIT, where=recipe.where("model.seq_len"), fix=fix,
+            why="it was not made for the positions beyond" if rotary else "",
+            severity="warning" if rotary else "error",
+        )
+    ]  # fmt: skip
+
+
+def _folder_config(recipe: Recipe) -> dict[str, Any] | None:
+    """The config.json of a model that transformers computes; None for other models, or where it cannot be read."""
+    from tpshard.models.folders import hf_config
+
+    key = recipe.model.named_by
+    if key not in ("hf", "transformers"):
+        return None
+    try:
+        folder = getattr(recipe.model, key)
+        if key == "hf" and hf_config.computes(folder):
+            return None
+        return dict(hf_config.read_raw(folder))
+    except (Mistakes, ValueError, OSError):
+        return None  # reported already, or not known here
+
+
+def configuration(recipe: Recipe) -> ModelConfig | None:
+    """The configuration of the recipe's model; None for a user's module and for transformers' classes.
+
+    Raises `Mistakes` (exit 3) when its numbers contradict each other, and when its folder cannot be read.
+    """
+    from tpshard.models.families import presets
+
+    model = recipe.model
+    key = model.named_by
+    try:
+        if key == "module" and (changed := ", ".join(model.overrides())):
+            raise ValueError(f"a `module` takes `model.args`; it has no {changed} to override")
+        if key == "preset":
+            return presets.preset(str(model.preset), model.overrides())
+        return _of_folder(getattr(model, key), key, model.overrides()) if key in ("hf", "transformers") else None
+    except Mistakes:
+        return None  # the folder's environment variable is not set, and validation does not need it
+    except (ValueError, OSError) as error:
+        raise wrong_model(recipe, error) from None
+
+
+def _of_folder(folder: str, key: str, overrides: Mapping[str, Any]) -> ModelConfig | None:
+    """The configuration of a folder's model, None where transformers computes it. ValueError for what is unsupported,
+    as far as config.json and the headers of the weights say."""
+    from tpshard.models.families import presets
+    from tpshard.models.folders import hf_config, hf_headers
+    from tpshard.models.transformers.class_names import check_class
+
+    raw = hf_config.read_raw(folder)
+    has_weights = hf_headers.has_weights(folder)
+    if has_weights:
+        hf_headers.homes(folder)
+    if key == "hf" and hf_config.computes(folder):
+        config = hf_config.folder_config(folder)
+        if has_weights:
+            return presets.override_folder(config, overrides, folder)
+        return presets.override(config, overrides)
+    if overrides:
+        raise ValueError(
+            f"transformers' class computes {folder}, which has no overrides; remove {', '.join(overrides)}"
+        )
+    check_class(raw)
+    return None
+
+
+def _weights(recipe: Recipe) -> list[Diagnostic]:
+    """A warning where `train` would refuse an `hf` folder, since it has no weights."""
+    from tpshard.models.folders import hf_config, hf_headers
+
+    if recipe.model.named_by != "hf":
+        return []
+    try:
+        folder = str(recipe.model.hf)
+        if not hf_config.computes(folder) or hf_headers.has_weights(folder):
+            return []  # transformers' classes start from random values
+    except (Mistakes, ValueError, OSError):
+        return []  # reported already, or not known here
+    return [
+        Diagnostic(
+            f"{folder} has no weights", severity="warning", where=recipe.where("model.hf"),
+            why="`train` starts from a folder's weights, and refuses without",
+            fix="add its *.safetensors; or model.transformers, which starts from random values",
+        )
+    ]  # fmt: skip
+
+
+def code_errors(recipe: Recipe) -> list[Diagnostic]:
+    """The mistakes in the module and the task that a recipe names, which are imported and built without values."""
+    found: list[Diagnostic] = []
+    if recipe.model.named_by == "module":
+        from tpshard.models.assemble import build_module
+
+        try:
+            build_module(str(recipe.model.module), recipe.model.args)
+        except Mistakes:
+            pass  # an environment variable is not set, and validation does not need it
+        except Exception as error:  # the user's code may raise anything
+            found += wrong_model(recipe, error).diagnostics
+    if ":" in recipe.task:
+        from tpshard.models.assemble import import_object
+
+        try:
+            import_object("task", recipe.task)
+        except Exception as error:
+            found.append(Diagnostic(str(error), exit=Exit.RECIPE, where=recipe.where("task"), fix="correct the class"))
+    return found
+
+
+def _transformers_vocab(recipe: Recipe) -> int | None:
+    """The vocabulary size in the config.json of a model that transformers computes; None for other models, or where
+    config.json has none."""
+    raw = _folder_config(recipe)
+    if raw is None:
+        return None
+    text = raw.get("text_config")
+    size = raw.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
+    return size if isinstance(size, int) else None
+
+
+def _tokens(recipe: Recipe, vocab: int | None) -> list[Diagnostic]:
+    """The error where the vocabulary is smaller than the tokenizer's."""
+    count = _tokenizer_size(recipe)
+    if count is None or vocab is None or count <= vocab:
+        return []
+    made = recipe.data.made_tokens is not None
+    if not made and recipe.data.stored()["tokenizer"] is not None:
+        from tpshard.models.folders.folder_tokenizer import FolderTokenizer
+
+        with contextlib.suppress(ValueError, OSError):  # texts can contain the others
+            notes = FolderTokenizer(Path(recipe.data.tokenizer_folder or ""), vocab).notes
+            fix = "nothing, unless texts should contain them"
+            return [Diagnostic(n, severity="warning", where=recipe.where("data.tokenizer"), fix=fix) for n in notes]
+    keys = ("model.vocab", "data.tokenizer.train", "data.tokenizer", "model")
+    stored, rounded = recipe.model.named_by != "preset", -(-count // 128) * 128
+    fix = "name the model's own tokenizer in `data.tokenizer`" if stored else f"model.vocab: {rounded}"
+    if made and vocab > BYTE_TOKENS:
+        fix += f", or data.tokenizer: {{train: {vocab}}}"
+    return [
+        Diagnostic(
+            f"the tokenizer has {count:,} tokens, but the model's vocabulary has {vocab:,}",
+            exit=Exit.RECIPE,
+            where=next((s for k in keys if (s := recipe.where(k)).line), None),
+            why=f"{count - vocab:,} tokens would have no embedding row",
+            fix=fix,
+        )
+    ]
+
+
+def text_errors(recipe: Recipe) -> list[Diagnostic]:
+    """The mistakes in a recipe's text and tokenizer, and a vocabulary smaller than the tokenizer's. Commands that read
+    neither need not call this.
+
+    An absolute path that does not exist is a warning: the recipe may be for other machines.
+    """
+    if recipe.task not in ("lm", "mlm"):
+        return []
+    from tpshard.train.data.hub import is_on
+
+    diagnostics = _tokens(recipe, _transformers_vocab(recipe))
+    for key in ("source", "tokenizer"):
+        value, unset = None, None
+        try:
+            value = recipe.data.source if key == "source" else recipe.data.tokenizer_folder
+        except Mistakes as mistakes:  # its environment variable is not set
+            unset = mistakes.diagnostics[0]
+        if unset is not None and key == "tokenizer":
+            diagnostics.append(_no_tokenizer(recipe, unset))
+        if value is None or (key == "source" and (value == "sample" or is_on(value))):
+            continue
+        from tpshard.train.data.corpus import open_text, peek
+        from tpshard.train.data.tokens import require_tokenizer
+
+        where = recipe.where(f"data.{key}")
+        try:
+            if key == "source":
+                peek(open_text(value, recipe.data.column, where=where).train, recipe.data.bad_rows)
+            else:
+                require_tokenizer(value, where=where)
+        except Mistakes as mistakes:
+            elsewhere = Diagnostic(
+                f"{value} is not on this machine", severity="warning", where=where,
+                why="`train` needs it on every host", fix=f"correct `data.{key}`, unless the recipe is for other hosts",
+            )  # fmt: skip
+            diagnostics += [elsewhere] if _is_elsewhere(value) else mistakes.diagnostics
+    return diagnostics
+
+
+def _no_tokenizer(recipe: Recipe, unset: Diagnostic) -> Diagnostic:
+    """The diagnostic for a tokenizer of which nothing is known here: an error where the text is on this machine."""
+    source = recipe.data.stored()["source"]
+    here = source not in ("sample", "c4") and os.path.exists(str(source))
+    return replace(
+        unset, message=f"`data.tokenizer` is not known here: {unset.message}", exit=Exit.DATA,
+        severity="error" if here else "warning",
+    )  # fmt: skip
+
+
+def _is_elsewhere(path: str) -> bool:
+    """Whether an absolute path, or the folder of an absolute glob, does not exist here."""
+    start, *pattern = re.split(r"[*?\[]", path)
+    return os.path.isabs(path) and not os.path.exists(os.path.dirname(start) if pattern else start)
+
+
+def _tokenizer_size(recipe: Recipe) -> int | None:
+    """The size of the recipe's tokenizer, where it can be read without loading it."""
+    if (made := recipe.data.made_tokens) is not None:
+        return made
+    if recipe.data.stored()["tokenizer"] is None:
+        if recipe.data.stored()["source"] != "sample":
+            return None
+        from tpshard.train.data.sample import VOCAB
+
+        return VOCAB
+    from tpshard.files.folder_json import read_json
+
+    try:
+        raw: Any = read_json(Path(recipe.data.tokenizer_folder or ""), "tokenizer.json")
+        ids = [*raw["model"]["vocab"].values(), *(token["id"] for token in raw.get("added_tokens", ()))]
+        return max(ids) + 1
+    except (Mistakes, OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # the code that loads the tokenizer reports its errors

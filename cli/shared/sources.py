@@ -1,0 +1,260 @@
+"""Reads SOURCE arguments: a recipe (its latest checkpoint), a checkpoint, or a Hugging Face folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.recipes.keys.training_keys import TokenizerTraining
+
+if TYPE_CHECKING:
+    import torch
+    from tpshard.models import Blueprint
+    from tpshard.models.families.config import ModelConfig
+    from tpshard.recipes.keys.schema import Recipe
+    from tpshard.train.checkpoints.restore import SavedCheckpoint
+    from tpshard.train.run.training_engine import ReadBlock
+
+
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class SourceModel:
+    """A model with its values, read one parameter at a time."""
+
+    name: str
+    """The path of the checkpoint or folder, for messages."""
+    blueprint: Blueprint
+    block: ReadBlock
+    dtype: torch.dtype
+    """The dtype of the stored values."""
+    tokenizer: Path | None = None
+    base: Path | None = None
+    """The Hugging Face folder whose settings and other small files go along with the model."""
+    quantized: bool = False
+    """Whether it is a GPTQ folder, whose blocks are dequantized when read."""
+
+    @property
+    def folders(self) -> list[Path]:
+        """The folders that may hold settings of the model: its own, and the one whose files go along."""
+        return [Path(self.name), *([self.base] if self.base is not None else [])]
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's configuration, which users' modules do not have."""
+        assert self.blueprint.config is not None, "callers that accept modules do not ask for a configuration"
+        return self.blueprint.config
+
+    def read(self, name: str) -> torch.Tensor:
+        """A whole parameter. Raises `Mistakes` (exit 7) where it cannot be read."""
+        from tpshard.files.folder_json import FolderError
+        from tpshard.models.folders.hf_files import BEFORE_NAN, holds_nan
+        from tpshard.train.checkpoints.restore import Damaged
+
+        shape = self.blueprint.shapes[name]
+        try:
+            value = self.block(name, (0,) * len(shape), shape)
+            if holds_nan(value):
+                raise FolderError(f"`{name}` holds values that are not numbers (NaN)", BEFORE_NAN)
+            return value
+        except (Damaged, ValueError, OSError) as error:
+            raise _unreadable(self.name, error) from error
+
+
+def open_source(
+    source: str, overrides: Sequence[str] = (), *, modules: bool = False, trusted: Recipe | None = None
+) -> SourceModel:
+    """The model that SOURCE names. `modules` also accepts users' modules, which are imported only where `trusted`, the
+    recipe of the command, or else the recipe of the checkpoint's run names them.
+
+    Raises `Mistakes`: exit 2 or 3 where SOURCE names nothing or a wrong recipe, 4 for a user's module, 7 where the
+    checkpoint cannot be read.
+    """
+    path = Path(source)
+    if holds_model(path):
+        if overrides:
+            message = f"`{overrides[0]}` changes a recipe, but {source} is not one"
+            raise Mistakes.one(message, exit=Exit.USAGE, fix="leave it out")
+        return _from_checkpoint(path, None, modules, trusted) if (path / MANIFEST).is_file() else _from_folder(path)
+    from tpshard.cli.shared.arguments import load
+    from tpshard.models.folders.foreign_formats import refuse_format
+
+    try:
+        refuse_format(path)
+    except (ValueError, OSError) as error:
+        raise _unreadable(path, error) from error
+    recipe = load(source, overrides, trained=True)
+    model = _from_checkpoint(latest(runs_of(source, recipe), recipe).folder, recipe, modules)
+    return named_tokenizer(model, recipe, overrides)
+
+
+def named_tokenizer(model: SourceModel, recipe: Recipe, overrides: Sequence[str]) -> SourceModel:
+    """The model with the tokenizer that the command line names, if it names one."""
+    from tpshard.cli.shared.arguments import names_tokenizer
+
+    if not names_tokenizer(overrides):
+        return model
+    if isinstance(recipe.data.tokenizer, TokenizerTraining):
+        raise Mistakes.one(
+            "only `train` trains a tokenizer", exit=Exit.USAGE, where=recipe.where("data.tokenizer.train"),
+            fix="leave it out: the model has its own; or name a folder",
+        )  # fmt: skip
+    return replace(model, tokenizer=_tokenizer(recipe))
+
+
+def runs_of(source: str, recipe: Recipe) -> Path:
+    """The folder of a recipe's checkpoints: below SOURCE if that is a run's folder, else below the recipe's run.dir."""
+    own = Path(source) / "checkpoints"
+    return own if own.is_dir() else Path(recipe.run.dir) / "checkpoints"
+
+
+def holds_model(folder: Path) -> bool:
+    """Whether a folder is a checkpoint, which gets its manifest last, or a Hugging Face folder."""
+    return (folder / MANIFEST).is_file() or os.path.lexists(folder / "config.json")
+
+
+def keep_apart(model: SourceModel, out: Path) -> None:
+    """Raises `Mistakes` (exit 2) where writing to `out` would replace a folder that holds the model."""
+    if out.resolve() in Path(model.name).resolve().parents:
+        raise Mistakes.one(
+            f"{out} contains the model that is read, {model.name}", exit=Exit.USAGE, fix="choose another name"
+        )
+
+
+def latest(checkpoints: Path, recipe: Recipe) -> SavedCheckpoint:
+    """The newest undamaged checkpoint. Raises `Mistakes` (exit 7) where there is none."""
+    from tpshard.train.checkpoints.restore import newest
+
+    checkpoint = newest(checkpoints)
+    if checkpoint is None:
+        raise Mistakes.one(
+            f"there is no checkpoint in {checkpoints}",
+            exit=Exit.CHECKPOINT,
+            where=recipe.where("run.dir"),
+            fix="`tpshard train` writes them; or name a checkpoint's folder",
+        )
+    return checkpoint
+
+
+def _unreadable(folder: Path | str, error: Exception) -> Mistakes:
+    fix = getattr(error, "fix", "correct it, or name another")
+    return Mistakes.one(f"{folder} cannot be read", exit=Exit.CHECKPOINT, why=str(error), fix=fix)
+
+
+def _from_folder(folder: Path) -> SourceModel:
+    from tpshard.models import Blueprint
+    from tpshard.models.folders.hf_config import computes
+    from tpshard.models.folders.hf_folder import DTYPES, HFFolder
+    from tpshard.models.folders.hf_json import TOKENIZER
+
+    name, tokenizer = str(folder), folder if any((folder / file).exists() for file in TOKENIZER) else None
+    try:
+        if not computes(folder):
+            blueprint = Blueprint.of(transformers=name)
+            architecture, weights = blueprint.architecture, blueprint.weights
+            if architecture is None or weights is None:
+                raise ValueError(f"{folder} holds no weights")
+            quantized = weights.quantized
+            return SourceModel(name, blueprint, weights.block, architecture.dtype, tokenizer, folder, quantized)
+        opened = HFFolder(folder)
+    except (ValueError, OSError) as error:
+        raise _unreadable(folder, error) from error
+    blueprint, dtype = Blueprint(opened.config), DTYPES[opened.config.dtype]
+    return SourceModel(name, blueprint, opened.block, dtype, tokenizer, folder, opened.quantized)
+
+
+def _from_checkpoint(folder: Path, recipe: Recipe | None, modules: bool, trusted: Recipe | None = None) -> SourceModel:
+    from tpshard.models import Blueprint
+    from tpshard.models.folders.folder_tokenizer import tokenizer_files
+    from tpshard.train.checkpoints.restore import open_checkpoint
+    from tpshard.train.data.carried import carried
+
+    checkpoint = open_checkpoint(folder)
+    recipe = recipe or _recipe_of_run(folder)
+    try:
+        blueprint = (
+            Blueprint.from_json(checkpoint.meta["model"]) if "model" in checkpoint.meta else blueprint_of(recipe)
+        )
+    except ValueError as error:
+        message, fix = f"{folder} does not describe its model", "copy the recipe.yaml of its run two folders up"
+        raise Mistakes.one(message, exit=Exit.CHECKPOINT, why=str(error), fix=fix) from error
+    if blueprint.module is not None and not modules:
+        raise Mistakes.one(
+            f"{folder} holds a module of your own, {blueprint.module}",
+            exit=Exit.FIT,
+            why="only the models of tpshard and of transformers can be written as Hugging Face folders",
+            fix="`tpshard serve` reads the checkpoint",
+        )
+    recipes = [known for known in (trusted, recipe) if known is not None]
+    if blueprint.module is not None and all(known.model.module != blueprint.module for known in recipes):
+        raise Mistakes.one(
+            f"{folder} names the module {blueprint.module}, which no recipe names",
+            exit=Exit.CHECKPOINT,
+            why="a module is code: it is imported for a recipe, never for a checkpoint",
+            fix=f"name the recipe of its run, or one with model.module: {blueprint.module}",
+        )
+    try:
+        dtype = _require(checkpoint, blueprint)
+    except ValueError as error:  # the module cannot be imported
+        raise _unreadable(folder, error) from error
+    kept = carried(folder.absolute().parent.parent)
+    tokenizer = kept if tokenizer_files(kept) else _tokenizer(recipe)
+    base = kept if (kept / "config.json").is_file() else None
+    return SourceModel(str(folder), blueprint, checkpoint.block, dtype, tokenizer, base)
+
+
+def blueprint_of(recipe: Recipe | None) -> Blueprint:
+    """The blueprint of a recipe's model. ValueError where there is no recipe or no such model."""
+    from tpshard.models import Blueprint
+
+    if recipe is None:
+        raise ValueError("its manifest names no model, and there is no recipe.yaml two folders up")
+    model = recipe.model
+    return Blueprint.of(model.preset, model.hf, model.module, model.args, model.overrides(), model.transformers)
+
+
+def _recipe_of_run(checkpoint: Path) -> Recipe | None:
+    from tpshard.recipes.reading.load import load
+
+    file = checkpoint.absolute().parent.parent / "recipe.yaml"
+    return load(file) if file.is_file() else None
+
+
+def _require(checkpoint: SavedCheckpoint, blueprint: Blueprint) -> torch.dtype:
+    """Checks that the checkpoint is of this model, and returns the dtype of its values. Raises `Mistakes` otherwise."""
+    import torch
+    from tpshard.train.checkpoints.checkpoint import OPTIMIZER
+
+    saved = {name: (tensor.shape, tensor.dtype) for name, tensor in checkpoint.tensors.items()}
+    state = {name: shape_and_dtype for name, shape_and_dtype in saved.items() if name.startswith(OPTIMIZER)}
+    dtype = next((shape_and_dtype[1] for name, shape_and_dtype in saved.items() if name not in state), torch.float32)
+    checkpoint.require(state | {name: (shape, dtype) for name, shape in blueprint.shapes.items()})
+    return dtype
+
+
+def _tokenizer(recipe: Recipe | None) -> Path | None:
+    """The folder of the recipe's tokenizer, if the recipe names one and it exists."""
+    if recipe is None:
+        return None
+    try:
+        folder = recipe.data.tokenizer
+    except Mistakes:  # an environment variable is not set; the weights do not need it
+        return None
+    if folder == "bytes":
+        from tpshard.train.data.made_tokenizer import byte_tokenizer
+
+        return byte_tokenizer()
+    if isinstance(folder, TokenizerTraining):  # the run that trained it keeps it
+        return None
+    if folder is not None:
+        return Path(folder) if Path(folder).is_dir() else None
+    if recipe.data.stored()["source"] == "sample":
+        from tpshard.train.data.sample import ensure_sample
+
+        return ensure_sample().tokenizer
+    return None

@@ -1,0 +1,291 @@
+"""Detects this machine's GPUs, and checks whether a recipe can run on it. Imports torch only when needed.
+
+GPUs are read from the driver's `nvidia-smi`, because a torch that does not match the driver cannot report them.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes
+
+if TYPE_CHECKING:
+    from tpshard.recipes.keys.schema import Recipe
+
+MIB = 1 << 20
+CPU_HINT = "`--device cpu` runs it on the CPU"
+MANY = 8
+"""Devices up to which a run on one machine's CPU is offered in their place."""
+BYTES_PER_PARAMETER = 16
+"""fp32 parameter, gradient and Adam's two moments: what training on the CPU takes at least."""
+_OLDEST_DRIVER = {11: 450.80, 12: 525.60, 13: 580.65}
+"""The oldest Linux driver for each CUDA major version (CUDA's release notes, minor version compatibility)."""
+_KINDS = {
+    "a100-40g": ("A100", 40),
+    "a100-80g": ("A100", 80),
+    "h100-sxm-80g": ("H100", 80),
+    "h100-sxm-96g": ("H100", 96),
+    "h200": ("H200", 141),
+    "h200-x4": ("H200", 141),
+    "b200": ("B200", 180),
+}
+"""For each kind of device, the driver's name for it and its memory in GB."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU as the driver reports it; memory in bytes."""
+
+    index: int
+    name: str
+    total: int
+    used: int
+    capability: str
+    mig: bool
+    processes: tuple[str, ...] = ()
+    """`pid 12 (60 GiB)` for each process on the GPU."""
+
+    @property
+    def free(self) -> int:
+        """Free memory in bytes."""
+        return self.total - self.used
+
+
+@dataclass(frozen=True)
+class Driver:
+    """This machine's NVIDIA driver and GPUs. `version` is "" without a driver; `error` says why there are none, if
+    known."""
+
+    version: str
+    gpus: tuple[Gpu, ...]
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Torch:
+    """The CUDA version torch was built for ("" for a CPU build), and the GPUs it sees."""
+
+    version: str
+    cuda: str
+    devices: int
+    arches: tuple[str, ...] = ()
+    error: str = ""
+
+
+def probe_driver() -> Driver:
+    """Queries the driver, with a timeout of ten seconds; returns at once if there is none."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return Driver("", ())
+    columns = "index,name,memory.total,memory.used,compute_cap,mig.mode.current,driver_version,uuid"
+    rows, error = _query(tool, f"--query-gpu={columns}")
+    if error:
+        return Driver("", (), error)
+    apps, _ = _query(tool, "--query-compute-apps=gpu_uuid,pid,used_memory")
+    users: dict[str, list[str]] = {}
+    for row in apps:
+        if len(row) == 3:
+            size = f" ({_number(row[2]) / 1024:.1f} GiB)" if _number(row[2]) else ""
+            users.setdefault(row[0], []).append(f"pid {row[1]}{size}")
+    gpus = [
+        Gpu(
+            int(_number(row[0])),
+            row[1],
+            int(_number(row[2])) * MIB,
+            int(_number(row[3])) * MIB,
+            row[4],
+            row[5].lower() == "enabled",
+            tuple(users.get(row[7], ())),
+        )
+        for row in rows
+        if len(row) == 8
+    ]
+    return Driver(rows[0][6] if rows and len(rows[0]) == 8 else "", tuple(gpus))
+
+
+def probe_torch() -> Torch:
+    """Imports torch, and asks it for its CUDA version and the GPUs that it sees."""
+    import warnings
+
+    import torch
+
+    error = ""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        except RuntimeError as failed:
+            count, error = 0, str(failed).splitlines()[0]
+    if not count and not error:
+        error = next((str(w.message).splitlines()[0] for w in caught if "CUDA" in str(w.message)), "")
+    arches = tuple(torch.cuda.get_arch_list()) if count else ()
+    return Torch(torch.__version__, torch.version.cuda or "", count, arches, error)
+
+
+def gpu_problems(driver: Driver, torch: Torch, required: int, otherwise: str = "") -> Iterator[Diagnostic]:
+    """The reasons why `required` GPUs cannot be used, each with exit 5. otherwise: the fix where there are none."""
+    gpus = driver.gpus
+    if not gpus:
+        why = driver.error or ("the driver has none" if driver.version else "there is no NVIDIA driver")
+        fix = otherwise or (CPU_HINT if required <= MANY else "run it where they are")
+        yield _wrong(f"{_gpus(required)} requested, and this machine has none", why, fix)
+        return
+    if not torch.cuda:
+        fix = f"install a CUDA build of torch; or {CPU_HINT}"
+        yield _wrong(f"torch {torch.version} is a CPU build", f"this machine has {len(gpus)} x {gpus[0].name}", fix)
+        return
+    oldest = _OLDEST_DRIVER.get(int(_number(torch.cuda)))
+    version = re.match(r"\d+(?:\.\d+)?", driver.version)
+    if oldest is not None and version and float(version[0]) < oldest:
+        yield _wrong(
+            f"the driver {driver.version} is too old for torch's CUDA {torch.cuda}",
+            f"CUDA {torch.cuda} needs {oldest:.2f} or newer",
+            f"install a newer driver, or a torch built for an older CUDA; or {CPU_HINT}",
+        )
+    elif torch.devices == 0:
+        why = torch.error or "check CUDA_VISIBLE_DEVICES, and whether the driver was updated without a restart"
+        yield _wrong(f"torch sees none of the {len(gpus)} GPUs", why, f"`nvidia-smi` shows them; or {CPU_HINT}")
+    elif torch.devices < required:
+        yield _wrong(
+            f"{_gpus(required)} requested, and torch sees {torch.devices}", "", "use a smaller mesh or more nodes"
+        )
+    for gpu in gpus:
+        arch = f"sm_{gpu.capability.replace('.', '')}"
+        major = gpu.capability.partition(".")[0]
+        if torch.arches and not any(a.rstrip("af").startswith(f"sm_{major}") for a in torch.arches):
+            message = f"torch {torch.version} has no kernels for {gpu.name} ({arch})"
+            yield _wrong(message, f"it has {', '.join(torch.arches)}", f"install a newer torch; or {CPU_HINT}")
+        if gpu.mig and required > 1:
+            yield _wrong(
+                f"GPU {gpu.index} ({gpu.name}) is split into MIG slices, which cannot communicate",
+                "collectives need whole GPUs",
+                f"use a mesh of one device, or switch MIG off; or {CPU_HINT}",
+            )
+
+
+def busy(driver: Driver, limit: int | None) -> Iterator[Diagnostic]:
+    """A mistake per GPU that other processes fill too much for a run. `limit`: the run's memory limit in bytes."""
+    for gpu in driver.gpus:
+        needed = limit if limit is not None else int(gpu.total * 0.9)
+        if gpu.processes and gpu.free < needed:
+            yield _wrong(
+                f"GPU {gpu.index} is busy: {', '.join(gpu.processes)} on it",
+                f"{gpu.free / 1024**3:.1f} of {gpu.total / 1024**3:.1f} GiB free",
+                f"set CUDA_VISIBLE_DEVICES to another, or fsdp.memory_limit: {int(gpu.free / 1024**3 * 0.9)}GiB; "
+                f"or {CPU_HINT}",
+            )
+
+
+def kind_problems(kind: str, driver: Driver) -> Iterator[Diagnostic]:
+    """A mistake if the GPUs are not of the kind that the recipe names."""
+    if kind not in _KINDS:
+        return
+    for gpu in driver.gpus[:1]:
+        sizes = {k: size for k, (name, size) in _KINDS.items() if name in gpu.name}
+        same = [k for k, size in sizes.items() if not gpu.total or 0.85 < gpu.total / (size * 10**9) < 1.15]
+        if kind not in same:
+            fix = f"cluster.device={same[0]}" if same else "describe it in a file: cluster.device=mine.yaml"
+            present = f"this machine has {gpu.name} with {gpu.total / 10**9:.0f} GB"
+            yield _wrong(f"the recipe is for {kind}, and {present}", "its plan and limits would be off", fix)
+
+
+def require(recipe: Recipe) -> None:
+    """Raises `Mistakes` (exit 5) when this machine does not match the recipe's cluster.
+
+    Without a cluster, or with a CPU cluster, every machine matches.
+    """
+    cluster = recipe.cluster
+    if cluster is None or cluster.device == "cpu":
+        return
+    if cluster.device not in _KINDS:
+        from tpshard.devices.read import device
+
+        if device(cluster.device, recipe.where("cluster.device")).kind == "cpu":
+            return
+    driver = probe_driver()
+    problems = list(kind_problems(cluster.device, driver)) if driver.gpus else []
+    torch = probe_torch() if driver.gpus else Torch("", "", 0)
+    problems += gpu_problems(driver, torch, cluster.devices_per_node, "" if driver.gpus else without_gpus(recipe))
+    problems += busy(driver, recipe.fsdp.memory_limit)
+    if problems:
+        where = recipe.where("cluster.device")
+        raise Mistakes(Diagnostic(d.message, d.exit, where, d.why, d.fix) for d in problems)
+
+
+def without_gpus(recipe: Recipe) -> str:
+    """What can be done with a recipe for GPUs on a machine without: `--device cpu` if its model is small enough."""
+    from tpshard.recipes.reading.extends import builtins
+
+    file = Path(recipe.file)
+    if (size := _cpu_bytes(recipe)) is not None and size < _memory() / 2:
+        return CPU_HINT
+    shipped = [name for name, path in builtins().items() if path.name == file.name]
+    here = largest_here()
+    train = f"; `tpshard train {here}` is the largest shipped recipe that runs on this machine" if here else ""
+    return f"`tpshard plan {(shipped or [recipe.file])[0]} --dry-run` predicts the run without GPUs{train}"
+
+
+def largest_here() -> str:
+    """The shipped recipe for CPUs with the most parameters of those that this machine's memory holds; "" for none."""
+    from tpshard.recipes.reading.extends import builtins
+    from tpshard.recipes.reading.load import load
+
+    sizes: dict[str, int] = {}
+    for name in builtins():
+        recipe = load(name)
+        size = _cpu_bytes(recipe) if recipe.cluster is not None and recipe.cluster.device == "cpu" else None
+        if size is not None and size < _memory() / 2:
+            sizes[name] = size
+    return max(sizes, key=lambda name: (sizes[name], name == "quickstart"), default="")
+
+
+def _cpu_bytes(recipe: Recipe) -> int | None:
+    """The least memory that training a recipe's model on the CPU takes, over all of its processes; None where the
+    number of parameters is unknown, or where it needs more processes than a machine starts."""
+    from tpshard.models.families import presets
+
+    cluster, preset = recipe.cluster, recipe.model.preset
+    devices = 1 if cluster is None else cluster.nodes * cluster.devices_per_node
+    if preset is None or devices > max(MANY, os.cpu_count() or 1):
+        return None
+    return presets.preset(preset, recipe.model.overrides()).count * BYTES_PER_PARAMETER
+
+
+def _memory() -> int:
+    import psutil
+
+    return int(psutil.virtual_memory().total)
+
+
+def _query(tool: str, what: str) -> tuple[Sequence[Sequence[str]], str]:
+    try:
+        done = subprocess.run(
+            [tool, what, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=10, errors="replace"
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [], f"nvidia-smi does not answer: {error}"
+    if done.returncode:
+        messages = (done.stdout + done.stderr).strip().splitlines()
+        return [], f"nvidia-smi fails: {messages[0] if messages else f'exit {done.returncode}'}"
+    return list(csv.reader(done.stdout.splitlines(), skipinitialspace=True)), ""
+
+
+def _number(text: str) -> float:
+    number = re.match(r"\d+(?:\.\d+)?", text)
+    return float(number[0]) if number else 0.0
+
+
+def _gpus(count: int) -> str:
+    return "1 GPU is" if count == 1 else f"{count} GPUs are"
+
+
+def _wrong(message: str, why: str, fix: str) -> Diagnostic:
+    return Diagnostic(message, exit=Exit.MACHINE, why=why, fix=fix)

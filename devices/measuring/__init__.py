@@ -1,0 +1,1 @@
+"""Measuring this machine: its products, memory, collectives and kernels."""

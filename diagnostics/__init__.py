@@ -1,0 +1,1 @@
+"""What is said to a user: diagnostics with their places in a file, and exit codes."""

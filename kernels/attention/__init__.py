@@ -1,0 +1,1 @@
+"""Attention: over whole sequences, in blocks, and over pages of a cache."""

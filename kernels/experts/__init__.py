@@ -1,0 +1,1 @@
+"""Products of experts: each token with the weights of the experts that it goes to."""

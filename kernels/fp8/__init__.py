@@ -1,0 +1,1 @@
+"""Products in fp8, scaled by blocks."""

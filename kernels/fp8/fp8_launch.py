@@ -1,0 +1,38 @@
+"""Launching the Triton kernels of fp8 products."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from tpshard.kernels.fp8 import triton_fp8
+from tpshard.kernels.fp8.fp8_blocks import BLOCK, SMALLEST
+
+QUANTIZE_ROWS = 32
+
+
+def tile(capability: tuple[int, int]) -> dict[str, int]:
+    """The tile of `multiply_kernel` on a GPU. Before 9.0 sums are in registers, which hold half as many."""
+    return {"BLOCK_M": 128 if capability >= (9, 0) else 64, "BLOCK_N": 128, "GROUP": 8}
+
+
+def quantize(x: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
+    """Quantizes a contiguous x to fp8 with a scale per block (`tpshard::fp8_quantize`) in Triton."""
+    m, k = x.shape[::-1] if transposed else x.shape
+    values = torch.empty(m, k, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(k // BLOCK, m, dtype=torch.float32, device=x.device)
+    strides = (1, m) if transposed else (k, 1)
+    triton_fp8.quantize_kernel[(triton.cdiv(m, QUANTIZE_ROWS), k // BLOCK)](
+        x, values, scales, m, *strides, k, SMALLEST=SMALLEST, BLOCK_M=QUANTIZE_ROWS, num_warps=4
+    )
+    return values, scales
+
+
+def multiply(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiplies two matrices quantized by `quantize` (`tpshard::fp8_multiply`) in Triton."""
+    (m, k), n = a.shape, b.shape[0]
+    out = torch.empty(m, n, dtype=dtype, device=a.device)
+    shape = tile(torch.cuda.get_device_capability(a.device) if a.is_cuda else (9, 0))
+    tiles = triton.cdiv(m, shape["BLOCK_M"]) * triton.cdiv(n, shape["BLOCK_N"])
+    triton_fp8.multiply_kernel[(tiles,)](a, a_scales, b, b_scales, out, m, n, k, num_warps=8, num_stages=3, **shape)
+    return out

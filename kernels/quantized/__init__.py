@@ -1,0 +1,1 @@
+"""GPTQ: its format, its solver, and products with packed weights."""

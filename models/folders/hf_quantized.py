@@ -1,0 +1,182 @@
+"""Reading a GPTQ folder as a dense one: `P.weight` is computed from `P.qweight`, `P.scales`, ... when it is read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tpshard.kernels.quantized.gptq_config import GPTQConfig
+from tpshard.kernels.quantized.gptq_format import SUFFIXES, GPTQFolder
+from tpshard.kernels.quantized.quantized import Quantized
+from tpshard.models.families.config import ModelConfig
+from tpshard.models.folders.hf_files import Tensors
+from tpshard.models.folders.hf_headers import homes
+from tpshard.models.folders.hf_names import Home, hf_modules
+
+
+class DequantizedTensors(Tensors):
+    """The tensors of a GPTQ folder, with every quantized linear dequantized to a dense fp16 weight [outputs, inputs].
+
+    ValueError where the tensors contradict quantization_config.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        super().__init__(folder)  # first: it refuses files outside the folder
+        self._quantized = GPTQFolder(self.folder, self._home)
+        if not self._quantized.modules:
+            raise ValueError(f"{self.folder} has a quantization_config, but no `qweight`")
+        self.coded_weights = {f"{module}.weight": module for module in self._quantized.modules}
+        self._hidden = {f"{module}.{suffix}" for module in self._quantized.modules for suffix in SUFFIXES[:-1]}
+        self._dense = lru_cache(maxsize=1)(self._dequantize)  # the blocks of one parameter are read in a row
+        for weight in self.coded_weights:
+            if super().__contains__(weight):
+                raise ValueError(f"{self.folder} holds `{weight}` both dense and quantized")
+
+    def _dequantize(self, module: str) -> Tensor:
+        return self._quantized.linear(module).dequantize().T.contiguous()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.coded_weights or (name not in self._hidden and super().__contains__(name))
+
+    def names(self) -> list[str]:
+        return sorted([*self.coded_weights, *(name for name in super().names() if name not in self._hidden)])
+
+    def file(self, name: str) -> str:
+        module = self.coded_weights.get(name)
+        return super().file(name if module is None else f"{module}.qweight")
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        module = self.coded_weights.get(name)
+        if module is None:
+            return super().shape(name)
+        config = self._quantized.config.of(module)
+        assert config is not None
+        words, outputs = super().shape(f"{module}.qweight")
+        return outputs, words * 32 // config.bits
+
+    def dtype(self, name: str) -> str:
+        return "F16" if name in self.coded_weights else super().dtype(name)
+
+    def zero_bias(self, name: str) -> bool:
+        """Whether a tensor is the bias of a quantized linear, and zero: AutoGPTQ gave one to each linear."""
+        module, _, leaf = name.rpartition(".")
+        return leaf == "bias" and f"{module}.weight" in self.coded_weights and not bool(self.block(name).any())
+
+    def block(self, name: str, starts: Sequence[int] = (), sizes: Sequence[int] = ()) -> Tensor:
+        module = self.coded_weights.get(name)
+        if module is None:
+            return super().block(name, starts, sizes)
+        cut = tuple(slice(start, start + size) for start, size in zip(starts, sizes))
+        return self._dense(module)[cut].clone()
+
+
+def quantizable(config: ModelConfig) -> frozenset[str]:
+    """The matrices of the layers that GPTQ files can hold, experts stacked: inputs and outputs are multiples of 32.
+
+    Parameters that share a fused matrix in the folder are quantized together or not at all.
+    """
+    homes, shapes, together = hf_modules(config), config.shapes, dict[str, list[str]]()
+    for name, shape in shapes.items():
+        module, _, leaf = name.rpartition(".")
+        if (
+            name.startswith("layers.")
+            and leaf == "weight"
+            and len(shape) > 1
+            and "choice" not in config.parameters[name]
+        ):
+            together.setdefault(homes[module].module, []).append(name)
+    return frozenset(
+        name
+        for names in together.values()
+        for name in names
+        if shapes[name][-1] % 32 == 0 and sum(shapes[other][-2] for other in names) % 32 == 0
+    )
+
+
+Stacked = Sequence[Sequence[str]]
+"""The quantized linears of a parameter of stacked experts: of each expert, those whose outputs follow one another."""
+
+
+class QuantizedModules:
+    """The quantized linears of a GPTQ folder by the names of parameters, which are mapped to the folder's.
+
+    module_of: the linear of a parameter; stack_of: the linears of a parameter of stacked experts. Both return None for
+    other parameters.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        module_of: Callable[[str], str | None],
+        stack_of: Callable[[str], Stacked | None],
+    ) -> None:
+        self._folder = GPTQFolder(Path(folder), homes(folder))
+        self._module_of, self._stack_of = module_of, stack_of
+        self.settings = self._folder.config
+
+    def settings_of(self, name: str) -> GPTQConfig | None:
+        """The quantization settings of a parameter; None if it is dense, or if they differ between its experts."""
+        stack = self._stack_of(name)
+        if stack is None:
+            module = self._module_of(name)
+            return None if module is None else self._folder.config.of(module)
+        first, *others = (self._folder.config.of(module) for expert in stack for module in expert)
+        return first if all(other == first for other in others) else None
+
+    def linear(self, name: str) -> Quantized | None:
+        """The whole quantized weight; None for a parameter that is dense or stacked."""
+        module = self._module_of(name)
+        return None if module is None else self._folder.linear(module)
+
+    def expert(self, name: str, index: int, start: int, size: int) -> Quantized:
+        """Outputs [start, start + size) of one matrix of a stacked parameter; they are outputs of one linear."""
+        stack = self._stack_of(name)
+        assert stack is not None, f"{name} is not stacked"
+        for module in stack[index]:
+            outputs = self._folder.outputs(module)
+            if start + size <= outputs:
+                return self._folder.linear(module).take_columns(torch.arange(start, start + size))
+            start -= outputs
+        raise AssertionError(f"outputs of several linears of {name}")
+
+    def group(self, name: str) -> Tensor | None:
+        """The group of each input of a weight, int32 [inputs]; None for a parameter that is dense or stacked."""
+        module = self._module_of(name)
+        return None if module is None else self._folder.group(module)
+
+    def groups_of_first_expert(self, name: str) -> list[Tensor]:
+        """The groups of the linears of a stacked parameter's first expert; none for other parameters."""
+        stack = self._stack_of(name)
+        return [] if stack is None else [self._folder.group(module) for module in stack[0]]
+
+
+class QuantizedParameters(QuantizedModules):
+    """The quantized linears of a GPTQ folder, by the names of a tpshard family (`layers.0.mlp.up.weight`)."""
+
+    def __init__(self, folder: str | os.PathLike[str], config: ModelConfig) -> None:
+        super().__init__(folder, self._module, self._stack)
+        self._homes, self._modules = hf_modules(config), set(self._folder.modules)
+
+    def _home(self, name: str) -> Home | None:
+        module, _, leaf = name.rpartition(".")
+        return self._homes.get(module) if leaf == "weight" else None
+
+    def _module(self, name: str) -> str | None:
+        home = self._home(name)
+        return home.module if home is not None and home.module in self._modules else None
+
+    def _stack(self, name: str) -> Stacked | None:
+        home = self._home(name)
+        modules = [] if home is None else [home.module.format(i) for i in range(home.stack)]
+        return [[module] for module in modules] if modules and self._modules.issuperset(modules) else None
+
+    def linear(self, name: str) -> Quantized | None:
+        """The quantized form of a weight, of a fused matrix only its own outputs; None for one dense or stacked."""
+        linear, home = super().linear(name), self._home(name)
+        if linear is None or home is None or home.part is None:
+            return linear
+        return linear.take_columns(home.take(torch.arange(linear.outputs)))

@@ -1,0 +1,1 @@
+"""A model's layers one at a time, as GPTQ quantizes them."""

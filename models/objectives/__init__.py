@@ -1,0 +1,1 @@
+"""Tasks: what a batch is, and the loss of a model on it."""

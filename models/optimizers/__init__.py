@@ -1,0 +1,1 @@
+"""Optimizers: the update of a parameter as a function of its gradient and state."""

@@ -1,0 +1,1 @@
+"""Classes of transformers, with operations that can be traced and served in place of their own."""

@@ -1,0 +1,196 @@
+"""Makes the `Report` of a recipe: builds the programs that would run, and prices them on the recipe's device."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.parallelism.pricing.fusion import Compiled
+from tpshard.plan import plan_cache, saved_plan
+from tpshard.plan.report import describe
+from tpshard.plan.report.report import PlannedJob, Report
+from tpshard.plan.server import server_steps
+from tpshard.plan.step import stage_times
+from tpshard.plan.step.forecast import Conditions, Forecast, forecast
+from tpshard.plan.step.pricing import Pricing, StepPart, bytes_of, price_parts, priced_pipeline
+from tpshard.plan.step.units import gib
+from tpshard.programs.parts.pass_choices import compiled_by
+from tpshard.programs.setting import cluster
+from tpshard.programs.setting.setting import Setting, devices_of
+from tpshard.programs.step import saved_step, training
+from tpshard.programs.step.variants import Variants
+from tpshard.recipes.keys.schema import Recipe
+
+UNREADABLE = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    AssertionError,
+    ArithmeticError,
+    MemoryError,
+)
+"""What reading the programs in a file, where numbers, names and lists may stand for one another, can raise."""
+
+
+def training_parts(programs: training.TrainingPrograms, compiled: Compiled | None = None) -> list[StepPart]:
+    """The parts of a training step in execution order: the micro-batches, then the update."""
+    recipe, times = programs.setting.recipe, programs.setting.batch.micro_batches
+    chosen = compiled or compiled_by(recipe)
+    rest = {kind: bytes_of(programs.update.inputs, kind) for kind in ("gradient", "optimizer")}
+    rest["parameter"] = bytes_of(programs.stored, "parameter")
+    frozen = rest["parameter"] - bytes_of(programs.update.inputs, "parameter")
+    moments = {"optimizer": rest["optimizer"]}
+    stored = {"parameters": rest["parameter"]} if programs.gather is not None else {}
+    parts = [StepPart("micro-batch", programs.micro, times, moments | stored, chosen)]
+    if programs.gather is not None:
+        before = moments | {"gradients": rest["gradient"]}
+        parts.insert(0, StepPart("gather", programs.gather, 1, before, chosen))
+    if programs.reduce is not None:
+        sums = replace(programs.reduce, inputs=tuple(replace(p, kind="gradient") for p in programs.reduce.inputs))
+        parts.append(StepPart("reduce", sums, 1, moments | {"parameters": rest["parameter"]}, chosen))
+    return [*parts, StepPart("update", programs.update, 1, {"parameters": frozen}, chosen)]
+
+
+def price_training(programs: training.TrainingPrograms, compiled: Compiled | None = None) -> Pricing:
+    """Prices a training step of built programs. `compiled` overrides the recipe's setting."""
+    recipe = programs.setting.recipe
+    device, _, per_host = cluster.device_of(recipe)
+    if programs.pipeline is not None:
+        chosen = compiled or compiled_by(recipe)
+        piped = stage_times.price_pipeline(programs.pipeline, device, per_host, chosen)
+        pricing = priced_pipeline(piped, device.shared_by(per_host), programs.setting.mesh, per_host)
+    else:
+        pricing = price_parts(training_parts(programs, compiled), device, per_host, trains=True)
+    return replace(pricing, limit=recipe.fsdp.memory_limit)
+
+
+def check_limit(programs: training.TrainingPrograms) -> None:
+    """Raises Mistakes (exit 4) where a step holds more than `fsdp.memory_limit`."""
+    recipe = programs.setting.recipe
+    if recipe.fsdp.memory_limit is None or not (pricing := price_training(programs)).over_limit_bytes:
+        return
+    raise Mistakes.one(
+        f"a step holds {gib(pricing.peak_bytes)} at its peak, more than `fsdp.memory_limit`", exit=Exit.FIT,
+        where=recipe.where("fsdp.memory_limit"), why="no buckets of the recipe's policy need less",
+        fix="`tpshard plan` shows edits that need less; or a higher limit, or none",
+    )  # fmt: skip
+
+
+def report(
+    recipe: Recipe, source: str, what: str = "train", accuracy: str = "", variants: Variants | None = None
+) -> Report:
+    """The report of what a recipe would run. `what`: train, prefill or decode. `variants` keeps parts of its programs.
+
+    Raises `Mistakes` for parts that do not fit each other (exit 4), the recipe (3) and the mesh (5).
+    """
+    with without_gc():
+        if what != "train":
+            return server_steps.report(recipe, what, source, accuracy)
+        return report_of_training(build_programs(Setting.of(recipe, devices_of(recipe)), variants), source, accuracy)
+
+
+def forecast_of(report: Report, recipe: Recipe, conditions: Conditions) -> Forecast:
+    """The forecast of a whole run whose training step is planned."""
+    setting = Setting.of(recipe, devices_of(recipe))
+    sizes = {name: p.numel() for name, p in setting.model.named_parameters() if name in setting.trained}
+    saved = report.job.params * setting.master_dtype.itemsize + setting.moment_bytes(sizes)
+    return forecast(
+        report.pricing.step_s, report.job.tokens, recipe.train.steps, report.devices, report.job.nodes, saved,
+        recipe.checkpoint.every_steps, report.provenance["time"], conditions,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def without_gc() -> Iterator[None]:
+    """A context without garbage collection, which would walk over a plan's hundred thousand nodes again and again."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            if not gc.get_freeze_count():  # makes all objects old, or the next collection would walk over the new ones
+                gc.freeze()
+                gc.unfreeze()
+            gc.enable()
+
+
+def build_programs(setting: Setting, variants: Variants | None = None) -> training.TrainingPrograms:
+    """Builds the programs of a training run, as `train` does. `variants` keeps parts of them for other settings."""
+    with without_gc():
+        return training.build(setting) if variants is None else variants.build(setting)
+
+
+def report_of_training(programs: training.TrainingPrograms, source: str = "", accuracy: str = "") -> Report:
+    """The report of a training recipe, from its built programs."""
+    setting, recipe = programs.setting, programs.setting.recipe
+    device, nodes, per_host = cluster.device_of(recipe)
+    pricing = price_training(programs)
+    batch = setting.batch
+    parameters = {port.name: port for port in programs.micro.inputs if port.kind == "parameter"}
+    job = PlannedJob(
+        name=recipe.name,
+        recipe=source,
+        what="train",
+        model=recipe.model.preset or recipe.model.hf or recipe.model.transformers or recipe.model.module or "model",
+        params=sum(math.prod(port.shape) for port in parameters.values()),
+        seq_len=setting.seq_len,
+        dtype=str(recipe.model.dtype),
+        mesh=dict(setting.mesh.axes),
+        nodes=nodes,
+        devices_per_node=per_host,
+        global_sequences=batch.global_sequences,
+        per_device=batch.per_device,
+        micro_batches=batch.micro_batches,
+        tokens=batch.global_sequences * setting.seq_len,
+        compiled=recipe.compile,
+        remat=_remat(recipe),
+        device_assumed=recipe.cluster is None,
+        stacking=setting.stacking,
+    )
+    warnings = describe.extra_warnings(job, device, programs.update)
+    result = describe.report_of(job, pricing, programs.micro, list(parameters), accuracy, warnings)
+    result.step = programs
+    return result
+
+
+def read_programs(saved: saved_plan.SavedPlan, setting: Setting) -> training.TrainingPrograms:
+    """The programs of a saved plan, for a setting that `save.check` has passed.
+
+    Those of a plan that this account saved are the file's (`plan_cache.is_own`). The file of anybody else may say
+    anything that a program can: so the recipe's are built, which are run if the file's are the same.
+
+    Raises `Mistakes` (exit 3) where the file's cannot be read, or their fingerprints are not those in the plan or those
+    of the recipe's.
+    """
+    own = plan_cache.is_own(saved.text)
+    with without_gc():
+        try:
+            read = saved_step.unpack(saved.step or "", setting)
+            named, described = read.fingerprints, dict(saved.fingerprints)
+        except UNREADABLE as error:
+            why = str(error) or type(error).__name__
+            message = f"the programs in {saved.path} cannot be read"
+            raise Mistakes.one(message, why=why, fix="plan again") from error
+    programs = read if own else build_programs(setting)
+    for whose, fingerprints in (("its plan describes", described), ("its recipe gives", programs.fingerprints)):
+        if named != fingerprints:
+            raise Mistakes.one(
+                f"the programs in {saved.path} differ from those that {whose}", why="the fingerprints differ",
+                fix="plan again",
+            )  # fmt: skip
+    return programs
+
+
+def _remat(recipe: Recipe) -> str:
+    """The recipe's `remat` as text."""
+    remat = recipe.remat
+    if isinstance(remat, str):
+        return remat
+    return f"every {remat.every}" if hasattr(remat, "every") else "+".join(remat)

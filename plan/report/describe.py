@@ -1,0 +1,115 @@
+"""Parts of a report that training and serving share: device, shardings, warnings, and explanations."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+from tpshard.parallelism.pricing.cost import Device
+from tpshard.parallelism.program import Program, public
+from tpshard.parallelism.why import SourcePlace
+from tpshard.plan.report.report import PlannedJob, Report, Tensor
+from tpshard.plan.report.rows import buckets_of, losses_of, pattern, reshards_of
+from tpshard.plan.step.pricing import Pricing
+
+
+def report_of(
+    job: PlannedJob,
+    pricing: Pricing,
+    program: Program,
+    parameters: Sequence[str],
+    accuracy: str,
+    warnings: Sequence[str],
+) -> Report:
+    """The report of a priced job; `program` is the one whose shardings are shown."""
+    tensors, annotated, inferred = shardings(program, parameters)
+    ranks = program.mesh.ranks
+    return Report(
+        job=job,
+        pricing=pricing,
+        tensors=tensors,
+        lines=pricing.lines(),
+        annotated=annotated,
+        inferred=inferred,
+        buckets=buckets_of(pricing),
+        warnings=list(dict.fromkeys([*program.warnings, *warnings])),
+        reshards=reshards_of(pricing),
+        losses=losses_of(
+            pricing,
+            ranks if pricing.pipeline is None else ranks // len(pricing.pipeline.devices),
+            0.0 if job.stacking is None else job.stacking.bubble,
+        ),
+        accuracy=accuracy if job.what == "train" and pricing.device.kind == "gpu" else "",
+        fingerprint=program.fingerprint,
+    )
+
+
+def extra_warnings(job: PlannedJob, device: Device, update: Program) -> list[str]:
+    """The warnings of the update, and those of a device: assumed, not fitted, or fewer in a host than planned."""
+    warnings = list(update.warnings)
+    if job.device_assumed:
+        warnings.append("no `cluster` is named: priced on the shipped two-core CPU, not on this machine")
+    if not device.fitted:
+        warnings.append(f"{device.name} has no fitted constants; `tpshard doctor --measure` fits them on a machine")
+    if job.dtype == "fp8" and device.kind == "cpu":
+        warnings.append("a CPU multiplies fp8 operands as fp32: its numbers are those of fp8, its speed is not")
+    if device.kind == "gpu" and job.devices_per_node > device.host_devices:
+        in_recipe = f"the recipe says {job.devices_per_node}"
+        warnings.append(f"a host of {device.name} has {device.host_devices} devices, {in_recipe}")
+    return warnings
+
+
+def shardings(program: Program, parameters: Sequence[str]) -> tuple[list[Tensor], int, int]:
+    """The parameters and named activations with their shardings; how many are annotated, and how many inferred."""
+    stored = dict(zip((port.name for port in program.inputs), program.in_shardings))
+    used = {r.label: name for name, r in program.records.items() if r.role == "parameter" and name != r.label}
+    shown = {used.get(name, name): name for name in parameters}
+    named = [name for name, r in program.records.items() if name == r.label and name not in (*stored, *shown)]
+    reasons: dict[tuple[str, str], tuple[SourcePlace, ...]] = {}
+    out = []
+    for name in (*shown, *named):
+        record = program.records.get(name)
+        if record is None:
+            continue
+        alike = (pattern(name), str(record.layout))
+        if alike not in reasons:
+            reasons[alike] = program.explanation_of(name).roots
+        label, sharding = shown.get(name, name), public(record.layout, program.mesh)
+        tensor = Tensor(
+            label, record.shape, sharding, reasons[alike], "parameter" if name in shown else "activation",
+            record.annotated, stored.get(label), record.dims,
+        )  # fmt: skip
+        out.append(tensor)
+    annotated = sum(record.annotated for record in program.records.values())
+    return out, annotated, len(program.records) - annotated
+
+
+def explain(program: Program, name: str) -> str:
+    """Explains the sharding of a value: its chain of reasons, and the collectives that move it (`--explain NAME`).
+
+    For a parameter, both its used and its stored form. The name may be a pattern, and may omit `.weight`. Raises
+    `KeyError` with similar names.
+    """
+    records = program.records
+    names: list[str] = []
+    for candidate in (name, f"{name}.weight"):
+        names = names or [n for n in (f"{candidate}.used", candidate, f"{candidate}.grad") if n in records]
+    for candidate in (name, f"{name}.weight"):
+        names = names or [n for n in records if pattern(n) == pattern(candidate)][:1]
+    if not names:
+        raise KeyError(f"no value is named {name!r}{_similar(name, program)}")
+    parts = [program.explain(n) for n in names]
+    labels = {*names, *(records[n].label for n in names)}
+    moved = [
+        f"  {c.kind} over {'+'.join(map(str, c.axes))}, {c.bytes} bytes: {c.reason}"
+        for c in program.collectives
+        if labels & {*c.value}
+    ]
+    return "\n".join([*parts, *(["collectives that move it:"] if moved else []), *dict.fromkeys(moved)]) + "\n"
+
+
+def _similar(name: str, program: Program) -> str:
+    """Parameters and activations with a name similar to a misspelt one, as the end of an error message."""
+    shown = dict.fromkeys(r.label for r in program.records.values() if r.label and r.role in ("", "parameter"))
+    near = [n for n in shown if name and name in n][:5] or difflib.get_close_matches(name, shown, 5)
+    return f"; similar: {', '.join(near)}" if near else ""

@@ -1,0 +1,1 @@
+"""Searching meshes, batches and recomputation for the fastest that fits, and suggestions."""

@@ -1,0 +1,123 @@
+"""Bounds of a variant that the search computes before it builds it: the least memory, and the layers to build.
+
+The memory is a lower bound, not an estimate: parameters, gradients and moments divided by all axes but dp, plus the
+activations that a device holds at once. The activations of one layer are those in a model with few layers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from tpshard.diagnostics.diagnostic import Mistakes
+from tpshard.parallelism.depth import COMPARED, REPEATED
+from tpshard.parallelism.passes.run import run
+from tpshard.parallelism.pricing.fusion import kernels
+from tpshard.parallelism.pricing.liveness import liveness
+from tpshard.parallelism.program import info
+from tpshard.programs.parts.pass_choices import compiled_by
+from tpshard.programs.parts.passes import remat
+from tpshard.programs.setting import cluster
+from tpshard.programs.setting.setting import Setting, devices_of
+from tpshard.programs.step.alike import STACK, few_layers
+from tpshard.programs.step.splitting import layers_of
+from tpshard.programs.step.staged import table_of
+from tpshard.recipes.keys.schema import Recipe
+
+DEEP = 40
+"""The number of layers from which on activations are bounded by building a few layers; fewer are priced as fast."""
+MOST_LAYERS = 1_600
+"""Layers that a search builds, of all variants together: 50 variants of a model with 32 layers."""
+
+
+@dataclass
+class Bounds:
+    """Computes the least memory of a recipe's variants; keeps a layer's activations by what they depend on."""
+
+    recipe: Recipe
+    _by_layer: dict[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Bytes of all parameters, and of the gradients and moments of those to be trained, on all devices together."""
+        setting = Setting.of(self.recipe, devices_of(self.recipe))
+        sizes = {name: p.numel() for name, p in setting.model.named_parameters()}
+        trained = {name: size for name, size in sizes.items() if name in setting.trained}
+        sums = setting.sum_dtype.itemsize * sum(trained.values()) + setting.moment_bytes(trained)
+        return setting.master_dtype.itemsize * sum(sizes.values()) + sums
+
+    def state(self, mesh: dict[str, int]) -> int:
+        """The least bytes of state per device: those if all axes but dp divide it; 0 where others might."""
+        recipe = self.recipe
+        named = {axis for dim, axes in recipe.sharding.rules.items() if dim != "batch" for axis in axes}
+        if "dp" in named or recipe.fsdp.axis == "dp" or recipe.sharding.pin:
+            return 0
+        return self.state_bytes // math.prod(size for axis, size in mesh.items() if axis != "dp")
+
+    def needed(self, variant: Recipe, mesh: dict[str, int]) -> int:
+        """The least bytes that a device needs for a variant. Raises `Mistakes` for one that contradicts itself."""
+        device = cluster.device_of(variant)[0]
+        held = self.state(mesh) + self._activations(Setting.of(variant, devices_of(variant)))
+        return int(held * device.reserved) + device.context_bytes
+
+    def _activations(self, setting: Setting) -> int:
+        """A lower bound of the bytes of activations that the fullest device holds at once."""
+        config, pipeline = setting.config, setting.recipe.pipeline
+        if config is None or config.layers < DEEP or (pipeline is not None and pipeline.vectorized):
+            return 0
+        each = self._of_layer(setting)
+        if not setting.recipe.staged:
+            return config.layers * each
+        table = table_of(setting)
+        pairs = [table.most_held(device) for device in range(table.devices)]
+        if table.rounds > 1:  # a stage has a layer or more
+            return max(pairs) * each
+        # the maximum is least where all devices hold equally much: layers of a device x most = layers / sum(1 / most)
+        return int(config.layers * each / sum(1 / most for most in pairs))
+
+    def _of_layer(self, setting: Setting) -> int:
+        """Bytes of activations of one layer and micro-batch: by how much they grow over a layer of a shallow model.
+
+        They depend on the sequences of a micro-batch, recomputation, and the axes other than those of data and stages.
+        """
+        recipe = setting.recipe
+        rules = {axis for dim, axes in recipe.sharding.rules.items() if dim != "batch" for axis in axes}
+        data = {axis for axis in ("pp", "dp", "fsdp") if axis not in rules}
+        axes = {axis: size for axis, size in setting.mesh.axes.items() if axis not in data}
+        key = repr((axes, recipe.remat, setting.batch.per_device, recipe.fsdp.reshard_after_forward, recipe.staged))
+        if key not in self._by_layer:
+            self._by_layer[key] = _activations_of_layer(setting)
+        return self._by_layer[key]
+
+    def layers_built(self, variant: Recipe) -> int:
+        """The number of layers that are built to price a variant: equal stages of a pipeline are built once."""
+        setting = Setting.of(variant, devices_of(variant))
+        config = setting.config
+        if config is None:
+            return DEEP
+        if not variant.staged:
+            return config.layers
+        try:
+            split = layers_of(setting, config.layers, table_of(setting).stages)
+        except Mistakes:
+            return 0
+        return min(config.layers, split[0] + sum(set(split[1:-1])) + split[-1])
+
+
+def _activations_of_layer(setting: Setting) -> int:
+    few = few_layers(setting)
+    if few is None:
+        return 0
+    program = run([remat(setting, setting.recipe.fsdp.reshard_after_forward is not False)], few)
+    # a stage's backward is another program, which gets every saved value, as in a program that is not compiled
+    compiled = "none" if setting.recipe.staged else compiled_by(setting.recipe)
+    memory = liveness(program, kernels(program, compiled=compiled))
+    held = memory.by_category.get("activations", [])
+    ends: dict[int, int] = {}
+    for i, node in enumerate(program.nodes):
+        place = info(node).place
+        for layer in (COMPARED, REPEATED):
+            if place.phase == "forward" and place.module.startswith(f"{STACK}.{layer}."):
+                ends[layer] = i
+    return max(0, held[ends[REPEATED]] - held[ends[COMPARED]]) if held and len(ends) == 2 else 0

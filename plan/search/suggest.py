@@ -1,0 +1,239 @@
+"""`plan --suggest`: searches for changes that make a recipe faster; every variant is planned completely.
+
+Changes must not affect the model, the sequences of a step, or a dtype. First every change is tried alone; then the
+fastest one is combined with others that helped, as long as that gains. Variants whose state alone exceeds a device's
+memory are not planned.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+
+from tpshard.diagnostics.diagnostic import plural
+from tpshard.plan.report.report import Edit, Report
+from tpshard.plan.search import search_pipelines
+from tpshard.plan.search.search import price_changes
+from tpshard.plan.search.search_result import Changes, VariantPrice, as_edit, as_text
+from tpshard.plan.step.units import seconds
+from tpshard.programs.step.variants import Variants
+from tpshard.recipes.keys.schema import Recipe
+
+GAIN = 0.98
+"""A change helps if a step with it takes less than this share of the recipe's step time."""
+MOST = 60
+"""The maximal number of variants that are planned."""
+LARGE = 20_000
+"""Operations of a program above which a plan tries one change instead of two: each takes half as long as the plan."""
+
+
+@dataclass
+class Suggested:
+    """The variants faster than a recipe that a search met, and the numbers of those that it left out."""
+
+    edits: list[Edit] = field(default_factory=list)
+    """Edits that make a step at least 2% faster, the fastest first."""
+    planned: int = 0
+    unfit: int = 0
+    """The number of planned variants that exceed the memory."""
+    unstorable: int = 0
+    """The number of variants not planned, because their weights, gradients and moments alone exceed the memory."""
+    refused: int = 0
+    """The number of variants that contradict themselves (divisibility)."""
+
+    @property
+    def words(self) -> str:
+        outcome = f"{len(self.edits)} faster by 2% or more" if self.edits else "nothing helps, none is 2% faster"
+        others = [(self.unfit, "too large for a device"), (self.unstorable, "not planned, as their state is too large")]
+        others.append((self.refused, "not planned, as they do not divide"))
+        left = "".join(f", {number} {words}" for number, words in others if number)
+        return f"{plural(self.planned, 'variant')} planned whole: {outcome}{left}"
+
+    def to_json(self) -> dict[str, int]:
+        return {"planned": self.planned, "unfit": self.unfit, "unstorable": self.unstorable, "refused": self.refused}
+
+
+def suggest(
+    report: Report, recipe: Recipe, tell: Callable[[str], None] | None = None, variants: Variants | None = None
+) -> Suggested:
+    """Searches for faster variants of a training recipe that fits. `variants` has the recipe's own programs."""
+    return _Search(report, recipe, tell or (lambda _: None), variants).run()
+
+
+def promising(report: Report, recipe: Recipe, variants: Variants | None = None) -> list[Edit]:
+    """Up to two suggestions without a search: the changes that the plan's figures favour, tried one by one."""
+    search = _Search(report, recipe, lambda _: None, variants)
+    tries = 2 if len(report.pricing.parts[0].part.program.nodes) < LARGE else 1
+    prices = {change: search.quick(change) for change in search.likely_changes()[:tries]}
+    edits = [as_edit(change, price) for change, price in prices.items() if price and price.beats(GAIN * search.base)]
+    return sorted(edits, key=lambda edit: (edit.step_s, edit.change))
+
+
+class _Search:
+    """The changes tried so far on a recipe that fits, and their prices."""
+
+    def __init__(self, report: Report, recipe: Recipe, tell: Callable[[str], None], variants: Variants | None = None):
+        self.report, self.recipe, self.tell = report, recipe, tell
+        self.base = report.pricing.step_s
+        self.variants = variants or Variants()
+        self.tried: dict[frozenset[str], VariantPrice | None] = {}
+        self.result = Suggested()
+
+    def run(self) -> Suggested:
+        alone = {change: price for change in self.free() if (price := self.quick(change)) is not None}
+        useful = sorted((c for c, q in alone.items() if q.beats(self.base)), key=lambda c: alone[c].step_s)
+        # those that did not fit, or gained nothing alone
+        others = [c for c, q in alone.items() if c not in useful and q.step_s <= 1.05 * self.base]
+        best: Changes = ()
+        limit = self.base
+        for change in (*useful, *others):
+            merged = combine(best, change)
+            price = self.quick(merged) if merged is not None else None
+            if merged is not None and price is not None and price.beats(0.995 * limit):
+                best, limit = merged, price.step_s
+        gains = {change: q for change, q in self.tried.items() if q is not None and q.beats(GAIN * self.base)}
+        needed = {  # changes of which no part could be left out
+            change: q for change, q in gains.items()
+            if not any(subset < change and other.step_s <= q.step_s for subset, other in gains.items())
+        }  # fmt: skip
+        edits = [as_edit(sorted(change, key=_order), price) for change, price in needed.items()]
+        self.result.edits = sorted(edits, key=lambda edit: (edit.step_s, edit.change))
+        return self.result
+
+    def quick(self, change: Changes) -> VariantPrice | None:
+        """The price of the recipe with a change; None where it contradicts the recipe, or enough was planned."""
+        key = frozenset(change)
+        if key not in self.tried and self.result.planned < MOST:
+            price = self.tried[key] = price_changes(self.recipe, change, self.variants)
+            if price is None:
+                self.result.refused += 1
+            else:
+                self.result.planned += 1
+                self.result.unfit += not price.fits
+                self.tell(f"{as_text(change)}: {seconds(price.step_s)}{'' if price.fits else ', does not fit'}")
+        return self.tried.get(key)
+
+    # ---- changes to try ----------------------------------------------------------------------------------------------
+    def free(self) -> list[Changes]:
+        """All single changes that may be tried, the cheapest to plan first: they keep the partitioned program."""
+        return [
+            *self._schedule_changes(), *self._pipelines(), *self._micro_batches(), *self._sequence(),
+            *self._fsdp_groups(), *self._tensor_parallel(),
+        ]  # fmt: skip
+
+    def likely_changes(self) -> list[Changes]:
+        """Changes that the report's figures favour, the most promising first."""
+        report, recipe = self.report, self.recipe
+        spare = report.spare_bytes > 0.15 * report.pricing.device.memory_bytes
+        changes = self._pipelines()
+        if recipe.compile == "eager" and report.pricing.device.kind == "gpu":
+            changes.append(("compile=inductor",))
+        if report.pricing.exposed_s > 0.1 * self.base:
+            if spare:
+                changes += [change for change in self._sequence() if any(one.endswith("=null") for one in change)]
+            if recipe.fsdp.prefetch < 4:
+                changes.append(("fsdp.prefetch=4",))
+            if spare and recipe.fsdp.reshard_after_forward is True:
+                changes.append(("fsdp.reshard_after_forward=false",))
+            crossing = [line for line in report.lines if line.wire == "across" and line.exposed_s > 0]
+            changes += list(self._fsdp_groups(smaller=True))[-1:] if spare and crossing else []
+        if spare and recipe.remat == "full":
+            changes.append(("remat=selective",))
+        if spare and recipe.remat != "none":
+            changes.append(("remat=none",))
+        if spare and report.job.micro_batches % 2 == 0:
+            changes.append((f"batch.per_device={report.job.per_device * 2}",))
+        return [*changes, *islice(self._tensor_parallel(), 1)]
+
+    def _pipelines(self) -> list[Changes]:
+        return [tuple(changes) for changes in search_pipelines.faster(self.report, self.recipe)]
+
+    def _schedule_changes(self) -> Iterator[Changes]:
+        fsdp, several = self.recipe.fsdp, self.report.job.micro_batches > 1
+        if self.recipe.compile != "inductor" and self.report.pricing.device.kind == "gpu":
+            yield ("compile=inductor",)
+        if self.report.job.mesh.get(fsdp.axis, 1) > 1:
+            for whether in ("false", "true"):
+                if str(fsdp.reshard_after_forward).lower() not in (whether, "auto"):
+                    yield (f"fsdp.reshard_after_forward={whether}",)
+            for units in (0, 2, 4):
+                if units != fsdp.prefetch:
+                    yield (f"fsdp.prefetch={units}",)
+            for how in ("wrap", "greedy"):
+                if how != fsdp.bucket:
+                    yield (f"fsdp.bucket={how}",)
+        for remat in ("none", "selective", "{every: 2}", "full"):
+            if remat != self.recipe.remat:
+                yield (f"remat={remat}",)
+        if several and fsdp.accumulate.gather != "step":
+            yield ("fsdp.accumulate.gather=step",)
+        if several and fsdp.accumulate.reduce != "last":
+            yield ("fsdp.accumulate.reduce=last",)
+
+    def _micro_batches(self) -> Iterator[Changes]:
+        job = self.report.job
+        share = job.per_device * job.micro_batches
+        for size in (job.per_device * 2, job.per_device * 4, job.per_device // 2):
+            if size and share % size == 0:
+                yield (f"batch.per_device={size}",)
+
+    def _sequence(self) -> Iterator[Changes]:
+        """Yields the change that shards norms and residuals over the sequence between tensor-parallel blocks.
+
+        If the recipe does that already, yields the change that makes them whole.
+        """
+        annotate, rules = self.recipe.sharding.annotate, self.recipe.sharding.rules
+        named = {d for dims in annotate.values() for d in dims if d is not None and d.startswith("seq_")}
+        cut = sorted(d for d in named if rules.get(d))
+        if cut:
+            whole = {name: [None if d in cut else d for d in dims] for name, dims in annotate.items()}
+            yield (*(f"sharding.rules.{d}=null" for d in cut), f"sharding.annotate={json.dumps(whole)}")
+        elif self.report.job.mesh.get("tp", 1) > 1 and self.recipe.model.preset is not None and not named:
+            dims = ["batch", "seq_sp", "embed"]
+            annotations = json.dumps({"layers.*.residual": dims, "embedded": dims})
+            yield ("sharding.rules.seq_sp=tp", f"sharding.annotate={annotations}")
+
+    def _fsdp_groups(self, smaller: bool = False) -> Iterator[Changes]:
+        """Yields FSDP groups of other sizes; with `smaller` only smaller ones."""
+        sizes = self.report.job.mesh
+        dp, fsdp = sizes.get("dp", 1), sizes.get("fsdp", 1)
+        if "fsdp" not in sizes or self.recipe.pipeline is not None:
+            return
+        ranks = dp * fsdp
+        groups = [2**n for n in range(int(math.log2(ranks)) + 1) if ranks % 2**n == 0 and 2**n != fsdp]
+        for group in sorted(groups, key=lambda group: abs(math.log2(group / fsdp)))[:8]:
+            if not (smaller and group > fsdp) and self._stores(fsdp / group):
+                yield (f"mesh.dp={ranks // group}", f"mesh.fsdp={group}")
+
+    def _tensor_parallel(self) -> Iterator[Changes]:
+        job = self.report.job
+        tp, fsdp = job.mesh.get("tp", 1), job.mesh.get("fsdp", 1)
+        if "fsdp" not in job.mesh or self.recipe.pipeline is not None:
+            return
+        if tp % 2 == 0:
+            yield (f"mesh.fsdp={fsdp * 2}", f"mesh.tp={tp // 2}")
+        if fsdp % 2 == 0 and tp * 2 <= job.devices_per_node:
+            yield (f"mesh.fsdp={fsdp // 2}", f"mesh.tp={tp * 2}")
+
+    def _stores(self, times: float) -> bool:
+        """Whether a device can hold `times` its present parameters, gradients and moments."""
+        fits = times * sum(self.report.static_bytes().values()) < self.report.pricing.device.memory_bytes
+        self.result.unstorable += not fits
+        return fits
+
+
+def combine(one: Changes, other: Changes) -> Changes | None:
+    """Combines two changes; None if both change the same key, or both the mesh."""
+    return (*one, *other) if {*map(_changed, one)}.isdisjoint(map(_changed, other)) else None
+
+
+def _changed(change: str) -> str:
+    """The key of a change; `mesh` for all axes."""
+    return "mesh" if change.startswith("mesh.") else change.partition("=")[0]
+
+
+def _order(change: str) -> tuple[bool, str]:
+    return not change.startswith("mesh."), change

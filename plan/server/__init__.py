@@ -1,0 +1,1 @@
+"""Prices of a server: its steps, traffic, and a rehearsal of requests."""

@@ -1,0 +1,120 @@
+"""The times of a server's steps: its programs, priced for any number of rows and any state of the cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.parallelism.pricing.cost import Device, ServingOverhead
+from tpshard.parallelism.pricing.fusion import CacheReads
+from tpshard.parallelism.pricing.timeline import price
+from tpshard.parallelism.program import Program
+from tpshard.plan.server.server_steps import server_of
+from tpshard.plan.server.traffic import Room
+from tpshard.programs.server.serve_setting import ServeSetting, Size
+from tpshard.programs.server.serving import BLOCK_SIZE, ServingPrograms, build_serving
+from tpshard.recipes.keys.schema import Recipe
+
+APART = math.sqrt(2)
+"""The ratio of consecutive cache states that are priced; times between them are interpolated."""
+
+
+@dataclass
+class StepPrices:
+    """The seconds of a server's steps, by the step's rows and the cache blocks that they read."""
+
+    steps: Mapping[Size, Program]
+    """The program of each size, smallest first."""
+    device: Device
+    per_host: int
+    _seconds: dict[tuple[Size, int, int], float] = field(default_factory=dict)
+
+    def __call__(self, rows: int, cached: CacheReads, chunk: bool = False) -> float:
+        """Seconds of a step with this many rows, padded to the next program's size; a padding row reads one block."""
+        size = next(size for size in self.steps if size.rows >= rows and size.chunk == chunk)
+        by_row = (cached.by_row * rows + size.rows - rows) / size.rows
+        (b0, b1, b), (r0, r1, r) = _bracket(cached.blocks), _bracket(by_row)
+        low = (1 - r) * self._at(size, b0, r0) + r * self._at(size, b0, r1)
+        high = (1 - r) * self._at(size, b1, r0) + r * self._at(size, b1, r1)
+        return (1 - b) * low + b * high
+
+    def _at(self, size: Size, blocks: int, by_row: int) -> float:
+        key = (size, blocks, by_row)
+        if key not in self._seconds:
+            cached = CacheReads(APART**blocks, APART**by_row)
+            priced = price(self.steps[size], self.device, self.per_host, compiled="none", cached=cached)
+            self._seconds[key] = priced.run().seconds
+        return self._seconds[key]
+
+
+def _bracket(value: float) -> tuple[int, int, float]:
+    """(lower, upper, relative position between them) of the powers of `APART` around a value."""
+    power = math.floor(math.log(max(1.0, value), APART) + 1e-9)
+    low, high = APART**power, APART ** (power + 1)
+    return power, power + 1, min(1.0, max(0.0, (value - low) / (high - low)))
+
+
+@dataclass(frozen=True)
+class PricedServer:
+    """A recipe's server before anything is loaded: its programs, its cache, and the times of its steps."""
+
+    recipe: Recipe
+    programs: ServingPrograms
+    prices: StepPrices
+    room: Room
+    cache_bytes: int
+
+    @property
+    def overhead(self) -> ServingOverhead:
+        """The time of the server's host besides the programs."""
+        return self.prices.device.overhead.serving
+
+    @property
+    def longest(self) -> int:
+        """The maximal number of tokens of a request, prompt plus answer."""
+        return min(self.programs.setting.max_seq, self.room.blocks * BLOCK_SIZE)
+
+    def fitting(self, tokens: int) -> int:
+        """The number of requests with this many tokens that the cache holds at once."""
+        return self.room.blocks // -(-tokens // BLOCK_SIZE)
+
+
+class ServerBuilder:
+    """Builds servers of variants of a recipe, and shares their equal programs."""
+
+    def __init__(self) -> None:
+        self._built: dict[tuple[object, ...], ServingPrograms] = {}
+
+    def build(self, recipe: Recipe) -> PricedServer:
+        """Builds the server of a recipe.
+
+        Raises `Mistakes` (exit 4) where the mesh does not fit the heads, or the weights the device.
+        """
+        setting, device, per_host = server_of(recipe)
+        built = {size: self._program(setting, size) for size in setting.sizes}
+        by_size = {size: one.by_size[size] for size, one in built.items()}
+        programs = replace(next(iter(built.values())), setting=setting, by_size=by_size)
+        one_device = device.shared_by(per_host)
+        free = one_device.memory_bytes - one_device.context_bytes
+        blocks, each = programs.cache_blocks(free), programs.bytes("cache")
+        held = (blocks + 1) * each + programs.bytes("state")
+        if programs.bytes("parameter") + held > free:
+            raise Mistakes.one(
+                f"weights of {programs.bytes('parameter') / 2**30:.2f} GiB and a cache of "
+                f"{held / 2**30:.2f} GiB do not fit {free / 2**30:.2f} GiB on each {device.name}",
+                exit=Exit.FIT, where=recipe.where("serve.mesh"), fix="a larger `serve.mesh`, or `serve.cache_mb`",
+            )  # fmt: skip
+        settings = recipe.serve
+        room = Room(
+            blocks, setting.most, setting.logit_rows(setting.most), settings.requests, settings.queue,
+            setting.chunks if setting.states else None,
+        )  # fmt: skip
+        return PricedServer(recipe, programs, StepPrices(programs.by_size, one_device, per_host), room, held)
+
+    def _program(self, setting: ServeSetting, size: Size) -> ServingPrograms:
+        key = (tuple(setting.mesh.axes.items()), size, setting.logit_rows(size.rows), setting.pool_size)
+        if key not in self._built:
+            self._built[key] = build_serving(setting, [size])
+        return self._built[key]

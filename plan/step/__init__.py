@@ -1,0 +1,1 @@
+"""Prices of a training step: time, memory, and what waits for what."""

@@ -1,0 +1,247 @@
+"""Prices a step: simulates its programs on compute and communication lanes, and follows memory over time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tpshard.parallelism.mesh import Mesh
+from tpshard.parallelism.pricing.cost import CommCost, Device, collective
+from tpshard.parallelism.pricing.flow import info_of
+from tpshard.parallelism.pricing.fusion import NONE, CacheReads, Compiled, Kernel
+from tpshard.parallelism.pricing.liveness import Memory, liveness
+from tpshard.parallelism.pricing.network import Topology
+from tpshard.parallelism.pricing.timeline import Priced, Timeline, price
+from tpshard.parallelism.program import Collective, Info, Port, Program
+from tpshard.parallelism.runtime.heap import MAPPED_BYTES
+
+if TYPE_CHECKING:
+    from tpshard.plan.step.stage_times import Piped
+
+
+@dataclass(frozen=True)
+class StepPart:
+    """A program that a step runs `times` times, with `always` bytes (by category) in memory besides its own."""
+
+    name: str
+    program: Program
+    times: int = 1
+    always: Mapping[str, int] = field(default_factory=dict)
+    compiled: Compiled = "all"
+    cached: CacheReads = NONE
+
+
+@dataclass
+class PricedPart:
+    """A part of a step with its cost: the timeline of one run, and its memory."""
+
+    part: StepPart
+    priced: Priced
+    timeline: Timeline
+    memory: Memory
+
+    def collectives(self) -> Iterator[tuple[Info, Collective, CommCost, float]]:
+        """Yields its collectives in issue order: the node's `Info`, the collective, its cost and exposed seconds."""
+        for i, cost in self.priced.costs.items():
+            info = info_of(self.priced.kernels[i].node)
+            assert info.comm is not None
+            yield info, info.comm, cost, self.timeline.exposed.get(i, 0.0)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all runs of the part in a step."""
+        return self.timeline.seconds * self.part.times
+
+    def mapped_s(self, device: Device) -> float:
+        """Seconds that a CPU's operating system takes to provide memory, over all runs of the part in a step.
+
+        The heap of a process keeps what earlier steps freed, but results of `MAPPED_BYTES` and more are mapped anew.
+        """
+        mapped = sum(size for size in self.memory.results if size >= MAPPED_BYTES)
+        return mapped * self.part.times / device.cpu.growth if device.cpu.growth else 0.0
+
+
+@dataclass
+class Line:
+    """The collectives of one kind over the same axes for the same purpose, in a whole step."""
+
+    kind: str
+    axes: tuple[object, ...]
+    of: str
+    wire: str
+    """`inside` a host or `across` hosts."""
+    level: str
+    """The network level that takes longest; `inside` or `across` where the device file names no levels."""
+    dtype: str
+    algorithm: str
+    phase: str
+    requested: bool
+    reason: str
+    count: int = 0
+    members: int = 0
+    bytes: int = 0
+    wire_bytes: int = 0
+    time_s: float = 0.0
+    exposed_s: float = 0.0
+    issues: list[Collective] = field(default_factory=list)
+    """The collectives of the line, each once however often its part runs."""
+
+
+@dataclass
+class Pricing:
+    """The price of a step: seconds, bytes and FLOPs of one device."""
+
+    device: Device
+    parts: list[PricedPart]
+    fixed_s: float
+    """Seconds of a step outside of operations: the training loop, and getting memory from the system."""
+    pipeline: Piped | None = None
+    """The pipeline, if any; `parts` are then those of the slowest device."""
+    limit: int | None = None
+    """The most bytes that the recipe lets a step hold at its peak (`fsdp.memory_limit`)."""
+
+    def _sum(self, name: str) -> float:
+        return float(sum(getattr(p.timeline, name) * p.part.times for p in self.parts))
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds that the slowest device of a pipeline waits for others."""
+        return self.pipeline.idle_s if self.pipeline is not None else 0.0
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return (self.pipeline.step_s if self.pipeline is not None else self._sum("seconds")) + self.fixed_s
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of a step in which the device computes."""
+        return self._sum("compute_s") + self.fixed_s
+
+    @property
+    def comm_s(self) -> float:
+        """Seconds of a step in which a collective is in flight."""
+        return self._sum("comm_s")
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds of a step in which the device only waits for communication."""
+        return self._sum("exposed_s")
+
+    @property
+    def slowed_s(self) -> float:
+        """Seconds by which communication slows down computation that runs at the same time."""
+        return self._sum("slowed_s")
+
+    @property
+    def worst(self) -> PricedPart:
+        """The part in which memory peaks."""
+        if self.pipeline is not None:
+            return self.pipeline.worst
+        return max(self.parts, key=lambda p: p.memory.peak_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak memory of a step on one device, in bytes."""
+        return self.worst.memory.peak_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes that the allocator has reserved on the device at the peak."""
+        return int(self.peak_bytes * self.device.reserved)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Reserved bytes plus those taken before the first tensor."""
+        return self.reserved_bytes + self.device.context_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether a step fits the device's memory and keeps the recipe's limit."""
+        return self.needed_bytes <= self.device.memory_bytes and not self.over_limit_bytes
+
+    @property
+    def over_limit_bytes(self) -> int:
+        """Bytes by which the peak exceeds the recipe's limit; 0 where it keeps it or has none."""
+        return 0 if self.limit is None else max(0, self.peak_bytes - self.limit)
+
+    def flops(self) -> tuple[int, int]:
+        """The FLOPs of a step without recomputation: those of one device, and those of all devices."""
+        local = whole = 0
+        for entry in self.parts:
+            for kernel in entry.priced.kernels:
+                if info_of(kernel.node).phase != "recompute":
+                    own, all_devices = work_of(kernel)
+                    local += own * entry.part.times
+                    whole += all_devices * entry.part.times
+        if self.pipeline is not None:
+            whole = self.pipeline.useful_flops
+        return local, whole
+
+    def lines(self) -> list[Line]:
+        """The step's collectives in groups, the most expensive first."""
+        groups: dict[tuple[object, ...], Line] = {}
+        for entry in self.parts:
+            for info, comm, cost, exposed in entry.collectives():
+                key = (
+                    comm.kind, comm.axes, comm.of, cost.wire, cost.level, comm.dtype, cost.algorithm, info.phase,
+                    comm.requested,
+                )  # fmt: skip
+                if key not in groups:
+                    groups[key] = Line(*key, comm.reason)
+                line, times = groups[key], entry.part.times
+                line.issues.append(comm)
+                line.count += times
+                line.members += comm.members * times
+                line.bytes += comm.bytes * times
+                line.wire_bytes += cost.wire_bytes * times
+                line.time_s += cost.seconds * times
+                line.exposed_s += exposed * times
+        return sorted(groups.values(), key=lambda line: (-line.time_s, line.kind, str(line.axes), line.of, line.phase))
+
+
+def work_of(kernel: Kernel) -> tuple[int, int]:
+    """The FLOPs of a kernel: those of one device, and those of the whole operation."""
+    info = info_of(kernel.node)
+    times = kernel.flops / info.flops if info.flops and kernel.flops else 1.0
+    return (kernel.flops or info.flops), int(info.global_flops * times)
+
+
+def bytes_of(ports: Iterable[Port], kind: str) -> int:
+    """Bytes of a device's inputs or outputs of one kind."""
+    return sum(port.local_bytes for port in ports if port.kind == kind)
+
+
+def memory_of(part: StepPart, priced: Priced, device: Device) -> Memory:
+    """The memory of a priced part."""
+    return liveness(part.program, priced.kernels, always=part.always, exchanges=device.exchanges)
+
+
+def price_part(part: StepPart, device: Device, per_host: int) -> PricedPart:
+    """The time and memory of one part of a step; `device` is that of one process."""
+    priced = price(part.program, device, per_host, compiled=part.compiled, cached=part.cached)
+    return PricedPart(part, priced, priced.run(), memory_of(part, priced, device))
+
+
+def price_parts(parts: Sequence[StepPart], device: Device, per_host: int, *, trains: bool = False) -> Pricing:
+    """Prices a step: the memory and time of each of its parts on a device.
+
+    per_host: devices of a host that the mesh uses. trains: whether the training loop's own work is included.
+    """
+    one_device = device.shared_by(per_host)
+    done = [price_part(part, one_device, per_host) for part in parts]
+    loop = _looping(one_device, parts[0].program.mesh, per_host) if trains else 0.0
+    return Pricing(one_device, done, loop + sum(part.mapped_s(one_device) for part in done))
+
+
+def priced_pipeline(piped: Piped, device: Device, mesh: Mesh, per_host: int) -> Pricing:
+    """Prices a training step in stages, from its priced tasks. `device` is that of one process."""
+    mapped_s = sum(part.mapped_s(device) for part in piped.parts)
+    return Pricing(device, piped.parts, _looping(device, mesh, per_host) + mapped_s, piped)
+
+
+def _looping(device: Device, mesh: Mesh, per_host: int) -> float:
+    """Seconds of the training loop per step: the host's own work, and the agreement of all ranks to continue."""
+    everyone = mesh.sorted(mesh.axis(name) for name in mesh.axes)
+    return device.overhead.step_s + collective(device, Topology(mesh, per_host), "all_reduce", everyone, 8).seconds

@@ -1,0 +1,142 @@
+"""The effect of uneven routing of tokens to experts on a training step: time, memory, dropped choices.
+
+The busiest expert gets `busiest` times the mean number of tokens; the others share the rest evenly. With a capacity
+every expert has equally many slots, full or not, so that time and memory stay and tokens without a slot are dropped.
+Without one the device of the busiest expert computes more, and the others wait for it at the next collective.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch import fx
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.parallelism.pricing.flow import info_of
+from tpshard.plan.step.pricing import Pricing
+from tpshard.plan.step.units import gib, seconds
+from tpshard.programs.setting.setting import Setting
+
+_OPS = ("tpshard.experts.default", "tpshard.experts_backward.default")
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The time and memory of a step under one routing of tokens to experts."""
+
+    busiest: float
+    """Tokens of the busiest expert over the mean."""
+    busiest_device: float
+    """Tokens of the busiest expert's device over the mean of all devices."""
+    step_s: float
+    workspace_bytes: int
+    """Bytes of temporaries of the products, beyond the plan's peak: of the busiest expert, on a GPU of all experts at
+    once; 0 with a capacity."""
+    dropped: float
+    """The share of choices without a slot if the other experts get equally many; random differences drop more."""
+
+
+@dataclass(frozen=True)
+class Skew:
+    """A step with even and with uneven routing."""
+
+    experts: int
+    top_k: int
+    capacity: float | None
+    balanced: Routing
+    skewed: Routing
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def skew(pricing: Pricing, setting: Setting, busiest: float) -> Skew:
+    """Prices a step with even routing and with the busiest expert at `busiest` times the mean.
+
+    Raises `Mistakes`: exit 2 for an impossible number, 4 for a model without experts or a pipeline.
+    """
+    where = setting.recipe.where("model")
+    experts, top_k, capacity = _numbers(setting)
+    if not experts or not top_k:
+        fix = "leave --skew out, or plan a model with experts"
+        raise Mistakes.one("--skew needs a model with experts", exit=Exit.FIT, where=where, fix=fix)
+    if pricing.pipeline is not None:
+        raise Mistakes.one(
+            "--skew does not support a pipeline", exit=Exit.FIT, where=setting.recipe.where("pipeline"),
+            fix="use --skew on the recipe without `pipeline`",
+        )  # fmt: skip
+    if not 1 <= busiest <= experts / top_k:
+        raise Mistakes.one(
+            f"--skew {busiest:g}: no expert can get {busiest:g} times the mean", exit=Exit.USAGE,
+            why=f"each token chooses {top_k} of {experts} experts, an expert at most once",
+            fix=f"--skew between 1 and {experts / top_k:g}",
+        )  # fmt: skip
+    routings = [_routing(pricing, one, experts, capacity) for one in (1.0, busiest)]
+    return Skew(experts, top_k, capacity, *routings)
+
+
+def _numbers(setting: Setting) -> tuple[int, int, float | None]:
+    """The model's number of experts, its choices per token, and its capacity; 0, 0 and None without experts."""
+    config = setting.config
+    if config is not None:
+        return config.experts or 0, config.top_k or 0, config.capacity
+    if setting.architecture is None:
+        return 0, 0, None
+    hf_config = setting.architecture.config.get_text_config()
+    experts = getattr(hf_config, "num_experts", None) or getattr(hf_config, "num_local_experts", None)
+    return experts or 0, getattr(hf_config, "num_experts_per_tok", None) or 0, None
+
+
+def _routing(pricing: Pricing, busiest: float, experts: int, capacity: float | None) -> Routing:
+    """Prices a step whose busiest expert gets `busiest` times the mean, and the others the rest evenly."""
+    others = (experts - busiest) / max(1, experts - 1)
+    total, workspace, device = pricing.fixed_s, 0, 1.0
+    for entry in pricing.parts:
+        tasks = list(entry.priced.tasks)
+        for i, node in _products(entry.priced.kernels):
+            ids, gate = (info_of(operand).specs[0] for operand in _routing_operands(node))
+            own = gate.shape[0]
+            load = (busiest + (own - 1) * others) / own
+            device = max(device, load)
+            tasks[i] = tasks[i]._replace(seconds=tasks[i].seconds * load)
+            choices = math.prod(ids.shape)
+            tokens = choices if pricing.device.kind == "gpu" else choices / experts * busiest
+            workspace = max(workspace, _workspace(node, tokens, gate.shape[1], gate.shape[2], gate.dtype.itemsize))
+        total += entry.part.times * replace(entry.priced, tasks=tasks).run().seconds
+    dropped = 0.0
+    if capacity is not None:
+        dropped = (max(0.0, busiest - capacity) + (experts - 1) * max(0.0, others - capacity)) / experts
+    return Routing(busiest, device, total, workspace, dropped)
+
+
+def _products(kernels: list[Any]) -> Iterator[tuple[int, fx.Node]]:
+    """The operations of experts among a part's kernels, with their indices."""
+    for i, kernel in enumerate(kernels):
+        if str(kernel.node.target) in _OPS:
+            yield i, kernel.node
+
+
+def _routing_operands(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """The operands of an experts operation that hold the tokens' choices and the gate matrices."""
+    after = 1 if str(node.target) == _OPS[1] else 0
+    return node.args[1 + after], node.args[3 + after]  # type: ignore[return-value]
+
+
+def _workspace(node: fx.Node, tokens: float, hidden: int, width: int, itemsize: int) -> int:
+    """Bytes of temporaries of products with `tokens` (`kernels.experts`, on a GPU `kernels.triton_experts`)."""
+    wide, narrow = (8, 5) if str(node.target) == _OPS[1] else (3, 2)
+    return int(tokens * (wide * hidden + narrow * width) * itemsize)
+
+
+def rows(skew: Skew) -> list[str]:
+    """The lines of the screen on skew."""
+    how = "dropless" if skew.capacity is None else f"capacity {skew.capacity:g}"
+    lines = [f"SKEW  {skew.experts} experts, {skew.top_k} a token, {how}"]
+    for name, one in (("balanced", skew.balanced), ("skewed", skew.skewed)):
+        more = f", {one.dropped:.1%} of choices dropped" if skew.capacity is not None else (
+            f", its device {one.busiest_device:.2f} of a mean, {gib(one.workspace_bytes)} to compute it"
+        )  # fmt: skip
+        lines.append(f"  {name:8} the busiest gets {one.busiest:.2f} of a mean: step {seconds(one.step_s)}{more}")
+    return lines

@@ -1,0 +1,1 @@
+"""A report for the eye: screen, page, pictures and traces."""

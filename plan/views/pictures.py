@@ -1,0 +1,227 @@
+"""SVG drawings of a plan: timeline, memory over time, the mesh. Self-contained strings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from tpshard.parallelism.mesh import Mesh
+from tpshard.parallelism.pricing.flow import info_of
+from tpshard.parallelism.pricing.liveness import CATEGORIES
+from tpshard.plan.report.report import Report
+from tpshard.plan.step.pricing import PricedPart
+from tpshard.plan.step.units import bytes_axis, gib, seconds, seconds_axis
+from tpshard.plan.views.screen import LABELS
+from tpshard.plan.views.stage_lanes import stage_lanes
+from tpshard.plan.views.trace import lanes
+
+COLORS = {
+    "parameters": "#4e79a7", "gradients": "#f28e2b", "optimizer": "#76b7b2", "activations": "#59a14f",
+    "gathered": "#edc948", "logits_and_loss": "#b07aa1", "communication": "#ff9da7", "cache": "#9c755f",
+    "temporary": "#bab0ac", "forward": "#4e79a7", "backward": "#59a14f", "recompute": "#edc948",
+    "update": "#76b7b2", "inside": "#b07aa1", "across": "#e15759", "wait": "#d62728",
+}  # fmt: skip
+TINTS = {
+    "forward": "forward", "backward": "backward", "recompute": "recomputed", "update": "update",
+    "inside": "collective inside a host", "across": "collective between hosts", "wait": "waiting for a collective",
+}  # fmt: skip
+"""The meanings of a timeline's colours."""
+_W, _LEFT, _ROW = 1000, 130, 22
+_POINTS = 600
+
+
+def svg(report: Report) -> str:
+    """Timeline and memory of the longest part of a step, as one standalone file; for a pipeline also its schedule."""
+    part = main_part(report)
+    stages_h, time_h, memory_h = stages_height(report), timeline_height(part), 240
+    whole_h = stages_h + time_h + memory_h + 40
+    staged = f'<g transform="translate(0,28)">{stages(report)}</g>\n' if stages_h else ""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_W}" height="{whole_h}" '
+        f'viewBox="0 0 {_W} {whole_h}" font-family="sans-serif" font-size="11">\n'
+        f'<rect width="100%" height="100%" fill="#ffffff"/>\n'
+        f'<text x="8" y="18" font-size="14">{escape(report.job.name)}: {escape(part.part.name)}, '
+        f"{seconds(part.timeline.seconds)}</text>\n"
+        f"{staged}"
+        f'<g transform="translate(0,{28 + stages_h})">{timeline(part)}</g>\n'
+        f'<g transform="translate(0,{28 + stages_h + time_h})">{memory(report, part, memory_h)}</g>\n</svg>\n'
+    )
+
+
+def stages_height(report: Report) -> int:
+    pipeline = stage_lanes(report)
+    return 0 if pipeline is None else _ROW * pipeline.table.devices + 36
+
+
+def stages(report: Report) -> str:
+    """The schedule of a pipeline over a step: a lane per device and a bar per task; devices wait in gaps."""
+    pipeline = stage_lanes(report)
+    if pipeline is None:
+        return ""
+    scale = (_W - _LEFT - 10) / (pipeline.seconds or 1.0)
+    out = [f'<text x="8" y="{_ROW * d + 15}">device {d}</text>' for d in range(pipeline.table.devices)]
+    for task, start, end in pipeline.slots:
+        words = f"{task}, {seconds(end - start)}"
+        bar = (_LEFT + start * scale, _LEFT + end * scale - 0.5, COLORS[_TASKS[task.kind]], words)
+        out.append(_bar(bar, _ROW * pipeline.table.device_of(task.stage)))
+        if (end - start) * scale > 16:
+            x, y = _LEFT + (start + end) / 2 * scale, _ROW * pipeline.table.device_of(task.stage) + 15
+            out.append(f'<text x="{x:.1f}" y="{y}" text-anchor="middle" fill="#ffffff">{task.micro}</text>')
+    y = _ROW * pipeline.table.devices + 15
+    out.append(f'<text x="{_LEFT}" y="{y}" fill="#555555">{pipeline.words}</text>')
+    return "\n".join(out)
+
+
+_TASKS = {"F": "forward", "B": "backward", "I": "backward", "W": "update"}
+
+
+def main_part(report: Report) -> PricedPart:
+    return max(report.pricing.parts, key=lambda p: p.seconds)
+
+
+def timeline_height(part: PricedPart) -> int:
+    return _ROW * len(lanes(part)) + 44
+
+
+def timeline(part: PricedPart) -> str:
+    """The SVG of a part's timeline, a lane per resource; adjacent events of one colour are merged below a pixel."""
+    total = part.timeline.seconds or 1.0
+    scale = (_W - _LEFT - 10) / total
+    out = []
+    for row, lane in enumerate(lanes(part)):
+        y = row * _ROW
+        title = {"compute": "compute", "wait": "waiting"}.get(lane, lane)
+        out.append(f'<text x="8" y="{y + 15}">{escape(title)}</text>')
+        run: tuple[float, float, str, str] | None = None
+        for event in part.timeline.events:
+            if event.lane != lane:
+                continue
+            info = info_of(part.priced.kernels[event.task].node)
+            color = COLORS.get(tint(lane, part, event.task), "#888888")
+            x0, x1 = _LEFT + event.start * scale, _LEFT + event.end * scale
+            if run is not None and run[2] == color and x0 - run[1] < 0.3 and run[1] - run[0] < 6:
+                run = (run[0], x1, color, run[3])
+                continue
+            if run is not None:
+                out.append(_bar(run, y))
+            words = f"{info.module or info.origin or event.name} {info.phase} {seconds(event.end - event.start)}"
+            if info.comm is not None:
+                words += f" {info.comm.kind} {gib(info.comm.bytes)}: {info.comm.reason}"
+            run = (x0, x1, color, words)
+        if run is not None:
+            out.append(_bar(run, y))
+    y = _ROW * len(lanes(part))
+    size, unit = seconds_axis(total)
+    for tick in range(6):
+        x = _LEFT + (_W - _LEFT - 10) * tick / 5
+        words = f"{total * tick / 5 / size:.3g} {unit}"
+        anchor = "middle" if tick < 5 else "end"  # the last one would be cut off
+        out.append(f'<text x="{x:.1f}" y="{y + 14}" text-anchor="{anchor}" fill="#555555">{words}</text>')
+    tints = {tint(event.lane, part, event.task) for event in part.timeline.events}
+    out += legend({words: COLORS[name] for name, words in TINTS.items() if name in tints}, y + 22)
+    return "\n".join(out)
+
+
+def _bar(run: tuple[float, float, str, str], y: float) -> str:
+    x0, x1, color, words = run
+    return (
+        f'<rect x="{x0:.2f}" y="{y + 2}" width="{max(x1 - x0, 0.25):.2f}" height="{_ROW - 4}" fill="{color}">'
+        f"<title>{escape(words)}</title></rect>"
+    )
+
+
+def tint(lane: str, part: PricedPart, task: int) -> str:
+    """The key in `COLORS` for an event: its phase, the link of a collective, or `wait`."""
+    if lane == "wait":
+        return "wait"
+    cost = part.priced.costs.get(task)
+    return cost.wire if cost is not None else info_of(part.priced.kernels[task].node).phase
+
+
+def memory(report: Report, part: PricedPart, height: int) -> str:
+    """Draws the memory of a part over time, stacked by category, with the device's memory as a line."""
+    at, curves = part.timeline.at, part.memory.by_category
+    total = part.timeline.seconds or 1.0
+    plot_h = height - 60
+    limit = report.pricing.device.memory_bytes - report.pricing.device.context_bytes
+    top = max(part.memory.peak_bytes, limit, 1)
+    picks = sample(at, part.memory.curve)
+    scale_x, scale_y = (_W - _LEFT - 10) / total, plot_h / top
+    base = [0.0] * len(picks)
+    out = []
+    names = [name for name in CATEGORIES if name in curves]
+    for name in names:
+        upper = [b + curves[name][i] for b, i in zip(base, picks)]
+        points = [f"{_LEFT + at[i] * scale_x:.1f},{plot_h - v * scale_y:.1f}" for i, v in zip(picks, upper)]
+        back = [f"{_LEFT + at[i] * scale_x:.1f},{plot_h - v * scale_y:.1f}" for i, v in zip(picks, base)][::-1]
+        out.append(
+            f'<polygon points="{" ".join(points + back)}" fill="{COLORS[name]}"><title>{LABELS[name]}</title></polygon>'
+        )
+        base = upper
+    y = plot_h - limit * scale_y
+    size, unit = bytes_axis(top)
+    words = f"device {limit / size:.2f} {unit}, peak {part.memory.peak_bytes / size:.2f} {unit}"
+    out.append(f'<line x1="{_LEFT}" x2="{_W - 10}" y1="{y:.1f}" y2="{y:.1f}" stroke="#d62728" stroke-width="2"/>')
+    out.append(f'<text x="{_W - 12}" y="{y + 12:.1f}" text-anchor="end" fill="#d62728">{words}</text>')
+    for tick in range(5):
+        y = plot_h - plot_h * tick / 4
+        words = f"{top * tick / 4 / size:.2f} {unit}"
+        out.append(f'<text x="{_LEFT - 6}" y="{max(9.0, y + 4):.1f}" text-anchor="end" fill="#555555">{words}</text>')
+    out += legend({LABELS[name]: COLORS[name] for name in names}, plot_h + 14)
+    return "\n".join(out)
+
+
+def legend(colors: Mapping[str, str], y: float) -> list[str]:
+    """A row of coloured boxes with their meanings, at height `y`."""
+    out, x = [], _LEFT
+    for words, color in colors.items():
+        out.append(f'<rect x="{x}" y="{y}" width="10" height="10" fill="{color}"/>')
+        out.append(f'<text x="{x + 14}" y="{y + 9}">{escape(words)}</text>')
+        x += 28 + 6 * len(words)
+    return out
+
+
+def sample(at: Sequence[float], curve: Sequence[int]) -> list[int]:
+    """Picks the points of a curve to draw: at most a few hundred indices, with the maximum of each stretch."""
+    if not at:
+        return []
+    total = at[-1] or 1.0
+    best: dict[int, int] = {}
+    for i, t in enumerate(at):
+        slot = int(_POINTS * t / total)
+        if slot not in best or curve[i] > curve[best[slot]]:
+            best[slot] = i
+    return sorted({0, *best.values(), len(at) - 1})
+
+
+def mesh_map(report: Report) -> str:
+    """Draws the mesh: a box per device in a frame per host, the last axis from left to right; at most 8 hosts."""
+    per, nodes = report.job.devices_per_node, report.job.nodes
+    shown, cell = min(nodes, 8), 44
+    columns = min(per, 8)
+    rows = -(-per // columns)
+    mesh = Mesh(report.job.mesh)
+    axes = [mesh.axis(name) for name in mesh.axes]
+    out, host_w, host_h = [], columns * cell + 12, rows * cell + 28
+    across = max(1, min(shown, 960 // host_w))
+    for host in range(shown):
+        x, y = 8 + (host % across) * (host_w + 8), (host // across) * (host_h + 8)
+        out.append(f'<rect x="{x}" y="{y}" width="{host_w}" height="{host_h}" fill="none" stroke="#999999" rx="4"/>')
+        out.append(f'<text x="{x + 6}" y="{y + 14}">host {host}</text>')
+        for local in range(min(per, report.devices - host * per)):
+            rank = host * per + local
+            label = ", ".join(f"{axis.name} {mesh.index(axis, rank)}" for axis in axes if axis.size > 1) or "alone"
+            cx, cy = x + 6 + (local % columns) * cell, y + 20 + (local // columns) * cell
+            hue = 360 * mesh.index(axes[-1], rank) // axes[-1].size if axes else 0
+            out.append(
+                f'<rect x="{cx}" y="{cy}" width="{cell - 4}" height="{cell - 4}" fill="hsl({hue},55%,80%)" rx="3">'
+                f"<title>device {rank}: {escape(label)}</title></rect>"
+                f'<text x="{cx + cell / 2 - 2}" y="{cy + cell / 2 + 2}" text-anchor="middle">{rank}</text>'
+            )
+    height = -(-shown // across) * (host_h + 8)
+    more = f"<p>and {nodes - shown} hosts more</p>" if nodes > shown else ""
+    return (
+        f'<svg width="{_W}" height="{height}" viewBox="0 0 {_W} {height}" font-family="sans-serif" font-size="11">'
+        + "\n".join(out)
+        + f"</svg>{more}"
+    )

@@ -1,0 +1,339 @@
+"""The plan as text: at most 60 lines of 100 columns."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Any
+
+from tpshard.diagnostics.diagnostic import plural
+from tpshard.parallelism import words
+from tpshard.parallelism.sharding import notation
+from tpshard.parallelism.words import axes_text
+from tpshard.plan.report.report import Edit, PlannedJob, Report, Tensor
+from tpshard.plan.report.rows import pattern
+from tpshard.plan.step import forecast, skew
+from tpshard.plan.step.stage_times import Piped
+from tpshard.plan.step.units import count, gib, seconds
+from tpshard.programs.fit.batching import BatchPlan
+
+WIDTH, HEIGHT = 100, 60
+STAGES = 4
+"""Stages of a pipeline shown without --verbose."""
+COMPILED = {"blocks": "blocks compiled"}
+LABELS = {
+    "parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state",
+    "activations": "activations", "gathered": "gathered buckets", "logits_and_loss": "logits and loss",
+    "communication": "communication", "cache": "key-value cache", "temporary": "temporary",
+}  # fmt: skip
+
+
+def sharding_text(sharding: Sequence[Any], dims: Sequence[str] = ()) -> str:
+    """A sharding in the notation of the docs, such as `[M_tp, E]`: each dim's letter with the axes that shard it."""
+
+    def axes(dim: Any) -> str:
+        alone = isinstance(dim, str) or (dim is not None and len(dim) == 3 and isinstance(dim[1], int))
+        return axes_text([dim] if alone else dim or ())
+
+    return notation([axes(dim) for dim in sharding], names=dims)
+
+
+def cut(text: str, width: int = WIDTH) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def wrap(lines: Iterable[str], width: int = WIDTH) -> list[str]:
+    """Breaks long lines at spaces; what follows a break is indented by two columns more, or by four at least."""
+    broken: list[str] = []
+    for line in lines:
+        indent = " " * max(4, len(line) - len(line.lstrip()) + 2)
+        broken += textwrap.wrap(
+            line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        ) or [line]
+    return broken
+
+
+def short(tensor: Tensor, home: str = "", room: float = math.inf) -> str:
+    """The reason of a tensor's sharding in at most `room` columns: places in the recipe, or `heads: tp (default)`.
+
+    Files lose their folders. If that is still too long, places in the file `home` lose the file's name, then all lose
+    their words, so that only line numbers remain.
+    """
+    if not tensor.written_at:
+        return tensor.reason if len(tensor.reason) <= room else tensor.reason.partition(":")[0]
+    named = [source._replace(source=source.source.rpartition("/")[2]) for source in tensor.written_at]
+    near = [words.place(source).removeprefix(f"{home}:") for source in named]
+    bare = [words.place(source._replace(says="")).removeprefix(f"{home}:") for source in named]
+
+    def join_places(places: Sequence[str]) -> str:
+        return "; ".join(f"{t.says} (default)" if t.default else place for t, place in zip(named, places))
+
+    keys = [f"{t.says.partition(':')[0]} (default)" if t.default else place for t, place in zip(named, bare)]
+    if all(source.default for source in named):
+        keys = [*(source.says.partition(":")[0] for source in named[:-1]), keys[-1]]
+    forms = [join_places(list(map(words.place, named))), join_places(near), ", ".join(keys)]
+    if all(source.default for source in named):
+        forms.append(", ".join(keys).removesuffix(" (default)"))
+    return next((form for form in forms if len(form) <= room), forms[-1])
+
+
+def verdict(report: Report) -> str:
+    device = report.pricing.device
+    needed, has = report.pricing.needed_bytes, device.memory_bytes
+    limit, peak, over = report.pricing.limit, report.pricing.peak_bytes, report.pricing.over_limit_bytes
+    if limit is not None and over:
+        return f"DOES NOT FIT: {gib(peak)} at the peak, {gib(limit)} by fsdp.memory_limit: {gib(over)} too much"
+    if report.fits:
+        held = "" if limit is None else f"; {gib(peak)} at the peak, {gib(limit)} by fsdp.memory_limit"
+        return f"FITS: {gib(needed)} of {gib(has)} on each {device.name}, {gib(has - needed)} spare{held}"
+    return f"DOES NOT FIT: {gib(needed)} needed, {gib(has)} on each {device.name}: {gib(needed - has)} too much"
+
+
+def label(report: Report, figure: str) -> str:
+    """The basis of a figure as text, such as `roofline: attention, across not fitted`."""
+    word, missing = report.provenance[figure], report.unfitted_constants.get(figure, ())
+    shown = len(missing) and report.pricing.device.fitted
+    return f"{word}: {', '.join(missing)} not fitted" if shown else word
+
+
+def screen(report: Report, *, verbose: bool = False, width: int = WIDTH) -> str:
+    """The report as text without colours or markup. `verbose` lifts the limit on lines."""
+    job, times = report.job, report.pricing
+    how = report.provenance
+    head = [
+        f"plan: {job.name} ({job.recipe}), {job.what}",
+        f"{verdict(report)}   [{how['memory.reserved_bytes']}]",
+    ]
+    head += [f"  edit: {_edit(e)}" for e in report.edits[:3]] if not report.fits else []
+    assumed = " (none named: the shipped CPU)" if job.device_assumed else ""
+    head += [
+        f"  model   {job.model}, {count(job.params)} parameters, seq {job.seq_len}, {job.dtype}, "
+        f"{COMPILED.get(job.compiled, job.compiled)}{', remat ' + job.remat if job.remat else ''}",
+        *([f"  weights {job.quantized}"] if job.quantized else []),
+        f"  mesh    {' x '.join(f'{k} {v}' for k, v in job.mesh.items())} = {report.devices} x "
+        f"{times.device.name}{assumed}, {plural(job.nodes, 'host')} of {job.devices_per_node}",
+        f"  batch   {_batch(job)}, {count(job.tokens)} tokens",
+    ]
+    whole = forecast.rows(report.forecast) if report.forecast is not None else []
+    whole += skew.rows(report.skew) if report.skew is not None else []
+    head = wrap(head, width)
+    tail = wrap([*_times(report), *whole, *_advice(report, verbose)], width)
+    parts = [_collectives, _reshards, _pipeline]
+    middle = [wrap(lines, width) for lines in (_memory(report), *(part(report, verbose) for part in parts))]
+    rows = shardings(report, width)
+    if not verbose:
+        room = HEIGHT - len(head) - len(tail) - sum(map(len, middle)) - 2
+        rows = _limit(rows, max(3, room))
+    file = home(report)
+    title = f"SHARDING  {report.annotated} annotated (*), {report.inferred} inferred   [exact]" + (
+        f"   line:column of {file} that decided" if file else ""
+    )
+    lines = [*head, title, *rows, *middle[1], *middle[2], *middle[3], *middle[0], *tail]
+    if not verbose and len(lines) > HEIGHT:
+        lines = [*lines[: HEIGHT - 1], "... (--verbose shows all)"]
+    return "\n".join(cut(line, width) for line in lines) + "\n"
+
+
+def _limit(rows: list[str], room: int) -> list[str]:
+    return rows if len(rows) <= room else [*rows[: room - 1], f"  ... {len(rows) - room + 1} more (--verbose)"]
+
+
+def home(report: Report) -> str:
+    """The file that decided most shardings, without its folder; "" where all are defaults."""
+    written = [place.source for tensor in report.tensors for place in tensor.written_at if place.line]
+    counts = Counter(source.rpartition("/")[2] for source in written if not source.startswith("<"))
+    return min(counts, key=lambda name: (-counts[name], name), default="")
+
+
+def shardings(report: Report, width: float = math.inf) -> list[str]:
+    """A row per kind of tensor with its sharding and reason; `*` marks those that the recipe annotates."""
+    groups: dict[tuple[str, str, str], list[Tensor]] = {}
+    for tensor in report.tensors:
+        stored = sharding_text(tensor.stored, tensor.dims) if tensor.stored is not None else ""
+        groups.setdefault((pattern(tensor.name), sharding_text(tensor.sharding, tensor.dims), stored), []).append(
+            tensor
+        )
+    rows = []
+    for (name, used, stored), members in groups.items():
+        many = f" x{len(members)}" if len(members) > 1 else ""
+        how_stored = f" stored {stored}" if stored and stored != used else ""
+        shape = "x".join(map(str, members[0].shape))
+        mark = "*" if members[0].annotated else " "
+        rows.append((f"{mark}{name}{many}", shape, used + how_stored))
+    wide = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
+    file, room = home(report), width - sum(wide) - 4
+    return [
+        f" {' '.join(text.ljust(n) for text, n in zip(row, wide))} {short(members[0], file, room)}"
+        for row, members in zip(rows, groups.values())
+    ]
+
+
+def _collectives(report: Report, verbose: bool) -> list[str]:
+    if not report.lines:
+        return ["COLLECTIVES  none"]
+    rows = [
+        f"{'COLLECTIVES [bytes exact, times ' + report.provenance['collectives.time_s'] + ']':<45}"
+        "count      bytes       sent     time  exposed  link"
+    ]
+    merged: dict[tuple[str, str, str, str], list[float]] = {}
+    for line in report.lines:
+        row = merged.setdefault((line.kind, axes_text(line.axes), line.of, line.level), [0, 0, 0, 0, 0])
+        for i, value in enumerate((line.count, line.bytes, line.wire_bytes, line.time_s, line.exposed_s)):
+            row[i] += value
+    shown = sorted(merged.items(), key=lambda item: (-item[1][3], item[0]))
+    for (kind, axes, role, wire), (n, size, wire_bytes, time, exposed) in shown if verbose else shown[:9]:
+        rows.append(
+            f"  {kind:<14} {axes:<12} {role:<12} {n:>7.0f} {gib(size):>10} {gib(wire_bytes):>10} {seconds(time):>8} "
+            f"{seconds(exposed):>8}  {wire}"
+        )
+    if len(shown) > 9 and not verbose:
+        rest = shown[9:]
+        rows.append(f"  ... {len(rest)} more kinds, {seconds(sum(r[3] for _, r in rest))} (--verbose)")
+    return rows
+
+
+def _reshards(report: Report, verbose: bool) -> list[str]:
+    rows = []
+    for row in report.reshards if verbose else report.reshards[:2]:
+        rows.append(
+            f"  ! {row['count']} x {row['kind']} over {'+'.join(row['axes'])}, {gib(row['bytes'])}: {row['reason']}"
+        )
+    if not rows:
+        return []
+    hidden = len(report.reshards) - len(rows)
+    more = f", {hidden} more with --verbose" if hidden else ""
+    advice = "annotate the value, or on_reshard: error" if report.job.what == "train" else "serve.layout: tp_aware"
+    return [f"RESHARDS nothing in the recipe asks for{more} ({advice})", *rows]
+
+
+def _pipeline(report: Report, verbose: bool) -> list[str]:
+    """The time and memory of each stage; with `verbose` also the schedule, a column per unit of time."""
+    pipeline = report.pricing.pipeline
+    if pipeline is None:
+        how = report.job.stacking
+        drawn = [] if how is None or not verbose else ["  the schedule", *str(how.table).splitlines()]
+        return [] if how is None else [f"PIPELINE  {pipeline_words(report)}", *drawn]
+    rows = [
+        f"PIPELINE  {pipeline_words(report)} [{report.provenance['time']}]",
+        f"  split {_runs([stage.layers for stage in pipeline.stages])} "
+        + ("balances the stages; " if pipeline.programs.balanced else "as pipeline.split says; ")
+        + _slowest(pipeline),
+        "  stage  layers  " + "".join(f"{words:>21}" for words in pipeline.kinds) + "       kept      sent",
+    ]
+    shown = pipeline.stages if verbose else pipeline.stages[:STAGES]
+    for stage in shown:
+        times = "".join(f"{seconds(stage.seconds[kind]):>21}" for kind in stage.seconds)
+        rows.append(
+            f"  {stage.stage:>5}  {stage.layers:>6}  {times}{gib(stage.saved_bytes):>11}{gib(stage.sent_bytes):>10}"
+        )
+    if len(shown) < len(pipeline.stages):
+        rows.append(f"  ... {len(pipeline.stages) - len(shown)} more stages (--verbose)")
+    rows.append("  device  busy in a step   waiting  once a step   peak memory  micro-batches held")
+    places = list(enumerate(pipeline.devices))
+    for i, device in places if verbose else places[:STAGES]:
+        rows.append(
+            f"  {i:>6}{seconds(device.busy_s):>16}{seconds(pipeline.seconds - device.busy_s):>10}"
+            f"{seconds(device.once_s):>13}{gib(device.peak_bytes):>14}{device.held:>20}"
+        )
+    return rows + (["  the schedule", *str(pipeline.table).splitlines()] if verbose else [])
+
+
+def pipeline_words(report: Report) -> str:
+    """The pipeline of a plan in words: schedule, stages, micro-batches and bubble; "" without one."""
+    pipeline = report.pricing.pipeline
+    if pipeline is None:
+        return "" if report.job.stacking is None else str(report.job.stacking)
+    table = pipeline.table
+    rounds = f" x {table.rounds} rounds" if table.rounds > 1 else ""
+    return (
+        f"{table.schedule}, {table.devices} stages{rounds}, {table.micro_batches} micro-batches: "
+        f"{100 * pipeline.bubble:.1f}% bubble"
+    )
+
+
+def _slowest(pipeline: Piped) -> str:
+    above = 100 * pipeline.above_mean
+    if above < 1:
+        return "all devices take the same time"
+    return f"device {pipeline.slowest} is the slowest, {above:.0f}% above the mean"
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """Formats numbers as text; four or more equal ones in a row become `2 x 8`."""
+    runs = [(number, len(list(same))) for number, same in groupby(numbers)]
+    return ", ".join(f"{n} x {number}" if n > 3 else ", ".join([str(number)] * n) for number, n in runs)
+
+
+def _memory(report: Report) -> list[str]:
+    memory, how = report.pricing.worst.memory, report.provenance
+    parts = sorted(memory.at_peak.items(), key=lambda item: (-item[1], item[0]))
+    words = [f"{LABELS.get(name, name)} {gib(size)}" for name, size in parts if size]
+    rows = [
+        f"MEMORY of a device  peak {gib(memory.peak_bytes)} allocated [{how['memory.peak_bytes']}], "
+        f"{gib(report.pricing.reserved_bytes)} reserved [{how['memory.reserved_bytes']}]",
+        f"  at {report.peak_at}",
+    ]
+    line = " "
+    for word in words:
+        if len(line) + len(word) + 3 > WIDTH:
+            rows.append(line)
+            line = " "
+        line += f" {word} ·"
+    rows.append(line.rstrip(" ·"))
+    exact = ", ".join(f"{LABELS.get(k, k)} {gib(v)}" for k, v in report.static_bytes().items())
+    rows.append(f"  at rest [exact]: {exact}")
+    return rows
+
+
+def _times(report: Report) -> list[str]:
+    t, how = report.pricing, label(report, "time")
+    work = report.work_seconds()
+    rows = [
+        f"TIME  step {seconds(t.step_s)} [{how}] = computing {seconds(t.compute_s)} + slowed by collectives "
+        f"{seconds(t.slowed_s)} + exposed {seconds(t.exposed_s)}",
+        *([f"  + waiting for other stages {seconds(t.idle_s)}"] if t.pipeline is not None else []),
+        f"  matmul {seconds(work['matmul'])}, attention {seconds(work['attention'])}, memory-bound "
+        f"{seconds(work['stream'])}, host {seconds(t.fixed_s)}; collectives in all {seconds(t.comm_s)}",
+        f"  {count(report.tokens_per_s_per_device)} tokens/s a device, "
+        f"{count(report.tokens_per_s_per_device * report.devices)} in all",
+        f"  MFU {100 * report.mfu:.1f}% = {report.useful_flops:.4g} useful FLOPs / ({report.devices} x "
+        f"{report.peak_rate / 1e12:.4g} TFLOP/s x {seconds(t.step_s)})",
+        f"  FLOP efficiency {report.flop_efficiency:.4f} [exact]: useful FLOPs / FLOPs of all devices",
+    ]
+    for row in report.losses[:2] if report.flop_efficiency < 0.99995 else ():  # not if the figure above is 1.0000
+        rows.append(f"    computed more than once: {row['op']} in {row['where']}, efficiency {row['efficiency']:.3f}")
+    rows.append(f"BOTTLENECK  {report.bottleneck}")
+    return rows
+
+
+def _advice(report: Report, verbose: bool) -> list[str]:
+    most = 3 if report.searched is None else 10
+    rows = [f"  try: {_edit(e, report.pricing.step_s)}" for e in report.suggestions[:most]]
+    if report.searched is not None:
+        rows.append(f"  searched: {report.search_summary}")
+    elif report.fits and report.job.what == "train":
+        rows.append("  more: --suggest plans further changes, and combinations of them")
+    rows += [f"  warning: {text}" for text in (report.warnings if verbose else report.warnings[:3])]
+    if len(report.warnings) > 3 and not verbose:
+        rows.append(f"  ... {len(report.warnings) - 3} more warnings (--verbose)")
+    if report.accuracy:
+        rows.append(f"  accuracy: {report.accuracy}")
+    return rows
+
+
+def _batch(job: PlannedJob) -> str:
+    """The sequences of a step, and in training how they are divided."""
+    if job.what != "train":
+        return f"{plural(job.global_sequences, 'sequence')} a step"
+    data_ranks = job.global_sequences // max(1, job.per_device * job.micro_batches)
+    return str(BatchPlan(job.global_sequences, data_ranks, job.per_device))
+
+
+def _edit(edit: Edit, before: float | None = None) -> str:
+    words = f"{edit.change}: {gib(edit.needed_bytes)}, step {seconds(edit.step_s)}"
+    if before:
+        words += f" ({100 * (edit.step_s / before - 1):+.0f}%)"
+    return words if edit.fits else words + ", still does not fit"

@@ -1,0 +1,91 @@
+"""A plan as a Chrome trace (chrome://tracing, Perfetto): a lane per resource, and memory as counters."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tpshard.parallelism.pricing.flow import info_of
+from tpshard.plan.report.report import Report
+from tpshard.plan.step.pricing import PricedPart
+from tpshard.plan.views.stage_lanes import stage_lanes
+
+
+def lanes(part: PricedPart) -> list[str]:
+    """The names of a part's lanes: computation, waiting, and then those of its collectives."""
+    names = {event.lane for event in part.timeline.events}
+    return [lane for lane in ("compute", "wait") if lane in names] + sorted(names - {"compute", "wait"})
+
+
+def trace(report: Report) -> str:
+    """The plan as JSON in the trace-event format, with times in microseconds.
+
+    The parts of a step follow each other, each once. A pipeline's schedule is shown for the whole step.
+    """
+    events: list[dict[str, Any]] = []
+    order: dict[str, int] = {}
+    for part in report.pricing.parts:
+        for lane in lanes(part):
+            order.setdefault(lane, len(order))
+    for lane, tid in order.items():
+        title = lane if lane in ("compute", "wait") else f"collectives over {lane}"
+        events.append({"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": title}})
+        events.append({"ph": "M", "pid": 0, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
+    offset = 0.0
+    for part in report.pricing.parts:
+        for event in part.timeline.events:
+            info = info_of(part.priced.kernels[event.task].node)
+            args: dict[str, Any] = {"module": info.module, "phase": info.phase, "part": part.part.name}
+            if info.comm is not None:
+                args |= {"kind": info.comm.kind, "bytes": info.comm.bytes, "reason": info.comm.reason}
+            elif info.flops:
+                args["flops"] = info.flops
+            events.append(
+                {
+                    "ph": "X", "pid": 0, "tid": order[event.lane], "name": info.origin or event.name,
+                    "cat": info.phase, "ts": _us(offset + event.start), "dur": _us(event.end - event.start),
+                    "args": args,
+                }
+            )  # fmt: skip
+        last: dict[str, int] = {}
+        for i, at in enumerate(part.timeline.at):
+            held = {name: series[i] for name, series in part.memory.by_category.items()}
+            if held != last:
+                events.append(
+                    {
+                        "ph": "C",
+                        "pid": 0,
+                        "name": "memory (bytes)",
+                        "ts": _us(offset + at),
+                        "args": dict(sorted(held.items())),
+                    }
+                )
+                last = held
+        offset += part.timeline.seconds
+    events += _stages(report)
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, indent=None, separators=(",", ":")) + "\n"
+
+
+def _stages(report: Report) -> list[dict[str, Any]]:
+    """A lane per device of a pipeline, with the tasks of its schedule."""
+    pipeline = stage_lanes(report)
+    if pipeline is None:
+        return []
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": f"pipeline, {pipeline.table.schedule}"}}
+    ]
+    for device in range(pipeline.table.devices):
+        named = {"name": f"device {device} along pp"}
+        events.append({"ph": "M", "pid": 1, "tid": device, "name": "thread_name", "args": named})
+    for task, start, end in pipeline.slots:
+        events.append(
+            {
+                "ph": "X", "pid": 1, "tid": pipeline.table.device_of(task.stage), "name": str(task), "cat": task.kind,
+                "ts": _us(start), "dur": _us(end - start), "args": {"stage": task.stage, "micro_batch": task.micro},
+            }
+        )  # fmt: skip
+    return events
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 3)

@@ -1,0 +1,1 @@
+"""Whether a model fits a mesh, from plain numbers, without torch."""

@@ -1,0 +1,1 @@
+"""The programs of a step, with the passes that run over them."""

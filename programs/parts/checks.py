@@ -1,0 +1,123 @@
+"""Checks of programs before they run: unrequested reshards, and unevenly divided dims."""
+
+from __future__ import annotations
+
+import linecache
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes, did_you_mean
+from tpshard.parallelism.graph import Value
+from tpshard.parallelism.mesh import size_of
+from tpshard.parallelism.passes.recompute import selectable
+from tpshard.parallelism.program import Collective, Program
+from tpshard.parallelism.propagated import Annotation
+from tpshard.parallelism.sharding import even, local_size
+from tpshard.programs.setting.setting import Setting
+
+MOST = 5
+MIB = 2**20
+
+
+@contextmanager
+def traceable(setting: Setting) -> Iterator[None]:
+    """Turns an error of tracing a user's model into a mistake (exit 3) that names the line of its code."""
+    try:
+        yield
+    except (ValueError, RuntimeError, TypeError, NotImplementedError, AttributeError) as error:
+        if isinstance(error, Mistakes) or setting.config is not None:
+            raise
+        line = _line_of(error)
+        if line is None:
+            raise
+        key = "module" if setting.recipe.model.module is not None else "transformers"
+        raise Mistakes.one(
+            f"`{type(setting.model).__name__}` cannot be traced into one static graph",
+            exit=Exit.RECIPE,
+            where=setting.recipe.where(f"model.{key}"),
+            why=f"{line}: {(str(error).strip() or type(error).__name__).splitlines()[0]}",
+            fix="write this line with tensors of fixed shapes, such as torch.where for an `if`"
+            if key == "module"
+            else "name a subclass that computes this otherwise as `model.module`",
+        ) from error
+
+
+def _line_of(error: BaseException | None) -> str | None:
+    """The innermost line of code, with its place, that is neither torch's nor this package's; None without one.
+
+    If errors caused each other, the line of the original cause is preferred.
+    """
+    innermost = None
+    while error is not None:
+        frames = [(str(f.f_globals.get("__name__")), f, line) for f, line in traceback.walk_tb(error.__traceback__)]
+        foreign = [(f, line) for name, f, line in frames if name.partition(".")[0] not in ("torch", "tpshard")]
+        if foreign:
+            frame, line = foreign[-1]
+            text = linecache.getline(frame.f_code.co_filename, line).strip()
+            innermost = f"`{text}` in {frame.f_code.co_filename}:{line}"
+        error = error.__cause__
+    return innermost
+
+
+def check_remat(setting: Setting, program: Program) -> None:
+    """Raises Mistakes (exit 3) for a name in a list of `remat` that selects nothing and would have no effect."""
+    names = setting.recipe.remat
+    if not isinstance(names, tuple):
+        return
+    choices = selectable(program)
+    wrong = [
+        Diagnostic(
+            f"`remat` names `{name}`, which no saved value of the model has",
+            exit=Exit.RECIPE,
+            where=setting.recipe.where("remat"),
+            why="a list names the products and attentions that are not recomputed",
+            fix=did_you_mean(name, sorted(n for n in choices if "." not in n), "name one of them"),
+        )
+        for name in names
+        if name not in choices
+    ]
+    if wrong:
+        raise Mistakes(wrong)
+
+
+def check_reshards(setting: Setting, program: Program) -> list[str]:
+    """Applies `sharding.on_reshard` to collectives that no annotation asks for: error, warn (the result) or allow.
+
+    For `error` raises Mistakes (exit 4) that name the five largest, each with its reason.
+    """
+    how = setting.recipe.sharding.on_reshard
+    unasked = [] if how == "allow" else [comm for comm in program.collectives if not comm.requested]
+    if not unasked:
+        return []
+    if how == "error":
+        unasked.sort(key=lambda comm: -comm.bytes)
+        raise Mistakes([_unasked_collective(setting, comm) for comm in unasked[:MOST]])
+    moved = f"{len(unasked)} reshards that nothing asks for move {sum(comm.bytes for comm in unasked) / MIB:.1f} MiB"
+    return [f"{moved}; the first: {unasked[0].reason}"]
+
+
+def _unasked_collective(setting: Setting, comm: Collective) -> Diagnostic:
+    value = comm.value[0]
+    return Diagnostic(
+        f"nothing in the recipe asks for the {comm.kind} of `{value}`, {comm.bytes / MIB:.1f} MiB",
+        exit=Exit.FIT,
+        where=setting.recipe.where("sharding.on_reshard"),
+        why=comm.reason,
+        fix=f"annotate `{value}`, or sharding.on_reshard: warn",
+    )
+
+
+def uneven_notes(annotations: dict[Value, Annotation]) -> list[str]:
+    """Notes on dims that their axes do not divide (`on_uneven: pad`), with their share of padding."""
+    notes = []
+    for value, annotation in annotations.items():
+        for dim, axes in enumerate(annotation.sharding.dims):
+            if not even(value.shape[dim], axes) and value.role != "gradient":
+                names, part = ", ".join(axis.name for axis in axes), local_size(value.shape[dim], axes)
+                padding = 1 - value.shape[dim] / (part * size_of(axes))
+                notes.append(
+                    f"{names} does not divide dim {dim} of `{value.name}` ({value.shape[dim]}): "
+                    f"every device has {part}, {padding:.0%} of all is padding"
+                )
+    return notes

@@ -1,0 +1,412 @@
+"""The programs of a training step on one device: micro-batch, optimizer update, evaluation, gather and reduce."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.models import counts
+from tpshard.models.assemble import evaluating
+from tpshard.models.families.routing import weighed_by
+from tpshard.models.objectives.tasks import targets_of_rows
+from tpshard.models.optimizers.adamw import AdamW, adamw_update, treatments
+from tpshard.models.optimizers.lion import Lion, lion_update
+from tpshard.models.optimizers.muon import Muon, muon_update
+from tpshard.parallelism.anchors import split_annotations
+from tpshard.parallelism.annotate import boundary, role, split_as
+from tpshard.parallelism.draws import step_seed
+from tpshard.parallelism.graph import Graph, Place, Value, mark
+from tpshard.parallelism.partitioning.partitioner import mark_outputs, partition_graph
+from tpshard.parallelism.program import Port, Program
+from tpshard.parallelism.propagated import Annotation
+from tpshard.parallelism.propagation.propagate import propagate
+from tpshard.parallelism.propagation.storage import boundaries, propagate_and_store
+from tpshard.parallelism.sharding import Layout, Sharding
+from tpshard.parallelism.simulate import draws
+from tpshard.parallelism.tracing.capture import Trail, capture
+from tpshard.programs.parts.checks import uneven_notes
+from tpshard.programs.parts.memo import Memo, key_of_capture, key_of_model
+from tpshard.programs.setting.annotations import annotate, fixed, name_dims, source_of, summed
+from tpshard.programs.setting.setting import Setting
+from tpshard.programs.setting.stacked_layers import discount
+
+GRAPHS = 16
+"""How many captured graphs a `Memo` keeps: with few layers they are small, and one serves many meshes."""
+
+
+UPDATES, BETWEEN = 4, 8
+"""How many programs of updates, and how many that gather or reduce, a `Memo` keeps: a pipeline has up to three kinds of
+devices."""
+
+
+MicroMaker = Callable[[Setting, Program | None], Program]
+"""A function that builds the program of a micro-batch, like `micro_program`."""
+
+
+SUM = ".grad_sum"
+"""What follows a parameter's name in the name of the sum of its gradients."""
+
+
+def trained_by(program: Program) -> list[str]:
+    """The parameters that a step trains, from the program of a micro-batch or of an update: those with a sum of
+    gradients among its inputs, in the order of the model's."""
+    return [port.name.removesuffix(SUM) for port in program.inputs if port.kind == "gradient"]
+
+
+def stored_ports(setting: Setting, storage: Mapping[str, Layout], names: Iterable[str]) -> list[Port]:
+    """The ports of parameters as they are stored, trained or not."""
+    shapes = {name: tuple(p.shape) for name, p in setting.model.named_parameters()}
+    return [Port(name, shapes[name], setting.master_dtype, storage[name], "parameter") for name in names]
+
+
+def _parameters(setting: Setting, names: Sequence[str] | None = None) -> dict[str, Tensor]:
+    parameters = {name: p.detach() for name, p in setting.model.named_parameters()}
+    return parameters if names is None else {name: parameters[name] for name in names}
+
+
+def _batch(setting: Setting) -> dict[str, Tensor]:
+    rows = setting.batch.per_device * setting.batch.data_ranks
+    fields = setting.task.fields.items()
+    return {name: torch.empty(rows, *field.shape, dtype=field.dtype, device="meta") for name, field in fields}
+
+
+def _field_dims(setting: Setting) -> dict[str, tuple[str, ...]]:
+    """The dim names of the batch's tensors."""
+    return {name: ("batch", *field.dims) for name, field in setting.task.fields.items()}
+
+
+def rows_of(batch: Mapping[str, Tensor]) -> int:
+    """The number of rows of a micro-batch, of all data ranks together."""
+    return next(iter(batch.values())).shape[0]
+
+
+def seeds(setting: Setting, program: Program, seed: int, micro: int) -> list[Tensor]:
+    """The seed of a step's micro-batch as a list of arguments; empty for a program that draws no random numbers."""
+    plan = setting.batch
+    return [step_seed(seed, micro, plan.per_device, plan.sequences_each)] if draws(program) else []
+
+
+def _forward(
+    setting: Setting, trail: Trail, used: Mapping[str, Tensor], batch: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    inputs = setting.task.inputs(batch)
+    with trail.inside(Place("loss", role="loss")):
+        targets = targets_of_rows(setting.task, batch)
+    with trail.watch(setting.model), weighed_by(targets):
+        logits = role(torch.func.functional_call(setting.model, dict(used), inputs), "logits")
+    with trail.inside(Place("loss", role="loss")):
+        return setting.task.loss(logits, batch)
+
+
+def _capture_micro(setting: Setting, gathered: bool, unreduced: bool, watched: bool) -> Graph:
+    """Captures the graph of a micro-batch, with the roles of its inputs and outputs; callers share it unchanged."""
+    trail = Trail()
+    asked = [name for name in _parameters(setting) if name in setting.trained]
+    trained: list[str] = []
+
+    def step(params: dict[str, Tensor], sums: dict[str, Tensor], batch: dict[str, Tensor]) -> Any:
+        used = {}
+        for name, param in params.items():
+            with trail.inside(Place(name.rpartition(".")[0])):
+                used[name] = boundary(param.to(setting.used_dtype(name)), "parameter", name)
+                used[name].requires_grad_(name in setting.trained)
+        loss, count = _forward(setting, trail, used, batch)
+        counted = counts.take(setting.model)
+        counters = [torch.cat(counted)] if counted else []
+        if not loss.requires_grad:
+            raise nothing_trained(setting)
+        with trail.backward(loss):
+            computed = torch.autograd.grad(loss, [used[name] for name in asked], allow_unused=True)
+        gradients = {name: grad for name, grad in zip(asked, computed) if grad is not None}
+        trained[:], added = list(gradients), []
+        for name, grad in gradients.items():
+            with trail.inside(Place(name.rpartition(".")[0], phase="backward")):
+                if not unreduced:
+                    grad = boundary(grad.to(setting.reduced_dtype(name)), "gradient", name)
+                added.append(sums[name] + grad.to(sums[name].dtype))
+        return loss.detach(), count, added, counters
+
+    params = _parameters(setting)
+    if gathered:
+        params = {n: p.to(setting.used_dtype(n)) for n, p in params.items()}
+    sums = {n: p.to(setting.sum_dtype) for n, p in _parameters(setting, asked).items()}
+    labels = [*params, *(n + SUM for n in sums), *setting.task.fields]
+    batch = _batch(setting)
+    graph = capture(step, (params, sums, batch), labels, trail, rows=rows_of(batch))
+    without = {name + SUM for name in asked if name not in trained}
+    graph.inputs = [value for value in graph.inputs if value.name not in without]
+    graph.number_inputs()
+    shown = [v for op in graph.ops for v in op.results if watched and v.dtype.is_floating_point]
+    own, count, behind = len(graph.outputs), len(trained), len(params) + len(trained)
+    graph.outputs = [*graph.outputs, *shown]
+    results = ["return[0]", "return[1]", *(f"{n}{SUM}.new" for n in trained), *["counters"] * (own - count - 2)]
+    mark_outputs(graph, dict(enumerate([*results, *(f"watched {value.name}" for value in shown)])))
+    inputs, outputs = graph.inputs, graph.outputs
+    mark(inputs[: len(params)], "parameter")
+    mark([*inputs[len(params) : behind], *outputs[2 : 2 + count]], "gradient")
+    fields = [value for value in inputs[behind:] if value is not graph.seed]
+    mark(fields, "batch")
+    mark([*outputs[:2], *outputs[2 + count : own]], "scalar")
+    name_dims(graph, setting.dims, fields, fields=_field_dims(setting))
+    return graph
+
+
+def nothing_trained(setting: Setting) -> Mistakes:
+    """The mistake that no parameter of the model gets a gradient."""
+    model = setting.recipe.model
+    key = next(key for key in ("module", "transformers", "hf", "preset") if getattr(model, key) is not None)
+    return Mistakes.one(
+        f"no parameter of {type(setting.model).__name__} can be trained", exit=Exit.FIT,
+        where=setting.recipe.where(f"model.{key}"),
+        why="`requires_grad` is False for all of them, or the loss depends on none that requires a gradient",
+        fix="leave `requires_grad` True for what is to be trained",
+    )  # fmt: skip
+
+
+def micro_program(
+    setting: Setting, base: Program | None = None, *, watched: bool = False, memo: Memo | None = None
+) -> Program:
+    """Builds the program of forward and backward of one micro-batch; gradients of the summed loss are added to the
+    sums.
+
+    base: the plain program, for what the recipe does once for all micro-batches. Where it gathers parameters once, they
+    are inputs in the form in which `base` uses them; where it reduces gradients once, the sums are laid out as `base`
+    computes gradients, whole and partial over the data axes. watched: every floating-point result of an op is also an
+    output, in execution order, named `watched NAME`. memo: keeps the captured graph.
+    """
+    gathered, unreduced = (base is not None and once for once in (setting.gathers_once, setting.reduces_once))
+    key = repr((key_of_capture(setting), gathered, unreduced, watched))
+    graph = (memo or Memo()).of(
+        "graph", key, lambda: _capture_micro(setting, gathered, unreduced, watched), most=GRAPHS
+    )
+    params, sums, fields = (
+        [value for value in graph.inputs if value.role == role] for role in ("parameter", "gradient", "batch")
+    )
+    before = {} if base is None else {port.name: port.layout for port in base.inputs}
+    stored: dict[str, list[Value]] = {value.name: [] for value in params}
+    annotations: dict[Value, Annotation] = {}
+    for value in params:
+        if gathered and base is not None:
+            annotations[value] = fixed(used_layout(base, value.name, before[value.name]), "how it is used")
+        else:
+            stored[value.name].append(value)
+    for total, added in zip(sums, graph.outputs[2:]):
+        name = total.name.removesuffix(SUM)
+        if unreduced and base is not None:
+            computed = fixed(base.records[f"{name}.grad"].layout, "how the gradient is made")
+            annotations[total] = annotations[added] = computed
+        else:
+            stored[name].append(total)
+    program = _partition(setting, graph, stored, fields, annotations)
+    return replace(program, donated={2 + i: len(params) + i for i in range(len(sums))})
+
+
+def used_layout(program: Program, name: str, stored: Layout) -> Layout:
+    """The layout in which a program uses a parameter; `stored` for one that it does not read."""
+    record = program.records.get(f"{name}.used")
+    return stored if record is None else record.layout
+
+
+def gather_program(
+    setting: Setting, base: Program, storage: Mapping[str, Layout], names: Sequence[str] | None = None,
+    memo: Memo | None = None,
+) -> Program:  # fmt: skip
+    """Builds the program that casts and gathers all parameters (or `names`) once for all micro-batches of a step."""
+
+    def step(params: dict[str, Tensor]) -> Any:
+        return [boundary(p.to(setting.used_dtype(n)), "parameter", n) for n, p in params.items()]
+
+    params = _parameters(setting, names)
+    used = {n: (used_layout(base, n, storage[n]), "how it is used") for n in params}
+    stored = {n: (storage[n], "how it is stored") for n in params}
+    return _between(setting, step, params, stored, used, memo)
+
+
+def reduce_program(
+    setting: Setting, base: Program, storage: Mapping[str, Layout], names: Sequence[str], memo: Memo | None = None
+) -> Program:
+    """Builds the program that reduces and shards the gradient sums of all micro-batches, of the parameters `names`,
+    once per step.
+    """
+
+    def step(sums: dict[str, Tensor]) -> Any:
+        return [boundary(s.to(setting.reduced_dtype(n)), "gradient", n).to(s.dtype) for n, s in sums.items()]
+
+    sums = {n: p.to(setting.sum_dtype) for n, p in _parameters(setting, names).items()}
+    computed = {n: (base.records[f"{n}.grad"].layout, "how the gradient is made") for n in sums}
+    return _between(setting, step, sums, computed, {n: (storage[n], "how it is stored") for n in sums}, memo)
+
+
+Placed = Mapping[str, tuple[Layout, str]]
+"""Name of each tensor -> its layout, and the reason for it that a plan shows."""
+
+
+def _between(
+    setting: Setting, step: Any, tensors: Mapping[str, Tensor], before: Placed, after: Placed, memo: Memo | None
+) -> Program:
+    """A program that only moves each tensor from one layout to another."""
+
+    def make() -> Program:
+        graph = capture(step, (dict(tensors),), list(tensors))
+        mark_outputs(graph)
+        annotations: dict[Value, Annotation] = {}
+        for name, start, end in zip(tensors, graph.inputs, graph.outputs):
+            annotations[start], annotations[end] = fixed(*before[name]), fixed(*after[name])
+        for kind in ("parameter", "gradient"):
+            for name, (_, value) in boundaries(graph, kind).items():
+                annotations[value] = fixed(*after[name])
+        mark([*graph.inputs, *graph.outputs], "parameter")
+        return partition_graph(propagate(graph, setting.mesh, annotations))
+
+    key = repr((key_of_model(setting), setting.mesh.axes, before, after))
+    return (memo or Memo()).of("between", key, make, most=BETWEEN)
+
+
+def evaluate_program(setting: Setting, storage: Mapping[str, Layout]) -> Program:
+    """Builds the program that computes the loss of one micro-batch of held-out data."""
+    trail = Trail()
+
+    def step(params: dict[str, Tensor], batch: dict[str, Tensor]) -> Any:
+        used = {n: boundary(p.to(setting.used_dtype(n)), "parameter", n) for n, p in params.items()}
+        return _forward(setting, trail, used, batch)
+
+    params = _parameters(setting)
+    with torch.no_grad(), evaluating(setting.model):
+        batch = _batch(setting)
+        graph = capture(step, (params, batch), [*params, *batch], trail, rows=rows_of(batch))
+    mark_outputs(graph)
+    stored = dict(zip(params, graph.inputs))
+    fields = [value for value in graph.inputs[len(params) :] if value is not graph.seed]
+    mark(stored.values(), "parameter")
+    mark(fields, "batch")
+    mark(graph.outputs, "scalar")
+    name_dims(graph, setting.dims, fields, fields=_field_dims(setting))
+    annotations = {value: fixed(storage[name], "how it is stored") for name, value in stored.items()}
+    return _partition(setting, graph, {name: [value] for name, value in stored.items()}, fields, annotations)
+
+
+def _partition(
+    setting: Setting, graph: Graph, stored: Mapping[str, list[Value]], batch: list[Value],
+    known: Mapping[Value, Annotation],
+) -> Program:  # fmt: skip
+    """Partitions a graph by the recipe's annotations and those of values whose layout is known. stored: the inputs that
+    are laid out as each parameter is stored."""
+    asked = annotate(setting, graph, batch, by=setting.named_by, fields=_field_dims(setting))
+    annotations = asked | dict(known)
+    why = (source_of(setting.recipe, "fsdp.axis", f"fsdp.axis: {setting.recipe.fsdp.axis}"),)
+    shardings = propagate_and_store(graph, setting.mesh, annotations, stored, setting.data_axes, setting.fsdp_axis, why)
+    stages = setting.pipeline_axis
+    program = partition_graph(shardings, apart=() if stages is None or setting.stacking else (stages.name,))
+    if setting.stacking is not None:
+        program = discount(program, 1.0 - setting.stacking.bubble)
+    notes = uneven_notes(asked) if setting.recipe.sharding.on_uneven == "pad" else []
+    return replace(program, warnings=[*program.warnings, *notes])
+
+
+def _shared(setting: Setting, layout: Layout, matrices: Tensor) -> Tensor:
+    """Matrices [n, rows, columns] of parameters with one layout, annotated so that devices hold whole ones.
+
+    They are sharded over as many mesh axes as there are matrices for: first those that shard the parameters.
+    """
+    sizes, over = setting.mesh.axes, list[str]()
+    staged = setting.pipeline_axis if setting.stacking is None else None  # its devices update different parameters
+    for axis in dict.fromkeys([*(axis.name for dim in layout.dims for axis in dim), *sizes]):
+        enough = math.prod(sizes[name] for name in over) >= matrices.shape[0]
+        if not enough and sizes[axis] > 1 and (staged is None or axis != staged.name):
+            over.append(axis)
+    sharding = Sharding.of(setting.mesh, [tuple(over), None, None], 3)
+    return split_as(matrices, setting.mesh, sharding) if over else matrices
+
+
+def update_program(
+    setting: Setting, storage: Mapping[str, Layout], names: Sequence[str], memo: Memo | None = None, *,
+    staged: bool = False,
+) -> Program:  # fmt: skip
+    """Builds the program of the optimizer: it updates the shards of the parameters `names`, with the global norm of all
+    gradients.
+
+    staged: whether they are those of one device of a pipeline; the last input is then the squared norm of its
+    gradients, which is summed over the devices. memo: keeps the program, and its captured graph.
+    """
+    recipe, memo = setting.recipe, memo or Memo()
+    read = (*key_of_model(setting), recipe.optimizer, recipe.train.clip_grad_norm, names, staged)
+    layout = (setting.mesh.axes, [storage[name] for name in names], setting.pipeline_axis)
+    key = repr((*read, *layout) if recipe.optimizer.name == "muon" else read)  # muon's graph depends on the layouts
+
+    def make() -> Program:
+        graph = memo.of("graph of an update", key, lambda: _capture_update(setting, storage, names, staged))
+        return _partition_update(setting, storage, names, graph, staged)
+
+    return memo.of("update", repr((read, layout)), make, most=UPDATES)
+
+
+def _capture_update(setting: Setting, storage: Mapping[str, Layout], names: Sequence[str], staged: bool) -> Graph:
+    """The graph of an update with the roles of its inputs and outputs; `staged`: with the squared norm as an input."""
+    o, most = setting.recipe.optimizer, setting.recipe.train.clip_grad_norm
+    betas = (o.betas[0], o.betas[1])
+    params = _parameters(setting, names)
+    shapes = {n: setting.shape_in_layer(n, p.shape) for n, p in params.items()}
+    treated = treatments(shapes, setting.balanced, setting.orthogonal)
+    count, moment_names = len(names), setting.moments(names)
+
+    def step(*flat: Tensor) -> Any:
+        p, g = list(flat[:count]), list(flat[count : 2 * count])
+        rest = iter(flat[2 * count :])
+        moments = {s: [next(rest) for state, _ in moment_names if state == s] for s in setting.state_names}
+        exp_avg, exp_avg_sq = moments["exp_avg"], moments.get("exp_avg_sq", [])
+        loss, tokens, lr, update, *all_squares = rest
+        how, squares = [treated[n] for n in names], all_squares[0] if all_squares else None
+        adamw = AdamW(betas, o.eps, o.weight_decay, most)
+        if o.name == "lion":
+            lion = Lion(betas, o.weight_decay, most)
+            updated = lion_update(p, g, exp_avg, loss, tokens, lr, treated=how, config=lion, squares=squares)
+        elif o.name == "muon":
+            updated = muon_update(
+                p, g, exp_avg, exp_avg_sq, loss, tokens, lr, update, treated=how, squares=squares,
+                config=Muon(adamw, o.momentum, setting.param_dtype), alike=[storage[n].dims for n in names],
+                spread=lambda matrices, i: _shared(setting, storage[names[i]], matrices),
+            )  # fmt: skip
+        else:
+            updated = adamw_update(
+                p, g, exp_avg, exp_avg_sq, loss, tokens, lr, update, treated=how, config=adamw, squares=squares
+            )
+        return [*updated.params, *updated.exp_avg, *updated.exp_avg_sq, updated.grad_norm, updated.finite]
+
+    def like(dtype: torch.dtype, names: Iterable[str]) -> list[Tensor]:
+        return [torch.empty_like(params[name], dtype=dtype) for name in names]
+
+    dtypes = [torch.float32, torch.int64, *[torch.float32] * (3 if staged else 2)]
+    scalars = [torch.empty((), dtype=dtype, device="meta") for dtype in dtypes]
+    moments = like(setting.state_dtype, (name for _, name in moment_names))
+    arguments = [*params.values(), *like(setting.sum_dtype, names), *moments, *scalars]
+    labels = [*names, *(n + SUM for n in names), *(f"{n}.{state}" for state, n in moment_names),
+              "loss_sum", "count", "lr", "update", *["squares"] * staged]  # fmt: skip
+    graph = capture(step, arguments, labels)
+    for op in graph.ops:
+        op.place = Place(phase="update")
+    mark_outputs(graph)
+    for i, value in enumerate(graph.inputs[: 2 * count + len(moment_names)]):
+        mark([value], ("parameter", "gradient", "optimizer")[min(i // count, 2)])
+    for i, value in enumerate(graph.outputs[: count + len(moment_names)]):
+        mark([value], "parameter" if i < count else "optimizer")
+    return graph
+
+
+def _partition_update(
+    setting: Setting, storage: Mapping[str, Layout], names: Sequence[str], graph: Graph, staged: bool
+) -> Program:
+    count, moment_names = len(names), setting.moments(names)
+    annotations = dict(split_annotations(graph, setting.mesh))
+    stored = [*names, *(name for _, name in moment_names)]
+    for values, places in ((graph.inputs, [*names, *stored]), (graph.outputs, stored)):
+        for value, name in zip(values, places):
+            annotations[value] = fixed(storage[name], "how it is stored")
+    if staged:
+        annotations[graph.inputs[-1]] = summed(graph.inputs[-1], setting.stage_axis)
+    program = partition_graph(propagate(graph, setting.mesh, annotations))
+    return replace(program, donated={i: i if i < count else i + count for i in range(count + len(moment_names))})

@@ -1,0 +1,1 @@
+"""The programs of a server: their setting, caches, kernels and the layout of quantized weights."""

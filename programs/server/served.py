@@ -1,0 +1,242 @@
+"""The model that a recipe's server serves: configuration, dtype, and quantization."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.kernels.quantized import int4
+from tpshard.kernels.quantized.gptq_config import GPTQConfig, read_config
+from tpshard.kernels.quantized.packed import width_of
+from tpshard.kernels.quantized.quantized import group_index
+from tpshard.kernels.quantized.quantized_linear import multiplies
+from tpshard.models import Blueprint
+from tpshard.models.families.config import ModelConfig
+from tpshard.models.folders.hf_config import computes, folder_config
+from tpshard.models.folders.hf_folder import DTYPES, HFFolder
+from tpshard.models.folders.hf_headers import has_weights
+from tpshard.models.folders.hf_quantized import QuantizedModules, QuantizedParameters, quantizable
+from tpshard.models.transformers.architecture import Architecture
+from tpshard.models.transformers.class_weights import FolderWeights
+from tpshard.models.transformers.tp_plan import dims_of_plan
+from tpshard.programs.server.act_order import ActOrder, Arrangement, act_orders, order_key, planned_orders
+from tpshard.programs.server.padding import shared_rows
+from tpshard.programs.setting.setting import architecture, model_config
+from tpshard.recipes.keys.schema import Recipe
+from tpshard.recipes.keys.serving_keys import Quantize
+
+LATEST = "latest"
+
+
+@dataclass(frozen=True)
+class Coded:
+    """A quantized weight that a kernel of `kind` (`cpu` or `gpu`) multiplies as integer codes, on one device."""
+
+    settings: GPTQConfig
+    kind: str
+    ragged: bool
+    """Whether its rows on a device include parts of groups."""
+    order: str
+    """The order of its inputs; weights with one order have the same groups."""
+
+    @property
+    def alike(self) -> tuple[object, ...]:
+        """A key that is equal for weights which can be joined into one matrix."""
+        s = self.settings
+        return s.bits, s.group_size, s.sym, self.order
+
+    def row_bytes(self, whole: int, own: int) -> int:
+        """Bytes of one output (codes, scales, zeros) on a device with `own` of its `whole` inputs.
+
+        Groups that devices share are assumed to have equally many inputs on each.
+        """
+        s = self.settings
+        size = s.group_size if s.group_size > 0 else whole
+        groups = min(-(-whole // size), own) if self.ragged else -(-own // size)
+        if self.kind == "gpu":
+            return own * width_of(s.bits) // 8 + groups * (2 if s.sym else 3)
+        if self.ragged:
+            return int4.row_bytes([-(-own // groups)] * groups)
+        return int4.row_bytes([min(size, own - start) for start in range(0, own, size)])
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """The quantized weights of a served model."""
+
+    settings: GPTQConfig
+    weights: Mapping[str, GPTQConfig]
+    """The settings of each quantized parameter's module."""
+    orders: Mapping[str, ActOrder]
+    """The order of each act-ordered parameter."""
+    shared: int = 1
+    """The number of inputs of `down` that share scales (see `programs.padding`)."""
+    stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """For each weight that is a stack of experts, the key of the input order of each matrix of the first expert ("" for
+    groups in sequence). These orders concern no other operation."""
+
+    @staticmethod
+    def of_folder(folder: Path, described: ModelConfig | Architecture) -> Quantization | None:
+        """The quantization of a folder, whose model a family of tpshard or a class of transformers computes; None for a
+        dense model. ValueError where its files contradict each other."""
+        settings = read_config(folder) if (folder / "config.json").is_file() else None
+        if settings is None:
+            return None
+        if isinstance(described, ModelConfig):
+            shapes, dims = described.shapes, described.parameters
+            heads: tuple[int, int, int] | None = (described.heads, described.kv_heads, described.head_dim)
+            stored: QuantizedModules = QuantizedParameters(folder, described)
+            shared = shared_rows(described, stored.group)
+        else:
+            model = described.build()
+            files = FolderWeights(folder, described, model)
+            shapes, heads, shared = files.shapes, described.heads, 1
+            dims = dict.fromkeys(shapes, ("", "")) | {n: own.dims for n, own in dims_of_plan(model).items()}
+            stored = QuantizedModules(folder, files.module_of, files.stack_of)
+        weights = {name: own for name in shapes if (own := stored.settings_of(name)) is not None}
+        stacks = {
+            name: tuple(order_key(group) for group in stored.groups_of_first_expert(name))
+            for name in weights
+            if len(shapes[name]) == 3
+        }
+        return Quantization(settings, weights, act_orders(dims, heads, stored.group), shared, stacks)
+
+    @staticmethod
+    def of_recipe(section: Quantize, config: ModelConfig) -> Quantization:
+        """The quantization that `tpshard quantize` would write for this section of a recipe."""
+        settings = GPTQConfig(
+            bits=section.bits, group_size=section.group_size, sym=section.sym, desc_act=section.order != "none"
+        )
+        weights = dict.fromkeys(quantizable(config), settings)
+        orders = planned_orders(config, section.order, section.group_size)
+
+        def groups(name: str) -> torch.Tensor | None:
+            return group_index(config.shapes[name][-1], section.group_size) if name in weights else None
+
+        assumed = "of one Hessian" if settings.desc_act else ""
+        stacks = {name: (assumed,) for name in weights if len(config.shapes[name]) == 3}
+        return Quantization(settings, weights, orders, shared_rows(config, groups), stacks)
+
+    def __str__(self) -> str:
+        size, ordered = self.settings.group_size, len(self.orders)
+        groups = f"groups of {size}" if size > 0 else "one group a linear"
+        experts = f", and {len(self.stacks)} stacks of experts" if self.stacks else ""
+        linears = len(self.weights) - len(self.stacks)
+        return f"{self.settings.bits} bits in {groups}, {ordered} of {linears} linears act-ordered{experts}"
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server's model as plain values, before any weight is loaded: blueprint, dtype and quantization."""
+
+    blueprint: Blueprint
+    dtype: str
+    quantized: Quantization | None = None
+    note: str = ""
+    """A note for the user on what was assumed; empty where the files say it."""
+
+    @property
+    def config(self) -> ModelConfig | None:
+        """The model's configuration without expert capacity; None for a user's module.
+
+        Which tokens exceed a capacity depends on later tokens of the sequence, which a server does not have.
+        """
+        config = self.blueprint.config
+        return config if config is None or config.capacity is None else replace(config, capacity=None)
+
+    @property
+    def orders(self) -> Mapping[str, ActOrder]:
+        return {} if self.quantized is None else self.quantized.orders
+
+    def model(self, config: ModelConfig | None) -> nn.Module:
+        """The module with this configuration, on `meta`, in its compute dtype."""
+        return replace(self.blueprint, config=config, folder=None).build(dtype=DTYPES[self.dtype])
+
+    def coded_weights(self, kind: str, arrangement: Arrangement) -> dict[str, Coded]:
+        """The weights that a kind of device multiplies as codes; others are dequantized when loaded."""
+        coded: dict[str, Coded] = {}
+        if self.quantized is None:
+            return coded
+        for name, settings in self.quantized.weights.items():
+            row_order, order = arrangement.rows.get(name), self.orders.get(name)
+            # where the order stays within heads, no group spans two of them
+            ragged = row_order is not None and order is not None and order.blocks % row_order.blocks != 0
+            if multiplies(settings.bits, DTYPES[self.dtype], kind):
+                coded[name] = Coded(settings, kind, ragged, "" if order is None else order.key)
+        stacks = self.quantized.stacks
+        coded |= {name: replace(coded[name], order=orders[0]) for name, orders in stacks.items() if name in coded}
+        for name, part in arrangement.parts.items():
+            if part.parameter in coded:
+                orders = stacks.get(part.parameter, (coded[part.parameter].order,))
+                coded[name] = replace(
+                    coded[part.parameter], order=orders[min(part.start // part.shape[part.dim], len(orders) - 1)]
+                )
+        return coded
+
+
+def serving_dtype(recipe: Recipe, quantized: Quantization | None, stored: str, kind: str) -> str:
+    """The compute dtype: `serve.dtype`, else the recipe's for its own checkpoint, else the folder's.
+
+    For quantized weights on a `cpu` it is fp32, in which they equal the file's. Mistakes, exit 4, for fp8.
+    """
+    if recipe.serve.dtype is not None:
+        return recipe.serve.dtype
+    if quantized is not None and kind == "cpu":
+        return "fp32"
+    own = recipe.serve.checkpoint == LATEST and recipe.model.dtype is not None
+    dtype = str(recipe.model.dtype) if own else stored
+    if dtype == "fp8":
+        raise Mistakes.one(
+            "a server does not multiply in fp8", exit=Exit.FIT, where=recipe.where("model.dtype"),
+            why="`model.dtype: fp8` is for training", fix="serve.dtype: bf16",
+        )  # fmt: skip
+    return dtype
+
+
+def stored_model(recipe: Recipe, blueprint: Blueprint, folder: Path, stored: str, kind: str) -> Served:
+    """The served form of the model in a folder. Mistakes, exit 7, where it cannot be read."""
+    try:
+        described = blueprint.config or blueprint.architecture
+        quantization = None if described is None else Quantization.of_folder(folder, described)
+    except (ValueError, OSError) as error:
+        raise _unreadable(recipe, folder, error) from error
+    return Served(blueprint, serving_dtype(recipe, quantization, stored, kind), quantization)
+
+
+def _unreadable(recipe: Recipe, folder: Path, error: Exception) -> Mistakes:
+    where, fix = recipe.where("serve.checkpoint"), getattr(error, "fix", "correct the folder, or name another")
+    return Mistakes.one(f"{folder} cannot be read", exit=Exit.CHECKPOINT, where=where, why=str(error), fix=fix)
+
+
+def model_to_serve(recipe: Recipe, kind: str) -> Served:
+    """The model that `tpshard serve` would serve on a `cpu` or `gpu`.
+
+    Of an existing folder only the configuration and the orders of inputs are read. For a missing one, if the recipe
+    says how to quantize or lay it out, the result of `tpshard quantize` is assumed. Mistakes, exit 7, for an unreadable
+    folder.
+    """
+    folder = Path(recipe.serve.checkpoint)
+    if recipe.serve.checkpoint != LATEST and (folder / "config.json").is_file():
+        try:
+            if not computes(folder):
+                stored_class = Architecture.of(folder)
+                return stored_model(recipe, Blueprint(architecture=stored_class), folder, stored_class.kind, kind)
+            config = HFFolder(folder).config if has_weights(folder) else folder_config(folder)
+        except (ValueError, OSError) as error:
+            raise _unreadable(recipe, folder, error) from error
+        return stored_model(recipe, Blueprint(config), folder, config.dtype, kind)
+    own = model_config(recipe)
+    if own is None:
+        own_class = architecture(recipe)
+        blueprint = Blueprint(module=recipe.model.module, args=dict(recipe.model.args), architecture=own_class)
+        return Served(blueprint, serving_dtype(recipe, None, str(recipe.model.dtype), kind))
+    layout_given = any(recipe.where(key).line for key in ("quantize", "serve.layout"))
+    if recipe.serve.checkpoint != LATEST and not folder.exists() and layout_given:
+        planned = Quantization.of_recipe(recipe.quantize, own)
+        note = f"{folder} does not exist yet: planned as `tpshard quantize` would write it"
+        return Served(Blueprint(own), serving_dtype(recipe, planned, "fp16", kind), planned, note)
+    return Served(Blueprint(own), serving_dtype(recipe, None, own.dtype, kind))

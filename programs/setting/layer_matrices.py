@@ -1,0 +1,71 @@
+"""The matrices that Muon moves: those of a model's repeated layers, and what a recipe says of others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import nn
+from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes
+from tpshard.programs.fit.patterns import covers, nearest
+from tpshard.recipes.keys.schema import Recipe
+
+
+def matrices_of_layers(model: nn.Module, recipe: Recipe, dims: Mapping[str, Sequence[str]]) -> frozenset[str]:
+    """The matrices of repeated layers, and stacks of experts' matrices, that require a gradient, by name.
+
+    A table of embeddings is none. `optimizer.orthogonal` of the recipe adds matrices and removes some. dims: the names
+    of parameters' dims. Raises Mistakes (exit 3) for a pattern that matches no matrix, (exit 4) where nothing is left.
+    """
+    tables = {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    matrices = [
+        name for name, p in model.named_parameters()
+        if p.requires_grad and (p.dim() == 2 or (p.dim() == 3 and "expert" in dims.get(name, ())))
+    ]  # fmt: skip
+    inside = tuple(f"{path}." for path in _layers(model))
+    chosen = {name: name.startswith(inside) and name not in tables for name in matrices}
+    mistakes = []
+    for pattern, moved in recipe.optimizer.orthogonal.items():
+        matching = [name for name in matrices if covers(pattern, name)]
+        chosen |= dict.fromkeys(matching, moved)
+        if not matching:
+            close = nearest(pattern, matrices, modules=True)
+            mistakes.append(
+                Diagnostic(
+                    f"`{pattern}` matches no matrix of {type(model).__name__} that is trained", exit=Exit.RECIPE,
+                    where=recipe.where(f"optimizer.orthogonal.{pattern}"), why="it would have no effect",
+                    fix=f"did you mean {close}?" if close else f"its matrices are {', '.join(matrices[:4])}, ...",
+                )
+            )  # fmt: skip
+    if mistakes:
+        raise Mistakes(mistakes)
+    names = frozenset(name for name, moved in chosen.items() if moved)
+    if not names:
+        raise Mistakes.one(
+            "`optimizer.name: muon` moves matrices of repeated layers; this model has none", exit=Exit.FIT,
+            where=recipe.where("optimizer.name"), fix="adamw, or lion; or name matrices in optimizer.orthogonal",
+        )  # fmt: skip
+    return names
+
+
+def _layers(model: nn.Module) -> Iterator[str]:
+    """Yields the paths of a model's layers: in its outermost lists of modules, those that have parts of their own, and
+    single operations such as `nn.Linear` of which the list has several of one shape. Of an `nn.Sequential`, which may
+    be a head, only kinds that it has several times."""
+    lists: list[str] = []
+    for path, module in model.named_modules():
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or any(path.startswith(f"{p}.") for p in lists):
+            continue
+        lists.append(path)
+        children = list(module.named_children())
+        kinds = [_kind(child) for _, child in children]
+        for (name, child), kind in zip(children, kinds):
+            has_parts = isinstance(module, nn.ModuleList) and any(True for _ in child.children())
+            if has_parts or kinds.count(kind) > 1:
+                yield f"{path}.{name}" if path else name
+
+
+def _kind(module: nn.Module) -> tuple[object, ...]:
+    """What layers have in common: the class, and the names of its parts' parameters; of an operation their shapes."""
+    named = list(module.named_parameters())
+    parts = any(True for _ in module.children())
+    return (type(module), *((name, None if parts else tuple(p.shape)) for name, p in named))

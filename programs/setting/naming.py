@@ -1,0 +1,103 @@
+"""The dim names of a model's parameters, and notes for the user on how the model is treated."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+
+from torch import nn
+from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes, plural
+from tpshard.models.dims import STAGE, param_dims
+from tpshard.models.families.config import ModelConfig
+from tpshard.models.families.config_keys import DEFAULTS, training_notes
+from tpshard.models.folders.hf_config import class_reason, read_raw
+from tpshard.models.transformers.architecture import Architecture
+from tpshard.models.transformers.tp_plan import Naming, dims_of_plan
+from tpshard.programs.fit.patterns import matches, nearest
+from tpshard.recipes.keys.schema import Recipe
+
+_SHOWN = 4
+
+
+def dim_names(recipe: Recipe, model: nn.Module, architecture: Architecture | None) -> dict[str, Naming]:
+    """The dim names of parameters: of transformers' tensor-parallel plan for the class, or else of the modules
+    themselves, overridden by the recipe's `model.dims`. Parameters without names are left to propagation.
+
+    Raises Mistakes (exit 3) for a pattern that matches no parameter or has another number of dims.
+    """
+    if architecture is not None:
+        namings = dims_of_plan(model)
+    else:
+        namings = {name: Naming(dims, "") for name, dims in param_dims(model).items()}
+    parameters = dict(model.named_parameters())
+    mistakes: list[Diagnostic] = []
+    for pattern, dims in recipe.model.dims.items():
+        path = f"model.dims.{pattern}"
+        matching = [name for name in parameters if matches(pattern, name)]
+        if not matching:
+            close = nearest(pattern, parameters, modules=False)
+            mistakes.append(
+                Diagnostic(
+                    f"`{pattern}` matches no parameter of {type(model).__name__}",
+                    exit=Exit.RECIPE,
+                    where=recipe.where(path),
+                    why="the names would have no effect",
+                    fix=f"did you mean {close}?" if close else f"its parameters are {_some(_patterns(parameters))}",
+                )
+            )
+        wrong = next((name for name in matching if parameters[name].dim() != len(dims)), None)
+        if wrong is not None:
+            mistakes.append(
+                Diagnostic(
+                    f"`{pattern}` names {plural(len(dims), 'dim')}, and `{wrong}` has "
+                    f"{parameters[wrong].dim()}: {list(parameters[wrong].shape)}",
+                    exit=Exit.RECIPE,
+                    where=recipe.where(path),
+                    fix=f"one name for each of its {parameters[wrong].dim()} dims, or null for one left to propagation",
+                )
+            )
+        namings |= {name: Naming(tuple(d or "" for d in dims), f"a dim by {recipe.where(path)}") for name in matching}
+    if mistakes:
+        raise Mistakes(mistakes)
+    return namings
+
+
+def notes(
+    recipe: Recipe,
+    config: ModelConfig | None,
+    architecture: Architecture | None,
+    model: nn.Module,
+    named: Mapping[str, Naming],
+) -> list[str]:
+    """Notes: the class that computes, the parameters left to propagation, and differences from its original
+    training."""
+    sentences = []
+    name = type(model).__name__
+    if architecture is not None and recipe.model.transformers is None:
+        reason = class_reason(architecture.raw) or f"tpshard has no family for {architecture.model_type}"
+        sentences.append(f"{reason}: transformers' {name} computes it")
+    unnamed = {"", STAGE}
+    free = _patterns([n for n, _ in model.named_parameters() if unnamed.issuperset(named.get(n, Naming((), "")).dims)])
+    if free:
+        sentences.append(
+            f"nothing names the dims of {_some(free)} of {name}: their shardings are inferred (model.dims)"
+        )
+    if architecture is None and config is not None and recipe.model.named_by == "hf":
+        raw, family = read_raw(str(recipe.model.hf)), config.family_entry
+        sentences += training_notes({**DEFAULTS.get(family.hf.model_type, {}), **raw}, family)
+    return sentences + ([] if architecture is None else architecture.notes(model))
+
+
+def untrained_notes(model: nn.Module, trained: Collection[str]) -> list[str]:
+    """A note on the parameters that require a gradient and get none, if there are any. trained: those that get one."""
+    left = _patterns([n for n, p in model.named_parameters() if p.requires_grad and n not in trained])
+    return [f"no gradient reaches {_some(left)}: they stay as they are, without decay"] if left else []
+
+
+def _patterns(names: Sequence[str] | Mapping[str, object]) -> list[str]:
+    return list(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names))
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,363 @@
+"""What a recipe decides before any graph is captured: model, mesh, dtypes, and the division of the batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.models import Blueprint
+from tpshard.models.dims import STAGE
+from tpshard.models.families.config import ModelConfig
+from tpshard.models.families.layers import multiply_in_fp8
+from tpshard.models.families.presets import override, override_folder, preset
+from tpshard.models.families.routing import balance_steps
+from tpshard.models.folders.hf_config import class_reason, computes, folder_config
+from tpshard.models.folders.hf_folder import DTYPES, HFFolder
+from tpshard.models.folders.hf_headers import has_weights
+from tpshard.models.objectives.tasks import Task, task_of
+from tpshard.models.transformers.architecture import Architecture
+from tpshard.models.transformers.class_weights import FolderWeights
+from tpshard.models.transformers.tp_plan import Naming
+from tpshard.parallelism.depth import Depth
+from tpshard.parallelism.mesh import Axes, Axis, Mesh, size_of
+from tpshard.programs.fit.batching import BatchPlan, check_micro_batches, derive
+from tpshard.programs.fit.fit import devices
+from tpshard.programs.fit.fp8_fit import fp8_misfits
+from tpshard.programs.fit.wrong_model import wrong_model
+from tpshard.programs.setting import naming
+from tpshard.programs.setting.layer_likeness import difference, keep_layers, likeness
+from tpshard.programs.setting.layer_matrices import matrices_of_layers
+from tpshard.programs.setting.stacked_layers import StackedLayers, Stacking, lists_of_layers
+from tpshard.recipes.keys.schema import Recipe
+
+STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "muon": ("exp_avg", "exp_avg_sq")}
+"""Optimizer -> its moments, as checkpoints call them; muon has no `exp_avg_sq` of the matrices that it moves."""
+
+
+def devices_of(recipe: Recipe) -> int:
+    """The number of devices that the recipe names; an axis of -1 without a cluster has those of this machine, or 1."""
+    if (named := devices(recipe)) is not None:
+        return named
+    return max(math.prod(size for size in recipe.mesh.values() if size != -1), torch.cuda.device_count())
+
+
+def model_config(recipe: Recipe) -> ModelConfig | None:
+    """The configuration of the recipe's model; None for a user's module and for transformers' classes."""
+    model = recipe.model
+    if model.module is not None or model.transformers is not None:
+        return None
+    overrides = model.overrides()
+    try:
+        if model.hf is not None:
+            if not computes(model.hf):
+                return None
+            if not has_weights(model.hf):  # refuses pickles
+                return override(folder_config(model.hf), overrides)
+            return override_folder(HFFolder(model.hf).config, overrides, model.hf)  # or raises where they do not fit
+        return preset(str(model.preset), overrides)
+    except (ValueError, OSError) as error:
+        raise wrong_model(recipe, error) from error
+
+
+def architecture(recipe: Recipe) -> Architecture | None:
+    """The transformers class that a recipe asks for, or that its `hf` folder needs because tpshard has no family."""
+    model = recipe.model
+    key = "transformers" if model.transformers is not None else "hf"
+    folder = model.transformers or model.hf
+    if folder is None or model.module is not None:
+        return None
+    try:
+        if key == "hf" and computes(folder):
+            return None
+        if key == "hf" and (changed := list(model.overrides())):
+            reason = class_reason(Architecture.of(folder).raw)
+            raise ValueError(f"{reason}; change `{changed[0]}` in its config.json instead")
+        described = Architecture.of(folder)
+        if has_weights(folder):  # refuses pickles
+            FolderWeights(folder, described, described.build(), values=False)
+        return described
+    except (ValueError, OSError) as error:
+        raise wrong_model(recipe, error) from error
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A recipe with everything needed to build its programs."""
+
+    recipe: Recipe
+    mesh: Mesh
+    config: ModelConfig | None
+    depth: Depth | None = None
+    """If set, only the layers of its shallow model are built; for models without a configuration."""
+
+    @staticmethod
+    def of(recipe: Recipe, devices: int | None = None) -> Setting:
+        """The setting of a recipe.
+
+        Raises Mistakes where the mesh does not fit the devices or the model does not exist.
+        """
+        sizes = recipe.mesh_on(devices if devices is not None else devices_of(recipe))
+        return Setting(recipe, Mesh(sizes), model_config(recipe))
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The module that a step computes, on `meta`, in the master dtype; the executor creates parameters shard by
+        shard. In a vectorized pipeline its layers are stacked."""
+        if self.stacking is None:
+            return self.single
+        stacked, layers = self._build_module(), list(self.single.get_submodule(self.stacking.path).children())
+        parent, _, leaf = self.stacking.path.rpartition(".")
+        own = self.config is not None  # in tpshard's families a first dim as large as the batch is the batch dim
+        stack = StackedLayers(layers, self.stacking, self.batch.data_ranks, own)
+        setattr(stacked.get_submodule(parent), leaf, stack)
+        return stacked
+
+    @cached_property
+    def single(self) -> nn.Module:
+        """The unstacked module, with parameters of single layers, as checkpoints have them."""
+        return self._build_module()
+
+    def _build_module(self) -> nn.Module:
+        if misfits := list(fp8_misfits(self.recipe, self.config, self.mesh.axes)):
+            raise Mistakes(misfits)
+        named = self.recipe.model
+        blueprint = Blueprint(self.config, module=named.module, args=named.args, architecture=self.architecture)
+        try:
+            model = blueprint.build(dtype=self.master_dtype)
+        except ValueError as error:
+            raise wrong_model(self.recipe, error) from error
+        if named.dtype == "fp8":
+            multiply_in_fp8(model)
+        if self.depth is not None:
+            keep_layers(model, self.depth)
+        return model
+
+    @cached_property
+    def alike(self) -> Depth | None:
+        """The depth of a model without a configuration; None if its layers differ."""
+        lists = lists_of_layers(self.single)
+        return likeness(self.single, max(lists, key=lambda path: len(lists[path]))) if lists else None
+
+    @cached_property
+    def stacking(self) -> Stacking | None:
+        """How the layers of a vectorized pipeline are stacked; None without one.
+
+        Raises Mistakes (exit 4) where layers and micro-batches do not fit the stages.
+        """
+        section, axis = self.recipe.pipeline, self.pipeline_axis
+        if section is None or axis is None or not section.vectorized:
+            return None
+        check_micro_batches(self.recipe, self.division, axis.size)
+        lists = lists_of_layers(self.single)
+        why = "this model has experts" if self.config is not None and self.config.experts is not None else (
+            "" if len(lists) == 1 else f"this model has {', '.join(f'`{path}`' for path in lists) or 'none'}"
+        )  # fmt: skip
+        if why:
+            raise Mistakes.one(
+                "`pipeline.form: vectorized` stacks the layers of one list of equal modules", exit=Exit.FIT,
+                where=self.recipe.where("pipeline.form"), why=why,
+                fix="form: staged, for any model with repeated layers; or a model without experts whose layers are in "
+                "one nn.ModuleList",
+            )  # fmt: skip
+        ((path, layers),) = lists.items()
+        stages = axis.size * section.stages_per_device
+        if len(layers) % stages:
+            fits = [n for n in range(2, len(layers) + 1) if len(layers) % (n * section.stages_per_device) == 0]
+            fewer = len(layers) // stages * stages
+            raise Mistakes.one(
+                f"{stages} stages do not divide the {len(layers)} layers of the model", exit=Exit.FIT,
+                where=self.recipe.where("pipeline"), why="stages of a vectorized pipeline have equally many layers",
+                fix=(f"mesh.pp: {', '.join(map(str, fits))}; " if fits else "")
+                + f"model.layers: {f'{fewer} or ' if fewer else ''}{fewer + stages}; or form: staged",
+            )  # fmt: skip
+        if why := difference(self.single, path):
+            raise Mistakes.one(
+                "`pipeline.form: vectorized` needs layers that differ only in their weights", exit=Exit.FIT,
+                where=self.recipe.where("pipeline.form"), why=why, fix="form: staged",
+            )  # fmt: skip
+        each = len(layers) // stages
+        return Stacking(axis.size, section.stages_per_device, each, self.division.micro_batches, path)
+
+    def shape_in_layer(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of a parameter in checkpoints, which hold a stacked parameter layer by layer."""
+        return tuple(shape if self.members(name) is None else shape[1:])
+
+    def members(self, name: str) -> list[str] | None:
+        """The parameters of single layers that a vectorized pipeline stacks as `name`, by stage; None if it does not
+        stack them."""
+        return None if self.stacking is None else self.stacking.members(name)
+
+    @cached_property
+    def task(self) -> Task:
+        """The training task."""
+        try:
+            return task_of(self.recipe.task, self.seq_len)
+        except ValueError as error:
+            fix = "correct the class, or task: lm, mlm, frames or volumes"
+            raise Mistakes.one(str(error), exit=Exit.RECIPE, where=self.recipe.where("task"), fix=fix) from error
+
+    @cached_property
+    def architecture(self) -> Architecture | None:
+        """The model's transformers class; None for a model of tpshard or a user's module."""
+        return architecture(self.recipe)
+
+    @cached_property
+    def named(self) -> dict[str, Naming]:
+        """The dim names of the parameters that have some, and their source."""
+        single = self._named_in_layers
+        named: dict[str, Naming] = {}
+        for name, parameter in self.model.named_parameters():
+            members = self.members(name)
+            if members is not None:
+                dims, namer = single.get(members[0], Naming(("",) * (parameter.dim() - 1), ""))
+                named[name] = Naming((STAGE, *dims), namer)
+            elif name in single:
+                named[name] = single[name]
+        return named
+
+    @cached_property
+    def _named_in_layers(self) -> dict[str, Naming]:
+        """`named` by the names of single layers' parameters."""
+        return naming.dim_names(self.recipe, self.single, self.architecture)
+
+    @cached_property
+    def dims(self) -> dict[str, tuple[str, ...]]:
+        """The dim names of the parameters that have some."""
+        return {name: named.dims for name, named in self.named.items()}
+
+    @property
+    def named_by(self) -> dict[str, str]:
+        """The source of each parameter's dim names."""
+        return {name: named.by for name, named in self.named.items() if named.by}
+
+    @cached_property
+    def notes(self) -> list[str]:
+        """Notes for the user on how the model is treated."""
+        return naming.notes(self.recipe, self.config, self.architecture, self.model, self.named)
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """dtype of stored parameters and optimizer state."""
+        return DTYPES[self.recipe.fsdp.master_dtype]
+
+    @cached_property
+    def trained(self) -> frozenset[str]:
+        """The parameters that the run may change: those that require a gradient. The others are stored, sharded and
+        saved alike, but have no gradient, no moments and no decay. Of these a step trains those that a gradient
+        reaches (`step_programs.trained_by`)."""
+        return frozenset(name for name, parameter in self.model.named_parameters() if parameter.requires_grad)
+
+    @cached_property
+    def balanced(self) -> dict[str, float]:
+        """Name of each router bias that balances experts -> its change per update. Biases are fp32: exact counts."""
+        return balance_steps(self.model)
+
+    def used_dtype(self, name: str) -> torch.dtype:
+        """The dtype in which a parameter is used."""
+        return torch.float32 if name in self.balanced else self.param_dtype
+
+    def reduced_dtype(self, name: str) -> torch.dtype:
+        """The dtype in which a parameter's gradient is reduced."""
+        return torch.float32 if name in self.balanced else self.reduce_dtype
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """The dtype in which the optimizer's moments are stored."""
+        return DTYPES[self.recipe.optimizer.state_dtype]
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The names of the optimizer's moments, such as `exp_avg`."""
+        return STATES[self.recipe.optimizer.name]
+
+    def moments(self, names: Iterable[str]) -> list[tuple[str, str]]:
+        """(moment, parameter) for everything that the optimizer keeps of these parameters, moment by moment."""
+        both, squared = list(names), "exp_avg_sq"
+        return [(state, n) for state in self.state_names for n in both if state != squared or n not in self.orthogonal]
+
+    def moment_bytes(self, elements: Mapping[str, int]) -> int:
+        """Bytes of the moments of parameters with these numbers of elements."""
+        return sum(elements[name] for _, name in self.moments(elements)) * self.state_dtype.itemsize
+
+    @cached_property
+    def orthogonal(self) -> frozenset[str]:
+        """The parameters that Muon moves by orthogonal matrices (`layer_matrices`)."""
+        if self.recipe.optimizer.name != "muon":
+            return frozenset()
+        dims = {name: naming.dims for name, naming in self._named_in_layers.items()}
+        single = matrices_of_layers(self.single, self.recipe, dims)
+        names = [name for name, _ in self.model.named_parameters()]
+        return frozenset(name for name in names if (self.members(name) or [name])[0] in single)
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        """dtype in which parameters are gathered and used."""
+        return DTYPES[self.recipe.fsdp.param_dtype]
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """dtype in which gradients are reduced."""
+        return DTYPES[self.recipe.fsdp.reduce_dtype]
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """dtype in which gradients are summed over micro-batches."""
+        return DTYPES[self.recipe.fsdp.accumulate.dtype]
+
+    @property
+    def gathers_once(self) -> bool:
+        """Whether parameters are gathered once for all micro-batches of a step."""
+        return self.recipe.fsdp.accumulate.gather == "step"
+
+    @property
+    def reduces_once(self) -> bool:
+        """Whether gradients are reduced once for all micro-batches of a step."""
+        return self.recipe.fsdp.accumulate.reduce == "last"
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens per sequence."""
+        return self.recipe.model.seq_len
+
+    @property
+    def fsdp_axis(self) -> Axis | None:
+        """The mesh axis that shards stored parameters; None without one of size above 1."""
+        name = self.recipe.fsdp.axis
+        return self.mesh.axis(name) if name in self.mesh.axes and self.mesh.axes[name] > 1 else None
+
+    @property
+    def pipeline_axis(self) -> Axis | None:
+        """The axis of the pipeline's stages, if the recipe has a pipeline."""
+        return self.mesh.axis("pp") if self.recipe.pipeline is not None and "pp" in self.mesh.axes else None
+
+    @property
+    def stage_axis(self) -> Axis:
+        """The axis of the pipeline's stages of a recipe that has a pipeline."""
+        axis = self.pipeline_axis
+        assert axis is not None, "a law of recipes"
+        return axis
+
+    @cached_property
+    def data_axes(self) -> Axes:
+        """The axes over which the batch is sharded, outer to inner."""
+        names = self.recipe.sharding.rules.get("batch")
+        if names is None:
+            names = next((dims[0] for pattern, dims in self.recipe.sharding.pin.items() if pattern == "tokens"), ())
+        return tuple(self.mesh.axis(name) for name in names if self.mesh.axes.get(name, 1) > 1)
+
+    @cached_property
+    def batch(self) -> BatchPlan:
+        """The division of a step's sequences; a vectorized pipeline takes all of a data rank's at once."""
+        section = self.recipe.pipeline
+        return self.division.at_once() if section is not None and section.vectorized else self.division
+
+    @cached_property
+    def division(self) -> BatchPlan:
+        """The division of a step's sequences into micro-batches, also for a vectorized pipeline."""
+        stages = self.pipeline_axis
+        return derive(self.recipe, size_of(self.data_axes), stages.size if stages is not None else 1)

@@ -1,0 +1,261 @@
+"""A pipeline as a sharding (GSPMD, section 3.3): layers of all stages in one tensor, whose stage dim is sharded.
+
+Stage s has in round r the `per_stage` layers from `(r * stages + s) * per_stage` on. Their parameters are stacked,
+`[stages, ...]`, in `rounds * per_stage` modules. A step of the pipeline runs all stages at once, each on another
+micro-batch, and then passes their results on by a shift along the stage dim, which becomes a permute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from tpshard.diagnostics.diagnostic import plural
+from tpshard.models.dims import STAGE, name
+from tpshard.parallelism.passes.copy import copy_program
+from tpshard.parallelism.passes.recompute import layer_of
+from tpshard.parallelism.pipeline.schedules import StageTask, Table
+from tpshard.parallelism.program import INFO, Program, info
+from tpshard.programs.setting.layer_likeness import LayerNumber, layer_numbers
+
+ROWS = ("batch", "seq", "embed")
+"""The dims of the residual stream."""
+
+
+def lists_of_layers(model: nn.Module) -> dict[str, list[nn.Module]]:
+    """The layers of a module that can be stacked: the outermost lists of several modules of one class, by path."""
+    lists: dict[str, list[nn.Module]] = {}
+    for path, module in model.named_modules():
+        layers = list(module.children())
+        repeated = isinstance(module, (nn.ModuleList, nn.Sequential)) and len({type(layer) for layer in layers}) == 1
+        if repeated and len(layers) > 1 and not any(path.startswith(f"{outer}.") for outer in lists):
+            lists[path] = layers
+    return lists
+
+
+@dataclass(frozen=True)
+class Stacking:
+    """The arrangement of a vectorized pipeline: how layers are stacked, and in which order micro-batches pass them."""
+
+    stages: int
+    rounds: int
+    per_stage: int
+    """Layers of a stage in one round."""
+    micro_batches: int
+    path: str = "layers"
+    """The path of the model's list of layers."""
+
+    def __str__(self) -> str:
+        rounds = f" x {self.rounds} rounds" if self.rounds > 1 else ""
+        layers = f"{plural(self.per_stage, 'layer')}"
+        return (
+            f"{self.schedule}, vectorized, {self.stages} stages{rounds} of {layers}, {self.micro_batches} "
+            f"micro-batches in {self.steps} steps: {100 * self.bubble:.1f}% bubble"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The pipeline as the plan's JSON has it."""
+        return {
+            "schedule": self.schedule, "form": "vectorized", "devices": self.stages, "rounds": self.rounds,
+            "micro_batches": self.micro_batches, "steps": self.steps, "bubble": round(self.bubble, 9),
+            "split": [self.per_stage] * (self.stages * self.rounds),
+        }  # fmt: skip
+
+    @property
+    def schedule(self) -> str:
+        return "circular" if self.rounds > 1 else "gpipe"
+
+    @property
+    def steps(self) -> int:
+        """Steps of the pipeline until the last stage has finished the last micro-batch."""
+        return self.micro_batches * self.rounds + self.stages - 1
+
+    @property
+    def bubble(self) -> float:
+        """The share of the steps in which a stage computes what nothing reads."""
+        return (self.stages - 1) / self.steps
+
+    def layers(self, slot: int) -> list[int]:
+        """The numbers of the layers that are stacked in one module, in the order of their stages."""
+        turn, place = divmod(slot, self.per_stage)
+        return [(turn * self.stages + stage) * self.per_stage + place for stage in range(self.stages)]
+
+    def members(self, name: str) -> list[str] | None:
+        """The parameters of single layers that are stacked as `name`, by stage; None for one outside of the layers."""
+        if not name.startswith(f"{self.path}."):
+            return None
+        slot, _, parameter = name.removeprefix(f"{self.path}.").partition(".")
+        return [f"{self.path}.{layer}.{parameter}" for layer in self.layers(int(slot))]
+
+    def turn(self, time: int, stage: int) -> tuple[int, int] | None:
+        """The (micro-batch, round) that a stage computes in a step; None where the pipeline fills or drains."""
+        since = time - stage
+        if not 0 <= since < self.micro_batches * self.rounds:
+            return None
+        group, within = divmod(since, self.stages * self.rounds)
+        return group * self.stages + within % self.stages, within // self.stages
+
+    def tasks(self) -> Iterator[tuple[int, int, StageTask]]:
+        """Yields (step, stage, forward task) of all work but filling and draining, in order."""
+        for time in range(self.steps):
+            for stage in range(self.stages):
+                turn = self.turn(time, stage)
+                if turn is not None:
+                    yield time, stage, StageTask("F", turn[1] * self.stages + stage, turn[0])
+
+    @property
+    def table(self) -> Table:
+        """The schedule: all forward tasks, then the backward ones in reverse order."""
+        rows: list[list[StageTask]] = [[] for _ in range(self.stages)]
+        for _, stage, task in self.tasks():
+            rows[stage].append(task)
+        both = tuple((*row, *(task._replace(kind="B") for task in reversed(row))) for row in rows)
+        return Table(self.schedule, self.stages, self.stages * self.rounds, self.micro_batches, both)
+
+
+class StackedLayers(nn.ModuleList):
+    """The layers of a model in stacked form; as a list, it has one layer, which runs the whole pipeline."""
+
+    def __init__(self, layers: Sequence[nn.Module], stacking: Stacking, data_ranks: int, rows_first: bool):
+        """Stacks all `layers`, whose parameters have the same names and shapes. data_ranks: the number of ranks among
+        which the rows of a batch are divided, in order. rows_first: whether a tensor with as many elements in its first
+        dim as the batch has rows has a batch dim, even if another dim is as large."""
+        slots = (stacking.layers(slot) for slot in range(stacking.rounds * stacking.per_stage))
+        super().__init__()
+        numbers = layer_numbers(layers)
+        self.slots = [_stack_layer(layers[members[0]], stacking.stages, numbers) for members in slots]
+        for slot, layer in enumerate(self.slots):
+            self.add_module(str(slot), layer)
+        self.stacking, self.data_ranks, self.rows_first = stacking, data_ranks, rows_first
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        yield self
+
+    def __len__(self) -> int:
+        return 1
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.stacking})"
+
+    def __getitem__(self, layers: int | slice) -> Any:
+        """The pipeline, for all layers; ValueError for some of them."""
+        if isinstance(layers, int):
+            return [self][layers]
+        every = range(self.stacking.stages * len(self.slots))
+        if every[layers] != every and layers != slice(None, len(self)):
+            raise ValueError("a vectorized pipeline runs all layers together, not some of them")
+        return [self]
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of the first layer, for a model that reads one of a layer: all layers are alike."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("0"), name)
+
+    def forward(self, x: Tensor, *context: Any, **named: Any) -> Tensor:
+        """x: [batch, seq, embed] -> the same, after all layers. A tensor of `context` and `named` with a batch dim goes
+        with its rows.
+
+        ValueError where a layer returns more than `x`, and where another dim of `x` has as many elements as the batch,
+        so that a tensor may have either.
+        """
+        how, rows = self.stacking, x.shape[0]
+        rows_dims = ROWS if x.dim() == len(ROWS) else (ROWS[0], *[""] * (x.dim() - 1))
+        leaves, tree = pytree.tree_flatten((context, named))
+        moving = [isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows for leaf in leaves]
+        if any(moving) and rows in x.shape[1:] and not self.rows_first:
+            mixed = f"the {rows} rows of the batch or another dim of the layers' input {list(x.shape)}"
+            raise ValueError(f"the first dim of a tensor may be {mixed}: change `model.seq_len` or the batch")
+        parts = [self._micros(leaf) if moves else leaf for leaf, moves in zip(leaves, moving)]
+        stages = torch.arange(how.stages)
+        place = stages.view(-1, *[1] * x.dim())
+        micros = self._micros(x).unsqueeze(1)
+        # masked once for all steps, as `results` are, so that gradients are summed over stages once too
+        entering = torch.where(place == 0, micros, 0.0)
+        y = micros.new_zeros(how.stages, *micros.shape[2:])
+        results = []
+        for time in range(how.steps):
+            turns = [how.turn(time, stage) for stage in range(how.stages)]
+            shifted = torch.roll(y, 1, 0) if time else y
+            if turns[0] is not None and turns[0][1] == 0:
+                shifted = torch.where(place == 0, 0.0, shifted) + entering[turns[0][0]]
+            shifted = name(shifted, "shifted", STAGE, *rows_dims)
+            since = (time - stages).clamp(0, how.micro_batches * how.rounds - 1)
+            group, within = since // (how.stages * how.rounds), since % (how.stages * how.rounds)
+            micro, rounds = group * how.stages + within % how.stages, within // how.stages
+            own = [part.index_select(0, micro) if moves else part for part, moves in zip(parts, moving)]
+            y = self._layers(shifted, turns, rounds, own, moving, tree)
+            if turns[-1] is not None and turns[-1][1] == how.rounds - 1:
+                results.append(y.unsqueeze(1))
+        finished = torch.where(place.unsqueeze(-1) == how.stages - 1, torch.cat(results, 1), 0.0)
+        return self._join_micros(finished.sum(0))
+
+    def _layers(
+        self, x: Tensor, turns: Sequence[tuple[int, int] | None], rounds: Tensor, context: Sequence[Any],
+        moving: Sequence[bool], tree: Any,
+    ) -> Tensor:  # fmt: skip
+        """Runs every stage's layers in its round, `rounds` [stages], on its micro-batch. x: [stages, batch, ...]"""
+        each = self.stacking.per_stage
+        rounds_used = sorted({turn[1] for turn in turns if turn is not None})
+        for place in range(each):
+            layer, weights = self._weights([(turn, self.slots[turn * each + place]) for turn in rounds_used], rounds)
+
+            def one(weights: dict[str, Tensor], x: Tensor, *own: Any, layer: nn.Module = layer) -> Tensor:
+                context, named = pytree.tree_unflatten(list(own), tree)
+                result = torch.func.functional_call(layer, weights, (x, *context), named)
+                if not isinstance(result, Tensor) or result.shape != x.shape:
+                    raise ValueError("in a vectorized pipeline a layer returns one tensor of its input's shape")
+                return result
+
+            along = tuple(0 if moves else None for moves in moving)
+            x = torch.vmap(one, in_dims=(0, 0, *along))(weights, x, *context)
+        return x
+
+    def _weights(self, layers: Sequence[tuple[int, nn.Module]], rounds: Tensor) -> tuple[nn.Module, dict[str, Tensor]]:
+        """A layer to run, and the parameters with which each stage runs it: those of the stage's current round."""
+        (_, first), *others = layers
+        weights: dict[str, Tensor] = dict(first.named_parameters())
+        for turn, other in others:
+            for own, parameter in other.named_parameters():
+                in_round = (rounds == turn).view(-1, *[1] * (parameter.dim() - 1))
+                weights[own] = torch.where(in_round, parameter, weights[own])
+        return first, weights
+
+    # ---- rows and micro-batches --------------------------------------------------------------------------------------
+    def _micros(self, x: Tensor) -> Tensor:
+        """[rows, ...] -> [micro-batches, rows of one, ...], where each data rank's rows stay on it."""
+        ranks, micros = self.data_ranks, self.stacking.micro_batches
+        return x.unflatten(0, (ranks, micros, -1)).transpose(0, 1).flatten(1, 2)
+
+    def _join_micros(self, x: Tensor) -> Tensor:
+        """Inverse of `_micros`."""
+        return x.unflatten(1, (self.data_ranks, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def _stack_layer(layer: nn.Module, stages: int, numbers: Sequence[str]) -> nn.Module:
+    """A copy of a layer whose parameters have a leading dim for the stages. numbers: attributes with its number."""
+    copy = deepcopy(layer)
+    for path, _, attribute in (key.rpartition(".") for key in numbers):
+        setattr(copy.get_submodule(path), attribute, LayerNumber(attribute))
+    for module in copy.modules():
+        for own, parameter in list(module.named_parameters(recurse=False)):
+            shape = (stages, *parameter.shape)
+            stacked = torch.empty(shape, dtype=parameter.dtype, device="meta")
+            setattr(module, own, nn.Parameter(stacked, parameter.requires_grad))
+    return copy
+
+
+def discount(program: Program, share: float) -> Program:
+    """The program with its layers' useful FLOPs (`global_flops`) reduced to a share; the rest fills and drains the
+    pipeline."""
+    program, _ = copy_program(program)
+    for node in program.graph.nodes:
+        if layer_of(node) is not None and (facts := info(node)).global_flops:
+            node.meta[INFO] = replace(facts, global_flops=round(facts.global_flops * share))
+    return program

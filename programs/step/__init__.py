@@ -1,0 +1,1 @@
+"""A whole training step: plain, of few layers for many, or staged."""

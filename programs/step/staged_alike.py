@@ -1,0 +1,152 @@
+"""Builds a pipeline's programs for pricing only: equal stages are built once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from functools import partial
+
+from tpshard.parallelism.depth import Depth
+from tpshard.parallelism.partitioning.stretch import stretched_records
+from tpshard.parallelism.pipeline.schedules import Table
+from tpshard.parallelism.pipeline.stages import Stage
+from tpshard.parallelism.program import Program
+from tpshard.programs.parts.memo import Memo, key_of_partition
+from tpshard.programs.parts.step_programs import trained_by
+from tpshard.programs.setting.setting import Setting
+from tpshard.programs.step.alike import STACK, few_layers, micro
+from tpshard.programs.step.splitting import balance_stages, layers_of
+from tpshard.programs.step.staged import (
+    StagedPrograms,
+    device_programs,
+    finished_stages,
+    held_by_devices,
+    recompute_uncut,
+    table_of,
+)
+from tpshard.recipes.keys.parallel_keys import BucketFile, RematEvery
+from tpshard.recipes.keys.schema import Recipe
+
+
+def build(setting: Setting, memo: Memo | None = None) -> tuple[Program, StagedPrograms] | None:
+    """`staged.build` with equal stages and equal devices' programs built once. `memo` keeps them for other schedules,
+    and programs of models with few layers.
+
+    None if the model's layers differ, by themselves or in what the recipe does to them. Raises Mistakes for what does
+    not fit.
+    """
+    if _treats_layers_apart(setting.recipe):
+        return None
+    config, table = setting.config, table_of(setting)
+    if config is None:
+        return None
+    even = layers_of(setting, config.layers, table.stages)  # raises before anything is built
+    memo = memo or Memo()
+    if (few := few_layers(setting, memo=memo)) is None:
+        return None
+    records = stretched_records(few, Depth(STACK, config.layers))
+    if records is None:
+        return None
+    base = replace(few, records=records)
+    cut = _Alike(setting, memo, base)
+    layers, stages = balance_stages(setting, even, table.devices, cut.stages)
+    names = [name for name, _ in setting.model.named_parameters()]
+    ports = {p.name: p.layout for p in few.inputs if p.kind == "parameter"}
+    storage = {name: ports[_in_few(name)] for name in names}
+    held = held_by_devices(table, _names(names, layers, stages), names)
+    trained_in_few = trained_by(few)
+    trained = {name for name in names if _in_few(name) in trained_in_few}
+    noted = sum(p.shape[0] for p in few.outputs[2 + len(trained_in_few) :])
+    key = _key_of_devices(setting)
+    devices = []
+    for i, own_names in enumerate(held):
+        alike = [(_in_few(name), [j - i for j, names in enumerate(held) if name in names]) for name in own_names]
+        make = partial(device_programs, setting, storage, base, held, i, trained, noted, memo)
+        devices.append(memo.of("device programs", repr((key, alike)), make, most=DEVICES))
+    return few, StagedPrograms(setting, setting.stage_axis, table, tuple(layers), stages, tuple(devices), storage)
+
+
+def _treats_layers_apart(recipe: Recipe) -> bool:
+    """Whether recomputation, units or buckets may differ between layers, and so between stages."""
+    fsdp = recipe.fsdp
+    if isinstance(recipe.remat, RematEvery) or isinstance(fsdp.bucket, BucketFile):
+        return True
+    patterns = [*fsdp.wrap, *(fsdp.bucket if isinstance(fsdp.bucket, tuple) else ())]
+    names = [name for entry in patterns for name in ([entry] if isinstance(entry, str) else entry)]
+    return any(re.search(r"[\d?\[]", name) for name in names)
+
+
+KINDS, DEVICES = 8, 6
+"""How many kinds of stages, and programs of devices, a `Memo` keeps."""
+Kind = tuple[str, int]
+"""The place of a stage (first, middle or last), and its number of layers: stages of a kind have equal prices."""
+
+
+class _Alike:
+    """Builds the stages of a pipeline's splits from models with fewer layers, each kind of stage once."""
+
+    def __init__(self, setting: Setting, memo: Memo, base: Program):
+        """base: the micro-batch's program of a model with few layers, with the records of all layers."""
+        self.setting, self.table, self.make, self.base = setting, table_of(setting), partial(micro, memo=memo), base
+        self.built: dict[Kind, Stage] = memo.of("stages by kind", _key_of_stages(setting, self.table), dict)
+
+    def _kinds(self, split: Sequence[int]) -> list[Kind]:
+        """The kind of the first stage, the kinds of middle stages, and that of the last, each once."""
+        return [("first", split[0]), *(("middle", count) for count in sorted(set(split[1:-1]))), ("last", split[-1])]
+
+    def stages(self, split: Sequence[int]) -> tuple[Stage, ...]:
+        kinds = self._kinds(split)
+        if any(kind not in self.built for kind in kinds):
+            self._build([kinds[0], *(kind for kind in kinds[1:-1] if kind not in self.built), kinds[-1]])
+        for kind in [kind for kind in self.built if kind not in kinds][: max(0, len(self.built) - KINDS)]:
+            del self.built[kind]
+        all_stages = [self.built["first", split[0]], *(self.built["middle", count] for count in split[1:-1])]
+        return tuple(replace(stage, index=i) for i, stage in enumerate([*all_stages, self.built["last", split[-1]]]))
+
+    def _build(self, kinds: Sequence[Kind]) -> None:
+        """Builds the stages of those `kinds`, in the order of the model, that are not built yet."""
+        config = self.setting.config
+        assert config is not None
+        layers = [count for _, count in kinds]
+        shorter = replace(self.setting, config=replace(config, layers=sum(layers)))
+        base = self.base if shorter.gathers_once or shorter.reduces_once else self.make(shorter)
+        again = recompute_uncut(shorter, base, self.make)
+        new = {i: kind for i, kind in enumerate(kinds) if kind not in self.built}
+        self.built.update(zip(new.values(), finished_stages(shorter, again, self.table, layers, new)))
+
+
+def _key_of_stages(setting: Setting, table: Table) -> str:
+    """A key of the part of a setting and of its schedule on which the programs of a stage depend."""
+    return repr((_key_of_devices(setting), setting.recipe.remat, table.splits_backward))
+
+
+def _key_of_devices(setting: Setting) -> str:
+    """A key of the part of a setting on which the programs that a device runs once per step depend."""
+    names = (field.name for field in fields(setting.recipe) if field.name not in ("pipeline", "remat"))
+    read = {name: getattr(setting.recipe, name) for name in names}
+    return repr((key_of_partition(setting), setting.batch, read))
+
+
+def _in_few(name: str) -> str:
+    """The name of a parameter in the model with few layers."""
+    stack, _, rest = name.partition(".")
+    number, _, rest = rest.partition(".")
+    return f"{STACK}.1.{rest}" if stack == STACK and number.isdigit() else name
+
+
+def _names(names: Sequence[str], layers: Sequence[int], stages: Sequence[Stage]) -> list[list[str]]:
+    """The parameters of each stage: those of its layers, and those outside of layers of the first and the last."""
+    stage_of: dict[int, int] = {}
+    for place, count in enumerate(layers):
+        for _ in range(count):
+            stage_of[len(stage_of)] = place
+    by_stage: list[list[str]] = [[] for _ in layers]
+    for name in names:
+        if _in_few(name) != name or name.startswith(f"{STACK}.1."):
+            by_stage[stage_of[int(name.split(".")[1])]].append(name)
+            continue
+        for stage in (stages[0], stages[-1]):
+            if name in stage.parameters:
+                by_stage[stage.index].append(name)
+    return by_stage

@@ -1,0 +1,200 @@
+"""The keys of a training run: data, batch, optimizer, loop, checkpoints and logs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import field
+from typing import Annotated, ClassVar, Literal
+
+from tpshard.diagnostics.diagnostic import Mistakes
+from tpshard.recipes.keys.constraints import Count, CountOrZero, Dtype, NonNegative, Positive, Share, limits
+from tpshard.recipes.text.section import Section, derived
+
+BYTE_TOKENS = 258
+"""Tokens of the tokenizer `bytes`: a begin token, an end token and 256 bytes. A trained tokenizer has them too."""
+
+
+class TokenizerTraining(Section):
+    """A tokenizer that a run trains on its text: a byte-level BPE."""
+
+    train: Annotated[int, limits(least=BYTE_TOKENS, most=2**20)]
+    """Tokens at most; a short text gives fewer."""
+
+
+class Data(Section):
+    """The text that a run trains on."""
+
+    paths: ClassVar[tuple[str, ...]] = ("source", "tokenizer")
+
+    source: str = "sample"
+    """sample (generated on this machine); c4; hub:OWNER/NAME or hub:OWNER/NAME:CONFIGURATION, another data set on the
+    Hugging Face hub; or a folder, file or pattern of *.jsonl, *.json.gz, *.parquet or *.txt."""
+    column: str = "text"
+    """The key of JSON lines, or the column of Parquet files, that holds the text."""
+    tokenizer: str | TokenizerTraining | None = derived(default='its own for sample, else "${oc.env:TOKENIZER_DIR}"')
+    """Folder of a Hugging Face tokenizer, read when a command needs it; {train: 8192}: one of so many tokens that a
+    run trains on its text and keeps; bytes: the 256 bytes; null: the sample's own."""
+    bos: Literal["tokenizer", "always", "never"] = "tokenizer"
+    """Whether each document begins with the tokenizer's bos_token. tokenizer: with what the tokenizer itself puts
+    before a text, as transformers reads it, be it nothing; always: with bos_token in any case."""
+    eos: Literal["tokenizer", "always", "never"] = "always"
+    """Whether each document ends with the tokenizer's eos_token. always: so that the model learns where to stop;
+    tokenizer: with what the tokenizer itself puts after a text, which for most is nothing."""
+    bad_rows: Share = 0.01
+    """Share of unreadable rows that stops the run."""
+
+    @property
+    def made_tokens(self) -> int | None:
+        """The most tokens of a tokenizer that tpshard makes, {train: SIZE} or bytes; None where a folder is named, or
+        nothing."""
+        try:
+            named = self.tokenizer
+        except Mistakes:  # its environment variable is not set
+            return None
+        return named.train if isinstance(named, TokenizerTraining) else BYTE_TOKENS if named == "bytes" else None
+
+    @property
+    def tokenizer_folder(self) -> str | None:
+        """The folder that `tokenizer` names, if it names one. Raises `Mistakes` where a variable is not set."""
+        named = self.tokenizer
+        return named if isinstance(named, str) and named != "bytes" else None
+
+
+class Batch(Section):
+    """The batch of a step. The number of micro-batches follows from it."""
+
+    global_sequences: Annotated[int, limits(least=1, most=2**30)] = 128
+    """Sequences per step, over all devices."""
+    per_device: Annotated[int, limits(least=1, most=2**20)] | None = None
+    """Sequences of one micro-batch on one data rank. Default: the largest divisor of global_sequences / data ranks up
+    to 8."""
+
+
+class Optimizer(Section):
+    """The optimizer and its settings."""
+
+    name: Literal["adamw", "lion", "muon"] = "adamw"
+    """The algorithm. adamw keeps two moments of each parameter, lion one; muon keeps one of the layers' matrices and
+    updates all other parameters as adamw does."""
+    lr: NonNegative = 3.0e-4
+    """Peak learning rate."""
+    betas: tuple[Annotated[float, limits(least=0, below=1)], Annotated[float, limits(least=0, below=1)]] = (0.9, 0.95)
+    """Decay of the first and second moments; of lion: in the update and in the moment; of muon: for parameters that are
+    no matrices of a layer."""
+    momentum: Annotated[float, limits(least=0, below=1)] = 0.95
+    """Decay of muon's moment of matrices; adamw and lion have `betas` only."""
+    orthogonal: Mapping[str, bool] = field(default_factory=dict)
+    """Whether muon moves the matrices of a name or pattern, such as `"layers.*.router": false`, of which the last that
+    matches counts; default: those of repeated layers, without tables of embeddings."""
+    eps: Positive = 1.0e-8
+    """Added to the root of the second moment; lion has none."""
+    weight_decay: NonNegative = 0.1
+    """Decoupled decay of matrices; norms and biases are not decayed."""
+    state_dtype: Dtype = derived(default="fsdp.master_dtype")
+    """Type of the moments at rest; they are computed in fp32."""
+
+
+class Schedule(Section):
+    """The learning rate schedule."""
+
+    name: Literal["cosine", "constant"] = "cosine"
+    """Shape after the warm-up."""
+    warmup_steps: CountOrZero = derived(default="min(2000, train.steps / 10)")
+    """Steps of linear warm-up."""
+    decay_steps: Count = derived(default="train.steps")
+    """Step at which cosine reaches its lowest rate, at which later steps stay."""
+    min_lr_ratio: Share = 0.1
+    """The lowest learning rate, as a share of the peak."""
+
+
+class Profile(Section):
+    """A trace of real steps, written beside the planned one to `profile/` of the run's folder, with the largest
+    differences."""
+
+    steps: tuple[Count, Count]
+    """The first and the last step that are traced; they run operation by operation, and somewhat slower."""
+
+
+class Train(Section):
+    """The training loop."""
+
+    steps: Count = 200_000
+    """Optimizer steps."""
+    clip_grad_norm: Positive | None = 1.0
+    """Global norm to which gradients are clipped; null: off."""
+    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    """What happens if a loss or gradient is not finite; decided on all ranks alike, before any update."""
+    profile: Profile | None = None
+    """Steps to trace, such as {steps: [10, 12]}; null: none."""
+
+
+class Evaluate(Section):
+    """Loss on held-out text."""
+
+    every_steps: CountOrZero = 500
+    """Steps between evaluations; 0: never. A run also evaluates at its end."""
+    sequences: Count = 64
+    """Held-out sequences per evaluation."""
+
+
+class Timeout(Section):
+    """Seconds after which a worker that does not answer counts as lost."""
+
+    start: Positive = 600
+    """Until the first step is done."""
+    step: Positive = 600
+    """Between steps."""
+
+
+class Launch(Section):
+    """The workers that `train` starts on one host."""
+
+    restarts: Annotated[int, limits(least=0, most=1000)] = 1
+    """How often workers are restarted from the last checkpoint after one crashed (SIGSEGV, SIGABRT, SIGBUS), at least
+    100 steps after the previous crash."""
+
+
+class Run(Section):
+    """The folder in which a run writes its files."""
+
+    paths: ClassVar[tuple[str, ...]] = ("dir",)
+
+    dir: str = "runs/${name}"
+    """Folder of the run, relative to the working directory; ${name} is the recipe's name, ~ and $NAME are expanded as
+    by a shell."""
+
+
+class Checkpoint(Section):
+    """Saving checkpoints and resuming from them."""
+
+    every_steps: CountOrZero = 500
+    """Steps between checkpoints; 0: none are saved."""
+    keep_last: Count = 3
+    """Number of checkpoints kept."""
+    resume: Literal["auto", "never", "force"] = "auto"
+    """auto resumes a stopped run unless the recipe makes it another run, force resumes it nevertheless, never refuses
+    to continue an existing run."""
+    on_error: Literal["warn", "stop"] = "warn"
+    """What happens if a checkpoint cannot be written."""
+
+
+class Wandb(Section):
+    """Weights & Biases; its failures never stop a run."""
+
+    project: str = "tpshard"
+    """Project of the run."""
+    entity: str | None = None
+    """Team or user; null: the login's default."""
+    mode: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """auto is online with a login and offline without."""
+
+
+class Logging(Section):
+    """What a run logs. The first and the last step are always logged."""
+
+    every_steps: Count = 10
+    """Steps between rows of metrics.jsonl."""
+    wandb: Wandb | None = field(default_factory=Wandb)
+    """Weights & Biases; null: off."""
+    tensorboard: bool = False
+    """Whether the same rows are written for TensorBoard, to `tensorboard/` of the run's folder."""

@@ -1,0 +1,1 @@
+"""From a recipe's file and overrides to a checked value."""

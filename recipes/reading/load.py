@@ -1,0 +1,276 @@
+"""Loads recipes: from a file, a shipped name and overrides to a checked `Recipe`, or to all their mistakes."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes, Source, did_you_mean
+from tpshard.models.families.presets import PRESETS
+from tpshard.recipes.keys import laws
+from tpshard.recipes.keys.schema import SCHEMA_VERSION, Recipe
+from tpshard.recipes.reading import extends
+from tpshard.recipes.reading.checker import BAD, Checker, homes
+from tpshard.recipes.reading.hints import below_key, mapping_of, section_of
+from tpshard.recipes.reading.merge import Merged
+from tpshard.recipes.text import other_tools
+from tpshard.recipes.text.nodes import Node, compose, scalar, written_at
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A recipe with all its diagnostics, and the paths of its refused values. If there are errors, `recipe` has
+    defaults in place of refused values."""
+
+    recipe: Recipe
+    diagnostics: tuple[Diagnostic, ...]
+    bad: frozenset[str]
+    """Paths whose value was refused; checks that depend on them are skipped."""
+
+    def sound(self, *keys: str) -> bool:
+        """Whether nothing under these keys was refused."""
+        return not laws.touches(keys, self.bad)
+
+
+def load(path_or_builtin: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe in a file, in a run's folder, or shipped under a name, with `key.path=value` overrides applied.
+
+    Raises `Mistakes` with all errors in the recipe itself; callers check what depends on the model or the machine.
+    """
+    return _sound(examine(path_or_builtin, overrides))
+
+
+def loads(text: str, overrides: Sequence[str] = (), *, file: str = "<text>") -> Recipe:
+    """The recipe in `text`; `file` is its name in error messages. Its default name is `recipe`."""
+    return _sound(_examine_layers(extends.layers_of_text(text, file), overrides, "recipe"))
+
+
+def with_changes(recipe: Recipe, changes: Sequence[str]) -> Recipe:
+    """The recipe with further `key.path=value` overrides: what loading its file with them gives.
+
+    Defaults that are derived from other keys are derived again. Raises `Mistakes` where the changes are wrong.
+    """
+    layers, overrides, name = recipe._origin
+    return _sound(_examine_layers(layers, [*overrides, *changes], name))
+
+
+def examine(path_or_builtin: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Examined:
+    """Loads a recipe as `load` does, but returns its mistakes together with the usable rest.
+
+    Still raises `Mistakes` when nothing is usable: no file, no YAML, another schema.
+    """
+    path = find(os.fspath(path_or_builtin))
+    of_run = path.name == "recipe.yaml" and path.parent.name  # a run's folder has the name of its recipe
+    return _examine_layers(extends.layers(path), overrides, path.resolve().parent.name if of_run else path.stem)
+
+
+def in_order(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
+    """The diagnostics from top to bottom, file by file, overrides last."""
+    listed = list(diagnostics)
+    files = {file: i for i, file in enumerate(dict.fromkeys(d.where.file for d in listed if d.where))}
+
+    def place(d: Diagnostic) -> tuple[int, int, int]:
+        if d.where is None:
+            return (-1, 0, 0)
+        number = re.fullmatch(r"<override (\d+)>", d.where.file)
+        return (len(files) + int(number[1]) if number else files[d.where.file], d.where.line, d.where.col)
+
+    return sorted(listed, key=place)
+
+
+def find(name: str) -> Path:
+    """The file named on a command line: a path, a folder with a recipe.yaml, or a shipped recipe."""
+    path = Path(name)
+    if path.is_dir() and (path / "recipe.yaml").is_file():
+        return path / "recipe.yaml"
+    if path.exists() and not path.is_dir():
+        return path
+    if name in extends.builtins():
+        return extends.builtins()[name]
+    looks_like_path = path.suffix in (".yaml", ".yml") or os.sep in name
+    why = "a folder without a recipe.yaml" if path.is_dir() else "no such file" if looks_like_path else ""
+    fix = did_you_mean(name, extends.builtins(), f"shipped recipes: {', '.join(extends.builtins())}")
+    if (path / "config.json").is_file():
+        why = "a Hugging Face folder, which is a model"
+        fix = f"tpshard serve quickstart serve.checkpoint={name}; or a recipe with `model: {{hf: {name}}}`"
+    elif hub := other_tools.hub_fix(name):
+        fix = hub
+    raise Mistakes.one(f"there is no recipe `{name}`", exit=Exit.USAGE, why=why, fix=fix)
+
+
+def _sound(examined: Examined) -> Recipe:
+    if any(d.severity == "error" for d in examined.diagnostics):
+        raise Mistakes(examined.diagnostics)
+    return examined.recipe
+
+
+def _examine_layers(layers: Sequence[Node], overrides: Sequence[str], name: str) -> Examined:
+    recorded = [mistake for layer in reversed(layers) for mistake in layer.mistakes]
+    merged = Merged()
+    for layer in layers:
+        _version(layer.get("schema"))
+        merged.drop(("name",))  # a recipe does not inherit the name of its base
+        merged.add(layer)
+    merged.fill()
+    for number, text in enumerate(overrides, 1):
+        try:
+            merged.add(_override(text, number))
+        except Mistakes as mistakes:
+            recorded += mistakes.diagnostics
+    if ("schema",) in merged.places:
+        _version(merged.places[("schema",)][1])
+    merged.fill()
+    _derive(merged, name)
+    checker = Checker(merged)
+    recipe = checker.section(merged.raw, Recipe, ())
+    vars(recipe).update(_places=checker.places, _origin=(tuple(layers), tuple(overrides), name))
+    vars(recipe).update(file=layers[-1].source.file, mesh=_complete(recipe.mesh))
+    rules = {dim: axes for dim, axes in recipe.sharding.rules.items() if axes}
+    if "ep" in recipe.mesh and "batch" in rules and not recipe.where("sharding.rules.batch").line:
+        rules["batch"] = (*rules["batch"], "ep")
+        rules.setdefault("expert", ("ep",))
+    if "ep" in recipe.serve.mesh and not recipe.where("sharding.rules.expert").line:
+        rules.setdefault("expert", ("ep",))
+    if recipe.pipeline is not None and recipe.pipeline.vectorized:
+        rules["stage"] = recipe.sharding.rules.get("stage", ("pp",))  # null stays, and is refused
+        if not recipe.where("sharding.rules.vocab").line:  # embedding and head are on no stage: all devices share them
+            rules["vocab"] = ("pp", *rules.get("vocab", ()))
+    vars(recipe.sharding)["rules"] = rules
+    lawful = laws.check(recipe, checker.bad)
+    return Examined(recipe, tuple(in_order([*recorded, *checker.mistakes, *lawful])), frozenset(checker.bad))
+
+
+def _version(node: Node | None) -> None:
+    version = scalar(node) if node is not None and node.kind == "scalar" else None
+    if node is None or (type(version) is int and version == SCHEMA_VERSION):
+        return
+    message = f"there is no schema {version}"
+    if type(version) is not int:
+        message = "`schema` is the version of the keys, a whole number"
+    elif version > SCHEMA_VERSION:
+        message = f"the recipe has schema {version}, newer than this tpshard"
+    raise Mistakes.one(message, where=node.source, why=f"supported: {SCHEMA_VERSION}", fix=f"schema: {SCHEMA_VERSION}")
+
+
+def _override(text: str, number: int) -> Node:
+    """Makes a tree with one leaf of `key.path=value`. OmegaConf parses dots, brackets, and `\\.` (a dot in a key)."""
+    file = f"<override {number}>"
+    key, *rest = re.split(r"(?<!\\)=", text, maxsplit=1)
+
+    def syntax_mistake(why: str, col: int = 1, width: int = 1, fix: str = "for example train.steps=100") -> Mistakes:
+        message, where = f"the override `{text}` is not key.path=value", Source(file, 1, col, text, max(1, width))
+        return Mistakes.one(message, exit=Exit.USAGE, where=where, why=why, fix=fix)
+
+    sign = re.match(r"[+~-]*", text)
+    assert sign is not None
+    if signs := sign.group():
+        bare = text[len(signs) :]
+        fix = f"drop the {'plus' if '+' in signs else signs[0]}: {bare}"
+        if "~" in signs:
+            fix = f"null gives a key its default: {bare.partition('=')[0]}=null"
+        raise syntax_mistake(f"a key does not begin with `{signs}`", width=len(signs), fix=fix)
+    if not rest:
+        raise syntax_mistake("no `=`", width=len(text), fix=_without_equals(text))
+    if not key.strip():
+        raise syntax_mistake("no key before `=`")
+    if re.search(r"\s", key):
+        raise syntax_mistake("a space in the key", width=len(key))
+    if key.count("[") != key.count("]"):
+        raise syntax_mistake("an unmatched bracket", width=len(key))
+    parts: list[str] = []
+    below: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"{key}=null"]))
+    while isinstance(below, dict):
+        ((part, below),) = below.items()
+        parts.append(part)
+    if "" in parts:
+        raise syntax_mistake("an empty part between dots", col=len(".".join(parts[: parts.index("")])) + 1)
+    where = Source(file, 1, 1, text, len(key))
+    if rest[0].strip():
+        leaf = compose(rest[0], file, shown=text, offset=len(key) + 1, mapping=False)
+        if leaf.mistakes:
+            raise Mistakes(leaf.mistakes)
+    else:  # a shell's `key=` is empty text, not null
+        leaf = Node("scalar", Source(file, 1, len(key) + 1, text, 1))
+    return _nest(parts, leaf, Recipe, where)
+
+
+def _without_equals(text: str) -> str:
+    """The fix of an override without `=`."""
+    if re.match(r"[A-Za-z_][\w.]*:", text):
+        return f"write {re.sub(': *', '=', text, count=1)}"
+    if text in {path for paths in homes().values() for path in paths}:
+        return f"write {text}=VALUE, without a space"
+    if os.path.exists(text):
+        return "quote a pattern, so that the shell does not replace it by files: 'data.source=\"*.jsonl\"'"
+    return other_tools.hub_fix(text) or "for example train.steps=100"
+
+
+def _nest(parts: list[str], leaf: Node, hint: Any, where: Source) -> Node:
+    """Wraps a leaf in the maps of its path. In a map with free keys the rest of the path is one key (`layers.*.up`)."""
+    if section_of(hint) is not None:
+        inner = below_key(hint, parts[0])
+        name, value = parts[0], _nest(parts[1:], leaf, inner, where) if parts[1:] and inner is not None else leaf
+    elif mapping_of(hint) is not None:
+        name, value = ".".join(parts), leaf
+    else:
+        message = f"there are no keys below `{where.text[: where.width].removesuffix('.' + '.'.join(parts))}`"
+        raise Mistakes.one(message, where=where, fix="give the whole value: key=[a, b] or key={a: b}")
+    return Node("map", where, entries=((Node("scalar", where, name), value),))
+
+
+def _derive(merged: Merged, name: str) -> None:
+    """Sets the defaults derived from other keys; one derived from a wrong key stays missing."""
+    checker = Checker(merged)
+
+    def read(key: str) -> Any:
+        path = tuple(key.split("."))
+        value = checker.value(written_at(merged.raw, path), reduce(below_key, path, Recipe), path)
+        if value is BAD:
+            raise LookupError(key)
+        return value
+
+    def preset(key: str, otherwise: Any) -> Any:
+        return getattr(PRESETS.get(read("model.preset") or ""), key, otherwise)
+
+    def default(path: str, value: Callable[[], Any]) -> None:
+        keys = tuple(path.split("."))
+        section = written_at(merged.raw, keys[:-1])
+        with contextlib.suppress(LookupError):
+            if isinstance(section, dict) and section[keys[-1]] is None:
+                merged.put(keys, "???")  # OmegaConf's sign for a missing value, until there is one
+                merged.put(keys, value())
+
+    default("name", lambda: name)
+    default("model.seq_len", lambda: preset("seq_len", 2048))
+    default("model.dtype", lambda: preset("dtype", "bf16"))
+    default("fsdp.param_dtype", lambda: "bf16" if read("model.dtype") == "fp8" else read("model.dtype"))
+    default("optimizer.state_dtype", lambda: read("fsdp.master_dtype"))
+    default("schedule.warmup_steps", lambda: min(2000, read("train.steps") // 10))
+    default("schedule.decay_steps", lambda: read("train.steps"))
+    default("resume", lambda: read("checkpoint.resume"))
+    default("data.tokenizer", lambda: None if read("data.source") == "sample" else "${oc.env:TOKENIZER_DIR}")
+    if isinstance(mesh := merged.raw["mesh"], dict):
+        merged.put(("mesh",), _complete(mesh))
+    default(
+        "cluster.devices_per_node",
+        lambda: max(1, math.prod(s for s in read("mesh").values() if s != -1) // read("cluster.nodes")),
+    )
+
+
+def _complete(mesh: Mapping[str, Any]) -> dict[str, Any]:
+    """The mesh with omitted dp, fsdp and tp added with size 1, each outside of those that follow it."""
+    names = list(mesh)
+    usual = ("dp", "fsdp", "tp")
+    for axis in reversed(usual):
+        if axis not in names:
+            inside = [names.index(other) for other in usual[usual.index(axis) :] if other in names]
+            names.insert(min(inside, default=len(names)), axis)
+    return {axis: mesh.get(axis, 1) for axis in names}

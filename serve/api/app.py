@@ -1,0 +1,293 @@
+"""The HTTP application: OpenAI's routes over a Service."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import version
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from tpshard.models.folders.folder_tokenizer import FolderTokenizer
+from tpshard.programs.scheduling.request import Event
+from tpshard.serve.api.access import ENDS, Access, BodyBudget, JsonErrors, KeyGate, LocalGate, bug, read_body, refused
+from tpshard.serve.api.answers import Answer, Choice, sequences
+from tpshard.serve.api.field_checks import Refused
+from tpshard.serve.api.preprocess import Prepared, no_model
+from tpshard.serve.api.preprocess_pool import PreprocessPool
+from tpshard.serve.api.service import Full, Service, Unavailable
+
+T = TypeVar("T")
+_BUILDER = ThreadPoolExecutor(1, thread_name_prefix="answers")
+
+READ = ["GET", "HEAD"]
+"""Methods of read-only routes. Load balancers use HEAD, which returns GET's headers."""
+
+
+@dataclass
+class Server:
+    """The state that all routes share: the service, the tokenizer, and the model's name."""
+
+    model: str
+    """The model's name, which requests must use."""
+    service: Service
+    tokenizer: FolderTokenizer
+    pool: PreprocessPool
+    programs: Sequence[Mapping[str, Any]] = ()
+    """Rows and fingerprint of every program."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of sampling fields that a request does not set."""
+    created: int = 0
+    budget: BodyBudget = field(default_factory=BodyBudget)
+
+    def __post_init__(self) -> None:
+        self.created = self.created or int(time.time())
+
+    # ---- from request to events ------------------------------------------------------------------------------------
+    async def prepared(self, request: Request, kind: str) -> Prepared | bytes:
+        """Reads, checks and tokenizes a request to the route `kind`. Raises Refused or ClientDisconnect."""
+        self._room(1)
+        with self.budget.body() as body:
+            raw = await read_body(request, self.service.limits, body)
+            try:
+                return await self.pool.run(kind, raw, self.service.limit, self.service.vocab)
+            except Unavailable as error:
+                raise _unavailable() from error
+
+    async def answer(self, request: Request, kind: str) -> Answer:
+        """The answer to a request, before its first token. Raises Refused or ClientDisconnect."""
+        prepared = await self.prepared(request, kind)
+        assert isinstance(prepared, Prepared), "these routes have orders"
+        order = prepared.order
+        self._room(order.n * len(prepared.prompts))
+        try:
+            limit = self.service.limit
+        except Unavailable as error:
+            raise _unavailable() from error
+        ordered = sequences(order, prepared.prompts, self.tokenizer, limit)
+        return Answer(order, ordered, self.tokenizer, prepared.echoes)
+
+    def _room(self, count: int) -> None:
+        try:
+            self.service.check(count)
+        except Full as error:
+            raise Refused(
+                "too many requests are waiting", status=429, kind="rate_limit_error", code="queue_full", retry_after=1
+            ) from error
+        except ValueError as error:
+            raise Refused(str(error), param="n", code="invalid_value") from error
+        except Unavailable as error:
+            raise _unavailable() from error
+
+    async def run(self, answer: Answer) -> AsyncGenerator[Event, None]:
+        """Submits an answer's sequences and yields their events. Closing the generator cancels the sequences."""
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue[list[Event]]()
+
+        def deliver(events: list[Event]) -> None:
+            with suppress(RuntimeError):  # the event loop has ended
+                loop.call_soon_threadsafe(queue.put_nowait, events)
+
+        running = [c.sequence for c in answer.choices]
+        self.service.metrics.prompt_tokens.inc(answer.prompt_tokens)
+        try:
+            self.service.submit(running, deliver)
+        except Unavailable as error:
+            raise _unavailable() from error
+        try:
+            while not answer.done:
+                for event in await queue.get():
+                    yield event
+        finally:
+            self.service.cancel(running)
+
+
+def _unavailable() -> Refused:
+    return Refused("the model is not available now", status=503, kind="server_error", code="unavailable", retry_after=2)
+
+
+class Reply(Response):
+    """A response that computes its answer while it watches for the client's disconnect."""
+
+    background = None  # FastAPI reads it
+
+    def __init__(self, server: Server, kind: str) -> None:
+        self.server, self.kind = server, kind
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began = False
+
+        async def noting(message: Message) -> None:
+            nonlocal began
+            began = True
+            await send(message)
+
+        try:
+            answer = await self.server.answer(Request(scope, receive), self.kind)
+            work = asyncio.ensure_future((self._stream if answer.order.stream else self._whole)(answer, noting))
+            leaving = asyncio.ensure_future(_wait_for_disconnect(receive))
+            try:
+                longest = self.server.service.limits.request_s
+                done, _ = await asyncio.wait({work, leaving}, timeout=longest, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    raise Refused(f"the request took longer than {longest:g} s", status=408, code="timeout")
+                if work in done:
+                    work.result()
+            finally:
+                for task in (work, leaving):
+                    task.cancel()
+                await asyncio.gather(work, leaving, return_exceptions=True)
+        except (ClientDisconnect, OSError):
+            return  # the client has left, or the connection broke while sending
+        except ENDS:
+            raise
+        except BaseException as error:
+            refusal = error if isinstance(error, Refused) else bug(error)
+            self.server.service.metrics.refused.labels(str(refusal.status)).inc()
+            if not began:
+                await refused(refusal)(scope, receive, send)
+            else:
+                await send(_data(refusal.body(), more=False))
+
+    async def _whole(self, answer: Answer, send: Send) -> None:
+        async with aclosing(self.server.run(answer)) as events:
+            async for event in events:
+                self._take(answer, event)
+        body = await _built(answer, lambda: json.dumps(answer.whole()))
+        response = Response(body, media_type="application/json")
+        await send({"type": "http.response.start", "status": 200, "headers": response.raw_headers})
+        await send({"type": "http.response.body", "body": response.body})
+
+    async def _stream(self, answer: Answer, send: Send) -> None:
+        started = False
+        async with aclosing(self.server.run(answer)) as events:
+            async for event in events:
+                choice = self._take(answer, event)
+                if not started:  # not earlier: errors before the first token are answered with their status
+                    started = True
+                    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+                    await send({"type": "http.response.start", "status": 200, "headers": headers})
+                    for chunk in answer.opening():
+                        await send(_data(chunk))
+                next_chunk = await _built(answer, partial(answer.chunk, choice)) if choice is not None else None
+                if next_chunk is not None:
+                    await send(_data(next_chunk))
+        for chunk in answer.closing():
+            await send(_data(chunk))
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+    def _take(self, answer: Answer, event: Event) -> Choice | None:
+        choice = answer.take(event)
+        if choice is not None and choice.finish is not None and not event.sequence.done:
+            self.server.service.cancel([choice.sequence], "stop")  # the engine does not know stop strings
+        return choice
+
+
+async def _built(answer: Answer, make: Callable[[], T]) -> T:
+    """The result of `make`; from a thread where it names many tokens, one answer after another."""
+    tokens = sum(len(choice.fresh) for choice in answer.choices) + answer.order.echo * answer.prompt_tokens
+    if answer.order.sampling.logprobs is None or tokens < 64:
+        return make()
+    return await asyncio.get_running_loop().run_in_executor(_BUILDER, make)
+
+
+def _data(value: dict[str, Any], more: bool = True) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": b"data: " + json.dumps(value).encode() + b"\n\n", "more_body": more}
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def make_app(server: Server, access: Access) -> ASGIApp:
+    """The ASGI application of a server."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return Reply(server, "completion")
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        return Reply(server, "chat")
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        return await prepared(request, "tokenize")
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        return await prepared(request, "detokenize")
+
+    async def prepared(request: Request, kind: str) -> Response:
+        try:
+            return Response(await server.prepared(request, kind), media_type="application/json")
+        except Refused as error:
+            server.service.metrics.refused.labels(str(error.status)).inc()
+            return refused(error)
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody reads it
+
+    @app.api_route("/version", methods=READ)
+    async def tpshard_version() -> Response:
+        return JSONResponse({"version": version("tpshard")})
+
+    @app.api_route("/v1/models", methods=READ)
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [_card(server)]})
+
+    @app.api_route("/v1/models/{name:path}", methods=READ)
+    async def model(name: str) -> Response:
+        if name != server.model:
+            return refused(no_model(name))
+        return JSONResponse(_card(server))
+
+    @app.api_route("/health", methods=READ)
+    async def health() -> Response:
+        healthy = server.service.healthy
+        status = {"status": "ok" if healthy else "unhealthy", "programs": list(server.programs)}
+        return JSONResponse(status, status_code=200 if healthy else 503)
+
+    @app.api_route("/ready", methods=READ)
+    async def ready() -> Response:
+        is_ready = server.service.ready
+        return JSONResponse({"status": "ready" if is_ready else "not ready"}, status_code=200 if is_ready else 503)
+
+    @app.api_route("/metrics", methods=READ)
+    async def metrics() -> Response:
+        return PlainTextResponse(server.service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.exception_handler(HTTPException)
+    async def not_found(request: Request, error: HTTPException) -> Response:
+        refusal = Refused(f"{request.method} {request.url.path[:100]}: {error.detail}", status=error.status_code)
+        return JSONResponse(refusal.body(), status_code=error.status_code, headers=error.headers)
+
+    @app.exception_handler(Exception)  # or the framework answers in plain text
+    async def failed(request: Request, error: Exception) -> Response:
+        return refused(bug(error))
+
+    gated: ASGIApp = KeyGate(app, access.key)
+    if access.cors:
+        gated = CORSMiddleware(gated, access.cors, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"])
+    if access.local:
+        gated = LocalGate(gated, access.cors)
+    return JsonErrors(gated)
+
+
+def _card(server: Server) -> dict[str, Any]:
+    card: dict[str, Any] = {"id": server.model, "object": "model", "created": server.created, "owned_by": "tpshard"}
+    with suppress(Unavailable):
+        card["max_model_len"] = server.service.limit
+    named = {key.removeprefix("usual_").replace("model_stop", "stop"): v for key, v in server.defaults.items()}
+    return card | {"generation_defaults": named}

@@ -1,0 +1,1 @@
+"""The engine: batches of requests through the server's programs on every rank."""

@@ -1,0 +1,72 @@
+"""CUDA graphs for small steps: a step's thousands of kernel launches are captured once and replayed as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from tpshard.kernels.attention.paged_selection import PAGED_SELECT, PAGED_SELECTED
+from tpshard.kernels.experts.quantized_experts import quantized_experts
+from tpshard.parallelism.program import Program
+
+MOST_ROWS = 64
+"""Most rows of a captured step; larger steps keep the device busy without a graph."""
+_WARM = 3
+WAITING = (quantized_experts, PAGED_SELECT, PAGED_SELECTED)
+"""Operations that cannot be captured: the host waits for the device to read how many tokens each expert gets, or how
+many keys each row of a selection has."""
+
+
+def can_capture(program: Program) -> bool:
+    """Whether a program's step is the same sequence of launches at every call."""
+    return not any(node.target in WAITING for node in program.graph.nodes)
+
+
+class Captured:
+    """A program of one size, captured as a CUDA graph at its first call, with static inputs and outputs.
+
+    brought: the indices of the inputs that change between calls. tables: the index of the block tables. width: their
+    columns, as many as the longest sequence has blocks. pool: the memory pool that graphs share.
+    """
+
+    def __init__(
+        self, run: Callable[..., list[Tensor]], brought: Sequence[int], tables: int, width: int, pool: Any
+    ) -> None:
+        self._run, self._brought, self._tables, self._width, self._pool = run, brought, tables, width, pool
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._inputs: list[Any] = []
+        self._output: list[Tensor] = []
+
+    def __call__(self, *inputs: Any) -> list[Tensor]:
+        """Runs the program on its inputs, which are on the device."""
+        if self._graph is None:
+            self._capture(inputs)
+        assert self._graph is not None
+        for i in self._brought:
+            value, held = inputs[i], self._inputs[i]
+            if i == self._tables:
+                held.zero_()
+                held = held[: value.shape[0], : value.shape[1]]
+            held.copy_(value)
+        self._graph.replay()
+        return self._output
+
+    def _capture(self, inputs: Sequence[Any]) -> None:
+        self._inputs = list(inputs)
+        for i in self._brought:  # zeros: rows of block 0, which belongs to no sequence
+            self._inputs[i] = torch.zeros_like(inputs[i])
+        tables = inputs[self._tables]
+        # a step with this many rows has at most this many sequences, plus one for padding
+        rows = inputs[self._brought[0]].shape[1]
+        self._inputs[self._tables] = tables.new_zeros(rows + 1, self._width)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM):  # compiles and measures kernels before the capture
+                self._run(*self._inputs)
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=self._pool):
+            self._output = self._run(*self._inputs)

@@ -1,0 +1,138 @@
+"""The inference engine: takes requests and returns tokens, step by step. It has no threads, network or tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+from tpshard.programs.scheduling.blocks import BlockPool
+from tpshard.programs.scheduling.recurrent_scheduler import scheduler
+from tpshard.programs.scheduling.request import Event, Logprob, Sequence
+from tpshard.programs.scheduling.scheduler import Slice
+from tpshard.serve.engine.sampling import choose, score
+from tpshard.serve.engine.step import Runner, StepInput
+
+
+class Engine:
+    """Generates tokens for many sequences at once on a Runner (continuous batching).
+
+    >>> engine.add(Sequence(prompt=(1, 2, 3), sampling=Sampling(temperature=0), max_tokens=8))
+    >>> while engine.busy:
+    ...     for event in engine.step():
+    ...         print(event.token)
+    """
+
+    def __init__(self, runner: Runner, *, blocks: int | None = None, max_running: int = 64) -> None:
+        self.runner = runner
+        self.pool = BlockPool(min(blocks or runner.blocks, runner.blocks), runner.block_size)
+        most = min(max_running, runner.max_logit_rows)
+        self.scheduler = scheduler(self.pool, runner.max_rows, runner.max_logit_rows, most, runner.chunks)
+        self.steps = 0
+        self.computed_tokens = 0
+
+    @property
+    def limit(self) -> int:
+        """The maximal number of tokens of a sequence, prompt plus answer."""
+        return min(self.runner.max_seq, self.pool.total * self.pool.block_size)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a sequence is running or waiting."""
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        """Adds a sequence. ValueError if it cannot fit the cache or the model, even alone."""
+        # the last token's key and value are never needed, so a prompt of `limit` tokens can still be scored
+        if not sequence.prompt or len(sequence.prompt) + sequence.max_tokens > self.limit:
+            raise ValueError(
+                f"a prompt of {len(sequence.prompt)} tokens and {sequence.max_tokens} new ones do not fit "
+                f"{self.limit} tokens"
+            )
+        self.scheduler.add(sequence)
+
+    def abort(self, sequence: Sequence) -> None:
+        """Removes a sequence and releases its blocks; does nothing if it has ended."""
+        if not sequence.done:
+            sequence.finish = "abort"
+            self.scheduler.remove(sequence)
+
+    def abort_all(self) -> list[Sequence]:
+        """Removes all sequences and cached blocks after a failed step; returns the sequences, marked `error`."""
+        lost = [*self.scheduler.running, *self.scheduler.waiting]
+        for sequence in lost:
+            sequence.finish = "error"
+        s = self.scheduler
+        self.pool = BlockPool(self.pool.total, self.pool.block_size)
+        self.scheduler = scheduler(self.pool, s.max_rows, s.max_logit_rows, s.max_running, self.runner.chunks)
+        self.scheduler.preemptions, self.scheduler.prefix_hit_tokens = s.preemptions, s.prefix_hit_tokens
+        return lost
+
+    def step(self) -> list[Event]:
+        """Computes one step and returns its events. Raises WorkerLost."""
+        slices = self.scheduler.schedule()
+        if not slices:
+            return []
+        logits = self.runner.step(self._input(slices))
+        self.steps += 1
+        self.computed_tokens += sum(piece.count for piece in slices)
+        return list(self._receive(slices, logits))
+
+    def _input(self, slices: list[Slice]) -> StepInput:
+        size = self.pool.block_size
+        width = max(len(piece.sequence.blocks) for piece in slices)
+        tables = np.zeros((len(slices), width), dtype=np.int64)
+        tokens, positions, slots, owners, logit_rows = [], [], [], [], []
+        row = 0
+        for i, piece in enumerate(slices):
+            s, place = piece.sequence, np.arange(piece.start, piece.start + piece.count)
+            blocks = np.asarray(s.blocks, dtype=np.int64)
+            tables[i, : len(blocks)] = blocks
+            tokens.append(np.asarray(s.tokens[piece.start : piece.start + piece.count], dtype=np.int64))
+            positions.append(place)
+            slots.append(blocks[place // size] * size + place % size)
+            owners.append(np.full(piece.count, i))
+            row += piece.count
+            logit_rows.append(np.arange(row - piece.logit_rows, row))
+        flat = [np.concatenate(x) for x in (tokens, positions, slots, owners, logit_rows)]
+        states = [] if self.runner.chunks is None else [piece.sequence.state for piece in slices]
+        return StepInput(flat[0], flat[1], flat[2], flat[3], tables, flat[4], np.array(states, dtype=np.int64))
+
+    def _receive(self, slices: list[Slice], logits: Tensor) -> Iterator[Event]:
+        """Samples a token for each sequence from a step's logits, and yields the events. logits: [logit_rows, vocab],
+        in the order of the slices.
+        """
+        choosing: list[tuple[Sequence, int]] = []
+        sound = torch.isfinite(logits.amax(-1)).tolist()
+        row = 0
+        for piece in slices:
+            s, logit_rows, ends = piece.sequence, piece.logit_rows, piece.ends
+            if not all(sound[row : row + logit_rows]):  # only this sequence fails
+                row += logit_rows
+                yield self._end(s, None, "error", error="the model computed values that are not finite")
+                continue
+            if piece.scores:
+                for offset in range(logit_rows):
+                    place = piece.start + offset + 1
+                    if place < len(s.prompt):
+                        s.prompt_scores.append(score(logits[row + offset], s.prompt[place], s.sampling.logprobs or 0))
+            row += logit_rows
+            self.scheduler.advance(piece)
+            if ends and s.max_tokens > 0:
+                choosing.append((s, row - 1))
+            elif ends:
+                yield self._end(s, None, "length")
+        if choosing:
+            chosen = choose(logits[[r for _, r in choosing]], [s for s, _ in choosing])
+            for (s, _), (token, logprob) in zip(choosing, chosen):
+                s.tokens.append(token)
+                finish = "stop" if token in s.stop_tokens else "length" if len(s.answer) >= s.max_tokens else None
+                yield self._end(s, token, finish, logprob) if finish else Event(s, token, logprob)
+
+    def _end(
+        self, s: Sequence, token: int | None, finish: str, logprob: Logprob | None = None, error: str | None = None
+    ) -> Event:
+        s.finish = finish
+        self.scheduler.remove(s)
+        return Event(s, token, logprob, finish, error)

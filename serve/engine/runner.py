@@ -1,0 +1,84 @@
+"""One rank of a server: runs its programs on its shards of the weights and of the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+from tpshard.parallelism.program import Port
+from tpshard.parallelism.runtime.context import Context
+from tpshard.parallelism.runtime.execute import Executor
+from tpshard.parallelism.simulate import cut
+from tpshard.programs.server.serve_setting import Size
+from tpshard.programs.server.serving import BLOCK_SIZE, STEP, ServingPrograms
+from tpshard.serve.engine.cuda_graphs import MOST_ROWS, Captured, can_capture
+from tpshard.serve.engine.step import StepInput
+from tpshard.serve.engine.weights import Filler, Weights
+
+
+class ProgramRunner:
+    """Computes steps as one rank. Used directly for a server of one rank in this process (see `step.Runner`)."""
+
+    block_size = BLOCK_SIZE
+
+    def __init__(self, context: Context, programs: ServingPrograms, weights: Weights, blocks: int) -> None:
+        setting = programs.setting
+        self.blocks, self.vocab, self.max_seq = blocks, programs.vocab, setting.max_seq
+        self.max_rows, self.max_logit_rows = setting.most, setting.logit_rows(setting.most)
+        self.chunks = setting.chunks if setting.states else None
+        self._programs, self._device, self._rank = programs, context.device, context.rank
+        fill = Filler(
+            weights, programs.arrangement, programs.shapes, setting.mesh, context.rank, context.device, blocks
+        )
+        for same_input in zip(*(program.inputs for program in programs.by_size.values())):
+            for port in same_input:  # in all its layouts, while it is at hand
+                if port.name not in STEP:
+                    fill(port)
+        self._given = {
+            size: [None if port.name in STEP else fill(port) for port in program.inputs]
+            for size, program in programs.by_size.items()
+        }
+        """The inputs of the program of each size; None for those that change with every step."""
+        self._run: dict[Size, Callable[..., list[Tensor]]] = {
+            size: Executor(program, context) for size, program in programs.by_size.items()
+        }
+        if context.device.type == "cuda" and context.world == 1:
+            self._capture()
+
+    def step(self, batch: StepInput) -> Tensor:
+        """Logits [logit_rows, vocab] in fp32 on the CPU, the same bits on every rank."""
+        size = Size(len(batch.tokens), True) if batch.is_chunk else self._programs.fitting(len(batch.tokens))
+        brought = batch.pad(size.rows, self._programs.setting.logit_rows(size.rows)).arguments(size.chunk)
+        arguments = [x if p.name not in brought else self._bring(p, brought[p.name])
+                 for p, x in zip(self._programs.by_size[size].inputs, self._given[size])]  # fmt: skip
+        logits, *_ = self._run[size](*arguments)
+        return logits[: len(batch.logit_rows)].float().cpu()
+
+    def _bring(self, port: Port, value: np.ndarray) -> Tensor:
+        whole = torch.from_numpy(np.ascontiguousarray(value)).to(self._device)
+        return cut(whole, port.layout, self._programs.setting.mesh, self._rank) if port.layout.axes else whole
+
+    def warm(self) -> None:
+        """Runs a step of every size, so that compilation and measurements happen before the first request."""
+        for size in self._run:
+            none = np.zeros(size.rows, dtype=np.int64)  # block 0 and state 0 belong to no sequence
+            last = np.arange(self._programs.setting.logit_rows(size.rows))
+            states = np.zeros(0 if self.chunks is None else 1 if size.chunk else 2, dtype=np.int64)
+            self.step(StepInput(none, none, none, none, np.zeros((1, 1), dtype=np.int64), last, states))
+
+    def close(self) -> None:
+        self._given.clear()
+        self._run.clear()
+
+    def _capture(self) -> None:
+        """Prepares small steps to be captured as CUDA graphs at first use."""
+        width, pool = -(-self.max_seq // self.block_size), None
+        for size, run in self._run.items():
+            if size.rows <= MOST_ROWS and can_capture(self._programs.by_size[size]):
+                ports = self._programs.by_size[size].inputs
+                brought = [i for i, port in enumerate(ports) if port.name in STEP]
+                tables = next(i for i, port in enumerate(ports) if port.name == "tables")
+                pool = pool or torch.cuda.graph_pool_handle()
+                self._run[size] = Captured(run, brought, tables, width, pool)

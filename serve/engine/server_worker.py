@@ -1,0 +1,76 @@
+"""One rank of a server: computes the steps that its parent sends, until it is told to quit or the parent is gone."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from tpshard.diagnostics.exits import Exit
+from tpshard.parallelism.runtime.context import connect
+from tpshard.parallelism.runtime.messages import WorkerFault
+from tpshard.parallelism.runtime.place import WorkerPlace
+from tpshard.programs.server.serving import ServingPrograms
+from tpshard.serve.engine.job import CHANNEL, DONE, JOB, LOGITS, QUIT, READY, STEP, Closed, Job, receive, send
+from tpshard.serve.engine.runner import ProgramRunner
+from tpshard.serve.engine.step import StepInput
+from tpshard.serve.engine.weights import Weights
+
+Prepare = Callable[[Job], tuple[ServingPrograms, Weights]]
+"""A function from a job to its programs and weights."""
+
+
+def work(place: WorkerPlace, prepare: Prepare) -> int:
+    """Runs the worker and returns its exit code."""
+    channel = socket.socket(fileno=int(os.environ[CHANNEL]))
+    try:
+        kind, body = receive(channel)
+        if kind != JOB:
+            raise ValueError(f"received a frame of kind {kind!r} instead of a job")
+        job = Job.decode(body)
+        programs, weights = prepare(job)
+        mesh = programs.setting.mesh
+        with connect(place, mesh, device=job.device, start_s=job.start_s, step_s=job.step_s, watch=False) as context:
+            fingerprints = " ".join(str(one["fingerprint"]) for one in programs.listed)
+            context.agree({"programs": fingerprints, "version of torch": torch.__version__})
+            if programs.listed != list(job.programs):
+                raise WorkerFault(
+                    "this rank's programs differ from the server's", exit=Exit.MACHINE,
+                    fix="start the server again: the recipe, the folder or an installed version has changed",
+                )  # fmt: skip
+            runner = ProgramRunner(context, programs, weights, job.blocks)
+            runner.warm()
+            _answer(channel, runner, mmap.mmap(int(os.environ[LOGITS]), 0) if place.rank == 0 else None)
+        return Exit.DONE
+    except Closed:
+        # the parent is gone; other ranks may be stuck, and a regular exit would wait for them
+        os._exit(Exit.DONE)
+
+
+def describe(error: BaseException) -> tuple[str, int]:
+    """A line about the error for the parent; the trace goes to stderr."""
+    traceback.print_exception(error, file=sys.stderr)
+    sys.stderr.flush()
+    return (str(error) or type(error).__name__).splitlines()[0][:500], Exit.WORKER_LOST
+
+
+def _answer(channel: socket.socket, runner: ProgramRunner, memory: mmap.mmap | None) -> None:
+    """Computes steps until told to quit; results go to `memory`, if given, and are announced."""
+    send(channel, READY)
+    while True:
+        kind, body = receive(channel)
+        if kind == QUIT:
+            return
+        if kind != STEP:
+            raise ValueError(f"received a frame of kind {kind!r} instead of a step")
+        logits = runner.step(StepInput.decode(body))
+        if memory is not None:
+            flat = np.frombuffer(memory, dtype="<f4")
+            flat[: logits.numel()] = logits.reshape(-1).numpy()
+            del flat
+            send(channel, DONE)

@@ -1,0 +1,1 @@
+"""Quantizing a model's layers one after another."""

@@ -1,0 +1,1 @@
+"""Data: documents, tokens, packed rows and batches, the same on every mesh."""

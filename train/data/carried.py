@@ -1,0 +1,36 @@
+"""What a run carries of the folders that it began from, so that it can be served and exported without them."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+from tpshard.files.atomic import write_aside
+from tpshard.models.folders.folder_files import copy_small_files
+from tpshard.models.folders.hf_json import file_inside
+from tpshard.recipes.keys.schema import Recipe
+
+logger = logging.getLogger(__name__)
+
+
+def carried(run: Path) -> Path:
+    """The folder of a run with the small files of the model's folder (config.json, generation settings) and with the
+    run's tokenizer. Not every run has one."""
+    return run / "model"
+
+
+def carry(run: Path, recipe: Recipe, tokenizer: Path | None, *, again: bool = False) -> None:
+    """Copies what a run carries, unless it has it already and not `again`. A failure is a warning: training needs none
+    of it."""
+    place, named = carried(run), recipe.model.hf or recipe.model.transformers
+    base = Path(named) if named is not None else None
+    if (place.exists() and not again) or (base is None and tokenizer is None):
+        return
+    try:
+        with write_aside(place, overwrite=True) as aside:
+            copy_small_files(aside, tokenizer, base)
+            if base is not None:
+                shutil.copyfile(file_inside(base, "config.json"), aside / "config.json")
+    except (ValueError, OSError) as error:
+        logger.warning("the run does not carry its model's small files and tokenizer: %s", error)

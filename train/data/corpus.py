@@ -1,0 +1,388 @@
+"""Sources of text: C4 and other data sets on the hub, files on disk, or the sample.
+
+A source is a list of files (`train.text_formats`); sources differ in how a file is opened. `datasets` finds the files
+of a data set on the hub and streams their bytes.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import itertools
+import logging
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO, Literal, cast
+
+from tpshard.diagnostics.diagnostic import Exit, Mistakes, Source, looked_for
+from tpshard.train.data import hub
+from tpshard.train.data.sample import ensure_sample
+from tpshard.train.data.shard_sums import ShardSums
+from tpshard.train.data.text_formats import FORMATS, NoColumn, TextFormat, TextRow, format_of, open_decompressed
+
+logger = logging.getLogger(__name__)
+
+C4 = "hub:allenai/c4:en"
+"""The data set that `c4` stands for."""
+ANY_SOURCE = "`sample`, `c4`, `hub:OWNER/NAME`, or a folder, file or pattern of *.jsonl, *.json.gz, *.parquet or *.txt"
+"""What `data.source` may be, for errors."""
+HELD_OUT = 20
+"""One document in this many is held out if a source names no held-out file. With this many files or more, the last
+file is held out instead."""
+PIECE = 1 << 18
+"""Characters per piece of a longer document. Tokenizing 100 MB at once would take all memory."""
+SMALL = 16 << 20
+"""Bytes; local data up to this size is read once before the first step, so that errors in it show at the start."""
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """One file of text; the suffix of its name tells the format."""
+
+    name: str
+    """The file's name in errors and in the order of files."""
+    place: Path | str
+    """A path on this machine's disks, or the URL of a file of a hub data set."""
+
+    def open(self) -> BinaryIO:
+        """The file's bytes as stored. `datasets` streams those of the hub (ranges, retries, login)."""
+        if isinstance(self.place, Path):
+            return cast(BinaryIO, self.place.open("rb"))
+        from datasets.utils.file_utils import xopen
+
+        return cast(BinaryIO, xopen(self.place, "rb"))
+
+    def fingerprint(self) -> str:
+        """The file's size and a hash of its first and last 64 KiB; "" for one on the hub, which is not read to compare
+        it."""
+        if not isinstance(self.place, Path):
+            return ""
+        with self.place.open("rb") as file:
+            size = file.seek(0, io.SEEK_END)
+            file.seek(0)
+            digest = hashlib.sha256(file.read(1 << 16))
+            file.seek(max(0, size - (1 << 16)))
+            digest.update(file.read())
+        return f"{size}:{digest.hexdigest()[:32]}"
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """One split of a source.
+
+    `part` says which documents belong to it where training and held-out text share files, by the hash of each document.
+    """
+
+    name: str
+    files: tuple[TextFile, ...]
+    part: Literal["all", "train", "held_out"] = "all"
+    where: Source | None = None
+    """The place in the recipe that names the source."""
+    column: str = "text"
+    """The key of JSON lines, or the column of a table, that holds the text."""
+    trusted: bool = False
+    """Whether tpshard made and verified the files, so that they are not read before the first step."""
+
+    def keeps(self, text: str) -> bool:
+        """Whether a document belongs to this split."""
+        if self.part == "all":
+            return True
+        held_out = hashlib.sha256(text.encode()).digest()[-1] % HELD_OUT == 0
+        return held_out == (self.part == "held_out")
+
+    @property
+    def readable(self) -> str:
+        """A sentence on what makes a row readable, for the fix of an error."""
+        return f'a row needs a "{self.column}" that is not empty (data.column names another)'
+
+    def mistake(self, message: str, *, why: str = "", fix: str = "") -> Mistakes:
+        """An error (exit 6) at the place of the recipe that names the source."""
+        return Mistakes.one(message, exit=Exit.DATA, where=self.where, why=why, fix=fix)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A source's training text, its held-out text, and its tokenizer if it has one (the sample does)."""
+
+    train: TextSource
+    held_out: TextSource
+    tokenizer: Path | None = None
+
+
+def open_text(
+    source: str, column: str = "text", *, where: Source | None = None, fallback: Path | None = None
+) -> Corpus:
+    """The corpus of `data.source`.
+
+    Args:
+        source: `sample`, `c4`, `hub:OWNER/NAME` or `hub:OWNER/NAME:CONFIGURATION`, or a folder, file or pattern.
+        column: the key or column that holds the text; plain text has none.
+        where: the place of `data.source` in the recipe, for errors.
+        fallback: a folder for the sample where the user's cache cannot be written.
+
+    Raises:
+        Mistakes: exit 6; no such files, of several formats, or the hub cannot be reached.
+    """
+    if source == "sample":
+        sample = ensure_sample(fallback)
+        corpus = _local(str(sample.directory), where)
+        train, held_out = (replace(text, name="sample", trusted=True) for text in (corpus.train, corpus.held_out))
+        return Corpus(train, held_out, sample.tokenizer)
+    name = C4 if source == "c4" else source
+    corpus = _hub(name, where) if hub.is_on(name) else _local(source, where)
+    return Corpus(replace(corpus.train, column=column), replace(corpus.held_out, column=column))
+
+
+def rows(text: TextSource, file: TextFile, start: int = 0, sums: ShardSums | None = None) -> Iterator[TextRow]:
+    """The rows of one file from number `start` on, without blank ones.
+
+    sums: sums of the files read so far, with which this one's is compared and kept.
+
+    Raises:
+        Mistakes: exit 6 where the file cannot be read to its end (gone, cut short, not gzip, connection lost), has
+            no column of the recipe's name, or has changed since it was read.
+    """
+    last = -1
+    try:
+        with open_decompressed(file.name, _watched(text, file, sums)) as stream:
+            for row in _format(file).rows(stream, text.column, start):
+                last = row.number
+                yield row
+    except (OSError, EOFError, zlib.error) as error:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise  # a limit of this process, not of the file
+        cut = isinstance(error, EOFError)
+        raise text.mistake(
+            f"{file.name} of {text.name} {'ends in the middle' if cut else 'cannot be read'}, after {last + 1} rows",
+            why=f"{type(error).__name__}: {error}",
+            fix="fetch the file again, or remove it from data.source",
+        ) from error
+    except NoColumn as error:
+        fix = "set data.column to the one that holds the text"
+        raise text.mistake(f"{file.name} of {text.name} has no text", why=str(error), fix=fix) from error
+
+
+def _watched(text: TextSource, file: TextFile, sums: ShardSums | None) -> BinaryIO:
+    """The file's bytes as stored, summed while they are read."""
+    if sums is None:
+        return file.open()
+
+    def changed() -> Mistakes:
+        return text.mistake(
+            f"{file.name} of {text.name} has changed since it was read",
+            why="the part that was read before has another sha256",
+            fix="restore it; resume=force accepts it; run.dir=DIR starts another run",
+        )
+
+    if _format(file).from_start:
+        return sums.read(file.name, file.open(), changed)
+    if isinstance(file.place, Path):
+        sums.check(file.name, file.place, changed)
+    return file.open()
+
+
+def is_empty(text: TextSource, file: TextFile) -> bool:
+    """Whether a local file has no document of this split; a large one is not asked."""
+    if text.trusted or not isinstance(file.place, Path) or file.place.stat().st_size > SMALL:
+        return False
+    return not any(row.text is not None and text.keeps(row.text) for row in rows(text, file))
+
+
+def _format(file: TextFile) -> TextFormat:
+    one = format_of(file.name)
+    assert one is not None, f"{file.name} was accepted without a format"
+    return one
+
+
+def pieces(text: str) -> Iterator[str]:
+    """Cuts `text` into pieces of at most PIECE characters, after white space where there is some near the end."""
+    start = 0
+    while len(text) - start > PIECE:
+        end = start + PIECE
+        space = max(text.rfind(" ", end - 1000, end), text.rfind("\n", end - 1000, end))
+        end = space + 1 if space >= 0 else end
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+class BadRows:
+    """Counts unreadable rows, and stops the run when their share is above `limit`.
+
+    The share is checked at the end of each file, and earlier once there are too many bad rows for the first thousand,
+    so that a file of garbage is not read to its end.
+    """
+
+    def __init__(self, text: TextSource, limit: float, *, warn: bool = True):
+        self.text, self.limit, self.warn = text, limit, warn
+        self.rows_read = self.bad = 0
+        self.first = ""
+        """The first unreadable row: file, line, fault."""
+
+    def see(self, file: TextFile, row: TextRow) -> None:
+        """Counts a row; the first unreadable one is logged, and too many stop the run."""
+        self.rows_read += 1
+        if row.text is not None:
+            return
+        self.bad += 1
+        if not self.first:
+            self.first = f"{file.name}, {_format(file).unit} {row.number + 1}: {row.fault}"
+            if self.warn:
+                logger.warning("skipped an unreadable row of %s: %s", self.text.name, self.first)
+        self._judge(max(self.rows_read, 1000))
+
+    def file_ended(self) -> None:
+        """Judges the share of unreadable rows at the end of a file."""
+        if self.bad:
+            self._judge(self.rows_read)
+
+    def _judge(self, of: int) -> None:
+        if self.bad > self.limit * of:
+            raise self.text.mistake(
+                f"{self.bad} of {self.rows_read} rows of {self.text.name} are unreadable",
+                why=f"the first: {self.first}",
+                fix=f"{self.text.readable}; repair the data, or raise data.bad_rows (now {self.limit:g})",
+            )
+
+
+def peek(text: TextSource, bad_rows: float, rows_read: int = 100) -> None:
+    """Checks small local data wholly, and of larger data the first rows. Raises `Mistakes` (exit 6)."""
+    check(text, bad_rows)
+    counter = BadRows(text, 1.0, warn=False)
+    every = ((file, row) for file in text.files for row in rows(text, file))
+    for file, row in itertools.islice(every, rows_read):
+        counter.see(file, row)
+    if counter.rows_read == counter.bad:
+        raise text.mistake(f"{text.name} has no readable row", why=counter.first, fix=text.readable)
+
+
+def check(text: TextSource, bad_rows: float, sums: ShardSums | None = None) -> None:
+    """Reads small local data once, so that its errors, and what has changed in it, show before the first step."""
+    paths = [file.place for file in text.files if isinstance(file.place, Path)]
+    try:
+        size = sum(path.stat().st_size for path in paths)
+    except OSError as error:
+        fix = "check who may read it, or remove it from data.source"
+        raise text.mistake(f"a file of {text.name} cannot be read", why=str(error), fix=fix) from error
+    if text.trusted or len(paths) < len(text.files) or size > SMALL:
+        return
+    counter = BadRows(text, bad_rows, warn=False)
+    for file in text.files:
+        for row in rows(text, file, sums=sums):
+            counter.see(file, row)
+        counter.file_ended()
+    if counter.rows_read == counter.bad:
+        raise text.mistake(
+            f"{text.name} has no readable row",
+            why=counter.first or f"{len(paths)} files, all empty",
+            fix=text.readable,
+        )
+
+
+def _local(source: str, where: Source | None) -> Corpus:
+    try:
+        paths, missing = _files_of(source)
+    except (OSError, RuntimeError) as error:  # too long a name, no permission, or no home directory of that user
+        paths, missing = [], f"{source} cannot be looked up: {getattr(error, 'strerror', None) or error}"
+    if not paths:
+        why = looked_for(source, where)
+        raise Mistakes.one(f"data.source: {missing}", exit=Exit.DATA, where=where, why=why, fix=ANY_SOURCE)
+    names = _names(list(map(str, paths)))
+    files = [TextFile(name, path) for name, path in zip(names, paths)]
+    _check_formats(source, names, where)
+    return _split(source, files, where)
+
+
+def _files_of(source: str) -> tuple[list[Path], str]:
+    """The files of a folder or pattern, and what is wrong if there are none."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        # a *.json beside data usually describes it, so that it is read only where it is named
+        suffixes = [suffix for one in FORMATS for suffix in one.suffixes if suffix != ".json"]
+        paths = [p for p in path.glob("*") if _ends(p, suffixes)] or [p for p in path.rglob("*") if _ends(p, suffixes)]
+        missing = f"the folder {source} has no *{', *'.join(suffixes)}"
+    elif path.is_file():
+        paths, missing = [path], ""
+    elif any(c in source for c in "*?["):
+        root = Path(path.anchor or ".")
+        paths = [p for p in root.glob(str(path.relative_to(root) if path.anchor else path)) if p.is_file()]
+        missing = f"no file matches {source}"
+    else:
+        paths, missing = [], f"there is no {source}"
+    return sorted(paths), missing
+
+
+def _ends(path: Path, suffixes: Sequence[str]) -> bool:
+    return path.name.lower().endswith(tuple(suffixes)) and path.is_file()
+
+
+def _names(paths: Sequence[str]) -> Sequence[str]:
+    """The names of files without their folders, or with them where two would have the same."""
+    short = [path.rsplit("/", 1)[-1] for path in paths]
+    return short if len(set(short)) == len(short) else paths
+
+
+def _check_formats(source: str, names: Sequence[str], where: Source | None) -> None:
+    """Raises `Mistakes` for files of no known format, or of several."""
+    formats = {name: format_of(name) for name in names}
+    unknown = [name for name, one in formats.items() if one is None]
+    if unknown:
+        more = f", and {len(unknown) - 1} more" if unknown[1:] else ""
+        message = f"data.source: {unknown[0]} of {source} has no known format{more}"
+        raise Mistakes.one(message, exit=Exit.DATA, where=where, fix=ANY_SOURCE)
+    counts = Counter(one.name for one in formats.values() if one is not None)
+    if len(counts) > 1:
+        raise Mistakes.one(
+            f"data.source: {source} has files of several formats",
+            exit=Exit.DATA,
+            where=where,
+            why=", ".join(f"{count} of {name}" for name, count in counts.most_common()),
+            fix="choose one by a pattern, such as `texts/*.jsonl`",
+        )
+
+
+def _split(name: str, files: Sequence[TextFile], where: Source | None) -> Corpus:
+    held_out = [f for f in files if any(word in f.name for word in ("validation", "held_out", "heldout"))]
+    train = [f for f in files if f not in held_out]
+    if not (held_out and train) and len(files) >= HELD_OUT:
+        train, held_out = list(files[:-1]), list(files[-1:])
+    if held_out and train:
+        return Corpus(TextSource(name, tuple(train), where=where), TextSource(name, tuple(held_out), where=where))
+    return Corpus(TextSource(name, tuple(files), "train", where), TextSource(name, tuple(files), "held_out", where))
+
+
+def _hub(source: str, where: Source | None) -> Corpus:
+    repo, configuration = hub.name_of(source)
+    hub.require(repo, where)
+    try:
+        import datasets
+
+        datasets.disable_progress_bars()
+        urls = datasets.load_dataset_builder(repo, configuration).config.data_files or {}
+        if not any(urls.values()):
+            raise FileNotFoundError("it has no data files")
+    except Exception as error:  # network, hub, login and cache raise many types; all mean that there is no data
+        raise Mistakes.one(
+            f"{source.removeprefix(hub.PREFIX)} cannot be read from the hub",
+            exit=Exit.DATA,
+            where=where,
+            why=f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}",
+            fix=hub.CONFIGURATION if isinstance(error, ValueError) else hub.FIX,
+        ) from error
+    files = {split: _hub_files(sorted(urls[split]), source, where) for split in urls}
+    held_out = next((files[split] for split in ("validation", "test") if split in files), None)
+    if held_out is None or "train" not in files:
+        return _split(repo, [file for split in files.values() for file in split], where)
+    return Corpus(TextSource(repo, files["train"], where=where), TextSource(repo, held_out, where=where))
+
+
+def _hub_files(urls: Sequence[str], source: str, where: Source | None) -> tuple[TextFile, ...]:
+    # without the revision: a new README in the data set must not look like new text
+    paths = [url.partition("@")[2].partition("/")[2] or url for url in urls]
+    names = _names(paths)
+    _check_formats(source, names, where)
+    return tuple(TextFile(name, url) for name, url in zip(names, urls))

@@ -1,0 +1,1 @@
+"""What a run writes down: metrics, progress, and the services that show them."""

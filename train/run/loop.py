@@ -1,0 +1,457 @@
+"""The training loop: steps, evaluations, checkpoints, and every way a run ends. It depends on no mesh or graph."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.parallelism.draws import mix_seeds
+from tpshard.parallelism.runtime import messages
+from tpshard.parallelism.runtime.context import Context
+from tpshard.parallelism.runtime.step_profile import StepProfile
+from tpshard.parallelism.runtime.watchdog import Doing
+from tpshard.programs.fit.batching import BatchPlan
+from tpshard.recipes.keys.schema import Recipe
+from tpshard.train.checkpoints.background_save import BackgroundSaver
+from tpshard.train.checkpoints.checkpoint import OPTIMIZER, step_name
+from tpshard.train.checkpoints.restore import SavedCheckpoint, newest
+from tpshard.train.data.generated_rows import GeneratedRows
+from tpshard.train.data.step_batch import StepBatch
+from tpshard.train.data.stream import Loader, merge_states
+from tpshard.train.records.progress import Progress
+from tpshard.train.records.records import note_saved
+from tpshard.train.run import nonfinite
+from tpshard.train.run.expert_balance import balance
+from tpshard.train.run.learning_rate import change, described, learning_rate
+from tpshard.train.run.resuming import trained
+from tpshard.train.run.training_engine import ReadBlock, StepResult, TrainingEngine
+
+logger = logging.getLogger(__name__)
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Course:
+    """A run's progress (steps, updates, tokens), saved with every checkpoint."""
+
+    step: int = 0
+    """Steps done."""
+    updates: int = 0
+    """Steps that changed the parameters; Adam's bias correction counts these."""
+    empty: int = 0
+    """Steps without a target, which changed nothing."""
+    tokens: int = 0
+    """Target tokens so far, over all ranks."""
+    evaluated: int = 0
+    """The last step whose evaluation finished. An evaluation that a stop interrupted is repeated on resuming."""
+
+
+@dataclass
+class Outcome:
+    """The result of a run."""
+
+    exit: Exit
+    course: Course
+    first_loss: float | None = None
+    last_loss: float | None = None
+    eval_loss: float | None = None
+    seconds: float = 0.0
+    tokens_per_s: float = 0.0
+    """Median of the logged steps without the first, which includes one-time work."""
+    skipped: int = 0
+    restarts: int = 0
+    """Restarts after workers crashed, since the command was given."""
+    saved: Path | None = None
+    """The last checkpoint."""
+    unsaved: str = ""
+    """Why the last attempt to save failed, if it did."""
+    rates: list[float] = field(default_factory=list)
+    trained: bool = False
+    """Whether this start did a step."""
+    wandb: str = ""
+    """The address of wandb's run, or its folder where it is offline; "" without wandb."""
+
+
+class TrainingLoop:
+    """Trains `engine` on `loader`'s batches as the recipe says.
+
+    Args:
+        record: receives each row of metrics.jsonl; called on rank 0 only.
+        folder: the run's; checkpoints go to `checkpoints/`, reports of non-finite steps to `logs/`.
+        held_out: this rank's micro-batches of held-out text, equally many on every rank.
+        attempt: the number of the run's start, a column of metrics.jsonl.
+        restarts: the launcher's restarts after crashes, another column.
+        flops_per_s: peak of all devices together, for `mfu`; None where unknown.
+        profiled: receives the events of the steps that `train.profile` names; called on rank 0 only.
+        model: JSON that describes the model in checkpoints, for readers without the recipe.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        context: Context,
+        engine: TrainingEngine,
+        loader: Loader | GeneratedRows,
+        plan: BatchPlan,
+        *,
+        folder: Path,
+        record: Callable[[Row], None],
+        progress: Progress,
+        held_out: Sequence[StepBatch] = (),
+        attempt: int = 1,
+        restarts: int = 0,
+        flops_per_s: float | None = None,
+        peak_memory: Callable[[], int | None] = lambda: None,
+        profiled: Callable[[StepProfile], None] = lambda profile: None,
+        model: Mapping[str, Any] | None = None,
+    ):
+        self.recipe, self.context, self.engine, self.loader, self.plan = recipe, context, engine, loader, plan
+        self.folder, self.record, self.progress, self.held_out = folder, record, progress, held_out
+        self.attempt, self.restarts = attempt, restarts
+        self.flops_per_s, self.peak_memory, self.profiled = flops_per_s, peak_memory, profiled
+        self._profile: StepProfile | None = None
+        self.model = dict(model or {})
+        self.course = Course()
+        self.guard = nonfinite.Guard(recipe.train.on_nonfinite)
+        self.outcome = Outcome(Exit.DONE, self.course, restarts=restarts)
+        self._saved_step: int | None = None
+        self._saver: BackgroundSaver | None = None
+        self._stall_s = 0.0
+        """Seconds that steps waited for checkpoints since the last recorded row."""
+        self._began = self._step_began = time.monotonic()
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    # ---- beginning ----------------------------------------------------------------------------------------
+    def begin(self) -> None:
+        """Resumes from the newest undamaged checkpoint if the recipe allows and there is one, else starts from the
+        seed. Every rank must call it."""
+        resumes = self.recipe.resume != "never" or self.restarts > 0
+        checkpoint = self._newest() if resumes else None
+        if checkpoint is None:
+            self.engine.initialize(self.recipe.seed)
+            return
+        self._restore(checkpoint)
+        self.loader.load_state_dict(checkpoint.meta["data"], force=self.recipe.resume == "force")
+        self._saved_step = checkpoint.step
+        self.progress.note(f"continuing from step {checkpoint.step} ({checkpoint.folder})")
+        before, now = checkpoint.meta.get("learning_rate"), described(self.recipe)
+        if before is not None and (changed := change(checkpoint.step + 1, before, now)):
+            self.progress.note(f"warning: {changed}")
+
+    def _newest(self) -> SavedCheckpoint | None:
+        """The newest undamaged checkpoint. Rank 0 verifies; the others follow its choice."""
+        with self.context.watchdog.allow(float(self.recipe.timeout_s.start), "reading checkpoints"):
+            checkpoint = newest(self.checkpoints) if self.context.is_main else None
+            step = self.context.from_main(None if checkpoint is None else checkpoint.step)
+        if step is None:
+            return None
+        return checkpoint or SavedCheckpoint(self.checkpoints / step_name(step))
+
+    def _restore(self, checkpoint: SavedCheckpoint) -> None:
+        """Sets the engine and the course to a checkpoint's. `resume: force` starts the optimizer anew where the
+        checkpoint has another's moments."""
+        expected, saved = self.engine.stored_shapes(), checkpoint.meta["course"]
+        self.course.step, self.course.updates = saved["step"], saved["updates"]
+        read: ReadBlock = checkpoint.block
+        if self.recipe.resume == "force" and checkpoint.differences(expected):
+            model = {name: saved for name, saved in expected.items() if not name.startswith(OPTIMIZER)}
+            checkpoint.require(model, dtypes=False, moments=False)
+            if not all(checkpoint.holds(name, *expected[name]) for name in expected.keys() - model.keys()):
+                read = _zeros_for_moments(read)
+                self.course.updates = 0
+                self.progress.note("warning: the checkpoint has another optimizer's moments; they start from zero")
+        else:
+            checkpoint.require(expected)
+        self.engine.load(read)
+        self.course.tokens, self.course.empty = saved["tokens"], saved.get("empty", 0)
+        self.course.evaluated = saved.get("evaluated", saved["step"])
+
+    # ---- running ------------------------------------------------------------------------------------------
+    def run(self) -> Outcome:
+        """Runs the remaining steps, or until a stop is requested. The same outcome on every rank.
+
+        Raises:
+            Mistakes: exit 8 where loss or gradient is not finite and the policy is `stop`; exit 7 where a checkpoint
+                cannot be written and the policy is to stop.
+        """
+        steps = self.recipe.train.steps
+        self._began = self._step_began = time.monotonic()
+        code = self.context.stop()
+        if not code and self._evaluation_due():
+            code = self.evaluate()
+        while self.course.step < steps and not code:
+            code = self._step(self.course.step + 1)
+            if code:
+                break
+            if self._evaluation_due():
+                code = self.evaluate()
+            every = self.recipe.checkpoint.every_steps
+            if every and self.course.step % every == 0 and self.course.step != self._saved_step:
+                self.save()
+        self.end_profile()
+        self.finish_save()
+        if self.recipe.checkpoint.every_steps and self.course.step != self._saved_step and self.course.step:
+            self.save()
+            self.finish_save()
+        return self._finish(code or self.context.stop() if self.remains else 0)
+
+    @property
+    def remains(self) -> bool:
+        """Whether a step or an evaluation is still to be done."""
+        return self.course.step < self.recipe.train.steps or self._evaluation_due()
+
+    def _evaluation_due(self) -> bool:
+        """Whether the last step is due for evaluation and not evaluated yet."""
+        course, every = self.course, self.recipe.evaluate.every_steps
+        if not (self.held_out and every and course.step) or course.evaluated == course.step:
+            return False
+        return course.step % every == 0 or course.step == self.recipe.train.steps
+
+    def _finish(self, code: int) -> Outcome:
+        out = self.outcome
+        out.exit = Exit.CHECKPOINT if out.unsaved else Exit(code)
+        out.seconds, out.skipped = time.monotonic() - self._began, self.guard.skipped + self.course.empty
+        if out.rates:
+            out.tokens_per_s = statistics.median_high(out.rates)
+        return out
+
+    def _step(self, step: int) -> int:
+        """One step, with its evaluation and checkpoint; returns the exit code that all ranks agree on, or 0."""
+        watchdog = self.context.watchdog
+        watchdog.doing = Doing("reading data")
+        batch = self.loader.next()
+        lr = learning_rate(step, self.recipe.schedule, peak=self.recipe.optimizer.lr, steps=self.recipe.train.steps)
+        seed = mix_seeds(self.recipe.seed, step)
+        self._trace(step)
+        for i in range(self.plan.micro_batches):
+            rows = batch.rows(i * self.plan.per_device, (i + 1) * self.plan.per_device)
+            self.engine.accumulate(rows, seed)
+        result = self.engine.update(lr, self.course.updates + 1)
+        self.outcome.trained = True
+        # One small collective per step: did any rank receive a stop signal, or see a value that is not finite?
+        agreed = self.context.largest(self.context.stopping.urgency + (0 if result.finite else _NOT_FINITE))
+        watchdog.beat(step)
+        if self.context.is_main:
+            messages.send("step", progress=step, droppable=True)
+        watchdog.limit_s = float(self.recipe.timeout_s.step)
+        finite = agreed < _NOT_FINITE
+        self._log(step, result, lr, finite)
+        if finite and result.empty:
+            self.course.step, self.course.empty = step, self.course.empty + 1
+            self.progress.note(f"step {step}: no token has a target; skipped, the parameters are as before")
+        elif finite:
+            self.guard.fine()
+            self.course.step, self.course.updates = step, self.course.updates + 1
+            self.course.tokens += result.targets
+        else:
+            self._not_finite(step, result, batch)
+        return {0: 0, 1: int(Exit.PREEMPTED), 2: int(Exit.INTERRUPTED)}[agreed % _NOT_FINITE]
+
+    def _trace(self, step: int) -> None:
+        """Starts and ends the record of the steps that `train.profile` names, before `step` runs."""
+        named = self.recipe.train.profile
+        if named is not None and self._profile is None and named.steps[0] <= step <= named.steps[1]:
+            self._profile = StepProfile()
+            self.engine.profile(self._profile)
+        elif named is not None and self._profile is not None and step > named.steps[1]:
+            self.end_profile()
+
+    def end_profile(self) -> None:
+        """Ends the record of profiled steps, and passes it on."""
+        profile, self._profile = self._profile, None
+        if profile is not None:
+            self.engine.profile(None)
+            if self.context.is_main:
+                self.profiled(profile)
+
+    def _log(self, step: int, result: StepResult, lr: float, finite: bool) -> None:
+        now = time.monotonic()
+        step_s, self._step_began = now - self._step_began, now
+        rate = result.targets / step_s
+        flops = self.engine.flops_per_sequence * self.plan.global_sequences
+        every = self.recipe.logging.every_steps
+        counts = finite and not result.empty
+        logged = step == 1 or step % every == 0 or step == self.recipe.train.steps or not counts
+        row: Row = {
+            "step": step, "loss": None if result.empty else _number(result.loss),
+            "grad_norm": None if result.empty else _number(result.grad_norm), "lr": lr,
+            "skipped": self.guard.skipped + self.course.empty + (finite and result.empty),
+            "tokens": self.course.tokens + (result.targets if finite else 0), "tokens_per_s": rate, "step_s": step_s,
+            "mfu": flops / step_s / self.flops_per_s if flops and self.flops_per_s else None,
+            "peak_memory_bytes": self.peak_memory() if logged else None,
+            "exposed_comm_s": self.engine.exposed_comm_s, "sent_bytes": self.engine.sent_bytes,
+            "collectives": self.engine.collectives, "save_stall_s": self._stall_s or None,
+            "time": time.time(), "run": self.attempt, "restarts": self.restarts,
+        }  # fmt: skip
+        experts = balance(result.counted)
+        if experts is not None:
+            row["experts"] = experts
+        if counts:
+            self.outcome.last_loss = result.loss
+            if self.outcome.first_loss is None:
+                self.outcome.first_loss = result.loss
+            elif logged:
+                self.outcome.rates.append(rate)
+        if logged:
+            self._stall_s = 0.0
+            if self.context.is_main:
+                self.record(row)
+        self.progress.step(row, logged=logged)
+
+    # ---- evaluating ---------------------------------------------------------------------------------------
+    def evaluate(self) -> int:
+        """Records the loss on held-out text; returns the agreed exit code if a stop was requested.
+
+        Every rank calls it.
+        """
+        loss_sum, targets = 0.0, 0
+        for i, batch in enumerate(self.held_out):
+            batch_loss, count = self.engine.evaluate(batch)
+            loss_sum, targets = loss_sum + batch_loss, targets + count
+            self.context.watchdog.beat()
+            if i + 1 < len(self.held_out) and (code := self.context.stop()):
+                return code
+        self.course.evaluated = self.course.step
+        if targets:
+            loss = loss_sum / targets
+            self.outcome.eval_loss = loss
+            if self.context.is_main:
+                row = {"step": self.course.step, "eval_loss": _number(loss), "eval_tokens": targets}
+                self.record({**row, "time": time.time(), "run": self.attempt})
+            self.progress.note(f"step {self.course.step}: held-out loss {loss:.4f}")
+        else:
+            self.progress.note(f"step {self.course.step}: no held-out loss, because no document is held out")
+        return self.context.stop()
+
+    # ---- saving -------------------------------------------------------------------------------------------
+    def save(self) -> None:
+        """Starts to write a checkpoint of this step in the background, after the one before is written."""
+        began = time.monotonic()
+        self.finish_save()
+        if self._saver is None:
+            self._saver = BackgroundSaver(
+                self.context, self.checkpoints, self.recipe.checkpoint.keep_last,
+                lambda step, seconds: note_saved(self.folder, step, seconds),
+            )  # fmt: skip
+        loader_state = self.loader.state_dict()
+        parts = self.context.gather(
+            {key: loader_state[key] for key in ("step", "global_sequences", "tokenizer", "sums", "lanes")}
+        )
+        meta = {
+            "course": dict(vars(self.course)), "data": {**loader_state, **merge_states(parts)},
+            "seed": self.recipe.seed, "name": self.recipe.name, "model": self.model, "trained": trained(self.recipe),
+            "mesh": dict(self.context.mesh.axes), "attempt": self.attempt,
+            "learning_rate": described(self.recipe),
+        }  # fmt: skip
+        with self.context.watchdog.allow(float(self.recipe.timeout_s.step), "copying a checkpoint"):
+            self._saver.start(self.course.step, self.engine.tensors(), meta)
+        self._stall_s += time.monotonic() - began
+
+    def finish_save(self) -> None:
+        """Waits until the checkpoint in flight is written. A failed write is a warning or ends the run
+        (`checkpoint.on_error`)."""
+        with self.context.watchdog.allow(float(self.recipe.timeout_s.step), "saving a checkpoint"):
+            result = self._saver.finish() if self._saver is not None else None
+        if result is None:
+            return
+        if result.error is None:
+            self.outcome.saved, self._saved_step, self.outcome.unsaved = result.folder, result.step, ""
+            return
+        self.outcome.unsaved = self.context.from_main(str(result.error))
+        if self.recipe.checkpoint.on_error == "stop":
+            raise Mistakes.one(
+                str(result.error), exit=Exit.CHECKPOINT, where=self.recipe.where("checkpoint.on_error"),
+                fix="make room, or choose another run.dir",
+            ) from result.error  # fmt: skip
+        self.progress.note(f"warning: {result.error}; older checkpoints are kept, and the run goes on")
+
+    # ---- not finite ---------------------------------------------------------------------------------------
+    def _not_finite(self, step: int, result: StepResult, batch: StepBatch) -> None:
+        self.finish_save()
+        back_to = self._saved_step or 0
+        decision, why = self.guard.decide(back_to)
+        account = self._account(step, result, batch, decision)
+        problem = f"step {step}: {nonfinite.describe(result.loss, result.grad_norm)}"
+        if decision == "skip":
+            self.progress.note(f"warning: {problem}; skipped, the parameters are as before (see {account})")
+            self.course.step = step
+        elif decision == "rollback":
+            checkpoint = self._newest()
+            if checkpoint is None:
+                self.engine.initialize(self.recipe.seed)
+                self.course.step = self.course.updates = self.course.tokens = self.course.empty = 0
+            else:
+                self._restore(checkpoint)
+            self._saved_step = checkpoint.step if checkpoint is not None else None
+            self.progress.note(
+                f"warning: {problem}; back to step {self.course.step}, going on behind this batch (see {account})"
+            )
+        else:
+            saved = f"step {back_to} is saved" if self._saved_step else "nothing is saved"
+            raise Mistakes.one(
+                f"{problem}; the run stops before this update is applied",
+                exit=Exit.NONFINITE,
+                where=self.recipe.where("train.on_nonfinite"),
+                why=why or f"the policy is {self.guard.policy}; {saved}; the batch is listed in {account}",
+                fix="a lower optimizer.lr or a longer warm-up; train.on_nonfinite: skip or rollback to go on",
+            )
+
+    def _account(self, step: int, result: StepResult, batch: StepBatch, decision: str) -> Path:
+        """Writes which text was in a non-finite step to a file, and returns its path. Every rank calls it."""
+        per = self.plan.per_device
+        blamed = nonfinite.suspects(result.losses, self.plan.micro_batches)
+        rows = [row for i in blamed for row in batch.origin[i * per : (i + 1) * per]]
+        everyone = dict(self.context.gather((self.engine.data_rank, rows)))
+        path = self.folder / "logs" / "nonfinite.jsonl"
+        if self.context.is_main:
+            row = {
+                "step": step, "loss": _number(result.loss), "grad_norm": _number(result.grad_norm),
+                "decision": decision, "micro_batches": blamed, "time": time.time(),
+                "batch": [origin for rank in sorted(everyone) for origin in everyone[rank]],
+            }  # fmt: skip
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+            except OSError as error:
+                logger.warning("%s cannot be written: %s", path, error)
+        return path
+
+
+def _zeros_for_moments(read: ReadBlock) -> ReadBlock:
+    def block(name: str, starts: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        return torch.zeros(tuple(sizes)) if name.startswith(OPTIMIZER) else read(name, starts, sizes)
+
+    return block
+
+
+_NOT_FINITE = 4
+"""Added to the urgency of a stop (0 to 2), so that one collective agrees on both."""
+
+
+def _number(value: float) -> float | None:
+    """The value, or None where it is not finite: JSON has no NaN."""
+    return value if math.isfinite(value) else None
+
+
+def summary(outcome: Outcome, recipe: Recipe, folder: Path) -> Mapping[str, Any]:
+    """The result of a run as JSON values, for wandb's summary."""
+    return {
+        "exit": int(outcome.exit), "steps": outcome.course.step, "tokens": outcome.course.tokens,
+        "first_loss": outcome.first_loss, "loss": outcome.last_loss, "eval_loss": outcome.eval_loss,
+        "seconds": outcome.seconds, "tokens_per_s": outcome.tokens_per_s, "skipped": outcome.skipped,
+        "restarts": outcome.restarts, "name": recipe.name, "folder": str(folder),
+    }  # fmt: skip
