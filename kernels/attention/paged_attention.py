@@ -19,6 +19,7 @@ even a NaN that another sequence left there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -71,9 +72,8 @@ class RowGroup:
     rows: Tensor
     """[r]"""
     span: int
-    entries: Tensor
-    """[m * kv * span]: indices of the keys and values in a pool viewed as [n * s * kv, d]; m is 1 where shared, else r.
-    Places after the last position repeat it: a masked value is multiplied by 0, and 0 * NaN is NaN."""
+    blocks: Tensor
+    """[m * span / s]: the blocks of a pool [n, s, kv, d] that hold the keys and values; m is 1 where shared, else r."""
     unseen: Tensor
     """[r, 1, 1, span]: true for keys after the row's own position, or before its window."""
     bias: Tensor
@@ -83,7 +83,7 @@ class RowGroup:
 
 @lru_cache(maxsize=4)
 def _parts(
-    positions: bytes, sequences: bytes, tables: bytes, block: int, heads: int, kv: int, window: int | None
+    positions: bytes, sequences: bytes, tables: bytes, block: int, heads: int, window: int | None
 ) -> tuple[RowGroup, ...]:
     """The parts in which rows with these positions and sequences (int64) are multiplied.
 
@@ -100,18 +100,15 @@ def _parts(
         step = max(1, _SCORES // (heads * p))
         for rows in (np.array(members[start : start + step]) for start in range(0, len(members), step)):
             one = sequence_id >= 0
-            last = position[rows].max(keepdims=True) if one else position[rows]
-            at = np.minimum(np.arange(p), last[:, None])  # [m, span]
-            own = position[rows, None, None, None]
+            own = position[rows, None]
             first = own * 0 if window is None else np.maximum(own - window + 1, 0)
-            if not one:
-                at = np.maximum(at, first[:, 0, 0])
-            blocks = np.take_along_axis(table[[sequence_id] if one else sequence[rows]], at // block, 1)
-            slots = (blocks * block + at % block)[:, None]
-            entries = torch.from_numpy(slots * kv + np.arange(kv)[:, None]).flatten()  # of [m, kv, span]
-            unseen = torch.from_numpy((np.arange(p) > own) | (np.arange(p) < first))
+            # blocks that no row reads are not read: others may write to them
+            low, high = (first.min(keepdims=True), own.max(keepdims=True)) if one else (first, own)
+            places = np.clip(np.arange(p // block), low // block, high // block)  # [m, span / s]
+            blocks = np.take_along_axis(table[[sequence_id] if one else sequence[rows]], places, 1)
+            unseen = torch.from_numpy((np.arange(p) > own) | (np.arange(p) < first))[:, None, None]
             bias = torch.zeros(unseen.shape).masked_fill_(unseen, float("-inf"))
-            parts.append(RowGroup(torch.from_numpy(rows), p, entries, unseen, bias, one))
+            parts.append(RowGroup(torch.from_numpy(rows), p, torch.from_numpy(blocks).flatten(), unseen, bias, one))
     return tuple(parts)
 
 
@@ -122,13 +119,14 @@ def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, part: RowGroup, scale:
     """
     r = len(q)
     out, logs = FLASH(q, keys.expand(r, -1, -1, -1), values.expand(r, -1, -1, -1), attn_mask=part.bias, scale=scale)
-    if part.shared and not out.sum().isfinite():
-        # rows share these keys and values, and some may not attend to the one that is not finite
-        unseen = part.unseen.view(r, 1, -1, 1)
-        apart = [(keys.masked_fill(hidden, 0), values.masked_fill(hidden, 0)) for hidden in unseen]
-        parts = [
-            FLASH(q[i : i + 1], k, v, attn_mask=part.bias[i : i + 1], scale=scale) for i, (k, v) in enumerate(apart)
-        ]
+    if not math.isfinite(out.sum()):
+        # a key or value to which a row may not attend may be infinite or NaN, which a weight of 0 does not hide
+        each = 1 if part.shared else r
+        parts = []
+        for own, bias in zip(q.split(each), part.bias.split(each)):
+            hidden = bias.view(each, 1, -1, 1) < 0
+            stored = (x.masked_fill(hidden, 0) for x in (keys, values))
+            parts.append(FLASH(own, *stored, attn_mask=bias, scale=scale))
         out, logs = (torch.cat(results) for results in zip(*parts))
     if lse is not None:
         lse.copy_(logs)
@@ -141,8 +139,7 @@ def _attend_capped(
     """`_attend_rows` with a softcap, which no operation of torch has."""
     (r, kv, g, d), span = q.shape, part.span
     keys, values, unseen = (x.expand(r, *x.shape[1:]) for x in (keys, values, part.unseen))
-    if part.shared:  # 0 * NaN is NaN
-        values = values.masked_fill(unseen.view(r, 1, span, 1), 0)
+    values = values.masked_fill(unseen.view(r, 1, span, 1), 0)  # 0 * NaN is NaN
     scores = torch.bmm((q * scale).view(r * kv, g, d), keys.reshape(r * kv, span, d).transpose(1, 2))
     scores = cap(scores, softcap).view(r, kv, g, span).masked_fill_(unseen, float("-inf"))
     if lse is not None:
@@ -152,11 +149,17 @@ def _attend_capped(
 
 
 def parts_of(
-    positions: Tensor, sequences: Tensor, tables: Tensor, block: int, heads: int, kv: int, window: int | None
+    positions: Tensor, sequences: Tensor, tables: Tensor, block: int, heads: int, window: int | None
 ) -> tuple[RowGroup, ...]:
     """The parts in which rows [b, t] with these positions and sequences are multiplied; the host reads all three."""
     index_tensors = (positions.reshape(-1), sequences.reshape(-1), tables[: int(sequences.max()) + 1])
-    return _parts(*(x.cpu().contiguous().numpy().tobytes() for x in index_tensors), block, heads, kv, window)
+    return _parts(*(x.cpu().contiguous().numpy().tobytes() for x in index_tensors), block, heads, window)
+
+
+def held(pool: Tensor, part: RowGroup) -> Tensor:
+    """The keys or values of a part out of a pool [n, s, kv, d]: [m, span, kv, d] in fp32."""
+    blocks = pool.view(len(pool), -1).index_select(0, part.blocks.to(pool.device))
+    return blocks.float().view(-1, part.span, *pool.shape[2:])
 
 
 def store(x: Tensor, pool: Tensor, slots: Tensor) -> None:
@@ -176,14 +179,11 @@ def paged_attention_reference(
     store(v, v_pool, slots)
     (b, t, h, d), (_, block, kv, _) = q.shape, k_pool.shape
     rows = q.reshape(b * t, kv, h // kv, d).float()
-    parts = parts_of(positions, sequences, tables, block, h, kv, window)
+    parts = parts_of(positions, sequences, tables, block, h, window)
     outs, logs = [], []
     for part in parts:
         own = rows if len(parts) == 1 else rows.index_select(0, part.rows)
-        keys, values = (
-            pool.view(-1, d).index_select(0, part.entries).float().view(-1, kv, part.span, d)
-            for pool in (k_pool, v_pool)
-        )
+        keys, values = (held(pool, part).transpose(1, 2) for pool in (k_pool, v_pool))
         own_logs = None if lse is None else own.new_empty(own.shape[:-1])
         if softcap is None:
             outs.append(_attend_rows(own, keys, values, part, scale, own_logs))
