@@ -142,17 +142,26 @@ def pack_parts(weight: Quantized, dense: bool) -> Int4Parts:
 
 def parts_linear(x: Tensor, weight: Int4Parts) -> Tensor:
     """The product with a weight in parts: x bf16 [..., inputs] -> bf16 [..., columns]."""
-    rows, total = _taken(x, weight), None
+    rows = _taken(x, weight)
+    ys = []
     for (start, size), part in zip(_places(rows.shape[1], weight.most), weight.parts):
         own = rows[:, start : start + size]
         if isinstance(part, Int4):
-            y = int4_linear(own, part)
+            ys.append(_product(own, part))
         else:
             tiles = same_bits(part.shape[0], size, weight.group, torch.get_num_threads())
-            y = linear.product_in_tiles(own.float(), part, tiles).bfloat16()
-        total = y if total is None else total.float() + y
-    assert total is not None
-    return total.bfloat16()[:, : weight.columns].view(*x.shape[:-1], weight.columns)
+            ys.append(linear.product_in_tiles(own.float(), part, tiles).bfloat16())
+    return _columns(_sum(ys), x, weight)
+
+
+def _sum(ys: list[Tensor]) -> Tensor:
+    """The sum of bf16 tensors, in fp32 and in their order, rounded once."""
+    if len(ys) <= 2:
+        return ys[0] if len(ys) == 1 else ys[0] + ys[1]  # an addition of two in bf16 is one in fp32, rounded
+    total = ys[0].float()
+    for y in ys[1:]:
+        total += y
+    return total.bfloat16()
 
 
 @cache
@@ -208,6 +217,14 @@ def _taken(x: Tensor, weight: Int4 | Int4Parts) -> Tensor:
 
 def int4_linear(x: Tensor, weight: Int4) -> Tensor:
     """The product with a packed weight: x bf16 [..., inputs] -> bf16 [..., columns]."""
-    rows = _taken(x, weight).contiguous()
-    y = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, weight.codes, weight.group, weight.scales)
-    return y[:, : weight.columns].view(*x.shape[:-1], weight.columns)
+    return _columns(_product(_taken(x, weight), weight), x, weight)
+
+
+def _product(rows: Tensor, weight: Int4) -> Tensor:
+    return torch.ops.aten._weight_int4pack_mm_for_cpu(rows.contiguous(), weight.codes, weight.group, weight.scales)
+
+
+def _columns(y: Tensor, x: Tensor, weight: Int4 | Int4Parts) -> Tensor:
+    """The columns of the product [rows, padded columns] of x that are no padding, in x's dims."""
+    y = y if y.shape[1] == weight.columns else y[:, : weight.columns]
+    return y.view(*x.shape[:-1], weight.columns)
