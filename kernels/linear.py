@@ -32,12 +32,14 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 def fixed_rows_linear(x: Tensor, weight: Tensor) -> Tensor:
     """`linear` as products of fixed numbers of rows; `weight` may be packed by `pack`, in a wider dtype than x."""
-    rows = x.reshape(-1, x.shape[-1])
-    if weight.is_mkldnn:
-        tiles = same_bits(weight.shape[0], x.shape[-1], weight.dtype, torch.get_num_threads())
-        out = product_in_tiles(rows.to(weight.dtype), weight, tiles).to(x.dtype)
-    else:
-        out = _plain(rows, weight)
+    if not weight.is_mkldnn:
+        out = _plain(x.reshape(-1, x.shape[-1]), weight)
+        return out.view(*x.shape[:-1], out.shape[-1])
+    k = x.shape[-1]
+    tiles, rows = same_bits(weight.shape[0], k, weight.dtype, torch.get_num_threads()), x.numel() // k
+    if rows in tiles:  # all dims at once, without views: at one row an operation takes as long as some products
+        return product(x.to(weight.dtype), weight).to(x.dtype)
+    out = product_in_tiles(x.reshape(rows, k).to(weight.dtype), weight, tiles).to(x.dtype)
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
@@ -88,7 +90,7 @@ def _plain_tile(n: int, k: int, dtype: torch.dtype, threads: int) -> int:
 
 
 def product(x: Tensor, packed: Tensor) -> Tensor:
-    """x [rows, k] @ packed [n, k].T, of one dtype, in one operation of the CPU's library."""
+    """x [..., k] @ packed [n, k].T, of one dtype, in one operation of the CPU's library."""
     return torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 
 
