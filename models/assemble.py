@@ -9,17 +9,22 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
+from torch.utils import checkpoint
 from tpshard.models import module_init
 from tpshard.models.construct import Constructor, Unset
 from tpshard.models.dims import param_dims
 from tpshard.models.families.config import ModelConfig
 from tpshard.models.families.decoder import Decoder
 from tpshard.models.initialization import fill, init_plan, initial_block, initialize, key_of
+from tpshard.models.own_code import line_of, told
 
 
 def build(
@@ -48,16 +53,27 @@ def build_module(
     takes neither (tokens, documents, positions) nor the names in its attribute `inputs`.
     """
     make = _constructor_of(path, args)
-    try:
-        model = _on_meta(make).to(dtype)
-    except TypeError as error:
-        raise ValueError(f"`module: {path}` does not take these args: {error}") from error
+    model = _on_meta(make, path)
     buffers = [label for label, _ in model.named_buffers()]
     if buffers:
         raise ValueError(f"`module: {path}` has the buffers {', '.join(buffers)}; compute them in forward instead")
-    whole = [f"{label} ({p.dtype})" for label, p in model.named_parameters() if not p.is_floating_point()]
-    if whole:
-        raise ValueError(f"`module: {path}` has parameters that are no real numbers: {', '.join(whole)}")
+    if loose := [label for label, _ in _loose_tensors(model)]:
+        raise ValueError(
+            f"`module: {path}` holds the tensors {', '.join(loose)}, which are no parameters; compute them in forward"
+        )
+    if lazy := [label for label, p in model.named_parameters() if is_lazy(p)]:
+        raise ValueError(f"`module: {path}` has parameters without a shape yet: {', '.join(lazy)}; name their sizes")
+    hooked = [label for label, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
+    if hooked:
+        raise ValueError(
+            f"`module: {path}` has hooks on gradients of {', '.join(hooked)}, which would not run; change the "
+            "gradient in forward, by a torch.autograd.Function"
+        )
+    known = {torch.float32, torch.bfloat16, torch.float16, torch.get_default_dtype()}
+    others = [f"{label} ({p.dtype})" for label, p in model.named_parameters() if p.dtype not in known]
+    if others:
+        raise ValueError(f"`module: {path}` has parameters that are not fp32, bf16 or fp16: {', '.join(others)}")
+    model = model.to(dtype)
     param_dims(model)
     module_init.check(model, path)
     inputs = getattr(model, "inputs", ("tokens", "documents=None", "positions=None"))
@@ -68,6 +84,15 @@ def build_module(
     if torch.device(device).type == "meta":
         return model
     return fill(model, ModuleValues(path, args, model, seed).block, device)
+
+
+def own_dtypes(path: str, args: Mapping[str, Any] | None = None) -> dict[str, torch.dtype]:
+    """The dtypes that a user's constructor gives parameters, by name, where it gives them several; else none, and all
+    are used in the recipe's."""
+    dtypes = {
+        name: parameter.dtype for name, parameter in _on_meta(_constructor_of(path, args), path).named_parameters()
+    }
+    return dtypes if len(set(dtypes.values())) > 1 else {}
 
 
 class ModuleValues:
@@ -107,21 +132,64 @@ def _constructor_of(path: str, args: Mapping[str, Any] | None) -> Callable[[], n
     return lambda: cls(**(args or {}))
 
 
-def _on_meta(make: Callable[[], nn.Module]) -> nn.Module:
-    """A user's module on `meta`. Where its constructor reads the values of tensors, only parameters are on `meta`."""
+def _on_meta(make: Callable[[], nn.Module], path: str) -> nn.Module:
+    """A user's module on `meta`. Where its constructor reads the values of tensors, only parameters are on `meta`.
+
+    ValueError, with the line of its code, for a constructor that fails.
+    """
     try:
         with torch.device("meta"):
             return make()
     except (NotImplementedError, RuntimeError):
-        register = nn.Module.register_parameter
+        pass
+    except Exception as error:
+        raise _failed(path, error) from error
+    register = nn.Module.register_parameter
 
-        def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-            if parameter is not None and not parameter.is_meta:  # one that is, is shared with another module
-                parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-            register(module, name, parameter)
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:  # one that is, is shared with another module
+            parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
 
+    try:
         with mock.patch.object(nn.Module, "register_parameter", on_meta), torch.random.fork_rng(devices=[]):
             return make()
+    except Exception as error:
+        raise _failed(path, error) from error
+
+
+def _failed(path: str, error: Exception) -> ValueError:
+    if isinstance(error, TypeError) and line_of(error) is None:
+        return ValueError(f"`module: {path}` does not take these args: {error}")
+    return ValueError(f"`module: {path}`: its constructor fails: {told(error)}")
+
+
+def _loose_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that modules hold beside parameters and buffers, also in lists and dicts, by the attribute's path;
+    not those computed from parameters, which a hook computes anew."""
+    own = {id(parameter) for parameter in model.parameters()}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name in ("_parameters", "_buffers", "_modules"):
+                continue
+            for leaf in pytree.tree_leaves(value):
+                if isinstance(leaf, Tensor) and id(leaf) not in own and leaf.grad_fn is None:
+                    yield f"{path}.{name}" if path else name, leaf
+
+
+@contextmanager
+def without_checkpointing() -> Iterator[None]:
+    """A context in which `torch.utils.checkpoint` just calls its function: `remat` says what is recomputed."""
+
+    def call(*_: Any, **__: Any) -> Iterator[None]:
+        yield
+
+    reentrant = SimpleNamespace(apply=lambda function, _, *args: function(*args))
+    with (
+        mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", call),
+        mock.patch.object(checkpoint, "CheckpointFunction", reentrant),
+    ):
+        yield
 
 
 @contextmanager
@@ -145,10 +213,13 @@ def import_object(key: str, path: str) -> Any:
         if importlib.util.find_spec(package.partition(".")[0]) is None and os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())
         target: Any = importlib.import_module(package)
-        for part in attribute.split("."):
-            target = getattr(target, part)
     except ImportError as error:
         raise ValueError(f"`{key}: {path}`: {error}") from error
+    except Exception as error:  # the package's own code, or its syntax
+        raise ValueError(f"`{key}: {path}` cannot be imported: {told(error)}") from error
+    try:
+        for part in attribute.split("."):
+            target = getattr(target, part)
     except AttributeError as error:
         raise ValueError(f"`{key}: {path}`: {package} has no {attribute}") from error
     return target

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tpshard.models.assemble import ModuleValues, build, build_module
+from tpshard.models.assemble import ModuleValues, build, build_module, own_dtypes
 from tpshard.models.families import presets
 from tpshard.models.families.config import ModelConfig
 from tpshard.models.folders.hf_config import computes
@@ -103,6 +103,13 @@ class Blueprint:
         if self.folder is None:
             return initial_block(self._plan, name, starts, sizes, seed, dtype)
         return self._source.block(name, starts, sizes, dtype)
+
+    def own_dtypes(self, dtype: torch.dtype) -> Mapping[str, torch.dtype]:
+        """The dtypes of parameters that are used in one of their own where the model is used in `dtype`: those that a
+        transformers class keeps in fp32, and those of a user's module that has several."""
+        if self.architecture is not None:
+            return self.architecture.own_dtypes(dtype)
+        return own_dtypes(self.module, self.args) if self.module is not None else {}
 
     def to_json(self) -> dict[str, Any]:
         """The blueprint as JSON values for a checkpoint.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -118,6 +119,14 @@ class Architecture:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every parameter, by name."""
         return {name: tuple(parameter.shape) for name, parameter in self.build().named_parameters()}
+
+    def own_dtypes(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        """The parameters that the class keeps in fp32 in a model of another dtype, such as routers' weights."""
+        model: Any = self.build()
+        patterns = set(model._keep_in_fp32_modules_strict or ()) if dtype in (torch.bfloat16, torch.float16) else set()
+        patterns |= set(model._keep_in_fp32_modules or ()) if dtype == torch.float16 else set()
+        expressions = [re.compile(pattern.replace("*", ".*")) for pattern in patterns]
+        return {name: torch.float32 for name in self.shapes if any(e.search(name) for e in expressions)}
 
     @property
     def dtype(self) -> torch.dtype:

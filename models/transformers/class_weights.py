@@ -208,9 +208,11 @@ def write_folder(
     FileExistsError if the folder is not empty.
     """
     shapes = architecture.shapes
-    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
+    own = architecture.own_dtypes(dtype)  # as transformers saves them
+    dtypes = {name: own.get(name, dtype) for name in shapes}
+    sizes = {name: math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()}
     values = dict(architecture.raw) | {"dtype": dtype_name(dtype)}
     values.pop("torch_dtype", None)
     hf_folder.write_model(
-        folder, sizes, lambda name: read(name).to("cpu", dtype), values, tokenizer, overwrite, shard_bytes, base
+        folder, sizes, lambda name: read(name).to("cpu", dtypes[name]), values, tokenizer, overwrite, shard_bytes, base
     )

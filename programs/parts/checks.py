@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import linecache
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes, did_you_mean
+from tpshard.models.own_code import line_of
 from tpshard.parallelism.graph import Value
 from tpshard.parallelism.mesh import size_of
 from tpshard.parallelism.passes.recompute import selectable
@@ -25,10 +24,10 @@ def traceable(setting: Setting) -> Iterator[None]:
     """Turns an error of tracing a user's model into a mistake (exit 3) that names the line of its code."""
     try:
         yield
-    except (ValueError, RuntimeError, TypeError, NotImplementedError, AttributeError) as error:
+    except Exception as error:
         if isinstance(error, Mistakes) or setting.config is not None:
             raise
-        line = _line_of(error)
+        line = line_of(error)
         if line is None:
             raise
         key = "module" if setting.recipe.model.module is not None else "transformers"
@@ -41,23 +40,6 @@ def traceable(setting: Setting) -> Iterator[None]:
             if key == "module"
             else "name a subclass that computes this otherwise as `model.module`",
         ) from error
-
-
-def _line_of(error: BaseException | None) -> str | None:
-    """The innermost line of code, with its place, that is neither torch's nor this package's; None without one.
-
-    If errors caused each other, the line of the original cause is preferred.
-    """
-    innermost = None
-    while error is not None:
-        frames = [(str(f.f_globals.get("__name__")), f, line) for f, line in traceback.walk_tb(error.__traceback__)]
-        foreign = [(f, line) for name, f, line in frames if name.partition(".")[0] not in ("torch", "tpshard")]
-        if foreign:
-            frame, line = foreign[-1]
-            text = linecache.getline(frame.f_code.co_filename, line).strip()
-            innermost = f"`{text}` in {frame.f_code.co_filename}:{line}"
-        error = error.__cause__
-    return innermost
 
 
 def check_remat(setting: Setting, program: Program) -> None:

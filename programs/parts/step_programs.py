@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.models import counts
-from tpshard.models.assemble import evaluating
+from tpshard.models.assemble import evaluating, without_checkpointing
 from tpshard.models.families.routing import weighed_by
-from tpshard.models.objectives.tasks import targets_of_rows
+from tpshard.models.objectives.tasks import TASKS, targets_of_rows
 from tpshard.models.optimizers.adamw import AdamW, adamw_update, treatments
 from tpshard.models.optimizers.lion import Lion, lion_update
 from tpshard.models.optimizers.muon import Muon, muon_update
+from tpshard.models.own_code import line_of
 from tpshard.parallelism.anchors import split_annotations
 from tpshard.parallelism.annotate import boundary, role, split_as
 from tpshard.parallelism.draws import step_seed
@@ -97,10 +98,42 @@ def _forward(
     inputs = setting.task.inputs(batch)
     with trail.inside(Place("loss", role="loss")):
         targets = targets_of_rows(setting.task, batch)
-    with trail.watch(setting.model), weighed_by(targets):
-        logits = role(torch.func.functional_call(setting.model, dict(used), inputs), "logits")
+    with trail.watch(setting.model), weighed_by(targets), without_checkpointing():
+        output = torch.func.functional_call(setting.model, dict(used), inputs)
+        if not isinstance(output, Tensor):
+            raise _misfit(setting, output)
+        logits = role(output, "logits")
     with trail.inside(Place("loss", role="loss")):
-        return setting.task.loss(logits, batch)
+        try:
+            return setting.task.loss(logits, batch)
+        except Exception as error:
+            if setting.recipe.task not in TASKS or line_of(error) is not None:
+                raise
+            raise _misfit(setting, logits) from error
+
+
+def _misfit(setting: Setting, output: object) -> Mistakes:
+    """The mistake that a built-in task cannot compute its loss from what the model returns."""
+    shape = f"a tensor {list(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
+    needed = {"volumes": "[rows, classes, depth, height, width]", "frames": "[batch, seq, classes]"}
+    task = setting.recipe.task
+    return Mistakes.one(
+        f"{type(setting.model).__name__} returns {shape}, and `task: {task}` needs logits "
+        f"{needed.get(task, '[batch, seq, vocab]')}",
+        exit=Exit.RECIPE, where=setting.recipe.where(f"model.{setting.recipe.model.named_by}"),
+        fix="return one tensor of logits from forward, or write a task of your own (docs/models.md)",
+    )  # fmt: skip
+
+
+def _changed(setting: Setting, names: Sequence[str]) -> Mistakes:
+    """The mistake that a forward pass writes to parameters, which a step computes with alone and does not keep."""
+    several = ", ".join(f"`{name}`" for name in names[:3])
+    return Mistakes.one(
+        f"the forward pass of {type(setting.model).__name__} changes {several}", exit=Exit.RECIPE,
+        where=setting.recipe.where(f"model.{setting.recipe.model.named_by}"),
+        why="only the optimizer changes parameters: the change would be lost after the step",
+        fix="compute a new tensor instead; for an embedding's `max_norm`, scale the rows that were looked up",
+    )  # fmt: skip
 
 
 def _capture_micro(setting: Setting, gathered: bool, unreduced: bool, watched: bool) -> Graph:
@@ -115,7 +148,10 @@ def _capture_micro(setting: Setting, gathered: bool, unreduced: bool, watched: b
             with trail.inside(Place(name.rpartition(".")[0])):
                 used[name] = boundary(param.to(setting.used_dtype(name)), "parameter", name)
                 used[name].requires_grad_(name in setting.trained)
+        unchanged = {name: parameter._version for name, parameter in used.items()}
         loss, count = _forward(setting, trail, used, batch)
+        if changed := [name for name, parameter in used.items() if parameter._version != unchanged[name]]:
+            raise _changed(setting, changed)
         counted = counts.take(setting.model)
         counters = [torch.cat(counted)] if counted else []
         if not loss.requires_grad:

@@ -153,8 +153,12 @@ class Served:
         return {} if self.quantized is None else self.quantized.orders
 
     def model(self, config: ModelConfig | None) -> nn.Module:
-        """The module with this configuration, on `meta`, in its compute dtype."""
-        return replace(self.blueprint, config=config, folder=None).build(dtype=DTYPES[self.dtype])
+        """The module with this configuration, on `meta`, with parameters in the dtypes in which they are used."""
+        dtype = DTYPES[self.dtype]
+        model = replace(self.blueprint, config=config, folder=None).build(dtype=dtype)
+        for name, own in self.blueprint.own_dtypes(dtype).items():
+            model.get_parameter(name).data = model.get_parameter(name).data.to(own)
+        return model
 
     def coded_weights(self, kind: str, arrangement: Arrangement) -> dict[str, Coded]:
         """The weights that a kind of device multiplies as codes; others are dequantized when loaded."""

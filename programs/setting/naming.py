@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 
+import torch
 from torch import nn
 from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes, plural
+from tpshard.kernels.dtypes import dtype_name
 from tpshard.models.dims import STAGE, param_dims
 from tpshard.models.families.config import ModelConfig
 from tpshard.models.families.config_keys import DEFAULTS, training_notes
@@ -86,6 +88,15 @@ def notes(
         raw, family = read_raw(str(recipe.model.hf)), config.family_entry
         sentences += training_notes({**DEFAULTS.get(family.hf.model_type, {}), **raw}, family)
     return sentences + ([] if architecture is None else architecture.notes(model))
+
+
+def dtype_notes(own: Mapping[str, torch.dtype], dtype: torch.dtype, model: str) -> list[str]:
+    """A note for each dtype of parameters that are used in another one than the model's `dtype`."""
+    return [
+        f"{model} keeps {_some(_patterns([n for n, one in own.items() if one == kind]))} in {dtype_name(kind)}: "
+        f"they are not used in {dtype_name(dtype)}"
+        for kind in dict.fromkeys(own.values())
+    ]
 
 
 def untrained_notes(model: nn.Module, trained: Collection[str]) -> list[str]:

@@ -126,9 +126,9 @@ class Setting:
         if misfits := list(fp8_misfits(self.recipe, self.config, self.mesh.axes)):
             raise Mistakes(misfits)
         named = self.recipe.model
-        blueprint = Blueprint(self.config, module=named.module, args=named.args, architecture=self.architecture)
         try:
-            model = blueprint.build(dtype=self.master_dtype)
+            self.own_dtypes  # noqa: B018  (computed before a graph is captured)
+            model = self._blueprint.build(dtype=self.master_dtype)
         except ValueError as error:
             raise wrong_model(self.recipe, error) from error
         if named.dtype == "fp8":
@@ -136,6 +136,11 @@ class Setting:
         if self.depth is not None:
             keep_layers(model, self.depth)
         return model
+
+    @property
+    def _blueprint(self) -> Blueprint:
+        named = self.recipe.model
+        return Blueprint(self.config, module=named.module, args=named.args, architecture=self.architecture)
 
     @cached_property
     def alike(self) -> Depth | None:
@@ -238,7 +243,9 @@ class Setting:
     @cached_property
     def notes(self) -> list[str]:
         """Notes for the user on how the model is treated."""
-        return naming.notes(self.recipe, self.config, self.architecture, self.model, self.named)
+        own = {name: dtype for name, dtype in self.own_dtypes.items() if dtype != self.param_dtype}
+        notes = naming.notes(self.recipe, self.config, self.architecture, self.model, self.named)
+        return [*notes, *naming.dtype_notes(own, self.param_dtype, type(self.model).__name__)]
 
     @property
     def master_dtype(self) -> torch.dtype:
@@ -259,7 +266,14 @@ class Setting:
 
     def used_dtype(self, name: str) -> torch.dtype:
         """The dtype in which a parameter is used."""
-        return torch.float32 if name in self.balanced else self.param_dtype
+        if name in self.balanced:
+            return torch.float32
+        return self.own_dtypes.get((self.members(name) or [name])[0], self.param_dtype)
+
+    @cached_property
+    def own_dtypes(self) -> Mapping[str, torch.dtype]:
+        """The dtypes of the parameters that are used in one of their own."""
+        return self._blueprint.own_dtypes(self.param_dtype)
 
     def reduced_dtype(self, name: str) -> torch.dtype:
         """The dtype in which a parameter's gradient is reduced."""

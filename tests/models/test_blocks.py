@@ -251,7 +251,7 @@ def test_a_module_in_the_working_directory(tmp_path: Path) -> None:
             r"`inner.bias` has 1 dims, .*; `inner.wieght` has named dims and is no parameter",
         ),
         ("users_package:Buffered", {}, "buffer.*running"),
-        ("users_package:Counted", {}, r"no real numbers: places \(torch.int64\)"),
+        ("users_package:Counted", {}, r"not fp32, bf16 or fp16: places \(torch.int64\)"),
         ("users_package:Alone", {}, r"define forward\(tokens, documents=None, positions=None\)"),
     ],
 )
