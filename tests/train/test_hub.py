@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -39,6 +40,7 @@ for source in {sources!r}:
         held_out = Loader(corpus.held_out, bytes_tokenizer(), seq_len=32, global_sequences=4, once=True)
         out[source] = dict(
             first=first, resumed=again.next()["tokens"].tolist(), files=[f.name for f in corpus.train.files],
+            identities=[f.identity for f in corpus.train.files],
             held_out=[held_out.next()["tokens"].tolist() for _ in range(2)], bad=whole.bad.bad,
         )
     except Mistakes as mistakes:
@@ -72,6 +74,8 @@ def test_streaming_gives_the_same_text_as_the_same_files_on_disk(tmp_path: Path)
     with Hub({f"en/{name}": data for name, data in shards().items()} | others) as hub:
         out = run(hub.url, tmp_path / "home", "c4", str(folder))
     hub_text, disk_text = out["c4"], out[str(folder)]
+    hashes = [hashlib.sha1(shards()[name]).hexdigest() for name in hub_text["files"]]
+    assert hub_text.pop("identities") == hashes and disk_text.pop("identities") == [""] * 4
     assert hub_text == {**disk_text, "bad": hub_text["bad"]}
     assert hub_text["resumed"] == hub_text["first"][3]
     assert not [name for name in hub.requested if "realnewslike" in name]
@@ -104,6 +108,7 @@ def test_another_data_set_of_the_hub_by_configuration_and_column(tmp_path: Path)
     with Hub(files, repo="some/one") as hub:
         sources = ("hub:some/one:small", str(folder), "hub:some/one")
         streamed, local, unnamed = run(hub.url, tmp_path / "home", *sources, column="body").values()
+    assert all(streamed.pop("identities")) and not any(local.pop("identities"))
     assert streamed.pop("files") == local.pop("files") == ["0.parquet", "1.parquet"]
     assert streamed == local and streamed["resumed"] == streamed["first"][3]
     assert unnamed["exit"] == 6 and "hub:OWNER/NAME:CONFIGURATION" in unnamed["said"]

@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -235,11 +236,13 @@ def write_table(path: Path, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".parquet"])
-@pytest.mark.parametrize("small", [True, False])
+@pytest.mark.parametrize(("small", "summed", "steps"), [(1 << 24, 1 << 24, 400), (0, 1 << 24, 1), (0, 0, 400)])
 def test_a_file_that_changed_in_its_middle_is_named(
-    suffix: str, small: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    suffix: str, small: int, summed: int, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(corpus_module, "SMALL", 1 << 24 if small else 0)  # what is read once before the first step
+    """Also in a part that the first run did not read, where the file is summed before."""
+    monkeypatch.setattr(corpus_module, "SMALL", small)  # what is read once before the first step
+    monkeypatch.setattr(corpus_module, "SUMMED", summed)
     data, path = plain_rows(1), tmp_path / f"a{suffix}"
     at = data.index(b"abc", 110_000) if b"abc" in data[110_000:] else 110_000
     other = data[:at] + data[at : at + 3].swapcase() + data[at + 3 :]
@@ -256,7 +259,7 @@ def test_a_file_that_changed_in_its_middle_is_named(
 
     put(data)
     before = opened()
-    for _ in range(400):  # about 230 of 300 KB
+    for _ in range(steps):  # 400 read about 230 of 300 KB
         batch = before.next()
     assert batch.epoch == 0
     state = json.loads(json.dumps(merge_states([before.state_dict()])))
@@ -275,8 +278,33 @@ def test_a_file_that_changed_in_its_middle_is_named(
     assert forced.step == state["step"] + 1
 
 
+def test_a_large_file_that_was_written_since_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is known of the part that no run has read: a warning tells it. A file of the hub has the hub's hash."""
+    monkeypatch.setattr(corpus_module, "SMALL", 0)
+    monkeypatch.setattr(corpus_module, "SUMMED", 0)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(plain_rows(1))
+    before = loader(open_text(str(path)))
+    before.next()
+    state = before.state_dict()
+    loader(open_text(str(path))).load_state_dict(state)
+    assert not caplog.messages
+    os.utime(path, (1, 1))
+    loader(open_text(str(path))).load_state_dict(state)
+    assert "a.jsonl was written since the saved run read it" in caplog.text
+    on_hub = TextFile("a.jsonl", "hf://datasets/a/b@1/a.jsonl", identity="1")
+    other = loader(open_text(str(path)))
+    other._files["a.jsonl"] = on_hub.fingerprint()
+    other.load_state_dict({**state, "files": {"a.jsonl": ""}})
+    with pytest.raises(Mistakes, match=r"a\.jsonl has changed"):
+        other.load_state_dict({**state, "files": {"a.jsonl": "2"}})
+
+
 def test_a_file_that_changes_while_a_run_reads_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus_module, "SMALL", 0)
+    monkeypatch.setattr(corpus_module, "SUMMED", 0)
     path, data = tmp_path / "a.jsonl", plain_rows(1)
     path.write_bytes(data)
     run = loader(open_text(str(path)))
@@ -307,6 +335,10 @@ def test_empty_files_among_good_ones_stop_no_run(small: bool, tmp_path: Path, mo
     corpus_module.peek(open_text(str(folder)).train, 0.01)
     (warning,) = with_empty.warnings
     assert "no readable document in a.json.gz, b.json.gz, c.json.gz of" in warning
+    (tables := tmp_path / "tables").mkdir()
+    write_table(tables / "a.parquet", plain_rows(1))
+    (tables / "b.parquet").write_bytes(b"")
+    assert loader(open_text(str(tables))).warnings == [f"no readable document in b.parquet of {tables}: left out"]
 
 
 def test_another_tokenizer_is_refused_on_resume(corpus: Corpus) -> None:

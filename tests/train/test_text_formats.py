@@ -80,7 +80,7 @@ def test_rows_of_parquet_without_text_are_bad_rows(tmp_path: Path) -> None:
     assert [row.fault for row in read(open_text(str(tmp_path)))] == ['"text" is int, not a string'] * 2
 
 
-@pytest.mark.parametrize("kept", [0, 4, 2000])
+@pytest.mark.parametrize("kept", [4, 2000])
 def test_a_damaged_parquet_file_is_an_error_that_names_it(kept: int, tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", [*DOCUMENTS])
     path.write_bytes(path.read_bytes()[:kept])

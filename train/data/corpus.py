@@ -37,6 +37,8 @@ PIECE = 1 << 18
 """Characters per piece of a longer document. Tokenizing 100 MB at once would take all memory."""
 SMALL = 16 << 20
 """Bytes; local data up to this size is read once before the first step, so that errors in it show at the start."""
+SUMMED = 256 << 20
+"""Bytes; local data up to this size is summed before it is read, so that a later change of any part is noticed."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class TextFile:
     """The file's name in errors and in the order of files."""
     place: Path | str
     """A path on this machine's disks, or the URL of a file of a hub data set."""
+    identity: str = ""
+    """The hub's hash of the file's content; "" where the hub tells none."""
 
     def open(self) -> BinaryIO:
         """The file's bytes as stored. `datasets` streams those of the hub (ranges, retries, login)."""
@@ -57,10 +61,9 @@ class TextFile:
         return cast(BinaryIO, xopen(self.place, "rb"))
 
     def fingerprint(self) -> str:
-        """The file's size and a hash of its first and last 64 KiB; "" for one on the hub, which is not read to compare
-        it."""
+        """The file's size and a hash of its first and last 64 KiB; for one on the hub `identity`."""
         if not isinstance(self.place, Path):
-            return ""
+            return self.identity
         with self.place.open("rb") as file:
             size = file.seek(0, io.SEEK_END)
             file.seek(0)
@@ -183,6 +186,15 @@ def _watched(text: TextSource, file: TextFile, sums: ShardSums | None) -> Binary
     if isinstance(file.place, Path):
         sums.check(file.name, file.place, changed)
     return file.open()
+
+
+def sum_whole(text: TextSource, files: Sequence[TextFile], sums: ShardSums) -> None:
+    """Sums local files that are SUMMED bytes in all at most, of which a run may stop before it has read them."""
+    paths = {file.name: file.place for file in files if isinstance(file.place, Path)}
+    if text.trusted or sum(path.stat().st_size for path in paths.values()) > SUMMED:
+        return
+    for name, path in paths.items():
+        sums.check(name, path, lambda name=name: text.mistake(f"{name} changes while it is read"))  # type: ignore[misc]
 
 
 def is_empty(text: TextSource, file: TextFile) -> bool:
@@ -385,4 +397,5 @@ def _hub_files(urls: Sequence[str], source: str, where: Source | None) -> tuple[
     paths = [url.partition("@")[2].partition("/")[2] or url for url in urls]
     names = _names(paths)
     _check_formats(source, names, where)
-    return tuple(TextFile(name, url) for name, url in zip(names, urls))
+    identities = hub.identities(urls)
+    return tuple(TextFile(name, url, identities.get(url, "")) for name, url in zip(names, urls))

@@ -5,9 +5,11 @@ The check comes first because the hub's libraries retry for a minute before they
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
+from collections.abc import Sequence
 
 from tpshard.diagnostics.diagnostic import Exit, Mistakes, Source
 
@@ -28,6 +30,22 @@ def name_of(source: str) -> tuple[str, str | None]:
     """The repository of a source `hub:OWNER/NAME:CONFIGURATION`, and its configuration; None where it has none."""
     repo, _, configuration = source.removeprefix(PREFIX).partition(":")
     return repo, configuration or None
+
+
+def identities(urls: Sequence[str]) -> dict[str, str]:
+    """The hub's hashes of the contents of files, by their URLs; without those that it does not tell.
+
+    A revision is none of the content: it changes with a README. One request for each folder and thousand files.
+    """
+    from huggingface_hub import HfFileSystem
+
+    told = {}
+    files = HfFileSystem()
+    for folder in {url.rpartition("/")[0] for url in urls if url.startswith("hf://")}:
+        with contextlib.suppress(Exception):  # network, login and cache raise many types: then nothing is compared
+            for entry in files.ls(folder, detail=True):
+                told["hf://" + entry["name"]] = str(entry.get("blob_id") or "")
+    return {url: told[url] for url in urls if told.get(url)}
 
 
 def require(repo: str, where: Source | None = None) -> None:

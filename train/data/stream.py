@@ -14,10 +14,11 @@ import logging
 import queue
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from tpshard.train.data.corpus import BadRows, TextSource, check, is_empty, pieces, rows
+from tpshard.train.data.corpus import BadRows, TextSource, check, is_empty, pieces, rows, sum_whole
 from tpshard.train.data.lanes import Chain, Lane, LanePlace, PackedRow
 from tpshard.train.data.shard_sums import ShardSums, merge_sums
 from tpshard.train.data.step_batch import StepBatch
@@ -76,8 +77,17 @@ class Loader:
         self.order = self._order()
         self.chains = _chain_count(global_sequences, len(self.order))
         self._files = {file.name: file.fingerprint() for file in text.files}
+        self._times = {file.name: file.place.stat().st_mtime_ns for file in text.files if isinstance(file.place, Path)}
+        self._sum_whole()
         self._start({})
         self._state = self._snapshot(0)
+
+    def _sum_whole(self) -> None:
+        """Sums the files of this rank's rows, unless they are large."""
+        numbers = {row * self.chains // self.global_sequences for row in self.part}
+        own = [self.text.files[i] for number in sorted(numbers) for i in self.order[number :: self.chains]]
+        if not self.once:
+            sum_whole(self.text, own, self.sums)
 
     def _order(self) -> list[int]:
         """The files in the order of their reading, without those that have no document: a chain may have no other."""
@@ -136,12 +146,15 @@ class Loader:
         if differences:
             logger.warning("the text starts over: %s", "; ".join(differences))
             self.sums.forget()
+            self._sum_whole()
             self._start({})
             self._state = self._snapshot(int(state.get("step", 0)))
             return
         if force:
             self.sums.forget()
+            self._sum_whole()
         else:
+            self._warn_of_unsummed(state)
             self.sums.load(state.get("sums", {}))
         lanes = {int(row): at for row, at in state["lanes"].items()}
         self._start({row: (LanePlace(*at[:-1]), int(at[-1])) for row, at in lanes.items() if at is not None})
@@ -225,6 +238,7 @@ class Loader:
             "tokenizer": self.tokenizer.fingerprint,
             "column": self.text.column,
             "files": self._files,
+            "times": self._times,
             "sums": self.sums.state(),
             "lanes": {
                 str(row): None if lane.place is None else [*lane.place, lane.offset]
@@ -263,8 +277,17 @@ class Loader:
     def _changed(self, state: Mapping[str, Any]) -> list[str]:
         """The files whose size, start, end, or whole content if they were read already, differ from the state's."""
         then = state.get("files", {})
-        changed = {name for name in then.keys() & self._files.keys() if then[name] != self._files[name]}
+        both = [name for name in then.keys() & self._files.keys() if then[name] and self._files[name]]
+        changed = {name for name in both if then[name] != self._files[name]}
         return sorted(changed | set(self.sums.differing(state.get("sums", {}))))
+
+    def _warn_of_unsummed(self, state: Mapping[str, Any]) -> None:
+        """Names files that were written since, of which the run before had not read and summed everything."""
+        then, sums = state.get("times", {}), state.get("sums", {})
+        for name in sorted(then.keys() & self._times.keys()):
+            size = int(self._files[name].partition(":")[0])
+            if then[name] != self._times[name] and sums.get(name, [0])[0] < size and not self.text.trusted:
+                logger.warning("%s was written since the saved run read it: what that had not read may differ", name)
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import io
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -123,6 +124,8 @@ def _parquet_rows(file: BinaryIO, column: str, start: int) -> Iterator[TextRow]:
     import pyarrow
     from pyarrow import parquet
 
+    if not file.seek(0, io.SEEK_END):  # empty, as a writer that had no rows may leave it
+        return
     try:
         table = parquet.ParquetFile(file)
         if column not in table.schema_arrow.names:
