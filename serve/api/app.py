@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
@@ -61,9 +61,26 @@ class Server:
         with self.budget.body() as body:
             raw = await read_body(request, self.service.limits, body)
             try:
-                return await self.pool.run(kind, raw, self.service.limit, self.service.vocab)
+                work = self.pool.run(kind, raw, self.service.limit, self.service.vocab)
             except Unavailable as error:
                 raise _unavailable() from error
+            return await self.while_connected(request.receive, work)
+
+    async def while_connected(self, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, which is cancelled where the client leaves (ClientDisconnect) or it takes too long."""
+        working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_wait_for_disconnect(receive))
+        longest = self.service.limits.request_s
+        try:
+            done, _ = await asyncio.wait({working, leaving}, timeout=longest, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                raise Refused(f"the request took longer than {longest:g} s", status=408, code="timeout")
+            if working not in done:
+                raise ClientDisconnect
+            return working.result()
+        finally:
+            for task in (working, leaving):
+                task.cancel()
+            await asyncio.gather(working, leaving, return_exceptions=True)
 
     async def answer(self, request: Request, kind: str) -> Answer:
         """The answer to a request, before its first token. Raises Refused or ClientDisconnect."""
@@ -134,19 +151,8 @@ class Reply(Response):
 
         try:
             answer = await self.server.answer(Request(scope, receive), self.kind)
-            work = asyncio.ensure_future((self._stream if answer.order.stream else self._whole)(answer, noting))
-            leaving = asyncio.ensure_future(_wait_for_disconnect(receive))
-            try:
-                longest = self.server.service.limits.request_s
-                done, _ = await asyncio.wait({work, leaving}, timeout=longest, return_when=asyncio.FIRST_COMPLETED)
-                if not done:
-                    raise Refused(f"the request took longer than {longest:g} s", status=408, code="timeout")
-                if work in done:
-                    work.result()
-            finally:
-                for task in (work, leaving):
-                    task.cancel()
-                await asyncio.gather(work, leaving, return_exceptions=True)
+            work = (self._stream if answer.order.stream else self._whole)(answer, noting)
+            await self.server.while_connected(receive, work)
         except (ClientDisconnect, OSError):
             return  # the client has left, or the connection broke while sending
         except ENDS:

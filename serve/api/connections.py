@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import resource
 import socket
 import time
+from collections.abc import Iterator
 
 import h11
 import uvicorn
@@ -21,6 +23,8 @@ RESERVE = 128
 """Descriptors for all else: ranks and their replacements, files, logs."""
 IDLE_S = 1.0
 """Seconds that a connection may be idle before a new one may take its place."""
+LAST_S = 1.0
+"""Seconds that connections have to end, once the server ends, before they are cut."""
 _LOOK_S = 0.05
 
 
@@ -64,6 +68,12 @@ class Patience(H11Protocol):
         super().connection_lost(exc)
         self._stop()
 
+    def shutdown(self) -> None:
+        try:
+            super().shutdown()
+        except h11.LocalProtocolError:  # after an error of the protocol
+            self.transport.close()
+
     def _watch(self) -> None:
         if not self.idle:
             self._stop()  # a request is being answered; its own limits apply
@@ -85,7 +95,9 @@ class Patience(H11Protocol):
 class CappedServer(uvicorn.Server):
     """uvicorn with at most `most` connections.
 
-    At the limit, connections that have been idle longest make room; while none is idle, new ones wait unaccepted.
+    At the limit, connections that have been idle longest make room; while none is idle, new ones wait unaccepted. At
+    the end connections are cut that do not end by themselves: a body that never comes, an answer that nobody reads, or
+    one that was accepted in the same moment. Signals are the caller's.
     """
 
     def __init__(self, config: uvicorn.Config, most: int) -> None:
@@ -103,7 +115,26 @@ class CappedServer(uvicorn.Server):
         for task in self._accepting:
             task.cancel()
         await asyncio.gather(*self._accepting, return_exceptions=True)
-        await super().shutdown(sockets)
+        ending = asyncio.ensure_future(super().shutdown(sockets))
+        if await self._within(ending, LAST_S):
+            return
+        log.warning("ending: %d connections in the middle of a request are cut", len(self.server_state.connections))
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+        if not await self._within(ending, LAST_S):
+            for task in self.server_state.tasks:
+                task.cancel()
+            self.force_exit = True
+        await ending
+
+    @staticmethod
+    async def _within(task: asyncio.Future[None], seconds: float) -> bool:
+        """Whether a task ends in time."""
+        return bool((await asyncio.wait({task}, timeout=seconds))[0])
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+        yield
 
     async def _accept(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()

@@ -22,6 +22,9 @@ from tpshard.serve.api.service import Limits, Service
 
 log = logging.getLogger(__name__)
 
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""Signals that ask the server to end."""
+
 
 def read_key(file: Path | None = None, of_recipe: str | None = None) -> str | None:
     """The API key from a file, the recipe or TPSHARD_API_KEY; None if none is set.
@@ -87,6 +90,7 @@ def log_to_stderr() -> None:
 
 def run(app: ASGIApp, service: Service, sock: socket.socket, announce: Callable[[], None]) -> int:
     """Serves until SIGTERM or SIGINT, then lets running requests finish. Returns 0, or 130 for Ctrl-C."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until they are handled, and once the loop is closed
     return asyncio.run(_run(app, service, sock, announce))
 
 
@@ -99,10 +103,6 @@ def server_config(app: ASGIApp, limits: Limits) -> uvicorn.Config:
 
 
 async def _run(app: ASGIApp, service: Service, sock: socket.socket, announce: Callable[[], None]) -> int:
-    server = CappedServer(server_config(app, service.limits), connection_limit())
-    serving = asyncio.ensure_future(server.serve(sockets=[sock]))
-    while not server.started and not serving.done():
-        await asyncio.sleep(0.01)
     received: list[int] = []
     stopping = asyncio.Event()
 
@@ -115,8 +115,13 @@ async def _run(app: ASGIApp, service: Service, sock: socket.socket, announce: Ca
         stopping.set()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):  # replaces uvicorn's handlers, which close connections
+    for number in _SIGNALS:
         loop.add_signal_handler(number, ask, number)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    server = CappedServer(server_config(app, service.limits), connection_limit())
+    serving = asyncio.ensure_future(server.serve(sockets=[sock]))
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.01)
     announce()
     waiting = asyncio.ensure_future(stopping.wait())
     await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
@@ -129,10 +134,8 @@ async def _run(app: ASGIApp, service: Service, sock: socket.socket, announce: Ca
     waiting.cancel()
     await asyncio.to_thread(service.close)
     server.should_exit = True
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(asyncio.shield(serving), 5)
-    server.force_exit = True
     await serving
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     return Exit.INTERRUPTED if received[:1] == [signal.SIGINT] else Exit.DONE
 
 

@@ -89,6 +89,7 @@ class Running:
     url: str
     service: Service
     make: Callable[[], Runner]
+    pool: PreprocessPool
 
     def settled(self) -> None:
         """Waits until nothing runs, then asserts that all cache blocks are free."""
@@ -117,11 +118,9 @@ def serving(
     thread.start()
     try:
         until(lambda: server.started, "the server's start")
-        yield Running(f"http://127.0.0.1:{sock.getsockname()[1]}", service, make)
+        yield Running(f"http://127.0.0.1:{sock.getsockname()[1]}", service, make, pool)
     finally:
         server.should_exit = True
-        thread.join(10)
-        server.force_exit = True  # as a server does after its grace: a connection may be left open
         thread.join()
         service.close()
         pool.close()

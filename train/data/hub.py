@@ -10,6 +10,7 @@ import os
 import socket
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 from tpshard.diagnostics.diagnostic import Exit, Mistakes, Source
 
@@ -39,12 +40,12 @@ def identities(urls: Sequence[str]) -> dict[str, str]:
     """
     from huggingface_hub import HfFileSystem
 
-    told = {}
+    told: dict[str, str] = {}
     files = HfFileSystem()
     for folder in {url.rpartition("/")[0] for url in urls if url.startswith("hf://")}:
         with contextlib.suppress(Exception):  # network, login and cache raise many types: then nothing is compared
-            for entry in files.ls(folder, detail=True):
-                told["hf://" + entry["name"]] = str(entry.get("blob_id") or "")
+            entries: Any = files.ls(folder, detail=True)
+            told |= {f"hf://{entry['name']}": str(entry.get("blob_id") or "") for entry in entries}
     return {url: told[url] for url in urls if told.get(url)}
 
 
