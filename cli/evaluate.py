@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tpshard.parallelism.runtime.place import WorkerPlace
     from tpshard.programs.setting.setting import Setting
     from tpshard.recipes.keys.schema import Recipe
+    from tpshard.train.checkpoints.store_path import Location
     from tpshard.train.run.evaluation import HeldOutLoss
     from tpshard.train.run.training_engine import ReadBlock
 
@@ -82,18 +83,18 @@ def _tasks(source: str, recipe: Recipe, names: Sequence[str], limit: int | None,
     import time
 
     from tpshard.cli.shared.evaluation_tasks import require_lm_eval, results_of, run_of
-    from tpshard.cli.shared.sources import holds_model, open_source
+    from tpshard.cli.shared.sources import holds_model, open_source, opened_location
     from tpshard.recipes.reading.load import with_changes
-    from tpshard.train.records.records import append
 
     require_lm_eval()
     if not recipe.where("serve.mesh").line and not recipe.where("serve.mesh.tp").line:
         recipe = with_changes(recipe, [f"serve.mesh.tp={recipe.mesh.get('tp', 1)}"])
-    model = open_source(source) if holds_model(Path(source)) else open_source(str(_newest(source, recipe)))
+    named = source if holds_model(opened_location(source)) else str(_newest(source, recipe))
+    model = open_source(named)
     results = results_of(recipe, model, names, limit)
     run, step = run_of(model)
     if run is not None:
-        append(run / "metrics.jsonl", [{"step": step, "eval_tasks": results, "time": time.time()}])
+        append_to_run(run, [{"step": step, "eval_tasks": results, "time": time.time()}])
     if as_json:
         print(json.dumps({"schema": 1, "source": source, "model": model.name, "step": step, "tasks": results}))
         return 0
@@ -103,7 +104,7 @@ def _tasks(source: str, recipe: Recipe, names: Sequence[str], limit: int | None,
     return 0
 
 
-def _newest(source: str, recipe: Recipe) -> Path:
+def _newest(source: str, recipe: Recipe) -> Location:
     from tpshard.cli.shared.sources import latest, runs_of
 
     return latest(runs_of(source, recipe), recipe).folder
@@ -111,15 +112,14 @@ def _newest(source: str, recipe: Recipe) -> Path:
 
 def recipe_of(source: str, changes: Sequence[str]) -> Recipe:
     """The recipe by which a stored model is evaluated: its run's, or for a Hugging Face folder a short one."""
-    from tpshard.cli.quantize import run_recipe
-    from tpshard.cli.shared.preflight import model_errors
-    from tpshard.cli.shared.sources import MANIFEST, holds_model
+    from tpshard.cli.shared.preflight import model_errors, on_this_host
+    from tpshard.cli.shared.sources import MANIFEST, holds_model, opened_location, run_recipe
     from tpshard.recipes.reading.load import load, loads, with_changes
 
-    path = Path(source)
+    path = opened_location(source)
     if not holds_model(path):
-        recipe = load(source, [*changes, *carried_files(source, changes)])
-    elif (path / MANIFEST).is_file():
+        recipe = load(on_this_host(source), [*changes, *carried_files(source, changes)])
+    elif not isinstance(path, Path) or (path / MANIFEST).is_file():
         if not run_recipe(path).is_file():
             raise Mistakes.one(
                 f"{source} has no recipe", exit=Exit.CHECKPOINT, why=f"there is no {run_recipe(path)}",
@@ -170,13 +170,14 @@ def _data_ranks(recipe: Recipe) -> int:
     return math.prod(mesh.get(axis, 1) for axis in recipe.sharding.rules.get("batch", ()))
 
 
-def _stored(source: str, recipe: Recipe) -> Path:
-    """The folder of the model: SOURCE itself, or the run's newest checkpoint that is readable."""
-    from tpshard.cli.shared.sources import holds_model, runs_of
+def _stored(source: str, recipe: Recipe) -> Location:
+    """The place of the model: SOURCE itself, or the run's checkpoints."""
+    from tpshard.cli.shared.sources import holds_model, opened_location, runs_of
     from tpshard.train.checkpoints.checkpoint import steps
 
-    if holds_model(Path(source)):
-        return Path(source)
+    place = opened_location(source)
+    if holds_model(place):
+        return place
     checkpoints = runs_of(source, recipe)
     if not steps(checkpoints):
         raise Mistakes.one(
@@ -239,15 +240,16 @@ def _open(source: str, recipe: Recipe, context: Context, expected: Mapping[str, 
     """The reader of the model's blocks, with its folder, its step and its run's folder. Rank 0 verifies checkpoints."""
     from tpshard.cli.shared.sources import MANIFEST, latest, open_source
     from tpshard.train.checkpoints.restore import SavedCheckpoint, open_checkpoint
+    from tpshard.train.checkpoints.store_path import location
 
     folder = _stored(source, recipe)
-    if (folder / "config.json").is_file() and not (folder / MANIFEST).is_file():
+    if isinstance(folder, Path) and (folder / "config.json").is_file() and not (folder / MANIFEST).is_file():
         return {"read": open_source(source).block, "folder": folder, "step": None, "run": None}
     chosen = None
     if context.is_main:
         checkpoint = open_checkpoint(folder) if (folder / MANIFEST).is_file() else latest(folder, recipe)
         chosen = str(checkpoint.folder)
-    checkpoint = SavedCheckpoint(Path(context.from_main(chosen)))
+    checkpoint = SavedCheckpoint(location(context.from_main(chosen)))
     checkpoint.require(expected, dtypes=False, moments=False)
     run = checkpoint.folder.absolute().parent.parent
     return {
@@ -256,11 +258,22 @@ def _open(source: str, recipe: Recipe, context: Context, expected: Mapping[str, 
     }  # fmt: skip
 
 
-def _record(run: Path, recipe: Recipe, result: Mapping[str, Any]) -> None:
+def append_to_run(run: Location, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Appends rows to a run's metrics.jsonl. One in a store that goes on would overwrite them: a note says so."""
+    from tpshard.train.records.records import append
+    from tpshard.train.run.run_store import append_to_store
+
+    if isinstance(run, Path):
+        append(run / "metrics.jsonl", rows)
+    elif not append_to_store(run, rows):
+        print(f"note: {run} is being trained: its record does not get this evaluation", file=sys.stderr)
+
+
+def _record(run: Location, recipe: Recipe, result: Mapping[str, Any]) -> None:
     """Appends each loss to a run's metrics.jsonl, and sends it to the run's wandb, if it has one."""
     import time
 
-    from tpshard.train.records.records import append
+    from tpshard.train.run.run_store import fetched_run
 
     rows = [
         {
@@ -269,13 +282,14 @@ def _record(run: Path, recipe: Recipe, result: Mapping[str, Any]) -> None:
         }
         for one in result["results"]
     ]  # fmt: skip
-    append(run / "metrics.jsonl", rows)
-    options, id_file = recipe.logging.wandb, run / "wandb" / "id"
+    append_to_run(run, rows)
+    folder = run if isinstance(run, Path) else fetched_run(run)
+    options, id_file = recipe.logging.wandb, folder / "wandb" / "id"
     if options is None or options.mode == "disabled" or not id_file.is_file():
         return
     from tpshard.train.records.wandb_sink import WandbSink
 
-    sink = WandbSink(run, options, name=recipe.name, config={}, run_id=id_file.read_text().strip() or None)
+    sink = WandbSink(folder, options, name=recipe.name, config={}, run_id=id_file.read_text().strip() or None)
     for row in rows:
         sink(row)
     sink.close({"eval_loss": result["loss"]})

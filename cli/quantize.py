@@ -122,9 +122,9 @@ def _open(source: str, overrides: Sequence[str]) -> tuple[SourceModel, Recipe]:
     For a folder that is the recipe of its run, or `tiny` without one, with the overrides applied.
     """
     from tpshard.cli.shared.arguments import load
-    from tpshard.cli.shared.sources import holds_model, named_tokenizer, open_source
+    from tpshard.cli.shared.sources import holds_model, named_tokenizer, open_source, opened_location, run_recipe
 
-    path = Path(source)
+    path = opened_location(source)
     if not holds_model(path):
         return open_source(source, overrides), load(source, overrides, trained=True)
     model = open_source(source)
@@ -133,20 +133,16 @@ def _open(source: str, overrides: Sequence[str]) -> tuple[SourceModel, Recipe]:
     return named_tokenizer(model, recipe, overrides), recipe
 
 
-def run_recipe(checkpoint: Path) -> Path:
-    """The recipe of the run that wrote a checkpoint."""
-    return checkpoint.absolute().parent.parent / "recipe.yaml"
-
-
 _LONGEST = 2048
 """Tokens of a sequence, where neither the recipe nor the model says it."""
 
 
 def _seq_len(source: str, model: SourceModel, recipe: Recipe) -> int:
     """Tokens of a calibration sequence: as many as the model was trained with."""
-    from tpshard.cli.shared.sources import holds_model
+    from tpshard.cli.shared.sources import holds_model, opened_location, run_recipe
 
-    if not holds_model(Path(source)) or recipe.file == str(run_recipe(Path(source))):
+    place = opened_location(source)
+    if not holds_model(place) or recipe.file == str(run_recipe(place)):
         return int(recipe.model.seq_len)
     return model.config.seq_len if model.blueprint.config is not None else _LONGEST
 

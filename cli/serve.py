@@ -60,18 +60,19 @@ def serve(
 
 def model_of(recipe: str, overrides: list[str], loaded: Recipe) -> SourceModel:
     """The model to serve, its weights not yet read."""
-    from tpshard.cli.shared.sources import holds_model, open_source
+    from tpshard.cli.shared.sources import holds_model, open_source, opened_location
 
     checkpoint = loaded.serve.checkpoint
     if checkpoint == "latest":
         return open_source(recipe, overrides, modules=True)
-    folder = Path(checkpoint)
+    folder = opened_location(checkpoint)
     if not holds_model(folder):
         from tpshard.files.folder_json import FolderError
         from tpshard.models.folders.foreign_formats import refuse_format
 
         try:
-            refuse_format(folder)
+            if isinstance(folder, Path):
+                refuse_format(folder)
         except FolderError as error:
             where = loaded.where("serve.checkpoint")
             raise Mistakes.one(str(error), exit=Exit.CHECKPOINT, where=where, fix=error.fix) from error
@@ -87,7 +88,7 @@ def _other_checkpoint(recipe: str, named: str, loaded: Recipe) -> str:
     """The fix for a `serve.checkpoint` that is none: the run's own of that name, or a model on the hub."""
     from tpshard.cli.shared.sources import holds_model
 
-    for run in (Path(recipe), Path(loaded.run.dir)):
+    for run in (Path(recipe), loaded.run.folder):
         if holds_model(run / "checkpoints" / named):
             return f"serve.checkpoint={run / 'checkpoints' / named}"
     return hub_fix(named) or "a checkpoint being written gets its manifest last: wait for it, or name another"
@@ -253,7 +254,7 @@ def _to_wandb(loaded: Recipe, service: Service) -> Any:
         return lambda: None
     from tpshard.train.records.wandb_sink import WandbSink
 
-    folder = Path(loaded.run.dir)
+    folder = loaded.run.folder
     folder.mkdir(parents=True, exist_ok=True)
     sink = WandbSink(folder, section, name=f"{loaded.name}-serve", config={})
     ended = threading.Event()

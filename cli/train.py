@@ -49,6 +49,7 @@ def _start(recipe: str, overrides: Sequence[str], plan: str | None) -> int:
     from tpshard.parallelism.runtime.cores import sharing_note
     from tpshard.parallelism.runtime.launcher import Nodes, launch
     from tpshard.plan import saved_plan
+    from tpshard.train.checkpoints.store_path import StorePath, require_store
     from tpshard.train.data import hub
 
     loaded = load(recipe, overrides)
@@ -57,6 +58,8 @@ def _start(recipe: str, overrides: Sequence[str], plan: str | None) -> int:
     source = loaded.data.source
     if hub.is_on(source):  # before workers take seconds to start
         hub.require(source.removeprefix(hub.PREFIX), loaded.where("data.source"))
+    if loaded.run.store is not None:
+        require_store(StorePath(loaded.run.store), loaded.where("run.dir"))
     nodes = Nodes.of(os.environ)
     world = workers_of(loaded, nodes)
     if saved is not None:

@@ -19,14 +19,16 @@ _LONGEST = 200
 
 
 @contextmanager
-def write_aside(out: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[Path]:
+def write_aside(out: str | os.PathLike[str], *, overwrite: bool = False, of_own_run: bool = False) -> Iterator[Path]:
     """Yields a temporary folder, which becomes `out` when the block ends without an error and is removed otherwise.
+
+    of_own_run: `out` is a part of the run whose lock this process holds. A part of another's is never replaced.
 
     FileExistsError if `out` is a folder that is not empty, unless `overwrite`; a folder that contains the working
     directory, and anything that is no folder, is never replaced. Temporary folders of killed writers are removed.
     """
     place = Path(out).absolute()
-    _check(place, overwrite)
+    _check(place, overwrite, of_own_run)
     place.parent.mkdir(parents=True, exist_ok=True)
     _remove_dead(place)
     with _own_folder(place) as aside:
@@ -34,7 +36,7 @@ def write_aside(out: str | os.PathLike[str], *, overwrite: bool = False) -> Iter
         for file in sorted(aside.rglob("*")):
             sync(file)
         sync(aside)
-        _check(place, overwrite)
+        _check(place, overwrite, of_own_run)
         _replace(aside, place)
         sync(place.parent)
 
@@ -90,7 +92,7 @@ def _beside(place: Path, kind: str) -> Path:
     return place.with_name(f".{os.fsdecode(os.fsencode(place.name)[:_LONGEST])}.{kind}")
 
 
-def _check(place: Path, overwrite: bool) -> None:
+def _check(place: Path, overwrite: bool, of_own_run: bool) -> None:
     if not os.path.lexists(place):
         return
     check_kind(place, folder=True)
@@ -99,7 +101,7 @@ def _check(place: Path, overwrite: bool) -> None:
         raise FileExistsError(f"{place} exists; name a new folder, or allow overwriting")
     if overwrite and Path.cwd().is_relative_to(place.resolve()):
         raise FileExistsError(f"{place} contains the working directory and is not replaced")
-    for lock in (place.parent / _LOCK, place / _LOCK, *place.glob(f"*/{_LOCK}")):
+    for lock in (*([] if of_own_run else [place.parent / _LOCK]), place / _LOCK, *place.glob(f"*/{_LOCK}")):
         with unlocked(lock) as free:
             if not free:
                 raise FileExistsError(f"{place} belongs to a run that goes on, or holds one, and is not replaced")

@@ -37,7 +37,7 @@ def run(
     cannot be written.
     """
     tell = note or (lambda _: None)
-    folder = Path(recipe.run.dir)
+    folder = recipe.run.folder
     writes = {"fastest.yaml": options.search, "fits.yaml": options.fit, "pinned.yaml": options.pin}
     recipes = [folder / name for name, on in writes.items() if on and not options.dry_run]
     files = outputs.files(options, folder) if options.plans and other is None else []

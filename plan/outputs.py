@@ -121,7 +121,7 @@ def cached_result(
     texts = entry.read([*kinds(options), "exit"])
     if texts is None:
         return None
-    folder = Path(recipe.run.dir)
+    folder = recipe.run.folder
     for path, _ in files(options, folder):
         saved_plan.check_writable(path)
     return deliver(options, folder, texts, tell)

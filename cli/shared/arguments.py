@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes, Source
+from tpshard.recipes.keys.stores import is_url
 
 if TYPE_CHECKING:
     from tpshard.recipes.keys.schema import Recipe
@@ -101,20 +102,23 @@ def refuse_unread(command: str, overrides: Sequence[str] | None, read: Sequence[
 def carried_files(recipe: str, overrides: Sequence[str]) -> list[str]:
     """Overrides that name what a run carries: its tokenizer, and the config.json where the folder that the run began
     from is gone."""
+    from tpshard.cli.shared.preflight import on_this_host
     from tpshard.models.folders.folder_tokenizer import tokenizer_files
     from tpshard.recipes.reading.load import examine
     from tpshard.train.data.carried import carried
 
+    recipe, in_store = on_this_host(recipe), is_url(recipe)
     model, key = None, None
     try:
         loaded = examine(recipe, overrides).recipe
-        key, run = loaded.model.named_by, Path(loaded.run.dir)
+        key = loaded.model.named_by
+        run = loaded.run.folder if in_store or loaded.run.store is None else Path(on_this_host(loaded.run.store))
         model = getattr(loaded.model, key) if key in ("hf", "transformers") else None
     except Mistakes:  # the folder's environment variable is not set, or `load` tells what is wrong
         if key not in ("hf", "transformers"):
             return []
     own = Path(recipe) if Path(recipe).is_dir() else Path(recipe).parent
-    kept = carried(own if (own / "checkpoints").is_dir() else run).absolute()
+    kept = carried(own if in_store or (own / "checkpoints").is_dir() else run).absolute()
     gone = key in ("hf", "transformers") and (model is None or not Path(model).is_dir())
     found = [f"model.{key}={kept}"] if gone and (kept / "config.json").is_file() else []
     if tokenizer_files(kept) and not names_tokenizer(overrides):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
     from tpshard.programs.scheduling.request import Sequence as Answering
     from tpshard.recipes.keys.schema import Recipe
     from tpshard.serve.api.service import Service
+    from tpshard.train.checkpoints.store_path import Location
 
 MOST_TOKENS = 256
 """Tokens of an answer where a task names no limit (lm-eval's default)."""
@@ -181,8 +181,10 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def run_of(model: SourceModel) -> tuple[Path | None, int | None]:
+def run_of(model: SourceModel) -> tuple[Location | None, int | None]:
     """The run's folder and the step of a checkpoint; (None, None) for a folder of another kind."""
-    folder = Path(model.name)
+    from tpshard.train.checkpoints.store_path import location
+
+    folder = location(model.name)
     run, step = folder.absolute().parent.parent, folder.name.removeprefix("step-")
     return (run, int(step)) if (run / "metrics.jsonl").is_file() and step.isdigit() else (None, None)

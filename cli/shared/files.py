@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
@@ -26,6 +27,7 @@ def write(path: Path, text: str, *, overwrite: bool = False) -> None:
 
 def refuse(path: Path, overwrite: bool) -> None:
     """Raises `Mistakes` (exit 2) if `path` may not be written. Slow commands call it before they start."""
+    _refuse_store(path)
     exists = _exists(path)
     if path.is_dir():
         raise Mistakes.one(f"{path} is a folder", exit=Exit.USAGE, fix="give the name of a file")
@@ -37,10 +39,19 @@ def refuse(path: Path, overwrite: bool) -> None:
 
 def refuse_folder(path: Path, overwrite: bool) -> None:
     """`refuse` for a folder, which may exist if it is empty."""
+    _refuse_store(path)
     if _exists(path):
         _check_kind(path, folder=True)
         if not overwrite and any(path.iterdir()):
             raise _exists_error(path)
+
+
+def _refuse_store(path: Path) -> None:
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", str(path)):
+        raise Mistakes.one(
+            f"{str(path).replace(':/', '://', 1)} is not on this machine", exit=Exit.USAGE,
+            fix="name a folder or file of this machine, and copy it to the store with the store's own tool",
+        )  # fmt: skip
 
 
 def _check_kind(path: Path, *, folder: bool) -> None:

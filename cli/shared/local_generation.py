@@ -128,20 +128,19 @@ def given(**options: Any) -> dict[str, Any]:
 
 def _opened(source: str, overrides: Sequence[str]) -> tuple[Recipe, SourceModel]:
     """The recipe by which a model is served, and the model: its run's recipe, or for a folder one that names it."""
-    from tpshard.cli.quantize import run_recipe
     from tpshard.cli.serve import model_of
     from tpshard.cli.shared.arguments import load
-    from tpshard.cli.shared.sources import MANIFEST, holds_model, open_source
+    from tpshard.cli.shared.sources import MANIFEST, holds_model, open_source, opened_location, run_recipe
     from tpshard.recipes.reading.load import loads
 
-    path = Path(source)
+    path = opened_location(source)
     if not holds_model(path):
         recipe = load(source, overrides)
         return recipe, model_of(source, list(overrides), recipe)
     if (path / MANIFEST).is_file() and run_recipe(path).is_file():
         recipe = load(str(run_recipe(path)), overrides)
     else:
-        named = {"name": path.resolve().name or "model", "serve": {"mesh": {"tp": 1}, "checkpoint": str(path)}}
+        named = {"name": Path(source).resolve().name or "model", "serve": {"mesh": {"tp": 1}, "checkpoint": str(path)}}
         recipe = loads(json.dumps(named | {"model": {"preset": "tiny"}}), overrides, file=source)
     return recipe, open_source(source, modules=True, trusted=recipe)
 

@@ -32,6 +32,8 @@ SIGNS = {
 def of_machine(error: BaseException) -> Diagnostic | None:
     """The diagnostic for an error that this machine, or a name on the command line, caused; None for others."""
     text = f"{error}".strip().splitlines()[0] if f"{error}".strip() else type(error).__name__
+    if isinstance(error, OSError) and (fix := getattr(error, "fix", "")):  # of an object store
+        return Diagnostic(text, Exit.MACHINE, None, "", str(fix))
     if isinstance(error, OSError):
         name = "" if error.filename is None else _shortened(str(error.filename))
         said = f"{name}: {error.strerror}" if name else text

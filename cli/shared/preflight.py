@@ -17,6 +17,7 @@ from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes
 from tpshard.programs.fit.fit import misfits
 from tpshard.programs.fit.wrong_model import wrong_model
 from tpshard.recipes.keys.schema import DEVICES
+from tpshard.recipes.keys.stores import is_url
 from tpshard.recipes.keys.training_keys import BYTE_TOKENS
 from tpshard.recipes.reading import load as recipes
 
@@ -37,7 +38,7 @@ def load_checked(path: str, overrides: Sequence[str] = (), *, text: bool = False
 
     Raises `Mistakes` with all its errors.
     """
-    examined = recipes.examine(path, overrides)
+    examined = recipes.examine(on_this_host(path), overrides)
     found = list(examined.diagnostics)
     if examined.sound("cluster", "mesh", "model", "sharding", "batch", "fsdp.wrap", "fsdp.bucket", "fsdp.axis"):
         found += model_errors(examined.recipe)
@@ -51,6 +52,17 @@ def load_checked(path: str, overrides: Sequence[str] = (), *, text: bool = False
     if any(d.severity == "error" for d in diagnostics):
         raise Mistakes(diagnostics)
     return examined.recipe, diagnostics
+
+
+def on_this_host(recipe: str) -> str:
+    """The name of a recipe, where it is a run in an object store that of a folder with its small files. Raises
+    `Mistakes` (exit 5, 7) where the store cannot be reached, or holds no run there."""
+    if not is_url(recipe):
+        return recipe
+    from tpshard.train.checkpoints.store_path import StorePath
+    from tpshard.train.run.run_store import fetched_run
+
+    return str(fetched_run(StorePath(recipe)))
 
 
 def device_file(recipe: Recipe) -> tuple[Diagnostic, ...]:

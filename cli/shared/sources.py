@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.recipes.keys.stores import is_url
 from tpshard.recipes.keys.training_keys import TokenizerTraining
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from tpshard.models.families.config import ModelConfig
     from tpshard.recipes.keys.schema import Recipe
     from tpshard.train.checkpoints.restore import SavedCheckpoint
+    from tpshard.train.checkpoints.store_path import Location
     from tpshard.train.run.training_engine import ReadBlock
 
 
@@ -75,17 +77,20 @@ def open_source(
     Raises `Mistakes`: exit 2 or 3 where SOURCE names nothing or a wrong recipe, 4 for a user's module, 7 where the
     checkpoint cannot be read.
     """
-    path = Path(source)
+    path = opened_location(source)
     if holds_model(path):
         if overrides:
             message = f"`{overrides[0]}` changes a recipe, but {source} is not one"
             raise Mistakes.one(message, exit=Exit.USAGE, fix="leave it out")
-        return _from_checkpoint(path, None, modules, trusted) if (path / MANIFEST).is_file() else _from_folder(path)
+        if isinstance(path, Path) and not (path / MANIFEST).is_file():
+            return _from_folder(path)
+        return _from_checkpoint(path, None, modules, trusted)
     from tpshard.cli.shared.arguments import load
     from tpshard.models.folders.foreign_formats import refuse_format
 
     try:
-        refuse_format(path)
+        if isinstance(path, Path):
+            refuse_format(path)
     except (ValueError, OSError) as error:
         raise _unreadable(path, error) from error
     recipe = load(source, overrides, trained=True)
@@ -107,14 +112,43 @@ def named_tokenizer(model: SourceModel, recipe: Recipe, overrides: Sequence[str]
     return replace(model, tokenizer=_tokenizer(recipe))
 
 
-def runs_of(source: str, recipe: Recipe) -> Path:
-    """The folder of a recipe's checkpoints: below SOURCE if that is a run's folder, else below the recipe's run.dir."""
-    own = Path(source) / "checkpoints"
-    return own if own.is_dir() else Path(recipe.run.dir) / "checkpoints"
+def opened_location(source: str) -> Location:
+    """The place that SOURCE names. Raises `Mistakes` (exit 2, 5) where it is in a store that cannot be reached."""
+    from tpshard.train.checkpoints.store_path import StorePath, location, require_store
+
+    place = location(source)
+    if isinstance(place, StorePath):
+        require_store(place)
+    return place
 
 
-def holds_model(folder: Path) -> bool:
-    """Whether a folder is a checkpoint, which gets its manifest last, or a Hugging Face folder."""
+def runs_of(source: str, recipe: Recipe) -> Location:
+    """The place of a recipe's checkpoints: below SOURCE if that is a run's, else below the recipe's run.dir."""
+    from tpshard.train.checkpoints.store_path import location
+
+    if is_url(source) or (Path(source) / "checkpoints").is_dir():
+        return location(source) / "checkpoints"
+    return (recipe.run.folder if recipe.run.store is None else opened_location(recipe.run.store)) / "checkpoints"
+
+
+def run_files(checkpoint: Location) -> Path:
+    """The folder with the small files of the run that wrote a checkpoint: its own, or a copy of those in a store."""
+    from tpshard.train.run.run_store import fetched_run
+
+    if isinstance(checkpoint, Path):
+        return checkpoint.absolute().parent.parent
+    return fetched_run(checkpoint.parent.parent, required=False)
+
+
+def run_recipe(checkpoint: Location) -> Path:
+    """The recipe of the run that wrote a checkpoint."""
+    return run_files(checkpoint) / "recipe.yaml"
+
+
+def holds_model(folder: Location) -> bool:
+    """Whether a place is a checkpoint, which gets its manifest last, or a Hugging Face folder of this machine."""
+    if not isinstance(folder, Path):
+        return (folder / MANIFEST).is_file()
     return (folder / MANIFEST).is_file() or os.path.lexists(folder / "config.json")
 
 
@@ -126,7 +160,7 @@ def keep_apart(model: SourceModel, out: Path) -> None:
         )
 
 
-def latest(checkpoints: Path, recipe: Recipe) -> SavedCheckpoint:
+def latest(checkpoints: Location, recipe: Recipe) -> SavedCheckpoint:
     """The newest undamaged checkpoint. Raises `Mistakes` (exit 7) where there is none."""
     from tpshard.train.checkpoints.restore import newest
 
@@ -141,7 +175,7 @@ def latest(checkpoints: Path, recipe: Recipe) -> SavedCheckpoint:
     return checkpoint
 
 
-def _unreadable(folder: Path | str, error: Exception) -> Mistakes:
+def _unreadable(folder: Location | str, error: Exception) -> Mistakes:
     fix = getattr(error, "fix", "correct it, or name another")
     return Mistakes.one(f"{folder} cannot be read", exit=Exit.CHECKPOINT, why=str(error), fix=fix)
 
@@ -168,7 +202,9 @@ def _from_folder(folder: Path) -> SourceModel:
     return SourceModel(name, blueprint, opened.block, dtype, tokenizer, folder, opened.quantized)
 
 
-def _from_checkpoint(folder: Path, recipe: Recipe | None, modules: bool, trusted: Recipe | None = None) -> SourceModel:
+def _from_checkpoint(
+    folder: Location, recipe: Recipe | None, modules: bool, trusted: Recipe | None = None
+) -> SourceModel:
     from tpshard.models import Blueprint
     from tpshard.models.folders.folder_tokenizer import tokenizer_files
     from tpshard.train.checkpoints.restore import open_checkpoint
@@ -202,7 +238,7 @@ def _from_checkpoint(folder: Path, recipe: Recipe | None, modules: bool, trusted
         dtype = _require(checkpoint, blueprint)
     except ValueError as error:  # the module cannot be imported
         raise _unreadable(folder, error) from error
-    kept = carried(folder.absolute().parent.parent)
+    kept = carried(run_files(folder))
     tokenizer = kept if tokenizer_files(kept) else _tokenizer(recipe)
     base = kept if (kept / "config.json").is_file() else None
     return SourceModel(str(folder), blueprint, checkpoint.block, dtype, tokenizer, base)
@@ -218,10 +254,10 @@ def blueprint_of(recipe: Recipe | None) -> Blueprint:
     return Blueprint.of(model.preset, model.hf, model.module, model.args, model.overrides(), model.transformers)
 
 
-def _recipe_of_run(checkpoint: Path) -> Recipe | None:
+def _recipe_of_run(checkpoint: Location) -> Recipe | None:
     from tpshard.recipes.reading.load import load
 
-    file = checkpoint.absolute().parent.parent / "recipe.yaml"
+    file = run_recipe(checkpoint)
     return load(file) if file.is_file() else None
 
 

@@ -72,13 +72,7 @@ class Context:
 
     def gather(self, value: Any) -> list[Any]:
         """The values (JSON: tuples come back as lists) of all ranks, in their order. Every rank must call it."""
-        own = json.dumps(value).encode()
-        if self.world == 1:
-            return [json.loads(own)]
-        padded = torch.frombuffer(bytearray(own.ljust(self.largest(len(own)))), dtype=torch.uint8)
-        texts = [torch.empty_like(padded) for _ in range(self.world)]
-        dist.all_gather(texts, padded)
-        return [json.loads(text.numpy().tobytes()) for text in texts]
+        return _gather(value, self.world)
 
     def from_main(self, value: Any) -> Any:
         """Sends rank 0's value (JSON) to all ranks, and returns it. Every rank must call it."""
@@ -88,14 +82,12 @@ class Context:
         """Returns when every rank has called it; on the CPU, so that it works when a device is out of memory."""
         self.largest(0)
 
-    def barrier_beside(self) -> Callable[[], None]:
-        """A barrier with a group of its own, for a thread that runs beside the training steps. Every rank must call
-        this; the barriers may then be passed in any order relative to other collectives.
+    def gather_beside(self) -> Callable[[Any], list[Any]]:
+        """`gather` with a group of its own, for a thread that runs beside the training steps. Every rank must call
+        this; values may then be gathered in any order relative to other collectives.
         """
-        if self.world == 1:
-            return lambda: None
-        group = dist.new_group(backend="gloo")
-        return lambda: dist.all_reduce(torch.zeros(1), group=group) and None
+        group = dist.new_group(backend="gloo") if self.world > 1 else None
+        return lambda value: _gather(value, self.world, group)
 
     def agree(self, values: Mapping[str, str]) -> None:
         """Checks that all ranks run the same program, before the first step. Every rank must call it.
@@ -121,6 +113,19 @@ class Context:
         self.groups.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _gather(value: Any, world: int, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The values (JSON) of all ranks of a group; None: of all."""
+    own = json.dumps(value).encode()
+    if world == 1:
+        return [json.loads(own)]
+    longest = torch.tensor(len(own))
+    dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
+    padded = torch.frombuffer(bytearray(own.ljust(int(longest))), dtype=torch.uint8)
+    texts = [torch.empty_like(padded) for _ in range(world)]
+    dist.all_gather(texts, padded, group=group)
+    return [json.loads(text.numpy().tobytes()) for text in texts]
 
 
 def alone(device: torch.device | str = "cpu") -> Context:

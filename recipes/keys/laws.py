@@ -3,8 +3,9 @@ keys are valid, so that a mistake is reported only once."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import reduce
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from tpshard.models.families.family import DIMS
 from tpshard.recipes.keys.constraints import AXES
 from tpshard.recipes.keys.mesh_sizes import misfit
 from tpshard.recipes.keys.schema import Recipe
+from tpshard.recipes.keys.stores import is_url, without_secrets, wrong_store
 from tpshard.recipes.text.section import default_of
 
 Law = Callable[[Recipe], Iterator[Diagnostic]]
@@ -318,6 +320,17 @@ def stages_have_their_axis(recipe: Recipe) -> Iterator[Diagnostic]:
             yield _violation(recipe, path, message, why, fix, also)
 
 
+def known_store(recipe: Recipe) -> Iterator[Diagnostic]:
+    """Requires of a run's place with a scheme that it names an object store."""
+    written = re.sub(
+        r"\$\{[^}]*\}", "x", str(recipe.run.stored()["dir"])
+    )  # the environment is asked by those who need it
+    if is_url(written) and (wrong := wrong_store(written)) is not None:
+        where = recipe.where("run.dir")
+        where = replace(where, text=without_secrets(where.text), width=min(where.width, len(where.text)))
+        yield Diagnostic(f"`run.dir` names no object store: {wrong[0]}", where=where, fix=wrong[1])
+
+
 def profiled_steps(recipe: Recipe) -> Iterator[Diagnostic]:
     """Requires that the steps to profile are in order, and warns where the run ends before them."""
     if recipe.train.profile is None:
@@ -353,6 +366,7 @@ LAWS: tuple[tuple[Law, tuple[str, ...]], ...] = (
     (rotary_scaling, ("model.rope_scaling",)),
     (settings_are_read, READ),
     (pipeline_is_possible, PIPELINE),
+    (known_store, ("run.dir",)),
     (profiled_steps, ("train.profile", "train.steps")),
     (stages_have_their_axis, PIPELINE),
 )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import field
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from tpshard.diagnostics.diagnostic import Mistakes
 from tpshard.recipes.keys.constraints import Count, CountOrZero, Dtype, NonNegative, Positive, Share, limits
+from tpshard.recipes.keys.stores import is_url, local_folder
 from tpshard.recipes.text.section import Section, derived
 
 BYTE_TOKENS = 258
@@ -161,7 +163,17 @@ class Run(Section):
 
     dir: str = "runs/${name}"
     """Folder of the run, relative to the working directory; ${name} is the recipe's name, ~ and $NAME are expanded as
-    by a shell."""
+    by a shell. Or a place in an object store, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX."""
+
+    @property
+    def store(self) -> str | None:
+        """The run's place in an object store; None for a folder."""
+        return self.dir if is_url(self.dir) else None
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder on this host."""
+        return local_folder(self.dir) if is_url(self.dir) else Path(self.dir)
 
 
 class Checkpoint(Section):

@@ -56,18 +56,33 @@ def shards(tensors: Mapping[str, torch.Tensor], fsdp: int, tp: int, rank: int) -
     return blocks
 
 
+class Gathering:
+    """Gathers JSON among threads, as `Context.gather_beside` does among processes."""
+
+    def __init__(self, world: int):
+        self.barrier = threading.Barrier(world, timeout=PATIENCE)
+        self.values: list[str] = [""] * world
+
+    def __call__(self, rank: int, value: Any) -> list[Any]:
+        self.values[rank] = json.dumps(value)
+        self.barrier.wait()
+        everyone = [json.loads(text) for text in self.values]
+        self.barrier.wait()
+        return everyone
+
+
 def save_on(
     world: int, directory: Path, step: int, parts: Callable[[int], Mapping[str, Shard]], **options: Any
 ) -> list[Path | BaseException]:
     """`save` on `world` ranks that are threads here; each rank's result or error."""
-    barrier = threading.Barrier(world, timeout=PATIENCE)
+    gather = Gathering(world)
     results: list[Path | BaseException] = [RuntimeError("did not end")] * world
 
     def run(rank: int) -> None:
         try:
             results[rank] = save(
                 directory, step, parts(rank), {"course": {"step": step}},
-                rank=rank, world=world, barrier=lambda: barrier.wait() and None, **options,
+                rank=rank, world=world, gather=lambda value: gather(rank, value), **options,
             )  # fmt: skip
         except Exception as error:
             results[rank] = error
@@ -239,9 +254,10 @@ from tpshard.train.checkpoints.shards import Shard
 def die(*_, **__): os.kill(os.getpid(), signal.SIGKILL)
 
 def save_and_die(phase, directory, step):
-    barriers = iter(["blocks", "shard", "manifest", "end"])
-    def barrier():
-        if next(barriers, None) == phase: die()
+    phases = iter(["attempt", "blocks", "shard", "end"])
+    def gather(value):
+        if next(phases, None) == phase: die()
+        return [value]
     def half(path, tensors):
         path.write_bytes(b"half of it")
         die()
@@ -256,7 +272,7 @@ def save_and_die(phase, directory, step):
     Path.rename = rename
     if phase == "within the shard": checkpoint.write_safetensors = half
     tensors = {"w": Shard.whole(torch.full((1000,), float(step)))}
-    checkpoint.save(directory, step, tensors, {}, barrier=barrier, keep_last=2)
+    checkpoint.save(directory, step, tensors, {}, gather=gather, keep_last=2)
 
 for argument in sys.argv[1:]:
     phase, directory, step = argument.split("|")
@@ -267,10 +283,11 @@ for argument in sys.argv[1:]:
 """
 
 PHASES = {
+    "attempt": (3, [1, 2]),
     "blocks": (3, [1, 2]),
     "shard": (3, [1, 2]),
     "within the shard": (3, [1, 2]),
-    "manifest": (3, [1, 2]),
+    "end": (3, [1, 2, 3]),
     "rename": (3, [1, 2]),
     "between renames": (2, [1, 2]),
     "within removal": (3, [2, 3]),

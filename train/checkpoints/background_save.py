@@ -7,12 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from tpshard.parallelism.runtime.context import Context
 from tpshard.train.checkpoints.checkpoint import SaveFailed, block_of, owned, save
 from tpshard.train.checkpoints.shards import Shard
+from tpshard.train.checkpoints.store_path import Location
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class SaveResult:
     """A finished save: the checkpoint's folder, or why it failed; the same on every rank."""
 
     step: int
-    folder: Path | None
+    folder: Location | None
     error: SaveFailed | None
     seconds: float
     """From the copy to the end of writing."""
@@ -30,12 +30,12 @@ class BackgroundSaver:
     """Writes a run's checkpoints in a thread, one at a time. Every rank calls its methods at the same steps."""
 
     def __init__(
-        self, context: Context, folder: Path, keep_last: int,
-        note: Callable[[int, float], None] = lambda step, seconds: None,
+        self, context: Context, folder: Location, keep_last: int,
+        note: Callable[[int, float], None] = lambda step, seconds: None, guard: Callable[[], None] = lambda: None,
     ):  # fmt: skip
-        """note: called on rank 0 with the step of each written checkpoint and the seconds it took."""
-        self.context, self.folder, self.keep_last, self.note = context, folder, keep_last, note
-        self._barrier = context.barrier_beside()
+        """note: called on rank 0 with each written checkpoint's step and the seconds it took. guard: as of `save`."""
+        self.context, self.folder, self.keep_last, self.note, self.guard = context, folder, keep_last, note, guard
+        self._gather = context.gather_beside()
         self._own: frozenset[str] | None = None
         self._thread: threading.Thread | None = None
         self._result: SaveResult | BaseException | None = None
@@ -72,7 +72,7 @@ class BackgroundSaver:
             try:
                 folder = save(
                     self.folder, step, tensors, meta, rank=self.context.rank, world=self.context.world,
-                    barrier=self._barrier, keep_last=self.keep_last,
+                    gather=self._gather, keep_last=self.keep_last, guard=self.guard,
                 )  # fmt: skip
             except SaveFailed as failed:
                 error = failed

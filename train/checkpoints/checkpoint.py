@@ -1,11 +1,11 @@
-"""Writing checkpoints: to a temporary folder with sha256 sums, then renamed. `restore` reads them on any mesh.
+"""Writing checkpoints, to a folder or to an object store. `restore` reads them on any mesh.
 
     checkpoints/step-000500/manifest.json            the layout, the sha256 of every file, the caller's JSON
     checkpoints/step-000500/rank-00003.safetensors   the blocks that rank 3 wrote
 
-Every rank writes its own blocks; a block that several ranks hold is written by one of them. A folder is named step-*
-only by the final rename, so that what a killed run leaves is never mistaken for a checkpoint. Needs a disk that all
-ranks share and a barrier, but no process group. Nothing is pickled.
+Every rank writes its own blocks; a block that several ranks hold is written by one of them. The manifest makes a
+checkpoint exist and comes last, so that what a killed run leaves is never mistaken for one (see `checkpoint_drafts`).
+Needs a folder that all ranks share, or a store, and a way to gather JSON, but no process group. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -17,27 +17,33 @@ import json
 import logging
 import math
 import re
-import shutil
 import uuid
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from tpshard.files.atomic import sync, write_file
-from tpshard.files.file_lock import unlocked
 from tpshard.kernels.dtypes import dtype_name
-from tpshard.train.checkpoints.shards import Shard, write_safetensors, write_synced
+from tpshard.train.checkpoints.checkpoint_drafts import (
+    MANIFEST,
+    Draft,
+    FolderDraft,
+    StoreDraft,
+    move_aside,
+    remove_leftovers,
+)
+from tpshard.train.checkpoints.checkpoint_drafts import remove as remove_checkpoint
+from tpshard.train.checkpoints.shards import Shard, write_safetensors
+from tpshard.train.checkpoints.store_path import Location, StorePath
 
 logger = logging.getLogger(__name__)
 
 FORMAT = "tpshard-checkpoint"
 VERSION = 1
-MANIFEST = "manifest.json"
 OPTIMIZER = "optimizer/"
 """Prefix of the optimizer's tensors, such as `optimizer/exp_avg/layers.0.mlp.up.weight`; others are the model's."""
 
-Barrier = Callable[[], None]
+Gather = Callable[[Any], list[Any]]
+"""Takes this rank's value (JSON) and returns those of all ranks, in their order."""
 
 
 class SaveFailed(OSError):
@@ -45,79 +51,90 @@ class SaveFailed(OSError):
 
 
 def save(
-    directory: Path,
+    directory: Location,
     step: int,
     tensors: Mapping[str, Shard],
     meta: Mapping[str, Any],
     *,
     rank: int = 0,
     world: int = 1,
-    barrier: Barrier = lambda: None,
+    gather: Gather = lambda value: [value],
     keep_last: int = 0,
-) -> Path:
+    guard: Callable[[], None] = lambda: None,
+) -> Location:
     """Writes the checkpoint `directory`/step-NNNNNN. Every rank calls it, with the same step.
 
     Args:
-        directory: the run's `checkpoints` folder.
+        directory: the run's `checkpoints`.
         tensors: this rank's blocks, by the global tensor's name.
         meta: JSON, the same on every rank (rank 0's is written).
         keep_last: the number of checkpoints kept, this one included; 0 keeps all.
+        guard: called on rank 0 before the checkpoint appears; raises OSError if it must not.
 
     Returns:
-        The folder.
+        The checkpoint.
 
     Raises:
-        SaveFailed: on every rank, if any could not write (disk full, read-only, quota).
+        SaveFailed: on every rank, if any could not write (disk full, read-only, quota, a store that fails).
         ValueError: the blocks of all ranks do not cover a tensor, or contradict each other.
     """
     final = directory / step_name(step)
-    work = directory / f".{final.name}.tmp"
-    attempt = ""
-    problem: Exception | None = None
+    attempt = str(gather(uuid.uuid4().hex)[0])
+    draft: Draft = StoreDraft(final, attempt) if isinstance(final, StorePath) else FolderDraft(final)
+    blocks: list[Any] = []
+    parts: list[Any] = []
 
-    def begin() -> None:
+    def begin() -> dict[str, list[Any]]:
         if rank == 0:
-            shutil.rmtree(work, ignore_errors=True)
-            work.mkdir(parents=True)
-            write_synced(work / "attempt", [uuid.uuid4().hex.encode()])
+            draft.begin()
+        return {name: block_of(shard) for name, shard in tensors.items()}
 
-    def list_blocks() -> None:
-        nonlocal attempt
-        attempt = (work / "attempt").read_text()
-        _write_json(work / f"blocks-{rank:05d}.json", {name: block_of(shard) for name, shard in tensors.items()})
-
-    def write_part() -> None:
-        _write_part(work, rank, world, tensors)
+    def write_part() -> dict[str, Any] | None:
+        return _write_part(draft, rank, tensors, blocks)
 
     def finish() -> None:
         if rank == 0:
-            _finish(work, final, step, world, attempt, dict(meta))
+            manifest = _manifest(blocks, parts, step, world, attempt, dict(meta))
+            guard()
+            draft.finish(manifest["files"], json.dumps(manifest, allow_nan=False).encode())
 
-    for phase in (begin, list_blocks, write_part, finish):
-        if problem is None:
-            try:
-                phase()
-            except Exception as error:  # kept, so that a failing rank still reaches the barriers
-                problem = error
-        barrier()
-    if rank == 0 and problem is not None:
-        shutil.rmtree(work, ignore_errors=True)
-    if problem is None and _attempt_of(final) == attempt:
+    def together(phase: Callable[[], Any]) -> list[Any]:
+        """Runs a phase on every rank, and returns the results of all."""
+        mine, problem = None, None
+        try:
+            mine = phase()
+        except Exception as error:  # kept, so that a failing rank still reaches the others
+            problem = error
+        everyone = gather([mine, None if problem is None else f"{problem}" or type(problem).__name__])
+        why = next((why for _, why in everyone if why is not None), None)
+        if why is None:
+            return [result for result, _ in everyone]
         if rank == 0:
-            prune(directory, step, keep_last)
-        return final
-    if problem is not None and not isinstance(problem, OSError):
-        raise problem
-    raise SaveFailed(f"the checkpoint of step {step} was not written: {problem or 'another rank could not write'}")
+            draft.abandon()
+        if problem is not None and not isinstance(problem, OSError):
+            raise problem
+        raise SaveFailed(f"the checkpoint of step {step} was not written: {why}") from problem
+
+    blocks = together(begin)
+    parts = together(write_part)
+    together(finish)
+    if rank == 0:
+        prune(directory, step, keep_last)
+    return final
 
 
 def step_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def steps(directory: Path) -> dict[int, Path]:
-    """The checkpoints of a folder by step, oldest first; not verified."""
-    folders = {}
+def steps(directory: Location) -> dict[int, Location]:
+    """The checkpoints of a folder by step, oldest first; not verified. Raises OSError where a store fails."""
+    folders: dict[int, Location] = {}
+    if isinstance(directory, StorePath):
+        for name in directory.files():
+            if match := re.fullmatch(rf"(step-(\d{{6,}}))/{MANIFEST}", name):
+                folders[int(match.group(2))] = directory / match.group(1)
+        return dict(sorted(folders.items()))
     with contextlib.suppress(OSError):
         for path in directory.iterdir():
             if (match := re.fullmatch(r"step-(\d{6,})", path.name)) and path.is_dir():
@@ -125,53 +142,35 @@ def steps(directory: Path) -> dict[int, Path]:
     return dict(sorted(folders.items()))
 
 
-def clean(directory: Path) -> None:
-    """Removes or completes the folders that a killed save left unfinished. Called at the start of a run, by the process
-    that holds its lock.
+def clean(directory: Location) -> None:
+    """Removes or completes what a killed save left unfinished. Called at the start of a run, by the process that holds
+    its lock.
     """
     with contextlib.suppress(OSError):
-        for path in sorted(directory.iterdir()):
-            if match := re.fullmatch(r"\.(step-\d{6,})\.(tmp|deleted|replaced)", path.name):
-                if match.group(2) == "replaced" and not (directory / match.group(1)).exists():
-                    path.rename(directory / match.group(1))  # killed between the two renames of an overwrite
-                else:
-                    shutil.rmtree(path, ignore_errors=True)
+        remove_leftovers(directory)
 
 
-def prune(directory: Path, step: int, keep_last: int) -> None:
+def prune(directory: Location, step: int, keep_last: int) -> None:
     """Removes checkpoints older than the last `keep_last` up to `step`, which must exist already.
 
-    One that a process reads, such as a server or a conversion, stays until a later save.
+    In a folder, one that a process reads, such as a server or a conversion, stays until a later save.
 
     Later checkpoints belong to an abandoned part of the run (before a rollback, or before a new start in an old
     folder). They are kept under another name, so that nothing resumes from them.
     """
-    checkpoints = steps(directory)
     with contextlib.suppress(OSError):
+        checkpoints = steps(directory)
         older = [path for number, path in checkpoints.items() if number <= step]
         for path in older[:-keep_last] if keep_last else []:
-            doomed = directory / f".{path.name}.deleted"
-            with unlocked(path / MANIFEST) as unread:
-                if not unread:
-                    continue
-                path.rename(doomed)  # first: half a checkpoint must not look like a whole one
-            shutil.rmtree(doomed, ignore_errors=True)
+            remove_checkpoint(path)
         for number, path in checkpoints.items():
             if number > step:
-                aside = directory / f"superseded-{path.name}"
-                while aside.exists():
-                    aside = aside.with_name(aside.name + "-")
-                path.rename(aside)
-                logger.warning("%s is of an abandoned part of this run: renamed to %s", path.name, aside.name)
+                logger.warning("%s is of an abandoned part of this run: %s", path.name, move_aside(path))
 
 
 def block_of(shard: Shard) -> list[Any]:
     """dtype, global shape, starts and sizes of a block, as JSON values."""
     return [dtype_name(shard.tensor.dtype), shard.shape, shard.starts, tuple(shard.tensor.shape)]
-
-
-def _write_json(path: Path, value: object) -> None:
-    write_file(path, json.dumps(value, allow_nan=False))
 
 
 def owned(mine: Mapping[str, str], everyone: Sequence[Mapping[str, str]], rank: int) -> list[str]:
@@ -185,65 +184,44 @@ def owned(mine: Mapping[str, str], everyone: Sequence[Mapping[str, str]], rank: 
     return [name for name, among in pairs if among[zlib.crc32(name.encode()) % len(among)] == rank]
 
 
-def _write_part(work: Path, rank: int, world: int, tensors: Mapping[str, Shard]) -> None:
-    """Writes this rank's file: the blocks that only it holds, and its share of those that several ranks hold."""
-    mine = {name: json.dumps(block_of(shard)) for name, shard in tensors.items()}
-    everyone = [
-        {name: json.dumps(block) for name, block in _read_blocks(work, other).items()} for other in range(world)
-    ]
-    own_shards = {name: tensors[name] for name in owned(mine, everyone, rank) if tensors[name].tensor.numel()}
-    file = f"rank-{rank:05d}.safetensors"
-    part: dict[str, Any] = {"file": None, "blocks": {}}
-    if own_shards:
-        size, digest = write_safetensors(work / file, {name: shard.tensor for name, shard in own_shards.items()})
-        part["file"] = {"name": file, "bytes": size, "sha256": digest}
-        part["blocks"] = {name: block_of(shard) for name, shard in own_shards.items()}
-    _write_json(work / f"part-{rank:05d}.json", part)
+def _write_part(
+    draft: Draft, rank: int, tensors: Mapping[str, Shard], blocks: Sequence[Mapping[str, Any]]
+) -> dict[str, Any] | None:
+    """Writes this rank's file: the blocks that only it holds, and its share of those that several ranks hold.
+
+    Returns its entry in the manifest, and the blocks in it; None where there is nothing to write.
+    """
+    everyone = [{name: json.dumps(block) for name, block in of_rank.items()} for of_rank in blocks]
+    own_shards = {name: tensors[name] for name in owned(everyone[rank], everyone, rank) if tensors[name].tensor.numel()}
+    if not own_shards:
+        return None
+    place = draft.part(rank)
+    size, digest = write_safetensors(place, {name: shard.tensor for name, shard in own_shards.items()})
+    file = {"bytes": size, "sha256": digest}
+    if isinstance(place, StorePath):
+        file["tag"] = place.stat().tag
+    return {"name": place.name, "file": file, "blocks": {name: block_of(shard) for name, shard in own_shards.items()}}
 
 
-def _read_blocks(work: Path, rank: int) -> dict[str, list[Any]]:
-    try:
-        return json.loads((work / f"blocks-{rank:05d}.json").read_bytes())
-    except FileNotFoundError as error:
-        raise OSError(
-            f"rank {rank} wrote no file: its disk failed, or run.dir is not on a disk that all hosts share"
-        ) from error
-
-
-def _finish(work: Path, final: Path, step: int, world: int, attempt: str, meta: dict[str, Any]) -> None:
-    manifest = _manifest(work, step, world, attempt, meta)
-    for path in work.iterdir():
-        if path.suffix != ".safetensors":
-            path.unlink()
-    write_synced(work / MANIFEST, [json.dumps(manifest, allow_nan=False).encode()])
-    sync(work)
-    replaced = final.parent / f".{final.name}.replaced"
-    if final.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        final.rename(replaced)
-    work.rename(final)
-    sync(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _manifest(work: Path, step: int, world: int, attempt: str, meta: dict[str, Any]) -> dict[str, Any]:
+def _manifest(
+    blocks: Sequence[Mapping[str, Any]], parts: Sequence[Any], step: int, world: int, attempt: str,
+    meta: dict[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """The manifest of a checkpoint, from what every rank holds and what it wrote."""
     files: dict[str, Any] = {}
     tensors: dict[str, Any] = {}
-    for rank in range(world):
-        for name, (dtype, shape, *_) in _read_blocks(work, rank).items():
+    for rank, of_rank in enumerate(blocks):
+        for name, (dtype, shape, *_) in of_rank.items():
             entry = tensors.setdefault(name, {"dtype": dtype, "shape": shape, "blocks": []})
-            if [entry["dtype"], entry["shape"]] != [dtype, shape]:
+            if [entry["dtype"], list(entry["shape"])] != [dtype, list(shape)]:
                 raise ValueError(
                     f"{name} is {dtype} {shape} on rank {rank}, and {entry['dtype']} {entry['shape']} below"
                 )
-        path = work / f"part-{rank:05d}.json"
-        if not path.exists():
-            raise OSError(f"rank {rank} could not write its part")
-        part = json.loads(path.read_bytes())
-        if part["file"]:
-            files[part["file"]["name"]] = {k: part["file"][k] for k in ("bytes", "sha256")}
+    for part in parts:
+        if part is not None:
+            files[part["name"]] = part["file"]
             for name, (_, _, starts, sizes) in part["blocks"].items():
-                tensors[name]["blocks"].append({"file": part["file"]["name"], "starts": starts, "sizes": sizes})
+                tensors[name]["blocks"].append({"file": part["name"], "starts": starts, "sizes": sizes})
     for name, entry in tensors.items():
         check_cover(name, entry["shape"], [(b["starts"], b["sizes"]) for b in entry["blocks"]])
     manifest = {
@@ -285,10 +263,3 @@ def check_cover(name: str, shape: Sequence[int], blocks: Sequence[tuple[Sequence
                 raise ValueError(f"two different blocks of {name} overlap: at {starts} and at {others}")
         if any(start < 0 or start + size > end for start, size, end in zip(starts, sizes, shape)):
             raise ValueError(f"block {starts} + {sizes} lies outside of {name}, shape {shape}")
-
-
-def _attempt_of(folder: Path) -> str | None:
-    try:
-        return str(json.loads((folder / MANIFEST).read_bytes())["attempt"])
-    except (OSError, ValueError, KeyError):
-        return None

@@ -18,17 +18,10 @@ from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.files.file_lock import is_at, try_lock
 from tpshard.files.folder_json import read_regular
 from tpshard.kernels.dtypes import dtype_name
-from tpshard.train.checkpoints.checkpoint import (
-    FORMAT,
-    MANIFEST,
-    OPTIMIZER,
-    VERSION,
-    check_cover,
-    manifest_sum,
-    step_name,
-    steps,
-)
-from tpshard.train.checkpoints.shards import sha256_of
+from tpshard.train.checkpoints.checkpoint import FORMAT, OPTIMIZER, VERSION, check_cover, manifest_sum, step_name, steps
+from tpshard.train.checkpoints.checkpoint_drafts import MANIFEST
+from tpshard.train.checkpoints.shards import StoredTensors, sha256_of
+from tpshard.train.checkpoints.store_path import Location, StoreError, StorePath
 
 logger = logging.getLogger(__name__)
 
@@ -50,15 +43,15 @@ class Saved:
 class SavedCheckpoint:
     """An open checkpoint: the manifest is verified, the files are read on demand.
 
-    Its run does not remove it while this object exists.
+    In a folder its run does not remove it while this object exists. In a store the ranges that are asked for are read.
 
     Raises:
         Damaged: the manifest is missing, unreadable, changed, or of a later version.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Location):
         self.folder = folder
-        self._kept = _keep(folder / MANIFEST)
+        self._kept = _keep(folder / MANIFEST) if isinstance(folder, Path) else None
         manifest = _read_manifest(folder / MANIFEST)
         self.step: int = manifest["step"]
         self.meta: dict[str, Any] = manifest["meta"]
@@ -74,7 +67,7 @@ class SavedCheckpoint:
         self._open: dict[str, Any] = {}
 
     def verify(self) -> None:
-        """Reads every file and compares its sha256.
+        """Reads every file and compares its sha256. In a store, a file whose tag is that of the upload is not read.
 
         Raises:
             Damaged: names the first file that is missing, truncated or changed.
@@ -88,13 +81,19 @@ class SavedCheckpoint:
         """The fault of a file; "" if it has none."""
         path, file = self.folder / name, self.files[name]
         try:
-            size = path.stat().st_size
+            if isinstance(path, StorePath):
+                stored = path.stat()
+                size, same = stored.size, stored.tag != "" and stored.tag == file.get("tag")
+            else:
+                size, same = path.stat().st_size, False
             if size != file["bytes"]:
                 return f"{path} has {size} bytes, not {file['bytes']}"
-            if sha256_of(path) != file["sha256"]:
+            if not same and sha256_of(path) != file["sha256"]:
                 return f"{path} has changed since it was written (its sha256 differs)"
         except FileNotFoundError:
             return f"{path} is missing"
+        except StoreError:
+            raise  # says nothing of the checkpoint
         except OSError as error:
             return f"{path} cannot be read: {error}"
         return ""
@@ -173,15 +172,23 @@ class SavedCheckpoint:
             )
 
     def _read(self, file: str, name: str, inside: tuple[slice, ...]) -> torch.Tensor:
+        path = self.folder / file
         try:
+            if isinstance(path, StorePath):
+                if file not in self._open:
+                    self._open[file] = StoredTensors(path)
+                values: torch.Tensor = self._open[file].slice(name, inside)
+                return values
             if file not in self._open:
-                self._open[file] = safe_open(self.folder / file, framework="pt")
+                self._open[file] = safe_open(path, framework="pt")
             return self._open[file].get_slice(name)[inside] if inside else self._open[file].get_tensor(name)
-        except (OSError, SafetensorError) as error:
+        except StoreError:
+            raise
+        except (OSError, SafetensorError, ValueError, KeyError) as error:
             raise Damaged(f"{self.folder / file} cannot be read: {error}") from error
 
 
-def newest(directory: Path) -> SavedCheckpoint | None:
+def newest(directory: Location) -> SavedCheckpoint | None:
     """The newest undamaged checkpoint. Damaged ones are named in a warning and passed over.
 
     Reads the whole checkpoint: one process should choose, and tell the others the step.
@@ -219,7 +226,7 @@ def newest(directory: Path) -> SavedCheckpoint | None:
     return None
 
 
-def open_checkpoint(folder: Path) -> SavedCheckpoint:
+def open_checkpoint(folder: Location) -> SavedCheckpoint:
     """The checkpoint in `folder`, verified.
 
     Raises:
@@ -255,9 +262,13 @@ def _keep(path: Path) -> BinaryIO:
     return file
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
+def _read_manifest(path: Location) -> dict[str, Any]:
     try:
-        manifest = json.loads(read_regular(path))
+        manifest = json.loads(path.read_bytes() if isinstance(path, StorePath) else read_regular(path))
+    except FileNotFoundError as error:
+        raise Damaged(f"{path} is missing") from error
+    except StoreError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise Damaged(f"{path} cannot be read: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tpshard.train.checkpoints.store_path import Location, StorePath
 
 DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -27,6 +28,8 @@ DTYPES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
 }
 """The dtypes' names in safetensors."""
+FIRST = 1 << 16
+"""Bytes that are read of a file in a store to find its header."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +58,13 @@ class Shard:
         return Shard(tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int, str]:
-    """Writes a safetensors file, with one tensor at a time in host memory, and fsyncs it.
+def write_safetensors(path: Location, tensors: Mapping[str, torch.Tensor]) -> tuple[int, str]:
+    """Writes a safetensors file, with one tensor at a time in host memory: fsynced in a folder, uploaded to a store.
 
-    Returns its size in bytes and the sha256 of the bytes passed to the disk.
+    Returns its size in bytes and the sha256 of the bytes passed on.
 
     Raises:
-        OSError: disk full, quota, read-only.
+        OSError: disk full, quota, read-only, a store that fails.
     """
     header: dict[str, Any] = {}
     offset = 0
@@ -77,7 +80,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[
         for tensor in tensors.values():
             yield tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
 
-    return write_synced(path, chunks())
+    return path.write(8 + len(head) + offset, chunks()) if isinstance(path, StorePath) else write_synced(path, chunks())
 
 
 def write_synced(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
@@ -93,6 +96,40 @@ def write_synced(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int,
     return size, digest.hexdigest()
 
 
-def sha256_of(path: Path) -> str:
+def sha256_of(path: Location) -> str:
+    if isinstance(path, StorePath):
+        return path.sha256()
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class StoredTensors:
+    """A safetensors file in a store, of which only the bytes that are asked for are read.
+
+    Raises:
+        OSError: the store fails.
+        ValueError: it is no such file.
+    """
+
+    def __init__(self, place: StorePath):
+        self.place = place
+        start = place.read_bytes(0, FIRST)
+        length = int.from_bytes(start[:8], "little")
+        if 8 + length > len(start):
+            start += place.read_bytes(len(start), 8 + length)
+        self._data_at = 8 + length
+        self._entries: dict[str, Any] = json.loads(start[8 : 8 + length])
+
+    def slice(self, name: str, inside: tuple[slice, ...]) -> torch.Tensor:
+        """tensor[inside]. Reads the rows of the first dim that hold it."""
+        entry = self._entries[name]
+        dtype = next(dtype for dtype, text in DTYPES.items() if text == entry["dtype"])
+        shape, (begin, end) = entry["shape"], entry["data_offsets"]
+        rows = inside[0] if inside else slice(0, 1)
+        row_bytes = (end - begin) // shape[0] if inside else end - begin
+        first = self._data_at + begin + rows.start * row_bytes
+        data = self.place.read_bytes(first, first + (rows.stop - rows.start) * row_bytes)
+        values = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype)
+        if not inside:
+            return values.reshape(())
+        return values.reshape(rows.stop - rows.start, *shape[1:])[(slice(None), *inside[1:])]

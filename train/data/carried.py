@@ -28,7 +28,7 @@ def carry(run: Path, recipe: Recipe, tokenizer: Path | None, *, again: bool = Fa
     if (place.exists() and not again) or (base is None and tokenizer is None):
         return
     try:
-        with write_aside(place, overwrite=True) as aside:
+        with write_aside(place, overwrite=True, of_own_run=True) as aside:
             copy_small_files(aside, tokenizer, base)
             if base is not None:
                 shutil.copyfile(file_inside(base, "config.json"), aside / "config.json")

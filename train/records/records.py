@@ -83,13 +83,18 @@ class Records:
 
 def append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Appends rows to a record that another process may be writing: one write, and a line of their own."""
-    text = "".join(json.dumps({k: _finite(v) for k, v in row.items()}, allow_nan=False) + "\n" for row in rows)
+    text = as_lines(rows)
     try:
         cut = path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
         with path.open("ab", buffering=0) as file:
             file.write((b"\n" if cut else b"") + text.encode())
     except OSError as error:
         logger.warning("%s cannot be written (%s); it lacks this evaluation", path, error)
+
+
+def as_lines(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows as lines of JSON; numbers that are not finite become null."""
+    return "".join(json.dumps({k: _finite(v) for k, v in row.items()}, allow_nan=False) + "\n" for row in rows)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tpshard.parallelism.runtime.context import Context
@@ -82,7 +81,7 @@ def _rows(setting: Setting, data_rank: int, texts: Sequence[str]) -> list[tuple[
     recipe = setting.recipe
     if not setting.task.text:
         return [(recipe.task, held_out(setting, data_rank))]
-    corpus, tokenizer = open_corpus(setting, Path(recipe.run.dir))
+    corpus, tokenizer = open_corpus(setting, recipe.run.folder)
     if not texts:
         return [(corpus.held_out.name, held_out(setting, data_rank, (corpus.held_out, tokenizer)))]
     asked = recipe.evaluate.sequences if recipe.where("evaluate.sequences").file.startswith("<override") else 0

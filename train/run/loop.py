@@ -24,11 +24,11 @@ from tpshard.recipes.keys.schema import Recipe
 from tpshard.train.checkpoints.background_save import BackgroundSaver
 from tpshard.train.checkpoints.checkpoint import OPTIMIZER, step_name
 from tpshard.train.checkpoints.restore import SavedCheckpoint, newest
+from tpshard.train.checkpoints.store_path import Location
 from tpshard.train.data.generated_rows import GeneratedRows
 from tpshard.train.data.step_batch import StepBatch
 from tpshard.train.data.stream import Loader, merge_states
 from tpshard.train.records.progress import Progress
-from tpshard.train.records.records import note_saved
 from tpshard.train.run import nonfinite
 from tpshard.train.run.expert_balance import balance
 from tpshard.train.run.learning_rate import change, described, learning_rate
@@ -71,7 +71,7 @@ class Outcome:
     skipped: int = 0
     restarts: int = 0
     """Restarts after workers crashed, since the command was given."""
-    saved: Path | None = None
+    saved: Location | None = None
     """The last checkpoint."""
     unsaved: str = ""
     """Why the last attempt to save failed, if it did."""
@@ -87,7 +87,10 @@ class TrainingLoop:
 
     Args:
         record: receives each row of metrics.jsonl; called on rank 0 only.
-        folder: the run's; checkpoints go to `checkpoints/`, reports of non-finite steps to `logs/`.
+        folder: the run's on this host; reports of non-finite steps go to `logs/`.
+        checkpoints: where they are; default: `checkpoints/` of the folder.
+        saved: called with the step of each checkpoint and the seconds it took, on rank 0 and beside the steps.
+        publishable: called on rank 0 before a checkpoint appears; raises OSError if it must not.
         held_out: this rank's micro-batches of held-out text, equally many on every rank.
         attempt: the number of the run's start, a column of metrics.jsonl.
         restarts: the launcher's restarts after crashes, another column.
@@ -105,6 +108,9 @@ class TrainingLoop:
         plan: BatchPlan,
         *,
         folder: Path,
+        checkpoints: Location | None = None,
+        saved: Callable[[int, float], None] = lambda step, seconds: None,
+        publishable: Callable[[], None] = lambda: None,
         record: Callable[[Row], None],
         progress: Progress,
         held_out: Sequence[StepBatch] = (),
@@ -116,6 +122,8 @@ class TrainingLoop:
         model: Mapping[str, Any] | None = None,
     ):
         self.recipe, self.context, self.engine, self.loader, self.plan = recipe, context, engine, loader, plan
+        self.checkpoints = folder / "checkpoints" if checkpoints is None else checkpoints
+        self.saved, self.publishable = saved, publishable
         self.folder, self.record, self.progress, self.held_out = folder, record, progress, held_out
         self.attempt, self.restarts = attempt, restarts
         self.flops_per_s, self.peak_memory, self.profiled = flops_per_s, peak_memory, profiled
@@ -129,10 +137,6 @@ class TrainingLoop:
         self._stall_s = 0.0
         """Seconds that steps waited for checkpoints since the last recorded row."""
         self._began = self._step_began = time.monotonic()
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.folder / "checkpoints"
 
     # ---- beginning ----------------------------------------------------------------------------------------
     def begin(self) -> None:
@@ -343,8 +347,7 @@ class TrainingLoop:
         self.finish_save()
         if self._saver is None:
             self._saver = BackgroundSaver(
-                self.context, self.checkpoints, self.recipe.checkpoint.keep_last,
-                lambda step, seconds: note_saved(self.folder, step, seconds),
+                self.context, self.checkpoints, self.recipe.checkpoint.keep_last, self.saved, self.publishable
             )  # fmt: skip
         loader_state = self.loader.state_dict()
         parts = self.context.gather(

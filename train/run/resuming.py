@@ -14,6 +14,7 @@ from tpshard.recipes.reading.merge import NO_FILES
 from tpshard.recipes.reading.values import hashed, shorten, values
 from tpshard.recipes.text.write import as_data, dump
 from tpshard.train.checkpoints.restore import Damaged, SavedCheckpoint, steps
+from tpshard.train.checkpoints.store_path import Location
 
 UNTOLD = (
     "schema", "name", "evaluate", "timeout_s", "launch", "run", "resume", "checkpoint", "logging", "quantize", "serve",
@@ -47,9 +48,9 @@ def trained(recipe: Recipe) -> dict[str, Any]:
     return kept
 
 
-def changes(folder: Path, recipe: Recipe) -> Changes:
+def changes(folder: Path, checkpoints: Location, recipe: Recipe) -> Changes:
     """What the recipe changes of the run in `folder`: of its newest checkpoint, or else of its recipe.yaml."""
-    before, now = _before(folder), trained(recipe)
+    before, now = _before(folder, checkpoints), trained(recipe)
     if before is None:
         return {}
     return {
@@ -59,7 +60,7 @@ def changes(folder: Path, recipe: Recipe) -> Changes:
     }
 
 
-def refuse(folder: Path, recipe: Recipe, changed: Changes) -> None:
+def refuse(folder: Location, recipe: Recipe, changed: Changes) -> None:
     """Raises `Mistakes` (exit 7) that names every change to the run in `folder` that makes it another run."""
     named = [key for key in changed if not any(key == free or key.startswith(f"{free}.") for free in FREE)]
     if not recipe.where("schedule.warmup_steps").line:  # derived from train.steps, which is free
@@ -94,9 +95,9 @@ def kept_recipe(recipe: Recipe) -> str:
     return dump(data)
 
 
-def _before(folder: Path) -> Mapping[str, Any] | None:
+def _before(folder: Path, checkpoints: Location) -> Mapping[str, Any] | None:
     """The values that the run was trained with, as its newest readable checkpoint or else its recipe.yaml says."""
-    for path in reversed(steps(folder / "checkpoints").values()):
+    for path in reversed(steps(checkpoints).values()):
         try:
             meta = SavedCheckpoint(path).meta
         except Damaged:

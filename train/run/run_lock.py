@@ -18,6 +18,7 @@ from typing import Any
 
 from tpshard.files.atomic import name_new
 from tpshard.files.file_lock import is_at, try_lock
+from tpshard.train.checkpoints.store_path import Location
 
 ON_THIS_MACHINE = {
     "bcachefs", "btrfs", "exfat", "ext2", "ext3", "ext4", "f2fs", "jfs", "ntfs3", "overlay", "ramfs", "tmpfs", "vfat",
@@ -60,7 +61,7 @@ class Holder:
 class Taken(Exception):
     """Another process holds the lock, or held it and is not known to have ended."""
 
-    def __init__(self, path: Path, holder: Holder | None, *, certain: bool):
+    def __init__(self, path: Location, holder: Holder | None, *, certain: bool):
         who = f"process {holder.pid} on {holder.host}" if holder else f"{path} does not say which"
         self.why = who if certain else f"{who}; whether it has ended cannot be told from here"
         self.fix = "wait for it, or choose another run.dir"

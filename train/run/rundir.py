@@ -1,22 +1,31 @@
 """A run's folder: its files, and the lock that lets one process write to it.
 
 recipe.yaml  plan.json  metrics.jsonl  checkpoints/  logs/  wandb/
+
+Of a run in an object store the checkpoints are there, and copies of the small files (see `run_store`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import re
 import secrets
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from tpshard.diagnostics.diagnostic import Exit, Mistakes, Source
 from tpshard.files.atomic import write_file
 from tpshard.train.checkpoints import checkpoint
+from tpshard.train.checkpoints.store_path import Location, StoreError, StorePath
 from tpshard.train.records.records import last_attempt, last_saved
 from tpshard.train.run.run_lock import RunLock, Taken
+from tpshard.train.run.run_store import RunStore
+from tpshard.train.run.store_lock import StoreLock
+
+logger = logging.getLogger(__name__)
 
 
 class RunDir:
@@ -27,28 +36,46 @@ class RunDir:
 
     Raises:
         Mistakes: exit 5; another run uses the folder, or it cannot be written.
+        StoreError: the store fails.
     """
 
-    def __init__(self, path: Path, *, where: Source | None = None):
-        self.path = path
+    def __init__(
+        self, path: Path, *, store: StorePath | None = None, where: Source | None = None,
+        say: Callable[[str], None] = lambda text: None,
+    ):  # fmt: skip
+        """store: the run's place in an object store, which is locked too. say: receives a line before a wait for
+        another host's run."""
+        self.path, self.place = path, store or path
         self._where = where
-        try:
-            for folder in (self.checkpoints, self.logs):
-                folder.mkdir(parents=True, exist_ok=True)
-            self._lock = RunLock(path / "lock.json")
-        except Taken as taken:
-            raise Mistakes.one(
-                f"another run uses {path}", exit=Exit.MACHINE, where=where, why=taken.why, fix=taken.fix
-            ) from taken
-        except OSError as error:
-            raise self._unwritable(error) from error
-        checkpoint.clean(self.checkpoints)
+        self._store = None if store is None else RunStore(store, path)
+        self._store_lock: StoreLock | None = None
+        with contextlib.ExitStack() as opened:
+            try:
+                for folder in (self.checkpoints, self.logs):
+                    if isinstance(folder, Path):
+                        folder.mkdir(parents=True, exist_ok=True)
+                opened.callback(RunLock(path / "lock.json").close)
+                if store is not None:
+                    self._store_lock = StoreLock(store / "lock.json", say=say)
+                    opened.callback(self._store_lock.close)
+            except Taken as taken:
+                raise Mistakes.one(
+                    f"another run uses {self.place}", exit=Exit.MACHINE, where=where, why=taken.why, fix=taken.fix
+                ) from taken
+            except StoreError:
+                raise
+            except OSError as error:
+                raise self._unwritable(error) from error
+            if self._store is not None:
+                self._store.pull()
+            checkpoint.clean(self.checkpoints)
+            self._opened = opened.pop_all()
         self.attempt = last_attempt(self.metrics) + 1
         """1 for a new run, counted from metrics.jsonl."""
 
     @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+    def checkpoints(self) -> Location:
+        return self.place / "checkpoints"
 
     @property
     def logs(self) -> Path:
@@ -97,9 +124,23 @@ class RunDir:
             fix="make room, or another run.dir" if full else "another run.dir",
         )
 
+    def check_lock(self) -> None:
+        """Raises OSError if another run has taken the run's place in a store meanwhile."""
+        if self._store_lock is not None:
+            self._store_lock.check()
+
+    def push(self) -> None:
+        """Copies what has changed of the small files to the store, if the run is in one. A failure is a warning."""
+        try:
+            if self._store is not None:
+                self._store.push()
+        except OSError as error:
+            logger.warning("the records of the run were not copied to %s: %s", self.place, error)
+
     def close(self) -> None:
-        """Releases the lock."""
-        self._lock.close()
+        """Copies the records to the store, and releases the locks."""
+        self.push()
+        self._opened.close()
 
     def __enter__(self) -> RunDir:
         return self

@@ -34,6 +34,8 @@ from tpshard.programs.step.training import TrainingPrograms
 from tpshard.recipes.keys.schema import Recipe
 from tpshard.recipes.keys.training_keys import TokenizerTraining
 from tpshard.recipes.text.other_tools import MADE_TOKENIZERS
+from tpshard.train.checkpoints.checkpoint import steps as checkpoint_steps
+from tpshard.train.checkpoints.store_path import Location, StorePath, location
 from tpshard.train.data.carried import carried, carry
 from tpshard.train.data.corpus import Corpus, TextSource, open_text
 from tpshard.train.data.generated_rows import GeneratedRows, held_out_rows
@@ -43,13 +45,14 @@ from tpshard.train.data.stream import Loader, held_out_batch
 from tpshard.train.data.tokens import TextTokenizer, load_tokenizer
 from tpshard.train.records import profile_report
 from tpshard.train.records.progress import Progress, duration, progress_for, short
-from tpshard.train.records.records import Records
+from tpshard.train.records.records import Records, note_saved
 from tpshard.train.records.tensorboard_sink import TensorBoardSink
 from tpshard.train.records.wandb_sink import WandbSink
 from tpshard.train.run.learning_rate import learning_rate
 from tpshard.train.run.loop import Outcome, Row, TrainingLoop, summary
 from tpshard.train.run.pipelined import PipelineEngine
 from tpshard.train.run.resuming import Changes, changes, kept_recipe, refuse
+from tpshard.train.run.run_store import RunStore
 from tpshard.train.run.rundir import RunDir
 from tpshard.train.run.spmd import SpmdEngine
 from tpshard.train.run.training_engine import InitialBlock, TrainingEngine
@@ -101,12 +104,12 @@ def work(recipe: Recipe, place: WorkerPlace, around: Surroundings) -> int:
         )  # fmt: skip
         outcome = train(setting, context, around)
     if place.rank == 0:
-        folder = Path(recipe.run.dir)
-        _say(ending(outcome, recipe, folder))
+        _say(ending(outcome, recipe))
     if outcome.unsaved:
         raise Mistakes.one(
             outcome.unsaved, exit=Exit.CHECKPOINT, where=recipe.where("run.dir"),
-            fix="make room there, and run the same command again: it continues from the last checkpoint",
+            fix=f"{'make room' if recipe.run.store is None else 'mend what failed'} there, and run the same command "
+            "again: it continues from the last checkpoint",
         )  # fmt: skip
     return int(outcome.exit)
 
@@ -114,7 +117,7 @@ def work(recipe: Recipe, place: WorkerPlace, around: Surroundings) -> int:
 def train(setting: Setting, context: Context, around: Surroundings) -> Outcome:
     """Starts or resumes the run of a setting's recipe among connected workers. Every rank calls it."""
     recipe, programs = setting.recipe, None
-    folder = Path(recipe.run.dir)
+    folder = recipe.run.folder
     if around.planned is not None:  # before anything is written, so that a refusal leaves no files
         context.watchdog.doing = Doing("reading the planned programs")
         programs, note = around.planned(setting)
@@ -132,6 +135,7 @@ def _train(
 ) -> Outcome:  # fmt: skip
     recipe = setting.recipe
     context.watchdog.stacks_to = folder / "logs"
+    place = _place(recipe)
     # Data first: errors in it are common and show in a second, while building the programs takes longer.
     context.watchdog.doing = Doing("opening the data")
     data_rank = context.mesh.linear_index(setting.data_axes, context.rank)
@@ -154,7 +158,9 @@ def _train(
     comparison: _PlanComparison | None = None
     with _display(recipe, context) as progress:
         loop = TrainingLoop(
-            recipe, context, engine, loader, plan, folder=folder, record=partial(_send, receivers),
+            recipe, context, engine, loader, plan, folder=folder, checkpoints=place / "checkpoints",
+            saved=partial(_saved, run), publishable=(lambda: None) if run is None else run.check_lock,
+            record=partial(_send, receivers),
             progress=progress, held_out=checked, attempt=attempt, restarts=crash.restarts(),
             flops_per_s=around.flops_per_s(programs),
             peak_memory=partial(_peak_memory, context, engine), model=blueprint.to_json(),
@@ -170,6 +176,7 @@ def _train(
                 )
                 if around.plan_json is not None:
                     run.write("plan.json", around.plan_json(programs))
+                run.push()
                 sinks, sink = _sinks(recipe, run)
                 comparison = _PlanComparison(around, folder, progress, recipe.logging.every_steps)
                 receivers += [*sinks, comparison]
@@ -196,20 +203,37 @@ def engine_of(
     return kind(programs, context, initial_block, trains)
 
 
+def _place(recipe: Recipe) -> Location:
+    """Where the run is: its folder, or its place in an object store."""
+    return recipe.run.folder if recipe.run.store is None else location(recipe.run.store)
+
+
+def _saved(run: RunDir | None, step: int, seconds: float) -> None:
+    """Notes a checkpoint in the run's records, and copies them to the store of a run in one."""
+    if run is not None:
+        note_saved(run.path, step, seconds)
+        run.push()
+
+
 # ---- the parts ------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def _run_folder(recipe: Recipe, folder: Path, context: Context) -> Iterator[tuple[RunDir | None, Changes]]:
     """Creates and locks the folder on rank 0, and finds what the recipe changes of its run; the others wait."""
     where = recipe.where("run.dir")
+    place = _place(recipe)
+    store = place if isinstance(place, StorePath) else None
     if not context.is_main:
+        if store is not None and context.local_rank == 0:  # another host's first worker
+            RunStore(store, folder).pull()
         context.barrier()
         yield None, {}
         return
-    with RunDir(folder, where=where) as run:
-        exists = run.attempt > 1 or any(run.checkpoints.glob("step-*"))
+    with RunDir(folder, store=store, where=where, say=lambda text: _say(text + "\n", sys.stderr)) as run:
+        saved = checkpoint_steps(run.checkpoints)
+        exists = run.attempt > 1 or bool(saved)
         if recipe.resume == "never" and exists and not crash.restarts():
             raise Mistakes.one(
-                f"{folder} already contains a run",
+                f"{place} already contains a run",
                 exit=Exit.CHECKPOINT,
                 where=recipe.where("resume" if recipe.where("resume").line else "checkpoint.resume"),
                 why="`resume: never` does not continue an existing run",
@@ -217,16 +241,16 @@ def _run_folder(recipe: Recipe, folder: Path, context: Context) -> Iterator[tupl
             )
         if (step := run.lost_step) is not None:
             raise Mistakes.one(
-                f"the checkpoints of {folder} are gone",
+                f"the checkpoints of {place} are gone",
                 exit=Exit.CHECKPOINT,
                 where=where,
                 why=f"step {step} was saved, and {run.checkpoints} is empty; a start at step 1 would write a second "
                 f"course into {run.metrics}",
                 fix="put the checkpoints back there, or choose another run.dir to start anew",
             )
-        changed = changes(folder, recipe) if exists else {}
-        if recipe.resume == "auto" and any(run.checkpoints.glob("step-*")):
-            refuse(folder, recipe, changed)
+        changed = changes(folder, run.checkpoints, recipe) if exists else {}
+        if recipe.resume == "auto" and saved:
+            refuse(place, recipe, changed)
         context.barrier()
         yield run, changed
 
@@ -240,6 +264,7 @@ def _keep_output(folder: Path, context: Context) -> None:
     handler: logging.Handler
     path = (folder / "logs" / f"rank-{context.rank}.log").resolve()
     with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         messages.send("log", text=str(path), progress=os.fstat(descriptor).st_size)
         if context.is_main:
@@ -492,9 +517,9 @@ def _offline(place: str) -> str | None:
 
 
 # ---- the end --------------------------------------------------------------------------------------------------
-def ending(outcome: Outcome, recipe: Recipe, folder: Path) -> str:
+def ending(outcome: Outcome, recipe: Recipe) -> str:
     """The summary of a run and its next commands, for stdout."""
-    course = outcome.course
+    course, folder = outcome.course, _place(recipe)
     lines = []
     if outcome.last_loss is None and outcome.exit == Exit.DONE:
         lines.append(f"{folder} has all its {course.step} steps; for more: tpshard train {folder} train.steps=...")
@@ -522,14 +547,14 @@ def ending(outcome: Outcome, recipe: Recipe, folder: Path) -> str:
         if (recipe.model.preset or recipe.model.hf) is not None:
             nexts.append((f"tpshard serve {folder}", "serve it over HTTP"))
         if recipe.model.module is None:
-            nexts.append((f"tpshard convert {folder} {folder}-hf", "take it away as a Hugging Face folder"))
+            nexts.append((f"tpshard convert {folder} {recipe.run.folder}-hf", "take it away as a Hugging Face folder"))
         nexts += _continuations(recipe, folder)
     width = max(len(command) for command, _ in nexts)
     lines += ["next:", *(f"  {command:<{width}}   {why}" for command, why in nexts)]
     return "\n".join(lines) + "\n"
 
 
-def _continuations(recipe: Recipe, folder: Path) -> Iterator[tuple[str, str]]:
+def _continuations(recipe: Recipe, folder: Location) -> Iterator[tuple[str, str]]:
     """Yields the commands that train a finished run on, each with what it does to the learning rate."""
     last, peak = recipe.train.steps, recipe.optimizer.lr
     command = f"tpshard train {folder} train.steps={2 * last}"
