@@ -126,6 +126,17 @@ def used_axes(recipe: Recipe) -> Iterator[Diagnostic]:
             yield _violation(recipe, f"mesh.{axis}", message, "its devices would all compute the same", fix)
 
 
+def used_serving_axes(recipe: Recipe) -> Iterator[Diagnostic]:
+    """Warns of an axis of several devices of `serve.mesh` over which no rule shards what a server holds."""
+    unused = ("sharding.rules.batch", "fsdp.axis")
+    used = {axis for key, axes in _uses(recipe).items() for axis in axes if key not in unused}
+    for axis, size in recipe.serve.mesh.items():
+        if axis not in used and size != 1 and recipe.where(f"serve.mesh.{axis}").line:
+            message, why = f"nothing of a server is sharded over `{axis}`", "`tpshard serve` will refuse it"
+            fix = "name an axis to which sharding.rules maps heads, mlp or vocab, as in serve.mesh: {tp: 2}"
+            yield _violation(recipe, f"serve.mesh.{axis}", message, why, fix, severity="warning")
+
+
 def known_logical_axes(recipe: Recipe) -> Iterator[Diagnostic]:
     """Requires that rules name dims that exist; a recipe's own names come from annotations or its own module."""
     if recipe.model.stored()["module"] is not None:
@@ -358,6 +369,7 @@ LAWS: tuple[tuple[Law, tuple[str, ...]], ...] = (
     (one_rest, ("mesh", "serve.mesh")),
     (mesh_on_cluster, ("mesh", "cluster")),
     (known_axes, ("mesh", "sharding.rules", "sharding.pin", "fsdp.axis")),
+    (used_serving_axes, ("serve.mesh", "sharding.rules", "sharding.pin", "fsdp.axis")),
     (used_axes, ("mesh", "sharding.rules", "sharding.pin", "fsdp.axis", "pipeline")),
     (known_logical_axes, ("sharding.rules", "sharding.annotate", "model.module")),
     (priorities_of_rules, ("sharding.rules", "sharding.priority")),

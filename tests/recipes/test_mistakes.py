@@ -375,6 +375,16 @@ def test_the_name_of_a_family_is_completed() -> None:
 FRAMES = ["model={module: 'tpshard.models.conformer:Conformer'}", "task=frames"]
 
 
+@pytest.mark.parametrize(("mesh", "axes"), [("dp: 2", ["dp"]), ("tp: 2, x: 2, dp: 1", ["x"]), ("tp: 2, ep: 2", [])])
+def test_an_axis_of_a_server_that_shards_nothing_is_warned_of(mesh: str, axes: list[str]) -> None:
+    """By the recipe's checks, before `serve` starts anything; the batch is not sharded in a server."""
+    path = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
+    warned = [d for d in examine(path, [f"serve.mesh={{{mesh}}}"]).diagnostics if "of a server" in d.message]
+    assert [(d.message, d.severity) for d in warned] == [
+        (f"nothing of a server is sharded over `{axis}`", "warning") for axis in axes
+    ]
+
+
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
