@@ -128,9 +128,13 @@ _HOST = {
     "inside": _Key("link", default={}, what="how devices of a host are joined"),
     "across": _Key("link", default={}, what="how hosts are joined"),
     "crowds": _Key("crowds", default={}),
+    "products": _Key("products", default={}),
 }
 _MAPS = {"host": _HOST, "link": _LINK, "constants": _CONSTANTS}
 """The units that are maps, with their keys."""
+_PRODUCT = _Key("time", 1e-15, 1e-3, 1.0)
+_LAYOUTS = ("fp32", "bf16", "int4", "parts")
+"""The layouts of weights in `host.products` (see `cost.Cpu.products`)."""
 _RATES = {name: _Key("rate", 1e8, 1e17) for name in ("bf16", "fp16", "fp32", "tf32", "fp8", "fp64", "int8")}
 
 
@@ -179,6 +183,7 @@ def parse(data: bytes, file: str) -> Device:
         cpu=Cpu(
             cores=host["cores"],
             crowds={n: _crowd(crowd) for n, crowd in host["crowds"].items()},
+            products=host["products"],
             view_s=constants["view"],
             **{name: constants[name] for name in _OF_CPU},
         ),
@@ -305,7 +310,7 @@ class _Reader:
         """The value written for a key, converted by the key's unit; its default where the value is a mistake."""
         if key.unit in _MAPS:
             return self.section(node, _MAPS[key.unit], path)
-        readers = {"rates": self._rates, "levels": self._levels, "crowds": self._crowds}
+        readers = {"rates": self._rates, "levels": self._levels, "crowds": self._crowds, "products": self._products}
         if key.unit in readers:
             return readers[key.unit](node, path)
         if key.unit == "texts":
@@ -353,6 +358,25 @@ class _Reader:
                 continue
             crowds[int(written.text)] = self.section(value, _CROWD, inside)
         return crowds
+
+    def _products(self, node: Node, path: str) -> dict[str, dict[int, float]]:
+        if node.kind != "map":
+            self.wrong(f"`{path}` is not a map", node, "", "write `layout: {rows: seconds per weight}`")
+            return {}
+        products: dict[str, dict[int, float]] = {}
+        for layout, by_rows in node.entries:
+            inside = _join(path, layout.text)
+            if layout.text not in _LAYOUTS or by_rows.kind != "map":
+                self.wrong(f"`{inside}` is no layout with its rows", layout, "", f"one of {', '.join(_LAYOUTS)}")
+                continue
+            products[layout.text] = {}
+            for rows, seconds in by_rows.entries:
+                if not rows.text.isascii() or not rows.text.isdigit() or not 1 <= int(rows.text) <= 1 << 16:
+                    self.wrong(f"`{inside}.{rows.text}` is not a number of rows", rows, "", "write 1 to 65536")
+                    continue
+                measured = self.value(seconds, _PRODUCT, f"{inside}.{rows.text}")
+                products[layout.text][int(rows.text)] = measured
+        return products
 
     def _rates(self, node: Node, path: str) -> dict[str, float]:
         if node.kind != "map" or not node.entries:

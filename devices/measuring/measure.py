@@ -103,6 +103,8 @@ class Computing:
     """The overhead of operations whose code has left the near caches, as a multiple."""
     op_s: float
     view_s: float
+    products: dict[str, dict[int, float]]
+    """Seconds per weight of a server's products, by layout and rows."""
     step_s: float
     """Seconds of a training step besides its operations, for a process with a core of its own."""
     errors: dict[str, float]
@@ -148,11 +150,24 @@ def computing(results: Sequence[Result]) -> Computing:
         cold_overhead=max(1.0, cold_s / max(warm_s, 1e-9)),
         op_s=op_s,
         view_s=view_s,
+        products=_served(results),
         step_s=max(0.0, _middle(t for entry in results for t in entry["loop"])),
         errors={
             "matmul": products.error, "attention": (rates[0].error + rates[1].error) / 2, "streaming": streams.error
         },
     )  # fmt: skip
+
+
+def _served(results: Sequence[Result]) -> dict[str, dict[int, float]]:
+    """The median of the processes' seconds per weight, by layout and rows."""
+    each: dict[tuple[str, int], list[float]] = {}
+    for entry in results:
+        for layout, rows, seconds in entry["served"]:
+            each.setdefault((layout, int(rows)), []).append(seconds)
+    products: dict[str, dict[int, float]] = {}
+    for (layout, rows), samples in each.items():
+        products.setdefault(layout, {})[rows] = _middle(samples)
+    return products
 
 
 def _middle(values: Iterable[float]) -> float:
@@ -214,7 +229,7 @@ def measure(tell: Callable[[str], None], *, name: str, measure_server: Callable[
     crowds = sorted({1, 2, 4, min(cores, MOST)})
     many = ", ".join(map(str, crowds))
     tell(f"{many} processes on {plural(cores, 'core')} compute, move and send, {ROUNDS} times ...")
-    results = _workers(crowds, cores, tell)
+    results = workers(crowds, cores, tell)
     written = partial(device_file, name, today, cores, psutil.virtual_memory().total, results)
     tell("a server with 1 and 8 clients ...")
     return written(measure_server(written()))
@@ -228,7 +243,7 @@ LIMIT_S = 600
 """Seconds after which a measurement is aborted."""
 
 
-def _workers(crowds: list[int], cores: int, tell: Callable[[str], None]) -> dict[int, list[Result]]:
+def workers(crowds: list[int], cores: int, tell: Callable[[str], None]) -> dict[int, list[Result]]:
     """Runs the measuring processes; returns for each crowd the results of its processes.
 
     The processes of the largest crowd serve all crowds. `tell` receives a line per round.
@@ -238,7 +253,7 @@ def _workers(crowds: list[int], cores: int, tell: Callable[[str], None]) -> dict
         command = [sys.executable, "-m", "tpshard.devices.measuring.measure_worker", folder]
         numbers = [str(n) for n in (cores, ROUNDS, *crowds)]
         errors = [files.enter_context(Path(folder, str(rank)).open("w+")) for rank in range(max(crowds))]
-        workers = [
+        processes = [
             subprocess.Popen(
                 [*command, str(rank), *numbers], env=environment, stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL if rank else subprocess.PIPE, stderr=errors[rank], text=True,
@@ -247,30 +262,30 @@ def _workers(crowds: list[int], cores: int, tell: Callable[[str], None]) -> dict
         ]  # fmt: skip
 
         def end() -> None:
-            for worker in workers:
-                worker.kill()
+            for process in processes:
+                process.kill()
 
         late = threading.Timer(LIMIT_S, end)
         late.start()
         begun = time.monotonic()
         try:
-            assert workers[0].stdout is not None
-            for line in workers[0].stdout:
+            assert processes[0].stdout is not None
+            for line in processes[0].stdout:
                 tell(f"  {line.strip()} of {ROUNDS}, {time.monotonic() - begun:.0f} s")
-            ended = [worker.wait() for worker in workers]
+            ended = [process.wait() for process in processes]
         finally:
             late.cancel()
             end()
-            for worker in workers:
-                worker.wait()
+            for process in processes:
+                process.wait()
         for code, error in zip(ended, errors, strict=True):
             if code:
                 error.seek(0)
                 lines = error.read().strip().splitlines()
                 why = lines[-1] if lines else f"exit code {code}"
-                message = f"the measurement with {len(workers)} processes failed"
+                message = f"the measurement with {len(processes)} processes failed"
                 raise Mistakes.one(message, exit=Exit.MACHINE, why=why, fix="close other programs, retry")
-        each = [json.loads(Path(folder, f"result-{rank}.json").read_text()) for rank in range(len(workers))]
+        each = [json.loads(Path(folder, f"result-{rank}.json").read_text()) for rank in range(len(processes))]
     return {n: [typical(result[str(n)]) for result in each[:n]] for n in crowds}
 
 
@@ -308,6 +323,10 @@ def device_file(
             }  # fmt: skip
         return f"    {n}: {{{', '.join(f'{key}: {value}' for key, value in parts.items())}}}"
 
+    products = "\n".join(
+        f"    {layout}: {{{', '.join(f'{rows}: {s / base * 1e9:.4g} ns' for rows, s in by_rows.items())}}}"
+        for layout, by_rows in own.products.items()
+    )
     constants = {
         "matmul": "1.0", "packing": f"{own.packing / own.streaming:.3g}",
         "attention": _share(own.attention / own.rates["fp32"]),
@@ -342,6 +361,8 @@ host:
   cores: {cores}
   inside: {{{link}, efficiency: 1.0, slowdown: {near.slowdown:.3g}, shared: true}}
   across: {{{link}, efficiency: 1.0, slowdown: {near.slowdown:.3g}, shared: true}}
+  products:  # seconds per weight of a server's products, by layout and rows
+{products}
   crowds:  # what one of so many processes at once reaches: shares of an even part of the host's rates
 {chr(10).join(crowd(n) for n in sorted(each))}
 constants: {{{", ".join(f"{key}: {value}" for key, value in constants.items())}}}

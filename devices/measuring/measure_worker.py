@@ -16,6 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from itertools import cycle
@@ -27,8 +28,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from tpshard.devices.measuring.measure_blocks import blocks
+from tpshard.kernels import linear
 from tpshard.kernels.attention import attention
 from tpshard.kernels.dtypes import dtype_name
+from tpshard.kernels.quantized import int4
+from tpshard.kernels.quantized.quantized import Quantized, group_index
 from tpshard.parallelism.rules.table import entry_of
 from tpshard.parallelism.runtime import gloo
 from tpshard.parallelism.runtime.heap import keep_freed_memory
@@ -42,6 +46,10 @@ MATMULS = {
 }  # fmt: skip
 HEADS = ((8, 256, 8, 16), (4, 256, 8, 32), (2, 512, 8, 64), (1, 512, 8, 128))
 """(batch, sequence, heads, head size)."""
+SERVED = ((2816, 1024), (1024, 2816), (1024, 1024))
+"""(outputs, inputs) of a server's products."""
+SERVED_BYTES = 96 << 20
+"""Bytes of the fp32 weights of one pass, more than a core's share of the caches."""
 ELEMENTS = (1 << 16, 1 << 18, 1 << 20, 1 << 21)
 FRESH_BYTES = 1 << 24
 STORED_BYTES = 1 << 28
@@ -117,6 +125,63 @@ def products() -> Callable[[Clock], list[list[float | str]]]:
 
 def _next(pairs: Iterator[tuple[Tensor, Tensor]]) -> Tensor:
     return torch.mm(*next(pairs))
+
+
+def served_products() -> Callable[[Clock], list[list[float | str]]]:
+    """Measures a server's products as its programs run them: (layout of the weight, rows, seconds per weight).
+
+    The weights are read in turn, from memory, as in a model. Layouts: see `cost.Cpu.products`.
+    """
+    dense = int4.agrees()
+    cases: list[tuple[str, int, int, Callable[[], object]]] = []
+    for layout, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("int4", torch.bfloat16),
+                          ("parts", torch.bfloat16)):  # fmt: skip
+        if (layout == "bf16" and linear.packed_dtype(dtype) != dtype) or (layout == "parts" and not dense):
+            continue
+        weights = _weights(layout)
+        run = linear.fixed_rows_linear if layout in ("fp32", "bf16") else int4.parts_linear
+        for rows in sorted(linear.TILES):
+            many = rows >= int4.DENSE_ROWS
+            if (layout == "parts" and not many) or (layout == "int4" and many and dense):
+                continue
+            operands = [(torch.randn(rows, inputs, dtype=dtype), weight) for inputs, weight in weights]
+            count = len(weights) // len(SERVED) * sum(n * k for n, k in SERVED)
+            cases.append((layout, rows, count, partial(_each, run, operands)))
+    return lambda clock: [[layout, rows, clock.seconds(run) / count] for layout, rows, count, run in cases]
+
+
+def _weights(layout: str) -> list[tuple[int, Any]]:
+    """(inputs, weight) of about `SERVED_BYTES` in a layout, all shapes equally often."""
+    weights: list[tuple[int, Any]] = []
+    for n, k in SERVED:
+        if layout in ("int4", "parts"):
+            weights.append((k, int4.pack_parts(_quantized(n, k), dense=layout == "parts")))
+        else:
+            weights.append(
+                (k, linear.pack(torch.randn(n, k).to(torch.bfloat16 if layout == "bf16" else torch.float32)))
+            )
+    size = sum(w.nbytes if isinstance(w, int4.Int4Parts) else w.numel() * w.itemsize for _, w in weights)
+    return [(k, _copy(weight)) for k, weight in weights for _ in range(max(1, SERVED_BYTES // size))]
+
+
+def _copy(weight: Any) -> Any:
+    if isinstance(weight, Tensor):  # also one in a layout of the CPU's library
+        return weight.clone()
+    if isinstance(weight, int4.Int4Parts):
+        return replace(weight, parts=tuple(map(_copy, weight.parts)))
+    return replace(weight, codes=weight.codes.clone(), scales=weight.scales.clone())
+
+
+def _quantized(outputs: int, inputs: int) -> Quantized:
+    """A random weight of 4 bits in groups of 128 inputs."""
+    codes, groups = torch.randint(16, (inputs, outputs), dtype=torch.uint8), inputs // 128
+    zeros = torch.full((groups, outputs), 8, dtype=torch.uint8)
+    return Quantized(codes, torch.rand(groups, outputs).half(), zeros, group_index(inputs, 128), 4)
+
+
+def _each(run: Callable[..., Tensor], operands: list[Any]) -> None:
+    for pair in operands:
+        run(*pair)
 
 
 def attentions() -> Callable[[Clock], tuple[list[list[float]], list[list[float]]]]:
@@ -340,7 +405,8 @@ def main(folder: str, rank: int, cores: int, rounds: int, crowds: list[int]) -> 
     keep_freed_memory()  # as in the processes of a run, so that no timing includes page faults
     with torch.no_grad():
         alike = {
-            "matmul": products(), "attention": attentions(), "stream": streams(), "overhead": overheads(),
+            "matmul": products(), "served": served_products(),
+            "attention": attentions(), "stream": streams(), "overhead": overheads(),
             "loop": loops(),
         }  # fmt: skip
         parts = {crowd: {**alike, "comm": communications(crowd, cores), "message": messages(crowd)} for crowd in crowds}

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 from tpshard.parallelism.mesh import Axes
@@ -124,8 +125,24 @@ class Cpu:
     message_s: float = 0.0
     """Seconds of a core that sending and receiving one message takes each of two processes; set from `crowds` for a
     process's share."""
+    products: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    """Seconds per weight of a server's products, by the weight's layout and the number of rows. Layouts: `fp32`, `bf16`
+    as the CPU's library packs them, `int4`, and `parts`, dense ones of quantized weights (see `kernels.int4`)."""
     crowds: Mapping[int, Crowd] = field(default_factory=dict)
     """The contention by number of processes on a host; between two entries the smaller one counts."""
+
+    def product_s(self, layout: str, rows: int) -> float | None:
+        """Seconds per weight of a product of so many rows, linear between those of the nearest; None if unknown."""
+        known = sorted(self.products.get(layout, {}).items())
+        if not known:
+            return None
+        (few, least), (many, most) = known[0], known[-1]
+        if rows >= many:
+            return most * rows / many
+        if rows <= few:
+            return least
+        (r0, s0), (r1, s1) = next(pair for pair in pairwise(known) if pair[1][0] >= rows)
+        return s0 + (s1 - s0) * (rows - r0) / (r1 - r0)
 
     def overhead_after(self, since: int) -> float:
         """The factor by which an operation's overhead grows, `since` bytes after the last operation of its kind."""
@@ -215,6 +232,10 @@ class Device:
                 skew_s=crowd.skew_s * more,
                 spread=crowd.spread,
                 message_s=crowd.message_s,
+                products={
+                    layout: {rows: s * processes / crowd.compute for rows, s in by_rows.items()}
+                    for layout, by_rows in own.products.items()
+                },
                 crowds={},
             ),
         )

@@ -6,6 +6,7 @@ reductions between two matrix products (or collectives) form one kernel, and onl
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -283,12 +284,31 @@ def seconds(kernel: Kernel, device: Device) -> float:
     if kernel.work == "stream" and not kernel.counts:
         streamed = kernel.moved + device.cpu.exponential * kernel.exponentials
         return streamed / device.stream_rate
+    dtype = kernel.dtype
+    if device.kind == "cpu" and entry_of(node.target).packed:
+        layout, rows, weights = _packed(kernel)
+        each_s = device.cpu.product_s(layout, rows)
+        if each_s is not None:
+            least = device.overhead.op_s if kernel.compiled else device.overhead.eager_op_s
+            return weights * each_s + least * device.cpu.overhead_after(kernel.since)
+        dtype = "float32" if layout in ("fp32", "parts") else dtype
     head_dim = info.specs[0].shape[-1] if kernel.work.startswith("attention") and info.specs else 0
     one = operation(
-        device, kernel.work, kernel.flops, kernel.moved, kernel.dtype, eager=not kernel.compiled, head_dim=head_dim,
+        device, kernel.work, kernel.flops, kernel.moved, dtype, eager=not kernel.compiled, head_dim=head_dim,
         exponentials=kernel.exponentials, cold=kernel.cold, since=kernel.since, added=kernel.added,
     )  # fmt: skip
     return one + _in_parts(kernel, device)
+
+
+def _packed(kernel: Kernel) -> tuple[str, int, float]:
+    """The layout of a product's weight (see `cost.Cpu.products`), its rows, and the number of weights."""
+    x, weight = (info_of(node).specs[0] for node in kernel.node.args[:2])  # type: ignore[arg-type]
+    rows = math.prod(x.shape[:-1])
+    weights = kernel.flops / (2 * rows)
+    plain = kernel.node.target.__name__ == "fixed_rows_linear"  # type: ignore[union-attr]
+    # codes of 4 bits take less than a byte a weight, with their scales
+    narrow, wide = ("bf16", "fp32") if plain else ("int4", "parts")
+    return wide if weight.bytes > 3 * weights else narrow, rows, weights
 
 
 def _in_parts(kernel: Kernel, device: Device) -> float:

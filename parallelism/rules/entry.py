@@ -77,6 +77,8 @@ class Entry:
     """Operands that are a cache with a free number of blocks: FLOPs and bytes read are those of one block."""
     listed: int | None = None
     """The operand [batch, rows, count] with the positions of the cache that each row reads; None: it reads all."""
+    packed: bool = False
+    """Whether its second operand is a weight in a layout of its own (see `cost.Cpu.products`)."""
     calls: int = 1
     """Library operations that it issues one after the other on a CPU, without views; a GPU has one kernel for them."""
     saved: bool = False

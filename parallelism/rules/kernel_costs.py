@@ -5,12 +5,13 @@ from __future__ import annotations
 from tpshard.parallelism.rules.entry import Entry, Table
 
 product = Entry(work="matmul")
+packed = Entry(work="matmul", packed=True)
 
 OPS: Table = {
     "linear": product,
-    "fixed_rows_linear": product,
-    "int4_linear": product,
-    "parts_linear": product,
+    "fixed_rows_linear": packed,
+    "int4_linear": packed,
+    "parts_linear": packed,
     "quantized_linear": product,
     "quantized_gate": product,
     "fixed_rows_experts": product,

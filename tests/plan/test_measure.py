@@ -36,6 +36,7 @@ def process(n: int) -> dict[str, Any]:
             for dtype, rate in (("float32", FLOPS), ("bfloat16", BF16))
             for f, b in ((3e7, 1.6e6), (2e8, 4e6), (1e9, 5e6), (2e9, 1.2e7))
         ],
+        "served": [["fp32", rows, (1.0 + rows / 8) * 1e-9 * slower] for rows in (1, 8, 64)],
         "attention": [
             [[1e8, d, 9, 8 * OP * turns + 1e8 * (1 + SOFTMAX / d) / rate * slower] for d in (16, 32, 64, 128)]
             for rate in (ATTENTION, BACK)
@@ -109,6 +110,10 @@ def test_constants_come_back_from_synthetic_measurements(machine: Device) -> Non
     assert two.cpu.exponential / two.memory_bandwidth == pytest.approx(EXPONENTIAL, rel=0.02)
     assert (two.cpu.skew_s, two.cpu.spread) == (pytest.approx(SKEW[2], rel=0.05), pytest.approx(SPREAD[2], rel=0.05))
     assert two.overhead.step_s == pytest.approx(LOOP)
+    assert [two.cpu.product_s("fp32", rows) for rows in (1, 4, 8, 128)] == pytest.approx(
+        [1.125e-9, 1.125e-9 + 3 / 7 * 0.875e-9, 2e-9, 18e-9], rel=0.02
+    )  # as measured, or between and beyond what was
+    assert two.cpu.product_s("int4", 1) is None
     assert (two.cpu.message_s, machine.shared_by(4).cpu.message_s) == pytest.approx((2 * MESSAGE, 4 * MESSAGE))
     assert machine.with_own_core(4).cpu.message_s == pytest.approx(4 * MESSAGE)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +17,13 @@ from servers import folder_runner, job_of, programs_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from tpshard.cli.main import run as tpshard
 from tpshard.cli.shared.serve_worker import prepare
+from tpshard.devices.read import device
 from tpshard.kernels.quantized.gptq_solver import Order, Settings
 from tpshard.models import build, to_hf
 from tpshard.models.families.config import ModelConfig
 from tpshard.models.folders.hf_config import folder_config
 from tpshard.parallelism.pricing.flow import info_of, op_name
+from tpshard.parallelism.pricing.timeline import price
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.resharding.exchange import cpu_collective
 from tpshard.parallelism.runtime.context import Context
@@ -44,6 +47,7 @@ CONFIG = ModelConfig(
     dtype="fp32",
 )  # fmt: skip
 ROWS = 8
+CPU = device("cpu")
 
 
 def quantize(out: Path, order: Order, config: ModelConfig = CONFIG) -> Path:
@@ -323,3 +327,19 @@ def test_a_prompt_that_is_whole_chunks_is_priced_from_their_program_alone(tmp_pa
     recipe = loads(f"model: {{transformers: '{folder}', seq_len: 64}}\nserve: {{requests: 4, dtype: fp32}}\n")
     report = planner.report(recipe, "", "prefill")
     assert search.price_variant(recipe, "prefill").step_s == pytest.approx(report.pricing.step_s, rel=1e-9)
+
+
+@pytest.mark.parametrize(("dtype", "layout"), [("fp32", "fp32"), ("bf16", "int4")])
+def test_products_take_what_the_machine_was_measured_to_take(dtype: str, layout: str, folders: dict[str, Path]) -> None:
+    programs = programs_of(folders["global"], "serve.mesh.tp=1", f"serve.dtype={dtype}")
+    shapes = [shape for name, shape in programs.shapes.items() if "attention.w" in name or "mlp." in name]
+    linears = sum(map(math.prod, shapes))
+
+    def seconds(rows: int, each_s: float) -> float:
+        known = {layout: {1: each_s, 8: 3 * each_s}}
+        device = replace(CPU, cpu=replace(CPU.cpu, products=known))
+        return price(programs.by_size[Size(rows)], device, 1, compiled="none").run().seconds
+
+    for rows, times in ((1, 1), (8, 3)):
+        head = programs.vocab * CONFIG.width if dtype == "fp32" else 0  # a head in bf16 is in another layout
+        assert seconds(rows, 2e-6) - seconds(rows, 1e-6) == pytest.approx(times * (linears + head) * 1e-6)
