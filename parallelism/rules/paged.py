@@ -11,7 +11,7 @@ from tpshard.parallelism.graph import Op
 from tpshard.parallelism.rules.entry import Table
 from tpshard.parallelism.rules.letters import letters
 
-CALLS = 9
+CALLS = 11
 """Library operations that a CPU runs for one call in which all rows read equally many blocks."""
 ROWS = "BT,BT,BT,MW"
 """The positions, slots and sequences of the rows, and the tables of blocks of all sequences."""
@@ -47,7 +47,7 @@ OPS: Table = {
     "tpshard.paged_attention_lse": PAGED,
     # every device selects the same keys, so that all dims are whole
     "tpshard.paged_select_keys": letters(
-        f"BTHD,BTOD,BTH,NSOD,{ROWS}->BTC", flops=select_flops, work="matmul", saved=True, cached=(3,), calls=19
+        f"BTHD,BTOD,BTH,NSOD,{ROWS}->BTC", flops=select_flops, work="matmul", saved=True, cached=(3,), calls=17
     ),
     "tpshard.paged_selected_attention": letters(
         f"BT(kg)D,BTkD,BTkE,NSkD,NSkE,{ROWS},BTC->BT(kg)E,B(kg)T", flops=selected_flops, work="attention", saved=True,
