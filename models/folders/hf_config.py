@@ -111,7 +111,8 @@ def read_config(raw: Mapping[str, Any], *, quantized: bool = False) -> ModelConf
     family_keys |= {"sliding_window"} if family.hf.windows is not None else set()
     for key, harmless in _UNSUPPORTED.items():
         if key not in family_keys and raw.get(key) not in harmless and not (quantized and key == "quantization_config"):
-            raise ValueError(f"config.json: `{key}: {_short(raw[key])}` is not supported")
+            kind_of_error = OtherForm if key == "partial_rotary_factor" else ValueError
+            raise kind_of_error(f"config.json: `{key}: {_short(raw[key])}` is not supported")
     try:
         return _read(raw, family)
     except ValueError as error:

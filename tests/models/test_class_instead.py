@@ -64,6 +64,17 @@ def test_other_activations_too_but_wrong_numbers_are_still_told(tmp_path: Path) 
     assert computes(folder(tmp_path / "bad", "Llama", num_hidden_layers=-1))
 
 
+def test_a_partial_rotation_is_that_of_the_class_wherever_it_is_written(tmp_path: Path) -> None:
+    tokens = torch.arange(24)[None]
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    for name, changes in (("inside", {"rope_parameters": rope}), ("beside", {"partial_rotary_factor": 0.5})):
+        place = folder(tmp_path / name, "Llama", old=name == "beside", **changes)
+        with torch.no_grad():
+            expected = transformers.AutoModelForCausalLM.from_pretrained(place)(tokens).logits
+            assert (Blueprint.of(hf=str(place)).build(device="cpu")(tokens) - expected).abs().max() < 1e-5
+        assert "partial_rotary_factor: 0.5" in class_reason(json.loads((place / "config.json").read_text()))
+
+
 def test_commands_say_which_class_computes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rope = {"rope_type": "yarn", "rope_theta": 1e4, **ROTATIONS["yarn"]}
     place = folder(tmp_path / "in", "Llama", rope_parameters=rope)
