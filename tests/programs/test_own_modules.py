@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, weight_norm
 from torch.utils.checkpoint import checkpoint
 from tpshard.diagnostics.diagnostic import Mistakes
 from tpshard.models.transformers.architecture import Architecture
+from tpshard.models.transformers.class_weights import write_folder
 from tpshard.programs.parts import step_programs
 from tpshard.programs.parts.checks import traceable
 from tpshard.programs.server.serve_setting import ServeSetting
@@ -180,4 +182,9 @@ def test_what_a_class_keeps_in_fp32_is_used_and_served_in_it(name: str, dtype: s
     }
     for path, parameter in served.named_parameters():
         assert parameter.dtype == setting.used_dtype(path) == expected[path], path
+    written = tmp_path / "written"
+    architecture = Architecture(config)
+    write_folder(architecture, lambda path: torch.zeros(architecture.shapes[path]), written, dtype=setting.param_dtype)
+    stored = load_file(written / "model.safetensors")
+    assert {path: value.dtype for path, value in stored.items()} == {path: expected[path] for path in stored}
     assert any(torch.float32 == setting.used_dtype(path) for path in expected) == ((name, dtype) != ("gpt_oss", "bf16"))
