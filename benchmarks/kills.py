@@ -35,7 +35,7 @@ from running import COMMAND
 
 VICTIMS = ("a rank", "all ranks", "the launcher", "launcher and ranks")
 MOMENTS = ("any time", "during a save")
-STEPS = 240
+STEPS = 120
 RECIPE = f"""
 name: kills
 cluster: {{device: cpu}}
@@ -139,8 +139,12 @@ def main() -> None:
             process = start(folder)
             folder.mkdir(exist_ok=True)
             (folder / "checkpoints").mkdir(exist_ok=True)
-            await_moment(process, folder, moment, chance)
-            ended = process.poll()
+            try:
+                await_moment(process, folder, moment, chance)
+                ended = process.poll()
+            except KeyboardInterrupt:
+                kill(process, "launcher and ranks", chance)
+                raise
             kill(process, victim, chance)
             step, wrong = verdict(folder, expected)
             if ended is not None and ended != 0:

@@ -9,6 +9,8 @@ import typer
 from tpshard.cli.shared.arguments import Json, recipe_argument
 from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes, dumps
 
+TEXTS = (".jsonl", ".json.gz", ".parquet", ".txt")
+"""Ends of names that are no recipe's, but a text's: those of a pattern that the shell has replaced."""
 Files = Annotated[list[str], recipe_argument(metavar="RECIPE", help="Recipes to check.")]
 
 
@@ -21,8 +23,8 @@ def validate(files: Files, as_json: Json = False) -> int:
     from tpshard.cli.main import report
     from tpshard.cli.shared.preflight import load_checked
 
-    recipes = [name for name in files if "=" not in name]
-    overrides = [name for name in files if "=" in name]
+    overrides = [name for name in files if "=" in name or name.endswith(TEXTS)]
+    recipes = [name for name in files if name not in overrides]
     if not recipes:
         raise typer.BadParameter("no recipe among the arguments")
     diagnostics: dict[Diagnostic, None] = {}  # two recipes may extend the same base

@@ -24,6 +24,10 @@ ACCELERATORS = {
     "h200-x4": "H200", "b200": "B200",
 }  # fmt: skip
 """SkyPilot's names of the shipped devices."""
+STORE_SECRETS = {"s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")}
+"""The variables with the credentials of an object store, where no role of the machine has them."""
+STORE_SETTINGS = ("AWS_ENDPOINT_URL", "AWS_REGION", "AWS_DEFAULT_REGION")
+"""Further variables that say where a store is."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,11 @@ class EngineJob:
         shared = [f"run.dir={self.folder.rstrip('/')}/{self.recipe.name}"] if self.folder else []
         return ["tpshard", "train", self.source, *self.overrides, *shared]
 
+    @property
+    def store(self) -> str | None:
+        """The run's place in an object store, unless the engine's own folder is named."""
+        return None if self.folder else self.recipe.run.store
+
     def variables(self) -> list[str]:
         """The environment variables that the recipe names, except for unset ones that have a default."""
         found = re.findall(r"\$\{oc\.env:([A-Za-z0-9_]+)(,?)", self.recipe.to_yaml())
@@ -74,13 +83,15 @@ class EngineJob:
         return list(dict.fromkeys([*names, *(["HF_TOKEN"] if source.startswith("hub:") else [])]))
 
     def optional_secrets(self) -> list[str]:
-        """The secrets without which the run goes on: wandb is then offline."""
+        """The secrets without which the run may go on: wandb is then offline, and a role may open an object store."""
         wandb = self.recipe.logging.wandb
-        return ["WANDB_API_KEY"] if wandb is not None and wandb.mode == "auto" else []
+        names = ["WANDB_API_KEY"] if wandb is not None and wandb.mode == "auto" else []
+        return [*names, *STORE_SECRETS.get((self.store or "").partition("://")[0], ())]
 
     def plain(self) -> list[str]:
         """The other environment variables that the recipe names."""
-        return [name for name in self.variables() if name not in self.secrets()]
+        settings = [name for name in STORE_SETTINGS if self.store is not None and name in os.environ]
+        return list(dict.fromkeys([*(name for name in self.variables() if name not in self.secrets()), *settings]))
 
 
 def slurm(job: EngineJob) -> str:
@@ -112,7 +123,8 @@ def slurm(job: EngineJob) -> str:
 
 def kubernetes(job: EngineJob) -> str:
     """A ConfigMap with the recipe, and a JobSet that restarts after an exit code of `RETRIED` and no other."""
-    command = ["tpshard", "train", "/recipe/recipe.yaml", f"run.dir=/runs/{job.recipe.name}"]
+    in_claim = job.store is None
+    command = ["tpshard", "train", "/recipe/recipe.yaml", *[f"run.dir=/runs/{job.recipe.name}"] * in_claim]
     if job.hosts > 1:  # `$(NAME)` is replaced by Kubernetes
         head = f"{job.name}-workers-0-0.{job.name}:{PORT}"
         launch = ["launch", "--nodes", str(job.hosts), "--node-rank", "$(JOB_COMPLETION_INDEX)", "--rendezvous", head]
@@ -126,7 +138,7 @@ def kubernetes(job: EngineJob) -> str:
               for name in job.optional_secrets()),
         ],
         "volumeMounts": [
-            {"name": "recipe", "mountPath": "/recipe"}, {"name": "runs", "mountPath": "/runs"},
+            {"name": "recipe", "mountPath": "/recipe"}, *[{"name": "runs", "mountPath": "/runs"}] * in_claim,
             {"name": "memory", "mountPath": "/dev/shm"},
         ],
     }  # fmt: skip
@@ -138,7 +150,7 @@ def kubernetes(job: EngineJob) -> str:
         "restartPolicy": "Never", "terminationGracePeriodSeconds": GRACE_S, "containers": [container],
         "volumes": [
             {"name": "recipe", "configMap": {"name": f"{job.name}-recipe"}},
-            {"name": "runs", "persistentVolumeClaim": {"claimName": job.folder or f"{job.name}-runs"}},
+            *[{"name": "runs", "persistentVolumeClaim": {"claimName": job.folder or f"{job.name}-runs"}}] * in_claim,
             {"name": "memory", "emptyDir": {"medium": "Memory"}},
         ],
     }  # fmt: skip
@@ -193,12 +205,13 @@ def sky(job: EngineJob) -> str:
         text += f"{launch} -- {_line(train)}\n"
     else:
         text += _line(["tpshard", *train]) + "\n"
+    secrets = [*job.secrets(), *(name for name in job.optional_secrets() if job.store and name in os.environ)]
     task = {
         "name": job.name, "num_nodes": job.hosts, "resources": resources,
         **({"envs": dict.fromkeys(job.plain())} if job.plain() else {}),
-        **({"secrets": dict.fromkeys(job.secrets())} if job.secrets() else {}),
+        **({"secrets": dict.fromkeys(secrets)} if secrets else {}),
         **({"file_mounts": {"/runs": {"source": job.folder, "mode": "MOUNT_CACHED"}}} if job.folder else {}),
-        "setup": "pip install tpshard\n", "run": text,
+        "setup": f"pip install {shlex.quote('tpshard[stores]') if job.store else 'tpshard'}\n", "run": text,
     }  # fmt: skip
     return dump(task)
 

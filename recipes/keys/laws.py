@@ -342,6 +342,26 @@ def known_store(recipe: Recipe) -> Iterator[Diagnostic]:
         yield Diagnostic(f"`run.dir` names no object store: {wrong[0]}", where=where, fix=wrong[1])
 
 
+def files_on_this_host(recipe: Recipe) -> Iterator[Diagnostic]:
+    """Refuses names of files and folders that are URLs: only a run and its checkpoints are in object stores."""
+    for section in ("data", "model", "serve"):
+        part = getattr(recipe, section)
+        for key in part.paths:
+            written = part.stored()[key]
+            if not isinstance(written, str) or not is_url(written):
+                continue
+            wrong = wrong_store(re.sub(r"\$\{[^}]*\}", "x", written))
+            if (section, key) == ("serve", "checkpoint") and wrong is None:
+                continue
+            where = recipe.where(f"{section}.{key}")
+            where = replace(where, text=without_secrets(where.text), width=min(where.width, len(where.text)))
+            yield Diagnostic(
+                f"`{section}.{key}` is not on this machine", where=where,
+                why="of object stores only runs and checkpoints are read" if wrong is None else wrong[0],
+                fix="copy it to a folder with the store's own tool, and name that",
+            )  # fmt: skip
+
+
 def profiled_steps(recipe: Recipe) -> Iterator[Diagnostic]:
     """Requires that the steps to profile are in order, and warns where the run ends before them."""
     if recipe.train.profile is None:
@@ -379,6 +399,7 @@ LAWS: tuple[tuple[Law, tuple[str, ...]], ...] = (
     (settings_are_read, READ),
     (pipeline_is_possible, PIPELINE),
     (known_store, ("run.dir",)),
+    (files_on_this_host, ("data", "model", "serve.checkpoint")),
     (profiled_steps, ("train.profile", "train.steps")),
     (stages_have_their_axis, PIPELINE),
 )

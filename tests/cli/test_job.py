@@ -167,3 +167,28 @@ def test_what_an_engine_needs_is_asked_for(capsys: pytest.CaptureFixture[str]) -
     assert run(["job", "sky", "quickstart", "--bucket", "runs"]) == Exit.USAGE
     assert run(["job", "slurm", "tiny"]) == Exit.FIT
     assert "how many devices" in capsys.readouterr().err
+
+
+def test_a_run_in_an_object_store_stays_there_with_its_secrets_by_reference(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No claim is mounted over `run.dir`, which the recipe in the job keeps."""
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of-nobody")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://store:9000")
+    place = "s3://bucket/runs/mine"
+    assert run(["job", "k8s", "quickstart", f"run.dir={place}", "--image", "image"]) == 0
+    printed = capsys.readouterr().out
+    recipe, jobset = yaml.safe_load_all(printed)
+    jsonschema.validate(jobset, JOBSET)
+    pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    container = pod["containers"][0]
+    assert yaml.safe_load(recipe["data"]["recipe.yaml"])["run"]["dir"] == place
+    assert not any("run.dir" in word for word in container["command"])
+    assert "runs" not in {volume["name"] for volume in (*pod["volumes"], *container["volumeMounts"])}
+    references = {one["name"]: one.get("valueFrom", {}).get("secretKeyRef", {}) for one in container["env"]}
+    assert references["AWS_SECRET_ACCESS_KEY"]["optional"] and references["AWS_ENDPOINT_URL"] == {}
+    assert run(["job", "sky", "quickstart", f"run.dir={place}"]) == 0
+    sky = capsys.readouterr().out
+    task = yaml.safe_load(sky)
+    assert task["secrets"]["AWS_SECRET_ACCESS_KEY"] is None and "tpshard[stores]" in task["setup"]
+    assert place in task["run"] and "of-nobody" not in printed + sky

@@ -429,6 +429,9 @@ def test_what_a_command_cannot_do_in_a_store_is_refused(
     def told(*command: str) -> tuple[int, str]:
         return run(list(command)), capsys.readouterr().err
 
+    for key in ("data.source", "data.tokenizer", "model.hf"):
+        code, text = told("validate", "quickstart", f"{key}={place}")
+        assert code == Exit.RECIPE and f"`{key}` is not on this machine" in text and "copy it to a folder" in text
     (place / "config.json").write_bytes(b"{}")
     code, text = told("serve", f"{place}")
     assert code == Exit.CHECKPOINT and "copy the folder to this host" in text
