@@ -121,6 +121,7 @@ def test_unknown_device_names_the_known_ones():
 
 CROWDED = (
     GOOD.replace("kind: gpu", "kind: cpu").replace("devices: 8", "devices: 8\n  cores: 2")
+    + "  products: {fp32: {1: 2 ns}}\n"
     + "  crowds:\n"
     + "    1: {compute: 0.9}\n"
     + "    4: {compute: 0.8, memory: 0.5, overhead: 3, bandwidth: 1 GB/s, latency: 2 ms, skew: 3 ms, spread: 0.1, "
@@ -136,6 +137,7 @@ def test_crowds_say_what_processes_lose_to_each_other():
     assert four.memory_bandwidth == pytest.approx(3.35e12 * 0.5 / 4)
     assert (four.cpu.view_s, four.overhead.eager_op_s) == (pytest.approx(15e-6), pytest.approx(30e-6))
     assert (four.inside.bandwidth, four.inside.latency_s, four.inside.slowdown) == (1e9, 2e-3, 0.9)
+    assert four.cpu.product_s("fp32", 1) == pytest.approx(2e-9 * 4 / 0.8)
     assert four.cpu.growth == pytest.approx(4e9)  # of its own; without, as of the memory
     without = parse(CROWDED.replace("growth: 2, ", "").encode(), "box.yaml").shared_by(4)
     assert without.cpu.growth == pytest.approx(1e9)
@@ -189,6 +191,12 @@ def test_constants_change_what_operations_cost():
         ("exponential: 40", "exponential: -1", "is not allowed"),
         ("growth: 2", "growth: 100", "is not allowed"),
         ("growth: 8 GB/s", "growth: fast", "a bandwidth"),
+        ("{fp32: {1: 2 ns}}", "[1]", "is not a map"),
+        ("fp32: {1: 2 ns}", "fp64: {1: 2 ns}", "no layout"),
+        ("{1: 2 ns}", "2 ns", "no layout"),
+        ("{1: 2 ns}", "{0: 2 ns}", "not a number of rows"),
+        ("{1: 2 ns}", "{one: 2 ns}", "not a number of rows"),
+        ("{1: 2 ns}", "{1: fast}", "a time"),
     ],
 )
 def test_absurd_crowds_are_refused(old, new, words):
