@@ -362,6 +362,15 @@ def test_one_run_at_a_time_and_the_dead_hold_nothing(place: StorePath) -> None:
     StoreLock(lock, wait=lambda seconds: pytest.fail("its end is known here")).close()
 
 
+def test_a_store_without_conditions_refuses_a_second_run_too(place: StorePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = StorePath.write_bytes
+    monkeypatch.setattr(StorePath, "write_bytes", lambda self, data, *, new=False: write(self, data))
+    held = StoreLock(place / "lock.json")
+    with pytest.raises(Taken):
+        StoreLock(place / "lock.json")
+    held.close()
+
+
 def test_a_lock_of_another_host_is_taken_once_it_stands_still(place: StorePath) -> None:
     lock, waits, said = place / "lock.json", list[float](), list[str]()
     content = plant(lock, host="elsewhere")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -248,6 +249,7 @@ def _new_file_system(scheme: str, attempts: int = 0) -> Any:
 
     module = importlib.import_module(SCHEMES[scheme])
     if scheme == "gs":
+        logging.getLogger("gcsfs").setLevel(logging.ERROR)  # it warns of each bucket whose kind it does not know
         return module.GCSFileSystem(use_listings_cache=False, skip_instance_cache=True)
     retries = {"retries": {"total_max_attempts": attempts}} if attempts else {}
     system = module.S3FileSystem(

@@ -60,6 +60,8 @@ class StoreLock:
             self.place.unlink()
 
     def _create(self) -> bool:
+        if self.place.is_file():  # asked for before, since some stores write over what must be new
+            return False
         try:
             self.place.write_bytes(self._content(), new=True)
         except FileExistsError:
