@@ -17,8 +17,8 @@ RENDEZVOUS = "TPSHARD_RENDEZVOUS"
 class WorkerPlace:
     """One worker's place among `world` workers.
 
-    `rendezvous` is how they connect: `file:PATH` or `unix:NAME` (no port), `tcp:HOST:PORT` (rank 0 listens there), or
-    `env:` (MASTER_ADDR and MASTER_PORT). See `rendezvous`.
+    `rendezvous` is how they connect: `file:PATH` or `unix:NAME` (no port), `tcp:HOST:PORT#RUN` (rank 0 listens there;
+    the run's name may be left out), or `env:` (MASTER_ADDR and MASTER_PORT). See `rendezvous`.
     """
 
     rank: int
@@ -111,9 +111,9 @@ def _slurm(env: Mapping[str, str]) -> WorkerPlace:
     rank, world, local_rank = _number(env, "SLURM_PROCID"), _tasks(env), _number(env, "SLURM_LOCALID", 0)
     nodes = _number(env, "SLURM_STEP_NUM_NODES", _number(env, "SLURM_NNODES", 1))
     step = "-".join(env.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"))
+    # of several commands that one step starts, each has its own store
+    command = hashlib.sha256("\0".join([os.getcwd(), *sys.argv[1:]]).encode(errors="replace")).hexdigest()[:16]
     if nodes == 1:
-        # of several commands that one step starts, each has its own store
-        command = hashlib.sha256("\0".join([os.getcwd(), *sys.argv[1:]]).encode(errors="replace")).hexdigest()[:16]
         return _check(WorkerPlace(rank, world, local_rank, world, f"unix:{step}-{command}", "slurm"))
     per_node = env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", ""))
     node = _number(env, "SLURM_NODEID", 0)
@@ -123,7 +123,7 @@ def _slurm(env: Mapping[str, str]) -> WorkerPlace:
         raise ValueError("SLURM gives no SLURM_STEP_NODELIST: set MASTER_ADDR to the address of the first node")
     # two steps on one node must not share a port, so it follows from job and step
     port = _number(env, "MASTER_PORT", 20000 + sum(ord(c) * 31**i for i, c in enumerate(step)) % 20000)
-    return _check(WorkerPlace(rank, world, local_rank, local_world, f"tcp:{host}:{port}", "slurm"))
+    return _check(WorkerPlace(rank, world, local_rank, local_world, f"tcp:{host}:{port}#{step}-{command}", "slurm"))
 
 
 def tasks_per_node(text: str) -> list[int]:

@@ -82,10 +82,13 @@ def _store(place: WorkerPlace, start_s: float, deadline: float, env: Mapping[str
             address = f"{env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')}"
             return within(deadline, lambda: next(iter(ask))[0], address, place, start_s)
         where = f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}"
-    host, _, port = where.rpartition(":")
+    address, _, run = where.partition("#")
+    host, _, port = address.rpartition(":")
     if place.rank == 0:
-        return _server(host.strip("[]"), int(port), place, start_s)
-    return _client(host.strip("[]"), int(port), place, start_s, deadline)
+        served = _server(host.strip("[]"), int(port), place, start_s)
+    else:
+        served = _client(host.strip("[]"), int(port), place, start_s, deadline)
+    return dist.PrefixStore(run, served) if run else served  # so that another run's at this port is told apart
 
 
 def within(deadline: float, connect: Callable[[], T], address: str, place: WorkerPlace, start_s: float) -> T:
@@ -128,10 +131,11 @@ def _server(host: str, port: int, place: WorkerPlace, start_s: float) -> dist.St
     try:
         listener.bind(address)
     except OSError as error:
+        named = "set MASTER_ADDR and MASTER_PORT to" if place.launcher == "slurm" else "give --rendezvous"
         raise WorkerFault(
             f"rank 0 cannot listen on {host}:{port}: {error.strerror}",
             exit=Exit.MACHINE,
-            fix="give --rendezvous an address of the first host and a free port",
+            fix=f"{named} an address of the first host and a free port",
         ) from error
     listener.listen(1024)
     # The store owns the descriptor from here on.

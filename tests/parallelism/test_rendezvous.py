@@ -43,6 +43,21 @@ def test_a_foreign_program_at_the_rendezvous_is_told_in_time(foreign: int) -> No
     assert caught.value.exit == 9 and caught.value.why
 
 
+def test_workers_of_another_run_at_the_same_port_are_never_joined() -> None:
+    """Two SLURM steps whose ports are equal: all tasks of each wait for their own, until their time is over."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    def join(rank: int) -> str:
+        place = WorkerPlace(rank, 2, 0, 1, f"tcp:127.0.0.1:{port}#{'other' if rank else 'one'}", "slurm")
+        with pytest.raises(WorkerFault) as caught:
+            rendezvous.meet(place, 2)
+        assert caught.value.exit == 9
+        return str(caught.value.why)
+
+    assert together(2, join)[0] == "missing: rank 1"
+
+
 def together(world: int, work: Callable[[int], Any]) -> dict[int, Any]:
     """The results of `work` by rank, each in a thread of its own."""
     results: dict[int, Any] = {}
