@@ -120,6 +120,8 @@ class Lockstep:
             assert torch.equal(results[0][0], other[0])
         return results[0][0][: len(batch.logit_rows)]
 
+    def check(self) -> None: ...
+
     def close(self) -> None:
         self._fill.clear()
 

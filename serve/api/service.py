@@ -18,6 +18,9 @@ from tpshard.serve.engine.step import Runner, WorkerLost
 
 log = logging.getLogger(__name__)
 
+LOOK_S = 1.0
+"""Seconds between looks at the ranks of a server that has nothing to do."""
+
 State = Literal["starting", "ready", "broken", "closed"]
 Deliver = Callable[[list[Event]], None]
 
@@ -180,13 +183,16 @@ class Service:
         while True:
             with self._wake:
                 while not (self._inbox or engine.busy or self._closing):
-                    self._wake.wait()
+                    if not self._wake.wait(LOOK_S):
+                        break
                 if self._closing:
                     return
                 inbox, self._inbox = self._inbox, deque()
             for request_kind, sequence in inbox:
                 self._take(engine, request_kind, sequence)
             try:
+                if not engine.busy:
+                    engine.runner.check()
                 events = engine.step()
             except WorkerLost as error:
                 log.error("%s", error)

@@ -63,6 +63,12 @@ class Ranks:
         logits = np.frombuffer(self._memory, dtype="<f4", count=shape[0] * shape[1]).reshape(shape)
         return torch.from_numpy(logits.copy())
 
+    def check(self) -> None:
+        self._workers.listen(0)
+        for worker in self._workers.all:
+            if worker.process.poll() is not None or _is_stopped(worker.process.pid):
+                self._end(f"rank {worker.rank} was lost between requests: it has ended, or was stopped by a signal")
+
     def close(self) -> None:
         for channel in self._channels:
             with contextlib.suppress(Closed):

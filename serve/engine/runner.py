@@ -56,6 +56,8 @@ class ProgramRunner:
         logits, *_ = self._run[size](*arguments)
         return logits[: len(batch.logit_rows)].float().cpu()
 
+    def check(self) -> None: ...
+
     def _bring(self, port: Port, value: np.ndarray) -> Tensor:
         whole = torch.from_numpy(np.ascontiguousarray(value)).to(self._device)
         return cut(whole, port.layout, self._programs.setting.mesh, self._rank) if port.layout.axes else whole

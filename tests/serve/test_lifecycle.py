@@ -63,10 +63,13 @@ def test_two_ranks_answer_like_one_and_their_death_is_noticed(folder: Path, runn
         pids = pids_of(ranks)
         listening = [c for pid in pids for c in psutil.Process(pid).net_connections() if c.status == "LISTEN"]
         assert all(c.laddr.ip in ("127.0.0.1", "::1") for c in listening)
+        ranks.check()
         os.kill(pids[1], signal.SIGSTOP)
         with pytest.raises(WorkerLost, match="rank 1 was lost: it was stopped by a signal"):
             answers(ranks)
         assert wait_for_all(pids)
+        with pytest.raises(WorkerLost, match="rank 0 was lost between requests"):
+            ranks.check()
     finally:
         ranks.close()
 

@@ -21,6 +21,7 @@ import torch
 from patience import PATIENCE, until
 from torch import Tensor
 from tpshard.programs.scheduling.request import Sampling, Sequence
+from tpshard.serve.api import service as service_module
 from tpshard.serve.api.access import Access
 from tpshard.serve.api.service import Limits
 from tpshard.serve.api.text import Writer
@@ -335,7 +336,11 @@ class Failing:
 
     def __init__(self, runner: ProgramRunner, failures: list[BaseException]) -> None:
         self.runner, self.failures = runner, failures
-        self.closed_annotation = False
+        self.closed_annotation = self.gone = False
+
+    def check(self) -> None:
+        if self.gone:
+            raise WorkerLost("rank 1 has ended")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.runner, name)
@@ -381,6 +386,23 @@ def test_a_lost_worker_fails_its_requests_at_once_and_is_replaced(runner: Progra
         assert post(server, BODY)["choices"][0]["text"] == expected
         server.settled()
         assert ended(server) == {"length": 2, "error": 2}
+
+
+def test_a_worker_that_is_lost_between_requests_is_replaced(
+    runner: ProgramRunner, served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, "LOOK_S", 0.01)
+    actual: list[Failing] = []
+
+    def make() -> Any:
+        actual.append(Failing(runner, []))
+        return actual[-1]
+
+    with served(make, Limits()) as server:
+        expected = post(server, BODY)["choices"][0]["text"]
+        actual[0].gone = True
+        until(lambda: len(actual) == 2 and web.get(server.url + "/health").status_code == 200, "another worker")
+        assert actual[0].closed_annotation and post(server, BODY)["choices"][0]["text"] == expected
 
 
 def test_a_request_that_takes_too_long_is_ended(runner: ProgramRunner, served: Any) -> None:
