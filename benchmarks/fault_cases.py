@@ -95,6 +95,16 @@ RECIPES = group(
     ("heads that tp does not divide", "tpshard plan recipe.yaml --dry-run mesh.tp=3 cluster.devices_per_node=3", 4),
     ("a batch that ranks do not divide",
      "tpshard plan recipe.yaml --dry-run mesh.fsdp=3 cluster.devices_per_node=3", 4, "global_sequences"),
+    ("a dim that two axes split unevenly", "tpshard plan recipe.yaml --dry-run 'mesh={x: 2, tp: 2}' "
+     "'sharding.rules.mlp=[x, tp]' model.mlp=50 cluster.devices_per_node=4", 4, "do not divide the 50 columns"),
+    ("a dim that two axes split unevenly, padded",
+     "train 'mesh={x: 2, tp: 2}' 'sharding.rules.mlp=[x, tp]' model.mlp=50 sharding.on_uneven=pad\n"
+     "tpshard train recipe.yaml run.dir=alone model.mlp=50\n"
+     "python -c \"import json; a, b = [[json.loads(r)['loss'] for r in open(f'{d}/metrics.jsonl') if '\\\"loss' in r] "
+     "for d in ('new', 'alone')]; print('equal', len(a) == 4 and all(abs(x - y) < 1e-5 for x, y in zip(a, b)))\"",
+     0, "equal True"),
+    ("a model that its devices cannot hold", "tpshard plan recipe.yaml --dry-run model.width=8192 "
+     "model.mlp=32768 cluster.devices_per_node=2 mesh.fsdp=2", 4, "edit: .*tp"),
     ("the plan twice", "for i in 1 2; do tpshard plan recipe.yaml --dry-run --no-cache --json > $i; done; cmp 1 2", 0),
     ("help without torch", "mkdir bad; echo 'raise SystemExit(9)' > bad/torch.py; PYTHONPATH=bad tpshard --help", 0),
     ("a recipe for GPUs on a machine without one",
@@ -151,6 +161,12 @@ PROCESSES = group(
     ("two runs at once on one machine",
      "train mesh.fsdp=2 & tpshard train recipe.yaml run.dir=other mesh.fsdp=2; code=$?\n"
      "wait $! && exit $code", 0, "done after step 4"),
+    ("a loss that is not finite",
+     "train mesh.fsdp=2 optimizer.lr=1e12 schedule.warmup_steps=0 train.steps=20; code=$?\n"
+     "test -s new/logs/nonfinite.jsonl && exit $code", 8, "not finite"),
+    ("losses that are not finite, skipped", "train mesh.fsdp=2 optimizer.lr=1e12 schedule.warmup_steps=0 "
+     "train.on_nonfinite=skip train.steps=6; code=$?; test -s new/logs/nonfinite.jsonl && exit $code", (0, 8),
+     "not finite"),
     ("secrets in the arguments of workers", "train train.steps=4000 serve.api_key=hunter2 & pid=$!; until_step 1\n"
      "ps -o args= --ppid $pid | grep -c hunter2; kill -TERM $pid; wait $pid", 75, r"(?m)^0$"),
     ("no network and no address but loopback",
@@ -222,6 +238,22 @@ DATA = group(
     ("a tokenizer that is not there", "tpshard validate recipe.yaml data.source=recipe.yaml data.tokenizer=none", 6),
     ("the hub cannot be reached",
      "HF_ENDPOINT=http://127.0.0.1:9 train data.source=c4 data.tokenizer=tok", 6, "the hub"),
+    ("an empty table among good ones", "mkdir d; python -c \"import pyarrow as a; from pyarrow import parquet as p\n"
+     "p.write_table(a.table({'text': [f'document {i} of words' for i in range(900)]}), 'd/a.parquet')\"\n"
+     ": > d/b.parquet; text d", 0, "no readable document in b.parquet"),
+    ("text that changed where no run had read it", "lines a 200000 > a.jsonl; text a.jsonl >/dev/null 2>&1\n"
+     "sed -i '150000s/words/WORDS/' a.jsonl; text a.jsonl train.steps=6", 6, "a.jsonl has changed"),
+    ("wandb does not answer", "python -c \"import socket; s = socket.create_server(('127.0.0.1', 29671))\n"
+     "kept = [s.accept() for _ in range(99)]\" & other=$!; sleep 1\n"
+     "WANDB_BASE_URL=http://127.0.0.1:29671 WANDB_API_KEY=$(printf '0%.0s' $(seq 40)) "
+     "train 'logging.wandb={mode: online}'; code=$?; kill $other; test $(logged) = 4 && exit $code", 0,
+     "done after step 4"),
+    ("wandb's process is killed", "train 'logging.wandb={mode: offline}' train.steps=90 & pid=$!; until_step 3\n"
+     "for p in $(ps -eo pid,args | grep '[w]andb_process.py' | awk '{print $1}'); do "
+     "case $(tr '\\0' '\\n' < /proc/$p/environ | grep ^TPSHARD_CACHE) in *$TPSHARD_CACHE) kill -9 $p;; esac; done\n"
+     "wait $pid; code=$?; test $(logged) = 90 && exit $code", 0, "the run goes on"),
+    ("wandb's folder cannot be made", "mkdir new; : > new/wandb; train 'logging.wandb={mode: offline}'; code=$?\n"
+     "test $(logged) = 4 && exit $code", 0, "done after step 4"),
     ("wandb cannot be reached",
      "WANDB_BASE_URL=http://127.0.0.1:9 WANDB_API_KEY=$(printf '0%.0s' $(seq 40)) "
      "train 'logging.wandb={mode: online}'", 0, "done after step 4"),
@@ -251,6 +283,32 @@ FOLDERS = group(
     ("weights that are not finite", "python -c \"import torch; from safetensors.torch import load_file, save_file\n"
      "p = 'hf/model.safetensors'; t = load_file(p); t['model.norm.weight'][0] = float('nan')\n"
      "save_file(t, p, {'format': 'pt'})\"\ntpshard quantize hf out quantize.group_size=16", (4, 6, 7), "NaN"),
+    ("weights that are infinite", "python -c \"import torch; from safetensors.torch import load_file, save_file\n"
+     "p = 'hf/model.safetensors'; t = load_file(p); t['model.layers.0.mlp.up_proj.weight'][0] = float('inf')\n"
+     "save_file(t, p, {'format': 'pt'})\"\ntpshard quantize hf out quantize.group_size=16; code=$?\n"
+     "test ! -e out && exit $code", (4, 6, 7), "inf|finite"),
+    ("rows of zeros", "python -c \"import torch; from safetensors.torch import load_file, save_file\n"
+     "p = 'hf/model.safetensors'; t = load_file(p); t['model.layers.0.mlp.up_proj.weight'][:16] = 0\n"
+     "save_file(t, p, {'format': 'pt'})\"\ntpshard quantize hf out quantize.group_size=16", 0, "held-out loss|worse"),
+    ("a model that is quantized already", "tpshard quantize hf out quantize.group_size=16 >/dev/null 2>&1\n"
+     "tpshard quantize out again quantize.group_size=16", (2, 4, 7), "already quantized"),
+    ("groups of another size than g_idx says", "tpshard quantize hf out quantize.group_size=16 >/dev/null 2>&1\n"
+     "python -c \"import torch; from safetensors.torch import load_file, save_file; p = 'out/model.safetensors'\n"
+     "t = load_file(p); n = 'model.layers.0.self_attn.q_proj.g_idx'; t[n][:3] = 1; save_file(t, p)\"\n"
+     "tpshard convert out dense", 7, "inputs into group"),
+    ("quantizing into its own source", "tpshard quantize hf hf --overwrite quantize.group_size=16; code=$?\n"
+     "test -e hf/config.json && exit $code", 2),
+    ("a header that claims more than the file has", "python -c \"open('hf/model.safetensors', 'wb').write("
+     "(1 << 40).to_bytes(8, 'little') + b'{}')\"\ntpshard quantize hf out quantize.group_size=16; code=$?\n"
+     "test ! -e out && exit $code", (6, 7)),
+    ("a disk that is full while quantizing", "mkdir small; unshare --user --map-root-user --mount bash -c "
+     "'mount -t tmpfs -o size=40k none small; tpshard quantize hf small/out quantize.group_size=16; code=$?; "
+     "test ! -e small/out && exit $code'", (5, 7), "No space left", "namespaces"),
+    ("a plan with an edited number", """tpshard plan recipe.yaml run.dir=p >/dev/null 2>&1
+python -c "import base64, json, zlib; p = json.load(open('p/plan.json'))
+step = zlib.decompress(base64.b64decode(p['step'])).decode().replace('[\\"tuple\\",48,32]', '[\\"tuple\\",48,16]')
+p['step'] = base64.b64encode(zlib.compress(step.encode())).decode(); json.dump(p, open('p/plan.json', 'w'))"
+train --plan p/plan.json; code=$?; test ! -e new && exit $code""", 3, "the programs in p/plan.json"),
     ("a plan of another model", "tpshard plan recipe.yaml run.dir=p >/dev/null 2>&1\n"
      "train --plan p/plan.json model.mlp=64", 4),
     ("little address space", "ulimit -v 400000; tpshard plan recipe.yaml --dry-run", 5, "ulimit -v"),
@@ -268,6 +326,40 @@ ask '{'; ask '[]'; ask '{"model": "small", "prompt": "a", "max_tokens": -1}'; as
 ask '{"model": "small", "prompt": "a", "n": 1000000000}'; ask '{"model": "../../etc", "prompt": "a"}'
 ask '{"model": "small", "prompt": "a", "max_tokens": 2}'; echo
 kill -TERM $pid; wait $pid""", 0, "400 400 400 400 400 404 200", "curl"),
+    ("clients that leave, a full queue, a slow reader", """\
+tpshard serve runs/small serve.port=29664 serve.mesh.tp=1 serve.requests=2 serve.queue=2 & pid=$!
+at=127.0.0.1:29664; json='content-type: application/json'
+for _ in $(seq 600); do curl -sf $at/ready >/dev/null && break; sleep 0.3; done
+blocks() { curl -s $at/metrics | grep -i '^tpshard_kv_blocks' | head -1; }
+before=$(blocks); long='{"model": "small", "prompt": "a", "max_tokens": 60, "stream": true, "ignore_eos": true}'
+for i in $(seq 20); do curl -s -m 0.2 $at/v1/completions -H "$json" -d "$long" >/dev/null & asked="$asked $!"; done
+wait $asked; curl -s --limit-rate 200 $at/v1/completions -H "$json" -d "$long" >/dev/null & slow=$!
+python -c "import json, threading, urllib.request as u, urllib.error; codes = []
+def ask():
+    r = u.Request('http://$at/v1/completions', json.dumps(dict(model='small', prompt='a', max_tokens=60,
+        ignore_eos=True)).encode(), {'content-type': 'application/json'})
+    try: codes.append(u.urlopen(r).status)
+    except urllib.error.HTTPError as e: codes.append((e.code, e.headers['retry-after']))
+    except OSError: codes.append(0)
+threads = [threading.Thread(target=ask) for _ in range(1000)]; [t.start() for t in threads]; [t.join() for t in threads]
+print('answered', 200 in codes, 'refused', (429, '1') in codes, 'others', set(codes) - {200, (429, '1'), 0})"
+kill $slow; for _ in $(seq 100); do test "$(blocks)" = "$before" && break; sleep 0.1; done
+echo "blocks $(test "$(blocks)" = "$before" && echo back); $before"; kill -TERM $pid; wait $pid""",
+     0, r"answered True refused True others set\(\).*blocks back; tpshard_kv", "curl"),
+    ("a worker of a server is killed", """\
+tpshard serve runs/small serve.port=29665 serve.mesh.tp=2 & pid=$!; at=127.0.0.1:29665
+for _ in $(seq 600); do curl -sf $at/ready >/dev/null && break; sleep 0.3; done
+kill -9 $(pgrep -P $pid -f serve_worker | tail -n 1); code() { curl -s -o answer -w '%{http_code}' $at/health; }
+for _ in $(seq 600); do code=$(code); test $code = 503 && break; sleep 0.02; done
+for _ in $(seq 600); do curl -sf $at/health >/dev/null && break; sleep 0.3; done
+echo "health $code then $(code)"; kill -TERM $pid; wait $pid""",
+     0, "health 503 then 200", "curl"),
+    ("SIGTERM beside a body that never comes", """\
+tpshard serve runs/small serve.port=29666 serve.mesh.tp=1 serve.grace_s=2 & pid=$!; at=127.0.0.1:29666
+for _ in $(seq 600); do curl -sf $at/ready >/dev/null && break; sleep 0.3; done
+exec 9<>/dev/tcp/127.0.0.1/29666
+printf 'POST /tokenize HTTP/1.1\\r\\nhost: localhost\\r\\ncontent-length: 9\\r\\n\\r\\n{' >&9
+sleep 1; kill -TERM $pid; wait $pid""", 0, "1 connections in the middle of a request are cut", "curl"),
     ("a port that is taken", "python -m http.server -b 127.0.0.1 29662 >/dev/null 2>&1 & other=$!; sleep 1\n"
      "tpshard serve runs/small serve.port=29662; code=$?; kill $other; exit $code", 5, "29662"),
     ("every interface without a key", "tpshard serve runs/small serve.host=0.0.0.0", (2, 3, 5), "key"),
