@@ -32,6 +32,7 @@ from tpshard.diagnostics.diagnostic import Mistakes
 from tpshard.kernels.quantized.gptq_solver import Settings
 from tpshard.models.transformers.architecture import Architecture
 from tpshard.models.transformers.class_weights import FolderWeights
+from tpshard.models.transformers_model import TransformersModel
 from tpshard.parallelism import Mesh, partition
 from tpshard.programs.parts import step_programs
 from tpshard.programs.server.serve_setting import ServeSetting, Size
@@ -155,7 +156,8 @@ def writes(name: str, place: Path) -> float:
     text = Sequences(tokens, tokens.roll(-1, 1))
     with wider(name):
         architecture, values = Architecture(architectures.config_of(name)), architectures.values(name)
-        job = Quantizer(architecture, values.__getitem__, text, text, Settings(group_size=16), "head_local")
+        spec = TransformersModel(architecture.raw)
+        job = Quantizer(spec, values.__getitem__, text, text, Settings(group_size=16), "head_local")
         report = write(job, place / f"{name}-quantized")
         stored = FolderWeights(place / f"{name}-quantized", architecture, architecture.build())
         weights = {path: stored.block(path, (), ()).float() for path in values}

@@ -39,8 +39,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from tpshard.models import Blueprint
 from tpshard.models.families.rope import rotation
+from tpshard.models.family_model import FamilyModel
 from tpshard.models.objectives.loss import cross_entropy_sum
 from tpshard.models.optimizers.adamw import treatments
 from tpshard.parallelism.mesh import Mesh
@@ -102,7 +102,7 @@ class TpshardVariant:
     def __init__(self, context: Context, setting: Setting, batch: StepBatch):
         self.programs = training.build(setting)
         context.agree(self.programs.fingerprints)
-        self.engine: Any = engine_of(self.programs, context, blueprint(setting).initial_block)
+        self.engine: Any = engine_of(self.programs, context, spec_of(setting).initial_block)
         assert isinstance(self.engine, TrainingEngine)
         self.engine.initialize(SEED)
         self.rows, plan = setting.batch, setting.batch
@@ -146,8 +146,8 @@ class TpshardVariant:
         self.waited = 0.0
 
 
-def blueprint(setting: Setting) -> Blueprint:
-    return Blueprint.of(preset="tiny", overrides=setting.recipe.model.overrides())
+def spec_of(setting: Setting) -> FamilyModel:
+    return FamilyModel.of_preset("tiny", setting.recipe.model.overrides())
 
 
 # ---- torch ----------------------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ class TorchVariant:
 
         rank, world, stages = context.rank, context.world, len(split)
         ends = list(itertools.accumulate(split))
-        model = blueprint(setting).build(device="cpu", seed=SEED)
+        model = spec_of(setting).build(device="cpu", seed=SEED)
         micros, count = setting.batch.micro_batches, batch["targets"].numel()
         mine = []
         for i in range(rank, stages, world):

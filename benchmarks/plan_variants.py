@@ -35,7 +35,7 @@ from tpshard.plan.step.pricing import Pricing
 from tpshard.programs.parts import step_programs
 from tpshard.programs.setting.setting import Setting, devices_of
 from tpshard.programs.step import training
-from tpshard.programs.step.alike import FEWEST, STACK
+from tpshard.programs.step.alike import FEWEST
 from tpshard.programs.step.variants import Variants
 from tpshard.recipes.keys.schema import Recipe
 from tpshard.recipes.reading.load import loads, with_changes
@@ -243,7 +243,7 @@ def compare(
     outcome.layers = base.model.layers or 0
     try:
         edited = _figures_or_words(lambda: price_variant(with_changes(base, changes), "train", variants))
-        stretched = outcome.staged or Depth(STACK, base.model.layers or 0).copies >= FEWEST
+        stretched = outcome.staged or Depth("layers", base.model.layers or 0).copies >= FEWEST
         plans = [
             _figures_or_words(lambda as_plan=as_plan: plan_whole(recipe.recipe(), as_plan=as_plan))
             for as_plan in ((True, False) if stretched else (True,))

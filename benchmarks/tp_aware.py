@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from tpshard.kernels.quantized.gptq_config import GPTQConfig
 from tpshard.kernels.quantized.quantized import Quantized, group_index
-from tpshard.models import Blueprint
 from tpshard.models.families.config import ModelConfig
+from tpshard.models.family_model import FamilyModel
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.runtime.context import Context, connect
 from tpshard.parallelism.runtime.place import WorkerPlace
@@ -87,7 +87,7 @@ def runners(config: ModelConfig, ranks: int, rows: list[int], context: Context) 
             "name: layouts\ncluster: {device: cpu}\nmodel: {preset: tiny}\n",
             [f"serve.mesh.tp={ranks}", f"serve.layout={layout}", f"serve.requests={max(rows)}"],
         )
-        setting = ServeSetting.of(recipe, Served(Blueprint(config), "bf16", quantized), "cpu")
+        setting = ServeSetting.of(recipe, Served(FamilyModel(config), "bf16", quantized), "cpu")
         by_layout[layout] = ProgramRunner(context, build_serving(setting, map(Size, rows)), weights, 16 * max(rows))
     return by_layout
 

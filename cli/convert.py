@@ -68,20 +68,11 @@ def convert(
 
 
 def _write(model: SourceModel, out: Path, dtype: str | None, tokenizer: Path | None, overwrite: bool) -> None:
-    from tpshard.models.folders.hf_folder import DTYPES, write_hf
-    from tpshard.models.transformers.class_weights import write_folder
+    from tpshard.models.folders.hf_folder import DTYPES
 
     number = DTYPES[dtype] if dtype else model.dtype
     try:
-        architecture = model.blueprint.architecture
-        if architecture is not None:
-            write_folder(
-                architecture, model.read, out, dtype=number, tokenizer=tokenizer, base=model.base, overwrite=overwrite
-            )
-        else:
-            write_hf(
-                model.config, model.read, out, dtype=number, tokenizer=tokenizer, base=model.base, overwrite=overwrite
-            )
+        model.spec.write(model.read, out, dtype=number, tokenizer=tokenizer, base=model.base, overwrite=overwrite)
     except ValueError as error:
         raise Mistakes.one(
             f"{model.name} cannot be written as a Hugging Face folder", exit=Exit.FIT, why=str(error),

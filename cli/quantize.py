@@ -62,14 +62,12 @@ def quantize(
     from tpshard.kernels.quantized.gptq_solver import Settings
     from tpshard.serve.quantizing.quantize_layers import Quantizer, write
 
-    described = model.blueprint.config or model.blueprint.architecture
-    assert described is not None, "users' modules are refused"
-    length = min(seq_len or _seq_len(source, model, recipe), described.max_seq or _LONGEST)
+    length = min(seq_len or _seq_len(source, model, recipe), model.spec.sizes.max_seq or _LONGEST)
     section, gpu = recipe.quantize, torch.cuda.is_available()
     calibration, held_out = _text(model, recipe, text, length, section.calibration.sequences)
     with _errors_told(model, out):
         quantizer = Quantizer(
-            described,
+            model.spec,
             model.read,
             calibration,
             held_out,
@@ -144,7 +142,7 @@ def _seq_len(source: str, model: SourceModel, recipe: Recipe) -> int:
     place = opened_location(source)
     if not holds_model(place) or recipe.file == str(run_recipe(place)):
         return int(recipe.model.seq_len)
-    return model.config.seq_len if model.blueprint.config is not None else _LONGEST
+    return model.spec.sizes.train_seq or _LONGEST
 
 
 def _text(
@@ -164,9 +162,7 @@ def _text(
         raise Mistakes.one(
             f"{model.name} has no tokenizer", exit=Exit.DATA, why=why, fix="add data.tokenizer=DIR after OUT"
         )
-    described = model.blueprint.config or model.blueprint.architecture
-    rows = None if described is None else described.vocab
-    data = recipe.data
+    data, rows = recipe.data, model.spec.sizes.vocab
     tokenizer = load_tokenizer(model.tokenizer, bos=data.bos, eos=data.eos, rows=rows)
     for note in tokenizer.notes:
         print(f"warning: {note}", file=sys.stderr)

@@ -104,12 +104,12 @@ def _shape(recipe: str, overrides: list[str], loaded: Recipe) -> Served:
 
 
 def stored_model(loaded: Recipe, model: SourceModel) -> Served:
-    """An existing model as it would be served: its blueprint, dtype and quantization."""
+    """An existing model as it would be served: its specification, dtype and quantization."""
     from tpshard.programs.server.served import stored_model
 
     names = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
     dtype = names.get(str(model.dtype), "fp32")
-    return stored_model(loaded, model.blueprint, Path(model.name), dtype, _kind(loaded))
+    return stored_model(loaded, model.spec, Path(model.name), dtype, _kind(loaded))
 
 
 def memory_need(loaded: Recipe, served: Served) -> Need:

@@ -250,13 +250,17 @@ def largest_here() -> str:
 def _cpu_bytes(recipe: Recipe) -> int | None:
     """The least memory that training a recipe's model on the CPU takes, over all of its processes; None where the
     number of parameters is unknown, or where it needs more processes than a machine starts."""
-    from tpshard.models.families import presets
+    from tpshard.models.open_model import open_model
 
-    cluster, preset = recipe.cluster, recipe.model.preset
+    cluster = recipe.cluster
     devices = 1 if cluster is None else cluster.nodes * cluster.devices_per_node
-    if preset is None or devices > max(MANY, os.cpu_count() or 1):
+    if devices > max(MANY, os.cpu_count() or 1):
         return None
-    return presets.preset(preset, recipe.model.overrides()).count * BYTES_PER_PARAMETER
+    try:
+        outline = open_model(recipe.model, weights=False).outline
+    except (Mistakes, ValueError, OSError):
+        return None
+    return None if outline is None else outline.count * BYTES_PER_PARAMETER
 
 
 def _memory() -> int:

@@ -6,7 +6,7 @@ identity. The model itself knows nothing of devices.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +75,13 @@ def declared_by_parameter(model: nn.Module, attribute: str) -> dict[str, Any]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     named = declared(model, attribute, remove_duplicate=False)
     return {first[id(parameters[label])]: value for label, value in named.items() if label in parameters}
+
+
+class Naming(NamedTuple):
+    """The dim names of a parameter ("" for none), and where they come from."""
+
+    dims: tuple[str, ...]
+    by: str
 
 
 def param_dims(model: nn.Module) -> dict[str, tuple[str, ...]]:

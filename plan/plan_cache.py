@@ -2,9 +2,9 @@
 
 An entry is a folder in `$TPSHARD_CACHE/plans`, else in `$XDG_CACHE_HOME/tpshard/plans` or `~/.cache/tpshard/plans`,
 with the texts of a plan. All of it may be deleted at any time. Its name is a hash of everything a plan depends on: the
-recipe with the places of its values, the device file, the model's configuration, tpshard's code, torch and Python. A
-recipe with user code (`model.module`, `model.transformers`, a custom task) has no entry, since that code may read
-anything.
+recipe with the places of its values, the device file, the model's configuration, versions and headers of weights (also
+of `serve.checkpoint`), tpshard's code, torch and Python. A recipe with user code (`model.module`, a custom task) has no
+entry, since that code may read anything.
 
 Beside it, `saved-plans` has an empty file for each plan with programs that this account saved, named by its sha256:
 `train --plan` runs the programs of these as they are.
@@ -29,7 +29,9 @@ from pathlib import Path
 from tpshard.diagnostics.diagnostic import Mistakes
 from tpshard.files.atomic import write_bytes
 from tpshard.files.folder_json import read_regular
+from tpshard.models.folders.folder_identity import folder_identity, weights_identity
 from tpshard.plan import saved_plan
+from tpshard.programs.fit.recipe_model import model_of
 from tpshard.recipes.keys.schema import Recipe
 
 MOST = 64
@@ -118,13 +120,18 @@ def _entries(folder: Path) -> list[Path]:
 
 def entry_of(recipe: Recipe, *inputs: object) -> PlanEntry | None:
     """The cache entry of a recipe's plan; `inputs` are the command's options. None if no hash can cover all inputs."""
-    model = recipe.model
-    if model.module is not None or model.transformers is not None or ":" in recipe.task:
+    if ":" in recipe.task:
         return None
     try:
-        made_with = json.dumps(saved_plan.versions(recipe), sort_keys=True)
+        spec = model_of(recipe, weights=False)
+        if spec.reads_code:
+            return None
+        stored = dict(weights_identity(spec.source.folder)) if spec.source.folder is not None else {}
+        if Path(recipe.serve.checkpoint, "config.json").is_file():
+            stored |= {**folder_identity(recipe.serve.checkpoint), **weights_identity(recipe.serve.checkpoint)}
+        made_with = json.dumps([saved_plan.versions(recipe), stored], sort_keys=True)
         parts = [recipe.to_yaml(resolved=True), recipe.file, repr(recipe._places), repr(inputs), made_with]
-    except (Mistakes, OSError):
+    except (Mistakes, ValueError, OSError):
         return None  # planning reports the error
     key = hashlib.sha256()
     for part in (*parts, saved_plan.code_of(["plan"]), *_gpus()):

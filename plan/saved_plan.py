@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 from tpshard.diagnostics.diagnostic import Exit, Mistakes, Source
 from tpshard.files.atomic import write_file
 from tpshard.files.folder_json import parse_object, read_regular
+from tpshard.models.module_model import code_identity
 from tpshard.plan.step.units import SCHEMA
+from tpshard.programs.fit.recipe_model import model_of
 from tpshard.recipes.reading.values import shorten, values
 
 if TYPE_CHECKING:
@@ -84,10 +86,13 @@ def dumps(report: Report, recipe: Recipe, *, with_programs: bool = True) -> str:
 def versions(recipe: Recipe) -> dict[str, str]:
     """Versions of the packages, and hashes of tpshard's code and of files that the recipe names."""
     result = {"python": platform.python_version()}
-    for package in ("tpshard", "torch", *(["transformers"] if recipe.model.transformers else [])):
+    for package in ("tpshard", "torch"):
         result[package] = metadata.version(package)
     result["the code of tpshard"] = code_of(ROOMS)
-    return result | {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in _files(recipe)}
+    result |= model_of(recipe, weights=False).identity
+    if ":" in recipe.task:
+        result |= code_identity(recipe.task)
+    return result | {str(path): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in _files(recipe)}
 
 
 def code_of(rooms: Iterable[str]) -> str:
@@ -102,21 +107,11 @@ def code_of(rooms: Iterable[str]) -> str:
     return code.hexdigest()[:16]
 
 
-def _files(recipe: Recipe) -> Iterator[tuple[str, Path]]:
-    """Yields the files besides the recipe that decide its programs: of its device, buckets, model and modules."""
-    model, bucket = recipe.model, recipe.fsdp.bucket
-    named = [recipe.cluster.device if recipe.cluster is not None else "", getattr(bucket, "file", "")]
-    named += [os.path.join(folder, "config.json") for folder in (model.hf, model.transformers) if folder]
-    for module in (model.module, recipe.task):
-        if module is not None and ":" in module:
-            try:
-                spec = importlib.util.find_spec(module.partition(":")[0])
-            except (ImportError, ValueError):
-                continue
-            named.append((spec.origin or "") if spec is not None else "")
-    for name in filter(None, named):
-        if Path(name).is_file():
-            yield name, Path(name)
+def _files(recipe: Recipe) -> Iterator[Path]:
+    """Yields the files of the device and of buckets, which decide programs too."""
+    for name in (recipe.cluster.device if recipe.cluster is not None else "", getattr(recipe.fsdp.bucket, "file", "")):
+        if name and Path(name).is_file():
+            yield Path(name)
 
 
 def write(path: Path, text: str) -> None:

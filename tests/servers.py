@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from tpshard.cli.shared.serve_worker import stored_weights
 from tpshard.cli.shared.sources import open_source
-from tpshard.models import Blueprint
 from tpshard.models.families.config import ModelConfig
+from tpshard.models.family_model import FamilyModel
 from tpshard.parallelism.runtime.context import alone
 from tpshard.parallelism.simulate import cut, run_lockstep
 from tpshard.programs.server.serve_setting import ServeSetting, Size
@@ -36,7 +36,7 @@ def recipe(*overrides: str) -> Recipe:
 
 def setting(config: ModelConfig, *overrides: str, dtype: str = "fp32", kind: Any = "cpu") -> ServeSetting:
     """The setting of a dense model's server; `overrides` change keys of its recipe."""
-    return ServeSetting.of(recipe(*overrides), Served(Blueprint(config), dtype), kind)
+    return ServeSetting.of(recipe(*overrides), Served(FamilyModel(config), dtype), kind)
 
 
 def weights_of(model: torch.nn.Module) -> Weights:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tpshard.models import Blueprint
+from tpshard.models.family_model import FamilyModel
 from tpshard.models.objectives.loss import cross_entropy_sum
 from tpshard.models.optimizers.adamw import AdamW, adamw_update, treatments
 from tpshard.parallelism.float64 import BOUND, distance, float64
@@ -47,8 +47,8 @@ def global_batch(step: int) -> StepBatch:
     return StepBatch({"tokens": tokens[:, :-1].contiguous(), **tensors}, ("",) * 12)
 
 
-def blueprint(setting: Setting) -> Blueprint:
-    return Blueprint.of(preset="tiny", overrides=setting.recipe.model.overrides())
+def spec_of(setting: Setting) -> FamilyModel:
+    return FamilyModel.of_preset("tiny", setting.recipe.model.overrides())
 
 
 def whole(engine: TrainingEngine, shards: dict[str, Shard]) -> dict[str, torch.Tensor]:
@@ -66,7 +66,7 @@ def whole(engine: TrainingEngine, shards: dict[str, Shard]) -> dict[str, torch.T
 def train(context: Context, programs: TrainingPrograms, count: int = 3) -> dict[str, Any]:
     """Trains a few steps; returns the record, the first step's gradients, and the whole final state."""
     setting = programs.setting
-    engine = engine_of(programs, context, blueprint(setting).initial_block)
+    engine = engine_of(programs, context, spec_of(setting).initial_block)
     engine.initialize(SEED)
     update, sums = engine.step, []
 
@@ -105,7 +105,7 @@ def reference(count: int = 3, *overrides: str) -> dict[str, Any]:
 
 def _reference(count: int, overrides: Sequence[str]) -> dict[str, Any]:
     setting = setting_of({}, *overrides)
-    model = blueprint(setting).build(device="cpu", seed=SEED)
+    model = spec_of(setting).build(device="cpu", seed=SEED)
     params = {n: p.detach().clone() for n, p in model.named_parameters()}
     treated = list(treatments({n: p.shape for n, p in params.items()}, {}).values())
     moments = [[torch.zeros_like(p) for p in params.values()] for _ in range(2)]

@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes
+from tpshard.models.model_spec import ModelSpec
+from tpshard.models.open_model import open_model
 from tpshard.programs.fit.fit import misfits
 from tpshard.programs.fit.wrong_model import wrong_model
 from tpshard.recipes.keys.schema import DEVICES
@@ -22,7 +24,6 @@ from tpshard.recipes.keys.training_keys import BYTE_TOKENS
 from tpshard.recipes.reading import load as recipes
 
 if TYPE_CHECKING:
-    from tpshard.models.families.config import ModelConfig
     from tpshard.recipes.keys.schema import Recipe
 
 
@@ -81,24 +82,34 @@ def device_file(recipe: Recipe) -> tuple[Diagnostic, ...]:
 def model_errors(recipe: Recipe) -> list[Diagnostic]:
     """The errors of a valid recipe that depend on its model's numbers."""
     try:
-        config = configuration(recipe)
+        spec = _model(recipe)
     except Mistakes as mistakes:
         return [*mistakes.diagnostics, *misfits(recipe, None)]
-    diagnostics = [*misfits(recipe, config), *_positions(recipe, config), *_weights(recipe)]
-    return [*diagnostics, *_tokens(recipe, config.vocab)] if config is not None else diagnostics
+    if spec is None:
+        return misfits(recipe, None)
+    diagnostics = [*misfits(recipe, spec), *_positions(recipe, spec), *_weights(recipe, spec)]
+    return [*diagnostics, *_tokens(recipe, spec.outline.vocab)] if spec.outline is not None else diagnostics
 
 
-def _positions(recipe: Recipe, config: ModelConfig | None) -> list[Diagnostic]:
+def _model(recipe: Recipe) -> ModelSpec | None:
+    """The recipe's model; None where its folder's environment variable is not set, which validation does not need."""
+    try:
+        return open_model(recipe.model, weights=False)
+    except Mistakes:
+        return None
+    except (ValueError, OSError) as error:
+        raise wrong_model(recipe, error) from None
+
+
+def _positions(recipe: Recipe, spec: ModelSpec) -> list[Diagnostic]:
     """The diagnostic for sequences longer than the model's positions. Rotary ones go on beyond, which is a warning;
     a table of learned ones ends (`programs.fit` says so for tpshard's own families)."""
-    length, rotary = recipe.model.seq_len, True
-    if config is not None:
-        positions, rotary = config.max_seq, config.family_entry.positions != "learned"
+    length, rotary, outline = recipe.model.seq_len, True, spec.outline
+    if outline is not None:
+        positions, rotary = outline.max_seq, outline.family_entry.positions != "learned"
         if not rotary:
             return []
-    elif (raw := _folder_config(recipe)) is not None:
-        text = raw.get("text_config")
-        numbers = raw | (text if isinstance(text, dict) else {})
+    elif numbers := spec.written:
         sizes = (numbers.get(name) for name in ("max_position_embeddings", "n_positions", "max_seq_len"))
         positions = next((size for size in sizes if isinstance(size, int) and size > 0), 0)
         rotary = numbers.get("position_embedding_type") != "absolute" and numbers.get("model_type") not in LEARNED
@@ -106,7 +117,7 @@ def _positions(recipe: Recipe, config: ModelConfig | None) -> list[Diagnostic]:
         return []
     if not 0 < positions < length:
         return []
-    fix = f"model.seq_len: {positions}" + (f", or model.max_seq: {length}" if config is not None else "")
+    fix = f"model.seq_len: {positions}" + (f", or model.max_seq: {length}" if outline is not None else "")
     return [
         Diagnostic(
             f"sequences of {length:,} tokens, but the model has {positions:,} positions",
@@ -117,82 +128,13 @@ def _positions(recipe: Recipe, config: ModelConfig | None) -> list[Diagnostic]:
     ]  # fmt: skip
 
 
-def _folder_config(recipe: Recipe) -> dict[str, Any] | None:
-    """The config.json of a model that transformers computes; None for other models, or where it cannot be read."""
-    from tpshard.models.folders import hf_config
-
-    key = recipe.model.named_by
-    if key not in ("hf", "transformers"):
-        return None
-    try:
-        folder = getattr(recipe.model, key)
-        if key == "hf" and hf_config.computes(folder):
-            return None
-        return dict(hf_config.read_raw(folder))
-    except (Mistakes, ValueError, OSError):
-        return None  # reported already, or not known here
-
-
-def configuration(recipe: Recipe) -> ModelConfig | None:
-    """The configuration of the recipe's model; None for a user's module and for transformers' classes.
-
-    Raises `Mistakes` (exit 3) when its numbers contradict each other, and when its folder cannot be read.
-    """
-    from tpshard.models.families import presets
-
-    model = recipe.model
-    key = model.named_by
-    try:
-        if key == "module" and (changed := ", ".join(model.overrides())):
-            raise ValueError(f"a `module` takes `model.args`; it has no {changed} to override")
-        if key == "preset":
-            return presets.preset(str(model.preset), model.overrides())
-        return _of_folder(getattr(model, key), key, model.overrides()) if key in ("hf", "transformers") else None
-    except Mistakes:
-        return None  # the folder's environment variable is not set, and validation does not need it
-    except (ValueError, OSError) as error:
-        raise wrong_model(recipe, error) from None
-
-
-def _of_folder(folder: str, key: str, overrides: Mapping[str, Any]) -> ModelConfig | None:
-    """The configuration of a folder's model, None where transformers computes it. ValueError for what is unsupported,
-    as far as config.json and the headers of the weights say."""
-    from tpshard.models.families import presets
-    from tpshard.models.folders import hf_config, hf_headers
-    from tpshard.models.transformers.class_names import check_class
-
-    raw = hf_config.read_raw(folder)
-    has_weights = hf_headers.has_weights(folder)
-    if has_weights:
-        hf_headers.homes(folder)
-    if key == "hf" and hf_config.computes(folder):
-        config = hf_config.folder_config(folder)
-        if has_weights:
-            return presets.override_folder(config, overrides, folder)
-        return presets.override(config, overrides)
-    if overrides:
-        raise ValueError(
-            f"transformers' class computes {folder}, which has no overrides; remove {', '.join(overrides)}"
-        )
-    check_class(raw)
-    return None
-
-
-def _weights(recipe: Recipe) -> list[Diagnostic]:
+def _weights(recipe: Recipe, spec: ModelSpec) -> list[Diagnostic]:
     """A warning where `train` would refuse an `hf` folder, since it has no weights."""
-    from tpshard.models.folders import hf_config, hf_headers
-
-    if recipe.model.named_by != "hf":
+    if not (why := spec.refusal("train")):
         return []
-    try:
-        folder = str(recipe.model.hf)
-        if not hf_config.computes(folder) or hf_headers.has_weights(folder):
-            return []  # transformers' classes start from random values
-    except (Mistakes, ValueError, OSError):
-        return []  # reported already, or not known here
     return [
         Diagnostic(
-            f"{folder} has no weights", severity="warning", where=recipe.where("model.hf"),
+            why, severity="warning", where=recipe.where(f"model.{spec.source.key}"),
             why="`train` starts from a folder's weights, and refuses without",
             fix="add its *.safetensors; or model.transformers, which starts from random values",
         )
@@ -219,17 +161,6 @@ def code_errors(recipe: Recipe) -> list[Diagnostic]:
         except Exception as error:
             found.append(Diagnostic(str(error), exit=Exit.RECIPE, where=recipe.where("task"), fix="correct the class"))
     return found
-
-
-def _transformers_vocab(recipe: Recipe) -> int | None:
-    """The vocabulary size in the config.json of a model that transformers computes; None for other models, or where
-    config.json has none."""
-    raw = _folder_config(recipe)
-    if raw is None:
-        return None
-    text = raw.get("text_config")
-    size = raw.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
-    return size if isinstance(size, int) else None
 
 
 def _tokens(recipe: Recipe, vocab: int | None) -> list[Diagnostic]:
@@ -271,7 +202,12 @@ def text_errors(recipe: Recipe) -> list[Diagnostic]:
         return []
     from tpshard.train.data.hub import is_on
 
-    diagnostics = _tokens(recipe, _transformers_vocab(recipe))
+    try:
+        spec = _model(recipe)
+    except Mistakes:
+        spec = None  # reported already
+    vocab = None if spec is None else spec.written.get("vocab_size")
+    diagnostics = _tokens(recipe, vocab if isinstance(vocab, int) else None)
     for key in ("source", "tokenizer"):
         value, unset = None, None
         try:

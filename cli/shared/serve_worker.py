@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,17 +16,12 @@ if TYPE_CHECKING:
 
 def stored_weights(model: SourceModel) -> Weights:
     """The weights of a checkpoint or a Hugging Face folder, readable by blocks."""
-    from tpshard.models.folders.hf_quantized import QuantizedModules, QuantizedParameters
     from tpshard.serve.engine.weights import Weights
 
-    blueprint, stored = model.blueprint, model.blueprint.weights
     if not model.quantized:
-        return Weights(blueprint.shapes, model.block)
-    if stored is None:
-        coded: QuantizedModules = QuantizedParameters(model.name, model.config)
-    else:
-        coded = QuantizedModules(model.name, stored.module_of, stored.stack_of)
-    return Weights(blueprint.shapes, model.block, coded.linear, coded.group, coded.expert)
+        return Weights(model.spec.shapes, model.block)
+    coded = model.spec.quantized_modules(Path(model.name))
+    return Weights(model.spec.shapes, model.block, coded.linear, coded.group, coded.expert)
 
 
 def prepare(job: Job) -> tuple[ServingPrograms, Weights]:

@@ -14,8 +14,7 @@ from tpshard.recipes.keys.training_keys import TokenizerTraining
 
 if TYPE_CHECKING:
     import torch
-    from tpshard.models import Blueprint
-    from tpshard.models.families.config import ModelConfig
+    from tpshard.models.model_spec import ModelSpec
     from tpshard.recipes.keys.schema import Recipe
     from tpshard.train.checkpoints.restore import SavedCheckpoint
     from tpshard.train.checkpoints.store_path import Location
@@ -31,7 +30,7 @@ class SourceModel:
 
     name: str
     """The path of the checkpoint or folder, for messages."""
-    blueprint: Blueprint
+    spec: ModelSpec
     block: ReadBlock
     dtype: torch.dtype
     """The dtype of the stored values."""
@@ -46,19 +45,13 @@ class SourceModel:
         """The folders that may hold settings of the model: its own, and the one whose files go along."""
         return [Path(self.name), *([self.base] if self.base is not None else [])]
 
-    @property
-    def config(self) -> ModelConfig:
-        """The model's configuration, which users' modules do not have."""
-        assert self.blueprint.config is not None, "callers that accept modules do not ask for a configuration"
-        return self.blueprint.config
-
     def read(self, name: str) -> torch.Tensor:
         """A whole parameter. Raises `Mistakes` (exit 7) where it cannot be read."""
         from tpshard.files.folder_json import FolderError
         from tpshard.models.folders.hf_files import BEFORE_NAN, holds_nan
         from tpshard.train.checkpoints.restore import Damaged
 
-        shape = self.blueprint.shapes[name]
+        shape = self.spec.shapes[name]
         try:
             value = self.block(name, (0,) * len(shape), shape)
             if holds_nan(value):
@@ -181,77 +174,66 @@ def _unreadable(folder: Location | str, error: Exception) -> Mistakes:
 
 
 def _from_folder(folder: Path) -> SourceModel:
-    from tpshard.models import Blueprint
-    from tpshard.models.folders.hf_config import computes
-    from tpshard.models.folders.hf_folder import DTYPES, HFFolder
+    from tpshard.models.folders.hf_folder import DTYPES
     from tpshard.models.folders.hf_json import TOKENIZER
+    from tpshard.models.open_model import open_model
 
     name, tokenizer = str(folder), folder if any((folder / file).exists() for file in TOKENIZER) else None
     try:
-        if not computes(folder):
-            blueprint = Blueprint.of(transformers=name)
-            architecture, weights = blueprint.architecture, blueprint.weights
-            if architecture is None or weights is None:
-                raise ValueError(f"{folder} holds no weights")
-            quantized = weights.quantized
-            return SourceModel(name, blueprint, weights.block, architecture.dtype, tokenizer, folder, quantized)
-        opened = HFFolder(folder)
+        spec = open_model(folder)
+        if (weights := spec.weights) is None:
+            raise ValueError(f"{folder} holds no weights")
     except (ValueError, OSError) as error:
         raise _unreadable(folder, error) from error
-    blueprint, dtype = Blueprint(opened.config), DTYPES[opened.config.dtype]
-    return SourceModel(name, blueprint, opened.block, dtype, tokenizer, folder, opened.quantized)
+    return SourceModel(name, spec, weights.block, DTYPES[spec.dtype], tokenizer, folder, weights.quantized)
 
 
 def _from_checkpoint(
     folder: Location, recipe: Recipe | None, modules: bool, trusted: Recipe | None = None
 ) -> SourceModel:
-    from tpshard.models import Blueprint
     from tpshard.models.folders.folder_tokenizer import tokenizer_files
+    from tpshard.models.open_model import from_json
     from tpshard.train.checkpoints.restore import open_checkpoint
     from tpshard.train.data.carried import carried
 
     checkpoint = open_checkpoint(folder)
     recipe = recipe or _recipe_of_run(folder)
     try:
-        blueprint = (
-            Blueprint.from_json(checkpoint.meta["model"]) if "model" in checkpoint.meta else blueprint_of(recipe)
-        )
-    except ValueError as error:
+        spec = from_json(checkpoint.meta["model"]) if "model" in checkpoint.meta else _spec_of(recipe)
+    except (ValueError, OSError) as error:
         message, fix = f"{folder} does not describe its model", "copy the recipe.yaml of its run two folders up"
         raise Mistakes.one(message, exit=Exit.CHECKPOINT, why=str(error), fix=fix) from error
-    if blueprint.module is not None and not modules:
+    if spec.reads_code and not modules:
         raise Mistakes.one(
-            f"{folder} holds a module of your own, {blueprint.module}",
+            f"{folder} holds a module of your own, {spec.source.name}",
             exit=Exit.FIT,
             why="only the models of tpshard and of transformers can be written as Hugging Face folders",
             fix="`tpshard serve` reads the checkpoint",
         )
     recipes = [known for known in (trusted, recipe) if known is not None]
-    if blueprint.module is not None and all(known.model.module != blueprint.module for known in recipes):
+    if spec.reads_code and all(known.model.module != spec.source.name for known in recipes):
         raise Mistakes.one(
-            f"{folder} names the module {blueprint.module}, which no recipe names",
+            f"{folder} names the module {spec.source.name}, which no recipe names",
             exit=Exit.CHECKPOINT,
             why="a module is code: it is imported for a recipe, never for a checkpoint",
-            fix=f"name the recipe of its run, or one with model.module: {blueprint.module}",
+            fix=f"name the recipe of its run, or one with model.module: {spec.source.name}",
         )
     try:
-        dtype = _require(checkpoint, blueprint)
+        dtype = _require(checkpoint, spec)
     except ValueError as error:  # the module cannot be imported
         raise _unreadable(folder, error) from error
     kept = carried(run_files(folder))
     tokenizer = kept if tokenizer_files(kept) else _tokenizer(recipe)
     base = kept if (kept / "config.json").is_file() else None
-    return SourceModel(str(folder), blueprint, checkpoint.block, dtype, tokenizer, base)
+    return SourceModel(str(folder), spec, checkpoint.block, dtype, tokenizer, base)
 
 
-def blueprint_of(recipe: Recipe | None) -> Blueprint:
-    """The blueprint of a recipe's model. ValueError where there is no recipe or no such model."""
-    from tpshard.models import Blueprint
+def _spec_of(recipe: Recipe | None) -> ModelSpec:
+    from tpshard.models.open_model import open_model
 
     if recipe is None:
         raise ValueError("its manifest names no model, and there is no recipe.yaml two folders up")
-    model = recipe.model
-    return Blueprint.of(model.preset, model.hf, model.module, model.args, model.overrides(), model.transformers)
+    return open_model(recipe.model)
 
 
 def _recipe_of_run(checkpoint: Location) -> Recipe | None:
@@ -261,7 +243,7 @@ def _recipe_of_run(checkpoint: Location) -> Recipe | None:
     return load(file) if file.is_file() else None
 
 
-def _require(checkpoint: SavedCheckpoint, blueprint: Blueprint) -> torch.dtype:
+def _require(checkpoint: SavedCheckpoint, spec: ModelSpec) -> torch.dtype:
     """Checks that the checkpoint is of this model, and returns the dtype of its values. Raises `Mistakes` otherwise."""
     import torch
     from tpshard.train.checkpoints.checkpoint import OPTIMIZER
@@ -269,7 +251,7 @@ def _require(checkpoint: SavedCheckpoint, blueprint: Blueprint) -> torch.dtype:
     saved = {name: (tensor.shape, tensor.dtype) for name, tensor in checkpoint.tensors.items()}
     state = {name: shape_and_dtype for name, shape_and_dtype in saved.items() if name.startswith(OPTIMIZER)}
     dtype = next((shape_and_dtype[1] for name, shape_and_dtype in saved.items() if name not in state), torch.float32)
-    checkpoint.require(state | {name: (shape, dtype) for name, shape in blueprint.shapes.items()})
+    checkpoint.require(state | {name: (shape, dtype) for name, shape in spec.shapes.items()})
     return dtype
 
 

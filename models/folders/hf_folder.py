@@ -16,14 +16,12 @@ import torch
 from torch import Tensor, nn
 from tpshard.files.atomic import write_aside
 from tpshard.files.tensor_file import write_tensors
-from tpshard.models.assemble import build
 from tpshard.models.families.config import ModelConfig
 from tpshard.models.folders import hf_config, hf_files, hf_headers, hf_json
 from tpshard.models.folders.folder_files import copy_small_files, tokenizer_paths
 from tpshard.models.folders.folder_tokenizer import special_tokens
 from tpshard.models.folders.hf_names import fuse, hf_modules, hf_tensors
 from tpshard.models.folders.hf_quantized import DequantizedTensors
-from tpshard.models.initialization import fill
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FLOATS = {"F64", "F32", "BF16", "F16"}
@@ -108,18 +106,6 @@ class HFFolder:
         if table in self.tensors and not torch.equal(self.tensors.block(name), self.tensors.block(table)):
             raise ValueError(f"{self.folder}: `tie_word_embeddings` is set, but `lm_head.weight` is not `{table}`")
         return True
-
-
-def from_hf(
-    folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
-) -> nn.Module:
-    """The model in a folder: token ids [batch, seq] -> logits [batch, seq, vocab]. dtype defaults to config.json's.
-
-    ValueError names what is unsupported or invalid; OSError what cannot be read.
-    """
-    source = HFFolder(folder)
-    dtype = DTYPES[source.config.dtype] if dtype is None else dtype
-    return fill(build(source.config, dtype=dtype), source.block, device)
 
 
 def to_hf(

@@ -36,7 +36,7 @@ def homes(folder: str | os.PathLike[str]) -> dict[str, str]:
     places, index = _places(place, stem), f"{stem}.safetensors.index.json"
     homes: dict[str, str] = {}
     for file in [f"{stem}.safetensors"] if places is None else sorted(set(places.values())):
-        for name in _header(place, file):
+        for name in entries(place, file):
             if places is not None and places.get(name) != file:
                 raise damaged(f"{place / file} holds `{name}`, which {index} does not place there")
             homes[name] = file
@@ -86,7 +86,7 @@ def _places(folder: Path, stem: str) -> dict[str, str] | None:
     return None
 
 
-def _header(folder: Path, file: str) -> dict[str, Any]:
+def entries(folder: Path, file: str) -> dict[str, Any]:
     """The entries of a safetensors file by tensor, as its header has them. ValueError for a damaged or cut file."""
     path = file_inside(folder, file)
     if not path.is_file():
@@ -96,10 +96,10 @@ def _header(folder: Path, file: str) -> dict[str, Any]:
         try:
             if not 2 <= length <= min(_LARGEST_HEADER, total - 8):
                 raise ValueError(f"its header would have {length} bytes")
-            entries: dict[str, Any] = json.loads(stream.read(length))
-            entries.pop("__metadata__", None)
+            tensors: dict[str, Any] = json.loads(stream.read(length))
+            tensors.pop("__metadata__", None)
             end = 0
-            for start, stop in sorted(entry["data_offsets"] for entry in entries.values()):
+            for start, stop in sorted(entry["data_offsets"] for entry in tensors.values()):
                 if start != end or stop < start:
                     raise ValueError("its tensors overlap or leave gaps")
                 end = stop
@@ -108,4 +108,4 @@ def _header(folder: Path, file: str) -> dict[str, Any]:
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
             reason = str(error) if isinstance(error, ValueError) else "its header is not that of tensors"
             raise damaged(f"{folder / file} is not a valid safetensors file: {reason}") from error
-    return entries
+    return tensors

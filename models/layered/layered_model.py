@@ -95,13 +95,6 @@ class LayeredModel(ABC):
         linear.weight = nn.Parameter(weight, requires_grad=False)
 
 
-def layered_model(described: ModelConfig | Architecture, dtype: torch.dtype) -> LayeredModel:
-    """Builds the model to quantize, with activations in `dtype`. Raises NotQuantizable for some of transformers."""
-    if isinstance(described, Architecture):
-        return TransformersLayers(described, dtype)
-    return FamilyLayers(described, dtype)
-
-
 class FamilyLayers(LayeredModel):
     """A model of one of tpshard's families."""
 

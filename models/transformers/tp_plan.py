@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
+from tpshard.models.dims import Naming
 
 _OUTPUTS = ("colwise", "colwise_gather_output", "packed_colwise")
 _INPUTS = ("rowwise", "rowwise_split_input", "packed_rowwise")
@@ -32,13 +33,6 @@ _LAYERS = {
 """For attention and feed-forward modules: the layers that are sharded by their outputs, and those by their inputs."""
 _EXPERTS = {"gate_up_proj": "packed_colwise", "up_proj": "colwise", "down_proj": "rowwise"}
 """The styles of experts' stacked matrices."""
-
-
-class Naming(NamedTuple):
-    """The dim names of a parameter ("" for none), and where they come from."""
-
-    dims: tuple[str, ...]
-    by: str
 
 
 def dims_of_plan(model: nn.Module) -> dict[str, Naming]:

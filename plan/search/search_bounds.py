@@ -20,7 +20,7 @@ from tpshard.programs.parts.pass_choices import compiled_by
 from tpshard.programs.parts.passes import remat
 from tpshard.programs.setting import cluster
 from tpshard.programs.setting.setting import Setting, devices_of
-from tpshard.programs.step.alike import STACK, few_layers
+from tpshard.programs.step.alike import few_layers
 from tpshard.programs.step.splitting import layers_of
 from tpshard.programs.step.staged import table_of
 from tpshard.recipes.keys.schema import Recipe
@@ -63,18 +63,18 @@ class Bounds:
 
     def _activations(self, setting: Setting) -> int:
         """A lower bound of the bytes of activations that the fullest device holds at once."""
-        config, pipeline = setting.config, setting.recipe.pipeline
-        if config is None or config.layers < DEEP or (pipeline is not None and pipeline.vectorized):
+        layers, pipeline = setting.layers, setting.recipe.pipeline
+        if layers < DEEP or (pipeline is not None and pipeline.vectorized):
             return 0
         each = self._of_layer(setting)
         if not setting.recipe.staged:
-            return config.layers * each
+            return layers * each
         table = table_of(setting)
         pairs = [table.most_held(device) for device in range(table.devices)]
         if table.rounds > 1:  # a stage has a layer or more
             return max(pairs) * each
         # the maximum is least where all devices hold equally much: layers of a device x most = layers / sum(1 / most)
-        return int(config.layers * each / sum(1 / most for most in pairs))
+        return int(layers * each / sum(1 / most for most in pairs))
 
     def _of_layer(self, setting: Setting) -> int:
         """Bytes of activations of one layer and micro-batch: by how much they grow over a layer of a shallow model.
@@ -93,21 +93,19 @@ class Bounds:
     def layers_built(self, variant: Recipe) -> int:
         """The number of layers that are built to price a variant: equal stages of a pipeline are built once."""
         setting = Setting.of(variant, devices_of(variant))
-        config = setting.config
-        if config is None:
-            return DEEP
+        layers = setting.layers
         if not variant.staged:
-            return config.layers
+            return layers or DEEP
         try:
-            split = layers_of(setting, config.layers, table_of(setting).stages)
+            split = layers_of(setting, layers, table_of(setting).stages)
         except Mistakes:
             return 0
-        return min(config.layers, split[0] + sum(set(split[1:-1])) + split[-1])
+        return min(layers, split[0] + sum(set(split[1:-1])) + split[-1])
 
 
 def _activations_of_layer(setting: Setting) -> int:
-    few = few_layers(setting)
-    if few is None:
+    few, depth = few_layers(setting), setting.alike
+    if few is None or depth is None or depth.period != 1 or depth.head:
         return 0
     program = run([remat(setting, setting.recipe.fsdp.reshard_after_forward is not False)], few)
     # a stage's backward is another program, which gets every saved value, as in a program that is not compiled
@@ -118,6 +116,6 @@ def _activations_of_layer(setting: Setting) -> int:
     for i, node in enumerate(program.nodes):
         place = info(node).place
         for layer in (COMPARED, REPEATED):
-            if place.phase == "forward" and place.module.startswith(f"{STACK}.{layer}."):
+            if place.phase == "forward" and place.module.startswith(f"{depth.stack}.{layer}."):
                 ends[layer] = i
     return max(0, held[ends[REPEATED]] - held[ends[COMPARED]]) if held and len(ends) == 2 else 0

@@ -16,9 +16,8 @@ ONCE = ("fsdp.accumulate.gather=step", "fsdp.accumulate.reduce=last")
 
 
 def layers_of(recipe: Recipe) -> int:
-    """The number of layers for stages; 0 if it is unknown before the model is captured."""
-    config = Setting.of(recipe, devices_of(recipe)).config
-    return config.layers if config is not None else 0
+    """The number of layers for stages; 0 without repeated layers."""
+    return Setting.of(recipe, devices_of(recipe)).layers
 
 
 def sizes(recipe: Recipe, layers: int, left: int) -> list[int]:

@@ -19,6 +19,7 @@ from tpshard.plan.search import search_pipelines
 from tpshard.plan.search.search import price_changes
 from tpshard.plan.search.search_result import Changes, VariantPrice, as_edit, as_text
 from tpshard.plan.step.units import seconds
+from tpshard.programs.fit.recipe_model import model_of
 from tpshard.programs.step.variants import Variants
 from tpshard.recipes.keys.schema import Recipe
 
@@ -191,10 +192,14 @@ class _Search:
         if cut:
             whole = {name: [None if d in cut else d for d in dims] for name, dims in annotate.items()}
             yield (*(f"sharding.rules.{d}=null" for d in cut), f"sharding.annotate={json.dumps(whole)}")
-        elif self.report.job.mesh.get("tp", 1) > 1 and self.recipe.model.preset is not None and not named:
+        elif self.report.job.mesh.get("tp", 1) > 1 and not named and self._names_residuals():
             dims = ["batch", "seq_sp", "embed"]
             annotations = json.dumps({"layers.*.residual": dims, "embedded": dims})
             yield ("sharding.rules.seq_sp=tp", f"sharding.annotate={annotations}")
+
+    def _names_residuals(self) -> bool:
+        outline = model_of(self.recipe, weights=False).outline
+        return outline is not None and "layers.0.residual" in outline.activations
 
     def _fsdp_groups(self, smaller: bool = False) -> Iterator[Changes]:
         """Yields FSDP groups of other sizes; with `smaller` only smaller ones."""

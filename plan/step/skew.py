@@ -58,7 +58,8 @@ def skew(pricing: Pricing, setting: Setting, busiest: float) -> Skew:
     Raises `Mistakes`: exit 2 for an impossible number, 4 for a model without experts or a pipeline.
     """
     where = setting.recipe.where("model")
-    experts, top_k, capacity = _numbers(setting)
+    sizes = setting.spec.sizes
+    experts, top_k, capacity = sizes.experts, sizes.top_k, sizes.capacity
     if not experts or not top_k:
         fix = "leave --skew out, or plan a model with experts"
         raise Mistakes.one("--skew needs a model with experts", exit=Exit.FIT, where=where, fix=fix)
@@ -75,18 +76,6 @@ def skew(pricing: Pricing, setting: Setting, busiest: float) -> Skew:
         )  # fmt: skip
     routings = [_routing(pricing, one, experts, capacity) for one in (1.0, busiest)]
     return Skew(experts, top_k, capacity, *routings)
-
-
-def _numbers(setting: Setting) -> tuple[int, int, float | None]:
-    """The model's number of experts, its choices per token, and its capacity; 0, 0 and None without experts."""
-    config = setting.config
-    if config is not None:
-        return config.experts or 0, config.top_k or 0, config.capacity
-    if setting.architecture is None:
-        return 0, 0, None
-    hf_config = setting.architecture.config.get_text_config()
-    experts = getattr(hf_config, "num_experts", None) or getattr(hf_config, "num_local_experts", None)
-    return experts or 0, getattr(hf_config, "num_experts_per_tok", None) or 0, None
 
 
 def _routing(pricing: Pricing, busiest: float, experts: int, capacity: float | None) -> Routing:

@@ -83,15 +83,16 @@ def vocabulary(setting: Setting) -> int | None:
     """
     if not setting.task.text:
         return None
-    if setting.config is not None:
-        return setting.config.vocab
-    for name, parameter in setting.model.named_parameters():
+    if (vocab := setting.spec.sizes.vocab) is not None:
+        return vocab
+    for name, parameter in setting.model.named_parameters():  # a recipe may name the dim
         for dim, size in zip(setting.dims.get(name, ()), parameter.shape):
             if dim == "vocab":
                 return int(size)
     raise Mistakes.one(
         "no parameter of the module has a dim named `vocab`, so its vocabulary is unknown", exit=Exit.FIT,
-        where=setting.recipe.where("model.module"), fix="name the dims of its embedding (`dims` of the module)",
+        where=setting.recipe.where(f"model.{setting.spec.source.key}"),
+        fix="name the dims of its embedding (`dims` of the module)",
     )  # fmt: skip
 
 

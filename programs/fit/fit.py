@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Source, join
 from tpshard.models.families.config import ModelConfig
 from tpshard.models.families.family import DIMS, INPUTS
+from tpshard.models.model_spec import ModelSpec
 from tpshard.programs.fit.batching import batch_misfit, derive
 from tpshard.programs.fit.fp8_fit import fp8_misfits
 from tpshard.programs.fit.layer_split import split_misfit
@@ -30,11 +31,11 @@ def devices(recipe: Recipe) -> int | None:
     return None if -1 in recipe.mesh.values() else math.prod(recipe.mesh.values())
 
 
-def misfits(recipe: Recipe, c: ModelConfig | None) -> list[Diagnostic]:
+def misfits(recipe: Recipe, spec: ModelSpec | None) -> list[Diagnostic]:
     """All ways in which recipe, model and mesh do not fit each other.
 
-    `c` is None for a model whose configuration is unknown. Where the machine decides the number of devices, axes of
-    size -1 count as fitting.
+    `spec` is None where the model is unknown, as on a machine without its folder. Where the machine decides the
+    number of devices, axes of size -1 count as fitting.
     """
     world = devices(recipe)
     mesh = {axis: size for axis, size in recipe.mesh.items() if size != -1}
@@ -45,10 +46,10 @@ def misfits(recipe: Recipe, c: ModelConfig | None) -> list[Diagnostic]:
     mesh = dict.fromkeys(set(AXES) - set(recipe.mesh), 1) | mesh
     # a mesh that does not fit the cluster will change, and with it the number of data ranks
     mistakes = list(_batch(recipe, mesh)) if whole else []
-    if c is not None or recipe.model.module is not None or recipe.model.transformers is not None:
-        mistakes += fp8_misfits(recipe, c, mesh)
-    if c is not None:
-        fit = _Fit(recipe, c, mesh, world)
+    if spec is not None:
+        mistakes += fp8_misfits(recipe, spec.outline, mesh)
+    if spec is not None and spec.outline is not None:
+        fit = _Fit(recipe, spec.source.name, spec.outline, mesh, world)
         mistakes += [*fit.names(), *fit.axes_once(), *fit.uneven(), *fit.positions(), *fit.stages()]
         mistakes += [*fit.layers(), *without_effect(recipe, fit.unread())]
     return mistakes
@@ -83,13 +84,13 @@ class _Use:
 class _Fit:
     """The checks that need the model's configuration."""
 
-    def __init__(self, recipe: Recipe, c: ModelConfig, mesh: Mapping[str, int], world: int | None):
+    def __init__(self, recipe: Recipe, name: str, c: ModelConfig, mesh: Mapping[str, int], world: int | None):
         self.recipe, self.c, self.mesh, self.world = recipe, c, mesh, world
         self.parameters = c.parameters
         self.tensors = {**self.parameters, **INPUTS, **c.activations}
         self.sizes = {"batch": recipe.batch.global_sequences, "seq": recipe.model.seq_len, **c.pieces}
         """The number of indivisible units of each dim: heads count as heads, not as columns."""
-        self.model = recipe.model.preset or recipe.model.stored()["hf"] or "the model"
+        self.model = name
 
     def names(self) -> Iterator[Diagnostic]:
         """Checks that patterns match something, and have as many entries as the matched tensors have dims."""

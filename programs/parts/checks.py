@@ -25,12 +25,12 @@ def traceable(setting: Setting) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, Mistakes) or setting.config is not None:
+        if isinstance(error, Mistakes) or setting.spec.outline is not None:
             raise
         line = line_of(error)
         if line is None:
             raise
-        key = "module" if setting.recipe.model.module is not None else "transformers"
+        key = setting.spec.source.key
         raise Mistakes.one(
             f"`{type(setting.model).__name__}` cannot be traced into one static graph",
             exit=Exit.RECIPE,

@@ -36,7 +36,7 @@ def key_of_model(setting: Setting) -> tuple[object, ...]:
     """The part of a setting on which every captured graph depends: model, and dtypes of parameters and gradients."""
     fsdp = setting.recipe.fsdp
     dtypes = (fsdp.master_dtype, fsdp.param_dtype, fsdp.reduce_dtype, fsdp.accumulate.dtype)
-    return (setting.recipe.model, setting.config, setting.depth, dtypes, setting.stacking)
+    return (setting.recipe.model, setting.spec, setting.kept, dtypes, setting.stacking)
 
 
 def key_of_capture(setting: Setting) -> str:

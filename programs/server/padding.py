@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from tpshard.models.families.config import ModelConfig
@@ -27,20 +26,18 @@ def shared_rows(config: ModelConfig, group: Groups) -> int:
     return math.lcm(*(int(size.max()) for size in sizes if len(size) > 1))
 
 
-def pad_mlp(config: ModelConfig, tp: int, shared: int = 1) -> ModelConfig:
-    """Widens the MLP of `config` until `tp` devices divide it, between groups of `shared` inputs if each can get one.
-
-    Returns `config` itself if they divide it already.
-    """
+def padded_mlp(config: ModelConfig, tp: int, shared: int = 1) -> int:
+    """The width of the MLP of `config` that `tp` devices divide, between groups of `shared` inputs if each can get one:
+    its own if they divide that already."""
     each = shared if -(-config.mlp // shared) >= tp else 1
     if tp == 1 or config.mlp % (tp * each) == 0:
-        return config
+        return config.mlp
     whole = tp * (each if each > 1 else ALIGNED)
-    return replace(config, mlp=-(-config.mlp // whole) * whole)
+    return -(-config.mlp // whole) * whole
 
 
 def notes(config: ModelConfig, wider: ModelConfig, ways: Callable[[str], int]) -> list[str]:
-    """Notes on padding: an MLP that `pad_mlp` made wider, and a vocabulary that every device holds whole.
+    """Notes on padding: an MLP that `padded_mlp` made wider, and a vocabulary that every device holds whole.
 
     ways: the number of devices over which a dim is sharded.
     """

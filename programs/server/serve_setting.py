@@ -14,13 +14,12 @@ from tpshard.diagnostics.diagnostic import Exit, Mistakes, join
 from tpshard.kernels.linear import TILE
 from tpshard.kernels.quantized.int4 import DENSE_ROWS, agrees
 from tpshard.kernels.quantized.quantized_linear import multiplies
-from tpshard.models.dims import param_dims
-from tpshard.models.families.config import ModelConfig
 from tpshard.models.folders.hf_folder import DTYPES
+from tpshard.models.model_spec import ModelSpec
 from tpshard.models.transformers.patch_attention import limit_length
 from tpshard.parallelism.mesh import Mesh
 from tpshard.programs.fit.wrong_model import wrong_model
-from tpshard.programs.server.padding import pad_mlp
+from tpshard.programs.server.padding import padded_mlp
 from tpshard.programs.server.recurrent_steps import CHUNK, StateShape, forgotten, state_shapes
 from tpshard.programs.server.served import Served
 from tpshard.programs.setting import naming
@@ -65,11 +64,11 @@ class ServeSetting:
             )  # fmt: skip
         mesh = Mesh({axis: max(1, size) for axis, size in recipe.serve.mesh.items()})
         setting = ServeSetting(recipe, mesh, served, kind)
-        ways, config = setting.ways("heads"), served.config
-        if config is not None and not config.divides("heads", ways):
-            fit = join(str(n) for n in range(1, config.heads + 1) if config.divides("heads", n))
+        ways, outline = setting.ways("heads"), served.spec.outline
+        if outline is not None and not outline.divides("heads", ways):
+            fit = join(str(n) for n in range(1, outline.heads + 1) if outline.divides("heads", n))
             raise Mistakes.one(
-                f"tp {ways} does not fit {config.heads} heads and {config.kv_heads} KV heads", exit=Exit.FIT,
+                f"tp {ways} does not fit {outline.heads} heads and {outline.kv_heads} KV heads", exit=Exit.FIT,
                 where=recipe.where("serve.mesh"), fix=f"serve.mesh.tp: {fit}",
             )  # fmt: skip
         return setting
@@ -79,30 +78,34 @@ class ServeSetting:
         return math.prod(self.mesh.axes.get(axis, 1) for axis in self.recipe.sharding.rules.get(dim, ()))
 
     @cached_property
-    def config(self) -> ModelConfig | None:
-        """The model's configuration with a padded MLP; None for a user's module."""
-        config, quantized = self.served.config, self.served.quantized
-        if config is None or not self.padding:
-            return config
-        return pad_mlp(config, self.ways("mlp"), 1 if quantized is None else quantized.shared)
+    def spec(self) -> ModelSpec:
+        """The model as this server computes it: with an MLP that its devices divide."""
+        outline, quantized = self.served.spec.outline, self.served.quantized
+        if outline is None or not self.padding:
+            return self.served.spec.served()
+        return self.served.spec.served(
+            padded_mlp(outline, self.ways("mlp"), 1 if quantized is None else quantized.shared)
+        )
 
     @cached_property
     def model(self) -> nn.Module:
         """The module on `meta`, in its compute dtype. Mistakes (exit 3) for an invalid user's module."""
         try:
-            model = self.served.model(self.config)
+            model = self.spec.build(dtype=DTYPES[self.served.dtype])
+            own = self.spec.own_dtypes(DTYPES[self.served.dtype])
         except ValueError as error:
             raise wrong_model(self.recipe, error) from error
+        for name, dtype in own.items():
+            model.get_parameter(name).data = model.get_parameter(name).data.to(dtype)
         limit_length(model, self.max_seq)
         return model
 
     @cached_property
     def dims(self) -> dict[str, tuple[str, ...]]:
         """The dim names of the parameters that have some."""
-        if self.served.config is not None:  # the recipe's `model.dims` are of another model
-            return param_dims(self.model)
-        named = naming.dim_names(self.recipe, self.model, self.served.blueprint.architecture)
-        return {name: naming.dims for name, naming in named.items()}
+        if self.spec.outline is not None:  # the recipe's `model.dims` are of another model
+            return {name: own.dims for name, own in self.spec.dims(self.model).items()}
+        return {name: own.dims for name, own in naming.dim_names(self.recipe, self.model, self.spec).items()}
 
     @property
     def invariant(self) -> bool:
@@ -142,7 +145,7 @@ class ServeSetting:
         """
         most = self.most if not self.states else min(self.most, _up(self.recipe.serve.requests))
         sharded = self.mesh.ranks > 1 and (self.recipe.sharding.annotate or self.ways("seq") > 1)
-        least = max(LEAST[self.kind], 2 if self.served.config is None else 1)  # see `paging.shrink`
+        least = max(LEAST[self.kind], 2 if self.spec.outline is None else 1)  # see `paging.shrink`
         sizes = [TILE if sharded else least]  # rows that may be sharded are divided by their devices
         while sizes[-1] < most:
             sizes.append(min(sizes[-1] * APART[self.kind], most))
@@ -151,8 +154,7 @@ class ServeSetting:
     @cached_property
     def states(self) -> dict[str, StateShape]:
         """The states of the model's recurrent layers, by name."""
-        own_class = self.served.blueprint.architecture
-        return state_shapes(self.model) if own_class is not None and own_class.recurrent else {}
+        return state_shapes(self.model) if self.spec.recurrent else {}
 
     @property
     def pool_size(self) -> int:
@@ -207,8 +209,7 @@ class ServeSetting:
         Attention within chunks is served within the first chunk. Where rotary frequencies depend on the length,
         `model.seq_len` decides; its default is `original_seq`.
         """
-        described = self.served.config or self.served.blueprint.architecture
-        longest = None if described is None else described.max_seq
+        longest = self.spec.sizes.max_seq
         written = self.recipe.model.seq_len
         if self.chunk is not None:
             longest = min(longest or self.chunk, self.chunk)
@@ -220,14 +221,12 @@ class ServeSetting:
     @property
     def chunk(self) -> int | None:
         """The number of tokens within which some layers of the model attend; None without such layers."""
-        own_class = self.served.blueprint.architecture
-        return None if own_class is None else own_class.chunk
+        return self.spec.sizes.chunk
 
     @property
     def original_seq(self) -> int | None:
         """The length of sequences above which the rotary embedding uses other frequencies; None if it never does."""
-        own_class = self.served.blueprint.architecture
-        return None if own_class is None else own_class.original_seq
+        return self.spec.sizes.original_seq
 
 
 def _up(rows: int) -> int:

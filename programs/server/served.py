@@ -7,25 +7,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from torch import nn
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.kernels.quantized import int4
 from tpshard.kernels.quantized.gptq_config import GPTQConfig, read_config
 from tpshard.kernels.quantized.packed import width_of
 from tpshard.kernels.quantized.quantized import group_index
 from tpshard.kernels.quantized.quantized_linear import multiplies
-from tpshard.models import Blueprint
 from tpshard.models.families.config import ModelConfig
-from tpshard.models.folders.hf_config import computes, folder_config
-from tpshard.models.folders.hf_folder import DTYPES, HFFolder
-from tpshard.models.folders.hf_headers import has_weights
-from tpshard.models.folders.hf_quantized import QuantizedModules, QuantizedParameters, quantizable
-from tpshard.models.transformers.architecture import Architecture
-from tpshard.models.transformers.class_weights import FolderWeights
-from tpshard.models.transformers.tp_plan import dims_of_plan
+from tpshard.models.folders.hf_folder import DTYPES
+from tpshard.models.folders.hf_quantized import quantizable
+from tpshard.models.model_spec import ModelSpec
+from tpshard.models.open_model import open_model
+from tpshard.programs.fit.recipe_model import model_of
 from tpshard.programs.server.act_order import ActOrder, Arrangement, act_orders, order_key, planned_orders
 from tpshard.programs.server.padding import shared_rows
-from tpshard.programs.setting.setting import architecture, model_config
 from tpshard.recipes.keys.schema import Recipe
 from tpshard.recipes.keys.serving_keys import Quantize
 
@@ -80,23 +75,19 @@ class Quantization:
     groups in sequence). These orders concern no other operation."""
 
     @staticmethod
-    def of_folder(folder: Path, described: ModelConfig | Architecture) -> Quantization | None:
-        """The quantization of a folder, whose model a family of tpshard or a class of transformers computes; None for a
-        dense model. ValueError where its files contradict each other."""
+    def of_folder(folder: Path, spec: ModelSpec) -> Quantization | None:
+        """The quantization of a folder with a model; None for a dense one, or one that is not quantized by GPTQ.
+        ValueError where its files contradict each other."""
         settings = read_config(folder) if (folder / "config.json").is_file() else None
         if settings is None:
             return None
-        if isinstance(described, ModelConfig):
-            shapes, dims = described.shapes, described.parameters
-            heads: tuple[int, int, int] | None = (described.heads, described.kv_heads, described.head_dim)
-            stored: QuantizedModules = QuantizedParameters(folder, described)
-            shared = shared_rows(described, stored.group)
+        stored, shapes, outline = spec.quantized_modules(folder), spec.shapes, spec.outline
+        if outline is not None:
+            dims, shared = outline.parameters, shared_rows(outline, stored.group)
         else:
-            model = described.build()
-            files = FolderWeights(folder, described, model)
-            shapes, heads, shared = files.shapes, described.heads, 1
-            dims = dict.fromkeys(shapes, ("", "")) | {n: own.dims for n, own in dims_of_plan(model).items()}
-            stored = QuantizedModules(folder, files.module_of, files.stack_of)
+            named = {name: own.dims for name, own in spec.dims(spec.build()).items()}
+            dims, shared = dict.fromkeys(shapes, ("", "")) | named, 1
+        heads = spec.sizes.heads
         weights = {name: own for name in shapes if (own := stored.settings_of(name)) is not None}
         stacks = {
             name: tuple(order_key(group) for group in stored.groups_of_first_expert(name))
@@ -131,34 +122,17 @@ class Quantization:
 
 @dataclass(frozen=True)
 class Served:
-    """A server's model as plain values, before any weight is loaded: blueprint, dtype and quantization."""
+    """A server's model as plain values, before any weight is loaded: what it is, dtype and quantization."""
 
-    blueprint: Blueprint
+    spec: ModelSpec
     dtype: str
     quantized: Quantization | None = None
     note: str = ""
     """A note for the user on what was assumed; empty where the files say it."""
 
     @property
-    def config(self) -> ModelConfig | None:
-        """The model's configuration without expert capacity; None for a user's module.
-
-        Which tokens exceed a capacity depends on later tokens of the sequence, which a server does not have.
-        """
-        config = self.blueprint.config
-        return config if config is None or config.capacity is None else replace(config, capacity=None)
-
-    @property
     def orders(self) -> Mapping[str, ActOrder]:
         return {} if self.quantized is None else self.quantized.orders
-
-    def model(self, config: ModelConfig | None) -> nn.Module:
-        """The module with this configuration, on `meta`, with parameters in the dtypes in which they are used."""
-        dtype = DTYPES[self.dtype]
-        model = replace(self.blueprint, config=config, folder=None).build(dtype=dtype)
-        for name, own in self.blueprint.own_dtypes(dtype).items():
-            model.get_parameter(name).data = model.get_parameter(name).data.to(own)
-        return model
 
     def coded_weights(self, kind: str, arrangement: Arrangement) -> dict[str, Coded]:
         """The weights that a kind of device multiplies as codes; others are dequantized when loaded."""
@@ -201,14 +175,13 @@ def serving_dtype(recipe: Recipe, quantized: Quantization | None, stored: str, k
     return dtype
 
 
-def stored_model(recipe: Recipe, blueprint: Blueprint, folder: Path, stored: str, kind: str) -> Served:
+def stored_model(recipe: Recipe, spec: ModelSpec, folder: Path, stored: str, kind: str) -> Served:
     """The served form of the model in a folder. Mistakes, exit 7, where it cannot be read."""
     try:
-        described = blueprint.config or blueprint.architecture
-        quantization = None if described is None else Quantization.of_folder(folder, described)
+        quantization = Quantization.of_folder(folder, spec)
     except (ValueError, OSError) as error:
         raise _unreadable(recipe, folder, error) from error
-    return Served(blueprint, serving_dtype(recipe, quantization, stored, kind), quantization)
+    return Served(spec, serving_dtype(recipe, quantization, stored, kind), quantization)
 
 
 def _unreadable(recipe: Recipe, folder: Path, error: Exception) -> Mistakes:
@@ -226,21 +199,15 @@ def model_to_serve(recipe: Recipe, kind: str) -> Served:
     folder = Path(recipe.serve.checkpoint)
     if recipe.serve.checkpoint != LATEST and (folder / "config.json").is_file():
         try:
-            if not computes(folder):
-                stored_class = Architecture.of(folder)
-                return stored_model(recipe, Blueprint(architecture=stored_class), folder, stored_class.kind, kind)
-            config = HFFolder(folder).config if has_weights(folder) else folder_config(folder)
+            stored = open_model(folder)
         except (ValueError, OSError) as error:
             raise _unreadable(recipe, folder, error) from error
-        return stored_model(recipe, Blueprint(config), folder, config.dtype, kind)
-    own = model_config(recipe)
-    if own is None:
-        own_class = architecture(recipe)
-        blueprint = Blueprint(module=recipe.model.module, args=dict(recipe.model.args), architecture=own_class)
-        return Served(blueprint, serving_dtype(recipe, None, str(recipe.model.dtype), kind))
-    layout_given = any(recipe.where(key).line for key in ("quantize", "serve.layout"))
-    if recipe.serve.checkpoint != LATEST and not folder.exists() and layout_given:
-        planned = Quantization.of_recipe(recipe.quantize, own)
-        note = f"{folder} does not exist yet: planned as `tpshard quantize` would write it"
-        return Served(Blueprint(own), serving_dtype(recipe, planned, "fp16", kind), planned, note)
-    return Served(Blueprint(own), serving_dtype(recipe, None, own.dtype, kind))
+        return stored_model(recipe, stored, folder, stored.dtype, kind)
+    own = model_of(recipe)
+    if (outline := own.outline) is not None:
+        layout_given = any(recipe.where(key).line for key in ("quantize", "serve.layout"))
+        if recipe.serve.checkpoint != LATEST and not folder.exists() and layout_given:
+            planned = Quantization.of_recipe(recipe.quantize, outline)
+            note = f"{folder} does not exist yet: planned as `tpshard quantize` would write it"
+            return Served(own, serving_dtype(recipe, planned, "fp16", kind), planned, note)
+    return Served(own, serving_dtype(recipe, None, outline.dtype if outline else str(recipe.model.dtype), kind))

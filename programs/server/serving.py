@@ -16,7 +16,6 @@ from functools import cached_property, partial
 from typing import Any
 
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
-from tpshard.models.folders.hf_config import class_reason
 from tpshard.parallelism.graph import Graph, Value
 from tpshard.parallelism.partitioning.partitioner import mark_outputs, partition_graph
 from tpshard.parallelism.passes.run import Pass
@@ -104,15 +103,14 @@ class ServingPrograms:
     @property
     def notes(self) -> list[str]:
         """Sentences on what differs from the recipe or does not suit the devices."""
-        config, served = self.setting.config, self.setting.served
-        padding = [] if config is None or served.config is None else notes(served.config, config, self.setting.ways)
-        stored_config = served.blueprint.config
-        dropping = [] if stored_config is None or stored_config.capacity is None else [
-            f"experts compute all tokens that choose them: `capacity: {stored_config.capacity:g}` is for training"
+        served, spec = self.setting.served, self.setting.spec
+        stored, outline, capacity = served.spec.outline, spec.outline, served.spec.sizes.capacity
+        padding = [] if stored is None or outline is None else notes(stored, outline, self.setting.ways)
+        dropping = [] if capacity is None else [
+            f"experts compute all tokens that choose them: `capacity: {capacity:g}` is for training"
         ]  # fmt: skip
-        own_class, by_class = served.blueprint.architecture, []
-        if own_class is not None and (reason := class_reason(own_class.raw)):
-            by_class = [f"{reason}: transformers' {own_class.cls.__name__} computes it"]
+        name = type(self.setting.model).__name__
+        by_class = [f"{spec.instead}: transformers' {name} computes it"] if spec.instead else []
         limited = f"sequences have at most {self.setting.max_seq} tokens: "
         limits = [] if self.setting.chunk is None else [f"{limited}some layers attend within chunks of so many"]
         if (original := self.setting.original_seq) is not None:
@@ -196,7 +194,7 @@ def passes(setting: ServeSetting, arrangement: Arrangement, size: Size) -> list[
     kind, invariant = setting.kind, setting.invariant
     own = replace(setting, padding=False)
     padded: list[Pass] = []
-    if setting.config != own.config:
+    if setting.spec != own.spec:
         flops = {op.name: rule_for(op).flops for op in _capture_step(own, size)[0].ops}
         padded = [partial(step_kernels.count_useful, flops=flops)]
     return [

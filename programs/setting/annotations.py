@@ -102,12 +102,12 @@ class _Reader:
         self.reported: set[str] = set()
 
     def require(self, values: list[Value], pattern: str, path: str) -> list[Value]:
-        """Returns `values`, the matches of a pattern; none is a mistake in a user's module (presets: see `fit`)."""
-        if not values and self.setting.config is None and not self.serving:
+        """Returns `values`, the matches of a pattern; none is a mistake, but in serving, whose graph has fewer."""
+        if not values and not self.serving:
             parameters = ", ".join(list(self.setting.dims)[:6])
             self.mistakes.append(
                 Diagnostic(
-                    f"`{pattern}` matches nothing in `{self.recipe.model.module or 'the model'}`",
+                    f"`{pattern}` matches nothing in `{self.setting.spec.source.name or 'the model'}`",
                     exit=Exit.RECIPE,
                     where=self.recipe.where(path),
                     why="the annotation would have no effect",
@@ -117,14 +117,14 @@ class _Reader:
         return values
 
     def dims(self, of_values: Collection[str]) -> None:
-        """Requires of a model without a configuration that rules name dims of tensors (presets: see `recipes.laws`)."""
-        if self.setting.config is not None or self.serving:
+        """Requires of a model without an outline that rules name dims of tensors (others: see `recipes.laws`)."""
+        if self.serving or self.setting.spec.outline is not None:
             return
         named = (*self.setting.dims.values(), *self.recipe.sharding.annotate.values())
         known = {dim for dims in named for dim in dims if dim} | {dim for dim in of_values if dim} | {*DIMS}
         self.mistakes += [
             Diagnostic(
-                f"no tensor of {self.recipe.model.module or 'the model'} has a dim called `{dim}`",
+                f"no tensor of {self.setting.spec.source.name or 'the model'} has a dim called `{dim}`",
                 exit=Exit.RECIPE,
                 where=self.recipe.where(f"sharding.rules.{dim}"),
                 why="the rule would have no effect",

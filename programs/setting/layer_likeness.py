@@ -70,11 +70,11 @@ def likeness(model: nn.Module, path: str) -> Depth | None:
     return best
 
 
-def keep_layers(model: nn.Module, depth: Depth) -> None:
-    """Removes from a model the layers that the shallow model of `depth` lacks."""
-    parent, _, leaf = depth.stack.rpartition(".")
-    layers = list(model.get_submodule(depth.stack).children())
-    setattr(model.get_submodule(parent), leaf, nn.ModuleList(layers[number] for number in depth.kept))
+def keep_layers(model: nn.Module, path: str, kept: Sequence[int]) -> None:
+    """Removes from the list of layers at `path` of a model those that are not `kept`."""
+    parent, _, leaf = path.rpartition(".")
+    layers = list(model.get_submodule(path).children())
+    setattr(model.get_submodule(parent), leaf, nn.ModuleList(layers[number] for number in kept))
 
 
 def layer_numbers(layers: Sequence[nn.Module]) -> list[str]:

@@ -9,28 +9,21 @@ import torch
 from torch import nn
 from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes, plural
 from tpshard.kernels.dtypes import dtype_name
-from tpshard.models.dims import STAGE, param_dims
-from tpshard.models.families.config import ModelConfig
-from tpshard.models.families.config_keys import DEFAULTS, training_notes
-from tpshard.models.folders.hf_config import class_reason, read_raw
-from tpshard.models.transformers.architecture import Architecture
-from tpshard.models.transformers.tp_plan import Naming, dims_of_plan
+from tpshard.models.dims import STAGE, Naming
+from tpshard.models.model_spec import ModelSpec
 from tpshard.programs.fit.patterns import matches, nearest
 from tpshard.recipes.keys.schema import Recipe
 
 _SHOWN = 4
 
 
-def dim_names(recipe: Recipe, model: nn.Module, architecture: Architecture | None) -> dict[str, Naming]:
-    """The dim names of parameters: of transformers' tensor-parallel plan for the class, or else of the modules
-    themselves, overridden by the recipe's `model.dims`. Parameters without names are left to propagation.
+def dim_names(recipe: Recipe, model: nn.Module, spec: ModelSpec) -> dict[str, Naming]:
+    """The dim names of parameters: the model's own, overridden by the recipe's `model.dims`. Parameters without names
+    are left to propagation.
 
     Raises Mistakes (exit 3) for a pattern that matches no parameter or has another number of dims.
     """
-    if architecture is not None:
-        namings = dims_of_plan(model)
-    else:
-        namings = {name: Naming(dims, "") for name, dims in param_dims(model).items()}
+    namings = spec.dims(model)
     parameters = dict(model.named_parameters())
     mistakes: list[Diagnostic] = []
     for pattern, dims in recipe.model.dims.items():
@@ -64,30 +57,18 @@ def dim_names(recipe: Recipe, model: nn.Module, architecture: Architecture | Non
     return namings
 
 
-def notes(
-    recipe: Recipe,
-    config: ModelConfig | None,
-    architecture: Architecture | None,
-    model: nn.Module,
-    named: Mapping[str, Naming],
-) -> list[str]:
+def notes(spec: ModelSpec, model: nn.Module, named: Mapping[str, Naming]) -> list[str]:
     """Notes: the class that computes, the parameters left to propagation, and differences from its original
     training."""
-    sentences = []
     name = type(model).__name__
-    if architecture is not None and recipe.model.transformers is None:
-        reason = class_reason(architecture.raw) or f"tpshard has no family for {architecture.model_type}"
-        sentences.append(f"{reason}: transformers' {name} computes it")
+    sentences = [f"{spec.instead}: transformers' {name} computes it"] if spec.instead else []
     unnamed = {"", STAGE}
     free = _patterns([n for n, _ in model.named_parameters() if unnamed.issuperset(named.get(n, Naming((), "")).dims)])
     if free:
         sentences.append(
             f"nothing names the dims of {_some(free)} of {name}: their shardings are inferred (model.dims)"
         )
-    if architecture is None and config is not None and recipe.model.named_by == "hf":
-        raw, family = read_raw(str(recipe.model.hf)), config.family_entry
-        sentences += training_notes({**DEFAULTS.get(family.hf.model_type, {}), **raw}, family)
-    return sentences + ([] if architecture is None else architecture.notes(model))
+    return sentences + spec.notes(model)
 
 
 def dtype_notes(own: Mapping[str, torch.dtype], dtype: torch.dtype, model: str) -> list[str]:

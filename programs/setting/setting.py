@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import nn
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
-from tpshard.models import Blueprint
-from tpshard.models.dims import STAGE
-from tpshard.models.families.config import ModelConfig
+from tpshard.models.dims import STAGE, Naming
 from tpshard.models.families.layers import multiply_in_fp8
-from tpshard.models.families.presets import override, override_folder, preset
 from tpshard.models.families.routing import balance_steps
-from tpshard.models.folders.hf_config import class_reason, computes, folder_config
-from tpshard.models.folders.hf_folder import DTYPES, HFFolder
-from tpshard.models.folders.hf_headers import has_weights
+from tpshard.models.folders.hf_folder import DTYPES
+from tpshard.models.model_spec import ModelSpec
 from tpshard.models.objectives.tasks import Task, task_of
-from tpshard.models.transformers.architecture import Architecture
-from tpshard.models.transformers.class_weights import FolderWeights
-from tpshard.models.transformers.tp_plan import Naming
 from tpshard.parallelism.depth import Depth
 from tpshard.parallelism.mesh import Axes, Axis, Mesh, size_of
 from tpshard.programs.fit.batching import BatchPlan, check_micro_batches, derive
 from tpshard.programs.fit.fit import devices
 from tpshard.programs.fit.fp8_fit import fp8_misfits
+from tpshard.programs.fit.recipe_model import model_of
 from tpshard.programs.fit.wrong_model import wrong_model
 from tpshard.programs.setting import naming
 from tpshard.programs.setting.layer_likeness import difference, keep_layers, likeness
@@ -46,54 +40,15 @@ def devices_of(recipe: Recipe) -> int:
     return max(math.prod(size for size in recipe.mesh.values() if size != -1), torch.cuda.device_count())
 
 
-def model_config(recipe: Recipe) -> ModelConfig | None:
-    """The configuration of the recipe's model; None for a user's module and for transformers' classes."""
-    model = recipe.model
-    if model.module is not None or model.transformers is not None:
-        return None
-    overrides = model.overrides()
-    try:
-        if model.hf is not None:
-            if not computes(model.hf):
-                return None
-            if not has_weights(model.hf):  # refuses pickles
-                return override(folder_config(model.hf), overrides)
-            return override_folder(HFFolder(model.hf).config, overrides, model.hf)  # or raises where they do not fit
-        return preset(str(model.preset), overrides)
-    except (ValueError, OSError) as error:
-        raise wrong_model(recipe, error) from error
-
-
-def architecture(recipe: Recipe) -> Architecture | None:
-    """The transformers class that a recipe asks for, or that its `hf` folder needs because tpshard has no family."""
-    model = recipe.model
-    key = "transformers" if model.transformers is not None else "hf"
-    folder = model.transformers or model.hf
-    if folder is None or model.module is not None:
-        return None
-    try:
-        if key == "hf" and computes(folder):
-            return None
-        if key == "hf" and (changed := list(model.overrides())):
-            reason = class_reason(Architecture.of(folder).raw)
-            raise ValueError(f"{reason}; change `{changed[0]}` in its config.json instead")
-        described = Architecture.of(folder)
-        if has_weights(folder):  # refuses pickles
-            FolderWeights(folder, described, described.build(), values=False)
-        return described
-    except (ValueError, OSError) as error:
-        raise wrong_model(recipe, error) from error
-
-
 @dataclass(frozen=True)
 class Setting:
     """A recipe with everything needed to build its programs."""
 
     recipe: Recipe
     mesh: Mesh
-    config: ModelConfig | None
-    depth: Depth | None = None
-    """If set, only the layers of its shallow model are built; for models without a configuration."""
+    spec: ModelSpec
+    kept: tuple[str, tuple[int, ...]] | None = None
+    """If set, the only layers that are built, of a list; for models whose specification does not count layers."""
 
     @staticmethod
     def of(recipe: Recipe, devices: int | None = None) -> Setting:
@@ -102,7 +57,7 @@ class Setting:
         Raises Mistakes where the mesh does not fit the devices or the model does not exist.
         """
         sizes = recipe.mesh_on(devices if devices is not None else devices_of(recipe))
-        return Setting(recipe, Mesh(sizes), model_config(recipe))
+        return Setting(recipe, Mesh(sizes), model_of(recipe))
 
     @cached_property
     def model(self) -> nn.Module:
@@ -112,7 +67,7 @@ class Setting:
             return self.single
         stacked, layers = self._build_module(), list(self.single.get_submodule(self.stacking.path).children())
         parent, _, leaf = self.stacking.path.rpartition(".")
-        own = self.config is not None  # in tpshard's families a first dim as large as the batch is the batch dim
+        own = self.spec.outline is not None  # in tpshard's families a first dim as large as the batch is the batch dim
         stack = StackedLayers(layers, self.stacking, self.batch.data_ranks, own)
         setattr(stacked.get_submodule(parent), leaf, stack)
         return stacked
@@ -123,28 +78,36 @@ class Setting:
         return self._build_module()
 
     def _build_module(self) -> nn.Module:
-        if misfits := list(fp8_misfits(self.recipe, self.config, self.mesh.axes)):
+        if misfits := list(fp8_misfits(self.recipe, self.spec.outline, self.mesh.axes)):
             raise Mistakes(misfits)
-        named = self.recipe.model
         try:
             self.own_dtypes  # noqa: B018  (computed before a graph is captured)
-            model = self._blueprint.build(dtype=self.master_dtype)
+            model = self.spec.build(dtype=self.master_dtype)
         except ValueError as error:
             raise wrong_model(self.recipe, error) from error
-        if named.dtype == "fp8":
+        if self.recipe.model.dtype == "fp8":
             multiply_in_fp8(model)
-        if self.depth is not None:
-            keep_layers(model, self.depth)
+        if self.kept is not None:
+            keep_layers(model, *self.kept)
         return model
 
-    @property
-    def _blueprint(self) -> Blueprint:
-        named = self.recipe.model
-        return Blueprint(self.config, module=named.module, args=named.args, architecture=self.architecture)
+    def keep(self, stack: str, layers: Sequence[int]) -> Setting:
+        """The setting of the same model with these layers of a list of layers that are alike."""
+        fewer = self.spec.with_layers(len(layers))
+        return replace(self, kept=(stack, tuple(layers))) if fewer is None else replace(self, spec=fewer)
+
+    @cached_property
+    def layers(self) -> int:
+        """The number of the model's repeated layers, which stages of a pipeline share; 0 without any."""
+        if (outline := self.spec.outline) is not None:
+            return outline.layers
+        return max(map(len, lists_of_layers(self.single).values()), default=0)
 
     @cached_property
     def alike(self) -> Depth | None:
-        """The depth of a model without a configuration; None if its layers differ."""
+        """The layers of the model that stand for each other; None if they may differ."""
+        if (outline := self.spec.outline) is not None:
+            return None if self.spec.listed is None else Depth(self.spec.listed, outline.layers)
         lists = lists_of_layers(self.single)
         return likeness(self.single, max(lists, key=lambda path: len(lists[path]))) if lists else None
 
@@ -159,7 +122,7 @@ class Setting:
             return None
         check_micro_batches(self.recipe, self.division, axis.size)
         lists = lists_of_layers(self.single)
-        why = "this model has experts" if self.config is not None and self.config.experts is not None else (
+        why = "this model has experts" if self.spec.outline is not None and self.spec.sizes.experts else (
             "" if len(lists) == 1 else f"this model has {', '.join(f'`{path}`' for path in lists) or 'none'}"
         )  # fmt: skip
         if why:
@@ -207,11 +170,6 @@ class Setting:
             raise Mistakes.one(str(error), exit=Exit.RECIPE, where=self.recipe.where("task"), fix=fix) from error
 
     @cached_property
-    def architecture(self) -> Architecture | None:
-        """The model's transformers class; None for a model of tpshard or a user's module."""
-        return architecture(self.recipe)
-
-    @cached_property
     def named(self) -> dict[str, Naming]:
         """The dim names of the parameters that have some, and their source."""
         single = self._named_in_layers
@@ -228,7 +186,7 @@ class Setting:
     @cached_property
     def _named_in_layers(self) -> dict[str, Naming]:
         """`named` by the names of single layers' parameters."""
-        return naming.dim_names(self.recipe, self.single, self.architecture)
+        return naming.dim_names(self.recipe, self.single, self.spec)
 
     @cached_property
     def dims(self) -> dict[str, tuple[str, ...]]:
@@ -244,7 +202,7 @@ class Setting:
     def notes(self) -> list[str]:
         """Notes for the user on how the model is treated."""
         own = {name: dtype for name, dtype in self.own_dtypes.items() if dtype != self.param_dtype}
-        notes = naming.notes(self.recipe, self.config, self.architecture, self.model, self.named)
+        notes = naming.notes(self.spec, self.model, self.named)
         return [*notes, *naming.dtype_notes(own, self.param_dtype, type(self.model).__name__)]
 
     @property
@@ -273,7 +231,7 @@ class Setting:
     @cached_property
     def own_dtypes(self) -> Mapping[str, torch.dtype]:
         """The dtypes of the parameters that are used in one of their own."""
-        return self._blueprint.own_dtypes(self.param_dtype)
+        return self.spec.own_dtypes(self.param_dtype)
 
     def reduced_dtype(self, name: str) -> torch.dtype:
         """The dtype in which a parameter's gradient is reduced."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from tpshard.parallelism.depth import Depth
 from tpshard.parallelism.partitioning.stretch import stretch_program
 from tpshard.parallelism.program import Program
 from tpshard.programs.parts import step_programs
@@ -12,8 +9,6 @@ from tpshard.programs.parts.checks import traceable
 from tpshard.programs.parts.memo import Memo, key_of_partition
 from tpshard.programs.setting.setting import Setting
 
-STACK = "layers"
-"""The name of every family's list of layers."""
 FEWEST = 3
 """The smallest number of repetitions of a block (`Depth.copies`) for which a shallow model is built instead."""
 
@@ -26,7 +21,7 @@ def micro(setting: Setting, base: Program | None = None, memo: Memo | None = Non
     memo = memo or Memo()
 
     def make() -> Program:
-        few, depth = few_layers(setting, base, memo), depth_of(setting)
+        few, depth = few_layers(setting, base, memo), setting.alike
         if few is not None and depth is not None:
             deep = stretch_program(few, depth)
             if deep is not None:
@@ -41,14 +36,12 @@ def few_layers(setting: Setting, base: Program | None = None, memo: Memo | None 
 
     memo: keeps the program; callers must not change it.
     """
-    depth, pipeline = depth_of(setting), setting.recipe.pipeline
+    depth, pipeline = setting.alike, setting.recipe.pipeline
     if depth is None or depth.copies < FEWEST or _names_layers(setting):
         return None
     if pipeline is not None and pipeline.vectorized:  # its layers are stacked
         return None
-    shallow = replace(setting, depth=depth) if setting.config is None else replace(
-        setting, config=replace(setting.config, layers=depth.shallow_layers)
-    )  # fmt: skip
+    shallow = setting.keep(depth.stack, depth.kept)
     memo = memo or Memo()
 
     def make() -> Program:
@@ -56,14 +49,6 @@ def few_layers(setting: Setting, base: Program | None = None, memo: Memo | None 
             return step_programs.micro_program(shallow, base, memo=memo)
 
     return memo.of(f"few layers, from {base is not None}", _key(shallow, base), make)
-
-
-def depth_of(setting: Setting) -> Depth | None:
-    """The number of layers of a setting's model and of its shallow model; None where all layers may differ."""
-    config = setting.config
-    if config is None:
-        return setting.alike
-    return None if config.full_layers else Depth(STACK, config.layers)
 
 
 def _key(setting: Setting, base: Program | None) -> str:

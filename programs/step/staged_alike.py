@@ -15,7 +15,7 @@ from tpshard.parallelism.program import Program
 from tpshard.programs.parts.memo import Memo, key_of_partition
 from tpshard.programs.parts.step_programs import trained_by
 from tpshard.programs.setting.setting import Setting
-from tpshard.programs.step.alike import STACK, few_layers, micro
+from tpshard.programs.step.alike import few_layers, micro
 from tpshard.programs.step.splitting import balance_stages, layers_of
 from tpshard.programs.step.staged import (
     StagedPrograms,
@@ -38,30 +38,30 @@ def build(setting: Setting, memo: Memo | None = None) -> tuple[Program, StagedPr
     """
     if _treats_layers_apart(setting.recipe):
         return None
-    config, table = setting.config, table_of(setting)
-    if config is None:
+    depth, table = setting.alike, table_of(setting)
+    if depth is None or depth.period != 1 or depth.head:
         return None
-    even = layers_of(setting, config.layers, table.stages)  # raises before anything is built
+    even = layers_of(setting, depth.layers, table.stages)  # raises before anything is built
     memo = memo or Memo()
     if (few := few_layers(setting, memo=memo)) is None:
         return None
-    records = stretched_records(few, Depth(STACK, config.layers))
+    records = stretched_records(few, depth)
     if records is None:
         return None
     base = replace(few, records=records)
-    cut = _Alike(setting, memo, base)
+    cut = _Alike(setting, depth, memo, base)
     layers, stages = balance_stages(setting, even, table.devices, cut.stages)
     names = [name for name, _ in setting.model.named_parameters()]
     ports = {p.name: p.layout for p in few.inputs if p.kind == "parameter"}
-    storage = {name: ports[_in_few(name)] for name in names}
-    held = held_by_devices(table, _names(names, layers, stages), names)
+    storage = {name: ports[_in_few(depth, name)] for name in names}
+    held = held_by_devices(table, _names(depth, names, layers, stages), names)
     trained_in_few = trained_by(few)
-    trained = {name for name in names if _in_few(name) in trained_in_few}
+    trained = {name for name in names if _in_few(depth, name) in trained_in_few}
     noted = sum(p.shape[0] for p in few.outputs[2 + len(trained_in_few) :])
     key = _key_of_devices(setting)
     devices = []
     for i, own_names in enumerate(held):
-        alike = [(_in_few(name), [j - i for j, names in enumerate(held) if name in names]) for name in own_names]
+        alike = [(_in_few(depth, name), [j - i for j, names in enumerate(held) if name in names]) for name in own_names]
         make = partial(device_programs, setting, storage, base, held, i, trained, noted, memo)
         devices.append(memo.of("device programs", repr((key, alike)), make, most=DEVICES))
     return few, StagedPrograms(setting, setting.stage_axis, table, tuple(layers), stages, tuple(devices), storage)
@@ -86,9 +86,10 @@ Kind = tuple[str, int]
 class _Alike:
     """Builds the stages of a pipeline's splits from models with fewer layers, each kind of stage once."""
 
-    def __init__(self, setting: Setting, memo: Memo, base: Program):
+    def __init__(self, setting: Setting, depth: Depth, memo: Memo, base: Program):
         """base: the micro-batch's program of a model with few layers, with the records of all layers."""
-        self.setting, self.table, self.make, self.base = setting, table_of(setting), partial(micro, memo=memo), base
+        self.setting, self.depth, self.table, self.base = setting, depth, table_of(setting), base
+        self.make = partial(micro, memo=memo)
         self.built: dict[Kind, Stage] = memo.of("stages by kind", _key_of_stages(setting, self.table), dict)
 
     def _kinds(self, split: Sequence[int]) -> list[Kind]:
@@ -106,10 +107,8 @@ class _Alike:
 
     def _build(self, kinds: Sequence[Kind]) -> None:
         """Builds the stages of those `kinds`, in the order of the model, that are not built yet."""
-        config = self.setting.config
-        assert config is not None
         layers = [count for _, count in kinds]
-        shorter = replace(self.setting, config=replace(config, layers=sum(layers)))
+        shorter = self.setting.keep(self.depth.stack, range(sum(layers)))
         base = self.base if shorter.gathers_once or shorter.reduces_once else self.make(shorter)
         again = recompute_uncut(shorter, base, self.make)
         new = {i: kind for i, kind in enumerate(kinds) if kind not in self.built}
@@ -128,14 +127,13 @@ def _key_of_devices(setting: Setting) -> str:
     return repr((key_of_partition(setting), setting.batch, read))
 
 
-def _in_few(name: str) -> str:
+def _in_few(depth: Depth, name: str) -> str:
     """The name of a parameter in the model with few layers."""
-    stack, _, rest = name.partition(".")
-    number, _, rest = rest.partition(".")
-    return f"{STACK}.1.{rest}" if stack == STACK and number.isdigit() else name
+    layer = depth.layer(name)
+    return name if layer is None else depth.shift_name(name, 1 - layer)
 
 
-def _names(names: Sequence[str], layers: Sequence[int], stages: Sequence[Stage]) -> list[list[str]]:
+def _names(depth: Depth, names: Sequence[str], layers: Sequence[int], stages: Sequence[Stage]) -> list[list[str]]:
     """The parameters of each stage: those of its layers, and those outside of layers of the first and the last."""
     stage_of: dict[int, int] = {}
     for place, count in enumerate(layers):
@@ -143,8 +141,8 @@ def _names(names: Sequence[str], layers: Sequence[int], stages: Sequence[Stage])
             stage_of[len(stage_of)] = place
     by_stage: list[list[str]] = [[] for _ in layers]
     for name in names:
-        if _in_few(name) != name or name.startswith(f"{STACK}.1."):
-            by_stage[stage_of[int(name.split(".")[1])]].append(name)
+        if (layer := depth.layer(name)) is not None:
+            by_stage[stage_of[layer]].append(name)
             continue
         for stage in (stages[0], stages[-1]):
             if name in stage.parameters:

@@ -36,12 +36,11 @@ from tpshard.kernels.quantized.gptq_solver import (
     solve,
 )
 from tpshard.kernels.quantized.quantized import Quantized
-from tpshard.models.families.config import ModelConfig
 from tpshard.models.folders.folder_files import copy_small_files
 from tpshard.models.folders.hf_folder import other_settings
-from tpshard.models.layered.layered_model import ExpertMatrices, NotQuantizable, Read, layered_model
+from tpshard.models.layered.layered_model import ExpertMatrices, NotQuantizable, Read
+from tpshard.models.model_spec import ModelSpec
 from tpshard.models.objectives.loss import cross_entropy_sum
-from tpshard.models.transformers.architecture import Architecture
 from tpshard.serve.quantizing.layer_calls import (
     CallCatcher,
     Form,
@@ -121,19 +120,20 @@ class Quantizer:
     """Quantizes a model, one layer per iteration of `run`.
 
     Args:
-        described: the model; `read(name)` returns a parameter's dense values.
+        spec: the model; `read(name)` returns a parameter's dense values.
         calibration, held_out: text; without held_out no losses are computed.
         order: see `gptq_solver.ordering`.
         method: `nearest` is the baseline, round-to-nearest with the same groups.
         dtype: of the activations; weights are solved in fp32.
         step: called before each linear with (done, of, name).
 
-    Raises ValueError, naming the layer, where values are not finite or do not fit the settings, and as `layered_model`.
+    Raises ValueError, naming the layer, where values are not finite or do not fit the settings, and as
+    `ModelSpec.layered`.
     """
 
     def __init__(
         self,
-        described: ModelConfig | Architecture,
+        spec: ModelSpec,
         read: Read,
         calibration: Sequences,
         held_out: Sequences | None,
@@ -150,7 +150,7 @@ class Quantizer:
         self.method, self.device, self.dtype, self.step = method, device, dtype, step
         self.calibration = calibration.to(device).split(rows)
         self.held_out = held_out.to(device).split(rows) if held_out is not None else []
-        self.layered = layered_model(described, dtype)
+        self.layered = spec.layered(dtype)
         self.model, self.path = self.layered.model, self.layered.layers
         self.report = Quantizing(settings.bits, settings.group_size, order, method)
         matrices = self.layered.matrices

@@ -13,8 +13,10 @@ from torch import nn
 from tpshard.cli.main import run
 from tpshard.cli.shared.sources import open_source
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
-from tpshard.models import Blueprint, build, from_hf, to_hf
+from tpshard.models import build, from_hf, to_hf
 from tpshard.models.families.presets import preset
+from tpshard.models.family_model import FamilyModel
+from tpshard.models.open_model import open_model
 from tpshard.recipes.reading.load import loads
 from tpshard.train.checkpoints.checkpoint import save
 from tpshard.train.checkpoints.shards import Shard
@@ -79,9 +81,9 @@ def test_a_recipe_takes_its_latest_checkpoint(workdir: Path, capsys: pytest.Capt
 
 @pytest.mark.parametrize("source", ["by the checkpoint", "by the run's recipe"])
 def test_a_checkpoint(source: str, workdir: Path) -> None:
-    blueprint = Blueprint.of("tiny", overrides=SMALL)
-    model = blueprint.build(device="cpu", seed=3)
-    meta = {"model": blueprint.to_json()} if source == "by the checkpoint" else {}
+    spec = FamilyModel.of_preset("tiny", SMALL)
+    model = spec.build(device="cpu", seed=3)
+    meta = {"model": spec.to_json()} if source == "by the checkpoint" else {}
     folder = checkpoint(workdir / "runs" / "checkpoints", 5, model, meta)
     if not meta:
         recipe(workdir / "runs", "recipe.yaml")
@@ -103,12 +105,12 @@ def test_a_folder(kind: str, workdir: Path) -> None:
 
 def test_a_model_of_transformers_leaves_as_it_came(workdir: Path) -> None:
     folder = architectures.folder(workdir / "in", "qwen2_moe", weights=True)
-    blueprint = Blueprint.of(hf=str(folder))
-    model = blueprint.build(device="cpu")
-    source = checkpoint(workdir / "runs" / "checkpoints", 5, model, {"model": blueprint.to_json()})
+    spec = open_model(str(folder))
+    model = spec.build(device="cpu")
+    source = checkpoint(workdir / "runs" / "checkpoints", 5, model, {"model": spec.to_json()})
     assert run(["convert", str(source), "out"]) == Exit.DONE
-    assert blueprint.architecture is not None
-    actual = dict(blueprint.architecture.cls.from_pretrained("out").named_parameters())
+    assert spec.architecture is not None
+    actual = dict(spec.architecture.cls.from_pretrained("out").named_parameters())
     assert all(torch.equal(actual[name], value) for name, value in architectures.values("qwen2_moe").items())
     assert run(["convert", "out", "again", "--dtype", "bf16"]) == Exit.DONE
     assert json.loads(Path("again/config.json").read_text())["dtype"] == "bfloat16"
@@ -130,20 +132,20 @@ def test_out_must_not_exist(workdir: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_refusals_say_what_is_wrong(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    blueprint = Blueprint.of("tiny", overrides=SMALL)
-    model = blueprint.build(device="cpu", seed=3)
+    spec = FamilyModel.of_preset("tiny", SMALL)
+    model = spec.build(device="cpu", seed=3)
     to_hf(model, "in")
     raw = json.loads(Path("in/config.json").read_text())
     Path("evil").mkdir()
     Path("evil/config.json").write_text(json.dumps({**raw, "auto_map": {"AutoModel": "evil.Model"}}))
     Path("evil/model.safetensors").write_bytes(Path("in/model.safetensors").read_bytes())
-    wide = Blueprint.of("tiny", overrides={**SMALL, "mlp": 25})
+    wide = FamilyModel.of_preset("tiny", {**SMALL, "mlp": 25})
     other = checkpoint(workdir / "a", 1, model, {"model": wide.to_json()})
     users = checkpoint(workdir / "b", 1, model, {"model": {"module": "package:Class", "args": {}}})
     untold = checkpoint(workdir / "c", 1, model, {})
-    awkward = Blueprint.of("tiny", overrides={**SMALL, "width": 20})
+    awkward = FamilyModel.of_preset("tiny", {**SMALL, "width": 20})
     formless = checkpoint(workdir / "d", 1, awkward.build(device="cpu"), {"model": awkward.to_json()})
-    damaged = checkpoint(workdir / "e", 1, model, {"model": blueprint.to_json()})
+    damaged = checkpoint(workdir / "e", 1, model, {"model": spec.to_json()})
     next(damaged.glob("*.safetensors")).unlink()
     cases = [
         (["evil"], Exit.CHECKPOINT, "auto_map"),
@@ -166,7 +168,7 @@ def test_refusals_say_what_is_wrong(workdir: Path, capsys: pytest.CaptureFixture
 def test_a_module_is_imported_for_a_recipe_and_never_for_a_checkpoint(workdir: Path) -> None:
     """A checkpoint may come from anybody; a recipe that names its module says that the module is trusted."""
     (workdir / "planted_by_checkpoint.py").write_text("raise SystemExit('imported')")
-    model = Blueprint.of("tiny", overrides=SMALL).build(device="cpu", seed=3)
+    model = FamilyModel.of_preset("tiny", SMALL).build(device="cpu", seed=3)
     named = {"module": "planted_by_checkpoint:Class", "args": {}}
     saved = str(checkpoint(workdir / "a", 1, model, {"model": named}))
     for trusted in (None, loads("model: {preset: tiny}"), loads("model: {module: 'other:Class'}")):
@@ -179,13 +181,13 @@ def test_a_module_is_imported_for_a_recipe_and_never_for_a_checkpoint(workdir: P
 
 def test_weights_that_are_not_numbers_are_named(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In a folder as in a checkpoint; an infinity is a value, by which some biases exclude tokens."""
-    blueprint = Blueprint.of("tiny", overrides=SMALL)
-    model = blueprint.build(device="cpu", seed=3)
+    spec = FamilyModel.of_preset("tiny", SMALL)
+    model = spec.build(device="cpu", seed=3)
     for value, code in ((float("nan"), Exit.CHECKPOINT), (float("-inf"), Exit.DONE)):
         with torch.no_grad():
             model.get_parameter("layers.0.mlp.up.weight")[1, 2] = value
         to_hf(model, f"in {value}")
-        saved = checkpoint(workdir / f"{value}", 1, model, {"model": blueprint.to_json()})
+        saved = checkpoint(workdir / f"{value}", 1, model, {"model": spec.to_json()})
         for number, source in enumerate((f"in {value}", str(saved))):
             capsys.readouterr()
             assert run(["convert", source, f"out {value} {number}"]) == code

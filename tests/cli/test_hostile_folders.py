@@ -17,7 +17,8 @@ from tpshard.cli.main import run
 from tpshard.cli.shared.preflight import load_checked
 from tpshard.cli.shared.sources import open_source
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
-from tpshard.models import Blueprint, to_hf
+from tpshard.models import to_hf
+from tpshard.models.family_model import FamilyModel
 from tpshard.models.folders.folder_tokenizer import FolderTokenizer
 from tpshard.programs.server.served import model_to_serve
 from tpshard.programs.setting.setting import Setting
@@ -63,7 +64,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model with a tokenizer, in a folder beside which its recipe lies."""
     place = tmp_path_factory.mktemp("hostile")
     sizes = {"layers": 1, "width": 32, "mlp": 32, "vocab": 300, "heads": 2, "kv_heads": 2, "head_dim": 16}
-    to_hf(Blueprint.of("tiny", overrides=sizes).build(device="cpu"), place / "sound")
+    to_hf(FamilyModel.of_preset("tiny", sizes).build(device="cpu"), place / "sound")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

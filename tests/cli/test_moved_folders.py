@@ -11,7 +11,9 @@ import torch
 from tpshard.cli.main import run
 from tpshard.cli.shared.sources import open_source
 from tpshard.diagnostics.diagnostic import Exit
-from tpshard.models import Blueprint, from_hf, to_hf
+from tpshard.models import from_hf, to_hf
+from tpshard.models.family_model import FamilyModel
+from tpshard.models.open_model import open_model
 from tpshard.recipes.reading.load import load
 from tpshard.train.checkpoints.checkpoint import save
 from tpshard.train.checkpoints.shards import Shard
@@ -30,7 +32,7 @@ def project(tmp_path: Path) -> Path:
     """A folder with a recipe, a model, its tokenizer and text."""
     place = tmp_path / "project"
     place.mkdir()
-    to_hf(Blueprint.of("tiny", overrides=SMALL).build(device="cpu", seed=1), place / "base")
+    to_hf(FamilyModel.of_preset("tiny", SMALL).build(device="cpu", seed=1), place / "base")
     raw = json.loads((place / "base/config.json").read_text())
     raw |= {"eos_token_id": [2, 7], "pad_token_id": 3, "attention_dropout": 0.1}
     (place / "base/config.json").write_text(json.dumps(raw))
@@ -47,13 +49,13 @@ def project(tmp_path: Path) -> Path:
 def trained(project: Path) -> Path:
     """The folder of a run that began from the recipe."""
     recipe = load(project / "recipe.yaml")
-    blueprint = Blueprint.of(hf=recipe.model.hf)
-    values = {name: p.detach() for name, p in blueprint.build(device="cpu").named_parameters()}
+    spec = open_model(recipe.model.hf)
+    values = {name: p.detach() for name, p in spec.build(device="cpu").named_parameters()}
     folder = Path(recipe.run.dir)
     shards = {name: Shard.whole(value) for name, value in values.items()}
-    save(folder / "checkpoints", 5, shards, {"model": blueprint.to_json()})
+    save(folder / "checkpoints", 5, shards, {"model": spec.to_json()})
     (folder / "recipe.yaml").write_text(kept_recipe(recipe))
-    carry(folder, recipe, Path(recipe.data.tokenizer or ""))
+    carry(folder, Path(recipe.model.hf), Path(recipe.data.tokenizer or ""))
     return folder
 
 
@@ -103,9 +105,9 @@ def test_what_a_run_carries_is_written_once(project: Path, monkeypatch: pytest.M
     folder = trained(project)
     (project / "base/generation_config.json").write_text('{"temperature": 0.9}')
     recipe = load("recipe.yaml")
-    carry(folder, recipe, project / "base")
+    carry(folder, Path(recipe.model.hf), project / "base")
     assert json.loads((carried(folder) / "generation_config.json").read_text()) == {"temperature": 0.5}
-    carry(folder, recipe, project / "base", again=True)
+    carry(folder, Path(recipe.model.hf), project / "base", again=True)
     assert json.loads((carried(folder) / "generation_config.json").read_text()) == {"temperature": 0.9}
 
 

@@ -299,10 +299,11 @@ def test_a_device_file_is_read_too(workdir: Path, capsys: pytest.CaptureFixture[
 def test_what_train_refuses_of_a_folder_or_a_module_plan_and_validate_refuse_too(
     workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tpshard.models import Blueprint, to_hf
+    from tpshard.models import to_hf
+    from tpshard.models.family_model import FamilyModel
 
     small = {"layers": 2, "width": 32, "heads": 4, "head_dim": 8, "mlp": 32, "kv_heads": 2}
-    to_hf(Blueprint.of("tiny", overrides=small).build(device="cpu"), "model")
+    to_hf(FamilyModel.of_preset("tiny", small).build(device="cpu"), "model")
     (workdir / "a.yaml").write_text("model: {hf: model, seq_len: 16}\ncluster: {device: cpu}\nmesh: {fsdp: 1}\n")
     assert run(["validate", "a.yaml"]) == Exit.DONE
     for changes in (["model.layers=1"], ["model.tie_embeddings=true"], ["model.layers=1", "model.tie_embeddings=true"]):

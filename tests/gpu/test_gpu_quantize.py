@@ -10,6 +10,7 @@ from tpshard.kernels.quantized.gptq_format import GPTQFolder
 from tpshard.kernels.quantized.gptq_solver import Settings
 from tpshard.models import build
 from tpshard.models.families.presets import PRESETS
+from tpshard.models.family_model import FamilyModel
 from tpshard.serve.quantizing.quantize_layers import Quantizer, Quantizing, Sequences, write
 
 CONFIG = replace(PRESETS["tiny"], layers=2, width=64, heads=4, kv_heads=2, head_dim=32, mlp=96, vocab=128, max_seq=64,
@@ -26,7 +27,14 @@ def quantize(device: str, out: Path) -> Quantizing:
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     settings = Settings(bits=4, group_size=16)
     job = Quantizer(
-        CONFIG, parameters.__getitem__, text(16, 0), text(4, 1), settings, "global", device=device, dtype=torch.float32
+        FamilyModel(CONFIG),
+        parameters.__getitem__,
+        text(16, 0),
+        text(4, 1),
+        settings,
+        "global",
+        device=device,
+        dtype=torch.float32,
     )
     return write(job, out)
 

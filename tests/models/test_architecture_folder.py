@@ -9,9 +9,10 @@ import architectures
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tpshard.models import Blueprint
+from tpshard.models.open_model import from_json
 from tpshard.models.transformers.architecture import Architecture
 from tpshard.models.transformers.class_weights import FolderWeights, write_folder
+from tpshard.models.transformers_model import TransformersModel
 
 import every_class
 
@@ -61,7 +62,7 @@ def test_tensors_that_do_not_fit_are_named(change: dict[str, torch.Tensor], mess
     folder = architectures.folder(tmp_path, "llama", weights=True)
     save_file(load_file(folder / "model.safetensors") | change, folder / "model.safetensors")
     with pytest.raises(ValueError) as error:
-        Blueprint.of(transformers=str(folder))
+        TransformersModel.of_folder(str(folder))
     assert message in str(error.value)
 
 
@@ -71,28 +72,28 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     del tensors["model.norm.weight"]
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ValueError, match=r"missing keys for LlamaForCausalLM: model\.norm\.weight"):
-        Blueprint.of(transformers=str(folder))
+        TransformersModel.of_folder(str(folder))
 
 
 def test_pickles_are_not_opened(tmp_path: Path) -> None:
     folder = architectures.folder(tmp_path, "llama")
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     with pytest.raises(ValueError, match="pickle"):
-        Blueprint.of(transformers=str(folder))
+        TransformersModel.of_folder(str(folder))
 
 
 def test_without_weights_parameters_begin_as_the_class_begins_them(tmp_path: Path) -> None:
-    blueprint = Blueprint.of(transformers=str(architectures.folder(tmp_path, "mamba", initializer_range=0.1)))
-    model = blueprint.build(device="cpu", seed=5)
+    spec = TransformersModel.of_folder(str(architectures.folder(tmp_path, "mamba", initializer_range=0.1)))
+    model = spec.build(device="cpu", seed=5)
     theirs = dict(architectures.own("mamba").named_parameters())
     actual = {path: parameter.detach() for path, parameter in model.named_parameters()}
     for path in ("backbone.layers.0.mixer.A_log", "backbone.layers.1.mixer.D", "backbone.norm_f.weight"):
         assert torch.equal(actual[path], theirs[path]), path
     table = actual["backbone.embeddings.weight"]
     assert float(table.std()) == pytest.approx(0.1, rel=0.1) and abs(float(table.mean())) < 0.01
-    part = blueprint.initial_block("backbone.embeddings.weight", (5, 3), (7, 9), seed=5)
+    part = spec.initial_block("backbone.embeddings.weight", (5, 3), (7, 9), seed=5)
     assert torch.equal(part, table[5:12, 3:12])
-    other = blueprint.build(device="cpu", seed=6)
+    other = spec.build(device="cpu", seed=6)
     assert not torch.equal(dict(other.named_parameters())["backbone.embeddings.weight"], table)
 
 
@@ -104,13 +105,13 @@ def test_without_weights_parameters_have_the_distributions_of_the_classs_own_rul
     sets them: GPT-2's residual writers, Mamba's time steps, the zero row of padding, truncated normals."""
     config = every_class.small(every_class.classes()[kind])
     (tmp_path / "config.json").write_text(json.dumps(config))
-    blueprint = Blueprint.of(transformers=str(tmp_path))
-    model = blueprint.build(device="cpu", seed=5)
-    assert blueprint.architecture is not None
+    spec = TransformersModel.of_folder(str(tmp_path))
+    model = spec.build(device="cpu", seed=5)
+    assert spec.architecture is not None
     draws = []
     for seed in (0, 1, 2):
         torch.manual_seed(seed)
-        draws.append(dict(blueprint.architecture.cls(blueprint.architecture.config).named_parameters()))
+        draws.append(dict(spec.architecture.cls(spec.architecture.config).named_parameters()))
     for path, parameter in model.named_parameters():
         ours, several = parameter.detach().double(), torch.stack([drawn[path].detach().double() for drawn in draws])
         if torch.equal(several[0], several[1]):
@@ -125,15 +126,15 @@ def test_without_weights_parameters_have_the_distributions_of_the_classs_own_rul
             assert kurtosis == pytest.approx(theirs, abs=0.5 + 4 * few), path
         cut = tuple(slice(size // 3, size) for size in parameter.shape)
         starts = [size // 3 for size in parameter.shape]
-        part = blueprint.initial_block(path, starts, [n - a for n, a in zip(parameter.shape, starts)], seed=5)
+        part = spec.initial_block(path, starts, [n - a for n, a in zip(parameter.shape, starts)], seed=5)
         assert torch.equal(part, parameter.detach()[cut]), path
 
 
 def test_a_checkpoint_says_which_model_it_is(tmp_path: Path) -> None:
-    blueprint = Blueprint.of(transformers=str(architectures.folder(tmp_path, "gemma2")))
-    again = Blueprint.from_json(blueprint.to_json())
-    assert again.architecture is not None and blueprint.architecture is not None
-    assert again.architecture.shapes == blueprint.architecture.shapes
+    spec = TransformersModel.of_folder(str(architectures.folder(tmp_path, "gemma2")))
+    again = from_json(spec.to_json())
+    assert again.architecture is not None and spec.architecture is not None
+    assert again.architecture.shapes == spec.architecture.shapes
 
 
 def test_a_stored_vector_is_a_parameter_without_a_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,9 @@ import torch
 import transformers
 from tpshard.cli.main import run
 from tpshard.diagnostics.diagnostic import Exit
-from tpshard.models import Blueprint, from_hf
+from tpshard.models import from_hf
 from tpshard.models.folders.hf_config import class_reason, computes
+from tpshard.models.open_model import open_model
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -43,7 +44,7 @@ def folder(place: Path, kind: str, old: bool = False, **changes: Any) -> Path:
 def test_other_rotations_are_those_of_the_class(kind: str, how: str, old: bool, tmp_path: Path) -> None:
     rope = {"rope_type": how, "rope_theta": 1e4, **ROTATIONS[how]}
     place = folder(tmp_path / "in", kind, old, rope_parameters=rope)
-    model = Blueprint.of(hf=str(place)).build(device="cpu")
+    model = open_model(str(place)).build(device="cpu")
     tokens = torch.randint(0, 64, (1, 48), generator=torch.Generator().manual_seed(2))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(place)
     plain = from_hf(folder(tmp_path / "plain", kind))(tokens)
@@ -60,7 +61,7 @@ def test_other_activations_too_but_wrong_numbers_are_still_told(tmp_path: Path) 
     tokens = torch.arange(8)[None]
     with torch.no_grad():
         expected = transformers.AutoModelForCausalLM.from_pretrained(place)(tokens).logits
-        assert (Blueprint.of(hf=str(place)).build(device="cpu")(tokens) - expected).abs().max() < 1e-5
+        assert (open_model(str(place)).build(device="cpu")(tokens) - expected).abs().max() < 1e-5
     assert computes(folder(tmp_path / "bad", "Llama", num_hidden_layers=-1))
 
 
@@ -71,7 +72,7 @@ def test_a_partial_rotation_is_that_of_the_class_wherever_it_is_written(tmp_path
         place = folder(tmp_path / name, "Llama", old=name == "beside", **changes)
         with torch.no_grad():
             expected = transformers.AutoModelForCausalLM.from_pretrained(place)(tokens).logits
-            assert (Blueprint.of(hf=str(place)).build(device="cpu")(tokens) - expected).abs().max() < 1e-5
+            assert (open_model(str(place)).build(device="cpu")(tokens) - expected).abs().max() < 1e-5
         assert "partial_rotary_factor: 0.5" in class_reason(json.loads((place / "config.json").read_text()))
 
 

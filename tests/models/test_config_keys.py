@@ -10,10 +10,10 @@ import architectures
 import pytest
 import torch
 import transformers
-from tpshard.models import Blueprint
 from tpshard.models.families.catalog import FAMILIES
 from tpshard.models.families.config_keys import DEFAULTS, training_notes, treatment
 from tpshard.models.folders.hf_folder import HFFolder, write_hf
+from tpshard.models.open_model import open_model
 from tpshard.models.transformers.architecture import Architecture
 from tpshard.programs.setting.setting import Setting
 from tpshard.recipes.reading.load import loads
@@ -53,7 +53,7 @@ def test_the_row_of_padding_gets_the_gradient_that_it_gets_in_transformers(
     place = folder(tmp_path / "in", kind, pad_token_id=pad, tie_word_embeddings=False)
     tokens = torch.tensor([[1, 5, 0, 63, 2, 5, 0, 63]])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(place)
-    ours = Blueprint.of(hf=str(place)).build(device="cpu")
+    ours = open_model(str(place)).build(device="cpu")
     for model in (theirs, ours):
         out = model(tokens)
         logits = out if isinstance(out, torch.Tensor) else out.logits

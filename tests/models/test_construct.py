@@ -9,9 +9,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor, nn
-from tpshard.models import Blueprint, build_module
+from tpshard.models import build_module
 from tpshard.models.construct import Constructor, Unset
 from tpshard.models.initialization import init_plan, initial_block
+from tpshard.models.module_model import ModuleModel
 
 
 class Block(nn.Module):
@@ -78,18 +79,18 @@ def test_initial_values_are_those_of_the_seeded_constructor(reads: bool) -> None
     torch.manual_seed(5)
     expected = dict(Whole(reads).named_parameters())
     state = torch.get_rng_state()
-    blueprint = Blueprint.of(module="own_values:Whole", args={"reads": reads})
-    plan = init_plan(blueprint.build())
+    spec = ModuleModel("own_values:Whole", {"reads": reads})
+    plan = init_plan(spec.build())
     for name, value in expected.items():
         starts = tuple(size // 3 for size in value.shape)
         sizes = tuple(size - start for size, start in zip(value.shape, starts))
-        actual = blueprint.initial_block(name, starts, sizes, 5)
+        actual = spec.initial_block(name, starts, sizes, 5)
         if name in ("named", "left"):
             assert torch.equal(actual, initial_block(plan, name, starts, sizes, 5)), name
         else:
             assert torch.equal(actual, value[tuple(map(slice, starts, value.shape))]), name
     assert torch.equal(torch.get_rng_state(), state), "the process draws other numbers than before"
-    model = blueprint.build(device="cpu", seed=5)
+    model = spec.build(device="cpu", seed=5)
     assert all(
         torch.equal(model.get_parameter(name), v) for name, v in expected.items() if name not in ("named", "left")
     )
@@ -115,7 +116,7 @@ def test_a_parameter_of_which_a_part_is_set_is_a_mistake() -> None:
     with pytest.raises(Unset, match="sets 1 of the 4 values of `weight`"):
         Constructor(Partly, 0).value("weight")
     with pytest.raises(ValueError, match=r"own_values:Partly.*sets 1 of the 4"):
-        Blueprint.of(module="own_values:Partly").initial_block("weight", (0,), (4,), 0)
+        ModuleModel("own_values:Partly").initial_block("weight", (0,), (4,), 0)
 
 
 class Named(nn.Module):
@@ -137,12 +138,12 @@ def _doubled(tensor: Tensor) -> Tensor:
 
 def test_a_modules_functions_set_values_on_every_rank_alike() -> None:
     """By any name of a tied parameter, in place or returned; other seeds give other values."""
-    blueprint = Blueprint.of(module="own_values:Named")
-    table = blueprint.build(device="cpu", seed=5).get_parameter("table.weight").detach()
+    spec = ModuleModel("own_values:Named")
+    table = spec.build(device="cpu", seed=5).get_parameter("table.weight").detach()
     torch.testing.assert_close(table.T @ table, torch.eye(8))
-    assert torch.equal(blueprint.initial_block("table.weight", (3, 1), (4, 5), 5), table[3:7, 1:6])
-    assert not torch.equal(blueprint.initial_block("table.weight", (0, 0), (12, 8), 6), table)
-    returned = Blueprint.of(module="own_values:Named", args={"of": _doubled}).build(device="cpu")
+    assert torch.equal(spec.initial_block("table.weight", (3, 1), (4, 5), 5), table[3:7, 1:6])
+    assert not torch.equal(spec.initial_block("table.weight", (0, 0), (12, 8), 6), table)
+    returned = ModuleModel("own_values:Named", {"of": _doubled}).build(device="cpu")
     assert bool((returned.get_parameter("table.weight") == 2.0).all())
 
 
@@ -162,13 +163,11 @@ def test_a_wrong_function_is_refused_before_anything_runs(functions: dict[str, o
 
 
 def test_a_function_that_sets_a_part_is_a_mistake() -> None:
-    blueprint = Blueprint.of(module="own_values:Named", args={"of": lambda tensor: tensor[0].zero_().expand(12, 8)})
-    assert bool((blueprint.initial_block("table.weight", (0, 0), (12, 8), 0) == 0).all())
+    spec = ModuleModel("own_values:Named", {"of": lambda tensor: tensor[0].zero_().expand(12, 8)})
+    assert bool((spec.initial_block("table.weight", (0, 0), (12, 8), 0) == 0).all())
 
     def first_row(tensor: Tensor) -> None:
         tensor[0].zero_()
 
     with pytest.raises(ValueError, match="sets 8 of the 96 values"):
-        Blueprint.of(module="own_values:Named", args={"of": first_row}).initial_block(
-            "table.weight", (0, 0), (12, 8), 0
-        )
+        ModuleModel("own_values:Named", {"of": first_row}).initial_block("table.weight", (0, 0), (12, 8), 0)

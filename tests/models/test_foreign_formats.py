@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,9 @@ from safetensors.torch import save_file
 from tpshard.cli.main import run
 from tpshard.diagnostics.diagnostic import Exit
 from tpshard.files.folder_json import FolderError
-from tpshard.models import Blueprint
 from tpshard.models.folders.foreign_formats import METHODS
 from tpshard.models.folders.hf_config import read_raw
+from tpshard.models.open_model import DOORS, open_model
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, "hidden_size": 32,
@@ -47,7 +48,7 @@ def test_other_quantizations_are_named(more: dict[str, Any], name: str, tmp_path
     place = folder(tmp_path / "in", LLAMA | more, "model.safetensors")
     for key in ("hf", "transformers"):
         with pytest.raises(FolderError, match=f"quantized by {name}") as caught:
-            Blueprint.of(**{key: str(place)})
+            DOORS[key](SimpleNamespace(overrides=dict), str(place), True)
         assert "dense model" in caught.value.fix
 
 
@@ -101,7 +102,7 @@ def test_names_are_compared_before_anything_is_allocated(tmp_path: Path) -> None
     save_file({"somewhere.else": torch.zeros(4096)}, place / "model.safetensors")
     before = _resident()
     with pytest.raises(ValueError, match=r"missing keys|unexpected keys"):
-        Blueprint.of(hf=str(place))
+        open_model(str(place))
     assert _resident() - before < 500 << 20
 
 

@@ -348,10 +348,9 @@ NEST = b"[" * 100_000
 OVERLAP = '{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"F32","shape":[2],"data_offsets":[4,12]}}'
 REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "code": (edit_config(auto_map={"AutoModel": "evil.Model"}), "auto_map"),
-    "architecture": (edit_config(model_type="gemma2"), "gemma2"),
     "quantized how": (edit_config(quantization_config={"quant_method": "awq", "bits": 4}), "AWQ"),
     "quantized where": (edit_config(quantization_config={"quant_method": "gptq", "bits": 4}), "no `qweight`"),
-    "activation": (edit_config(hidden_act="gelu"), "hidden_act: gelu"),
+    "activation": (edit_config(hidden_act="gelo", architectures=None), "hidden_act: gelo"),
     "rope": (edit_config(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}), "yarn"),
     "no theta": (edit_config(rope_parameters={"rope_type": "default", "rope_theta": -1}), "rope_theta"),
     "experts": (edit_config(num_local_experts=8), "num_local_experts"),

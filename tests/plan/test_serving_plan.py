@@ -21,6 +21,7 @@ from tpshard.devices.read import device
 from tpshard.kernels.quantized.gptq_solver import Order, Settings
 from tpshard.models import build, to_hf
 from tpshard.models.families.config import ModelConfig
+from tpshard.models.family_model import FamilyModel
 from tpshard.models.folders.hf_config import folder_config
 from tpshard.parallelism.pricing.flow import info_of, op_name
 from tpshard.parallelism.pricing.timeline import price
@@ -55,7 +56,7 @@ def quantize(out: Path, order: Order, config: ModelConfig = CONFIG) -> Path:
     parameters = dict(model.named_parameters())
     tokens = torch.randint(0, 128, (4, 16), generator=torch.Generator().manual_seed(0))
     read = lambda name: parameters[name].detach() * (1 if "norm" in name else 3)  # noqa: E731
-    write(Quantizer(config, read, Sequences(tokens, tokens), None, Settings(group_size=32), order), out)
+    write(Quantizer(FamilyModel(config), read, Sequences(tokens, tokens), None, Settings(group_size=32), order), out)
     return out
 
 

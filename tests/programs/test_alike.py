@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +79,8 @@ MORE = ("one device", "replicas", "tensor parallel")
 )
 def test_a_stretched_program_is_the_deep_models_node_by_node(name: str) -> None:
     deep = SETTINGS[name]
-    assert deep.config is not None
-    shallow = step_programs.micro_program(replace(deep, config=replace(deep.config, layers=4)))
-    actual = stretch_program(shallow, Depth("layers", deep.config.layers))
+    shallow = step_programs.micro_program(deep.keep("layers", range(4)))
+    actual = stretch_program(shallow, Depth("layers", deep.layers))
     assert actual is not None
     assert_same(actual, step_programs.micro_program(deep))
 
@@ -112,7 +110,7 @@ model: {{transformers: "{architectures.folder(tmp_path, name)}", seq_len: 16}}
 batch: {{global_sequences: 8}}
 """
     deep = Setting.of(loads(recipe))
-    assert alike.depth_of(deep) == depth
+    assert deep.alike == depth
     few = alike.few_layers(deep)
     assert few is not None
     actual = stretch_program(few, depth)
@@ -124,9 +122,8 @@ batch: {{global_sequences: 8}}
 def test_layers_that_are_not_alike_are_not_repeated(layer: int) -> None:
     pinned = f"sharding: {{pin: {{layers.{layer}.mlp.up.weight: [tp, null]}}, rules: {{mlp: []}}}}"
     deep = setting("{fsdp: 2, tp: 2}", "tiny", pinned)
-    assert deep.config is not None
-    shallow = step_programs.micro_program(replace(deep, config=replace(deep.config, layers=4)))
-    assert stretch_program(shallow, Depth("layers", deep.config.layers)) is None
+    shallow = step_programs.micro_program(deep.keep("layers", range(4)))
+    assert stretch_program(shallow, Depth("layers", deep.layers)) is None
     assert shape_of(alike.micro(deep)) == shape_of(step_programs.micro_program(deep))
 
 

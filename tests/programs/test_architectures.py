@@ -174,10 +174,9 @@ def test_a_vector_of_heads_is_divided_as_the_plan_says() -> None:
 def test_positions_begin_behind_the_id_of_padding_where_the_class_counts_so(tmp_path: Path) -> None:
     """As in RoBERTa, whose table of positions therefore has fewer than `max_position_embeddings` for tokens."""
     setting = setting_of(architectures.folder(tmp_path, "roberta"), {})
-    assert setting.architecture is not None
-    assert (setting.architecture.first_position, setting.architecture.max_seq) == (2, 64)
-    gpt2 = setting_of(architectures.folder(tmp_path / "gpt2", "gpt2"), {}).architecture
-    assert gpt2 is not None and (gpt2.first_position, gpt2.max_seq) == (0, 64)
+    assert (setting.spec.architecture.first_position, setting.spec.sizes.max_seq) == (2, 64)
+    gpt2 = setting_of(architectures.folder(tmp_path / "gpt2", "gpt2"), {}).spec.architecture
+    assert (gpt2.first_position, gpt2.max_seq) == (0, 64)
 
 
 def test_experts_are_named_and_go_to_their_axis(tmp_path: Path) -> None:
@@ -212,10 +211,10 @@ def test_layers_in_which_documents_meet_are_told(tmp_path: Path) -> None:
 
 def test_an_unknown_folder_falls_to_transformers_and_says_so(tmp_path: Path) -> None:
     setting = setting_of(architectures.folder(tmp_path / "neox", "gpt_neox"), {}, key="hf")
-    assert setting.config is None and type(setting.model).__name__ == "GPTNeoXForCausalLM"
+    assert setting.spec.outline is None and type(setting.model).__name__ == "GPTNeoXForCausalLM"
     assert any("tpshard has no family for gpt_neox" in note for note in setting.notes)
     assert "tpshard has no family for gpt_neox" in training.build(setting).micro.warnings[0], "a plan shows the first"
-    assert setting_of(architectures.folder(tmp_path / "llama", "llama"), {}, key="hf").architecture is None
+    assert setting_of(architectures.folder(tmp_path / "llama", "llama"), {}, key="hf").spec.outline is not None
 
 
 @pytest.mark.parametrize(
@@ -241,7 +240,7 @@ def test_a_folder_with_pickles_alone_is_refused_before_anything_is_built(tmp_pat
     folder = architectures.folder(tmp_path, "llama")
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     with pytest.raises(Mistakes) as error:
-        _ = setting_of(folder, {}).architecture
+        setting_of(folder, {})
     assert error.value.exit == Exit.RECIPE and "pytorch_model.bin is a pickle" in str(error.value)
 
 
@@ -252,7 +251,7 @@ def test_a_plan_reads_what_a_folder_holds(tmp_path: Path) -> None:
     del tensors["model.norm.weight"]
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(Mistakes, match=r"missing keys for LlamaForCausalLM: model\.norm\.weight") as error:
-        _ = setting_of(folder, {}).architecture
+        setting_of(folder, {})
     assert error.value.exit == Exit.RECIPE
 
 
@@ -271,11 +270,11 @@ def test_a_plan_tells_of_tensors_that_do_not_fit(
 ) -> None:
     """mixtral's experts are stored one by one, so that transformers' own loading checks it."""
     folder = architectures.folder(tmp_path, name, weights=True)
-    setting_of(folder, {}, key=key).architecture  # noqa: B018 (raises)
+    setting_of(folder, {}, key=key)
     tensors = load_file(folder / "model.safetensors") | {tensor: value}
     save_file({name: t for name, t in tensors.items() if t is not None}, folder / "model.safetensors")
     with pytest.raises(Mistakes) as error:
-        setting_of(folder, {}, key=key).architecture  # noqa: B018 (raises)
+        setting_of(folder, {}, key=key)
     assert error.value.exit == Exit.RECIPE and len(error.value.diagnostics) == 1 and message in str(error.value)
 
 
@@ -284,7 +283,7 @@ def test_a_missing_and_a_foreign_tensor_are_told_together(tmp_path: Path) -> Non
     tensors = load_file(folder / "model.safetensors")
     save_file({"model.foreign": tensors.pop("model.norm.weight"), **tensors}, folder / "model.safetensors")
     with pytest.raises(Mistakes, match=r"missing keys for LlamaForCausalLM: model\.norm\.weight"):
-        setting_of(folder, {}).architecture  # noqa: B018 (raises)
+        setting_of(folder, {})
 
 
 def test_a_model_that_looks_at_values_is_refused_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ class Net(nn.Module):
 """
 RECIPE = """
 cluster: {device: cpu}
-model: {module: 'own_dropping:Net', vocab: 40, seq_len: 6, dtype: fp32}
+model: {module: 'own_dropping:Net', seq_len: 6, dtype: fp32}
 batch: {global_sequences: 12}
 """
 

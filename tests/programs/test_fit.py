@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes
 from tpshard.models.families.config import DTYPES, ModelConfig
-from tpshard.models.families.presets import PRESETS, preset
+from tpshard.models.families.presets import PRESETS
+from tpshard.models.family_model import FamilyModel
 from tpshard.programs.fit.fit import misfits
 from tpshard.recipes.keys.mesh_sizes import nearest_meshes
 from tpshard.recipes.reading.load import loads
@@ -15,7 +16,7 @@ from tpshard.recipes.reading.load import loads
 
 def errors(text: str, name: str = "tiny", **overrides: object) -> list[Diagnostic]:
     recipe = loads(f"model: {{preset: {name}}}\n{text}", file="r.yaml")
-    return [d for d in misfits(recipe, preset(name, overrides)) if d.severity == "error"]
+    return [d for d in misfits(recipe, FamilyModel.of_preset(name, overrides)) if d.severity == "error"]
 
 
 def law(text: str) -> tuple[Diagnostic, ...]:
@@ -54,7 +55,7 @@ def test_sizes_offered_fit() -> None:
 
 def test_kv_heads_may_be_fewer_than_tp_and_it_is_said() -> None:
     recipe = loads("model: {preset: llama3-8b}\nmesh: {tp: 16}")
-    (note,) = misfits(recipe, PRESETS["llama3-8b"])
+    (note,) = misfits(recipe, FamilyModel.of_preset("llama3-8b"))
     assert (note.severity, note.message) == ("warning", "each of the 8 KV heads is replicated on 2 devices")
     assert "12 heads" in errors("mesh: {tp: 6}", heads=12, kv_heads=4, vocab=2052)[0].message
 
@@ -75,7 +76,7 @@ def test_pins_and_annotations_are_divided_too() -> None:
         "model: {preset: tiny, seq_len: 255}\nmesh: {tp: 2}\n"
         'sharding: {rules: {seq_sp: tp}, annotate: {"layers.*.residual": [batch, seq_sp, embed]}}'
     )
-    (actual,) = misfits(recipe, PRESETS["tiny"])
+    (actual,) = misfits(recipe, FamilyModel.of_preset("tiny"))
     assert "255 tokens of a sequence" in actual.message
 
 
@@ -205,9 +206,9 @@ def test_a_batch_that_cannot_be_dealt_comes_with_numbers() -> None:
 
 def test_positions_that_are_learned_have_an_end() -> None:
     recipe = loads("model: {preset: granite-tiny, seq_len: 512}")
-    (actual,) = misfits(recipe, PRESETS["granite-tiny"])
+    (actual,) = misfits(recipe, FamilyModel.of_preset("granite-tiny"))
     assert (actual.exit, actual.fix) == (Exit.FIT, "model.seq_len: 256, or model.max_seq: 512")
-    assert misfits(loads("model: {preset: tiny, seq_len: 512}"), PRESETS["tiny"]) == []
+    assert misfits(loads("model: {preset: tiny, seq_len: 512}"), FamilyModel.of_preset("tiny")) == []
 
 
 def test_keys_of_the_model_are_those_of_its_configuration() -> None:
@@ -274,5 +275,5 @@ def test_a_setting_that_the_model_makes_meaningless_is_named(
 ) -> None:
     mesh = "" if "mesh:" in text else "\nmesh: {fsdp: 1}"
     recipe = loads(text + mesh, file="a.yaml")
-    actual = [d.message for d in misfits(recipe, config)]
+    actual = [d.message for d in misfits(recipe, FamilyModel(config))]
     assert len(actual) == (message is not None) and (message is None or message in actual[0]), actual

@@ -9,6 +9,7 @@ import torch
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.kernels.fp8 import fp8
 from tpshard.models.families.presets import preset
+from tpshard.models.family_model import FamilyModel
 from tpshard.parallelism.program import info
 from tpshard.parallelism.rules import fp8_rule
 from tpshard.plan.planner import report, report_of_training
@@ -92,7 +93,7 @@ def test_scales_of_another_block_are_found(monkeypatch: pytest.MonkeyPatch) -> N
 def refusal(*overrides: str, **mesh: int) -> str:
     recipe = loads(RECIPE + f"mesh: {{{', '.join(f'{a}: {n}' for a, n in mesh.items())}}}\n", overrides)
     config = preset(recipe.model.preset, recipe.model.overrides()) if recipe.model.preset else None
-    errors = [d for d in misfits(recipe, config) if d.severity == "error"]
+    errors = [d for d in misfits(recipe, FamilyModel(config)) if d.severity == "error"]
     assert errors and all(d.exit is Exit.FIT and d.where is not None and d.where.line and d.fix for d in errors)
     return errors[0].message
 

@@ -16,9 +16,10 @@ from tpshard.kernels.quantized.gptq_config import GPTQConfig
 from tpshard.kernels.quantized.gptq_solver import Heads, Settings, ordering, round_to_nearest
 from tpshard.kernels.quantized.quantized import Quantized, extend_groups, group_index
 from tpshard.kernels.quantized.reorder import head_local_order, merge_blocks, positions, sorting
-from tpshard.models import Blueprint, build
+from tpshard.models import build
 from tpshard.models.dims import param_dims
 from tpshard.models.families.config import ModelConfig
+from tpshard.models.family_model import FamilyModel
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.partitioning.partitioner import partition_captured
 from tpshard.parallelism.simulate import join
@@ -33,7 +34,7 @@ from tpshard.programs.server.act_order import (
     arrange,
     planned_orders,
 )
-from tpshard.programs.server.padding import pad_mlp, shared_rows
+from tpshard.programs.server.padding import padded_mlp, shared_rows
 from tpshard.programs.server.serve_setting import ServeSetting, Size
 from tpshard.programs.server.served import Quantization
 from tpshard.programs.server.served import Served as served_model
@@ -100,7 +101,7 @@ class Served:
         orders = self.orders()
         quantized = Quantization(settings, weights, orders, shared_rows(self.config, self.group))
         served_recipe = recipe(f"serve.mesh.tp={tp}", f"serve.layout={layout}")
-        served = served_model(Blueprint(self.config), dtype, quantized)
+        served = served_model(FamilyModel(self.config), dtype, quantized)
         return build_serving(ServeSetting.of(served_recipe, served, "cpu"), [Size(8)])
 
     def logits(self, programs: ServingPrograms) -> torch.Tensor:
@@ -217,11 +218,11 @@ def test_padded_weights_are_zero_beyond_the_model() -> None:
 
 def test_only_what_is_not_divided_is_padded() -> None:
     wide = replace(LLAMA, mlp=231 * 128)
-    assert [pad_mlp(wide, tp, 128).mlp // 128 for tp in (1, 2, 4, 8)] == [231, 232, 232, 232]
-    assert pad_mlp(LLAMA, 8, 8) is LLAMA and pad_mlp(LLAMA, 8) is LLAMA and pad_mlp(wide, 2) is wide
-    assert pad_mlp(replace(LLAMA, mlp=84), 1, 8).mlp == 84
-    assert pad_mlp(replace(LLAMA, mlp=100), 8).mlp == 256  # dense
-    assert pad_mlp(LLAMA, 4, 64) is LLAMA  # merge_blocks groups than devices: cut within them
+    assert [padded_mlp(wide, tp, 128) // 128 for tp in (1, 2, 4, 8)] == [231, 232, 232, 232]
+    assert padded_mlp(LLAMA, 8, 8) == padded_mlp(LLAMA, 8) == LLAMA.mlp and padded_mlp(wide, 2) == wide.mlp
+    assert padded_mlp(replace(LLAMA, mlp=84), 1, 8) == 84
+    assert padded_mlp(replace(LLAMA, mlp=100), 8) == 256  # dense
+    assert padded_mlp(LLAMA, 4, 64) == LLAMA.mlp  # merge_blocks groups than devices: cut within them
     shared = {8: served("llama, 10.5 groups", "head_local").group, 1: lambda name: None}
     assert all(shared_rows(LLAMA, group) == size for size, group in shared.items())
     layers = {"layers.0.mlp.down.weight": 8, "layers.1.mlp.down.weight": 12}  # which `dynamic` may say

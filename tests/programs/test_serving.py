@@ -14,10 +14,11 @@ from servers import lockstep, prompts, recipe, runner_of, setting, weights_of
 from torch import Tensor, nn
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.kernels.attention.attention import attention
-from tpshard.models import Blueprint, build
+from tpshard.models import build
 from tpshard.models.dims import name
 from tpshard.models.families.config import ModelConfig
 from tpshard.models.families.layers import Embedding, Linear
+from tpshard.models.module_model import ModuleModel
 from tpshard.programs.scheduling.request import Sampling, Sequence
 from tpshard.programs.server.serve_setting import ServeSetting, Size
 from tpshard.programs.server.served import Served
@@ -58,7 +59,7 @@ def test_a_step_is_the_model(case: str) -> None:
     config, tp = CASES[case]
     model = build(config, device="cpu", seed=2)
     programs = build_serving(setting(config, f"serve.mesh.tp={tp}"), [Size(8)])
-    assert (programs.setting.config is config) == ("MLP" not in case)
+    assert (programs.setting.spec.outline == config) == ("MLP" not in case)
     torch.testing.assert_close(lockstep(programs, weights_of(model)), expected(model), rtol=1e-4, atol=1e-4)
     split = tp > 1 and config.vocab % tp == 0
     counted = Counter(c.kind for c in programs.any.collectives)
@@ -221,8 +222,8 @@ class Mine(nn.Module):
 
 
 def mine(*overrides: str, mixed: str = "") -> ServeSetting:
-    blueprint = Blueprint(module=f"{__name__}:Mine", args={"mixed": mixed})
-    return ServeSetting.of(recipe(*overrides), Served(blueprint, "fp32"), "cpu")
+    spec = ModuleModel(f"{__name__}:Mine", {"mixed": mixed})
+    return ServeSetting.of(recipe(*overrides), Served(spec, "fp32"), "cpu")
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -247,7 +248,7 @@ def test_a_module_whose_tokens_meet_outside_of_attention_is_refused(mixed: str) 
 
 
 def test_a_module_that_is_none_is_the_recipes_mistake() -> None:
-    served = Served(Blueprint(module="there.is:None"), "fp32")
+    served = Served(ModuleModel("there.is:None"), "fp32")
     with pytest.raises(Mistakes, match="No module named 'there'") as raised:
         build_serving(ServeSetting.of(recipe(), served, "cpu"), [Size(8)])
     assert {mistake.exit for mistake in raised.value.diagnostics} == {Exit.RECIPE}

@@ -81,7 +81,8 @@ class Net(nn.Module):
 
 
 def module(args: str = "") -> str:
-    return f"model={{module: '{__name__}:Net', args: {{{args}}}, seq_len: 6, dtype: fp32}}"
+    sizes = "layers: null, width: null, heads: null, kv_heads: null, head_dim: null, mlp: null, vocab: null"
+    return f"model={{module: '{__name__}:Net', args: {{{args}}}, seq_len: 6, dtype: fp32, {sizes}}}"
 
 
 @cache

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
-from tpshard.models import Blueprint
 from tpshard.models.objectives.loss import IGNORE
 from tpshard.models.objectives.tasks import MaskedLanguageModel, held_out, task_of
 from tpshard.programs.parts import step_programs
@@ -37,9 +36,8 @@ def test_a_step_is_that_of_one_device(name: str, overrides: list[str], moves: se
     setting = Setting.of(load(name, [*overrides, "batch.global_sequences=4", "batch.per_device=2"]))
     program = step_programs.micro_program(setting)
     assert moves <= {c.kind for c in program.collectives}
-    model, task = setting.recipe.model, setting.task
-    blueprint = Blueprint.of(model.preset, model.hf, model.module, model.args, model.overrides())
-    module = blueprint.build(device="cpu", seed=2)
+    task = setting.task
+    module = setting.spec.build(device="cpu", seed=2)
     leaves = {path: p.detach().requires_grad_() for path, p in module.named_parameters()}
     length = setting.seq_len
     batch = text_rows(4, length, 2048) if task.text else task.rows(range(4), 3)

@@ -178,7 +178,7 @@ def test_collectives_are_those_of_theory(mesh: str, alone: Any) -> None:
     program = step_programs.micro_program(settings)
     alone(program.mesh.ranks)
     calls = issue_order(program)
-    tokens, width = settings.batch.per_device * settings.seq_len, settings.config.width
+    tokens, width = settings.batch.per_device * settings.seq_len, settings.spec.outline.width
     parameters = len(list(settings.model.parameters()))
     assert parameters == 9 * layers + 3
     counted = Counter((op, short(group)) for op, group, tensor in calls if tensor.dim())

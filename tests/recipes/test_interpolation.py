@@ -12,6 +12,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes, as_text, dumps
+from tpshard.models.family_model import FamilyModel
 from tpshard.programs.fit.fit import misfits
 from tpshard.recipes.keys.schema import Recipe
 from tpshard.recipes.reading.load import load, loads
@@ -101,9 +102,8 @@ def test_a_mistake_shows_where_the_value_is_used_and_where_it_is_written(tmp_pat
 
 def test_what_does_not_fit_shows_both_places_too() -> None:
     recipe = loads("model: {preset: llama3-8b}\nmesh: {fsdp: 4, tp: '${seed}'}\nseed: 3", file="r.yaml")
-    from tpshard.models.families.presets import preset
 
-    actual = next(d for d in misfits(recipe, preset("llama3-8b")) if "heads" in d.message)
+    actual = next(d for d in misfits(recipe, FamilyModel.of_preset("llama3-8b")) if "heads" in d.message)
     assert places(actual)[0] == "r.yaml:2:21" and "r.yaml:3:7" in places(actual)
 
 

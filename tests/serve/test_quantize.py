@@ -14,6 +14,7 @@ from tpshard.kernels.quantized.gptq_solver import Settings, round_to_nearest
 from tpshard.kernels.quantized.reorder import head_local_order
 from tpshard.models import build, from_hf, to_hf
 from tpshard.models.families.presets import PRESETS
+from tpshard.models.family_model import FamilyModel
 from tpshard.serve.quantizing.quantize_layers import Quantizer, Sequences, write
 
 LLAMA = replace(PRESETS["tiny"], layers=2, width=64, heads=4, kv_heads=2, head_dim=32, mlp=96, vocab=128, max_seq=64,
@@ -44,7 +45,7 @@ def quantizer(model, settings=None, order="global", **more):
     def read(name):
         return parameters[name].detach()
 
-    return Quantizer(model.config, read, text(), text(4, seed=1), settings, order, **more)
+    return Quantizer(FamilyModel(model.config), read, text(), text(4, seed=1), settings, order, **more)
 
 
 @pytest.mark.parametrize("config", [LLAMA, GRANITE], ids=["llama", "granite"])

@@ -15,9 +15,10 @@ from tpshard.cli.main import run
 from tpshard.diagnostics.diagnostic import Exit
 from tpshard.kernels.quantized.gptq_format import GPTQFolder
 from tpshard.kernels.quantized.gptq_solver import Settings
-from tpshard.models.layered.layered_model import NotQuantizable, layered_model
+from tpshard.models.layered.layered_model import NotQuantizable, TransformersLayers
 from tpshard.models.transformers.architecture import Architecture
 from tpshard.models.transformers.class_weights import FolderWeights
+from tpshard.models.transformers_model import TransformersModel
 from tpshard.serve.quantizing.layer_calls import calls_of_layers, form_of
 from tpshard.serve.quantizing.quantize_layers import Quantizer, Sequences, write
 
@@ -55,7 +56,8 @@ def test_the_folder_holds_the_model_that_was_measured(
     """Both losses, by transformers' own class: of the dense values, and of those that the folder stands for."""
     widen(name, monkeypatch)
     architecture, values = Architecture(architectures.config_of(name)), architectures.values(name)
-    job = Quantizer(architecture, values.__getitem__, text(0), text(1), Settings(group_size=16), "head_local")
+    spec = TransformersModel(architecture.raw)
+    job = Quantizer(spec, values.__getitem__, text(0), text(1), Settings(group_size=16), "head_local")
     report = write(job, tmp_path / "out")
     stored = FolderWeights(tmp_path / "out", architecture, architecture.build())
     own, held_out = architectures.own(name), text(1)
@@ -88,7 +90,7 @@ def test_the_folder_holds_the_model_that_was_measured(
 )  # fmt: skip
 def test_a_class_that_cannot_be_quantized_is_named(config: dict[str, Any], words: str) -> None:
     with pytest.raises(NotQuantizable, match=words):
-        layered_model(Architecture(config), torch.float32)
+        TransformersLayers(Architecture(config), torch.float32)
 
 
 class Toy(nn.Module):
@@ -134,7 +136,15 @@ def test_a_layer_that_reads_more_of_earlier_layers_than_their_result_is_named(pa
 def test_a_selection_of_keys_that_layers_share_is_named() -> None:
     """GLM-5's layers return whole numbers, which later layers read."""
     architecture = Architecture(architectures.config_of("glm_moe_dsa"))
-    job = Quantizer(architecture, architectures.values("glm_moe_dsa").__getitem__, text(0), None, Settings(), "global")
+    spec = TransformersModel(architecture.raw)
+    job = Quantizer(
+        spec,
+        architectures.values("glm_moe_dsa").__getitem__,
+        text(0),
+        None,
+        Settings(),
+        "global",
+    )
     with pytest.raises(ValueError, match=r"`model\.layers\.1` is not called with values of earlier layers alone"):
         list(job.run())
 

@@ -25,6 +25,7 @@ from tpshard.kernels.quantized.int4 import Int4
 from tpshard.kernels.quantized.quantized import Quantized
 from tpshard.models import build, from_hf
 from tpshard.models.families.presets import PRESETS
+from tpshard.models.family_model import FamilyModel
 from tpshard.parallelism.rules.table import entry_of
 from tpshard.plan.report.describe import shardings
 from tpshard.programs.server.serve_setting import Size
@@ -189,7 +190,7 @@ def quantizer(order: str, seen: int = 4) -> Quantizer:
         parameter.copy_(torch.ones_like(parameter) if "norm" in name else torch.randn_like(parameter) * 0.1)
         if name.endswith("router.bias"):
             parameter.copy_(torch.where(torch.arange(4) < seen, 0.0, -100.0))
-    return Quantizer(MOE, parameters.__getitem__, text(0), text(1), Settings(group_size=16), order)  # type: ignore[arg-type]
+    return Quantizer(FamilyModel(MOE), parameters.__getitem__, text(0), text(1), Settings(group_size=16), order)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("order", ["global", "none"])

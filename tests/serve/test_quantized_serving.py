@@ -20,6 +20,7 @@ from tpshard.kernels.quantized.gptq_solver import Settings
 from tpshard.kernels.quantized.int4 import Int4, Int4Parts
 from tpshard.models import build, from_hf
 from tpshard.models.families.config import ModelConfig
+from tpshard.models.family_model import FamilyModel
 from tpshard.models.folders import hf_headers
 from tpshard.models.folders.hf_names import hf_modules
 from tpshard.programs.scheduling.request import Sampling, Sequence
@@ -49,7 +50,7 @@ def quantize(config: ModelConfig, out: Path) -> Path:
     text = Sequences(tokens, tokens.roll(-1, 1))
     parameters = dict(model.named_parameters())
     settings = Settings(bits=4, group_size=32)
-    write(Quantizer(config, lambda name: parameters[name].detach(), text, text, settings, "global"), out)
+    write(Quantizer(FamilyModel(config), lambda name: parameters[name].detach(), text, text, settings, "global"), out)
     return out
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from tpshard.kernels.quantized.gptq_solver import Settings
 from tpshard.models.transformers.architecture import Architecture
 from tpshard.models.transformers.class_weights import FolderWeights
+from tpshard.models.transformers_model import TransformersModel
 from tpshard.serve.api.service import Limits
 from tpshard.serve.quantizing.quantize_layers import Quantizer, Sequences, write
 from web import web
@@ -147,8 +148,16 @@ def test_what_quantize_writes_is_served(
     monkeypatch.setitem(architectures.CONFIGS, name, {**architectures.CONFIGS[name], **wider})
     architecture, values = Architecture(architectures.config_of(name)), varied(name)
     tokens = torch.randint(0, 64, (8, 16), generator=torch.Generator().manual_seed(0))
+    spec = TransformersModel(architecture.raw)
     write(
-        Quantizer(architecture, values.__getitem__, Sequences(tokens, tokens), None, Settings(group_size=16), "global"),
+        Quantizer(
+            spec,
+            values.__getitem__,
+            Sequences(tokens, tokens),
+            None,
+            Settings(group_size=16),
+            "global",
+        ),
         tmp_path / "out",
     )
     stored = FolderWeights(tmp_path / "out", architecture, architecture.build())

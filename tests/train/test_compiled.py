@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tpshard.models import Blueprint
+from tpshard.models.family_model import FamilyModel
 from tpshard.parallelism.pricing.fusion import Compiled
 from tpshard.parallelism.runtime.compiled import own_cache
 from tpshard.parallelism.runtime.context import Context
@@ -32,12 +32,12 @@ def both(context: Context, compiled: Compiled, *overrides: str) -> tuple[list[fl
     setting = Setting.of(loads(RECIPE, overrides))
     program = training.build(setting).micro
     recipe = setting.recipe.model
-    blueprint = Blueprint.of(preset="tiny", overrides=recipe.overrides())
+    spec = FamilyModel.of_preset("tiny", recipe.overrides())
     generator = torch.Generator().manual_seed(1 + context.rank)
     inputs = []
     for port in program.inputs:
         if port.kind == "parameter":
-            whole = blueprint.initial_block(port.name, (0,) * len(port.shape), port.shape, seed=0, dtype=port.dtype)
+            whole = spec.initial_block(port.name, (0,) * len(port.shape), port.shape, seed=0, dtype=port.dtype)
             inputs.append(cut(whole, port.layout, program.mesh, context.rank).contiguous())
         elif port.kind == "gradient":
             inputs.append(torch.zeros(port.local))

@@ -13,7 +13,7 @@ from tpshard.parallelism.runtime.context import Context
 from tpshard.plan import planner
 from tpshard.programs.step import training
 from tpshard.train.run.training_worker import engine_of
-from training_cases import SEED, assert_trained, blueprint, global_batch, reference, setting_of, train
+from training_cases import SEED, assert_trained, global_batch, reference, setting_of, spec_of, train
 
 FOUR = "model.layers=4"
 TIED = "model.tie_embeddings=true"
@@ -70,7 +70,7 @@ def count(context: Context, overrides: list[str]) -> tuple[int, int, int]:
 
 
 def counted_step(context: Context, programs: Any) -> tuple[int, int, int]:
-    engine = engine_of(programs, context, blueprint(programs.setting).initial_block)
+    engine = engine_of(programs, context, spec_of(programs.setting).initial_block)
     engine.initialize(SEED)
     plan = programs.setting.batch
     for step in range(3):
@@ -97,7 +97,7 @@ def test_a_plan_counts_what_every_stage_sends_and_holds(pool: Any, schedule: str
 def evaluate(state: dict[str, torch.Tensor], shape: list[str], rows: int) -> Any:
     """Loss and number of tokens of the first rows of a batch, by the plain model with these weights."""
     with float64():
-        model = blueprint(setting_of({}, *shape)).build(device="cpu", seed=SEED)
+        model = spec_of(setting_of({}, *shape)).build(device="cpu", seed=SEED)
         params = {n: state[n] for n, _ in model.named_parameters()}
         batch = global_batch(9).rows(0, rows)
         logits = torch.func.functional_call(model, params, (batch["tokens"], batch["documents"], batch["positions"]))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tpshard.cli.main import run
 from tpshard.diagnostics.diagnostic import Exit
-from tpshard.models import Blueprint
+from tpshard.models.transformers_model import TransformersModel
 from tpshard.parallelism.float64 import BOUND, distance, float64
 from tpshard.parallelism.runtime.context import Context
 from tpshard.programs.setting.setting import Setting
@@ -42,8 +42,8 @@ def leg(context: Context, folder: str, steps: range, source: str | None, out: st
         axes = dict(context.mesh.axes)
         each = 3 if axes["dp"] * axes["fsdp"] > 1 else 6
         setting = Setting.of(loads(RECIPE.format(mesh=axes, folder=folder, rows=each)))
-        blueprint = Blueprint.of(transformers=folder)
-        engine = engine_of(training.build(setting), context, blueprint.initial_block)
+        spec = TransformersModel.of_folder(folder)
+        engine = engine_of(training.build(setting), context, spec.initial_block)
         if source is None:
             engine.initialize(SEED)
         else:
@@ -57,7 +57,7 @@ def leg(context: Context, folder: str, steps: range, source: str | None, out: st
             losses.append(engine.update(0.01, step + 1).loss)
         if out is not None:
             how: Any = {"rank": context.rank, "world": context.world, "barrier": context.barrier}
-            save(Path(out), steps.stop, engine.tensors(), {"model": blueprint.to_json()}, **how)
+            save(Path(out), steps.stop, engine.tensors(), {"model": spec.to_json()}, **how)
         return {"losses": losses, "state": whole(engine, engine.tensors())}
 
 

@@ -102,19 +102,19 @@ def test_numbers_for_people() -> None:
 
 
 def test_the_end_names_what_to_do_next() -> None:
-    recipe = loads(RECIPE)
+    setting = Setting.of(loads(RECIPE + "run: {dir: runs/x}"))
     saved = Path("runs/x/checkpoints/step-000010")
     done = Outcome(Exit.DONE, Course(10, 10, 1234), 8.0, 5.5, 5.6, 61, 2000.0, 0, saved)
-    text = ending(done, recipe, Path("runs/x"))
+    text = ending(done, setting)
     for part in ("8.0000 -> 5.5000", "held-out loss 5.6000", "1:01", "tpshard serve runs/x", "metrics.jsonl"):
         assert part in text
     stopped = Outcome(Exit.PREEMPTED, Course(3, 3, 99), 8.0, 7.0)
-    assert "stopped, as asked, after step 3" in ending(stopped, recipe, Path("runs/x"))
-    assert "tpshard train runs/x" in ending(stopped, recipe, Path("runs/x"))
+    assert "stopped, as asked, after step 3" in ending(stopped, setting)
+    assert "tpshard train runs/x" in ending(stopped, setting)
 
 
 def test_a_module_of_ones_own_is_not_sent_to_what_refuses_it() -> None:
-    recipe = loads("model: {module: 'own:Net', seq_len: 8}")
-    text = ending(Outcome(Exit.DONE, Course(10, 10, 1234), 8.0, 5.5), recipe, Path("runs/x"))
+    setting = Setting.of(loads("{model: {module: 'own:Net', seq_len: 8}, run: {dir: runs/x}}"))
+    text = ending(Outcome(Exit.DONE, Course(10, 10, 1234), 8.0, 5.5), setting)
     assert "tpshard plan runs/x" in text and "tpshard train runs/x" in text
-    assert "tpshard serve" not in text and "tpshard convert" not in text
+    assert "tpshard serve runs/x" in text and "tpshard convert" not in text

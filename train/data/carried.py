@@ -9,7 +9,6 @@ from pathlib import Path
 from tpshard.files.atomic import write_aside
 from tpshard.models.folders.folder_files import copy_small_files
 from tpshard.models.folders.hf_json import file_inside
-from tpshard.recipes.keys.schema import Recipe
 
 logger = logging.getLogger(__name__)
 
@@ -20,11 +19,10 @@ def carried(run: Path) -> Path:
     return run / "model"
 
 
-def carry(run: Path, recipe: Recipe, tokenizer: Path | None, *, again: bool = False) -> None:
-    """Copies what a run carries, unless it has it already and not `again`. A failure is a warning: training needs none
-    of it."""
-    place, named = carried(run), recipe.model.hf or recipe.model.transformers
-    base = Path(named) if named is not None else None
+def carry(run: Path, base: Path | None, tokenizer: Path | None, *, again: bool = False) -> None:
+    """Copies what a run carries, of the model's folder `base` and of its tokenizer, unless it has it already and
+    not `again`. A failure is a warning: training needs none of it."""
+    place = carried(run)
     if (place.exists() and not again) or (base is None and tokenizer is None):
         return
     try:

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from tpshard.diagnostics.diagnostic import Exit, Mistakes, plural
-from tpshard.models import Blueprint
 from tpshard.models.folders.folder_tokenizer import tokenizer_files
+from tpshard.models.model_spec import ModelSpec
 from tpshard.models.objectives.loss import IGNORE
 from tpshard.parallelism.runtime import crash, messages
 from tpshard.parallelism.runtime.context import Context, connect
@@ -104,7 +104,7 @@ def work(recipe: Recipe, place: WorkerPlace, around: Surroundings) -> int:
         )  # fmt: skip
         outcome = train(setting, context, around)
     if place.rank == 0:
-        _say(ending(outcome, recipe))
+        _say(ending(outcome, setting))
     if outcome.unsaved:
         raise Mistakes.one(
             outcome.unsaved, exit=Exit.CHECKPOINT, where=recipe.where("run.dir"),
@@ -143,8 +143,7 @@ def _train(
     plan = setting.batch
     programs = programs or _build_programs(setting, context)
     around.check(programs)
-    blueprint = _blueprint(recipe)
-    engine = engine_of(programs, context, _initial_block(recipe, blueprint))
+    engine = engine_of(programs, context, _initial_block(recipe, setting.spec))
     assert engine.data_rank == data_rank, "the program shards its batch over the axes that the recipe names"
     checked = list(held_out_batches) if recipe.evaluate.every_steps else []
     attempt = context.from_main(run.attempt if run is not None else 0)
@@ -163,7 +162,7 @@ def _train(
             record=partial(_send, receivers),
             progress=progress, held_out=checked, attempt=attempt, restarts=crash.restarts(),
             flops_per_s=around.flops_per_s(programs),
-            peak_memory=partial(_peak_memory, context, engine), model=blueprint.to_json(),
+            peak_memory=partial(_peak_memory, context, engine), model=setting.spec.to_json(),
             profiled=partial(_profiled, programs, plan.micro_batches, around, folder, progress),
         )  # fmt: skip
         code = 1
@@ -172,7 +171,10 @@ def _train(
             if run is not None and loop.remains:  # from here on nothing is refused: before, no file of a run changes
                 run.write("recipe.yaml", kept_recipe(recipe))
                 carry(
-                    folder, recipe, loader.tokenizer.folder if isinstance(loader, Loader) else None, again=bool(changed)
+                    folder,
+                    setting.spec.source.folder,
+                    loader.tokenizer.folder if isinstance(loader, Loader) else None,
+                    again=bool(changed),
                 )
                 if around.plan_json is not None:
                     run.write("plan.json", around.plan_json(programs))
@@ -333,8 +335,7 @@ def _tokenizer(recipe: Recipe, corpus: Corpus, setting: Setting, run: Path, cont
             "`data.tokenizer` names no tokenizer", exit=Exit.DATA, where=where,
             fix=f"the folder of a Hugging Face tokenizer; {MADE_TOKENIZERS}",
         )  # fmt: skip
-    described, data = setting.config or setting.architecture, recipe.data
-    rows = None if described is None else described.vocab
+    data, rows = recipe.data, setting.spec.sizes.vocab
     if not folder.is_dir() and tokenizer_files(carried(run)):
         folder = carried(run)  # the folder has moved since the run began
     tokenizer = load_tokenizer(folder, bos=data.bos, eos=data.eos, rows=rows, where=where)
@@ -343,23 +344,19 @@ def _tokenizer(recipe: Recipe, corpus: Corpus, setting: Setting, run: Path, cont
     return tokenizer
 
 
-def _blueprint(recipe: Recipe) -> Blueprint:
-    model = recipe.model
-    try:
-        return Blueprint.of(model.preset, model.hf, model.module, model.args, model.overrides(), model.transformers)
-    except (ValueError, OSError) as error:
-        raise wrong_model(recipe, error) from error
-
-
-def _initial_block(recipe: Recipe, blueprint: Blueprint) -> InitialBlock:
-    """`blueprint.initial_block`, whose errors are mistakes of the recipe's model."""
+def _initial_block(recipe: Recipe, spec: ModelSpec) -> InitialBlock:
+    """`spec.initial_block`, whose errors are mistakes of the recipe's model; the weights are opened at once."""
 
     def block(*args: Any, **options: Any) -> torch.Tensor:
         try:
-            return blueprint.initial_block(*args, **options)
+            return spec.initial_block(*args, **options)
         except ValueError as error:
             raise wrong_model(recipe, error) from error
 
+    try:
+        spec.weights  # noqa: B018 (raises)
+    except (ValueError, OSError) as error:
+        raise wrong_model(recipe, error) from error
     return block
 
 
@@ -517,9 +514,10 @@ def _offline(place: str) -> str | None:
 
 
 # ---- the end --------------------------------------------------------------------------------------------------
-def ending(outcome: Outcome, recipe: Recipe) -> str:
+def ending(outcome: Outcome, setting: Setting) -> str:
     """The summary of a run and its next commands, for stdout."""
-    course, folder = outcome.course, _place(recipe)
+    course, recipe = outcome.course, setting.recipe
+    folder = _place(recipe)
     lines = []
     if outcome.last_loss is None and outcome.exit == Exit.DONE:
         lines.append(f"{folder} has all its {course.step} steps; for more: tpshard train {folder} train.steps=...")
@@ -544,9 +542,9 @@ def ending(outcome: Outcome, recipe: Recipe) -> str:
         nexts = [(f"tpshard train {folder}", "continue from here" if saved else "begin again")]
     else:
         nexts = [(f"tpshard plan {folder}", "what it does: shardings, collectives, memory, time")]
-        if (recipe.model.preset or recipe.model.hf) is not None:
+        if recipe.task == "lm" and not setting.spec.refusal("serve"):
             nexts.append((f"tpshard serve {folder}", "serve it over HTTP"))
-        if recipe.model.module is None:
+        if not setting.spec.refusal("write"):
             nexts.append((f"tpshard convert {folder} {recipe.run.folder}-hf", "take it away as a Hugging Face folder"))
         nexts += _continuations(recipe, folder)
     width = max(len(command) for command, _ in nexts)

@@ -1,4 +1,4 @@
-"""A blueprint describes one model, whatever the source of its values."""
+"""A model is one value, whatever names it."""
 
 from __future__ import annotations
 
@@ -10,61 +10,74 @@ import torch
 from tpshard.kernels.quantized.gptq_config import GPTQConfig
 from tpshard.kernels.quantized.gptq_format import write_into
 from tpshard.kernels.quantized.quantized import Quantized
-from tpshard.models import Blueprint, build, from_hf, to_hf
+from tpshard.models import build, from_hf, to_hf
 from tpshard.models.families.presets import preset
+from tpshard.models.family_model import FamilyModel
 from tpshard.models.folders.hf_config import write_config
 from tpshard.models.folders.hf_folder import HFFolder
 from tpshard.models.folders.hf_names import hf_modules
+from tpshard.models.open_model import DOORS, from_json, open_model
 
 SMALL = {"layers": 1, "width": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "mlp": 96, "vocab": 40}
 
 
+class Section(dict[str, object]):
+    """A recipe's section with these keys."""
+
+    named_by = property(lambda self: next((key for key in DOORS if key in self), None))
+    args = property(lambda self: self.get("args", {}))
+
+    def overrides(self) -> dict[str, object]:
+        return {key: value for key, value in self.items() if key not in (*DOORS, "args")}
+
+    def __getattr__(self, key: str) -> object:
+        return self[key]
+
+
 def test_a_preset() -> None:
-    blueprint = Blueprint.of("tiny", overrides={**SMALL, "rope_scaling": {"factor": 4.0}})
-    model = blueprint.build(device="cpu", seed=3)
-    block = blueprint.initial_block("output.weight", (3, 5), (7, 11), seed=3)
+    spec = FamilyModel.of_preset("tiny", {**SMALL, "rope_scaling": {"factor": 4.0}})
+    model = spec.build(device="cpu", seed=3)
+    block = spec.initial_block("output.weight", (3, 5), (7, 11), seed=3)
     assert torch.equal(block, model.get_parameter("output.weight")[3:10, 5:16])
-    again = Blueprint.from_json(json.loads(json.dumps(blueprint.to_json())))
-    assert again == blueprint and again.config is not None and again.config.rope_scaling is not None
+    again = from_json(json.loads(json.dumps(spec.to_json())))
+    assert again == spec and again.config is not None and again.config.rope_scaling is not None
 
 
 def test_a_folder(tmp_path: Path) -> None:
     original = build(preset("tiny", SMALL), device="cpu", seed=9)
     to_hf(original, tmp_path / "hf")
-    blueprint = Blueprint.of(hf=str(tmp_path / "hf"), overrides={"rope_theta": 777.0})
-    assert blueprint.config is not None and blueprint.config.rope_theta == 777.0
+    spec = FamilyModel.of_folder(str(tmp_path / "hf"), {"rope_theta": 777.0})
+    assert spec.config is not None and spec.config.rope_theta == 777.0
     for name, value in original.named_parameters():
-        assert torch.equal(blueprint.build(device="cpu").get_parameter(name), value)
-        block = blueprint.initial_block(name, (1,) * value.dim(), (2,) * value.dim(), 0)
+        assert torch.equal(spec.build(device="cpu").get_parameter(name), value)
+        block = spec.initial_block(name, (1,) * value.dim(), (2,) * value.dim(), 0)
         assert torch.equal(block, value[(slice(1, 3),) * value.dim()])
-    assert Blueprint.from_json(blueprint.to_json()) == Blueprint(blueprint.config)
+    assert from_json(spec.to_json()) == FamilyModel(spec.config)
     with pytest.raises(ValueError, match=r"mlp.*do not fit the weights.*layers\.0\.mlp"):
-        Blueprint.of(hf=str(tmp_path / "hf"), overrides={"mlp": 32})
+        FamilyModel.of_folder(str(tmp_path / "hf"), {"mlp": 32})
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({}, "exactly one"),
-        ({"preset": "tiny", "hf": "x"}, "exactly one"),
         ({"preset": "tiny", "args": {"a": 1}}, "args"),
-        ({"module": "a:B", "overrides": {"layers": 1}}, "layers"),
-        ({"preset": "tiny", "overrides": {"experts": 4}}, "experts"),
+        ({"module": "a:B", "layers": 1}, "layers"),
+        ({"preset": "tiny", "experts": 4}, "experts"),
         ({"hf": "/nowhere"}, "is not a folder on this machine"),
     ],
     ids=str,
 )
 def test_what_is_no_model(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Blueprint.of(**arguments)  # type: ignore[arg-type]
+        open_model(Section(arguments))
     with pytest.raises(ValueError, match="not the description"):
-        Blueprint.from_json({"config": {"family": "llama"}})
+        from_json({"config": {"family": "llama"}})
 
 
 def quantize(outputs: int, inputs: int, seed: int) -> Quantized:
     g = torch.Generator().manual_seed(seed)
-    group = torch.randint(2, (inputs,), generator=g, dtype=torch.int32)
-    group[:2] = torch.tensor([0, 1])
+    group = (torch.randperm(inputs, generator=g) // 48).int()
     codes = torch.randint(16, (inputs, outputs), generator=g, dtype=torch.uint8)
     scales = (torch.rand(2, outputs, generator=g) * 0.1).half()
     zeros = torch.randint(1, 16, (2, outputs), generator=g, dtype=torch.uint8)

@@ -1,0 +1,164 @@
+"""A model that a family of tpshard computes: a preset, or a Hugging Face folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tpshard.models.families import presets
+from tpshard.models.families.config import ModelConfig
+from tpshard.models.families.config_keys import DEFAULTS, training_notes
+from tpshard.models.folders import hf_config, hf_headers
+from tpshard.models.folders.folder_identity import folder_identity
+from tpshard.models.model_spec import ModelSource, ModelSpec, Sizes, Use
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from tpshard.models.folders.hf_folder import HFFolder
+    from tpshard.models.folders.hf_quantized import QuantizedParameters
+    from tpshard.models.initialization import InitPlan
+    from tpshard.models.layered.layered_model import FamilyLayers
+
+LAYERS = "layers"
+"""The name of every family's list of layers."""
+
+
+@dataclass(frozen=True)
+class FamilyModel(ModelSpec):
+    """A model of a family, with its values from the source's folder or drawn."""
+
+    config: ModelConfig
+    source: ModelSource = field(default=ModelSource("preset", ""), compare=False)
+
+    @staticmethod
+    def of_preset(name: str, overrides: Mapping[str, Any] | None = None) -> FamilyModel:
+        """A preset with overrides. ValueError names what is unknown or contradictory."""
+        return FamilyModel(presets.preset(name, overrides), ModelSource("preset", name))
+
+    @staticmethod
+    def of_folder(
+        folder: str | Path, overrides: Mapping[str, Any] | None = None, *, weights: bool = True
+    ) -> FamilyModel:
+        """A folder's model with overrides, its tensors compared with config.json. ValueError for what is unsupported.
+
+        Without `weights` only config.json and the headers are read, without torch.
+        """
+        source = ModelSource("hf", str(folder), Path(folder))
+        if not hf_headers.has_weights(folder):  # refuses pickles
+            return FamilyModel(presets.override(hf_config.folder_config(folder), overrides or {}), source)
+        if weights:
+            from tpshard.models.folders.hf_folder import HFFolder
+
+            config = HFFolder(folder).config
+        else:
+            hf_headers.homes(folder)
+            config = hf_config.folder_config(folder)
+        return FamilyModel(presets.override_folder(config, overrides or {}, str(folder)), source)
+
+    @staticmethod
+    def of_json(values: Mapping[str, Any]) -> FamilyModel:
+        """The model that `to_json` wrote."""
+        numbers = dict(values)
+        family = numbers.pop("family")
+        sizes = {key: numbers[key] for key in numbers if key != "rope_scaling"}
+        return FamilyModel(presets.override(ModelConfig(family, **sizes), {"rope_scaling": numbers["rope_scaling"]}))
+
+    @property
+    def outline(self) -> ModelConfig:  # type: ignore[override]
+        return self.config
+
+    @property
+    def listed(self) -> str | None:  # type: ignore[override]
+        return None if self.config.full_layers else LAYERS
+
+    @property
+    def dtype(self) -> str:
+        return self.config.dtype
+
+    @property
+    def sizes(self) -> Sizes:
+        c = self.config
+        return Sizes(c.vocab, c.max_seq, c.seq_len, (c.heads, c.kv_heads, c.head_dim), c.experts or 0, c.top_k or 0,
+                     c.capacity)  # fmt: skip
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        return {} if self.source.folder is None else folder_identity(self.source.folder)
+
+    def module(self, dtype: torch.dtype) -> nn.Module:
+        from tpshard.models.assemble import build
+
+        return build(self.config, dtype=dtype)
+
+    @cached_property
+    def weights(self) -> HFFolder | None:
+        if self.source.folder is None:
+            return None
+        from tpshard.models.folders.hf_folder import HFFolder
+
+        return HFFolder(self.source.folder)
+
+    @cached_property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self.config.shapes
+
+    def initial_block(
+        self, name: str, starts: Sequence[int], sizes: Sequence[int], seed: int, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        import torch
+        from tpshard.models.initialization import initial_block
+
+        if self.weights is not None:
+            return self.weights.block(name, starts, sizes, dtype or torch.float32)
+        return initial_block(self._plan, name, starts, sizes, seed, dtype or torch.float32)
+
+    @cached_property
+    def _plan(self) -> InitPlan:
+        from tpshard.models.initialization import init_plan
+
+        return init_plan(self.build())
+
+    def notes(self, module: nn.Module) -> list[str]:
+        if self.source.folder is None:
+            return []
+        raw, family = hf_config.read_raw(self.source.folder), self.config.family_entry
+        return training_notes({**DEFAULTS.get(family.hf.model_type, {}), **raw}, family)
+
+    def with_layers(self, count: int) -> FamilyModel:
+        return replace(self, config=replace(self.config, layers=count))
+
+    def served(self, mlp: int | None = None) -> FamilyModel:
+        config = replace(self.config, capacity=None) if self.config.capacity is not None else self.config
+        config = config if mlp in (None, config.mlp) else replace(config, mlp=mlp)
+        return self if config is self.config else replace(self, config=config)
+
+    def refusal(self, use: Use) -> str:
+        folder = self.source.folder
+        if use == "train" and folder is not None and not hf_headers.has_weights(folder):
+            return f"{folder} has no weights"
+        return ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"config": asdict(self.config)}
+
+    def quantized_modules(self, folder: Path) -> QuantizedParameters:
+        from tpshard.models.folders.hf_quantized import QuantizedParameters
+
+        return QuantizedParameters(folder, self.config)
+
+    def layered(self, dtype: torch.dtype) -> FamilyLayers:
+        from tpshard.models.layered.layered_model import FamilyLayers
+
+        return FamilyLayers(self.config, dtype)
+
+    def write(
+        self, read: Callable[[str], Tensor], folder: Path, *, dtype: torch.dtype, tokenizer: Path | None = None,
+        base: Path | None = None, overwrite: bool = False,
+    ) -> None:  # fmt: skip
+        from tpshard.models.folders.hf_folder import write_hf
+
+        write_hf(self.config, read, folder, dtype=dtype, tokenizer=tokenizer, base=base, overwrite=overwrite)

@@ -1,0 +1,185 @@
+"""A model as one value, whatever names it: a preset, a folder, a class of transformers, or a user's module.
+
+`models.open_model` gives it; its four sources are `family_model`, `transformers_model` and `module_model`. What it says
+as properties needs no torch, unless a docstring says so.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from tpshard.models.dims import Naming
+    from tpshard.models.families.config import ModelConfig
+    from tpshard.models.folders.hf_quantized import QuantizedModules
+    from tpshard.models.layered.layered_model import LayeredModel
+
+Use = Literal["train", "serve", "write", "quantize"]
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """What names a model."""
+
+    key: str
+    """The key of a recipe's `model` section; for a checkpoint or a folder by itself the one that would name it."""
+    name: str
+    """Its value: the name of a preset, a folder, or `package.module:Class`."""
+    folder: Path | None = None
+    """The Hugging Face folder that it names, if it names one."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a model that do not depend on a mesh; None where nothing says them."""
+
+    vocab: int | None = None
+    max_seq: int | None = None
+    """The longest sequence that the positions support."""
+    train_seq: int | None = None
+    """Tokens of a sequence of training where the recipe names none."""
+    heads: tuple[int, int, int] | None = None
+    """(query heads, KV heads, size of a head)."""
+    experts: int = 0
+    top_k: int = 0
+    capacity: float | None = None
+    chunk: int | None = None
+    """The number of tokens within which some layers attend (Llama 4)."""
+    original_seq: int | None = None
+    """The length of sequences above which the rotary embedding uses other frequencies."""
+
+
+class StoredWeights(Protocol):
+    """The weights of a folder, read by blocks; those of a quantized folder are dequantized."""
+
+    quantized: bool
+
+    def block(self, name: str, starts: Sequence[int], sizes: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+        """Elements [starts, starts + sizes) of parameter `name`; dtype defaults to that of the file."""
+
+
+class ModelSpec(ABC):
+    """A model that can be built, whose initial values can be read by blocks, and what is known of it before that."""
+
+    source: ModelSource
+    outline: ModelConfig | None = None
+    """The dims, shapes and names of all parameters and activations, where they are known before the module is built."""
+    listed: str | None = None
+    """The list of layers that are known to be alike; None where only the built module can tell."""
+    written: Mapping[str, Any] = MappingProxyType({})
+    """The numbers that config.json writes of a model without an outline."""
+    instead: str = ""
+    """Why a class of transformers computes a folder that was named for a family of tpshard; "" elsewhere."""
+    recurrent = False
+    """Whether some layers carry a state from token to token."""
+    reads_code = False
+    """Whether building it runs code of the user's, which may depend on anything."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> str:
+        """The dtype of its computation or its stored values: fp32, bf16 or fp16."""
+
+    @property
+    @abstractmethod
+    def sizes(self) -> Sizes:
+        """Its sizes. For classes of transformers and modules this imports torch."""
+
+    @property
+    @abstractmethod
+    def identity(self) -> Mapping[str, str]:
+        """What decides its programs besides the recipe: versions of packages and hashes of files, by name."""
+
+    @abstractmethod
+    def module(self, dtype: torch.dtype) -> nn.Module:
+        """The module on `meta`, its parameters in `dtype`. ValueError where it cannot be built."""
+
+    @abstractmethod
+    def initial_block(
+        self, name: str, starts: Sequence[int], sizes: Sequence[int], seed: int, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """A block of a parameter's initial value: stored in the folder, or drawn from `seed`."""
+
+    @abstractmethod
+    def to_json(self) -> dict[str, Any]:
+        """The model as JSON values for a checkpoint, which replaces the weights of a folder."""
+
+    @cached_property
+    def weights(self) -> StoredWeights | None:
+        """The weights from which training starts; None if all values are drawn. ValueError where a folder's are
+        missing or do not fit. Imports torch."""
+        return None
+
+    @cached_property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of every parameter, by name."""
+        import torch
+
+        return {name: tuple(parameter.shape) for name, parameter in self.module(torch.float32).named_parameters()}
+
+    def build(
+        self, *, device: torch.device | str = "meta", dtype: torch.dtype | None = None, seed: int = 0
+    ) -> nn.Module:
+        """The module; on a real device with initial values. dtype defaults to fp32."""
+        import torch
+        from tpshard.models.initialization import fill
+
+        model = self.module(torch.float32 if dtype is None else dtype)
+        if torch.device(device).type == "meta":
+            return model
+        return fill(model, lambda name, starts, sizes, dtype: self.initial_block(name, starts, sizes, seed, dtype),
+                    device)  # fmt: skip
+
+    def dims(self, module: nn.Module) -> dict[str, Naming]:
+        """The names of the dims of the parameters that have some."""
+        from tpshard.models.dims import Naming, param_dims
+
+        return {name: Naming(dims, "") for name, dims in param_dims(module).items()}
+
+    def own_dtypes(self, dtype: torch.dtype) -> Mapping[str, torch.dtype]:
+        """The dtypes of parameters that are used in one of their own where the model is used in `dtype`: those that a
+        transformers class keeps in fp32, and those of a user's module that has several."""
+        return {}
+
+    def notes(self, module: nn.Module) -> list[str]:
+        """Sentences on who computes it, and on differences from its authors' training."""
+        return []
+
+    def with_layers(self, count: int) -> ModelSpec | None:
+        """The same model with another number of layers; None where only the built module's layers can be left out."""
+        return None
+
+    def served(self, mlp: int | None = None) -> ModelSpec:
+        """The model as a server computes it; mlp: another hidden size of its MLP.
+
+        Experts have no capacity: which tokens exceed it depends on later tokens, which a server does not have.
+        """
+        return self
+
+    def refusal(self, use: Use) -> str:
+        """Why it cannot be used so; "" if it can."""
+        return ""
+
+    def quantized_modules(self, folder: Path) -> QuantizedModules:
+        """The quantized linears of a GPTQ folder with this model."""
+        raise ValueError(self.refusal("quantize"))
+
+    def layered(self, dtype: torch.dtype) -> LayeredModel:
+        """The model in layers, as GPTQ quantizes it. ValueError where it has no list of layers."""
+        raise ValueError(self.refusal("quantize"))
+
+    def write(
+        self, read: Callable[[str], Tensor], folder: Path, *, dtype: torch.dtype, tokenizer: Path | None = None,
+        base: Path | None = None, overwrite: bool = False,
+    ) -> None:  # fmt: skip
+        """Writes a Hugging Face folder. read: returns a parameter by name. base: the folder that the model came from,
+        whose other small files go along."""
+        raise ValueError(self.refusal("write"))

@@ -1,0 +1,87 @@
+"""A model of the user's own class."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tpshard.models.model_spec import ModelSource, ModelSpec, Sizes, Use
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from tpshard.models.assemble import ModuleValues
+
+
+@dataclass(frozen=True)
+class ModuleModel(ModelSpec):
+    """An instance of the class `package.module:Class`, called with `args`."""
+
+    path: str
+    args: Mapping[str, Any] = field(default_factory=dict)
+    reads_code = True
+    _values: dict[int, ModuleValues] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def source(self) -> ModelSource:  # type: ignore[override]
+        return ModelSource("module", self.path)
+
+    @property
+    def dtype(self) -> str:
+        return "fp32"
+
+    @property
+    def sizes(self) -> Sizes:
+        """The size of the vocabulary where a parameter names that dim."""
+        module = self.build()
+        parameters = dict(module.named_parameters())
+        named = ((name, one) for name, one in self.dims(module).items() if name in parameters)
+        vocab = (size for name, one in named for dim, size in zip(one.dims, parameters[name].shape) if dim == "vocab")
+        return Sizes(next(vocab, None))
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        return code_identity(self.path)
+
+    def module(self, dtype: torch.dtype) -> nn.Module:
+        from tpshard.models.assemble import build_module
+
+        return build_module(self.path, self.args, dtype=dtype)
+
+    def initial_block(
+        self, name: str, starts: Sequence[int], sizes: Sequence[int], seed: int, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        import torch
+        from tpshard.models.assemble import ModuleValues
+
+        if seed not in self._values:
+            self._values.clear()
+            self._values[seed] = ModuleValues(self.path, self.args, self.build(), seed)
+        return self._values[seed].block(name, starts, sizes, dtype or torch.float32)
+
+    def own_dtypes(self, dtype: torch.dtype) -> Mapping[str, torch.dtype]:
+        from tpshard.models.assemble import own_dtypes
+
+        return own_dtypes(self.path, self.args)
+
+    def refusal(self, use: Use) -> str:
+        if use in ("write", "quantize"):
+            return f"`{self.path}` is a module of your own: only models of tpshard and of transformers can be written"
+        return ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"module": self.path, "args": dict(self.args)}
+
+
+def code_identity(path: str) -> dict[str, str]:
+    """The hash of the file of `package.module:Class`, by its name; nothing where it cannot be found."""
+    try:
+        spec = importlib.util.find_spec(path.partition(":")[0])
+    except (ImportError, ValueError):
+        return {}
+    file = Path((spec.origin or "") if spec is not None else "")
+    return {str(file): hashlib.sha256(file.read_bytes()).hexdigest()[:16]} if file.is_file() else {}

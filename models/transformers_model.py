@@ -1,0 +1,181 @@
+"""A model that a class of transformers computes, described by a folder's config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tpshard.models.folders import hf_config, hf_headers
+from tpshard.models.folders.folder_identity import folder_identity
+from tpshard.models.folders.hf_json import refuse_code
+from tpshard.models.model_spec import ModelSource, ModelSpec, Sizes
+from tpshard.models.transformers.class_names import check_class
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from tpshard.models.dims import Naming
+    from tpshard.models.folders.hf_quantized import QuantizedModules
+    from tpshard.models.layered.layered_model import TransformersLayers
+    from tpshard.models.transformers.architecture import Architecture
+    from tpshard.models.transformers.class_values import ClassValues
+    from tpshard.models.transformers.class_weights import FolderWeights
+
+
+@dataclass(frozen=True)
+class TransformersModel(ModelSpec):
+    """A model of a class of transformers, with its values from the source's folder or drawn by the class's own rule."""
+
+    raw: Mapping[str, Any]
+    """The contents of config.json without `quantization_config`."""
+    source: ModelSource = field(default=ModelSource("transformers", ""), compare=False)
+    _values: dict[int, ClassValues] = field(default_factory=dict, compare=False, repr=False)
+
+    @staticmethod
+    def of_folder(
+        folder: str | Path,
+        overrides: Mapping[str, Any] | None = None,
+        *,
+        key: str = "transformers",
+        weights: bool = True,
+    ) -> TransformersModel:
+        """A folder's model, its tensors compared with the class's parameters. ValueError for what is unsupported.
+
+        Without `weights` only config.json, headers and the class's name are looked at, without torch. key: the key of
+        the recipe; `hf` where no family of tpshard computes the folder.
+        """
+        raw = hf_config.read_raw(folder)
+        if overrides:
+            reason = hf_config.class_reason(raw) if key == "hf" else "a `transformers` model has no overrides"
+            raise ValueError(f"{reason}; change `{next(iter(overrides))}` in its config.json instead")
+        source = ModelSource(key, str(folder), Path(folder))
+        dense = {name: value for name, value in raw.items() if name != "quantization_config"}
+        model = TransformersModel(dense, source)
+        stored = hf_headers.has_weights(folder)  # refuses pickles
+        if not weights:
+            if stored:
+                hf_headers.homes(folder)
+            check_class(raw)
+            return model
+        from tpshard.models.transformers.architecture import Architecture
+        from tpshard.models.transformers.class_weights import FolderWeights
+
+        model.__dict__["architecture"] = described = Architecture.of(folder)
+        if stored:
+            FolderWeights(folder, described, described.build(), values=False)
+        return model
+
+    @staticmethod
+    def of_json(values: Mapping[str, Any]) -> TransformersModel:
+        """The model that `to_json` wrote."""
+        raw = dict(values)
+        refuse_code(raw, Path("config.json"))
+        return TransformersModel(raw)
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        """The class with its configuration. Imports torch."""
+        from tpshard.models.transformers.architecture import Architecture
+
+        return Architecture(self.raw)
+
+    @property
+    def written(self) -> Mapping[str, Any]:  # type: ignore[override]
+        text = self.raw.get("text_config")
+        return {**self.raw, **(text if isinstance(text, dict) else {})}
+
+    @property
+    def recurrent(self) -> bool:  # type: ignore[override]
+        return self.architecture.recurrent
+
+    @property
+    def dtype(self) -> str:
+        return self.architecture.kind
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        a = self.architecture
+        text = a.config.get_text_config()
+        experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
+        return Sizes(
+            a.vocab, a.max_seq, None, a.heads, experts or 0, getattr(text, "num_experts_per_tok", None) or 0, None,
+            a.chunk, a.original_seq,
+        )  # fmt: skip
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        files = {} if self.source.folder is None else folder_identity(self.source.folder)
+        return {"transformers": version("transformers"), **files}
+
+    def module(self, dtype: torch.dtype) -> nn.Module:
+        return self.architecture.build(dtype)
+
+    @cached_property
+    def weights(self) -> FolderWeights | None:
+        folder = self.source.folder
+        if folder is None or not hf_headers.has_weights(folder):
+            return None
+        from tpshard.models.transformers.class_weights import FolderWeights
+
+        return FolderWeights(folder, self.architecture, self.architecture.build())
+
+    def initial_block(
+        self, name: str, starts: Sequence[int], sizes: Sequence[int], seed: int, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        import torch
+        from tpshard.models.transformers.class_values import ClassValues
+
+        if self.weights is not None:
+            return self.weights.block(name, starts, sizes, dtype or torch.float32)
+        if seed not in self._values:
+            self._values.clear()
+            self._values[seed] = ClassValues(self.architecture, seed)
+        return self._values[seed].block(name, starts, sizes, dtype or torch.float32)
+
+    def dims(self, module: nn.Module) -> dict[str, Naming]:
+        """Those of transformers' tensor-parallel plan for the class."""
+        from tpshard.models.transformers.tp_plan import dims_of_plan
+
+        return dims_of_plan(module)
+
+    def own_dtypes(self, dtype: torch.dtype) -> Mapping[str, torch.dtype]:
+        return self.architecture.own_dtypes(dtype)
+
+    def notes(self, module: nn.Module) -> list[str]:
+        return self.architecture.notes(module)
+
+    @property
+    def instead(self) -> str:  # type: ignore[override]
+        if self.source.key != "hf":
+            return ""
+        return hf_config.class_reason(self.raw) or f"tpshard has no family for {self.raw.get('model_type')}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"transformers": dict(self.raw)}
+
+    def quantized_modules(self, folder: Path) -> QuantizedModules:
+        from tpshard.models.folders.hf_quantized import QuantizedModules
+        from tpshard.models.transformers.class_weights import FolderWeights
+
+        files = self.weights
+        if files is None or files.folder != folder:
+            files = FolderWeights(folder, self.architecture, self.architecture.build())
+        return QuantizedModules(folder, files.module_of, files.stack_of)
+
+    def layered(self, dtype: torch.dtype) -> TransformersLayers:
+        from tpshard.models.layered.layered_model import TransformersLayers
+
+        return TransformersLayers(self.architecture, dtype)
+
+    def write(
+        self, read: Callable[[str], Tensor], folder: Path, *, dtype: torch.dtype, tokenizer: Path | None = None,
+        base: Path | None = None, overwrite: bool = False,
+    ) -> None:  # fmt: skip
+        from tpshard.models.transformers.class_weights import write_folder
+
+        write_folder(self.architecture, read, folder, dtype=dtype, tokenizer=tokenizer, base=base,
+                     overwrite=overwrite)  # fmt: skip
