@@ -19,12 +19,12 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 def test_the_pages_are_linked() -> None:
     linked = re.findall(r"\(docs/contributing/(\w[\w-]*\.md)\)", (ROOT / "CONTRIBUTING.md").read_text())
-    assert sorted(linked) == [page.name for page in PAGES] and len(PAGES) == 5
+    assert sorted(linked) == [page.name for page in PAGES] and len(PAGES) == 6
 
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=[pytest.mark.slow] * (page.stem == "model-family")) for page in PAGES],
+    [pytest.param(page, marks=[pytest.mark.slow] * (page.stem in ("model-family", "model-source"))) for page in PAGES],
     ids=lambda page: page.stem,
 )
 def test_an_exercise_does_what_it_says(page: Path, tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_an_exercise_does_what_it_says(page: Path, tmp_path: Path) -> None:
             write(checkout, text)
 
 
-FILES = {"op": 1, "pass": 2, "model-family": 2, "device": 1, "command": 2}
+FILES = {"op": 1, "pass": 2, "model-family": 2, "model-source": 3, "device": 1, "command": 2}
 """Files of the rooms that an addition touches, without its test."""
 
 

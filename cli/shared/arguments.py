@@ -104,6 +104,7 @@ def carried_files(recipe: str, overrides: Sequence[str]) -> list[str]:
     from is gone."""
     from tpshard.cli.shared.preflight import on_this_host
     from tpshard.models.folders.folder_tokenizer import tokenizer_files
+    from tpshard.recipes.keys.model_keys import Model
     from tpshard.recipes.reading.load import examine
     from tpshard.train.data.carried import carried
 
@@ -113,13 +114,13 @@ def carried_files(recipe: str, overrides: Sequence[str]) -> list[str]:
         loaded = examine(recipe, overrides).recipe
         key = loaded.model.named_by
         run = loaded.run.folder if in_store or loaded.run.store is None else Path(on_this_host(loaded.run.store))
-        model = getattr(loaded.model, key) if key in ("hf", "transformers") else None
+        model = getattr(loaded.model, key) if key in Model.paths else None
     except Mistakes:  # the folder's environment variable is not set, or `load` tells what is wrong
-        if key not in ("hf", "transformers"):
+        if key not in Model.paths:
             return []
     own = Path(recipe) if Path(recipe).is_dir() else Path(recipe).parent
     kept = carried(own if in_store or (own / "checkpoints").is_dir() else run).absolute()
-    gone = key in ("hf", "transformers") and (model is None or not Path(model).is_dir())
+    gone = key in Model.paths and (model is None or not Path(model).is_dir())
     found = [f"model.{key}={kept}"] if gone and (kept / "config.json").is_file() else []
     if tokenizer_files(kept) and not names_tokenizer(overrides):
         found.append(f"data.tokenizer={kept}")

@@ -144,15 +144,14 @@ def _weights(recipe: Recipe, spec: ModelSpec) -> list[Diagnostic]:
 def code_errors(recipe: Recipe) -> list[Diagnostic]:
     """The mistakes in the module and the task that a recipe names, which are imported and built without values."""
     found: list[Diagnostic] = []
-    if recipe.model.named_by == "module":
-        from tpshard.models.assemble import build_module
-
-        try:
-            build_module(str(recipe.model.module), recipe.model.args)
-        except Mistakes:
-            pass  # an environment variable is not set, and validation does not need it
-        except Exception as error:  # the user's code may raise anything
-            found += wrong_model(recipe, error).diagnostics
+    try:
+        spec = _model(recipe)
+        if spec is not None and spec.reads_code:
+            spec.build()
+    except Mistakes:
+        pass  # told by `model_errors`
+    except Exception as error:  # the user's code may raise anything
+        found += wrong_model(recipe, error).diagnostics
     if ":" in recipe.task:
         from tpshard.models.assemble import import_object
 

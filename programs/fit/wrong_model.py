@@ -22,9 +22,10 @@ def wrong_model(recipe: Recipe, error: Exception) -> Mistakes:
     key = recipe.model.named_by
     assert key is not None, "a model was named"
     where = recipe.where(changed[0] if changed else f"model.{key}")
-    fix = f"change {join(f'model.{name}' for name in names)}" if changed else getattr(error, "fix", FIXES[key])
-    if key in ("hf", "transformers"):
+    default = FIXES.get(key, f"correct `model.{key}`")
+    fix = f"change {join(f'model.{name}' for name in names)}" if changed else getattr(error, "fix", default)
+    if key in recipe.model.paths:
         fix = hub_fix(str(model[key])) or fix
     message = f"{error}" if key == "module" else f"`model`: {error}"
-    why = looked_for(str(model[key]), where) if key in ("hf", "transformers") else ""
+    why = looked_for(str(model[key]), where) if key in recipe.model.paths else ""
     return Mistakes.one(message, exit=Exit.RECIPE, where=where, why=why, fix=fix)

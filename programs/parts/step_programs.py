@@ -194,11 +194,9 @@ def _capture_micro(setting: Setting, gathered: bool, unreduced: bool, watched: b
 
 def nothing_trained(setting: Setting) -> Mistakes:
     """The mistake that no parameter of the model gets a gradient."""
-    model = setting.recipe.model
-    key = next(key for key in ("module", "transformers", "hf", "preset") if getattr(model, key) is not None)
     return Mistakes.one(
         f"no parameter of {type(setting.model).__name__} can be trained", exit=Exit.FIT,
-        where=setting.recipe.where(f"model.{key}"),
+        where=setting.recipe.where(f"model.{setting.spec.source.key}"),
         why="`requires_grad` is False for all of them, or the loss depends on none that requires a gradient",
         fix="leave `requires_grad` True for what is to be trained",
     )  # fmt: skip

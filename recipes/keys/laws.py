@@ -67,7 +67,7 @@ def one_model(recipe: Recipe) -> Iterator[Diagnostic]:
 
 def task_of_model(recipe: Recipe) -> Iterator[Diagnostic]:
     """Requires for frames and volumes a module; presets and folders read tokens."""
-    if recipe.task in ("frames", "volumes") and recipe.model.named_by in ("preset", "hf"):
+    if recipe.task in ("frames", "volumes") and recipe.model.named_by != "module":
         message = f"`task: {recipe.task}` has no tokens, which `model.{recipe.model.named_by}` reads"
         fix = "model.module: package:Class, such as tpshard.models.conformer:Conformer or tpshard.models.unet:UNet"
         also = {f"model.{recipe.model.named_by}": "the model"}
