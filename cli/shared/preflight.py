@@ -92,9 +92,10 @@ def model_errors(recipe: Recipe) -> list[Diagnostic]:
 
 
 def _model(recipe: Recipe) -> ModelSpec | None:
-    """The recipe's model; None where its folder's environment variable is not set, which validation does not need."""
+    """The recipe's model; None where it names none, which is told elsewhere, and where its folder's environment
+    variable is not set, which validation does not need."""
     try:
-        return open_model(recipe.model, weights=False)
+        return None if recipe.model.named_by is None else open_model(recipe.model, weights=False)
     except Mistakes:
         return None
     except (ValueError, OSError) as error:

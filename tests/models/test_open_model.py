@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import architectures
 import pytest
 import torch
 from tpshard.kernels.quantized.gptq_config import GPTQConfig
@@ -17,6 +18,7 @@ from tpshard.models.folders.hf_config import write_config
 from tpshard.models.folders.hf_folder import HFFolder
 from tpshard.models.folders.hf_names import hf_modules
 from tpshard.models.open_model import DOORS, from_json, open_model
+from transformers import AutoModelForCausalLM
 
 SMALL = {"layers": 1, "width": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "mlp": 96, "vocab": 40}
 
@@ -73,6 +75,15 @@ def test_what_is_no_model(arguments: dict[str, object], message: str) -> None:
         open_model(Section(arguments))
     with pytest.raises(ValueError, match="not the description"):
         from_json({"config": {"family": "llama"}})
+
+
+def test_a_folder_of_a_class_is_a_model_too(tmp_path: Path) -> None:
+    """gemma2 has no family of tpshard; transformers' class computes it."""
+    folder = architectures.folder(tmp_path, "gemma2", weights=True)
+    tokens = torch.arange(8)[None]
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()(tokens).logits
+        torch.testing.assert_close(from_hf(folder)(tokens), expected, rtol=1e-5, atol=1e-5)
 
 
 def quantize(outputs: int, inputs: int, seed: int) -> Quantized:

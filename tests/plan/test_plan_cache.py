@@ -8,12 +8,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import architectures
+import gptq_folders
 import pytest
+from safetensors.torch import load_file, save_file
 from small_recipe import RECIPE
 from tpshard.cli.main import run as tpshard
 from tpshard.diagnostics.diagnostic import Exit
+from tpshard.models import transformers_model
 from tpshard.plan import command, outputs, plan_cache, saved_plan
-from tpshard.recipes.reading.load import load
+from tpshard.recipes.reading.load import load, loads
 
 DEVICE = """
 schema: 1
@@ -72,6 +76,28 @@ def test_an_entry_is_of_all_that_a_plan_depends_on(small: Path, monkeypatch: pyt
     assert len(same) == 1 and len({*same, *others}) == 7 and None not in others
     assert entry(search=True) is None
     assert entry("task=package:Class") is None
+
+
+def test_an_entry_sees_a_folders_class_and_what_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either key of a folder records transformers' version, and a server's entry the order of the inputs it serves."""
+    theirs = architectures.folder(tmp_path / "theirs", "gpt_neox")
+    served = tmp_path / "served"
+
+    def entry(model: str) -> plan_cache.PlanEntry | None:
+        recipe = loads(f"model: {{{model}, seq_len: 16}}\nserve: {{checkpoint: {served}}}")
+        return outputs.entry(recipe, outputs.PlanOptions(what="decode"))
+
+    before = [entry(f"{key}: {theirs}") for key in ("hf", "transformers")]
+    monkeypatch.setitem(architectures.CONFIGS, "llama", architectures.config_of("llama") | gptq_folders.WIDER)
+    gptq_folders.quantized("llama", served)
+    after = entry(f"hf: {theirs}")
+    tensors = load_file(served / "model.safetensors")
+    order = next(name for name in tensors if name.endswith(".g_idx"))
+    save_file(tensors | {order: tensors[order].flip(0)}, served / "model.safetensors")
+    other = entry(f"hf: {theirs}")
+    monkeypatch.setattr(transformers_model, "version", lambda package: "6")
+    newer = entry(f"hf: {theirs}")
+    assert None not in before and len({*before, after, other, newer}) == 5
 
 
 def test_a_broken_or_full_cache_is_no_mistake(small: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Literal, cast
 
@@ -193,8 +194,12 @@ def sum_whole(text: TextSource, files: Sequence[TextFile], sums: ShardSums) -> N
     paths = {file.name: file.place for file in files if isinstance(file.place, Path)}
     if text.trusted or sum(path.stat().st_size for path in paths.values()) > SUMMED:
         return
+
+    def changing(name: str) -> Mistakes:
+        return text.mistake(f"{name} changes while it is read", fix="start again when nothing writes into it")
+
     for name, path in paths.items():
-        sums.check(name, path, lambda name=name: text.mistake(f"{name} changes while it is read"))  # type: ignore[misc]
+        sums.check(name, path, partial(changing, name))
 
 
 def is_empty(text: TextSource, file: TextFile) -> bool:
