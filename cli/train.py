@@ -40,10 +40,11 @@ def train(recipe: RecipeArgument, overrides: Overrides = None, plan: PlanFile = 
 
     place = place_of_environment()
     changes = on_device(overrides, device) if OVERRIDES not in os.environ else json.loads(os.environ.pop(OVERRIDES))
-    return _start(recipe, changes, plan) if place is None else _work(recipe, changes, place, plan)
+    return start(recipe, changes, plan) if place is None else _work(recipe, changes, place, plan)
 
 
-def _start(recipe: str, overrides: Sequence[str], plan: str | None) -> int:
+def start(recipe: str, overrides: Sequence[str], plan: str | None) -> int:
+    """Starts a recipe's workers on this host, and returns the run's exit code."""
     from tpshard.cli.shared.worker_errors import device_kind, workers_of
     from tpshard.devices import machine
     from tpshard.parallelism.runtime.cores import sharing_note

@@ -9,17 +9,15 @@ if TYPE_CHECKING:
     from tpshard.models.assemble import build_module as build_module
     from tpshard.models.folders.hf_folder import to_hf as to_hf
     from tpshard.models.open_model import from_hf as from_hf
-    from tpshard.models.open_model import open_model as open_model
 
 _HOMES = {
     "build": "assemble",
     "build_module": "assemble",
     "from_hf": "open_model",
-    "open_model": "open_model",
     "to_hf": "folders.hf_folder",
 }
 
-__all__ = ["build", "build_module", "from_hf", "open_model", "to_hf"]
+__all__ = ["build", "build_module", "from_hf", "to_hf"]
 
 
 def __getattr__(name: str) -> Any:

@@ -131,11 +131,11 @@ def _positions(recipe: Recipe, spec: ModelSpec) -> list[Diagnostic]:
 
 def _weights(recipe: Recipe, spec: ModelSpec) -> list[Diagnostic]:
     """A warning where `train` would refuse an `hf` folder, since it has no weights."""
-    if not (why := spec.refusal("train")):
+    if not spec.refusal("train"):
         return []
     return [
         Diagnostic(
-            why, severity="warning", where=recipe.where(f"model.{spec.source.key}"),
+            f"{spec.source.name} has no weights", severity="warning", where=recipe.where(f"model.{spec.source.key}"),
             why="`train` starts from a folder's weights, and refuses without",
             fix="add its *.safetensors; or model.transformers, which starts from random values",
         )

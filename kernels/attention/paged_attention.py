@@ -158,7 +158,7 @@ def parts_of(
 
 def held(pool: Tensor, part: RowGroup) -> Tensor:
     """The keys or values of a part out of a pool [n, s, kv, d]: [m, span, kv, d] in fp32."""
-    blocks = pool.view(len(pool), -1).index_select(0, part.blocks.to(pool.device))
+    blocks = pool.reshape(len(pool), -1).index_select(0, part.blocks.to(pool.device))
     return blocks.float().view(-1, part.span, *pool.shape[2:])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from tpshard.parallelism.why import SourcePlace
 from tpshard.plan.step.forecast import Forecast
 from tpshard.plan.step.pricing import Line, Pricing
 from tpshard.plan.step.skew import Skew
-from tpshard.plan.step.units import SCHEMA, round_figure
+from tpshard.plan.step.units import SCHEMA, gib, round_figure, seconds
 from tpshard.programs.setting.stacked_layers import Stacking
 from tpshard.programs.step.training import TrainingPrograms
 
@@ -229,6 +230,26 @@ class Report:
             "collectives.time_s": device.unfitted_constants(used),
             "memory.reserved_bytes": device.unfitted_constants(["reserved"]),
         }
+
+    # ---- a notebook -----------------------------------------------------------------------------------------------
+    def _repr_html_(self) -> str:
+        """The main figures and the collectives as tables, for notebooks."""
+        price = self.pricing
+        figures = {
+            "mesh": " x ".join(f"{axis} {size}" for axis, size in self.job.mesh.items()) + f" of {price.device.name}",
+            "memory": f"{gib(price.needed_bytes)} of {gib(price.device.memory_bytes)}",
+            "step": f"{seconds(price.step_s)}, of which {seconds(price.exposed_s)} wait for collectives",
+            "tokens": f"{self.tokens_per_s_per_device:,.0f}/s a device, MFU {self.mfu:.1%}",
+        }
+        rows = "".join(f"<tr><th>{name}</th><td>{html.escape(text)}</td></tr>" for name, text in figures.items())
+        lines = "".join(
+            f"<tr><td>{line.kind}</td><td>{html.escape('+'.join(map(str, line.axes)))}</td><td>{line.count}</td>"
+            f"<td>{gib(line.bytes)}</td><td>{seconds(line.time_s)}</td></tr>"
+            for line in self.lines
+        )
+        head = "<tr><th>collective</th><th>axes</th><th>count</th><th>bytes</th><th>time</th></tr>"
+        title = html.escape(f"{self.job.model}, {self.job.what}: {'fits' if self.fits else 'does not fit'}")
+        return f"<table><caption>{title}</caption>{rows}</table><table>{head}{lines}</table>"
 
     # ---- JSON -----------------------------------------------------------------------------------------------------
     def _pipeline(self) -> dict[str, Any] | None:

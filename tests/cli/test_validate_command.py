@@ -320,7 +320,7 @@ def test_what_train_refuses_of_a_folder_or_a_module_plan_and_validate_refuse_too
     for command in (["validate"], ["plan", "--dry-run"], ["train"]):
         capsys.readouterr()
         assert run([*command, "a.yaml", "model.layers=1"]) == Exit.RECIPE, command
-        assert "overrides; remove layers" in capsys.readouterr().err
+        assert "change `layers` in its config.json" in capsys.readouterr().err
     (workdir / "buffered_module.py").write_text(
         "import torch\n"
         "class Buffered(torch.nn.Module):\n"

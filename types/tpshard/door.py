@@ -1,0 +1,1 @@
+../../package/door.py
