@@ -19,16 +19,18 @@ if TYPE_CHECKING:
         psum,
         reduce_scatter,
     )
-    from tpshard.parallelism.partitioning.partitioner import partition
+    from tpshard.parallelism.partitioning.partitioner import ShardingWarning, partition
     from tpshard.parallelism.program import Program
 
 __all__ = [
-    "Mesh", "Program", "all_gather", "all_to_all", "axis_index", "axis_size", "manual", "mesh_split", "partition",
-    "permute", "pmax", "propagation_barrier", "psum", "reduce_scatter", "sharding_group",
+    "Mesh", "Program", "ShardingWarning", "all_gather", "all_to_all", "axis_index", "axis_size", "manual", "mesh_split",
+    "partition", "permute", "pmax", "propagation_barrier", "psum", "reduce_scatter", "sharding_group",
 ]  # fmt: skip
 
-_HOMES = {"Mesh": "mesh", "Program": "program", "mesh_split": "annotate", "partition": "partitioning.partitioner",
-          "propagation_barrier": "annotate", "sharding_group": "annotate"}  # fmt: skip
+_HOMES = {
+    "Mesh": "mesh", "Program": "program", "mesh_split": "annotate", "partition": "partitioning.partitioner",
+    "ShardingWarning": "partitioning.partitioner", "propagation_barrier": "annotate", "sharding_group": "annotate",
+}  # fmt: skip
 _HOMES |= dict.fromkeys(set(__all__) - set(_HOMES), "partitioning.manual_regions")
 
 

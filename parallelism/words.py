@@ -11,6 +11,18 @@ Name = Callable[[str], str]
 """A function that returns the displayed name of a value: its own, or a pattern."""
 
 
+MIB = 2**20
+
+
+def unasked_reshards(comms: Sequence[Any]) -> str:
+    """A sentence on collectives (`program.collectives`) that no annotation asks for; "" if there are none."""
+    unasked = [comm for comm in comms if not comm.requested]
+    if not unasked:
+        return ""
+    moved = f"{len(unasked)} reshards that nothing asks for move {sum(comm.bytes for comm in unasked) / MIB:.1f} MiB"
+    return f"{moved}; the first: {unasked[0].reason}"
+
+
 def axes_text(axes: Sequence[Any]) -> str:
     """Axes in the public form as text, outer to inner: `dp+tp`, and `tp:(1)2` for a sub-axis."""
     return "+".join(a if isinstance(a, str) else f"{a[0]}:({a[1]}){a[2]}" for a in axes)

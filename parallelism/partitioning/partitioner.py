@@ -6,6 +6,7 @@ it, once per value and layout. A partial sum may stay unreduced until a later op
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -40,6 +41,11 @@ from tpshard.parallelism.sharding import Layout, Sharding, even, local_shape, re
 from tpshard.parallelism.tracing import joined_slices
 from tpshard.parallelism.tracing.capture import capture
 from tpshard.parallelism.why import SourcePlace
+from tpshard.parallelism.words import unasked_reshards
+
+
+class ShardingWarning(UserWarning):
+    """What a partitioned program does beyond what its annotations ask for."""
 
 
 def partition(
@@ -58,10 +64,15 @@ def partition(
     result is left partial. latency: the cost of starting a collective, in bytes that could be sent meanwhile; 0 counts
     only bytes, and a larger value gathers small tensors rather than sending them in several steps. If the function
     draws random numbers, the program's last input is a `seed` (see `Program.local`), and every mesh draws the same
-    numbers. Raises ValueError where a sharding does not fit its tensor or the mesh.
+    numbers. Reshards that no annotation asks for, and work that devices do twice, are `ShardingWarning`s. Raises
+    ValueError where a sharding does not fit its tensor or the mesh.
     """
     require_mesh(mesh)
-    return partition_captured(capture(fn, args, names), mesh, in_shardings, out_shardings, latency=latency)
+    program = partition_captured(capture(fn, args, names), mesh, in_shardings, out_shardings, latency=latency)
+    for sentence in dict.fromkeys([*program.warnings, unasked_reshards(program.collectives)]):
+        if sentence:
+            warnings.warn(sentence, ShardingWarning, stacklevel=2)
+    return program
 
 
 def partition_captured(

@@ -13,10 +13,10 @@ from tpshard.parallelism.passes.recompute import selectable
 from tpshard.parallelism.program import Collective, Program
 from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.sharding import even, local_size
+from tpshard.parallelism.words import MIB, unasked_reshards
 from tpshard.programs.setting.setting import Setting
 
 MOST = 5
-MIB = 2**20
 
 
 @contextmanager
@@ -69,14 +69,12 @@ def check_reshards(setting: Setting, program: Program) -> list[str]:
     For `error` raises Mistakes (exit 4) that name the five largest, each with its reason.
     """
     how = setting.recipe.sharding.on_reshard
-    unasked = [] if how == "allow" else [comm for comm in program.collectives if not comm.requested]
-    if not unasked:
+    if how == "allow" or not (sentence := unasked_reshards(program.collectives)):
         return []
     if how == "error":
-        unasked.sort(key=lambda comm: -comm.bytes)
+        unasked = sorted((c for c in program.collectives if not c.requested), key=lambda comm: -comm.bytes)
         raise Mistakes([_unasked_collective(setting, comm) for comm in unasked[:MOST]])
-    moved = f"{len(unasked)} reshards that nothing asks for move {sum(comm.bytes for comm in unasked) / MIB:.1f} MiB"
-    return [f"{moved}; the first: {unasked[0].reason}"]
+    return [sentence]
 
 
 def _unasked_collective(setting: Setting, comm: Collective) -> Diagnostic:

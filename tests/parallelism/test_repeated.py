@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
-from tpshard.parallelism import Mesh, mesh_split, partition
+from tpshard.parallelism import Mesh, ShardingWarning, mesh_split, partition
 
 MESH = Mesh({"x": 2, "y": 2})
 
@@ -29,6 +30,17 @@ def test_an_axis_that_nothing_uses_is_told_with_what_would_use_it() -> None:
 
     program = partition(mend, ARGS, MESH, [("x",), None, None])
     assert not program.warnings and program.flop_efficiency == 1
+
+
+def test_what_annotations_do_not_ask_for_is_a_warning_in_python() -> None:
+    """Each sentence once: work done twice, and reshards that nothing asks for."""
+    with pytest.warns(ShardingWarning) as caught:
+        partition(mlp, ARGS, MESH, [("x", "y"), (None, None), ("y", None)], [("x", None)])
+    told = [str(warning.message) for warning in caught]
+    assert len(told) == len(set(told)) and any("reshards that nothing asks for move" in sentence for sentence in told)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        partition(lambda x: x * 2, ARGS[:1], MESH, [("x", "y")])
 
 
 def test_a_dim_with_too_few_parts_is_told() -> None:
