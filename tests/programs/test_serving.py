@@ -123,15 +123,15 @@ def test_tp_that_fits_no_heads_is_refused_with_what_fits() -> None:
 
 
 def test_what_it_needs_is_known_before_anything_is_loaded() -> None:
-    programs = {tp: build_serving(setting(LLAMA, f"serve.mesh.tp={tp}", dtype="bf16"), [Size(8)]) for tp in (1, 2)}
-    block = 2 * LLAMA.layers * 16 * 2 * 8 * 2
+    programs = {tp: build_serving(setting(LLAMA, f"serve.mesh.tp={tp}"), [Size(8)]) for tp in (1, 2)}
+    block = 2 * LLAMA.layers * 16 * 2 * 8 * 4
     one, two = (replace(need(programs[tp], 1 << 30), blocks=100) for tp in (1, 2))
-    assert programs[1].bytes("parameter") == 2 * LLAMA.count
+    assert programs[1].bytes("parameter") == 4 * LLAMA.count
     assert one.cache_bytes == 101 * block == 2 * two.cache_bytes
     assert not one.collectives and one.as_json()["cache"]["tokens"] == 1600
     assert sum(c["count"] for c in two.collectives) == 2 * LLAMA.layers + 2
-    assert {c["bytes"] for c in two.collectives if c["kind"] == "all_reduce"} == {8 * LLAMA.width * 2}
-    assert np.isclose(programs[2].bytes("parameter"), LLAMA.count, rtol=0.1)
+    assert {c["bytes"] for c in two.collectives if c["kind"] == "all_reduce"} == {8 * LLAMA.width * 4}
+    assert np.isclose(programs[2].bytes("parameter"), 2 * LLAMA.count, rtol=0.1)
     assert "5 all_reduce over tp" in str(two) and "15 fixed_rows_linear" in str(two)
 
 
