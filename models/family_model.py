@@ -82,8 +82,10 @@ class FamilyModel(ModelSpec):
     @property
     def sizes(self) -> Sizes:
         c = self.config
-        return Sizes(c.vocab, c.max_seq, c.seq_len, (c.heads, c.kv_heads, c.head_dim), c.experts or 0, c.top_k or 0,
-                     c.capacity)  # fmt: skip
+        return Sizes(
+            vocab=c.vocab, max_seq=c.max_seq, layers=c.layers, train_seq=c.seq_len,
+            heads=(c.heads, c.kv_heads, c.head_dim), experts=c.experts or 0, top_k=c.top_k or 0, capacity=c.capacity,
+        )  # fmt: skip
 
     @property
     def identity(self) -> Mapping[str, str]:

@@ -1,7 +1,7 @@
 """A model as one value, whatever names it: a preset, a folder, a class of transformers, or a user's module.
 
-`models.open_model` gives it; its four sources are `family_model`, `transformers_model` and `module_model`. What it says
-as properties needs no torch, unless a docstring says so.
+`models.open_model` gives it; `family_model`, `transformers_model` and `module_model` implement it. What it says as
+properties needs no torch, unless a docstring says so.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ class Sizes:
     vocab: int | None = None
     max_seq: int | None = None
     """The longest sequence that the positions support."""
+    layers: int | None = None
+    """The number of repeated layers."""
     train_seq: int | None = None
     """Tokens of a sequence of training where the recipe names none."""
     heads: tuple[int, int, int] | None = None
@@ -150,7 +152,7 @@ class ModelSpec(ABC):
         return {}
 
     def notes(self, module: nn.Module) -> list[str]:
-        """Sentences on who computes it, and on differences from its authors' training."""
+        """Sentences on differences from its authors' training."""
         return []
 
     def with_layers(self, count: int) -> ModelSpec | None:

@@ -41,7 +41,7 @@ class ModuleModel(ModelSpec):
         parameters = dict(module.named_parameters())
         named = ((name, one) for name, one in self.dims(module).items() if name in parameters)
         vocab = (size for name, one in named for dim, size in zip(one.dims, parameters[name].shape) if dim == "vocab")
-        return Sizes(next(vocab, None))
+        return Sizes(vocab=next(vocab, None))
 
     @property
     def identity(self) -> Mapping[str, str]:
@@ -70,7 +70,7 @@ class ModuleModel(ModelSpec):
 
     def refusal(self, use: Use) -> str:
         if use in ("write", "quantize"):
-            return f"`{self.path}` is a module of your own: only models of tpshard and of transformers can be written"
+            return f"`{self.path}` is a module of your own, which Hugging Face's folders have no form for"
         return ""
 
     def to_json(self) -> dict[str, Any]:

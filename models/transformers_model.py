@@ -102,8 +102,9 @@ class TransformersModel(ModelSpec):
         text = a.config.get_text_config()
         experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
         return Sizes(
-            a.vocab, a.max_seq, None, a.heads, experts or 0, getattr(text, "num_experts_per_tok", None) or 0, None,
-            a.chunk, a.original_seq,
+            vocab=a.vocab, max_seq=a.max_seq, layers=getattr(text, "num_hidden_layers", None), heads=a.heads,
+            experts=experts or 0, top_k=getattr(text, "num_experts_per_tok", None) or 0, chunk=a.chunk,
+            original_seq=a.original_seq,
         )  # fmt: skip
 
     @property

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import tempfile
-import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
@@ -38,6 +36,8 @@ def load(recipe: str | os.PathLike[str], *overrides: str) -> Recipe:
 
 def _require_fit(recipe: Recipe) -> None:
     """Raises Mistakes where model, mesh and batch do not fit each other; warnings are `RecipeWarning`s."""
+    import warnings
+
     from tpshard.cli.shared.preflight import model_errors
     from tpshard.diagnostics.diagnostic import Mistakes
 
@@ -86,6 +86,8 @@ def train(recipe: Recipe) -> Path:
     Progress and errors of the processes go to stdout and stderr. Raises Mistakes, with the command's exit code, where
     the run does not end as it should.
     """
+    import tempfile
+
     from tpshard.cli.train import start
     from tpshard.diagnostics.diagnostic import Exit, Mistakes
     from tpshard.train.run.resuming import kept_recipe

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes
 from tpshard.models.model_spec import ModelSpec
-from tpshard.models.open_model import open_model
 from tpshard.programs.fit.fit import misfits
+from tpshard.programs.fit.recipe_model import opened
 from tpshard.programs.fit.wrong_model import wrong_model
 from tpshard.recipes.keys.schema import DEVICES
 from tpshard.recipes.keys.stores import is_url
@@ -95,7 +95,7 @@ def _model(recipe: Recipe) -> ModelSpec | None:
     """The recipe's model; None where it names none, which is told elsewhere, and where its folder's environment
     variable is not set, which validation does not need."""
     try:
-        return None if recipe.model.named_by is None else open_model(recipe.model, weights=False)
+        return None if recipe.model.named_by is None else opened(recipe.model, weights=False)
     except Mistakes:
         return None
     except (ValueError, OSError) as error:

@@ -99,8 +99,8 @@ class Setting:
     @cached_property
     def layers(self) -> int:
         """The number of the model's repeated layers, which stages of a pipeline share; 0 without any."""
-        if (outline := self.spec.outline) is not None:
-            return outline.layers
+        if (count := self.spec.sizes.layers) is not None:
+            return count
         return max(map(len, lists_of_layers(self.single).values()), default=0)
 
     @cached_property

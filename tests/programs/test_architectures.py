@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -234,6 +235,17 @@ def test_what_cannot_be_taken_is_said_once(more: str, changes: dict[str, object]
         training.build(setting_of(folder, {"tp": 2}, more))
     assert len(error.value.diagnostics) == 1 and message in str(error.value)
     assert error.value.exit == Exit.RECIPE
+
+
+def test_a_folder_is_opened_once_while_its_files_are_the_same(tmp_path: Path) -> None:
+    """As for the variants of a search; its layers are counted without building it."""
+    folder = architectures.folder(tmp_path, "gpt_neox", weights=True)
+    first = setting_of(folder, {}, key="hf")
+    assert setting_of(folder, {}, key="hf").spec is first.spec
+    assert first.layers == len(first.single.get_submodule("gpt_neox.layers"))
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"layer_norm_eps": 0.5}))
+    assert setting_of(folder, {}, key="hf").spec.raw["layer_norm_eps"] == 0.5
 
 
 def test_a_folder_with_pickles_alone_is_refused_before_anything_is_built(tmp_path: Path) -> None:
