@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tpshard.models.folders.hf_folder import HFFolder
     from tpshard.models.folders.hf_quantized import QuantizedParameters
     from tpshard.models.initialization import InitPlan
+    from tpshard.models.layer_stacks import LayerStack
     from tpshard.models.layered.layered_model import FamilyLayers
 
 LAYERS = "layers"
@@ -72,8 +73,15 @@ class FamilyModel(ModelSpec):
         return self.config
 
     @property
-    def listed(self) -> str | None:  # type: ignore[override]
-        return None if self.config.full_layers else LAYERS
+    def stacks(self) -> tuple[LayerStack, ...]:  # type: ignore[override]
+        from tpshard.models.layer_stacks import LayerStack
+
+        c = self.config
+        full = [layer in c.full_layers for layer in range(c.layers)]
+        differs = "this model has experts" if c.experts else ""
+        if len(set(full)) > 1:
+            differs = f"`window` is {c.window_of(0)} in layer 0 and {c.window_of(full.index(not full[0]))} in another"
+        return (LayerStack(LAYERS, tuple(map(int, full)), differs),)
 
     @property
     def dtype(self) -> str:
@@ -130,8 +138,9 @@ class FamilyModel(ModelSpec):
         raw, family = hf_config.read_raw(self.source.folder), self.config.family_entry
         return training_notes({**DEFAULTS.get(family.hf.model_type, {}), **raw}, family)
 
-    def with_layers(self, count: int) -> FamilyModel:
-        return replace(self, config=replace(self.config, layers=count))
+    def keep(self, layers: Sequence[int]) -> FamilyModel:
+        full = tuple(place for place, layer in enumerate(layers) if layer in self.config.full_layers)
+        return replace(self, config=replace(self.config, layers=len(layers), full_layers=full))
 
     def served(self, mlp: int | None = None) -> FamilyModel:
         config = replace(self.config, capacity=None) if self.config.capacity is not None else self.config

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tpshard.models.dims import Naming
     from tpshard.models.families.config import ModelConfig
     from tpshard.models.folders.hf_quantized import QuantizedModules
+    from tpshard.models.layer_stacks import LayerStack
     from tpshard.models.layered.layered_model import LayeredModel
 
 Use = Literal["train", "serve", "write", "quantize"]
@@ -74,8 +75,8 @@ class ModelSpec(ABC):
     source: ModelSource
     outline: ModelConfig | None = None
     """The dims, shapes and names of all parameters and activations, where they are known before the module is built."""
-    listed: str | None = None
-    """The list of layers that are known to be alike; None where only the built module can tell."""
+    stacks: tuple[LayerStack, ...] | None = None
+    """The layers that repeat; None where only the built module can tell (`layer_stacks`)."""
     written: Mapping[str, Any] = MappingProxyType({})
     """The numbers that config.json writes of a model without an outline."""
     instead: str = ""
@@ -155,8 +156,8 @@ class ModelSpec(ABC):
         """Sentences on differences from its authors' training."""
         return []
 
-    def with_layers(self, count: int) -> ModelSpec | None:
-        """The same model with another number of layers; None where only the built module's layers can be left out."""
+    def keep(self, layers: Sequence[int]) -> ModelSpec | None:
+        """The same model with these of its layers alone; None where only the built module can leave some out."""
         return None
 
     def served(self, mlp: int | None = None) -> ModelSpec:

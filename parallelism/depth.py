@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -28,6 +29,18 @@ class Depth:
     """Layers of a block. The last block also has the layers that are left over."""
     head: int = 0
     """Further layers of the first block, which may be unlike all others."""
+
+    @staticmethod
+    def of(stack: str, kinds: Sequence[int]) -> Depth | None:
+        """The depth of layers of these kinds, which repeat in blocks, such as five with a sliding window and one
+        without; None if they do not. The shallow model leaves out as many layers as possible."""
+        best = None
+        for period in range(1, len(kinds) // 4 + 1):
+            unlike = [i for i in range(len(kinds) - period) if kinds[i] != kinds[i + period]]
+            depth = Depth(stack, len(kinds), period, head=unlike[-1] + 1 if unlike else 0)
+            if depth.copies > 1 and (best is None or depth.skipped > best.skipped):
+                best = depth
+        return best
 
     @property
     def copies(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from tpshard.models.families.config import ModelConfig
 from tpshard.models.folders.hf_config import write_config
 from tpshard.models.folders.hf_names import Home, fuse, hf_modules, hf_tensors
 from tpshard.models.folders.hf_quantized import quantizable
+from tpshard.models.layer_stacks import layer_stacks
 from tpshard.models.transformers import attention_interface, patch_attention
 from tpshard.models.transformers.architecture import Architecture
 from tpshard.models.transformers.tp_plan import dims_of_plan
@@ -177,7 +177,7 @@ class TransformersLayers(LayeredModel):
         name = type(self.model).__name__
         if not architecture.attends and not patch_attention.took_place(self.model):
             raise NotQuantizable(f"{name} mixes tokens by itself, so that `tpshard serve` could not serve its folder")
-        self.layers = _list_of_layers(self.model)
+        self.layers = _only_list(self.model)
         self.separates_documents = architecture.attends and not patch_attention.took_place(self.model)
         self._transposed: type[nn.Module] = Conv1D
         self._dims = {path: named.dims for path, named in dims_of_plan(self.model).items()}
@@ -248,11 +248,10 @@ def _fits(outputs: int, inputs: int) -> bool:
     return outputs % 32 == 0 and inputs % 32 == 0
 
 
-def _list_of_layers(model: nn.Module) -> str:
-    """The path of the only list of modules that lies in no other. NotQuantizable where there is none, or several."""
-    lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    outer = [path for path in lists if not re.search(r"\.\d+\.", f"{path}.")]
-    if len(outer) != 1:
-        several = f"several lists of layers: {', '.join(outer)}" if outer else "no list of layers"
+def _only_list(model: nn.Module) -> str:
+    """The path of the model's only list of layers. NotQuantizable where there is none, or several."""
+    paths = [stack.path for stack in layer_stacks(model)]
+    if len(paths) != 1:
+        several = f"several lists of layers: {', '.join(paths)}" if paths else "no list of layers"
         raise NotQuantizable(f"{type(model).__name__} has {several}; one list is quantized layer by layer")
-    return outer[0]
+    return paths[0]

@@ -104,7 +104,7 @@ class Bounds:
 
 
 def _activations_of_layer(setting: Setting) -> int:
-    few, depth = few_layers(setting), setting.alike
+    few, depth = few_layers(setting), setting.depth
     if few is None or depth is None or depth.period != 1 or depth.head:
         return 0
     program = run([remat(setting, setting.recipe.fsdp.reshard_after_forward is not False)], few)

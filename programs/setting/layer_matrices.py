@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes
+from tpshard.models.layer_stacks import repeated_layers
 from tpshard.programs.fit.patterns import covers, nearest
 from tpshard.recipes.keys.schema import Recipe
 
@@ -21,7 +22,7 @@ def matrices_of_layers(model: nn.Module, recipe: Recipe, dims: Mapping[str, Sequ
         name for name, p in model.named_parameters()
         if p.requires_grad and (p.dim() == 2 or (p.dim() == 3 and "expert" in dims.get(name, ())))
     ]  # fmt: skip
-    inside = tuple(f"{path}." for path in _layers(model))
+    inside = tuple(f"{path}." for _, layers in repeated_layers(model) for path in layers)
     chosen = {name: name.startswith(inside) and name not in tables for name in matrices}
     mistakes = []
     for pattern, moved in recipe.optimizer.orthogonal.items():
@@ -45,27 +46,3 @@ def matrices_of_layers(model: nn.Module, recipe: Recipe, dims: Mapping[str, Sequ
             where=recipe.where("optimizer.name"), fix="adamw, or lion; or name matrices in optimizer.orthogonal",
         )  # fmt: skip
     return names
-
-
-def _layers(model: nn.Module) -> Iterator[str]:
-    """Yields the paths of a model's layers: in its outermost lists of modules, those that have parts of their own, and
-    single operations such as `nn.Linear` of which the list has several of one shape. Of an `nn.Sequential`, which may
-    be a head, only kinds that it has several times."""
-    lists: list[str] = []
-    for path, module in model.named_modules():
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or any(path.startswith(f"{p}.") for p in lists):
-            continue
-        lists.append(path)
-        children = list(module.named_children())
-        kinds = [_kind(child) for _, child in children]
-        for (name, child), kind in zip(children, kinds):
-            has_parts = isinstance(module, nn.ModuleList) and any(True for _ in child.children())
-            if has_parts or kinds.count(kind) > 1:
-                yield f"{path}.{name}" if path else name
-
-
-def _kind(module: nn.Module) -> tuple[object, ...]:
-    """What layers have in common: the class, and the names of its parts' parameters; of an operation their shapes."""
-    named = list(module.named_parameters())
-    parts = any(True for _ in module.children())
-    return (type(module), *((name, None if parts else tuple(p.shape)) for name, p in named))

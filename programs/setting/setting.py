@@ -14,6 +14,7 @@ from tpshard.models.dims import STAGE, Naming
 from tpshard.models.families.layers import multiply_in_fp8
 from tpshard.models.families.routing import balance_steps
 from tpshard.models.folders.hf_folder import DTYPES
+from tpshard.models.layer_stacks import LayerStack, keep_layers, layer_stacks
 from tpshard.models.model_spec import ModelSpec
 from tpshard.models.objectives.tasks import Task, task_of
 from tpshard.parallelism.depth import Depth
@@ -24,9 +25,8 @@ from tpshard.programs.fit.fp8_fit import fp8_misfits
 from tpshard.programs.fit.recipe_model import model_of
 from tpshard.programs.fit.wrong_model import wrong_model
 from tpshard.programs.setting import naming
-from tpshard.programs.setting.layer_likeness import difference, keep_layers, likeness
 from tpshard.programs.setting.layer_matrices import matrices_of_layers
-from tpshard.programs.setting.stacked_layers import StackedLayers, Stacking, lists_of_layers
+from tpshard.programs.setting.stacked_layers import StackedLayers, Stacking
 from tpshard.recipes.keys.schema import Recipe
 
 STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "muon": ("exp_avg", "exp_avg_sq")}
@@ -92,24 +92,24 @@ class Setting:
         return model
 
     def keep(self, stack: str, layers: Sequence[int]) -> Setting:
-        """The setting of the same model with these layers of a list of layers that are alike."""
-        fewer = self.spec.with_layers(len(layers))
+        """The setting of the same model with these layers of a stack alone."""
+        fewer = self.spec.keep(layers)
         return replace(self, kept=(stack, tuple(layers))) if fewer is None else replace(self, spec=fewer)
 
     @cached_property
     def layers(self) -> int:
         """The number of the model's repeated layers, which stages of a pipeline share; 0 without any."""
-        if (count := self.spec.sizes.layers) is not None:
-            return count
-        return max(map(len, lists_of_layers(self.single).values()), default=0)
+        return max(map(len, self.stacks), default=0)
 
     @cached_property
-    def alike(self) -> Depth | None:
-        """The layers of the model that stand for each other; None if they may differ."""
-        if (outline := self.spec.outline) is not None:
-            return None if self.spec.listed is None else Depth(self.spec.listed, outline.layers)
-        lists = lists_of_layers(self.single)
-        return likeness(self.single, max(lists, key=lambda path: len(lists[path]))) if lists else None
+    def stacks(self) -> tuple[LayerStack, ...]:
+        """The model's lists of layers that repeat."""
+        return layer_stacks(self.single) if self.spec.stacks is None else self.spec.stacks
+
+    @cached_property
+    def depth(self) -> Depth | None:
+        """The longest list of layers, if its layers repeat in blocks that stand for each other."""
+        return Depth.of(stack.path, stack.kinds) if (stack := max(self.stacks, key=len, default=None)) else None
 
     @cached_property
     def stacking(self) -> Stacking | None:
@@ -121,18 +121,19 @@ class Setting:
         if section is None or axis is None or not section.vectorized:
             return None
         check_micro_batches(self.recipe, self.division, axis.size)
-        lists = lists_of_layers(self.single)
-        why = "this model has experts" if self.spec.outline is not None and self.spec.sizes.experts else (
-            "" if len(lists) == 1 else f"this model has {', '.join(f'`{path}`' for path in lists) or 'none'}"
-        )  # fmt: skip
-        if why:
+        if len(self.stacks) != 1:
+            paths = ", ".join(f"`{stack.path}`" for stack in self.stacks)
             raise Mistakes.one(
                 "`pipeline.form: vectorized` stacks the layers of one list of equal modules", exit=Exit.FIT,
-                where=self.recipe.where("pipeline.form"), why=why,
-                fix="form: staged, for any model with repeated layers; or a model without experts whose layers are in "
-                "one nn.ModuleList",
+                where=self.recipe.where("pipeline.form"), why=f"this model has {paths or 'none'}",
+                fix="form: staged, for any model with repeated layers; or a model with one nn.ModuleList of layers",
             )  # fmt: skip
-        ((path, layers),) = lists.items()
+        (layers,) = self.stacks
+        if layers.differs:
+            raise Mistakes.one(
+                "`pipeline.form: vectorized` needs layers that differ only in their weights", exit=Exit.FIT,
+                where=self.recipe.where("pipeline.form"), why=layers.differs, fix="form: staged",
+            )  # fmt: skip
         stages = axis.size * section.stages_per_device
         if len(layers) % stages:
             fits = [n for n in range(2, len(layers) + 1) if len(layers) % (n * section.stages_per_device) == 0]
@@ -143,13 +144,8 @@ class Setting:
                 fix=(f"mesh.pp: {', '.join(map(str, fits))}; " if fits else "")
                 + f"model.layers: {f'{fewer} or ' if fewer else ''}{fewer + stages}; or form: staged",
             )  # fmt: skip
-        if why := difference(self.single, path):
-            raise Mistakes.one(
-                "`pipeline.form: vectorized` needs layers that differ only in their weights", exit=Exit.FIT,
-                where=self.recipe.where("pipeline.form"), why=why, fix="form: staged",
-            )  # fmt: skip
         each = len(layers) // stages
-        return Stacking(axis.size, section.stages_per_device, each, self.division.micro_batches, path)
+        return Stacking(axis.size, section.stages_per_device, each, self.division.micro_batches, layers.path)
 
     def shape_in_layer(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of a parameter in checkpoints, which hold a stacked parameter layer by layer."""

@@ -17,25 +17,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from tpshard.diagnostics.diagnostic import plural
 from tpshard.models.dims import STAGE, name
+from tpshard.models.layer_stacks import layer_numbers
 from tpshard.parallelism.passes.copy import copy_program
 from tpshard.parallelism.passes.recompute import layer_of
 from tpshard.parallelism.pipeline.schedules import StageTask, Table
 from tpshard.parallelism.program import INFO, Program, info
-from tpshard.programs.setting.layer_likeness import LayerNumber, layer_numbers
 
 ROWS = ("batch", "seq", "embed")
 """The dims of the residual stream."""
-
-
-def lists_of_layers(model: nn.Module) -> dict[str, list[nn.Module]]:
-    """The layers of a module that can be stacked: the outermost lists of several modules of one class, by path."""
-    lists: dict[str, list[nn.Module]] = {}
-    for path, module in model.named_modules():
-        layers = list(module.children())
-        repeated = isinstance(module, (nn.ModuleList, nn.Sequential)) and len({type(layer) for layer in layers}) == 1
-        if repeated and len(layers) > 1 and not any(path.startswith(f"{outer}.") for outer in lists):
-            lists[path] = layers
-    return lists
 
 
 @dataclass(frozen=True)
@@ -116,6 +105,20 @@ class Stacking:
             rows[stage].append(task)
         both = tuple((*row, *(task._replace(kind="B") for task in reversed(row))) for row in rows)
         return Table(self.schedule, self.stages, self.stages * self.rounds, self.micro_batches, both)
+
+
+class LayerNumber:
+    """A placeholder for the number of a stacked layer: it can be passed on; computing with it raises ValueError."""
+
+    def __init__(self, attribute: str):
+        self.attribute = attribute
+
+    def _refuse(self, *_: Any) -> Any:
+        raise ValueError(f"`{self.attribute}` differs between the layers that a vectorized pipeline stacks")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __floordiv__ = _refuse
+    __mod__ = __pow__ = __rpow__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refuse
+    __bool__ = __int__ = __float__ = __index__ = __hash__ = _refuse  # type: ignore[assignment]
 
 
 class StackedLayers(nn.ModuleList):

@@ -21,7 +21,7 @@ def micro(setting: Setting, base: Program | None = None, memo: Memo | None = Non
     memo = memo or Memo()
 
     def make() -> Program:
-        few, depth = few_layers(setting, base, memo), setting.alike
+        few, depth = few_layers(setting, base, memo), setting.depth
         if few is not None and depth is not None:
             deep = stretch_program(few, depth)
             if deep is not None:
@@ -36,7 +36,7 @@ def few_layers(setting: Setting, base: Program | None = None, memo: Memo | None 
 
     memo: keeps the program; callers must not change it.
     """
-    depth, pipeline = setting.alike, setting.recipe.pipeline
+    depth, pipeline = setting.depth, setting.recipe.pipeline
     if depth is None or depth.copies < FEWEST or _names_layers(setting):
         return None
     if pipeline is not None and pipeline.vectorized:  # its layers are stacked

@@ -38,7 +38,7 @@ def build(setting: Setting, memo: Memo | None = None) -> tuple[Program, StagedPr
     """
     if _treats_layers_apart(setting.recipe):
         return None
-    depth, table = setting.alike, table_of(setting)
+    depth, table = setting.depth, table_of(setting)
     if depth is None or depth.period != 1 or depth.head:
         return None
     even = layers_of(setting, depth.layers, table.stages)  # raises before anything is built

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import architectures
 import pytest
 from torch import fx
+from tpshard.models.families.config import ModelConfig
+from tpshard.models.family_model import FamilyModel
 from tpshard.parallelism.depth import Depth
 from tpshard.parallelism.partitioning.stretch import stretch_program
 from tpshard.parallelism.program import INFO, Program, info
@@ -110,10 +113,24 @@ model: {{transformers: "{architectures.folder(tmp_path, name)}", seq_len: 16}}
 batch: {{global_sequences: 8}}
 """
     deep = Setting.of(loads(recipe))
-    assert deep.alike == depth
+    assert deep.depth == depth
     few = alike.few_layers(deep)
     assert few is not None
     actual = stretch_program(few, depth)
+    assert actual is not None
+    assert_same(actual, step_programs.micro_program(deep))
+
+
+def test_a_familys_windows_repeat_in_blocks() -> None:
+    config = ModelConfig(
+        "qwen3", layers=13, width=16, heads=4, kv_heads=2, head_dim=4, mlp=24, vocab=32, max_seq=16, seq_len=16,
+        window=4, full_layers=tuple(range(1, 13, 2)),
+    )  # fmt: skip
+    deep = replace(setting("{fsdp: 2}"), spec=FamilyModel(config))
+    assert deep.depth == Depth("layers", 13, period=2)
+    few = alike.few_layers(deep)
+    assert few is not None and deep.depth is not None
+    actual = stretch_program(few, deep.depth)
     assert actual is not None
     assert_same(actual, step_programs.micro_program(deep))
 
@@ -177,6 +194,10 @@ def test_a_pipeline_of_alike_stages_has_the_price_of_its_whole_programs(pipeline
     deep = setting("{pp: 4, fsdp: 2}", "tiny", f"pipeline: {pipeline}", "compile: eager", once)
     changes = [f"model.layers={9 if once else 8}", "batch.global_sequences=16", "batch.per_device=1"]
     deep = Setting.of(loads(deep.recipe.to_yaml(), [*changes, "model.tie_embeddings=true"]))
+    assert_priced_as_whole(deep)
+
+
+def assert_priced_as_whole(deep: Setting) -> None:
     alike_ = staged_alike.build(deep)
     assert alike_ is not None
     quick = planner.price_training(training.of_stages(deep, *alike_))
@@ -185,6 +206,19 @@ def test_a_pipeline_of_alike_stages_has_the_price_of_its_whole_programs(pipeline
     assert quick.flops() == whole.flops()
     assert quick.pipeline is not None and whole.pipeline is not None
     assert [s.layers for s in quick.pipeline.stages] == [s.layers for s in whole.pipeline.stages]
+
+
+def test_stages_of_a_transformers_class_are_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(architectures.CONFIGS, "gpt2", architectures.config_of("gpt2") | {"n_layer": 8})
+    recipe = f"""
+name: stages
+mesh: {{pp: 4, fsdp: 2}}
+model: {{transformers: "{architectures.folder(tmp_path, "gpt2")}", seq_len: 16}}
+batch: {{global_sequences: 16, per_device: 1}}
+pipeline: {{schedule: 1f1b}}
+compile: eager
+"""
+    assert_priced_as_whole(Setting.of(loads(recipe)))
 
 
 @pytest.mark.parametrize("more", ["remat: {every: 3}", 'fsdp: {wrap: ["layers.1", "layers.*"]}'])

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from tpshard.diagnostics.diagnostic import Mistakes
+from tpshard.models.layer_stacks import layer_stacks
 from tpshard.parallelism.float64 import BOUND, distance
 from tpshard.parallelism.pipeline.schedules import check
 from tpshard.plan import planner
@@ -19,7 +20,6 @@ from tpshard.plan.views.pictures import svg
 from tpshard.plan.views.stage_lanes import stage_lanes
 from tpshard.plan.views.trace import trace
 from tpshard.programs.compare.lockstep import Lockstep, StepValues
-from tpshard.programs.setting.layer_likeness import difference
 from tpshard.programs.setting.setting import Setting, devices_of
 from tpshard.programs.setting.stacked_layers import Stacking
 from tpshard.programs.step import training
@@ -187,8 +187,8 @@ def test_the_plan_shows_bubble_and_stages() -> None:
          "equally many layers; mesh.pp: 5; model.layers: 4 or 6; or form: staged"),
         ([CIRCULAR, "pipeline.micro_batches=null", "batch={global_sequences: 9, per_device: 3}"],
          "4 vectorized, circular needs a multiple of its 2 stages as micro-batches, not 3"),
-        (["model={preset: tiny-moe}"], "4 `pipeline.form: vectorized` stacks the layers of one list of equal modules; "
-         "this model has experts"),
+        (["model={preset: tiny-moe}"], "4 `pipeline.form: vectorized` needs layers that differ only in their weights; "
+         "this model has experts; form: staged"),
         ([module("lists: 2")], "4 `pipeline.form: vectorized` stacks the layers of one list of equal modules; "
          "this model has `body.blocks0`, `body.blocks1`; form: staged"),
         ([module("apart: true")], "4 `pipeline.form: vectorized` needs layers that differ only in their weights; "
@@ -215,9 +215,9 @@ def test_what_does_not_fit_is_refused_with_what_would(overrides: list[str], text
 
 def test_layers_with_buffers_may_differ() -> None:
     net = Net()
-    assert difference(net, "body.blocks0") == ""
+    (stack,) = layer_stacks(net)
+    assert (stack.path, stack.kinds, stack.differs) == ("body.blocks0", (0, 0, 0, 0), "")
     net.body.blocks0[2].register_buffer("slope", torch.ones(1))  # type: ignore[union-attr, index]
-    assert (
-        difference(net, "body.blocks0")
-        == "`body.blocks0.2.slope` is a buffer, which may have another value in each layer"
-    )
+    (stack,) = layer_stacks(net)
+    assert stack.kinds == (0, 0, 1, 0)
+    assert stack.differs == "`body.blocks0.2.slope` is a buffer, which may have another value in each layer"
