@@ -6,19 +6,14 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from tpshard.cli.shared.arguments import Device, Overrides, RecipeArgument, load, on_device
-from tpshard.diagnostics.diagnostic import Mistakes, plural
+from tpshard.diagnostics.diagnostic import plural
 
 if TYPE_CHECKING:
     from tpshard.parallelism.runtime.place import WorkerPlace
-    from tpshard.plan.report.report import Report
-    from tpshard.programs.setting.setting import Setting
-    from tpshard.programs.step.training import TrainingPrograms
-
 
 PlanFile = Annotated[
     str | None, typer.Option("--plan", metavar="FILE", help="Run the programs of this saved plan (plan.json).")
@@ -80,100 +75,18 @@ def _work(recipe: str, overrides: Sequence[str], place: WorkerPlace, plan_file: 
     from tpshard.parallelism.runtime.worker import run_worker
 
     def body() -> int:
-        from tpshard.cli.main import version
         from tpshard.cli.shared.preflight import load_checked
         from tpshard.cli.shared.worker_errors import device_kind
         from tpshard.plan import saved_plan
-        from tpshard.plan.planner import check_limit
-        from tpshard.train.run.training_worker import Surroundings, work
+        from tpshard.train.run.run_plan import PlanOfRun
+        from tpshard.train.run.training_worker import work
 
         # The launcher of tpshard has shown the warnings already; under another one rank 0 shows them.
         quiet = place.launcher == "tpshard" or place.rank != 0
         loaded = load_checked(recipe, overrides)[0] if quiet else load(recipe, overrides)
-        plan = _Plan(plan_file)
+        plan = PlanOfRun(plan_file)
         if plan.file is not None:
             saved_plan.check(plan.file, loaded, place.world)
-        planned = plan.programs if plan.file is not None else None
-        around = Surroundings(
-            version(),
-            device_kind(loaded),
-            planned,
-            check_limit,
-            plan.screen,
-            plan.plan_text,
-            plan.trace,
-            _comparison,
-            _peak,
-        )
-        return work(loaded, place, around)
+        return work(loaded, place, plan, device=device_kind(loaded))
 
     run_worker(body, place, describe)
-
-
-class _Plan:
-    """The plan of the programs that this run executes, computed once or read from a file."""
-
-    def __init__(self, path: str | None = None) -> None:
-        from tpshard.plan import plan_cache, saved_plan
-
-        self._report: Report | None = None
-        self.file = None if path is None else saved_plan.read(path)
-        self.own = self.file is not None and plan_cache.is_own(self.file.text)
-
-    def _of(self, programs: TrainingPrograms) -> Report:
-        from tpshard.plan import planner
-
-        if self._report is None:
-            self._report = planner.report_of_training(programs)
-        return self._report
-
-    def programs(self, setting: Setting) -> tuple[TrainingPrograms, str]:
-        """The programs of the plan file, with a line that says whether they were planned again."""
-        from tpshard.plan import planner
-
-        assert self.file is not None
-        programs = planner.read_programs(self.file, setting)
-        if self.own:
-            return programs, "running the programs of the saved plan: nothing is planned again"
-        return programs, "the plan was not saved by this account here: planned again, with the same programs"
-
-    def screen(self, programs: TrainingPrograms) -> str:
-        """The shardings of all values as text, with the numbers of annotated and inferred ones."""
-        from tpshard.plan.views import screen
-
-        report = self._of(programs)
-        head = f"{report.annotated} values annotated (*), {report.inferred} inferred"
-        return "\n".join([head, *screen.shardings(report)])
-
-    def trace(self, programs: TrainingPrograms) -> str:
-        """The planned step as a trace."""
-        from tpshard.plan.views import trace
-
-        return trace.trace(self._of(programs))
-
-    def plan_text(self, programs: TrainingPrograms) -> str:
-        """The contents of the run's plan.json: an own plan, or one without programs for those that were built."""
-        from tpshard.plan import saved_plan
-
-        if self.file is not None and self.own:
-            return self.file.text
-        return saved_plan.dumps(self._of(programs), programs.setting.recipe, with_programs=False)
-
-
-def _comparison(folder: Path) -> str:
-    """The comparison of plan and run, also written to the run's folder. A failing disk does not end the training."""
-    from tpshard.plan.questions import plan_error
-
-    try:
-        return plan_error.record(folder)
-    except (OSError, Mistakes) as error:
-        return f"warning: the plan was not compared with the run: {str(error).splitlines()[0]}"
-
-
-def _peak(programs: TrainingPrograms) -> float | None:
-    """Peak FLOP/s of all devices if they are GPUs; None for a CPU, whose device file describes another machine."""
-    from tpshard.programs.setting import cluster
-
-    device, nodes, per_host = cluster.device_of(programs.setting.recipe)
-    rate = device.rates.get(programs.setting.recipe.model.dtype)
-    return rate * nodes * per_host if device.kind == "gpu" and rate else None

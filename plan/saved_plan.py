@@ -85,14 +85,17 @@ def dumps(report: Report, recipe: Recipe, *, with_programs: bool = True) -> str:
 
 def versions(recipe: Recipe) -> dict[str, str]:
     """Versions of the packages, and hashes of tpshard's code and of files that the recipe names."""
-    result = {"python": platform.python_version()}
-    for package in ("tpshard", "torch"):
-        result[package] = metadata.version(package)
+    result = packages()
     result["the code of tpshard"] = code_of(ROOMS)
     result |= model_of(recipe, weights=False).identity
     if ":" in recipe.task:
         result |= code_identity(recipe.task)
     return result | {str(path): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in _files(recipe)}
+
+
+def packages() -> dict[str, str]:
+    """The versions of Python and of the packages that decide what a program computes."""
+    return {"python": platform.python_version(), **{name: metadata.version(name) for name in ("tpshard", "torch")}}
 
 
 def code_of(rooms: Iterable[str]) -> str:

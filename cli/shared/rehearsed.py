@@ -20,12 +20,11 @@ def run_rehearsal(
     from tpshard.plan import saved_plan
     from tpshard.plan.questions import serving_answers
     from tpshard.plan.questions.serving_picture import draw
-    from tpshard.plan.server.rehearse import rehearse
 
     if svg is not None:
         saved_plan.check_writable(svg)
     answers = serving_answers.answers(
-        recipe, traffic, limits, rehearse, curve=0 if svg is None else 10, front=search,
+        recipe, traffic, limits, curve=0 if svg is None else 10, front=search,
         note=lambda text: print(text, file=sys.stderr),
     )  # fmt: skip
     if svg is not None:

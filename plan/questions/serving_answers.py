@@ -1,7 +1,4 @@
-"""The answers of a server under a load: latencies, maximal rates, and the best alternatives.
-
-The caller passes in the function that simulates the server's scheduler (`Rehearse`), because plan cannot import serve.
-"""
+"""The answers of a server under a load: latencies, maximal rates, and the best alternatives."""
 
 from __future__ import annotations
 
@@ -11,14 +8,14 @@ from typing import Any
 
 from tpshard.diagnostics.diagnostic import Exit, Mistakes, plural
 from tpshard.parallelism.pricing.cost import ServingOverhead
+from tpshard.plan.server.rehearse import rehearse
 from tpshard.plan.server.server_prices import PricedServer, ServerBuilder
-from tpshard.plan.server.traffic import Rehearsal, Room, StepTime, Traffic
+from tpshard.plan.server.traffic import Rehearsal, Traffic
 from tpshard.plan.step.units import gib, seconds
 from tpshard.programs.server.serving import BLOCK_SIZE
 from tpshard.recipes.keys.schema import Recipe
 from tpshard.recipes.reading.load import loads
 
-Rehearse = Callable[[Room, Traffic, StepTime, ServingOverhead], Rehearsal]
 SHARE = 0.99
 """The share of requests for which limits must hold."""
 FRONT_REQUESTS = (8, 32, 128, 512)
@@ -142,7 +139,7 @@ def _json(figures: Figures | None) -> dict[str, Any] | None:
 
 
 def answers(
-    recipe: Recipe, traffic: Traffic, limits: TimeLimits, rehearse: Rehearse, *, curve: int = 0, front: bool = False,
+    recipe: Recipe, traffic: Traffic, limits: TimeLimits, *, curve: int = 0, front: bool = False,
     note: Callable[[str], None] = lambda _: None,
 ) -> ServeAnswers:  # fmt: skip
     """Simulates the recipe's server under the traffic.
@@ -162,7 +159,7 @@ def answers(
             fix="fewer tokens: --prompt, --answer" + ("" if by_model else "; or a larger `serve.cache_mb`"),
         )  # fmt: skip
 
-    load = _Load(traffic, limits, rehearse)
+    load = _Load(traffic, limits)
     full = load.saturated(server)
     at_rate = load.figures(server, traffic) if traffic.rate is not None else None
     highest = load.highest(server, full) if limits else None
@@ -177,10 +174,9 @@ class _Load:
 
     traffic: Traffic
     limits: TimeLimits
-    rehearse: Rehearse
 
     def figures(self, server: PricedServer, traffic: Traffic) -> Figures:
-        rehearsal = self.rehearse(server.room, traffic, server.prices, server.overhead)
+        rehearsal = rehearse(server.room, traffic, server.prices, server.overhead)
         return Figures.of(rehearsal, traffic, self.limits)
 
     def at(self, server: PricedServer, rate: float) -> Figures:

@@ -22,7 +22,7 @@ from tpshard.programs.setting.setting import Setting
 from tpshard.recipes.reading.load import loads
 from tpshard.train.records.records import read_rows
 from tpshard.train.run import training_worker
-from tpshard.train.run.training_worker import Surroundings
+from tpshard.train.run.run_plan import PlanOfRun
 
 RECIPE = """
 name: judged
@@ -41,7 +41,7 @@ ALIKE = ["compile=eager", "evaluate.sequences=10", "model.seq_len=64"]
 def train(context: Context, folder: str) -> None:
     training_worker._keep_output = lambda *_: None  # type: ignore[assignment]  # the pool's own output stays
     recipe = loads(RECIPE, [f"run.dir={folder}/judged"])
-    training_worker.train(Setting.of(recipe, context.world), context, Surroundings())
+    training_worker.train(Setting.of(recipe, context.world), context, PlanOfRun())
 
 
 def measure(context: Context, source: str, overrides: list[str], texts: list[str]) -> dict[str, Any]:

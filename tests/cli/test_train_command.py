@@ -17,9 +17,9 @@ from typing import Any
 import psutil
 import pytest
 from patience import PATIENCE, until
-from tpshard.cli import train
 from tpshard.plan.questions import plan_error
 from tpshard.plan.step.units import SCHEMA
+from tpshard.train.run import run_plan
 
 RECIPE = """
 name: small
@@ -168,7 +168,7 @@ def test_a_disk_that_refuses_the_comparison_ends_no_training(monkeypatch: pytest
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(plan_error, "record", refuse)
-    assert "No space left on device" in train._comparison(tmp_path)
+    assert "No space left on device" in run_plan.comparison(tmp_path)
 
 
 @pytest.mark.parametrize("reader", ["| true", "> /dev/full"])

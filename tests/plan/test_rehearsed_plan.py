@@ -35,7 +35,7 @@ def test_a_step_between_priced_states_takes_what_its_program_does() -> None:
 
 def test_the_highest_rate_keeps_the_limits_and_a_higher_one_does_not() -> None:
     recipe, limits = loads(RECIPE), TimeLimits(ttft=0.05, tpot=0.01)
-    answered = answers(recipe, Traffic(40, 16, count=200), limits, rehearse)
+    answered = answers(recipe, Traffic(40, 16, count=200), limits)
     assert (
         answered.highest is not None
         and answered.highest.within_limits
@@ -56,7 +56,7 @@ def test_a_device_file_with_the_hosts_time_adds_it_and_one_without_says_so(tmp_p
     file.write_text(shipped.replace("constants: {", host))
     load = Traffic(40, 16, rate=0.1, count=20)
     without, with_host = (
-        answers(loads(RECIPE, [f"cluster.device={device}"]), load, TimeLimits(), rehearse) for device in ("cpu", file)
+        answers(loads(RECIPE, [f"cluster.device={device}"]), load, TimeLimits()) for device in ("cpu", file)
     )
     assert without.at_rate is not None and with_host.at_rate is not None
     assert with_host.at_rate.tpot_s[0] - without.at_rate.tpot_s[0] == pytest.approx(0.042, rel=1e-6)

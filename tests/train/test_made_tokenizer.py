@@ -21,7 +21,8 @@ from tpshard.train.data.corpus import open_text
 from tpshard.train.data.tokens import load_tokenizer
 from tpshard.train.run import training_worker
 from tpshard.train.run.resuming import kept_recipe
-from tpshard.train.run.training_worker import Surroundings, open_corpus
+from tpshard.train.run.run_plan import PlanOfRun
+from tpshard.train.run.training_worker import open_corpus
 
 RECIPE = """
 name: mine
@@ -69,7 +70,7 @@ def start(context: Context, folder: str, *overrides: str) -> str:
     made_tokenizer.cache_dir = lambda: Path(folder, "cache")  # type: ignore[assignment]
     recipe = loads(RECIPE % f"{folder}/mine.txt", [f"run.dir={folder}/run", *overrides])
     try:
-        training_worker.train(Setting.of(recipe, context.world), context, Surroundings())
+        training_worker.train(Setting.of(recipe, context.world), context, PlanOfRun())
     except Mistakes as mistakes:
         return f"{mistakes.exit}\n{mistakes}"
     return ""

@@ -29,9 +29,9 @@ from tpshard.train.checkpoints.shards import Shard
 from tpshard.train.checkpoints.store_path import StoreError, StorePath
 from tpshard.train.run import store_lock, training_worker
 from tpshard.train.run.run_lock import Holder, Taken
+from tpshard.train.run.run_plan import PlanOfRun
 from tpshard.train.run.run_store import RunStore
 from tpshard.train.run.store_lock import StoreLock
-from tpshard.train.run.training_worker import Surroundings
 
 
 @pytest.fixture(scope="module")
@@ -243,8 +243,7 @@ def train(context: Context, environment: dict[str, str], folder: str, *overrides
     os.chdir(own)
     try:
         recipe = loads(RECIPE, overrides)
-        around = Surroundings(plan_json=lambda programs: json.dumps(dict(programs.setting.mesh.axes)))
-        return str(int(training_worker.train(Setting.of(recipe, context.world), context, around).exit))
+        return str(int(training_worker.train(Setting.of(recipe, context.world), context, PlanOfRun()).exit))
     except Mistakes as mistakes:
         return f"{int(mistakes.exit)}\n{mistakes}"
     finally:

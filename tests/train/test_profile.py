@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tpshard.cli import train as command
 from tpshard.parallelism.node_info import Collective
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.step_profile import OperationEvent
@@ -18,7 +17,7 @@ from tpshard.recipes.reading.load import loads
 from tpshard.train.records.profile_report import differences, trace_of
 from tpshard.train.records.records import read_rows
 from tpshard.train.run import training_worker
-from tpshard.train.run.training_worker import Surroundings
+from tpshard.train.run.run_plan import PlanOfRun
 
 RECIPE = """
 name: seen
@@ -37,9 +36,7 @@ logging: {every_steps: 1, wandb: null}
 def train(context: Context, folder: str, *overrides: str) -> None:
     training_worker._keep_output = lambda *_: None  # type: ignore[assignment]  # the pool's own output stays
     recipe = loads(RECIPE, [f"run.dir={folder}", *overrides])
-    plan = command._Plan()
-    around = Surroundings(plan_json=plan.plan_text, planned_trace=plan.trace, measured=plan_error.record)
-    training_worker.train(Setting.of(recipe, context.world), context, around)
+    training_worker.train(Setting.of(recipe, context.world), context, PlanOfRun())
 
 
 def named(events: list[dict[str, Any]]) -> set[tuple[str, ...]]:

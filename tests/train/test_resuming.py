@@ -14,7 +14,7 @@ from tpshard.programs.setting.setting import Setting
 from tpshard.recipes.reading.load import loads
 from tpshard.train.run import training_worker
 from tpshard.train.run.resuming import FREE, UNTOLD, trained
-from tpshard.train.run.training_worker import Surroundings
+from tpshard.train.run.run_plan import PlanOfRun
 
 RECIPE = """
 name: mine
@@ -33,9 +33,8 @@ def start(context: Context, folder: str, *overrides: str) -> str:
     """Trains or resumes; returns the messages of its mistakes, "" if there are none."""
     training_worker._keep_output = lambda *_: None  # type: ignore[assignment]  # the pool's own output stays
     recipe = loads(RECIPE, [f"run.dir={folder}/mine", *overrides])
-    around = Surroundings(plan_json=lambda programs: json.dumps(dict(programs.setting.mesh.axes)))
     try:
-        training_worker.train(Setting.of(recipe, context.world), context, around)
+        training_worker.train(Setting.of(recipe, context.world), context, PlanOfRun())
     except Mistakes as mistakes:
         return f"{mistakes.exit}\n{mistakes}"
     return ""

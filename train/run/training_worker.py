@@ -7,12 +7,11 @@ import faulthandler
 import hashlib
 import logging
 import os
-import platform
 import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from tpshard.parallelism.runtime.context import Context, connect
 from tpshard.parallelism.runtime.place import WorkerPlace
 from tpshard.parallelism.runtime.step_profile import StepProfile
 from tpshard.parallelism.runtime.watchdog import Doing
+from tpshard.plan import planner, saved_plan
 from tpshard.programs.fit.wrong_model import wrong_model
 from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step import training
@@ -52,6 +52,7 @@ from tpshard.train.run.learning_rate import learning_rate
 from tpshard.train.run.loop import Outcome, Row, TrainingLoop, summary
 from tpshard.train.run.pipelined import PipelineEngine
 from tpshard.train.run.resuming import Changes, changes, kept_recipe, refuse
+from tpshard.train.run.run_plan import PlanOfRun, comparison, peak_flops
 from tpshard.train.run.run_store import RunStore
 from tpshard.train.run.rundir import RunDir
 from tpshard.train.run.spmd import SpmdEngine
@@ -64,45 +65,18 @@ ENOUGH = 6
 """Steps after which the plan is compared with the run at the earliest; it is compared again at the end."""
 
 
-@dataclass(frozen=True)
-class Surroundings:
-    """Values and functions of other packages that the command passes to `train`, which must not import them."""
-
-    version: str = ""
-    device: str = "cpu"
-    """cpu or cuda."""
-    planned: Callable[[Setting], tuple[TrainingPrograms, str]] | None = None
-    """The programs to run and a line about them, where they are planned already; else they are built."""
-    check: Callable[[TrainingPrograms], None] = lambda programs: None
-    """Raises Mistakes for programs that are not what the recipe asks for, before a file of the run changes."""
-    announce: Callable[[TrainingPrograms], str] = lambda programs: ""
-    """The shardings of all values as text, with the numbers of annotated and inferred ones."""
-    plan_json: Callable[[TrainingPrograms], str] | None = None
-    """The plan as JSON, for the run's folder."""
-    planned_trace: Callable[[TrainingPrograms], str] = lambda programs: ""
-    """The planned step as a trace, in JSON."""
-    measured: Callable[[Path], str] = lambda folder: ""
-    """The comparison of plan and measurements, from the run's folder."""
-    flops_per_s: Callable[[TrainingPrograms], float | None] = lambda programs: None
-    """Peak FLOP/s of all devices together."""
-
-
-def work(recipe: Recipe, place: WorkerPlace, around: Surroundings) -> int:
-    """Runs one worker and returns the exit code, the same on every rank.
+def work(recipe: Recipe, place: WorkerPlace, plan: PlanOfRun, *, device: str) -> int:
+    """Runs one worker and returns the exit code, the same on every rank. device: cpu or cuda.
 
     Raises:
         Mistakes, WorkerFault: the run ended early; the launcher shows the error of the rank at fault.
     """
     setting = Setting.of(recipe, place.world)
     limits = recipe.timeout_s
-    with connect(place, setting.mesh, device=around.device, start_s=limits.start, step_s=limits.step) as context:
-        context.agree(
-            {
-                "recipe": _sha(recipe.to_yaml()), "tpshard version": around.version,
-                "torch version": torch.__version__, "python version": platform.python_version(),
-            }
-        )  # fmt: skip
-        outcome = train(setting, context, around)
+    with connect(place, setting.mesh, device=device, start_s=limits.start, step_s=limits.step) as context:
+        packages = {f"{name} version": version for name, version in saved_plan.packages().items()}
+        context.agree({"recipe": _sha(recipe.to_yaml()), **packages})
+        outcome = train(setting, context, plan)
     if place.rank == 0:
         _say(ending(outcome, setting))
     if outcome.unsaved:
@@ -114,23 +88,23 @@ def work(recipe: Recipe, place: WorkerPlace, around: Surroundings) -> int:
     return int(outcome.exit)
 
 
-def train(setting: Setting, context: Context, around: Surroundings) -> Outcome:
+def train(setting: Setting, context: Context, plan: PlanOfRun) -> Outcome:
     """Starts or resumes the run of a setting's recipe among connected workers. Every rank calls it."""
     recipe, programs = setting.recipe, None
     folder = recipe.run.folder
-    if around.planned is not None:  # before anything is written, so that a refusal leaves no files
+    if plan.file is not None:  # before anything is written, so that a refusal leaves no files
         context.watchdog.doing = Doing("reading the planned programs")
-        programs, note = around.planned(setting)
+        programs, note = plan.read_programs(setting)
         context.agree(programs.fingerprints)
         if context.is_main:
             _say(note + "\n", sys.stderr)
     with _run_folder(recipe, folder, context) as (run, changed):
         _keep_output(folder, context)
-        return _train(setting, programs, context, around, folder, run, changed)
+        return _train(setting, programs, context, plan, folder, run, changed)
 
 
 def _train(
-    setting: Setting, programs: TrainingPrograms | None, context: Context, around: Surroundings, folder: Path,
+    setting: Setting, programs: TrainingPrograms | None, context: Context, plan: PlanOfRun, folder: Path,
     run: RunDir | None, changed: Changes,
 ) -> Outcome:  # fmt: skip
     recipe = setting.recipe
@@ -140,30 +114,29 @@ def _train(
     context.watchdog.doing = Doing("opening the data")
     data_rank = context.mesh.linear_index(setting.data_axes, context.rank)
     loader, held_out_batches = _data(setting, data_rank, folder, context)
-    plan = setting.batch
     programs = programs or _build_programs(setting, context)
-    around.check(programs)
+    planner.check_limit(programs)
     engine = engine_of(programs, context, _initial_block(recipe, setting.spec))
     assert engine.data_rank == data_rank, "the program shards its batch over the axes that the recipe names"
     checked = list(held_out_batches) if recipe.evaluate.every_steps else []
     attempt = context.from_main(run.attempt if run is not None else 0)
     if run is not None:
-        for line in [around.announce(programs).rstrip("\n"), str(plan)]:
+        for line in [plan.shardings(programs), str(setting.batch)]:
             _say(line + "\n" if line else "", sys.stderr)
         for warning in [*programs.micro.warnings, *loader.warnings]:
             _say(f"warning: {warning}\n", sys.stderr)
     receivers: list[Receiver] = []
     sink: WandbSink | None = None
-    comparison: _PlanComparison | None = None
+    compared: _PlanComparison | None = None
     with _display(recipe, context) as progress:
         loop = TrainingLoop(
-            recipe, context, engine, loader, plan, folder=folder, checkpoints=place / "checkpoints",
+            recipe, context, engine, loader, setting.batch, folder=folder, checkpoints=place / "checkpoints",
             saved=partial(_saved, run), publishable=(lambda: None) if run is None else run.check_lock,
             record=partial(_send, receivers),
             progress=progress, held_out=checked, attempt=attempt, restarts=crash.restarts(),
-            flops_per_s=around.flops_per_s(programs),
+            flops_per_s=peak_flops(programs),
             peak_memory=partial(_peak_memory, context, engine), model=setting.spec.to_json(),
-            profiled=partial(_profiled, programs, plan.micro_batches, around, folder, progress),
+            profiled=partial(_profiled, programs, setting.batch.micro_batches, plan, folder, progress),
         )  # fmt: skip
         code = 1
         try:
@@ -176,18 +149,17 @@ def _train(
                     loader.tokenizer.folder if isinstance(loader, Loader) else None,
                     again=bool(changed),
                 )
-                if around.plan_json is not None:
-                    run.write("plan.json", around.plan_json(programs))
+                run.write("plan.json", plan.text(programs))
                 run.push()
                 sinks, sink = _sinks(recipe, run)
-                comparison = _PlanComparison(around, folder, progress, recipe.logging.every_steps)
-                receivers += [*sinks, comparison]
+                compared = _PlanComparison(folder, progress, recipe.logging.every_steps)
+                receivers += [*sinks, compared]
                 if changed:
                     row = {"step": loop.course.step, "changed": dict(changed), "forced": recipe.resume == "force"}
                     _send(receivers, {**row, "time": time.time(), "run": attempt})
             outcome = loop.run()
-            if comparison is not None and outcome.trained:
-                comparison.show()
+            if compared is not None and outcome.trained:
+                compared.show()
             code = int(outcome.exit)
         finally:
             loader.close()
@@ -454,8 +426,8 @@ class _PlanComparison:
     """A receiver of metrics that compares plan and run, and shows the comparison once: at the end of the first interval
     between logged steps, or of the run."""
 
-    def __init__(self, around: Surroundings, folder: Path, progress: Progress, every_steps: int):
-        self.around, self.folder, self.progress = around, folder, progress
+    def __init__(self, folder: Path, progress: Progress, every_steps: int):
+        self.folder, self.progress = folder, progress
         self.first = max(ENOUGH, every_steps)
         self.begun: int | None = None
         self.shown = False
@@ -469,14 +441,14 @@ class _PlanComparison:
 
     def show(self) -> None:
         """Compares again; shows the result unless it was shown."""
-        comparison = self.around.measured(self.folder)
-        if comparison and not self.shown:
+        text = comparison(self.folder)
+        if text and not self.shown:
             self.shown = True
-            self.progress.note(comparison)
+            self.progress.note(text)
 
 
 def _profiled(
-    programs: TrainingPrograms, micro_batches: int, around: Surroundings, folder: Path, progress: Progress,
+    programs: TrainingPrograms, micro_batches: int, plan: PlanOfRun, folder: Path, progress: Progress,
     profile: StepProfile,
 ) -> None:  # fmt: skip
     """Writes the profiled steps beside the planned one, and shows their largest differences."""
@@ -485,9 +457,8 @@ def _profiled(
     steps = named.steps
     count = steps[1] - steps[0] + 1
     runs = {"micro-batch": count * micro_batches, "update": count, "gather": count, "reduce": count}
-    planned = around.planned_trace(programs) if programs.pipeline is None else ""
     try:
-        progress.note(profile_report.write(folder, steps, profile.events, runs, planned))
+        progress.note(profile_report.write(folder, steps, profile.events, runs, plan.trace(programs)))
     except OSError as error:
         progress.note(f"warning: the profile was not written: {error}")
 
