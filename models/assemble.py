@@ -24,6 +24,7 @@ from tpshard.models.dims import param_dims
 from tpshard.models.families.config import ModelConfig
 from tpshard.models.families.decoder import Decoder
 from tpshard.models.initialization import fill, init_plan, initial_block, initialize, key_of
+from tpshard.models.module_state import STORED, hold_buffers, watch_forward
 from tpshard.models.own_code import line_of, told
 
 
@@ -44,22 +45,23 @@ def build_module(
     device: torch.device | str = "meta",
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    changed: set[str] | None = None,
 ) -> nn.Module:
     """An instance of the user's class `package.module:Class`, called with `args`.
 
-    The package is imported as by `python -m`, with the working directory searched too. ValueError if it cannot be
-    imported, is not an nn.Module, has buffers (a step could not shard and save them) or parameters that are no real
-    numbers, names dims that no parameter has (`param_dims`) or wrong initial values (`module_init`), or if `forward`
-    takes neither (tokens, documents, positions) nor the names in its attribute `inputs`.
+    The package is imported as by `python -m`, with the working directory searched too. Its buffers are constants
+    (`module_state`). changed: gets the names of the attributes that a forward pass changes.
+
+    ValueError if it cannot be imported, is not an nn.Module, has parameters that are no real numbers, names dims that
+    no parameter has (`param_dims`) or wrong initial values (`module_init`), or if `forward` takes neither (tokens,
+    documents, positions) nor the names in its attribute `inputs`.
     """
     make = _constructor_of(path, args)
     model = _on_meta(make, path)
-    buffers = [label for label, _ in model.named_buffers()]
-    if buffers:
-        raise ValueError(f"`module: {path}` has the buffers {', '.join(buffers)}; compute them in forward instead")
     if loose := [label for label, _ in _loose_tensors(model)]:
         raise ValueError(
-            f"`module: {path}` holds the tensors {', '.join(loose)}, which are no parameters; compute them in forward"
+            f"`module: {path}` holds the tensors {', '.join(loose)}, which are neither parameters nor buffers: "
+            "register them as buffers, or compute them in forward"
         )
     if lazy := [label for label, p in model.named_parameters() if is_lazy(p)]:
         raise ValueError(f"`module: {path}` has parameters without a shape yet: {', '.join(lazy)}; name their sizes")
@@ -73,7 +75,12 @@ def build_module(
     others = [f"{label} ({p.dtype})" for label, p in model.named_parameters() if p.dtype not in known]
     if others:
         raise ValueError(f"`module: {path}` has parameters that are not fp32, bf16 or fp16: {', '.join(others)}")
-    model = model.to(dtype)
+    try:
+        buffers = hold_buffers(model, make)
+    except ValueError as error:
+        raise ValueError(f"`module: {path}`: {error}") from error
+    for parameter in model.parameters():  # and not `model.to`, which would round constants of float64 too
+        parameter.data = parameter.data.to(dtype)
     param_dims(model)
     module_init.check(model, path)
     inputs = getattr(model, "inputs", ("tokens", "documents=None", "positions=None"))
@@ -81,17 +88,18 @@ def build_module(
         inspect.signature(model.forward).bind(*[None] * len(inputs))
     except TypeError as error:
         raise ValueError(f"`module: {path}`: the model must define forward({', '.join(inputs)})") from error
-    if torch.device(device).type == "meta":
-        return model
-    return fill(model, ModuleValues(path, args, model, seed).block, device)
+    if torch.device(device).type != "meta":
+        return fill(model, ModuleValues(path, args, model, seed).block, device)
+    watch_forward(model, buffers, set() if changed is None else changed)
+    return model
 
 
 def own_dtypes(path: str, args: Mapping[str, Any] | None = None) -> dict[str, torch.dtype]:
     """The dtypes that a user's constructor gives parameters, by name, where it gives them several; else none, and all
     are used in the recipe's."""
-    dtypes = {
-        name: parameter.dtype for name, parameter in _on_meta(_constructor_of(path, args), path).named_parameters()
-    }
+    model = _on_meta(_constructor_of(path, args), path)
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    dtypes |= {name: buffer.dtype for name, buffer in model.named_buffers() if buffer.dtype in STORED}
     return dtypes if len(set(dtypes.values())) > 1 else {}
 
 

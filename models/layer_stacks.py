@@ -90,9 +90,9 @@ def _kinds(model: nn.Module, path: str) -> tuple[int, ...]:
     numbers = _numbers(described)
     kinds: list[dict[str, object]] = []
     kind_of = []
-    for layer, one in zip(layers, described):
+    for one in described:
         one = {key: value.func if isinstance(value, partial) else value for key, value in one.items()}
-        one = {key: value for key, value in (one | dict(layer.named_buffers())).items() if key not in numbers}
+        one = {key: value for key, value in one.items() if key not in numbers}
         kind = next((i for i, kind in enumerate(kinds) if _are_same(kind, one)), len(kinds))
         kinds += [one] * (kind == len(kinds))
         kind_of.append(kind)
@@ -100,8 +100,8 @@ def _kinds(model: nn.Module, path: str) -> tuple[int, ...]:
 
 
 def _difference(model: nn.Module, path: str) -> str:
-    """Why the layers of a list cannot stand for each other: they differ in a class, an attribute or the shape of a
-    parameter, share a parameter, or have buffers, whose values are unknown. "" if they can."""
+    """Why the layers of a list cannot stand for each other: they differ in a class, an attribute, a buffer or the shape
+    of a parameter, or share a parameter. "" if they can."""
     described = [_description(layer) for layer in model.get_submodule(path).children()]
     numbers = _numbers(described)
     for number, other in enumerate(described):
@@ -111,8 +111,7 @@ def _difference(model: nn.Module, path: str) -> str:
                 return f"`{key}` is {_shown(first)} in layer 0 and {_shown(second)} in layer {number}"
     if shared := _shared(model, path):
         return f"`{shared}` is shared with another part of the model"
-    buffers = [name for name, _ in model.get_submodule(path).named_buffers()]
-    return f"`{path}.{buffers[0]}` is a buffer, which may have another value in each layer" if buffers else ""
+    return ""
 
 
 def _shared(model: nn.Module, path: str) -> str:
@@ -130,8 +129,8 @@ def _numbers(described: Sequence[dict[str, object]]) -> list[str]:
 
 
 def _description(layer: nn.Module) -> dict[str, object]:
-    """The classes, parameters' shapes and attributes of a layer's modules, by path."""
-    described: dict[str, object] = {}
+    """The classes, parameters' shapes, attributes and buffers of a layer's modules, by path."""
+    described: dict[str, object] = dict(layer.named_buffers())
     for path, module in layer.named_modules():
         prefix = f"{path}." if path else ""
         own = list(module.named_parameters(recurse=False))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,8 @@ class ModuleModel(ModelSpec):
     args: Mapping[str, Any] = field(default_factory=dict)
     reads_code = True
     _values: dict[int, ModuleValues] = field(default_factory=dict, compare=False, repr=False)
+    _changed: set[str] = field(default_factory=set, compare=False, repr=False)
+    """The attributes that forward passes of its modules have changed while they were captured."""
 
     @property
     def source(self) -> ModelSource:  # type: ignore[override]
@@ -50,7 +53,7 @@ class ModuleModel(ModelSpec):
     def module(self, dtype: torch.dtype) -> nn.Module:
         from tpshard.models.assemble import build_module
 
-        return build_module(self.path, self.args, dtype=dtype)
+        return build_module(self.path, self.args, dtype=dtype, changed=self._changed)
 
     def initial_block(
         self, name: str, starts: Sequence[int], sizes: Sequence[int], seed: int, dtype: torch.dtype | None = None
@@ -67,6 +70,21 @@ class ModuleModel(ModelSpec):
         from tpshard.models.assemble import own_dtypes
 
         return own_dtypes(self.path, self.args)
+
+    def notes(self, module: nn.Module) -> list[str]:
+        """Which of its parameters are buffers, and which attributes its forward pass changes, once it was captured."""
+        from tpshard.models.module_state import HeldBuffer
+
+        held = [name for name, parameter in module.named_parameters() if isinstance(parameter, HeldBuffer)]
+        kinds = {
+            "{} are buffers: stored and used like parameters, which nothing trains": held,
+            f"the forward pass of {self.path.rpartition(':')[2]} changes {{}}: a step's program is captured once, and "
+            "every step computes with the value from before": sorted(self._changed),
+        }
+        return [
+            note.format(", ".join(dict.fromkeys(f"`{re.sub('[.][0-9]+(?=[.])', '.*', name)}`" for name in names)))
+            for note, names in kinds.items() if names
+        ]  # fmt: skip
 
     def refusal(self, use: Use) -> str:
         if use in ("write", "quantize"):

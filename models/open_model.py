@@ -30,12 +30,12 @@ class ModelSection(Protocol):
     def overrides(self) -> Mapping[str, Any]: ...
 
 
-def open_model(of: ModelSection | str | Path, *, weights: bool = True) -> ModelSpec:
+def open_model(of: ModelSection | str | Path, *, weights: bool = True, instead: Path | None = None) -> ModelSpec:
     """The model that a recipe's section names, or of a Hugging Face folder.
 
     ValueError names a value that is unknown, unsupported or contradictory, or an override that a folder's weights
     refuse; OSError a file that cannot be read. Without `weights` a folder's tensors are compared by their names alone,
-    and torch is not imported.
+    and torch is not imported. instead: a folder that is opened in place of the one that the section names.
     """
     if isinstance(of, (str, Path)):
         return _of_folder(str(of), {}, weights)
@@ -43,7 +43,7 @@ def open_model(of: ModelSection | str | Path, *, weights: bool = True) -> ModelS
         raise ValueError(f"a model is named by exactly one of {', '.join(DOORS)}")
     if of.args and of.named_by != "module":
         raise ValueError("`args` are for a `module`; presets and folders take overrides")
-    return DOORS[of.named_by](of, str(getattr(of, of.named_by)), weights)
+    return DOORS[of.named_by](of, str(instead or getattr(of, of.named_by)), weights)
 
 
 def _of_folder(folder: str, overrides: Mapping[str, Any], weights: bool) -> ModelSpec:

@@ -100,31 +100,22 @@ def refuse_unread(command: str, overrides: Sequence[str] | None, read: Sequence[
 
 
 def carried_files(recipe: str, overrides: Sequence[str]) -> list[str]:
-    """Overrides that name what a run carries: its tokenizer, and the config.json where the folder that the run began
-    from is gone."""
+    """The override that names the tokenizer that a recipe's run carries, if there is one."""
     from tpshard.cli.shared.preflight import on_this_host
     from tpshard.models.folders.folder_tokenizer import tokenizer_files
-    from tpshard.recipes.keys.model_keys import Model
+    from tpshard.programs.fit.recipe_model import carried_by
     from tpshard.recipes.reading.load import examine
-    from tpshard.train.data.carried import carried
 
-    recipe, in_store = on_this_host(recipe), is_url(recipe)
-    model, key = None, None
+    if names_tokenizer(overrides):
+        return []
     try:
-        loaded = examine(recipe, overrides).recipe
-        key = loaded.model.named_by
-        run = loaded.run.folder if in_store or loaded.run.store is None else Path(on_this_host(loaded.run.store))
-        model = getattr(loaded.model, key) if key in Model.paths else None
-    except Mistakes:  # the folder's environment variable is not set, or `load` tells what is wrong
-        if key not in Model.paths:
-            return []
-    own = Path(recipe) if Path(recipe).is_dir() else Path(recipe).parent
-    kept = carried(own if in_store or (own / "checkpoints").is_dir() else run).absolute()
-    gone = key in Model.paths and (model is None or not Path(model).is_dir())
-    found = [f"model.{key}={kept}"] if gone and (kept / "config.json").is_file() else []
-    if tokenizer_files(kept) and not names_tokenizer(overrides):
-        found.append(f"data.tokenizer={kept}")
-    return found
+        loaded = examine(on_this_host(recipe), overrides).recipe
+        if not is_url(recipe) and loaded.run.store is not None:
+            on_this_host(loaded.run.store)
+        kept = carried_by(loaded).absolute()
+    except Mistakes:  # `load` tells what is wrong
+        return []
+    return [f"data.tokenizer={kept}"] if tokenizer_files(kept) else []
 
 
 def names_tokenizer(overrides: Sequence[str]) -> bool:

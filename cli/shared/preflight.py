@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes
 from tpshard.models.model_spec import ModelSpec
 from tpshard.programs.fit.fit import misfits
-from tpshard.programs.fit.recipe_model import opened
+from tpshard.programs.fit.recipe_model import carried_instead, opened
 from tpshard.programs.fit.wrong_model import wrong_model
 from tpshard.recipes.keys.schema import DEVICES
 from tpshard.recipes.keys.stores import is_url
@@ -95,7 +95,7 @@ def _model(recipe: Recipe) -> ModelSpec | None:
     """The recipe's model; None where it names none, which is told elsewhere, and where its folder's environment
     variable is not set, which validation does not need."""
     try:
-        return None if recipe.model.named_by is None else opened(recipe.model, weights=False)
+        return None if recipe.model.named_by is None else opened(recipe, weights=False)
     except Mistakes:
         return None
     except (ValueError, OSError) as error:
@@ -131,7 +131,7 @@ def _positions(recipe: Recipe, spec: ModelSpec) -> list[Diagnostic]:
 
 def _weights(recipe: Recipe, spec: ModelSpec) -> list[Diagnostic]:
     """A warning where `train` would refuse an `hf` folder, since it has no weights."""
-    if not spec.refusal("train"):
+    if not spec.refusal("train") or carried_instead(recipe) is not None:
         return []
     return [
         Diagnostic(

@@ -125,11 +125,14 @@ def runs_of(source: str, recipe: Recipe) -> Location:
 
 
 def run_files(checkpoint: Location) -> Path:
-    """The folder with the small files of the run that wrote a checkpoint: its own, or a copy of those in a store."""
+    """The folder with the small files of the run that wrote a checkpoint: that run's, or a copy of those in a store, or
+    of a checkpoint that was copied out of its run the checkpoint's own."""
     from tpshard.train.run.run_store import fetched_run
 
     if isinstance(checkpoint, Path):
-        return checkpoint.absolute().parent.parent
+        own, run = checkpoint.absolute(), checkpoint.absolute().parent.parent
+        alone = own.parent.name != "checkpoints" or not (run / "recipe.yaml").is_file()
+        return own if alone and (own / "recipe.yaml").is_file() else run
     return fetched_run(checkpoint.parent.parent, required=False)
 
 
@@ -191,10 +194,10 @@ def _from_folder(folder: Path) -> SourceModel:
 def _from_checkpoint(
     folder: Location, recipe: Recipe | None, modules: bool, trusted: Recipe | None = None
 ) -> SourceModel:
+    from tpshard.models.folders.folder_files import carried
     from tpshard.models.folders.folder_tokenizer import tokenizer_files
     from tpshard.models.open_model import from_json
     from tpshard.train.checkpoints.restore import open_checkpoint
-    from tpshard.train.data.carried import carried
 
     checkpoint = open_checkpoint(folder)
     recipe = recipe or _recipe_of_run(folder)

@@ -28,6 +28,12 @@ _MOST = 100
 """Files that are copied at most."""
 
 
+def carried(run: Path) -> Path:
+    """The folder of a run with the small files of the model's folder (config.json, generation settings) and with the
+    run's tokenizer. Not every run has one."""
+    return run / "model"
+
+
 def copy_small_files(target: Path, tokenizer: Path | None, base: Path | None) -> None:
     """Copies the files of a tokenizer's folder, and all other small files of the model's folder `base`.
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
+from tpshard.diagnostics.diagnostic import Mistakes
+from tpshard.models.folders.folder_files import carried
 from tpshard.models.model_spec import ModelSpec
 from tpshard.models.open_model import open_model
 from tpshard.programs.fit.wrong_model import wrong_model
-from tpshard.recipes.keys.model_keys import Model
 from tpshard.recipes.keys.schema import Recipe
 
 MOST = 4
@@ -18,19 +20,23 @@ _opened: dict[object, ModelSpec] = {}
 def model_of(recipe: Recipe, *, weights: bool = True) -> ModelSpec:
     """The model of a recipe's `model` section (see `open_model`). Mistakes, exit 3, where it cannot be had."""
     try:
-        return opened(recipe.model, weights=weights)
+        return opened(recipe, weights=weights)
     except (ValueError, OSError) as error:
         raise wrong_model(recipe, error) from error
 
 
-def opened(section: Model, *, weights: bool = True) -> ModelSpec:
-    """`open_model`, once for the many variants of a recipe that a search plans, as long as the folder's files are the
-    same: comparing a folder's tensors with its class builds the class. Errors as in `open_model`."""
-    folder = getattr(section, section.named_by) if section.named_by in section.paths else None
+def opened(recipe: Recipe, *, weights: bool = True) -> ModelSpec:
+    """`open_model` of a recipe's model, or of what its run carries where the folder is gone. Errors as there.
+
+    It is opened once for the many variants of a recipe that a search plans, as long as the folder's files are the same:
+    comparing a folder's tensors with its class builds the class.
+    """
+    section, instead = recipe.model, carried_instead(recipe)
+    folder = instead or (getattr(section, section.named_by) if section.named_by in section.paths else None)
     key = (repr(section), weights, folder, None if folder is None else _stamp(folder))
     if key in _opened:
         return _opened[key]
-    spec = open_model(section, weights=weights)
+    spec = open_model(section, weights=weights, instead=instead)
     if not spec.reads_code:
         while len(_opened) >= MOST:
             del _opened[next(iter(_opened))]
@@ -38,7 +44,28 @@ def opened(section: Model, *, weights: bool = True) -> ModelSpec:
     return spec
 
 
-def _stamp(folder: str) -> tuple[tuple[object, ...], ...]:
+def carried_instead(recipe: Recipe) -> Path | None:
+    """What the recipe's run carries of the folder of its model, where that folder is gone; else None."""
+    key = recipe.model.named_by
+    if key not in recipe.model.paths:
+        return None
+    try:
+        gone = not os.path.exists(getattr(recipe.model, key))
+    except Mistakes:  # its environment variable is not set
+        gone = True
+    place = carried_by(recipe)
+    return place if gone and (place / "config.json").is_file() else None
+
+
+def carried_by(recipe: Recipe) -> Path:
+    """Where the run of a recipe carries what it began from: beside the recipe, if that is a run's or a checkpoint's,
+    else in the run's folder."""
+    beside = Path(recipe.file).parent
+    own = Path(recipe.file).is_file() and any((beside / name).exists() for name in ("checkpoints", "manifest.json"))
+    return carried(beside if own and carried(beside).is_dir() else recipe.run.folder)
+
+
+def _stamp(folder: str | Path) -> tuple[tuple[object, ...], ...]:
     """The names, kinds, sizes and times of what lies in a folder; nothing of what is no folder."""
     if not os.path.isdir(folder):
         return ()

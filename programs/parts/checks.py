@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes, did_you_mean
+from tpshard.models.module_state import WrittenBuffer
 from tpshard.models.own_code import line_of
 from tpshard.parallelism.graph import Value
 from tpshard.parallelism.mesh import size_of
@@ -27,10 +28,15 @@ def traceable(setting: Setting) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, Mistakes) or setting.spec.outline is not None:
             raise
-        line = line_of(error)
+        line, key = line_of(error), setting.spec.source.key
+        if isinstance(error, WrittenBuffer):
+            raise Mistakes.one(
+                str(error), exit=Exit.RECIPE, where=setting.recipe.where(f"model.{key}"),
+                why="a step computes with buffers and does not keep what is written to them",
+                fix="compute a new tensor instead; for a BatchNorm track_running_stats=False, or another normalization",
+            ) from error  # fmt: skip
         if line is None:
             raise
-        key = setting.spec.source.key
         raise Mistakes.one(
             f"`{type(setting.model).__name__}` cannot be traced into one static graph",
             exit=Exit.RECIPE,

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from tpshard.cli.evaluate import recipe_of
 from tpshard.cli.main import run
+from tpshard.cli.shared.preflight import load_checked
 from tpshard.cli.shared.sources import open_source
-from tpshard.diagnostics.diagnostic import Exit
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.models import from_hf, to_hf
 from tpshard.models.family_model import FamilyModel
+from tpshard.models.folders.folder_files import carried
 from tpshard.models.open_model import open_model
+from tpshard.programs.fit.recipe_model import model_of
 from tpshard.recipes.reading.load import load
 from tpshard.train.checkpoints.checkpoint import save
 from tpshard.train.checkpoints.shards import Shard
-from tpshard.train.data.carried import carried, carry
-from tpshard.train.run.resuming import kept_recipe
+from tpshard.train.data.carried import carry
+from tpshard.train.run.resuming import changes, kept_recipe
+from tpshard.train.run.training_worker import _initial_block
 
 SMALL = {"layers": 1, "width": 32, "mlp": 24, "vocab": 300, "kv_heads": 2}
 RECIPE = (
@@ -98,6 +104,43 @@ def test_a_run_is_exported_where_its_base_has_moved(
     assert run(["serve", str(folder), "--check", "serve.mesh.tp=1"]) == Exit.DONE, capsys.readouterr().err
     model = open_source(str(folder))
     assert model.tokenizer == model.base == carried(folder.absolute())
+
+
+def test_a_run_goes_on_where_its_base_has_moved(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the recipe has changed, and no weights of the folder are asked for, unless no checkpoint has them."""
+    monkeypatch.chdir(project)
+    folder = trained(project)
+    shutil.move(project / "base", project / "moved")
+    for source in (folder, project / "recipe.yaml"):
+        recipe, warnings = load_checked(str(source))
+        assert not warnings and not changes(folder, folder / "checkpoints", recipe)
+        spec = model_of(recipe)
+        assert spec.source.folder == carried(folder)
+        block = _initial_block(recipe, spec)
+        with pytest.raises(Mistakes, match="base is gone, and no checkpoint of the run has its weights"):
+            block("norm.weight", (0,), (32,), 0)
+
+
+def test_a_checkpoint_copied_out_of_its_run_has_what_it_needs(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(project)
+    folder = trained(project)
+    values = open_model("base").build(device="cpu").named_parameters()
+    spec = open_model("base")
+    save(folder / "checkpoints", 6, {n: Shard.whole(p.detach()) for n, p in values}, {"model": spec.to_json()})
+    assert os.stat(folder / "checkpoints/step-000006/model/tokenizer.json").st_nlink == 2, "it takes no room"
+    alone = tmp_path / "far/alone"
+    shutil.copytree(folder / "checkpoints/step-000006", alone)
+    shutil.rmtree(project / "runs")
+    shutil.rmtree(project / "base")
+    monkeypatch.chdir(alone.parent)
+    for command in (["convert", "alone", "out"], ["serve", "alone", "--check", "serve.mesh.tp=1"]):
+        assert run(command) == Exit.DONE, capsys.readouterr().err
+    assert {path.name for path in Path("out").iterdir()} >= {"tokenizer.json", "generation_config.json"}
+    assert json.loads(Path("out/config.json").read_text())["eos_token_id"] == [2, 7]
+    recipe = recipe_of("alone", [])
+    assert recipe.data.tokenizer == str(carried(alone)) and model_of(recipe).source.folder == carried(alone)
 
 
 def test_what_a_run_carries_is_written_once(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,12 +194,6 @@ class Misnamed(nn.Module):
         self.dims = {"inner.bias": ("mlp", "embed"), "inner.wieght": ("mlp", "embed")}
 
 
-class Buffered(Users):
-    def __init__(self) -> None:
-        super().__init__(5)
-        self.register_buffer("running", torch.zeros(3))
-
-
 class Counted(Users):
     def __init__(self) -> None:
         super().__init__(5)
@@ -250,7 +244,6 @@ def test_a_module_in_the_working_directory(tmp_path: Path) -> None:
             {},
             r"`inner.bias` has 1 dims, .*; `inner.wieght` has named dims and is no parameter",
         ),
-        ("users_package:Buffered", {}, "buffer.*running"),
         ("users_package:Counted", {}, r"not fp32, bf16 or fp16: places \(torch.int64\)"),
         ("users_package:Alone", {}, r"define forward\(tokens, documents=None, positions=None\)"),
     ],

@@ -79,6 +79,38 @@ class Net(nn.Module):
     def _renormed(self) -> None:
         self.embed = nn.Embedding(VOCAB, WIDTH, max_norm=1.0)
 
+    def _constants(self) -> None:
+        """Buffers of every kind that forward reads: stored or not, drawn, shared, complex, of integers."""
+        angles = torch.arange(8.0)[:, None] / torch.arange(1.0, WIDTH // 2 + 1)
+        self.register_buffer("turn", torch.polar(torch.ones_like(angles), angles), persistent=False)
+        self.register_buffer("mask", torch.tril(torch.ones(8, 8)))
+        self.register_buffer("order", torch.arange(8).flip(0))
+        self.register_buffer("seen", torch.arange(8) > 2, persistent=False)
+        self.register_buffer("features", torch.randn(WIDTH, WIDTH), persistent=False)
+        self.register_buffer("scale", torch.tensor(0.5))
+        self.up.register_buffer("scale", self.scale)
+        self.register_buffer("none", None)
+
+    def _read_constants(self, x: Tensor) -> Tensor:
+        turned = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * self.turn).flatten(-2)
+        x = self.mask @ turned[:, self.order] * self.scale + torch.where(self.seen[:, None], x, 0.0)
+        return self.up(x @ self.features.to(x.dtype)) * self.up.scale
+
+    def _normalized(self) -> None:
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def _averaging(self) -> None:
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def _counting(self) -> None:
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def _permuted(self) -> None:
+        self.register_buffer("order", torch.randperm(8))
+
+    def _attributes(self) -> None:
+        self.calls, self.shapes, self.cache = 0, [1], None
+
     def _fails(self) -> None:
         raise KeyError("no width")
 
@@ -88,8 +120,21 @@ class Net(nn.Module):
             x = checkpoint(self.up, checkpoint(self.up, x, use_reentrant=True), use_reentrant=False)
         elif self.kind == "mixed":
             x = self.up(x.bfloat16()).to(x.dtype)
+        elif self.kind == "constants":
+            x = self._read_constants(x)
         else:
             x = self.up(x)
+        if self.kind == "normalized":
+            x = self.norm(x.mT).mT
+        if self.kind == "averaging":
+            self.average = 0.9 * self.average + 0.1 * x.mean((0, 1))
+        if self.kind == "counting":
+            self.steps += 1
+        if self.kind == "attributes":
+            self.calls += 1
+            self.shapes.append(len(self.shapes))
+            self.cache = torch.tril(x.new_ones(8, 8)) if self.cache is None else self.cache
+            x = self.cache @ x * self.calls
         if self.kind == "names":
             for value in (self.lists[0], self.lists[1], *self.odd.values()):
                 x = x * value
@@ -114,7 +159,20 @@ def setting_of(kind: str) -> Setting:
 
 
 @pytest.mark.parametrize(
-    "kind", ["plain", "parametrized", "weight_norm", "shared", "hooks", "evaluating", "names", "checkpoints", "mixed"]
+    "kind",
+    [
+        "plain",
+        "parametrized",
+        "weight_norm",
+        "shared",
+        "hooks",
+        "evaluating",
+        "names",
+        "checkpoints",
+        "mixed",
+        "constants",
+        "attributes",
+    ],
 )
 def test_a_step_is_torchs_own(kind: str) -> None:
     """Loss and every gradient, on two dims of a mesh; a parameter of its own dtype is used in it."""
@@ -125,7 +183,13 @@ def test_a_step_is_torchs_own(kind: str) -> None:
     tokens, targets = torch.randint(0, VOCAB, (2, 4, 8))
     loss = F.cross_entropy(own(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
     loss.backward()
-    values = {name: parameter.detach().float() for name, parameter in own.named_parameters()}
+    own_values = {**dict(own.named_buffers()), **dict(own.named_parameters())}
+    values = {name: own_values[name].detach().float() for name, _ in setting.model.named_parameters()}
+    assert values.keys() == {name for name, value in own_values.items() if value.is_floating_point()}
+    for name, value in values.items():
+        torch.testing.assert_close(
+            setting.spec.initial_block(name, (0,) * value.dim(), value.shape, 0), value, rtol=0, atol=0, msg=name
+        )
     batch = {"tokens": tokens, "targets": targets, "documents": torch.zeros_like(tokens)}
     batch["positions"] = torch.arange(8).expand(4, 8).contiguous()
     inputs = {port.name for port in program.inputs}
@@ -139,7 +203,10 @@ def test_a_step_is_torchs_own(kind: str) -> None:
     for name, gradient in zip(trained, gradients):
         torch.testing.assert_close(gradient, own.get_parameter(name).grad.float(), **bound, msg=name)
     assert {name for name, p in own.named_parameters() if p.grad is not None} == set(trained)
-    assert any("up.weight, up.bias in bfloat16" in note for note in setting.notes) == (kind == "mixed")
+    noted = {"mixed": "up.weight, up.bias in bfloat16", "attributes": "changes `cache`, `calls`, `shapes`: a step's",
+             "constants": "`mask`, `features`, `scale` are buffers"}  # fmt: skip
+    for other, words in noted.items():
+        assert any(words in note for note in setting.notes) == (kind == other), (other, setting.notes)
 
 
 @pytest.mark.parametrize(
@@ -149,6 +216,10 @@ def test_a_step_is_torchs_own(kind: str) -> None:
         ("tensor", "holds the tensors masks"),
         ("lazy", "parameters without a shape yet: up.weight, up.bias"),
         ("renormed", "forward pass of Net changes `embed.weight`"),
+        ("normalized", "forward pass of Net writes to the buffer `norm.num_batches_tracked`, `norm.running_mean`, "),
+        ("averaging", "forward pass of Net writes to the buffer `average`"),
+        ("counting", "forward pass of Net writes to the buffer `steps`"),
+        ("permuted", "buffer `order` is drawn at random, and torch.int64 is not stored"),
         ("fails", "its constructor fails: KeyError: 'no width', at `raise KeyError"),
         ("tuple", "Net returns a tuple, and `task: lm` needs logits"),
         ("flat", r"Net returns a tensor \[8, 32\], and `task: lm` needs logits"),

@@ -12,11 +12,11 @@ from tpshard.cli.main import run
 from tpshard.cli.shared.arguments import carried_files
 from tpshard.cli.shared.sources import open_source
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.models.folders.folder_files import carried
 from tpshard.parallelism.runtime.context import Context
 from tpshard.programs.setting.setting import Setting
 from tpshard.recipes.reading.load import loads
 from tpshard.train.data import made_tokenizer
-from tpshard.train.data.carried import carried
 from tpshard.train.data.corpus import open_text
 from tpshard.train.data.tokens import load_tokenizer
 from tpshard.train.run import training_worker

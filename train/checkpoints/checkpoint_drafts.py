@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -18,12 +19,14 @@ from typing import Any, Protocol
 
 from tpshard.files.atomic import sync
 from tpshard.files.file_lock import unlocked
+from tpshard.models.folders.folder_files import carried
 from tpshard.train.checkpoints.shards import write_synced
 from tpshard.train.checkpoints.store_path import Location, StorePath
 
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+RECIPE = "recipe.yaml"
 ASIDE = "superseded.json"
 """The manifest, in a store, of a checkpoint that was moved aside."""
 
@@ -63,6 +66,7 @@ class FolderDraft:
         for name, file in files.items():
             _check_size(self.work / name, file["bytes"])
         write_synced(self.work / MANIFEST, [manifest])
+        self._keep_run_files()
         sync(self.work)
         replaced = self.final.parent / f".{self.final.name}.replaced"
         if self.final.exists():
@@ -71,6 +75,20 @@ class FolderDraft:
         self.work.rename(self.final)
         sync(self.final.parent)
         shutil.rmtree(replaced, ignore_errors=True)
+
+    def _keep_run_files(self) -> None:
+        """Links the run's recipe and what it carries into the checkpoint, so that one that is copied out of the run can
+        be served, evaluated and exported. A failure leaves a checkpoint that trains on."""
+        run = self.final.parent.parent
+        with contextlib.suppress(OSError):
+            for source in (run / RECIPE, *carried(run).rglob("*")):
+                target = self.work / source.relative_to(run)
+                if source.is_file():
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    try:
+                        os.link(source, target)
+                    except OSError:  # a disk without links
+                        shutil.copyfile(source, target)
 
     def abandon(self) -> None:
         shutil.rmtree(self.work, ignore_errors=True)

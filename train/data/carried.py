@@ -1,4 +1,4 @@
-"""What a run carries of the folders that it began from, so that it can be served and exported without them."""
+"""What a run carries of the folders that it began from, so that it can go on, be served and exported without them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,10 @@ import shutil
 from pathlib import Path
 
 from tpshard.files.atomic import write_aside
-from tpshard.models.folders.folder_files import copy_small_files
+from tpshard.models.folders.folder_files import carried, copy_small_files
 from tpshard.models.folders.hf_json import file_inside
 
 logger = logging.getLogger(__name__)
-
-
-def carried(run: Path) -> Path:
-    """The folder of a run with the small files of the model's folder (config.json, generation settings) and with the
-    run's tokenizer. Not every run has one."""
-    return run / "model"
 
 
 def carry(run: Path, base: Path | None, tokenizer: Path | None, *, again: bool = False) -> None:

@@ -11,13 +11,13 @@ from pathlib import Path
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.files.atomic import write_aside
 from tpshard.files.file_lock import one_at_a_time
+from tpshard.models.folders.folder_files import carried
 from tpshard.models.folders.folder_tokenizer import tokenizer_files
 from tpshard.parallelism.runtime.context import Context
 from tpshard.recipes.keys.schema import Recipe
 from tpshard.recipes.keys.training_keys import BYTE_TOKENS
 from tpshard.recipes.reading.load import load
 from tpshard.train.data.byte_bpe import byte_bpe
-from tpshard.train.data.carried import carried
 from tpshard.train.data.corpus import TextSource, pieces, rows
 from tpshard.train.data.sample import cache_dir
 

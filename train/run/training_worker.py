@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from tpshard.diagnostics.diagnostic import Exit, Mistakes, plural
+from tpshard.models.folders.folder_files import carried
 from tpshard.models.folders.folder_tokenizer import tokenizer_files
 from tpshard.models.model_spec import ModelSpec
 from tpshard.models.objectives.loss import IGNORE
@@ -27,6 +28,7 @@ from tpshard.parallelism.runtime.place import WorkerPlace
 from tpshard.parallelism.runtime.step_profile import StepProfile
 from tpshard.parallelism.runtime.watchdog import Doing
 from tpshard.plan import planner, saved_plan
+from tpshard.programs.fit.recipe_model import carried_instead
 from tpshard.programs.fit.wrong_model import wrong_model
 from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step import training
@@ -36,7 +38,7 @@ from tpshard.recipes.keys.training_keys import TokenizerTraining
 from tpshard.recipes.text.other_tools import MADE_TOKENIZERS
 from tpshard.train.checkpoints.checkpoint import steps as checkpoint_steps
 from tpshard.train.checkpoints.store_path import Location, StorePath, location
-from tpshard.train.data.carried import carried, carry
+from tpshard.train.data.carried import carry
 from tpshard.train.data.corpus import Corpus, TextSource, open_text
 from tpshard.train.data.generated_rows import GeneratedRows, held_out_rows
 from tpshard.train.data.made_tokenizer import byte_tokenizer, trained_tokenizer
@@ -317,16 +319,23 @@ def _tokenizer(recipe: Recipe, corpus: Corpus, setting: Setting, run: Path, cont
 
 
 def _initial_block(recipe: Recipe, spec: ModelSpec) -> InitialBlock:
-    """`spec.initial_block`, whose errors are mistakes of the recipe's model; the weights are opened at once."""
+    """`spec.initial_block`, whose errors are mistakes of the recipe's model; the weights are opened at once.
+
+    A run that goes on needs no weights of the folder that it began from, which may be gone.
+    """
+    gone = carried_instead(recipe) is not None
 
     def block(*args: Any, **options: Any) -> torch.Tensor:
+        if gone:
+            why = f"{getattr(recipe.model, spec.source.key)} is gone, and no checkpoint of the run has its weights"
+            raise wrong_model(recipe, ValueError(why))
         try:
             return spec.initial_block(*args, **options)
         except ValueError as error:
             raise wrong_model(recipe, error) from error
 
     try:
-        spec.weights  # noqa: B018 (raises)
+        gone or spec.weights  # noqa: B018 (raises)
     except (ValueError, OSError) as error:
         raise wrong_model(recipe, error) from error
     return block
