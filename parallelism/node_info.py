@@ -17,6 +17,9 @@ from tpshard.parallelism.mesh import Axes, Axis, Mesh, size_of
 from tpshard.parallelism.sharding import Layout, local_shape
 from tpshard.parallelism.why import Demand
 
+PortKey = tuple[str, str]
+"""The kind and the name of a port."""
+
 INFO = "tpshard"
 """The key of `Info` in a node's meta."""
 
@@ -152,6 +155,11 @@ class Port:
     free: tuple[int, ...] = ()
     """Dims whose size the executor chooses, such as the blocks of a cache; `shape` has 1 there."""
     held: Held | None = None
+
+    @property
+    def key(self) -> PortKey:
+        """Its kind and name, by which programs of one step find their arguments among one another's results."""
+        return self.kind, self.name
 
     @property
     def local(self) -> tuple[int, ...]:

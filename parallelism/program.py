@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from tpshard.parallelism.node_info import (
     Held,
     Info,
     Port,
+    PortKey,
     Spec,
     group_name,
     info,
@@ -92,6 +93,22 @@ class Program:
     @property
     def nodes(self) -> list[fx.Node]:
         return list(self.graph.nodes)
+
+    def arguments(self, values: Mapping[PortKey, T]) -> list[T]:
+        """The values of its inputs, in order, out of all values of a step. KeyError for one that is missing."""
+        return [values[port.key] for port in self.inputs]
+
+    def results(self, values: Sequence[T]) -> dict[PortKey, T]:
+        """The values of its outputs by kind and name."""
+        return {port.key: value for port, value in zip(self.outputs, values, strict=True)}
+
+    def with_results(self, keys: Sequence[PortKey], *, overwrites: bool = False) -> Program:
+        """The program whose outputs have these kinds and names. overwrites: whether the inputs of the same kind and
+        name are donated to them."""
+        feeds = {port.key: i for i, port in enumerate(self.inputs)}
+        ports = [replace(port, kind=kind, name=name) for port, (kind, name) in zip(self.outputs, keys, strict=True)]
+        donated = {i: feeds[key] for i, key in enumerate(keys) if overwrites and key in feeds}
+        return replace(self, outputs=tuple(ports), donated=donated)
 
     def issues(self) -> Iterator[tuple[fx.Node, Collective]]:
         """Yields the nodes that issue collectives, with these, in issue order."""

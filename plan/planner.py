@@ -52,8 +52,7 @@ def training_parts(programs: training.TrainingPrograms, compiled: Compiled | Non
         before = moments | {"gradients": rest["gradient"]}
         parts.insert(0, StepPart("gather", programs.gather, 1, before, chosen))
     if programs.reduce is not None:
-        sums = replace(programs.reduce, inputs=tuple(replace(p, kind="gradient") for p in programs.reduce.inputs))
-        parts.append(StepPart("reduce", sums, 1, moments | {"parameters": rest["parameter"]}, chosen))
+        parts.append(StepPart("reduce", programs.reduce, 1, moments | {"parameters": rest["parameter"]}, chosen))
     return [*parts, StepPart("update", programs.update, 1, {"parameters": frozen}, chosen)]
 
 

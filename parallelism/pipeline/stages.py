@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -319,13 +319,11 @@ class _Cutter:
         names = {port.name: i for i, port in enumerate(inputs)}
         outputs: list[tuple[fx.Node, Port]] = []
         donated: dict[int, int] = {}
-        feeds, own = list(self.port), set(part.own)
+        own = set(part.own)
         for i, (result, port) in enumerate(zip(self.results, self.program.outputs, strict=True)):
             if result not in own:
                 continue
-            source = self.program.donated.get(i)
-            if source is not None:
-                port = replace(port, name=self.port[feeds[source]].name)
+            if i in self.program.donated:
                 donated[len(outputs)] = names[port.name]
             outputs.append((copies[result], port))
         outputs += [(sends[node], self._port(node, "sent")) for node in part.sent]

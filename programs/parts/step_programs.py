@@ -32,6 +32,7 @@ from tpshard.parallelism.simulate import draws
 from tpshard.parallelism.tracing.capture import Trail, capture
 from tpshard.programs.parts.checks import uneven_notes
 from tpshard.programs.parts.memo import Memo, key_of_capture, key_of_model
+from tpshard.programs.parts.passes import apply
 from tpshard.programs.setting.annotations import annotate, fixed, name_dims, source_of, summed
 from tpshard.programs.setting.setting import Setting
 from tpshard.programs.setting.stacked_layers import discount
@@ -43,6 +44,10 @@ GRAPHS = 16
 UPDATES, BETWEEN = 4, 8
 """How many programs of updates, and how many that gather or reduce, a `Memo` keeps: a pipeline has up to three kinds of
 devices."""
+
+
+LOSS, COUNT, COUNTERS = ("scalar", "loss"), ("scalar", "count"), ("scalar", "counters")
+"""The ports of a micro-batch's summed loss in nats, its number of targets, and the values that its model counts."""
 
 
 MicroMaker = Callable[[Setting, Program | None], Program]
@@ -57,6 +62,11 @@ def trained_by(program: Program) -> list[str]:
     """The parameters that a step trains, from the program of a micro-batch or of an update: those with a sum of
     gradients among its inputs, in the order of the model's."""
     return [port.name.removesuffix(SUM) for port in program.inputs if port.kind == "gradient"]
+
+
+def counters_of(program: Program) -> int:
+    """The number of values that the model of a micro-batch's program counts."""
+    return sum(port.shape[0] for port in program.outputs if port.key == COUNTERS)
 
 
 def stored_ports(setting: Setting, storage: Mapping[str, Layout], names: Iterable[str]) -> list[Port]:
@@ -237,7 +247,9 @@ def micro_program(
         else:
             stored[name].append(total)
     program = _partition(setting, graph, stored, fields, annotations)
-    return replace(program, donated={2 + i: len(params) + i for i in range(len(sums))})
+    rest = program.outputs[2 + len(sums) :]
+    noted = [COUNTERS if port.kind == "scalar" else port.key for port in rest]
+    return program.with_results([LOSS, COUNT, *(("gradient", total.name) for total in sums), *noted], overwrites=True)
 
 
 def used_layout(program: Program, name: str, stored: Layout) -> Layout:
@@ -250,7 +262,8 @@ def gather_program(
     setting: Setting, base: Program, storage: Mapping[str, Layout], names: Sequence[str] | None = None,
     memo: Memo | None = None,
 ) -> Program:  # fmt: skip
-    """Builds the program that casts and gathers all parameters (or `names`) once for all micro-batches of a step."""
+    """Builds the program, after its passes, that casts and gathers all parameters (or `names`) once for all
+    micro-batches of a step."""
 
     def step(params: dict[str, Tensor]) -> Any:
         return [boundary(p.to(setting.used_dtype(n)), "parameter", n) for n, p in params.items()]
@@ -258,14 +271,15 @@ def gather_program(
     params = _parameters(setting, names)
     used = {n: (used_layout(base, n, storage[n]), "how it is used") for n in params}
     stored = {n: (storage[n], "how it is stored") for n in params}
-    return _between(setting, step, params, stored, used, memo)
+    program = apply(setting, _between(setting, step, params, stored, used, memo))
+    return program.with_results([port.key for port in program.inputs])
 
 
 def reduce_program(
     setting: Setting, base: Program, storage: Mapping[str, Layout], names: Sequence[str], memo: Memo | None = None
 ) -> Program:
-    """Builds the program that reduces and shards the gradient sums of all micro-batches, of the parameters `names`,
-    once per step.
+    """Builds the program, after its passes, that reduces and shards the gradient sums of all micro-batches, of the
+    parameters `names`, once per step.
     """
 
     def step(sums: dict[str, Tensor]) -> Any:
@@ -273,7 +287,10 @@ def reduce_program(
 
     sums = {n: p.to(setting.sum_dtype) for n, p in _parameters(setting, names).items()}
     computed = {n: (base.records[f"{n}.grad"].layout, "how the gradient is made") for n in sums}
-    return _between(setting, step, sums, computed, {n: (storage[n], "how it is stored") for n in sums}, memo)
+    moved = _between(setting, step, sums, computed, {n: (storage[n], "how it is stored") for n in sums}, memo)
+    program = apply(setting, moved)
+    ports = tuple(replace(port, name=port.name + SUM, kind="gradient") for port in program.inputs)
+    return replace(program, inputs=ports).with_results([port.key for port in ports])
 
 
 Placed = Mapping[str, tuple[Layout, str]]
@@ -321,7 +338,8 @@ def evaluate_program(setting: Setting, storage: Mapping[str, Layout]) -> Program
     mark(graph.outputs, "scalar")
     name_dims(graph, setting.dims, fields, fields=_field_dims(setting))
     annotations = {value: fixed(storage[name], "how it is stored") for name, value in stored.items()}
-    return _partition(setting, graph, {name: [value] for name, value in stored.items()}, fields, annotations)
+    program = _partition(setting, graph, {name: [value] for name, value in stored.items()}, fields, annotations)
+    return program.with_results([LOSS, COUNT])
 
 
 def _partition(
@@ -428,13 +446,14 @@ def _capture_update(setting: Setting, storage: Mapping[str, Layout], names: Sequ
         mark([value], ("parameter", "gradient", "optimizer")[min(i // count, 2)])
     for i, value in enumerate(graph.outputs[: count + len(moment_names)]):
         mark([value], "parameter" if i < count else "optimizer")
+    mark(graph.inputs[2 * count + len(moment_names) :], "scalar")
     return graph
 
 
 def _partition_update(
     setting: Setting, storage: Mapping[str, Layout], names: Sequence[str], graph: Graph, staged: bool
 ) -> Program:
-    count, moment_names = len(names), setting.moments(names)
+    moment_names = setting.moments(names)
     annotations = dict(split_annotations(graph, setting.mesh))
     stored = [*names, *(name for _, name in moment_names)]
     for values, places in ((graph.inputs, [*names, *stored]), (graph.outputs, stored)):
@@ -443,4 +462,5 @@ def _partition_update(
     if staged:
         annotations[graph.inputs[-1]] = summed(graph.inputs[-1], setting.stage_axis)
     program = partition_graph(propagate(graph, setting.mesh, annotations))
-    return replace(program, donated={i: i if i < count else i + count for i in range(count + len(moment_names))})
+    updated = [port.key for port in program.inputs if port.kind in ("parameter", "optimizer")]
+    return program.with_results([*updated, ("scalar", "grad_norm"), ("scalar", "finite")], overwrites=True)

@@ -31,8 +31,8 @@ from tpshard.programs.parts import step_programs
 from tpshard.programs.parts.checks import check_remat, check_reshards, traceable
 from tpshard.programs.parts.memo import Memo
 from tpshard.programs.parts.pass_choices import Choices, choose
-from tpshard.programs.parts.passes import FEWER, apply, remat, scheduling
-from tpshard.programs.parts.step_programs import SUM, trained_by
+from tpshard.programs.parts.passes import FEWER, remat, scheduling
+from tpshard.programs.parts.step_programs import COUNT, LOSS, SUM, counters_of, trained_by
 from tpshard.programs.setting.annotations import fixed, summed
 from tpshard.programs.setting.naming import untrained_notes
 from tpshard.programs.setting.setting import Setting
@@ -111,7 +111,8 @@ class StagedPrograms:
         mark_outputs(graph)
         annotations = {value: summed(value, self.axis) for value in graph.inputs}
         annotations |= {value: _on_all_devices(value) for value in graph.outputs}
-        return partition_graph(propagate(graph, self.setting.mesh, annotations))
+        mark([*graph.inputs, *graph.outputs], "scalar")
+        return partition_graph(propagate(graph, self.setting.mesh, annotations)).with_results([LOSS, COUNT])
 
     @property
     def programs(self) -> dict[str, Program]:
@@ -166,9 +167,8 @@ def build(
 
     layers, stages = balance_stages(setting, layers, table.devices, stages_of)
     held, trained = held_by_devices(table, [stage.parameters for stage in stages], list(storage)), trained_by(base)
-    noted = sum(p.shape[0] for p in again.outputs[2 + len(trained) :])
     devices = tuple(
-        device_programs(setting, storage, base, held, i, trained, noted, memo) for i in range(table.devices)
+        device_programs(setting, storage, base, held, i, trained, counters_of(base), memo) for i in range(table.devices)
     )
     return again, StagedPrograms(setting, setting.stage_axis, table, tuple(layers), stages, devices, storage)
 
@@ -217,8 +217,8 @@ def device_programs(
         tuple(trained),
         totals_program(setting, storage, trained, first, noted),
         step_programs.update_program(setting, storage, trained, memo, staged=True),
-        apply(setting, step_programs.gather_program(setting, base, storage, names, memo)) if gathers else None,
-        apply(setting, step_programs.reduce_program(setting, base, storage, trained, memo)) if reduces else None,
+        step_programs.gather_program(setting, base, storage, names, memo) if gathers else None,
+        step_programs.reduce_program(setting, base, storage, trained, memo) if reduces else None,
         exchange_program(setting, storage, i, held, shared) if shared else None,
     )
 
@@ -311,7 +311,7 @@ def totals_program(
     sums = [torch.empty(shapes[name], dtype=setting.sum_dtype, device="meta") for name in names]
     totals = [torch.empty(micros, dtype=d, device="meta") for d in (torch.float32, torch.int64)]
     totals += [torch.empty(noted, dtype=torch.float32, device="meta")] * (noted > 0)
-    labels = [*(n + SUM for n in names), "losses", "counts", *["noted"] * (noted > 0)]
+    labels = [*(n + SUM for n in names), "losses", "counts", *["counters"] * (noted > 0)]
     graph = capture(step, (sums, *totals), labels)
     for op in graph.ops:
         op.place = Place(phase="update")
@@ -321,7 +321,8 @@ def totals_program(
     annotations |= {value: _on_all_devices(value) for value in graph.outputs}
     mark(graph.inputs[: len(names)], "gradient")
     mark([*graph.inputs[len(names) :], *graph.outputs], "scalar")
-    return partition_graph(propagate(graph, setting.mesh, annotations))
+    program = partition_graph(propagate(graph, setting.mesh, annotations))
+    return program.with_results([("scalar", label) for label in ("squares", *labels[len(names) :])])
 
 
 def exchange_program(

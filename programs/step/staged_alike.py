@@ -13,7 +13,7 @@ from tpshard.parallelism.pipeline.schedules import Table
 from tpshard.parallelism.pipeline.stages import Stage
 from tpshard.parallelism.program import Program
 from tpshard.programs.parts.memo import Memo, key_of_partition
-from tpshard.programs.parts.step_programs import trained_by
+from tpshard.programs.parts.step_programs import counters_of, trained_by
 from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step.alike import few_layers, micro
 from tpshard.programs.step.splitting import balance_stages, layers_of
@@ -57,12 +57,11 @@ def build(setting: Setting, memo: Memo | None = None) -> tuple[Program, StagedPr
     held = held_by_devices(table, _names(depth, names, layers, stages), names)
     trained_in_few = trained_by(few)
     trained = {name for name in names if _in_few(depth, name) in trained_in_few}
-    noted = sum(p.shape[0] for p in few.outputs[2 + len(trained_in_few) :])
     key = _key_of_devices(setting)
     devices = []
     for i, own_names in enumerate(held):
         alike = [(_in_few(depth, name), [j - i for j, names in enumerate(held) if name in names]) for name in own_names]
-        make = partial(device_programs, setting, storage, base, held, i, trained, noted, memo)
+        make = partial(device_programs, setting, storage, base, held, i, trained, counters_of(few), memo)
         devices.append(memo.of("device programs", repr((key, alike)), make, most=DEVICES))
     return few, StagedPrograms(setting, setting.stage_axis, table, tuple(layers), stages, tuple(devices), storage)
 

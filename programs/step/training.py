@@ -115,9 +115,9 @@ def build(
     gather = reduce = None
     if setting.batch.micro_batches > 1 and (setting.gathers_once or setting.reduces_once):
         if setting.gathers_once:
-            gather = apply(setting, gather_program(setting, micro, storage, memo=memo))
+            gather = gather_program(setting, micro, storage, memo=memo)
         if setting.reduces_once:
-            reduce = apply(setting, reduce_program(setting, micro, storage, trained, memo))
+            reduce = reduce_program(setting, micro, storage, trained, memo)
         micro = make(setting, micro)
     notes = [*setting.notes, *untrained_notes(setting.model, trained)]
     check_remat(setting, micro)
