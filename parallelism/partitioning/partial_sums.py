@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
+import torch
 from tpshard.parallelism.anchors import is_anchor
 from tpshard.parallelism.graph import Graph, Op, Value
 from tpshard.parallelism.mesh import Axes, covers, union
 from tpshard.parallelism.rules.rule import Rule
+
+aten = torch.ops.aten
 
 
 def carried_sums(
@@ -18,9 +21,11 @@ def carried_sums(
     natural: the values that their op sums over sharded dims, with the axes and the kind of reduction. A value stays
     partial if its only reader is linear in it and has a result that is not larger (or is a widening cast on the way to
     a gradient's storage). It also stays partial if its only reader is an anchor, which reduces it to the anchor's
-    layout.
+    layout. In a chain of additions the first one may add a whole value to a partial one, which the whole value joins as
+    a summand of the first device: the chain is reduced once, as the gradient of what several projections read.
     """
     refused: set[Value] = set()
+    known: dict[Value, Axes] = {}
     while True:
         partial: dict[Value, Axes] = {v: axes for v, (axes, kind) in natural.items() if kind == "sum"}
         for op in graph.ops:
@@ -29,19 +34,37 @@ def carried_sums(
                 continue
             added = [op.operands[i] for i in rule.additive]
             parts = [partial.get(v, ()) if v not in refused else () for v in added]
-            if not all(parts) and not (op.results[0].rank == 0 and any(parts)):
+            begins = len(set(parts) - {()}) == 1 and _begins_a_chain(op, max(parts, key=len), known, refused)
+            if not all(parts) and not begins and not (op.results[0].rank == 0 and any(parts)):
                 continue
-            joined = parts[0]
+            joined = max(parts, key=len) if begins else parts[0]
             if op.results[0].rank == 0:
                 joined = union(*parts)
-            elif any(p != joined for p in parts):
+            elif any(p != joined for p in parts) and not begins:
                 continue
             own = partial.get(op.results[0], ())
             partial[op.results[0]] = union(own, joined)
+        if partial != known:
+            known = partial
+            continue
         newly = {v for v in partial if v not in refused and not _may_carry(v, partial, rules)}
         if not newly:
             return partial, {v: axes for v, axes in partial.items() if v not in refused}
-        refused |= newly
+        refused, known = refused | newly, {}
+
+
+def _begins_a_chain(op: Op, axes: Axes, known: Mapping[Value, Axes], refused: Collection[Value]) -> bool:
+    """Whether an addition of a whole value and a sum over `axes` is the operand of another, with such a sum."""
+    (result,) = op.results
+    if op.target is not aten.add.Tensor or len(set(result.users)) != 1 or result in refused:
+        return False
+    after = result.users[0]
+    shapes = {v.shape for v in (*op.operands, *after.operands)}
+    others = [v for v in after.operands if v is not result]
+    return (
+        after.target is aten.add.Tensor and len(op.operands) == 2 and shapes == {result.shape}
+        and any(known.get(v) == axes and v not in refused for v in others)
+    )  # fmt: skip
 
 
 def _may_carry(value: Value, partial: Mapping[Value, Axes], rules: Mapping[Op, Rule]) -> bool:

@@ -47,3 +47,22 @@ def test_readers_that_do_not_fetch_a_table_do_not_share_its_gather() -> None:
     program = partition(scores, args, Mesh({"x": 4, "y": 2}), [(("y", "x"),), ("x",)], [(None, ("y", "x"))])
     assert not any(comm.value == ("arg0",) for comm in program.collectives)
     torch.testing.assert_close(program.simulate(*args)[0], scores(*args))
+
+
+def added(x: Tensor, *factors: Tensor) -> Tensor:
+    """A whole value and products whose contracted dim is sharded, one after the other, as gradients are summed."""
+    for left, right in zip(factors[::2], factors[1::2]):
+        x = x + left @ right
+    return torch.relu(x)
+
+
+@pytest.mark.parametrize(("rows", "kind"), [(None, "all_reduce"), ("y", "reduce_scatter")])
+@pytest.mark.parametrize("products", [1, 2, 3])
+def test_a_chain_of_sums_is_reduced_once(products: int, rows: str | None, kind: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(8, 8), *[(8, 12), (12, 8)] * products]
+    args = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    shardings = [(rows, None), *[(None, "y"), ("y", None)] * products]
+    program = partition(added, args, Mesh({"x": 2, "y": 4}), shardings, [(rows, None)])
+    assert [comm.kind for comm in program.collectives] == [kind]
+    torch.testing.assert_close(program.simulate(*args)[0], added(*args))
