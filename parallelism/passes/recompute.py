@@ -15,15 +15,19 @@ Keep = Callable[[fx.Node], bool]
 """A function that decides whether to save a forward value which the backward pass reads."""
 
 
-def recompute(program: Program, keep: Keep, reshard_after_forward: bool = True) -> Program:
+def recompute(program: Program, keep: Keep, reshard_after_forward: bool = True, cut: bool = False) -> Program:
     """Makes the backward pass recompute every forward value that `keep` does not save, from those that are saved.
 
-    With `reshard_after_forward` gathered parameters are never saved: the whole chain (cast, all-gather, wait, views) is
-    repeated, as in SimpleFSDP. Recomputed nodes have the phase `recompute`; later passes decide their position. Results
-    do not change by a bit.
+    With `reshard_after_forward` gathered parameters are not saved: the whole chain (cast, all-gather, wait, views) is
+    repeated, as in SimpleFSDP. Those that the forward pass reads behind the last layer, such as the head's, are: the
+    backward pass begins with them; not where it will be `cut` into programs of stages, which would save them for every
+    micro-batch. Recomputed nodes have the phase `recompute`; later passes decide their position.
+    Results do not change by a bit.
     """
     graph = program.graph
     gathered = parameter_values(program)
+    if not cut:
+        gathered -= _read_last(program, gathered)
     forward = [n for n in graph.nodes if n.op == "call_function" and info(n).phase == "forward"]
     again = {node for node in forward if (reshard_after_forward if node in gathered else not keep(node))}
     position = {node: i for i, node in enumerate(graph.nodes)}
@@ -39,6 +43,19 @@ def recompute(program: Program, keep: Keep, reshard_after_forward: bool = True) 
         node.args = fx.map_arg(node.args, lambda n: clones.get(n, n) if n in again else n)
         node.kwargs = fx.map_arg(node.kwargs, lambda n: clones.get(n, n) if n in again else n)
     return program
+
+
+def _read_last(program: Program, gathered: Collection[fx.Node]) -> set[fx.Node]:
+    """Values of parameters that the forward pass reads behind the last layer; none for a program without layers."""
+    last, forward = False, [n for n in program.graph.nodes if n.op == "call_function" and info(n).phase == "forward"]
+    kept: set[fx.Node] = set()
+    for node in reversed(forward):
+        last = last or (layer_of(node) is not None and node not in gathered)
+        if node in gathered:
+            kept |= {node} if not kept.isdisjoint(node.users) else set()
+        elif not last:
+            kept |= {operand for operand in node.all_input_nodes if operand in gathered}
+    return kept if last else set()
 
 
 def _clone_before(

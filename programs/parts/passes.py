@@ -32,7 +32,9 @@ def passes(setting: Setting, chosen: Choices) -> list[Pass]:
 
 
 def remat(setting: Setting, reshard_after_forward: bool) -> Pass:
-    return partial(recompute, keep=keep_of(setting), reshard_after_forward=reshard_after_forward)
+    return partial(
+        recompute, keep=keep_of(setting), reshard_after_forward=reshard_after_forward, cut=setting.recipe.staged
+    )
 
 
 def scheduling(setting: Setting, chosen: Choices) -> list[Pass]:
