@@ -33,7 +33,7 @@ from tpshard.parallelism.tracing.capture import Trail, capture
 from tpshard.programs.parts.checks import uneven_notes
 from tpshard.programs.parts.memo import Memo, key_of_capture, key_of_model
 from tpshard.programs.parts.passes import apply
-from tpshard.programs.setting.annotations import annotate, fixed, name_dims, source_of, summed
+from tpshard.programs.setting.annotations import annotate, dim_notes, fixed, name_dims, source_of, summed
 from tpshard.programs.setting.setting import Setting
 from tpshard.programs.setting.stacked_layers import discount
 
@@ -357,6 +357,7 @@ def _partition(
     if setting.stacking is not None:
         program = discount(program, 1.0 - setting.stacking.bubble)
     notes = uneven_notes(asked) if setting.recipe.sharding.on_uneven == "pad" else []
+    notes += dim_notes(setting, graph, _field_dims(setting))
     return replace(program, warnings=[*program.warnings, *notes])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes, did_you_mean
+from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes, did_you_mean, suggestion
 from tpshard.models.families.family import DIMS
 from tpshard.parallelism.graph import Graph, Value
 from tpshard.parallelism.mesh import Axes, Axis, merge, size_of
@@ -15,7 +15,9 @@ from tpshard.parallelism.sharding import Layout, Sharding, replicated
 from tpshard.parallelism.why import SourcePlace
 from tpshard.programs.fit.patterns import matches
 from tpshard.programs.setting.setting import Setting
+from tpshard.recipes.keys.parallel_keys import ShardingSection
 from tpshard.recipes.keys.schema import Recipe
+from tpshard.recipes.text.section import default_of
 
 if TYPE_CHECKING:
     from tpshard.programs.server.serve_setting import ServeSetting
@@ -62,6 +64,25 @@ def annotate(
     if reader.mistakes:
         raise Mistakes(reader.mistakes)
     return annotations
+
+
+def dim_notes(setting: Setting, graph: Graph, fields: Mapping[str, Sequence[str]]) -> list[str]:
+    """Warnings on dims of a model without an outline: rules of the recipe's own for dims that no tensor has, and names
+    that are almost those of a rule."""
+    if setting.spec.outline is not None:
+        return []
+    sharding, default = setting.recipe.sharding, default_of(ShardingSection.__dataclass_fields__["rules"])
+    lists = (*setting.dims.values(), *fields.values(), *sharding.annotate.values(), *(v.dims for v in graph.values()))
+    own = {dim for dims in lists for dim in dims if dim}
+    name = setting.spec.source.name or "the model"
+    idle = [dim for dim, axes in sharding.rules.items() if dim not in own and dim in DIMS and dim != "stage"
+            and axes != ("ep",) and axes != default.get(dim)]  # fmt: skip
+    notes = [f"`sharding.rules.{dim}` has no effect: no tensor of {name} has this dim" for dim in idle]
+    unruled = {dim: suggestion(dim, sharding.rules) for dim in sorted(own) if dim not in DIMS}
+    return notes + [
+        f"no rule shards the dim `{dim}` of {name}: is it `{close}`?"
+        for dim, close in unruled.items() if close and dim not in sharding.rules
+    ]  # fmt: skip
 
 
 def name_dims(
@@ -120,8 +141,21 @@ class _Reader:
         """Requires of a model without an outline that rules name dims of tensors (others: see `recipes.laws`)."""
         if self.serving or self.setting.spec.outline is not None:
             return
-        named = (*self.setting.dims.values(), *self.recipe.sharding.annotate.values())
-        known = {dim for dims in named for dim in dims if dim} | {dim for dim in of_values if dim} | {*DIMS}
+        own = {dim for dims in (*self.setting.dims.values(), of_values) for dim in dims if dim}
+        known = {dim for dims in self.recipe.sharding.annotate.values() for dim in dims if dim} | own | {*DIMS}
+        rules = self.recipe.sharding.rules
+        self.mistakes += [
+            Diagnostic(
+                f"the dim name `{dim}` has no rule and is not a dim of {self.setting.spec.source.name or 'the model'}",
+                exit=Exit.RECIPE,
+                where=self.recipe.where(f"sharding.annotate.{pattern}"),
+                why="the annotation would have no effect",
+                fix=did_you_mean(dim, sorted({*own, *rules, *DIMS}), f"add a rule: {dim}: tp"),
+            )
+            for pattern, dims in self.recipe.sharding.annotate.items()
+            for dim in dims
+            if dim and dim not in own and dim not in rules and dim not in DIMS
+        ]
         self.mistakes += [
             Diagnostic(
                 f"no tensor of {self.setting.spec.source.name or 'the model'} has a dim called `{dim}`",
@@ -130,7 +164,7 @@ class _Reader:
                 why="the rule would have no effect",
                 fix=did_you_mean(dim, sorted(known), f"its dims are {', '.join(sorted(known))}"),
             )
-            for dim in self.recipe.sharding.rules
+            for dim in rules
             if dim not in known
         ]
 

@@ -36,6 +36,8 @@ class Model(Section):
 
     exclusive: ClassVar[tuple[str, ...]] = ("preset", "hf", "transformers", "module")
     paths: ClassVar[tuple[str, ...]] = ("hf", "transformers")
+    of_all: ClassVar[tuple[str, ...]] = ("seq_len", "dtype")
+    """Keys that stay where a layer names the model by another key."""
 
     preset: Preset | None = None
     """The name of a model. tiny: 4 layers, width 128, 8 heads, 4 KV heads, mlp 384, vocab 2048, seq_len 256, fp32."""

@@ -161,10 +161,11 @@ class Merged:
             return [self._layer(item, None, (*path, i)) for i, item in enumerate(over.items)]
         if over.kind == "scalar":
             return self._scalar(over, path)
-        exclusive, names = getattr(inner, "exclusive", ()), {key.text for key, _ in over.entries}
-        for name in exclusive:
-            if names & set(exclusive) and name not in names and written_at(self.raw, (*path, name)) is not None:
-                self.drop((*path, name))
+        names = {key.text for key, _ in over.entries}
+        for name in self._replaced(inner, path, names):
+            self.drop((*path, name))
+            if mapping_of(below_key(hint, name)) is not None:
+                self.put((*path, name), {})
         values = {}
         for key_node, item_node in over.entries:
             inside = (*path, key_node.text)
@@ -180,6 +181,19 @@ class Merged:
             if not changes_below or inside not in self.places:
                 self.places[inside] = (key_node, item_node)
         return values
+
+    def _replaced(self, section: type[Section] | None, path: Path, names: set[str]) -> list[str]:
+        """The keys of a section that a layer with the keys `names` takes back: where it names by another key what the
+        section describes, all others but those of `of_all`, and dimensions of the command line, whose order means
+        nothing."""
+        exclusive = set(getattr(section, "exclusive", ()))
+        below = written_at(self.raw, path)
+        written = [name for name, value in below.items() if value is not None] if isinstance(below, dict) else []
+        if not exclusive & names or not exclusive.intersection(written) - names:
+            return []
+        typed = {name for name in written if self.place((*path, name)).file.startswith("<override ")}
+        kept = {*names, *getattr(section, "of_all", ()), *(typed - exclusive)}
+        return [name for name in written if name not in kept]
 
     def _scalar(self, node: Node, path: Path) -> Any:
         text = scalar(node)

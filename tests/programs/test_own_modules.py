@@ -149,11 +149,12 @@ def named(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def setting_of(kind: str) -> Setting:
+def setting_of(kind: str, sections: dict[str, Any] | None = None, model: dict[str, Any] | None = None) -> Setting:
     recipe = {
         "schema": 1, "name": "own", "mesh": {"fsdp": 2, "tp": 2}, "batch": {"global_sequences": 4},
         "cluster": {"device": "cpu", "nodes": 1, "devices_per_node": 4}, "data": {"source": "sample"},
-        "model": {"module": "own_modules:Net", "args": {"kind": kind}, "seq_len": 8, "dtype": "fp32"},
+        "model": {"module": "own_modules:Net", "args": {"kind": kind}, "seq_len": 8, "dtype": "fp32", **(model or {})},
+        **(sections or {}),
     }  # fmt: skip
     return Setting.of(loads(json.dumps(recipe), [], file="recipe.yaml"))
 
@@ -259,3 +260,23 @@ def test_what_a_class_keeps_in_fp32_is_used_and_served_in_it(name: str, dtype: s
     stored = load_file(written / "model.safetensors")
     assert {path: value.dtype for path, value in stored.items()} == {path: expected[path] for path in stored}
     assert any(torch.float32 == setting.used_dtype(path) for path in expected) == ((name, dtype) != ("gpt_oss", "bf16"))
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"batch": ["dp", "fsdp"], "width": "tp", "mlp": "fsdp"}, "`sharding.rules.mlp` has no effect: no tensor of o"),
+        ({"batch": ["dp", "fsdp"], "width": "tp"}, "no rule shards the dim `wdth` of own_modules:Net: is it `width`?"),
+    ],
+)
+def test_dims_that_no_rule_and_no_tensor_has_are_named(rules: dict[str, Any], message: str) -> None:
+    dims = {"up.weight": ["width", "wdth"]}
+    program = step_programs.micro_program(setting_of("plain", {"sharding": {"rules": rules}}, {"dims": dims}))
+    assert any(warning.startswith(message) for warning in program.warnings), program.warnings
+    plain = step_programs.micro_program(setting_of("plain"))
+    assert not any("no rule" in warning or "no tensor" in warning for warning in plain.warnings)
+
+
+def test_an_annotation_of_a_dim_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(Mistakes, match="`sqe` has no rule and is not a dim of own_modules:Net"):
+        step_programs.micro_program(setting_of("plain", {"sharding": {"annotate": {"up.weight": ["sqe", None]}}}))

@@ -301,3 +301,15 @@ def test_axes_of_a_mesh_take_the_order_in_which_the_last_layer_writes_them(overr
 def test_recipes_whose_axes_have_another_order_differ() -> None:
     text = TINY + "mesh: {dp: 2, fsdp: 1, tp: 2}\n"
     assert loads(text) == loads(text, ["mesh={fsdp: 1}"]) != loads(text, ["mesh={tp: 2, dp: 2}"])
+
+
+def test_a_layer_that_names_another_kind_of_model_replaces_the_earlier_one() -> None:
+    """Its dimensions go with it, but those that the command line gives, whatever their order, are never lost."""
+    text = "name: x\nmodel: {preset: tiny, layers: 2, width: 64, seq_len: 32, dims: {a: [b]}}\n"
+    for changes in (["model={module: 'a:B', args: {k: 1}}"], ["model.args.k=1", "model.module=a:B"]):
+        written = {key: value for key, value in loads(text, changes).model.stored().items() if value not in (None, {})}
+        assert written == {"module": "a:B", "args": {"k": 1}, "seq_len": 32, "dtype": "bf16"}
+    assert loads(text, ["model.layers=3", "model.module=a:B"]).model.overrides() == {"layers": 3}, (
+        "refused by the model"
+    )
+    assert loads(text, ["model.preset=tiny-moe"]).model.overrides() == {"layers": 2, "width": 64}
