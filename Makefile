@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -rs
 
-.PHONY: setup train test tests test-avx2 test-all test-busy lint gpu
+.PHONY: setup train test tests texts test-avx2 test-all test-busy lint gpu
 setup: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml setup.py
@@ -31,6 +31,10 @@ test: setup
 
 tests:
 	$(PYTEST) -m "not slow and not gpu"
+
+# Writes the answers of tests/texts anew, for review.
+texts: setup
+	$(BIN)/python tests/text_case.py
 
 # With the kernels of a CPU that has AVX2 and no AVX-512, on one that may have both: numpy's, torch's and their libraries'.
 AVX2 = OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2

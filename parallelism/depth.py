@@ -63,6 +63,13 @@ class Depth:
         first = self.head + 3 * self.period
         return [*range(first), *range(first + self.skipped, self.layers)]
 
+    @property
+    def note(self) -> str:
+        """A sentence on the layers of which the shallow model has a block."""
+        first, last = (self.head + blocks * self.period for blocks in (REPEATED, REPEATED + self.copies))
+        shown = f"{first} stands" if self.period == 1 else f"{first} to {first + self.period - 1} stand"
+        return f"{self.stack}.{shown} for {first} to {last - 1}, which are alike"
+
     @cached_property
     def _layer_number(self) -> re.Pattern[str]:
         return re.compile(rf"{re.escape(self.stack)}\.(\d+)(?=\.|$)")
@@ -95,8 +102,12 @@ class Depth:
         if match is None:
             return name
         if by is None:
-            by = self.skipped if self.block(int(match[1])) == LAST else 0
+            by = self.shift_of(int(match[1]))
         return f"{self.stack}.{int(match[1]) + by}{name[match.end() :]}"
+
+    def shift_of(self, layer: int) -> int:
+        """The number by which a layer of the shallow model is shifted in the deep one; the first that it stands for."""
+        return self.skipped if self.block(layer) == LAST else 0
 
     def count(self, name: str) -> int:
         """The number of the deep model's values or ops that the shallow model's value or op `name` represents."""

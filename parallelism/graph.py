@@ -186,8 +186,9 @@ class Graph:
         return graph, values, ops
 
     def __str__(self) -> str:
-        lines = [f"inputs {self.inputs}", *(f"  {op}" for op in self.ops), f"return {self.outputs}"]
-        return "\n".join(lines)
+        from tpshard.parallelism.texts import graph_text
+
+        return graph_text(self)
 
 
 def mark(values: Iterable[Any], role: Role) -> None:

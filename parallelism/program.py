@@ -10,11 +10,11 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import fx
-from tpshard.parallelism import simulate, words
+from tpshard.parallelism import simulate, texts, words
 from tpshard.parallelism.graph import Role
 from tpshard.parallelism.mesh import Axis, Mesh
 from tpshard.parallelism.node_info import (
@@ -33,6 +33,9 @@ from tpshard.parallelism.node_info import (
 )
 from tpshard.parallelism.sharding import Layout
 from tpshard.parallelism.why import Explanation, ReasonLookup, explanation
+
+if TYPE_CHECKING:
+    from tpshard.parallelism.propagated import Shardings
 
 T = TypeVar("T")
 
@@ -54,12 +57,19 @@ class ValueRecord:
     """Names of its dims, where they have any."""
 
 
-@dataclass
+class Collectives(list[Collective]):
+    """A program's collectives in issue order, which print as a table with the reason of each."""
+
+    def __str__(self) -> str:
+        return texts.collectives_table(self)
+
+
+@dataclass(repr=False)
 class Program:
     """One device's program: its graph with the layouts of inputs, outputs and named values.
 
     `graph` is an FX graph whose collectives are `_c10d_functional` ops on groups named by `group_name`; every node has
-    an `Info`. Passes are functions from a Program to a Program.
+    an `Info`. Passes are functions from a Program to a Program. A program prints as text (`parallelism.texts`).
     """
 
     mesh: Mesh
@@ -124,8 +134,17 @@ class Program:
         return sum(each.global_flops for each in infos if each is not None and each.phase != "recompute")
 
     @property
-    def collectives(self) -> list[Collective]:
-        return [comm for _, comm in self.issues()]
+    def collectives(self) -> Collectives:
+        return Collectives(comm for _, comm in self.issues())
+
+    @property
+    def shardings(self) -> Shardings | None:
+        """The shardings of the captured graph that it was partitioned from, which print as text, as does their `graph`;
+        None if they were not stored. Of a deep model's equal layers they are those of a few."""
+        return getattr(self.reasons, "propagated", None)
+
+    def __str__(self) -> str:
+        return texts.program_text(self)
 
     @property
     def in_shardings(self) -> list[tuple[Any, ...]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -131,7 +132,9 @@ def partition_graph(shardings: Shardings, latency: int = LATENCY_BYTES, apart: S
     latency: the cost of starting a collective, in bytes. apart: mesh axes along which devices will run different parts
     of the program.
     """
-    return _Partitioner(joined_slices.join(shardings), latency, apart).run()
+    program = _Partitioner(joined_slices.join(shardings), latency, apart).run()
+    assert isinstance(program.reasons, PropagatedReasons)
+    return replace(program, reasons=replace(program.reasons, propagated=shardings))
 
 
 class _Partitioner:

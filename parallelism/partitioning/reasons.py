@@ -152,6 +152,8 @@ class PropagatedReasons:
     work: Work | None = None
     """The work from which warnings of a deep model are computed."""
     depth: Depth | None = None
+    propagated: Shardings | None = None
+    """The shardings before `joined_slices` rewrote their graph."""
 
     @cached_property
     def _values(self) -> dict[str, Value]:

@@ -47,11 +47,12 @@ def run(passes: Sequence[Pass], program: Program, watch: Watch | None = None) ->
         # cached facts of the old graph are invalid, unless the pass says which are not
         program = result.replace_graph(result.graph) if result is program else result
         if watch is not None:
-            watch(PassResult(*_name_and_settings(one), program, seconds))
+            watch(PassResult(*name_and_settings(one), program, seconds))
     return program
 
 
-def _name_and_settings(one: Pass) -> tuple[str, dict[str, Any]]:
+def name_and_settings(one: Pass) -> tuple[str, dict[str, Any]]:
+    """A pass's name, and the arguments that a list of passes gives it."""
     if isinstance(one, partial):
         return one.func.__name__, one.keywords
     return getattr(one, "__name__", str(one)), {}

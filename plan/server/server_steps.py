@@ -30,7 +30,7 @@ def report(recipe: Recipe, what: str, source: str = "", accuracy: str = "", whol
     setting, device, per_host = server_of(recipe)
     requests, length = recipe.serve.requests, recipe.model.seq_len
     sequences = 1 if what == "prefill" else min(requests, setting.most)
-    sizes = setting.steps_of_prompt(length) if what == "prefill" else {setting.fitting(sequences): 1}
+    sizes = setting.steps_of(what, requests, length)
     programs = build_serving(setting, [size for size in setting.sizes if whole or size in sizes])
     one_device = device.shared_by(per_host)
     blocks = programs.cache_blocks(one_device.memory_bytes - one_device.context_bytes)

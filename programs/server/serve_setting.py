@@ -198,6 +198,11 @@ class ServeSetting:
             steps[self.fitting(rest)] += 1
         return +steps
 
+    def steps_of(self, what: str, requests: int, tokens: int) -> dict[Size, int]:
+        """The steps, and how often each runs, of a prompt of so many tokens (`prefill`), or else of the next token of
+        so many requests (`decode`)."""
+        return dict(self.steps_of_prompt(tokens)) if what == "prefill" else {self.fitting(min(requests, self.most)): 1}
+
     def logit_rows(self, rows: int) -> int:
         """The maximal number of rows of a step with logits: one token per request."""
         return min(rows, _up(self.recipe.serve.requests))

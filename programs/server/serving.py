@@ -10,7 +10,7 @@ which the executor chooses.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.parallelism.graph import Graph, Value
 from tpshard.parallelism.partitioning.partitioner import mark_outputs, partition_graph
-from tpshard.parallelism.passes.run import Pass
+from tpshard.parallelism.passes.run import Pass, PassResult, Watch, run
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.propagation.propagate import propagate
@@ -146,18 +146,22 @@ class ServingPrograms:
         return max(256 // BLOCK_SIZE, min(section.requests * longest, room // each))
 
 
-def build_serving(setting: ServeSetting, sizes: Iterable[Size] | None = None) -> ServingPrograms:
+def build_serving(
+    setting: ServeSetting, sizes: Iterable[Size] | None = None, watch: Callable[[Size, PassResult], None] | None = None
+) -> ServingPrograms:
     """Captures and partitions the programs of a server, or only those of some sizes, and applies their passes.
 
-    Raises Mistakes (exit 4) for what does not fit.
+    watch: called after each pass. Raises Mistakes (exit 4) for what does not fit.
     """
     programs, arrangement = dict[Size, Program](), Arrangement()
     for size in setting.sizes if sizes is None else sizes:
-        programs[size], arrangement = _step(setting, size)
+        programs[size], arrangement = _step(setting, size, None if watch is None else partial(watch, size))
     return ServingPrograms(setting, programs, arrangement)
 
 
-def _step(setting: ServeSetting, size: Size, whole_states: bool = False) -> tuple[Program, Arrangement]:
+def _step(
+    setting: ServeSetting, size: Size, watch: Watch | None, whole_states: bool = False
+) -> tuple[Program, Arrangement]:
     """The program of a step. whole_states: whether every device has recurrent layers' states whole."""
     graph, arrangement = _capture_step(setting, size)
     mark_outputs(graph)
@@ -171,15 +175,13 @@ def _step(setting: ServeSetting, size: Size, whole_states: bool = False) -> tupl
     annotations |= {value: WHOLE[value.rank] for value in graph.inputs if value.name in one_block}
     program = partition_graph(propagate(graph, setting.mesh, annotations))
     if not _written_in_place(program, "state") and not whole_states:
-        return _step(setting, size, whole_states=True)
+        return _step(setting, size, watch, whole_states=True)
     assert _written_in_place(program, "cache") and _written_in_place(program, "state"), "a copy would be written"
     _check_axes(setting, program)
     free = {"tables": (1,)}
     ports = [replace(port, free=(0,) if port.kind == "cache" else free.get(port.name, ())) for port in program.inputs]
     program = replace(program, inputs=tuple(ports))
-    for one in passes(setting, arrangement, size):
-        program = one(program)
-    return program, arrangement
+    return run(passes(setting, arrangement, size), program, watch), arrangement
 
 
 def _written_in_place(program: Program, kind: str) -> bool:

@@ -12,7 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from tpshard.parallelism import Mesh, partition
 from tpshard.parallelism.graph import Place
-from tpshard.parallelism.rules.contraction import contract
 from tpshard.parallelism.rules.table import entry_of
 from tpshard.parallelism.tracing.capture import capture
 from tpshard.parallelism.tracing.recorder import Recorder, decompositions
@@ -124,17 +123,6 @@ def test_readers_of_a_constant_do_not_see_each_other() -> None:
     x = torch.randn(8, 8)
     for mine, whole in zip(program.simulate(x, x), f(x, x)):
         torch.testing.assert_close(mine, whole)
-
-
-def test_products_keep_the_dims_that_einsum_merges() -> None:
-    """torch.einsum copies, merges and adds dims of size 1 around a bmm; the graph holds one product over all dims."""
-    x, w = torch.randn(2, 5, 3, 4), torch.randn(3, 4, 6)
-    graph = capture(lambda x, w: torch.einsum("bshd,hde->bse", x, w), [x, w])
-    products = [op for op in graph.ops if op.target is contract]
-    assert len(products) == 1 and sorted(n for v in products[0].operands for n in v.shape) == [2, 3, 3, 4, 4, 5, 6]
-    program = partition(lambda x, w: torch.einsum("bshd,hde->bse", x, w), [x, w], Mesh({"t": 3}), [None, ("t",)])
-    assert [c.kind for c in program.collectives] == ["all_reduce"] and program.flop_efficiency == 1
-    torch.testing.assert_close(program.simulate(x, w)[0], torch.einsum("bshd,hde->bse", x, w))
 
 
 def test_a_transform_of_a_function_with_one_hot_is_captured() -> None:

@@ -69,46 +69,6 @@ def reading_views(*views: tuple[Any, list[int]]) -> Program:
     return program
 
 
-def test_what_a_function_repeats_is_computed_once() -> None:
-    assert checked(simplify, lambda x: x.exp() * 2 + x.exp() * 3, X / 32).count("aten.exp.default") == 1
-    assert checked(simplify, lambda x: x.exp().sum() + x.exp2().sum(), X / 32).count("aten.exp.default") == 1
-
-
-def test_results_do_not_share_memory() -> None:
-    assert checked(simplify, lambda x: [x.exp(), x.exp()], X / 32).count("aten.exp.default") == 2
-
-
-def test_other_numbers_are_not_the_same() -> None:
-    left = checked(simplify, lambda x: [(x * -0.0).sum(), (x * 0.0).sum(), (x * 1.5).sum()], X)
-    assert sum("aten.mul" in target for target in left) == 3
-
-
-def test_random_numbers_stay_apart() -> None:
-    program = partition(lambda x: torch.rand_like(x) - torch.rand_like(x), (X,), MESH)
-    (drawn,) = run([simplify], program).simulate(X, seed=3)
-    assert drawn.abs().max() > 0.1
-
-
-def test_a_mean_s_gradient_is_scaled_before_it_is_expanded() -> None:
-    def function(x: Tensor) -> Tensor:
-        return torch.autograd.grad((x * x).mean(-1).exp().sum(), x)[0]
-
-    program = partition(function, ((X / 32).requires_grad_(),), MESH)
-    (scaling,) = (node for node in run([simplify], program).graph.nodes if node.target is aten.div.Scalar)
-    assert info(scaling).specs[0].shape == (4, 1)
-    assert torch.equal(run([simplify], program).simulate(X / 32)[0], program.simulate(X / 32)[0])
-
-
-@pytest.mark.parametrize("function", [
-    lambda x: x.sum(-1, keepdim=True).expand(4, 8) / 3,
-    lambda x: (x.sum(-1, keepdim=True).expand(4, 8) / 3) @ X.T,
-], ids=["returned", "read by a product"])  # fmt: skip
-def test_what_may_need_strides_is_scaled_after_it_is_expanded(function: Callable[..., Any]) -> None:
-    program = run([simplify], partition(function, (X,), MESH))
-    (scaling,) = (node for node in program.graph.nodes if "aten.div" in str(node.target))
-    assert info(scaling).specs[0].shape == (4, 8)
-
-
 def test_a_product_is_added_to_the_sum_that_it_overwrites() -> None:
     assert "aten.addmm.default" in checked(accumulate, lambda s, x: s + x.T @ x, SUM, X, donated={0: 0})
     assert "aten.addmm.default" in checked(accumulate, lambda s, x: x.T @ x + s, SUM, X, donated={0: 0})

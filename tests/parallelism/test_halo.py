@@ -65,15 +65,6 @@ def test_every_window_lies_in_what_a_device_has_and_fetches(members: int) -> Non
         assert sum(width for hop, width in halo.hops() if hop > 0) == halo.left
 
 
-def test_a_shift_by_one_is_one_permute() -> None:
-    """What a vectorized pipeline does with its buffer of stages (GSPMD, section 3.3)."""
-    program = same(lambda x: torch.cat([x[:1] * 2, torch.relu(x[:-1])]), [rand(8, 64, 64)], FOUR, [("x",)], [("x",)])
-    (sent,) = program.collectives
-    assert (sent.kind, sent.bytes) == ("permute", 64 * 64 * 8)
-    program = same(lambda x: torch.roll(x, 1, 0), [rand(8, 64, 64)], FOUR, [("x",)], [("x",)])
-    assert [(c.kind, c.bytes) for c in program.collectives] == [("permute", 64 * 64 * 8)]
-
-
 def test_neighbours_are_read_not_gathered() -> None:
     x = rand(16, 64, 64)
     cases: list[tuple[Fn, int]] = [

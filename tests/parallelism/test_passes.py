@@ -17,7 +17,7 @@ from tpshard.parallelism.passes.hoist_gradients import hoist_gradients
 from tpshard.parallelism.passes.prefetch import prefetch
 from tpshard.parallelism.passes.recompute import keep_all, keep_layer_inputs, keep_selected, recompute
 from tpshard.parallelism.passes.reduce_early import reduce_early
-from tpshard.parallelism.passes.run import Pass, PassResult, run
+from tpshard.parallelism.passes.run import Pass, run
 from tpshard.parallelism.passes.simplify import simplify
 from tpshard.parallelism.passes.sink_waits import sink_waits
 from tpshard.parallelism.program import Program, info
@@ -214,22 +214,6 @@ def test_as_many_buckets_are_gathered_ahead_as_asked(units: int) -> None:
     assert most == units + 1
 
 
-def test_gradients_are_scattered_where_they_are_made() -> None:
-    program = step_program()
-    done = run([again(keep_all), in_units, *schedule()], program)
-    kinds = [kind for kind, what, _ in events(done) if what == "gradient"]
-    units = len(by_unit(program))
-    assert kinds.count("issue") == kinds.count("wait") == units
-    # each wait sinks behind the next scatter's issue, and no further
-    assert kinds == ["issue", "issue", "wait", "issue", "wait"] + ["issue", "wait"] * (units - 3) + ["wait"]
-    last_compute = [info(n).flops > 0 for n in done.graph.nodes if n.op == "call_function"]
-    first_scatter = next(
-        i for i, n in enumerate(n for n in done.graph.nodes if n.op == "call_function")
-        if (comm := info(n).comm) is not None and comm.of == "gradient"
-    )  # fmt: skip
-    assert any(last_compute[first_scatter:])
-
-
 def test_one_bucket_a_unit() -> None:
     program = step_program("{dp: 2, fsdp: 2}")
     done, plain = (run([again(keep_all), *more], program) for more in ([in_units], []))
@@ -244,39 +228,6 @@ def test_one_bucket_a_unit() -> None:
 
 def collectives_of(program: Program, what: str) -> list[tuple[str, tuple[str, ...]]]:
     return [(c.kind, c.value) for _, c in program.issues() if c.of == what]
-
-
-def test_each_pass_moves_only_what_it_says() -> None:
-    steps: list[tuple[str, list[tuple[str, str, int]], list[str]]] = []
-
-    def watch(passed: PassResult) -> None:
-        nodes = [n for n in passed.program.graph.nodes if n.op == "call_function"]
-        steps.append((passed.name, events(passed.program), [n.name for n in nodes if info(n).saved]))
-
-    before = step_program()
-    nodes = [node.name for node in before.graph.nodes]
-    run([again(keep_all), in_units, *schedule(2)], before, watch)
-    assert [node.name for node in before.graph.nodes] == nodes  # a copy is changed
-    after = {name: (actual, computing) for name, actual, computing in steps}
-    assert list(after) == [
-        "", "recompute", "in_units", "hoist_gradients", "gather_late", "prefetch", "reduce_early", "sink_waits",
-    ]  # fmt: skip
-    computing = [after[name][1] for name in list(after)[3:]]
-    assert computing[0] and all(order == computing[0] for order in computing)  # products and attention keep their order
-
-    def of(name: str, kind: str, what: str) -> list[Any]:
-        return [value for event, moved, value in after[name][0] if (event, moved) == (kind, what)]
-
-    late, ahead, early, sunk = (after[name][0] for name in list(after)[4:])
-    parameters = [e for e in late if e[1] == "parameter"]
-    assert [e[0] for e in parameters] == ["issue", "wait"] * (len(parameters) // 2)
-    for kind in ("issue", "wait"):
-        assert of("gather_late", kind, "parameter") == of("prefetch", kind, "parameter")
-        assert of("prefetch", kind, "gradient") == of("gather_late", kind, "gradient")
-    assert [e for e in early if e[1] == "parameter"] == [e for e in ahead if e[1] == "parameter"]
-    assert early.index(next(e for e in early if e[1] == "gradient")) < len(early) - 2 * len(by_unit(before))
-    assert [e for e in sunk if e[0] == "issue"] == [e for e in early if e[0] == "issue"]
-    assert sunk != early != ahead != late
 
 
 # ---- choosing ------------------------------------------------------------------------------------------------------

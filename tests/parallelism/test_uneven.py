@@ -128,13 +128,6 @@ def test_two_axes_on_one_uneven_dim(places: tuple[str | None, ...]) -> None:
     same(fn, [rand(7, 5), rand(5, 3)], SQUARE, [(("y", "x"), None), places], [("y",)])
 
 
-def test_an_uneven_all_to_all_is_one() -> None:
-    program = same(lambda x: x, [rand(7, 5)], FOUR, [("x",)], [(None, "x")])
-    assert [c.kind for c in program.collectives] == ["all_to_all"]
-    program = same(lambda x: x, [rand(7, 5)], SQUARE, [(("x", "y"), None)], [("x", "y")])
-    assert [c.kind for c in program.collectives] == ["all_to_all"]
-
-
 def test_parts_of_an_axis_cut_an_uneven_dim_elsewhere_than_the_axis() -> None:
     whole, half = (Axis("x", 1, 4),), (Axis("x", 1, 2),)
     assert refines(12, whole, half) and not refines(10, whole, half) and refines(10, whole, ())
