@@ -63,10 +63,20 @@ def _skip_conversion(parameters: list[Any]) -> list[Any]:
 
 
 class Command(typer.core.TyperCommand):
-    """A Typer command without the import of pydantic."""
+    """A Typer command without the import of pydantic, whose help groups options by their `rich_help_panel`."""
 
     def get_params(self, ctx: Any) -> Any:
         return _skip_conversion(super().get_params(ctx))
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        groups: dict[str, list[Any]] = {}
+        for parameter in self.get_params(ctx):
+            kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
+            if (record := parameter.get_help_record(ctx)) is not None:
+                groups.setdefault(getattr(parameter, "rich_help_panel", None) or kind, []).append(record)
+        for name, records in groups.items():
+            with formatter.section(name):
+                formatter.write_dl(records)
 
 
 class Group(typer.core.TyperGroup):

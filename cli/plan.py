@@ -4,93 +4,125 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from tpshard.cli.shared.arguments import Device, Json, OptionalRecipe, Overrides, Overwrite, load, on_device
+from tpshard.cli.shared.arguments import OptionalRecipe, Overrides, load, on_device
 
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Write only the files named here, and the cache of plans.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print everything, however long.")]
-Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write one self-contained page.")]
-Trace = Annotated[Path | None, typer.Option("--trace", metavar="FILE", help="Write a trace for Perfetto.")]
-Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw timeline and memory.")]
-Explain = Annotated[str | None, typer.Option("--explain", metavar="NAME", help="Say why a tensor has its sharding.")]
-Diff = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--diff", metavar="OTHER", show_default=False,
-        help="Compare with another recipe, or with this one changed by KEY.PATH=VALUE, which can be repeated.",
-    ),
-]  # fmt: skip
-Search = Annotated[
-    bool,
-    typer.Option("--search", help="Try meshes, recomputation and micro-batches; for a server, meshes and requests."),
-]
-Suggest = Annotated[bool, typer.Option("--suggest", help="Search what the recipe leaves free for a faster step.")]
-Fit = Annotated[bool, typer.Option("--fit", help="Print the recipe with the smallest edits that fit its devices.")]
-Pin = Annotated[bool, typer.Option("--pin", help="Print the recipe with all inferred shardings pinned.")]
-Check = Annotated[
-    Path | None,
-    typer.Option("--check", metavar="RUN", help="Compare a run with its plan, figure by figure."),
-]
-Passes = Annotated[bool, typer.Option("--passes", help="Show how each pass changes collectives, memory and time.")]
-Skew = Annotated[
-    float | None,
-    typer.Option("--skew", metavar="X", help="Price an uneven routing too: the busiest expert gets X times the mean."),
-]
-NoCache = Annotated[bool, typer.Option("--no-cache", help="Plan anew, and keep nothing for the next time.")]
-Network = Annotated[bool, typer.Option("--net", help="Show the network each mesh axis uses, and other axis orders.")]
-_about_run = partial(typer.Option, min=0, rich_help_panel="The whole run")
-Tokens = Annotated[
-    str | None, _about_run("--tokens", min=None, metavar="N", help="Training tokens: 15T, 300B. Default: train.steps.")
-]
-Price = Annotated[float | None, _about_run("--price", help="Price of a device-hour.")]
-Watts = Annotated[float | None, _about_run("--watts", help="Power of a device.")]
-Failures = Annotated[float | None, _about_run("--failures", help="Failures of a device per hour; 0: none.")]
-Restart = Annotated[float | None, _about_run("--restart", help="Seconds from a failure to the next step.")]
-Save = Annotated[float | None, _about_run("--save", help="Seconds per checkpoint.")]
+if TYPE_CHECKING:
+    from tpshard.recipes.keys.schema import Recipe
+
+STEPS = ("train", "prefill", "decode")
+QUESTIONS = {
+    "--explain": STEPS, "--stage": STEPS, "--diff": STEPS, "--search": ("train", "serve"), "--passes": ("train",),
+    "--fit": ("train",), "--pin": ("train",), "--net": ("train",), "--check": ("train",),
+}  # fmt: skip
+"""The questions, of which a command asks one, instead of a plan; with what each can be asked for (`--for`)."""
+ADDITIONS = dict.fromkeys(
+    ("--suggest", "--skew", "--tokens", "--price", "--watts", "--failures", "--restart", "--save"), ("train",)
+)
+"""What a plan says besides."""
+FILES = {"--html": STEPS, "--trace": STEPS, "--svg": (*STEPS, "serve")}
+"""Files with a plan."""
+LOAD = dict.fromkeys(("--rate", "--prompt", "--answer", "--ttft", "--tpot", "--count", "--seed"), ("serve",))
+NEEDS = {"--of": ("--stage",), "--against": ("--stage",), "--for serve": ("--prompt", "--answer")}
+"""The options without which others, or a value of `--for`, say nothing."""
+EXCLUDES = {"--check": ("RECIPE", "--device")}
+"""What an option leaves no room for: a run has its own recipe, and its plan its own device."""
+POSITIVE = ("--rate", "--ttft", "--tpot")
+
+_what = partial(typer.Option, rich_help_panel="What is planned, on which device")
 What = Annotated[
     str,
-    typer.Option(
-        "--for", metavar="WHAT", help="train; prefill or decode: a server's step; serve: a server under a load."
-    ),
+    _what("--for", metavar="WHAT", help="train; prefill or decode: a server's step; serve: a server under a load."),
 ]
-_about_load = partial(typer.Option, rich_help_panel="A server's load, with --for serve")
-Rate = Annotated[float | None, _about_load("--rate", min=0, help="Requests per second, at random times.")]
-Prompt = Annotated[int | None, _about_load("--prompt", min=1, help="Prompt tokens of a request.")]
-Answer = Annotated[int | None, _about_load("--answer", min=1, help="Tokens of an answer.")]
+Device = Annotated[
+    str | None, _what("--device", metavar="KIND", show_default=False, help="Short for cluster.device=KIND: cpu, h200.")
+]
+_question = partial(typer.Option, rich_help_panel="One question instead of a plan", show_default=False)
+Explain = Annotated[str | None, _question("--explain", metavar="NAME", help="Why has a tensor its sharding?")]
+Stage = Annotated[
+    str | None,
+    _question("--stage", metavar="STAGE", help="What is a step at a stage? graph, shardings, partition, or a pass."),
+]
+StageOf = Annotated[
+    str | None, _question("--of", metavar="PATTERN", help="Only modules and values of this name: layers.1.mlp.")
+]
+Against = Annotated[
+    list[str] | None,
+    _question("--against", metavar="OTHER", help="Compare a stage with another recipe's, as --diff, or a text file."),
+]
+Diff = Annotated[
+    list[str] | None,
+    _question(
+        "--diff", metavar="OTHER",
+        help="How do two plans differ? OTHER is a recipe, or KEY.PATH=VALUE for a change of this one (repeatable).",
+    ),
+]  # fmt: skip
+Passes = Annotated[bool, _question("--passes", help="How does each pass change collectives, memory and time?")]
+Network = Annotated[bool, _question("--net", help="Which links does each mesh axis use, and with other orders?")]
+Search = Annotated[bool, _question("--search", help="Which meshes, recomputation and micro-batches are fastest?")]
+Fit = Annotated[bool, _question("--fit", help="Which smallest edits make the recipe fit its devices?")]
+Pin = Annotated[bool, _question("--pin", help="What does the recipe say with all inferred shardings pinned?")]
+Check = Annotated[Path | None, _question("--check", metavar="RUN", help="Did a run go as planned, figure by figure?")]
+_more = partial(typer.Option, rich_help_panel="More about a training run")
+Suggest = Annotated[bool, _more("--suggest", help="Search what the recipe leaves free for a faster step.")]
+Skew = Annotated[
+    float | None, _more("--skew", metavar="X", help="Price uneven routing too: X times the mean for one expert.")
+]
+Tokens = Annotated[str | None, _more("--tokens", metavar="N", help="Its tokens: 15T, 300B. Default: train.steps.")]
+Price = Annotated[float | None, _more("--price", min=0, help="Price of a device-hour.")]
+Watts = Annotated[float | None, _more("--watts", min=0, help="Power of a device.")]
+Failures = Annotated[float | None, _more("--failures", min=0, help="Failures of a device per hour; 0: none.")]
+Restart = Annotated[float | None, _more("--restart", min=0, help="Seconds from a failure to the next step.")]
+Save = Annotated[float | None, _more("--save", min=0, help="Seconds per checkpoint.")]
+_load = partial(typer.Option, rich_help_panel="A server's load, with --for serve")
+Rate = Annotated[float | None, _load("--rate", min=0, help="Requests per second, at random times.")]
+Prompt = Annotated[int | None, _load("--prompt", min=1, help="Prompt tokens of a request.")]
+Answer = Annotated[int | None, _load("--answer", min=1, help="Tokens of an answer.")]
 FirstToken = Annotated[
-    float | None, _about_load("--ttft", min=0, help="Limit in seconds to the first token, for 99% of requests.")
+    float | None, _load("--ttft", min=0, help="Limit in seconds to the first token, for 99% of requests.")
 ]
 EachToken = Annotated[
-    float | None, _about_load("--tpot", min=0, help="Limit in seconds per further token, for 99% of requests.")
+    float | None, _load("--tpot", min=0, help="Limit in seconds per further token, for 99% of requests.")
 ]
-Count = Annotated[int | None, _about_load("--count", min=10, help="Requests to simulate; default 1000.")]
-Seed = Annotated[int | None, _about_load("--seed", min=0, help="Seed of the requests' times; default 0.")]
+Count = Annotated[int, _load("--count", min=10, help="Requests to simulate.")]
+Seed = Annotated[int, _load("--seed", min=0, help="Seed of the requests' times.")]
+_output = partial(typer.Option, rich_help_panel="Outputs")
+DryRun = Annotated[
+    bool, _output("--dry-run", help="Write only the files named here. Questions write nothing but recipes anyway.")
+]
+Json = Annotated[bool, _output("--json", help="Print only JSON to stdout.")]
+Verbose = Annotated[bool, _output("--verbose", "-v", help="Print everything, however long.")]
+Html = Annotated[Path | None, _output("--html", metavar="FILE", help="Write one self-contained page.")]
+Trace = Annotated[Path | None, _output("--trace", metavar="FILE", help="Write a trace for Perfetto.")]
+Svg = Annotated[Path | None, _output("--svg", metavar="FILE", help="Draw timeline and memory.")]
+Overwrite = Annotated[bool, _output("--overwrite", help="Replace existing files.")]
+NoCache = Annotated[bool, _output("--no-cache", help="Plan anew, and keep nothing for the next time.")]
 
 
 def plan(
+    context: typer.Context,
     recipe: OptionalRecipe = None,
     overrides: Overrides = None,
-    dry_run: DryRun = False,
-    as_json: Json = False,
-    verbose: Verbose = False,
-    html: Html = None,
-    trace: Trace = None,
-    svg: Svg = None,
+    what: What = "train",
+    device: Device = None,
     explain: Explain = None,
+    stage: Stage = None,
+    of: StageOf = None,
+    against: Against = None,
     diff: Diff = None,
-    search: Search = False,
     passes: Passes = False,
-    skew: Skew = None,
-    suggest: Suggest = False,
+    net: Network = False,
+    search: Search = False,
     fit: Fit = False,
     pin: Pin = False,
     check: Check = None,
-    net: Network = False,
-    what: What = "train",
+    suggest: Suggest = False,
+    skew: Skew = None,
     tokens: Tokens = None,
     price: Price = None,
     watts: Watts = None,
@@ -102,109 +134,56 @@ def plan(
     answer: Answer = None,
     ttft: FirstToken = None,
     tpot: EachToken = None,
-    count: Count = None,
-    seed: Seed = None,
-    no_cache: NoCache = False,
+    count: Count = 1000,
+    seed: Seed = 0,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+    verbose: Verbose = False,
+    html: Html = None,
+    trace: Trace = None,
+    svg: Svg = None,
     overwrite: Overwrite = False,
-    device: Device = None,
+    no_cache: NoCache = False,
 ) -> int:
     """Predict a run: shardings, collectives, memory, time. Needs no GPU, no network and no other process.
 
-    key.path=value changes only RECIPE, not the OTHER of --diff; --device applies to both.
+    key.path=value changes only RECIPE, not the OTHER of --diff and --against; --device applies to both.
 
     A sharded tensor is printed as w_up[E_fsdp, M_tp]: its dim embed (E) is sharded over the mesh axis fsdp, mlp (M)
     over tp; a dim without an axis is replicated; behind it {U_tp} is a sum still to be made over tp.
     """
-    from tpshard.cli.shared.files import refuse
-
-    files = {"--html": html, "--trace": trace, "--svg": svg}
-    named = [file for file in files.values() if file is not None]
-    for file in named:
-        refuse(file, overwrite)
-    if len({file.absolute() for file in named}) < len(named):
-        raise typer.BadParameter("several of them name the same file", param_hint=", ".join(files))
-    modes = (("--explain", explain), ("--diff", diff), ("--search", search), ("--passes", passes), ("--fit", fit),
-             ("--pin", pin), ("--check", check), ("--net", net))  # fmt: skip
-    asked_for = [name for name, on in modes if on]
-    unwritten = [name for name, file in files.items() if file is not None]
-    if len(asked_for) > 1 or (asked_for and unwritten):
-        raise typer.BadParameter("these cannot be combined", param_hint=", ".join([*asked_for, *unwritten]))
-    if what not in ("train", "prefill", "decode", "serve"):
-        raise typer.BadParameter(f"{what!r} is not train, prefill, decode or serve", param_hint="--for")
-    load_told = {"--rate": rate, "--prompt": prompt, "--answer": answer, "--ttft": ttft, "--tpot": tpot,
-                 "--count": count, "--seed": seed}  # fmt: skip
-    load_options = [name for name, value in load_told.items() if value is not None]
-    numbers = load_told | {"--price": price, "--watts": watts, "--failures": failures, "--restart": restart,
-                           "--save": save, "--skew": skew}  # fmt: skip
-    endless = [name for name, value in numbers.items() if value is not None and not math.isfinite(value)]
-    if endless:
-        raise typer.BadParameter("the number is not finite", param_hint=", ".join(endless))
-    if load_options and what != "serve":
-        raise typer.BadParameter("these options need --for serve", param_hint=", ".join(load_options))
-    if passes and what != "train":
-        raise typer.BadParameter("the passes shown are those of a training step", param_hint="--passes, --for")
-    if net and what != "train":
-        raise typer.BadParameter("the axes placed are those of a training mesh", param_hint="--net, --for")
-    if search and what not in ("train", "serve"):
-        raise typer.BadParameter("the search is over training runs and servers", param_hint="--search, --for")
-    for name, on in (("--fit", fit), ("--pin", pin), ("--suggest", suggest), ("--check", check)):
-        if on and (what != "train" or (suggest and asked_for)):
-            raise typer.BadParameter("it is about training runs", param_hint=f"{name}, --for")
-    about = (tokens, price, watts, failures, restart, save)
-    whole = any(option is not None for option in about)
-    if whole and (what != "train" or asked_for):
-        raise typer.BadParameter(
-            "the cost of a run needs a training plan", param_hint="--tokens, --price, --watts, ..."
-        )
-    if skew is not None and (what != "train" or asked_for):
-        raise typer.BadParameter("a routing is skewed in a training plan", param_hint="--skew")
+    given = _given(context)
+    _require_sense(given, what)
+    _require_free([given[name] for name in FILES if name in given], overwrite)
     if check is not None:
         from tpshard.plan import command
 
-        if recipe is not None:
-            raise typer.BadParameter("a run has its own recipe: name none", param_hint="--check")
-        if device is not None:
-            raise typer.BadParameter("a run's plan has its own device: name none", param_hint="--device, --check")
-        held = command.check(check, as_json)
-        sys.stdout.write(held.text)
-        return held.exit
-    changes = on_device(overrides, device)
+        return _print(command.check(check, as_json))
+    loaded = load(recipe, on_device(overrides, device))
     if what == "serve":
-        if (unwritten and unwritten != ["--svg"]) or [name for name in asked_for if name != "--search"]:
-            raise typer.BadParameter("a server's load has a table, --json and --svg", param_hint="--for")
-        if prompt is None or answer is None:
-            raise typer.BadParameter("give the tokens of a request and of its answer", param_hint="--prompt, --answer")
-        if not all(value is None or value > 0 for value in (rate, ttft, tpot)):
-            raise typer.BadParameter("nothing is answered in no time", param_hint="--rate, --ttft, --tpot")
-        server = load(recipe, changes)
         from tpshard.cli.shared.rehearsed import run_rehearsal
         from tpshard.plan.questions.serving_answers import TimeLimits
         from tpshard.plan.server.traffic import Traffic
 
-        traffic = Traffic(prompt, answer, rate, count=count or 1000, seed=seed or 0)
-        return run_rehearsal(server, traffic, TimeLimits(ttft, tpot), search=search, as_json=as_json, svg=svg)
-    loaded = load(recipe, changes)
-    other = None
-    if diff:
-        recipes = [word for word in diff if "=" not in word or Path(word).exists()]
-        if recipes and len(diff) > 1:
-            raise typer.BadParameter(
-                "give one recipe, or several KEY.PATH=VALUE of this one; changes to another recipe belong in a file "
-                "that extends it", param_hint="--diff",
-            )  # fmt: skip
-        other = load(recipes[0], on_device(None, device)) if recipes else load(recipe, [*changes, *diff])
+        traffic = Traffic(prompt or 1, answer or 1, rate, count=count, seed=seed)
+        return run_rehearsal(loaded, traffic, TimeLimits(ttft, tpot), search=search, as_json=as_json, svg=svg)
     from tpshard.plan import outputs
     from tpshard.plan.step.forecast import Conditions, amount
 
+    text = _text(against or ())
+    other = None if text is not None else _other(given, recipe, overrides, device)
     try:
         conditions = Conditions(None if tokens is None else amount(tokens), price, watts, failures, restart, save)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--tokens") from error
     options = outputs.PlanOptions(
         source=recipe if recipe is not None and "=" not in recipe else "", what=what, dry_run=dry_run, as_json=as_json,
-        verbose=verbose, html=html, trace=trace, svg=svg, explain=explain, search=search,
-        run=conditions if whole else None, passes=passes, skew=skew, suggest=suggest, fit=fit, pin=pin, net=net,
-        compared=(" ".join([*([recipe] if recipe else []), *(overrides or ())]) or loaded.name, " ".join(diff or ())),
+        verbose=verbose, html=html, trace=trace, svg=svg, explain=explain, search=search, stage=stage, of=of or "",
+        run=None if conditions == Conditions() else conditions, passes=passes, skew=skew, suggest=suggest, fit=fit,
+        pin=pin, net=net, against=text, compared=(
+            " ".join([*([recipe] if recipe else []), *(overrides or ())]) or loaded.name,
+            " ".join(diff or against or ()),
+        ),
     )  # fmt: skip
     note = partial(print, file=sys.stderr)
     entry = None if no_cache or other is not None else outputs.entry(loaded, options)
@@ -213,5 +192,87 @@ def plan(
         from tpshard.plan import command
 
         done = command.run(loaded, options, other, note, entry)
-    sys.stdout.write(done.text)
-    return done.exit
+    return _print(done)
+
+
+def _print(result: Any) -> int:
+    sys.stdout.write(result.text)
+    return int(result.exit)
+
+
+def _given(context: typer.Context) -> dict[str, Any]:
+    """The options and arguments that the command line gives, by their names in `--help`."""
+    given = {}
+    for parameter in context.command.params:
+        key = str(parameter.name)
+        if getattr(context.get_parameter_source(key), "name", "DEFAULT") != "DEFAULT":
+            given[next((name for name in parameter.opts if name.startswith("--")), "RECIPE")] = context.params[key]
+    return given
+
+
+def _require_sense(given: Mapping[str, Any], what: str) -> None:
+    """Raises BadParameter for options that say nothing together, or not for `what`."""
+
+    def refuse(why: str, names: Sequence[str]) -> typer.BadParameter:
+        return typer.BadParameter(why, param_hint=", ".join(names))
+
+    if what not in (*STEPS, "serve"):
+        raise refuse(f"{what!r} is not train, prefill, decode or serve", ["--for"])
+    asked, about = [name for name in QUESTIONS if name in given], QUESTIONS | ADDITIONS | FILES | LOAD
+    if len(besides := [*asked, *(name for name in ADDITIONS | FILES if name in given)]) > 1 and asked:
+        raise refuse("a question is asked alone", besides)
+    if other := [name for name in about if name in given and what not in about[name]]:
+        raise refuse(f"it is about --for {' or '.join(about[other[0]])}", [other[0]])
+    for name, needed in NEEDS.items():
+        if (name in given or name == f"--for {what}") and (missing := [one for one in needed if one not in given]):
+            raise refuse(f"{name} needs it", missing)
+    for name, excluded in EXCLUDES.items():
+        if name in given and (present := [one for one in excluded if one in given]):
+            raise refuse(f"{name} has its own", present)
+    numbers = {name: value for name, value in given.items() if isinstance(value, float)}
+    if endless := [name for name, value in numbers.items() if not math.isfinite(value)]:
+        raise refuse("the number is not finite", endless)
+    if never := [name for name in POSITIVE if given.get(name, 1) == 0]:
+        raise refuse("nothing is answered in no time", never)
+
+
+def _require_free(files: Sequence[Path], overwrite: bool) -> None:
+    """Raises Mistakes or BadParameter unless each file may be written, and no two are the same."""
+    from tpshard.cli.shared.files import refuse
+
+    for file in files:
+        refuse(file, overwrite)
+    if len({file.absolute() for file in files}) < len(files):
+        raise typer.BadParameter("several of them name the same file", param_hint=", ".join(FILES))
+
+
+def _text(words: Sequence[str]) -> str | None:
+    """The content of a text file that a stage is compared with; None for a recipe or changes of one."""
+    path = Path(words[0]) if len(words) == 1 else Path()
+    if not path.is_file() or path.suffix in (".yaml", ".yml"):
+        return None
+    from tpshard.diagnostics.diagnostic import Exit, Mistakes
+    from tpshard.files.folder_json import read_regular
+
+    try:
+        return read_regular(path).decode()
+    except (OSError, ValueError) as error:
+        fix = "name a recipe, or a text that `tpshard plan --stage` printed"
+        raise Mistakes.one(f"{path} cannot be read as text", exit=Exit.USAGE, why=str(error), fix=fix) from error
+
+
+def _other(
+    given: Mapping[str, Any], recipe: str | None, overrides: Sequence[str] | None, device: str | None
+) -> Recipe | None:
+    """The second recipe of a comparison: another one, or the first with changes; None where nothing is compared."""
+    option = "--diff" if "--diff" in given else "--against"
+    words = given.get(option, ())
+    names = [word for word in words if "=" not in word or Path(word).exists()]
+    if names and len(words) > 1:
+        raise typer.BadParameter(
+            "give one recipe, or several KEY.PATH=VALUE of this one; changes to another recipe belong in a file that "
+            "extends it", param_hint=option,
+        )  # fmt: skip
+    if names:
+        return load(names[0], on_device(None, device))
+    return load(recipe, [*on_device(overrides, device), *words]) if words else None

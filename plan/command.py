@@ -12,7 +12,7 @@ from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.plan import outputs, planner, saved_plan  # fmt: skip
 from tpshard.plan.outputs import CommandResult, PlanOptions, answer
 from tpshard.plan.plan_cache import PlanEntry
-from tpshard.plan.questions import check_run, fitting, pass_prices, pinning, placements  # fmt: skip
+from tpshard.plan.questions import check_run, fitting, pass_prices, pinning, placements, stages  # fmt: skip
 from tpshard.plan.questions import diff as diffs
 from tpshard.plan.report import describe  # fmt: skip
 from tpshard.plan.report.report import Report
@@ -48,6 +48,8 @@ def run(
     if options.passes:
         rows = pass_prices.rows(Setting.of(recipe, devices_of(recipe)))
         return answer(options.as_json, pass_prices.to_json(rows), pass_prices.text(rows))
+    if options.stage is not None:
+        return _answer_stage(recipe, options, other)
     variants = Variants()
     report = planner.report(recipe, options.source or recipe.name, options.what, accuracy(), variants)
     if options.fit or options.pin:
@@ -142,6 +144,18 @@ def _answer_search(
         "as_written": result.as_written and asdict(result.as_written), "recipe": winner or None,
     }  # fmt: skip
     return answer(options.as_json, shown, search_result.text(result, recipe), Exit.DONE if winner else Exit.FIT)
+
+
+def _answer_stage(recipe: Recipe, options: PlanOptions, other: Recipe | None) -> CommandResult:
+    """The answer of `--stage`: its text, or the difference from another recipe's or from a text that was kept."""
+    name, of = options.stage or "", options.of
+    parts = stages.stage(recipe, options.what, name, of)
+    text, kept = stages.text(parts), options.against
+    if other is not None:
+        kept = stages.text(stages.stage(other, options.what, name, of))
+    if kept is None:
+        return answer(options.as_json, stages.to_json(name, of, parts), text)
+    return answer(options.as_json, *stages.comparison(text, kept, options.compared))
 
 
 def _answer_explain(report: Report, name: str) -> str:

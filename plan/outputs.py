@@ -33,6 +33,11 @@ class PlanOptions:
     trace: Path | None = None
     svg: Path | None = None
     explain: str | None = None
+    stage: str | None = None
+    of: str = ""
+    """The modules and values to which a stage is limited."""
+    against: str | None = None
+    """The text that a stage is compared with."""
     search: bool = False
     passes: bool = False
     net: bool = False
@@ -50,7 +55,8 @@ class PlanOptions:
     @property
     def plans(self) -> bool:
         """Whether the output is a plan, as far as these options say."""
-        return not (self.search or self.passes or self.net or self.fit or self.pin) and self.explain is None
+        asked = self.search, self.passes, self.net, self.fit, self.pin
+        return not any(asked) and self.explain is None and self.stage is None
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,12 @@ PLAN_SOMETIMES = {
     "forecast.*": "With `--tokens`: days, device-hours, cost, energy and goodput of the whole run.",
 }
 
+STAGE = {
+    "stage": "The name of the stage.",
+    "of": "The pattern to which it is limited; empty for all of it.",
+    "parts[].part": "`micro-batch`, a stage of a pipeline, or a server's step,",
+    "parts[].lines[]": "and its text, line by line. With `--against`: `before`, `after`, `same`, `lines`.",
+}
 FITTED = {
     "edits[]": "`key: value` changes, the least harmful first; none where it fits as it is.",
     "harms[]": "Of each: `when`, `slower` or `batch`.",
@@ -317,6 +323,7 @@ SMALL = ("plan", "quickstart", "model.layers=1")
 SERVE_PLAN = (*SMALL, "--for", "serve", "--prompt", "32", "--answer", "8", "--count", "20", "--json")
 OUTPUTS = (
     Output("plan RECIPE", (*SMALL, "--json"), PLAN, PLAN_SOMETIMES),
+    Output("plan RECIPE --stage STAGE", (*SMALL, "--stage", "graph", "--of", "layers.0.mlp", "--json"), STAGE),
     Output("plan RECIPE --net", (*SMALL, "--net", "--json"), NET),
     Output("plan RECIPE --for serve", (*SERVE_PLAN, "--rate", "1"), ANSWERS),
     Output("plan RECIPE --fit", (), FITTED),
