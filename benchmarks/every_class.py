@@ -32,7 +32,7 @@ from unittest import mock
 import torch
 from tpshard.diagnostics.diagnostic import Mistakes
 from tpshard.models.transformers.architecture import Architecture
-from tpshard.parallelism.float64 import float64
+from tpshard.programs.compare.float64 import float64
 from tpshard.programs.parts import step_programs
 from tpshard.programs.parts.checks import traceable
 from tpshard.programs.setting.setting import Setting

@@ -113,7 +113,7 @@ def _data(compared: Compared, first: FirstDifference | None) -> dict[str, Any]:
 
 
 def _text(compared: Compared, first: FirstDifference | None, pair: list[Recipe], against: list[str]) -> str:
-    from tpshard.parallelism.float64 import BOUND
+    from tpshard.programs.compare.float64 import BOUND
 
     names = [", ".join(f"{axis}: {size}" for axis, size in each.mesh.items()) or "one device" for each in pair]
     lines = [f"{pair[0].name} ({names[0]}) against {' '.join(against)} ({names[1]}), in float64"]

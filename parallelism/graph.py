@@ -185,11 +185,6 @@ class Graph:
         graph.refresh_users()
         return graph, values, ops
 
-    def __str__(self) -> str:
-        from tpshard.parallelism.texts import graph_text
-
-        return graph_text(self)
-
 
 def mark(values: Iterable[Any], role: Role) -> None:
     """Sets the role of values."""

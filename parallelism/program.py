@@ -139,12 +139,29 @@ class Program:
 
     @property
     def shardings(self) -> Shardings | None:
-        """The shardings of the captured graph that it was partitioned from, which print as text, as does their `graph`;
-        None if they were not stored. Of a deep model's equal layers they are those of a few."""
+        """The shardings of the captured graph that it was partitioned from; None if they were not stored. Of a deep
+        model's equal layers they are those of a few."""
         return getattr(self.reasons, "propagated", None)
 
+    def text(self, stage: str = "partition", of: texts.Of | None = None) -> str:
+        """The program as text, as `print` shows it, or at an earlier stage: its captured `graph`, or its `shardings`.
+
+        of: selects operations and values by the names of modules and values.
+        """
+        if stage == "partition":
+            return texts.program_text(self, of)
+        shardings, depth = self.shardings, getattr(self.reasons, "depth", None)
+        if shardings is None or stage not in ("graph", "shardings"):
+            raise ValueError(f"the program has no stage {stage!r}: it has graph, shardings (unless read) and partition")
+        text = (
+            texts.graph_text(shardings.graph, of, depth)
+            if stage == "graph"
+            else texts.shardings_text(shardings, of, depth)
+        )
+        return f"{depth.note}\n{text}" if depth is not None and text else text
+
     def __str__(self) -> str:
-        return texts.program_text(self)
+        return self.text()
 
     @property
     def in_shardings(self) -> list[tuple[Any, ...]]:

@@ -59,11 +59,6 @@ class Shardings:
             {values[value]: annotation for value, annotation in self.annotated.items()},
         )  # fmt: skip
 
-    def __str__(self) -> str:
-        from tpshard.parallelism.texts import shardings_text
-
-        return shardings_text(self)
-
     def is_annotated(self, value: Value) -> bool:
         """Whether an axis of a value comes from the value's own annotation."""
         axes = ((dim, axis) for dim, axes in enumerate(self.of[value].dims) for axis in axes)

@@ -33,7 +33,7 @@ NEAR = 2
 """Unchanged lines beside a changed one in a comparison."""
 
 
-class Line(NamedTuple):
+class TextLine(NamedTuple):
     """A line of a text, with the value that it makes and those that it reads."""
 
     phase: str
@@ -81,8 +81,10 @@ def program_text(program: Program, of: Of | None = None) -> str:
     return _excerpt(list(_program_lines(program)), of)
 
 
-def collectives_table(collectives: Iterable[Collective]) -> str:
-    """Collectives as a table in the order of their issue, with the reason of each."""
+def collectives_table(collectives: Sequence[Collective]) -> str:
+    """Collectives as a table in the order of their issue, with the reason of each; `none` without any."""
+    if not collectives:
+        return "none"
     rows = [("kind", "axes", "bytes", "dtype", "of", "reason")]
     rows += [(c.kind, words.axes_text(c.axes), f"{c.bytes:,}", c.dtype, c.of, c.reason) for c in collectives]
     wide = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -110,7 +112,7 @@ def difference(before: str, after: str) -> list[str]:
     return out
 
 
-def _excerpt(lines: Sequence[Line], of: Of | None) -> str:
+def _excerpt(lines: Sequence[TextLine], of: Of | None) -> str:
     """The lines that `of` selects under their phases, behind those that make what they read; "" if there are none."""
     chosen = [line for line in lines if of is None or any(map(of, line.about))]
     made = {value for line in chosen for value in line.makes}
@@ -167,14 +169,14 @@ class Shown(NamedTuple):
     why: Callable[[Value, words.Name], str] = lambda value, name: ""
 
 
-def _graph_lines(graph: Graph, shown: Shown, of: Of | None, depth: Depth | None) -> list[Line]:
+def _graph_lines(graph: Graph, shown: Shown, of: Of | None, depth: Depth | None) -> list[TextLine]:
     """The lines of a graph; of the layers for which one stands, the first that `of` selects."""
     held = [*graph.inputs, *(value for value, _ in graph.constants.values())]
     lines = [_selected(of, (_input_line(value, shown, name) for name in _namings(depth, value.name))) for value in held]
     lines += [_selected(of, (_op_line(op, shown, name) for name in _namings(depth, op.name))) for op in graph.ops]
     if of is None:
         results = (out.name if isinstance(out, Value) else repr(out) for out in graph.outputs)
-        lines.append(Line("", (), (), {}, f"return {', '.join(results)}"))
+        lines.append(TextLine("", (), (), {}, f"return {', '.join(results)}"))
     return lines
 
 
@@ -189,17 +191,17 @@ def _namings(depth: Depth | None, name: str) -> Iterator[words.Name]:
         yield from (partial(depth.shift_name, by=by) for by in range(0, depth.skipped + 1, depth.period))
 
 
-def _selected(of: Of | None, lines: Iterator[Line]) -> Line:
+def _selected(of: Of | None, lines: Iterator[TextLine]) -> TextLine:
     first = next(lines)
     return next((line for line in chain((first,), lines) if of is not None and any(map(of, line.about))), first)
 
 
-def _input_line(value: Value, shown: Shown, name: words.Name) -> Line:
+def _input_line(value: Value, shown: Shown, name: words.Name) -> TextLine:
     own, role = name(value.name), f", {value.role}" if value.role else ""
-    return Line("", (own,), (own,), {}, _commented(f"input {own}{shown.type(value)}{role}", shown.why(value, name)))
+    return TextLine("", (own,), (own,), {}, _commented(f"input {own}{shown.type(value)}{role}", shown.why(value, name)))
 
 
-def _op_line(op: Op, shown: Shown, name: words.Name) -> Line:
+def _op_line(op: Op, shown: Shown, name: words.Name) -> TextLine:
     operands = [_Named(name(value.name)) for value in op.operands]
     args = map_refs([name(a) if isinstance(a, str) else a for a in op.args], lambda ref: operands[ref.index])
     kwargs = {key: map_refs(arg, lambda ref: operands[ref.index]) for key, arg in op.kwargs.items()}
@@ -208,7 +210,7 @@ def _op_line(op: Op, shown: Shown, name: words.Name) -> Line:
     why = "; ".join(filter(None, (shown.why(value, name) for value in op.results)))
     about = (name(op.name), name(op.module), *results, *(name(value.label) for value in op.results))
     reads = {str(each): f"{each}{shown.type(value)}" for each, value in zip(operands, op.operands)}
-    return Line(
+    return TextLine(
         op.phase, about, results, reads, _commented(f"{left} = {_call(_operation(op.target), args, kwargs)}", why)
     )
 
@@ -218,7 +220,7 @@ def _commented(text: str, why: str) -> str:
 
 
 # ---- programs --------------------------------------------------------------------------------------------------------
-def _program_lines(program: Program) -> Iterator[Line]:
+def _program_lines(program: Program) -> Iterator[TextLine]:
     names = dict(_names(program))
     inputs = iter(program.inputs)
     taken = {out: program.inputs[source].name for out, source in program.donated.items()}
@@ -231,21 +233,21 @@ def _program_lines(program: Program) -> Iterator[Line]:
         reads = {names[n]: f"{names[n]}{_types(n)}" for n in node.all_input_nodes}
         if node.op == "placeholder":
             port = next(inputs)
-            yield Line("", (port.name,), (names[node],), {}, f"input {names[node]}{_port(program, port)}")
+            yield TextLine("", (port.name,), (names[node],), {}, f"input {names[node]}{_port(program, port)}")
         elif node.op == "output":
             tensors = [arg for arg in node.args[0] if isinstance(arg, fx.Node)]
             for i, (tensor, port) in enumerate(zip(tensors, program.outputs)):
                 into = f", into {taken[i]}" if i in taken else ""
                 text = f"return {port.name}{_port(program, port)}{into} = {names[tensor]}"
                 own = {names[tensor]: f"{names[tensor]}{_types(tensor)}"}
-                yield Line("", (port.name,), (), own, text)
+                yield TextLine("", (port.name,), (), own, text)
         else:
             moved = () if info.comm is None else info.comm.value
             about = (info.origin, info.module, *moved)
             text = f"{names[node]}{_types(node)} = {_call(_operation(node.target), *named)}"
             why = "" if info.comm is None else f"{info.comm.bytes:,} bytes over {words.axes_text(info.comm.axes)}"
             reason = f": {info.comm.reason}" if info.comm is not None and info.comm.why else ""
-            yield Line(info.phase, about, (names[node],), reads, _commented(text, why + reason))
+            yield TextLine(info.phase, about, (names[node],), reads, _commented(text, why + reason))
 
 
 def _types(node: fx.Node) -> str:

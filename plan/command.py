@@ -12,7 +12,7 @@ from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.plan import outputs, planner, saved_plan  # fmt: skip
 from tpshard.plan.outputs import CommandResult, PlanOptions, answer
 from tpshard.plan.plan_cache import PlanEntry
-from tpshard.plan.questions import check_run, fitting, pass_prices, pinning, placements, stages  # fmt: skip
+from tpshard.plan.questions import check_run, fitting, pass_prices, pinning, placements, stage_texts  # fmt: skip
 from tpshard.plan.questions import diff as diffs
 from tpshard.plan.report import describe  # fmt: skip
 from tpshard.plan.report.report import Report
@@ -149,13 +149,13 @@ def _answer_search(
 def _answer_stage(recipe: Recipe, options: PlanOptions, other: Recipe | None) -> CommandResult:
     """The answer of `--stage`: its text, or the difference from another recipe's or from a text that was kept."""
     name, of = options.stage or "", options.of
-    parts = stages.stage(recipe, options.what, name, of)
-    text, kept = stages.text(parts), options.against
+    parts = stage_texts.stage(recipe, options.what, name, of)
+    text, kept = stage_texts.text(parts), options.against
     if other is not None:
-        kept = stages.text(stages.stage(other, options.what, name, of))
+        kept = stage_texts.text(stage_texts.stage(other, options.what, name, of))
     if kept is None:
-        return answer(options.as_json, stages.to_json(name, of, parts), text)
-    return answer(options.as_json, *stages.comparison(text, kept, options.compared))
+        return answer(options.as_json, stage_texts.to_json(name, of, parts), text)
+    return answer(options.as_json, *stage_texts.comparison(text, kept, options.compared))
 
 
 def _answer_explain(report: Report, name: str) -> str:

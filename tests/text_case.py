@@ -28,7 +28,7 @@ from tpshard.parallelism.passes.run import run
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.simulate import draws
 from tpshard.parallelism.texts import difference
-from tpshard.plan.questions import stages
+from tpshard.plan.questions import stage_texts
 from tpshard.programs.parts import passes, step_programs
 from tpshard.programs.setting.setting import Setting
 from tpshard.recipes.reading.load import loads
@@ -106,12 +106,12 @@ def answer_of(path: Path) -> str:
     exec(compile(code, str(path), "exec", dont_inherit=True), names)
     of = "".join(keys["of"])
     if keys["for"]:
-        return stages.text(stages.stage(loads(BASE, keys["recipe"]), keys["for"][0], keys["stage"][0], of))
+        return stage_texts.text(stage_texts.stage(loads(BASE, keys["recipe"]), keys["for"][0], keys["stage"][0], of))
     program = _of_recipe(tuple(keys["recipe"])) if keys["recipe"] else _of_function(keys["mesh"][0], names["fn"])
     if keys["stage"] == ["collectives"]:
         return f"{program.collectives}\n"
     if keys["stage"]:
-        return stages.part_text(keys["stage"][0], program, of)
+        return stage_texts.part_text(keys["stage"][0], program, of)
     *before, last = eval(keys["passes"][0], names)
     program = run(before, program)
     changes = difference(str(program), str(run([last], program)))

@@ -11,8 +11,8 @@ import torch
 from tpshard.models.family_model import FamilyModel
 from tpshard.models.objectives.loss import cross_entropy_sum
 from tpshard.models.optimizers.adamw import AdamW, adamw_update, treatments
-from tpshard.parallelism.float64 import BOUND, distance, float64
 from tpshard.parallelism.runtime.context import Context
+from tpshard.programs.compare.float64 import BOUND, distance, float64
 from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step.training import TrainingPrograms
 from tpshard.recipes.reading.load import loads

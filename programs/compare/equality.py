@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
-from tpshard.parallelism.float64 import BOUND, distance, float64
 from tpshard.parallelism.program import Program, info
 from tpshard.parallelism.simulate import simulate
+from tpshard.programs.compare.float64 import BOUND, distance, float64
 from tpshard.programs.compare.lockstep import Lockstep, StepValues
 from tpshard.programs.compare.staged_lockstep import StagedLockstep
 from tpshard.programs.parts.step_programs import micro_program, seeds, trained_by, update_program

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from tpshard.parallelism.float64 import float64
 from tpshard.parallelism.program import Port, Program
 from tpshard.parallelism.simulate import cut, join, run_lockstep
+from tpshard.programs.compare.float64 import float64
 from tpshard.programs.parts.step_programs import SUM, seeds
 from tpshard.programs.step.training import TrainingPrograms
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 from tpshard.parallelism.draws import SEED
-from tpshard.parallelism.float64 import float64
 from tpshard.parallelism.pipeline.stepping import ranks_of, simulate_step
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.simulate import run_lockstep
+from tpshard.programs.compare.float64 import float64
 from tpshard.programs.compare.lockstep import Lockstep, Parts
 from tpshard.programs.parts.step_programs import SUM, seeds, update_program
 from tpshard.programs.step.training import TrainingPrograms

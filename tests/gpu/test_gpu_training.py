@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import tpshard
-from tpshard.parallelism.float64 import distance, float64
 from tpshard.parallelism.runtime.context import Context
+from tpshard.programs.compare.float64 import distance, float64
 from tpshard.programs.step import training
 from training_cases import assert_trained, reference, setting_of, train
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from tpshard.models.optimizers.adamw import AdamW, Treatment, Updated, adamw_update, treatments
-from tpshard.parallelism.float64 import BOUND, distance, float64
+from tpshard.programs.compare.float64 import BOUND, distance, float64
 
 SHAPES = {"a": (4, 6), "norm": (6,), "b": (3, 5, 2)}
 

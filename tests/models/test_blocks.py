@@ -20,7 +20,7 @@ from tpshard.models.families.layers import Linear
 from tpshard.models.families.presets import PRESETS, preset
 from tpshard.models.initialization import init_plan, initial_block
 from tpshard.models.objectives.loss import cross_entropy_sum
-from tpshard.parallelism.float64 import BOUND, distance, float64
+from tpshard.programs.compare.float64 import BOUND, distance, float64
 
 SMALL = {
     "llama": preset(

@@ -21,7 +21,7 @@ from tpshard.models.folders.hf_config import read_config
 from tpshard.models.folders.hf_folder import HFFolder, write_hf
 from tpshard.models.folders.hf_names import Home, hf_modules
 from tpshard.models.initialization import init_plan, initial_block
-from tpshard.parallelism.float64 import distance, float64
+from tpshard.programs.compare.float64 import distance, float64
 
 LLAMA3 = {
     "rope_type": "llama3",

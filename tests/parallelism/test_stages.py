@@ -7,7 +7,6 @@ from functools import cache
 
 import pytest
 import torch
-from tpshard.parallelism.float64 import BOUND, distance, float64
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.passes.run import run
 from tpshard.parallelism.pipeline.schedules import make
@@ -16,6 +15,7 @@ from tpshard.parallelism.pipeline.stepping import ranks_of, simulate_step
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.simulate import cut as part_of
 from tpshard.parallelism.simulate import join, run_lockstep
+from tpshard.programs.compare.float64 import BOUND, distance, float64
 from tpshard.programs.parts import passes, step_programs
 from tpshard.programs.setting.setting import Setting
 from tpshard.recipes.reading.load import loads

@@ -15,8 +15,8 @@ from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.models.transformers import attention_interface, patch_attention
 from tpshard.models.transformers.architecture import Architecture
 from tpshard.models.transformers.tp_plan import dims_of_plan
-from tpshard.parallelism.float64 import float64
 from tpshard.parallelism.tracing.capture import capture
+from tpshard.programs.compare.float64 import float64
 from tpshard.programs.parts import step_programs
 from tpshard.programs.server.paging import rows_of
 from tpshard.programs.setting.setting import Setting

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 from tpshard.models import from_hf, to_hf
 from tpshard.models.objectives.loss import IGNORE, cross_entropy_sum
-from tpshard.parallelism.float64 import distance, float64
+from tpshard.programs.compare.float64 import distance, float64
 from tpshard.programs.compare.lockstep import Lockstep
 from tpshard.programs.compare.staged_lockstep import StagedLockstep
 from tpshard.programs.setting.setting import Setting

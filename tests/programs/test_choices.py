@@ -9,12 +9,12 @@ import pytest
 import torch
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.models.objectives.loss import cross_entropy_sum
-from tpshard.parallelism.float64 import BOUND, distance, float64
 from tpshard.parallelism.graph import Value
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.propagated import Annotation
 from tpshard.plan import planner
 from tpshard.plan.views.screen import verdict
+from tpshard.programs.compare.float64 import BOUND, distance, float64
 from tpshard.programs.parts import step_programs
 from tpshard.programs.parts.pass_choices import CLEARLY, Chooser
 from tpshard.programs.parts.passes import apply

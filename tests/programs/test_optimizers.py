@@ -7,11 +7,11 @@ from collections import Counter
 
 import pytest
 import torch
-from tpshard.parallelism.float64 import BOUND, distance
 from tpshard.parallelism.runtime.context import alone
 from tpshard.parallelism.runtime.execute import Executor
 from tpshard.parallelism.simulate import run_lockstep
 from tpshard.plan import planner
+from tpshard.programs.compare.float64 import BOUND, distance
 from tpshard.programs.compare.lockstep import Lockstep
 from tpshard.programs.parts.pass_choices import Chooser
 from tpshard.programs.setting.setting import Setting

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tpshard.diagnostics.diagnostic import Mistakes
 from tpshard.models.layer_stacks import layer_stacks
-from tpshard.parallelism.float64 import BOUND, distance
 from tpshard.parallelism.pipeline.schedules import check
 from tpshard.plan import planner
 from tpshard.plan.views import screen
@@ -19,6 +18,7 @@ from tpshard.plan.views.page import page
 from tpshard.plan.views.pictures import svg
 from tpshard.plan.views.stage_lanes import stage_lanes
 from tpshard.plan.views.trace import trace
+from tpshard.programs.compare.float64 import BOUND, distance
 from tpshard.programs.compare.lockstep import Lockstep, StepValues
 from tpshard.programs.setting.setting import Setting, devices_of
 from tpshard.programs.setting.stacked_layers import Stacking

@@ -9,8 +9,8 @@ import architectures
 import pytest
 import torch
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
-from tpshard.parallelism.float64 import BOUND, distance
 from tpshard.plan import planner
+from tpshard.programs.compare.float64 import BOUND, distance
 from tpshard.programs.compare.lockstep import Lockstep
 from tpshard.programs.compare.staged_lockstep import StagedLockstep
 from tpshard.programs.setting.setting import Setting

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.models.objectives.loss import IGNORE, cross_entropy_sum
-from tpshard.parallelism.float64 import BOUND, distance, float64
 from tpshard.plan import planner
 from tpshard.programs.compare.equality import _run
+from tpshard.programs.compare.float64 import BOUND, distance, float64
 from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step import training
 from tpshard.programs.step.training import TrainingPrograms

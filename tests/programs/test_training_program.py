@@ -17,9 +17,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from tpshard.models.objectives.loss import cross_entropy_sum
 from tpshard.parallelism import Program
-from tpshard.parallelism.float64 import BOUND, distance, float64
 from tpshard.parallelism.runtime.execute import localize
 from tpshard.parallelism.runtime.groups import Groups
+from tpshard.programs.compare.float64 import BOUND, distance, float64
 from tpshard.programs.parts import step_programs
 from tpshard.programs.setting.setting import Setting
 from tpshard.recipes.reading.load import load

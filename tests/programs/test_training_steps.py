@@ -14,9 +14,9 @@ import torch
 from planted_faults import FAULTS, Fault, plant
 from tpshard.models import build, to_hf
 from tpshard.models.families.config import ModelConfig
-from tpshard.parallelism.float64 import BOUND, distance
 from tpshard.parallelism.program import Port
 from tpshard.parallelism.simulate import block
+from tpshard.programs.compare.float64 import BOUND, distance
 from tpshard.programs.compare.lockstep import Lockstep
 from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step import training

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from tpshard.models.objectives.loss import cross_entropy_sum
-from tpshard.parallelism.float64 import BOUND, float64
 from tpshard.parallelism.runtime.context import Context
 from tpshard.plan import planner
+from tpshard.programs.compare.float64 import BOUND, float64
 from tpshard.programs.step import training
 from tpshard.train.run.training_worker import engine_of
 from training_cases import SEED, assert_trained, global_batch, reference, setting_of, spec_of, train

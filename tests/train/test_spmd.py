@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from planted_faults import FAULTS, plant
-from tpshard.parallelism.float64 import float64
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor
+from tpshard.programs.compare.float64 import float64
 from tpshard.programs.parts import step_programs
 from tpshard.programs.step import training
 from training_cases import assert_trained, global_batch, reference, setting_of, train

@@ -12,8 +12,8 @@ import torch
 from tpshard.cli.main import run
 from tpshard.diagnostics.diagnostic import Exit
 from tpshard.models.transformers_model import TransformersModel
-from tpshard.parallelism.float64 import BOUND, distance, float64
 from tpshard.parallelism.runtime.context import Context
+from tpshard.programs.compare.float64 import BOUND, distance, float64
 from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step import training
 from tpshard.recipes.reading.load import loads

@@ -7,7 +7,7 @@ import json
 import pytest
 from small_recipe import RECIPE
 from tpshard.cli.main import run as tpshard
-from tpshard.plan.questions import stages
+from tpshard.plan.questions import stage_texts
 from tpshard.programs.parts import step_programs
 from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step import alike
@@ -27,9 +27,9 @@ def test_equal_layers_read_as_if_each_had_been_captured(name, of):
     setting = Setting.of(loads(RECIPE, ["model.layers=8"]))
     few, every = alike.micro(setting), step_programs.micro_program(setting)
     assert few.shardings is not None and len(few.shardings.graph.ops) < len(every.shardings.graph.ops)
-    note, _, text = stages.part_text(name, few, of).partition("\n")
+    note, _, text = stage_texts.part_text(name, few, of).partition("\n")
     assert note == "layers.2 stands for 2 to 6, which are alike"
-    assert text == stages.part_text(name, every, of)
+    assert text == stage_texts.part_text(name, every, of)
 
 
 @pytest.mark.parametrize("what", ["train", "decode"])

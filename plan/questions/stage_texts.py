@@ -9,7 +9,7 @@ from typing import Any
 from tpshard.diagnostics.diagnostic import Exit, Mistakes, did_you_mean
 from tpshard.parallelism.passes.run import PassResult, name_and_settings
 from tpshard.parallelism.program import Program
-from tpshard.parallelism.texts import Of, difference, graph_text, program_text, shardings_text
+from tpshard.parallelism.texts import Of, difference
 from tpshard.plan.planner import without_gc
 from tpshard.plan.server.server_steps import server_of
 from tpshard.programs.fit.patterns import covers
@@ -72,14 +72,7 @@ def comparison(before: str, after: str, names: Sequence[str]) -> tuple[dict[str,
 def part_text(name: str, program: Program, of: str = "") -> str:
     """The text of a program: its graph or its shardings before partitioning, or itself."""
     selected: Of | None = (lambda value: covers(of, value)) if of else None
-    if name not in BEFORE[:2]:
-        return program_text(program, selected)
-    shardings, depth = program.shardings, getattr(program.reasons, "depth", None)
-    assert shardings is not None
-    shown = (
-        graph_text(shardings.graph, selected, depth) if name == "graph" else shardings_text(shardings, selected, depth)
-    )
-    return f"{depth.note}\n{shown}" if depth is not None and shown else shown
+    return program.text(name if name in BEFORE else BEFORE[-1], selected)
 
 
 def _training(recipe: Recipe, name: str) -> Parts:
