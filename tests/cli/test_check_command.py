@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from tpshard.cli import main
 from tpshard.diagnostics.diagnostic import Exit
-from tpshard.parallelism import float64
-from tpshard.programs.compare import equality
+from tpshard.programs.compare import equality, float64
 from training_cases import RECIPE
 
 
