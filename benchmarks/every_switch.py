@@ -4,9 +4,10 @@
 
 A class of transformers behaves otherwise with another configuration, and nothing says which parts of it tpshard's
 operations for attention, experts and rotations replace. So each class of `every_class.py`, in its small configuration,
-is tried with each boolean key flipped and with each type of rotary scaling, beyond the length at which it sets in. The
-logits of tpshard's module are compared with those of transformers' own, in one process, in fp32: `equal` within 2e-4
-of the largest. What transformers itself refuses is left out; `refused` names what tpshard refuses.
+is tried with each boolean key flipped, with a short sliding window and with each type of rotary scaling, beyond the
+length at which it sets in. The logits of tpshard's module are compared with those of transformers' own, in one process,
+in fp32: `equal` within 2e-4 of the largest. What transformers itself refuses is left out; `refused` names what tpshard
+refuses.
 
 Keys that change training alone (dropout, noise, losses of routers, the row of padding) are set one by one, and the
 gradients of transformers' loss in its training mode are compared: `train_equal`, or `train_named` where they differ and
@@ -53,6 +54,11 @@ def variants(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     for key, value in config.items():
         if isinstance(value, bool) and key not in NOT_SWITCHES and not key.startswith("output_"):
             yield f"{key}: {not value}", {**config, key: not value}
+    if "sliding_window" in config:  # shorter than the sequences; in all layers, where layers differ in it
+        every = {name: value for name, value in
+                 (("use_sliding_window", True), ("layer_types", ["sliding_attention"] * config["num_hidden_layers"]))
+                 if name in config}  # fmt: skip
+        yield "sliding_window: 3", {**config, **every, "sliding_window": 3}
     rotation = config.get("rope_parameters")
     if not isinstance(rotation, dict):
         return

@@ -212,6 +212,8 @@ class Architecture:
         if "input_ids" not in takes or "labels" not in takes or model.get_output_embeddings() is None:  # type: ignore[operator]
             raise ValueError(f"{type(model).__name__} is not a causal language model")
         further, first = {"use_cache": False} if "use_cache" in takes else {}, self.first_position
+        types = getattr(self.config.get_text_config(), "layer_types", None)
+        window = None if types else getattr(self.config.get_text_config(), "sliding_window", None)
         step = patch_attention.take_place(model, attention_interface.NAME, hybrid=self.recurrent and not self.attends)
         patch_experts.take_place(model)
         dynamic_rope.take_place(model, step)
@@ -225,7 +227,7 @@ class Architecture:
             if self.attends:
                 named["documents"] = documents
                 if self.selects_keys:
-                    named["attention_mask"] = step.mask = attention_interface.explicit_mask(tokens, documents)
+                    named["attention_mask"] = step.mask = attention_interface.explicit_mask(tokens, documents, window)
             if step.cache is not None:
                 named[state_cache.cache_argument(model)] = step.cache
             step.documents, step.positions = documents, positions

@@ -68,6 +68,7 @@ def attend(
     if dropout and module.training:
         raise ValueError(f"{type(module).__name__} uses attention dropout, which is not supported")
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+    sliding_window = sliding_window or getattr(module, "tpshard_window", None)
     documents, step = others.get("documents"), getattr(module, "tpshard_step", None)
     if documents is None and step is not None:
         documents = step.documents
@@ -99,14 +100,15 @@ def attend(
     ), None
 
 
-def explicit_mask(tokens: Tensor, documents: Tensor | None) -> Tensor:
-    """The mask of causal attention within documents: [batch, seq] each -> [batch, 1, seq, seq] bool, true if visible.
+def explicit_mask(tokens: Tensor, documents: Tensor | None, window: int | None = None) -> Tensor:
+    """The mask of causal attention within documents and a window: [batch, seq] each -> [batch, 1, seq, seq] bool, true
+    if visible.
 
     transformers' modules with an indexer (DeepSeek-V3.2) select keys under this mask.
     """
     batch, seq = tokens.shape
     pair = None if documents is None else (documents, documents)
-    return visible(pair, range(seq), range(seq), None, tokens.device).expand(batch, 1, seq, seq)
+    return visible(pair, range(seq), range(seq), window, tokens.device).expand(batch, 1, seq, seq)
 
 
 def _selected(indices: Tensor, keys: int) -> Tensor:

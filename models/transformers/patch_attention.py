@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -52,6 +53,8 @@ def take_place(model: nn.Module, interface: str, hybrid: bool = False) -> Step:
     step = Step()
     for module in model.modules():
         module.tpshard_step = step  # type: ignore[assignment]
+        if hasattr(module, "layer_idx") and _calls_interface(module) and (window := _window_of_mask(model, module)):
+            module.tpshard_window = window  # type: ignore[assignment]
         usual = _through_interface if hybrid and _calls_interface(module) else None
         replacements = _OWN.get(type(module).__name__, usual)
         for method, replacement in replacements(module, step, interface).items() if replacements else ():
@@ -74,6 +77,19 @@ def took_place(model: nn.Module) -> bool:
 
 Replacements = dict[str, Callable[..., Any]]
 """New methods of a module, by name."""
+
+
+def _window_of_mask(model: Any, module: Any) -> int | None:
+    """The sliding window of an attention whose class says it by the mask alone (Qwen2-MoE, Phi-3.5-MoE, Doge); others
+    pass it on."""
+    if not hasattr(sys.modules[type(model).__module__], "create_sliding_window_causal_mask"):
+        return None
+    if "sliding_window=" in inspect.getsource(inspect.unwrap(type(module).forward)):
+        return None
+    config = model.config.get_text_config()
+    types, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+    slides = not types or types[module.layer_idx] == "sliding_attention"
+    return window if slides else None
 
 
 def _calls_interface(module: nn.Module) -> bool:

@@ -175,12 +175,12 @@ def check_fields(body: Mapping[str, Any], table: Mapping[str, Check], needed: tu
     """The checked fields of a body; null is as good as absent. Raises Refused with the field as `param`."""
     fields: dict[str, Any] = {}
     for key, value in body.items():
+        if value is None:
+            continue
         check = table.get(key)
         if check is None:
             name = key[:64]
             raise Refused(f"unrecognized request argument supplied: {name}", param=name, code="unknown_parameter")
-        if value is None:
-            continue
         try:
             fields[key] = check(value)
         except Refused as error:

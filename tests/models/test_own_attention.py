@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import architectures
 import pytest
 import torch
 from tpshard.models.transformers import patch_attention
 from tpshard.models.transformers.architecture import Architecture
+
+import every_class
+import every_switch
 
 
 @pytest.mark.parametrize("name", ["falcon", "falcon_alibi", "bloom", "mpt", "gptj", "codegen", "gpt_neo", "stablelm"])
@@ -37,3 +41,15 @@ def test_slopes_times_late_positions_are_exact_in_bf16() -> None:
     scores.masked_fill_(torch.ones(rows, rows, dtype=torch.bool).triu(1), float("-inf"))
     expected = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v.double())
     assert (out.double() - expected).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("name", ["doge", "phimoe", "qwen2_moe"])
+def test_a_window_that_a_class_says_by_its_mask_alone_is_obeyed(name: str) -> None:
+    """Logits are transformers' own, and other ones without the window."""
+    config = every_class.small(every_class.classes()[name]) | {"sliding_window": 3}
+    if "use_sliding_window" in config:
+        config |= {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}
+    assert isinstance(every_switch.outcome(name, config), float)
+    with mock.patch.object(patch_attention, "_window_of_mask", lambda model, module: None):
+        apart = every_switch.outcome(name, config)
+    assert name == "doge" or "wrong" in apart, "the comparison can fail"

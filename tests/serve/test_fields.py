@@ -162,13 +162,17 @@ def parameters(body: Any) -> list[str]:
     return [name for name in get_type_hints(body) if name not in ("model", "prompt", "messages")]
 
 
-@pytest.mark.parametrize("key", sorted({*parameters(CompletionParameters), *fields.COMPLETION} - {"model", "prompt"}))
+@pytest.mark.parametrize(
+    "key", sorted({*parameters(CompletionParameters), *fields.COMPLETION, "of_others"} - {"model", "prompt"})
+)
 def test_null_is_absence_in_a_completion(key: str) -> None:
     body = MODEL | {"prompt": "a"}
     assert fields.completion({key: None, **body, "seed": 1}) == fields.completion(body | {"seed": 1})
 
 
-@pytest.mark.parametrize("key", sorted({*parameters(ChatParameters), *fields.CHAT} - {"model", "messages"}))
+@pytest.mark.parametrize(
+    "key", sorted({*parameters(ChatParameters), *fields.CHAT, "of_others"} - {"model", "messages"})
+)
 def test_null_is_absence_in_a_chat(key: str) -> None:
     body = MODEL | {"messages": [MESSAGE]}
     assert fields.chat({key: None, **body, "seed": 1}) == fields.chat(body | {"seed": 1})
