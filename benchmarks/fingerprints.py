@@ -21,7 +21,7 @@ from unittest import mock
 
 from tpshard.diagnostics.diagnostic import Mistakes
 from tpshard.plan import outputs, planner, saved_plan
-from tpshard.plan.views import screen
+from tpshard.plan.report import screen
 from tpshard.recipes.keys.schema import Recipe
 from tpshard.recipes.reading.load import load, loads
 

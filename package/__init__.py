@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from tpshard.door import build as build
     from tpshard.door import load as load
     from tpshard.door import open_model as open_model
+    from tpshard.door import stage as stage
     from tpshard.parallelism import Mesh as Mesh
     from tpshard.parallelism import mesh_split as mesh_split
     from tpshard.parallelism import partition as partition
@@ -19,10 +20,11 @@ __version__: str
 
 _HOMES = {
     "Mistakes": "diagnostics.diagnostic", "RecipeWarning": "door", "load": "door", "build": "door",
-    "open_model": "door", "Mesh": "parallelism", "mesh_split": "parallelism", "partition": "parallelism",
+    "open_model": "door", "stage": "door", "Mesh": "parallelism", "mesh_split": "parallelism",
+    "partition": "parallelism",
 }  # fmt: skip
 
-__all__ = ["Mesh", "Mistakes", "RecipeWarning", "build", "load", "mesh_split", "open_model", "partition"]
+__all__ = ["Mesh", "Mistakes", "RecipeWarning", "build", "load", "mesh_split", "open_model", "partition", "stage"]
 
 
 def __getattr__(name: str) -> Any:

@@ -71,6 +71,17 @@ def plan(recipe: Recipe, what: Literal["train", "prefill", "decode"] = "train") 
     return planner.report(recipe, recipe.file, what)
 
 
+def stage(recipe: Recipe, name: str, of: str = "", what: Literal["train", "prefill", "decode"] = "train") -> str:
+    """What `plan --stage` prints: a step's graph, shardings or program (`partition`), or the program after a pass.
+
+    of: a pattern of modules and values to which the text is limited.
+    """
+    from tpshard.plan.questions import stage_texts
+
+    _require_fit(recipe)
+    return stage_texts.text(stage_texts.stage(recipe, what, name, of))
+
+
 def build(recipe: Recipe) -> TrainingPrograms:
     """The programs that `train` runs: `micro`, the program of a micro-batch, and `update`."""
     from tpshard.plan import planner

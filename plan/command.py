@@ -14,11 +14,14 @@ from tpshard.plan.outputs import CommandResult, PlanOptions, answer
 from tpshard.plan.plan_cache import PlanEntry
 from tpshard.plan.questions import check_run, fitting, pass_prices, pinning, placements, stage_texts  # fmt: skip
 from tpshard.plan.questions import diff as diffs
-from tpshard.plan.report import describe  # fmt: skip
+from tpshard.plan.report import (
+    describe,  # fmt: skip
+    screen,
+)
 from tpshard.plan.report.report import Report
 from tpshard.plan.search import search, search_result, suggest  # fmt: skip
 from tpshard.plan.step import skew as skews
-from tpshard.plan.views import page, pictures, screen  # fmt: skip
+from tpshard.plan.views import page, pictures
 from tpshard.plan.views import trace as traces
 from tpshard.programs.setting.setting import Setting, devices_of
 from tpshard.programs.step.variants import Variants

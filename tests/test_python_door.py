@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import tpshard
 from commands import environment
 from tpshard.plan import planner
+from tpshard.plan.report.screen import screen
 
 SMALL = (
     "model={preset: tiny, layers: 1, width: 16, heads: 2, kv_heads: 1, head_dim: 8, mlp: 16, vocab: 2048, seq_len: 8}"
@@ -34,8 +36,9 @@ def test_values_are_those_of_the_commands() -> None:
     assert tpshard.open_model(recipe.model).shapes.keys() == {port.name for port in programs.micro.inputs
                                                               if port.kind == "parameter"}  # fmt: skip
     assert tpshard.plan(recipe, "decode").job.what == "decode"
-    table = report._repr_html_()
-    assert "fits" in table and table.count("<tr>") == 5 + len(report.lines)
+    assert html.unescape(report._repr_html_()) == f"<pre>{screen(report)}</pre>"
+    assert "layers.0.mlp.up.weight.used[M_tp, E]" in tpshard.stage(recipe, "shardings", "layers.0.mlp.up")
+    assert tpshard.stage(recipe, "partition", "layers.0.mlp.up", what="decode").startswith("decode of ")
 
 
 def test_mistakes_are_one_exception_with_data(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 from tpshard.parallelism.words import axes_text
 from tpshard.plan.report.report import Report
 from tpshard.plan.report.rows import pattern
+from tpshard.plan.report.screen import cut, pipeline_words, sharding_text
 from tpshard.plan.step.units import FORMS, gib
-from tpshard.plan.views.screen import cut, pipeline_words, sharding_text
 
 MOST_ROWS = 24
 """The largest number of rows of a table on the screen."""

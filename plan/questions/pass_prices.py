@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tpshard.plan.planner import price_training, without_gc
+from tpshard.plan.report.screen import gib, seconds
 from tpshard.plan.step.units import round_figures
-from tpshard.plan.views.screen import gib, seconds
 from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step import training
 from tpshard.programs.step.staged import between_passes

@@ -14,10 +14,10 @@ from tpshard.parallelism.pricing.network import Level, Topology
 from tpshard.parallelism.pricing.timeline import price
 from tpshard.parallelism.words import axes_text
 from tpshard.plan.report.report import Report
+from tpshard.plan.report.screen import cut
 from tpshard.plan.search import search
 from tpshard.plan.step.pricing import Line
 from tpshard.plan.step.units import gib, seconds
-from tpshard.plan.views.screen import cut
 from tpshard.programs.step.variants import Variants
 from tpshard.recipes.keys.schema import Recipe
 

@@ -12,10 +12,11 @@ from typing import Any
 from tpshard.parallelism import words
 from tpshard.parallelism.pricing.flow import info_of, op_name
 from tpshard.parallelism.why import SourcePlace
+from tpshard.plan.report.screen import screen
 from tpshard.plan.step.forecast import Forecast
 from tpshard.plan.step.pricing import Line, Pricing
 from tpshard.plan.step.skew import Skew
-from tpshard.plan.step.units import SCHEMA, gib, round_figure, seconds
+from tpshard.plan.step.units import SCHEMA, round_figure
 from tpshard.programs.setting.stacked_layers import Stacking
 from tpshard.programs.step.training import TrainingPrograms
 
@@ -233,23 +234,8 @@ class Report:
 
     # ---- a notebook -----------------------------------------------------------------------------------------------
     def _repr_html_(self) -> str:
-        """The main figures and the collectives as tables, for notebooks."""
-        price = self.pricing
-        figures = {
-            "mesh": " x ".join(f"{axis} {size}" for axis, size in self.job.mesh.items()) + f" of {price.device.name}",
-            "memory": f"{gib(price.needed_bytes)} of {gib(price.device.memory_bytes)}",
-            "step": f"{seconds(price.step_s)}, of which {seconds(price.exposed_s)} wait for collectives",
-            "tokens": f"{self.tokens_per_s_per_device:,.0f}/s a device, MFU {self.mfu:.1%}",
-        }
-        rows = "".join(f"<tr><th>{name}</th><td>{html.escape(text)}</td></tr>" for name, text in figures.items())
-        lines = "".join(
-            f"<tr><td>{line.kind}</td><td>{html.escape('+'.join(map(str, line.axes)))}</td><td>{line.count}</td>"
-            f"<td>{gib(line.bytes)}</td><td>{seconds(line.time_s)}</td></tr>"
-            for line in self.lines
-        )
-        head = "<tr><th>collective</th><th>axes</th><th>count</th><th>bytes</th><th>time</th></tr>"
-        title = html.escape(f"{self.job.model}, {self.job.what}: {'fits' if self.fits else 'does not fit'}")
-        return f"<table><caption>{title}</caption>{rows}</table><table>{head}{lines}</table>"
+        """What the screen shows, for notebooks."""
+        return f"<pre>{html.escape(screen(self))}</pre>"
 
     # ---- JSON -----------------------------------------------------------------------------------------------------
     def _pipeline(self) -> dict[str, Any] | None:

@@ -10,9 +10,9 @@ from importlib import resources
 from tpshard.diagnostics.diagnostic import plural
 from tpshard.parallelism.words import axes_text
 from tpshard.plan.report.report import Edit, Report
+from tpshard.plan.report.screen import LABELS, sharding_text, verdict
 from tpshard.plan.step.units import count, gib, seconds
 from tpshard.plan.views import page_data, pictures
-from tpshard.plan.views.screen import LABELS, sharding_text, verdict
 
 _STYLE = """
 body{font:14px/1.45 system-ui,sans-serif;margin:24px auto;max-width:1060px;color:#222;background:#fff}

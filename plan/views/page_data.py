@@ -14,9 +14,9 @@ from tpshard.parallelism.program import Program
 from tpshard.parallelism.why import Explanation, SourcePlace
 from tpshard.plan.report.report import Report, Tensor
 from tpshard.plan.report.rows import pattern
+from tpshard.plan.report.screen import LABELS, sharding_text
 from tpshard.plan.step.pricing import Line, PricedPart
 from tpshard.plan.views.pictures import COLORS, tint
-from tpshard.plan.views.screen import LABELS, sharding_text
 from tpshard.plan.views.trace import lanes
 
 FINEST = 20_000

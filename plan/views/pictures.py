@@ -9,9 +9,9 @@ from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.pricing.flow import info_of
 from tpshard.parallelism.pricing.liveness import CATEGORIES
 from tpshard.plan.report.report import Report
+from tpshard.plan.report.screen import LABELS
 from tpshard.plan.step.pricing import PricedPart
 from tpshard.plan.step.units import bytes_axis, gib, seconds, seconds_axis
-from tpshard.plan.views.screen import LABELS
 from tpshard.plan.views.stage_lanes import stage_lanes
 from tpshard.plan.views.trace import lanes
 

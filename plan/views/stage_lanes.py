@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from tpshard.parallelism.pipeline.schedules import Slot, Table
 from tpshard.parallelism.pricing.flow import info_of
 from tpshard.plan.report.report import Report
+from tpshard.plan.report.screen import pipeline_words
 from tpshard.plan.step.pricing import PricedPart
 from tpshard.plan.step.units import seconds
-from tpshard.plan.views.screen import pipeline_words
 from tpshard.programs.setting.stacked_layers import Stacking
 
 

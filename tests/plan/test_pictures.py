@@ -13,8 +13,9 @@ from html.parser import HTMLParser
 import pytest
 from patience import PATIENCE
 from tpshard.diagnostics.diagnostic import plural
+from tpshard.plan.report import screen
 from tpshard.plan.step import units
-from tpshard.plan.views import page, page_data, pictures, screen, trace
+from tpshard.plan.views import page, page_data, pictures, trace
 
 
 class Outside(HTMLParser):

@@ -15,10 +15,9 @@ from tpshard.cli.shared.preflight import model_errors
 from tpshard.parallelism.why import SourcePlace
 from tpshard.plan import command, planner
 from tpshard.plan.questions import diff
-from tpshard.plan.report import describe
+from tpshard.plan.report import describe, screen
 from tpshard.plan.report.report import Edit, Tensor
 from tpshard.plan.step.units import seconds
-from tpshard.plan.views import screen
 from tpshard.programs.setting.setting import Setting
 from tpshard.recipes.reading.load import loads
 

@@ -29,9 +29,9 @@ from tpshard.parallelism.program import Program
 from tpshard.parallelism.resharding.exchange import cpu_collective
 from tpshard.parallelism.runtime.context import Context
 from tpshard.plan import planner
+from tpshard.plan.report import screen
 from tpshard.plan.report.report import Report
 from tpshard.plan.search import search
-from tpshard.plan.views import screen
 from tpshard.programs.server.act_order import LAYOUTS
 from tpshard.programs.server.serve_setting import Size
 from tpshard.programs.setting import cluster

@@ -14,11 +14,12 @@ from tpshard.parallelism.pipeline.stepping import RECEIVES_AHEAD
 from tpshard.parallelism.pricing.cost import Cpu, Crowd
 from tpshard.plan import planner, saved_plan
 from tpshard.plan.questions import diff, pass_prices, plan_error
+from tpshard.plan.report import screen
 from tpshard.plan.report.report import Report
 from tpshard.plan.search import search, search_pipelines, suggest
 from tpshard.plan.search.search_result import VariantPrice
 from tpshard.plan.step.stage_times import Piped, price_pipeline
-from tpshard.plan.views import page, pictures, screen, trace
+from tpshard.plan.views import page, pictures, trace
 from tpshard.programs.setting.setting import Setting, devices_of
 from tpshard.programs.step import training
 from tpshard.recipes.keys.schema import Recipe

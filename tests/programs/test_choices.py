@@ -13,7 +13,7 @@ from tpshard.parallelism.graph import Value
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.propagated import Annotation
 from tpshard.plan import planner
-from tpshard.plan.views.screen import verdict
+from tpshard.plan.report.screen import verdict
 from tpshard.programs.compare.float64 import BOUND, distance, float64
 from tpshard.programs.parts import step_programs
 from tpshard.programs.parts.pass_choices import CLEARLY, Chooser

@@ -13,7 +13,7 @@ from tpshard.diagnostics.diagnostic import Mistakes
 from tpshard.models.layer_stacks import layer_stacks
 from tpshard.parallelism.pipeline.schedules import check
 from tpshard.plan import planner
-from tpshard.plan.views import screen
+from tpshard.plan.report import screen
 from tpshard.plan.views.page import page
 from tpshard.plan.views.pictures import svg
 from tpshard.plan.views.stage_lanes import stage_lanes

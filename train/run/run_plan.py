@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from tpshard.diagnostics.diagnostic import Mistakes
 from tpshard.plan import plan_cache, planner, saved_plan
 from tpshard.plan.questions import plan_error
-from tpshard.plan.views import screen, trace
+from tpshard.plan.report import screen
+from tpshard.plan.views import trace
 from tpshard.programs.setting import cluster
 
 if TYPE_CHECKING:

@@ -7,18 +7,20 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tpshard.diagnostics.diagnostic import plural
 from tpshard.parallelism import words
 from tpshard.parallelism.sharding import notation
 from tpshard.parallelism.words import axes_text
-from tpshard.plan.report.report import Edit, PlannedJob, Report, Tensor
 from tpshard.plan.report.rows import pattern
 from tpshard.plan.step import forecast, skew
 from tpshard.plan.step.stage_times import Piped
 from tpshard.plan.step.units import count, gib, seconds
 from tpshard.programs.fit.batching import BatchPlan
+
+if TYPE_CHECKING:
+    from tpshard.plan.report.report import Edit, PlannedJob, Report, Tensor
 
 WIDTH, HEIGHT = 100, 60
 STAGES = 4
