@@ -29,6 +29,7 @@ COMMANDS = {
     "chat": "Talk with a stored model, line by line.",
     "quantize": "Quantize a model with GPTQ.",
     "convert": "Write a checkpoint as a Hugging Face folder.",
+    "data": "Print the rows of a recipe's data as the model reads them.",
     "recipes": "List, show and copy the shipped recipes; explain the keys; print the schema.",
     "check": "Train the same batch on two meshes or policies, and find where they differ.",
     "validate": "Check recipes and report every mistake.",
@@ -37,7 +38,7 @@ COMMANDS = {
     "job": "Write the job of a run for SLURM, Kubernetes, torchrun or SkyPilot.",
 }
 """The commands, with the line that `--help` shows for each."""
-MODULES = {"job": "job_app"}
+MODULES = {"job": "job_app", "data": "data_app"}
 """The modules of commands whose own name is another file's."""
 WORKERS = {"train", "launch", "serve", "quantize", "convert"}
 """The commands whose result is not what they print: their exit code tells of it, though stdout cannot be written."""

@@ -152,11 +152,12 @@ def _text(
     import torch
     from tpshard.serve.quantizing.quantize_layers import Sequences
     from tpshard.train.data.corpus import open_text
+    from tpshard.train.data.row_columns import Columns
     from tpshard.train.data.step_batch import StepBatch
-    from tpshard.train.data.stream import Loader, held_out_batch
+    from tpshard.train.data.stream import Loader, Mixture, held_out_batch
     from tpshard.train.data.tokens import load_tokenizer
 
-    corpus = open_text(source or recipe.data.source, recipe.data.column)
+    corpus = open_text(source or recipe.data.all_sources[0].source, Columns(recipe.data.column))
     if model.tokenizer is None:
         why = "text needs the model's own tokenizer"
         raise Mistakes.one(
@@ -172,7 +173,9 @@ def _text(
         return Sequences(*(torch.cat([batch[name] for batch in batches]) for name in fields))
 
     at_once = min(sequences, 8)
-    loader = Loader(corpus.train, tokenizer, seq_len=seq_len, global_sequences=at_once, bad_rows=recipe.data.bad_rows)
+    loader = Loader(
+        Mixture.of(corpus.train, tokenizer), seq_len=seq_len, global_sequences=at_once, bad_rows=recipe.data.bad_rows
+    )
     calibration = join_batches([loader.next() for _ in range(-(-sequences // at_once))])
     loader.close()
     held_out = held_out_batch(corpus.held_out, tokenizer, seq_len=seq_len, sequences=recipe.evaluate.sequences)

@@ -51,9 +51,9 @@ def start(recipe: str, overrides: Sequence[str], plan: str | None) -> int:
     loaded = load(recipe, overrides)
     saved = None if plan is None else saved_plan.read(plan)
     machine.require(loaded)
-    source = loaded.data.source
-    if hub.is_on(source):  # before workers take seconds to start
-        hub.require(source.removeprefix(hub.PREFIX), loaded.where("data.source"))
+    for one in loaded.data.all_sources:
+        if hub.is_on(one.source):  # before workers take seconds to start
+            hub.require(one.source.removeprefix(hub.PREFIX), loaded.where("data.source"))
     if loaded.run.store is not None:
         require_store(StorePath(loaded.run.store), loaded.where("run.dir"))
     nodes = Nodes.of(os.environ)

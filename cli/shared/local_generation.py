@@ -86,8 +86,8 @@ def local_model(
     all requests will have; they are checked before anything is loaded. Raises `Mistakes`.
     """
     from tpshard.cli.serve import generation_defaults, memory_need, open_tokenizer, start_service, stored_model
+    from tpshard.models.folders.chat_template import ChatTemplate
     from tpshard.serve.api import fields
-    from tpshard.serve.api.chat_template import ChatTemplate
     from tpshard.serve.api.field_checks import Refused
     from tpshard.serve.api.preprocess import Preprocessor
 

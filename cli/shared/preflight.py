@@ -18,9 +18,9 @@ from tpshard.models.model_spec import ModelSpec
 from tpshard.programs.fit.fit import misfits
 from tpshard.programs.fit.recipe_model import carried_instead, opened
 from tpshard.programs.fit.wrong_model import wrong_model
+from tpshard.recipes.keys.data_keys import BYTE_TOKENS
 from tpshard.recipes.keys.schema import DEVICES
 from tpshard.recipes.keys.stores import is_url
-from tpshard.recipes.keys.training_keys import BYTE_TOKENS
 from tpshard.recipes.reading import load as recipes
 
 if TYPE_CHECKING:
@@ -208,10 +208,11 @@ def text_errors(recipe: Recipe) -> list[Diagnostic]:
         spec = None  # reported already
     vocab = None if spec is None else spec.written.get("vocab_size")
     diagnostics = _tokens(recipe, vocab if isinstance(vocab, int) else None)
-    for key in ("source", "tokenizer"):
+    named = [("source", number) for number in range(len(recipe.data.all_sources))]
+    for key, number in (*named, ("tokenizer", 0)):
         value, unset = None, None
         try:
-            value = recipe.data.source if key == "source" else recipe.data.tokenizer_folder
+            value = recipe.data.all_sources[number].source if key == "source" else recipe.data.tokenizer_folder
         except Mistakes as mistakes:  # its environment variable is not set
             unset = mistakes.diagnostics[0]
         if unset is not None and key == "tokenizer":
@@ -219,12 +220,15 @@ def text_errors(recipe: Recipe) -> list[Diagnostic]:
         if value is None or (key == "source" and (value == "sample" or is_on(value))):
             continue
         from tpshard.train.data.corpus import open_text, peek
+        from tpshard.train.data.open_data import columns_of, place_of
         from tpshard.train.data.tokens import require_tokenizer
 
-        where = recipe.where(f"data.{key}")
+        where = place_of(recipe, number) if key == "source" else recipe.where("data.tokenizer")
         try:
             if key == "source":
-                peek(open_text(value, recipe.data.column, where=where).train, recipe.data.bad_rows)
+                one = recipe.data.all_sources[number]
+                text = open_text(value, columns_of(recipe, one), where=where, split=one.split).train
+                peek(text, recipe.data.bad_rows)
             else:
                 require_tokenizer(value, where=where)
         except Mistakes as mistakes:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.recipes.keys.data_keys import TokenizerTraining
 from tpshard.recipes.keys.stores import is_url
-from tpshard.recipes.keys.training_keys import TokenizerTraining
 
 if TYPE_CHECKING:
     import torch

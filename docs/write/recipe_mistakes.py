@@ -55,6 +55,11 @@ TEXTS = (
     "model: {preset: tiny, layers: 4}\nremat: {every: 8}",
     "model: {preset: tiny}\ntrain: {steps: 100, profile: {steps: [12, 10]}}",
     "model: {preset: tiny}\ntrain: {steps: 100, profile: {steps: [110, 120]}}",
+    "model: {preset: tiny}\ndata: {prompt: question}",
+    "model: {preset: tiny}\ndata: {messages: talk, prompt: question, completion: answer}",
+    "model: {preset: tiny}\ndata: {source: a.jsonl, messages: talk, tokenizer: bytes}",
+    "model: {preset: tiny}\ndata: {sources: [{source: a.jsonl, weight: 0}]}",
+    "model: {preset: tiny}\ndata: {sources: [{source: a.jsonl}, {source: b.jsonl, weight: 0}]}",
     "model: {preset: tiny-moe, experts: 8, top_k: 99}",
     "model: {preset: tiny}\nmesh: {pp: 2}\npipeline: {schedule: gpipe, form: vectorized}\n"
     "sharding: {rules: {stage: tp}}",

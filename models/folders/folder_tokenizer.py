@@ -78,6 +78,26 @@ class FolderTokenizer:
         """
         return list(_called(self._rust.encode, text, add_special_tokens=special).ids)
 
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """The ids of a text without what the tokenizer puts around it, each with its characters of the text. White
+        space belongs to its token. ValueError as in `encode`."""
+        encoded: Encoding = _called(self._untrimmed.encode, text, add_special_tokens=False)
+        return list(encoded.ids), list(encoded.offsets)
+
+    @cached_property
+    def _untrimmed(self) -> Rust:
+        """The tokenizer without its post-processor, which leaves white space out of a token's characters."""
+        from tokenizers import Tokenizer as Rust
+
+        plain = Rust.from_str(self._rust.to_str())
+        plain.post_processor = None  # type: ignore[assignment]
+        return plain
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of tokens that are no text but markers."""
+        return frozenset(id for id, token in self._rust.get_added_tokens_decoder().items() if token.special)
+
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """The text of ids, without special tokens unless `special`."""
         return str(_called(self._rust.decode, list(ids), skip_special_tokens=not special))

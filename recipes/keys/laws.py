@@ -246,7 +246,19 @@ def _unread(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if recipe.checkpoint.every_steps == 0:
         for key in ("keep_last", "on_error"):
             yield f"checkpoint.{key}", "`checkpoint.every_steps: 0` saves none"
-    source = str(recipe.data.stored()["source"])
+    data, source = recipe.data, str(recipe.data.stored()["source"])
+    if data.sources:
+        yield "data.source", "`data.sources` names the texts"
+    else:
+        yield "data.mix", "there is one source"
+    forms = data.forms
+    if not any("messages" in form or "completion" in form for form in forms):
+        yield "data.too_long", "text goes on in the next sequence"
+    if not any("messages" in form for form in forms):
+        yield "data.chat_template", "no source has messages"
+    if all("messages" in form for form in forms):
+        for key in ("bos", "eos"):
+            yield f"data.{key}", "a conversation begins and ends as its template writes it"
     if recipe.task in ("frames", "volumes"):
         for key in ("source", "column", "bos", "eos", "bad_rows"):
             yield f"data.{key}", f"the task {recipe.task} generates its data"
@@ -379,6 +391,46 @@ def profiled_steps(recipe: Recipe) -> Iterator[Diagnostic]:
 
 
 PIPELINE = ("pipeline", "mesh", "sharding.rules", "sharding.pin", "fsdp.axis")
+
+
+def form_of_rows(recipe: Recipe) -> Iterator[Diagnostic]:
+    """Requires that one form of rows is named for each source: text, conversations, or prompts with completions."""
+    data = recipe.data
+    named = [("data.sources." + str(i), one) for i, one in enumerate(data.sources)]
+    for path, one in (("data", data), *named):
+        messages, prompt, completion = one.messages, one.prompt, one.completion
+        if (prompt is None) != (completion is None):
+            key, other = ("prompt", "completion") if completion is None else ("completion", "prompt")
+            message = f"`{path}.{key}` needs `{path}.{other}`: what follows a prompt is learned"
+            yield _violation(recipe, f"{path}.{key}", message, fix=f"{other}: NAME_OF_ITS_COLUMN")
+        forms = {"messages": messages, "completion": completion, "column": one.column if one is not data else None}
+        both = [key for key, value in forms.items() if value is not None]
+        if len(both) > 1:
+            message = f"`{path}.{both[0]}` and `{path}.{both[1]}` name two forms of rows"
+            also = {f"{path}.{both[1]}": "the other"}
+            yield _violation(recipe, f"{path}.{both[0]}", message, "a source's rows have one form", "keep one", also)
+    stored = data.stored()
+    talks = any("messages" in form for form in data.forms)
+    made = stored["tokenizer"] is not None and data.made_tokens is not None
+    if talks and made and data.chat_template is None:
+        message, why = "a tokenizer that tpshard makes has no chat template", "`messages` are rendered by one"
+        yield _violation(recipe, "data.tokenizer", message, why, "data.chat_template: chatml")
+
+
+def weights_of_sources(recipe: Recipe) -> Iterator[Diagnostic]:
+    """Requires that the weights of a mixture have a sum, and names sources that are never read."""
+    sources = recipe.data.sources
+    if sources and not sum(one.weight for one in sources):
+        message = "the weights of `data.sources` sum to nothing"
+        yield _violation(recipe, "data.sources.0.weight", message, "no source would be read", "a weight above 0")
+        return
+    for number, one in enumerate(sources):
+        if not one.weight:
+            message, why = f"`{one.source}` is never read", "its weight is 0"
+            key = f"data.sources.{number}.weight"
+            yield _violation(recipe, key, message, why, "remove it, or a weight above 0", severity="warning")
+
+
 READ = (
     "optimizer", "schedule", "checkpoint", "data", "task", "fsdp", "logging", "train.steps", "model.rope_scaling",
     "pipeline", "sharding.rules", "serve", "resume",
@@ -387,6 +439,8 @@ LAWS: tuple[tuple[Law, tuple[str, ...]], ...] = (
     (one_model, ("model",)),
     (task_of_model, ("task", "model")),
     (one_rest, ("mesh", "serve.mesh")),
+    (form_of_rows, ("data",)),
+    (weights_of_sources, ("data",)),
     (mesh_on_cluster, ("mesh", "cluster")),
     (known_axes, ("mesh", "sharding.rules", "sharding.pin", "fsdp.axis")),
     (used_serving_axes, ("serve.mesh", "sharding.rules", "sharding.pin", "fsdp.axis")),

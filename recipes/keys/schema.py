@@ -1,7 +1,7 @@
 """A recipe's keys with type, default and allowed values. The docstring below a field is its documentation.
 
-The sections are in `model_keys`, `parallel_keys`, `training_keys` and `serving_keys`. `tpshard recipes keys` prints all
-keys, `tpshard recipes schema` as JSON Schema; docs/recipes.md explains recipes.
+The sections are in `model_keys`, `data_keys`, `parallel_keys`, `training_keys` and `serving_keys`. `tpshard recipes
+keys` prints all keys, `tpshard recipes schema` as JSON Schema; docs/recipes.md explains recipes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from tpshard.diagnostics.diagnostic import Mistakes, Source
 from tpshard.recipes.keys import training_keys as training
 from tpshard.recipes.keys.constraints import RUN_NAME, AxisName, AxisSize, form, limits, name_or_file
+from tpshard.recipes.keys.data_keys import Data
 from tpshard.recipes.keys.mesh_sizes import misfit
 from tpshard.recipes.keys.model_keys import Model
 from tpshard.recipes.keys.parallel_keys import Fsdp, Pipeline, RematEvery, ShardingSection
@@ -70,7 +71,7 @@ class Recipe(Section):
     eagerly; or nothing."""
     pipeline: Pipeline | None = None
     """Pipeline stages; needs a mesh axis `pp`."""
-    data: training.Data = field(default_factory=training.Data)
+    data: Data = field(default_factory=Data)
     batch: training.Batch = field(default_factory=training.Batch)
     optimizer: training.Optimizer = field(default_factory=training.Optimizer)
     schedule: training.Schedule = field(default_factory=training.Schedule)

@@ -1,4 +1,4 @@
-"""The keys of a training run: data, batch, optimizer, loop, checkpoints and logs."""
+"""The keys of a training run: batch, optimizer, loop, checkpoints and logs."""
 
 from __future__ import annotations
 
@@ -7,59 +7,9 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from tpshard.diagnostics.diagnostic import Mistakes
 from tpshard.recipes.keys.constraints import Count, CountOrZero, Dtype, NonNegative, Positive, Share, limits
 from tpshard.recipes.keys.stores import is_url, local_folder
 from tpshard.recipes.text.section import Section, derived
-
-BYTE_TOKENS = 258
-"""Tokens of the tokenizer `bytes`: a begin token, an end token and 256 bytes. A trained tokenizer has them too."""
-
-
-class TokenizerTraining(Section):
-    """A tokenizer that a run trains on its text: a byte-level BPE."""
-
-    train: Annotated[int, limits(least=BYTE_TOKENS, most=2**20)]
-    """Tokens at most; a short text gives fewer."""
-
-
-class Data(Section):
-    """The text that a run trains on."""
-
-    paths: ClassVar[tuple[str, ...]] = ("source", "tokenizer")
-
-    source: str = "sample"
-    """sample (generated on this machine); c4; hub:OWNER/NAME or hub:OWNER/NAME:CONFIGURATION, another data set on the
-    Hugging Face hub; or a folder, file or pattern of *.jsonl, *.json.gz, *.parquet or *.txt."""
-    column: str = "text"
-    """The key of JSON lines, or the column of Parquet files, that holds the text."""
-    tokenizer: str | TokenizerTraining | None = derived(default='its own for sample, else "${oc.env:TOKENIZER_DIR}"')
-    """Folder of a Hugging Face tokenizer, read when a command needs it; {train: 8192}: one of so many tokens that a
-    run trains on its text and keeps; bytes: the 256 bytes; null: the sample's own."""
-    bos: Literal["tokenizer", "always", "never"] = "tokenizer"
-    """Whether each document begins with the tokenizer's bos_token. tokenizer: with what the tokenizer itself puts
-    before a text, as transformers reads it, be it nothing; always: with bos_token in any case."""
-    eos: Literal["tokenizer", "always", "never"] = "always"
-    """Whether each document ends with the tokenizer's eos_token. always: so that the model learns where to stop;
-    tokenizer: with what the tokenizer itself puts after a text, which for most is nothing."""
-    bad_rows: Share = 0.01
-    """Share of unreadable rows that stops the run."""
-
-    @property
-    def made_tokens(self) -> int | None:
-        """The most tokens of a tokenizer that tpshard makes, {train: SIZE} or bytes; None where a folder is named, or
-        nothing."""
-        try:
-            named = self.tokenizer
-        except Mistakes:  # its environment variable is not set
-            return None
-        return named.train if isinstance(named, TokenizerTraining) else BYTE_TOKENS if named == "bytes" else None
-
-    @property
-    def tokenizer_folder(self) -> str | None:
-        """The folder that `tokenizer` names, if it names one. Raises `Mistakes` where a variable is not set."""
-        named = self.tokenizer
-        return named if isinstance(named, str) and named != "bytes" else None
 
 
 class Batch(Section):

@@ -59,9 +59,8 @@ class Checker:
     def __init__(self, merged: Merged) -> None:
         self.merged = merged
         self.mistakes: list[Diagnostic] = list(merged.mistakes)
-        written = [(key_of(path), *nodes) for path, nodes in merged.places.items() if key_of(path) == dotted(path)]
-        self.places = {path: (key.source, value.source) for path, key, value in written}
-        """For each path that is not in a list, the places of its key and its value."""
+        self.places = {dotted(path): (key.source, value.source) for path, (key, value) in merged.places.items()}
+        """For each path, such as `data.sources.0.source`, the places of its key and its value."""
         self.bad: set[str] = set(merged.bad)
         """Paths whose value was refused."""
         self.reported: set[Path] = set()

@@ -248,6 +248,11 @@ def _derive(merged: Merged, name: str) -> None:
                 merged.put(keys, "???")  # OmegaConf's sign for a missing value, until there is one
                 merged.put(keys, value())
 
+    def sampled() -> bool:
+        """Whether the first source is the sample, which has a tokenizer of its own."""
+        sources = read("data.sources")
+        return bool((sources[0].source if sources else read("data.source")) == "sample")
+
     default("name", lambda: name)
     default("model.seq_len", lambda: preset("seq_len", 2048))
     default("model.dtype", lambda: preset("dtype", "bf16"))
@@ -256,7 +261,8 @@ def _derive(merged: Merged, name: str) -> None:
     default("schedule.warmup_steps", lambda: min(2000, read("train.steps") // 10))
     default("schedule.decay_steps", lambda: read("train.steps"))
     default("resume", lambda: read("checkpoint.resume"))
-    default("data.tokenizer", lambda: None if read("data.source") == "sample" else "${oc.env:TOKENIZER_DIR}")
+    default("data.tokenizer", lambda: None if sampled() else "${oc.env:TOKENIZER_DIR}")
+    default("data.shuffle", lambda: 1000 if any(map(read, ("data.sources", "data.messages", "data.completion"))) else 0)
     if isinstance(mesh := merged.raw["mesh"], dict):
         merged.put(("mesh",), _complete(mesh))
     default(

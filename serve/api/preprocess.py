@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tpshard.models.folders.chat_template import ChatTemplate, TemplateError, TemplateTimeout
 from tpshard.models.folders.folder_tokenizer import FolderTokenizer
 from tpshard.programs.scheduling.request import Sampling
 from tpshard.serve.api import fields
-from tpshard.serve.api.chat_template import ChatTemplate, TemplateError, TemplateTimeout
 from tpshard.serve.api.field_checks import Refused
 from tpshard.serve.api.fields import AnswerLength, Order
 

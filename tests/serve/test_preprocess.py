@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Rust
+from tpshard.models.folders.chat_template import ChatTemplate
 from tpshard.models.folders.folder_tokenizer import FolderTokenizer
 from tpshard.serve.api import preprocess_pool
-from tpshard.serve.api.chat_template import ChatTemplate
 from tpshard.serve.api.field_checks import Refused
 from tpshard.serve.api.preprocess import Prepared, Preprocessor
 from tpshard.serve.api.preprocess_pool import PreprocessPool, PreprocessSetup

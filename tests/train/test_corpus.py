@@ -15,7 +15,7 @@ from tpshard.diagnostics.diagnostic import Exit, Mistakes, Source
 from tpshard.train.data import corpus as text_module
 from tpshard.train.data import text_formats
 from tpshard.train.data.corpus import BadRows, Corpus, TextFile, check, open_text, pieces, rows
-from tpshard.train.data.stream import Loader
+from tpshard.train.data.stream import Loader, Mixture
 from tpshard.train.data.tokens import load_tokenizer
 
 
@@ -129,7 +129,7 @@ def test_a_damaged_file_is_an_error_that_names_it_and_how_far_it_was_good(part: 
         data = data[:-8] + bytes([data[-8] ^ 1]) + data[-7:]
     corpus = train_one_file(tmp_path, data)
     with pytest.raises(Mistakes) as caught:
-        Loader(corpus.train, bytes_tokenizer(), seq_len=16, global_sequences=2)
+        Loader(Mixture.of(corpus.train, bytes_tokenizer()), seq_len=16, global_sequences=2)
     assert caught.value.exit == Exit.DATA
     assert "c4-train.00000-of-00001.json.gz" in str(caught.value)
     good = re.search(r"after (\d+) rows", str(caught.value))
@@ -141,7 +141,7 @@ def test_too_many_bad_rows_stop_the_run_and_few_do_not(tmp_path: Path, caplog: p
     def loader(bad: int, good: int, limit: float) -> Loader:
         data = packed([*texts(good), *[b"{bad"] * bad])
         corpus = train_one_file(tmp_path, data)
-        return Loader(corpus.train, bytes_tokenizer(), seq_len=16, global_sequences=2, bad_rows=limit)
+        return Loader(Mixture.of(corpus.train, bytes_tokenizer()), seq_len=16, global_sequences=2, bad_rows=limit)
 
     with caplog.at_level(logging.WARNING):
         some = loader(2, 398, 0.01)
@@ -149,7 +149,7 @@ def test_too_many_bad_rows_stop_the_run_and_few_do_not(tmp_path: Path, caplog: p
             some.next()
             if some.epoch > 1:
                 break
-    assert some.bad.bad == 2, "each bad row counts once, however often the text is read"
+    assert some.readers[0].bad.bad == 2, "each bad row counts once, however often the text is read"
     assert caplog.text.count("line 399") == 1
     for limit, output in ((0.01, "6 of 400 rows"), (0.0, "1 of 395 rows")):
         with pytest.raises(Mistakes) as caught:

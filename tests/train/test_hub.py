@@ -21,14 +21,16 @@ import json, sys
 sys.path.insert(0, {here!r})
 from c4_files import bytes_tokenizer
 from tpshard.diagnostics.diagnostic import Mistakes
-from tpshard.train.data.stream import Loader, merge_states
+from tpshard.train.data.stream import Loader, Mixture, merge_states
 from tpshard.train.data.corpus import open_text
+from tpshard.train.data.row_columns import Columns
 out = dict()
 for source in {sources!r}:
     try:
-        corpus = open_text(source, {column!r})
+        corpus = open_text(source, Columns({column!r}))
         def loader(part=None):
-            return Loader(corpus.train, bytes_tokenizer(), seq_len=32, global_sequences=8, part=part, bad_rows=0.05)
+            mixture = Mixture.of(corpus.train, bytes_tokenizer())
+            return Loader(mixture, seq_len=32, global_sequences=8, part=part, bad_rows=0.05)
         whole = loader()
         first = [whole.next()["tokens"].tolist() for _ in range(6)]
         half = [loader(range(0, 4)), loader(range(4, 8))]
@@ -37,11 +39,12 @@ for source in {sources!r}:
         state = merge_states([each.state_dict() for each in half])
         again = loader()
         again.load_state_dict(state)
-        held_out = Loader(corpus.held_out, bytes_tokenizer(), seq_len=32, global_sequences=4, once=True)
+        mixture = Mixture.of(corpus.held_out, bytes_tokenizer(), 1)
+        held_out = Loader(mixture, seq_len=32, global_sequences=4, checks=False)
         out[source] = dict(
             first=first, resumed=again.next()["tokens"].tolist(), files=[f.name for f in corpus.train.files],
             identities=[f.identity for f in corpus.train.files],
-            held_out=[held_out.next()["tokens"].tolist() for _ in range(2)], bad=whole.bad.bad,
+            held_out=[held_out.next()["tokens"].tolist() for _ in range(2)], bad=whole.readers[0].bad.bad,
         )
     except Mistakes as mistakes:
         out[source] = dict(exit=mistakes.exit, said=str(mistakes))

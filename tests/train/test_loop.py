@@ -23,7 +23,7 @@ from tpshard.recipes.reading.load import loads
 from tpshard.train.checkpoints.shards import Shard
 from tpshard.train.data.corpus import open_text
 from tpshard.train.data.step_batch import StepBatch
-from tpshard.train.data.stream import Loader
+from tpshard.train.data.stream import Loader, Mixture
 from tpshard.train.data.tokens import TextTokenizer
 from tpshard.train.records.progress import Progress
 from tpshard.train.run.loop import Outcome, TrainingLoop
@@ -147,7 +147,7 @@ def train(
     plan = derive(recipe, context.world)
     corpus = open_text(f"{folder}/text")
     options: dict[str, Any] = {"seq_len": 32, "global_sequences": 8}
-    loader = Loader(corpus.train, BYTES, part=plan.rows(engine.data_rank), **options)
+    loader = Loader(Mixture.of(corpus.train, BYTES), part=plan.rows(engine.data_rank), **options)
     rows: list[dict[str, Any]] = []
     progress = Told()
 
@@ -168,7 +168,7 @@ def train(
     following = tokens + 1 if targets else torch.full_like(tokens, IGNORE)
     loop = TrainingLoop(
         recipe, context, engine, loader, plan, folder=Path(folder) / "run", record=record, progress=progress,
-        held_out=[StepBatch({"tokens": tokens, "targets": following}, ("", ""))] * 2,
+        held_out={"text": [StepBatch({"tokens": tokens, "targets": following}, ("", ""))] * 2},
     )  # fmt: skip
     try:
         loop.begin()

@@ -20,7 +20,7 @@ from tpshard.models.objectives.loss import IGNORE
 from tpshard.train.data import corpus as corpus_module
 from tpshard.train.data.corpus import Corpus, TextFile, open_text
 from tpshard.train.data.step_batch import StepBatch
-from tpshard.train.data.stream import Loader, held_out_batch, merge_states
+from tpshard.train.data.stream import Loader, Mixture, held_out_batch, merge_states
 
 SEQ, ROWS = 48, 12
 
@@ -31,7 +31,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 
 def loader(corpus: Corpus, part: Sequence[int] | None = None, rows: int = ROWS, seed: int = 0) -> Loader:
-    return Loader(corpus.train, bytes_tokenizer(), seq_len=SEQ, global_sequences=rows, part=part, seed=seed)
+    return Loader(Mixture.of(corpus.train, bytes_tokenizer()), seq_len=SEQ, global_sequences=rows, part=part, seed=seed)
 
 
 def split(ranks: int, rows: int = ROWS) -> list[range]:
@@ -196,7 +196,7 @@ def test_what_changed_since_the_last_run_is_named(tmp_path: Path) -> None:
         corpus = open_text(str(folder))
         arguments = {"seq_len": SEQ, "global_sequences": ROWS, "seed": 0, **other}
         with pytest.raises(Mistakes) as caught:
-            Loader(corpus.train, bytes_tokenizer(), **arguments).load_state_dict(state)
+            Loader(Mixture.of(corpus.train, bytes_tokenizer()), **arguments).load_state_dict(state)
         assert caught.value.exit == Exit.DATA
         return str(caught.value)
 
@@ -296,7 +296,7 @@ def test_a_large_file_that_was_written_since_is_named(
     assert "a.jsonl was written since the saved run read it" in caplog.text
     on_hub = TextFile("a.jsonl", "hf://datasets/a/b@1/a.jsonl", identity="1")
     other = loader(open_text(str(path)))
-    other._files["a.jsonl"] = on_hub.fingerprint()
+    other.readers[0].files["a.jsonl"] = on_hub.fingerprint()
     other.load_state_dict({**state, "files": {"a.jsonl": ""}})
     with pytest.raises(Mistakes, match=r"a\.jsonl has changed"):
         other.load_state_dict({**state, "files": {"a.jsonl": "2"}})
@@ -345,7 +345,9 @@ def test_another_tokenizer_is_refused_on_resume(corpus: Corpus) -> None:
     from dataclasses import replace
 
     before = loader(corpus)
-    other = Loader(corpus.train, replace(bytes_tokenizer(), fingerprint="other"), seq_len=SEQ, global_sequences=ROWS)
+    other = Loader(
+        Mixture.of(corpus.train, replace(bytes_tokenizer(), fingerprint="other")), seq_len=SEQ, global_sequences=ROWS
+    )
     with pytest.raises(Mistakes, match="tokenizer") as caught:
         other.load_state_dict(before.state_dict())
     assert caught.value.exit == Exit.DATA
@@ -360,7 +362,9 @@ def test_ranks_at_different_steps_cannot_be_merged(corpus: Corpus) -> None:
 
 def test_held_out_batches_are_the_text_once_then_padding(corpus: Corpus) -> None:
     def batches(part: Sequence[int] | None = None) -> list[StepBatch]:
-        loader = Loader(corpus.held_out, bytes_tokenizer(), seq_len=SEQ, global_sequences=6, part=part, once=True)
+        loader = Loader(
+            Mixture.of(corpus.held_out, bytes_tokenizer(), 1), seq_len=SEQ, global_sequences=6, part=part, checks=False
+        )
         read = [loader.next() for _ in range(25)]
         loader.close()
         return read
@@ -391,7 +395,7 @@ def test_held_out_rows_are_as_many_as_asked_for_or_all_of_the_text(corpus: Corpu
     lanes=st.integers(1, 96),
 )
 def test_chains_share_lanes_evenly_and_files_nearly_so(files: int, lanes: int) -> None:
-    from tpshard.train.data.stream import _chain_count
+    from tpshard.train.data.source_reader import _chain_count
 
     chains = _chain_count(lanes, files)
     assert lanes % chains == 0

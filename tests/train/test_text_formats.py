@@ -13,7 +13,8 @@ from pyarrow import parquet
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.train.data import text_formats
 from tpshard.train.data.corpus import Corpus, open_text, rows
-from tpshard.train.data.stream import Loader
+from tpshard.train.data.row_columns import Columns
+from tpshard.train.data.stream import Loader, Mixture
 from tpshard.train.data.text_formats import TextRow, format_of
 
 DOCUMENTS = [row["text"] for row in texts(100)]
@@ -49,9 +50,9 @@ def test_formats_give_the_same_documents_from_any_row_on(name: str, tmp_path: Pa
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
 def test_the_text_may_have_another_column(name: str, tmp_path: Path) -> None:
     write(tmp_path / name, [*DOCUMENTS], column="body")
-    assert [row.text for row in read(open_text(str(tmp_path), "body"))] == DOCUMENTS
+    assert [row.text for row in read(open_text(str(tmp_path), Columns("body")))] == DOCUMENTS
     with pytest.raises(Mistakes, match=r"data\.column") as caught:
-        Loader(open_text(str(tmp_path)).train, bytes_tokenizer(), seq_len=8, global_sequences=2)
+        Loader(Mixture.of(open_text(str(tmp_path)).train, bytes_tokenizer()), seq_len=8, global_sequences=2)
     assert caught.value.exit == Exit.DATA
 
 
@@ -60,7 +61,11 @@ def test_a_resumed_run_names_another_column(tmp_path: Path) -> None:
     parquet.write_table(table, tmp_path / "a.parquet")
 
     def loader(column: str) -> Loader:
-        return Loader(open_text(str(tmp_path), column).train, bytes_tokenizer(), seq_len=8, global_sequences=2)
+        return Loader(
+            Mixture.of(open_text(str(tmp_path), Columns(column)).train, bytes_tokenizer()),
+            seq_len=8,
+            global_sequences=2,
+        )
 
     before = loader("text")
     before.next()

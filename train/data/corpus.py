@@ -13,17 +13,18 @@ import itertools
 import logging
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Literal, cast
 
 from tpshard.diagnostics.diagnostic import Exit, Mistakes, Source, looked_for
 from tpshard.train.data import hub
+from tpshard.train.data.row_columns import Columns, Labelled, NotLearned, TextRow
 from tpshard.train.data.sample import ensure_sample
 from tpshard.train.data.shard_sums import ShardSums
-from tpshard.train.data.text_formats import FORMATS, NoColumn, TextFormat, TextRow, format_of, open_decompressed
+from tpshard.train.data.text_formats import FORMATS, NoColumn, TextFormat, format_of, open_decompressed
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ PIECE = 1 << 18
 """Characters per piece of a longer document. Tokenizing 100 MB at once would take all memory."""
 SMALL = 16 << 20
 """Bytes; local data up to this size is read once before the first step, so that errors in it show at the start."""
+SMALL_CONVERSATIONS, TRIED = 4 << 20, 1000
+"""Bytes; conversations of local data up to this size are all rendered once before the first step, and else so many."""
 SUMMED = 256 << 20
 """Bytes; local data up to this size is summed before it is read, so that a later change of any part is noticed."""
 
@@ -86,8 +89,7 @@ class TextSource:
     part: Literal["all", "train", "held_out"] = "all"
     where: Source | None = None
     """The place in the recipe that names the source."""
-    column: str = "text"
-    """The key of JSON lines, or the column of a table, that holds the text."""
+    columns: Columns = field(default_factory=Columns)
     trusted: bool = False
     """Whether tpshard made and verified the files, so that they are not read before the first step."""
 
@@ -101,7 +103,7 @@ class TextSource:
     @property
     def readable(self) -> str:
         """A sentence on what makes a row readable, for the fix of an error."""
-        return f'a row needs a "{self.column}" that is not empty (data.column names another)'
+        return self.columns.readable
 
     def mistake(self, message: str, *, why: str = "", fix: str = "") -> Mistakes:
         """An error (exit 6) at the place of the recipe that names the source."""
@@ -118,15 +120,17 @@ class Corpus:
 
 
 def open_text(
-    source: str, column: str = "text", *, where: Source | None = None, fallback: Path | None = None
-) -> Corpus:
+    source: str, columns: Columns | None = None, *, where: Source | None = None, fallback: Path | None = None,
+    split: str | None = None,
+) -> Corpus:  # fmt: skip
     """The corpus of `data.source`.
 
     Args:
         source: `sample`, `c4`, `hub:OWNER/NAME` or `hub:OWNER/NAME:CONFIGURATION`, or a folder, file or pattern.
-        column: the key or column that holds the text; plain text has none.
+        columns: the keys or columns that are read, by default `text`; plain text has none.
         where: the place of `data.source` in the recipe, for errors.
         fallback: a folder for the sample where the user's cache cannot be written.
+        split: the split of a hub data set that is trained on, or a word in the names of those files.
 
     Raises:
         Mistakes: exit 6; no such files, of several formats, or the hub cannot be reached.
@@ -137,8 +141,13 @@ def open_text(
         train, held_out = (replace(text, name="sample", trusted=True) for text in (corpus.train, corpus.held_out))
         return Corpus(train, held_out, sample.tokenizer)
     name = C4 if source == "c4" else source
-    corpus = _hub(name, where) if hub.is_on(name) else _local(source, where)
-    return Corpus(replace(corpus.train, column=column), replace(corpus.held_out, column=column))
+    corpus = _hub(name, where, split) if hub.is_on(name) else _local(source, where, split)
+    columns = columns or Columns()
+    plain = next((file.name for file in corpus.train.files if _format(file).name == "plain text"), None)
+    if plain is not None and columns.key != "column":
+        fix = "*.jsonl, *.json.gz or *.parquet"
+        raise corpus.train.mistake(f"{plain} of {source} is plain text, which has no `{columns.required[0]}`", fix=fix)
+    return Corpus(replace(corpus.train, columns=columns), replace(corpus.held_out, columns=columns))
 
 
 def rows(text: TextSource, file: TextFile, start: int = 0, sums: ShardSums | None = None) -> Iterator[TextRow]:
@@ -153,7 +162,7 @@ def rows(text: TextSource, file: TextFile, start: int = 0, sums: ShardSums | Non
     last = -1
     try:
         with open_decompressed(file.name, _watched(text, file, sums)) as stream:
-            for row in _format(file).rows(stream, text.column, start):
+            for row in _format(file).rows(stream, text.columns, start):
                 last = row.number
                 yield row
     except (OSError, EOFError, zlib.error) as error:
@@ -166,7 +175,7 @@ def rows(text: TextSource, file: TextFile, start: int = 0, sums: ShardSums | Non
             fix="fetch the file again, or remove it from data.source",
         ) from error
     except NoColumn as error:
-        fix = "set data.column to the one that holds the text"
+        fix = f"set data.{text.columns.key} to the one that holds it"
         raise text.mistake(f"{file.name} of {text.name} has no text", why=str(error), fix=fix) from error
 
 
@@ -277,19 +286,34 @@ def peek(text: TextSource, bad_rows: float, rows_read: int = 100) -> None:
         raise text.mistake(f"{text.name} has no readable row", why=counter.first, fix=text.readable)
 
 
-def check(text: TextSource, bad_rows: float, sums: ShardSums | None = None) -> None:
-    """Reads small local data once, so that its errors, and what has changed in it, show before the first step."""
+def check(
+    text: TextSource, bad_rows: float, sums: ShardSums | None = None, learn: Callable[[str], Labelled] | None = None
+) -> Counter[str]:
+    """Reads small local data once, so that its errors, and what has changed in it, show before the first step.
+
+    learn: encodes a row; tried on rows of conversations, of very many only on the first.
+
+    Returns: what was done to conversations that were not taken as they are, such as cutting them, with their number.
+    """
     paths = [file.place for file in text.files if isinstance(file.place, Path)]
     try:
         size = sum(path.stat().st_size for path in paths)
     except OSError as error:
         fix = "check who may read it, or remove it from data.source"
         raise text.mistake(f"a file of {text.name} cannot be read", why=str(error), fix=fix) from error
+    notes: Counter[str] = Counter()
     if text.trusted or len(paths) < len(text.files) or size > SMALL:
-        return
+        return notes
     counter = BadRows(text, bad_rows, warn=False)
+    left = TRIED if size > SMALL_CONVERSATIONS else size
     for file in text.files:
         for row in rows(text, file, sums=sums):
+            if learn is not None and row.text is not None and text.keeps(row.text) and left > 0:
+                left -= 1
+                try:
+                    notes.update(filter(None, [learn(row.text).note]))
+                except NotLearned as fault:
+                    row = replace(row, text=None, fault=str(fault))
             counter.see(file, row)
         counter.file_ended()
     if counter.rows_read == counter.bad:
@@ -298,9 +322,10 @@ def check(text: TextSource, bad_rows: float, sums: ShardSums | None = None) -> N
             why=counter.first or f"{len(paths)} files, all empty",
             fix=text.readable,
         )
+    return notes
 
 
-def _local(source: str, where: Source | None) -> Corpus:
+def _local(source: str, where: Source | None, split: str | None = None) -> Corpus:
     try:
         paths, missing = _files_of(source)
     except (OSError, RuntimeError) as error:  # too long a name, no permission, or no home directory of that user
@@ -311,7 +336,16 @@ def _local(source: str, where: Source | None) -> Corpus:
     names = _names(list(map(str, paths)))
     files = [TextFile(name, path) for name, path in zip(names, paths)]
     _check_formats(source, names, where)
-    return _split(source, files, where)
+    if split is None:
+        return _split(source, files, where)
+    train = tuple(file for file in files if split in file.name)
+    if not train:
+        fix = f"its files are {', '.join(names[:3])}{', ...' if names[3:] else ''}"
+        raise Mistakes.one(f"no file of {source} is of the split {split!r}", exit=Exit.DATA, where=where, fix=fix)
+    held_out = _split(source, files, where).held_out
+    if held_out.part == "all" and not {file.name for file in train} & {file.name for file in held_out.files}:
+        return Corpus(TextSource(source, train, where=where), held_out)
+    return _split(source, train, where)
 
 
 def _files_of(source: str) -> tuple[list[Path], str]:
@@ -372,7 +406,7 @@ def _split(name: str, files: Sequence[TextFile], where: Source | None) -> Corpus
     return Corpus(TextSource(name, tuple(files), "train", where), TextSource(name, tuple(files), "held_out", where))
 
 
-def _hub(source: str, where: Source | None) -> Corpus:
+def _hub(source: str, where: Source | None, split: str | None = None) -> Corpus:
     repo, configuration = hub.name_of(source)
     hub.require(repo, where)
     try:
@@ -390,11 +424,16 @@ def _hub(source: str, where: Source | None) -> Corpus:
             why=f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}",
             fix=hub.CONFIGURATION if isinstance(error, ValueError) else hub.FIX,
         ) from error
-    files = {split: _hub_files(sorted(urls[split]), source, where) for split in urls}
-    held_out = next((files[split] for split in ("validation", "test") if split in files), None)
-    if held_out is None or "train" not in files:
-        return _split(repo, [file for split in files.values() for file in split], where)
-    return Corpus(TextSource(repo, files["train"], where=where), TextSource(repo, held_out, where=where))
+    files = {name: _hub_files(sorted(urls[name]), source, where) for name in urls}
+    if split is not None and split not in files:
+        fix = f"its splits are {', '.join(files)}"
+        raise Mistakes.one(f"{repo} has no split {split!r}", exit=Exit.DATA, where=where, fix=fix)
+    held_out = next((files[name] for name in ("validation", "test") if name in files and name != split), None)
+    train = split or "train"
+    if held_out is None or train not in files:
+        chosen = files.values() if split is None else [files[split]]
+        return _split(repo, [file for one in chosen for file in one], where)
+    return Corpus(TextSource(repo, files[train], where=where), TextSource(repo, held_out, where=where))
 
 
 def _hub_files(urls: Sequence[str], source: str, where: Source | None) -> tuple[TextFile, ...]:

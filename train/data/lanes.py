@@ -2,27 +2,47 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+import hashlib
+import random
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cache
+from typing import Any, Literal, NamedTuple, Protocol
 
 from tpshard.models.objectives.loss import IGNORE
-from tpshard.train.data.corpus import BadRows, TextSource, pieces, rows
+from tpshard.train.data.corpus import BadRows, TextFile, TextSource, rows
+from tpshard.train.data.row_columns import Labelled, NotLearned, TextRow
 from tpshard.train.data.shard_sums import ShardSums
-from tpshard.train.data.tokens import TextTokenizer
+
+GOLDEN = 0.6180339887498949
+"""The step of the sequence by which lanes choose sources: any stretch of it covers 0 to 1 evenly (Weyl)."""
+PHASE = 1024
+"""Tokens by which lanes differ in when they first choose a source, so that a rare one is not late in all of them."""
+
+
+class RowTokenizer(Protocol):
+    """What turns rows into labelled tokens: `TextTokenizer` or `AnswerTokenizer`."""
+
+    @property
+    def end(self) -> int: ...
+    @property
+    def whole(self) -> bool: ...
+    def pieces(self, text: str) -> Iterator[str] | Sequence[str]: ...
+    def labelled(self, text: str, *, first: bool = True, last: bool = True) -> Labelled: ...
 
 
 class LanePlace(NamedTuple):
-    """The place of a document (or of a piece of one) in its chain. Places are ordered as they are read."""
+    """The place of a document (or of a piece of one) in its chain, from which the chain can read on. Places are ordered
+    as documents are dealt."""
 
     epoch: int = 0
     number: int = 0
     """The document's number in its epoch."""
     file: int = 0
-    """Index into the chain's list of files."""
+    """Index into the chain's list of files in this epoch; where documents are shuffled, of the first of the window."""
     row: int = 0
-    """The number of the row in the file."""
+    """The number of that row in the file."""
     piece: int = 0
 
 
@@ -33,6 +53,8 @@ class Document(NamedTuple):
     text: str
     first: bool
     last: bool
+    file: TextFile
+    row: int
 
 
 class Chain:
@@ -43,28 +65,26 @@ class Chain:
         lanes: the number of lanes that share the chain, over all ranks.
         local: the lanes (0..lanes-1) of this rank; documents of others are dropped.
         start: the earliest place that a local lane needs.
-        once: whether to stop after one epoch.
+        epochs: how often the files are read; None: for ever.
         sums: sums of the files, compared and kept as they are read.
+        window: documents that are shuffled among each other, by `seed` and epoch; 1: none.
     """
 
     def __init__(
-        self,
-        text: TextSource,
-        files: Sequence[int],
-        lanes: int,
-        local: Sequence[int],
-        start: LanePlace,
-        bad: BadRows,
-        once: bool,
-        sums: ShardSums,
-    ):
-        self.text, self.files, self.lanes, self.start, self.bad, self.once = text, files, lanes, start, bad, once
-        self.sums = sums
+        self, text: TextSource, files: Sequence[int], lanes: int, local: Sequence[int], start: LanePlace, bad: BadRows,
+        epochs: int | None, sums: ShardSums, tokenizer: RowTokenizer, window: int = 1, seed: int = 0,
+    ):  # fmt: skip
+        self.text, self.files, self.lanes, self.start, self.bad, self.epochs = text, files, lanes, start, bad, epochs
+        self.sums, self.tokenizer, self.window, self.seed = sums, tokenizer, window, seed
+        self.unlearned = BadRows(text, bad.limit)
+        """Rows that can be read and not learned from."""
+        self.notes: Counter[str] = Counter()
+        """What was done to documents of local lanes that were not taken as they are."""
         self.waiting: dict[int, deque[Document]] = {lane: deque() for lane in local}
         self._documents = self._read()
 
     def next_of(self, lane: int) -> Document | None:
-        """The lane's next document; None at the end of a chain read once."""
+        """The lane's next document; None at the end of a chain that is read so often."""
         while not self.waiting[lane]:
             document = next(self._documents, None)
             if document is None:
@@ -76,36 +96,54 @@ class Chain:
 
     def _read(self) -> Iterator[Document]:
         at = self.start
-        while True:
+        while self.epochs is None or at.epoch < self.epochs:
             yield from self._epoch(at)
-            if self.once:
-                return
             at = LanePlace(at.epoch + 1)
 
     def _epoch(self, at: LanePlace) -> Iterator[Document]:
-        count = at.number
-        for position in range(at.file, len(self.files)):
-            file = self.text.files[self.files[position]]
+        count, window = at.number - at.number % self.window, []
+        for place, document in self._in_order(at):
+            window.append((place, document))
+            if len(window) == self.window:
+                yield from self._shuffled(window, count)
+                count, window = count + len(window), []
+        yield from self._shuffled(window, count)
+        if count + len(window) == 0 and self.epochs is None:
+            raise self.text.mistake(
+                f"{self.text.name} has no readable document",
+                why=", ".join(self.text.files[i].name for i in self.files[:3]) + (", ..." if self.files[3:] else ""),
+                fix=self.text.readable,
+            )
+
+    def _shuffled(self, window: list[tuple[LanePlace, Document]], count: int) -> Iterator[Document]:
+        """The documents of a window, whose first has the number `count`, in the order of its epoch."""
+        order = list(range(len(window)))
+        if self.window > 1 and window:
+            random.Random(f"{self.seed}:{window[0][0].epoch}:{count}:{self.files[0]}").shuffle(order)
+        for number, i in enumerate(order, count):
+            yield window[i][1]._replace(place=window[0][0]._replace(number=number))
+
+    def _in_order(self, at: LanePlace) -> Iterator[tuple[LanePlace, Document]]:
+        """The documents as they stand in the files, from a place on, each with its own place."""
+        files = list(self.files)
+        if self.window > 1:
+            random.Random(f"{self.seed}:{at.epoch}:{files[0]}").shuffle(files)
+        for position in range(at.file, len(files)):
+            file = self.text.files[files[position]]
             resumed = position == at.file and at.row > 0
             for row in rows(self.text, file, at.row if resumed else 0, self.sums):
                 if at.epoch == 0:
                     self.bad.see(file, row)
                 if row.text is None or not self.text.keeps(row.text):
                     continue
-                parts = list(pieces(row.text))
+                parts = list(self.tokenizer.pieces(row.text))
                 skip = at.piece if position == at.file and row.number == at.row else 0
                 for number in range(skip, len(parts)):
-                    place = LanePlace(at.epoch, count, position, row.number, number)
-                    yield Document(place, parts[number], number == 0, number == len(parts) - 1)
-                    count += 1
+                    place = LanePlace(at.epoch, 0, position, row.number, number)
+                    last = number == len(parts) - 1
+                    yield place, Document(place, parts[number], number == 0, last, file, row.number)
             if at.epoch == 0 and not resumed:
                 self.bad.file_ended()
-        if count == 0 and not self.once:
-            raise self.text.mistake(
-                f"{self.text.name} has no readable document",
-                why=", ".join(self.text.files[i].name for i in self.files[:3]) + (", ..." if self.files[3:] else ""),
-                fix=self.text.readable,
-            )
 
 
 @dataclass
@@ -119,48 +157,157 @@ class PackedRow:
     origin: dict[str, None]
 
     def extend(self, tokens: list[int], after: list[int], document: int) -> None:
-        """Appends part of a document with its targets: `after` are the tokens that follow, one fewer at the document's
-        end."""
+        """Appends part of a document with its targets: `after` are the labels of the tokens that follow, one fewer at
+        the document's end."""
         self.tokens += tokens
         self.targets += after + [IGNORE] * (len(tokens) - len(after))
         self.documents += [document] * len(tokens)
         self.positions += range(len(tokens))
 
 
-class Lane:
-    """Packs its documents, in order, into rows of seq_len tokens: one row of every step."""
+class Feed:
+    """The documents of one source for one lane, in order, and how far the last of them is packed."""
 
-    def __init__(self, number: int, chain: Chain, tokenizer: TextTokenizer, at: tuple[LanePlace, int] | None):
-        self.number, self.chain, self.tokenizer = number, chain, tokenizer
+    def __init__(self, number: int, chain: Chain, at: tuple[LanePlace, int] | None):
+        self.number, self.chain = number, chain
         self.place: LanePlace | None = at[0] if at else None
         self.offset = at[1] if at else 0
-        self.ids: list[int] | None = None
-        """Token ids of the document at `place`; None where it is not read yet (at the start, and after a resume)."""
+        self.document: Labelled | None = None
+        """The document at `place`; None where it is not read yet (at the start, and after a resume)."""
+        self.origin = ""
+        """The line of a file that it is from."""
 
-    def row(self, seq_len: int) -> PackedRow:
-        """The next row, padded where a chain that is read once has ended."""
+    @property
+    def length(self) -> int:
+        """The tokens of the document."""
+        return len(self.document.ids) if self.document is not None else 0
+
+    @property
+    def pending(self) -> bool:
+        """Whether a part of the document is still to be packed."""
+        if self.document is None and self.place is not None:
+            self._next()
+        return self.offset < self.length
+
+    def advance(self) -> bool:
+        """Goes on to the next document; False where there is none. Raises Mistakes where an epoch has none to learn
+        from."""
+        return (self.document is not None or self.place is None or self._next()) and self._next()
+
+    def _next(self) -> bool:
+        awaited, begun = self.place if self.document is None else None, None
+        while document := self.chain.next_of(self.number):
+            place, chain = document.place, self.chain
+            if awaited is not None and place < awaited:
+                continue  # the chain resumed at an earlier lane's place
+            begun = place.epoch if begun is None else begun
+            try:
+                labelled, fault = chain.tokenizer.labelled(document.text, first=document.first, last=document.last), ""
+            except NotLearned as error:
+                labelled, fault = Labelled([], []), str(error)
+            if place != awaited and place.epoch == 0:
+                chain.unlearned.see(document.file, TextRow(document.row, None if fault else document.text, fault))
+                chain.notes.update(filter(None, [labelled.note]))
+            if labelled.ids:
+                self.offset = self.offset if place == awaited else 0
+                self.place, self.document = place, labelled
+                self.origin = f"{document.file.name}:{document.row + 1}"
+                return True
+            if place.epoch > begun + 1:
+                raise chain.text.mistake(
+                    f"{chain.text.name} has nothing to learn from", why=chain.unlearned.first or "; ".join(chain.notes),
+                    fix=chain.text.readable,
+                )  # fmt: skip
+        return False
+
+    def take(self, most: int) -> tuple[list[int], list[int]]:
+        """The next tokens of the document, at most so many, and the labels of those that follow each."""
+        assert self.document is not None
+        at, self.offset = self.offset, min(self.offset + most, self.length)
+        return self.document.ids[at : self.offset], self.document.labels[at + 1 : self.offset + 1]
+
+
+class Lane:
+    """Packs documents into rows of seq_len tokens: one row of every step.
+
+    The next document is of the source that is next by the weights: of the lane's documents, or of their tokens. Which
+    that is follows from the lane's own history, so that it is the same on any mesh.
+    """
+
+    def __init__(
+        self, number: int, feeds: Sequence[Feed], weights: Sequence[float], by: Literal["rows", "tokens"], seed: int,
+        state: Mapping[str, Any] | None = None,
+    ):  # fmt: skip
+        self.feeds, self.weights, self.by = feeds, weights, by
+        self._phases = [_phase(seed, number, i) for i in range(len(feeds))]
+        state = state or {}
+        self.turn: int = state.get("turn", 0)
+        """The source of the document that is being packed."""
+        self.chosen: int = state.get("chosen", 0)
+        """How many documents were chosen."""
+        self.taken: list[int] = list(state.get("taken", [0] * len(feeds)))
+        """Tokens of each source."""
+        self.ended: set[int] = set(state.get("ended", ()))
+        """Sources that have no more documents."""
+
+    def state(self) -> Any:
+        """The lane's position as JSON: of one source five numbers and how far the document is packed."""
+        feeds = [None if feed.place is None else [*feed.place, feed.offset] for feed in self.feeds]
+        if len(feeds) == 1:
+            return feeds[0]
+        more = {"turn": self.turn, "chosen": self.chosen, "taken": list(self.taken), "ended": sorted(self.ended)}
+        return {"feeds": feeds, **more}
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the source that began again most often."""
+        return max((feed.place.epoch for feed in self.feeds if feed.place), default=0)
+
+    def row(self, seq_len: int, end: int) -> PackedRow:
+        """The next row, padded by `end` where no document is left, or the next is packed whole and does not fit."""
         row = PackedRow([], [], [], [], {})
         while (left := seq_len - len(row.tokens)) > 0:
             number = row.documents[-1] + 1 if row.documents else 0
-            if (self.ids is None or self.offset >= len(self.ids)) and not self._next():
-                row.extend([self.tokenizer.end] * left, [], number)
+            feed = self._current()
+            whole = feed is not None and feed.chain.tokenizer.whole and feed.offset == 0
+            if feed is None or (whole and row.tokens and left < feed.length <= seq_len):
+                row.extend([end] * left, [], number)
                 break
-            assert self.ids is not None and self.place is not None
-            part = self.ids[self.offset : self.offset + left]
-            row.extend(part, self.ids[self.offset + 1 : self.offset + 1 + len(part)], number)
-            self.offset += len(part)
-            file = self.chain.text.files[self.chain.files[self.place.file]].name
-            row.origin[f"{file}:{self.place.row + 1}"] = None
+            row.extend(*feed.take(left), number)
+            row.origin[feed.origin] = None
         return row
 
-    def _next(self) -> bool:
-        awaited = self.place if self.ids is None else None
-        while document := self.chain.next_of(self.number):
-            if awaited is not None and document.place < awaited:
-                continue  # the chain resumed at an earlier lane's place
-            if document.place != awaited:
-                self.offset = 0
-            self.place = document.place
-            self.ids = self.tokenizer.document(document.text, first=document.first, last=document.last)
-            return True
-        return False
+    def _current(self) -> Feed | None:
+        """The feed whose document is packed next; None where none has any."""
+        if self.feeds[self.turn].pending:
+            return self.feeds[self.turn]
+        while len(self.ended) < len(self.feeds):
+            self.turn = self._choose()
+            feed = self.feeds[self.turn]
+            if feed.advance():
+                self.taken[self.turn] += feed.length
+                return feed
+            self.ended.add(self.turn)
+        return None
+
+    def _choose(self) -> int:
+        left = [i for i in range(len(self.feeds)) if i not in self.ended]
+        total = sum(self.weights[i] for i in left)
+        self.chosen += 1
+        if len(left) == 1:
+            return left[0]
+        if self.by == "tokens":
+            taken = {i: self.taken[i] - self._phases[i] * PHASE for i in left}
+            return max(left, key=lambda i: self.weights[i] / total * sum(taken.values()) - taken[i])
+        point = (self._phases[0] + self.chosen * GOLDEN) % 1 * total
+        for i in left:
+            point -= self.weights[i]
+            if point < 0:
+                return i
+        return left[-1]
+
+
+@cache
+def _phase(seed: int, lane: int, source: int) -> float:
+    """A number from 0 to 1 that differs between lanes and sources."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{lane}:{source}".encode()).digest()[:6], "big") / 2**48

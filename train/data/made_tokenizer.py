@@ -14,8 +14,8 @@ from tpshard.files.file_lock import one_at_a_time
 from tpshard.models.folders.folder_files import carried
 from tpshard.models.folders.folder_tokenizer import tokenizer_files
 from tpshard.parallelism.runtime.context import Context
+from tpshard.recipes.keys.data_keys import BYTE_TOKENS
 from tpshard.recipes.keys.schema import Recipe
-from tpshard.recipes.keys.training_keys import BYTE_TOKENS
 from tpshard.recipes.reading.load import load
 from tpshard.train.data.byte_bpe import byte_bpe
 from tpshard.train.data.corpus import TextSource, pieces, rows

@@ -1,33 +1,73 @@
 """The global token stream: which sequences make up each step, the same on any mesh and after any resume.
 
-Row i of every step is *lane* i; there are as many lanes as global sequences. Lanes are grouped into *chains*. A chain
-reads its own files one after the other, epoch after epoch, and distributes the documents to its lanes in turn: document
-i of epoch e goes to lane (i + e) mod lanes, so that no lane always gets the long ones. A lane packs its documents into
-rows of seq_len tokens. A data rank therefore opens only the files of its chains and tokenizes only its lanes'
-documents. The position of a lane is five small numbers, from which any rank can continue.
+Row i of every step is *lane* i; there are as many lanes as global sequences. Lanes are grouped into *chains*, for each
+source apart. A chain reads its own files one after the other, epoch after epoch, and distributes the documents to its
+lanes in turn: document i of epoch e goes to lane (i + e) mod lanes, so that no lane always gets the long ones. A lane
+packs its documents into rows of seq_len tokens. A data rank therefore opens only the files of its chains and tokenizes
+only its lanes' documents. The position of a lane is a few small numbers, from which any rank can continue.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import queue
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
-from tpshard.train.data.corpus import BadRows, TextSource, check, is_empty, pieces, rows, sum_whole
-from tpshard.train.data.lanes import Chain, Lane, LanePlace, PackedRow
-from tpshard.train.data.shard_sums import ShardSums, merge_sums
+from tpshard.diagnostics.diagnostic import Mistakes
+from tpshard.train.data.conversations import AnswerTokenizer
+from tpshard.train.data.corpus import TextSource
+from tpshard.train.data.lanes import Lane, LanePlace, PackedRow
+from tpshard.train.data.shard_sums import merge_sums
+from tpshard.train.data.source_reader import CHAINS, SourceReader
 from tpshard.train.data.step_batch import StepBatch
 from tpshard.train.data.tokens import TextTokenizer
 
 logger = logging.getLogger(__name__)
 
-CHAINS = 64
-"""The maximal number of files open at once over all ranks; a rank opens those of its own rows."""
+
+@dataclass(frozen=True)
+class Share:
+    """One source of a mixture."""
+
+    text: TextSource
+    tokenizer: TextTokenizer | AnswerTokenizer
+    weight: float = 1.0
+    epochs: int | None = None
+    """How often it is read; None: as often as the run asks."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What a run reads: its sources with their weights, which count documents or their tokens."""
+
+    shares: tuple[Share, ...]
+    by: Literal["rows", "tokens"] = "rows"
+    window: int = 1
+    """Documents of a chain that are shuffled among each other; 1: they come in the order of the files."""
+
+    @staticmethod
+    def of(text: TextSource, tokenizer: TextTokenizer | AnswerTokenizer, epochs: int | None = None) -> Mixture:
+        """A single source, in the order of its files."""
+        return Mixture((Share(text, tokenizer, epochs=epochs),))
+
+    @property
+    def name(self) -> str:
+        """The names of the sources."""
+        return ", ".join(share.text.name for share in self.shares)
+
+    @property
+    def tokenizer(self) -> TextTokenizer | AnswerTokenizer:
+        """The tokenizer of the first source; those of others differ in what they do with a row."""
+        return self.shares[0].tokenizer
+
+    def mistake(self, message: str, *, why: str = "", fix: str = "") -> Mistakes:
+        """An error (exit 6) at the place of the recipe that names the first source."""
+        return self.shares[0].text.mistake(message, why=why, fix=fix)
 
 
 class Loader:
@@ -38,12 +78,12 @@ class Loader:
     each document's part of the row. `origin` lists for each row the lines of files in it.
 
     Args:
-        text: the text to read.
+        text: the sources to read.
         global_sequences: rows of a step over all ranks.
         part: the rows of each step that this rank reads; contiguous ranges open the fewest files. Default: all.
-        seed: decides the order of the files.
+        seed: decides the order of the files, and of the documents in a window.
         bad_rows: the share of unreadable rows that stops the run.
-        once: do not start over; rows after the end of the text are padding without targets (for held-out text).
+        checks: whether small local data is read once before; not for held-out text.
 
     Raises:
         Mistakes: exit 6, here or from `next`: unreadable files, too many bad rows, less text than one step takes.
@@ -51,55 +91,39 @@ class Loader:
 
     def __init__(
         self,
-        text: TextSource,
-        tokenizer: TextTokenizer,
+        text: Mixture,
         *,
         seq_len: int,
         global_sequences: int,
         part: Sequence[int] | None = None,
         seed: int = 0,
         bad_rows: float = 0.01,
-        once: bool = False,
+        checks: bool = True,
     ):
-        self.text, self.tokenizer, self.seq_len, self.global_sequences = text, tokenizer, seq_len, global_sequences
+        self.text, self.seq_len, self.global_sequences, self.seed = text, seq_len, global_sequences, seed
         self.part = tuple(range(global_sequences) if part is None else part)
         assert all(0 <= row < global_sequences for row in self.part), (self.part, global_sequences)
-        self.seed, self.once = seed, once
-        self.bad = BadRows(text, bad_rows)
-        self.sums = ShardSums()
-        self.warnings: list[str] = []
-        """What the user should know before the first step."""
+        self.tokenizer = text.tokenizer
         self.epoch = 0
         self._ahead: queue.Queue[tuple[StepBatch, dict[str, Any]] | BaseException] | None = None
         self._failure: BaseException | None = None
-        if not once:
-            check(text, bad_rows, self.sums)
-        self.order = self._order()
-        self.chains = _chain_count(global_sequences, len(self.order))
-        self._files = {file.name: file.fingerprint() for file in text.files}
-        self._times = {file.name: file.place.stat().st_mtime_ns for file in text.files if isinstance(file.place, Path)}
-        self._sum_whole()
+        self.readers = [
+            SourceReader(share.text, share.tokenizer, share.epochs, global_sequences, self.part, text.window,
+                         seed, bad_rows, f"{share.text.name}: " if text.shares[1:] else "", checks)
+            for share in text.shares
+        ]  # fmt: skip
         self._start({})
         self._state = self._snapshot(0)
 
-    def _sum_whole(self) -> None:
-        """Sums the files of this rank's rows, unless they are large."""
-        numbers = {row * self.chains // self.global_sequences for row in self.part}
-        own = [self.text.files[i] for number in sorted(numbers) for i in self.order[number :: self.chains]]
-        if not self.once:
-            sum_whole(self.text, own, self.sums)
+    @property
+    def warnings(self) -> list[str]:
+        """What the user should know before the first step."""
+        return [warning for reader in self.readers for warning in reader.warnings]
 
-    def _order(self) -> list[int]:
-        """The files in the order of their reading, without those that have no document: a chain may have no other."""
-        files = self.text.files
-        order = sorted(range(len(files)), key=lambda i: _hash(self.seed, files[i].name))
-        empty = [i for i in order if is_empty(self.text, files[i])]
-        if not empty or len(empty) == len(order):
-            return order
-        more = f" and {len(empty) - 3} more" if empty[3:] else ""
-        names = ", ".join(files[i].name for i in sorted(empty)[:3])
-        self.warnings.append(f"no readable document in {names}{more} of {self.text.name}: left out")
-        return [i for i in order if i not in set(empty)]
+    @property
+    def notes(self) -> Counter[str]:
+        """What was done to documents of this rank's rows that were not taken as they are, in the first epoch."""
+        return sum((reader.notes for reader in self.readers), Counter())
 
     @property
     def step(self) -> int:
@@ -145,19 +169,14 @@ class Loader:
             )
         if differences:
             logger.warning("the text starts over: %s", "; ".join(differences))
-            self.sums.forget()
-            self._sum_whole()
+            for reader in self.readers:
+                reader.accept()
             self._start({})
             self._state = self._snapshot(int(state.get("step", 0)))
             return
-        if force:
-            self.sums.forget()
-            self._sum_whole()
-        else:
-            self._warn_of_unsummed(state)
-            self.sums.load(state.get("sums", {}))
-        lanes = {int(row): at for row, at in state["lanes"].items()}
-        self._start({row: (LanePlace(*at[:-1]), int(at[-1])) for row, at in lanes.items() if at is not None})
+        for reader in self.readers:
+            reader.accept() if force else reader.compare(state)
+        self._start({int(row): at for row, at in state["lanes"].items() if at is not None})
         self._state = self._snapshot(int(state["step"]))
 
     def close(self) -> None:
@@ -181,25 +200,25 @@ class Loader:
         threading.Thread(target=read, args=(self.step,), name="read-ahead").start()
         return result
 
-    def _start(self, at: Mapping[int, tuple[LanePlace, int]]) -> None:
-        per_chain = self.global_sequences // self.chains
-        of_chain: dict[int, list[int]] = {}
-        for row in self.part:
-            of_chain.setdefault(row // per_chain, []).append(row)
-        lanes: dict[int, Lane] = {}
-        for number, members in of_chain.items():
-            files = self.order[number :: self.chains]
-            local = [row % per_chain for row in members]
-            start = min((at[row][0] if row in at else LanePlace() for row in members), default=LanePlace())
-            chain = Chain(self.text, files, per_chain, local, start, self.bad, self.once, self.sums)
-            for row in members:
-                lanes[row] = Lane(row % per_chain, chain, self.tokenizer, at.get(row))
-        self._lanes = [lanes[row] for row in self.part]
+    def _start(self, states: Mapping[int, Any]) -> None:
+        """Opens the lanes of this rank's rows at their saved positions, by row."""
+        of_feeds: list[dict[int, tuple[LanePlace, int]]] = [{} for _ in self.readers]
+        more: dict[int, Mapping[str, Any]] = {}
+        for row, state in states.items():
+            more[row] = state if isinstance(state, Mapping) else {}
+            for at, place in zip(of_feeds, more[row].get("feeds", [state])):
+                if place is not None:
+                    at[row] = LanePlace(*place[:-1]), int(place[-1])
+        feeds = [reader.feeds(at) for reader, at in zip(self.readers, of_feeds)]
+        weights = [share.weight for share in self.text.shares]
+        self._lanes = [
+            Lane(row, [one[row] for one in feeds], weights, self.text.by, self.seed, more.get(row)) for row in self.part
+        ]
 
     def _batch(self, step: int) -> StepBatch:
-        rows = [lane.row(self.seq_len) for lane in self._lanes]
-        epoch = max((lane.place.epoch for lane in self._lanes if lane.place), default=0)
-        if step == 0 and epoch > 0:
+        rows = [lane.row(self.seq_len, self.tokenizer.end) for lane in self._lanes]
+        epoch = max((lane.epoch for lane in self._lanes), default=0)
+        if step == 0 and epoch > 0 and len(self.readers) == 1:
             self._check_enough()
         return _stack(rows, self.seq_len, epoch)
 
@@ -209,20 +228,18 @@ class Loader:
         rows: list[PackedRow] = []
         lanes = self._lanes
         while lanes and (most is None or len(rows) < most):
-            turn = [(lane, lane.row(self.seq_len)) for lane in lanes]
+            turn = [(lane, lane.row(self.seq_len, self.tokenizer.end)) for lane in lanes]
             lanes = [lane for lane, row in turn if row.origin]
             rows += [row for _, row in turn if row.origin]
-        return _stack(rows[:most] or [self._lanes[0].row(self.seq_len)], self.seq_len, 0)
+        return _stack(rows[:most] or [self._lanes[0].row(self.seq_len, self.tokenizer.end)], self.seq_len, 0)
 
     def _check_enough(self) -> None:
         """Raises if all the text, and not just a short chain, started over within the first step."""
         needed, tokens = self.global_sequences * self.seq_len, 0
-        for index in self.order:
-            for row in rows(self.text, self.text.files[index]):
-                if row.text is not None and self.text.keeps(row.text):
-                    tokens += sum(len(self.tokenizer.document(piece)) for piece in pieces(row.text))
-                if tokens >= needed:
-                    return
+        for labelled in self.readers[0].documents():
+            tokens += len(labelled.ids)
+            if tokens >= needed:
+                return
         raise self.text.mistake(
             f"{self.text.name} is smaller than one batch: {tokens} tokens, where a step takes {needed}",
             why=f"batch.global_sequences {self.global_sequences} x model.seq_len {self.seq_len}",
@@ -235,16 +252,22 @@ class Loader:
             "global_sequences": self.global_sequences,
             "seq_len": self.seq_len,
             "seed": self.seed,
-            "tokenizer": self.tokenizer.fingerprint,
-            "column": self.text.column,
-            "files": self._files,
-            "times": self._times,
-            "sums": self.sums.state(),
-            "lanes": {
-                str(row): None if lane.place is None else [*lane.place, lane.offset]
-                for row, lane in zip(self.part, self._lanes)
-            },
+            "tokenizer": " ".join(dict.fromkeys(reader.tokenizer.fingerprint for reader in self.readers)),
+            "column": "; ".join(reader.text.columns.name for reader in self.readers),
+            "mixture": self._mixture,
+            "files": {name: one for reader in self.readers for name, one in reader.files.items()},
+            "times": {name: one for reader in self.readers for name, one in reader.times.items()},
+            "sums": {name: one for reader in self.readers for name, one in reader.summed().items()},
+            "lanes": {str(row): lane.state() for row, lane in zip(self.part, self._lanes)},
         }
+
+    @property
+    def _mixture(self) -> dict[str, Any]:
+        """The sources with their weights, and how documents are shuffled, as JSON."""
+        if len(self.text.shares) == 1 and self.text.window == 1:
+            return {}
+        weights = {share.text.name: share.weight for share in self.text.shares} if self.text.shares[1:] else {}
+        return {"weights": weights, "by": self.text.by, "window": self.text.window}
 
     def _differences(self, state: Mapping[str, Any]) -> list[str]:
         differences: list[str] = []
@@ -255,17 +278,20 @@ class Loader:
         ):
             if state.get(key) != getattr(self, key):
                 differences.append(f"{name} was {state.get(key)}, is {getattr(self, key)}")
-        if state.get("tokenizer") != self.tokenizer.fingerprint:
+        if state.get("tokenizer") != self._state["tokenizer"]:
             other = self.tokenizer.others.get(str(state.get("tokenizer")))
             differs = "differs" if other is None else f"was used as with {other}"
             differences.append(f"the tokenizer {self.tokenizer.folder} {differs}")
-        if (column := state.get("column", "text")) != self.text.column:
-            differences.append(f"data.column was {column}, is {self.text.column}")
+        if (column := state.get("column", "text")) != self._state["column"]:
+            differences.append(f"data.column was {column}, is {self._state['column']}")
+        if (mixture := state.get("mixture", {})) != self._mixture:
+            differences.append(f"the mixture was {mixture or 'one source in order'}, is {self._mixture}")
+        files: Mapping[str, str] = self._state["files"]
         then: Mapping[str, str] = state.get("files", {})
         for change, names in (
-            ("is gone", sorted(then.keys() - self._files.keys())),
-            ("is new", sorted(self._files.keys() - then.keys())),
-            ("has changed", self._changed(state)),
+            ("is gone", sorted(then.keys() - files.keys())),
+            ("is new", sorted(files.keys() - then.keys())),
+            ("has changed", sorted(name for reader in self.readers for name in reader.changed(state))),
         ):
             if names:
                 differences.append(f"{names[0]} {change}" + (f", and {len(names) - 1} more" if names[1:] else ""))
@@ -273,21 +299,6 @@ class Loader:
         if missing and not differences:
             differences.append(f"the saved position lacks row {missing[0]}")
         return differences
-
-    def _changed(self, state: Mapping[str, Any]) -> list[str]:
-        """The files whose size, start, end, or whole content if they were read already, differ from the state's."""
-        then = state.get("files", {})
-        both = [name for name in then.keys() & self._files.keys() if then[name] and self._files[name]]
-        changed = {name for name in both if then[name] != self._files[name]}
-        return sorted(changed | set(self.sums.differing(state.get("sums", {}))))
-
-    def _warn_of_unsummed(self, state: Mapping[str, Any]) -> None:
-        """Names files that were written since, of which the run before had not read and summed everything."""
-        then, sums = state.get("times", {}), state.get("sums", {})
-        for name in sorted(then.keys() & self._times.keys()):
-            size = int(self._files[name].partition(":")[0])
-            if then[name] != self._times[name] and sums.get(name, [0])[0] < size and not self.text.trusted:
-                logger.warning("%s was written since the saved run read it: what that had not read may differ", name)
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -300,12 +311,14 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def held_out_batch(
-    text: TextSource, tokenizer: TextTokenizer, *, seq_len: int, sequences: int, bad_rows: float = 0.01
-) -> StepBatch:
+    text: TextSource, tokenizer: TextTokenizer | AnswerTokenizer, *, seq_len: int, sequences: int,
+    bad_rows: float = 0.01,
+) -> StepBatch:  # fmt: skip
     """The first sequences of held-out text, always the same ones: as many as there are, up to `sequences`; 0: all."""
     loader = Loader(
-        text, tokenizer, seq_len=seq_len, global_sequences=sequences or CHAINS, bad_rows=bad_rows, once=True
-    )
+        Mixture.of(text, tokenizer, 1), seq_len=seq_len, global_sequences=sequences or CHAINS, bad_rows=bad_rows,
+        checks=False,
+    )  # fmt: skip
     return loader.first_rows(sequences or None)
 
 
@@ -316,14 +329,3 @@ def _stack(rows: Sequence[PackedRow], seq_len: int, epoch: int) -> StepBatch:
 
     tensors = {field: column(field) for field in ("tokens", "targets", "documents", "positions")}
     return StepBatch(tensors, tuple(" ".join(row.origin) for row in rows), epoch)
-
-
-def _chain_count(lanes: int, files: int) -> int:
-    """The largest number of chains that divides lanes evenly, and files evenly or nearly (within one in eight)."""
-    return max(
-        n for n in range(1, min(CHAINS, lanes, files) + 1) if lanes % n == 0 and (files % n == 0 or files // n >= 8)
-    )
-
-
-def _hash(seed: int, name: str) -> bytes:
-    return hashlib.sha256(f"{seed}:{name}".encode()).digest()

@@ -12,7 +12,9 @@ import io
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
+
+from tpshard.train.data.row_columns import Columns, TextRow
 
 LONGEST_ROW = 1 << 28
 """Bytes; a longer line is a bad row and never held in memory."""
@@ -23,15 +25,6 @@ BATCH = 64
 
 
 @dataclass(frozen=True)
-class TextRow:
-    """A row of a file: its text, or why it is unreadable. Rows count from 0, blank lines included."""
-
-    number: int
-    text: str | None
-    fault: str = ""
-
-
-@dataclass(frozen=True)
 class TextFormat:
     """A format of text files, recognized by the suffix of a file's name."""
 
@@ -39,8 +32,8 @@ class TextFormat:
     suffixes: tuple[str, ...]
     unit: str
     """What a row is in the file, for errors."""
-    rows: Callable[[BinaryIO, str, int], Iterator[TextRow]]
-    """Yields the rows of a file's bytes from a number on; the name is that of the column with the text."""
+    rows: Callable[[BinaryIO, Columns, int], Iterator[TextRow]]
+    """Yields the rows of a file's bytes from a number on, as its columns say."""
     from_start: bool = True
     """Whether the bytes are read one after the other from the first on, whatever the number."""
 
@@ -75,10 +68,11 @@ class _Gzip(gzip.GzipFile):
 
 
 # ---- JSON lines -----------------------------------------------------------------------------------------------------
-def _json_rows(file: BinaryIO, column: str, start: int) -> Iterator[TextRow]:
+def _json_rows(file: BinaryIO, columns: Columns, start: int) -> Iterator[TextRow]:
     for number, raw in enumerate(_lines(file)):
-        if number >= start and (raw is None or raw.strip()):
-            yield _json_row(number, raw, column)
+        row = _json_row(number, raw, columns) if number >= start and (raw is None or raw.strip()) else None
+        if row is not None:
+            yield row
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes | None]:
@@ -92,7 +86,7 @@ def _lines(file: BinaryIO) -> Iterator[bytes | None]:
             yield raw
 
 
-def _json_row(number: int, raw: bytes | None, column: str) -> TextRow:
+def _json_row(number: int, raw: bytes | None, columns: Columns) -> TextRow | None:
     if raw is None:
         return TextRow(number, None, f"longer than {LONGEST_ROW} bytes")
     try:
@@ -101,25 +95,11 @@ def _json_row(number: int, raw: bytes | None, column: str) -> TextRow:
         return TextRow(number, None, f"invalid UTF-8: {error.reason}")
     except (ValueError, RecursionError) as error:
         return TextRow(number, None, f"not JSON: {error}")
-    if not isinstance(value, dict) or column not in value:
-        return TextRow(number, None, f'no "{column}"')
-    return _row(number, value[column], column)
-
-
-def _row(number: int, text: Any, column: str) -> TextRow:
-    if not isinstance(text, str):
-        return TextRow(number, None, f'"{column}" is {type(text).__name__}, not a string')
-    if not text.strip():
-        return TextRow(number, None, f'"{column}" is empty')
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return TextRow(number, None, "an unpaired surrogate, which UTF-8 cannot encode")
-    return TextRow(number, text)
+    return columns.row(number, value)
 
 
 # ---- Parquet --------------------------------------------------------------------------------------------------------
-def _parquet_rows(file: BinaryIO, column: str, start: int) -> Iterator[TextRow]:
+def _parquet_rows(file: BinaryIO, columns: Columns, start: int) -> Iterator[TextRow]:
     """Yields the rows of a Parquet file from number `start` on, without reading earlier groups of rows."""
     import pyarrow
     from pyarrow import parquet
@@ -128,25 +108,27 @@ def _parquet_rows(file: BinaryIO, column: str, start: int) -> Iterator[TextRow]:
         return
     try:
         table = parquet.ParquetFile(file)
-        if column not in table.schema_arrow.names:
-            raise NoColumn(column, list(table.schema_arrow.names))
+        names = list(table.schema_arrow.names)
+        if missing := next((column for column in columns.required if column not in names), None):
+            raise NoColumn(missing, names)
+        read = [*columns.required, *(column for column in columns.optional if column in names)]
         number = 0
         for group in range(table.num_row_groups):
             count = table.metadata.row_group(group).num_rows
             if number + count <= start:
                 number += count
                 continue
-            for batch in table.iter_batches(BATCH, row_groups=[group], columns=[column]):
-                for text in batch.column(0).to_pylist():
-                    if number >= start:
-                        yield _row(number, text, column)
+            for batch in table.iter_batches(BATCH, row_groups=[group], columns=read):
+                for value in batch.to_pylist():
+                    if number >= start and (row := columns.row(number, value)) is not None:
+                        yield row
                     number += 1
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise OSError(str(error)) from error
 
 
 # ---- plain text -----------------------------------------------------------------------------------------------------
-def _plain_rows(file: BinaryIO, column: str, start: int) -> Iterator[TextRow]:
+def _plain_rows(file: BinaryIO, columns: Columns, start: int) -> Iterator[TextRow]:
     """Yields a plain text as rows, cut where a blank line ends a paragraph, so that no row is larger than memory."""
     number, at, held = 0, 0, b""
     while raw := file.readline(DOCUMENT):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
@@ -10,6 +10,8 @@ from typing import Literal, get_args
 from tpshard.diagnostics.diagnostic import Exit, Mistakes, Source, looked_for
 from tpshard.models.folders.folder_tokenizer import FAST, FolderTokenizer, tokenizer_files
 from tpshard.recipes.text.other_tools import MADE_TOKENIZERS, hub_fix
+from tpshard.train.data.corpus import pieces
+from tpshard.train.data.row_columns import Labelled
 
 Around = Literal["tokenizer", "always", "never"]
 """Whether documents begin or end with a token: as the tokenizer itself does it, always or never."""
@@ -35,6 +37,18 @@ class TextTokenizer:
     """What the folder says and is not done, in sentences."""
     others: Mapping[str, str] = field(default_factory=dict)
     """The settings of a recipe with which the fingerprint would be another one, by that fingerprint."""
+
+    whole = False
+    """Whether documents are packed whole into sequences where they fit; text goes on in the next sequence."""
+
+    def pieces(self, text: str) -> Iterator[str]:
+        """The parts of a long text that are tokenized one by one."""
+        return pieces(text)
+
+    def labelled(self, text: str, *, first: bool = True, last: bool = True) -> Labelled:
+        """The ids of a document or of a piece of one, all of them targets."""
+        ids = self.document(text, first=first, last=last)
+        return Labelled(ids, ids)
 
     def document(self, text: str, *, first: bool = True, last: bool = True) -> list[int]:
         """The ids of a document or of a piece of one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tpshard.parallelism.runtime.context import Context
@@ -14,7 +14,7 @@ from tpshard.programs.step import training
 from tpshard.train.data.corpus import Corpus, TextSource, open_text
 from tpshard.train.data.step_batch import StepBatch
 from tpshard.train.run.training_engine import ReadBlock, TrainingEngine
-from tpshard.train.run.training_worker import engine_of, held_out, open_corpus
+from tpshard.train.run.training_worker import engine_of, held_out, opened_data
 
 OpenModel = Callable[[Mapping[str, Any]], ReadBlock]
 """Opens a stored model that must have tensors of these shapes and dtypes; returns the reader of its blocks."""
@@ -81,19 +81,18 @@ def _rows(setting: Setting, data_rank: int, texts: Sequence[str]) -> list[tuple[
     recipe = setting.recipe
     if not setting.task.text:
         return [(recipe.task, held_out(setting, data_rank))]
-    corpus, tokenizer = open_corpus(setting, recipe.run.folder)
+    data = opened_data(setting, recipe.run.folder)
     if not texts:
-        return [(corpus.held_out.name, held_out(setting, data_rank, (corpus.held_out, tokenizer)))]
+        return [(text.name, held_out(setting, data_rank, (text, tokenizer))) for text, tokenizer in data.held_out]
     asked = recipe.evaluate.sequences if recipe.where("evaluate.sequences").file.startswith("<override") else 0
-    named = {name: _whole(open_text(name, recipe.data.column)) for name in dict.fromkeys(texts)}
+    form, tokenizer = data.mixture.shares[0].text.columns, data.mixture.tokenizer
+    named = {name: _whole(open_text(name, replace(form, where={}))) for name in dict.fromkeys(texts)}
     return [(name, held_out(setting, data_rank, (text, tokenizer), asked)) for name, text in named.items()]
 
 
 def _whole(corpus: Corpus) -> TextSource:
     """All files of a corpus; of a data set with a split of its own for validation, that."""
-    if corpus.train.part != "all":
-        return TextSource(corpus.train.name, corpus.train.files, "all", corpus.train.where, corpus.train.column)
-    return corpus.held_out
+    return replace(corpus.train, part="all") if corpus.train.part != "all" else corpus.held_out
 
 
 def _no_block(*_: Any, **__: Any) -> Any:

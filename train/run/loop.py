@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ class TrainingLoop:
         checkpoints: where they are; default: `checkpoints/` of the folder.
         saved: called with the step of each checkpoint and the seconds it took, on rank 0 and beside the steps.
         publishable: called on rank 0 before a checkpoint appears; raises OSError if it must not.
-        held_out: this rank's micro-batches of held-out text, equally many on every rank.
+        held_out: this rank's micro-batches of held-out texts by name, equally many on every rank.
         attempt: the number of the run's start, a column of metrics.jsonl.
         restarts: the launcher's restarts after crashes, another column.
         flops_per_s: peak of all devices together, for `mfu`; None where unknown.
@@ -113,7 +114,7 @@ class TrainingLoop:
         publishable: Callable[[], None] = lambda: None,
         record: Callable[[Row], None],
         progress: Progress,
-        held_out: Sequence[StepBatch] = (),
+        held_out: Mapping[str, Sequence[StepBatch]] = MappingProxyType({}),
         attempt: int = 1,
         restarts: int = 0,
         flops_per_s: float | None = None,
@@ -321,21 +322,27 @@ class TrainingLoop:
 
         Every rank calls it.
         """
-        loss_sum, targets = 0.0, 0
-        for i, batch in enumerate(self.held_out):
+        sums = {name: [0.0, 0] for name in self.held_out}
+        batches = [(name, batch) for name, rows in self.held_out.items() for batch in rows]
+        for i, (name, batch) in enumerate(batches):
             batch_loss, count = self.engine.evaluate(batch)
-            loss_sum, targets = loss_sum + batch_loss, targets + count
+            sums[name] = [sums[name][0] + batch_loss, sums[name][1] + count]
             self.context.watchdog.beat()
-            if i + 1 < len(self.held_out) and (code := self.context.stop()):
+            if i + 1 < len(batches) and (code := self.context.stop()):
                 return code
         self.course.evaluated = self.course.step
+        loss_sum, targets = (sum(one[part] for one in sums.values()) for part in (0, 1))
         if targets:
             loss = loss_sum / targets
             self.outcome.eval_loss = loss
+            each = {name: total / count for name, (total, count) in sums.items() if count}
+            row: Row = {"step": self.course.step, "eval_loss": _number(loss), "eval_tokens": int(targets)}
+            if len(self.held_out) > 1:
+                row["eval_losses"] = {name: _number(one) for name, one in each.items()}
             if self.context.is_main:
-                row = {"step": self.course.step, "eval_loss": _number(loss), "eval_tokens": targets}
                 self.record({**row, "time": time.time(), "run": self.attempt})
-            self.progress.note(f"step {self.course.step}: held-out loss {loss:.4f}")
+            parts = "".join(f", {name} {one:.4f}" for name, one in each.items()) if len(self.held_out) > 1 else ""
+            self.progress.note(f"step {self.course.step}: held-out loss {loss:.4f}{parts}")
         else:
             self.progress.note(f"step {self.course.step}: no held-out loss, because no document is held out")
         return self.context.stop()

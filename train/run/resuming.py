@@ -49,14 +49,15 @@ def trained(recipe: Recipe) -> dict[str, Any]:
 
 
 def changes(folder: Path, checkpoints: Location, recipe: Recipe) -> Changes:
-    """What the recipe changes of the run in `folder`: of its newest checkpoint, or else of its recipe.yaml."""
+    """What the recipe changes of the run in `folder`: of its newest checkpoint, or else of its recipe.yaml. A key that
+    the run was without, being older, and that the recipe does not write, changes nothing."""
     before, now = _before(folder, checkpoints), trained(recipe)
     if before is None:
         return {}
     return {
         key: (_shown(before.get(key)), _shown(now.get(key)))
         for key in dict.fromkeys((*now, *before))
-        if not _same(before.get(key), now.get(key))
+        if not _same(before.get(key), now.get(key)) and (key in before or recipe.where(key).line)
     }
 
 

@@ -10,6 +10,7 @@ import os
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,15 +34,17 @@ from tpshard.programs.fit.wrong_model import wrong_model
 from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step import training
 from tpshard.programs.step.training import TrainingPrograms
+from tpshard.recipes.keys.data_keys import TokenizerTraining
 from tpshard.recipes.keys.schema import Recipe
-from tpshard.recipes.keys.training_keys import TokenizerTraining
 from tpshard.recipes.text.other_tools import MADE_TOKENIZERS
 from tpshard.train.checkpoints.checkpoint import steps as checkpoint_steps
 from tpshard.train.checkpoints.store_path import Location, StorePath, location
 from tpshard.train.data.carried import carry
-from tpshard.train.data.corpus import Corpus, TextSource, open_text
+from tpshard.train.data.conversations import AnswerTokenizer
+from tpshard.train.data.corpus import Corpus, TextSource
 from tpshard.train.data.generated_rows import GeneratedRows, held_out_rows
 from tpshard.train.data.made_tokenizer import byte_tokenizer, trained_tokenizer
+from tpshard.train.data.open_data import OpenedData, open_data, template_of
 from tpshard.train.data.step_batch import StepBatch
 from tpshard.train.data.stream import Loader, held_out_batch
 from tpshard.train.data.tokens import TextTokenizer, load_tokenizer
@@ -62,6 +65,9 @@ from tpshard.train.run.training_engine import InitialBlock, TrainingEngine
 
 Receiver = Callable[[Row], None]
 """A function that takes a row of metrics."""
+
+HeldOut = Mapping[str, Sequence[StepBatch]]
+"""This rank's micro-batches of held-out rows, by the name of their text."""
 
 ENOUGH = 6
 """Steps after which the plan is compared with the run at the earliest; it is compared again at the end."""
@@ -115,12 +121,11 @@ def _train(
     # Data first: errors in it are common and show in a second, while building the programs takes longer.
     context.watchdog.doing = Doing("opening the data")
     data_rank = context.mesh.linear_index(setting.data_axes, context.rank)
-    loader, held_out_batches = _data(setting, data_rank, folder, context)
+    loader, checked = _data(setting, data_rank, folder, context)
     programs = programs or _build_programs(setting, context)
     planner.check_limit(programs)
     engine = engine_of(programs, context, _initial_block(recipe, setting.spec))
     assert engine.data_rank == data_rank, "the program shards its batch over the axes that the recipe names"
-    checked = list(held_out_batches) if recipe.evaluate.every_steps else []
     attempt = context.from_main(run.attempt if run is not None else 0)
     if run is not None:
         for line in [plan.shardings(programs), str(setting.batch)]:
@@ -150,6 +155,7 @@ def _train(
                     setting.spec.source.folder,
                     loader.tokenizer.folder if isinstance(loader, Loader) else None,
                     again=bool(changed),
+                    template=template_of(recipe),
                 )
                 run.write("plan.json", plan.text(programs))
                 run.push()
@@ -160,6 +166,8 @@ def _train(
                     row = {"step": loop.course.step, "changed": dict(changed), "forced": recipe.resume == "force"}
                     _send(receivers, {**row, "time": time.time(), "run": attempt})
             outcome = loop.run()
+            for note in _notes_of(loader, context, data_rank):
+                progress.note(note)
             if compared is not None and outcome.trained:
                 compared.show()
             code = int(outcome.exit)
@@ -351,28 +359,37 @@ def _build_programs(setting: Setting, context: Context) -> TrainingPrograms:
     return programs
 
 
-def _data(
-    setting: Setting, data_rank: int, folder: Path, context: Context
-) -> tuple[Loader | GeneratedRows, Iterator[StepBatch]]:
-    """This rank's rows of every step, and its micro-batches of held-out rows."""
+def _data(setting: Setting, data_rank: int, folder: Path, context: Context) -> tuple[Loader | GeneratedRows, HeldOut]:
+    """This rank's rows of every step, and its micro-batches of held-out rows by the names of their texts."""
     recipe, plan = setting.recipe, setting.batch
+    evaluates = bool(recipe.evaluate.every_steps)
     if not setting.task.text:
-        return GeneratedRows(setting.task, recipe, plan.rows(data_rank)), held_out(setting, data_rank)
-    corpus, tokenizer = open_corpus(setting, folder, context)
-    context.agree({"tokenizer": tokenizer.fingerprint})
+        rows = GeneratedRows(setting.task, recipe, plan.rows(data_rank))
+        return rows, {recipe.task: list(held_out(setting, data_rank))} if evaluates else {}
+    data = opened_data(setting, folder, context)
+    context.agree({"tokenizer": " ".join(share.tokenizer.fingerprint for share in data.mixture.shares)})
     loader = Loader(
-        corpus.train, tokenizer, seq_len=setting.seq_len, global_sequences=plan.global_sequences,
-        part=plan.rows(data_rank), seed=recipe.seed, bad_rows=recipe.data.bad_rows,
+        data.mixture, seq_len=setting.seq_len, global_sequences=plan.global_sequences, part=plan.rows(data_rank),
+        seed=recipe.seed, bad_rows=recipe.data.bad_rows,
     )  # fmt: skip
-    return loader, held_out(setting, data_rank, (corpus.held_out, tokenizer))
+    return loader, {t.name: list(held_out(setting, data_rank, (t, tok))) for t, tok in data.held_out if evaluates}
 
 
-def open_corpus(setting: Setting, folder: Path, context: Context | None = None) -> tuple[Corpus, TextTokenizer]:
-    """The recipe's text with its tokenizer. folder: the run's, where the sample is kept if the cache cannot be
+def _notes_of(loader: Loader | GeneratedRows, context: Context, data_rank: int) -> list[str]:
+    """What was done to documents that were not taken as they are, over all ranks. Every rank calls it."""
+    own = loader.notes if isinstance(loader, Loader) else Counter()
+    of_ranks = dict(context.gather((data_rank, dict(own))))  # ranks that read the same rows count once
+    total: Counter[str] = sum(map(Counter, of_ranks.values()), Counter())
+    return [f"{count:,} rows were {note}" for note, count in total.items()]
+
+
+def opened_data(setting: Setting, folder: Path, context: Context | None = None) -> OpenedData:
+    """The recipe's sources with their tokenizers. folder: the run's, where the sample is kept if the cache cannot be
     written. context: the workers of a run, which may train a tokenizer; every rank calls it then."""
-    data = setting.recipe.data
-    corpus = open_text(data.source, data.column, where=setting.recipe.where("data.source"), fallback=folder)
-    return corpus, _tokenizer(setting.recipe, corpus, setting, folder, context)
+    recipe = setting.recipe
+    return open_data(
+        recipe, setting.seq_len, lambda corpus: _tokenizer(recipe, corpus, setting, folder, context), folder
+    )
 
 
 def _part(total: int, setting: Setting, data_rank: int) -> tuple[range, int]:
@@ -382,8 +399,9 @@ def _part(total: int, setting: Setting, data_rank: int) -> tuple[range, int]:
 
 
 def held_out(
-    setting: Setting, data_rank: int, text: tuple[TextSource, TextTokenizer] | None = None, sequences: int | None = None
-) -> Iterator[StepBatch]:
+    setting: Setting, data_rank: int, text: tuple[TextSource, TextTokenizer | AnswerTokenizer] | None = None,
+    sequences: int | None = None,
+) -> Iterator[StepBatch]:  # fmt: skip
     """This rank's micro-batches of held-out sequences; equally many on every rank, the same sequences on any mesh.
 
     text: the held-out text with its tokenizer; None for a task that makes its rows. sequences: how many, by default as

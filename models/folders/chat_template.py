@@ -6,15 +6,21 @@ import contextlib
 import json
 import secrets
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, TypeVar
+
+Span = tuple[int, int]
+"""The first character of a part of a text, and the one after its last."""
+T = TypeVar("T")
 
 SECONDS = 1.0
 BYTES = 1 << 20
 _MARK = secrets.token_hex(8)
 """Text that no template writes by itself."""
+_OPENS, _CLOSES = f"<{_MARK}", f"{_MARK}>"
+"""What `marked_render` writes around blocks of `{% generation %}`."""
 
 
 class TemplateError(ValueError):
@@ -64,15 +70,31 @@ class ChatTemplate:
         return text
 
     @cached_property
+    def marks_answers(self) -> bool:
+        """Whether blocks of `{% generation %}` enclose what the model is to learn. Raises TemplateError."""
+        tokens = _called(lambda: list(_environment().lex(self.source)))
+        return any(kind == "name" and word == "generation" and tokens[i - 2][1] == "block_begin"
+                   for i, (_, kind, word) in enumerate(tokens) if i > 1)  # fmt: skip
+
+    def marked_spans(self, messages: Sequence[Mapping[str, Any]], text: str, **variables: Any) -> list[Span] | None:
+        """The parts of `text`, which is `messages` rendered whole, from blocks of `{% generation %}`; None where the
+        template changes what it wrote in them. Raises TemplateError."""
+        values = self.variables | variables | {"add_generation_prompt": False}
+        marked = self._render(messages, values, self._marking)
+        spans, plain, at = [], "", 0
+        while (start := marked.find(_OPENS, at)) >= 0 and (end := marked.find(_CLOSES, start)) >= 0:
+            plain += marked[at:start]
+            inside = marked[start + len(_OPENS) : end]
+            spans.append((len(plain), len(plain) + len(inside)))
+            plain, at = plain + inside, end + len(_CLOSES)
+        return spans if plain + marked[at:] == text else None
+
+    @cached_property
     def variables_read(self) -> frozenset[str]:
         """The variables that the template reads. Raises TemplateError."""
-        from jinja2 import TemplateError as JinjaError
         from jinja2 import meta
 
-        try:
-            return frozenset(meta.find_undeclared_variables(_environment().parse(self.source)))
-        except (JinjaError, RecursionError) as error:
-            raise TemplateError(f"the chat template failed: {error}"[:300]) from error
+        return _called(lambda: frozenset(meta.find_undeclared_variables(_environment().parse(self.source))))
 
     def _role(self, role: str) -> str:
         return "system" if role == "developer" and not self._knows_developer else role
@@ -106,14 +128,18 @@ class ChatTemplate:
     def _template(self) -> Any:
         return _environment().from_string(self.source)
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+    @cached_property
+    def _marking(self) -> Any:
+        return _environment(marks=(_OPENS, _CLOSES)).from_string(self.source)
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], template: Any = None) -> str:
         from jinja2 import TemplateError as JinjaError
 
         values = {"messages": messages, "tools": None, "documents": None, **variables}
         parts, size = [], 0
         try:
             with _limited(SECONDS):
-                for part in self._template.generate(values):
+                for part in (template or self._template).generate(values):
                     size += len(part.encode())
                     if size > BYTES:
                         raise TemplateError(f"the chat template wrote more than {BYTES} bytes")
@@ -154,8 +180,19 @@ def _limited(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGVTALRM, before)
 
 
-def _environment() -> Any:
-    """The jinja2 sandbox, with the functions that transformers gives to templates."""
+def _called(parse: Callable[[], T]) -> T:
+    from jinja2 import TemplateError as JinjaError
+
+    try:
+        return parse()
+    except (JinjaError, RecursionError) as error:
+        raise TemplateError(f"the chat template failed: {error}"[:300]) from error
+
+
+def _environment(marks: tuple[str, str] | None = None) -> Any:
+    """The jinja2 sandbox, with the functions that transformers gives to templates. marks: texts to write around the
+    blocks of `{% generation %}`."""
+    from jinja2 import nodes
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -166,7 +203,9 @@ def _environment() -> Any:
 
         def parse(self, parser: Any) -> Any:
             next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            before, after = ([nodes.Output([nodes.TemplateData(mark)])] for mark in marks or ("", ""))
+            return [*before, *body, *after] if marks else body
 
     def refuse(message: str) -> str:
         raise TemplateError(message)

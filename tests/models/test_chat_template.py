@@ -6,8 +6,8 @@ import time
 from typing import Any
 
 import pytest
-from tpshard.serve.api import chat_template
-from tpshard.serve.api.chat_template import ChatTemplate, TemplateError, TemplateTimeout
+from tpshard.models.folders import chat_template
+from tpshard.models.folders.chat_template import ChatTemplate, TemplateError, TemplateTimeout
 
 HELLO = [{"role": "user", "content": "hello"}]
 CHATML = (

@@ -1,0 +1,131 @@
+"""`tpshard data`: prints the rows of a recipe's data as the model reads them."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from tpshard.cli.main import Command, Group, colorful
+from tpshard.cli.shared.arguments import Json, Overrides, RecipeArgument, load
+from tpshard.diagnostics.diagnostic import plural
+
+if TYPE_CHECKING:
+    from tpshard.models.folders.folder_tokenizer import FolderTokenizer
+    from tpshard.train.data.step_batch import StepBatch
+
+app = typer.Typer(
+    cls=Group,
+    rich_markup_mode=None,
+    add_completion=False,
+    no_args_is_help=True,
+    help="Print the rows of a recipe's data as the model reads them.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+Count = Annotated[int, typer.Option("-n", min=1, metavar="N", help="Sequences to print.")]
+HeldOut = Annotated[bool, typer.Option("--held-out", help="Of the held-out text.")]
+TARGET, END = "\033[32m", "\033[0m"
+
+
+@app.callback()
+def data() -> None:
+    """Keeps `show` a subcommand while it is the only one."""
+
+
+@app.command(cls=Command)
+def show(
+    recipe: RecipeArgument, overrides: Overrides = None, n: Count = 3, held_out: HeldOut = False, as_json: Json = False
+) -> None:
+    """Print the first sequences as the model gets them: their documents, tokens and targets, and what was left out.
+
+    Targets are green, or in brackets where there is no colour. A document attends to itself alone, and its positions
+    begin at 0. Nothing is trained; a tokenizer that a run trains is not known before.
+    """
+    from tpshard.programs.setting.setting import Setting
+    from tpshard.train.data.stream import Loader, Mixture
+    from tpshard.train.run.training_worker import opened_data
+
+    loaded = load(recipe, overrides or ())
+    setting = Setting.of(loaded, 1 if loaded.cluster is None and -1 in loaded.mesh.values() else None)
+    opened = opened_data(setting, loaded.run.folder)
+    texts = [Mixture.of(*one, 1) for one in opened.held_out] if held_out else [opened.mixture]
+    rows: list[dict[str, Any]] = []
+    notes: list[str] = []
+    for text in texts:
+        loader = Loader(
+            text, seq_len=setting.seq_len, global_sequences=setting.batch.global_sequences, seed=loaded.seed,
+            bad_rows=loaded.data.bad_rows,
+        )  # fmt: skip
+        while len(rows) < n and any((batch := loader.next()).origin):
+            rows += [row for row in _rows(batch, opened.mixture) if row["documents"]]
+        notes += loader.warnings
+        for reader in loader.readers:
+            bad = [counter for chain in reader.chains for counter in (chain.bad, chain.unlearned) if counter.bad]
+            notes += [f"left out: {first}" for first in dict.fromkeys(counter.first for counter in bad)]
+        loader.close()
+    window = plural(opened.mixture.window, "document")
+    order = "in the order of the files" if opened.mixture.window == 1 else f"shuffled in windows of {window}"
+    names = [f"{share.text.name} (weight {share.weight:g})" for share in opened.mixture.shares]
+    result = {"schema": 1, "sources": names, "order": order, "sequences": rows[:n], "notes": notes}
+    print(json.dumps(result, ensure_ascii=False) if as_json else _text(result, colorful(sys.stdout)))
+
+
+def _rows(batch: StepBatch, mixture: Any) -> Iterator[dict[str, Any]]:
+    """The rows of a batch as JSON values, divided into documents; padding at the end is one number."""
+    from tpshard.train.run.training_worker import IGNORE
+
+    read = _reader(mixture)
+    fields = {name: batch[name].tolist() for name in ("tokens", "targets", "documents", "positions")}
+    for row, origin in enumerate(batch.origin):
+        ids, targets, numbers = (fields[name][row] for name in ("tokens", "targets", "documents"))
+        places = re.findall(r"\S.*?:\d+(?= |$)", origin)
+        documents = []
+        for number, place in enumerate(places):
+            at = [i for i, one in enumerate(numbers) if one == number]
+            learned = [False] + [targets[i] != IGNORE for i in at[:-1]]
+            tokens = [ids[i] for i in at]
+            documents.append(
+                {
+                    "from": place, "tokens": tokens, "text": [read.token_text(id) for id in tokens],
+                    "targets": [targets[i] if targets[i] != IGNORE else None for i in at], "learned": learned,
+                    "positions": [fields["positions"][row][i] for i in at],
+                }
+            )  # fmt: skip
+        used = sum(len(document["tokens"]) for document in documents)
+        yield {"documents": documents, "padding": len(ids) - used}
+
+
+def _reader(mixture: Any) -> FolderTokenizer:
+    from tpshard.train.data.tokens import read_tokenizer
+
+    return read_tokenizer(mixture.tokenizer.folder)
+
+
+def _text(result: dict[str, Any], color: bool) -> str:
+    """The rows as text; targets in green, or in brackets without colour."""
+    lines = [f"{', '.join(result['sources'])}: {result['order']}"]
+    for number, row in enumerate(result["sequences"], 1):
+        documents = row["documents"]
+        count = sum(target is not None for document in documents for target in document["targets"])
+        total = sum(len(document["tokens"]) for document in documents) + row["padding"]
+        facts = f"{total} tokens, {plural(count, 'target')}, {plural(len(documents), 'document')}"
+        lines.append(f"--- sequence {number}: {facts}, {row['padding']} of padding")
+        for document in documents:
+            lines += [f"  | {document['from']}", _shown(document["text"], document["learned"], color)]
+    lines += [f"note: {note}" for note in result["notes"]]
+    return "\n".join(lines)
+
+
+def _shown(texts: Sequence[str], learned: Sequence[bool], color: bool) -> str:
+    """A document's text, with what is learned marked."""
+    opens, closes = (TARGET, END) if color else ("[", "]")
+    shown, inside = "", False
+    for text, one in zip(texts, learned):
+        if one != inside:
+            shown += opens if one else closes
+            inside = one
+        shown += text.replace("\033", "\\x1b")
+    return shown + closes * inside

@@ -1,0 +1,141 @@
+"""Which characters of a rendered conversation the assistant wrote: those that a model learns to write.
+
+The rendered text is the truth. A template's own blocks of `{% generation %}` decide where it has them. Elsewhere an
+answer is what changes in the text when the message is replaced, from where the prompt of that answer ends; the marker
+that ends its turn belongs to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from tpshard.models.folders.chat_template import ChatTemplate, Span, TemplateError
+from tpshard.models.folders.folder_tokenizer import FolderTokenizer
+
+_MARK = "\ue0a1answer\ue0a2"
+"""A message that begins and ends with characters of private use, which no other text has."""
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RenderedConversation:
+    """A conversation as its model reads it, with what the assistant wrote."""
+
+    text: str
+    ids: list[int]
+    learned: list[bool]
+    """Whether each token is the assistant's."""
+
+
+class ConversationRenderer:
+    """Renders conversations by a tokenizer's own template. The ids are those of transformers' `apply_chat_template`."""
+
+    def __init__(self, tokenizer: FolderTokenizer, template: ChatTemplate) -> None:
+        self.tokenizer, self.template = tokenizer, template
+
+    def rendered(self, messages: Sequence[Message], tools: Any = None) -> RenderedConversation:
+        """The conversation with its tokens. Raises TemplateError where the template refuses it or writes nothing, and
+        ValueError where the tokenizer's library fails."""
+        messages = [_as_transformers(message) for message in messages]
+        text = self.template.render(messages, add_generation_prompt=False, tools=tools)
+        if not text.strip():
+            raise TemplateError("the chat template writes nothing for it")
+        marked = self.template.marked_spans(messages, text, tools=tools) if self.template.marks_answers else None
+        spans = marked or []
+        if marked is None:
+            answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+            for i in answers:
+                spans.append(self._answer(messages, i, text, tools, spans[-1][1] if spans else 0))
+        ids, offsets = self.tokenizer.encode_with_offsets(text)
+        spans = [self._with_end(span, text, ids, offsets, marked is not None) for span in spans]
+        learned, at = [], 0
+        for start, end in offsets:
+            while at < len(spans) and start >= spans[at][1]:
+                at += 1
+            learned.append(at < len(spans) and end > spans[at][0])
+        return RenderedConversation(text, ids, learned)
+
+    def _answer(self, messages: Sequence[Message], i: int, text: str, tools: Any, after: int) -> Span:
+        """What message `i` adds to the text, from the end of its prompt on. after: the end of the answer before."""
+        try:
+            replaced = self._whole([*messages[:i], _other(messages[i]), *messages[i + 1 :]], tools)
+            suffix = _shared(text[::-1], replaced[::-1])
+        except TemplateError:  # it refuses the results of tools that nothing called
+            whole, text = text, self._whole(messages[: i + 1], tools)
+            replaced = self._whole([*messages[:i], _other(messages[i])], tools)
+            suffix = _shared(text[::-1], replaced[::-1])
+            if not whole.startswith(text[: len(text) - suffix]):
+                raise
+        if _MARK not in replaced:
+            raise TemplateError(f"the chat template does not write message {i + 1}, an answer")
+        changes = _shared(text, replaced)
+        return self._start(messages[:i], text, tools, after, changes), max(changes, len(text) - suffix)
+
+    def _start(self, before: Sequence[Message], text: str, tools: Any, after: int, changes: int) -> int:
+        """Where the prompt of an answer ends in the text, in which the answer itself begins to differ at `changes`."""
+        try:
+            prompt = self._whole(before, tools, add_generation_prompt=True)
+            if text.startswith(prompt) and len(prompt) <= changes:
+                return len(prompt)
+            asked = self._whole(before, tools)
+        except TemplateError:
+            return changes
+        opening = prompt[len(asked) :] if prompt.startswith(asked) else ""
+        while opening:
+            if (at := text.rfind(opening, after, changes)) >= 0:
+                return at + len(opening)
+            opening = opening.rpartition("<")[0]  # it ends with more than this answer has, such as `<think>`
+        return changes
+
+    def _whole(self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool = False) -> str:
+        return self.template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
+
+    @cached_property
+    def _closing(self) -> str:
+        """What the template writes after the last answer of a conversation, up to a line's end; "" for nothing."""
+        try:
+            text = self._whole([{"role": "user", "content": "question"}, {"role": "assistant", "content": _MARK}], None)
+        except TemplateError:
+            return ""
+        return text.rpartition(_MARK)[2].lstrip().partition("\n")[0].rstrip()
+
+    def _with_end(self, span: Span, text: str, ids: Sequence[int], offsets: Sequence[Span], marked: bool) -> Span:
+        """A span with the marker that ends its turn, where the marker is not in it already. marked: the template's own
+        blocks say where it ends, so that a marker at its end is that of the turn."""
+        (start, end), closing = span, self._closing
+        special, stops = self.tokenizer.special_ids, self.tokenizer.stop_tokens
+        inside = [id for id, at in zip(ids, offsets) if start < at[1] and at[0] < end and text[slice(*at)].strip()]
+        ended = inside and inside[-1] in (special if marked else stops)
+        if ended or text[start:end].rstrip().endswith(closing or "\n"):
+            return span
+        follows = end + len(text[end:]) - len(text[end:].lstrip())
+        if closing and text.startswith(closing, follows):
+            return start, follows + len(closing)
+        ends = bool(closing) and self.tokenizer.encode_with_offsets(closing)[0][0] in special
+        for id, at in zip(ids, offsets):
+            if at[1] > follows:  # another marker than after a last answer, such as one for tools
+                return (start, at[1]) if id in stops or (ends and id in special) else span
+        return span
+
+
+def _other(message: Message) -> Message:
+    """A plain answer in place of a message."""
+    listed = isinstance(message.get("content"), list)
+    return {"role": message["role"], "content": [{"type": "text", "text": _MARK}] if listed else _MARK}
+
+
+def _shared(one: str, other: str) -> int:
+    """How many characters two texts have in common at their start."""
+    return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+
+
+def _as_transformers(message: Message) -> Message:
+    """A message without keys that are null, as tables write those that it lacks, and its reasoning by both names that
+    templates read."""
+    message = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((message[key] for key in ("reasoning_content", "thinking", "reasoning") if key in message), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}

@@ -1,0 +1,189 @@
+"""Conversations are packed whole, answers alone are learned, and what is left out is named and counted."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chat_folders import CHATML, chat_folder
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.models.objectives.loss import IGNORE
+from tpshard.train.data.conversations import AnswerTokenizer, TooLong, answer_tokenizer
+from tpshard.train.data.corpus import open_text
+from tpshard.train.data.row_columns import Columns
+from tpshard.train.data.stream import Loader, Mixture, Share, merge_states
+from tpshard.train.data.tokens import load_tokenizer
+
+SEQ, ROWS = 96, 8
+TALK = Columns(messages="messages")
+
+
+def conversation(chance: random.Random, number: int) -> dict[str, Any]:
+    messages = []
+    for _ in range(chance.randint(1, 2)):
+        messages.append({"role": "user", "content": f"{number} plus {chance.randint(0, 9)}?"})
+        messages.append({"role": "assistant", "content": "It is " + "four " * chance.randint(1, 5)})
+    return {"messages": messages}
+
+
+def write(path: Path, rows: Sequence[Any]) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def tokenizer(
+    folder: Path, columns: Columns = TALK, too_long: TooLong = "truncate", length: int = SEQ
+) -> AnswerTokenizer:
+    text = load_tokenizer(chat_folder(folder / "tokenizer", CHATML))
+    return answer_tokenizer(text, columns, length, too_long)
+
+
+@pytest.fixture
+def talks(tmp_path: Path) -> Path:
+    chance = random.Random(0)
+    return write(tmp_path / "talks.jsonl", [conversation(chance, i) for i in range(60)])
+
+
+def mixture(talks: Path, window: int = 16) -> Mixture:
+    text = write(talks.parent / "text.jsonl", [{"text": f"{i} " + "sunny " * (i % 7)} for i in range(50)])
+    encoder = tokenizer(talks.parent)
+    return Mixture(
+        (
+            Share(open_text(str(talks), TALK).train, encoder, 3.0),
+            Share(open_text(str(text)).train, encoder.text, 1.0),
+        ),
+        window=window,
+    )
+
+
+@pytest.mark.parametrize("by", ["rows", "tokens"])
+def test_a_mixture_is_the_same_on_any_number_of_ranks_and_after_any_resume(talks: Path, by: Any) -> None:
+    from dataclasses import replace
+
+    mixed = replace(mixture(talks), by=by)
+
+    def loader(part: Sequence[int] | None = None) -> Loader:
+        return Loader(mixed, seq_len=SEQ, global_sequences=ROWS, part=part)
+
+    whole = loader()
+    expected = [whole.next() for _ in range(24)]
+    assert whole.epoch > 1
+    step, state = 0, None
+    for ranks, count in ((4, 5), (1, 3), (8, 6), (2, 10)):
+        loaders = [loader(range(r * ROWS // ranks, (r + 1) * ROWS // ranks)) for r in range(ranks)]
+        for each in loaders if state is not None else ():
+            each.load_state_dict(state)
+        for _ in range(count):
+            batches = [each.next() for each in loaders]
+            for name in ("tokens", "targets", "documents", "positions"):
+                assert torch.equal(torch.cat([b[name] for b in batches]), expected[step][name]), (ranks, step)
+            step += 1
+        state = json.loads(json.dumps(merge_states([each.state_dict() for each in loaders])))
+
+
+@pytest.mark.parametrize(("by", "bound"), [("rows", 0.02), ("tokens", 0.02)])
+def test_sources_are_read_by_their_weights(talks: Path, by: Any, bound: float) -> None:
+    from dataclasses import replace
+
+    loader = Loader(replace(mixture(talks), by=by), seq_len=SEQ, global_sequences=ROWS)
+    for _ in range(150):
+        loader.next()
+    if by == "tokens":
+        taken = [sum(lane.taken[i] for lane in loader._lanes) for i in range(2)]
+    else:
+        rows = [0, 0]
+        loader.close()
+        for lane in loader._lanes:
+            lane.chosen = 0
+            for _ in range(200):
+                rows[lane._choose()] += 1
+        taken = rows
+    assert abs(taken[0] / sum(taken) - 0.75) < bound
+
+
+def test_each_epoch_has_every_row_once_and_its_own_order(talks: Path) -> None:
+    text = open_text(str(talks), TALK).train
+    loader = Loader(Mixture((Share(text, tokenizer(talks.parent)),), window=16), seq_len=SEQ, global_sequences=1)
+    seen: list[list[str]] = [[], [], []]
+    while loader._lanes[0].epoch < 2:
+        places = loader.next().origin[0].split()
+        seen[loader._lanes[0].epoch] += places
+    first, second = seen[0][: len(set(seen[0]))], seen[1]
+    assert len(set(seen[0])) == len(seen[0]) >= 55, "rows but those held out, each once, until the next epoch began"
+    assert first[:20] != second[:20] != sorted(second[:20])
+
+
+def test_conversations_stay_whole_and_no_target_crosses_their_borders(talks: Path) -> None:
+    encoder = tokenizer(talks.parent)
+    loader = Loader(Mixture.of(open_text(str(talks), TALK).train, encoder), seq_len=SEQ, global_sequences=4)
+    for _ in range(10):
+        batch = loader.next()
+        for row in range(4):
+            tokens, targets, documents, positions = (
+                batch[name][row].tolist() for name in ("tokens", "targets", "documents", "positions")
+            )
+            for number in set(documents):
+                at = [i for i, one in enumerate(documents) if one == number]
+                assert [positions[i] for i in at] == list(range(len(at)))
+                assert targets[at[-1]] == IGNORE
+                part = [tokens[i] for i in at]
+                if part[0] == encoder.end:
+                    assert all(targets[i] == IGNORE for i in at), "padding"
+                    continue
+                read = encoder.text.encode("")
+                assert read == [] and part.count(part[0]) >= 1
+                assert [targets[i] for i in at if targets[i] != IGNORE] == [
+                    tokens[i + 1] for i in at[:-1] if targets[i] != IGNORE
+                ]
+
+
+@pytest.mark.parametrize("too_long", ["truncate", "split", "drop"])
+def test_what_is_too_long_is_treated_as_the_recipe_says_and_counted(tmp_path: Path, too_long: TooLong) -> None:
+    talk = {"messages": [{"role": "user", "content": "two?"}, {"role": "assistant", "content": "It is " * 200}]}
+    short = {"messages": [{"role": "user", "content": "two?"}, {"role": "assistant", "content": "It is four."}]}
+    path = write(tmp_path / "a.jsonl", [talk] + [short] * 30)
+    text = open_text(str(path), TALK).train
+    loader = Loader(Mixture.of(text, tokenizer(tmp_path, too_long=too_long)), seq_len=SEQ, global_sequences=1)
+    (warning,) = loader.warnings
+    done = {"truncate": "truncated", "split": "split into several sequences", "drop": "dropped"}[too_long]
+    assert warning == f"{text.name}: 1 rows are longer than the {SEQ} tokens of model.seq_len: {done}"
+    rows = [loader.next() for _ in range(9)]
+    long = [row for row in rows if any(place.endswith(":1") for place in row.origin[0].split())]
+    assert len(long) == {"truncate": 1, "drop": 0}.get(too_long, len(long)) and (too_long != "split" or len(long) > 3)
+    assert sum(loader.notes.values()) == 1
+
+
+@pytest.mark.parametrize(
+    ("messages", "fault"),
+    [
+        ("text", "is str, not a list of messages"),
+        ([{"role": None, "content": "a"}], 'message 1 of "messages" has the role null'),
+        ([{"from": "human", "value": "a"}], "has no role; its keys are from, value"),
+        ([{"role": "user", "content": None}], "(user) has no content"),
+        ([{"role": "user", "content": "a"}], "no answer"),
+        ([{"role": "usr", "content": "c"}, {"role": "assistant", "content": "b"}], "unknown role 'usr'"),
+    ],
+)
+def test_a_conversation_that_cannot_be_learned_is_named_by_file_and_line(
+    tmp_path: Path, messages: Any, fault: str
+) -> None:
+    good = {"messages": [{"role": "user", "content": "two?"}, {"role": "assistant", "content": "It is four."}]}
+    path = write(tmp_path / "a.jsonl", [good] * 5 + [{"messages": messages}])
+    text = open_text(str(path), TALK).train
+    with pytest.raises(Mistakes) as caught:
+        Loader(Mixture.of(text, tokenizer(tmp_path)), seq_len=SEQ, global_sequences=1, bad_rows=0.001)
+    assert caught.value.exit == Exit.DATA
+    assert "a.jsonl, line 6: " in str(caught.value) and fault in str(caught.value)
+    assert Loader(Mixture.of(text, tokenizer(tmp_path)), seq_len=SEQ, global_sequences=1, bad_rows=0.5)
+
+
+def test_of_a_prompt_with_its_completion_only_the_completion_is_learned(tmp_path: Path) -> None:
+    encoder = tokenizer(tmp_path, Columns(prompt="q", completion="a"))
+    labelled = encoder.labelled(json.dumps({"prompt": "two plus two?", "completion": " It is four."}))
+    answer = [id for id, label in zip(labelled.ids, labelled.labels) if label != IGNORE]
+    assert answer == [*encoder.text.encode(" It is four."), encoder.end]

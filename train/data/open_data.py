@@ -1,0 +1,109 @@
+"""From a recipe's `data` to what its runs read: every source with its tokenizer, mixed, and its held-out part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tpshard.diagnostics.diagnostic import Exit, Mistakes, Source
+from tpshard.recipes.keys.data_keys import DataSource
+from tpshard.recipes.keys.schema import Recipe
+from tpshard.train.data.conversations import AnswerTokenizer, answer_tokenizer
+from tpshard.train.data.corpus import Corpus, TextSource, open_text
+from tpshard.train.data.row_columns import Columns
+from tpshard.train.data.stream import Mixture, Share
+from tpshard.train.data.tokens import TextTokenizer
+
+CHATML = """{% for message in messages %}<|im_start|>{{ message['role'] }}
+{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] or [] %}
+{{ part['text'] }}{% endfor %}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+"""The template `data.chat_template: chatml`."""
+LONGEST_TEMPLATE = 1 << 20
+"""Bytes of a chat template's file."""
+
+
+@dataclass(frozen=True)
+class OpenedData:
+    """A run's sources, opened."""
+
+    mixture: Mixture
+    held_out: tuple[tuple[TextSource, TextTokenizer | AnswerTokenizer], ...]
+    """The held-out part of each source."""
+    tokenizer: TextTokenizer
+
+
+def columns_of(recipe: Recipe, source: DataSource) -> Columns:
+    """What is read of a source's rows."""
+    form = recipe.data.form_of(source)
+    where = {key: value if isinstance(value, tuple) else (value,) for key, value in source.filter.items()}
+    return Columns(
+        form.get("column") or "text", form.get("messages"), form.get("prompt"), form.get("completion"), where
+    )
+
+
+def place_of(recipe: Recipe, number: int) -> Source:
+    """The place in the recipe that names a source."""
+    return recipe.where(f"data.sources.{number}.source" if recipe.data.sources else "data.source")
+
+
+def open_sources(recipe: Recipe, fallback: Path | None = None) -> list[Corpus]:
+    """The texts of all sources. fallback: a folder for the sample where the user's cache cannot be written. Raises
+    Mistakes (exit 6)."""
+    return [
+        open_text(one.source, columns_of(recipe, one), where=place_of(recipe, number), fallback=fallback,
+                  split=one.split)
+        for number, one in enumerate(recipe.data.all_sources)
+    ]  # fmt: skip
+
+
+def open_data(
+    recipe: Recipe, length: int, tokenizer_of: Callable[[Corpus], TextTokenizer], fallback: Path | None = None
+) -> OpenedData:
+    """All that a recipe reads. length: tokens of a sequence. tokenizer_of: opens the tokenizer, which may be the first
+    source's. Raises Mistakes (exit 6, or 3 for a tokenizer larger than the model)."""
+    corpora = open_sources(recipe, fallback)
+    tokenizer, data = tokenizer_of(corpora[0]), recipe.data
+    template = template_of(recipe)
+
+    def reads(text: TextSource) -> TextTokenizer | AnswerTokenizer:
+        if text.columns.key == "column":
+            return tokenizer
+        where = recipe.where("data.tokenizer")
+        return answer_tokenizer(tokenizer, text.columns, length, data.too_long, where, template)
+
+    tokenizers = [reads(corpus.train) for corpus in corpora]
+    names = _unique([corpus.train.name for corpus in corpora])
+    shares = tuple(
+        Share(replace(corpus.train, name=name), one, source.weight, 1 if source.exhausted == "stop" else None)
+        for corpus, one, source, name in zip(corpora, tokenizers, data.all_sources, names)
+    )
+    held_out = tuple((replace(c.held_out, name=name), one) for c, one, name in zip(corpora, tokenizers, names))
+    return OpenedData(Mixture(shares, data.mix, max(1, data.shuffle)), held_out, tokenizer)
+
+
+def template_of(recipe: Recipe) -> str | None:
+    """The source of the chat template that the recipe names; None where it names none. Mistakes (exit 6) for a file
+    that cannot be read."""
+    named = recipe.data.chat_template
+    if named is None or named == "chatml":
+        return None if named is None else CHATML
+    try:
+        raw = Path(named).expanduser().read_bytes()
+        if len(raw) > LONGEST_TEMPLATE:
+            raise ValueError(f"it has {len(raw):,} bytes")
+        return raw.decode()
+    except (OSError, ValueError) as error:
+        raise Mistakes.one(
+            f"the chat template {named} cannot be read", exit=Exit.DATA, where=recipe.where("data.chat_template"),
+            why=str(getattr(error, "strerror", None) or error), fix="chatml, or the path of a jinja template",
+        ) from error  # fmt: skip
+
+
+def _unique(names: list[str]) -> list[str]:
+    """The names, those that occur again with their number."""
+    return [
+        name if names.count(name) == 1 else f"{name} ({names[: i + 1].count(name)})" for i, name in enumerate(names)
+    ]

@@ -1,0 +1,140 @@
+"""What is read of a row (its text, its conversation, or its prompt with the completion), and the labelled tokens that
+become of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True)
+class TextRow:
+    """A row of a file: its text, or why it is unreadable. Rows count from 0, blank lines included.
+
+    A conversation's text is JSON with its `messages` and `tools`, that of a pair JSON with `prompt` and `completion`.
+    """
+
+    number: int
+    text: str | None
+    fault: str = ""
+
+
+class Labelled(NamedTuple):
+    """The ids of a document."""
+
+    ids: list[int]
+    """Empty where the recipe leaves the document out, for the reason in `note`."""
+    labels: list[int]
+    """For each token its id where it is a target, else IGNORE."""
+    note: str = ""
+    """What was done to the document that it is not taken as it is, such as cutting it; counted by this text."""
+
+
+class NotLearned(ValueError):
+    """A document cannot be learned from; the message says why."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The keys of JSON lines, or the columns of a table, that a source's rows are read from; one form is named."""
+
+    text: str = "text"
+    messages: str | None = None
+    """Holds a list of messages, each with a role and a content; a column `tools` beside it is read where there is
+    one."""
+    prompt: str | None = None
+    completion: str | None = None
+    where: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Only rows are read that have one of these values in these columns."""
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """The columns without which there is no row."""
+        if self.messages is not None:
+            return (self.messages, *self.where)
+        return (
+            (self.text, *self.where) if self.completion is None else (self.prompt or "", self.completion, *self.where)
+        )
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """Columns that are read where they exist."""
+        return () if self.messages is None else ("tools",)
+
+    @property
+    def name(self) -> str:
+        """What resumed runs compare."""
+        if self.messages is None and self.completion is None and not self.where:
+            return self.text
+        return ", ".join(self.required) + "".join(f" {key}={values}" for key, values in self.where.items())
+
+    @property
+    def key(self) -> str:
+        """The recipe's key that names the columns."""
+        return "messages" if self.messages is not None else "column" if self.completion is None else "completion"
+
+    @property
+    def readable(self) -> str:
+        """A sentence on what makes a row readable, for the fix of an error."""
+        if self.messages is not None:
+            return f'a row needs a list "{self.messages}" of {{"role", "content"}}, one of them the assistant\'s'
+        if self.completion is not None:
+            return f'a row needs the texts "{self.prompt}" and "{self.completion}"'
+        return f'a row needs a "{self.text}" that is not empty (data.column names another)'
+
+    def row(self, number: int, value: Any) -> TextRow | None:
+        """The row of a JSON object or a row of a table; None for one that `where` leaves out."""
+        if not isinstance(value, Mapping):
+            return TextRow(number, None, f'no "{self.required[0]}"')
+        if missing := next((key for key in self.required if key not in value), None):
+            return TextRow(number, None, f'no "{missing}"')
+        if any(value[key] not in values for key, values in self.where.items()):
+            return None
+        if self.messages is not None:
+            messages, tools = value[self.messages], value.get("tools")
+            fault = _fault_of_conversation(self.messages, messages)
+            text = "" if fault else json.dumps({"messages": messages, "tools": tools or None}, ensure_ascii=False)
+        elif self.completion is not None:
+            prompt, completion = value[self.prompt or ""], value[self.completion]
+            fault = _fault_of_text(self.prompt or "", prompt, empty=True) or _fault_of_text(self.completion, completion)
+            text = "" if fault else json.dumps({"prompt": prompt, "completion": completion}, ensure_ascii=False)
+        else:
+            text = value[self.text]
+            fault = _fault_of_text(self.text, text)
+        if not fault:
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                fault = "an unpaired surrogate, which UTF-8 cannot encode"
+        return TextRow(number, None if fault else text, fault)
+
+
+def _fault_of_text(column: str, text: Any, empty: bool = False) -> str:
+    if not isinstance(text, str):
+        return f'"{column}" is {type(text).__name__}, not a string'
+    return "" if empty or text.strip() else f'"{column}" is empty'
+
+
+def _fault_of_conversation(column: str, messages: Any) -> str:
+    """What is wrong with a conversation whatever its template is; "" for nothing."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        return f'"{column}" is {type(messages).__name__}, not a list of messages'
+    for number, message in enumerate(messages, 1):
+        at = f'message {number} of "{column}"'
+        if not isinstance(message, Mapping):
+            return f"{at} is {type(message).__name__}, not a map of role and content"
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str) or not role:
+            return (
+                f"{at} has {'no role' if 'role' not in message else f'the role {json.dumps(role)}'}; its keys are "
+                + (", ".join(map(str, message)))
+            )
+        if content is None and not any(message.get(key) for key in ("tool_calls", "function_call")):
+            return f"{at} ({role}) has no content"
+        if content is not None and not isinstance(content, str | list):
+            return f"the content of {at} ({role}) is {type(content).__name__}, neither text nor a list of parts"
+    if not any(message["role"] == "assistant" for message in messages):
+        return f'no answer: "{column}" has no message of the role "assistant"'
+    return ""

@@ -1,0 +1,141 @@
+"""One source of a mixture as a data rank reads it: its files in order, their sums, and its lanes' documents."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tpshard.train.data.conversations import AnswerTokenizer
+from tpshard.train.data.corpus import BadRows, TextSource, check, is_empty, rows, sum_whole
+from tpshard.train.data.lanes import Chain, Feed, LanePlace
+from tpshard.train.data.row_columns import Labelled, NotLearned
+from tpshard.train.data.shard_sums import ShardSums
+from tpshard.train.data.tokens import TextTokenizer
+
+logger = logging.getLogger(__name__)
+
+CHAINS = 64
+"""The maximal number of files of a source open at once over all ranks; a rank opens those of its own rows."""
+
+
+class SourceReader:
+    """Opens the files of a source for the lanes of one rank. `prefix` is put before file names in saved positions.
+
+    Raises `Mistakes` (exit 6), here or from its feeds: unreadable files, too many bad rows.
+    """
+
+    def __init__(
+        self, text: TextSource, tokenizer: TextTokenizer | AnswerTokenizer, epochs: int | None, lanes: int,
+        part: Sequence[int], window: int, seed: int, bad_rows: float, prefix: str = "", checks: bool = True,
+    ):  # fmt: skip
+        self.text, self.tokenizer, self.epochs, self.lanes, self.part = text, tokenizer, epochs, lanes, part
+        self.window, self.seed, self.prefix, self.checks = window, seed, prefix, checks
+        self.bad, self.sums = BadRows(text, bad_rows), ShardSums()
+        self.warnings: list[str] = []
+        if checks:
+            notes = check(text, bad_rows, self.sums, tokenizer.labelled if tokenizer.whole else None)
+            self.warnings += [f"{text.name}: {count:,} rows are {note}" for note, count in notes.items()]
+        self.order = self._order()
+        self.chain_count = _chain_count(lanes, len(self.order))
+        self.chains: list[Chain] = []
+        self.files = {prefix + file.name: file.fingerprint() for file in text.files}
+        self.times = {prefix + f.name: f.place.stat().st_mtime_ns for f in text.files if isinstance(f.place, Path)}
+        self._sum_whole()
+
+    @property
+    def notes(self) -> Counter[str]:
+        """What was done to documents that were not taken as they are."""
+        return sum((chain.notes for chain in self.chains), Counter())
+
+    def _sum_whole(self) -> None:
+        """Sums the files of this rank's rows, unless they are large."""
+        numbers = {row * self.chain_count // self.lanes for row in self.part}
+        own = [self.text.files[i] for number in sorted(numbers) for i in self.order[number :: self.chain_count]]
+        if self.checks:
+            sum_whole(self.text, own, self.sums)
+
+    def _order(self) -> list[int]:
+        """The files in the order of their reading, without those that have no document: a chain may have no other."""
+        files = self.text.files
+        order = sorted(range(len(files)), key=lambda i: _hash(self.seed, files[i].name))
+        empty = [i for i in order if is_empty(self.text, files[i])]
+        if not empty or len(empty) == len(order):
+            return order
+        more = f" and {len(empty) - 3} more" if empty[3:] else ""
+        names = ", ".join(files[i].name for i in sorted(empty)[:3])
+        self.warnings.append(f"no readable document in {names}{more} of {self.text.name}: left out")
+        return [i for i in order if i not in set(empty)]
+
+    def feeds(self, at: Mapping[int, tuple[LanePlace, int]]) -> dict[int, Feed]:
+        """The feed of each row of this rank, from its saved position on, by row."""
+        per_chain = self.lanes // self.chain_count
+        of_chain: dict[int, list[int]] = {}
+        for row in self.part:
+            of_chain.setdefault(row // per_chain, []).append(row)
+        feeds: dict[int, Feed] = {}
+        self.chains = []
+        for number, members in of_chain.items():
+            files = self.order[number :: self.chain_count]
+            local = [row % per_chain for row in members]
+            start = min((at[row][0] if row in at else LanePlace() for row in members), default=LanePlace())
+            chain = Chain(self.text, files, per_chain, local, start, self.bad, self.epochs, self.sums, self.tokenizer,
+                          self.window, self.seed)  # fmt: skip
+            self.chains.append(chain)
+            feeds |= {row: Feed(row % per_chain, chain, at.get(row)) for row in members}
+        return feeds
+
+    def documents(self) -> Iterator[Labelled]:
+        """All documents of the source once, in order."""
+        for index in self.order:
+            for row in rows(self.text, self.text.files[index]):
+                if row.text is not None and self.text.keeps(row.text):
+                    for piece in self.tokenizer.pieces(row.text):
+                        try:
+                            yield self.tokenizer.labelled(piece)
+                        except NotLearned:
+                            continue
+
+    # ---- what a saved position says of the files ----------------------------------------------------------
+    def summed(self) -> dict[str, list[Any]]:
+        """The sums of the files as far as they were read, as JSON."""
+        return {self.prefix + name: one for name, one in self.sums.state().items()}
+
+    def accept(self) -> None:
+        """Accepts all files as they are."""
+        self.sums.forget()
+        self._sum_whole()
+
+    def compare(self, state: Mapping[str, Any]) -> None:
+        """Compares the files with the sums of a saved position from now on, and names those that were written since,
+        of which the run before had not read and summed everything."""
+        then, sums = state.get("times", {}), state.get("sums", {})
+        for name in sorted(then.keys() & self.times.keys()):
+            size = int(self.files[name].partition(":")[0])
+            if then[name] != self.times[name] and sums.get(name, [0])[0] < size and not self.text.trusted:
+                logger.warning("%s was written since the saved run read it: what that had not read may differ", name)
+        self.sums.load(self._own(sums))
+
+    def changed(self, state: Mapping[str, Any]) -> set[str]:
+        """The files whose size, start, end, or whole content if they were read already, differ from the state's."""
+        then = state.get("files", {})
+        both = [name for name in then.keys() & self.files.keys() if then[name] and self.files[name]]
+        changed = {name for name in both if then[name] != self.files[name]}
+        return changed | {self.prefix + name for name in self.sums.differing(self._own(state.get("sums", {})))}
+
+    def _own(self, sums: Mapping[str, Any]) -> dict[str, Any]:
+        return {n.removeprefix(self.prefix): one for n, one in sums.items() if n.startswith(self.prefix)}
+
+
+def _chain_count(lanes: int, files: int) -> int:
+    """The largest number of chains that divides lanes evenly, and files evenly or nearly (within one in eight)."""
+    return max(
+        n for n in range(1, min(CHAINS, lanes, files) + 1) if lanes % n == 0 and (files % n == 0 or files // n >= 8)
+    )
+
+
+def _hash(seed: int, name: str) -> bytes:
+    return hashlib.sha256(f"{seed}:{name}".encode()).digest()
