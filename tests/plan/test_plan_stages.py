@@ -67,6 +67,8 @@ def test_a_pipeline_shows_the_stage_that_has_the_layer(small, capsys):
         part["part"] for part in shown["parts"] if any("layers.1.mlp.up.mm[" in line for line in part["lines"])
     ]
     assert computing == ["stage 1, forward"]
+    whole = json.loads(printed(capsys, *recipe, "--stage", "bucket", "--of", "stage 1", "--json"))["parts"]
+    assert [part["part"] for part in whole] == ["stage 1, forward", "stage 1, backward"]
     assert "update\n" in printed(capsys, "--stage", "shardings", "--of", "update")
 
 
