@@ -38,8 +38,8 @@ def stage(recipe: Recipe, what: str, name: str, of: str = "") -> dict[str, str]:
     """The text of a stage of a step, by part: micro-batch, stage of a pipeline, or size of a server's step.
 
     what: train, prefill or decode. name: graph, shardings, partition, or a pass. of: a pattern of modules, parameters
-    and activations to which the text is limited; or a part, such as `stage 1` or `update`. Raises `Mistakes` (exit 2) for
-    a name that is none of the choices.
+    and activations to which the text is limited; or a part, such as `stage 1` or `update`. Raises `Mistakes` (exit 2)
+    for a name that is none of the choices.
     """
     with without_gc():
         parts = _training(recipe, name) if what == "train" else _server(recipe, what, name)
