@@ -77,7 +77,7 @@ class ModuleModel(ModelSpec):
 
         held = [name for name, parameter in module.named_parameters() if isinstance(parameter, HeldBuffer)]
         kinds = {
-            "{} are buffers: stored and used like parameters, which nothing trains": held,
+            "buffers, which are stored and used like parameters that nothing trains: {}": held,
             f"the forward pass of {self.path.rpartition(':')[2]} changes {{}}: a step's program is captured once, and "
             "every step computes with the value from before": sorted(self._changed),
         }

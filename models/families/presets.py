@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from tpshard.models.families.config import ModelConfig, RopeScaling
+from tpshard.models.families.config import Contradiction, ModelConfig, RopeScaling
 
 _LLAMA_3 = ModelConfig(
     "llama", layers=32, width=4096, heads=32, kv_heads=8, head_dim=128, mlp=14336, vocab=128256, max_seq=131072,
@@ -84,7 +84,8 @@ def override_folder(config: ModelConfig, overrides: Mapping[str, Any], folder: s
     shapes, stored = changed.shapes, config.shapes
     if shapes != stored:
         first = min(name for name in {*shapes, *stored} if shapes.get(name) != stored.get(name))
-        raise ValueError(f"the overrides {', '.join(overrides)} do not fit the weights in {folder}: {first}")
+        message = f"the overrides {', '.join(overrides)} do not fit the weights in {folder}: {first}"
+        raise Contradiction(message, *overrides)
     return changed
 
 

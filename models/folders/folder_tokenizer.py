@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,7 @@ class FolderTokenizer:
 
     def __init__(self, folder: Path, rows: int | None = None, models: Sequence[Path] = ()) -> None:
         if not tokenizer_files(folder):
-            raise ValueError(f"no {FAST} in {folder}" if folder.is_dir() else f"there is no folder {folder}")
+            raise ValueError(f"{folder}: {no_tokenizer(folder)}")
         self.folder = folder
         self.config = read_json(folder, CONFIG) if (folder / CONFIG).exists() else {}
         self._fast = (folder / FAST).exists()
@@ -231,6 +232,22 @@ def tokenizer_files(folder: Path) -> list[str]:
         return []
 
 
+_OTHER_FORMATS = ("*.tiktoken", "tiktoken*", "*.model", "*.spm", "*.bpe", "encoder.json", "*.vocab", "*.gguf", "*.nemo")
+_WAY_ON = (
+    'where transformers reads it, AutoTokenizer.from_pretrained("DIR").save_pretrained("DIR") writes a tokenizer.json'
+)
+
+
+def no_tokenizer(folder: Path) -> str:
+    """Why a folder without the files of `tokenizer_files` has no tokenizer: names those of other formats."""
+    if not folder.is_dir():
+        return "there is no such folder"
+    others = [path.name for pattern in _OTHER_FORMATS for path in sorted(folder.glob(pattern))]
+    if not others:
+        return f"no {FAST} in it"
+    return f"no {FAST} in it; the format of {others[0]} is not read, but {_WAY_ON}"
+
+
 def stop_ids(folder: Path) -> frozenset[int]:
     """The ids that end a text, as config.json and generation_config.json of a folder say. ValueError for values that
     are no ids."""
@@ -298,6 +315,10 @@ def _converted(folder: Path) -> tuple[Rust, dict[str, str]]:
     try:
         loaded: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # anything, for damaged files
+        pieces = next((name for name in ("tokenizer.model", "spiece.model") if (folder / name).exists()), None)
+        if pieces is not None and find_spec("sentencepiece") is None:
+            why = "is read by the package sentencepiece, which is not installed: `pip install sentencepiece`; or, "
+            raise ValueError(f"{folder / pieces} {why}{_WAY_ON}") from error
         raise ValueError(f"{folder} cannot be read: {' '.join(str(error).split())[:300]}") from error
     rust = getattr(loaded, "backend_tokenizer", None)
     if rust is None:

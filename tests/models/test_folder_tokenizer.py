@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tpshard.diagnostics.diagnostic import Mistakes
 from tpshard.models.folders.folder_tokenizer import FolderTokenizer
+from tpshard.train.data.tokens import load_tokenizer
 
 TEXTS = ["hello world", "the <s> quick </s> fox", " é日🦊 ", "a <pad> b"]
 
@@ -151,4 +154,16 @@ def test_code_is_refused_where_it_would_be_needed(tmp_path: Path) -> None:
     assert FolderTokenizer(tmp_path).size > 256
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match="tpshard never does"):
+        FolderTokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["qwen.tiktoken", "sentencepiece.bpe.model", "vocab.bpe", "model.gguf"])
+def test_a_format_that_is_not_read_is_named_with_a_way_on(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"a")
+    with pytest.raises(ValueError, match=rf"the format of {re.escape(name)} is not read, but .*save_pretrained"):
+        FolderTokenizer(tmp_path)
+    with pytest.raises(Mistakes, match=rf"the format of {re.escape(name)} is not read, but .*save_pretrained"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(ValueError, match=r"no tokenizer\.json in it$"):
+        (tmp_path / name).unlink()
         FolderTokenizer(tmp_path)

@@ -205,7 +205,7 @@ def test_a_step_is_torchs_own(kind: str) -> None:
         torch.testing.assert_close(gradient, own.get_parameter(name).grad.float(), **bound, msg=name)
     assert {name for name, p in own.named_parameters() if p.grad is not None} == set(trained)
     noted = {"mixed": "up.weight, up.bias in bfloat16", "attributes": "changes `cache`, `calls`, `shapes`: a step's",
-             "constants": "`mask`, `features`, `scale` are buffers"}  # fmt: skip
+             "constants": "that nothing trains: `mask`, `features`, `scale`"}  # fmt: skip
     for other, words in noted.items():
         assert any(words in note for note in setting.notes) == (kind == other), (other, setting.notes)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from tpshard.diagnostics.diagnostic import Exit, Mistakes, Source, looked_for
-from tpshard.models.folders.folder_tokenizer import FAST, FolderTokenizer, tokenizer_files
+from tpshard.models.folders.folder_tokenizer import FolderTokenizer, no_tokenizer, tokenizer_files
 from tpshard.recipes.text.other_tools import MADE_TOKENIZERS, hub_fix
 from tpshard.train.data.corpus import pieces
 from tpshard.train.data.row_columns import Labelled
@@ -155,7 +155,7 @@ def require_tokenizer(folder: Path | str, where: Source | None = None) -> None:
             why = looked_for(str(folder), where) or "there is no such folder"
         raise _unreadable(Path(folder), why, where) from None
     if not tokenizer_files(folder):
-        raise _unreadable(folder, f"no {FAST} in it" if folder.is_dir() else "there is no such folder", where)
+        raise _unreadable(folder, no_tokenizer(folder), where)
 
 
 def _unreadable(folder: Path, why: str, where: Source | None) -> Mistakes:
