@@ -238,11 +238,16 @@ def _unread(recipe: Recipe) -> Iterator[tuple[str, str]]:
     of_others = {"adamw": ("momentum", "orthogonal"), "lion": ("eps", "momentum", "orthogonal"), "muon": ()}
     for key in of_others[recipe.optimizer.name]:
         yield f"optimizer.{key}", f"{recipe.optimizer.name} does not use it"
-    if recipe.schedule.name == "constant":
+    schedule = recipe.schedule
+    if schedule.name == "constant":
         yield "schedule.min_lr_ratio", "a constant schedule stays at the peak"
+    if schedule.name != "wsd" and schedule.decay_over != max(1, schedule.decay_steps // 10):
+        yield "schedule.decay_over", "only wsd falls over the last steps"
+    if schedule.name in ("constant", "inverse_sqrt"):
+        why = {"constant": "a constant schedule stays at the peak", "inverse_sqrt": "inverse_sqrt has no last step"}
         derived = recipe.schedule.decay_steps == recipe.train.steps  # a run's recipe.yaml has what follows
         if not derived and not _changed_alone(recipe, "train.steps", "schedule.decay_steps"):
-            yield "schedule.decay_steps", "a constant schedule stays at the peak"
+            yield "schedule.decay_steps", why[schedule.name]
     if recipe.checkpoint.every_steps == 0:
         for key in ("keep_last", "on_error"):
             yield f"checkpoint.{key}", "`checkpoint.every_steps: 0` saves none"

@@ -7,7 +7,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from tpshard.recipes.keys.constraints import Count, CountOrZero, Dtype, NonNegative, Positive, Share, limits
+from tpshard.recipes.keys.constraints import Count, CountOrZero, Dtype, NonNegative, Positive, Share, form, limits
 from tpshard.recipes.keys.stores import is_url, local_folder
 from tpshard.recipes.text.section import Section, derived
 
@@ -46,15 +46,25 @@ class Optimizer(Section):
     """Type of the moments at rest; they are computed in fp32."""
 
 
+SCHEDULES = ("cosine", "linear", "constant", "inverse_sqrt", "wsd")
+"""The shapes of schedules that have a name."""
+
+
 class Schedule(Section):
     """The learning rate schedule."""
 
-    name: Literal["cosine", "constant"] = "cosine"
-    """Shape after the warm-up."""
+    name: Annotated[
+        str, form(rf"{'|'.join(SCHEDULES)}|[\w.]+:[\w.]+", f"{', '.join(SCHEDULES)} or package:function")
+    ] = "cosine"
+    """Shape after the warm-up: half a cosine or a line down to the lowest rate; the peak throughout; the peak times
+    the root of warmup_steps / step (inverse_sqrt); the peak and then a line down over the last decay_over steps (wsd);
+    or your own function of a `tpshard.train.run.learning_rate.SchedulePoint`, which returns a share of the peak."""
     warmup_steps: CountOrZero = derived(default="min(2000, train.steps / 10)")
     """Steps of linear warm-up."""
     decay_steps: Count = derived(default="train.steps")
-    """Step at which cosine reaches its lowest rate, at which later steps stay."""
+    """Step at which cosine, linear and wsd reach the lowest rate, at which later steps stay."""
+    decay_over: Count = derived(default="schedule.decay_steps / 10", saved=False)
+    """Steps of the fall of wsd, which end at decay_steps."""
     min_lr_ratio: Share = 0.1
     """The lowest learning rate, as a share of the peak."""
 

@@ -260,6 +260,7 @@ def _derive(merged: Merged, name: str) -> None:
     default("optimizer.state_dtype", lambda: read("fsdp.master_dtype"))
     default("schedule.warmup_steps", lambda: min(2000, read("train.steps") // 10))
     default("schedule.decay_steps", lambda: read("train.steps"))
+    default("schedule.decay_over", lambda: max(1, read("schedule.decay_steps") // 10))
     default("resume", lambda: read("checkpoint.resume"))
     default("data.tokenizer", lambda: None if sampled() else "${oc.env:TOKENIZER_DIR}")
     default("data.shuffle", lambda: 1000 if any(map(read, ("data.sources", "data.messages", "data.completion"))) else 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.programs.fit.batching import BatchPlan, derive
@@ -29,6 +31,38 @@ def test_without_warmup_the_first_step_is_near_the_peak() -> None:
 def test_constant_stays() -> None:
     schedule = Schedule(name="constant", warmup_steps=2, min_lr_ratio=0.1)
     assert [learning_rate(s, schedule, peak=1.0, steps=4) for s in (1, 2, 3, 4)] == [0.5, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "inverse_sqrt", "constant", "wsd"])
+def test_rates_are_those_of_transformers(name: str) -> None:
+    """With no lowest rate, at which those of transformers do not stay. Their first step is number 0."""
+    import torch
+    from transformers import get_scheduler
+
+    steps, warmup, peak = 40, 8, 0.5
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=peak)
+    named = {"cosine": "cosine", "linear": "linear", "inverse_sqrt": "inverse_sqrt", "constant": "constant_with_warmup",
+             "wsd": "warmup_stable_decay"}[name]  # fmt: skip
+    special = {"num_decay_steps": 10, "decay_type": "linear", "min_lr_ratio": 0.0} if name == "wsd" else {}
+    theirs = get_scheduler(
+        named, optimizer, num_warmup_steps=warmup, num_training_steps=steps, scheduler_specific_kwargs=special
+    )
+    schedule = Schedule(name=name, warmup_steps=warmup, min_lr_ratio=0.0, decay_over=10)
+    for step in range(1, steps + 1):
+        optimizer.step()
+        theirs.step()
+        expected = theirs.get_last_lr()[0]
+        assert learning_rate(step, schedule, peak=peak, steps=steps) == pytest.approx(expected, abs=1e-12), step
+
+
+def test_a_users_function_is_a_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_rates.py").write_text("def half(at):\n    return 0.5\n\ndef none(at):\n    return None\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own = Schedule(name="own_rates:half", warmup_steps=2)
+    assert [learning_rate(step, own, peak=1.0, steps=4) for step in (1, 2, 3, 4)] == [0.5, 1.0, 0.5, 0.5]
+    for name in ("own_rates:none", "own_rates:missing", "no_such_package:f"):
+        with pytest.raises(ValueError, match=r"schedule\.name"):
+            learning_rate(3, Schedule(name=name, warmup_steps=2), peak=1.0, steps=4)
 
 
 def test_a_run_made_longer_keeps_its_last_rate_and_says_where_another_schedule_changes_it() -> None:

@@ -3,28 +3,68 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
+from tpshard.models.assemble import import_object
 from tpshard.recipes.keys.schema import Recipe
 from tpshard.recipes.keys.training_keys import Schedule
 
 
-def learning_rate(step: int, schedule: Schedule, *, peak: float, steps: int) -> float:
-    """The learning rate of `step`, counted from 1 to `steps`.
+class SchedulePoint(NamedTuple):
+    """A step after the warm-up, of which a schedule says the rate."""
 
-    It rises linearly over `warmup_steps` to `peak`, then falls along half a cosine to `min_lr_ratio` of the peak at
-    `decay_steps` (by default the last step), where it stays; with `constant` it stays at the peak.
-    """
+    step: int
+    """The step, counted from 1."""
+    warmup: int
+    """Steps of the warm-up."""
+    end: int
+    """The step at which the lowest rate is reached."""
+    low: float
+    """The lowest rate, as a share of the peak."""
+    fall: int
+    """Steps of the fall of wsd."""
+
+    def share(self, begin: int) -> float:
+        """The way from step `begin` to the end that is done, from 0 to 1."""
+        return max(0.0, min(1.0, (self.step - begin) / max(1, self.end - begin)))
+
+
+Shape = Callable[[SchedulePoint], float]
+"""The rate of a step as a share of the peak."""
+
+SHAPES: Mapping[str, Shape] = {
+    "cosine": lambda at: at.low + (1 - at.low) * 0.5 * (1 + math.cos(math.pi * at.share(at.warmup))),
+    "linear": lambda at: 1 - (1 - at.low) * at.share(at.warmup),
+    "constant": lambda at: 1.0,
+    "inverse_sqrt": lambda at: max(at.low, math.sqrt(max(1, at.warmup) / at.step)),
+    "wsd": lambda at: 1 - (1 - at.low) * at.share(max(at.warmup, at.end - at.fall)),
+}
+"""The schedules by name: cosine of Loshchilov and Hutter 2017, inverse_sqrt of Vaswani et al. 2017, and wsd of Hu et
+al. 2024 (MiniCPM), with a line for its fall."""
+
+
+def learning_rate(step: int, schedule: Schedule, *, peak: float, steps: int) -> float:
+    """The learning rate of `step`, counted from 1 to `steps`: it rises linearly over `warmup_steps` to `peak`, and
+    then follows the schedule's shape. ValueError for a user's function that cannot be imported or gives no number."""
     warmup = schedule.warmup_steps
     if step <= warmup:
         return peak * step / warmup
-    if schedule.name == "constant":
-        return peak
-    share = min(1.0, (step - warmup) / max(1, (schedule.decay_steps or steps) - warmup))
-    low = schedule.min_lr_ratio
-    return peak * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * share)))
+    end = schedule.decay_steps or steps
+    fall = schedule.decay_over or max(1, end // 10)
+    share = shape_of(schedule.name)(SchedulePoint(step, warmup, end, schedule.min_lr_ratio, fall))
+    if not isinstance(share, int | float) or not math.isfinite(share) or share < 0:
+        raise ValueError(f"`schedule.name: {schedule.name}` gives {share!r} for step {step}, not a share of the peak")
+    return peak * share
+
+
+@cache
+def shape_of(name: str) -> Shape:
+    """The shape of a named schedule, or a user's function. ValueError for one that cannot be imported."""
+    shape: Shape = SHAPES[name] if name in SHAPES else import_object("schedule.name", name)
+    return shape
 
 
 def described(recipe: Recipe) -> dict[str, Any]:
@@ -46,6 +86,7 @@ def change(step: int, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 def _text(one: Mapping[str, Any]) -> str:
     schedule, peak = one["schedule"], one["peak"]
     warmup = f"warm-up of {schedule['warmup_steps']} steps to {peak:g}"
-    if schedule["name"] == "constant":
-        return f"constant, {warmup}"
-    return f"cosine, {warmup}, {schedule['min_lr_ratio'] * peak:.3g} from step {schedule['decay_steps']} on"
+    name = schedule["name"]
+    if name not in ("cosine", "linear", "wsd"):
+        return f"{name}, {warmup}"
+    return f"{name}, {warmup}, {schedule['min_lr_ratio'] * peak:.3g} from step {schedule['decay_steps']} on"

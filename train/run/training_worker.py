@@ -120,6 +120,7 @@ def _train(
     place = _place(recipe)
     # Data first: errors in it are common and show in a second, while building the programs takes longer.
     context.watchdog.doing = Doing("opening the data")
+    _require_schedule(recipe)
     data_rank = context.mesh.linear_index(setting.data_axes, context.rank)
     loader, checked = _data(setting, data_rank, folder, context)
     programs = programs or _build_programs(setting, context)
@@ -375,6 +376,20 @@ def _data(setting: Setting, data_rank: int, folder: Path, context: Context) -> t
     return loader, {t.name: list(held_out(setting, data_rank, (t, tok))) for t, tok in data.held_out if evaluates}
 
 
+def _require_schedule(recipe: Recipe) -> None:
+    """Raises Mistakes (exit 3) for a user's schedule that cannot be called."""
+    schedule, steps = recipe.schedule, recipe.train.steps
+    try:
+        for step in {min(schedule.warmup_steps + 1, steps), steps}:
+            learning_rate(step, schedule, peak=recipe.optimizer.lr, steps=steps)
+    except Exception as error:  # the function's own
+        why = "" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        message = str(error) if not why else f"`schedule.name: {schedule.name}` failed"
+        fix = "a function of one SchedulePoint that returns a number from 0 on"
+        where = recipe.where("schedule.name")
+        raise Mistakes.one(message, exit=Exit.RECIPE, where=where, why=why, fix=fix) from error
+
+
 def _notes_of(loader: Loader | GeneratedRows, context: Context, data_rank: int) -> list[str]:
     """What was done to documents that were not taken as they are, over all ranks. Every rank calls it."""
     own = loader.notes if isinstance(loader, Loader) else Counter()
@@ -556,7 +571,7 @@ def _continuations(recipe: Recipe, folder: Location) -> Iterator[tuple[str, str]
     command = f"tpshard train {folder} train.steps={2 * last}"
     rate = learning_rate(last + 1, recipe.schedule, peak=peak, steps=last)
     yield command, f"train on at a learning rate of {rate:.3g}"
-    if recipe.schedule.name == "cosine":
+    if recipe.schedule.name in ("cosine", "linear", "wsd"):
         schedule = replace(recipe.schedule, decay_steps=2 * last)
         rate = learning_rate(last + 1, schedule, peak=peak, steps=2 * last)
         yield f"{command} schedule.decay_steps={2 * last}", f"train on, from {rate:.3g} down again"
