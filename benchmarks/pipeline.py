@@ -49,13 +49,12 @@ from tpshard.parallelism.runtime.context import Context, connect
 from tpshard.parallelism.runtime.groups import Groups
 from tpshard.parallelism.runtime.place import WorkerPlace
 from tpshard.plan import planner
-from tpshard.plan.step.stage_times import NAMES
 from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step import training
+from tpshard.programs.step.training_step import TASKS
 from tpshard.recipes.reading.load import loads
 from tpshard.train.data.step_batch import StepBatch
 from tpshard.train.run.training_engine import TrainingEngine
-from tpshard.train.run.training_worker import engine_of
 
 from record import Record, parser_of
 
@@ -102,7 +101,7 @@ class TpshardVariant:
     def __init__(self, context: Context, setting: Setting, batch: StepBatch):
         self.programs = training.build(setting)
         context.agree(self.programs.fingerprints)
-        self.engine: Any = engine_of(self.programs, context, spec_of(setting).initial_block)
+        self.engine: Any = TrainingEngine(self.programs, context, spec_of(setting).initial_block)
         assert isinstance(self.engine, TrainingEngine)
         self.engine.initialize(SEED)
         self.rows, plan = setting.batch, setting.batch
@@ -115,7 +114,7 @@ class TpshardVariant:
         if self.programs.pipeline is not None:
             self.engine.mail.wait = self._timed(self.engine.mail.wait, self._wait)
             self.engine._call = self._timed(self.engine._call, self._compute)
-            self.engine._walk = self._timed(self.engine._walk, self._walk)
+            self.engine._do = self._timed(self.engine._do, self._walk)
 
     def step(self) -> tuple[float, float]:
         self.number += 1
@@ -272,7 +271,7 @@ def worker(options: dict[str, Any]) -> None:
             ]
             measured["planned"][schedule] = [price.step_s, price.pipeline.bubble]
             measured["tasks"][schedule] = [
-                [kind, stage, task_s, price.pipeline.stages[stage].seconds[NAMES[kind]]]
+                [kind, stage, task_s, price.pipeline.stages[stage].seconds[TASKS[kind]]]
                 for (kind, stage), task_s in sorted(every.items())
             ]
             measured["split"][schedule] = list(pipeline.layers)

@@ -25,13 +25,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tpshard.diagnostics.diagnostic import Mistakes
-from tpshard.parallelism.pricing.fusion import Compiled
 from tpshard.parallelism.sharding import local_shape
 from tpshard.plan import planner
 from tpshard.plan.step.pricing import StepPart, price_parts
+from tpshard.plan.step.step_price import training_parts
+from tpshard.programs.parts.pass_choices import compiled_by
 from tpshard.programs.setting import cluster
 from tpshard.programs.setting.setting import Setting
-from tpshard.programs.step.training import TrainingPrograms
+from tpshard.programs.step.training_step import TrainingPrograms
 from tpshard.programs.step.variants import Variants
 from tpshard.recipes.keys.schema import Recipe
 from tpshard.recipes.reading.load import loads
@@ -162,8 +163,8 @@ def holds_logits(row: dict[str, str]) -> bool:
 
 def parts_of(row: dict[str, str], programs: TrainingPrograms) -> list[StepPart]:
     """The parts of a step as the source ran them, where recipes cannot say it."""
-    compiled: Compiled | None = "rest" if row["compile"] == "0" and not eager_loss(row) else None
-    parts = planner.training_parts(programs, compiled)
+    apart = row["compile"] == "0" and not eager_loss(row)
+    parts = training_parts(programs, "rest" if apart else compiled_by(programs.setting.recipe))
     if not holds_logits(row):
         return parts
     logits = programs.micro.records["logits"]

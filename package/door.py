@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tpshard.models.model_spec import ModelSpec
     from tpshard.models.open_model import ModelSection
     from tpshard.plan.report.report import Report
-    from tpshard.programs.step.training import TrainingPrograms
+    from tpshard.programs.step.training_step import TrainingPrograms
     from tpshard.recipes.keys.schema import Recipe
 
 

@@ -297,6 +297,6 @@ def _node_json(node: fx.Node) -> dict[str, Any]:
 
 
 __all__ = [
-    "INFO", "Collective", "Held", "Info", "Port", "Program", "Spec", "ValueRecord", "group_name", "info",
+    "INFO", "Collective", "Held", "Info", "Port", "PortKey", "Program", "Spec", "ValueRecord", "group_name", "info",
     "make_collective", "offset", "parse_group", "public",
 ]  # fmt: skip

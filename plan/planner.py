@@ -6,22 +6,19 @@ import contextlib
 import gc
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
-from tpshard.parallelism.pricing.fusion import Compiled
 from tpshard.plan import plan_cache, saved_plan
 from tpshard.plan.report import describe
 from tpshard.plan.report.report import PlannedJob, Report
 from tpshard.plan.server import server_steps
-from tpshard.plan.step import stage_times
 from tpshard.plan.step.forecast import Conditions, Forecast, forecast
-from tpshard.plan.step.pricing import Pricing, StepPart, bytes_of, price_parts, priced_pipeline
+from tpshard.plan.step.step_price import price_training
 from tpshard.plan.step.units import gib
-from tpshard.programs.parts.pass_choices import compiled_by
 from tpshard.programs.setting import cluster
 from tpshard.programs.setting.setting import Setting, devices_of
 from tpshard.programs.step import saved_step, training
+from tpshard.programs.step.training_step import TrainingPrograms
 from tpshard.programs.step.variants import Variants
 from tpshard.recipes.keys.schema import Recipe
 
@@ -38,38 +35,7 @@ UNREADABLE = (
 """What reading the programs in a file, where numbers, names and lists may stand for one another, can raise."""
 
 
-def training_parts(programs: training.TrainingPrograms, compiled: Compiled | None = None) -> list[StepPart]:
-    """The parts of a training step in execution order: the micro-batches, then the update."""
-    recipe, times = programs.setting.recipe, programs.setting.batch.micro_batches
-    chosen = compiled or compiled_by(recipe)
-    rest = {kind: bytes_of(programs.update.inputs, kind) for kind in ("gradient", "optimizer")}
-    rest["parameter"] = bytes_of(programs.stored, "parameter")
-    frozen = rest["parameter"] - bytes_of(programs.update.inputs, "parameter")
-    moments = {"optimizer": rest["optimizer"]}
-    stored = {"parameters": rest["parameter"]} if programs.gather is not None else {}
-    parts = [StepPart("micro-batch", programs.micro, times, moments | stored, chosen)]
-    if programs.gather is not None:
-        before = moments | {"gradients": rest["gradient"]}
-        parts.insert(0, StepPart("gather", programs.gather, 1, before, chosen))
-    if programs.reduce is not None:
-        parts.append(StepPart("reduce", programs.reduce, 1, moments | {"parameters": rest["parameter"]}, chosen))
-    return [*parts, StepPart("update", programs.update, 1, {"parameters": frozen}, chosen)]
-
-
-def price_training(programs: training.TrainingPrograms, compiled: Compiled | None = None) -> Pricing:
-    """Prices a training step of built programs. `compiled` overrides the recipe's setting."""
-    recipe = programs.setting.recipe
-    device, _, per_host = cluster.device_of(recipe)
-    if programs.pipeline is not None:
-        chosen = compiled or compiled_by(recipe)
-        piped = stage_times.price_pipeline(programs.pipeline, device, per_host, chosen)
-        pricing = priced_pipeline(piped, device.shared_by(per_host), programs.setting.mesh, per_host)
-    else:
-        pricing = price_parts(training_parts(programs, compiled), device, per_host, trains=True)
-    return replace(pricing, limit=recipe.fsdp.memory_limit)
-
-
-def check_limit(programs: training.TrainingPrograms) -> None:
+def check_limit(programs: TrainingPrograms) -> None:
     """Raises Mistakes (exit 4) where a step holds more than `fsdp.memory_limit`."""
     recipe = programs.setting.recipe
     if recipe.fsdp.memory_limit is None or not (pricing := price_training(programs)).over_limit_bytes:
@@ -120,13 +86,13 @@ def without_gc() -> Iterator[None]:
             gc.enable()
 
 
-def build_programs(setting: Setting, variants: Variants | None = None) -> training.TrainingPrograms:
+def build_programs(setting: Setting, variants: Variants | None = None) -> TrainingPrograms:
     """Builds the programs of a training run, as `train` does. `variants` keeps parts of them for other settings."""
     with without_gc():
         return training.build(setting) if variants is None else variants.build(setting)
 
 
-def report_of_training(programs: training.TrainingPrograms, source: str = "", accuracy: str = "") -> Report:
+def report_of_training(programs: TrainingPrograms, source: str = "", accuracy: str = "") -> Report:
     """The report of a training recipe, from its built programs."""
     setting, recipe = programs.setting, programs.setting.recipe
     device, nodes, per_host = cluster.device_of(recipe)
@@ -159,7 +125,7 @@ def report_of_training(programs: training.TrainingPrograms, source: str = "", ac
     return result
 
 
-def read_programs(saved: saved_plan.SavedPlan, setting: Setting) -> training.TrainingPrograms:
+def read_programs(saved: saved_plan.SavedPlan, setting: Setting) -> TrainingPrograms:
     """The programs of a saved plan, for a setting that `save.check` has passed.
 
     Those of a plan that this account saved are the file's (`plan_cache.is_own`). The file of anybody else may say

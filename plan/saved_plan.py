@@ -64,7 +64,8 @@ class SavedPlan:
 def fingerprints(report: Report) -> dict[str, str]:
     """The fingerprint of each program that a plan prices, by part of the step."""
     if report.pricing.pipeline is not None:
-        return dict(report.pricing.pipeline.programs.fingerprints)
+        named = report.pricing.pipeline.programs.fingerprints
+        return {name: fingerprint for name, fingerprint in named.items() if not name.startswith("layouts")}
     return {entry.part.name: entry.part.program.fingerprint for entry in report.pricing.parts}
 
 

@@ -14,12 +14,11 @@ from tpshard.models.optimizers.adamw import AdamW, adamw_update, treatments
 from tpshard.parallelism.runtime.context import Context
 from tpshard.programs.compare.float64 import BOUND, distance, float64
 from tpshard.programs.setting.setting import Setting
-from tpshard.programs.step.training import TrainingPrograms
+from tpshard.programs.step.training_step import TrainingPrograms
 from tpshard.recipes.reading.load import loads
 from tpshard.train.checkpoints.shards import Shard
 from tpshard.train.data.step_batch import StepBatch
 from tpshard.train.run.training_engine import TrainingEngine
-from tpshard.train.run.training_worker import engine_of
 
 RECIPE = """
 name: small
@@ -66,16 +65,16 @@ def whole(engine: TrainingEngine, shards: dict[str, Shard]) -> dict[str, torch.T
 def train(context: Context, programs: TrainingPrograms, count: int = 3) -> dict[str, Any]:
     """Trains a few steps; returns the record, the first step's gradients, and the whole final state."""
     setting = programs.setting
-    engine = engine_of(programs, context, spec_of(setting).initial_block)
+    engine = TrainingEngine(programs, context, spec_of(setting).initial_block)
     engine.initialize(SEED)
-    update, sums = engine.step, []
+    run, sums = engine._run, {}
 
-    def watch(*tensors: torch.Tensor) -> list[torch.Tensor]:
-        count = len(engine.ports)
-        sums[:] = [total.clone() for total in tensors[count : 2 * count]]
-        return update(*tensors)
+    def watch(role: str, values: Any) -> Any:
+        if role == "update":
+            sums.update({name: values["gradient", f"{name}.grad_sum"].clone() for name in engine.mine.trained})
+        return run(role, values)
 
-    engine.step = watch
+    engine._run = watch
     plan = setting.batch
     losses, norms, grads = [], [], {}
     for step in range(count):
@@ -85,7 +84,7 @@ def train(context: Context, programs: TrainingPrograms, count: int = 3) -> dict[
             engine.accumulate(mine.rows(i * plan.per_device, (i + 1) * plan.per_device), seed=step)
         result = engine.update(0.01, step + 1)
         if step == 0:
-            pairs = zip(engine.ports, sums)
+            pairs = [(port, sums[port.name]) for port in engine.ports]
             grads = whole(engine, dict(part for port, total in pairs for part in engine.named_shards("", port, total)))
         losses.append(result.loss)
         norms.append(result.grad_norm)

@@ -23,7 +23,7 @@ from tpshard.plan.step import pricing
 from tpshard.programs.parts import checks, passes
 from tpshard.programs.setting import annotations
 from tpshard.programs.step import staged
-from tpshard.programs.step.training import TrainingPrograms
+from tpshard.programs.step.training_step import TrainingPrograms
 
 STAGES: tuple[Callable[..., Any], ...] = (
     annotations.annotate, propagate.propagate, storage.propagate_and_store, joined_slices.join,

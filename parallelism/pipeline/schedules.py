@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-Kind = Literal["F", "B", "I", "W"]
-"""F: forward. B: backward. I and W: the two halves of a backward pass, for the stage's inputs and for its weights."""
+Kind = Literal["F", "B", "I", "W", "M"]
+"""F: forward. B: backward. I and W: the two halves of a backward pass, for the stage's inputs and for its weights. M:
+forward and backward in one program, of a step without stages."""
 
 SCHEDULES = ("gpipe", "circular", "1f1b", "interleaved_1f1b", "zero_bubble")
 ROUNDS = ("circular", "interleaved_1f1b")
@@ -54,6 +55,11 @@ class Table:
     def rounds(self) -> int:
         """The number of stages per device."""
         return self.stages // self.devices
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of tasks that a stage runs on each micro-batch, in order."""
+        return tuple(dict.fromkeys(task.kind for task in self.rows[0]))
 
     @cached_property
     def splits_backward(self) -> bool:
@@ -154,6 +160,11 @@ class Table:
         last = max(map(len, lines))
         rows = (" ".join(cell.ljust(width) for cell in line + ["."] * (last - len(line))) for line in lines)
         return "\n".join(f"{device:>3} {row.rstrip()}" for device, row in enumerate(rows))
+
+
+def plain(micro_batches: int) -> Table:
+    """The table of a step without stages: its one device runs one micro-batch after another."""
+    return Table("", 1, 1, micro_batches, (tuple(StageTask("M", 0, micro) for micro in range(micro_batches)),))
 
 
 def make(schedule: str, devices: int, micro_batches: int, rounds: int = 1) -> Table:

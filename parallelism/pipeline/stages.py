@@ -46,6 +46,7 @@ class Stage:
     blocks: tuple[str, ...]
     """Its layers: `layers.0`, ..."""
     forward: Program
+    """In a step without stages, forward and backward."""
     backward: tuple[Program, ...]
     """One program; two if gradients of inputs and of weights are separate; none without training."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from tpshard.parallelism.mesh import Axis, Mesh
 from tpshard.parallelism.pipeline.schedules import StageTask, Table
 from tpshard.parallelism.pipeline.stages import Stage
-from tpshard.parallelism.program import Port, Program
+from tpshard.parallelism.program import Port, PortKey, Program
 from tpshard.parallelism.simulate import run_lockstep
 
 T = TypeVar("T")
@@ -38,59 +39,48 @@ class Walk(Generic[T]):
     """
 
     def __init__(
-        self, table: Table, stages: Sequence[Stage], call: Callable[[Program, StageTask, list[T]], list[T]],
-        mail: Carrier[T], params: Mapping[str, T], sums: dict[str, T], batches: Sequence[Mapping[str, T]],
+        self, stages: Sequence[Stage], call: Callable[[Program, StageTask, list[T]], list[T]], mail: Carrier[T],
+        params: Mapping[PortKey, T], sums: dict[PortKey, T], batches: Sequence[Mapping[PortKey, T]] = (),
     ):  # fmt: skip
-        """params: the parameters by name. sums: gradient sums by port (`NAME.grad_sum`), updated in place. batches: one
-        per micro-batch, with its seed if a program has one."""
-        self.table, self.stages, self.call, self.mail = table, stages, call, mail
-        self.params, self.sums, self.batches = params, sums, batches
-        self.saved: dict[tuple[int, int], dict[str, T]] = {}
+        """params: the parameters, which may also be in `sums`. sums: has the gradient sums, which are updated in place.
+        batches: the fields of each micro-batch, with its seed if a program has one; more may be added before their
+        tasks run."""
+        self.stages, self.call, self.mail = stages, call, mail
+        self.params, self.sums, self.batches = params, sums, list(batches)
+        self.saved: dict[tuple[int, int], dict[PortKey, T]] = {}
         """The values that backward passes will read, by stage and micro-batch."""
-        self.scalars: dict[int, list[T]] = {}
-        """The scalar results of the last stage, loss and number of tokens, by micro-batch."""
+        self.scalars: dict[int, dict[str, T]] = {}
+        """The scalar results by name, such as loss and number of tokens, by micro-batch: those of the last stage."""
 
     def do(self, task: StageTask) -> None:
         """Runs the program of a task, and sends, saves or returns its results."""
-        program = program_of(self.stages, task)
-        results = self.call(program, task, [self._input(port, task) for port in program.inputs])
-        key = (task.stage, task.micro)
-        read_later = self._read_later(task)
-        saved = {name: value for name, value in self.saved.pop(key, {}).items() if name in read_later}
+        program, key = program_of(self.stages, task), (task.stage, task.micro)
+        received = {port.key: self.mail.receive(task, port) for port in program.inputs if port.kind == "received"}
+        known = received, self.saved.get(key, {}), self.batches[task.micro], self.params, self.sums
+        results = self.call(program, task, program.arguments(ChainMap(*map(dict, known))))
+        later = {port.key for each in self._later(task) for port in each.inputs}
+        saved = {port: value for port, value in self.saved.pop(key, {}).items() if port in later}
         for port, value in zip(program.outputs, results, strict=True):
             if port.kind == "gradient":
-                self.sums[port.name] = value
+                self.sums[port.key] = value
             elif port.kind == "saved":
-                saved[port.name] = value
+                saved[port.key] = value
             elif port.kind == "sent":
                 self.mail.send(task, port, value)
             else:
-                self.scalars.setdefault(task.micro, []).append(value)
+                self.scalars.setdefault(task.micro, {})[port.name] = value
         if saved:
             self.saved[key] = saved
 
-    def _input(self, port: Port, task: StageTask) -> T:
-        match port.kind:
-            case "parameter":
-                return self.params[port.name]
-            case "gradient":
-                return self.sums[port.name]
-            case "batch" | "seed":
-                return self.batches[task.micro][port.name]
-            case "received":
-                return self.mail.receive(task, port)
-        return self.saved[task.stage, task.micro][port.name]
-
-    def _read_later(self, task: StageTask) -> set[str]:
-        """The saved values that later programs read."""
-        later = self.stages[task.stage].backward[1:] if task.kind == "I" else ()
-        return {port.name for program in later for port in program.inputs if port.kind == "saved"}
+    def _later(self, task: StageTask) -> Sequence[Program]:
+        """The programs that still read what the micro-batch saved."""
+        return self.stages[task.stage].backward[1:] if task.kind == "I" else ()
 
 
 def program_of(stages: Sequence[Stage], task: StageTask) -> Program:
     """The program of a task."""
     stage = stages[task.stage]
-    return stage.forward if task.kind == "F" else stage.backward[1 if task.kind == "W" else 0]
+    return stage.forward if task.kind in "FM" else stage.backward[1 if task.kind == "W" else 0]
 
 
 def neighbour(task: StageTask) -> int:
@@ -121,16 +111,19 @@ def _way(task: StageTask) -> str:
 
 
 def simulate_step(
-    table: Table, stages: Sequence[Stage], axis: Axis, params: Sequence[Mapping[str, Parts]],
-    sums: Sequence[dict[str, Parts]], batches: Sequence[Sequence[Mapping[str, Parts]]],
-) -> dict[int, list[Parts]]:  # fmt: skip
-    """Runs a whole step in this process, all ranks of a stage in lock-step; returns the scalar results by micro-batch.
+    table: Table, stages: Sequence[Stage], axis: Axis | None, values: Sequence[Mapping[PortKey, Parts]],
+    batches: Sequence[Sequence[Mapping[PortKey, Parts]]],
+) -> tuple[list[dict[PortKey, Parts]], dict[int, dict[str, Parts]]]:  # fmt: skip
+    """Runs a whole step in this process, all ranks of a stage in lock-step; returns each device's gradient sums, and
+    the scalar results by micro-batch and name.
 
-    params, sums (updated in place) and batches are those of each device of the table, with a tensor per rank (see
+    values (parameters and gradient sums) and batches are those of each device of the table, with a tensor per rank (see
     `ranks_of`). RuntimeError if a sent value is never received.
     """
     mesh, box = stages[0].forward.mesh, _Box()
     walks = []
+    params, sums = ([{key: value for key, value in own.items() if key[0] == kind} for own in values]
+                    for kind in ("parameter", "gradient"))  # fmt: skip
     for device in range(table.devices):
         ranks = ranks_of(mesh, axis, device)
 
@@ -138,15 +131,15 @@ def simulate_step(
             by_rank = run_lockstep(program, [[value[i] for value in inputs] for i in range(len(ranks))], ranks=ranks)
             return [list(parts) for parts in zip(*by_rank)]
 
-        walks.append(Walk(table, stages, call, box, params[device], sums[device], batches[device]))
+        walks.append(Walk(stages, call, box, params[device], sums[device], batches[device]))
     for task in table.in_order:
         walks[table.device_of(task.stage)].do(task)
     left = [*box.waiting, *(key for walk in walks for key in walk.saved)]
     if left:
         raise RuntimeError(f"{left[0]} was sent but never received")
-    return walks[table.device_of(table.stages - 1)].scalars
+    return sums, walks[table.device_of(table.stages - 1)].scalars
 
 
-def ranks_of(mesh: Mesh, axis: Axis, device: int) -> list[int]:
-    """The ranks at one position on the pipeline's axis."""
-    return [rank for rank in range(mesh.ranks) if mesh.index(axis, rank) == device]
+def ranks_of(mesh: Mesh, axis: Axis | None, device: int) -> list[int]:
+    """The ranks at one position on the pipeline's axis; without one, all."""
+    return [rank for rank in range(mesh.ranks) if axis is None or mesh.index(axis, rank) == device]

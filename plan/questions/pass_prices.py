@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from tpshard.plan.planner import price_training, without_gc
+from tpshard.plan.planner import without_gc
 from tpshard.plan.report.screen import gib, seconds
+from tpshard.plan.step.step_price import price_training
 from tpshard.plan.step.units import round_figures
 from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step import training
 from tpshard.programs.step.staged import between_passes
+from tpshard.programs.step.training_step import TrainingPrograms
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ def rows(setting: Setting) -> list[Row]:
     """
     priced_rows: list[Row] = []
 
-    def watch(programs: training.TrainingPrograms, name: str, settings: dict[str, Any], pass_s: float) -> None:
+    def watch(programs: TrainingPrograms, name: str, settings: dict[str, Any], pass_s: float) -> None:
         pricing = price_training(programs)
         lines = pricing.lines()
         priced_rows.append(
@@ -52,8 +54,8 @@ def rows(setting: Setting) -> list[Row]:
     with without_gc():
         step = training.build(setting, lambda programs, p: watch(programs, p.name, p.settings, p.seconds))
         if step.pipeline is not None:
-            for name, pass_s, pipeline in between_passes(setting, step.micro, step.pipeline):
-                watch(replace(step, pipeline=pipeline), name, {}, pass_s)
+            for name, pass_s, programs in between_passes(step):
+                watch(programs, name, {}, pass_s)
     return priced_rows
 
 

@@ -89,11 +89,9 @@ def _training(recipe: Recipe, name: str) -> Parts:
 
     step = training.build(setting, watch)
     if step.pipeline is not None:
-        pipeline = next(
-            each.pipeline for each in between_passes(setting, step.micro, step.pipeline) if each.name == name
-        )
+        cuts = next(each.programs.stages for each in between_passes(step) if each.name == name)
         kinds = ("forward", "backward", "gradients of weights")
-        parts = {f"stage {cut.index}, {kind}": program for cut in pipeline.stages
+        parts = {f"stage {cut.index}, {kind}": program for cut in cuts
                  for kind, program in zip(kinds, cut.programs)}  # fmt: skip
     return parts
 
@@ -103,10 +101,7 @@ def _micro(setting: Setting) -> Program:
     memo = Memo()
     with traceable(setting):
         micro = alike.micro(setting, None, memo)
-        several = setting.recipe.staged or setting.batch.micro_batches > 1
-        return (
-            alike.micro(setting, micro, memo) if several and (setting.gathers_once or setting.reduces_once) else micro
-        )
+        return alike.micro(setting, micro, memo) if setting.gathers_once or setting.reduces_once else micro
 
 
 def _server(recipe: Recipe, what: str, name: str) -> Parts:

@@ -18,7 +18,7 @@ from tpshard.plan.step.pricing import Line, Pricing
 from tpshard.plan.step.skew import Skew
 from tpshard.plan.step.units import SCHEMA, round_figure
 from tpshard.programs.setting.stacked_layers import Stacking
-from tpshard.programs.step.training import TrainingPrograms
+from tpshard.programs.step.training_step import TrainingPrograms
 
 _COUNTS = 0.01
 """The least share of a step's time at which the constants of a kind of work affect the label of the time."""

@@ -15,7 +15,7 @@ from tpshard.parallelism.sharding import notation
 from tpshard.parallelism.words import axes_text
 from tpshard.plan.report.rows import pattern
 from tpshard.plan.step import forecast, skew
-from tpshard.plan.step.stage_times import Piped
+from tpshard.plan.step.step_price import Piped
 from tpshard.plan.step.units import count, gib, seconds
 from tpshard.programs.fit.batching import BatchPlan
 

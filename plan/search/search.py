@@ -31,6 +31,7 @@ from tpshard.plan.search.search_result import (
     sizes,
 )
 from tpshard.plan.server import server_steps
+from tpshard.plan.step.step_price import price_training
 from tpshard.plan.step.units import gib, seconds
 from tpshard.programs.setting import cluster
 from tpshard.programs.setting.setting import Setting, devices_of
@@ -44,7 +45,7 @@ def price_variant(recipe: Recipe, what: str = "train", variants: Variants | None
     with planner.without_gc():
         if what == "train":
             setting = Setting.of(recipe, devices_of(recipe))
-            pricing = planner.price_training((variants or Variants()).for_prices(setting))
+            pricing = price_training((variants or Variants()).for_prices(setting))
         else:
             pricing = server_steps.report(recipe, what, whole=False).pricing
     return VariantPrice(

@@ -17,7 +17,7 @@ from tpshard.parallelism.program import Collective, Info, Port, Program
 from tpshard.parallelism.runtime.heap import MAPPED_BYTES
 
 if TYPE_CHECKING:
-    from tpshard.plan.step.stage_times import Piped
+    from tpshard.plan.step.step_price import Piped
 
 
 @dataclass(frozen=True)
@@ -231,14 +231,17 @@ def price_parts(parts: Sequence[StepPart], device: Device, per_host: int, *, tra
     """
     one_device = device.shared_by(per_host)
     done = [price_part(part, one_device, per_host) for part in parts]
-    loop = _looping(one_device, parts[0].program.mesh, per_host) if trains else 0.0
-    return Pricing(one_device, done, loop + sum(part.mapped_s(one_device) for part in done))
+    if trains:
+        return training_price(done, one_device, parts[0].program.mesh, per_host)
+    return Pricing(one_device, done, sum(part.mapped_s(one_device) for part in done))
 
 
-def priced_pipeline(piped: Piped, device: Device, mesh: Mesh, per_host: int) -> Pricing:
-    """Prices a training step in stages, from its priced tasks. `device` is that of one process."""
-    mapped_s = sum(part.mapped_s(device) for part in piped.parts)
-    return Pricing(device, piped.parts, _looping(device, mesh, per_host) + mapped_s, piped)
+def training_price(
+    parts: list[PricedPart], device: Device, mesh: Mesh, per_host: int, pipeline: Piped | None = None
+) -> Pricing:
+    """The price of a training step from its priced parts, and the training loop's own work. device: of one process."""
+    mapped_s = sum(part.mapped_s(device) for part in parts)
+    return Pricing(device, parts, _looping(device, mesh, per_host) + mapped_s, pipeline)
 
 
 def _looping(device: Device, mesh: Mesh, per_host: int) -> float:

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.parallelism.draws import SEED
 from tpshard.parallelism.program import Program, info
 from tpshard.parallelism.simulate import simulate
 from tpshard.programs.compare.float64 import BOUND, distance, float64
-from tpshard.programs.compare.lockstep import Lockstep, StepValues
-from tpshard.programs.compare.staged_lockstep import StagedLockstep
-from tpshard.programs.parts.step_programs import micro_program, seeds, trained_by, update_program
+from tpshard.programs.compare.lockstep import Lockstep, RandomBatches, StepValues, normal_weights, stacked
+from tpshard.programs.parts.step_programs import WATCHED, micro_program, seeds
 from tpshard.programs.setting.setting import Setting
-from tpshard.programs.step.training import TrainingPrograms, build
+from tpshard.programs.step.training import build
 
 CANCELLED = 1e-3
 """A gradient whose norm is below this share of the norm of all gradients is compared relative to that share.
@@ -102,7 +102,7 @@ def compare(one: Setting, other: Setting, steps: int = 1) -> Compared:
     """
     _check_same(one, other)
     vocab = vocabulary(one)
-    runs = [_run(build(setting), vocab) for setting in (one, other)]
+    runs = [Lockstep(build(setting), vocab) for setting in (one, other)]
     losses, distances, rounding = [], [], set[str]()
     for number in range(1, steps + 1):
         a, b = (training.step() for training in runs)
@@ -114,10 +114,6 @@ def compare(one: Setting, other: Setting, steps: int = 1) -> Compared:
     updated = {name: weight for name, weight in weights[1].items() if name not in rounding}
     distances += [Distance(f"{n} after the update", steps, distance(weights[0][n], w)) for n, w in updated.items()]
     return Compared(losses, distances)
-
-
-def _run(programs: TrainingPrograms, vocab: int | None) -> Lockstep:
-    return Lockstep(programs, vocab) if programs.pipeline is None else StagedLockstep(programs, vocab)
 
 
 def _distances(one: StepValues, other: StepValues) -> dict[str, float]:
@@ -179,19 +175,18 @@ def first_difference(one: Setting, other: Setting) -> FirstDifference | None:
 
 def _watched_values(setting: Setting, program: Program, vocab: int | None) -> tuple[dict[str, Tensor], float]:
     """Every watched value of the first step's batch, whole, by name; and the norm of all gradients."""
-    storage = {port.name: port.layout for port in program.inputs if port.kind == "parameter"}
-    trained = trained_by(program)
-    update = update_program(setting, storage, trained)
-    lockstep = Lockstep(TrainingPrograms(setting, program, update, storage), vocab)
-    batch = lockstep.batches()[0]
-    params = lockstep.weights()
-    sums = [torch.zeros(p.shape, dtype=torch.float64) for p in program.inputs if p.kind == "gradient"]
+    values = RandomBatches(setting, vocab).next()[0]
+    single = normal_weights(setting)
+    for port in program.inputs:
+        if port.kind == "parameter":
+            values[port.key] = stacked(setting, port.name, single)
+        elif port.kind == "gradient":
+            values[port.key] = torch.zeros(port.shape, dtype=torch.float64)
     with float64():
-        arguments = [*(lockstep.stack(name, params) for name in lockstep.names), *sums, *batch]
-        results = simulate(program, arguments, next(iter(seeds(setting, program, 1, 0)), None))
-    names = [port.name.removeprefix("watched ") for port in program.outputs]
-    watched = {n: r for n, r, port in zip(names, results, program.outputs) if port.name.startswith("watched ")}
-    return watched, _norm(results[2 : 2 + len(trained)])
+        arguments = [values[port.key] for port in program.inputs if port.kind != SEED]
+        results = program.results(simulate(program, arguments, seeds(setting, program, 1, 0).get((SEED, SEED))))
+    watched = {name.removeprefix(WATCHED): value for (_, name), value in results.items() if name.startswith(WATCHED)}
+    return watched, _norm(value for (kind, _), value in results.items() if kind == "gradient")
 
 
 def _producer_of(program: Program, name: str) -> tuple[str, str, str]:

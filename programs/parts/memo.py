@@ -3,52 +3,80 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import fields
+from typing import Any, TypeVar
 
 from tpshard.programs.setting.setting import Setting
 
 T = TypeVar("T")
 
-MOST = 2
-"""The default number of results kept per kind; few, because programs are large."""
+
+def _model(setting: Setting) -> Any:
+    """What every captured graph depends on: model, and dtypes of parameters and gradients."""
+    fsdp = setting.recipe.fsdp
+    dtypes = (fsdp.master_dtype, fsdp.param_dtype, fsdp.reduce_dtype, fsdp.accumulate.dtype)
+    return setting.recipe.model, setting.spec, setting.kept, dtypes, setting.stacking
+
+
+def _rows(setting: Setting) -> Any:
+    batch = setting.batch
+    return setting.recipe.task, batch.per_device * batch.data_ranks, setting.stacking and batch.data_ranks
+
+
+def _shardings(setting: Setting) -> Any:
+    return setting.recipe.sharding, setting.recipe.fsdp.axis, setting.recipe.pipeline is None
+
+
+def _optimizer(setting: Setting) -> Any:
+    return setting.recipe.optimizer, setting.recipe.train.clip_grad_norm
+
+
+def _recipe(setting: Setting) -> Any:
+    """All that a recipe says but its schedule and recomputation, and the division of its batch."""
+    names = (field.name for field in fields(setting.recipe) if field.name not in ("pipeline", "remat"))
+    return setting.batch, {name: getattr(setting.recipe, name) for name in names}
+
+
+PARTS: dict[str, Callable[[Setting], Any]] = {
+    "model": _model, "rows": _rows, "mesh": lambda setting: (setting.mesh.axes, setting.pipeline_axis),
+    "shardings": _shardings, "optimizer": _optimizer, "recipe": _recipe,
+    "remat": lambda setting: setting.recipe.remat,
+}  # fmt: skip
+"""The parts of a setting on which products depend."""
+
+PRODUCTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "graph of a micro-batch": (16, ("model", "rows")),
+    "graph of an update": (2, ("model", "optimizer")),
+    "micro-batch": (4, ("model", "rows", "mesh", "shardings")),
+    "micro-batch of few layers": (4, ("model", "rows", "mesh", "shardings")),
+    "transfer": (8, ("model", "mesh")),
+    "update": (4, ("model", "mesh", "optimizer")),
+    "device's programs": (6, ("model", "rows", "mesh", "shardings", "recipe")),
+    "stages by kind": (2, ("model", "rows", "mesh", "shardings", "recipe", "remat")),
+}  # fmt: skip
+"""Product -> how many a `Memo` keeps (few, because programs are large; but captured graphs of few layers are small, and
+one serves many meshes), and the parts of a setting on which it depends."""
+
+
+def key(setting: Setting, product: str, *arguments: object) -> str:
+    """A key of everything on which a product depends: its parts of the setting, and arguments of its own."""
+    return repr(([PARTS[part](setting) for part in PRODUCTS[product][1]], arguments))
 
 
 class Memo:
-    """The last few results of each kind, by key. A key has everything that its result depends on."""
+    """The last few results of each product, by `key`."""
 
     def __init__(self) -> None:
         self._last: dict[str, dict[str, object]] = {}
 
-    def of(self, kind: str, key: str, make: Callable[[], T], most: int = MOST) -> T:
-        """The kept result of a kind under a key, or else that of `make()`. The `most` last used of a kind are kept."""
-        last = self._last.setdefault(kind, {})
-        if key in last:
-            result: T = last.pop(key)  # type: ignore[assignment]
+    def of(self, product: str, setting: Setting, make: Callable[[], T], *arguments: object) -> T:
+        """The stored result of a product, or else that of `make()`. Callers must not change it."""
+        last, own = self._last.setdefault(product, {}), key(setting, product, *arguments)
+        if own in last:
+            result: T = last.pop(own)  # type: ignore[assignment]
         else:
-            while len(last) >= most:  # before the next is made, because results are large
+            while len(last) >= PRODUCTS[product][0]:  # before the next is made, because results are large
                 del last[next(iter(last))]
             result = make()
-        last[key] = result
+        last[own] = result
         return result
-
-
-def key_of_model(setting: Setting) -> tuple[object, ...]:
-    """The part of a setting on which every captured graph depends: model, and dtypes of parameters and gradients."""
-    fsdp = setting.recipe.fsdp
-    dtypes = (fsdp.master_dtype, fsdp.param_dtype, fsdp.reduce_dtype, fsdp.accumulate.dtype)
-    return (setting.recipe.model, setting.spec, setting.kept, dtypes, setting.stacking)
-
-
-def key_of_capture(setting: Setting) -> str:
-    """A key of the part of a setting on which the captured graph of a micro-batch depends."""
-    batch = setting.batch
-    rows = batch.per_device * batch.data_ranks
-    return repr((*key_of_model(setting), setting.recipe.task, rows, setting.stacking and batch.data_ranks))
-
-
-def key_of_partition(setting: Setting) -> str:
-    """A key of the part of a setting on which the partitioned program of a micro-batch depends, before any pass."""
-    recipe = setting.recipe
-    return repr(
-        (key_of_capture(setting), setting.mesh.axes, recipe.sharding, recipe.fsdp.axis, recipe.pipeline is None)
-    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +21,10 @@ from tpshard.models.optimizers.muon import Muon, muon_update
 from tpshard.models.own_code import line_of
 from tpshard.parallelism.anchors import split_annotations
 from tpshard.parallelism.annotate import boundary, role, split_as
-from tpshard.parallelism.draws import step_seed
+from tpshard.parallelism.draws import SEED, step_seed
 from tpshard.parallelism.graph import Graph, Place, Value, mark
 from tpshard.parallelism.partitioning.partitioner import mark_outputs, partition_graph
-from tpshard.parallelism.program import Port, Program
+from tpshard.parallelism.program import Port, PortKey, Program
 from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.propagation.propagate import propagate
 from tpshard.parallelism.propagation.storage import boundaries, propagate_and_store
@@ -31,20 +32,11 @@ from tpshard.parallelism.sharding import Layout, Sharding
 from tpshard.parallelism.simulate import draws
 from tpshard.parallelism.tracing.capture import Trail, capture
 from tpshard.programs.parts.checks import uneven_notes
-from tpshard.programs.parts.memo import Memo, key_of_capture, key_of_model
+from tpshard.programs.parts.memo import Memo
 from tpshard.programs.parts.passes import apply
 from tpshard.programs.setting.annotations import annotate, dim_notes, fixed, name_dims, source_of, summed
 from tpshard.programs.setting.setting import Setting
 from tpshard.programs.setting.stacked_layers import discount
-
-GRAPHS = 16
-"""How many captured graphs a `Memo` keeps: with few layers they are small, and one serves many meshes."""
-
-
-UPDATES, BETWEEN = 4, 8
-"""How many programs of updates, and how many that gather or reduce, a `Memo` keeps: a pipeline has up to three kinds of
-devices."""
-
 
 LOSS, COUNT, COUNTERS = ("scalar", "loss"), ("scalar", "count"), ("scalar", "counters")
 """The ports of a micro-batch's summed loss in nats, its number of targets, and the values that its model counts."""
@@ -52,6 +44,10 @@ LOSS, COUNT, COUNTERS = ("scalar", "loss"), ("scalar", "count"), ("scalar", "cou
 
 MicroMaker = Callable[[Setting, Program | None], Program]
 """A function that builds the program of a micro-batch, like `micro_program`."""
+
+
+WATCHED = "watched "
+"""What precedes a value's name in the name of the result that shows it."""
 
 
 SUM = ".grad_sum"
@@ -96,10 +92,10 @@ def rows_of(batch: Mapping[str, Tensor]) -> int:
     return next(iter(batch.values())).shape[0]
 
 
-def seeds(setting: Setting, program: Program, seed: int, micro: int) -> list[Tensor]:
-    """The seed of a step's micro-batch as a list of arguments; empty for a program that draws no random numbers."""
+def seeds(setting: Setting, program: Program, seed: int, micro: int) -> dict[PortKey, Tensor]:
+    """The seed of a step's micro-batch as an argument; nothing for a program that draws no random numbers."""
     plan = setting.batch
-    return [step_seed(seed, micro, plan.per_device, plan.sequences_each)] if draws(program) else []
+    return {(SEED, SEED): step_seed(seed, micro, plan.per_device, plan.sequences_each)} if draws(program) else {}
 
 
 def _forward(
@@ -191,7 +187,7 @@ def _capture_micro(setting: Setting, gathered: bool, unreduced: bool, watched: b
     own, count, behind = len(graph.outputs), len(trained), len(params) + len(trained)
     graph.outputs = [*graph.outputs, *shown]
     results = ["return[0]", "return[1]", *(f"{n}{SUM}.new" for n in trained), *["counters"] * (own - count - 2)]
-    mark_outputs(graph, dict(enumerate([*results, *(f"watched {value.name}" for value in shown)])))
+    mark_outputs(graph, dict(enumerate([*results, *(WATCHED + value.name for value in shown)])))
     inputs, outputs = graph.inputs, graph.outputs
     mark(inputs[: len(params)], "parameter")
     mark([*inputs[len(params) : behind], *outputs[2 : 2 + count]], "gradient")
@@ -224,10 +220,8 @@ def micro_program(
     output, in execution order, named `watched NAME`. memo: keeps the captured graph.
     """
     gathered, unreduced = (base is not None and once for once in (setting.gathers_once, setting.reduces_once))
-    key = repr((key_of_capture(setting), gathered, unreduced, watched))
-    graph = (memo or Memo()).of(
-        "graph", key, lambda: _capture_micro(setting, gathered, unreduced, watched), most=GRAPHS
-    )
+    form = gathered, unreduced, watched
+    graph = (memo or Memo()).of("graph of a micro-batch", setting, lambda: _capture_micro(setting, *form), *form)
     params, sums, fields = (
         [value for value in graph.inputs if value.role == role] for role in ("parameter", "gradient", "batch")
     )
@@ -314,8 +308,7 @@ def _between(
         mark([*graph.inputs, *graph.outputs], "parameter")
         return partition_graph(propagate(graph, setting.mesh, annotations))
 
-    key = repr((key_of_model(setting), setting.mesh.axes, before, after))
-    return (memo or Memo()).of("between", key, make, most=BETWEEN)
+    return (memo or Memo()).of("transfer", setting, make, before, after)
 
 
 def evaluate_program(setting: Setting, storage: Mapping[str, Layout]) -> Program:
@@ -386,16 +379,16 @@ def update_program(
     staged: whether they are those of one device of a pipeline; the last input is then the squared norm of its
     gradients, which is summed over the devices. memo: keeps the program, and its captured graph.
     """
-    recipe, memo = setting.recipe, memo or Memo()
-    read = (*key_of_model(setting), recipe.optimizer, recipe.train.clip_grad_norm, names, staged)
-    layout = (setting.mesh.axes, [storage[name] for name in names], setting.pipeline_axis)
-    key = repr((*read, *layout) if recipe.optimizer.name == "muon" else read)  # muon's graph depends on the layouts
+    memo, layouts = memo or Memo(), [storage[name] for name in names]
+    # only muon's graph depends on the layouts
+    places = (setting.mesh.axes, setting.pipeline_axis, layouts) if setting.recipe.optimizer.name == "muon" else ()
 
     def make() -> Program:
-        graph = memo.of("graph of an update", key, lambda: _capture_update(setting, storage, names, staged))
+        capture = partial(_capture_update, setting, storage, names, staged)
+        graph = memo.of("graph of an update", setting, capture, names, staged, *places)
         return _partition_update(setting, storage, names, graph, staged)
 
-    return memo.of("update", repr((read, layout)), make, most=UPDATES)
+    return memo.of("update", setting, make, names, staged, layouts)
 
 
 def _capture_update(setting: Setting, storage: Mapping[str, Layout], names: Sequence[str], staged: bool) -> Graph:

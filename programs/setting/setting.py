@@ -280,12 +280,16 @@ class Setting:
     @property
     def gathers_once(self) -> bool:
         """Whether parameters are gathered once for all micro-batches of a step."""
-        return self.recipe.fsdp.accumulate.gather == "step"
+        return self.recipe.fsdp.accumulate.gather == "step" and self._accumulates
 
     @property
     def reduces_once(self) -> bool:
         """Whether gradients are reduced once for all micro-batches of a step."""
-        return self.recipe.fsdp.accumulate.reduce == "last"
+        return self.recipe.fsdp.accumulate.reduce == "last" and self._accumulates
+
+    @property
+    def _accumulates(self) -> bool:
+        return self.recipe.staged or self.batch.micro_batches > 1
 
     @property
     def seq_len(self) -> int:

@@ -6,7 +6,7 @@ from tpshard.parallelism.partitioning.stretch import stretch_program
 from tpshard.parallelism.program import Program
 from tpshard.programs.parts import step_programs
 from tpshard.programs.parts.checks import traceable
-from tpshard.programs.parts.memo import Memo, key_of_partition
+from tpshard.programs.parts.memo import Memo
 from tpshard.programs.setting.setting import Setting
 
 FEWEST = 3
@@ -28,7 +28,7 @@ def micro(setting: Setting, base: Program | None = None, memo: Memo | None = Non
                 return deep
         return step_programs.micro_program(setting, base, memo=memo)
 
-    return memo.of(f"micro, from {base is not None}", _key(setting, base), make)
+    return memo.of("micro-batch", setting, make, *_once(setting, base))
 
 
 def few_layers(setting: Setting, base: Program | None = None, memo: Memo | None = None) -> Program | None:
@@ -48,17 +48,16 @@ def few_layers(setting: Setting, base: Program | None = None, memo: Memo | None 
         with traceable(setting):
             return step_programs.micro_program(shallow, base, memo=memo)
 
-    return memo.of(f"few layers, from {base is not None}", _key(shallow, base), make)
+    return memo.of("micro-batch of few layers", shallow, make, *_once(shallow, base))
 
 
-def _key(setting: Setting, base: Program | None) -> str:
-    """A key of the parts of the setting and of `base` on which a micro-batch's program depends."""
-    key = key_of_partition(setting)
+def _once(setting: Setting, base: Program | None) -> tuple[object, ...]:
+    """What is done once for all micro-batches, with the layouts in `base` on which a program then depends."""
     if base is None:
-        return key
+        return ()
     names = [f"{name}.{form}" for form in ("used", "grad") for name, _ in setting.model.named_parameters()]
     layouts = [base.records[name].layout for name in names if name in base.records]
-    return repr((key, setting.gathers_once, setting.reduces_once, layouts))
+    return setting.gathers_once, setting.reduces_once, layouts
 
 
 def _names_layers(setting: Setting) -> bool:

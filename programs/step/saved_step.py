@@ -5,14 +5,16 @@ from __future__ import annotations
 import base64
 import json
 import zlib
+from dataclasses import fields
 from typing import Any
 
 from tpshard.parallelism import program_file
 from tpshard.parallelism.pipeline.schedules import StageTask, Table, check
 from tpshard.parallelism.pipeline.stages import Stage
 from tpshard.programs.setting.setting import Setting
-from tpshard.programs.step.staged import DevicePrograms, StagedPrograms
-from tpshard.programs.step.training import TrainingPrograms
+from tpshard.programs.step.device_programs import DevicePrograms
+from tpshard.programs.step.staged import table_of
+from tpshard.programs.step.training_step import TrainingPrograms
 
 _MOST_BYTES = 4 << 30
 """Of the JSON of a step; that of a model of 405 billion parameters has a twentieth."""
@@ -26,17 +28,8 @@ def pack(programs: TrainingPrograms) -> str | None:
 
     None where an argument of an operation has no form in JSON: such a plan can be read, but not run.
     """
-    parts: dict[str, Any] = {
-        "micro": programs.micro, "update": programs.update, "storage": programs.storage,
-        "gather": programs.gather, "reduce": programs.reduce,
-    }  # fmt: skip
-    if (pipeline := programs.pipeline) is None:
-        parts["evaluate"] = programs.evaluate
-    else:
-        parts["pipeline"] = {
-            "axis": pipeline.axis, "table": pipeline.table, "layers": pipeline.layers, "stages": pipeline.stages,
-            "devices": pipeline.devices, "evaluation": pipeline.evaluation, "share": pipeline.share,
-        }  # fmt: skip
+    parts = {field.name: getattr(programs, field.name) for field in fields(programs) if field.name != "setting"}
+    parts |= {"evaluation": programs.evaluation, "share": programs.share}
     try:
         text = json.dumps(program_file.dump(parts, CLASSES), separators=(",", ":"))
     except TypeError:
@@ -58,16 +51,14 @@ def unpack(text: str, setting: Setting) -> TrainingPrograms:
 
 
 def _programs(parts: Any, setting: Setting) -> TrainingPrograms:
-    programs = TrainingPrograms(setting, *(parts[key] for key in ("micro", "update", "storage", "gather", "reduce")))
+    evaluation, share = parts.pop("evaluation"), parts.pop("share")
+    programs = TrainingPrograms(setting, **parts)
     shapes = {port.name: port.shape for port in programs.micro.inputs if port.kind == "parameter"}
     if shapes != {name: tuple(p.shape) for name, p in setting.model.named_parameters()}:
         raise ValueError("its parameters are not those of the model")
     if setting.recipe.staged:
-        staged = parts["pipeline"]
-        own = {name: staged[name] for name in ("axis", "table", "layers", "stages", "devices")}
-        programs.pipeline = StagedPrograms(setting, storage=programs.storage, **own)
-        check(programs.pipeline.table)
-        programs.pipeline.__dict__.update(evaluation=staged["evaluation"], share=staged["share"])
-    else:
-        programs.__dict__["evaluate"] = parts["evaluate"]
+        check(programs.table)
+    elif programs.cuts or programs.table != table_of(setting):
+        raise ValueError("its schedule is not that of the recipe")
+    programs.__dict__.update(evaluation=evaluation, share=share)
     return programs

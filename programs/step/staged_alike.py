@@ -4,34 +4,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 
 from tpshard.parallelism.depth import Depth
 from tpshard.parallelism.partitioning.stretch import stretched_records
-from tpshard.parallelism.pipeline.schedules import Table
 from tpshard.parallelism.pipeline.stages import Stage
 from tpshard.parallelism.program import Program
-from tpshard.programs.parts.memo import Memo, key_of_partition
+from tpshard.programs.parts.memo import Memo
 from tpshard.programs.parts.step_programs import counters_of, trained_by
 from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step.alike import few_layers, micro
+from tpshard.programs.step.device_programs import device_programs, held_by_devices
 from tpshard.programs.step.splitting import balance_stages, layers_of
-from tpshard.programs.step.staged import (
-    StagedPrograms,
-    device_programs,
-    finished_stages,
-    held_by_devices,
-    recompute_uncut,
-    table_of,
-)
+from tpshard.programs.step.staged import finished_stages, recompute_uncut, table_of
+from tpshard.programs.step.training import noted_micro
+from tpshard.programs.step.training_step import TrainingPrograms
 from tpshard.recipes.keys.parallel_keys import BucketFile, RematEvery
 from tpshard.recipes.keys.schema import Recipe
 
 
-def build(setting: Setting, memo: Memo | None = None) -> tuple[Program, StagedPrograms] | None:
-    """`staged.build` with equal stages and equal devices' programs built once. `memo` keeps them for other schedules,
-    and programs of models with few layers.
+def build(setting: Setting, memo: Memo | None = None) -> TrainingPrograms | None:
+    """`training.build` of a recipe with stages, with equal stages and equal devices' programs built once. `memo` keeps
+    them for other schedules, and programs of models with few layers.
 
     None if the model's layers differ, by themselves or in what the recipe does to them. Raises Mistakes for what does
     not fit.
@@ -57,13 +52,12 @@ def build(setting: Setting, memo: Memo | None = None) -> tuple[Program, StagedPr
     held = held_by_devices(table, _names(depth, names, layers, stages), names)
     trained_in_few = trained_by(few)
     trained = {name for name in names if _in_few(depth, name) in trained_in_few}
-    key = _key_of_devices(setting)
     devices = []
     for i, own_names in enumerate(held):
         alike = [(_in_few(depth, name), [j - i for j, names in enumerate(held) if name in names]) for name in own_names]
         make = partial(device_programs, setting, storage, base, held, i, trained, counters_of(few), memo)
-        devices.append(memo.of("device programs", repr((key, alike)), make, most=DEVICES))
-    return few, StagedPrograms(setting, setting.stage_axis, table, tuple(layers), stages, tuple(devices), storage)
+        devices.append(memo.of("device's programs", setting, make, alike))
+    return TrainingPrograms(setting, few, table, tuple(devices), storage, tuple(layers), stages)
 
 
 def _treats_layers_apart(recipe: Recipe) -> bool:
@@ -76,8 +70,8 @@ def _treats_layers_apart(recipe: Recipe) -> bool:
     return any(re.search(r"[\d?\[]", name) for name in names)
 
 
-KINDS, DEVICES = 8, 6
-"""How many kinds of stages, and programs of devices, a `Memo` keeps."""
+KINDS = 8
+"""How many kinds of stages are kept."""
 Kind = tuple[str, int]
 """The place of a stage (first, middle or last), and its number of layers: stages of a kind have equal prices."""
 
@@ -89,7 +83,7 @@ class _Alike:
         """base: the micro-batch's program of a model with few layers, with the records of all layers."""
         self.setting, self.depth, self.table, self.base = setting, depth, table_of(setting), base
         self.make = partial(micro, memo=memo)
-        self.built: dict[Kind, Stage] = memo.of("stages by kind", _key_of_stages(setting, self.table), dict)
+        self.built: dict[Kind, Stage] = memo.of("stages by kind", setting, dict, self.table.splits_backward)
 
     def _kinds(self, split: Sequence[int]) -> list[Kind]:
         """The kind of the first stage, the kinds of middle stages, and that of the last, each once."""
@@ -109,21 +103,9 @@ class _Alike:
         layers = [count for _, count in kinds]
         shorter = self.setting.keep(self.depth.stack, range(sum(layers)))
         base = self.base if shorter.gathers_once or shorter.reduces_once else self.make(shorter)
-        again = recompute_uncut(shorter, base, self.make)
+        again = recompute_uncut(shorter, noted_micro(shorter, base, self.make))
         new = {i: kind for i, kind in enumerate(kinds) if kind not in self.built}
         self.built.update(zip(new.values(), finished_stages(shorter, again, self.table, layers, new)))
-
-
-def _key_of_stages(setting: Setting, table: Table) -> str:
-    """A key of the part of a setting and of its schedule on which the programs of a stage depend."""
-    return repr((_key_of_devices(setting), setting.recipe.remat, table.splits_backward))
-
-
-def _key_of_devices(setting: Setting) -> str:
-    """A key of the part of a setting on which the programs that a device runs once per step depend."""
-    names = (field.name for field in fields(setting.recipe) if field.name not in ("pipeline", "remat"))
-    read = {name: getattr(setting.recipe, name) for name in names}
-    return repr((key_of_partition(setting), setting.batch, read))
 
 
 def _in_few(depth: Depth, name: str) -> str:

@@ -10,6 +10,7 @@ import psutil
 from tpshard.programs.parts.memo import Memo
 from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step import staged_alike, training
+from tpshard.programs.step.training_step import TrainingPrograms
 
 GARBAGE, MOST_GARBAGE = 50_000, 250_000
 """How many graph nodes of dropped programs may wait for garbage collection: up to the first number always, up to the
@@ -43,18 +44,18 @@ class Variants:
         self._memo = Memo()
         self._dropped = 0
 
-    def for_prices(self, setting: Setting) -> training.TrainingPrograms:
+    def for_prices(self, setting: Setting) -> TrainingPrograms:
         """Builds the programs of a setting for pricing only: equal stages of a pipeline share one program."""
         if self._dropped > GARBAGE and (self._dropped > MOST_GARBAGE or not _half_is_available()):
             gc.collect()
             self._dropped = 0
         staged = staged_alike.build(setting, self._memo) if setting.recipe.staged else None
-        built = self.build(setting) if staged is None else training.of_stages(setting, *staged)
-        programs = [] if built.pipeline is None else [p for stage in built.pipeline.stages for p in stage.programs]
-        self._dropped += sum(len(graph.nodes) for graph in {p.graph for p in (built.micro, *programs)})
+        built = self.build(setting) if staged is None else staged
+        programs = [built.micro, *(program for stage in built.stages for program in stage.programs)]
+        self._dropped += sum(len(graph.nodes) for graph in {program.graph for program in programs})
         return built
 
-    def build(self, setting: Setting) -> training.TrainingPrograms:
+    def build(self, setting: Setting) -> TrainingPrograms:
         """Builds the programs of a setting as `training.build` does, but reuses those of earlier variants. Raises
         Mistakes for what does not fit.
         """

@@ -81,16 +81,14 @@ def test_stages_sum_the_gradients_of_the_whole_program(
         port, i = ports[name]
         return [part_of(inputs[micro][i], port.layout, mesh, rank) for rank in ranks_of(mesh, axis, device)]
 
-    params, sums, batches = [], [], []
+    values, batches = [], []
     for device in range(devices):
-        names = {port.name: port.kind for stage in table.stages_of(device) for p in stages[stage].programs
-                 for port in p.inputs}  # fmt: skip
-        params.append({n: parts(n, device) for n, kind in names.items() if kind == "parameter"})
-        sums.append({n: parts(n, device) for n, kind in names.items() if kind == "gradient"})
-        read = [n for n, kind in names.items() if kind == "batch"]
-        batches.append([{n: parts(n, device, m) for n in read} for m in range(micros)])
+        keys = {port.key for stage in table.stages_of(device) for p in stages[stage].programs for port in p.inputs}
+        values.append({key: parts(key[1], device) for key in keys if key[0] in ("parameter", "gradient")})
+        read = [key for key in keys if key[0] == "batch"]
+        batches.append([{key: parts(key[1], device, m) for key in read} for m in range(micros)])
     with float64():
-        scalars = simulate_step(table, stages, axis, params, sums, batches)
+        sums, scalars = simulate_step(table, stages, axis, values, batches)
         running, losses = inputs[0], []
         for m in range(micros):
             feeds = [[part_of(t, p.layout, mesh, rank) for t, p in zip(running[:-4] + inputs[m][-4:], program.inputs)]
@@ -102,11 +100,10 @@ def test_stages_sum_the_gradients_of_the_whole_program(
             losses.append(joined[0])
             running = [*running[:count], *joined[2:], *running[2 * count :]]
     for m in range(micros):
-        assert distance(scalars[m][0][0], losses[m]) <= BOUND
+        assert distance(scalars[m]["loss"][0], losses[m]) <= BOUND
     for name, (port, i) in ports.items():
         if port.kind == "gradient":
-            held = [d for d in range(devices) if name in sums[d]]
-            blocks = [sums[d][name] for d in held]
+            blocks = [own[port.key] for own in sums if port.key in own]
             summed = [sum(block[r] for block in blocks[1:]) + blocks[0][r] for r in range(len(blocks[0]))]
             assert distance(join(port, mesh, on_all(summed, mesh.ranks)), running[i]) <= BOUND, name
 

@@ -9,7 +9,7 @@ import pytest
 from tpshard.plan import planner
 from tpshard.plan.report.report import Report
 from tpshard.programs.setting.setting import Setting
-from tpshard.programs.step import training
+from tpshard.programs.step.training_step import TrainingPrograms
 from tpshard.recipes.reading.load import loads
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -17,12 +17,12 @@ from small_recipe import RECIPE
 
 
 @pytest.fixture(scope="session")
-def programs() -> training.TrainingPrograms:
+def programs() -> TrainingPrograms:
     return planner.build_programs(Setting.of(loads(RECIPE)))
 
 
 @pytest.fixture(scope="session")
-def report(programs: training.TrainingPrograms) -> Report:
+def report(programs: TrainingPrograms) -> Report:
     return planner.report_of_training(programs, "small.yaml")
 
 

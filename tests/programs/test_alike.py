@@ -17,7 +17,7 @@ from tpshard.parallelism.program import INFO, Program, info
 from tpshard.plan import planner
 from tpshard.plan.search import search
 from tpshard.programs.parts import step_programs
-from tpshard.programs.parts.memo import Memo, key_of_capture
+from tpshard.programs.parts.memo import Memo, key
 from tpshard.programs.setting.setting import Setting, devices_of
 from tpshard.programs.step import alike, staged_alike, training
 from tpshard.programs.step.variants import Variants
@@ -200,7 +200,7 @@ def test_a_pipeline_of_alike_stages_has_the_price_of_its_whole_programs(pipeline
 def assert_priced_as_whole(deep: Setting) -> None:
     alike_ = staged_alike.build(deep)
     assert alike_ is not None
-    quick = planner.price_training(training.of_stages(deep, *alike_))
+    quick = planner.price_training(alike_)
     whole = planner.price_training(training.build(deep))
     assert quick.step_s == pytest.approx(whole.step_s, rel=1e-9) and quick.needed_bytes == whole.needed_bytes
     assert quick.flops() == whole.flops()
@@ -233,7 +233,7 @@ def test_settings_that_share_a_captured_graph_get_their_own_programs() -> None:
     for mesh in ("{fsdp: 4}", "{fsdp: 2, tp: 2}", "{dp: 2, fsdp: 2}", "{fsdp: 4}"):
         rows = f"batch.per_device={2 if 'tp' in mesh else 1}"
         one = Setting.of(loads(setting(mesh).recipe.to_yaml(), ["model.layers=2", rows]))
-        keys.add(key_of_capture(one))
+        keys.add(key(one, "graph of a micro-batch"))
         programs = training.build(one, memo=memo)
         actual.append((one, programs.micro.fingerprint, programs.update.fingerprint))
     assert len(keys) == 1

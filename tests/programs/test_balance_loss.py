@@ -13,7 +13,6 @@ from tpshard.models import from_hf, to_hf
 from tpshard.models.objectives.loss import IGNORE, cross_entropy_sum
 from tpshard.programs.compare.float64 import distance, float64
 from tpshard.programs.compare.lockstep import Lockstep
-from tpshard.programs.compare.staged_lockstep import StagedLockstep
 from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step import training
 from tpshard.recipes.reading.load import loads
@@ -48,10 +47,10 @@ def folder_of(kind: str, layers: int, folder: Path) -> Path:
 
 def answers_only(run: Lockstep) -> list[Tensor]:
     """Lets the run's batches have targets at the ends of rows alone, more in later rows. Returns the fields."""
-    rows, fields = run._rows(), list(run.setting.task.fields)
+    rows, fields = run.batches._rows(), list(run.setting.task.fields)
     for row in range(ROWS):
         rows["targets"][row, : SEQ - 1 - row] = IGNORE
-    run._rows = lambda: rows  # type: ignore[method-assign]
+    run.batches._rows = lambda: rows  # type: ignore[method-assign]
     return [rows[field] for field in fields]
 
 
@@ -88,10 +87,9 @@ def test_gradients_are_transformers_own(
     folder = folder_of(kind, layers, tmp_path / "folder")
     text = f"model: {{hf: {str(folder)!r}, seq_len: {SEQ}, dtype: fp32}}\nmesh: {mesh}\ncluster: {{device: cpu}}\n"
     setting = Setting.of(loads(text + f"batch: {{global_sequences: {ROWS}}}\n", overrides))
-    programs = training.build(setting)
-    run = Lockstep(programs, VOCAB) if programs.pipeline is None else StagedLockstep(programs, VOCAB)
+    run = Lockstep(training.build(setting), VOCAB)
     weights = {name: p.detach().double() for name, p in from_hf(folder).named_parameters()}
-    run.params = run.local([weights[port.name] for port in run.stored], run.stored)
+    run.values |= {port.key: run.local(weights[port.name], port) for port in run.programs.stored}
     tokens, targets, *_ = answers_only(run)
     gradients = run.step().gradients
     for name, expected in their_gradients(folder, tokens, targets, layers).items():

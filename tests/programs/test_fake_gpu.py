@@ -6,31 +6,12 @@ import pytest
 import torch
 from fake_gpu import run_on_fake_gpu
 from tpshard.parallelism import Mesh, partition
-from tpshard.parallelism.program import Program
 from tpshard.programs.server.serve_setting import ServeSetting
 from tpshard.programs.server.served import model_to_serve
 from tpshard.programs.server.serving import build_serving
 from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step import training
 from tpshard.recipes.reading.load import load
-
-
-def programs_of(name: str, *overrides: str) -> dict[str, Program]:
-    """All programs of a recipe's training step by what they do."""
-    built = training.build(Setting.of(load(name, overrides)))
-    if (staged := built.pipeline) is None:
-        programs = {"micro": built.micro, "update": built.update, "evaluation": built.evaluate,
-                    "gather": built.gather, "reduce": built.reduce}  # fmt: skip
-    else:
-        programs = {f"stage {i}.{j}": program for i, stage in enumerate(staged.stages)
-                    for j, program in enumerate(stage.programs)}  # fmt: skip
-        for i, device in enumerate(staged.devices):
-            programs |= {f"{kind} of device {i}": getattr(device, kind)
-                         for kind in ("totals", "update", "gather", "reduce", "exchange")}  # fmt: skip
-        programs |= {f"evaluation {i}": stage.forward for i, stage in enumerate(staged.evaluation)}
-        programs["share"] = staged.share
-    return {name: program for name, program in programs.items() if program is not None}
-
 
 CASES = {
     "padded": ("tiny", "mesh={tp: 3}", "sharding.on_uneven=pad", "model.layers=1"),
@@ -54,7 +35,8 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_training_program_has_all_tensors_on_its_device(case: str) -> None:
-    for program in programs_of(*CASES[case]).values():
+    name, *overrides = CASES[case]
+    for program in training.build(Setting.of(load(name, overrides))).programs.values():
         run_on_fake_gpu(program, program.mesh.ranks - 1)
 
 

@@ -16,8 +16,9 @@ from tpshard.programs.compare.lockstep import Lockstep
 from tpshard.programs.parts.pass_choices import Chooser
 from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step import training
+from tpshard.programs.step.training_step import TrainingPrograms
 from tpshard.recipes.reading.load import loads
-from tpshard.train.run.spmd import SpmdEngine
+from tpshard.train.run.training_engine import TrainingEngine
 
 torch.set_num_threads(1)
 RECIPE = """
@@ -31,7 +32,7 @@ LION = "optimizer.name=lion"
 MUON = "optimizer.name=muon"
 
 
-def build(*overrides: str) -> training.TrainingPrograms:
+def build(*overrides: str) -> TrainingPrograms:
     return training.build(Setting.of(loads(RECIPE, overrides)))
 
 
@@ -68,7 +69,7 @@ def test_what_is_state_is_what_is_planned(overrides: tuple[str, ...], a_paramete
     in_layers = {name for name in sizes if "layers." in name and "norm" not in name}
     held = sum(size * (a_matrix if name in in_layers else a_parameter) for name, size in sizes.items())
     assert report.static_bytes()["optimizer"] == held
-    engine = SpmdEngine(programs, alone(), lambda name, starts, sizes, **_: torch.zeros(sizes))
+    engine = TrainingEngine(programs, alone(), lambda name, starts, sizes, **_: torch.zeros(sizes))
     state = {name: shard.tensor for name, shard in engine.tensors().items() if name.startswith("optimizer/")}
     assert sum(tensor.nbytes for tensor in state.values()) == held
     assert {
@@ -78,7 +79,7 @@ def test_what_is_state_is_what_is_planned(overrides: tuple[str, ...], a_paramete
     assert bare.at_peak["optimizer"] == held and peak == bare.peak_bytes
 
 
-def update_inputs(programs: training.TrainingPrograms) -> list[torch.Tensor]:
+def update_inputs(programs: TrainingPrograms) -> list[torch.Tensor]:
     """Tensors for an update on one device."""
     random = torch.Generator().manual_seed(0)
     return [(torch.rand(port.local, generator=random) + 1).to(port.dtype) for port in programs.update.inputs]

@@ -18,6 +18,7 @@ from tpshard.parallelism.program import Program
 from tpshard.parallelism.rules.table import OTHER, entry_of
 from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step import saved_step, training
+from tpshard.programs.step.training_step import TrainingPrograms
 from tpshard.recipes.reading.load import loads
 
 RECIPE = """
@@ -33,7 +34,7 @@ STAGED = ("mesh={pp: 2, fsdp: 2}", "pipeline={schedule: zero_bubble}", "model.ti
 
 
 @cache
-def built(changes: tuple[str, ...]) -> training.TrainingPrograms:
+def built(changes: tuple[str, ...]) -> TrainingPrograms:
     return training.build(Setting.of(loads(RECIPE, changes)))
 
 

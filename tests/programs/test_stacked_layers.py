@@ -23,6 +23,7 @@ from tpshard.programs.compare.lockstep import Lockstep, StepValues
 from tpshard.programs.setting.setting import Setting, devices_of
 from tpshard.programs.setting.stacked_layers import Stacking
 from tpshard.programs.step import training
+from tpshard.programs.step.training_step import TrainingPrograms
 from tpshard.recipes.reading.load import loads
 
 RECIPE = """
@@ -96,7 +97,7 @@ def slowly(*overrides: str) -> object:
 
 
 @cache
-def build(*overrides: str) -> training.TrainingPrograms:
+def build(*overrides: str) -> TrainingPrograms:
     return training.build(setting(*overrides))
 
 

@@ -12,11 +12,11 @@ from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.plan import planner
 from tpshard.programs.compare.float64 import BOUND, distance
 from tpshard.programs.compare.lockstep import Lockstep
-from tpshard.programs.compare.staged_lockstep import StagedLockstep
 from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step import training
 from tpshard.programs.step.splitting import layers_of
 from tpshard.programs.step.staged import table_of
+from tpshard.programs.step.training_step import TrainingPrograms
 from tpshard.recipes.reading.load import loads
 
 RECIPE = """
@@ -117,7 +117,7 @@ def test_by_default_no_split_has_a_faster_slowest_device() -> None:
 
 
 @cache
-def build(*overrides: str) -> training.TrainingPrograms:
+def build(*overrides: str) -> TrainingPrograms:
     return training.build(setting(*overrides))
 
 
@@ -159,7 +159,7 @@ def test_experts_in_stages_count_their_tokens_as_on_one_device(overrides: tuple[
              "seq_len: 8, experts: 4, top_k: 2, balance: loss}")  # fmt: skip
     batch = "batch={global_sequences: 4, per_device: 2}"
     one = Lockstep(training.build(setting(sizes, batch, "mesh={pp: 1}", "pipeline=null", *overrides[:-1])), 32)
-    two = StagedLockstep(training.build(setting(sizes, batch, "mesh={pp: 2}", *overrides)), 32)
+    two = Lockstep(training.build(setting(sizes, batch, "mesh={pp: 2}", *overrides)), 32)
     actual, expected = two.step(), one.step()
     assert actual.loss == pytest.approx(expected.loss, rel=BOUND)
     assert all(distance(actual.gradients[name], grad) <= BOUND for name, grad in expected.gradients.items())
@@ -180,7 +180,7 @@ batch: {{global_sequences: 4, per_device: 2}}
 pipeline: {{schedule: 1f1b}}
 """
     one = Lockstep(training.build(Setting.of(loads(recipe, ["mesh.pp=1", "pipeline=null"]))), 32).step()
-    two = StagedLockstep(training.build(Setting.of(loads(recipe, overrides))), 32).step()
+    two = Lockstep(training.build(Setting.of(loads(recipe, overrides))), 32).step()
     assert two.loss == pytest.approx(one.loss, rel=BOUND)
     assert all(distance(two.gradients[name], grad) <= BOUND for name, grad in one.gradients.items())
     without = {name for name, grad in two.gradients.items() if not grad.any()}

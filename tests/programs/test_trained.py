@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.models.objectives.loss import IGNORE, cross_entropy_sum
 from tpshard.plan import planner
-from tpshard.programs.compare.equality import _run
 from tpshard.programs.compare.float64 import BOUND, distance, float64
+from tpshard.programs.compare.lockstep import Lockstep
 from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step import training
-from tpshard.programs.step.training import TrainingPrograms
+from tpshard.programs.step.training_step import TrainingPrograms
 from tpshard.recipes.reading.load import loads
 
 torch.set_num_threads(1)
@@ -122,19 +122,19 @@ def built(mesh: str, overrides: tuple[str, ...]) -> TrainingPrograms:
 
 def assert_theirs(programs: TrainingPrograms, model: nn.Module, vocab: int = VOCAB) -> None:
     """Asserts that two steps have the gradients, norms and weights of torch, bit for bit where nothing is trained."""
-    ours, recorded = _run(programs, vocab), []
-    draw = ours.batches
+    ours, recorded = Lockstep(programs, vocab), []
+    draw = ours.batches.next
 
-    def batches() -> list[list[Tensor]]:
+    def batches() -> list[dict[tuple[str, str], Tensor]]:
         recorded.append(draw())
         return recorded[-1]
 
-    ours.batches = batches  # type: ignore[method-assign]
+    ours.batches.next = batches  # type: ignore[method-assign]
     start = ours.weights()
     theirs = Theirs(model, start)
     for _ in range(2):
         result = ours.step(LR)
-        norm, gradients = theirs.step(recorded[-1])
+        norm, gradients = theirs.step([list(fields.values()) for fields in recorded[-1]])
         assert result.gradients.keys() == gradients.keys()
         for name, gradient in gradients.items():
             assert distance(result.gradients[name], gradient) <= BOUND, name
@@ -162,7 +162,7 @@ def test_a_step_trains_what_torch_trains(mesh: str, overrides: tuple[str, ...]) 
 
 @pytest.mark.parametrize("optimizer", ["lion", "muon"])
 def test_no_optimizer_moves_what_is_not_trained(optimizer: str) -> None:
-    runs = [_run(built(mesh, (f"optimizer.name={optimizer}",)), VOCAB) for mesh in ("{}", "{fsdp: 2, tp: 2}")]
+    runs = [Lockstep(built(mesh, (f"optimizer.name={optimizer}",)), VOCAB) for mesh in ("{}", "{fsdp: 2, tp: 2}")]
     start = runs[0].weights()
     for run in runs:
         run.step()
@@ -212,12 +212,15 @@ def test_layers_that_train_other_parameters_are_not_stacked() -> None:
 @pytest.mark.parametrize("optimizer", ["adamw", "lion", "muon"])
 def test_a_step_without_a_target_changes_nothing(mesh: str, overrides: tuple[str, ...], optimizer: str) -> None:
     """Nor does it move moments, on any rank, with micro-batches and stages."""
-    run = _run(built(mesh, (*overrides, f"optimizer.name={optimizer}")), VOCAB)
+    run = Lockstep(built(mesh, (*overrides, f"optimizer.name={optimizer}")), VOCAB)
     run.step()
-    rows = run._rows()
+    rows = run.batches._rows()
     rows["targets"].fill_(IGNORE)
-    run._rows = lambda: rows  # type: ignore[method-assign]
-    before = [[tensor.clone() for tensor in part] for part in (*run.params, *run.moments)]
+    run.batches._rows = lambda: rows  # type: ignore[method-assign]
+    before = [[tensor.clone() for tensor in part] for part in run.values.values()]
     assert run.step().loss == 0.0
-    after = [*run.params, *run.moments]
-    assert all(torch.equal(*pair) for parts in zip(before, after, strict=True) for pair in zip(*parts, strict=True))
+    assert all(
+        torch.equal(*pair)
+        for parts in zip(before, run.values.values(), strict=True)
+        for pair in zip(*parts, strict=True)
+    )

@@ -17,9 +17,10 @@ from tpshard.models.families.config import ModelConfig
 from tpshard.parallelism.program import Port
 from tpshard.parallelism.simulate import block
 from tpshard.programs.compare.float64 import BOUND, distance
-from tpshard.programs.compare.lockstep import Lockstep
+from tpshard.programs.compare.lockstep import Lockstep, Values
 from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step import training
+from tpshard.programs.step.training_step import TrainingPrograms
 from tpshard.recipes.reading.load import loads
 
 torch.set_num_threads(1)
@@ -44,9 +45,7 @@ MESHES = {
 
 
 @cache
-def built(
-    mesh: str, overrides: tuple[str, ...] = (), sequence: bool = False, recipe: str = RECIPE
-) -> training.TrainingPrograms:
+def built(mesh: str, overrides: tuple[str, ...] = (), sequence: bool = False, recipe: str = RECIPE) -> TrainingPrograms:
     return training.build(Setting.of(loads(recipe.replace("MESH", mesh) + SEQUENCE * sequence, overrides)))
 
 
@@ -59,21 +58,20 @@ class Simulated(Lockstep):
         programs = built(mesh, overrides, sequence, recipe)
         super().__init__(programs if fault is None else replace(programs, micro=plant(programs.micro, fault)), VOCAB)
 
-    def join(self, ports: Sequence[Port], parts: list[list[torch.Tensor]]) -> dict[str, torch.Tensor]:
+    def join(self, ports: Sequence[Port], values: Values) -> dict[str, torch.Tensor]:
         """Joins the ranks' parts; asserts that equal parts have equal bits."""
-        joined = super().join(ports, parts)
-        for i, (name, port) in enumerate(zip(self.names, ports, strict=True)):
-            for rank, part in enumerate(parts):
+        joined = super().join(ports, values)
+        for name, port in zip(joined, ports, strict=True):
+            for rank, part in enumerate(values[port.key]):
                 blocks = block(port.shape, port.layout, self.mesh, rank)
-                held = part[i][tuple(slice(size) for _, size in blocks)]
+                held = part[tuple(slice(size) for _, size in blocks)]
                 whole = joined[name][tuple(slice(start, start + size) for start, size in blocks)]
                 assert torch.equal(held, whole), f"replicas of {name} differ"
         return joined
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Summed gradients of the next step's micro-batches, whole."""
-        count = len(self.names)
-        return self.join(self.ports[count : 2 * count], self.sums()[0])
+        return self.join([port for port in self.update.inputs if port.kind == "gradient"], self.sums()[0])
 
 
 def assert_close(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
@@ -236,7 +234,7 @@ def test_sums_are_the_same_however_often_it_is_sent(gather: str, reduce: str) ->
 
 def test_less_is_sent() -> None:
     plain, least = accumulating("microbatch", "each"), accumulating("step", "last")
-    count, times = len(plain.names), plain.setting.batch.micro_batches
+    count, times = len(plain.programs.names), plain.setting.batch.micro_batches
     assert times == 3
     # the table's gradient needs no gathered table, and the norm and the head are gathered already
     assert sent_bytes(plain) == {

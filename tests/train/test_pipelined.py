@@ -12,7 +12,7 @@ from tpshard.parallelism.runtime.context import Context
 from tpshard.plan import planner
 from tpshard.programs.compare.float64 import BOUND, float64
 from tpshard.programs.step import training
-from tpshard.train.run.training_worker import engine_of
+from tpshard.train.run.training_engine import TrainingEngine
 from training_cases import SEED, assert_trained, global_batch, reference, setting_of, spec_of, train
 
 FOUR = "model.layers=4"
@@ -70,7 +70,7 @@ def count(context: Context, overrides: list[str]) -> tuple[int, int, int]:
 
 
 def counted_step(context: Context, programs: Any) -> tuple[int, int, int]:
-    engine = engine_of(programs, context, spec_of(programs.setting).initial_block)
+    engine = TrainingEngine(programs, context, spec_of(programs.setting).initial_block)
     engine.initialize(SEED)
     plan = programs.setting.batch
     for step in range(3):

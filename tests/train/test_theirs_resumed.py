@@ -19,7 +19,7 @@ from tpshard.programs.step import training
 from tpshard.recipes.reading.load import loads
 from tpshard.train.checkpoints.checkpoint import save
 from tpshard.train.checkpoints.restore import open_checkpoint
-from tpshard.train.run.training_worker import engine_of
+from tpshard.train.run.training_engine import TrainingEngine
 from training_cases import SEED, global_batch, whole
 
 RECIPE = """
@@ -43,7 +43,7 @@ def leg(context: Context, folder: str, steps: range, source: str | None, out: st
         each = 3 if axes["dp"] * axes["fsdp"] > 1 else 6
         setting = Setting.of(loads(RECIPE.format(mesh=axes, folder=folder, rows=each)))
         spec = TransformersModel.of_folder(folder)
-        engine = engine_of(training.build(setting), context, spec.initial_block)
+        engine = TrainingEngine(training.build(setting), context, spec.initial_block)
         if source is None:
             engine.initialize(SEED)
         else:

@@ -14,7 +14,7 @@ from tpshard.programs.step import training
 from tpshard.train.data.corpus import Corpus, TextSource, open_text
 from tpshard.train.data.step_batch import StepBatch
 from tpshard.train.run.training_engine import ReadBlock, TrainingEngine
-from tpshard.train.run.training_worker import engine_of, held_out, opened_data
+from tpshard.train.run.training_worker import held_out, opened_data
 
 OpenModel = Callable[[Mapping[str, Any]], ReadBlock]
 """Opens a stored model that must have tensors of these shapes and dtypes; returns the reader of its blocks."""
@@ -61,7 +61,7 @@ def open_engine(setting: Setting, context: Context, open_model: OpenModel) -> Tr
     context.watchdog.doing = Doing("building the programs")
     programs = training.build(setting)
     context.agree(programs.fingerprints)
-    engine = engine_of(programs, context, _no_block, trains=False)
+    engine = TrainingEngine(programs, context, _no_block, trains=False)
     context.watchdog.doing = Doing("reading the model")
     engine.load(open_model(engine.stored_shapes()))
     return engine

@@ -15,7 +15,7 @@ from tpshard.programs.setting import cluster
 if TYPE_CHECKING:
     from tpshard.plan.report.report import Report
     from tpshard.programs.setting.setting import Setting
-    from tpshard.programs.step.training import TrainingPrograms
+    from tpshard.programs.step.training_step import TrainingPrograms
 
 
 class PlanOfRun:

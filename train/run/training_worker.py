@@ -33,7 +33,7 @@ from tpshard.programs.fit.recipe_model import carried_instead
 from tpshard.programs.fit.wrong_model import wrong_model
 from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step import training
-from tpshard.programs.step.training import TrainingPrograms
+from tpshard.programs.step.training_step import TrainingPrograms, part_of
 from tpshard.recipes.keys.data_keys import TokenizerTraining
 from tpshard.recipes.keys.schema import Recipe
 from tpshard.recipes.text.other_tools import MADE_TOKENIZERS
@@ -55,12 +55,10 @@ from tpshard.train.records.tensorboard_sink import TensorBoardSink
 from tpshard.train.records.wandb_sink import WandbSink
 from tpshard.train.run.learning_rate import learning_rate
 from tpshard.train.run.loop import Outcome, Row, TrainingLoop, summary
-from tpshard.train.run.pipelined import PipelineEngine
 from tpshard.train.run.resuming import Changes, changes, kept_recipe, refuse
 from tpshard.train.run.run_plan import PlanOfRun, comparison, peak_flops
 from tpshard.train.run.run_store import RunStore
 from tpshard.train.run.rundir import RunDir
-from tpshard.train.run.spmd import SpmdEngine
 from tpshard.train.run.training_engine import InitialBlock, TrainingEngine
 
 Receiver = Callable[[Row], None]
@@ -125,7 +123,7 @@ def _train(
     loader, checked = _data(setting, data_rank, folder, context)
     programs = programs or _build_programs(setting, context)
     planner.check_limit(programs)
-    engine = engine_of(programs, context, _initial_block(recipe, setting.spec))
+    engine = TrainingEngine(programs, context, _initial_block(recipe, setting.spec))
     assert engine.data_rank == data_rank, "the program shards its batch over the axes that the recipe names"
     attempt = context.from_main(run.attempt if run is not None else 0)
     if run is not None:
@@ -144,7 +142,7 @@ def _train(
             progress=progress, held_out=checked, attempt=attempt, restarts=crash.restarts(),
             flops_per_s=peak_flops(programs),
             peak_memory=partial(_peak_memory, context, engine), model=setting.spec.to_json(),
-            profiled=partial(_profiled, programs, setting.batch.micro_batches, plan, folder, progress),
+            profiled=partial(_profiled, programs, plan, folder, progress),
         )  # fmt: skip
         code = 1
         try:
@@ -178,14 +176,6 @@ def _train(
                 sink.close(summary(loop.outcome, recipe, folder), exit_code=code)
                 loop.outcome.wandb = sink.where
     return outcome
-
-
-def engine_of(
-    programs: TrainingPrograms, context: Context, initial_block: InitialBlock, trains: bool = True
-) -> SpmdEngine | PipelineEngine:
-    """The engine that runs these programs: `PipelineEngine` for stages, else `SpmdEngine`."""
-    kind = SpmdEngine if programs.pipeline is None else PipelineEngine
-    return kind(programs, context, initial_block, trains)
 
 
 def _place(recipe: Recipe) -> Location:
@@ -490,15 +480,16 @@ class _PlanComparison:
 
 
 def _profiled(
-    programs: TrainingPrograms, micro_batches: int, plan: PlanOfRun, folder: Path, progress: Progress,
-    profile: StepProfile,
-) -> None:  # fmt: skip
+    programs: TrainingPrograms, plan: PlanOfRun, folder: Path, progress: Progress, profile: StepProfile
+) -> None:
     """Writes the profiled steps beside the planned one, and shows their largest differences."""
     named = programs.setting.recipe.train.profile
     assert named is not None, "steps were named"
     steps = named.steps
     count = steps[1] - steps[0] + 1
-    runs = {"micro-batch": count * micro_batches, "update": count, "gather": count, "reduce": count}
+    table = programs.table
+    tasks = (part_of(kind, stage) for kind in table.kinds for stage in range(table.stages))
+    runs = dict.fromkeys(tasks, count * table.micro_batches) | dict.fromkeys(programs.devices[0].by_role, count)
     try:
         progress.note(profile_report.write(folder, steps, profile.events, runs, plan.trace(programs)))
     except OSError as error:

@@ -1,7 +1,8 @@
-"""Prices a pipeline: the time and memory of each task of the schedule, and the waiting of the devices."""
+"""Prices a training step: its programs, and with stages the tasks of the schedule and the waiting of the devices."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -15,15 +16,25 @@ from tpshard.parallelism.pricing.flow import info_of
 from tpshard.parallelism.pricing.fusion import Compiled
 from tpshard.parallelism.pricing.timeline import Priced, Timeline, price
 from tpshard.parallelism.program import Program
-from tpshard.plan.step.pricing import PricedPart, StepPart, bytes_of, memory_of, price_part
+from tpshard.plan.step.pricing import (
+    PricedPart,
+    Pricing,
+    StepPart,
+    bytes_of,
+    memory_of,
+    price_part,
+    price_parts,
+    training_price,
+)
 from tpshard.plan.step.units import round_figure, round_figures
+from tpshard.programs.parts.pass_choices import compiled_by
 from tpshard.programs.parts.step_programs import stored_ports
-from tpshard.programs.step.staged import StagedPrograms
+from tpshard.programs.setting import cluster
+from tpshard.programs.step.training_step import TASKS, TrainingPrograms, part_of
 
-NAMES = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
 BETWEEN_STAGES = ("send", "recv")
 """Transfers of a pipeline, which a run does not count as collectives."""
-HELD = {"parameter": "parameters", "gradient": "gradients", "optimizer": "optimizer", "saved": "activations"}
+HELD = {"parameter": "parameters", "gradient": "gradients", "optimizer": "optimizer"}
 
 
 @dataclass(frozen=True)
@@ -76,7 +87,7 @@ class Piped:
     """The part in which memory peaks, over all devices."""
     useful_flops: int
     """FLOPs of all stages and micro-batches, without recomputation."""
-    programs: StagedPrograms
+    programs: TrainingPrograms
     """The programs that are priced."""
 
     @property
@@ -137,22 +148,84 @@ class Piped:
         }  # fmt: skip
 
 
-def price_pipeline(pipeline: StagedPrograms, whole: Device, per_host: int, compiled: Compiled) -> Piped:
-    """Prices every program once, then simulates the schedule with these times.
+def price_training(programs: TrainingPrograms, compiled: Compiled | None = None) -> Pricing:
+    """Prices a training step on the recipe's device. `compiled` overrides the recipe's setting."""
+    recipe = programs.setting.recipe
+    device, _, per_host = cluster.device_of(recipe)
+    pricing = price_step(programs, device, per_host, compiled or compiled_by(recipe))
+    return replace(pricing, limit=recipe.fsdp.memory_limit)
 
-    whole: the device before processes share it. On a CPU with more processes than cores, a task's seconds are those on
-    a core of its own, and the schedule has the turns that stages take.
+
+def price_step(programs: TrainingPrograms, whole: Device, per_host: int, compiled: Compiled) -> Pricing:
+    """Prices every program once; of a pipeline, then simulates the schedule with these times.
+
+    whole: the device before processes share it.
     """
-    table, device = pipeline.table, whole.with_own_core(per_host)
+    device = whole.shared_by(per_host)
+    if programs.axis is None:
+        return price_parts(training_parts(programs, compiled), whole, per_host, trains=True)
+    piped = _price_stages(programs, whole, per_host, compiled)
+    return training_price(piped.parts, device, programs.setting.mesh, per_host, piped)
+
+
+def training_parts(programs: TrainingPrograms, compiled: Compiled, place: int = 0) -> list[StepPart]:
+    """The programs that a device runs in a step, in order, with what stays in memory beside each: of a stage's, when it
+    first runs."""
+    mine = programs.devices[place]
+    held = {HELD[kind]: bytes_of(mine.update.inputs, kind) for kind in ("gradient", "optimizer")}
+    held["parameters"] = bytes_of(stored_ports(programs.setting, programs.storage, mine.names), "parameter")
+    gathered = held["parameters"] + bytes_of(mine.gather.outputs if mine.gather is not None else (), "parameter")
+    tasks: dict[str, StepPart] = {}
+    for task, others, _ in _activations(programs, place):
+        name, program = part_of(task.kind, task.stage), program_of(programs.stages, task)
+        if name not in tasks:
+            beside = _bytes_beside(held | {"parameters": gathered}, program, others)
+            tasks[name] = StepPart(name, program, programs.table.micro_batches, beside, compiled)
+    once = {role: StepPart(role, program, 1, _bytes_beside(held, program), compiled)
+            for role, program in mine.by_role.items()}  # fmt: skip
+    before = [once.pop("gather")] if "gather" in once else []
+    return [*before, *tasks.values(), *once.values()]
+
+
+def _activations(programs: TrainingPrograms, place: int) -> Iterator[tuple[StageTask, int, int]]:
+    """Yields a device's tasks with the bytes of activations beside each: those of other tasks and of messages to come,
+    and those that its own micro-batch saved for a later task."""
+    row, stages = programs.table.rows[place], programs.stages
+    held: Counter[tuple[int, int]] = Counter()
+    held_bytes = 0  # the sum of `held`
+    for i, task in enumerate(row):
+        key, program = (task.stage, task.micro), program_of(stages, task)
+        coming = (program_of(stages, later) for later in row[i + 1 : i + 1 + RECEIVES_AHEAD])
+        messages = sum(bytes_of(later.inputs, "received") for later in coming)
+        yield task, held_bytes - held[key] + messages, max(0, held[key] - bytes_of(program.inputs, "saved"))
+        after = bytes_of(program.outputs, "saved") if task.kind in "FI" else 0
+        if task.kind == "I":
+            after = bytes_of(program_of(stages, task._replace(kind="W")).inputs, "saved")
+        held_bytes += after - held[key]
+        held[key] = after
+
+
+def _bytes_beside(held: Mapping[str, int], program: Program, activations: int = 0) -> dict[str, int]:
+    """Bytes by category that stay in memory while a program runs, besides its own inputs."""
+    own = Counter[str]()
+    for port in program.inputs:
+        own[HELD.get(port.kind, "")] += port.local_bytes
+    sizes = {name: size - own[name] for name, size in held.items()} | {"activations": activations}
+    return {name: size for name, size in sizes.items() if size > 0}
+
+
+def _price_stages(programs: TrainingPrograms, whole: Device, per_host: int, compiled: Compiled) -> Piped:
+    """Prices a pipeline. On a CPU with more processes than cores, a task's seconds are those on a core of its own, and
+    the schedule has the turns that stages take."""
+    table, device = programs.table, whole.with_own_core(per_host)
     runs: dict[tuple[str, int], tuple[Priced, Timeline]] = {}
-    priced_programs: dict[int, tuple[Priced, Timeline]] = {}
-    for stage in pipeline.stages:
-        for kind in dict.fromkeys(task.kind for task in table.rows[table.device_of(stage.index)]):
-            program = program_of(pipeline.stages, StageTask(kind, stage.index, 0))
-            if id(program) not in priced_programs:  # stages that are alike may share their programs
+    of_program: dict[int, tuple[Priced, Timeline]] = {}
+    for stage in programs.stages:
+        for kind, program in zip(table.kinds, stage.programs):
+            if id(program) not in of_program:  # stages that are alike may share their programs
                 priced = price(program, device, per_host, compiled=compiled)
-                priced_programs[id(program)] = (priced, _with_messages(priced, device))
-            runs[kind, stage.index] = priced_programs[id(program)]
+                of_program[id(program)] = (priced, _with_messages(priced, device))
+            runs[kind, stage.index] = of_program[id(program)]
 
     def seconds(task: StageTask) -> float:
         return _until_handed_over(runs[task.kind, task.stage][1])
@@ -162,37 +235,65 @@ def price_pipeline(pipeline: StagedPrograms, whole: Device, per_host: int, compi
 
     cores = device.cpu.cores
     if device.kind == "cpu" and 0 < cores < per_host:
-        shares = host_shares(pipeline.stages[0].forward.mesh, pipeline.axis, per_host)
+        shares = host_shares(programs.setting.mesh, programs.setting.stage_axis, per_host)
         slots = core_turns.timetable(table, seconds, send_delay, shares, cores)
     else:
         slots = table.timetable(seconds, send_delay)
     stages, devices, worst, parts_of = [], [], [], []
-    for stage in pipeline.stages:
-        of_stage = {kind: run for (kind, index), run in runs.items() if index == stage.index}
+    for stage in programs.stages:
         sent = (info_of(n).comm for program in stage.programs for n in program.graph.nodes)
         stages.append(
             StagePrice(
-                stage.index, table.device_of(stage.index), pipeline.layers[stage.index],
+                stage.index, table.device_of(stage.index), programs.layers[stage.index],
                 bytes_of(stage.forward.outputs, "saved"),
-                sum(c.bytes for c in sent if c is not None and c.kind == "send"), _send_delay(*of_stage["F"]),
-                {NAMES[kind]: _until_handed_over(timeline) for kind, (_, timeline) in of_stage.items()},
+                sum(c.bytes for c in sent if c is not None and c.kind == "send"),
+                _send_delay(*runs[table.kinds[0], stage.index]),
+                {TASKS[kind]: _until_handed_over(runs[kind, stage.index][1]) for kind in table.kinds},
             )
         )  # fmt: skip
-    for i in range(table.devices):
-        parts, peak = _device(pipeline, i, runs, whole.shared_by(per_host), per_host, compiled)
-        apart = sum(p.seconds for p in parts if p.part.name in ONCE)
+    by_name = {part_of(*key): run for key, run in runs.items()}
+    for i, mine in enumerate(programs.devices):
+        parts, peak = _price_device(programs, i, by_name, whole.shared_by(per_host), per_host, compiled)
+        apart = sum(p.seconds for p in parts if p.part.name in mine.by_role)
         busy = sum(seconds(task) for task in table.rows[i])
         devices.append(DevicePrice(busy, apart, peak.memory.peak_bytes, table.most_held(i), *_sent(parts)))
         worst.append(peak)
         parts_of.append(parts)
-    flops = sum(program.useful_flops for stage in pipeline.stages for program in stage.programs)
-    once = sum(program.useful_flops for place in range(table.devices) for _, program in _run_once(pipeline, place))
+    flops = sum(program.useful_flops for stage in programs.stages for program in stage.programs)
+    once = sum(program.useful_flops for mine in programs.devices for program in mine.by_role.values())
     result = Piped(
         table, slots, stages, devices, [], max(worst, key=lambda p: p.memory.peak_bytes),
-        table.micro_batches * flops + once, pipeline,
+        table.micro_batches * flops + once, programs,
     )  # fmt: skip
     result.parts = parts_of[result.slowest]
     return result
+
+
+def _price_device(
+    programs: TrainingPrograms, place: int, runs: Mapping[str, tuple[Priced, Timeline]], device: Device, per_host: int,
+    compiled: Compiled,
+) -> tuple[list[PricedPart], PricedPart]:  # fmt: skip
+    """The programs that one device of a pipeline runs in a step, and the one in which its memory peaks."""
+    parts: dict[str, PricedPart] = {}
+    for part in training_parts(programs, compiled, place):
+        if part.name in runs:
+            priced, timeline = runs[part.name]
+            done = PricedPart(part, priced, timeline, memory_of(part, priced, device))
+        else:
+            done = price_part(part, device, per_host)
+        parts[part.name] = replace(done, timeline=_without_last_sends(done.timeline))
+
+    def peak(entry: tuple[PricedPart, int]) -> int:
+        done, activations = entry
+        return done.memory.peak_bytes - done.part.always.get("activations", 0) + activations
+
+    tasks = (
+        (parts[part_of(task.kind, task.stage)], others + own) for task, others, own in _activations(programs, place)
+    )
+    tallest, activations = max(tasks, key=peak)
+    part = replace(tallest.part, always={**tallest.part.always, "activations": activations})
+    peak_part = replace(tallest, part=part, memory=memory_of(part, tallest.priced, device))
+    return list(parts.values()), max([peak_part, *parts.values()], key=lambda p: p.memory.peak_bytes)
 
 
 def _sent(parts: list[PricedPart]) -> tuple[int, int]:
@@ -203,79 +304,6 @@ def _sent(parts: list[PricedPart]) -> tuple[int, int]:
             count += entry.part.times * (comm.kind not in BETWEEN_STAGES)
             sent += entry.part.times * cost.wire_bytes
     return count, sent
-
-
-ONCE = ("gather", "reduce", "exchange", "totals", "update")
-
-
-def _device(
-    pipeline: StagedPrograms, place: int, runs: Mapping[tuple[str, int], tuple[Priced, Timeline]], device: Device,
-    per_host: int, compiled: Compiled,
-) -> tuple[list[PricedPart], PricedPart]:  # fmt: skip
-    """The programs that one device runs in a step, and the one in which its memory peaks."""
-    table, programs = pipeline.table, pipeline.devices[place]
-    rest = {HELD[kind]: bytes_of(programs.update.inputs, kind) for kind in ("gradient", "optimizer")}
-    stored = stored_ports(pipeline.setting, pipeline.storage, programs.names)
-    rest["parameters"] = bytes_of(stored, "parameter")
-    if programs.gather is not None:
-        rest["parameters"] += bytes_of(programs.gather.outputs, "parameter")
-    parts, tallest = [], None
-    held = dict.fromkeys(((s, m) for s in table.stages_of(place) for m in range(table.micro_batches)), 0)
-    held_bytes = 0  # the sum of `held`
-    own: dict[tuple[str, int], int] = {}
-    first: dict[tuple[str, int], PricedPart] = {}
-    row = table.rows[place]
-    for i, task in enumerate(row):
-        key, program = (task.kind, task.stage), program_of(pipeline.stages, task)
-        coming = (program_of(pipeline.stages, later) for later in row[i + 1 : i + 1 + RECEIVES_AHEAD])
-        messages = sum(bytes_of(later.inputs, "received") for later in coming)
-        others = held_bytes - held[task.stage, task.micro] + messages
-        inside = bytes_of(program.inputs, "saved")
-        if key not in first:
-            priced, timeline = runs[key]
-            name = f"{NAMES[task.kind]} of stage {task.stage}"
-            part = StepPart(name, program, table.micro_batches, _bytes_beside(rest, program, others), compiled)
-            memory = memory_of(part, priced, device)
-            own[key] = memory.peak_bytes - others
-            first[key] = PricedPart(part, priced, _without_last_sends(timeline), memory)
-            parts.append(first[key])
-        more = max(0, held[task.stage, task.micro] - inside)  # what W will read, which stays while I runs
-        peak = own[key] + others + more
-        if tallest is None or peak > tallest[0]:
-            tallest = (peak, key, others + more)
-        saved = bytes_of(program.outputs, "saved")
-        after = {"F": saved, "B": 0, "W": 0, "I": saved}[task.kind]
-        if task.kind == "I":
-            later = program_of(pipeline.stages, task._replace(kind="W"))
-            after = bytes_of(later.inputs, "saved")
-        held_bytes += after - held[task.stage, task.micro]
-        held[task.stage, task.micro] = after
-    assert tallest is not None
-    _, key, others = tallest
-    chosen = first[key]
-    part = replace(chosen.part, always=_bytes_beside(rest, chosen.part.program, others))
-    peak_part = replace(chosen, part=part, memory=memory_of(part, chosen.priced, device))
-    for name, once in _run_once(pipeline, place):
-        whole = price_part(StepPart(name, once, 1, _bytes_beside(rest, once, 0), compiled), device, per_host)
-        parts.append(replace(whole, timeline=_without_last_sends(whole.timeline)))
-    return parts, max([peak_part, *parts], key=lambda p: p.memory.peak_bytes)
-
-
-def _run_once(pipeline: StagedPrograms, place: int) -> Iterator[tuple[str, Program]]:
-    """Yields the programs that a device runs once per step, with their names."""
-    programs = pipeline.devices[place]
-    for name in ONCE:
-        program: Program | None = getattr(programs, name)
-        if program is not None:
-            yield name, program
-
-
-def _bytes_beside(rest: Mapping[str, int], program: Program, activations: int) -> dict[str, int]:
-    """Bytes by category that stay in memory while a program runs, besides its own inputs."""
-    sizes = {name: size - sum(bytes_of(program.inputs, kind) for kind, is_ in HELD.items() if is_ == name)
-             for name, size in rest.items()}  # fmt: skip
-    sizes["activations"] = activations
-    return {name: size for name, size in sizes.items() if size > 0}
 
 
 def _with_messages(priced: Priced, device: Device) -> Timeline:
