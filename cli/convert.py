@@ -11,6 +11,7 @@ import typer
 from tpshard.cli.shared.arguments import Overrides, Overwrite, recipe_argument, refuse_unread
 from tpshard.cli.shared.files import refuse_folder
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.files.atomic import NeverReplaced
 from tpshard.recipes.text.other_tools import hub_fix
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ def check_tokenizer(folder: Path) -> None:
 def unwritten(out: Path, error: OSError) -> Mistakes:
     """The mistake for a folder that cannot be written, or that exists already (an error without `errno`)."""
     if isinstance(error, FileExistsError) and error.errno is None:
-        return Mistakes.one(str(error), exit=Exit.USAGE, fix="choose another name, or --overwrite")
+        fix = "choose another name" + (", or --overwrite" if not isinstance(error, NeverReplaced) else "")
+        return Mistakes.one(str(error), exit=Exit.USAGE, fix=fix)
     fix = "choose a writable folder, on a disk with room for the model"
     return Mistakes.one(f"{out} cannot be written", exit=Exit.MACHINE, why=str(error), fix=fix)

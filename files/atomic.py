@@ -18,6 +18,10 @@ _LONGEST = 200
 """Bytes of a name that its temporary name repeats: file systems accept 255."""
 
 
+class NeverReplaced(FileExistsError):
+    """What is there is not replaced, whether or not overwriting is allowed."""
+
+
 @contextmanager
 def write_aside(out: str | os.PathLike[str], *, overwrite: bool = False, of_own_run: bool = False) -> Iterator[Path]:
     """Yields a temporary folder, which becomes `out` when the block ends without an error and is removed otherwise.
@@ -100,25 +104,25 @@ def _check(place: Path, overwrite: bool, of_own_run: bool) -> None:
     if not empty and not overwrite:
         raise FileExistsError(f"{place} exists; name a new folder, or allow overwriting")
     if overwrite and Path.cwd().is_relative_to(place.resolve()):
-        raise FileExistsError(f"{place} contains the working directory and is not replaced")
+        raise NeverReplaced(f"{place} contains the working directory and is not replaced")
     for lock in (*([] if of_own_run else [place.parent / _LOCK]), place / _LOCK, *place.glob(f"*/{_LOCK}")):
         with unlocked(lock) as free:
             if not free:
-                raise FileExistsError(f"{place} belongs to a run that goes on, or holds one, and is not replaced")
+                raise NeverReplaced(f"{place} belongs to a run that goes on, or holds one, and is not replaced")
 
 
 def check_kind(place: Path, *, folder: bool) -> None:
-    """Raises FileExistsError if `place` is something that a folder, or else a file, never replaces: a device, a pipe, a
+    """Raises NeverReplaced if `place` is something that a folder, or else a file, never replaces: a device, a pipe, a
     socket, or one of the other kind."""
     mode = place.stat().st_mode if place.exists() else place.lstat().st_mode  # of a link to nothing
     if stat.S_ISDIR(mode):
         if not folder:
-            raise FileExistsError(f"{place} exists and is a folder, which a file does not replace")
+            raise NeverReplaced(f"{place} exists and is a folder, which a file does not replace")
     elif stat.S_ISREG(mode) or stat.S_ISLNK(mode):
         if folder:
-            raise FileExistsError(f"{place} exists and is a file, which a folder does not replace")
+            raise NeverReplaced(f"{place} exists and is a file, which a folder does not replace")
     else:
-        raise FileExistsError(f"{place} exists and is a device, a pipe or a socket, which nothing replaces")
+        raise NeverReplaced(f"{place} exists and is a device, a pipe or a socket, which nothing replaces")
 
 
 def _replace(aside: Path, place: Path) -> None:

@@ -125,6 +125,8 @@ def test_out_must_not_exist(workdir: Path, capsys: pytest.CaptureFixture[str]) -
     for out in ("file", "full", "in"):
         assert run(["convert", "in", out]) == Exit.USAGE
         assert f"{out} exists" in capsys.readouterr().err
+    assert run(["convert", "in", "file", "--overwrite"]) == run(["convert", "in", ".", "--overwrite"]) == Exit.USAGE
+    assert "or --overwrite" not in capsys.readouterr().err  # which would not help
     assert run(["convert", "in", "full", "--overwrite"]) == Exit.DONE
     assert torch.equal(logits(from_hf("full")), logits(model)) and not Path("full/mine").exists()
     assert run(["convert", "in", "in", "--overwrite"]) == Exit.DONE  # onto itself
