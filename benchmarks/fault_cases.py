@@ -311,7 +311,7 @@ p['step'] = base64.b64encode(zlib.compress(step.encode())).decode(); json.dump(p
 train --plan p/plan.json; code=$?; test ! -e new && exit $code""", 3, "the programs in p/plan.json"),
     ("a plan of another model", "tpshard plan recipe.yaml run.dir=p >/dev/null 2>&1\n"
      "train --plan p/plan.json model.mlp=64", 4),
-    ("little address space", "ulimit -v 400000; tpshard plan recipe.yaml --dry-run", 5, "ulimit -v"),
+    ("little address space", "ulimit -v 400000; tpshard plan recipe.yaml --dry-run --no-cache", 5, "ulimit -v"),
     ("few open files", "ulimit -n 14; tpshard train recipe.yaml run.dir=new", 5, "ulimit -n"),
 )  # fmt: skip
 

@@ -212,10 +212,12 @@ def sum_whole(text: TextSource, files: Sequence[TextFile], sums: ShardSums) -> N
 
 
 def is_empty(text: TextSource, file: TextFile) -> bool:
-    """Whether a local file has no document of this split; a large one is not asked."""
-    if text.trusted or not isinstance(file.place, Path) or file.place.stat().st_size > SMALL:
+    """Whether a local file has no document of this split. A large one counts as having some from its first unreadable
+    row on: a run judges those as it reads."""
+    if text.trusted or not isinstance(file.place, Path):
         return False
-    return not any(row.text is not None and text.keeps(row.text) for row in rows(text, file))
+    large = file.place.stat().st_size > SMALL
+    return not any(large if row.text is None else text.keeps(row.text) for row in rows(text, file))
 
 
 def _format(file: TextFile) -> TextFormat:

@@ -130,16 +130,16 @@ def _parquet_rows(file: BinaryIO, columns: Columns, start: int) -> Iterator[Text
 # ---- plain text -----------------------------------------------------------------------------------------------------
 def _plain_rows(file: BinaryIO, columns: Columns, start: int) -> Iterator[TextRow]:
     """Yields a plain text as rows, cut where a blank line ends a paragraph, so that no row is larger than memory."""
-    number, at, held = 0, 0, b""
+    number, at, held = 0, 0, bytearray()  # bytes would be copied for each line
     while raw := file.readline(DOCUMENT):
         held += raw
         if (len(held) >= DOCUMENT and not raw.strip()) or len(held) >= 2 * DOCUMENT:
             end = _last_character(held)
             if number >= start:
-                yield from _plain_row(number, held[:end], at)
+                yield from _plain_row(number, bytes(held[:end]), at)
             number, at, held = number + 1, at + end, held[end:]
     if number >= start:
-        yield from _plain_row(number, held, at)
+        yield from _plain_row(number, bytes(held), at)
 
 
 def _plain_row(number: int, raw: bytes, at: int) -> Iterator[TextRow]:
@@ -152,7 +152,7 @@ def _plain_row(number: int, raw: bytes, at: int) -> Iterator[TextRow]:
         yield TextRow(number, None, f"invalid UTF-8 at byte {at + error.start}: {error.reason}")
 
 
-def _last_character(raw: bytes) -> int:
+def _last_character(raw: bytes | bytearray) -> int:
     """The length of `raw` without a character of UTF-8 that is cut at its end."""
     decoder = codecs.getincrementaldecoder("utf-8")("ignore")
     decoder.decode(raw)
