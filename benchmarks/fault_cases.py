@@ -167,6 +167,38 @@ PROCESSES = group(
     ("losses that are not finite, skipped", "train mesh.fsdp=2 optimizer.lr=1e12 schedule.warmup_steps=0 "
      "train.on_nonfinite=skip train.steps=6; code=$?; test -s new/logs/nonfinite.jsonl && exit $code", (0, 8),
      "not finite"),
+    ("a loss that is not finite on one rank alone", """\
+cat > odd.py <<'X'
+import torch
+from torch import nn
+class Marked(nn.Module):
+    def __init__(self, vocab):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(vocab, 16), nn.Linear(16, vocab)
+    def forward(self, tokens, documents=None, positions=None):
+        marked = (tokens == 95).any(1, keepdim=True)[..., None]
+        return self.head(self.embed(tokens)) / torch.where(marked, float("nan"), 1.0)
+X
+mkdir d; for i in 0 1 2 3; do yes "some words of $i" | head -n 99 > d/$i.txt; done; sed -i '6s/of/~/' d/2.txt
+sed '/^model:/c model: {module: "odd:Marked", args: {vocab: 320}, seq_len: 64, dtype: fp32}' recipe.yaml > odd.yaml
+tpshard train odd.yaml run.dir=new mesh.fsdp=2 data.source=d data.tokenizer=bytes train.on_nonfinite=skip
+code=$?; grep -q '2.txt:1' new/logs/nonfinite.jsonl && exit $code""",
+     0, "step 2: loss nan.*skipped.*done after step 4"),
+    ("a gradient that is infinite", """\
+cat > odd.py <<'X'
+import torch
+from torch import nn
+class Steep(nn.Module):
+    def __init__(self, vocab):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(vocab, 16), nn.Linear(16, vocab)
+        self.scale = nn.Parameter(torch.zeros(vocab))
+    def forward(self, tokens, documents=None, positions=None):
+        return self.head(self.embed(tokens)) + self.scale.sqrt()
+X
+sed '/^model:/c model: {module: "odd:Steep", args: {vocab: 2048}, seq_len: 64, dtype: fp32}' recipe.yaml > odd.yaml
+tpshard train odd.yaml run.dir=new mesh.fsdp=2; code=$?
+test -s new/logs/nonfinite.jsonl && exit $code""", 8, "gradient norm inf"),
     ("secrets in the arguments of workers", "train train.steps=4000 serve.api_key=hunter2 & pid=$!; until_step 1\n"
      "ps -o args= --ppid $pid | grep -c hunter2; kill -TERM $pid; wait $pid", 75, r"(?m)^0$"),
     ("no network and no address but loopback",
@@ -183,6 +215,8 @@ OUTPUT = group(
     ("an error that nobody reads", "train train.stepz=3 2>&1 >/dev/full 2>/dev/full", 3),
     ("JSON of which one line is read", "set -o pipefail; tpshard plan recipe.yaml --dry-run --json | head -1", 0),
     ("JSON on a full disk", "tpshard plan recipe.yaml --dry-run --json >/dev/full", 5, "stdout cannot be written"),
+    ("an evaluation on a full disk", "tpshard evaluate runs/small --json >/dev/full", 5, "stdout cannot be written"),
+    ("a server's check on a full disk", "tpshard serve runs/small --check >/dev/full", 5, "stdout cannot be written"),
     ("a plan that nobody reads is saved", "tpshard plan recipe.yaml run.dir=new 2>&1 | true; test -e new/plan.json", 0),
     ("a narrow terminal without colours and Unicode", "LC_ALL=C COLUMNS=40 tpshard plan recipe.yaml --dry-run", 0),
 )
@@ -230,6 +264,8 @@ DATA = group(
     ("a text smaller than a step", "lines a 1 > a.jsonl; text a.jsonl batch.global_sequences=64", 6),
     ("an empty file among good ones", "mkdir d; for i in 1 2 3; do lines $i 99 > d/$i.jsonl; done; : > d/4.jsonl\n"
      "text d", 0, "no readable document in 4.jsonl"),
+    ("a large file of blank lines among good ones", "mkdir d; for i in 1 2 3; do lines $i 99 > d/$i.jsonl; done\n"
+     "yes '' | head -c 20000000 > d/4.jsonl; text d", 0, "no readable document in 4.jsonl"),
     ("text that changed in its middle", "lines a 3000 > a.jsonl; text a.jsonl >/dev/null 2>&1\n"
      "sed -i '1500s/words/WORDS/' a.jsonl; text a.jsonl train.steps=6", 6, "a.jsonl has changed"),
     ("text that changed, accepted", "lines a 3000 > a.jsonl; text a.jsonl >/dev/null 2>&1\n"
@@ -252,6 +288,10 @@ DATA = group(
      "for p in $(ps -eo pid,args | grep '[w]andb_process.py' | awk '{print $1}'); do "
      "case $(tr '\\0' '\\n' < /proc/$p/environ | grep ^TPSHARD_CACHE) in *$TPSHARD_CACHE) kill -9 $p;; esac; done\n"
      "wait $pid; code=$?; test $(logged) = 90 && exit $code", 0, "the run goes on"),
+    ("wandb's disk is full", "mkdir -p new/wandb; unshare --user --map-root-user --mount bash -c '"
+     "mount -t tmpfs -o size=8k none new/wandb\n"
+     "tpshard train recipe.yaml run.dir=new \"logging.wandb={mode: offline}\"'\n"
+     "code=$?; test $(logged) = 4 && exit $code", 0, "No space left on device; the run goes on", "namespaces"),
     ("wandb's folder cannot be made", "mkdir new; : > new/wandb; train 'logging.wandb={mode: offline}'; code=$?\n"
      "test $(logged) = 4 && exit $code", 0, "done after step 4"),
     ("wandb cannot be reached",

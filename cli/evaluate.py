@@ -188,6 +188,7 @@ def _stored(source: str, recipe: Recipe) -> Location:
 
 
 def _work(source: str, recipe: Recipe, place: WorkerPlace, texts: Sequence[str], as_json: bool) -> NoReturn:
+    from tpshard.cli.shared import streams
     from tpshard.cli.shared.worker_errors import describe, device_kind
     from tpshard.parallelism.runtime.worker import run_worker
 
@@ -202,7 +203,8 @@ def _work(source: str, recipe: Recipe, place: WorkerPlace, texts: Sequence[str],
             result = result_of(source, setting, context, texts)
         if place.rank == 0:
             print(json.dumps(result) if as_json else table(result), flush=True)
-        return 0
+            streams.require_written()
+        return Exit.DONE
 
     run_worker(body, place, describe)
 

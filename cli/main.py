@@ -163,11 +163,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     streams.prepare()
     line = sys.argv[1:] if arguments is None else list(arguments)
     code = run(line)
-    if (failure := streams.failure(sys.stdout)) is not None:
-        _say(f"error: stdout cannot be written: {failure.strerror}")
-        if code == Exit.DONE and not WORKERS.intersection(line[:1]):
-            code = Exit.MACHINE
-    streams.failure(sys.stderr)
+    try:
+        streams.require_written()
+    except Mistakes as mistakes:
+        report(mistakes)
+        if code == Exit.DONE and (line[0] not in WORKERS or "--check" in line):
+            code = mistakes.exit
+    sys.stderr.flush()
     sys.exit(code)
 
 

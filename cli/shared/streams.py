@@ -8,6 +8,8 @@ import select
 import sys
 from typing import Any
 
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
+
 
 class TolerantWriter(io.RawIOBase):
     """A descriptor whose first failure to write is kept; what follows it is dropped."""
@@ -61,9 +63,10 @@ def prepare() -> None:
         setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(raw), errors="backslashreplace", **settings))
 
 
-def failure(stream: Any) -> OSError | None:
-    """Why a standard stream could not be written; None where it was, or where its reader had read enough."""
-    stream.flush()
-    raw = getattr(getattr(stream, "buffer", None), "raw", None)
+def require_written() -> None:
+    """Raises `Mistakes` (exit 5) where stdout could not be written; not where its reader had read enough."""
+    sys.stdout.flush()
+    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     error = raw.failure if isinstance(raw, TolerantWriter) else None
-    return None if isinstance(error, BrokenPipeError) else error
+    if error is not None and not isinstance(error, BrokenPipeError):
+        raise Mistakes.one(f"stdout cannot be written: {error.strerror}", exit=Exit.MACHINE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import io
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 from patience import PATIENCE
+from tpshard.cli.main import main
 from tpshard.cli.shared.streams import TolerantWriter
 
 
@@ -54,6 +56,21 @@ def test_a_pipe_that_does_not_block_loses_nothing(pipe: tuple[int, int]) -> None
         rest = rest[writer.write(rest) :]
     thread.join(PATIENCE)
     assert bytes(read) == data and writer.failure is None
+
+
+def test_a_check_that_cannot_be_printed_is_not_done(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of `serve` the exit code tells what was served; of `serve --check` what is printed is the result."""
+    monkeypatch.setattr("tpshard.cli.main.run", lambda line: print("printed") or 0)  # type: ignore[func-returns-value]
+    for line, code in (["serve", "r"], 0), (["serve", "r", "--check"], 5), (["plan"], 5):
+        with open("/dev/full", "wb", buffering=0) as full, monkeypatch.context() as patch:
+            patch.setattr("tpshard.cli.shared.streams.prepare", lambda: None)
+            patch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(TolerantWriter(full.fileno()))))
+            with pytest.raises(SystemExit) as ended:
+                main(line)
+        assert ended.value.code == code, line
+        assert "stdout cannot be written" in capsys.readouterr().err
 
 
 def test_no_file_gets_the_number_of_a_closed_stream() -> None:
