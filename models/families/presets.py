@@ -13,6 +13,10 @@ _LLAMA_3 = ModelConfig(
     "llama", layers=32, width=4096, heads=32, kv_heads=8, head_dim=128, mlp=14336, vocab=128256, max_seq=131072,
     seq_len=8192, rope_theta=500000.0, rope_scaling=RopeScaling(factor=8.0),
 )  # fmt: skip
+_QWEN_3 = ModelConfig(
+    "qwen3", layers=36, width=2560, heads=32, kv_heads=8, head_dim=128, mlp=9728, vocab=151936, max_seq=40960,
+    seq_len=8192, rope_theta=1e6, norm_eps=1e-6, tie_embeddings=True,
+)  # fmt: skip
 _GRANITE = ModelConfig(
     "granite", layers=52, width=6144, heads=48, kv_heads=1, head_dim=128, mlp=24576, vocab=49152, max_seq=8192,
     seq_len=8192, tie_embeddings=True, attention_bias=True, mlp_bias=True,
@@ -39,6 +43,8 @@ PRESETS: dict[str, ModelConfig] = {
         "mixtral", layers=32, width=4096, heads=32, kv_heads=8, head_dim=128, mlp=14336, vocab=32000, max_seq=32768,
         seq_len=8192, rope_theta=1e6, experts=8, top_k=2, balance="loss", balance_rate=0.02 * 2 / 32,
     ),
+    "qwen3-0.6b": replace(_QWEN_3, layers=28, width=1024, heads=16, mlp=3072),
+    "qwen3-4b": _QWEN_3,
     "qwen3-30b-a3b": ModelConfig(
         "qwen3_moe", layers=48, width=2048, heads=32, kv_heads=4, head_dim=128, mlp=768, vocab=151936, max_seq=40960,
         seq_len=8192, rope_theta=1e6, norm_eps=1e-6, experts=128, top_k=8, balance="loss", balance_rate=0.001 * 8 / 48,

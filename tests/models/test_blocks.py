@@ -51,6 +51,8 @@ def test_presets_have_the_published_sizes() -> None:
         "llama3-405b": 405.853,
         "granite-20b": 20.07,
         "mixtral-8x7b": 46.703,
+        "qwen3-0.6b": 0.596,
+        "qwen3-4b": 4.022,
         "qwen3-30b-a3b": 30.532,
     }
     for label, size in billions.items():
