@@ -1,274 +1,255 @@
 """Compares predicted memory and step time with published measurements.
 
-    python benchmarks/plan_accuracy.py FILE [--quick] [--write] [--record] [--json]
+    python benchmarks/plan_accuracy.py FILE... [--only PATTERN] [--fit DEVICE] [--write] [--record] [--json]
 
-FILE has the columns of the published runs: each row becomes a recipe, is planned, and is printed with signed errors and
-mean absolute percentages. Rows that no recipe can say are listed; the exit code is 1 if one of them names an unknown
-model, or if no row was planned. `--write` writes the table to docs/plan_accuracy.md and its summary into the plan's
-screen.
+The rows of published_runs.csv and published_runs_2026.csv become recipes (`dense_rows`, `published_rows`), are planned,
+and are printed with signed errors; then their mean and worst by device, model and parallelism, beside what other
+simulators claim of the same rows. What a recipe cannot say is counted by the key that is missing. The exit code is 1 if
+no row was planned, or if a row of the older file names an unknown model.
 
-Settings that a row does not state are taken from how its source ran. The loss of `tt_2024*` ran eagerly, that of all
-others but `kf_*` was compiled apart from the blocks. Of `kf_*` the public code says more than the rows (KempnerForge:
-`training/loop.py`, `training/loss.py`, `distributed/tensor_parallel.py`): the loss ran eagerly in the dtype of the
-logits, and the loop held these until the next micro-batch had its own; with tensor parallelism every device held the
-whole embedding, and norms were sharded over the sequence, which the rows deny. Constants belong to devices; none
-belongs to a row.
+`--fit` prints the constants of a device that fit its rows for fitting best, by least squares of the logarithms of step
+times; constants that these rows do not tell apart keep their ratios. `--write` writes the table to
+docs/plan_accuracy.md and its summary into the plan's screen. Constants belong to devices; none belongs to a row.
 """
 
 from __future__ import annotations
 
 import csv
 import math
+import re
 import sys
 import time
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+import numpy as np
+from tpshard.devices.read import device as read_device
 from tpshard.diagnostics.diagnostic import Mistakes
+from tpshard.parallelism.pricing.cost import Device
 from tpshard.parallelism.sharding import local_shape
-from tpshard.plan import planner
-from tpshard.plan.step.pricing import StepPart, price_parts
-from tpshard.plan.step.step_price import training_parts
+from tpshard.plan.step.pricing import Pricing, price_parts
+from tpshard.plan.step.step_price import price_step, training_parts
 from tpshard.programs.parts.pass_choices import compiled_by
 from tpshard.programs.setting import cluster
 from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step.training_step import TrainingPrograms
 from tpshard.programs.step.variants import Variants
-from tpshard.recipes.keys.schema import Recipe
-from tpshard.recipes.reading.load import loads
 
+import dense_rows
+import published_rows
+from published_rows import Missing, PublishedRun
 from record import Record, parser_of
 
 ROOT = Path(__file__).resolve().parents[1]
-DEVICES = {"A100-40GB": "a100-40g", "A100-80GB": "a100-80g", "H100-80GB": "h100-sxm-80g", "B200": "b200"}
-MODELS = {
-    "7B": "preset: llama3-8b",
-    "8B": "preset: llama3-8b",
-    "llama3-8B": "preset: llama3-8b",
-    "13B": "preset: llama3-8b, width: 5120, layers: 40, heads: 40, kv_heads: 8, mlp: 17920",
-    "70B": "preset: llama3-70b",
-    "405B": "preset: llama3-405b",
-}
-REMAT = {"none": "none", "full": "full", "sac_op": "[attention, wq, wv, gate, down]", "sac_layer": "{every: 2}"}
-FITTED_ON = {
-    ("kf_mfu_scaling", "1", "1"), ("kf_mfu_scaling", "1", "2"), ("tt_202412_T1", "8", "1"), ("tt_2024_A100", "64", "1"),
-    ("tt_202506_asyncTP", "8", "8"),
-}  # fmt: skip
-"""(source, fsdp, tp) of the rows to which the shipped constants were fitted; the other rows test them."""
+FITTED = ("matmul", "attention", "attention_backward", "streaming")
+"""The constants that rows fit."""
+PRIOR = 0.05
+"""How much a step's error, as a logarithm, weighs against a constant's distance from the mean of all constants'."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    row: dict[str, str]
+    """A published run with its planned memory (of the run's own kind) and step."""
+
+    run: PublishedRun
     memory_gib: float
     step_s: float
     seconds: float
+    """Seconds that planning took."""
 
     @property
-    def memory_error(self) -> float | None:
-        published = float(self.row["mem_gib"] or 0)
-        return self.memory_gib / published - 1 if published else None
-
-    @property
-    def time_error(self) -> float | None:
-        published = float(self.row["step_s"] or 0)
-        return self.step_s / published - 1 if published else None
+    def errors(self) -> tuple[float | None, float | None]:
+        """The signed errors of memory and step time, as shares of what was measured."""
+        return (
+            self.memory_gib / self.run.memory_gib - 1 if self.run.memory_gib else None,
+            self.step_s / self.run.step_s - 1 if self.run.step_s else None,
+        )
 
     def to_json(self) -> dict[str, object]:
-        planned = {"memory_gib": self.memory_gib, "step_s": self.step_s, "fitted": self.fitted, "seconds": self.seconds}
-        return {**self.row, "planned": planned}
-
-    @property
-    def fitted(self) -> bool:
-        return (self.row["src"], self.row["fsdp"], self.row["tp"]) in FITTED_ON
+        shown = {f.name: getattr(self.run, f.name) for f in fields(self.run) if f.name != "recipe"}
+        return {**shown, "planned": {"memory_gib": self.memory_gib, "step_s": self.step_s, "seconds": self.seconds}}
 
 
-class UnknownModel(ValueError):
-    """A row's model is none of `MODELS`."""
+def read(file: Path) -> Iterator[PublishedRun | Missing]:
+    """Yields each row's run, or what a recipe lacks to say it."""
+    with file.open(newline="") as rows:
+        for row in csv.DictReader(rows):
+            try:
+                yield (published_rows if "use" in row else dense_rows).run_of(row)
+            except Missing as missing:
+                yield missing
 
 
-def number(row: dict[str, str], key: str, default: int = 1) -> int:
-    return int(float(row.get(key) or default))
-
-
-def device_of(row: dict[str, str]) -> str:
-    """Device of a row; H100s of 96 GB and 500 W and H200s four a host have files of their own."""
-    gpu = row["gpu"]
-    if gpu.startswith("H100-96GB"):
-        return "h100-sxm-96g"
-    if gpu.startswith("H200"):
-        return "h200-x4" if number(row, "gpus_per_node", 8) == 4 else "h200"
-    device = next((name for prefix, name in DEVICES.items() if gpu.startswith(prefix)), None)
-    if device is None:
-        raise ValueError(f"no device is known as {gpu!r}; known: H100-96GB, H200, {', '.join(DEVICES)}")
-    return device
-
-
-def recipe_of(row: dict[str, str]) -> Recipe:
-    """The recipe of a row. UnknownModel; ValueError for settings that recipes lack (context parallelism, ...)."""
-    if row["model"] not in MODELS:
-        raise UnknownModel(f"no model is known as {row['model']!r}; known: {', '.join(MODELS)}")
-    unsupported = [key for key in ("pp", "cp", "ep") if number(row, key) > 1]
-    if unsupported:
-        raise ValueError(f"{', '.join(unsupported)} above 1: not in a recipe")
-    quant = row.get("quant") or "none"
-    if quant != "none" and not quant.startswith(("fp8", "float8")):
-        raise ValueError(f"quant {quant}: not in a recipe")
-    dtype = "bf16" if quant == "none" else "fp8"
-    per_node, gpus = number(row, "gpus_per_node", 8), number(row, "gpus")
-    ranks, times, tp = number(row, "dp_rep") * number(row, "fsdp"), number(row, "grad_accum"), number(row, "tp")
-    rules, annotate, pins = "", "", []
-    if row.get("seq_parallel") == "1" or (tp > 1 and holds_logits(row)):
-        rules = "rules: {batch: [dp, fsdp], vocab: tp, heads: tp, mlp: tp, seq_sp: tp}"
-        annotate = 'annotate: {"layers.*.residual": [batch, seq_sp, embed]}'
-    if tp > 1 and row.get("loss_parallel") != "1":
-        pins.append('"logits": [[dp, fsdp], null, null]')
-    if tp > 1 and holds_logits(row):
-        pins += ['"tok_embed.weight": [null, null]', '"embedded": [[dp, fsdp], null, null]']
-    sharding = ", ".join(part for part in (rules, annotate, f"pin: {{{', '.join(pins)}}}" if pins else "") if part)
-    wrap = "[layers.*, [tok_embed, norm, output]]" if holds_logits(row) else "[layers.*, [tok_embed], [norm, output]]"
-    reduce = "last" if row.get("accumulate_unsharded") == "1" and times > 1 else "each"
-    device = device_of(row)
-    return loads(
-        f"""
-name: {row["src"]}
-cluster: {{device: {device}, nodes: {max(1, gpus // per_node)}, devices_per_node: {min(gpus, per_node)}}}
-mesh: {{dp: {number(row, "dp_rep")}, fsdp: {number(row, "fsdp")}, tp: {tp}}}
-model: {{{MODELS[row["model"]]}, seq_len: {number(row, "seq")}, dtype: {dtype}}}
-task: {"torch_loss:TorchCrossEntropy" if holds_logits(row) else "lm"}
-sharding: {{{sharding}}}
-fsdp:
-  bucket: wrap
-  wrap: {wrap}
-  master_dtype: {row["master_dtype"]}
-  param_dtype: {row["gather_dtype"]}
-  reduce_dtype: {row["reduce_dtype"]}
-  accumulate: {{reduce: {reduce}}}
-remat: {REMAT[row["ac"]]}
-compile: {"eager" if row["compile"] == "0" else "blocks" if eager_loss(row) else "inductor"}
-batch: {{global_sequences: {number(row, "local_bs") * ranks * times}, per_device: {number(row, "local_bs")}}}
-""",
-        file=row["src"],
-    )
-
-
-def eager_loss(row: dict[str, str]) -> bool:
-    return row["src"].startswith(("tt_2024", "kf_"))
-
-
-def holds_logits(row: dict[str, str]) -> bool:
-    """Whether the training loop holds the logits of a micro-batch until the next one has its own."""
-    return row["src"].startswith("kf_")
-
-
-def parts_of(row: dict[str, str], programs: TrainingPrograms) -> list[StepPart]:
-    """The parts of a step as the source ran them, where recipes cannot say it."""
-    apart = row["compile"] == "0" and not eager_loss(row)
-    parts = training_parts(programs, "rest" if apart else compiled_by(programs.setting.recipe))
-    if not holds_logits(row):
-        return parts
+def priced(run: PublishedRun, programs: TrainingPrograms, device: Device | None = None) -> Pricing:
+    """The price of a run's step on its device, or on a `device` with other constants."""
+    own, _, per_host = cluster.device_of(run.recipe)
+    compiled = run.compiled or compiled_by(run.recipe)
+    if not run.holds_logits:
+        return price_step(programs, device or own, per_host, compiled)
     logits = programs.micro.records["logits"]
     held = {"logits_and_loss": math.prod(local_shape(logits.shape, logits.layout)) * logits.dtype.itemsize}
-    assert parts[0].name == "micro-batch"
-    return [replace(parts[0], always={**parts[0].always, **held}), *parts[1:]]
+    first, *rest = training_parts(programs, compiled)
+    assert first.name == "micro-batch"
+    parts = [replace(first, always={**first.always, **held}), *rest]
+    return price_parts(parts, device or own, per_host, trains=True)
 
 
-def figures(row: dict[str, str], recipe: Recipe, quick: bool) -> tuple[float, float]:
-    """(GiB in the row's measure of memory, seconds of a step)."""
-    build = Variants().for_prices if quick else planner.build_programs
-    parts, (device, _, per_host) = parts_of(row, build(Setting.of(recipe))), cluster.device_of(recipe)
-    pricing = price_parts(parts, device, per_host, trains=True)
-    memory = pricing.reserved_bytes if row.get("mem_kind") == "reserved_peak" else pricing.peak_bytes
-    return memory / 2**30, pricing.step_s
-
-
-def predict(row: dict[str, str], quick: bool) -> Outcome:
-    """The planned memory and time. `quick` builds equal layers once, with the same figures."""
+def predict(run: PublishedRun, build: Callable[[Setting], TrainingPrograms]) -> Outcome:
+    """The planned memory and time of a run."""
     begun = time.perf_counter()
-    memory, step = figures(row, recipe_of(row), quick)
-    return Outcome(row, memory, step, time.perf_counter() - begun)
+    price = priced(run, build(Setting.of(run.recipe)))
+    memory = price.reserved_bytes if run.reserved else price.peak_bytes
+    return Outcome(run, memory / 2**30, price.step_s, time.perf_counter() - begun)
 
 
-def mean(errors: list[float]) -> str:
-    if not errors:
+def fit(runs: Sequence[PublishedRun], build: Callable[[Setting], TrainingPrograms]) -> tuple[dict[str, float], float]:
+    """The constants with which a device's plans fit the step times of runs best, and the mean error that remains.
+
+    Gauss-Newton on logarithms. Each constant is drawn to move with the mean of all, so that those that the runs do not
+    tell apart keep their ratios.
+    """
+    built = [(run, build(Setting.of(run.recipe)), math.log(run.step_s or 1)) for run in runs]
+    device = cluster.device_of(runs[0].recipe)[0]
+    start = np.log([getattr(device.efficiency, name) for name in FITTED])
+
+    def errors(logs: np.ndarray) -> np.ndarray:
+        efficiency = replace(device.efficiency, **dict(zip(FITTED, np.exp(logs).tolist())))
+        changed = replace(device, efficiency=efficiency)
+        return np.array([math.log(priced(run, p, changed).step_s) - measured for run, p, measured in built])
+
+    logs, moved = start.copy(), np.eye(len(start)) - 1 / len(start)
+    for _ in range(4):
+        now = errors(logs)
+        slopes = np.stack([errors(logs + 0.02 * one) - now for one in np.eye(len(start))], axis=1) / 0.02
+        system = np.concatenate([slopes, PRIOR * moved])
+        logs = logs - np.linalg.lstsq(system, np.concatenate([now, PRIOR * moved @ (logs - start)]), rcond=None)[0]
+        logs = np.clip(logs, math.log(0.05), math.log(0.95))
+    return dict(zip(FITTED, np.exp(logs).tolist())), float(np.abs(np.expm1(errors(logs))).mean())
+
+
+def spread(errors: Sequence[float | None]) -> str:
+    """The mean signed, mean and worst of errors as percentages."""
+    known = [100 * error for error in errors if error is not None]
+    if not known:
         return "-"
-    return f"{100 * sum(map(abs, errors)) / len(errors):.1f}%, worst {100 * max(map(abs, errors)):.1f}%"
+    return f"{sum(known) / len(known):+.1f}, {sum(map(abs, known)) / len(known):.1f}, {max(map(abs, known)):.1f}"
 
 
-def table(outcomes: list[Outcome]) -> list[str]:
+def line(outcome: Outcome) -> str:
+    """A row beside its measurement."""
+    run, (memory, step) = outcome.run, outcome.errors
+    words = [f"{'fit ' if run.fitted else 'test'} {run.name}: {run.device}, {run.model}, {run.parallelism}"]
+    if memory is not None:
+        words.append(f"memory {outcome.memory_gib:.1f} of {run.memory_gib:.1f} GiB, {100 * memory:+.1f}%")
+    if step is not None:
+        words.append(f"step {outcome.step_s:.3f} of {run.step_s:.3f} s, {100 * step:+.1f}%")
+    return "; ".join(words) + f" ({outcome.seconds:.0f} s)"
+
+
+def table(outcomes: Sequence[Outcome]) -> list[str]:
+    """The errors by device, model, parallelism and use; then by device and use, and by use alone."""
     head = (
-        "source", "model", "device", "dp x fsdp x tp", "remat", "compile", "memory GiB", "published", "error", "step s",
-        "published", "error", "fitted on",
-    )  # fmt: skip
+        "device",
+        "model",
+        "parallelism",
+        "use",
+        "rows",
+        "memory, %",
+        "step time, %",
+        "another simulator's: memory, time",
+    )
+    groups: dict[tuple[str, str, str, str], list[Outcome]] = {}
+    for o in sorted(outcomes, key=lambda o: (o.run.device, o.run.model, o.run.parallelism, o.run.fitted)):
+        run, use = o.run, "fit" if o.run.fitted else "test"
+        for device, model, parallelism in (
+            (run.device, run.model, run.parallelism),
+            (run.device, "all", ""),
+            ("all", "", ""),
+        ):
+            groups.setdefault((device, model, parallelism, use), []).append(o)
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for o in outcomes:
-        r = o.row
-        memory = f"{100 * o.memory_error:+.1f}%" if o.memory_error is not None else ""
-        step = f"{100 * o.time_error:+.1f}%" if o.time_error is not None else ""
-        lines.append(
-            f"| {r['src']} | {r['model']} | {device_of(r)} x{r['gpus']} | {r['dp_rep']} x {r['fsdp']} x {r['tp']} | "
-            f"{r['ac']} | {r['compile'] or '?'} | {o.memory_gib:.1f} | {r['mem_gib']} | {memory} | {o.step_s:.3f} | "
-            f"{r['step_s']} | {step} | {'yes' if o.fitted else ''} |"
-        )
+    for names, chosen in sorted(groups.items(), key=lambda group: (group[0][0] == "all", group[0][1] == "all")):
+        claims = [o.run.claim for o in chosen if o.run.claim is not None]
+        theirs = "; ".join(spread(side) for side in zip(*claims)) if claims else ""
+        memory, step = (spread(side) for side in zip(*(o.errors for o in chosen)))
+        lines.append(f"| {' | '.join((*names, str(len(chosen)), memory, step, theirs))} |")
     return lines
 
 
-def summary(outcomes: list[Outcome]) -> list[str]:
-    lines = []
-    for title, chosen in (
-        ("all rows", outcomes),
-        ("rows that fitted nothing", [o for o in outcomes if not o.fitted]),
-    ):
-        memory = [o.memory_error for o in chosen if o.memory_error is not None]
-        step = [o.time_error for o in chosen if o.time_error is not None]
-        lines.append(f"{title} ({len(chosen)}): memory {mean(memory)}; step time {mean(step)}")
-    return lines
+def missing_lines(missing: Sequence[Missing]) -> list[str]:
+    """What recipes lack to say rows: each key with the rows that miss it, and those that miss nothing else."""
+    rows = Counter(key for one in missing for key in one.keys)
+    alone = Counter(next(iter(one.keys)) for one in missing if len(one.keys) == 1)
+    lines = ["| left out for want of | rows | of these, for nothing else |", "|---|---|---|"]
+    return lines + [f"| {key} | {count} | {alone[key]} |" for key, count in rows.most_common()] if rows else []
 
 
-def accuracy_line(outcomes: list[Outcome]) -> str:
+def accuracy_line(outcomes: Sequence[Outcome]) -> str:
     """The sentence in which plans of GPUs state their accuracy, measured on rows that nothing was fitted on."""
     parts = []
-    for what, name in (("memory", "memory"), ("time", "step time")):
-        errors = [abs(e) for o in outcomes if not o.fitted and (e := getattr(o, f"{what}_error")) is not None]
-        if errors:
-            mean, worst = 100 * sum(errors) / len(errors), 100 * max(errors)
-            parts.append(f"{name} off by {mean:.1f}% on average, {worst:.1f}% at worst (of {len(errors)})")
+    for name, side in zip(("memory", "step time"), zip(*(o.errors for o in outcomes if not o.run.fitted))):
+        if errors := [100 * abs(error) for error in side if error is not None]:
+            mean = sum(errors) / len(errors)
+            parts.append(f"{name} off by {mean:.1f}% on average, {max(errors):.1f}% at worst (of {len(errors)})")
     return f"published training runs on GPUs that no constant was fitted on: {'; '.join(parts)}"
 
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("file", type=Path)
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
+    parser.add_argument(
+        "--only", default="", metavar="PATTERN", help="rows whose device, model or name has this (regex)"
+    )
+    parser.add_argument("--fit", default="", metavar="DEVICE", help="print the constants that fit a device's rows")
     parser.add_argument("--write", action="store_true", help="write docs/plan_accuracy.md and the plan's accuracy line")
-    parser.add_argument("--quick", action="store_true", help="make layers that are alike once")
     options = parser.parse_args()
     record = Record("plan_accuracy", quiet=options.json)
+    rows = [row for file in options.files for row in read(file)]
+    missing = [row for row in rows if isinstance(row, Missing)]
+    runs = [run for run in rows if isinstance(run, PublishedRun)]
+    runs = [run for run in runs if re.search(options.only, f"{run.device} {run.model} {run.name}")]
+    build = Variants().for_prices
+    if options.fit:
+        own = [run for run in runs if run.device == options.fit and run.fitted and run.step_s]
+        if not own:
+            sys.exit(f"no row is for fitting {options.fit}: {read_device(options.fit).name}")
+        constants, left = fit(own, build)
+        said = ", ".join(f"{name}: {value:.3f}" for name, value in constants.items())
+        record.say(f"constants: {{{said}}}   # {len(own)} rows, {100 * left:.1f}% off on average")
+        return
     outcomes: list[Outcome] = []
-    left_out: list[str] = []
-    unknown = False
-    with options.file.open(newline="") as file:
-        for row in csv.DictReader(file):
-            try:
-                outcomes.append(predict(row, options.quick))
-                record.say(f"{table(outcomes[-1:])[2]} ({outcomes[-1].seconds:.0f} s)")
-                record.rows.append(outcomes[-1].to_json())
-            except (ValueError, KeyError, Mistakes) as error:
-                left_out.append(f"{row['src']} ({row['model']}, {row['gpus']} devices): {str(error).splitlines()[0]}")
-                unknown |= isinstance(error, UnknownModel)
-    lines = [*table(outcomes), "", *summary(outcomes), *(f"left out: {words}" for words in left_out)]
-    record.say("\n".join(lines))
-    for title, chosen in (("all", outcomes), ("held_out", [o for o in outcomes if not o.fitted])):
-        for what in ("memory", "time"):
-            errors = [100 * abs(e) for o in chosen if (e := getattr(o, f"{what}_error")) is not None]
-            if errors:
-                record.figure(f"{title}.{what}.mean", sum(errors) / len(errors), "% off")
-                record.figure(f"{title}.{what}.worst", max(errors), "% off")
+    for run in runs:
+        try:
+            outcomes.append(predict(run, build))
+        except Mistakes as error:
+            missing.append(Missing({f"refused: {error.diagnostics[0].message}": run.name}))
+            continue
+        record.say(line(outcomes[-1]))
+        record.rows.append(outcomes[-1].to_json())
+    lines = [*table(outcomes), "", *missing_lines(missing)]
+    record.say("\n".join([*lines, *(f"left out: {one}" for one in missing if "unsaid: remat" not in one.keys)]))
+    for title, chosen in (("all", outcomes), ("held_out", [o for o in outcomes if not o.run.fitted])):
+        for what, side in zip(("memory", "time"), zip(*(o.errors for o in chosen))):
+            if errors := [100 * error for error in side if error is not None]:
+                record.figure(f"{title}.{what}.mean", sum(map(abs, errors)) / len(errors), "% off")
+                record.figure(f"{title}.{what}.worst", max(map(abs, errors)), "% off")
+                record.figure(f"{title}.{what}.bias", sum(errors) / len(errors), "% off")
     if options.write:
-        head = "# How far the plan is from what others measured\n\n"
-        head += f"Written by `python benchmarks/plan_accuracy.py FILE{' --quick' * options.quick} --write`.\n\n"
+        names = " ".join(file.name for file in options.files)
+        head = f"""# How far the plan is from what others measured
+
+Written by `python benchmarks/plan_accuracy.py {names} --write`. Errors of the plan beside published runs, in percent:
+the signed mean, the mean, the worst. `fit`: rows on which a device's constants may be fitted; `test`: nothing was.
+
+"""
         (ROOT / "docs" / "plan_accuracy.md").write_text(head + "\n".join(lines) + "\n")
         (ROOT / "plan" / "accuracy.txt").write_text(accuracy_line(outcomes) + "\n")
     record.close(write=options.record, as_json=options.json)
+    unknown = any("model" in one.keys for one in missing) and all(
+        file.name == "published_runs.csv" for file in options.files
+    )
     sys.exit(0 if outcomes and not unknown else 1)
 
 
