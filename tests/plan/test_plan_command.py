@@ -268,3 +268,42 @@ def test_a_run_keeps_its_own_plan_from_its_start_on(begun, tmp_path):
     assert outputs.saved_in(command.PlanOptions(), tmp_path) == tmp_path
     (tmp_path / begun).mkdir(parents=True)
     assert outputs.saved_in(command.PlanOptions(), tmp_path) == tmp_path / "plans" / "train"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--explain x --html page.html", "--explain, --html: a question is asked alone"),
+        ("--fit --suggest", "--fit, --suggest: a question is asked alone"),
+        ("--search --diff mesh.tp=1", "--diff, --search: a question is asked alone"),
+        ("--for decode --passes", "--passes: it is about --for train"),
+        ("--for decode --skew 2", "--skew: it is about --for train"),
+        ("--for serve --prompt 8 --answer 8 --trace t.json", "--trace: it is about --for train or prefill or decode"),
+        ("--count 1000", "--count: it is about --for serve"),
+        ("--of layers", "--stage: --of needs it"),
+        ("--for serve --prompt 8", "--answer: --for serve needs it"),
+        ("--check run --device h200", "RECIPE, --device: --check has its own"),
+        ("--for serve --prompt 8 --answer 8 --ttft 0", "--ttft: nothing is answered in no time"),
+        ("--skew nan", "--skew: the number is not finite"),
+        ("--html one --svg one", "several of them name the same file"),
+    ],
+)
+def test_options_that_say_nothing_together_are_refused(small, capsys, line, words):
+    assert tpshard(["plan", "small.yaml", *line.split()]) == Exit.USAGE
+    assert words in capsys.readouterr().err
+    assert [path.name for path in small.parent.iterdir()] == ["small.yaml"]
+
+
+def test_the_help_is_in_groups_and_every_option_has_one(capsys):
+    assert tpshard(["plan", "--help"]) == 0
+    groups = [line for line in capsys.readouterr().out.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert [group.partition(",")[0].strip(":") for group in groups] == [
+        "Arguments", "What is planned", "One question instead of a plan", "More about a training run",
+        "A server's load", "Outputs", "Options",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("question", ["--explain norm", "--diff remat=none", "--passes", "--net", "--stage graph"])
+def test_a_question_writes_nothing_without_being_told(small, capsys, question):
+    assert tpshard(["plan", "small.yaml", *question.split()]) == 0 and capsys.readouterr().out
+    assert [path.name for path in small.parent.iterdir()] == ["small.yaml"]
