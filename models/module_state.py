@@ -35,8 +35,12 @@ def hold_buffers(model: nn.Module, make: Callable[[], nn.Module]) -> list[str]:
 
     Those of floating-point numbers become parameters that nothing trains: they are stored, sharded and saved, and begin
     with the constructor's values. Others, such as masks and positions, get their values, which the constructor computes
-    again where a checkpoint is read. ValueError for others that it leaves empty or draws at random.
+    again where a checkpoint is read. ValueError for others that it leaves empty or draws at random, and for averages
+    that a normalization writes in training.
     """
+    if averages := list(_averages(model)):
+        several = ", ".join(f"`{name}`" for name in averages[:3])
+        raise ValueError(f"in training it writes to the buffer {several}; set track_running_stats=False, or eval() it")
     first = {id(buffer): label for label, buffer in model.named_buffers()}
     held: dict[int, Tensor] = {}
     runs: list[Constructor] = []
@@ -88,9 +92,8 @@ def watch_forward(model: nn.Module, buffers: list[str], changed: set[str]) -> No
                 raise
             raise _written(model, assigned) from error
         now = dict(_tensors(model))
-        written = {n for n, t in tensors.items() if now.get(n) is not t or t._version != versions[n]}
-        if written := written.union(_averages(model)):
-            raise _written(model, sorted(written))
+        if written := [n for n, t in tensors.items() if now.get(n) is not t or t._version != versions[n]]:
+            raise _written(model, written)
         for (path, module, state), copied in zip(states, copies):
             changed.update(f"{path}.{name}" if path else name for name in _restore(module, state, copied))
         return output

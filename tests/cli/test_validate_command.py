@@ -327,7 +327,7 @@ def test_what_train_refuses_of_a_folder_or_a_module_plan_and_validate_refuse_too
         "    def __init__(self):\n"
         "        super().__init__()\n"
         "        self.layer = torch.nn.Linear(4, 4)\n"
-        "        self.register_buffer('seen', torch.zeros(4))\n"
+        "        self.seen = torch.nn.BatchNorm1d(4)\n"
         "class Broken(torch.nn.Module):\n"
         "    def __init__(self):\n"
         "        raise KeyError('nothing')\n"
@@ -337,7 +337,11 @@ def test_what_train_refuses_of_a_folder_or_a_module_plan_and_validate_refuse_too
         capsys.readouterr()
         assert run([*command, "b.yaml"]) == Exit.RECIPE, command
         assert "it has no layers, pad_token to override" in capsys.readouterr().err
-    for name, words in (("Buffered", "buffers"), ("Broken", "nothing"), ("Missing", "has no Missing")):
+    for name, words in (
+        ("Buffered", "writes to the buffer"),
+        ("Broken", "nothing"),
+        ("Missing", "has no Missing"),
+    ):
         (workdir / "b.yaml").write_text(f"model: {{module: 'buffered_module:{name}', seq_len: 16}}\n")
         capsys.readouterr()
         assert run(["validate", "b.yaml"]) == Exit.RECIPE

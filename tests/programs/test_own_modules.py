@@ -217,7 +217,7 @@ def test_a_step_is_torchs_own(kind: str) -> None:
         ("tensor", "holds the tensors masks"),
         ("lazy", "parameters without a shape yet: up.weight, up.bias"),
         ("renormed", "forward pass of Net changes `embed.weight`"),
-        ("normalized", "forward pass of Net writes to the buffer `norm.num_batches_tracked`, `norm.running_mean`, "),
+        ("normalized", "in training it writes to the buffer `norm.running_mean`, `norm.running_var`; set"),
         ("averaging", "forward pass of Net writes to the buffer `average`"),
         ("counting", "forward pass of Net writes to the buffer `steps`"),
         ("permuted", "buffer `order` is drawn at random, and torch.int64 is not stored"),
