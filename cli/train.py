@@ -53,7 +53,7 @@ def start(recipe: str, overrides: Sequence[str], plan: str | None) -> int:
     machine.require(loaded)
     for one in loaded.data.all_sources:
         if hub.is_on(one.source):  # before workers take seconds to start
-            hub.require(one.source.removeprefix(hub.PREFIX), loaded.where("data.source"))
+            hub.require(hub.name_of(one.source)[0], loaded.where("data.source"))
     if loaded.run.store is not None:
         require_store(StorePath(loaded.run.store), loaded.where("run.dir"))
     nodes = Nodes.of(os.environ)

@@ -80,7 +80,7 @@ class EngineJob:
         wandb = self.recipe.logging.wandb
         names += ["WANDB_API_KEY"] if wandb is not None and wandb.mode == "online" else []
         source = str(self.recipe.data.stored()["source"])
-        return list(dict.fromkeys([*names, *(["HF_TOKEN"] if source.startswith("hub:") else [])]))
+        return list(dict.fromkeys([*names, *(["HF_TOKEN"] if source.startswith(("hub:", "hf:")) else [])]))
 
     def optional_secrets(self) -> list[str]:
         """The secrets without which the run may go on: wandb is then offline, and a role may open an object store."""

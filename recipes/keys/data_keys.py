@@ -53,8 +53,8 @@ class Data(Section):
     paths: ClassVar[tuple[str, ...]] = ("source", "tokenizer")
 
     source: str = "sample"
-    """sample (generated on this machine); c4; hub:OWNER/NAME or hub:OWNER/NAME:CONFIGURATION, another data set on the
-    Hugging Face hub; or a folder, file or pattern of *.jsonl, *.json.gz, *.parquet or *.txt."""
+    """sample (generated on this machine); c4; hub:OWNER/NAME or hub:OWNER/NAME@REVISION:CONFIGURATION (also hf:),
+    another data set on the Hugging Face hub; or a folder, file or pattern of *.jsonl, *.json.gz, *.parquet or *.txt."""
     sources: tuple[DataSource, ...] = ()
     """Several sources in place of `source`, mixed by their weights; each has a held-out loss of its own."""
     mix: Literal["rows", "tokens"] = "rows"

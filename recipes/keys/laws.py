@@ -202,6 +202,19 @@ def steps_hold_warmup(recipe: Recipe) -> Iterator[Diagnostic]:
         yield _violation(recipe, "schedule.warmup_steps", message, why, fix, severity="warning")
 
 
+def one_end(recipe: Recipe) -> Iterator[Diagnostic]:
+    """Requires that `train.steps` and `train.tokens`, where one place has both, mean the same end."""
+    tokens, steps = recipe.train.tokens, recipe.train.steps
+    places = [recipe.where(key) for key in ("train.tokens", "train.steps")]
+    if tokens is None or not all(place.line for place in places) or places[0].file != places[1].file:
+        return
+    a_step = recipe.batch.global_sequences * recipe.model.seq_len
+    if steps != (asked := -(-tokens // a_step)):
+        message = f"`train.tokens: {tokens}` and `train.steps: {steps}` end a run at different steps"
+        why, also = f"{a_step:,} tokens a step make {asked:,} steps", {"train.steps": "the other"}
+        yield _violation(recipe, "train.tokens", message, why, "keep one of them", also)
+
+
 def rotary_scaling(recipe: Recipe) -> Iterator[Diagnostic]:
     """Requires that the wavelengths which rope_scaling leaves are shorter than those which it scales."""
     scaling = recipe.model.rope_scaling
@@ -454,6 +467,7 @@ LAWS: tuple[tuple[Law, tuple[str, ...]], ...] = (
     (priorities_of_rules, ("sharding.rules", "sharding.priority")),
     (axis_once, ("sharding",)),
     (steps_hold_warmup, ("schedule.warmup_steps", "train.steps")),
+    (one_end, ("train.steps", "train.tokens", "batch.global_sequences", "model.seq_len")),
     (rotary_scaling, ("model.rope_scaling",)),
     (settings_are_read, READ),
     (pipeline_is_possible, PIPELINE),

@@ -82,6 +82,9 @@ class Train(Section):
 
     steps: Count = 200_000
     """Optimizer steps."""
+    tokens: Count | None = None
+    """Tokens to train on, in place of `steps`: steps of batch.global_sequences x model.seq_len tokens, until there are
+    so many."""
     clip_grad_norm: Positive | None = 1.0
     """Global norm to which gradients are clipped; null: off."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"

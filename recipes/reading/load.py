@@ -258,6 +258,10 @@ def _derive(merged: Merged, name: str) -> None:
     default("model.dtype", lambda: preset("dtype", "bf16"))
     default("fsdp.param_dtype", lambda: "bf16" if read("model.dtype") == "fp8" else read("model.dtype"))
     default("optimizer.state_dtype", lambda: read("fsdp.master_dtype"))
+    with contextlib.suppress(LookupError):
+        if read("train.tokens") is not None and _later(merged, ("train", "tokens"), ("train", "steps")):
+            a_step = read("batch.global_sequences") * read("model.seq_len")
+            merged.put(("train", "steps"), -(-read("train.tokens") // a_step))
     default("schedule.warmup_steps", lambda: min(2000, read("train.steps") // 10))
     default("schedule.decay_steps", lambda: read("train.steps"))
     default("schedule.decay_over", lambda: max(1, read("schedule.decay_steps") // 10))
@@ -270,6 +274,12 @@ def _derive(merged: Merged, name: str) -> None:
         "cluster.devices_per_node",
         lambda: max(1, math.prod(s for s in read("mesh").values() if s != -1) // read("cluster.nodes")),
     )
+
+
+def _later(merged: Merged, path: tuple[str, ...], other: tuple[str, ...]) -> bool:
+    """Whether the value at a path counts before that at another: it alone is written, or it alone is an override."""
+    one, two = merged.place(path), merged.place(other)
+    return not two.line or (one.file.startswith("<override") and not two.file.startswith("<override"))
 
 
 def _complete(mesh: Mapping[str, Any]) -> dict[str, Any]:

@@ -313,3 +313,15 @@ def test_a_layer_that_names_another_kind_of_model_replaces_the_earlier_one() -> 
         "refused by the model"
     )
     assert loads(text, ["model.preset=tiny-moe"]).model.overrides() == {"layers": 2, "width": 64}
+
+
+def test_tokens_say_how_many_steps_a_run_has() -> None:
+    text = "model: {preset: tiny, seq_len: 64}\nbatch: {global_sequences: 8}\n"
+    recipe = loads(text + "train: {tokens: 5121}")
+    assert recipe.train.steps == 11 and recipe.schedule.decay_steps == 11
+    saved = recipe.to_yaml()
+    assert loads(saved).train.steps == 11
+    assert loads(saved, ["train.tokens=10240"]).train.steps == 20
+    assert loads(saved, ["train.steps=30"]).train.steps == 30
+    with pytest.raises(Mistakes, match="end a run at different steps"):
+        loads(text + "train: {tokens: 5121, steps: 12}")

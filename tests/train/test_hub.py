@@ -109,8 +109,10 @@ def test_another_data_set_of_the_hub_by_configuration_and_column(tmp_path: Path)
     for name, path in (("0", "small/train/0"), ("1", "small/train/1"), ("validation", "small/test/0")):
         (folder / f"{name}.parquet").write_bytes(files[f"{path}.parquet"])
     with Hub(files, repo="some/one") as hub:
-        sources = ("hub:some/one:small", str(folder), "hub:some/one")
-        streamed, local, unnamed = run(hub.url, tmp_path / "home", *sources, column="body").values()
+        pinned = f"hf:some/one@{hub.revision}:small"
+        sources = ("hub:some/one:small", pinned, str(folder), "hub:some/one")
+        streamed, other, local, unnamed = run(hub.url, tmp_path / "home", *sources, column="body").values()
+    assert other == streamed
     assert all(streamed.pop("identities")) and not any(local.pop("identities"))
     assert streamed.pop("files") == local.pop("files") == ["0.parquet", "1.parquet"]
     assert streamed == local and streamed["resumed"] == streamed["first"][3]

@@ -409,18 +409,18 @@ def _split(name: str, files: Sequence[TextFile], where: Source | None) -> Corpus
 
 
 def _hub(source: str, where: Source | None, split: str | None = None) -> Corpus:
-    repo, configuration = hub.name_of(source)
+    repo, configuration, revision = hub.name_of(source)
     hub.require(repo, where)
     try:
         import datasets
 
         datasets.disable_progress_bars()
-        urls = datasets.load_dataset_builder(repo, configuration).config.data_files or {}
+        urls = datasets.load_dataset_builder(repo, configuration, revision=revision).config.data_files or {}
         if not any(urls.values()):
             raise FileNotFoundError("it has no data files")
     except Exception as error:  # network, hub, login and cache raise many types; all mean that there is no data
         raise Mistakes.one(
-            f"{source.removeprefix(hub.PREFIX)} cannot be read from the hub",
+            f"{source.partition(':')[2]} cannot be read from the hub",
             exit=Exit.DATA,
             where=where,
             why=f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}",

@@ -17,20 +17,22 @@ from tpshard.diagnostics.diagnostic import Exit, Mistakes, Source
 HUB = "https://huggingface.co"
 PATIENCE_S = 2.5
 """Seconds for name lookup and connection; a slower network could not stream text either."""
-PREFIX = "hub:"
+PREFIXES = ("hub:", "hf:")
 FIX = "check the network and HF_ENDPOINT; or give data.source a folder of your files, or `sample`"
 CONFIGURATION = "name one of its configurations: `hub:OWNER/NAME:CONFIGURATION`"
 
 
 def is_on(source: str) -> bool:
     """Whether a `data.source` is a data set on the hub."""
-    return source == "c4" or source.startswith(PREFIX)
+    return source == "c4" or source.startswith(PREFIXES)
 
 
-def name_of(source: str) -> tuple[str, str | None]:
-    """The repository of a source `hub:OWNER/NAME:CONFIGURATION`, and its configuration; None where it has none."""
-    repo, _, configuration = source.removeprefix(PREFIX).partition(":")
-    return repo, configuration or None
+def name_of(source: str) -> tuple[str, str | None, str | None]:
+    """The repository of a source `hub:OWNER/NAME@REVISION:CONFIGURATION`, its configuration and its revision; None for
+    what is not named."""
+    named, _, configuration = source.partition(":")[2].partition(":") if source != "c4" else (source, "", "")
+    repo, _, revision = named.partition("@")
+    return repo, configuration or None, revision or None
 
 
 def identities(urls: Sequence[str]) -> dict[str, str]:

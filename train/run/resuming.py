@@ -22,7 +22,7 @@ UNTOLD = (
 """Sections in which a change is not recorded: they do not say what a step computes."""
 FREE = (
     "cluster", "mesh", "sharding", "fsdp", "remat", "compile", "pipeline", "batch.per_device", "train.steps",
-    "train.on_nonfinite", "train.profile", "data.bad_rows", "schedule.decay_steps",
+    "train.tokens", "train.on_nonfinite", "train.profile", "data.bad_rows", "schedule.decay_steps",
 )  # fmt: skip
 """Keys and sections that may change: where and how the same steps are computed, and how many. Where the end of the
 schedule changes the next step's learning rate, the loop shows both."""
