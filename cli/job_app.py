@@ -112,8 +112,15 @@ def _write(
     import math
 
     from tpshard.cli.shared.job_texts import EngineJob
+    from tpshard.recipes.text.write import looks_secret
 
     recipe = load(source, overrides)
+    for key, _, value in (override.partition("=") for override in overrides or ()):
+        if value and "${" not in value and looks_secret(key.rpartition(".")[2]):
+            raise Mistakes.one(
+                f"the value of `{key}` would stand in the job", exit=Exit.USAGE, why="a job only names secrets",
+                fix=f"{key}='${{oc.env:NAME}}', with the secret in the environment variable NAME",
+            )  # fmt: skip
     cluster = recipe.cluster
     if cluster is None and -1 in recipe.mesh.values():
         raise Mistakes.one(

@@ -192,3 +192,12 @@ def test_a_run_in_an_object_store_stays_there_with_its_secrets_by_reference(
     task = yaml.safe_load(sky)
     assert task["secrets"]["AWS_SECRET_ACCESS_KEY"] is None and "tpshard[stores]" in task["setup"]
     assert place in task["run"] and "of-nobody" not in printed + sky
+
+
+@pytest.mark.parametrize("engine", [["slurm"], ["torchrun"], ["sky"], ["k8s", "--image", "image"]])
+def test_no_secret_is_written_into_a_job(engine: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["job", *engine, "quickstart", "serve.api_key=hunter2"]) == Exit.USAGE
+    refused = capsys.readouterr()
+    assert "hunter2" not in refused.out + refused.err and "serve.api_key='${oc.env:NAME}'" in refused.err
+    assert run(["job", *engine, "quickstart", "serve.api_key=${oc.env:HUNTER}"]) == Exit.DONE
+    assert "HUNTER" in capsys.readouterr().out
