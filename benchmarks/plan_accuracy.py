@@ -230,17 +230,20 @@ def main() -> None:
         record.rows.append(outcomes[-1].to_json())
     lines = [*table(outcomes), "", *missing_lines(missing)]
     record.say("\n".join([*lines, *(f"left out: {one}" for one in missing if "unsaid: remat" not in one.keys)]))
-    for title, chosen in (("all", outcomes), ("held_out", [o for o in outcomes if not o.run.fitted])):
+    groups = {"all": outcomes, "held_out": [o for o in outcomes if not o.run.fitted]}
+    for name in sorted({o.run.device for o in outcomes}):
+        groups[name] = [o for o in groups["held_out"] if o.run.device == name]
+    for title, chosen in groups.items():
         for what, side in zip(("memory", "time"), zip(*(o.errors for o in chosen))):
             if errors := [100 * error for error in side if error is not None]:
                 record.figure(f"{title}.{what}.mean", sum(map(abs, errors)) / len(errors), "% off")
                 record.figure(f"{title}.{what}.worst", max(map(abs, errors)), "% off")
                 record.figure(f"{title}.{what}.bias", sum(errors) / len(errors), "% off")
     if options.write:
-        names = " ".join(file.name for file in options.files)
+        command = " ".join(file.name for file in options.files) + f" --only '{options.only}'" * bool(options.only)
         head = f"""# How far the plan is from what others measured
 
-Written by `python benchmarks/plan_accuracy.py {names} --write`. Errors of the plan beside published runs, in percent:
+Written by `python benchmarks/plan_accuracy.py {command} --write`. Errors of the plan beside published runs, in percent:
 the signed mean, the mean, the worst. `fit`: rows on which a device's constants may be fitted; `test`: nothing was.
 
 """
