@@ -69,4 +69,7 @@ def require_written() -> None:
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     error = raw.failure if isinstance(raw, TolerantWriter) else None
     if error is not None and not isinstance(error, BrokenPipeError):
-        raise Mistakes.one(f"stdout cannot be written: {error.strerror}", exit=Exit.MACHINE)
+        raise Mistakes.one(
+            f"stdout cannot be written: {error.strerror}", exit=Exit.MACHINE,
+            fix="make room where it goes, or send it elsewhere, and run the command again",
+        ) from error  # fmt: skip

@@ -100,6 +100,11 @@ ALONE = Constraint("a name, a list of names, or null", lambda value: True, {})
 BYTES = Constraint("a number of bytes above 0, or text such as 70GiB", lambda value: value > 0, {"exclusiveMinimum": 0})
 """Marks a number of bytes, or text that `bytes_in` reads as one."""
 
+PERCENT = Constraint(
+    "a number from 0 to 1, or a percentage such as 0.1%", lambda value: 0 <= value <= 1, {"minimum": 0, "maximum": 1}
+)
+"""Marks a share, which may be written in percent."""
+
 
 AXES = ("pp", "dp", "fsdp", "ep", "spatial", "tp")
 """Mesh axes that rules may name even if the mesh does not have them: they then have size 1."""
@@ -108,12 +113,18 @@ Count = Annotated[int, limits(least=1, most=10**12)]
 CountOrZero = Annotated[int, limits(least=0, most=10**12)]
 Positive = Annotated[float, limits(above=0, most=1e12)]
 NonNegative = Annotated[float, limits(least=0, most=1e12)]
-Share = Annotated[float, limits(least=0, most=1)]
+Share = Annotated[float, PERCENT]
 Dtype = Literal["fp32", "bf16", "fp16"]
 Computed = Literal["fp32", "bf16", "fp16", "fp8"]
 AxisName = Annotated[str, form(r"[A-Za-z_][A-Za-z0-9_]*", "a name of letters, digits and underscores")]
 AxisSize = Annotated[int, SIZE]
 Axes = Annotated[tuple[AxisName, ...], ALONE]
+
+
+def share_in(text: str) -> float | None:
+    """The share that a text such as 0.1% names; None for other text."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?%", text.strip())
+    return None if match is None else float(match[1]) / 100
 
 
 def bytes_in(text: str) -> int | None:

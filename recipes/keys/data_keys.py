@@ -44,7 +44,7 @@ class DataSource(Section):
     """Only rows count whose columns have these values, such as {language: en}, or one of a list of them."""
     exhausted: Literal["repeat", "stop"] = "repeat"
     """What follows when all of it was read: repeat reads it again, in another order; stop leaves it out from then on,
-    and the run ends when nothing is left."""
+    and the run ends when nothing of any source is left."""
 
 
 class Data(Section):

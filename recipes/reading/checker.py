@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 from tpshard.diagnostics.diagnostic import Diagnostic, Source, did_you_mean, join
 from tpshard.models.families.family import DIMS
 from tpshard.recipes.keys import schema
-from tpshard.recipes.keys.constraints import ALONE, BYTES, Constraint, bytes_in
+from tpshard.recipes.keys.constraints import ALONE, BYTES, PERCENT, Constraint, bytes_in, share_in
 from tpshard.recipes.reading.hints import alternatives, bases_of, below_key, hints, mapping_of, sections_of, walk
 from tpshard.recipes.text import other_tools
 from tpshard.recipes.text.nodes import Node, Path, as_node, dotted, key_of, scalar, trap, written_at
@@ -294,9 +294,10 @@ def _as(value: Any, base: Any, constraints: tuple[Constraint, ...]) -> Any:
     """`value` converted to type `base`, or BAD."""
     if get_origin(base) is Literal:
         return next((c for c in get_args(base) if c == value and type(c) is type(value)), BAD)
-    if BYTES in constraints and isinstance(value, str):
-        size = bytes_in(value)
-        return BAD if size is None else size
+    reader = bytes_in if BYTES in constraints else share_in if PERCENT in constraints else None
+    if reader is not None and isinstance(value, str):
+        number = reader(value)
+        return BAD if number is None else number
     if base is int and isinstance(value, float):  # 1e5 steps; what is not finite is refused as such
         return int(value) if value.is_integer() else BAD if math.isfinite(value) else value
     if base is float and type(value) is int:

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
 from tpshard.recipes.keys import data_keys, model_keys, parallel_keys, schema, serving_keys, training_keys
-from tpshard.recipes.keys.constraints import ALONE, BYTES, Constraint
+from tpshard.recipes.keys.constraints import ALONE, BYTES, PERCENT, Constraint
 from tpshard.recipes.reading.checker import legal
 from tpshard.recipes.reading.hints import alternatives, hints, section_of, walk, wholly_section
 from tpshard.recipes.text.section import Section, default_of
@@ -117,6 +117,8 @@ def _one(base: Any, constraints: tuple[Constraint, ...], definitions: dict[str, 
         described |= constraint.json
     if BYTES in constraints:
         described = {"anyOf": [described, {"type": "string", "pattern": r"^[0-9.]+ *[kKMGT]?i?B?$"}]}
+    if PERCENT in constraints:
+        described = {"anyOf": [described, {"type": "string", "pattern": r"^[0-9.]+ ?%$"}]}
     if ALONE in constraints:
         described = {"anyOf": [described, described["items"], {"type": "null"}]}
     return described

@@ -64,6 +64,12 @@ def below_key(hint: Any, key: str) -> Any:
     return pair[1] if pair is not None else None
 
 
+def item_of(hint: Any) -> Any:
+    """The type hint of the items of the list of any length that a type hint allows; None if it allows none."""
+    lists = (get_args(base) for base in bases_of(hint) if get_origin(base) is tuple)
+    return next((items[0] for items in lists if items[1:] == (Ellipsis,)), None)
+
+
 def walk(
     cls: type[Section], below: Callable[[Any], type[Section] | None] = section_of, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], type[Section], Any]]:

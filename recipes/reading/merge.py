@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from tpshard.diagnostics.diagnostic import Diagnostic, Mistakes, Notes, Source, did_you_mean
 from tpshard.recipes.keys.schema import Recipe
-from tpshard.recipes.reading.hints import below_key, mapping_of, section_of, walk
+from tpshard.recipes.reading.hints import below_key, item_of, mapping_of, section_of, walk
 from tpshard.recipes.text.interpolation import FORMS, MAX_RESOLVED, Resolved, resolve_at, unreadable, unresolvable
 from tpshard.recipes.text.nodes import Node, Path, as_node, dotted, key_of, scalar, written_at
 from tpshard.recipes.text.section import Section, default_of
@@ -158,7 +158,7 @@ class Merged:
             self.drop(path)
         if over.kind == "list":
             self.places |= {(*path, i): (item, item) for i, item in enumerate(over.items)}
-            return [self._layer(item, None, (*path, i)) for i, item in enumerate(over.items)]
+            return [self._layer(item, item_of(hint), (*path, i)) for i, item in enumerate(over.items)]
         if over.kind == "scalar":
             return self._scalar(over, path)
         names = {key.text for key, _ in over.entries}

@@ -11,7 +11,7 @@ from tpshard.cli.main import run
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.parallelism.runtime.context import Context
 from tpshard.programs.setting.setting import Setting
-from tpshard.recipes.reading.load import loads
+from tpshard.recipes.reading.load import load, loads
 from tpshard.train.run import training_worker
 from tpshard.train.run.resuming import FREE, UNTOLD, trained
 from tpshard.train.run.run_plan import PlanOfRun
@@ -126,3 +126,29 @@ def test_force_refuses_another_model(finished: Path, pool: Any) -> None:
     (refusal,) = pool.run(start, str(finished), "model.layers=2", "resume=force", "train.steps=9", world=1)
     assert "checkpoint of another model" in refusal and "layers.1." in refusal
     assert contents(finished) == before
+
+
+def test_sources_that_stop_end_the_run_and_are_found_from_anywhere(pool: Any, tmp_path: Path) -> None:
+    """Names count from the recipe's file; a resume by the run's own recipe has read everything already."""
+    for name, word in (("one", "few words "), ("two", "other words ")):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{word * 9}{i}"}}\n' for i in range(12)))
+    mixture = "data: {sources: [{source: one.jsonl, exhausted: stop}, {source: two.jsonl, exhausted: stop}],"
+    text = f"{RECIPE}{mixture} tokenizer: bytes, bad_rows: 0.1%}}\n"
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(text)
+    loaded = load(str(recipe))
+    assert [one.source for one in loaded.data.sources] == [str(tmp_path / f"{name}.jsonl") for name in ("one", "two")]
+    assert loaded.data.bad_rows == 0.001
+    overrides = [f"run.dir={tmp_path}/mine", "train.steps=50", "logging.every_steps=1", "mesh.fsdp=2"]
+    counts = []
+    for source in (str(recipe), str(tmp_path / "mine")):
+        pool.run(start_file, source, *overrides, world=2, mesh={"dp": 1, "fsdp": 2, "tp": 1})
+        counts.append((len([row for row in rows(tmp_path) if "eval_loss" not in row]), rows(tmp_path)[-1]["step"]))
+    assert counts[0] == counts[1] and counts[0][0] == counts[0][1] < 50
+    assert [row["step"] for row in rows(tmp_path) if "eval_loss" in row][-1] == counts[0][1]
+    assert loads((tmp_path / "mine" / "recipe.yaml").read_text()).data.sources[0].source == str(tmp_path / "one.jsonl")
+
+
+def start_file(context: Context, recipe: str, *overrides: str) -> None:
+    training_worker._keep_output = lambda *_: None  # type: ignore[assignment]  # the pool's own output stays
+    training_worker.train(Setting.of(load(recipe, overrides), context.world), context, PlanOfRun())

@@ -135,6 +135,8 @@ class TrainingLoop:
         self.outcome = Outcome(Exit.DONE, self.course, restarts=restarts)
         self._saved_step: int | None = None
         self._saver: BackgroundSaver | None = None
+        self.ended = False
+        """Whether no source has anything left to read."""
         self._stall_s = 0.0
         """Seconds that steps waited for checkpoints since the last recorded row."""
         self._began = self._step_began = time.monotonic()
@@ -203,6 +205,8 @@ class TrainingLoop:
                 break
             if self._evaluation_due():
                 code = self.evaluate()
+            if self.ended:
+                break
             every = self.recipe.checkpoint.every_steps
             if every and self.course.step % every == 0 and self.course.step != self._saved_step:
                 self.save()
@@ -223,7 +227,7 @@ class TrainingLoop:
         course, every = self.course, self.recipe.evaluate.every_steps
         if not (self.held_out and every and course.step) or course.evaluated == course.step:
             return False
-        return course.step % every == 0 or course.step == self.recipe.train.steps
+        return course.step % every == 0 or course.step == self.recipe.train.steps or self.ended
 
     def _finish(self, code: int) -> Outcome:
         out = self.outcome
@@ -253,6 +257,11 @@ class TrainingLoop:
             messages.send("step", progress=step, droppable=True)
         watchdog.limit_s = float(self.recipe.timeout_s.step)
         finite = agreed < _NOT_FINITE
+        agreed_exit = {0: 0, 1: int(Exit.PREEMPTED), 2: int(Exit.INTERRUPTED)}[agreed % _NOT_FINITE]
+        if finite and result.empty and not self.context.any(any(batch.origin)):
+            self.ended = True
+            self.progress.note(f"all sources were read as often as the recipe says: the run ends after step {step - 1}")
+            return agreed_exit
         self._log(step, result, lr, finite)
         if finite and result.empty:
             self.course.step, self.course.empty = step, self.course.empty + 1
@@ -263,7 +272,7 @@ class TrainingLoop:
             self.course.tokens += result.targets
         else:
             self._not_finite(step, result, batch)
-        return {0: 0, 1: int(Exit.PREEMPTED), 2: int(Exit.INTERRUPTED)}[agreed % _NOT_FINITE]
+        return agreed_exit
 
     def _trace(self, step: int) -> None:
         """Starts and ends the record of the steps that `train.profile` names, before `step` runs."""

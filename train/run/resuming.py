@@ -45,6 +45,8 @@ def trained(recipe: Recipe) -> dict[str, Any]:
                 file = ""
             written = as_data(getattr(recipe, section))[name]
             kept[key] = {"written": written, "file": hashed(file)}
+    if sources := kept.get("data.sources"):
+        kept["data.sources"] = [{**one, "source": _absolute(one["source"])} for one in sources]
     return kept
 
 
@@ -88,12 +90,19 @@ def kept_recipe(recipe: Recipe) -> str:
     data = as_data(recipe)
     data.pop("resume", None)
     for section, name in (key.split(".") for key in PATHS):
-        file = data.get(section, {}).get(name)
-        if isinstance(file, str) and file not in NO_FILES and "${" not in file and os.path.exists(file):
-            data[section] = {**data[section], name: os.path.abspath(file)}
+        if name in data.get(section, {}):
+            data[section] = {**data[section], name: _absolute(data[section][name])}
+    if sources := data["data"].get("sources"):
+        data["data"] = {**data["data"], "sources": [{**one, "source": _absolute(one["source"])} for one in sources]}
     if data["checkpoint"]["resume"] == "force":
         data["checkpoint"] = {**data["checkpoint"], "resume": "auto"}
     return dump(data)
+
+
+def _absolute(file: Any) -> Any:
+    """The absolute name of a file or folder that is there; anything else as it is."""
+    named = isinstance(file, str) and file not in NO_FILES and "${" not in file and os.path.exists(file)
+    return os.path.abspath(file) if named else file
 
 
 def _before(folder: Path, checkpoints: Location) -> Mapping[str, Any] | None:
