@@ -34,9 +34,11 @@ def build(setting: Setting, memo: Memo | None = None) -> TrainingPrograms | None
     if _treats_layers_apart(setting.recipe):
         return None
     depth, table = setting.depth, table_of(setting)
+    if len(setting.stacks) == 1:  # raises before anything is built
+        layers_of(setting, setting.layers, table.stages)
     if depth is None or depth.period != 1 or depth.head:
         return None
-    even = layers_of(setting, depth.layers, table.stages)  # raises before anything is built
+    even = layers_of(setting, depth.layers, table.stages)
     memo = memo or Memo()
     if (few := few_layers(setting, memo=memo)) is None:
         return None
