@@ -177,7 +177,12 @@ def _graph_lines(graph: Graph, shown: Shown, of: Of | None, depth: Depth | None)
     if of is None:
         results = (out.name if isinstance(out, Value) else repr(out) for out in graph.outputs)
         lines.append(TextLine("", (), (), {}, f"return {', '.join(results)}"))
-    return lines
+    groups: dict[str, str] = {}  # numbered in this graph: a process counts the groups of all
+
+    def renumber(match: re.Match[str]) -> str:
+        return match[1] + groups.setdefault(match[2], str(len(groups)))
+
+    return [line._replace(text=re.sub(r"(tpshard\.grouped\(\S+, )(\d+)", renumber, line.text)) for line in lines]
 
 
 def _namings(depth: Depth | None, name: str) -> Iterator[words.Name]:

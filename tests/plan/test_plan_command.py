@@ -76,7 +76,7 @@ def test_a_saved_plan_holds_the_programs_that_it_tells_of(report, tmp_path):
     assert planner.report_of_training(actual, "small.yaml").to_json() == report.to_json()
     held = json.loads(file.read_text())
     other_evaluation = dataclasses.replace(actual)
-    other_evaluation.__dict__["evaluate"] = actual.micro
+    other_evaluation.__dict__["evaluation"] = (dataclasses.replace(actual.stages[0]),)
     packed = [saved_step.pack(programs) for programs in (dataclasses.replace(actual, micro=actual.update),
                                                          other_evaluation)]  # fmt: skip
     for step in (held["step"][:-40], "AAAA", *packed):

@@ -22,7 +22,7 @@ from tpshard.train.data.tokens import load_tokenizer
 from tpshard.train.run import training_worker
 from tpshard.train.run.resuming import kept_recipe
 from tpshard.train.run.run_plan import PlanOfRun
-from tpshard.train.run.training_worker import open_corpus
+from tpshard.train.run.training_worker import opened_data
 
 RECIPE = """
 name: mine
@@ -53,7 +53,7 @@ def ids(context: Context, folder: str) -> tuple[str, list[int]]:
     """The fingerprint of the run's tokenizer and the ids of a text, on this rank; the cache of each is its own."""
     made_tokenizer.cache_dir = lambda: Path(folder, f"host-{context.world}-{context.rank}")  # type: ignore[assignment]
     recipe = loads(RECIPE % f"{folder}/mine.txt", ["mesh.fsdp=-1"])
-    _, tokenizer = open_corpus(Setting.of(recipe, context.world), Path(folder, "none"), context)
+    tokenizer = opened_data(Setting.of(recipe, context.world), Path(folder, "none"), context).tokenizer
     assert tokenizer.folder.is_relative_to(Path(folder, f"host-{context.world}-{context.rank}"))
     return tokenizer.fingerprint, tokenizer.document(SAID)
 
@@ -108,14 +108,14 @@ def test_a_run_keeps_its_tokenizer(place: Path, pool: Any, capsys: pytest.Captur
     assert "only `train` trains a tokenizer" in capsys.readouterr().err
     own.unlink()
     with pytest.raises(Mistakes, match="only `train` trains one"):
-        open_corpus(Setting.of(loads(RECIPE % "mine.txt")), folder)
+        opened_data(Setting.of(loads(RECIPE % "mine.txt")), folder)
 
 
 def test_bytes_are_a_tokenizer_like_any_other(capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoTokenizer
 
     recipe = loads(RECIPE % "mine.txt", ["data.tokenizer=bytes"])
-    _, tokenizer = open_corpus(Setting.of(recipe), Path("none"))
+    tokenizer = opened_data(Setting.of(recipe), Path("none")).tokenizer
     assert (tokenizer.vocab, tokenizer.begin, tokenizer.after) == (258, (0,), (1,))
     assert len(tokenizer.encode(SAID)) == len(SAID.encode())
     theirs: Any = AutoTokenizer.from_pretrained(str(tokenizer.folder))
@@ -139,7 +139,7 @@ def test_a_short_text_gives_fewer_tokens_which_is_said(place: Path, capsys: pyte
     from tpshard.parallelism.runtime.context import alone
 
     (place / "mine.txt").write_text("ab ab")
-    _, tokenizer = open_corpus(Setting.of(loads(RECIPE % "mine.txt")), Path("none"), alone())
+    tokenizer = opened_data(Setting.of(loads(RECIPE % "mine.txt")), Path("none"), alone()).tokenizer
     assert 258 < tokenizer.vocab < 300
     assert (
         f"trained a tokenizer of {tokenizer.vocab} tokens on mine.txt: the text is too short" in capsys.readouterr().err
