@@ -79,6 +79,8 @@ class Outcome:
     rates: list[float] = field(default_factory=list)
     trained: bool = False
     """Whether this start did a step."""
+    ended: bool = False
+    """Whether no source had anything left to read."""
     wandb: str = ""
     """The address of wandb's run, or its folder where it is offline; "" without wandb."""
 
@@ -135,8 +137,6 @@ class TrainingLoop:
         self.outcome = Outcome(Exit.DONE, self.course, restarts=restarts)
         self._saved_step: int | None = None
         self._saver: BackgroundSaver | None = None
-        self.ended = False
-        """Whether no source has anything left to read."""
         self._stall_s = 0.0
         """Seconds that steps waited for checkpoints since the last recorded row."""
         self._began = self._step_began = time.monotonic()
@@ -205,7 +205,7 @@ class TrainingLoop:
                 break
             if self._evaluation_due():
                 code = self.evaluate()
-            if self.ended:
+            if self.outcome.ended:
                 break
             every = self.recipe.checkpoint.every_steps
             if every and self.course.step % every == 0 and self.course.step != self._saved_step:
@@ -227,7 +227,7 @@ class TrainingLoop:
         course, every = self.course, self.recipe.evaluate.every_steps
         if not (self.held_out and every and course.step) or course.evaluated == course.step:
             return False
-        return course.step % every == 0 or course.step == self.recipe.train.steps or self.ended
+        return course.step % every == 0 or course.step == self.recipe.train.steps or self.outcome.ended
 
     def _finish(self, code: int) -> Outcome:
         out = self.outcome
@@ -259,7 +259,7 @@ class TrainingLoop:
         finite = agreed < _NOT_FINITE
         agreed_exit = {0: 0, 1: int(Exit.PREEMPTED), 2: int(Exit.INTERRUPTED)}[agreed % _NOT_FINITE]
         if finite and result.empty and not self.context.any(any(batch.origin)):
-            self.ended = True
+            self.outcome.ended = True
             self.progress.note(f"all sources were read as often as the recipe says: the run ends after step {step - 1}")
             return agreed_exit
         self._log(step, result, lr, finite)

@@ -550,7 +550,7 @@ def ending(outcome: Outcome, setting: Setting) -> str:
             nexts.append((f"tpshard serve {folder}", "serve it over HTTP"))
         if not setting.spec.refusal("write"):
             nexts.append((f"tpshard convert {folder} {recipe.run.folder}-hf", "take it away as a Hugging Face folder"))
-        nexts += _continuations(recipe, folder) if course.step >= recipe.train.steps else []
+        nexts += [] if outcome.ended else _continuations(recipe, folder)
     width = max(len(command) for command, _ in nexts)
     lines += ["next:", *(f"  {command:<{width}}   {why}" for command, why in nexts)]
     return "\n".join(lines) + "\n"
