@@ -202,7 +202,7 @@ def in_one_line(error: Exception) -> str:
 
 
 # ---- numbers in README and docs ------------------------------------------------------------------------------------
-SOURCE = re.compile(r"(?P<number>[\d,]*\d(?:\.\d+)?)(?P<mark><!--(?P<record>[\w-]+):(?P<figure>[\w.-]+)-->)")
+SOURCE = re.compile(r"(?P<number>-?[\d,]*\d(?:\.\d+)?)(?P<mark><!--(?P<record>[\w-]+):(?P<figure>[\w.-]+)-->)")
 """A number with its source, which Markdown does not display."""
 BLOCK = re.compile(r"<!--(?P<record>[\w-]+):text (?P<text>[\w.-]+)-->\n+```\w*\n(?P<lines>.*?)```", re.S)
 """A code block with lines of a command's output."""
