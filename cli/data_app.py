@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from tpshard.cli.main import Command, Group, colorful
+from tpshard.cli.main import Command, colorful, group
 from tpshard.cli.shared.arguments import Json, Overrides, RecipeArgument, load
 from tpshard.diagnostics.diagnostic import plural
 
@@ -17,14 +17,7 @@ if TYPE_CHECKING:
     from tpshard.models.folders.folder_tokenizer import FolderTokenizer
     from tpshard.train.data.step_batch import StepBatch
 
-app = typer.Typer(
-    cls=Group,
-    rich_markup_mode=None,
-    add_completion=False,
-    no_args_is_help=True,
-    help="Print the rows of a recipe's data as the model reads them.",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+app = group("Print the rows of a recipe's data as the model reads them.")
 Count = Annotated[int, typer.Option("-n", min=1, metavar="N", help="Sequences to print.")]
 HeldOut = Annotated[bool, typer.Option("--held-out", help="Of the held-out text.")]
 TARGET, END = "\033[32m", "\033[0m"
@@ -75,7 +68,7 @@ def show(
 
 def _rows(batch: StepBatch, mixture: Any) -> Iterator[dict[str, Any]]:
     """The rows of a batch as JSON values, divided into documents; padding at the end is one number."""
-    from tpshard.train.run.training_worker import IGNORE
+    from tpshard.models.objectives.loss import IGNORE
 
     read = _reader(mixture)
     fields = {name: batch[name].tolist() for name in ("tokens", "targets", "documents", "positions")}

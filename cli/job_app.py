@@ -9,21 +9,14 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from tpshard.cli.main import Command, Group
+from tpshard.cli.main import Command, group
 from tpshard.cli.shared.arguments import Overrides, RecipeArgument, load
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 
 if TYPE_CHECKING:
     from tpshard.cli.shared.job_texts import EngineJob
 
-app = typer.Typer(
-    cls=Group,
-    rich_markup_mode=None,
-    add_completion=False,
-    no_args_is_help=True,
-    help="Write the job of a run for SLURM, Kubernetes, torchrun or SkyPilot to stdout.",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+app = group("Write the job of a run for SLURM, Kubernetes, torchrun or SkyPilot to stdout.")
 
 Retries = Annotated[
     int, typer.Option(min=0, help="Restarts after exit 75 (preempted, saved) and 9 (a worker was lost).")

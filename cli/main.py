@@ -87,6 +87,14 @@ class Group(typer.core.TyperGroup):
         return _skip_conversion(super().get_params(ctx))
 
 
+def group(text: str) -> typer.Typer:
+    """A command with commands of its own, such as `recipes ls`. text: what `--help` says of it."""
+    return typer.Typer(
+        cls=Group, rich_markup_mode=None, add_completion=False, no_args_is_help=True, help=text,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )  # fmt: skip
+
+
 class Commands(Group):
     """The group of all commands, which imports only the one that is called."""
 

@@ -8,21 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from tpshard.cli.main import Command, Group, columns
+from tpshard.cli.main import Command, columns, group
 from tpshard.cli.shared.arguments import Json, Overrides, Overwrite, complete_shipped, recipe_argument
 from tpshard.diagnostics.diagnostic import Exit, Mistakes, did_you_mean
 
 if TYPE_CHECKING:
     from tpshard.recipes.keys.schema import Recipe
 
-app = typer.Typer(
-    cls=Group,
-    rich_markup_mode=None,
-    add_completion=False,
-    no_args_is_help=True,
-    help="List, show and copy the shipped recipes; explain the keys; print the schema.",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+app = group("List, show and copy the shipped recipes; explain the keys; print the schema.")
 
 Name = Annotated[
     str,

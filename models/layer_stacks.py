@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-
-_OF_TORCH = frozenset(vars(nn.Module()))
-"""The attributes that every module has, such as `training` and its hooks."""
+from tpshard.models.module_state import OF_TORCH
 
 
 @dataclass(frozen=True)
@@ -136,7 +134,7 @@ def _description(layer: nn.Module) -> dict[str, object]:
         own = list(module.named_parameters(recurse=False))
         described |= {prefix + name: list(p.shape) for name, p in own}
         described |= {f"{prefix}{name}.requires_grad": p.requires_grad for name, p in own}
-        described |= {prefix + name: value for name, value in vars(module).items() if name not in _OF_TORCH}
+        described |= {prefix + name: value for name, value in vars(module).items() if name not in OF_TORCH}
         described[prefix + "class"] = type(module).__name__
     return described
 

@@ -22,8 +22,8 @@ class WrittenBuffer(ValueError):
 
 STORED = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of parameters, and of buffers that are stored like them."""
-_OF_TORCH = frozenset(vars(nn.Module()))
-"""The attributes that every module has."""
+OF_TORCH = frozenset(vars(nn.Module()))
+"""The attributes that every module has, such as `training` and its hooks."""
 
 
 class HeldBuffer(nn.Parameter):
@@ -119,7 +119,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    yield from ((name, value) for name, value in vars(module).items() if name not in _OF_TORCH and name != "forward")
+    yield from ((name, value) for name, value in vars(module).items() if name not in OF_TORCH and name != "forward")
 
 
 def _copy(value: Any) -> Any:
