@@ -39,7 +39,7 @@ def show(
     """
     from tpshard.programs.setting.setting import Setting
     from tpshard.train.data.stream import Loader, Mixture
-    from tpshard.train.run.training_worker import opened_data
+    from tpshard.train.run.run_data import opened_data
 
     loaded = load(recipe, overrides or ())
     setting = Setting.of(loaded, 1 if loaded.cluster is None and -1 in loaded.mesh.values() else None)

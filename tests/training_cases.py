@@ -15,9 +15,13 @@ from tpshard.parallelism.runtime.context import Context
 from tpshard.programs.compare.float64 import BOUND, distance, float64
 from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step.training_step import TrainingPrograms
+from tpshard.recipes.keys.schema import Recipe
 from tpshard.recipes.reading.load import loads
 from tpshard.train.checkpoints.shards import Shard
 from tpshard.train.data.step_batch import StepBatch
+from tpshard.train.run import training_worker
+from tpshard.train.run.outcome import Outcome
+from tpshard.train.run.run_plan import PlanOfRun
 from tpshard.train.run.training_engine import TrainingEngine
 
 RECIPE = """
@@ -44,6 +48,12 @@ def global_batch(step: int) -> StepBatch:
     positions = torch.cat([torch.arange(7), torch.arange(5)]).expand(12, 12).contiguous()
     tensors = {"targets": targets, "documents": documents, "positions": positions}
     return StepBatch({"tokens": tokens[:, :-1].contiguous(), **tensors}, ("",) * 12)
+
+
+def train_recipe(context: Context, recipe: Recipe) -> Outcome:
+    """Runs a recipe as `tpshard train` does, among the workers of the pool, whose output stays where it is."""
+    training_worker.keep_output = lambda *_: None  # type: ignore[assignment]
+    return training_worker.train(Setting.of(recipe, context.world), context, PlanOfRun())
 
 
 def spec_of(setting: Setting) -> FamilyModel:

@@ -21,8 +21,7 @@ from tpshard.parallelism.runtime.context import Context
 from tpshard.programs.setting.setting import Setting
 from tpshard.recipes.reading.load import loads
 from tpshard.train.records.records import read_rows
-from tpshard.train.run import training_worker
-from tpshard.train.run.run_plan import PlanOfRun
+from training_cases import train_recipe
 
 RECIPE = """
 name: judged
@@ -39,9 +38,8 @@ ALIKE = ["compile=eager", "evaluate.sequences=10", "model.seq_len=64"]
 
 
 def train(context: Context, folder: str) -> None:
-    training_worker._keep_output = lambda *_: None  # type: ignore[assignment]  # the pool's own output stays
     recipe = loads(RECIPE, [f"run.dir={folder}/judged"])
-    training_worker.train(Setting.of(recipe, context.world), context, PlanOfRun())
+    train_recipe(context, recipe)
 
 
 def measure(context: Context, source: str, overrides: list[str], texts: list[str]) -> dict[str, Any]:

@@ -26,7 +26,8 @@ from tpshard.train.data.step_batch import StepBatch
 from tpshard.train.data.stream import Loader, Mixture
 from tpshard.train.data.tokens import TextTokenizer
 from tpshard.train.records.progress import Progress
-from tpshard.train.run.loop import Outcome, TrainingLoop
+from tpshard.train.run.loop import TrainingLoop
+from tpshard.train.run.outcome import Outcome
 from tpshard.train.run.training_engine import StepResult
 
 VOCAB, WIDTH = 256, 8

@@ -19,10 +19,9 @@ from tpshard.recipes.reading.load import loads
 from tpshard.train.data import made_tokenizer
 from tpshard.train.data.corpus import open_text
 from tpshard.train.data.tokens import load_tokenizer
-from tpshard.train.run import training_worker
 from tpshard.train.run.resuming import kept_recipe
-from tpshard.train.run.run_plan import PlanOfRun
-from tpshard.train.run.training_worker import opened_data
+from tpshard.train.run.run_data import opened_data
+from training_cases import train_recipe
 
 RECIPE = """
 name: mine
@@ -66,11 +65,10 @@ def test_ranks_that_share_no_disk_have_the_same_ids(place: Path, pool: Any) -> N
 
 def start(context: Context, folder: str, *overrides: str) -> str:
     """Trains or resumes; returns the messages of its mistakes, "" if there are none."""
-    training_worker._keep_output = lambda *_: None  # type: ignore[assignment]  # the pool's own output stays
     made_tokenizer.cache_dir = lambda: Path(folder, "cache")  # type: ignore[assignment]
     recipe = loads(RECIPE % f"{folder}/mine.txt", [f"run.dir={folder}/run", *overrides])
     try:
-        training_worker.train(Setting.of(recipe, context.world), context, PlanOfRun())
+        train_recipe(context, recipe)
     except Mistakes as mistakes:
         return f"{mistakes.exit}\n{mistakes}"
     return ""

@@ -19,7 +19,6 @@ from test_checkpoint import assert_holds, model, save_on, shards
 from tpshard.cli.main import run
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.parallelism.runtime.context import Context
-from tpshard.programs.setting.setting import Setting
 from tpshard.recipes.keys.stores import wrong_store
 from tpshard.recipes.reading.load import loads
 from tpshard.train.checkpoints import store_path
@@ -27,11 +26,11 @@ from tpshard.train.checkpoints.checkpoint import SaveFailed, clean, save, steps
 from tpshard.train.checkpoints.restore import SavedCheckpoint, newest, open_checkpoint
 from tpshard.train.checkpoints.shards import Shard
 from tpshard.train.checkpoints.store_path import StoreError, StorePath
-from tpshard.train.run import store_lock, training_worker
+from tpshard.train.run import store_lock
 from tpshard.train.run.run_lock import Holder, Taken
-from tpshard.train.run.run_plan import PlanOfRun
 from tpshard.train.run.run_store import RunStore
 from tpshard.train.run.store_lock import StoreLock
+from training_cases import train_recipe
 
 
 @pytest.fixture(scope="module")
@@ -236,14 +235,13 @@ def train(context: Context, environment: dict[str, str], folder: str, *overrides
     """Trains or resumes, each rank in a working directory of its own as on a host of its own; returns the mistakes'
     messages, or the exit code."""
     enter(environment)
-    training_worker._keep_output = lambda *_: None  # type: ignore[assignment]  # the pool's own output stays
     own = Path(folder) / f"host-{context.rank}"
     own.mkdir(parents=True, exist_ok=True)
     before = os.getcwd()
     os.chdir(own)
     try:
         recipe = loads(RECIPE, overrides)
-        return str(int(training_worker.train(Setting.of(recipe, context.world), context, PlanOfRun()).exit))
+        return str(int(train_recipe(context, recipe).exit))
     except Mistakes as mistakes:
         return f"{int(mistakes.exit)}\n{mistakes}"
     finally:

@@ -12,12 +12,10 @@ from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.step_profile import OperationEvent
 from tpshard.plan.questions import plan_error
 from tpshard.plan.views import trace
-from tpshard.programs.setting.setting import Setting
 from tpshard.recipes.reading.load import loads
 from tpshard.train.records.profile_report import differences, trace_of
 from tpshard.train.records.records import read_rows
-from tpshard.train.run import training_worker
-from tpshard.train.run.run_plan import PlanOfRun
+from training_cases import train_recipe
 
 RECIPE = """
 name: seen
@@ -34,9 +32,8 @@ logging: {every_steps: 1, wandb: null}
 
 
 def train(context: Context, folder: str, *overrides: str) -> None:
-    training_worker._keep_output = lambda *_: None  # type: ignore[assignment]  # the pool's own output stays
     recipe = loads(RECIPE, [f"run.dir={folder}", *overrides])
-    training_worker.train(Setting.of(recipe, context.world), context, PlanOfRun())
+    train_recipe(context, recipe)
 
 
 def named(events: list[dict[str, Any]]) -> set[tuple[str, ...]]:

@@ -10,11 +10,9 @@ import pytest
 from tpshard.cli.main import run
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.parallelism.runtime.context import Context
-from tpshard.programs.setting.setting import Setting
 from tpshard.recipes.reading.load import load, loads
-from tpshard.train.run import training_worker
 from tpshard.train.run.resuming import FREE, UNTOLD, trained
-from tpshard.train.run.run_plan import PlanOfRun
+from training_cases import train_recipe
 
 RECIPE = """
 name: mine
@@ -31,10 +29,9 @@ logging: {every_steps: 1, wandb: null}
 
 def start(context: Context, folder: str, *overrides: str) -> str:
     """Trains or resumes; returns the messages of its mistakes, "" if there are none."""
-    training_worker._keep_output = lambda *_: None  # type: ignore[assignment]  # the pool's own output stays
     recipe = loads(RECIPE, [f"run.dir={folder}/mine", *overrides])
     try:
-        training_worker.train(Setting.of(recipe, context.world), context, PlanOfRun())
+        train_recipe(context, recipe)
     except Mistakes as mistakes:
         return f"{mistakes.exit}\n{mistakes}"
     return ""
@@ -150,5 +147,4 @@ def test_sources_that_stop_end_the_run_and_are_found_from_anywhere(pool: Any, tm
 
 
 def start_file(context: Context, recipe: str, *overrides: str) -> None:
-    training_worker._keep_output = lambda *_: None  # type: ignore[assignment]  # the pool's own output stays
-    training_worker.train(Setting.of(load(recipe, overrides), context.world), context, PlanOfRun())
+    train_recipe(context, load(recipe, overrides))

@@ -19,8 +19,8 @@ from tpshard.recipes.reading.load import loads
 from tpshard.train.data.corpus import open_text
 from tpshard.train.data.tokens import load_tokenizer
 from tpshard.train.records.progress import Lines, duration, short
-from tpshard.train.run.loop import Course, Outcome
-from tpshard.train.run.training_worker import ending, held_out
+from tpshard.train.run.outcome import Course, Outcome, ending
+from tpshard.train.run.run_data import held_out
 
 RECIPE = """
 name: around

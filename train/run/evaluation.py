@@ -13,8 +13,8 @@ from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step import training
 from tpshard.train.data.corpus import Corpus, TextSource, open_text
 from tpshard.train.data.step_batch import StepBatch
+from tpshard.train.run.run_data import held_out, opened_data
 from tpshard.train.run.training_engine import ReadBlock, TrainingEngine
-from tpshard.train.run.training_worker import held_out, opened_data
 
 OpenModel = Callable[[Mapping[str, Any]], ReadBlock]
 """Opens a stored model that must have tensors of these shapes and dtypes; returns the reader of its blocks."""

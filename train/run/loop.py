@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -33,56 +30,14 @@ from tpshard.train.records.progress import Progress
 from tpshard.train.run import nonfinite
 from tpshard.train.run.expert_balance import balance
 from tpshard.train.run.learning_rate import change, described, learning_rate
+from tpshard.train.run.nonfinite import number
+from tpshard.train.run.outcome import Course, Outcome
 from tpshard.train.run.resuming import trained
 from tpshard.train.run.training_engine import ReadBlock, StepResult, TrainingEngine
 
 logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
-
-
-@dataclass
-class Course:
-    """A run's progress (steps, updates, tokens), saved with every checkpoint."""
-
-    step: int = 0
-    """Steps done."""
-    updates: int = 0
-    """Steps that changed the parameters; Adam's bias correction counts these."""
-    empty: int = 0
-    """Steps without a target, which changed nothing."""
-    tokens: int = 0
-    """Target tokens so far, over all ranks."""
-    evaluated: int = 0
-    """The last step whose evaluation finished. An evaluation that a stop interrupted is repeated on resuming."""
-
-
-@dataclass
-class Outcome:
-    """The result of a run."""
-
-    exit: Exit
-    course: Course
-    first_loss: float | None = None
-    last_loss: float | None = None
-    eval_loss: float | None = None
-    seconds: float = 0.0
-    tokens_per_s: float = 0.0
-    """Median of the logged steps without the first, which includes one-time work."""
-    skipped: int = 0
-    restarts: int = 0
-    """Restarts after workers crashed, since the command was given."""
-    saved: Location | None = None
-    """The last checkpoint."""
-    unsaved: str = ""
-    """Why the last attempt to save failed, if it did."""
-    rates: list[float] = field(default_factory=list)
-    trained: bool = False
-    """Whether this start did a step."""
-    ended: bool = False
-    """Whether no source had anything left to read."""
-    wandb: str = ""
-    """The address of wandb's run, or its folder where it is offline; "" without wandb."""
 
 
 class TrainingLoop:
@@ -300,8 +255,8 @@ class TrainingLoop:
         counts = finite and not result.empty
         logged = step == 1 or step % every == 0 or step == self.recipe.train.steps or not counts
         row: Row = {
-            "step": step, "loss": None if result.empty else _number(result.loss),
-            "grad_norm": None if result.empty else _number(result.grad_norm), "lr": lr,
+            "step": step, "loss": None if result.empty else number(result.loss),
+            "grad_norm": None if result.empty else number(result.grad_norm), "lr": lr,
             "skipped": self.guard.skipped + self.course.empty + (finite and result.empty),
             "tokens": self.course.tokens + (result.targets if finite else 0), "tokens_per_s": rate, "step_s": step_s,
             "mfu": flops / step_s / self.flops_per_s if flops and self.flops_per_s else None,
@@ -345,9 +300,9 @@ class TrainingLoop:
             loss = loss_sum / targets
             self.outcome.eval_loss = loss
             each = {name: total / count for name, (total, count) in sums.items() if count}
-            row: Row = {"step": self.course.step, "eval_loss": _number(loss), "eval_tokens": int(targets)}
+            row: Row = {"step": self.course.step, "eval_loss": number(loss), "eval_tokens": int(targets)}
             if len(self.held_out) > 1:
-                row["eval_losses"] = {name: _number(one) for name, one in each.items()}
+                row["eval_losses"] = {name: number(one) for name, one in each.items()}
             if self.context.is_main:
                 self.record({**row, "time": time.time(), "run": self.attempt})
             parts = "".join(f", {name} {one:.4f}" for name, one in each.items()) if len(self.held_out) > 1 else ""
@@ -402,7 +357,9 @@ class TrainingLoop:
         self.finish_save()
         back_to = self._saved_step or 0
         decision, why = self.guard.decide(back_to)
-        account = self._account(step, result, batch, decision)
+        account = nonfinite.report(
+            self.folder, self.context, step, result, decision, batch.origin, self.plan.per_device, self.engine.data_rank
+        )  # fmt: skip
         problem = f"step {step}: {nonfinite.describe(result.loss, result.grad_norm)}"
         if decision == "skip":
             self.progress.note(f"warning: {problem}; skipped, the parameters are as before (see {account})")
@@ -428,27 +385,6 @@ class TrainingLoop:
                 fix="a lower optimizer.lr or a longer warm-up; train.on_nonfinite: skip or rollback to go on",
             )
 
-    def _account(self, step: int, result: StepResult, batch: StepBatch, decision: str) -> Path:
-        """Writes which text was in a non-finite step to a file, and returns its path. Every rank calls it."""
-        per = self.plan.per_device
-        blamed = nonfinite.suspects(result.losses, self.plan.micro_batches)
-        rows = [row for i in blamed for row in batch.origin[i * per : (i + 1) * per]]
-        everyone = dict(self.context.gather((self.engine.data_rank, rows)))
-        path = self.folder / "logs" / "nonfinite.jsonl"
-        if self.context.is_main:
-            row = {
-                "step": step, "loss": _number(result.loss), "grad_norm": _number(result.grad_norm),
-                "decision": decision, "micro_batches": blamed, "time": time.time(),
-                "batch": [origin for rank in sorted(everyone) for origin in everyone[rank]],
-            }  # fmt: skip
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with path.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-            except OSError as error:
-                logger.warning("%s cannot be written: %s", path, error)
-        return path
-
 
 def _zeros_for_moments(read: ReadBlock) -> ReadBlock:
     def block(name: str, starts: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
@@ -459,18 +395,3 @@ def _zeros_for_moments(read: ReadBlock) -> ReadBlock:
 
 _NOT_FINITE = 4
 """Added to the urgency of a stop (0 to 2), so that one collective agrees on both."""
-
-
-def _number(value: float) -> float | None:
-    """The value, or None where it is not finite: JSON has no NaN."""
-    return value if math.isfinite(value) else None
-
-
-def summary(outcome: Outcome, recipe: Recipe, folder: Path) -> Mapping[str, Any]:
-    """The result of a run as JSON values, for wandb's summary."""
-    return {
-        "exit": int(outcome.exit), "steps": outcome.course.step, "tokens": outcome.course.tokens,
-        "first_loss": outcome.first_loss, "loss": outcome.last_loss, "eval_loss": outcome.eval_loss,
-        "seconds": outcome.seconds, "tokens_per_s": outcome.tokens_per_s, "skipped": outcome.skipped,
-        "restarts": outcome.restarts, "name": recipe.name, "folder": str(folder),
-    }  # fmt: skip

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import math
+import time
 from collections.abc import Sequence
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
+
+from tpshard.parallelism.runtime.context import Context
+from tpshard.train.run.training_engine import StepResult
+
+logger = logging.getLogger(__name__)
 
 Policy = Literal["stop", "skip", "rollback"]
 
@@ -45,9 +54,39 @@ class Guard:
         return "stop", ""
 
 
-def suspects(losses: Sequence[float], micro_batches: int) -> list[int]:
+def suspects(losses: Sequence[float]) -> list[int]:
     """The micro-batches that may be the cause: those whose loss is not finite, or all if only the gradient is not."""
-    return [i for i, loss in enumerate(losses) if not math.isfinite(loss)] or list(range(micro_batches))
+    return [i for i, loss in enumerate(losses) if not math.isfinite(loss)] or list(range(len(losses)))
+
+
+def number(value: float) -> float | None:
+    """The value, or None where it is not finite: JSON has no NaN."""
+    return value if math.isfinite(value) else None
+
+
+def report(
+    folder: Path, context: Context, step: int, result: StepResult, decision: Policy,
+    origin: Sequence[Any], per_device: int, data_rank: int,
+) -> Path:  # fmt: skip
+    """Writes which text was in a non-finite step to a file of the run's folder, and returns its path. Every rank calls
+    it. origin: of each row of this rank; per_device: rows of a micro-batch."""
+    blamed = suspects(result.losses)
+    rows = [row for i in blamed for row in origin[i * per_device : (i + 1) * per_device]]
+    everyone = dict(context.gather((data_rank, rows)))
+    path = folder / "logs" / "nonfinite.jsonl"
+    if context.is_main:
+        row = {
+            "step": step, "loss": number(result.loss), "grad_norm": number(result.grad_norm),
+            "decision": decision, "micro_batches": blamed, "time": time.time(),
+            "batch": [origin for rank in sorted(everyone) for origin in everyone[rank]],
+        }  # fmt: skip
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            logger.warning("%s cannot be written: %s", path, error)
+    return path
 
 
 def describe(loss: float, grad_norm: float) -> str:

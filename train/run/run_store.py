@@ -16,7 +16,8 @@ from typing import Any
 
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.files.atomic import write_bytes
-from tpshard.train.checkpoints.store_path import StorePath, require_store
+from tpshard.recipes.keys.schema import Recipe
+from tpshard.train.checkpoints.store_path import Location, StorePath, location, require_store
 from tpshard.train.data.sample import cache_dir
 from tpshard.train.records.records import as_lines
 
@@ -28,6 +29,11 @@ FILES = ("recipe.yaml", "plan.json", "wandb/id", *RECORDS)
 FOLDERS = ("model/",)
 _TAGS = ".store.json"
 """The file that says which objects a folder's files were fetched from."""
+
+
+def run_place(recipe: Recipe) -> Location:
+    """Where the run is: its folder, or its place in an object store."""
+    return recipe.run.folder if recipe.run.store is None else location(recipe.run.store)
 
 
 class RunStore:
