@@ -7,17 +7,18 @@ import inspect
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import pool_worker
 import pytest
+from forked import FORKS
 from left_out import pytest_deselected, pytest_sessionfinish, pytest_terminal_summary, pytest_testnodedown
 from patience import PATIENCE
 
@@ -56,7 +57,7 @@ class Pool:
     def __init__(self, folder: Path):
         self._folder = folder
         self._jobs = 0
-        self._workers: dict[int, tuple[subprocess.Popen[bytes], Connection]] = {}
+        self._workers: dict[int, tuple[ForkServerProcess, Connection]] = {}
 
     def run(
         self,
@@ -104,15 +105,12 @@ class Pool:
         return [results[rank] for rank in range(world)]
 
     def _worker(self, rank: int) -> Connection:
-        if rank in self._workers and self._workers[rank][0].poll() is None:
+        if rank in self._workers and self._workers[rank][0].is_alive():
             return self._workers[rank][1]
         mine, theirs = Pipe()
-        with (self._folder / f"worker-{rank}.log").open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("pool_worker.py")), str(rank), str(theirs.fileno())],
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-            )  # fmt: skip
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        process = FORKS.Process(target=pool_worker.main, args=(rank, theirs, environment, str(self._path(rank))))
+        process.start()
         theirs.close()
         self._workers[rank] = (process, mine)
         return mine
@@ -123,10 +121,13 @@ class Pool:
         if kill:
             process.kill()
         pipe.close()
-        process.wait(timeout=30)
+        process.join(30)
 
     def _log(self, rank: int) -> str:
-        return (self._folder / f"worker-{rank}.log").read_text(errors="replace")[-3000:]
+        return self._path(rank).read_text(errors="replace")[-3000:]
+
+    def _path(self, rank: int) -> Path:
+        return self._folder / f"worker-{rank}.log"
 
     def close(self) -> None:
         for rank in list(self._workers):

@@ -11,6 +11,8 @@ from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
 
+from forked import enter
+
 
 def load(name: str, path: str) -> ModuleType:
     """The test's module under the name that pytest gave it, so that its classes travel both ways."""
@@ -40,8 +42,8 @@ def run(job: dict[str, Any], rank: int) -> Any:
         return function(context, *pickle.loads(job["args"]))
 
 
-def main(rank: int, fd: int) -> None:
-    pipe = Connection(fd)
+def main(rank: int, pipe: Connection, environment: dict[str, str], log: str) -> None:
+    enter(environment, log, log)
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import _unregister_all_process_groups
@@ -66,7 +68,3 @@ def main(rank: int, fd: int) -> None:
         finally:
             _unregister_all_process_groups()
         pipe.send(answer)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -8,7 +8,6 @@ import random
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from patience import PATIENCE
@@ -276,7 +276,7 @@ def save_and_die(phase, directory, step):
 
 for argument in sys.argv[1:]:
     phase, directory, step = argument.split("|")
-    if (child := os.fork()) == 0:  # importing torch once is enough
+    if (child := os.fork()) == 0:
         save_and_die(phase, Path(directory), int(step))
         os._exit(0)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
@@ -303,8 +303,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, in
         for earlier in (1, 2):
             save(folder, earlier, {"w": Shard.whole(torch.full((1000,), float(earlier)))}, {})
     arguments = [f"{phase}|{folder}|{PHASES[phase][0]}" for phase, folder in folders.items()]
-    command = [sys.executable, "-c", KILLED, *arguments]
-    process = subprocess.run(command, timeout=PATIENCE, capture_output=True, text=True)
+    process = python(KILLED, *arguments)
     assert process.returncode == 0, process.stderr
     return {phase: (folders[phase], int(code)) for phase, code in zip(PHASES, process.stdout.split(), strict=True)}
 

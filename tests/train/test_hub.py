@@ -5,15 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from c4_files import packed, texts
+from forked import python
 from loopback_hub import Hub
-from patience import PATIENCE
 from test_text_formats import write
 
 SCRIPT = """
@@ -57,7 +55,7 @@ def run(endpoint: str, home: Path, *sources: str, column: str = "text", **more: 
     env = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DOWNLOAD_TIMEOUT": "2", **more}
     env = {k: v for k, v in env.items() if not k.lower().endswith("_proxy")}
     script = SCRIPT.format(here=str(Path(__file__).parent), sources=sources, column=column)
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=PATIENCE)
+    done = python(script, environment=env)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     out: dict[str, Any] = json.loads(done.stdout)
     return out

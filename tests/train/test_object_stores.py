@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from forked import python
 from local_store import BUCKET, SECRETS, LocalStore, enter, local_store
-from patience import PATIENCE
 from test_checkpoint import assert_holds, model, save_on, shards
 from tpshard.cli.main import run
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
@@ -171,13 +170,12 @@ KILLS = {
 def killed(store: LocalStore) -> dict[str, tuple[StorePath, int]]:
     """By phase: the place in which a save was killed there, and how the process ended."""
     places = {phase: StorePath(f"s3://{BUCKET}/killed-{number}") for number, phase in enumerate(KILLS)}
-    processes = {}
+    ended = {}
     for phase, where in places.items():
         for earlier in (1, 2):
             save(where, earlier, {"w": Shard.whole(torch.full((10,), float(earlier)))}, {})
-        command = [sys.executable, "-c", KILLED, phase, str(where)]
-        processes[phase] = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    return {phase: (places[phase], process.wait(PATIENCE)) for phase, process in processes.items()}
+        ended[phase] = (where, python(KILLED, phase, str(where)).returncode)
+    return ended
 
 
 @pytest.mark.parametrize("phase", KILLS)
