@@ -42,7 +42,8 @@ from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step import training
 from tpshard.recipes.reading.load import loads
 from tpshard.serve.engine.weights import Weights
-from tpshard.serve.quantizing.quantize_layers import Quantizer, Sequences, write
+from tpshard.serve.quantizing.quantize_layers import Quantizer, Sequences
+from tpshard.serve.quantizing.write_quantized import write_quantized
 
 from record import ROOT, Record, close_with_table, parser_of
 
@@ -158,7 +159,7 @@ def writes(name: str, place: Path) -> float:
         architecture, values = Architecture(architectures.config_of(name)), architectures.values(name)
         spec = TransformersModel(architecture.raw)
         job = Quantizer(spec, values.__getitem__, text, text, Settings(group_size=16), "head_local")
-        report = write(job, place / f"{name}-quantized")
+        report = write_quantized(job, place / f"{name}-quantized")
         stored = FolderWeights(place / f"{name}-quantized", architecture, architecture.build())
         weights = {path: stored.block(path, (), ()).float() for path in values}
         with torch.no_grad():

@@ -19,7 +19,8 @@ from tpshard.diagnostics.diagnostic import Exit, Mistakes
 if TYPE_CHECKING:
     from tpshard.cli.shared.sources import SourceModel
     from tpshard.recipes.keys.schema import Recipe
-    from tpshard.serve.quantizing.quantize_layers import Quantizing, Sequences
+    from tpshard.serve.quantizing.quantize_layers import Sequences
+    from tpshard.serve.quantizing.quantize_report import Quantizing
 
 
 def quantize(
@@ -60,7 +61,8 @@ def quantize(
         check_tokenizer(model.tokenizer)
     import torch
     from tpshard.kernels.quantized.gptq_solver import Settings
-    from tpshard.serve.quantizing.quantize_layers import Quantizer, write
+    from tpshard.serve.quantizing.quantize_layers import Quantizer
+    from tpshard.serve.quantizing.write_quantized import write_quantized
 
     length = min(seq_len or _seq_len(source, model, recipe), model.spec.sizes.max_seq or _LONGEST)
     section, gpu = recipe.quantize, torch.cuda.is_available()
@@ -78,7 +80,7 @@ def quantize(
             dtype=torch.bfloat16 if gpu and model.dtype != torch.float32 else torch.float32,
             step=_progress,
         )
-        report = write(quantizer, out, tokenizer=model.tokenizer, base=model.base, overwrite=overwrite)
+        report = write_quantized(quantizer, out, tokenizer=model.tokenizer, base=model.base, overwrite=overwrite)
     for sentence in _warnings(report):
         print(f"warning: {sentence}", file=sys.stderr)
     if as_json:

@@ -4,138 +4,35 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from tpshard.devices.device_keys import (
+    CROWD,
+    EFFICIENCY,
+    HOST,
+    LAYOUTS,
+    LEVEL,
+    LINK,
+    MAPS,
+    OF_CPU,
+    OVERHEAD,
+    PREFIX,
+    PRODUCT,
+    RATES,
+    SERVING,
+    TOP,
+    UNITS,
+    WORDS,
+    DeviceKey,
+)
 from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes, Source
 from tpshard.parallelism.pricing.cost import Cpu, Crowd, Device, Efficiency, Overhead, ServingOverhead
 from tpshard.parallelism.pricing.network import Level, Link
 from tpshard.recipes.keys.schema import DEVICES
 from tpshard.recipes.text.nodes import Node, read, scalar
-
-_PREFIX = {"": 1.0, "K": 1e3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
-_UNITS = {
-    "bytes": re.compile(r"(\d+\.?\d*(?:e[+]?\d+)?)\s*([KkMGT]?)(i?)B"),
-    "bandwidth": re.compile(r"(\d+\.?\d*(?:e[+]?\d+)?)\s*([kMGT]?)(i?)(B|bit)/s"),
-    "rate": re.compile(r"(\d+\.?\d*(?:e[+]?\d+)?)\s*([GTP])(i?)FLOP/s"),
-    "time": re.compile(r"(\d+\.?\d*(?:e[+-]?\d+)?)\s*(s|ms|us|ns)"),
-}
-
-
-_WORDS = {
-    "levels": ("a list of levels, from the nearest", "[{name: nvlink, devices: 8, ...}, {name: spine, ...}]"),
-    "bytes": ("an amount of memory", "80 GiB"),
-    "bandwidth": ("a bandwidth", "3.35 TB/s or 400 Gbit/s"),
-    "rate": ("a rate", "989 TFLOP/s"),
-    "time": ("a time", "5 us"),
-    "rates": ("dense rates by dtype", "{bf16: 989 TFLOP/s}"),
-    "host": ("devices of a host and their links", "{devices: 8, inside: {...}, across: {...}}"),
-    "link": ("a link between devices", "{bandwidth: 450 GB/s, latency: 4 us}"),
-}
-
-
-@dataclass(frozen=True)
-class _Key:
-    """A key of a device file: its unit, plausible range, and default (None: required)."""
-
-    unit: str
-    least: float = 0.0
-    most: float = math.inf
-    default: Any = None
-    what: str = ""
-
-
-_LINK = {
-    "bandwidth": _Key("bandwidth", 1e6, 1e13, what="bytes or bits one device sends a second, one direction"),
-    "latency": _Key("time", 0.0, 1.0, what="of one hop"),
-    "efficiency": _Key("share", 0.01, 1.0, 0.8),
-    "slowdown": _Key("share", 0.0, 0.95, 0.0),
-    "shared": _Key("bool", default=False),
-    "direct": _Key("bool", default=False),
-}
-_LEVEL = {
-    "name": _Key("text"),
-    "devices": _Key("int", 1, 4096, 0, what="devices of a host that it joins"),
-    "hosts": _Key("int", 1, 1 << 20, 0, what="hosts that it joins"),
-    "oversubscribed": _Key("ratio", 1.0, 1000.0, 1.0),
-    "rails": _Key("bool", default=False),
-    **_LINK,
-}
-_CROWD = {
-    "compute": _Key("ratio", 0.01, 4.0, 1.0),
-    "memory": _Key("ratio", 0.01, 4.0, 1.0),
-    "growth": _Key("ratio", 0.01, 16.0, -1.0),
-    "overhead": _Key("ratio", 0.01, 1000.0, 1.0),
-    "bandwidth": _Key("bandwidth", 1e6, 1e13, 0.0),
-    "latency": _Key("time", 0.0, 1.0, 0.0),
-    "skew": _Key("time", 0.0, 1.0, 0.0),
-    "spread": _Key("ratio", 0.0, 1.0, 0.0),
-    "slowdown": _Key("share", 0.0, 0.95, -1.0),
-    "message": _Key("time", 0.0, 1.0, 0.0),
-}
-_EFFICIENCY = {
-    "matmul": _Key("share", 0.01, 1.0, 0.75),
-    "attention": _Key("share", 0.005, 1.0, 0.5),
-    "attention_backward": _Key("share", 0.005, 1.0, 0.4),
-    "streaming": _Key("share", 0.01, 1.0, 0.85),
-}
-_OVERHEAD = {
-    "op": _Key("time", 0.0, 0.1, 4e-6),
-    "eager_op": _Key("time", 0.0, 0.1, 8e-6),
-    "issue": _Key("time", 0.0, 0.1, 2e-5),
-    "step": _Key("time", 0.0, 10.0, 0.0),
-}
-_SERVING = {
-    "serve_step": _Key("time", 0.0, 10.0, 0.0),
-    "serve_token": _Key("time", 0.0, 1.0, 0.0),
-    "serve_request": _Key("time", 0.0, 10.0, 0.0),
-}
-_CONSTANTS = {
-    **_EFFICIENCY,
-    **_OVERHEAD,
-    **_SERVING,
-    "softmax": _Key("ratio", 0.0, 1000.0, 0.0),
-    "packing": _Key("ratio", 0.01, 100.0, 1.0),
-    "exponential": _Key("ratio", 0.0, 1000.0, 0.0),
-    "view": _Key("time", 0.0, 0.1, 0.0),
-    "growth": _Key("bandwidth", 0.0, 1e15, 0.0),
-    "cold_bandwidth": _Key("bandwidth", 0.0, 1e15, 0.0),
-    "cold_overhead": _Key("ratio", 1.0, 100.0, 1.0),
-    "reserved": _Key("ratio", 1.0, 2.0, 1.05),
-}
-_OF_CPU = ("packing", "exponential", "softmax", "growth", "cold_bandwidth", "cold_overhead")
-_TOP = {
-    "schema": _Key("int", 1, 1),
-    "name": _Key("text"),
-    "kind": _Key("gpu|cpu"),
-    "backend": _Key("nccl|gloo"),
-    "memory": _Key("bytes", 2**28, 2**50),
-    "context": _Key("bytes", 0, 2**36, 0),
-    "memory_bandwidth": _Key("bandwidth", 1e8, 1e15),
-    "rates": _Key("rates"),
-    "host": _Key("host"),
-    "levels": _Key("levels", default=()),
-    "constants": _Key("constants", default={}),
-    "fitted": _Key("texts", default={}),
-    "measured": _Key("text", default=""),
-}
-_HOST = {
-    "devices": _Key("int", 1, 4096),
-    "cores": _Key("int", 0, 4096, 0),
-    "inside": _Key("link", default={}, what="how devices of a host are joined"),
-    "across": _Key("link", default={}, what="how hosts are joined"),
-    "crowds": _Key("crowds", default={}),
-    "products": _Key("products", default={}),
-}
-_MAPS = {"host": _HOST, "link": _LINK, "constants": _CONSTANTS}
-"""The units that are maps, with their keys."""
-_PRODUCT = _Key("time", 1e-15, 1e-3, 1.0)
-_LAYOUTS = ("fp32", "bf16", "int4", "parts")
-"""The layouts of weights in `host.products` (see `cost.Cpu.products`)."""
-_RATES = {name: _Key("rate", 1e8, 1e17) for name in ("bf16", "fp16", "fp32", "tf32", "fp8", "fp64", "int8")}
 
 
 def device(name_or_file: str, where: Source | None = None) -> Device:
@@ -158,7 +55,7 @@ def parse(data: bytes, file: str) -> Device:
     """The `Device` described by the bytes of a device file; `file` is its name in errors."""
     root = _read(data, file)
     reader = _Reader()
-    top = reader.section(root, _TOP, "")
+    top = reader.section(root, TOP, "")
     reader.refuse()
     host, rates, constants = top["host"], top["rates"], top["constants"]
     inside, across, levels = _network(root, top, reader)
@@ -174,10 +71,10 @@ def parse(data: bytes, file: str) -> Device:
         inside=inside,
         across=across,
         levels=levels,
-        efficiency=Efficiency(**{name: constants[name] for name in _EFFICIENCY}),
+        efficiency=Efficiency(**{name: constants[name] for name in EFFICIENCY}),
         overhead=Overhead(
-            **{f"{name}_s": constants[name] for name in _OVERHEAD},
-            serving=ServingOverhead(*(constants[name] for name in _SERVING)),
+            **{f"{name}_s": constants[name] for name in OVERHEAD},
+            serving=ServingOverhead(*(constants[name] for name in SERVING)),
         ),
         reserved=constants["reserved"],
         cpu=Cpu(
@@ -185,7 +82,7 @@ def parse(data: bytes, file: str) -> Device:
             crowds={n: _crowd(crowd) for n, crowd in host["crowds"].items()},
             products=host["products"],
             view_s=constants["view"],
-            **{name: constants[name] for name in _OF_CPU},
+            **{name: constants[name] for name in OF_CPU},
         ),
         fitted=top["fitted"],
     )
@@ -213,7 +110,7 @@ def _read(data: bytes, file: str) -> Node:
 
 
 def _link(values: dict[str, Any]) -> Link:
-    return Link(*(values[key] for key in _LINK))
+    return Link(*(values[key] for key in LINK))
 
 
 def _network(root: Node, top: dict[str, Any], reader: _Reader) -> tuple[Link, Link, tuple[Level, ...]]:
@@ -226,18 +123,18 @@ def _network(root: Node, top: dict[str, Any], reader: _Reader) -> tuple[Link, Li
     if list_node is None:
         for key in ("inside", "across"):
             if node.get(key) is None:
-                reader.wrong(f"`host.{key}` is missing", node, _HOST[key].what, f"{key}: {_WORDS['link'][1]}")
+                reader.wrong(f"`host.{key}` is missing", node, HOST[key].what, f"{key}: {WORDS['link'][1]}")
         reader.refuse()
         return _link(host["inside"]), _link(host["across"]), ()
     for key in ("inside", "across"):
         if (written := node.get(key)) is not None:
             reader.wrong(f"`host.{key}` and `levels` both describe the links", written, "", f"leave `host.{key}` out")
     levels = tuple(
-        Level(link=_link(values), **{key: values[key] for key in _LEVEL.keys() - _LINK.keys()})
+        Level(link=_link(values), **{key: values[key] for key in LEVEL.keys() - LINK.keys()})
         for values in top["levels"]
     )
     if why := _level_mistake(levels, host["devices"], top["kind"]):
-        reader.wrong("these `levels` do not form a network", list_node, why, "from the nearest: " + _WORDS["levels"][1])
+        reader.wrong("these `levels` do not form a network", list_node, why, "from the nearest: " + WORDS["levels"][1])
     reader.refuse()
     first = next(i for i, level in enumerate(levels) if level.between_hosts)
     return levels[first - 1].link, levels[first].link, levels
@@ -264,7 +161,7 @@ def _level_mistake(levels: tuple[Level, ...], devices: int, kind: str) -> str:
 
 
 def _crowd(values: dict[str, Any]) -> Crowd:
-    fields: list[Any] = [None if values[key] < 0 else values[key] for key in _CROWD]
+    fields: list[Any] = [None if values[key] < 0 else values[key] for key in CROWD]
     return Crowd(*fields)
 
 
@@ -283,7 +180,7 @@ class _Reader:
         if self.mistakes:
             raise Mistakes(self.mistakes)
 
-    def section(self, node: Node, keys: dict[str, _Key], path: str) -> dict[str, Any]:
+    def section(self, node: Node, keys: dict[str, DeviceKey], path: str) -> dict[str, Any]:
         """The value of each key of a map, or its default. Unknown and missing keys are mistakes."""
         values: dict[str, Any] = {}
         if node.kind != "map":
@@ -297,19 +194,19 @@ class _Reader:
             value_node = node.get(name)
             if value_node is None:
                 if key.default is None:
-                    words = _WORDS.get(key.unit, (key.unit.replace("|", " or "), ""))
+                    words = WORDS.get(key.unit, (key.unit.replace("|", " or "), ""))
                     fix = f"{name}: {words[1]}" if words[1] else ""
                     self.wrong(f"`{_join(path, name)}` is missing", node, key.what or words[0], fix)
-                nested = _MAPS.get(key.unit)
+                nested = MAPS.get(key.unit)
                 values[name] = {k: v.default for k, v in nested.items()} if nested else key.default
             else:
                 values[name] = self.value(value_node, key, _join(path, name))
         return values
 
-    def value(self, node: Node, key: _Key, path: str) -> Any:
+    def value(self, node: Node, key: DeviceKey, path: str) -> Any:
         """The value written for a key, converted by the key's unit; its default where the value is a mistake."""
-        if key.unit in _MAPS:
-            return self.section(node, _MAPS[key.unit], path)
+        if key.unit in MAPS:
+            return self.section(node, MAPS[key.unit], path)
         readers = {"rates": self._rates, "levels": self._levels, "crowds": self._crowds, "products": self._products}
         if key.unit in readers:
             return readers[key.unit](node, path)
@@ -342,9 +239,9 @@ class _Reader:
 
     def _levels(self, node: Node, path: str) -> list[dict[str, Any]]:
         if node.kind != "list" or not node.items:
-            self.wrong(f"`{path}` is not a list", node, *_WORDS["levels"])
+            self.wrong(f"`{path}` is not a list", node, *WORDS["levels"])
             return []
-        return [self.section(one, _LEVEL, f"{path}[{i}]") for i, one in enumerate(node.items)]
+        return [self.section(one, LEVEL, f"{path}[{i}]") for i, one in enumerate(node.items)]
 
     def _crowds(self, node: Node, path: str) -> dict[int, dict[str, Any]]:
         if node.kind != "map":
@@ -356,7 +253,7 @@ class _Reader:
             if not written.text.isascii() or not written.text.isdigit() or not 1 <= int(written.text) <= 4096:
                 self.wrong(f"`{inside}` is not a number of processes", written, "", "write 1 to 4096")
                 continue
-            crowds[int(written.text)] = self.section(value, _CROWD, inside)
+            crowds[int(written.text)] = self.section(value, CROWD, inside)
         return crowds
 
     def _products(self, node: Node, path: str) -> dict[str, dict[int, float]]:
@@ -366,15 +263,15 @@ class _Reader:
         products: dict[str, dict[int, float]] = {}
         for layout, by_rows in node.entries:
             inside = _join(path, layout.text)
-            if layout.text not in _LAYOUTS or by_rows.kind != "map":
-                self.wrong(f"`{inside}` is no layout with its rows", layout, "", f"one of {', '.join(_LAYOUTS)}")
+            if layout.text not in LAYOUTS or by_rows.kind != "map":
+                self.wrong(f"`{inside}` is no layout with its rows", layout, "", f"one of {', '.join(LAYOUTS)}")
                 continue
             products[layout.text] = {}
             for rows, seconds in by_rows.entries:
                 if not rows.text.isascii() or not rows.text.isdigit() or not 1 <= int(rows.text) <= 1 << 16:
                     self.wrong(f"`{inside}.{rows.text}` is not a number of rows", rows, "", "write 1 to 65536")
                     continue
-                measured = self.value(seconds, _PRODUCT, f"{inside}.{rows.text}")
+                measured = self.value(seconds, PRODUCT, f"{inside}.{rows.text}")
                 products[layout.text][int(rows.text)] = measured
         return products
 
@@ -384,15 +281,15 @@ class _Reader:
             return {}
         rates = {}
         for name, value in node.entries:
-            if name.text not in _RATES:
-                self.wrong(f"unknown dtype `{_join(path, name.text)}`", name, "", ", ".join(_RATES))
+            if name.text not in RATES:
+                self.wrong(f"unknown dtype `{_join(path, name.text)}`", name, "", ", ".join(RATES))
                 continue
-            rates[name.text] = self.value(value, _RATES[name.text], _join(path, name.text))
+            rates[name.text] = self.value(value, RATES[name.text], _join(path, name.text))
         if not {"bf16", "fp32"} & rates.keys():
             self.wrong(f"`{path}` has neither bf16 nor fp32", node, "one of them is needed", "add fp32: 1 TFLOP/s")
         return rates
 
-    def _number(self, node: Node, key: _Key, path: str) -> float | None:
+    def _number(self, node: Node, key: DeviceKey, path: str) -> float | None:
         if key.unit in ("share", "ratio", "int"):
             parsed = scalar(node)
             good = isinstance(parsed, int) if key.unit == "int" else isinstance(parsed, (int, float))
@@ -401,14 +298,14 @@ class _Reader:
                 self.wrong(f"`{path}: {node.text}` is not a {kind}", node, "", f"write a {kind}")
                 return None
             return float(parsed)  # type: ignore[arg-type]
-        match = _UNITS[key.unit].fullmatch(node.text.strip())
+        match = UNITS[key.unit].fullmatch(node.text.strip())
         if match is None:
-            words, example = _WORDS[key.unit]
+            words, example = WORDS[key.unit]
             self.wrong(f"`{path}: {node.text}` is not {words} with its unit", node, "", f"write it as in {example}")
             return None
         if key.unit == "time":
             return float(match[1]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}[match[2]]
-        step = _PREFIX[match[2]]
+        step = PREFIX[match[2]]
         if match[3]:
             step = 1024.0 ** round(math.log(step, 1000))
         number = float(match[1]) * step

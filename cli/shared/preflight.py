@@ -219,7 +219,8 @@ def text_errors(recipe: Recipe) -> list[Diagnostic]:
             diagnostics.append(_no_tokenizer(recipe, unset))
         if value is None or (key == "source" and (value == "sample" or is_on(value))):
             continue
-        from tpshard.train.data.corpus import open_text, peek
+        from tpshard.train.data.bad_rows import peek
+        from tpshard.train.data.corpus import open_text
         from tpshard.train.data.open_data import columns_of, place_of
         from tpshard.train.data.tokens import require_tokenizer
 

@@ -11,7 +11,8 @@ from tpshard.parallelism.pipeline.stepping import ranks_of, simulate_step
 from tpshard.parallelism.program import Port, PortKey, Program
 from tpshard.parallelism.simulate import cut, join, run_lockstep
 from tpshard.programs.compare.float64 import float64
-from tpshard.programs.parts.step_programs import COUNTERS, SUM, seeds, update_program
+from tpshard.programs.parts.step_programs import COUNTERS, SUM, seeds
+from tpshard.programs.parts.update_program import update_program
 from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step.training_step import TrainingPrograms
 

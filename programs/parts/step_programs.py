@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +13,8 @@ from tpshard.models import counts
 from tpshard.models.assemble import evaluating, without_checkpointing
 from tpshard.models.families.routing import weighed_by
 from tpshard.models.objectives.tasks import TASKS, targets_of_rows
-from tpshard.models.optimizers.adamw import AdamW, adamw_update, treatments
-from tpshard.models.optimizers.lion import Lion, lion_update
-from tpshard.models.optimizers.muon import Muon, muon_update
 from tpshard.models.own_code import line_of
-from tpshard.parallelism.anchors import split_annotations
-from tpshard.parallelism.annotate import boundary, role, split_as
+from tpshard.parallelism.annotate import boundary, role
 from tpshard.parallelism.draws import SEED, step_seed
 from tpshard.parallelism.graph import Graph, Place, Value, mark
 from tpshard.parallelism.partitioning.partitioner import mark_outputs, partition_graph
@@ -28,13 +22,13 @@ from tpshard.parallelism.program import Port, PortKey, Program
 from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.propagation.propagate import propagate
 from tpshard.parallelism.propagation.storage import boundaries, propagate_and_store
-from tpshard.parallelism.sharding import Layout, Sharding
+from tpshard.parallelism.sharding import Layout
 from tpshard.parallelism.simulate import draws
 from tpshard.parallelism.tracing.capture import Trail, capture
 from tpshard.programs.parts.checks import uneven_notes
 from tpshard.programs.parts.memo import Memo
 from tpshard.programs.parts.passes import apply
-from tpshard.programs.setting.annotations import annotate, dim_notes, fixed, name_dims, source_of, summed
+from tpshard.programs.setting.annotations import annotate, dim_notes, fixed, name_dims, source_of
 from tpshard.programs.setting.setting import Setting
 from tpshard.programs.setting.stacked_layers import discount
 
@@ -71,7 +65,7 @@ def stored_ports(setting: Setting, storage: Mapping[str, Layout], names: Iterabl
     return [Port(name, shapes[name], setting.master_dtype, storage[name], "parameter") for name in names]
 
 
-def _parameters(setting: Setting, names: Sequence[str] | None = None) -> dict[str, Tensor]:
+def parameters_of(setting: Setting, names: Sequence[str] | None = None) -> dict[str, Tensor]:
     parameters = {name: p.detach() for name, p in setting.model.named_parameters()}
     return parameters if names is None else {name: parameters[name] for name in names}
 
@@ -145,7 +139,7 @@ def _changed(setting: Setting, names: Sequence[str]) -> Mistakes:
 def _capture_micro(setting: Setting, gathered: bool, unreduced: bool, watched: bool) -> Graph:
     """Captures the graph of a micro-batch, with the roles of its inputs and outputs; callers share it unchanged."""
     trail = Trail()
-    asked = [name for name in _parameters(setting) if name in setting.trained]
+    asked = [name for name in parameters_of(setting) if name in setting.trained]
     trained: list[str] = []
 
     def step(params: dict[str, Tensor], sums: dict[str, Tensor], batch: dict[str, Tensor]) -> Any:
@@ -173,10 +167,10 @@ def _capture_micro(setting: Setting, gathered: bool, unreduced: bool, watched: b
                 added.append(sums[name] + grad.to(sums[name].dtype))
         return loss.detach(), count, added, counters
 
-    params = _parameters(setting)
+    params = parameters_of(setting)
     if gathered:
         params = {n: p.to(setting.used_dtype(n)) for n, p in params.items()}
-    sums = {n: p.to(setting.sum_dtype) for n, p in _parameters(setting, asked).items()}
+    sums = {n: p.to(setting.sum_dtype) for n, p in parameters_of(setting, asked).items()}
     labels = [*params, *(n + SUM for n in sums), *setting.task.fields]
     batch = _batch(setting)
     graph = capture(step, (params, sums, batch), labels, trail, rows=rows_of(batch))
@@ -262,7 +256,7 @@ def gather_program(
     def step(params: dict[str, Tensor]) -> Any:
         return [boundary(p.to(setting.used_dtype(n)), "parameter", n) for n, p in params.items()]
 
-    params = _parameters(setting, names)
+    params = parameters_of(setting, names)
     used = {n: (used_layout(base, n, storage[n]), "how it is used") for n in params}
     stored = {n: (storage[n], "how it is stored") for n in params}
     program = apply(setting, _between(setting, step, params, stored, used, memo))
@@ -279,7 +273,7 @@ def reduce_program(
     def step(sums: dict[str, Tensor]) -> Any:
         return [boundary(s.to(setting.reduced_dtype(n)), "gradient", n).to(s.dtype) for n, s in sums.items()]
 
-    sums = {n: p.to(setting.sum_dtype) for n, p in _parameters(setting, names).items()}
+    sums = {n: p.to(setting.sum_dtype) for n, p in parameters_of(setting, names).items()}
     computed = {n: (base.records[f"{n}.grad"].layout, "how the gradient is made") for n in sums}
     moved = _between(setting, step, sums, computed, {n: (storage[n], "how it is stored") for n in sums}, memo)
     program = apply(setting, moved)
@@ -319,7 +313,7 @@ def evaluate_program(setting: Setting, storage: Mapping[str, Layout]) -> Program
         used = {n: boundary(p.to(setting.used_dtype(n)), "parameter", n) for n, p in params.items()}
         return _forward(setting, trail, used, batch)
 
-    params = _parameters(setting)
+    params = parameters_of(setting)
     with torch.no_grad(), evaluating(setting.model):
         batch = _batch(setting)
         graph = capture(step, (params, batch), [*params, *batch], trail, rows=rows_of(batch))
@@ -352,109 +346,3 @@ def _partition(
     notes = uneven_notes(asked) if setting.recipe.sharding.on_uneven == "pad" else []
     notes += dim_notes(setting, graph, _field_dims(setting))
     return replace(program, warnings=[*program.warnings, *notes])
-
-
-def _shared(setting: Setting, layout: Layout, matrices: Tensor) -> Tensor:
-    """Matrices [n, rows, columns] of parameters with one layout, annotated so that devices hold whole ones.
-
-    They are sharded over as many mesh axes as there are matrices for: first those that shard the parameters.
-    """
-    sizes, over = setting.mesh.axes, list[str]()
-    staged = setting.pipeline_axis if setting.stacking is None else None  # its devices update different parameters
-    for axis in dict.fromkeys([*(axis.name for dim in layout.dims for axis in dim), *sizes]):
-        enough = math.prod(sizes[name] for name in over) >= matrices.shape[0]
-        if not enough and sizes[axis] > 1 and (staged is None or axis != staged.name):
-            over.append(axis)
-    sharding = Sharding.of(setting.mesh, [tuple(over), None, None], 3)
-    return split_as(matrices, setting.mesh, sharding) if over else matrices
-
-
-def update_program(
-    setting: Setting, storage: Mapping[str, Layout], names: Sequence[str], memo: Memo | None = None, *,
-    staged: bool = False,
-) -> Program:  # fmt: skip
-    """Builds the program of the optimizer: it updates the shards of the parameters `names`, with the global norm of all
-    gradients.
-
-    staged: whether they are those of one device of a pipeline; the last input is then the squared norm of its
-    gradients, which is summed over the devices. memo: keeps the program, and its captured graph.
-    """
-    memo, layouts = memo or Memo(), [storage[name] for name in names]
-    # only muon's graph depends on the layouts
-    places = (setting.mesh.axes, setting.pipeline_axis, layouts) if setting.recipe.optimizer.name == "muon" else ()
-
-    def make() -> Program:
-        capture = partial(_capture_update, setting, storage, names, staged)
-        graph = memo.of("graph of an update", setting, capture, names, staged, *places)
-        return _partition_update(setting, storage, names, graph, staged)
-
-    return memo.of("update", setting, make, names, staged, layouts)
-
-
-def _capture_update(setting: Setting, storage: Mapping[str, Layout], names: Sequence[str], staged: bool) -> Graph:
-    """The graph of an update with the roles of its inputs and outputs; `staged`: with the squared norm as an input."""
-    o, most = setting.recipe.optimizer, setting.recipe.train.clip_grad_norm
-    betas = (o.betas[0], o.betas[1])
-    params = _parameters(setting, names)
-    shapes = {n: setting.shape_in_layer(n, p.shape) for n, p in params.items()}
-    treated = treatments(shapes, setting.balanced, setting.orthogonal)
-    count, moment_names = len(names), setting.moments(names)
-
-    def step(*flat: Tensor) -> Any:
-        p, g = list(flat[:count]), list(flat[count : 2 * count])
-        rest = iter(flat[2 * count :])
-        moments = {s: [next(rest) for state, _ in moment_names if state == s] for s in setting.state_names}
-        exp_avg, exp_avg_sq = moments["exp_avg"], moments.get("exp_avg_sq", [])
-        loss, tokens, lr, update, *all_squares = rest
-        how, squares = [treated[n] for n in names], all_squares[0] if all_squares else None
-        adamw = AdamW(betas, o.eps, o.weight_decay, most)
-        if o.name == "lion":
-            lion = Lion(betas, o.weight_decay, most)
-            updated = lion_update(p, g, exp_avg, loss, tokens, lr, treated=how, config=lion, squares=squares)
-        elif o.name == "muon":
-            updated = muon_update(
-                p, g, exp_avg, exp_avg_sq, loss, tokens, lr, update, treated=how, squares=squares,
-                config=Muon(adamw, o.momentum, setting.param_dtype), alike=[storage[n].dims for n in names],
-                spread=lambda matrices, i: _shared(setting, storage[names[i]], matrices),
-            )  # fmt: skip
-        else:
-            updated = adamw_update(
-                p, g, exp_avg, exp_avg_sq, loss, tokens, lr, update, treated=how, config=adamw, squares=squares
-            )
-        return [*updated.params, *updated.exp_avg, *updated.exp_avg_sq, updated.grad_norm, updated.finite]
-
-    def like(dtype: torch.dtype, names: Iterable[str]) -> list[Tensor]:
-        return [torch.empty_like(params[name], dtype=dtype) for name in names]
-
-    dtypes = [torch.float32, torch.int64, *[torch.float32] * (3 if staged else 2)]
-    scalars = [torch.empty((), dtype=dtype, device="meta") for dtype in dtypes]
-    moments = like(setting.state_dtype, (name for _, name in moment_names))
-    arguments = [*params.values(), *like(setting.sum_dtype, names), *moments, *scalars]
-    labels = [*names, *(n + SUM for n in names), *(f"{n}.{state}" for state, n in moment_names),
-              "loss_sum", "count", "lr", "update", *["squares"] * staged]  # fmt: skip
-    graph = capture(step, arguments, labels)
-    for op in graph.ops:
-        op.place = Place(phase="update")
-    mark_outputs(graph)
-    for i, value in enumerate(graph.inputs[: 2 * count + len(moment_names)]):
-        mark([value], ("parameter", "gradient", "optimizer")[min(i // count, 2)])
-    for i, value in enumerate(graph.outputs[: count + len(moment_names)]):
-        mark([value], "parameter" if i < count else "optimizer")
-    mark(graph.inputs[2 * count + len(moment_names) :], "scalar")
-    return graph
-
-
-def _partition_update(
-    setting: Setting, storage: Mapping[str, Layout], names: Sequence[str], graph: Graph, staged: bool
-) -> Program:
-    moment_names = setting.moments(names)
-    annotations = dict(split_annotations(graph, setting.mesh))
-    stored = [*names, *(name for _, name in moment_names)]
-    for values, places in ((graph.inputs, [*names, *stored]), (graph.outputs, stored)):
-        for value, name in zip(values, places):
-            annotations[value] = fixed(storage[name], "how it is stored")
-    if staged:
-        annotations[graph.inputs[-1]] = summed(graph.inputs[-1], setting.stage_axis)
-    program = partition_graph(propagate(graph, setting.mesh, annotations))
-    updated = [port.key for port in program.inputs if port.kind in ("parameter", "optimizer")]
-    return program.with_results([*updated, ("scalar", "grad_norm"), ("scalar", "finite")], overwrites=True)

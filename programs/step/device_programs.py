@@ -22,6 +22,7 @@ from tpshard.parallelism.why import Demand, Through
 from tpshard.programs.parts import step_programs
 from tpshard.programs.parts.memo import Memo
 from tpshard.programs.parts.step_programs import COUNT, LOSS, SUM
+from tpshard.programs.parts.update_program import update_program
 from tpshard.programs.setting.annotations import fixed, summed
 from tpshard.programs.setting.setting import Setting
 
@@ -73,7 +74,7 @@ def device_programs(
     return DevicePrograms(
         tuple(names),
         tuple(trained),
-        step_programs.update_program(setting, storage, trained, memo, staged=staged),
+        update_program(setting, storage, trained, memo, staged=staged),
         step_programs.gather_program(setting, base, storage, names, memo) if setting.gathers_once else None,
         step_programs.reduce_program(setting, base, storage, trained, memo) if setting.reduces_once else None,
         exchange_program(setting, storage, i, held, shared) if shared else None,

@@ -9,20 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tpshard.files.atomic import write_aside
-from tpshard.kernels.quantized.gptq_config import GPTQConfig
-from tpshard.kernels.quantized.gptq_format import write_into
 from tpshard.kernels.quantized.gptq_solver import (
     Heads,
     Hessian,
@@ -36,8 +31,6 @@ from tpshard.kernels.quantized.gptq_solver import (
     solve,
 )
 from tpshard.kernels.quantized.quantized import Quantized
-from tpshard.models.folders.folder_files import copy_small_files
-from tpshard.models.folders.hf_folder import other_settings
 from tpshard.models.layered.layered_model import ExpertMatrices, NotQuantizable, Read
 from tpshard.models.model_spec import ModelSpec
 from tpshard.models.objectives.loss import cross_entropy_sum
@@ -54,6 +47,7 @@ from tpshard.serve.quantizing.layer_calls import (
     input_of,
     shared_inputs,
 )
+from tpshard.serve.quantizing.quantize_report import LinearResult, Quantizing
 
 Method = Literal["gptq", "nearest"]
 
@@ -80,40 +74,6 @@ class Sequences:
         tokens, targets, documents, positions = (None if t is None else t.to(device) for t in tensors)
         assert tokens is not None and targets is not None
         return Sequences(tokens, targets, documents, positions)
-
-
-@dataclass(frozen=True)
-class LinearResult:
-    """The errors of one quantized linear, ||(W - Q) X|| / ||W X|| over the calibration text."""
-
-    name: str
-    shape: tuple[int, int]
-    error: float
-    nearest_error: float
-    """The error of round-to-nearest, for comparison."""
-    seconds: float
-
-
-@dataclass
-class Quantizing:
-    """The report of quantizing, complete after the last layer. Losses are in nats per token of held-out text."""
-
-    bits: int
-    group_size: int
-    order: str
-    method: str
-    linears: list[LinearResult] = field(default_factory=list)
-    left_dense: list[str] = field(default_factory=list)
-    """The modules in the folder whose sizes GPTQ cannot hold; `*` stands for the number of an expert."""
-    unseen: list[str] = field(default_factory=list)
-    """The experts' linears that no token of the calibration text reached, rounded to nearest."""
-    short_of_tokens: dict[str, int] = field(default_factory=dict)
-    """The linears with fewer calibration tokens than inputs, and their tokens: GPTQ fits these tokens, not the text."""
-    loss_before: float | None = None
-    loss_after: float | None = None
-    loss_nearest: float | None = None
-    """The loss with all linears rounded to nearest instead."""
-    held_out_tokens: int = 0
 
 
 class Quantizer:
@@ -397,37 +357,3 @@ def _hidden(x: Tensor, experts: ExpertMatrices, expert: int) -> Tensor:
     """The values between gate, up and down of an expert: x [tokens, embed] -> [tokens, mlp]."""
     gate, up, _ = experts.weights
     return F.silu(F.linear(x, gate[expert])) * F.linear(x, up[expert])
-
-
-def _pattern(module: str) -> str:
-    """A regular expression for a module's name, in which `*` stands for a number."""
-    return re.escape(module).replace(r"\*", r"\d+")
-
-
-def write(
-    quantizer: Quantizer,
-    out: str | Path,
-    *,
-    tokenizer: Path | None = None,
-    base: Path | None = None,
-    overwrite: bool = False,
-) -> Quantizing:
-    """Quantizes the model and writes the folder, complete or not at all. base: see `write_hf`.
-
-    FileExistsError if `out` is not empty, OSError if it cannot be written, ValueError as for `Quantizer`.
-    """
-    settings = quantizer.settings
-    gptq = GPTQConfig(
-        bits=settings.bits,
-        group_size=settings.group_size,
-        desc_act=quantizer.order != "none" and quantizer.method == "gptq" and not settings.static_groups,
-        sym=settings.sym,
-        static_groups=settings.static_groups,
-        damp_percent=settings.damp,
-        dynamic={f"-:{_pattern(module)}$": {} for module in quantizer.dense_modules},
-    )
-    model = quantizer.layered.config_json(other_settings(tokenizer, base))
-    with write_aside(out, overwrite=overwrite) as folder:
-        write_into(folder, model, quantizer.run(), quantizer.dense(), gptq)
-        copy_small_files(folder, tokenizer, base)
-    return quantizer.report

@@ -20,9 +20,9 @@ from tpshard.models.folders.folder_files import carried
 from tpshard.models.open_model import open_model
 from tpshard.programs.fit.recipe_model import model_of
 from tpshard.recipes.reading.load import load
+from tpshard.train.checkpoints.carried import carry
 from tpshard.train.checkpoints.checkpoint import save
 from tpshard.train.checkpoints.shards import Shard
-from tpshard.train.data.carried import carry
 from tpshard.train.run.resuming import changes, kept_recipe
 from tpshard.train.run.training_worker import _initial_block
 

@@ -11,7 +11,9 @@ from tpshard.kernels.quantized.gptq_solver import Settings
 from tpshard.models import build
 from tpshard.models.families.presets import PRESETS
 from tpshard.models.family_model import FamilyModel
-from tpshard.serve.quantizing.quantize_layers import Quantizer, Quantizing, Sequences, write
+from tpshard.serve.quantizing.quantize_layers import Quantizer, Sequences
+from tpshard.serve.quantizing.quantize_report import Quantizing
+from tpshard.serve.quantizing.write_quantized import write_quantized
 
 CONFIG = replace(PRESETS["tiny"], layers=2, width=64, heads=4, kv_heads=2, head_dim=32, mlp=96, vocab=128, max_seq=64,
                  seq_len=32)  # fmt: skip
@@ -36,7 +38,7 @@ def quantize(device: str, out: Path) -> Quantizing:
         device=device,
         dtype=torch.float32,
     )
-    return write(job, out)
+    return write_quantized(job, out)
 
 
 def test_a_device_quantizes_as_the_cpu_does(device: str, tmp_path: Path) -> None:

@@ -41,7 +41,8 @@ from tpshard.serve.api.need import need
 from tpshard.serve.engine.job import Job
 from tpshard.serve.engine.runner import ProgramRunner
 from tpshard.serve.engine.step import StepInput
-from tpshard.serve.quantizing.quantize_layers import Quantizer, Sequences, write
+from tpshard.serve.quantizing.quantize_layers import Quantizer, Sequences
+from tpshard.serve.quantizing.write_quantized import write_quantized
 
 CONFIG = ModelConfig(
     family="llama", layers=2, width=64, heads=4, kv_heads=2, head_dim=64, mlp=128, vocab=128, max_seq=64, seq_len=16,
@@ -56,7 +57,9 @@ def quantize(out: Path, order: Order, config: ModelConfig = CONFIG) -> Path:
     parameters = dict(model.named_parameters())
     tokens = torch.randint(0, 128, (4, 16), generator=torch.Generator().manual_seed(0))
     read = lambda name: parameters[name].detach() * (1 if "norm" in name else 3)  # noqa: E731
-    write(Quantizer(FamilyModel(config), read, Sequences(tokens, tokens), None, Settings(group_size=32), order), out)
+    write_quantized(
+        Quantizer(FamilyModel(config), read, Sequences(tokens, tokens), None, Settings(group_size=32), order), out
+    )
     return out
 
 

@@ -15,7 +15,8 @@ from tpshard.kernels.quantized.reorder import head_local_order
 from tpshard.models import build, from_hf, to_hf
 from tpshard.models.families.presets import PRESETS
 from tpshard.models.family_model import FamilyModel
-from tpshard.serve.quantizing.quantize_layers import Quantizer, Sequences, write
+from tpshard.serve.quantizing.quantize_layers import Quantizer, Sequences
+from tpshard.serve.quantizing.write_quantized import write_quantized
 
 LLAMA = replace(PRESETS["tiny"], layers=2, width=64, heads=4, kv_heads=2, head_dim=32, mlp=96, vocab=128, max_seq=64,
                 seq_len=32)  # fmt: skip
@@ -55,7 +56,7 @@ def test_the_folder_holds_the_model_that_was_measured(config, order, tmp_path):
     steps = []
     settings = Settings(bits=4, group_size=16, sym=order != "none")
     job = quantizer(model, settings, order, step=lambda done, of, name: steps.append((done, of, name)))
-    report = write(job, tmp_path / "out")
+    report = write_quantized(job, tmp_path / "out")
     linears = 12 if config is GRANITE else 14
     assert [s[0] for s in steps] == list(range(linears)) and {s[1] for s in steps} == {linears}
     assert len(report.linears) == linears and all(0 < x.error < 0.2 for x in report.linears)
@@ -70,7 +71,7 @@ def test_the_folder_holds_the_model_that_was_measured(config, order, tmp_path):
     assert abs(loss(model) - report.loss_before) < 1e-4
     assert abs(loss(back) - report.loss_after) < 2e-3  # embedding, norms and head are in fp16 there
     assert report.loss_after != report.loss_before and report.held_out_tokens == 4 * 32
-    rounded = write(quantizer(model, settings, "none", method="nearest"), tmp_path / "nearest")
+    rounded = write_quantized(quantizer(model, settings, "none", method="nearest"), tmp_path / "nearest")
     assert rounded.loss_nearest is None and report.loss_nearest == pytest.approx(rounded.loss_after, abs=1e-6)
     if config is LLAMA:
         folder = GPTQFolder(tmp_path / "out")
@@ -93,7 +94,7 @@ def test_rounding_to_nearest_is_the_control():
 
 def test_sizes_that_groups_or_words_do_not_divide(tmp_path):
     uneven = replace(LLAMA, mlp=72)  # no multiple of 32: these stay dense
-    report = write(quantizer(random_model(uneven), Settings(group_size=40)), tmp_path / "out")
+    report = write_quantized(quantizer(random_model(uneven), Settings(group_size=40)), tmp_path / "out")
     assert report.left_dense == [f"model.layers.{i}.mlp.{n}_proj" for i in (0, 1) for n in ("down", "gate", "up")]
     folder = GPTQFolder(tmp_path / "out")
     assert folder.linear("model.layers.0.self_attn.q_proj").groups == 2  # 40 and 24 of 64 inputs
@@ -106,20 +107,20 @@ def test_values_that_are_not_finite_are_refused_by_name(bad, tmp_path):
     model = random_model(LLAMA)
     model.get_parameter("layers.1.mlp.up.weight").data[3, 5] = bad
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up\.weight holds values that are not finite"):
-        write(quantizer(model), tmp_path / "out")
+        write_quantized(quantizer(model), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_rows_of_zeros_stay_zeros(tmp_path):
     model = random_model(LLAMA)
     model.get_parameter("layers.0.mlp.up.weight").data[7] = 0
-    write(quantizer(model), tmp_path / "out")
+    write_quantized(quantizer(model), tmp_path / "out")
     assert not bool(from_hf(tmp_path / "out").get_parameter("layers.0.mlp.up.weight")[7].any())
 
 
 def test_head_local_groups_that_do_not_fit_heads_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"attention\.wo: Groups of 24 inputs"):
-        write(quantizer(random_model(LLAMA), Settings(group_size=24), "head_local"), tmp_path / "out")
+        write_quantized(quantizer(random_model(LLAMA), Settings(group_size=24), "head_local"), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -20,7 +20,8 @@ from tpshard.models.transformers.architecture import Architecture
 from tpshard.models.transformers.class_weights import FolderWeights
 from tpshard.models.transformers_model import TransformersModel
 from tpshard.serve.quantizing.layer_calls import calls_of_layers, form_of
-from tpshard.serve.quantizing.quantize_layers import Quantizer, Sequences, write
+from tpshard.serve.quantizing.quantize_layers import Quantizer, Sequences
+from tpshard.serve.quantizing.write_quantized import write_quantized
 
 QUICK = ("gemma3_text", "gpt2", "stablelm", "qwen2_moe")
 """Layers whose arguments differ; weights [inputs, outputs]; attention that tpshard replaces; experts."""
@@ -58,7 +59,7 @@ def test_the_folder_holds_the_model_that_was_measured(
     architecture, values = Architecture(architectures.config_of(name)), architectures.values(name)
     spec = TransformersModel(architecture.raw)
     job = Quantizer(spec, values.__getitem__, text(0), text(1), Settings(group_size=16), "head_local")
-    report = write(job, tmp_path / "out")
+    report = write_quantized(job, tmp_path / "out")
     stored = FolderWeights(tmp_path / "out", architecture, architecture.build())
     own, held_out = architectures.own(name), text(1)
 

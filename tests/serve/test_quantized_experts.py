@@ -32,7 +32,8 @@ from tpshard.programs.server.serve_setting import Size
 from tpshard.serve.api.need import kernels
 from tpshard.serve.engine.cuda_graphs import can_capture
 from tpshard.serve.engine.step import StepInput
-from tpshard.serve.quantizing.quantize_layers import Quantizer, Sequences, write
+from tpshard.serve.quantizing.quantize_layers import Quantizer, Sequences
+from tpshard.serve.quantizing.write_quantized import write_quantized
 
 STEP = ("serve.requests=8", "serve.step_tokens=8")
 MOE = replace(
@@ -197,7 +198,7 @@ def quantizer(order: str, seen: int = 4) -> Quantizer:
 def test_the_folder_holds_the_mixture_that_was_measured(order: str, tmp_path: Path) -> None:
     job = quantizer(order)
     weight = job.read("layers.0.mlp.experts.down.weight").clone()
-    report = write(job, tmp_path / "out")
+    report = write_quantized(job, tmp_path / "out")
     assert torch.equal(job.read("layers.0.mlp.experts.down.weight"), weight), "the source is not written to"
     assert len(report.linears) == job.count == 2 * (4 + 3 + 3 * 4)
     assert all(0 < one.error < 0.2 for one in report.linears) and not report.unseen
@@ -217,7 +218,7 @@ def test_the_folder_holds_the_mixture_that_was_measured(order: str, tmp_path: Pa
 
 
 def test_experts_without_tokens_are_rounded_and_named(tmp_path: Path) -> None:
-    report = write(quantizer("global", seen=3), tmp_path / "out")
+    report = write_quantized(quantizer("global", seen=3), tmp_path / "out")
     names = [f"layers.{i}.mlp.experts.{leaf}[3]" for i in (0, 1) for leaf in ("gate", "up", "down")]
     assert report.unseen == names
     assert GPTQFolder(tmp_path / "out").linear("model.layers.0.mlp.experts.3.up_proj").sorted

@@ -27,7 +27,8 @@ from tpshard.programs.scheduling.request import Sampling, Sequence
 from tpshard.programs.server.serve_setting import Size
 from tpshard.serve.api.need import kernels
 from tpshard.serve.engine.engine import Engine
-from tpshard.serve.quantizing.quantize_layers import Quantizer, Sequences, write
+from tpshard.serve.quantizing.quantize_layers import Quantizer, Sequences
+from tpshard.serve.quantizing.write_quantized import write_quantized
 
 LLAMA = ModelConfig(
     family="llama", layers=2, width=64, heads=4, kv_heads=2, head_dim=32, mlp=128, vocab=128, max_seq=64, seq_len=32,
@@ -50,7 +51,9 @@ def quantize(config: ModelConfig, out: Path) -> Path:
     text = Sequences(tokens, tokens.roll(-1, 1))
     parameters = dict(model.named_parameters())
     settings = Settings(bits=4, group_size=32)
-    write(Quantizer(FamilyModel(config), lambda name: parameters[name].detach(), text, text, settings, "global"), out)
+    write_quantized(
+        Quantizer(FamilyModel(config), lambda name: parameters[name].detach(), text, text, settings, "global"), out
+    )
     return out
 
 

@@ -20,7 +20,8 @@ from tpshard.models.transformers.architecture import Architecture
 from tpshard.models.transformers.class_weights import FolderWeights
 from tpshard.models.transformers_model import TransformersModel
 from tpshard.serve.api.service import Limits
-from tpshard.serve.quantizing.quantize_layers import Quantizer, Sequences, write
+from tpshard.serve.quantizing.quantize_layers import Quantizer, Sequences
+from tpshard.serve.quantizing.write_quantized import write_quantized
 from web import web
 
 HEAD = [7, 3, 11, 40, 9, 22, 5, 5, 61, 30, 12, 2, 45, 17, 8, 33]
@@ -149,7 +150,7 @@ def test_what_quantize_writes_is_served(
     architecture, values = Architecture(architectures.config_of(name)), varied(name)
     tokens = torch.randint(0, 64, (8, 16), generator=torch.Generator().manual_seed(0))
     spec = TransformersModel(architecture.raw)
-    write(
+    write_quantized(
         Quantizer(
             spec,
             values.__getitem__,

@@ -14,7 +14,8 @@ from c4_files import bytes_tokenizer, folder_of, packed, texts
 from tpshard.diagnostics.diagnostic import Exit, Mistakes, Source
 from tpshard.train.data import corpus as text_module
 from tpshard.train.data import text_formats
-from tpshard.train.data.corpus import BadRows, Corpus, TextFile, check, open_text, pieces, rows
+from tpshard.train.data.bad_rows import BadRows, check
+from tpshard.train.data.corpus import Corpus, TextFile, open_text, pieces, rows
 from tpshard.train.data.stream import Loader, Mixture
 from tpshard.train.data.tokens import load_tokenizer
 

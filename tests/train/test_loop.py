@@ -27,8 +27,7 @@ from tpshard.train.data.stream import Loader, Mixture
 from tpshard.train.data.tokens import TextTokenizer
 from tpshard.train.records.progress import Progress
 from tpshard.train.run.loop import TrainingLoop
-from tpshard.train.run.outcome import Outcome
-from tpshard.train.run.training_engine import StepResult
+from tpshard.train.run.outcome import Outcome, StepResult
 
 VOCAB, WIDTH = 256, 8
 BYTES = TextTokenizer(Path("bytes"), VOCAB, (), (0,), 0, "bytes", lambda text: list(text.encode()))

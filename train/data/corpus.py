@@ -9,11 +9,10 @@ from __future__ import annotations
 import errno
 import hashlib
 import io
-import itertools
 import logging
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import BinaryIO, Literal, cast
 
 from tpshard.diagnostics.diagnostic import Exit, Mistakes, Source, looked_for
 from tpshard.train.data import hub
-from tpshard.train.data.row_columns import Columns, Labelled, NotLearned, TextRow
+from tpshard.train.data.row_columns import Columns, TextRow
 from tpshard.train.data.sample import ensure_sample
 from tpshard.train.data.shard_sums import ShardSums
 from tpshard.train.data.text_formats import FORMATS, NoColumn, TextFormat, format_of, open_decompressed
@@ -39,8 +38,6 @@ PIECE = 1 << 18
 """Characters per piece of a longer document. Tokenizing 100 MB at once would take all memory."""
 SMALL = 16 << 20
 """Bytes; local data up to this size is read once before the first step, so that errors in it show at the start."""
-SMALL_CONVERSATIONS, TRIED = 4 << 20, 1000
-"""Bytes; conversations of local data up to this size are all rendered once before the first step, and else so many."""
 SUMMED = 256 << 20
 """Bytes; local data up to this size is summed before it is read, so that a later change of any part is noticed."""
 
@@ -143,7 +140,7 @@ def open_text(
     name = C4 if source == "c4" else source
     corpus = _hub(name, where, split) if hub.is_on(name) else _local(source, where, split)
     columns = columns or Columns()
-    plain = next((file.name for file in corpus.train.files if _format(file).name == "plain text"), None)
+    plain = next((file.name for file in corpus.train.files if text_format(file).name == "plain text"), None)
     if plain is not None and columns.key != "column":
         fix = "*.jsonl, *.json.gz or *.parquet"
         raise corpus.train.mistake(f"{plain} of {source} is plain text, which has no `{columns.required[0]}`", fix=fix)
@@ -162,7 +159,7 @@ def rows(text: TextSource, file: TextFile, start: int = 0, sums: ShardSums | Non
     last = -1
     try:
         with open_decompressed(file.name, _watched(text, file, sums)) as stream:
-            for row in _format(file).rows(stream, text.columns, start):
+            for row in text_format(file).rows(stream, text.columns, start):
                 last = row.number
                 yield row
     except (OSError, EOFError, zlib.error) as error:
@@ -191,7 +188,7 @@ def _watched(text: TextSource, file: TextFile, sums: ShardSums | None) -> Binary
             fix="restore it; resume=force accepts it; run.dir=DIR starts another run",
         )
 
-    if _format(file).from_start:
+    if text_format(file).from_start:
         return sums.read(file.name, file.open(), changed)
     if isinstance(file.place, Path):
         sums.check(file.name, file.place, changed)
@@ -220,7 +217,7 @@ def is_empty(text: TextSource, file: TextFile) -> bool:
     return not any(large if row.text is None else text.keeps(row.text) for row in rows(text, file))
 
 
-def _format(file: TextFile) -> TextFormat:
+def text_format(file: TextFile) -> TextFormat:
     one = format_of(file.name)
     assert one is not None, f"{file.name} was accepted without a format"
     return one
@@ -236,95 +233,6 @@ def pieces(text: str) -> Iterator[str]:
         yield text[start:end]
         start = end
     yield text[start:]
-
-
-class BadRows:
-    """Counts unreadable rows, and stops the run when their share is above `limit`.
-
-    The share is checked at the end of each file, and earlier once there are too many bad rows for the first thousand,
-    so that a file of garbage is not read to its end.
-    """
-
-    def __init__(self, text: TextSource, limit: float, *, warn: bool = True):
-        self.text, self.limit, self.warn = text, limit, warn
-        self.rows_read = self.bad = 0
-        self.first = ""
-        """The first unreadable row: file, line, fault."""
-
-    def see(self, file: TextFile, row: TextRow) -> None:
-        """Counts a row; the first unreadable one is logged, and too many stop the run."""
-        self.rows_read += 1
-        if row.text is not None:
-            return
-        self.bad += 1
-        if not self.first:
-            self.first = f"{file.name}, {_format(file).unit} {row.number + 1}: {row.fault}"
-            if self.warn:
-                logger.warning("skipped an unreadable row of %s: %s", self.text.name, self.first)
-        self._judge(max(self.rows_read, 1000))
-
-    def file_ended(self) -> None:
-        """Judges the share of unreadable rows at the end of a file."""
-        if self.bad:
-            self._judge(self.rows_read)
-
-    def _judge(self, of: int) -> None:
-        if self.bad > self.limit * of:
-            raise self.text.mistake(
-                f"{self.bad} of {self.rows_read} rows of {self.text.name} are unreadable",
-                why=f"the first: {self.first}",
-                fix=f"{self.text.readable}; repair the data, or raise data.bad_rows (now {self.limit:g})",
-            )
-
-
-def peek(text: TextSource, bad_rows: float, rows_read: int = 100) -> None:
-    """Checks small local data wholly, and of larger data the first rows. Raises `Mistakes` (exit 6)."""
-    check(text, bad_rows)
-    counter = BadRows(text, 1.0, warn=False)
-    every = ((file, row) for file in text.files for row in rows(text, file))
-    for file, row in itertools.islice(every, rows_read):
-        counter.see(file, row)
-    if counter.rows_read == counter.bad:
-        raise text.mistake(f"{text.name} has no readable row", why=counter.first, fix=text.readable)
-
-
-def check(
-    text: TextSource, bad_rows: float, sums: ShardSums | None = None, learn: Callable[[str], Labelled] | None = None
-) -> Counter[str]:
-    """Reads small local data once, so that its errors, and what has changed in it, show before the first step.
-
-    learn: encodes a row; tried on rows of conversations, of very many only on the first.
-
-    Returns: what was done to conversations that were not taken as they are, such as cutting them, with their number.
-    """
-    paths = [file.place for file in text.files if isinstance(file.place, Path)]
-    try:
-        size = sum(path.stat().st_size for path in paths)
-    except OSError as error:
-        fix = "check who may read it, or remove it from data.source"
-        raise text.mistake(f"a file of {text.name} cannot be read", why=str(error), fix=fix) from error
-    notes: Counter[str] = Counter()
-    if text.trusted or len(paths) < len(text.files) or size > SMALL:
-        return notes
-    counter = BadRows(text, bad_rows, warn=False)
-    left = TRIED if size > SMALL_CONVERSATIONS else size
-    for file in text.files:
-        for row in rows(text, file, sums=sums):
-            if learn is not None and row.text is not None and text.keeps(row.text) and left > 0:
-                left -= 1
-                try:
-                    notes.update(filter(None, [learn(row.text).note]))
-                except NotLearned as fault:
-                    row = replace(row, text=None, fault=str(fault))
-            counter.see(file, row)
-        counter.file_ended()
-    if counter.rows_read == counter.bad:
-        raise text.mistake(
-            f"{text.name} has no readable row",
-            why=counter.first or f"{len(paths)} files, all empty",
-            fix=text.readable,
-        )
-    return notes
 
 
 def _local(source: str, where: Source | None, split: str | None = None) -> Corpus:

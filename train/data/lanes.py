@@ -11,7 +11,8 @@ from functools import cache
 from typing import Any, Literal, NamedTuple, Protocol
 
 from tpshard.models.objectives.loss import IGNORE
-from tpshard.train.data.corpus import BadRows, TextFile, TextSource, rows
+from tpshard.train.data.bad_rows import BadRows
+from tpshard.train.data.corpus import TextFile, TextSource, rows
 from tpshard.train.data.row_columns import Labelled, NotLearned, TextRow
 from tpshard.train.data.shard_sums import ShardSums
 

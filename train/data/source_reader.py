@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tpshard.train.data.bad_rows import BadRows, check
 from tpshard.train.data.conversations import AnswerTokenizer
-from tpshard.train.data.corpus import BadRows, TextSource, check, is_empty, rows, sum_whole
+from tpshard.train.data.corpus import TextSource, is_empty, rows, sum_whole
 from tpshard.train.data.lanes import Chain, Feed, LanePlace
 from tpshard.train.data.row_columns import Labelled, NotLearned
 from tpshard.train.data.shard_sums import ShardSums

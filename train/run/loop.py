@@ -31,9 +31,9 @@ from tpshard.train.run import nonfinite
 from tpshard.train.run.expert_balance import balance
 from tpshard.train.run.learning_rate import change, described, learning_rate
 from tpshard.train.run.nonfinite import number
-from tpshard.train.run.outcome import Course, Outcome
+from tpshard.train.run.outcome import Course, Outcome, StepResult
 from tpshard.train.run.resuming import trained
-from tpshard.train.run.training_engine import ReadBlock, StepResult, TrainingEngine
+from tpshard.train.run.training_engine import ReadBlock, TrainingEngine
 
 logger = logging.getLogger(__name__)
 

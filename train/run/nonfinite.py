@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tpshard.parallelism.runtime.context import Context
-from tpshard.train.run.training_engine import StepResult
+from tpshard.train.run.outcome import StepResult
 
 logger = logging.getLogger(__name__)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -124,3 +125,31 @@ def _continuations(recipe: Recipe, folder: Location) -> Iterator[tuple[str, str]
 def _offline(place: str) -> str | None:
     """How a run that wandb keeps on this disk is sent; None for no place."""
     return f"offline; `wandb sync {shlex.quote(place)}` sends it" if place else None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The result of one optimizer step, the same on every rank."""
+
+    losses: tuple[float, ...]
+    """Loss of each micro-batch in nats per token, over all data ranks."""
+    loss: float
+    """Loss of the whole step, in nats per token."""
+    targets: int
+    """Target tokens."""
+    grad_norm: float
+    """Global norm of the gradients, before clipping."""
+    updated: bool
+    """False where loss or gradient was not finite, or there was no target."""
+    counted: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """The model's counters over the whole step and all data ranks, by path and label."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether loss and gradient are finite."""
+        return self.updated or (self.empty and math.isfinite(self.loss) and math.isfinite(self.grad_norm))
+
+    @property
+    def empty(self) -> bool:
+        """Whether no token of the step has a target, on any rank: such a step changes nothing."""
+        return self.targets == 0

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -31,6 +29,7 @@ from tpshard.programs.step.training_step import TrainingPrograms, part_of
 from tpshard.train.checkpoints.checkpoint import OPTIMIZER
 from tpshard.train.checkpoints.shards import Shard
 from tpshard.train.data.step_batch import StepBatch
+from tpshard.train.run.outcome import StepResult
 
 COUNTED = 2
 """The step of an attempt whose bytes are counted, which slows it down. Not the first, which allocates the state."""
@@ -46,34 +45,6 @@ InitialBlock = Callable[..., Tensor]
 
 ReadBlock = Callable[[str, Sequence[int], Sequence[int]], Tensor]
 """A function (name, starts, sizes) -> that block of a global tensor, from a checkpoint or an initial value."""
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The result of one optimizer step, the same on every rank."""
-
-    losses: tuple[float, ...]
-    """Loss of each micro-batch in nats per token, over all data ranks."""
-    loss: float
-    """Loss of the whole step, in nats per token."""
-    targets: int
-    """Target tokens."""
-    grad_norm: float
-    """Global norm of the gradients, before clipping."""
-    updated: bool
-    """False where loss or gradient was not finite, or there was no target."""
-    counted: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """The model's counters over the whole step and all data ranks, by path and label."""
-
-    @property
-    def finite(self) -> bool:
-        """Whether loss and gradient are finite."""
-        return self.updated or (self.empty and math.isfinite(self.loss) and math.isfinite(self.grad_norm))
-
-    @property
-    def empty(self) -> bool:
-        """Whether no token of the step has a target, on any rank: such a step changes nothing."""
-        return self.targets == 0
 
 
 class TrainingEngine:

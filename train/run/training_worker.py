@@ -26,9 +26,9 @@ from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step import training
 from tpshard.programs.step.training_step import TrainingPrograms, part_of
 from tpshard.recipes.keys.schema import Recipe
+from tpshard.train.checkpoints.carried import carry
 from tpshard.train.checkpoints.checkpoint import steps as checkpoint_steps
 from tpshard.train.checkpoints.store_path import StorePath
-from tpshard.train.data.carried import carry
 from tpshard.train.data.open_data import template_of
 from tpshard.train.data.stream import Loader
 from tpshard.train.records import profile_report

@@ -1,0 +1,105 @@
+"""Rows that cannot be read: counted, and refused where there are too many."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from tpshard.train.data.corpus import SMALL, TextFile, TextSource, logger, rows, text_format
+from tpshard.train.data.row_columns import Labelled, NotLearned, TextRow
+from tpshard.train.data.shard_sums import ShardSums
+
+SMALL_CONVERSATIONS, TRIED = 4 << 20, 1000
+"""Bytes; conversations of local data up to this size are all rendered once before the first step, and else so many."""
+
+
+class BadRows:
+    """Counts unreadable rows, and stops the run when their share is above `limit`.
+
+    The share is checked at the end of each file, and earlier once there are too many bad rows for the first thousand,
+    so that a file of garbage is not read to its end.
+    """
+
+    def __init__(self, text: TextSource, limit: float, *, warn: bool = True):
+        self.text, self.limit, self.warn = text, limit, warn
+        self.rows_read = self.bad = 0
+        self.first = ""
+        """The first unreadable row: file, line, fault."""
+
+    def see(self, file: TextFile, row: TextRow) -> None:
+        """Counts a row; the first unreadable one is logged, and too many stop the run."""
+        self.rows_read += 1
+        if row.text is not None:
+            return
+        self.bad += 1
+        if not self.first:
+            self.first = f"{file.name}, {text_format(file).unit} {row.number + 1}: {row.fault}"
+            if self.warn:
+                logger.warning("skipped an unreadable row of %s: %s", self.text.name, self.first)
+        self._judge(max(self.rows_read, 1000))
+
+    def file_ended(self) -> None:
+        """Judges the share of unreadable rows at the end of a file."""
+        if self.bad:
+            self._judge(self.rows_read)
+
+    def _judge(self, of: int) -> None:
+        if self.bad > self.limit * of:
+            raise self.text.mistake(
+                f"{self.bad} of {self.rows_read} rows of {self.text.name} are unreadable",
+                why=f"the first: {self.first}",
+                fix=f"{self.text.readable}; repair the data, or raise data.bad_rows (now {self.limit:g})",
+            )
+
+
+def peek(text: TextSource, bad_rows: float, rows_read: int = 100) -> None:
+    """Checks small local data wholly, and of larger data the first rows. Raises `Mistakes` (exit 6)."""
+    check(text, bad_rows)
+    counter = BadRows(text, 1.0, warn=False)
+    every = ((file, row) for file in text.files for row in rows(text, file))
+    for file, row in itertools.islice(every, rows_read):
+        counter.see(file, row)
+    if counter.rows_read == counter.bad:
+        raise text.mistake(f"{text.name} has no readable row", why=counter.first, fix=text.readable)
+
+
+def check(
+    text: TextSource, bad_rows: float, sums: ShardSums | None = None, learn: Callable[[str], Labelled] | None = None
+) -> Counter[str]:
+    """Reads small local data once, so that its errors, and what has changed in it, show before the first step.
+
+    learn: encodes a row; tried on rows of conversations, of very many only on the first.
+
+    Returns: what was done to conversations that were not taken as they are, such as cutting them, with their number.
+    """
+    paths = [file.place for file in text.files if isinstance(file.place, Path)]
+    try:
+        size = sum(path.stat().st_size for path in paths)
+    except OSError as error:
+        fix = "check who may read it, or remove it from data.source"
+        raise text.mistake(f"a file of {text.name} cannot be read", why=str(error), fix=fix) from error
+    notes: Counter[str] = Counter()
+    if text.trusted or len(paths) < len(text.files) or size > SMALL:
+        return notes
+    counter = BadRows(text, bad_rows, warn=False)
+    left = TRIED if size > SMALL_CONVERSATIONS else size
+    for file in text.files:
+        for row in rows(text, file, sums=sums):
+            if learn is not None and row.text is not None and text.keeps(row.text) and left > 0:
+                left -= 1
+                try:
+                    notes.update(filter(None, [learn(row.text).note]))
+                except NotLearned as fault:
+                    row = replace(row, text=None, fault=str(fault))
+            counter.see(file, row)
+        counter.file_ended()
+    if counter.rows_read == counter.bad:
+        raise text.mistake(
+            f"{text.name} has no readable row",
+            why=counter.first or f"{len(paths)} files, all empty",
+            fix=text.readable,
+        )
+    return notes
