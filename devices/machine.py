@@ -26,7 +26,7 @@ MANY = 8
 """Devices up to which a run on one machine's CPU is offered in their place."""
 BYTES_PER_PARAMETER = 16
 """fp32 parameter, gradient and Adam's two moments: what training on the CPU takes at least."""
-_OLDEST_DRIVER = {11: 450.80, 12: 525.60, 13: 580.65}
+_OLDEST_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
 """The oldest Linux driver for each CUDA major version (CUDA's release notes, minor version compatibility)."""
 _KINDS = {
     "a100-40g": ("A100", 40),
@@ -143,11 +143,11 @@ def gpu_problems(driver: Driver, torch: Torch, required: int, otherwise: str = "
         yield _wrong(f"torch {torch.version} is a CPU build", f"this machine has {len(gpus)} x {gpus[0].name}", fix)
         return
     oldest = _OLDEST_DRIVER.get(int(_number(torch.cuda)))
-    version = re.match(r"\d+(?:\.\d+)?", driver.version)
-    if oldest is not None and version and float(version[0]) < oldest:
+    version = tuple(map(int, re.findall(r"\d+", driver.version)))  # 580.159 is newer than 580.65
+    if oldest is not None and version and version < oldest:
         yield _wrong(
             f"the driver {driver.version} is too old for torch's CUDA {torch.cuda}",
-            f"CUDA {torch.cuda} needs {oldest:.2f} or newer",
+            f"CUDA {torch.cuda} needs {oldest[0]}.{oldest[1]} or newer",
             f"install a newer driver, or a torch built for an older CUDA; or {CPU_HINT}",
         )
     elif torch.devices == 0:

@@ -49,21 +49,23 @@ def weights_of(model: torch.nn.Module) -> Weights:
 
 
 def runner_of(model: torch.nn.Module, *overrides: str, blocks: int = 64, dtype: str = "fp32") -> ProgramRunner:
-    """A runner of a model in memory."""
-    programs = build_serving(setting(model.config, *overrides, dtype=dtype))  # type: ignore[arg-type]
+    """A runner of a model in memory, on the model's device."""
     device = next(model.parameters()).device
+    kind = "gpu" if device.type == "cuda" else "cpu"
+    programs = build_serving(setting(model.config, *overrides, dtype=dtype, kind=kind))  # type: ignore[arg-type]
     return ProgramRunner(alone(device), programs, weights_of(model), blocks)
 
 
-def programs_of(folder: Path, *overrides: str) -> ServingPrograms:
+def programs_of(folder: Path, *overrides: str, kind: Any = "cpu") -> ServingPrograms:
     overridden = recipe(f"serve.checkpoint={folder}", *overrides)
-    return build_serving(ServeSetting.of(overridden, model_to_serve(overridden, "cpu"), "cpu"))
+    return build_serving(ServeSetting.of(overridden, model_to_serve(overridden, kind), kind))
 
 
-def folder_runner(folder: Path, *overrides: str, blocks: int = 16) -> ProgramRunner:
+def folder_runner(folder: Path, *overrides: str, blocks: int = 16, device: str = "cpu") -> ProgramRunner:
     """A runner of a folder, in this process."""
     weights = stored_weights(open_source(str(folder), modules=True))
-    return ProgramRunner(alone(), programs_of(folder, *overrides), weights, blocks)
+    kind = "cpu" if device == "cpu" else "gpu"
+    return ProgramRunner(alone(torch.device(device)), programs_of(folder, *overrides, kind=kind), weights, blocks)
 
 
 def job_of(folder: Path, *overrides: str, blocks: int = 256, **more: Any) -> Job:

@@ -43,8 +43,8 @@ def measure_gpu(tell: Callable[[str], None], name: str, today: str) -> str:
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     sustained = 2 * 8192**3 / best(lambda: a @ a, 30)
     x = torch.randn(1 << 28, device="cuda", dtype=torch.bfloat16)
-    y = torch.empty_like(x)
-    moved = 3 * x.numel() * 2 / best(lambda: torch.add(x, x, out=y))
+    y, z = torch.randn_like(x), torch.empty_like(x)
+    moved = 3 * x.numel() * 2 / best(lambda: torch.add(x, y, out=z))
     q = torch.randn(2, 4096, 32, 128, device="cuda", dtype=torch.bfloat16)
     k = torch.randn(2, 4096, 8, 128, device="cuda", dtype=torch.bfloat16)
     forward = torch.ops.tpshard.attention

@@ -34,6 +34,22 @@ def test_a_machine_that_fits_has_no_problems() -> None:
 
 
 @pytest.mark.parametrize(
+    ("version", "old"),
+    [
+        ("580.159.04", False),
+        ("580.65", False),
+        ("580.65.06", False),
+        ("590.1", False),
+        ("580.9", True),
+        ("570.211", True),
+    ],
+)
+def test_parts_of_a_drivers_version_are_whole_numbers(version: str, old: bool) -> None:
+    torch = Torch("2.13.0", "13.0", 1, ("sm_90",))
+    assert ("too old" in obstacles(Driver(version, (H100,)), torch)) == old
+
+
+@pytest.mark.parametrize(
     ("driver", "torch", "devices", "words"),
     [
         (Driver("", ()), Torch("2.13.0+cpu", "", 0), 8, "8 GPUs are requested, and this machine has none"),

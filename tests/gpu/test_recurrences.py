@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from tpshard.kernels.recurrences.delta_rule import delta_rule
+from tpshard.kernels.recurrences.delta_rule import FEW, delta_rule
 from tpshard.kernels.recurrences.selective_scan import selective_scan
 from tpshard.kernels.recurrences.state_pool import READ_STATE, WRITE_STATE
 
@@ -14,8 +14,8 @@ def draw(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def delta_inputs(channels: int) -> list[Tensor]:
-    b, t, h, i, o = 2, 150, 4, 16, 24
+def delta_inputs(channels: int, t: int = 150) -> list[Tensor]:
+    b, h, i, o = 2, 4, 16, 24
     q, k = draw(b, t, h, i), torch.nn.functional.normalize(draw(b, t, h, i + 1)[..., 1:], dim=-1)
     return [q, k, draw(b, t, h, o), -draw(b, t, h, channels).abs(), draw(b, t, h).sigmoid(), draw(b, h, i, o)]
 
@@ -32,10 +32,11 @@ def scan_inputs() -> list[Tensor]:
     ]
 
 
-@pytest.mark.parametrize("which", ["delta", "delta of channels", "scan"])
+@pytest.mark.parametrize("which", ["delta", "delta of channels", "delta of few tokens", "scan"])
 def test_a_recurrence_and_its_gradients(which: str, device: str) -> None:
     operation = selective_scan if which == "scan" else delta_rule
-    inputs = scan_inputs() if which == "scan" else delta_inputs(16 if "channels" in which else 1)
+    tokens = FEW if "few" in which else 150  # a GPU computes few one after another, more in chunks
+    inputs = scan_inputs() if which == "scan" else delta_inputs(16 if "channels" in which else 1, tokens)
     runs = []
     for place in ("cpu", device):
         own = [x.to(place).requires_grad_() for x in inputs]

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from servers import runner_of
 from tpshard.programs.scheduling.request import Logprob, Sampling, Sequence
 from tpshard.serve.engine.engine import Engine
 from tpshard.serve.engine.runner import ProgramRunner
@@ -226,20 +225,3 @@ def test_a_step_travels_as_bytes() -> None:
     for wrong in (step.encode()[:-1], step.encode() + b"x", b"", b"\x80\x04" + step.encode()):
         with pytest.raises(ValueError, match="message"):
             StepInput.decode(wrong)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_gives_the_same_bits_in_every_batch_and_replays_its_steps(model: torch.nn.Module) -> None:
-    import copy
-
-    cuda = runner_of(copy.deepcopy(model).cuda(), "serve.batch_invariant=true", blocks=256)
-    together = crowd()
-    scores = run(Engine(cuda), together)
-    assert all(type(run).__name__ == "Captured" for run in cuda._run.values())
-    for s in together:
-        assert (s.tokens, scores[s.id]) == alone(cuda, s)
-        expected = torch.log_softmax(model(torch.tensor([s.tokens[:-1]]))[0, len(s.prompt) - 1 :].double(), -1)
-        actual = [x.logprob for x in scores[s.id]]
-        picked = expected.gather(1, torch.tensor(s.answer)[:, None])[:, 0]
-        assert actual == pytest.approx(picked.tolist(), abs=2e-3)
