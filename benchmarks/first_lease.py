@@ -84,8 +84,8 @@ def python(*arguments: str) -> list[str]:
 
 
 def last_json(folder: Path, output: str) -> Any:
-    lines = [line for line in output.splitlines() if line.startswith("{")]
-    return json.loads(lines[-1]) if lines else None
+    """The rows of numbers that a step printed, each on one line."""
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{") and line.endswith("}")]
 
 
 def steps(out: Path, preset: str) -> Iterator[Step]:
@@ -106,12 +106,12 @@ def steps(out: Path, preset: str) -> Iterator[Step]:
         "no:benchmark",
         str(ROOT / "tests" / "gpu"),
     ]
-    yield Step("tests", "A", python(*tests), 200)
+    yield Step("tests", "A", python(*tests), 240)
     yield Step("doctor", "A", [*TPSHARD, "doctor"], 60)
     yield Step("measure", "B", [*TPSHARD, "doctor", "--measure", str(measured)], 90, lambda *_: measured.read_text())
     yield Step("rates", "B", python(str(benchmarks / "gpu_rates.py")), 60)
     yield Step("kernels", "B", python(str(benchmarks / "kernels.py"), "--json", "--models", "llama3-8b"), 200)
-    yield training("eager", out, device, 120, "compile=eager")
+    yield training("eager", out, device, 75, "compile=eager")
     yield training("blocks", out, device, 150, "compile=blocks")
     yield training("inductor", out, device, 240, "compile=inductor")
     yield training("no-remat", out, device, 120, "compile=blocks", "remat=none", "batch.per_device=2")
@@ -122,7 +122,7 @@ def steps(out: Path, preset: str) -> Iterator[Step]:
     for kind, folder in folders.items():
         flags = ["--preset", preset, "--device", "cuda", *(["--quantized"] if kind == "quantized" else [])]
         yield Step(f"write-{kind}", "C", python(str(benchmarks / "random_llama.py"), folder, *flags), 90)
-        served = python(str(benchmarks / "gpu_serving.py"), folder, "--json")
+        served = python(str(benchmarks / "gpu_serving.py"), folder)
         yield Step(f"serve-{kind}", "C", served, 150, last_json)
     yield Step("peer-serve", "C", python(peer, "serve", folders["dense"]), 100, last_json)
 
@@ -133,24 +133,27 @@ def run(step: Step, out: Path) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     paths = os.pathsep.join(filter(None, [str(ROOT / "types"), os.environ.get("PYTHONPATH")]))
     began = time.perf_counter()
-    process = subprocess.Popen(
-        step.command, cwd=folder, env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, start_new_session=True,
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=step.limit_s)
-        code: int | str = process.returncode
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        output, _ = process.communicate()
-        code = f"stopped after {step.limit_s} s"
+    with (out / "logs.txt").open("a+") as logs:
+        logs.write(f"\n==== {step.name}: {' '.join(step.command)}\n")
+        logs.flush()
+        start = logs.tell()
+        process = subprocess.Popen(
+            step.command, cwd=folder, env={**os.environ, "PYTHONPATH": paths}, stdout=logs, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            code: int | str = process.wait(timeout=step.limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            process.wait()
+            code = f"stopped after {step.limit_s} s"
+        logs.seek(start)
+        output = logs.read()
     row = {"step": step.name, "stage": step.stage, "code": code, "seconds": round(time.perf_counter() - began, 1)}
     try:
         row["figures"] = step.figures(folder, output)
     except Exception as error:
         row["figures"] = f"none: {type(error).__name__}: {error}"
-    with (out / "logs.txt").open("a") as logs:
-        logs.write(f"\n==== {step.name}: {' '.join(step.command)}\n{output}\n==== {code}\n")
     return row | {"end": output[-END:]}
 
 

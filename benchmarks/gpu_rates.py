@@ -29,17 +29,26 @@ LINEARS = {
 TOKENS = (1024, 4096, 16384)
 
 
-def seconds(run: Callable[[], object], times: int = 7) -> float:
-    """Median seconds of a call, by events, after two that warm."""
+def seconds(run: Callable[[], object], graphed: bool = True) -> float:
+    """Median seconds of a call: of ten in a CUDA graph, without the host's time; else of one between events."""
     run(), run()
+    torch.cuda.synchronize()
+    graph, calls = torch.cuda.CUDAGraph(), 10 if graphed else 1
+    if graphed:
+        with torch.cuda.graph(graph):
+            for _ in range(calls):
+                run()
     taken = []
-    for _ in range(times):
+    for _ in range(5):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        run()
+        if graphed:
+            graph.replay()
+        else:
+            run()
         end.record()
         end.synchronize()
-        taken.append(start.elapsed_time(end) / 1e3)
+        taken.append(start.elapsed_time(end) / 1e3 / calls)
     return statistics.median(taken)
 
 
@@ -99,7 +108,7 @@ def cudnn(
     out, turned = forward(), dout.transpose(1, 2)
     grads = [torch.autograd.grad(out, inputs, turned, retain_graph=True) for _ in range(3)]
     same = all(torch.equal(a, b) for other in grads[1:] for a, b in zip(grads[0], other))
-    back = seconds(lambda: torch.autograd.grad(out, inputs, turned, retain_graph=True))
+    back = seconds(lambda: torch.autograd.grad(out, inputs, turned, retain_graph=True), graphed=False)
     return [at_peak_s / seconds(forward), 2.5 * at_peak_s / back, same]
 
 
@@ -111,7 +120,8 @@ def memory() -> dict[str, Any]:
         rows[2 * size] = {"add": 6 * size / seconds(lambda: torch.add(x, y, out=z)),  # noqa: B023
                           "copy": 4 * size / seconds(lambda: z.copy_(x))}  # noqa: B023  # fmt: skip
     small = torch.ones(8, device="cuda")
-    rows["launch_us"] = 1e6 * seconds(lambda: [small + small for _ in range(1000)]) / 1000
+    many = lambda: [small + small for _ in range(1000)]  # noqa: E731
+    rows["launch_us"], rows["graphed_us"] = (1e3 * seconds(many, graphed) for graphed in (False, True))
     return rows
 
 

@@ -26,8 +26,10 @@ from tpshard.devices.measuring import measure
 from tpshard.parallelism.pricing.fusion import CacheReads
 from tpshard.plan.server.server_prices import StepPrices
 from tpshard.plan.server.server_steps import server_of
+from tpshard.programs.scheduling.request import Sampling, Sequence
 from tpshard.programs.server.serving import BLOCK_SIZE, build_serving
 from tpshard.recipes.reading.load import loads
+from tpshard.serve.engine.picks import CHOOSE, picks_of
 from tpshard.serve.engine.ranks import Ranks
 from tpshard.serve.engine.step import StepInput
 
@@ -68,10 +70,11 @@ def measured(ranks: Ranks, requests: int, steps: int) -> float:
     """CPU seconds of the worker in a step, the mean of some."""
     (worker,) = (p for p in psutil.Process().children() if "serve_worker" in " ".join(p.cmdline()))
     batch = step_of(requests)
-    ranks.step(batch)
+    picks = picks_of([(Sequence((1,), Sampling(temperature=0), 1), CHOOSE)] * requests)
+    ranks.step(batch, picks)
     before = sum(worker.cpu_times()[:2])
     for _ in range(steps):
-        ranks.step(batch)
+        ranks.step(batch, picks)
     return (sum(worker.cpu_times()[:2]) - before) / steps
 
 

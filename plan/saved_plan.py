@@ -96,7 +96,13 @@ def versions(recipe: Recipe) -> dict[str, str]:
 
 def packages() -> dict[str, str]:
     """The versions of Python and of the packages that decide what a program computes."""
-    return {"python": platform.python_version(), **{name: metadata.version(name) for name in ("tpshard", "torch")}}
+    found = {"python": platform.python_version()}
+    for name in ("tpshard", "torch"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:  # run from a checkout that is not installed
+            found[name] = "not installed"
+    return found
 
 
 def code_of(rooms: Iterable[str]) -> str:

@@ -22,8 +22,10 @@ from tpshard.programs.server.serving import BLOCK_SIZE, ServingPrograms, build_s
 from tpshard.recipes.keys.schema import Recipe
 from tpshard.recipes.reading.load import loads
 from tpshard.serve.engine.job import Job
+from tpshard.serve.engine.picks import Picked, Picks
 from tpshard.serve.engine.ranks import Ranks
 from tpshard.serve.engine.runner import ProgramRunner
+from tpshard.serve.engine.sampling import pick
 from tpshard.serve.engine.step import StepInput
 from tpshard.serve.engine.weights import Filler, Weights
 
@@ -106,7 +108,10 @@ class Lockstep:
             for rank in range(s.mesh.ranks)
         ]
 
-    def step(self, batch: StepInput) -> torch.Tensor:
+    def step(self, batch: StepInput, picks: Picks) -> Picked:
+        return pick(self.logits(batch), picks)
+
+    def logits(self, batch: StepInput) -> torch.Tensor:
         s = self.programs.setting
         size = Size(len(batch.tokens), True) if batch.is_chunk else self.programs.fitting(len(batch.tokens))
         program = self.programs.by_size[size]
@@ -166,7 +171,9 @@ def lockstep(programs: ServingPrograms, weights: Weights, blocks: int = 2) -> to
     sequences = sequences_for(runner.chunks)
     logits: list[list[torch.Tensor]] = [[] for _ in sequences]
     for pieces in pieces_of([len(tokens) for tokens in sequences], runner.chunks):
-        rows = iter(runner.step(step_of(sequences, pieces, runner.chunks is not None)).split([n for _, _, n in pieces]))
+        rows = iter(
+            runner.logits(step_of(sequences, pieces, runner.chunks is not None)).split([n for _, _, n in pieces])
+        )
         for (i, _, _), part in zip(pieces, rows):
             logits[i].append(part)
     return torch.cat([part for parts in logits for part in parts])

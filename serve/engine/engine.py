@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-import torch
-from torch import Tensor
 from tpshard.programs.scheduling.blocks import BlockPool
 from tpshard.programs.scheduling.recurrent_scheduler import scheduler
 from tpshard.programs.scheduling.request import Event, Logprob, Sequence
 from tpshard.programs.scheduling.scheduler import Slice
-from tpshard.serve.engine.sampling import choose, score
+from tpshard.serve.engine.picks import CHOOSE, NOTHING, Picked, picks_of
 from tpshard.serve.engine.step import Runner, StepInput
 
 
@@ -74,10 +72,10 @@ class Engine:
         slices = self.scheduler.schedule()
         if not slices:
             return []
-        logits = self.runner.step(self._input(slices))
+        picked = self.runner.step(self._input(slices), picks_of(_asked(slices)))
         self.steps += 1
         self.computed_tokens += sum(piece.count for piece in slices)
-        return list(self._receive(slices, logits))
+        return list(self._receive(slices, picked))
 
     def _input(self, slices: list[Slice]) -> StepInput:
         size = self.pool.block_size
@@ -99,36 +97,27 @@ class Engine:
         states = [] if self.runner.chunks is None else [piece.sequence.state for piece in slices]
         return StepInput(flat[0], flat[1], flat[2], flat[3], tables, flat[4], np.array(states, dtype=np.int64))
 
-    def _receive(self, slices: list[Slice], logits: Tensor) -> Iterator[Event]:
-        """Samples a token for each sequence from a step's logits, and yields the events. logits: [logit_rows, vocab],
-        in the order of the slices.
-        """
-        choosing: list[tuple[Sequence, int]] = []
-        sound = torch.isfinite(logits.amax(-1)).tolist()
+    def _receive(self, slices: list[Slice], picked: Picked) -> Iterator[Event]:
+        """Advances each sequence by what was picked for its rows, in the order of the slices; yields the events."""
         row = 0
         for piece in slices:
-            s, logit_rows, ends = piece.sequence, piece.logit_rows, piece.ends
-            if not all(sound[row : row + logit_rows]):  # only this sequence fails
-                row += logit_rows
+            s, logit_rows, top = piece.sequence, piece.logit_rows, piece.sequence.sampling.logprobs
+            rows = range(row, row := row + logit_rows)
+            if not all(picked.sound(r) for r in rows):  # only this sequence fails
                 yield self._end(s, None, "error", error="the model computed values that are not finite")
                 continue
             if piece.scores:
-                for offset in range(logit_rows):
-                    place = piece.start + offset + 1
-                    if place < len(s.prompt):
-                        s.prompt_scores.append(score(logits[row + offset], s.prompt[place], s.sampling.logprobs or 0))
-            row += logit_rows
+                count = min(logit_rows, len(s.prompt) - piece.start - 1)
+                s.prompt_scores += (picked.logprob(r, top or 0) for r in rows[: max(0, count)])
             self.scheduler.advance(piece)
-            if ends and s.max_tokens > 0:
-                choosing.append((s, row - 1))
-            elif ends:
-                yield self._end(s, None, "length")
-        if choosing:
-            chosen = choose(logits[[r for _, r in choosing]], [s for s, _ in choosing])
-            for (s, _), (token, logprob) in zip(choosing, chosen):
+            if piece.ends and s.max_tokens > 0:
+                token = picked.token(rows[-1])
                 s.tokens.append(token)
                 finish = "stop" if token in s.stop_tokens else "length" if len(s.answer) >= s.max_tokens else None
+                logprob = None if top is None else picked.logprob(rows[-1], top)
                 yield self._end(s, token, finish, logprob) if finish else Event(s, token, logprob)
+            elif piece.ends:
+                yield self._end(s, None, "length")
 
     def _end(
         self, s: Sequence, token: int | None, finish: str, logprob: Logprob | None = None, error: str | None = None
@@ -136,3 +125,15 @@ class Engine:
         s.finish = finish
         self.scheduler.remove(s)
         return Event(s, token, logprob, finish, error)
+
+
+def _asked(slices: list[Slice]) -> Iterator[tuple[Sequence, int]]:
+    """What each row with logits is for: scoring the prompt's next token, choosing the answer's, or nothing."""
+    for piece in slices:
+        s, choosing = piece.sequence, piece.ends and piece.sequence.max_tokens > 0
+        for offset in range(piece.logit_rows):
+            place = piece.start + piece.count - piece.logit_rows + offset + 1
+            if choosing and offset == piece.logit_rows - 1:
+                yield s, CHOOSE
+            else:
+                yield s, s.prompt[place] if piece.scores and place < len(s.prompt) else NOTHING

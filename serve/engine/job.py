@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 _HEAD = struct.Struct("<cI")
 _LARGEST = 1 << 28
 
-JOB, READY, STEP, DONE, QUIT = (bytes([c]) for c in b"JRSDQ")
-CHANNEL, LOGITS = "TPSHARD_CHANNEL", "TPSHARD_LOGITS"
-"""Environment variables with a worker's descriptors: its socket, and the shared memory for rank 0's results."""
+JOB, READY, STEP, PICK, DONE, QUIT = (bytes([c]) for c in b"JRSPDQ")
+CHANNEL = "TPSHARD_CHANNEL"
+"""The environment variable with the descriptor of a worker's socket."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def send(channel: socket.socket, kind: bytes, body: bytes = b"") -> None:
 def receive(channel: socket.socket) -> tuple[bytes, bytes]:
     """Receives one frame: its kind and body. Raises Closed at the end, ValueError for an invalid frame."""
     kind, size = _HEAD.unpack(_exactly(channel, _HEAD.size))
-    if kind not in (JOB, READY, STEP, DONE, QUIT) or size > _LARGEST:
+    if kind not in (JOB, READY, STEP, PICK, DONE, QUIT) or size > _LARGEST:
         raise ValueError(f"a frame of kind {kind!r} and {size} bytes")
     return kind, _exactly(channel, size)
 

@@ -1,27 +1,23 @@
 """A runner whose steps are computed by worker processes, one per rank.
 
-Workers receive steps as bytes over a socket pair; rank 0 leaves the logits in shared memory. Workers are started and
-watched as those of a training run (`parallelism.runtime.workers`). If one dies, fails or hangs, all are ended and the
-step raises WorkerLost; the owner then creates a new runner.
+Workers receive steps as bytes over a socket pair; rank 0 answers with the tokens, and logits stay where they are.
+Workers are started and watched as those of a training run (`parallelism.runtime.workers`). If one dies, fails or hangs,
+all are ended and the step raises WorkerLost; the owner then creates a new runner.
 """
 
 from __future__ import annotations
 
 import contextlib
-import mmap
-import os
 import socket
 import subprocess
 import time
 from collections.abc import Sequence
 
-import numpy as np
 import psutil
-import torch
-from torch import Tensor
 from tpshard.parallelism.runtime.workers import Workers
 from tpshard.programs.server.serving import BLOCK_SIZE
-from tpshard.serve.engine.job import CHANNEL, DONE, JOB, LOGITS, QUIT, READY, STEP, Closed, Job, receive, send
+from tpshard.serve.engine.job import CHANNEL, DONE, JOB, PICK, QUIT, READY, STEP, Closed, Job, receive, send
+from tpshard.serve.engine.picks import Picked, Picks
 from tpshard.serve.engine.step import StepInput, WorkerLost
 
 _LOOK_S = 1.0
@@ -31,8 +27,7 @@ _LOOK_S = 1.0
 class Ranks:
     """`job.world` worker processes that run `command`.
 
-    Raises WorkerLost with their own error if they do not become ready. On a CPU the sampling process should use one
-    thread: torch's idle threads spin for milliseconds, on the workers' cores.
+    Raises WorkerLost with their own error if they do not become ready.
     """
 
     block_size = BLOCK_SIZE
@@ -41,9 +36,6 @@ class Ranks:
         self.blocks, self.vocab, self.max_seq = job.blocks, job.vocab, job.max_seq
         self.max_rows, self.max_logit_rows, self.chunks = job.max_rows, job.max_logit_rows, job.chunks
         self._job = job
-        self._shared = os.memfd_create("tpshard-logits", os.MFD_CLOEXEC)
-        os.ftruncate(self._shared, 4 * job.vocab * job.max_logit_rows)
-        self._memory = mmap.mmap(self._shared, 0, prot=mmap.PROT_READ)
         self._workers = Workers(job.world)
         self._channels: list[socket.socket] = []
         try:
@@ -53,15 +45,14 @@ class Ranks:
             self.close()
             raise
 
-    def step(self, batch: StepInput) -> Tensor:
-        message = batch.encode()
-        for channel in self._channels:
+    def step(self, batch: StepInput, picks: Picks) -> Picked:
+        message, asked = batch.encode(), picks.encode()
+        for rank, channel in enumerate(self._channels):
             with contextlib.suppress(Closed):  # noticed below
                 send(channel, STEP, message)
-        self._await(DONE, {0}, self._job.step_s)
-        shape = (len(batch.logit_rows), self.vocab)
-        logits = np.frombuffer(self._memory, dtype="<f4", count=shape[0] * shape[1]).reshape(shape)
-        return torch.from_numpy(logits.copy())
+                if rank == 0:
+                    send(channel, PICK, asked)
+        return Picked.decode(self._await(DONE, {0}, self._job.step_s))
 
     def check(self) -> None:
         self._workers.listen(0)
@@ -83,17 +74,11 @@ class Ranks:
         for channel in self._channels:
             channel.close()
         self._channels.clear()
-        if self._shared >= 0:
-            self._memory.close()
-            os.close(self._shared)
-            self._shared = -1
 
     def _start(self, command: Sequence[str]) -> None:
         pairs = [socket.socketpair() for _ in range(self._job.world)]
         self._channels = [parent_end for parent_end, _ in pairs]
-        descriptors = {
-            rank: {CHANNEL: worker_end.fileno(), LOGITS: self._shared} for rank, (_, worker_end) in enumerate(pairs)
-        }
+        descriptors = {rank: {CHANNEL: worker_end.fileno()} for rank, (_, worker_end) in enumerate(pairs)}
         try:
             self._workers.start(command, captured=False, descriptors=descriptors)
         finally:
@@ -105,16 +90,17 @@ class Ranks:
             with contextlib.suppress(Closed):
                 send(channel, JOB, self._job.encode())
 
-    def _await(self, kind: bytes, ranks: set[int], seconds: float) -> None:
-        """Waits for one frame of a kind from each of these ranks; raises WorkerLost if anything goes wrong."""
+    def _await(self, kind: bytes, ranks: set[int], seconds: float) -> bytes:
+        """Waits for one frame of a kind from each of these ranks, and returns the last one's body; raises WorkerLost if
+        anything goes wrong."""
         deadline = time.monotonic() + seconds
-        missing = set(ranks)
+        missing, body = set(ranks), b""
         while missing:
             left = deadline - time.monotonic()
             ready = self._workers.listen(0.1 if self._workers.has_failure else min(_LOOK_S, max(0.0, left)))
             for rank in ready:
                 try:
-                    received, _ = receive(self._channels[rank])
+                    received, body = receive(self._channels[rank])
                 except (Closed, ValueError):
                     self._workers.forget(self._channels[rank])  # its message or its exit says why
                     continue
@@ -126,6 +112,7 @@ class Ranks:
                 self._end(f"rank {verdict.rank} was lost: {verdict.cause}")
             if not ready and missing:
                 self._look(min(missing), left, seconds)
+        return body
 
     def _look(self, rank: int, left: float, seconds: float) -> None:
         """Checks workers that have been silent for a while."""

@@ -14,6 +14,8 @@ from tpshard.parallelism.simulate import cut
 from tpshard.programs.server.serve_setting import Size
 from tpshard.programs.server.serving import BLOCK_SIZE, STEP, ServingPrograms
 from tpshard.serve.engine.cuda_graphs import MOST_ROWS, Captured, can_capture
+from tpshard.serve.engine.picks import Picked, Picks
+from tpshard.serve.engine.sampling import pick
 from tpshard.serve.engine.step import StepInput
 from tpshard.serve.engine.weights import Filler, Weights
 
@@ -47,14 +49,18 @@ class ProgramRunner:
         if context.device.type == "cuda" and context.world == 1:
             self._capture()
 
-    def step(self, batch: StepInput) -> Tensor:
-        """Logits [logit_rows, vocab] in fp32 on the CPU, the same bits on every rank."""
+    def step(self, batch: StepInput, picks: Picks) -> Picked:
+        """The tokens and log-probabilities that are asked of each row with logits."""
+        return pick(self.logits(batch), picks)
+
+    def logits(self, batch: StepInput) -> Tensor:
+        """Logits [logit_rows, vocab] in fp32 on the device, the same bits on every rank, until the next step."""
         size = Size(len(batch.tokens), True) if batch.is_chunk else self._programs.fitting(len(batch.tokens))
         brought = batch.pad(size.rows, self._programs.setting.logit_rows(size.rows)).arguments(size.chunk)
         arguments = [x if p.name not in brought else self._bring(p, brought[p.name])
                  for p, x in zip(self._programs.by_size[size].inputs, self._given[size])]  # fmt: skip
         logits, *_ = self._run[size](*arguments)
-        return logits[: len(batch.logit_rows)].float().cpu()
+        return logits[: len(batch.logit_rows)].float()
 
     def check(self) -> None: ...
 
@@ -68,7 +74,7 @@ class ProgramRunner:
             none = np.zeros(size.rows, dtype=np.int64)  # block 0 and state 0 belong to no sequence
             last = np.arange(self._programs.setting.logit_rows(size.rows))
             states = np.zeros(0 if self.chunks is None else 1 if size.chunk else 2, dtype=np.int64)
-            self.step(StepInput(none, none, none, none, np.zeros((1, 1), dtype=np.int64), last, states))
+            self.logits(StepInput(none, none, none, none, np.zeros((1, 1), dtype=np.int64), last, states))
 
     def close(self) -> None:
         self._given.clear()

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import socket
 import sys
 import traceback
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from tpshard.diagnostics.exits import Exit
 from tpshard.parallelism.runtime.context import connect
 from tpshard.parallelism.runtime.messages import WorkerFault
 from tpshard.parallelism.runtime.place import WorkerPlace
 from tpshard.programs.server.serving import ServingPrograms
-from tpshard.serve.engine.job import CHANNEL, DONE, JOB, LOGITS, QUIT, READY, STEP, Closed, Job, receive, send
+from tpshard.serve.engine.job import CHANNEL, DONE, JOB, PICK, QUIT, READY, STEP, Closed, Job, receive, send
+from tpshard.serve.engine.picks import Picks
 from tpshard.serve.engine.runner import ProgramRunner
 from tpshard.serve.engine.step import StepInput
 from tpshard.serve.engine.weights import Weights
@@ -45,7 +44,7 @@ def work(place: WorkerPlace, prepare: Prepare) -> int:
                 )  # fmt: skip
             runner = ProgramRunner(context, programs, weights, job.blocks)
             runner.warm()
-            _answer(channel, runner, mmap.mmap(int(os.environ[LOGITS]), 0) if place.rank == 0 else None)
+            _answer(channel, runner, picks=place.rank == 0)
         return Exit.DONE
     except Closed:
         # the parent is gone; other ranks may be stuck, and a regular exit would wait for them
@@ -59,8 +58,8 @@ def describe(error: BaseException) -> tuple[str, int]:
     return (str(error) or type(error).__name__).splitlines()[0][:500], Exit.WORKER_LOST
 
 
-def _answer(channel: socket.socket, runner: ProgramRunner, memory: mmap.mmap | None) -> None:
-    """Computes steps until told to quit; results go to `memory`, if given, and are announced."""
+def _answer(channel: socket.socket, runner: ProgramRunner, picks: bool) -> None:
+    """Computes steps until told to quit. picks: whether this rank picks tokens from the logits, and answers."""
     send(channel, READY)
     while True:
         kind, body = receive(channel)
@@ -68,9 +67,10 @@ def _answer(channel: socket.socket, runner: ProgramRunner, memory: mmap.mmap | N
             return
         if kind != STEP:
             raise ValueError(f"received a frame of kind {kind!r} instead of a step")
-        logits = runner.step(StepInput.decode(body))
-        if memory is not None:
-            flat = np.frombuffer(memory, dtype="<f4")
-            flat[: logits.numel()] = logits.reshape(-1).numpy()
-            del flat
-            send(channel, DONE)
+        if not picks:
+            runner.logits(StepInput.decode(body))
+            continue
+        kind, asked = receive(channel)
+        if kind != PICK:
+            raise ValueError(f"received a frame of kind {kind!r} instead of what a step is asked for")
+        send(channel, DONE, runner.step(StepInput.decode(body), Picks.decode(asked)).encode())

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-from torch import Tensor
+from tpshard.serve.engine.picks import Picked, Picks
 
 _HEAD = struct.Struct("<4sIIIII")
 _MAGIC = b"tps1"
@@ -105,8 +105,9 @@ class Runner(Protocol):
     chunks: tuple[int, ...] | None
     """The numbers of tokens of one prompt that a step computes if the model has recurrent layers; None without."""
 
-    def step(self, batch: StepInput) -> Tensor:
-        """Logits [logit_rows, vocab] in fp32, on the CPU. Raises WorkerLost if a rank is gone."""
+    def step(self, batch: StepInput, picks: Picks) -> Picked:
+        """The tokens and log-probabilities that are asked of each row with logits. Raises WorkerLost if a rank is
+        gone."""
         ...
 
     def check(self) -> None:

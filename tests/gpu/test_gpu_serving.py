@@ -61,7 +61,7 @@ def test_a_batch_has_the_bits_of_each_alone_and_the_values_of_the_model() -> Non
 
 def step_of(folder: Path, device: str, *overrides: str) -> Tensor:
     """Logits of two prompts at once."""
-    return folder_runner(folder, *overrides, device=device).step(prompts()).double()
+    return folder_runner(folder, *overrides, device=device).logits(prompts()).double().cpu()
 
 
 @pytest.mark.parametrize("invariant", ["true", "false"])

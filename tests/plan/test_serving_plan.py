@@ -120,7 +120,7 @@ def serve_on_rank(context: Context, jobs: list[bytes]) -> list[tuple[dict[tuple[
         runner = ProgramRunner(context, programs, weights, job.blocks)
         counting = Counting()
         with counting:
-            logits = runner.step(prompt())
+            logits = runner.logits(prompt())
         held = 0
         for port, value in zip(programs.by_size[Size(ROWS)].inputs, runner._given[Size(ROWS)]):
             if port.kind == "parameter":
@@ -170,7 +170,7 @@ def test_an_mlp_that_tp_does_not_divide_is_served_as_planned(pool: Any, tmp_path
     results = pool.run(serve_on_rank, [job.encode() for job in jobs], world=2, mesh={"tp": 2})
     for i, ((folder, layout, wider), report) in enumerate(zip(cases, reports)):
         config = folder_config(folder)
-        expected = folder_runner(folder, *changes(folder, layout), "serve.mesh.tp=1").step(prompt())
+        expected = folder_runner(folder, *changes(folder, layout), "serve.mesh.tp=1").logits(prompt())
         program = report.pricing.parts[0].part.program
         counted = Counter(c.kind for c in program.collectives)
         assert counted == {"all_reduce": 2 * 2 + 1, "all_gather": 1 + (4 if layout == "naive" else 0)}

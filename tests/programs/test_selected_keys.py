@@ -62,7 +62,7 @@ def served(name: str, programs: ServingPrograms) -> list[Tensor]:
     logits = [torch.empty(n, architectures.VOCAB) for n in LENGTHS]
     runner = Lockstep(programs, weights, blocks=4)
     for parts in STEPS:
-        step, row = runner.step(step_of(parts)), 0
+        step, row = runner.logits(step_of(parts)), 0
         for sequence, start, end in parts:
             logits[sequence][start:end] = step[row : row + end - start]
             row += end - start

@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tpshard.programs.scheduling.request import Logprob, Sampling, Sequence
 from tpshard.serve.engine.engine import Engine
+from tpshard.serve.engine.picks import Picked, Picks
 from tpshard.serve.engine.runner import ProgramRunner
+from tpshard.serve.engine.sampling import pick
 from tpshard.serve.engine.step import StepInput
 
 GREEDY = Sampling(temperature=0, logprobs=2)
@@ -120,10 +122,10 @@ class Overflowing:
     def __getattr__(self, name: str) -> object:
         return getattr(self.runner, name)
 
-    def step(self, batch: StepInput) -> torch.Tensor:
-        logits = self.runner.step(batch)
+    def step(self, batch: StepInput, picks: Picks) -> Picked:
+        logits = self.runner.logits(batch)
         logits[torch.from_numpy(batch.tokens[batch.logit_rows] == self.token), 5] = self.value
-        return logits
+        return pick(logits, picks)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -12,7 +12,8 @@ import torch
 from tpshard.serve.api import answers, fields
 from tpshard.serve.api.generation_defaults import read_generation_defaults
 from tpshard.serve.api.preprocess import Prepared
-from tpshard.serve.engine.sampling import choose, shape
+from tpshard.serve.engine.picks import CHOOSE, picks_of
+from tpshard.serve.engine.sampling import change, pick
 from transformers.generation import (
     LogitsProcessorList,
     MinLengthLogitsProcessor,
@@ -74,8 +75,9 @@ def test_excluded_tokens_and_lengths_are_those_of_transformers(tmp_path: Path) -
     while len(sequence.answer) < sequence.max_tokens:
         logits = torch.randn(16, generator=generator)
         expected = theirs(torch.tensor([sequence.tokens]), logits[None])[0]
-        assert torch.equal(shape(logits, sequence), expected), sequence.tokens
-        ((token, _),) = choose(logits[None], [sequence])
+        picks = picks_of([(sequence, CHOOSE)])
+        assert torch.equal(change(logits[None], picks.changes)[0], expected), sequence.tokens
+        token = pick(logits[None], picks).token(0)
         assert token == int(expected.argmax())
         sequence.tokens.append(token if len(sequence.answer) != 1 else 9)  # 6 is excluded next
     assert len(sequence.tokens) == limit

@@ -12,6 +12,8 @@ from tpshard.plan.server.rehearse import rehearse
 from tpshard.plan.server.traffic import Room, Traffic
 from tpshard.programs.scheduling.request import Sampling, Sequence
 from tpshard.serve.engine.engine import Engine
+from tpshard.serve.engine.picks import Picked, Picks
+from tpshard.serve.engine.sampling import pick
 from tpshard.serve.engine.step import StepInput
 
 ROOM = Room(blocks=40, rows=16, logit_rows=8, running=8, queue=4)
@@ -26,10 +28,10 @@ class Blank:
         self.chunks = chunks
         self.seen: list[tuple[int, int]] = []
 
-    def step(self, batch: StepInput) -> torch.Tensor:
+    def step(self, batch: StepInput, picks: Picks) -> Picked:
         ends = {s: int(batch.positions[batch.sequences == s].max()) // 16 + 1 for s in set(batch.sequences.tolist())}
         self.seen.append((len(batch.tokens), sum(ends.values())))
-        return torch.zeros(len(batch.logit_rows), self.vocab)
+        return pick(torch.zeros(len(batch.logit_rows), self.vocab), picks)
 
     def close(self) -> None: ...
 

@@ -19,12 +19,12 @@ import psutil
 import pytest
 import torch
 from patience import PATIENCE, until
-from torch import Tensor
 from tpshard.programs.scheduling.request import Sampling, Sequence
 from tpshard.serve.api import service as service_module
 from tpshard.serve.api.access import Access
 from tpshard.serve.api.service import Limits
 from tpshard.serve.api.text import Writer
+from tpshard.serve.engine.picks import Picked, Picks
 from tpshard.serve.engine.runner import ProgramRunner
 from tpshard.serve.engine.step import StepInput, WorkerLost
 from web import web
@@ -345,10 +345,10 @@ class Failing:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.runner, name)
 
-    def step(self, batch: StepInput) -> Tensor:
+    def step(self, batch: StepInput, picks: Picks) -> Picked:
         if self.failures:
             raise self.failures.pop()
-        return self.runner.step(batch)
+        return self.runner.step(batch, picks)
 
     def close(self) -> None:
         self.closed_annotation = True
@@ -407,9 +407,9 @@ def test_a_worker_that_is_lost_between_requests_is_replaced(
 
 def test_a_request_that_takes_too_long_is_ended(runner: ProgramRunner, served: Any) -> None:
     class Slow(Failing):
-        def step(self, batch: StepInput) -> Tensor:
+        def step(self, batch: StepInput, picks: Picks) -> Picked:
             time.sleep(0.01)
-            return super().step(batch)
+            return super().step(batch, picks)
 
     with served(lambda: Slow(runner, []), Limits(request_s=0.2, body_s=0.3)) as server:
         status, error = refusal(server, json=BODY | {"max_tokens": 490, "ignore_eos": True, "prompt": [9] * 20})
