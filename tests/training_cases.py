@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -13,7 +13,9 @@ from tpshard.models.objectives.loss import cross_entropy_sum
 from tpshard.models.optimizers.adamw import AdamW, adamw_update, treatments
 from tpshard.parallelism.runtime.context import Context
 from tpshard.programs.compare.float64 import BOUND, distance, float64
+from tpshard.programs.parts.memo import Memo
 from tpshard.programs.setting.setting import Setting
+from tpshard.programs.step import training
 from tpshard.programs.step.training_step import TrainingPrograms
 from tpshard.recipes.keys.schema import Recipe
 from tpshard.recipes.reading.load import loads
@@ -32,6 +34,7 @@ batch: {global_sequences: 12, per_device: 2}
 compile: eager
 """
 SEED = 3
+BUILD, MEMO = training.build, Memo()
 
 
 def setting_of(mesh: dict[str, int], *overrides: str) -> Setting:
@@ -51,8 +54,10 @@ def global_batch(step: int) -> StepBatch:
 
 
 def train_recipe(context: Context, recipe: Recipe) -> Outcome:
-    """Runs a recipe as `tpshard train` does, among the workers of the pool, whose output stays where it is."""
+    """Runs a recipe as `tpshard train` does, among the workers of the pool, whose output stays where it is. Programs
+    of recipes that a worker runs one after another share what they can."""
     training_worker.keep_output = lambda *_: None  # type: ignore[assignment]
+    training.build = partial(BUILD, memo=MEMO)  # type: ignore[assignment]
     return training_worker.train(Setting.of(recipe, context.world), context, PlanOfRun())
 
 
