@@ -257,10 +257,10 @@ def _cpu_bytes(recipe: Recipe) -> int | None:
     if devices > max(MANY, os.cpu_count() or 1):
         return None
     try:
-        outline = open_model(recipe.model, weights=False).outline
+        count = open_model(recipe.model, weights=False).count
     except (Mistakes, ValueError, OSError):
         return None
-    return None if outline is None else outline.count * BYTES_PER_PARAMETER
+    return None if count is None else count * BYTES_PER_PARAMETER
 
 
 def _memory() -> int:

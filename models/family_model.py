@@ -13,7 +13,7 @@ from tpshard.models.families.config import ModelConfig
 from tpshard.models.families.config_keys import DEFAULTS, training_notes
 from tpshard.models.folders import hf_config, hf_headers
 from tpshard.models.folders.folder_identity import folder_identity
-from tpshard.models.model_spec import ModelSource, ModelSpec, Sizes, Use
+from tpshard.models.model_spec import ModelSource, ModelSpec, Positions, Sizes, Use
 
 if TYPE_CHECKING:
     import torch
@@ -71,6 +71,22 @@ class FamilyModel(ModelSpec):
     @property
     def outline(self) -> ModelConfig:  # type: ignore[override]
         return self.config
+
+    @property
+    def vocab(self) -> int:  # type: ignore[override]
+        return self.config.vocab
+
+    @property
+    def positions(self) -> Positions:  # type: ignore[override]
+        return Positions(self.config.max_seq, self.config.family_entry.positions == "learned", "model.max_seq")
+
+    @property
+    def count(self) -> int:  # type: ignore[override]
+        return self.config.count
+
+    @property
+    def activations(self) -> Mapping[str, tuple[str, ...]]:  # type: ignore[override]
+        return self.config.activations
 
     @property
     def stacks(self) -> tuple[LayerStack, ...]:  # type: ignore[override]

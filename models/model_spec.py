@@ -60,6 +60,17 @@ class Sizes:
     """The length of sequences above which the rotary embedding uses other frequencies."""
 
 
+@dataclass(frozen=True)
+class Positions:
+    """How long a sequence can be."""
+
+    most: int
+    end: bool
+    """Whether later positions have no values: a table of learned ones ends, rotary ones go on."""
+    key: str = ""
+    """The key of a recipe that changes them, if one does."""
+
+
 class StoredWeights(Protocol):
     """The weights of a folder, read by blocks; those of a quantized folder are dequantized."""
 
@@ -77,8 +88,14 @@ class ModelSpec(ABC):
     """The dims, shapes and names of all parameters and activations, where they are known before the module is built."""
     stacks: tuple[LayerStack, ...] | None = None
     """The layers that repeat; None where only the built module can tell (`layer_stacks`)."""
-    written: Mapping[str, Any] = MappingProxyType({})
-    """The numbers that config.json writes of a model without an outline."""
+    vocab: int | None = None
+    """The tokens of its vocabulary, where a preset or config.json says them."""
+    positions: Positions | None = None
+    """The positions for which it was made, where a preset or config.json says them."""
+    count: int | None = None
+    """The number of its parameters, where that is known before the module is built."""
+    activations: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    """The dims of the activations that have a name of their own."""
     instead: str = ""
     """Why a class of transformers computes a folder that was named for a family of tpshard; "" elsewhere."""
     recurrent = False

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tpshard.models.folders import hf_config, hf_headers
 from tpshard.models.folders.folder_identity import folder_identity
 from tpshard.models.folders.hf_json import refuse_code
-from tpshard.models.model_spec import ModelSource, ModelSpec, Sizes
+from tpshard.models.model_spec import ModelSource, ModelSpec, Positions, Sizes
 from tpshard.models.transformers.class_names import check_class
 
 if TYPE_CHECKING:
@@ -24,6 +24,12 @@ if TYPE_CHECKING:
     from tpshard.models.transformers.architecture import Architecture
     from tpshard.models.transformers.class_values import ClassValues
     from tpshard.models.transformers.class_weights import FolderWeights
+
+LEARNED = (
+    "bart", "bert", "biogpt", "camembert", "electra", "ernie", "gpt2", "gpt_bigcode", "gpt_neo", "opt", "plbart",
+    "rembert", "roberta", "roberta-prelayernorm", "xglm", "xlm-roberta", "xlm-roberta-xl", "xmod",
+)  # fmt: skip
+"""Model types with a table of positions, which ends. Others go on beyond the positions they name."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +90,23 @@ class TransformersModel(ModelSpec):
         return Architecture(self.raw)
 
     @property
-    def written(self) -> Mapping[str, Any]:  # type: ignore[override]
+    def _numbers(self) -> Mapping[str, Any]:
+        """What config.json says of the text model."""
         text = self.raw.get("text_config")
         return {**self.raw, **(text if isinstance(text, dict) else {})}
+
+    @property
+    def vocab(self) -> int | None:  # type: ignore[override]
+        count = self._numbers.get("vocab_size")
+        return count if isinstance(count, int) else None
+
+    @property
+    def positions(self) -> Positions | None:  # type: ignore[override]
+        numbers = self._numbers
+        sizes = (numbers.get(name) for name in ("max_position_embeddings", "n_positions", "max_seq_len"))
+        most = next((size for size in sizes if isinstance(size, int) and size > 0), None)
+        learned = numbers.get("position_embedding_type") == "absolute" or numbers.get("model_type") in LEARNED
+        return None if most is None else Positions(most, learned)
 
     @property
     def recurrent(self) -> bool:  # type: ignore[override]

@@ -48,11 +48,6 @@ class Depth:
         return (self.layers - self.head) // self.period - 3
 
     @property
-    def shallow_layers(self) -> int:
-        """The number of the shallow model's layers."""
-        return self.layers - self.skipped
-
-    @property
     def skipped(self) -> int:
         """The number of layers that the deep model has and the shallow one has not."""
         return (self.copies - 1) * self.period

@@ -27,13 +27,6 @@ if TYPE_CHECKING:
     from tpshard.recipes.keys.schema import Recipe
 
 
-LEARNED = (
-    "bart", "bert", "biogpt", "camembert", "electra", "ernie", "gpt2", "gpt_bigcode", "gpt_neo", "opt", "plbart",
-    "rembert", "roberta", "roberta-prelayernorm", "xglm", "xlm-roberta", "xlm-roberta-xl", "xmod",
-)  # fmt: skip
-"""Model types of transformers with a table of positions, which ends. Others go on beyond the positions they name."""
-
-
 def load_checked(path: str, overrides: Sequence[str] = (), *, text: bool = False) -> tuple[Recipe, list[Diagnostic]]:
     """Reads and checks a recipe; returns it with its warnings. text: whether to check its data and tokenizer too.
 
@@ -87,8 +80,7 @@ def model_errors(recipe: Recipe) -> list[Diagnostic]:
         return [*mistakes.diagnostics, *misfits(recipe, None)]
     if spec is None:
         return misfits(recipe, None)
-    diagnostics = [*misfits(recipe, spec), *_positions(recipe, spec), *_weights(recipe, spec)]
-    return [*diagnostics, *_tokens(recipe, spec.outline.vocab)] if spec.outline is not None else diagnostics
+    return [*misfits(recipe, spec), *_positions(recipe, spec), *_weights(recipe, spec), *_tokens(recipe, spec.vocab)]
 
 
 def _model(recipe: Recipe) -> ModelSpec | None:
@@ -103,28 +95,17 @@ def _model(recipe: Recipe) -> ModelSpec | None:
 
 
 def _positions(recipe: Recipe, spec: ModelSpec) -> list[Diagnostic]:
-    """The diagnostic for sequences longer than the model's positions. Rotary ones go on beyond, which is a warning;
-    a table of learned ones ends (`programs.fit` says so for tpshard's own families)."""
-    length, rotary, outline = recipe.model.seq_len, True, spec.outline
-    if outline is not None:
-        positions, rotary = outline.max_seq, outline.family_entry.positions != "learned"
-        if not rotary:
-            return []
-    elif numbers := spec.written:
-        sizes = (numbers.get(name) for name in ("max_position_embeddings", "n_positions", "max_seq_len"))
-        positions = next((size for size in sizes if isinstance(size, int) and size > 0), 0)
-        rotary = numbers.get("position_embedding_type") != "absolute" and numbers.get("model_type") not in LEARNED
-    else:
+    """The diagnostic for sequences longer than the model's positions. Rotary ones go on beyond, which is a warning."""
+    length, positions = recipe.model.seq_len, spec.positions
+    if positions is None or length <= positions.most or (positions.end and positions.key):  # told by `programs.fit`
         return []
-    if not 0 < positions < length:
-        return []
-    fix = f"model.seq_len: {positions}" + (f", or model.max_seq: {length}" if outline is not None else "")
+    fix = f"model.seq_len: {positions.most}" + (f", or {positions.key}: {length}" if positions.key else "")
     return [
         Diagnostic(
-            f"sequences of {length:,} tokens, but the model has {positions:,} positions",
+            f"sequences of {length:,} tokens, but the model has {positions.most:,} positions",
             exit=Exit.FIT, where=recipe.where("model.seq_len"), fix=fix,
-            why="it was not made for the positions beyond" if rotary else "",
-            severity="warning" if rotary else "error",
+            why="" if positions.end else "it was not made for the positions beyond",
+            severity="error" if positions.end else "warning",
         )
     ]  # fmt: skip
 
@@ -193,8 +174,7 @@ def _tokens(recipe: Recipe, vocab: int | None) -> list[Diagnostic]:
 
 
 def text_errors(recipe: Recipe) -> list[Diagnostic]:
-    """The mistakes in a recipe's text and tokenizer, and a vocabulary smaller than the tokenizer's. Commands that read
-    neither need not call this.
+    """The mistakes in a recipe's text and tokenizer. Commands that read neither need not call this.
 
     An absolute path that does not exist is a warning: the recipe may be for other machines.
     """
@@ -202,12 +182,7 @@ def text_errors(recipe: Recipe) -> list[Diagnostic]:
         return []
     from tpshard.train.data.hub import is_on
 
-    try:
-        spec = _model(recipe)
-    except Mistakes:
-        spec = None  # reported already
-    vocab = None if spec is None else spec.written.get("vocab_size")
-    diagnostics = _tokens(recipe, vocab if isinstance(vocab, int) else None)
+    diagnostics: list[Diagnostic] = []
     named = [("source", number) for number in range(len(recipe.data.all_sources))]
     for key, number in (*named, ("tokenizer", 0)):
         value, unset = None, None

@@ -198,8 +198,7 @@ class _Search:
             yield ("sharding.rules.seq_sp=tp", f"sharding.annotate={annotations}")
 
     def _names_residuals(self) -> bool:
-        outline = model_of(self.recipe, weights=False).outline
-        return outline is not None and "layers.0.residual" in outline.activations
+        return "layers.0.residual" in model_of(self.recipe, weights=False).activations
 
     def _fsdp_groups(self, smaller: bool = False) -> Iterator[Changes]:
         """Yields FSDP groups of other sizes; with `smaller` only smaller ones."""

@@ -48,10 +48,10 @@ def report(recipe: Recipe, what: str, source: str = "", accuracy: str = "", whol
     ]
     pricing = price_parts(parts, device, per_host)
     program = parts[0].program
-    outline, quantized = setting.served.spec.outline, setting.served.quantized
+    spec, quantized = setting.served.spec, setting.served.quantized
     job = PlannedJob(
         name=recipe.name, recipe=source, what=what, model=str(recipe.model.stored()[str(recipe.model.named_by)]),
-        params=sum(map(math.prod, programs.shapes.values())) if outline is None else outline.count, seq_len=length,
+        params=spec.count or sum(map(math.prod, programs.shapes.values())), seq_len=length,
         dtype=setting.served.dtype, mesh=dict(setting.mesh.axes), nodes=-(-setting.mesh.ranks // per_host),
         devices_per_node=per_host, global_sequences=sequences, per_device=sequences, micro_batches=1,
         tokens=length if what == "prefill" else sequences, compiled="eager", device_assumed=recipe.cluster is None,
