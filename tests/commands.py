@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
-from patience import PATIENCE
+from forked import python
 
 TYPES = Path(__file__).parents[1] / "types"
 
@@ -19,7 +18,4 @@ def environment() -> dict[str, str]:
 
 def tpshard(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs a command in `folder`, to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "tpshard.cli.main", *arguments], cwd=folder, env=environment(), capture_output=True,
-        text=True, timeout=PATIENCE,
-    )  # fmt: skip
+    return python("from tpshard.cli.main import main; main()", *arguments, environment=environment(), folder=folder)

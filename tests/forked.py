@@ -30,13 +30,13 @@ def enter(environment: Mapping[str, str], out: str | Path, err: str | Path) -> N
 
 
 def python(
-    code: str, *arguments: str, environment: Mapping[str, str] | None = None
+    code: str, *arguments: str, environment: Mapping[str, str] | None = None, folder: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """As `python -c CODE ARGUMENTS`, to its end, where the code does not ask what is imported."""
-    with tempfile.TemporaryDirectory() as folder:
-        out, err = Path(folder, "out"), Path(folder, "err")
-        own = dict(os.environ if environment is None else environment)
-        process = FORKS.Process(target=_run, args=(code, arguments, own, out, err))
+    """As `python -c CODE ARGUMENTS` in a folder, to its end, where the code does not ask what is imported."""
+    with tempfile.TemporaryDirectory() as own:
+        out, err = Path(own, "out"), Path(own, "err")
+        variables = dict(os.environ if environment is None else environment)
+        process = FORKS.Process(target=_run, args=(code, arguments, variables, folder or Path.cwd(), out, err))
         process.start()
         process.join(PATIENCE)
         if process.exitcode is None:
@@ -46,7 +46,11 @@ def python(
         return subprocess.CompletedProcess(code, process.exitcode, *texts)
 
 
-def _run(code: str, arguments: tuple[str, ...], environment: Mapping[str, str], out: Path, err: Path) -> None:
+def _run(
+    code: str, arguments: tuple[str, ...], environment: Mapping[str, str], folder: Path, out: Path, err: Path
+) -> None:
     enter(environment, out, err)
+    os.chdir(folder)
+    sys.path[:0] = [""]
     sys.argv = ["-c", *arguments]
     exec(compile(code, "-c", "exec"), {"__name__": "__main__"})

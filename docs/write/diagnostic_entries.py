@@ -32,13 +32,13 @@ ROOMS = {
 """Folder of the code -> title of its page, and what its diagnostics are about; in the order of the index."""
 CALLS = {
     "Diagnostic": (0, 3), "one": (0, 9), "mistake": (0, 9), "wrong": (0, 2), "_wrong": (0, 1), "Contradiction": (0, 9),
-    "_violation": (2, 3),
+    "violation": (2, 3),
 }  # fmt: skip
 """Function that makes a diagnostic -> positions of its message and of why, which the fix follows. The checker's `wrong`
 has a path before its message."""
 FIXED = {"Contradiction"}
 """Functions whose diagnostics get their fix where they are reported."""
-EXITS = {"corpus": "DATA", "stream": "DATA", "lanes": "DATA", "machine": "MACHINE"}
+EXITS = {"corpus": "DATA", "bad_rows": "DATA", "stream": "DATA", "lanes": "DATA", "machine": "MACHINE"}
 """File -> exit code of the diagnostics whose call does not name one."""
 FILLED = "…"
 
