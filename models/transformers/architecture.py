@@ -72,10 +72,18 @@ class Architecture:
     def config(self) -> Any:
         """transformers' configuration object."""
         try:
-            return self.cls.config_class.from_dict(_with_infinities(dict(self.raw)))
+            config = self.cls.config_class.from_dict(_with_infinities(dict(self.raw)))
         except Exception as error:  # the class may raise anything for bad numbers
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(f"config.json: {self.cls.config_class.__name__} refuses it: {reason}") from error
+        text = config.get_text_config()
+        window, types = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
+        if window is not None and window < 1 and (not types or "sliding_attention" in types):
+            raise ValueError(
+                f"config.json: with `sliding_window: {window}`, as {type(text).__name__} reads it, no token of a layer "
+                "with a window sees a key; null is no window, and some classes have one only with `use_sliding_window`"
+            )
+        return config
 
     @property
     def vocab(self) -> int | None:
@@ -181,8 +189,8 @@ class Architecture:
         """The module: tokens, documents, positions, all [batch, seq] int64 -> logits [batch, seq, vocab].
 
         Parameters are on `meta`, in `dtype`. Buffers that no folder stores (rotary frequencies) have their values;
-        vectors that a folder stores are parameters without a gradient, which training leaves as they are. ValueError
-        where the class stores other buffers or is not a causal language model.
+        those that a folder stores are parameters without a gradient, which training leaves as they are. ValueError
+        where these are integers, or where the class is not a causal language model.
         """
         attention_interface.register()
         config = copy.deepcopy(self.config)
@@ -283,10 +291,8 @@ def _mixers(model: nn.Module) -> list[str]:
 
 
 def _hold_buffers(model: nn.Module) -> None:
-    """Turns the vectors that checkpoints store as buffers, such as the biases of DeepSeek's routers, into parameters.
-
-    The forward pass reads them detached, and the optimizer does not decay vectors.
-    """
+    """Turns the buffers that checkpoints store, such as the biases of DeepSeek's routers, into parameters without a
+    gradient, which the forward pass reads detached."""
     owned = [(path, module, name) for path, module in model.named_modules() for name in module._buffers]
     stored = set(model.state_dict())
     held: list[tuple[nn.Module, str]] = []
@@ -294,10 +300,11 @@ def _hold_buffers(model: nn.Module) -> None:
         label, buffer = f"{path}.{name}", module._buffers[name]
         if buffer is None or label not in stored:
             continue
-        if not buffer.is_floating_point() or buffer.dim() > 1:
+        if not buffer.is_floating_point():
             raise ValueError(
-                f"{type(model).__name__} stores the buffer `{label}`, which is not supported: {buffer.dtype}, shape "
-                f"{list(buffer.shape)}; only vectors of numbers are"
+                f"{type(model).__name__} stores the buffer `{label}` of {buffer.dtype}, whose values only a folder "
+                "has, and checkpoints hold fp32, bf16 and fp16 alone; as a `model.module`, a subclass that registers "
+                "it with its values and `persistent=False` is computed"
             )
         delattr(module, name)
         module.register_parameter(name, nn.Parameter(torch.empty_like(buffer, device="meta"), requires_grad=False))

@@ -8,6 +8,7 @@ from pathlib import Path
 import architectures
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tpshard.models.open_model import from_json
 from tpshard.models.transformers.architecture import Architecture
@@ -159,3 +160,23 @@ def test_a_stored_vector_is_a_parameter_without_a_gradient(tmp_path: Path, monke
         torch.testing.assert_close(logits[-1], expected)
     assert not torch.equal(*logits)
     assert torch.autograd.grad(logits[0].sum(), leaves[bias], allow_unused=True) == (None,)
+
+
+def test_stored_matrices_of_numbers_are_parameters_and_tables_of_ids_are_refused(tmp_path: Path) -> None:
+    """MiniMax stores the decays of its lightning attention; DeepSeek-V4 the experts of each token."""
+    architecture = Architecture(every_class.small(transformers.MiniMaxForCausalLM))
+    module, own = architecture.build(), architecture.cls(architecture.config).eval()
+    values = {name: value.detach() * 0.7 for name, value in own.state_dict().items()}
+    assert dict(module.named_parameters()).keys() == values.keys()
+    tokens = torch.arange(12).view(1, 12)
+    logits = torch.func.functional_call(module, values, (tokens, torch.zeros_like(tokens), tokens))
+    torch.testing.assert_close(logits, torch.func.functional_call(own, values, (), {"input_ids": tokens}).logits)
+    with pytest.raises(ValueError, match=r"`model\.layers\.0\.mlp\.gate\.tid2eid` of torch\.int64"):
+        Architecture(every_class.small(transformers.DeepseekV4ForCausalLM)).build()
+
+
+def test_a_window_without_keys_is_refused() -> None:
+    kinds = {"sliding_window": 0, "layer_types": ["sliding_attention", "full_attention"]}
+    for name, more in (("mistral", {"sliding_window": 0}), ("qwen2", kinds | {"use_sliding_window": True})):
+        with pytest.raises(ValueError, match="`sliding_window: 0`"):
+            Architecture({**architectures.CONFIGS[name], **more}).config  # noqa: B018
