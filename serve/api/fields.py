@@ -238,7 +238,7 @@ def chat(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> 
 
     `defaults`: what the model's folder says (see `generation_defaults`), where the body does not set it.
     """
-    fields = _check(body, CHAT, ("model", "messages"))
+    fields = _check(_without_unused_tools(body), CHAT, ("model", "messages"))
     if fields.get("top_logprobs") and not fields.get("logprobs"):
         raise Refused("`top_logprobs` needs `logprobs: true`", param="top_logprobs")
     most = fields.get("max_completion_tokens", fields.get("max_tokens"))
@@ -249,6 +249,12 @@ def chat(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> 
         raise Refused("`max_tokens` is not at least 1: 0", param="max_tokens")
     logprobs = fields.get("top_logprobs", 0) if fields.get("logprobs") else None
     return _order(fields | rendering(fields), logprobs, most, defaults, chat=True)
+
+
+def _without_unused_tools(body: Mapping[str, Any]) -> dict[str, Any]:
+    """A body without the lists of tools that its `tool_choice` or `function_call` says are not to be called."""
+    chosen = {"tools": body.get("tool_choice"), "functions": body.get("function_call")}
+    return {key: v for key, v in body.items() if not (chosen.get(key) == "none" and isinstance(v, list))}
 
 
 def tokenize(body: Mapping[str, Any]) -> dict[str, Any]:

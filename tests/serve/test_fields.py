@@ -67,6 +67,14 @@ def test_a_wrong_chat_is_refused_by_name(key: str, value: Any) -> None:
     assert (error.value.status, error.value.param) == (400, key)
 
 
+def test_tools_that_are_not_to_be_called_are_ignored() -> None:
+    plain = MODEL | {"messages": [MESSAGE], "seed": 1}
+    for tools, choice in (("tools", "tool_choice"), ("functions", "function_call")):
+        assert fields.chat(plain | {tools: [{"name": "f"}], choice: "none"}) == fields.chat(plain)
+        with pytest.raises(Refused, match=f"`{tools}`"):
+            fields.chat(plain | {tools: [{"name": "f"}], choice: "auto"})
+
+
 def test_what_is_missing_or_unknown_is_refused() -> None:
     for body, param in (({"prompt": "a"}, "model"), (MODEL, "prompt"), (MODEL | {"prompt": "a", "Temp": 1}, "Temp")):
         with pytest.raises(Refused) as error:

@@ -88,9 +88,11 @@ def test_plain_lines_show_logged_steps_and_survive_a_closed_stream() -> None:
     lines.step({**row, "step": 1}, logged=True)
     lines.step({**row, "step": 2}, logged=False)
     lines.step({**row, "loss": None, "step": 10}, logged=True)
+    lines.step({**row, "loss": None, "tokens_per_s": 0.0, "step": 11}, logged=True)
     shown = stream.getvalue().splitlines()
     assert shown[0] == "step 1/20  loss 2.5000  12.3k tokens/s"
     assert shown[1].startswith("step 10/20  loss not finite  12.3k tokens/s") and shown[1].endswith("left")
+    assert "step 11/20  no target" in shown[2]
     assert "\x1b" not in stream.getvalue()
     stream.close()
     lines.note("nobody reads this")

@@ -86,7 +86,8 @@ def progress_for(steps: int, *, main: bool) -> Progress:
 
 def measures(row: Mapping[str, Any]) -> str:
     """`loss 3.2145  12.3k tokens/s`, and with experts the busiest one's tokens over the mean."""
-    loss = "loss not finite" if row["loss"] is None else f"loss {row['loss']:.4f}"
+    absent = "loss not finite" if row["tokens_per_s"] else "no target"
+    loss = absent if row["loss"] is None else f"loss {row['loss']:.4f}"
     experts = row.get("experts")
     even = "" if experts is None else f"  busiest expert {experts['busiest']:.2f}x, {experts['dropped']:.1%} dropped"
     return f"{loss}  {short(row['tokens_per_s'])} tokens/s{even}"
