@@ -24,6 +24,7 @@ from tpshard.recipes.keys.stores import is_url
 from tpshard.recipes.reading import load as recipes
 
 if TYPE_CHECKING:
+    from torch import nn
     from tpshard.recipes.keys.schema import Recipe
 
 
@@ -129,7 +130,7 @@ def code_errors(recipe: Recipe) -> list[Diagnostic]:
     try:
         spec = _model(recipe)
         if spec is not None and spec.reads_code:
-            spec.build()
+            found += _forward_errors(recipe, spec.build())
     except Mistakes:
         pass  # told by `model_errors`
     except Exception as error:  # the user's code may raise anything
@@ -142,6 +143,26 @@ def code_errors(recipe: Recipe) -> list[Diagnostic]:
         except Exception as error:
             found.append(Diagnostic(str(error), exit=Exit.RECIPE, where=recipe.where("task"), fix="correct the class"))
     return found
+
+
+def _forward_errors(recipe: Recipe, module: nn.Module) -> tuple[Diagnostic, ...]:
+    """The mistake that a module's forward pass writes to a buffer. What else fails on tensors without values is told
+    when a step is captured."""
+    import torch
+    from tpshard.models.module_state import WrittenBuffer
+    from tpshard.models.objectives.tasks import task_of
+    from tpshard.programs.parts.checks import written_buffer
+
+    try:
+        task = task_of(recipe.task, recipe.model.seq_len)
+        fields = task.fields.items()
+        rows = {name: torch.empty(2, *field.shape, dtype=field.dtype, device="meta") for name, field in fields}
+        module.to("meta")(*task.inputs(rows))
+    except WrittenBuffer as error:
+        return written_buffer(recipe, error).diagnostics
+    except Exception:
+        return ()
+    return ()
 
 
 def _tokens(recipe: Recipe, vocab: int | None) -> list[Diagnostic]:

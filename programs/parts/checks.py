@@ -16,6 +16,7 @@ from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.sharding import even, local_size
 from tpshard.parallelism.words import MIB, unasked_reshards
 from tpshard.programs.setting.setting import Setting
+from tpshard.recipes.keys.schema import Recipe
 
 MOST = 5
 
@@ -30,11 +31,7 @@ def traceable(setting: Setting) -> Iterator[None]:
             raise
         line, key = line_of(error), setting.spec.source.key
         if isinstance(error, WrittenBuffer):
-            raise Mistakes.one(
-                str(error), exit=Exit.RECIPE, where=setting.recipe.where(f"model.{key}"),
-                why="a step computes with buffers and does not keep what is written to them",
-                fix="compute a new tensor instead; for a BatchNorm track_running_stats=False, or another normalization",
-            ) from error  # fmt: skip
+            raise written_buffer(setting.recipe, error) from error
         if line is None:
             raise
         raise Mistakes.one(
@@ -46,6 +43,15 @@ def traceable(setting: Setting) -> Iterator[None]:
             if key == "module"
             else "name a subclass that computes this otherwise as `model.module`",
         ) from error
+
+
+def written_buffer(recipe: Recipe, error: WrittenBuffer) -> Mistakes:
+    """The mistake that the forward pass of a recipe's module writes to a buffer."""
+    return Mistakes.one(
+        str(error), exit=Exit.RECIPE, where=recipe.where(f"model.{recipe.model.named_by}"),
+        why="a step computes with buffers and does not keep what is written to them",
+        fix="compute a new tensor instead; for a BatchNorm track_running_stats=False, or another normalization",
+    )  # fmt: skip
 
 
 def check_remat(setting: Setting, program: Program) -> None:

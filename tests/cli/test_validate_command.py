@@ -328,6 +328,14 @@ def test_what_train_refuses_of_a_folder_or_a_module_plan_and_validate_refuse_too
         "        super().__init__()\n"
         "        self.layer = torch.nn.Linear(4, 4)\n"
         "        self.seen = torch.nn.BatchNorm1d(4)\n"
+        "class Counting(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.table = torch.nn.Embedding(9, 9)\n"
+        "        self.register_buffer('count', torch.zeros(1))\n"
+        "    def forward(self, tokens, documents=None, positions=None):\n"
+        "        self.count.add_(1)\n"
+        "        return self.table(tokens)\n"
         "class Broken(torch.nn.Module):\n"
         "    def __init__(self):\n"
         "        raise KeyError('nothing')\n"
@@ -339,6 +347,7 @@ def test_what_train_refuses_of_a_folder_or_a_module_plan_and_validate_refuse_too
         assert "it has no layers, pad_token to override" in capsys.readouterr().err
     for name, words in (
         ("Buffered", "writes to the buffer"),
+        ("Counting", "writes to the buffer `count`"),
         ("Broken", "nothing"),
         ("Missing", "has no Missing"),
     ):
