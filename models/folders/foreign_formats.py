@@ -47,12 +47,18 @@ def refuse_format(folder: Path) -> None:
     if not folder.is_dir():
         return
     adapter = folder / "adapter_config.json"
-    if adapter.is_file() and not (folder / "config.json").exists():
+    beside = (folder / "config.json").exists()
+    if adapter.is_file() and (not beside or any(folder.glob("adapter_model.*"))):
         base = ""
         with suppress(OSError, ValueError, RecursionError, AttributeError):
             base = str(json.loads(adapter.read_bytes()[:1_000_000]).get("base_model_name_or_path") or "")[:100]
         of = f" of {base!r}" if base else ""
         merge = "PeftModel.from_pretrained(BASE, FOLDER).merge_and_unload().save_pretrained(OUT)"
+        if beside:
+            raise FolderError(
+                f"{folder} holds an adapter (LoRA, PEFT){of} beside a model, which transformers would add to it",
+                f"move adapter_config.json away, for the model alone; or merge the two with peft first: {merge}",
+            )
         raise FolderError(
             f"{folder} is an adapter (LoRA, PEFT){of}, not a model",
             f"name the base model's folder, or merge the two with peft first: {merge}",

@@ -93,6 +93,11 @@ def test_the_adapters_base_is_named(tmp_path: Path) -> None:
     (place / "adapter_config.json").write_text("[")
     with pytest.raises(FolderError, match="is an adapter"):
         read_raw(place)
+    (place / "config.json").write_text(json.dumps(LLAMA))
+    assert read_raw(place) == LLAMA
+    (place / "adapter_model.safetensors").touch()
+    with pytest.raises(FolderError, match="beside a model"):
+        read_raw(place)
 
 
 def test_names_are_compared_before_anything_is_allocated(tmp_path: Path) -> None:
