@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 WIDTH, HEIGHT = 100, 60
 STAGES = 4
 """Stages of a pipeline shown without --verbose."""
+MOST = 6
+"""Warnings that are shown without --verbose."""
 COMPILED = {"blocks": "blocks compiled"}
 LABELS = {
     "parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state",
@@ -318,9 +320,9 @@ def _advice(report: Report, verbose: bool) -> list[str]:
         rows.append(f"  searched: {report.search_summary}")
     elif report.fits and report.job.what == "train":
         rows.append("  more: --suggest plans further changes, and combinations of them")
-    rows += [f"  warning: {text}" for text in (report.warnings if verbose else report.warnings[:3])]
-    if len(report.warnings) > 3 and not verbose:
-        rows.append(f"  ... {len(report.warnings) - 3} more warnings (--verbose)")
+    rows += [f"  warning: {text}" for text in (report.warnings if verbose else report.warnings[:MOST])]
+    if len(report.warnings) > MOST and not verbose:
+        rows.append(f"  ... {len(report.warnings) - MOST} more warnings (--verbose)")
     if report.accuracy:
         rows.append(f"  accuracy: {report.accuracy}")
     return rows

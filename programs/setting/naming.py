@@ -58,17 +58,18 @@ def dim_names(recipe: Recipe, model: nn.Module, spec: ModelSpec) -> dict[str, Na
 
 
 def notes(spec: ModelSpec, model: nn.Module, named: Mapping[str, Naming]) -> list[str]:
-    """Notes: the class that computes, the parameters left to propagation, and differences from its original
-    training."""
+    """Notes: the class that computes, differences from its original training, and the parameters left to
+    propagation."""
     name = type(model).__name__
     sentences = [f"{spec.instead}: transformers' {name} computes it"] if spec.instead else []
+    sentences += spec.notes(model)
     unnamed = {"", STAGE}
     free = _patterns([n for n, _ in model.named_parameters() if unnamed.issuperset(named.get(n, Naming((), "")).dims)])
     if free:
         sentences.append(
             f"nothing names the dims of {_some(free)} of {name}: their shardings are inferred (model.dims)"
         )
-    return sentences + spec.notes(model)
+    return sentences
 
 
 def dtype_notes(own: Mapping[str, torch.dtype], dtype: torch.dtype, model: str) -> list[str]:

@@ -52,8 +52,8 @@ def test_operations_computed_twice_are_named_where_the_efficiency_shows_them(rep
 
 
 def test_all_warnings_are_shown_where_they_are_asked_for(report):
-    several = replace(report, warnings=[f"warning {i}" for i in range(5)])
-    assert "warning 3" not in screen.screen(several) and "2 more warnings (--verbose)" in screen.screen(several)
+    several = replace(report, warnings=[f"warning {i}" for i in range(8)])
+    assert "warning 6" not in screen.screen(several) and "2 more warnings (--verbose)" in screen.screen(several)
     shown = screen.screen(several, verbose=True)
     assert all(text in shown for text in several.warnings) and "more warnings" not in shown
 
