@@ -15,7 +15,7 @@ from tpshard.files.atomic import NeverReplaced
 from tpshard.recipes.text.other_tools import hub_fix
 
 if TYPE_CHECKING:
-    from tpshard.cli.shared.sources import SourceModel
+    from tpshard.cli.shared.source_model import SourceModel
 
 Source = Annotated[
     str,
@@ -44,11 +44,16 @@ def convert(
     tokenizer: Annotated[
         Path | None, typer.Option(help="Folder of the tokenizer. Default: the source's.", show_default=False)
     ] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Merge adapters into the dense model.")] = False,
+    dequantize: Annotated[
+        bool, typer.Option("--dequantize", help="With --merge: also into a quantized base, which becomes dense.")
+    ] = False,
     overwrite: Overwrite = False,
 ) -> None:
     """Write the model in SOURCE as a Hugging Face folder OUT: safetensors, config.json and the tokenizer.
 
-    OUT appears only when everything is written. The weights of a GPTQ folder become dense.
+    OUT appears only when everything is written. The weights of a GPTQ folder become dense. Adapters are written alone,
+    in PEFT's format, or with --merge in the model.
     """
     from tpshard.cli.shared.sources import keep_apart, open_source
 
@@ -59,20 +64,44 @@ def convert(
     refuse_unread("convert", overrides, ("data.tokenizer", "data.source", "run", "name"), "the model is the stored one")
     model = open_source(source, overrides or ())
     keep_apart(model, out)
+    _require_mergeable(model, merge, dequantize)
     folder = tokenizer or model.tokenizer
     if folder is None:
         print("no tokenizer is written; --tokenizer names one", file=sys.stderr)
     else:
         check_tokenizer(folder)
-    _write(model, out, dtype.value if dtype else None, folder, overwrite)
+    _write(model, out, dtype.value if dtype else None, folder, overwrite, merge)
     print(out)
 
 
-def _write(model: SourceModel, out: Path, dtype: str | None, tokenizer: Path | None, overwrite: bool) -> None:
+def _require_mergeable(model: SourceModel, merge: bool, dequantize: bool) -> None:
+    """Raises `Mistakes` (exit 2, 4) for adapters that are to be merged, and are not there or have a quantized base."""
+    if not merge:
+        return
+    if model.adapted is None:
+        raise Mistakes.one(f"{model.name} has no adapters to merge", exit=Exit.USAGE, fix="leave --merge out")
+    stored = model.adapted.base.weights
+    if stored is not None and stored.quantized and not dequantize:
+        raise Mistakes.one(
+            f"the base of {model.name} is quantized", exit=Exit.FIT, fix="--dequantize writes dense weights",
+            why="what an adapter adds would be lost to the codes' steps",
+        )  # fmt: skip
+
+
+def _write(
+    model: SourceModel, out: Path, dtype: str | None, tokenizer: Path | None, overwrite: bool, merge: bool
+) -> None:
     from tpshard.models.folders.hf_folder import DTYPES
 
     number = DTYPES[dtype] if dtype else model.dtype
     try:
+        if model.adapted is not None and not merge:
+            from tpshard.models.adapters.peft_folder import write_peft
+
+            base = model.adapted.base.source.folder
+            place = str(base.absolute()) if base is not None else ""
+            write_peft(model.adapted, model.read_own, out, base=place, tokenizer=tokenizer, overwrite=overwrite)
+            return
         model.spec.write(model.read, out, dtype=number, tokenizer=tokenizer, base=model.base, overwrite=overwrite)
     except ValueError as error:
         raise Mistakes.one(

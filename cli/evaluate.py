@@ -113,7 +113,7 @@ def _newest(source: str, recipe: Recipe) -> Location:
 def recipe_of(source: str, changes: Sequence[str]) -> Recipe:
     """The recipe by which a stored model is evaluated: its run's, or for a Hugging Face folder a short one."""
     from tpshard.cli.shared.preflight import model_errors, on_this_host
-    from tpshard.cli.shared.sources import MANIFEST, holds_model, opened_location, run_recipe
+    from tpshard.cli.shared.sources import ADAPTERS, MANIFEST, holds_model, open_source, opened_location, run_recipe
     from tpshard.recipes.reading.load import load, loads, with_changes
 
     path = opened_location(source)
@@ -126,6 +126,8 @@ def recipe_of(source: str, changes: Sequence[str]) -> Recipe:
                 fix="copy the recipe.yaml of its run two folders up",
             )  # fmt: skip
         recipe = load(str(run_recipe(path)), [*changes, *carried_files(str(run_recipe(path)), changes)])
+    elif (path / ADAPTERS).is_file() and (base := open_source(source).base) is not None:
+        recipe = loads(_recipe_of_folder(base), changes, file=source)
     else:
         recipe = loads(_recipe_of_folder(path), changes, file=source)
     data_ranks = _data_ranks(recipe)
@@ -240,12 +242,13 @@ def _as_json(one: HeldOutLoss) -> dict[str, Any]:
 
 def _open(source: str, recipe: Recipe, context: Context, expected: Mapping[str, Any]) -> dict[str, Any]:
     """The reader of the model's blocks, with its folder, its step and its run's folder. Rank 0 verifies checkpoints."""
-    from tpshard.cli.shared.sources import MANIFEST, latest, open_source
+    from tpshard.cli.shared.sources import ADAPTERS, MANIFEST, latest, open_source
     from tpshard.train.checkpoints.restore import SavedCheckpoint, open_checkpoint
     from tpshard.train.checkpoints.store_path import location
 
     folder = _stored(source, recipe)
-    if isinstance(folder, Path) and (folder / "config.json").is_file() and not (folder / MANIFEST).is_file():
+    of_model = isinstance(folder, Path) and any((folder / name).is_file() for name in ("config.json", ADAPTERS))
+    if of_model and not (folder / MANIFEST).is_file():
         return {"read": open_source(source).block, "folder": folder, "step": None, "run": None}
     chosen = None
     if context.is_main:

@@ -17,7 +17,7 @@ from tpshard.cli.shared.files import refuse_folder
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 
 if TYPE_CHECKING:
-    from tpshard.cli.shared.sources import SourceModel
+    from tpshard.cli.shared.source_model import SourceModel
     from tpshard.recipes.keys.schema import Recipe
     from tpshard.serve.quantizing.quantize_layers import Sequences
     from tpshard.serve.quantizing.quantize_report import Quantizing

@@ -15,7 +15,7 @@ from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.recipes.text.other_tools import hub_fix
 
 if TYPE_CHECKING:
-    from tpshard.cli.shared.sources import SourceModel
+    from tpshard.cli.shared.source_model import SourceModel
     from tpshard.models.folders.folder_tokenizer import FolderTokenizer
     from tpshard.programs.server.served import Served
     from tpshard.recipes.keys.schema import Recipe

@@ -18,6 +18,7 @@ from tpshard.models.model_spec import ModelSource, ModelSpec, Positions, Sizes, 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+    from tpshard.models.adapters.lora import Adaptable
     from tpshard.models.folders.hf_folder import HFFolder
     from tpshard.models.folders.hf_quantized import QuantizedParameters
     from tpshard.models.initialization import InitPlan
@@ -148,6 +149,25 @@ class FamilyModel(ModelSpec):
 
         return init_plan(self.build())
 
+    def adaptable(self) -> list[Adaptable]:
+        from tpshard.models.adapters.lora import Adaptable
+        from tpshard.models.folders.hf_names import hf_modules
+
+        homes, c = hf_modules(self.config), self.config
+        layers = []
+        for path, leaf in c.leaves.items():
+            if leaf.kind in ("linear", "experts") and leaf.dims[0] != "choice":  # a router's weight is read elsewhere
+                *stack, outputs, inputs = (c.size(dim, leaf) for dim in leaf.dims)
+                head, home = path == "output", homes[path]
+                layers.append(Adaptable(path, outputs, inputs, sum(stack), head=head, theirs=home.module,
+                                        fused=home.part is not None))  # fmt: skip
+        return layers
+
+    def folder_names(self) -> dict[str, str]:
+        from tpshard.models.folders.hf_names import hf_modules
+
+        return {path: home.module for path, home in hf_modules(self.config).items()}
+
     def notes(self, module: nn.Module) -> list[str]:
         if self.source.folder is None:
             return []
@@ -162,6 +182,9 @@ class FamilyModel(ModelSpec):
         config = replace(self.config, capacity=None) if self.config.capacity is not None else self.config
         config = config if mlp in (None, config.mlp) else replace(config, mlp=mlp)
         return self if config is self.config else replace(self, config=config)
+
+    def read_from(self, source: ModelSource) -> FamilyModel:
+        return replace(self, source=source)
 
     def refusal(self, use: Use) -> str:
         folder = self.source.folder

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from tpshard.models.module_state import OF_TORCH
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,17 @@ def keep_layers(model: nn.Module, path: str, kept: Sequence[int]) -> None:
     parent, _, leaf = path.rpartition(".")
     layers = list(model.get_submodule(path).children())
     setattr(model.get_submodule(parent), leaf, nn.ModuleList(layers[number] for number in kept))
+
+
+def kept_names(values: Mapping[str, T], path: str, kept: Sequence[int]) -> dict[str, T]:
+    """Values by parameter, by the names that these have after `keep_layers`."""
+    place = {f"{path}.{number}": f"{path}.{new}" for new, number in enumerate(kept)}
+    renamed = {}
+    for name, value in values.items():
+        layer = re.match(rf"{re.escape(path)}\.\d+(?=\.)", name)
+        if layer is None or layer[0] in place:
+            renamed[name if layer is None else place[layer[0]] + name[layer.end() :]] = value
+    return renamed
 
 
 def layer_numbers(layers: Sequence[nn.Module]) -> list[str]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+    from tpshard.models.adapters.lora import Adaptable
     from tpshard.models.dims import Naming
     from tpshard.models.families.config import ModelConfig
     from tpshard.models.folders.hf_quantized import QuantizedModules
@@ -102,6 +103,12 @@ class ModelSpec(ABC):
     """Whether some layers carry a state from token to token."""
     reads_code = False
     """Whether building it runs code of the user's, which may depend on anything."""
+    added: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    """The shapes of parameters that the outline does not have: those of adapters."""
+    frozen: frozenset[str] = frozenset()
+    """The parameters that a recipe freezes."""
+    left_out: frozenset[str] = frozenset()
+    """The parameters that checkpoints leave out, since a run does not change them and begins from them again."""
 
     @property
     @abstractmethod
@@ -169,6 +176,27 @@ class ModelSpec(ABC):
         transformers class keeps in fp32, and those of a user's module that has several."""
         return {}
 
+    def adaptable(self) -> Sequence[Adaptable]:
+        """The linear layers that can have adapters. For classes of transformers and modules this builds the module."""
+        from torch import nn
+        from tpshard.models.adapters.lora import Adaptable
+
+        module = self.build()
+        head: Any = getattr(module, "get_output_embeddings", lambda: None)()
+        layers = []
+        for path, layer in module.named_modules():
+            kind = type(layer).__name__
+            linear = isinstance(layer, nn.Linear) and kind != "NonDynamicallyQuantizableLinear"
+            weight, turned = getattr(layer, "weight", None), kind == "Conv1D"
+            if path and weight is not None and (linear or kind in ("Conv1D", "Linear")) and weight.dim() == 2:
+                outputs, inputs = weight.shape[::-1] if turned else weight.shape
+                layers.append(Adaptable(path, outputs, inputs, turned=turned, head=layer is head))
+        return layers
+
+    def folder_names(self) -> Mapping[str, str]:
+        """The path of each module with parameters in a Hugging Face folder, by its own, where they differ."""
+        return {}
+
     def notes(self, module: nn.Module) -> list[str]:
         """Sentences on differences from its authors' training."""
         return []
@@ -183,6 +211,10 @@ class ModelSpec(ABC):
         Experts have no capacity: which tokens exceed it depends on later tokens, which a server does not have.
         """
         return self
+
+    def read_from(self, source: ModelSource) -> ModelSpec:
+        """The same model with the weights of a folder."""
+        raise ValueError(f"{type(self).__name__} has no folder")
 
     def refusal(self, use: Use) -> str:
         """Why it cannot be used so; "" if it can."""

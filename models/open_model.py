@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from tpshard.models.adapters.adapted_model import AdaptedModel
 from tpshard.models.family_model import FamilyModel
 from tpshard.models.folders.hf_config import computes
 from tpshard.models.model_spec import ModelSpec
@@ -68,7 +69,13 @@ DOORS: dict[str, Callable[[ModelSection, str, bool], ModelSpec]] = {
 }
 """Key of a recipe's `model` section -> what opens the model that it names. A fifth source is a line here."""
 
+
+def _adapted(values: Mapping[str, Any]) -> ModelSpec:
+    return AdaptedModel.of_json(values, from_json({key: one for key, one in values.items() if key != "adapters"}))
+
+
 MANIFESTS: dict[str, Callable[[Mapping[str, Any]], ModelSpec]] = {
+    "adapters": _adapted,
     "config": lambda values: FamilyModel.of_json(values["config"]),
     "transformers": lambda values: TransformersModel.of_json(values["transformers"]),
     "module": lambda values: ModuleModel(str(values["module"]), dict(values["args"])),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -165,6 +165,9 @@ class TransformersModel(ModelSpec):
 
     def own_dtypes(self, dtype: torch.dtype) -> Mapping[str, torch.dtype]:
         return self.architecture.own_dtypes(dtype)
+
+    def read_from(self, source: ModelSource) -> TransformersModel:
+        return replace(self, source=source)
 
     def notes(self, module: nn.Module) -> list[str]:
         return self.architecture.notes(module)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 
 if TYPE_CHECKING:
-    from tpshard.cli.shared.sources import SourceModel
+    from tpshard.cli.shared.source_model import SourceModel
     from tpshard.models.folders.folder_tokenizer import FolderTokenizer
     from tpshard.programs.scheduling.request import Sequence as Answering
     from tpshard.recipes.keys.schema import Recipe

@@ -15,7 +15,7 @@ import typer
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 
 if TYPE_CHECKING:
-    from tpshard.cli.shared.sources import SourceModel
+    from tpshard.cli.shared.source_model import SourceModel
     from tpshard.programs.scheduling.request import Event
     from tpshard.recipes.keys.schema import Recipe
     from tpshard.serve.api.answers import Answer

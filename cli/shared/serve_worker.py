@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tpshard.cli.shared.sources import SourceModel
+    from tpshard.cli.shared.source_model import SourceModel
     from tpshard.programs.server.serving import ServingPrograms
     from tpshard.serve.engine.job import Job
     from tpshard.serve.engine.weights import Weights

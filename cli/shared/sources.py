@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tpshard.cli.shared.source_model import SourceModel, unreadable_source
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.recipes.keys.data_keys import TokenizerTraining
 from tpshard.recipes.keys.stores import is_url
@@ -18,47 +19,9 @@ if TYPE_CHECKING:
     from tpshard.recipes.keys.schema import Recipe
     from tpshard.train.checkpoints.restore import SavedCheckpoint
     from tpshard.train.checkpoints.store_path import Location
-    from tpshard.train.run.training_engine import ReadBlock
 
 
-MANIFEST = "manifest.json"
-
-
-@dataclass(frozen=True)
-class SourceModel:
-    """A model with its values, read one parameter at a time."""
-
-    name: str
-    """The path of the checkpoint or folder, for messages."""
-    spec: ModelSpec
-    block: ReadBlock
-    dtype: torch.dtype
-    """The dtype of the stored values."""
-    tokenizer: Path | None = None
-    base: Path | None = None
-    """The Hugging Face folder whose settings and other small files go along with the model."""
-    quantized: bool = False
-    """Whether it is a GPTQ folder, whose blocks are dequantized when read."""
-
-    @property
-    def folders(self) -> list[Path]:
-        """The folders that may hold settings of the model: its own, and the one whose files go along."""
-        return [Path(self.name), *([self.base] if self.base is not None else [])]
-
-    def read(self, name: str) -> torch.Tensor:
-        """A whole parameter. Raises `Mistakes` (exit 7) where it cannot be read."""
-        from tpshard.files.folder_json import FolderError
-        from tpshard.models.folders.hf_files import BEFORE_NAN, holds_nan
-        from tpshard.train.checkpoints.restore import Damaged
-
-        shape = self.spec.shapes[name]
-        try:
-            value = self.block(name, (0,) * len(shape), shape)
-            if holds_nan(value):
-                raise FolderError(f"`{name}` holds values that are not numbers (NaN)", BEFORE_NAN)
-            return value
-        except (Damaged, ValueError, OSError) as error:
-            raise _unreadable(self.name, error) from error
+MANIFEST, ADAPTERS = "manifest.json", "adapter_config.json"
 
 
 def open_source(
@@ -85,7 +48,7 @@ def open_source(
         if isinstance(path, Path):
             refuse_format(path)
     except (ValueError, OSError) as error:
-        raise _unreadable(path, error) from error
+        raise unreadable_source(path, error) from error
     recipe = load(source, overrides, trained=True)
     model = _from_checkpoint(latest(runs_of(source, recipe), recipe).folder, recipe, modules)
     return named_tokenizer(model, recipe, overrides)
@@ -145,7 +108,7 @@ def holds_model(folder: Location) -> bool:
     """Whether a place is a checkpoint, which gets its manifest last, or a Hugging Face folder of this machine."""
     if not isinstance(folder, Path):
         return (folder / MANIFEST).is_file()
-    return (folder / MANIFEST).is_file() or os.path.lexists(folder / "config.json")
+    return any(os.path.lexists(folder / name) for name in ("config.json", ADAPTERS)) or (folder / MANIFEST).is_file()
 
 
 def keep_apart(model: SourceModel, out: Path) -> None:
@@ -171,29 +134,29 @@ def latest(checkpoints: Location, recipe: Recipe) -> SavedCheckpoint:
     return checkpoint
 
 
-def _unreadable(folder: Location | str, error: Exception) -> Mistakes:
-    fix = getattr(error, "fix", "correct it, or name another")
-    return Mistakes.one(f"{folder} cannot be read", exit=Exit.CHECKPOINT, why=str(error), fix=fix)
-
-
 def _from_folder(folder: Path) -> SourceModel:
     from tpshard.models.folders.hf_folder import DTYPES
     from tpshard.models.folders.hf_json import TOKENIZER
     from tpshard.models.open_model import open_model
 
+    if (folder / ADAPTERS).is_file():
+        from tpshard.cli.shared.adapted_sources import peft_source
+
+        return peft_source(folder)
     name, tokenizer = str(folder), folder if any((folder / file).exists() for file in TOKENIZER) else None
     try:
         spec = open_model(folder)
         if (weights := spec.weights) is None:
             raise ValueError(f"{folder} holds no weights")
     except (ValueError, OSError) as error:
-        raise _unreadable(folder, error) from error
+        raise unreadable_source(folder, error) from error
     return SourceModel(name, spec, weights.block, DTYPES[spec.dtype], tokenizer, folder, weights.quantized)
 
 
 def _from_checkpoint(
     folder: Location, recipe: Recipe | None, modules: bool, trusted: Recipe | None = None
 ) -> SourceModel:
+    from tpshard.models.adapters.adapted_model import AdaptedModel
     from tpshard.models.folders.folder_files import carried
     from tpshard.models.folders.folder_tokenizer import tokenizer_files
     from tpshard.models.open_model import from_json
@@ -224,11 +187,19 @@ def _from_checkpoint(
     try:
         dtype = _require(checkpoint, spec)
     except ValueError as error:  # the module cannot be imported
-        raise _unreadable(folder, error) from error
+        raise unreadable_source(folder, error) from error
     kept = carried(run_files(folder))
     tokenizer = kept if tokenizer_files(kept) else _tokenizer(recipe)
     base = kept if (kept / "config.json").is_file() else None
-    return SourceModel(str(folder), spec, checkpoint.block, dtype, tokenizer, base)
+    model = SourceModel(str(folder), spec, checkpoint.block, dtype, tokenizer, base)
+    if not isinstance(spec, AdaptedModel) or spec.lora is None:
+        return model
+    from tpshard.cli.shared.adapted_sources import whole_blocks, with_adapters
+
+    try:
+        return with_adapters(model, spec, whole_blocks(spec, checkpoint))
+    except (ValueError, OSError) as error:
+        raise unreadable_source(folder, error) from error
 
 
 def _spec_of(recipe: Recipe | None) -> ModelSpec:
@@ -254,7 +225,8 @@ def _require(checkpoint: SavedCheckpoint, spec: ModelSpec) -> torch.dtype:
     saved = {name: (tensor.shape, tensor.dtype) for name, tensor in checkpoint.tensors.items()}
     state = {name: shape_and_dtype for name, shape_and_dtype in saved.items() if name.startswith(OPTIMIZER)}
     dtype = next((shape_and_dtype[1] for name, shape_and_dtype in saved.items() if name not in state), torch.float32)
-    checkpoint.require(state | {name: (shape, dtype) for name, shape in spec.shapes.items()})
+    stored = {name: shape for name, shape in spec.shapes.items() if name not in spec.left_out}
+    checkpoint.require(state | {name: (shape, dtype) for name, shape in stored.items()})
     return dtype
 
 

@@ -21,6 +21,7 @@ DIMS = {
     "mlp": "columns of the MLP",
     "vocab": "tokens of the vocabulary",
     "expert": "experts",
+    "rank": "ranks of adapters",
     "stage": "stages of a vectorized pipeline",
 }
 """The dims that a sharding rule may name, with the unit counted along each. Users' modules may name others."""

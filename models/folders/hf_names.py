@@ -10,10 +10,12 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
 from tpshard.models.families.config import ModelConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,8 @@ def hf_tensors(c: ModelConfig, parameters: Iterable[str]) -> dict[str, list[tupl
 
 def fuse(parts: list[tuple[Tensor, Home]]) -> Tensor:
     """A tensor of the folder, fused from its parameters in the order of `hf_tensors`."""
+    import torch
+
     first, home = parts[0]
     if home.part is None:
         return first if home.index is None else first[home.index]

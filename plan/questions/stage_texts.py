@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from tpshard.diagnostics.diagnostic import Exit, Mistakes, did_you_mean
+from tpshard.diagnostics.patterns import covers
 from tpshard.parallelism.passes.run import PassResult, name_and_settings
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.texts import Of, difference
 from tpshard.plan.planner import without_gc
 from tpshard.plan.server.server_steps import server_of
-from tpshard.programs.fit.patterns import covers
 from tpshard.programs.parts.checks import traceable
 from tpshard.programs.parts.memo import Memo
 from tpshard.programs.parts.pass_choices import Choices

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Source, join
+from tpshard.diagnostics.patterns import covers, matches, nearest
 from tpshard.models.families.config import ModelConfig
 from tpshard.models.families.family import DIMS, INPUTS
 from tpshard.models.model_spec import ModelSpec
 from tpshard.programs.fit.batching import batch_misfit, derive
 from tpshard.programs.fit.fp8_fit import fp8_misfits
 from tpshard.programs.fit.layer_split import split_misfit
-from tpshard.programs.fit.patterns import covers, matches, nearest
 from tpshard.recipes.keys.constraints import AXES
 from tpshard.recipes.keys.laws import without_effect
 from tpshard.recipes.keys.parallel_keys import RematEvery

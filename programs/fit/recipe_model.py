@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 from pathlib import Path
 
 from tpshard.diagnostics.diagnostic import Mistakes
+from tpshard.models.adapters.adapted_model import AdaptedModel
+from tpshard.models.adapters.lora import ALL_LINEAR, Lora
 from tpshard.models.folders.folder_files import carried
 from tpshard.models.model_spec import ModelSpec
 from tpshard.models.open_model import open_model
@@ -33,14 +36,32 @@ def opened(recipe: Recipe, *, weights: bool = True) -> ModelSpec:
     """
     section, instead = recipe.model, carried_instead(recipe)
     folder = instead or (getattr(section, section.named_by) if section.named_by in section.paths else None)
-    key = (repr(section), weights, folder, None if folder is None else _stamp(folder))
+    said = tuple(map(repr, (section, recipe.adapters, recipe.train.freeze)))
+    key = (said, weights, folder, None if folder is None else _stamp(folder))
     if key in _opened:
         return _opened[key]
-    spec = open_model(section, weights=weights, instead=instead)
+    spec = adapted(open_model(section, weights=weights, instead=instead), recipe, check=weights)
     if not spec.reads_code:
         while len(_opened) >= MOST:
             del _opened[next(iter(_opened))]
         _opened[key] = spec
+    return spec
+
+
+def adapted(base: ModelSpec, recipe: Recipe, *, check: bool = True) -> ModelSpec:
+    """A model with what the recipe freezes, and with its adapters. check: also where that imports torch."""
+    freeze, section = recipe.train.freeze, recipe.adapters.lora
+    if not freeze and section is None:
+        return base
+    lora = None
+    if section is not None:
+        values = {item.name: getattr(section, item.name) for item in fields(section)}
+        if section.targets == (ALL_LINEAR,):
+            values["targets"] = ALL_LINEAR
+        lora = Lora(**values)
+    spec = AdaptedModel(base, lora, freeze)
+    if check or base.outline is not None:
+        spec.check()
     return spec
 
 

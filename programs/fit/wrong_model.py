@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tpshard.diagnostics.diagnostic import Exit, Mistakes, join, looked_for
+from typing import Any
+
+from tpshard.diagnostics.diagnostic import Exit, Mistakes, Source, join, looked_for
 from tpshard.recipes.keys.schema import Recipe
 from tpshard.recipes.text.other_tools import hub_fix
 
@@ -15,8 +17,17 @@ FIXES = {
 """Key that names the model -> the fix that is shown where no other key of the recipe caused the error."""
 
 
+def _place(recipe: Recipe, key: str) -> Source:
+    """The place of a key, or of the nearest one above it that is written."""
+    above = key.rpartition(".")[0]
+    return recipe.where(key) if recipe.where(key).line or "." not in above else _place(recipe, above)
+
+
 def wrong_model(recipe: Recipe, error: Exception) -> Mistakes:
     """The mistake for `error`, at the dimension that the recipe changes and the error names, or else at the model."""
+    if written := getattr(error, "key", ""):
+        own: Any = error
+        return Mistakes.one(str(own), exit=Exit.RECIPE, where=_place(recipe, written), why=own.why, fix=own.fix)
     model, names = recipe.model.stored(), getattr(error, "names", ())
     changed = [f"model.{name}" for name in names if model.get(name) is not None]
     key = recipe.model.named_by

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from tpshard.diagnostics.diagnostic import Mistakes
+from tpshard.diagnostics.patterns import covers, unit_of
 from tpshard.files.folder_json import read_regular
 from tpshard.parallelism.passes import buckets
 from tpshard.parallelism.passes.recompute import Keep, keep_all, keep_layer_inputs, keep_selected
@@ -20,7 +21,6 @@ from tpshard.parallelism.pricing.liveness import liveness
 from tpshard.parallelism.pricing.network import Topology
 from tpshard.parallelism.pricing.timeline import price
 from tpshard.parallelism.program import Program, info
-from tpshard.programs.fit.patterns import covers, unit_of
 from tpshard.programs.setting import cluster
 from tpshard.programs.setting.setting import Setting
 from tpshard.recipes.keys.parallel_keys import BucketFile, BucketSize, RematEvery

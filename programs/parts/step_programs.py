@@ -61,8 +61,8 @@ def counters_of(program: Program) -> int:
 
 def stored_ports(setting: Setting, storage: Mapping[str, Layout], names: Iterable[str]) -> list[Port]:
     """The ports of parameters as they are stored, trained or not."""
-    shapes = {name: tuple(p.shape) for name, p in setting.model.named_parameters()}
-    return [Port(name, shapes[name], setting.master_dtype, storage[name], "parameter") for name in names]
+    stored = dict(setting.model.named_parameters())
+    return [Port(n, tuple(stored[n].shape), stored[n].dtype, storage[n], "parameter") for n in names]
 
 
 def parameters_of(setting: Setting, names: Sequence[str] | None = None) -> dict[str, Tensor]:
@@ -159,6 +159,8 @@ def _capture_micro(setting: Setting, gathered: bool, unreduced: bool, watched: b
         with trail.backward(loss):
             computed = torch.autograd.grad(loss, [used[name] for name in asked], allow_unused=True)
         gradients = {name: grad for name, grad in zip(asked, computed) if grad is not None}
+        if idle := [name for name in asked if name in setting.spec.added and name not in gradients]:
+            raise unread_adapter(setting, idle[0])
         trained[:], added = list(gradients), []
         for name, grad in gradients.items():
             with trail.inside(Place(name.rpartition(".")[0], phase="backward")):
@@ -199,6 +201,15 @@ def nothing_trained(setting: Setting) -> Mistakes:
         where=setting.recipe.where(f"model.{setting.spec.source.key}"),
         why="`requires_grad` is False for all of them, or the loss depends on none that requires a gradient",
         fix="leave `requires_grad` True for what is to be trained",
+    )  # fmt: skip
+
+
+def unread_adapter(setting: Setting, name: str) -> Mistakes:
+    """The mistake that a model does not call the layer of an adapter."""
+    return Mistakes.one(
+        f"no gradient reaches `{name}`", exit=Exit.RECIPE, where=setting.recipe.where("adapters.lora"),
+        why=f"{type(setting.model).__name__} does not call `{name.rpartition('.')[0]}`, but reads its weight",
+        fix="leave that layer out of adapters.lora.targets",
     )  # fmt: skip
 
 

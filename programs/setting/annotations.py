@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes, did_you_mean, suggestion
+from tpshard.diagnostics.patterns import matches
 from tpshard.models.families.family import DIMS
 from tpshard.parallelism.graph import Graph, Value
 from tpshard.parallelism.mesh import Axes, Axis, merge, size_of
@@ -13,7 +14,6 @@ from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.propagation.storage import used_values
 from tpshard.parallelism.sharding import Layout, Sharding, replicated
 from tpshard.parallelism.why import SourcePlace
-from tpshard.programs.fit.patterns import matches
 from tpshard.programs.setting.setting import Setting
 from tpshard.recipes.keys.parallel_keys import ShardingSection
 from tpshard.recipes.keys.schema import Recipe

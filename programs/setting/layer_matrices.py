@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes
+from tpshard.diagnostics.patterns import covers, nearest
 from tpshard.models.layer_stacks import repeated_layers
-from tpshard.programs.fit.patterns import covers, nearest
 from tpshard.recipes.keys.schema import Recipe
 
 

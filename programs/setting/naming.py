@@ -8,10 +8,10 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import nn
 from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes, plural
+from tpshard.diagnostics.patterns import matches, nearest
 from tpshard.kernels.dtypes import dtype_name
 from tpshard.models.dims import STAGE, Naming
 from tpshard.models.model_spec import ModelSpec
-from tpshard.programs.fit.patterns import matches, nearest
 from tpshard.recipes.keys.schema import Recipe
 
 _SHOWN = 4

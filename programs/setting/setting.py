@@ -14,7 +14,7 @@ from tpshard.models.dims import STAGE, Naming
 from tpshard.models.families.layers import multiply_in_fp8
 from tpshard.models.families.routing import balance_steps
 from tpshard.models.folders.hf_folder import DTYPES
-from tpshard.models.layer_stacks import LayerStack, keep_layers, layer_stacks
+from tpshard.models.layer_stacks import LayerStack, keep_layers, kept_names, layer_stacks
 from tpshard.models.model_spec import ModelSpec
 from tpshard.models.objectives.tasks import Task, task_of
 from tpshard.parallelism.depth import Depth
@@ -83,6 +83,7 @@ class Setting:
         try:
             self.own_dtypes  # noqa: B018  (computed before a graph is captured)
             model = self.spec.build(dtype=self.master_dtype)
+            self._store_frozen(model)
         except ValueError as error:
             raise wrong_model(self.recipe, error) from error
         if self.recipe.model.dtype == "fp8":
@@ -90,6 +91,14 @@ class Setting:
         if self.kept is not None:
             keep_layers(model, *self.kept)
         return model
+
+    def _store_frozen(self, model: nn.Module) -> None:
+        """Gives the parameters that the recipe freezes the dtype in which they are used: nothing changes them."""
+        frozen = self.spec.frozen - balance_steps(model).keys() if self.spec.frozen else frozenset[str]()
+        own = self.spec.own_dtypes(self.param_dtype) if frozen else {}
+        for name, parameter in model.named_parameters():
+            if name in frozen:
+                parameter.data = parameter.data.to(own.get(name, self.param_dtype))
 
     def keep(self, stack: str, layers: Sequence[int]) -> Setting:
         """The setting of the same model with these layers of a stack alone."""
@@ -227,7 +236,8 @@ class Setting:
     @cached_property
     def own_dtypes(self) -> Mapping[str, torch.dtype]:
         """The dtypes of the parameters that are used in one of their own."""
-        return self.spec.own_dtypes(self.param_dtype)
+        own = self.spec.own_dtypes(self.param_dtype)
+        return own if self.kept is None else kept_names(own, *self.kept)
 
     def reduced_dtype(self, name: str) -> torch.dtype:
         """The dtype in which a parameter's gradient is reduced."""

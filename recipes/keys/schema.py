@@ -1,7 +1,7 @@
 """A recipe's keys with type, default and allowed values. The docstring below a field is its documentation.
 
-The sections are in `model_keys`, `data_keys`, `parallel_keys`, `training_keys` and `serving_keys`. `tpshard recipes
-keys` prints all keys, `tpshard recipes schema` as JSON Schema; docs/recipes.md explains recipes.
+The sections are in `model_keys`, `adapter_keys`, `data_keys`, `parallel_keys`, `training_keys` and `serving_keys`.
+`tpshard recipes keys` prints all keys, `tpshard recipes schema` as JSON Schema; docs/recipes.md explains recipes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from tpshard.diagnostics.diagnostic import Mistakes, Source
 from tpshard.recipes.keys import training_keys as training
+from tpshard.recipes.keys.adapter_keys import Adapters
 from tpshard.recipes.keys.constraints import RUN_NAME, AxisName, AxisSize, form, limits, name_or_file
 from tpshard.recipes.keys.data_keys import Data
 from tpshard.recipes.keys.mesh_sizes import misfit
@@ -56,6 +57,7 @@ class Recipe(Section):
     mesh: Mapping[AxisName, AxisSize] = field(default_factory=lambda: {"dp": 1, "fsdp": -1, "tp": 1})
     """The size of each mesh axis, outer to inner; -1: all remaining devices. Omitted dp, fsdp and tp have size 1."""
     model: Model
+    adapters: Adapters = field(default_factory=Adapters)
     task: Annotated[str, form(r"lm|mlm|frames|volumes|[\w.]+:[\w.]+", "lm, mlm, frames, volumes or package:Class")] = (
         "lm"
     )

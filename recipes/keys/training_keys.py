@@ -7,7 +7,17 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from tpshard.recipes.keys.constraints import Count, CountOrZero, Dtype, NonNegative, Positive, Share, form, limits
+from tpshard.recipes.keys.constraints import (
+    ALONE,
+    Count,
+    CountOrZero,
+    Dtype,
+    NonNegative,
+    Positive,
+    Share,
+    form,
+    limits,
+)
 from tpshard.recipes.keys.stores import is_url, local_folder
 from tpshard.recipes.text.section import Section, derived
 
@@ -80,11 +90,18 @@ class Profile(Section):
 class Train(Section):
     """The training loop."""
 
+    paths: ClassVar[tuple[str, ...]] = ("init_from",)
+
     steps: Count = 200_000
     """Optimizer steps."""
     tokens: Count | None = None
     """Tokens to train on, in place of `steps`: steps of batch.global_sequences x model.seq_len tokens, until there are
     so many."""
+    init_from: str | None = None
+    """A run or a checkpoint, a Hugging Face folder or one with PEFT adapters, from whose values a new run begins, with
+    its own data and a fresh optimizer; null: those of the model."""
+    freeze: Annotated[tuple[str, ...], ALONE] = ()
+    """Parameters that are not trained, by patterns of their names or of modules, such as tok_embed or layers.*.mlp."""
     clip_grad_norm: Positive | None = 1.0
     """Global norm to which gradients are clipped; null: off."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"

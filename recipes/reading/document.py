@@ -10,7 +10,7 @@ from dataclasses import MISSING, dataclass
 from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
-from tpshard.recipes.keys import data_keys, model_keys, parallel_keys, schema, serving_keys, training_keys
+from tpshard.recipes.keys import adapter_keys, data_keys, model_keys, parallel_keys, schema, serving_keys, training_keys
 from tpshard.recipes.keys.constraints import ALONE, BYTES, PERCENT, Constraint
 from tpshard.recipes.reading.checker import legal
 from tpshard.recipes.reading.hints import alternatives, hints, section_of, walk, wholly_section
@@ -22,7 +22,7 @@ from tpshard.recipes.text.write import as_data
 def texts() -> dict[str, dict[str, str]]:
     """For each section and key, the docstring below it in its module's source, or else that of the key's section."""
     by_section: dict[str, dict[str, str]] = {}
-    for module in (schema, data_keys, model_keys, parallel_keys, training_keys, serving_keys):
+    for module in (schema, data_keys, model_keys, adapter_keys, parallel_keys, training_keys, serving_keys):
         for node in ast.parse(inspect.getsource(module)).body:
             if isinstance(node, ast.ClassDef):
                 by_section[node.name] = _texts_of(node, getattr(module, node.name))

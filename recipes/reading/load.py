@@ -262,6 +262,7 @@ def _derive(merged: Merged, name: str) -> None:
         if read("train.tokens") is not None and _later(merged, ("train", "tokens"), ("train", "steps")):
             a_step = read("batch.global_sequences") * read("model.seq_len")
             merged.put(("train", "steps"), -(-read("train.tokens") // a_step))
+    default("adapters.lora.alpha", lambda: float(read("adapters.lora.rank")))
     default("schedule.warmup_steps", lambda: min(2000, read("train.steps") // 10))
     default("schedule.decay_steps", lambda: read("train.steps"))
     default("schedule.decay_over", lambda: max(1, read("schedule.decay_steps") // 10))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from tpshard.diagnostics.patterns import unit_of
 from tpshard.parallelism.passes import buckets
 from tpshard.parallelism.passes.bucket import bucket
 from tpshard.parallelism.passes.gather_late import gather_late
@@ -21,7 +22,6 @@ from tpshard.parallelism.passes.run import Pass, run
 from tpshard.parallelism.passes.simplify import simplify
 from tpshard.parallelism.passes.sink_waits import sink_waits
 from tpshard.parallelism.program import Program, info
-from tpshard.programs.fit.patterns import unit_of
 from tpshard.programs.parts import step_programs
 from tpshard.programs.setting.setting import Setting
 from tpshard.recipes.reading.load import loads

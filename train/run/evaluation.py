@@ -13,6 +13,7 @@ from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step import training
 from tpshard.train.data.corpus import Corpus, TextSource, open_text
 from tpshard.train.data.step_batch import StepBatch
+from tpshard.train.run.initial_values import initial_values
 from tpshard.train.run.run_data import held_out, opened_data
 from tpshard.train.run.training_engine import ReadBlock, TrainingEngine
 
@@ -61,7 +62,9 @@ def open_engine(setting: Setting, context: Context, open_model: OpenModel) -> Tr
     context.watchdog.doing = Doing("building the programs")
     programs = training.build(setting)
     context.agree(programs.fingerprints)
-    engine = TrainingEngine(programs, context, _no_block, trains=False)
+    # a run with adapters leaves its base out of its checkpoints
+    initial = initial_values(setting.recipe, setting.spec) if setting.spec.left_out else _no_block
+    engine = TrainingEngine(programs, context, initial, trains=False)
     context.watchdog.doing = Doing("reading the model")
     engine.load(open_model(engine.stored_shapes()))
     return engine

@@ -29,6 +29,7 @@ from tpshard.train.data.stream import Loader, merge_states
 from tpshard.train.records.progress import Progress
 from tpshard.train.run import nonfinite
 from tpshard.train.run.expert_balance import balance
+from tpshard.train.run.initial_values import begun_from
 from tpshard.train.run.learning_rate import change, described, learning_rate
 from tpshard.train.run.nonfinite import number
 from tpshard.train.run.outcome import Course, Outcome, StepResult
@@ -328,7 +329,7 @@ class TrainingLoop:
             "course": dict(vars(self.course)), "data": {**loader_state, **merge_states(parts)},
             "seed": self.recipe.seed, "name": self.recipe.name, "model": self.model, "trained": trained(self.recipe),
             "mesh": dict(self.context.mesh.axes), "attempt": self.attempt,
-            "learning_rate": described(self.recipe),
+            "learning_rate": described(self.recipe), "init_from": begun_from(self.recipe),
         }  # fmt: skip
         with self.context.watchdog.allow(float(self.recipe.timeout_s.step), "copying a checkpoint"):
             self._saver.start(self.course.step, self.engine.tensors(), meta)

@@ -103,7 +103,10 @@ def ending(outcome: Outcome, setting: Setting) -> str:
         if recipe.task == "lm" and not setting.spec.refusal("serve"):
             nexts.append((f"tpshard serve {folder}", "serve it over HTTP"))
         if not setting.spec.refusal("write"):
-            nexts.append((f"tpshard convert {folder} {recipe.run.folder}-hf", "take it away as a Hugging Face folder"))
+            taken = f"tpshard convert {folder} {recipe.run.folder}"
+            merged = [(f"{taken}-adapters", "take the adapters away in PEFT's format")] * bool(setting.spec.added)
+            merge = " --merge" if setting.spec.added else ""
+            nexts += [*merged, (f"{taken}-hf{merge}", "take it away as a Hugging Face folder")]
         nexts += [] if outcome.ended else _continuations(recipe, folder)
     width = max(len(command) for command, _ in nexts)
     lines += ["next:", *(f"  {command:<{width}}   {why}" for command, why in nexts)]

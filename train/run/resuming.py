@@ -26,7 +26,7 @@ FREE = (
 )  # fmt: skip
 """Keys and sections that may change: where and how the same steps are computed, and how many. Where the end of the
 schedule changes the next step's learning rate, the loop shows both."""
-PATHS = ("data.source", "data.tokenizer", "model.hf", "model.transformers")
+PATHS = ("data.source", "data.tokenizer", "model.hf", "model.transformers", "train.init_from")
 """Keys that name files. They differ where both the text and the file differ; the data's contents are compared too."""
 
 Changes = Mapping[str, tuple[Any, Any]]

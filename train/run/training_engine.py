@@ -343,24 +343,35 @@ class TrainingEngine:
             yield prefix + layer, Shard(one, port.shape[1:], starts[1:])
 
     def tensors(self) -> dict[str, Shard]:
-        """This rank's blocks of parameters (by name) and moments (`optimizer/exp_avg/NAME`, ...)."""
-        return dict(pair for named in self._named_tensors() for pair in self.named_shards(*named))
+        """This rank's blocks of parameters (by name) and moments (`optimizer/exp_avg/NAME`, ...), as checkpoints have
+        them."""
+        out = self.programs.setting.spec.left_out
+        pairs = (pair for named in self._named_tensors() for pair in self.named_shards(*named))
+        return {name: shard for name, shard in pairs if name not in out}
 
     def stored_shapes(self) -> Mapping[str, tuple[Sequence[int], torch.dtype]]:
         """Global shape and dtype of the tensors of `tensors` of all ranks."""
         setting, ports = self.programs.setting, {port.name: port for port in self.programs.stored}
+        out = setting.spec.left_out
         every = [("", name, port.dtype) for name, port in ports.items()]
         every += [(f"{OPTIMIZER}{state}/", name, setting.state_dtype)
                   for state, name in self._moments(self.programs.trained)]  # fmt: skip
         return {
             prefix + member: (setting.shape_in_layer(name, ports[name].shape), dtype)
-            for prefix, name, dtype in every for member in setting.members(name) or [name]
+            for prefix, name, dtype in every for member in setting.members(name) or [name] if member not in out
         }  # fmt: skip
 
     def load(self, read: ReadBlock) -> None:
-        """Sets parameters and moments block by block."""
+        """Sets parameters and moments block by block; those that checkpoints leave out get their initial values."""
+        setting = self.programs.setting
+
+        def block(name: str, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
+            if name not in setting.spec.left_out:
+                return read(name, starts, sizes)
+            return self.initial_block(name, starts, sizes, seed=setting.recipe.seed, dtype=None)
+
         for prefix, port, tensor in self._named_tensors():
-            self._fill(prefix, port, tensor, read)
+            self._fill(prefix, port, tensor, block)
 
     def initialize(self, seed: int) -> None:
         """Sets parameters to their initial values (the same on every mesh) and moments to zero."""

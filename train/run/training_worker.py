@@ -13,15 +13,12 @@ from typing import Any
 
 import torch
 from tpshard.diagnostics.diagnostic import Exit, Mistakes, plural
-from tpshard.models.model_spec import ModelSpec
 from tpshard.parallelism.runtime import crash
 from tpshard.parallelism.runtime.context import Context, connect
 from tpshard.parallelism.runtime.place import WorkerPlace
 from tpshard.parallelism.runtime.step_profile import StepProfile
 from tpshard.parallelism.runtime.watchdog import Doing
 from tpshard.plan import planner, saved_plan
-from tpshard.programs.fit.recipe_model import carried_instead
-from tpshard.programs.fit.wrong_model import wrong_model
 from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step import training
 from tpshard.programs.step.training_step import TrainingPrograms, part_of
@@ -36,6 +33,7 @@ from tpshard.train.records.progress import Progress
 from tpshard.train.records.records import Records, note_saved
 from tpshard.train.records.tensorboard_sink import TensorBoardSink
 from tpshard.train.records.wandb_sink import WandbSink
+from tpshard.train.run.initial_values import initial_values
 from tpshard.train.run.learning_rate import learning_rate
 from tpshard.train.run.loop import Row, TrainingLoop
 from tpshard.train.run.outcome import Outcome, ending, summary
@@ -45,7 +43,7 @@ from tpshard.train.run.run_output import display, keep_output, say
 from tpshard.train.run.run_plan import PlanOfRun, comparison, peak_flops
 from tpshard.train.run.run_store import RunStore, run_place
 from tpshard.train.run.rundir import RunDir
-from tpshard.train.run.training_engine import InitialBlock, TrainingEngine
+from tpshard.train.run.training_engine import TrainingEngine
 
 Receiver = Callable[[Row], None]
 """A function that takes a row of metrics."""
@@ -106,7 +104,7 @@ def _train(
     loader, checked = data_of(setting, data_rank, folder, context)
     programs = programs or _build_programs(setting, context)
     planner.check_limit(programs)
-    engine = TrainingEngine(programs, context, _initial_block(recipe, setting.spec))
+    engine = TrainingEngine(programs, context, initial_values(recipe, setting.spec))
     assert engine.data_rank == data_rank, "the program shards its batch over the axes that the recipe names"
     attempt = context.from_main(run.attempt if run is not None else 0)
     if run is not None:
@@ -206,29 +204,6 @@ def _run_folder(recipe: Recipe, folder: Path, context: Context) -> Iterator[tupl
             refuse(place, recipe, changed)
         context.barrier()
         yield run, changed
-
-
-def _initial_block(recipe: Recipe, spec: ModelSpec) -> InitialBlock:
-    """`spec.initial_block`, whose errors are mistakes of the recipe's model; the weights are opened at once.
-
-    A run that goes on needs no weights of the folder that it began from, which may be gone.
-    """
-    gone = carried_instead(recipe) is not None
-
-    def block(*args: Any, **options: Any) -> torch.Tensor:
-        if gone:
-            why = f"{getattr(recipe.model, spec.source.key)} is gone, and no checkpoint of the run has its weights"
-            raise wrong_model(recipe, ValueError(why))
-        try:
-            return spec.initial_block(*args, **options)
-        except ValueError as error:
-            raise wrong_model(recipe, error) from error
-
-    try:
-        gone or spec.weights  # noqa: B018 (raises)
-    except (ValueError, OSError) as error:
-        raise wrong_model(recipe, error) from error
-    return block
 
 
 def _build_programs(setting: Setting, context: Context) -> TrainingPrograms:

@@ -1,0 +1,80 @@
+"""Sources with adapters: a run's checkpoint, which leaves its frozen base out, and a folder in PEFT's format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tpshard.cli.shared.source_model import SourceModel, unreadable_source
+from tpshard.models.adapters.adapted_model import AdaptedModel
+from tpshard.models.adapters.merging import merged_blocks
+from tpshard.models.adapters.peft_config import read_config
+from tpshard.models.adapters.peft_folder import PeftFolder
+from tpshard.models.folders.folder_tokenizer import tokenizer_files
+from tpshard.models.open_model import open_model
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from tpshard.train.checkpoints.restore import SavedCheckpoint
+    from tpshard.train.run.training_engine import ReadBlock
+
+
+def whole_blocks(spec: AdaptedModel, checkpoint: SavedCheckpoint) -> ReadBlock:
+    """The reader of all parameters of a run with adapters: its checkpoint's, and the base's from where the run began.
+    ValueError and OSError where that is gone or has changed."""
+    from tpshard.train.run.initial_values import values_of
+
+    place, seed = checkpoint.meta.get("init_from"), int(checkpoint.meta.get("seed", 0))
+    begun = values_of(Path(place), spec) if place is not None else {}
+    folder = spec.base.source.folder
+    if folder is not None and open_model(folder).shapes != spec.base.shapes:
+        raise ValueError(f"{folder} holds another model than the one that the adapters were trained on")
+    stored = spec.base.weights
+
+    def block(name: str, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        if name in checkpoint.tensors:
+            return checkpoint.block(name, starts, sizes)
+        if name in begun:
+            return begun[name](name, starts, sizes)
+        return stored.block(name, starts, sizes) if stored else spec.base.initial_block(name, starts, sizes, seed)
+
+    return block
+
+
+def with_adapters(model: SourceModel, spec: AdaptedModel, block: ReadBlock) -> SourceModel:
+    """The source as its base with the adapters merged in. block: the reader of the base's and the adapters' values."""
+    stored = spec.base.weights
+    if stored is not None:
+        name = next(iter(spec.base.shapes))
+        shape = spec.base.shapes[name]
+        model = replace(model, dtype=block(name, (0,) * len(shape), (1,) * len(shape)).dtype)
+    return replace(model, spec=spec.base, block=merged_blocks(spec, block), adapted=spec, own_block=block)
+
+
+def peft_source(folder: Path) -> SourceModel:
+    """A folder with adapters, with the base that it names merged in. Raises `Mistakes` (exit 7) for what cannot be
+    read, or a base that is not on this machine."""
+    try:
+        named = str(read_config(folder).get("base_model_name_or_path") or "")
+        place = next((one for one in (Path(named), folder / named) if named and (one / "config.json").is_file()), None)
+        if place is None:
+            raise ValueError(f"its base, `base_model_name_or_path: {named}`, is no folder of this machine")
+        base = open_model(place)
+        adapters = PeftFolder.of(folder, base)
+        stored = base.weights
+        if stored is None:
+            raise ValueError(f"{place} holds no weights")
+
+        def block(name: str, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
+            read = adapters.block if name in adapters.places else stored.block
+            return read(name, starts, sizes)
+
+        import torch
+
+        tokenizer = folder if tokenizer_files(folder) else place if tokenizer_files(place) else None
+        model = SourceModel(str(folder), base, block, torch.float32, tokenizer, place)
+        return with_adapters(model, adapters.spec, block)
+    except (ValueError, OSError) as error:
+        raise unreadable_source(folder, error) from error

@@ -1,0 +1,283 @@
+"""A model of which a part is trained: another model with parameters frozen, and with low-rank adapters."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tpshard.diagnostics.patterns import covers, nearest
+from tpshard.models.adapters.lora import MAGNITUDE, A, Adaptable, Adapter, B, Lora
+from tpshard.models.model_spec import ModelSource, ModelSpec, Positions, Sizes, StoredWeights, Use
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from tpshard.models.dims import Naming
+    from tpshard.models.families.config import ModelConfig
+    from tpshard.models.initialization import InitPlan
+    from tpshard.models.layer_stacks import LayerStack
+
+
+class FrozenError(ValueError):
+    """A pattern that freezes nothing, or all; `key` is the recipe's."""
+
+    def __init__(self, message: str, key: str, fix: str) -> None:
+        super().__init__(message)
+        self.key, self.why, self.fix = key, "", fix
+
+
+@dataclass(frozen=True)
+class AdaptedModel(ModelSpec):
+    """A model whose parameters are frozen where a pattern covers them, or, with adapters, but for these."""
+
+    base: ModelSpec
+    lora: Lora | None = None
+    freeze: tuple[str, ...] = ()
+    """Patterns of parameters, and of modules above them."""
+    numbers: tuple[int, ...] | None = None
+    """The numbers of the layers in the whole model, of which `base` has these alone; None: all."""
+
+    # ---- what is adapted and what is frozen ------------------------------------------------------------------------
+    @cached_property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """The adapters by the path of their layer. LoraError for what names nothing or does not fit."""
+        if self.lora is None:
+            return {}
+        layers = [replace(one, path=self._whole(one.path)) for one in self.base.adaptable()]
+        kept = {self._whole(one.path): one.path for one in self.base.adaptable()}
+        chosen = self.lora.adapters(layers, self.base.source.name or "the model")
+        return {kept[one.layer.path]: replace(one, layer=replace(one.layer, path=kept[one.layer.path]))
+                for one in chosen}  # fmt: skip
+
+    @cached_property
+    def added(self) -> Mapping[str, tuple[int, ...]]:  # type: ignore[override]
+        """The shapes of the adapters' parameters, by name."""
+        return {f"{path}.{leaf}": shape for path, one in self.adapters.items() for leaf, shape in one.shapes.items()}
+
+    @cached_property
+    def frozen(self) -> frozenset[str]:  # type: ignore[override]
+        names = {name: self._whole(name) for name in self.base.shapes}
+        for i, pattern in enumerate(self.freeze):
+            if self.numbers is None and not any(covers(pattern, name) for name in names):
+                close = nearest(pattern, names, modules=True)
+                some = dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names)
+                raise FrozenError(
+                    f"`{pattern}` matches no parameter of {self.base.source.name or 'the model'}", f"train.freeze.{i}",
+                    f"did you mean `{close}`?" if close else f"its parameters are {', '.join(list(some)[:6])}, ...",
+                )  # fmt: skip
+        if self.lora is None:
+            return frozenset(n for n, whole in names.items() if any(covers(pattern, whole) for pattern in self.freeze))
+        return frozenset(names) - set(self.saved)
+
+    @cached_property
+    def saved(self) -> tuple[str, ...]:
+        """The parameters of the base that are trained beside the adapters."""
+        if self.lora is None or not self.lora.modules_to_save:
+            return ()
+        theirs = {one.path: one.theirs for one in self.base.adaptable() if one.theirs}
+        theirs |= self.base.folder_names()
+        return self.lora.saved(self.base.shapes, theirs)
+
+    @property
+    def left_out(self) -> frozenset[str]:  # type: ignore[override]
+        return self.frozen if self.lora is not None else frozenset()
+
+    def check(self) -> None:
+        """Raises LoraError or FrozenError for what the model does not have."""
+        self.adapters, self.frozen, self.saved  # noqa: B018
+
+    def _whole(self, name: str) -> str:
+        """A name with the number that its layer has in the whole model."""
+        if self.numbers is None:
+            return name
+        stack = self.base.stacks[0].path if self.base.stacks else ""
+        layer = re.match(rf"{re.escape(stack)}\.(\d+)(?=\.|$)", name)
+        return name if layer is None else f"{stack}.{self.numbers[int(layer[1])]}{name[layer.end() :]}"
+
+    # ---- the model -------------------------------------------------------------------------------------------------
+    def module(self, dtype: torch.dtype) -> nn.Module:
+        from tpshard.models.adapters.lora_modules import adapt
+
+        model = self.base.module(dtype)
+        for name, parameter in model.named_parameters():
+            if name in self.frozen:
+                parameter.requires_grad_(False)
+        for adapter in self.adapters.values():
+            adapt(model, adapter)
+        return model
+
+    @cached_property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {**self.base.shapes, **self.added}
+
+    def dims(self, module: nn.Module) -> dict[str, Naming]:
+        """The base's; a factor has the weight's dims and `rank`."""
+        from tpshard.models.adapters.lora_modules import AdaptedLayer, lora_leaves
+        from tpshard.models.dims import Naming
+
+        named = self.base.dims(module)
+        for path, layer in module.named_modules():
+            if not isinstance(layer, AdaptedLayer):
+                continue
+            weight = named.get(f"{path}.weight")
+            for leaf, dims in lora_leaves(layer.lora).items():
+                named.pop(f"{path}.{leaf}", None)
+                if weight is not None:
+                    *stack, out, into = weight.dims if not layer.lora.layer.turned else (*weight.dims[::-1],)
+                    own = {"out": out, "in": into, "expert": stack[0] if stack else "", "rank": "rank"}
+                    named[f"{path}.{leaf}"] = Naming(tuple(own[dim] for dim in dims), weight.by)
+        return named
+
+    def own_dtypes(self, dtype: torch.dtype) -> Mapping[str, torch.dtype]:
+        """Adapters are fp32 beside a base of any dtype."""
+        import torch
+
+        return {**self.base.own_dtypes(dtype), **dict.fromkeys(self.added, torch.float32)}
+
+    def initial_block(
+        self, name: str, starts: Sequence[int], sizes: Sequence[int], seed: int, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        import torch
+        from tpshard.models.initialization import initial_block
+
+        if name not in self.added:
+            return self.base.initial_block(name, starts, sizes, seed, dtype)
+        if name.endswith(MAGNITUDE):
+            return self._row_norms(name, starts, sizes, seed, dtype)
+        return initial_block(self._plan, name, starts, sizes, seed, dtype or torch.float32)
+
+    @cached_property
+    def _plan(self) -> InitPlan:
+        """A as PEFT draws it, kaiming uniform with a = sqrt(5): within 1 / sqrt(inputs). B is zero."""
+        from tpshard.models.initialization import Initial
+
+        return {
+            name: Initial(shape, 0.0, 0.0 if name.endswith(B) else (3 * shape[-1]) ** -0.5, "uniform")
+            for name, shape in self.added.items() if name.endswith((A, B))
+        }  # fmt: skip
+
+    def _row_norms(
+        self, name: str, starts: Sequence[int], sizes: Sequence[int], seed: int, dtype: torch.dtype | None
+    ) -> Tensor:
+        """DoRA's magnitudes begin as the norms of the weight's rows."""
+        path = name.rpartition(".")[0]
+        layer = self.adapters[path].layer
+        rows, whole = [starts[0], 0], [sizes[0], layer.inputs]
+        if layer.turned:
+            rows, whole = rows[::-1], whole[::-1]
+        weight = self.base.initial_block(f"{path}.weight", rows, whole, seed)
+        norms = weight.float().norm(dim=0 if layer.turned else 1)
+        return norms if dtype is None else norms.to(dtype)
+
+    def keep(self, layers: Sequence[int]) -> AdaptedModel | None:
+        fewer = self.base.keep(layers)
+        if fewer is None:
+            return None
+        numbers = layers if self.numbers is None else [self.numbers[layer] for layer in layers]
+        return replace(self, base=fewer, numbers=tuple(numbers))
+
+    @property
+    def stacks(self) -> tuple[LayerStack, ...] | None:  # type: ignore[override]
+        """The base's; layers of one kind have the same adapters and frozen parameters too."""
+        stacks = self.base.stacks
+        return None if stacks is None else tuple(map(self._refined, stacks))
+
+    def _refined(self, stack: LayerStack) -> LayerStack:
+        own: list[list[object]] = [[kind] for kind in stack.kinds]
+        marks = [*((path, one.rank, one.scaling) for path, one in self.adapters.items()),
+                 *((name, 0, 0.0) for name in self.base.shapes if name in self.frozen)]  # fmt: skip
+        for name, *mark in marks:
+            if layer := re.match(rf"{re.escape(stack.path)}\.(\d+)\.(.*)", name):
+                own[int(layer[1])].append((layer[2], *mark))
+        forms = list(dict.fromkeys(map(repr, own)))
+        kinds = tuple(forms.index(repr(one)) for one in own)
+        unlike = next((n for n, kind in enumerate(kinds) if kind != kinds[0]), None)
+        differs = stack.differs or ("" if unlike is None else f"adapters or what is frozen differ in layer {unlike}")
+        return replace(stack, kinds=kinds, differs=differs)
+
+    def to_json(self) -> dict[str, Any]:
+        """The base, and beside it the adapters with the folder of the base's weights, which a checkpoint leaves out."""
+        if self.lora is None:
+            return self.base.to_json()
+        folder = self.base.source.folder
+        place = None if folder is None else [self.base.source.key, str(folder.absolute())]
+        return {**self.base.to_json(), "adapters": {"lora": asdict(self.lora), "base": place}}
+
+    @staticmethod
+    def of_json(values: Mapping[str, Any], base: ModelSpec) -> AdaptedModel:
+        """The model that `to_json` wrote."""
+        own = values["adapters"]
+        lora: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in own["lora"].items()
+        }
+        if own["base"] is not None:
+            key, folder = own["base"]
+            base = base.read_from(ModelSource(key, folder, Path(folder)))
+        return AdaptedModel(base, Lora(**lora))
+
+    # ---- the base's ------------------------------------------------------------------------------------------------
+    @property
+    def source(self) -> ModelSource:  # type: ignore[override]
+        return self.base.source
+
+    @property
+    def outline(self) -> ModelConfig | None:  # type: ignore[override]
+        return self.base.outline
+
+    @property
+    def vocab(self) -> int | None:  # type: ignore[override]
+        return self.base.vocab
+
+    @property
+    def positions(self) -> Positions | None:  # type: ignore[override]
+        return self.base.positions
+
+    @property
+    def count(self) -> int | None:  # type: ignore[override]
+        return None if self.base.count is None else self.base.count + sum(map(math.prod, self.added.values()))
+
+    @property
+    def activations(self) -> Mapping[str, tuple[str, ...]]:  # type: ignore[override]
+        return self.base.activations
+
+    @property
+    def instead(self) -> str:  # type: ignore[override]
+        return self.base.instead
+
+    @property
+    def recurrent(self) -> bool:  # type: ignore[override]
+        return self.base.recurrent
+
+    @property
+    def reads_code(self) -> bool:  # type: ignore[override]
+        return self.base.reads_code
+
+    @property
+    def dtype(self) -> str:
+        return self.base.dtype
+
+    @property
+    def sizes(self) -> Sizes:
+        return self.base.sizes
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        return self.base.identity
+
+    @cached_property
+    def weights(self) -> StoredWeights | None:
+        return self.base.weights
+
+    def adaptable(self) -> Sequence[Adaptable]:
+        return self.base.adaptable()
+
+    def notes(self, module: nn.Module) -> list[str]:
+        return self.base.notes(module)
+
+    def refusal(self, use: Use) -> str:
+        return self.base.refusal(use)

@@ -1,0 +1,196 @@
+"""What a recipe or a PEFT folder says of low-rank adapters, and the layers that get one. No torch.
+
+Source: Hu et al. 2021 (LoRA); Kalajdzievski 2023 (rank-stabilized scaling); Liu et al. 2024 (DoRA). Names and defaults
+are those of PEFT.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from tpshard.diagnostics.diagnostic import suggestion
+
+ALL_LINEAR = "all-linear"
+"""Stands for every linear layer but the head, as in PEFT."""
+A, B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude"
+"""The names of an adapter's parameters beside the `weight` of its layer: [rank, inputs], [outputs, rank], and with DoRA
+[outputs]. Experts have one of each: [expert, rank, inputs]."""
+
+
+class LoraError(ValueError):
+    """Adapters that the model cannot have; `key` is the recipe's key below `adapters.lora`, `fix` what can be done."""
+
+    def __init__(self, message: str, key: str, why: str = "", fix: str = "") -> None:
+        super().__init__(message)
+        self.key, self.why, self.fix = f"adapters.lora.{key}", why, fix
+
+
+@dataclass(frozen=True)
+class Adaptable:
+    """A linear layer, or a stack of experts' linear layers, that can have an adapter."""
+
+    path: str
+    outputs: int
+    inputs: int
+    experts: int = 0
+    """The number of stacked layers; 0: it is a single one."""
+    turned: bool = False
+    """Whether its weight is [inputs, outputs]."""
+    head: bool = False
+    """Whether its outputs are the logits."""
+    theirs: str = ""
+    """The module's path in a Hugging Face folder, `{}` in it an expert's number; "": as here."""
+    fused: bool = False
+    """Whether the folder's module also has the outputs of other layers."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The paths by which a recipe or a folder may name it."""
+        return (self.path,) if self.theirs in ("", self.path) else (self.path, self.theirs)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The adapter of one layer."""
+
+    layer: Adaptable
+    rank: int
+    scaling: float
+    """The factor of what it adds."""
+    dropout: float = 0.0
+    dora: bool = False
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of its parameters by leaf."""
+        one, stack = self.layer, (self.layer.experts,) if self.layer.experts else ()
+        shapes = {A: (*stack, self.rank, one.inputs), B: (*stack, one.outputs, self.rank)}
+        return shapes | ({MAGNITUDE: (one.outputs,)} if self.dora else {})
+
+
+@dataclass(frozen=True)
+class Lora:
+    """The settings of a model's adapters; all have PEFT's meaning."""
+
+    rank: int = 8
+    alpha: float = 8.0
+    targets: str | tuple[str, ...] = ALL_LINEAR
+    """Ends of the paths of layers, such as `wq` or `mlp.down`, by tpshard's or the folder's names; `all-linear`; or a
+    PEFT folder's one regular expression."""
+    dropout: float = 0.0
+    dora: bool = False
+    use_rslora: bool = False
+    """Whether an adapter is scaled by alpha / sqrt(rank) in place of alpha / rank."""
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    """Ranks of the layers whose path ends with a regular expression."""
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    modules_to_save: tuple[str, ...] = ()
+    """Ends of the paths of modules that are trained in full, beside the adapters."""
+    exclude: tuple[str, ...] = ()
+    """Ends of the paths of layers that get no adapter."""
+    layers: tuple[int, ...] | None = None
+    """The numbers of the layers of the model that have adapters; None: all."""
+
+    def adapters(self, adaptable: Iterable[Adaptable], model: str) -> tuple[Adapter, ...]:
+        """The adapters of a model's layers, in their order. LoraError for what names nothing or does not fit."""
+        layers = list(adaptable)
+        chosen = [layer for layer in layers if self._targets(layer)]
+        several = [*dict.fromkeys(_short(layer) for layer in layers)]
+        if isinstance(self.targets, tuple):
+            for i, target in enumerate(self.targets):
+                if not any(_ends(target, name) for layer in layers for name in layer.names):
+                    close = suggestion(
+                        target, sorted({name.split(".")[-1] for layer in layers for name in layer.names})
+                    )
+                    raise LoraError(
+                        f"`{target}` is no linear layer of {model}", f"targets.{i}",
+                        f"its linear layers are {', '.join(several)}",
+                        f"did you mean `{close}`?" if close else f"{ALL_LINEAR}, or some of these",
+                    )  # fmt: skip
+        if not chosen:
+            message, why = f"`{self.targets}` names no linear layer of {model}", f"these are {', '.join(several)}"
+            raise LoraError(message, "targets", why, f"{ALL_LINEAR}, or some of these")
+        for key, patterns in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
+            for pattern in patterns:
+                if not any(_pattern(pattern, name) for layer in chosen for name in layer.names):
+                    raise LoraError(f"`{pattern}` matches no layer with an adapter", f"{key}.{pattern}",
+                                    f"these have one: {', '.join(dict.fromkeys(map(_short, chosen)))}")  # fmt: skip
+        return tuple(map(self._adapter, chosen))
+
+    def _targets(self, layer: Adaptable) -> bool:
+        if self.exclude and any(_ends(end, name) for end in self.exclude for name in layer.names):
+            return False
+        if self.layers is not None:
+            number = re.search(r"\.(\d+)\.", layer.path)
+            if number is None or int(number[1]) not in self.layers:
+                return False
+        if isinstance(self.targets, tuple):
+            return any(_ends(target, name) for target in self.targets for name in layer.names)
+        if self.targets == ALL_LINEAR:
+            return not layer.head and not layer.experts
+        return any(re.fullmatch(self.targets, name) is not None for name in layer.names)
+
+    def _adapter(self, layer: Adaptable) -> Adapter:
+        rank_key, rank = _of_pattern(self.rank_pattern, layer, self.rank)
+        _, alpha = _of_pattern(self.alpha_pattern, layer, self.alpha)
+        if rank > min(layer.inputs, layer.outputs):
+            least, key = min(layer.inputs, layer.outputs), f"rank_pattern.{rank_key}" if rank_key else "rank"
+            raise LoraError(
+                f"rank {rank} is above the smaller side of `{layer.path}`, {layer.outputs} x {layer.inputs}", key,
+                "an adapter of that rank has more parameters than the layer needs", f"at most {least}",
+            )  # fmt: skip
+        if layer.experts and (self.dora or self.dropout):
+            key = "dora" if self.dora else "dropout"
+            message, why = f"adapters of experts have no {key}: `{layer.path}`", "they are added to weights, as by PEFT"
+            raise LoraError(message, key, why, "leave it out, or the experts")
+        scaling = alpha / (math.sqrt(rank) if self.use_rslora else rank)
+        return Adapter(layer, int(rank), scaling, self.dropout, self.dora)
+
+    def saved(self, parameters: Iterable[str], theirs: Mapping[str, str]) -> tuple[str, ...]:
+        """The parameters of the modules in `modules_to_save`. theirs: a module's path in the folder, by its own.
+        LoraError for one that names no module."""
+        names = list(parameters)
+        found: dict[str, None] = {}
+        for i, end in enumerate(self.modules_to_save):
+            matching = [
+                n for n in names if _inside(end, n) or _inside(end, theirs.get(n.rpartition(".")[0], "") + ".w")
+            ]
+            if not matching:
+                close = suggestion(
+                    end, sorted({part for n in names for part in n.split(".")[:-1] if not part.isdigit()})
+                )
+                raise LoraError(f"`{end}` is no module with parameters", f"modules_to_save.{i}",
+                                fix=f"did you mean `{close}`?" if close else "")  # fmt: skip
+            found |= dict.fromkeys(matching)
+        return tuple(found)
+
+
+def _ends(end: str, name: str) -> bool:
+    """Whether a path is `end`, or ends with it; numbers of experts do not count."""
+    return name == end or name.endswith(f".{end}")
+
+
+def _inside(end: str, name: str) -> bool:
+    """Whether a parameter is in a module whose path ends so."""
+    parts = name.split(".")[:-1]
+    return any(_ends(end, ".".join(parts[:n])) for n in range(1, len(parts) + 1))
+
+
+def _pattern(pattern: str, name: str) -> bool:
+    try:
+        return re.match(rf"(.*\.)?({pattern})$", name) is not None
+    except re.error:
+        return False
+
+
+def _of_pattern(patterns: Mapping[str, float], layer: Adaptable, default: float) -> tuple[str, float]:
+    key = next((p for p in patterns if any(_pattern(p, name) for name in layer.names)), "")
+    return key, patterns[key] if key else default
+
+
+def _short(layer: Adaptable) -> str:
+    """A layer's path without the list that it is in, such as `mlp.down`."""
+    return re.sub(r"^.*\.\d+\.(?=\D)", "", layer.path)

@@ -1,0 +1,93 @@
+"""Adapted layers: a module keeps its class, its parameters and their names, and gets `lora_A` and `lora_B` beside them.
+
+A linear layer adds what its adapter computes to its result. Experts add the product of both factors to their weights,
+since their weights are read and not their modules called. Both are PEFT's arithmetic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tpshard.models.adapters.lora import MAGNITUDE, A, Adapter, B
+
+
+class AdaptedLayer(nn.Module):
+    """What the class of an adapted layer has beside its own."""
+
+    lora: Adapter
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+
+
+class _Linear(AdaptedLayer):
+    lora_magnitude: nn.Parameter
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        own: Tensor = super().forward(x, *args, **kwargs)  # type: ignore[operator]
+        lora, wide = self.lora, x.to(self.lora_A.dtype)
+        dropped = lora.dropout > 0 and self.training
+        if dropped:
+            wide = F.dropout(wide, lora.dropout)
+        added = F.linear(F.linear(wide, self.lora_A), self.lora_B) * lora.scaling
+        if not lora.dora:
+            return (own + added).to(own.dtype)
+        bias = getattr(self, "bias", None)
+        weight: Tensor = self._parameters["weight"]  # type: ignore[assignment]
+        weight = (weight.t() if lora.layer.turned else weight).to(wide.dtype)
+        base = F.linear(wide, weight) if dropped else own if bias is None else own - bias
+        share = (self.lora_magnitude / _row_norms(weight, self.lora_A, self.lora_B, lora.scaling)).to(wide.dtype)
+        return (own + (share - 1) * base + share * added).to(own.dtype)
+
+
+class _Experts(AdaptedLayer):
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The experts' weights with what their adapters add: [expert, outputs, inputs]."""
+        own = self._parameters["weight"]
+        assert own is not None
+        return own + (torch.bmm(self.lora_B, self.lora_A) * self.lora.scaling).to(own.dtype)
+
+
+def _row_norms(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """The norm of each row of an adapted weight, of which no gradient is taken (Liu et al. 2024, section 4.3)."""
+    whole = (weight + scaling * (b @ a)).detach()
+    return (whole * whole).sum(1).sqrt()
+
+
+@cache
+def _adapted_class(cls: type[nn.Module], mixed: type[AdaptedLayer]) -> type[nn.Module]:
+    return type(cls.__name__, (mixed, cls), {})
+
+
+def adapt(model: nn.Module, adapter: Adapter) -> None:
+    """Gives a layer of a model its adapter, whose parameters are fp32 on `meta`."""
+    module: Any = model.get_submodule(adapter.layer.path)
+    module.__class__ = _adapted_class(module.__class__, _Experts if adapter.layer.experts else _Linear)
+    module.lora = replace(adapter, layer=replace(adapter.layer, path="", theirs=""))  # alike in layers that are alike
+    module.training = True  # classes of transformers are built without dropout of their own
+    for leaf, shape in adapter.shapes.items():
+        module.register_parameter(leaf, nn.Parameter(torch.empty(shape, device="meta")))
+
+
+def lora_leaves(adapter: Adapter) -> dict[str, tuple[str, ...]]:
+    """For each parameter of an adapter, its dims by the names of the weight's: `out`, `in` and `expert`."""
+    stack = ("expert",) if adapter.layer.experts else ()
+    leaves: dict[str, tuple[str, ...]] = {A: (*stack, "rank", "in"), B: (*stack, "out", "rank")}
+    return leaves | ({MAGNITUDE: ("out",)} if adapter.dora else {})
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, adapter: Adapter, magnitude: Tensor | None = None) -> Tensor:
+    """Rows and columns of a weight with their adapter, in the weight's dtype; computed in fp32. a: the factor's columns
+    for those of `weight`, b: its rows. With DoRA all columns are there."""
+    wide = weight.float()
+    if adapter.layer.turned:
+        wide = wide.transpose(-1, -2)
+    wide = wide + (b.float() @ a.float()) * adapter.scaling
+    if magnitude is not None:
+        wide = wide * (magnitude.float() / wide.norm(dim=1)).unsqueeze(1)
+    return (wide.transpose(-1, -2) if adapter.layer.turned else wide).to(weight.dtype)

@@ -1,0 +1,148 @@
+"""Folders with adapters alone in PEFT's format: adapter_config.json and adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tpshard.files.atomic import write_aside
+from tpshard.files.tensor_file import write_tensors
+from tpshard.models.adapters import peft_config
+from tpshard.models.adapters.adapted_model import AdaptedModel
+from tpshard.models.adapters.lora import MAGNITUDE
+from tpshard.models.folders.folder_files import copy_small_files
+from tpshard.models.model_spec import ModelSpec
+
+PREFIX = "base_model.model."
+VECTOR = "lora_magnitude_vector"
+"""DoRA's magnitudes in PEFT's files."""
+
+
+def is_peft(folder: Path) -> bool:
+    """Whether a folder holds adapters."""
+    return (folder / peft_config.CONFIG).is_file()
+
+
+@dataclass(frozen=True)
+class PeftFolder:
+    """The adapters in a folder, for a model that they fit. ValueError names what is unsupported or does not fit."""
+
+    folder: Path
+    spec: AdaptedModel
+
+    @staticmethod
+    def of(folder: Path, base: ModelSpec) -> PeftFolder:
+        """The adapters of a folder for a base."""
+        raw = peft_config.read_config(folder)
+        try:
+            spec = AdaptedModel(base, peft_config.lora_of(raw))
+            spec.check()
+        except ValueError as error:
+            raise ValueError(f"{folder / peft_config.CONFIG}: {error}") from error
+        adapters = PeftFolder(folder, spec)
+        adapters._check()
+        return adapters
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """All tensors of the folder by name, without PEFT's prefixes and the names of versions."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            stored = load_file(self.folder / peft_config.WEIGHTS)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{self.folder / peft_config.WEIGHTS} cannot be read: {error}") from error
+        return {_ours(name): tensor for name, tensor in stored.items()}
+
+    @cached_property
+    def places(self) -> Mapping[str, tuple[list[str], tuple[int, ...]]]:
+        """For each parameter that the folder has: its tensors there, and the shape of each."""
+        return dict(places(self.spec))
+
+    def _check(self) -> None:
+        expected = {name: shape for names, shape in self.places.values() for name in names}
+        wrong = [f"`{name}` is missing" for name in expected if name not in self.tensors]
+        for name, tensor in self.tensors.items():
+            if name not in expected:
+                wrong.append(f"`{name}` belongs to no adapter that adapter_config.json names")
+            elif tuple(tensor.shape) != expected[name]:
+                wrong.append(f"`{name}` is {list(tensor.shape)}, the model makes it {list(expected[name])}")
+            elif not tensor.is_floating_point():
+                wrong.append(f"`{name}` is of dtype {tensor.dtype}")
+        if wrong:
+            more = f"; and {len(wrong) - 3} more" if wrong[3:] else ""
+            raise ValueError(f"{self.folder} holds adapters of another model: {'; '.join(wrong[:3])}{more}")
+
+    def read(self, name: str) -> Tensor:
+        """A whole parameter of the adapters, or one that was trained beside them."""
+        parts = [self.tensors[one] for one in self.places[name][0]]
+        return torch.stack(parts) if _stacked(self.spec, name) else parts[0]
+
+    def block(self, name: str, starts: Sequence[int], sizes: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+        """Elements [starts, starts + sizes) of a parameter of the adapters."""
+        value = self.read(name)[tuple(slice(a, a + n) for a, n in zip(starts, sizes))]
+        return value if dtype is None else value.to(dtype)
+
+
+def places(spec: AdaptedModel) -> Iterator[tuple[str, tuple[list[str], tuple[int, ...]]]]:
+    """For each parameter that an adapters' folder has: its tensors there without prefix, and the shape of each."""
+    for path, adapter in spec.adapters.items():
+        module = adapter.layer.theirs or path
+        for leaf, shape in adapter.shapes.items():
+            name = f"{module}.{VECTOR}" if leaf == MAGNITUDE else f"{module}.{leaf}.weight"
+            if experts := adapter.layer.experts:
+                yield f"{path}.{leaf}", ([name.format(i) for i in range(experts)], shape[1:])
+            else:
+                yield f"{path}.{leaf}", ([name], shape)
+    theirs = spec.base.folder_names()
+    for name in spec.saved:
+        module, _, leaf = name.rpartition(".")
+        yield name, ([f"{theirs.get(module, module)}.{leaf}"], spec.base.shapes[name])
+
+
+def _ours(name: str) -> str:
+    """A tensor's name without what PEFT's present format and the one before add to it."""
+    name = name.removeprefix(PREFIX)
+    name = re.sub(r"\.(lora_[AB]|modules_to_save|lora_magnitude_vector)\.default(?=\.|$)", r".\1", name)
+    name = name.replace(".modules_to_save.", ".").replace(".original_module.", ".")
+    return re.sub(rf"\.{VECTOR}\.weight$", f".{VECTOR}", name)
+
+
+def write_peft(spec: AdaptedModel, read: Callable[[str], Tensor], folder: Path, *, base: str,
+               tokenizer: Path | None = None, overwrite: bool = False) -> None:  # fmt: skip
+    """Writes the adapters of a model as a folder that PEFT reads. ValueError for what the format has no place for.
+
+    read: returns a parameter by name. base: the folder of the model that they are for. tokenizer: a folder whose
+    tokenizer goes along.
+    """
+    assert spec.lora is not None
+    if spec.base.reads_code:
+        raise ValueError("PEFT's folders are for classes of transformers; this is a module of your own")
+    adapters = list(spec.adapters.values())
+    every = [one.theirs or one.path for one in spec.adaptable()]
+    theirs = spec.base.folder_names()
+    saved = list(dict.fromkeys(theirs.get(n.rpartition(".")[0], n.rpartition(".")[0]) for n in spec.saved))
+    config = peft_config.config_of(spec.lora, adapters, every, saved, base)
+    tensors: dict[str, Tensor] = {}
+    for name, (names, _) in places(spec):
+        value = read(name)
+        parts = list(value) if _stacked(spec, name) else [value]
+        tensors |= {PREFIX + one: part.contiguous().clone() for one, part in zip(names, parts)}
+    with write_aside(folder, overwrite=overwrite) as aside:
+        write_tensors(aside / peft_config.WEIGHTS, tensors)
+        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+        (aside / peft_config.CONFIG).write_text(text, encoding="utf-8")
+        if tokenizer is not None:
+            copy_small_files(aside, tokenizer, None)
+
+
+def _stacked(spec: AdaptedModel, name: str) -> bool:
+    adapter = spec.adapters.get(name.rpartition(".")[0])
+    return adapter is not None and name in spec.added and bool(adapter.layer.experts)

@@ -1,0 +1,87 @@
+"""Adapters in PEFT's format: what is written is read, merged weights compute the same, other fields are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import architectures
+import pytest
+import torch
+from tpshard.models.adapters.adapted_model import AdaptedModel
+from tpshard.models.adapters.lora import Lora
+from tpshard.models.adapters.merging import merged_blocks
+from tpshard.models.adapters.peft_config import CONFIG
+from tpshard.models.adapters.peft_folder import PeftFolder, write_peft
+from tpshard.models.initialization import fill
+from tpshard.models.model_spec import ModelSpec
+from tpshard.models.open_model import open_model
+
+torch.set_num_threads(1)
+LORA = Lora(rank=4, alpha=6.0, rank_pattern={"layers.1.attention.wo": 2}, alpha_pattern={"wk": 3.0})
+
+
+def noise(spec: AdaptedModel, name: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+    return torch.randn(spec.shapes[name], generator=generator) * 0.3
+
+
+def written(tmp_path: Path, name: str, lora: Lora) -> tuple[ModelSpec, AdaptedModel, Path]:
+    base = open_model(architectures.folder(tmp_path / "base", name, weights=True))
+    spec = AdaptedModel(base, lora)
+    write_peft(spec, lambda one: noise(spec, one), tmp_path / "peft", base=str(tmp_path / "base"))
+    return base, spec, tmp_path / "peft"
+
+
+@pytest.mark.parametrize(("name", "lora"), [
+    ("llama", LORA), ("mixtral", Lora(2, 2.0, ("q_proj", "w1", "w2", "w3"), use_rslora=True)),
+    ("qwen2", Lora(2, 2.0, ("down",), dora=True, modules_to_save=("norm",))), ("gpt2", Lora(2, 4.0, ("c_proj",))),
+])  # fmt: skip
+def test_what_is_written_is_read_and_merged(name: str, lora: Lora, tmp_path: Path) -> None:
+    base, spec, folder = written(tmp_path, name, lora)
+    adapters = PeftFolder.of(folder, base)
+    assert {path: (one.rank, one.scaling) for path, one in adapters.spec.adapters.items()} == {
+        path: (one.rank, pytest.approx(one.scaling)) for path, one in spec.adapters.items()
+    }
+    assert all(torch.equal(adapters.read(one), noise(spec, one)) for one in adapters.places)
+
+    def block(one: str, starts: Any, sizes: Any) -> torch.Tensor:
+        if one in adapters.places:
+            return adapters.block(one, starts, sizes)
+        assert base.weights is not None
+        return base.weights.block(one, starts, sizes)
+
+    tokens = torch.arange(12).reshape(2, 6) + 5
+    model = fill(spec.build(), lambda n, a, b, dtype: block(n, a, b).to(dtype), "cpu").eval()
+    merge = merged_blocks(adapters.spec, block)
+    merged = fill(base.build(), lambda n, a, b, dtype: merge(n, a, b).to(dtype), "cpu").eval()
+    with torch.no_grad():
+        assert torch.allclose(model(tokens), merged(tokens), rtol=1e-4, atol=1e-5)
+    path = next(iter(spec.adapters))
+    weight = merge(f"{path}.weight", [0] * len(base.shapes[f"{path}.weight"]), base.shapes[f"{path}.weight"])
+    part = merge(f"{path}.weight", [1] * weight.dim(), [1] * weight.dim())
+    assert torch.allclose(part, weight[tuple(slice(1, 2) for _ in weight.shape)])
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    ({"use_dora": 3}, "`use_dora: 3`"), ({"bias": "all"}, "`bias: all`"), ({"init_lora_weights": "pissa"}, "pissa"),
+    ({"target_parameters": ["mlp.w"]}, "target_parameters"), ({"brand_new": 1}, "`brand_new: 1` is not known"),
+    ({"peft_type": "IA3"}, "IA3"), ({"r": 5}, r"\[4, 32\], the model makes it \[5, 32\]"),
+    ({"target_modules": ["q_proj"]}, "belongs to no adapter"), ({"target_modules": ["qq"]}, "`qq` is no linear layer"),
+    ({"layer_replication": [[0, 1]]}, "layer_replication"),
+    ({"modules_to_save": ["lm_head"]}, "`lm_head.weight` is miss"),
+])  # fmt: skip
+def test_what_is_not_supported_is_refused_by_name(change: dict[str, Any], says: str, tmp_path: Path) -> None:
+    base, _, folder = written(tmp_path, "llama", Lora(4, 4.0, ("q_proj", "v_proj")))
+    raw = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(raw | change))
+    with pytest.raises(ValueError, match=says):
+        PeftFolder.of(folder, base)
+
+
+def test_adapters_of_another_base_are_refused(tmp_path: Path) -> None:
+    _, _, folder = written(tmp_path, "llama", LORA)
+    other = open_model(architectures.folder(tmp_path / "other", "llama", hidden_size=64))
+    with pytest.raises(ValueError, match="adapters of another model"):
+        PeftFolder.of(folder, other)

@@ -1,0 +1,139 @@
+"""Adapters compute what PEFT computes, over several updates, on every mesh; what a recipe freezes stays as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import architectures
+import pytest
+import torch
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.models.adapters.adapted_model import AdaptedModel
+from tpshard.models.adapters.peft_folder import PeftFolder, write_peft
+from tpshard.programs.compare.equality import compare
+from tpshard.programs.compare.float64 import distance
+from tpshard.programs.compare.lockstep import Lockstep
+from tpshard.programs.setting.setting import Setting
+from tpshard.programs.step import training
+from tpshard.recipes.reading.load import loads
+
+torch.set_num_threads(1)
+STEPS, LR = 3, 1e-2
+LORA = "adapters={lora: {rank: 4, alpha: 8}}"
+
+
+def adapted(folder: Path, mesh: str = "{}", *overrides: str, key: str = "hf") -> Setting:
+    recipe = (
+        f"name: adapted\ncluster: {{device: cpu}}\nmesh: {mesh}\nmodel: {{{key}: {folder}, seq_len: 12, dtype: fp32}}\n"
+        "batch: {global_sequences: 8}\ncompile: eager\noptimizer: {lr: 1.0e-2}\n"
+    )
+    return Setting.of(loads(recipe, (LORA, *overrides)))
+
+
+def trained(setting: Setting) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses of a few steps, from the run's own initial values, and the parameters after them, in float64."""
+    run = Lockstep(training.build(setting), architectures.VOCAB)
+    for port in run.programs.stored:
+        value = setting.spec.initial_block(port.name, (0,) * len(port.shape), port.shape, setting.recipe.seed)
+        run.values[port.key] = run.local(value.double(), port)
+    losses = [run.step(LR).loss for _ in range(STEPS)]
+    return losses, run.weights()
+
+
+def by_peft(setting: Setting, folder: Path, base: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The same by PEFT on transformers' module, from the folder that tpshard writes of the initial values."""
+    peft = pytest.importorskip("peft")
+    spec = setting.spec
+    assert isinstance(spec, AdaptedModel)
+
+    def initial(name: str) -> torch.Tensor:
+        shape = spec.shapes[name]
+        return spec.initial_block(name, (0,) * len(shape), shape, setting.recipe.seed)
+
+    write_peft(spec, initial, folder, base=str(base))
+    import transformers
+
+    own = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64, experts_implementation="eager")
+    model = peft.PeftModel.from_pretrained(own, folder, is_trainable=True, autocast_adapter_dtype=False).double()
+    asked = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in asked if p.dim() > 1]
+    groups = [{"params": matrices, "weight_decay": 0.1},
+              {"params": [p for p in asked if p.dim() < 2], "weight_decay": 0.0}]  # fmt: skip
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
+    batches, losses = Lockstep(training.build(setting), architectures.VOCAB).batches, []
+    for _ in range(STEPS):
+        ((tokens, targets),) = [(b["batch", "tokens"], b["batch", "targets"]) for b in batches.next()]
+        logits = model(input_ids=tokens, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(asked, 1.0)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    model.save_pretrained(folder.with_name("after"))
+    adapters = PeftFolder.of(folder.with_name("after"), spec.base)
+    return losses, {name: adapters.read(name).double() for name in adapters.places}
+
+
+CASES = [
+    ("llama", "hf", ()), ("qwen2", "hf", ("adapters.lora={rank: 2, use_rslora: true, targets: [q_proj, mlp.down]}",)),
+    ("mixtral", "hf", ("adapters.lora.targets=[wq, wv]",)), ("olmo2", "transformers", ()),
+    ("llama", "hf", ("adapters.lora={dora: true, rank_pattern: {'layers.1.attention.wq': 3}, targets: [wq, wo]}",)),
+    ("gpt2", "transformers", ("adapters.lora.modules_to_save=[ln_f]",)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "key", "overrides"), CASES)
+def test_updates_are_those_of_peft(name: str, key: str, overrides: tuple[str, ...], tmp_path: Path) -> None:
+    base = architectures.folder(tmp_path / "base", name, weights=True, router_aux_loss_coef=0.0)
+    losses, weights = trained(adapted(base, "{}", *overrides, key=key))
+    theirs, expected = by_peft(adapted(base, "{}", *overrides, key=key), tmp_path / "peft", base)
+    assert losses == pytest.approx(theirs, rel=1e-6)
+    apart = {path: distance(weights[path], value) for path, value in expected.items()}
+    assert max(apart.values()) < 1e-5, apart
+
+
+MESHES = [
+    ("mixtral", "{fsdp: 2}", ()), ("llama", "{fsdp: 2, tp: 2}", ("adapters.lora.dora=true",)),
+    ("mixtral", "{ep: 2}", ("adapters.lora.targets=[wq, wo, experts.down]",)), ("olmo2", "{tp: 2}", ()),
+    ("qwen2", "{pp: 2}", ("pipeline={schedule: 1f1b}", "batch.per_device=4")),
+    ("llama", "{pp: 2}", ("pipeline={form: vectorized, schedule: gpipe}", "batch.per_device=4")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "mesh", "overrides"), MESHES)
+def test_meshes_agree(name: str, mesh: str, overrides: tuple[str, ...], tmp_path: Path) -> None:
+    """All factors begin away from zero here, which would hide the gradients of the others."""
+    base = architectures.folder(tmp_path, name, weights=True)
+    key = "transformers" if name == "olmo2" else "hf"
+    plain = [o for o in overrides if not o.startswith("pipeline")]
+    compared = compare(adapted(base, mesh, *overrides, key=key), adapted(base, "{}", *plain, key=key), steps=2)
+    assert compared.equal, compared.largest
+
+
+def frozen(*overrides: str, mesh: str = "{}") -> Setting:
+    return Setting.of(loads(f"name: f\ncluster: {{device: cpu}}\nmesh: {mesh}\nmodel: {{preset: tiny}}\n", overrides))
+
+
+def test_what_is_frozen_has_no_gradient_and_no_moments() -> None:
+    setting = frozen("train.freeze=[tok_embed, layers.*.mlp, layers.0]", "model.dtype=bf16", mesh="{fsdp: 2}")
+    programs = training.build(setting)
+    own = {"layers.1.attention.wq.weight", "layers.3.mlp_norm.weight", "norm.weight", "output.weight"}
+    assert own < set(programs.trained) and len(programs.trained) == 3 * 6 + 2
+    stored = {port.name: port.dtype for port in programs.stored}
+    assert stored["tok_embed.weight"] == torch.bfloat16 and stored["norm.weight"] == torch.float32
+    moments = {name.removesuffix(".exp_avg") for port in programs.update.inputs if (name := port.name).endswith("avg")}
+    assert moments == set(programs.trained)
+
+
+@pytest.mark.parametrize(("override", "says"), [
+    ("train.freeze=[tok_embd]", "`tok_embd` matches no parameter"), ("adapters={lora: {targets: [wx]}}", "`wx`"),
+    ("adapters={lora: {rank: 65}}", "rank 65 is above"), ("adapters={lora: {rank_pattern: {zz: 2}}}", "`zz`"),
+    ("adapters={lora: {modules_to_save: [head]}}", "`head` is no module"),
+])  # fmt: skip
+def test_names_of_nothing_are_refused_at_their_place(override: str, says: str) -> None:
+    with pytest.raises(Mistakes, match=says) as refused:
+        frozen(override)
+    (one,) = refused.value.diagnostics
+    assert one.exit == Exit.RECIPE and one.where is not None and one.where.line == 1
+    assert override[one.where.col - 1 :].startswith(("tok_embd", "wx", "65", "2", "head"))
