@@ -38,6 +38,10 @@ def folder(model: torch.nn.Module, tokenizer_folder: Path, tmp_path_factory: pyt
     return result
 
 
+FEW = ("serve.requests=8", "serve.step_tokens=8")
+"""Changes that leave a server few programs to build."""
+
+
 def answers(runner: Any) -> list[list[int]]:
     engine = Engine(runner)
     sequences = [Sequence(tuple(range(2, 2 + n)), Sampling(temperature=0), 12) for n in (3, 20, 90)]
@@ -57,7 +61,7 @@ def wait_for_all(pids: list[int]) -> bool:
 
 
 def test_two_ranks_answer_like_one_and_their_death_is_noticed(folder: Path, runner: ProgramRunner) -> None:
-    ranks = ranks_of(folder, "serve.mesh.tp=2")
+    ranks = ranks_of(folder, "serve.mesh.tp=2", *FEW)
     try:
         assert answers(ranks) == answers(runner)
         pids = pids_of(ranks)
@@ -78,7 +82,7 @@ def test_a_rank_without_memory_in_the_middle_of_decoding_is_lost_and_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=0")  # large pages may hold all that a step allocates
-    ranks = ranks_of(folder, "serve.mesh.tp=2", step_s=20.0)
+    ranks = ranks_of(folder, "serve.mesh.tp=2", *FEW, step_s=20.0)
     try:
         engine = Engine(ranks)
         engine.add(Sequence(tuple(range(2, 400)), Sampling(temperature=0), 100))
@@ -106,7 +110,7 @@ def test_a_worker_that_cannot_start_says_why(folder: Path, tmp_path: Path) -> No
 
 def test_ranks_that_build_other_programs_than_were_planned_do_not_start(folder: Path) -> None:
     with pytest.raises(WorkerLost, match="programs differ from the server's"):
-        Ranks(WORKER, job_of(folder, programs=({"rows": 8, "fingerprint": "another"},)))
+        Ranks(WORKER, job_of(folder, *FEW, programs=({"rows": 8, "fingerprint": "another"},)))
 
 
 RECIPE = "name: served\ncluster: {device: cpu}\nmodel: {preset: tiny}\n"
@@ -126,7 +130,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_server_that_is_ended_while_it_starts_leaves_nothing(
     number: signal.Signals, recipe: Path, folder: Path, tmp_path: Path
 ) -> None:
-    overrides = [f"serve.checkpoint={folder}", "serve.port=0", "serve.mesh.tp=1"]
+    overrides = [f"serve.checkpoint={folder}", "serve.port=0", "serve.mesh.tp=1", *FEW]
     (tmp_path / "scratch").mkdir()
     elsewhere = {"TMPDIR": str(tmp_path / "scratch"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     environment = os.environ | elsewhere
@@ -169,7 +173,7 @@ class Process:
 @pytest.fixture(scope="module")
 def process(recipe: Path, folder: Path) -> Iterator[Process]:
     """One server for the tests that ask it, of which the last one ends it."""
-    result = Process(recipe, folder, "serve.mesh.tp=2", "logging.wandb.mode=offline")
+    result = Process(recipe, folder, "serve.mesh.tp=2", f"serve.grace_s={PATIENCE}", "logging.wandb.mode=offline")
     yield result
     result.end()
 
