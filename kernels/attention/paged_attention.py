@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from tpshard.kernels.attention.attention_mask import cap
 from tpshard.kernels.operation import operation
@@ -117,6 +118,14 @@ def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, part: RowGroup, scale:
 
     Writes the logsumexps of the scores to `lse` [r, kv, g], if it is given.
     """
+    if q.shape[2] % 2:
+        # torch gives each thread a buffer whose place, and with it the order of some libraries' sums, is even only for
+        # an even number of queries: a row's bits would depend on the thread, so on the other rows
+        logs = None if lse is None else q.new_empty(*q.shape[:2], q.shape[2] + 1)
+        out = _attend_rows(F.pad(q, (0, 0, 0, 1)), keys, values, part, scale, logs)
+        if lse is not None and logs is not None:
+            lse.copy_(logs[:, :, :-1])
+        return out[:, :, :-1]
     r = len(q)
     out, logs = FLASH(q, keys.expand(r, -1, -1, -1), values.expand(r, -1, -1, -1), attn_mask=part.bias, scale=scale)
     if not math.isfinite(out.sum()):

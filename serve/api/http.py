@@ -89,9 +89,15 @@ def log_to_stderr() -> None:
 
 
 def run(app: ASGIApp, service: Service, sock: socket.socket, announce: Callable[[], None]) -> int:
-    """Serves until SIGTERM or SIGINT, then lets running requests finish. Returns 0, or 130 for Ctrl-C."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until they are handled, and once the loop is closed
-    return asyncio.run(_run(app, service, sock, announce))
+    """Serves until SIGTERM or SIGINT, then lets running requests finish. Returns 0, or 130 for Ctrl-C.
+
+    A signal that comes before the loop runs is answered by it, one that comes after changes nothing. The handlers are
+    Python's own, since asyncio's end with its loop, and a blocked signal goes to any thread that does not block it.
+    """
+    received: list[int] = []
+    for number in _SIGNALS:
+        signal.signal(number, lambda number, frame: received.append(number))
+    return asyncio.run(_run(app, service, sock, announce, received))
 
 
 def server_config(app: ASGIApp, limits: Limits) -> uvicorn.Config:
@@ -102,22 +108,28 @@ def server_config(app: ASGIApp, limits: Limits) -> uvicorn.Config:
     )  # fmt: skip
 
 
-async def _run(app: ASGIApp, service: Service, sock: socket.socket, announce: Callable[[], None]) -> int:
-    received: list[int] = []
+async def _run(
+    app: ASGIApp, service: Service, sock: socket.socket, announce: Callable[[], None], received: list[int]
+) -> int:
     stopping = asyncio.Event()
 
-    def ask(number: int) -> None:
-        if number == signal.SIGINT and signal.SIGINT in received:
+    def look() -> None:
+        """Answers the signals received so far."""
+        with contextlib.suppress(BlockingIOError):
+            waking.recv(64)
+        if received.count(signal.SIGINT) > 1:
             # a second Ctrl-C ends at once; a second SIGTERM may be a wrapper's copy of the first
             os._exit(Exit.INTERRUPTED)
-        received.append(number)
-        service.draining = True
-        stopping.set()
+        if received:
+            service.draining = True
+            stopping.set()
 
-    loop = asyncio.get_running_loop()
-    for number in _SIGNALS:
-        loop.add_signal_handler(number, ask, number)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    waking, written = socket.socketpair()
+    waking.setblocking(False)
+    written.setblocking(False)
+    signal.set_wakeup_fd(written.fileno(), warn_on_full_buffer=False)  # a signal wakes the loop
+    asyncio.get_running_loop().add_reader(waking, look)
+    look()
     server = CappedServer(server_config(app, service.limits), connection_limit())
     serving = asyncio.ensure_future(server.serve(sockets=[sock]))
     while not server.started and not serving.done():
@@ -135,7 +147,10 @@ async def _run(app: ASGIApp, service: Service, sock: socket.socket, announce: Ca
     await asyncio.to_thread(service.close)
     server.should_exit = True
     await serving
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    signal.set_wakeup_fd(-1)
+    asyncio.get_running_loop().remove_reader(waking)
+    waking.close()
+    written.close()
     return Exit.INTERRUPTED if received[:1] == [signal.SIGINT] else Exit.DONE
 
 
