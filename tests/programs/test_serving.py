@@ -107,8 +107,8 @@ def test_the_sizes_of_steps_follow_from_requests_and_device() -> None:
     runner = runner_of(build(LLAMA, device="cpu"), "serve.step_tokens=20", "serve.requests=3")
     engine = Engine(runner)
     sizes = []
-    step = runner.step
-    runner.step = lambda batch: (sizes.append(len(batch.tokens)), step(batch))[1]  # type: ignore[method-assign,assignment,func-returns-value]
+    logits = runner.logits
+    runner.logits = lambda batch: (sizes.append(len(batch.tokens)), logits(batch))[1]  # type: ignore[method-assign,func-returns-value]
     engine.add(Sequence(tuple(range(60)), Sampling(temperature=0), 2))
     while engine.busy:
         engine.step()
