@@ -29,7 +29,9 @@ lint: setup
 test: setup
 	$(MAKE) -j 2 lint tests
 
+# The processes that tests start read compiled modules, also where Python is told not to write any.
 tests:
+	$(BIN)/python -m compileall -q $(patsubst %/py.typed,%,$(wildcard */py.typed))
 	$(PYTEST) -m "not slow and not gpu"
 
 # Writes the answers of tests/texts anew, for review.
