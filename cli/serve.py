@@ -205,7 +205,8 @@ def generation_defaults(loaded: Recipe, model: SourceModel) -> Mapping[str, Any]
 
 
 def start_service(loaded: Recipe, model: SourceModel, need: Need) -> Service:
-    """The engine with its ranks, ready to answer. Raises `Mistakes` (exit 9) where they do not start."""
+    """The engine with its ranks, ready to answer. Raises `Mistakes`: exit 7 where weights cannot be used, 9 where
+    the ranks do not start."""
     import torch
     from tpshard.parallelism.runtime.cores import sharing_note
     from tpshard.serve.api.metrics import Metrics
@@ -224,6 +225,10 @@ def start_service(loaded: Recipe, model: SourceModel, need: Need) -> Service:
     try:
         service.start()
     except WorkerLost as error:
+        if error.exit == Exit.CHECKPOINT:
+            raise Mistakes.one(
+                f"{model.name} cannot be read", exit=Exit.CHECKPOINT, why=str(error), fix="correct it, or name another"
+            ) from error
         fix = "the lines above name the cause; `tpshard doctor` checks this machine"
         raise Mistakes.one(f"the model could not be started: {error}", exit=Exit.WORKER_LOST, fix=fix) from error
     return service

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from tpshard.cli.shared.machine_errors import of_machine
 from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes, as_text
+from tpshard.files.folder_json import FolderError
 
 if TYPE_CHECKING:
     from tpshard.parallelism.runtime.launcher import Nodes
@@ -30,6 +31,8 @@ def describe(error: BaseException) -> tuple[str, int]:
         return text(*error.diagnostics), int(error.exit)
     if isinstance(error, WorkerFault):
         return text(Diagnostic(error.message, Exit(error.exit), None, error.why, error.fix)), error.exit
+    if isinstance(error, FolderError):  # found while weights are read
+        return text(Diagnostic(str(error), Exit.CHECKPOINT, None, "", error.fix)), int(Exit.CHECKPOINT)
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", int(Exit.INTERRUPTED)
     if type(error).__name__ == "OutOfMemoryError":

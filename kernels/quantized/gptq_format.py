@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from tpshard.files.folder_json import file_inside, read_json
+from tpshard.files.folder_json import damaged, file_inside, read_json
 from tpshard.files.tensor_file import write_tensors
 from tpshard.kernels.quantized.gptq_config import GPTQConfig, read_config
 from tpshard.kernels.quantized.packing import pack_stream, unpack_stream
@@ -82,7 +82,7 @@ def decode(tensors: Mapping[str, Tensor], config: GPTQConfig, name: str = "quant
     scales = scales.to(torch.float16)
     for suffix, values in (("scales", scales), ("bias", tensors.get("bias"))):
         if values is not None and not bool(values.isfinite().all()):
-            raise ValueError(f"{name}: {suffix} has values that are not finite in fp16.")
+            raise damaged(f"{name}: {suffix} has values that are not finite in fp16.")
     return Quantized(unpack_stream(qweight, bits), scales, zeros, group, bits, tensors.get("bias")).check(name)
 
 

@@ -12,8 +12,10 @@ import socket
 import subprocess
 import time
 from collections.abc import Sequence
+from typing import NoReturn
 
 import psutil
+from tpshard.diagnostics.exits import Exit
 from tpshard.parallelism.runtime.workers import Workers
 from tpshard.programs.server.serving import BLOCK_SIZE
 from tpshard.serve.engine.job import CHANNEL, DONE, JOB, PICK, QUIT, READY, STEP, Closed, Job, receive, send
@@ -109,6 +111,8 @@ class Ranks:
             if self._workers.reports_complete or (self._workers.has_failure and not self._workers.living):
                 verdict = self._workers.verdict()
                 assert verdict is not None, "there was trouble"
+                if verdict.exit == Exit.CHECKPOINT:
+                    self._end(verdict.cause, Exit.CHECKPOINT)
                 self._end(f"rank {verdict.rank} was lost: {verdict.cause}")
             if not ready and missing:
                 self._look(min(missing), left, seconds)
@@ -125,9 +129,9 @@ class Ranks:
         if left <= 0:
             self._end(f"rank {rank} did not answer within {seconds:g} s; the workers were ended")
 
-    def _end(self, why: str) -> None:
+    def _end(self, why: str, exit: int = Exit.WORKER_LOST) -> NoReturn:
         self._workers.kill()
-        raise WorkerLost(why)
+        raise WorkerLost(why, exit)
 
 
 def _is_stopped(pid: int) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 from tpshard.diagnostics.exits import Exit
+from tpshard.files.folder_json import FolderError
 from tpshard.parallelism.runtime.context import connect
 from tpshard.parallelism.runtime.messages import WorkerFault
 from tpshard.parallelism.runtime.place import WorkerPlace
@@ -52,7 +53,9 @@ def work(place: WorkerPlace, prepare: Prepare) -> int:
 
 
 def describe(error: BaseException) -> tuple[str, int]:
-    """A line about the error for the parent; the trace goes to stderr."""
+    """A line about the error for the parent; the trace goes to stderr, but for weights that cannot be used."""
+    if isinstance(error, FolderError):
+        return str(error).splitlines()[0][:500], Exit.CHECKPOINT
     traceback.print_exception(error, file=sys.stderr)
     sys.stderr.flush()
     return (str(error) or type(error).__name__).splitlines()[0][:500], Exit.WORKER_LOST

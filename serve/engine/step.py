@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+from tpshard.diagnostics.exits import Exit
 from tpshard.serve.engine.picks import Picked, Picks
 
 _HEAD = struct.Struct("<4sIIIII")
@@ -87,7 +88,14 @@ class StepInput:
 
 
 class WorkerLost(RuntimeError):
-    """A rank of the runner has died, hangs, or failed; the message says which and why."""
+    """A rank of the runner has died, hangs, or failed; the message says which and why.
+
+    `exit`: the exit code of a command that does not go on without the rank.
+    """
+
+    def __init__(self, message: str, exit: int = Exit.WORKER_LOST) -> None:
+        super().__init__(message)
+        self.exit = exit
 
 
 class Runner(Protocol):

@@ -6,9 +6,11 @@ import pytest
 import torch
 from tpshard.cli.shared import worker_errors
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.files.folder_json import FolderError
 from tpshard.parallelism.runtime.launcher import Nodes
 from tpshard.parallelism.runtime.messages import WorkerFault
 from tpshard.recipes.reading.load import loads
+from tpshard.serve.engine import server_worker
 
 
 def test_every_kind_of_error_has_its_words_and_its_exit_code() -> None:
@@ -18,6 +20,9 @@ def test_every_kind_of_error_has_its_words_and_its_exit_code() -> None:
     assert code == 5 and "error: the ranks do not agree" in text and "the same everywhere" in text
     text, code = worker_errors.describe(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore"))
     assert code == 4 and "Tried to allocate 2 GiB" in text and "remat: full" in text
+    text, code = worker_errors.describe(FolderError("w holds NaN", "an earlier checkpoint"))
+    assert code == 7 and "error: w holds NaN" in text and "an earlier checkpoint" in text
+    assert server_worker.describe(FolderError("w holds NaN", "an earlier checkpoint")) == ("w holds NaN", 7)
     assert worker_errors.describe(KeyboardInterrupt()) == ("interrupted", 130)
 
 
