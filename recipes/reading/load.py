@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import re
@@ -69,7 +70,24 @@ def examine(path_or_builtin: str | os.PathLike[str], overrides: Sequence[str] = 
     """
     path = find(os.fspath(path_or_builtin))
     of_run = path.name == "recipe.yaml" and path.parent.name  # a run's folder has the name of its recipe
-    return _examine_layers(extends.layers(path), overrides, path.resolve().parent.name if of_run else path.stem)
+    name, layers = path.resolve().parent.name if of_run else path.stem, extends.layers(path)
+    examined = _examine_layers(layers, overrides, name)
+    if of_run and _has_moved(path.parent, examined.recipe):
+        examined = _examine_layers(layers, [*overrides, f"run.dir={json.dumps(str(path.parent))}"], name)
+    return examined
+
+
+def _has_moved(folder: Path, recipe: Recipe) -> bool:
+    """Whether the recipe is that of the run in `folder`, which was in the `run.dir` that it says, seen from another
+    working directory or before it was moved or copied. A `run.dir` of the command line means another run."""
+    if not ((folder / "plan.json").is_file() and (folder / "metrics.jsonl").is_file()):
+        return False
+    if recipe.where("run.dir").file.startswith("<"):
+        return False
+    try:
+        return recipe.run.store is None and recipe.run.folder.resolve() != folder.resolve()
+    except (Mistakes, OSError, RuntimeError):  # an environment variable is not set, a loop of links
+        return True
 
 
 def in_order(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:

@@ -83,6 +83,23 @@ def test_names_of_files_count_from_the_recipes_file(
     assert load("recipe.yaml").data.source == "texts/*.txt"
 
 
+def test_a_run_goes_on_in_the_folder_that_is_named(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its recipe's `run.dir` counts from the working directory, and says where the run was when it began."""
+    monkeypatch.chdir(project)
+    (project / "recipe.yaml").write_text(RECIPE % "runs/mine")
+    folder = trained(project)
+    assert load(folder).run.dir == "runs/mine"
+    for name in ("plan.json", "metrics.jsonl"):
+        (folder / name).write_text("")
+    monkeypatch.chdir(project.parent)
+    assert load("project/runs/mine").run.dir == "project/runs/mine"
+    assert load("project/recipe.yaml").run.dir == "runs/mine"
+    shutil.move("project/runs/mine", "a: new place")
+    for source in ("a: new place", "a: new place/recipe.yaml"):
+        assert load(source).run.dir == "a: new place" and load(source).name == "mine"
+        assert load(source, ["run.dir=other"]).run.dir == "other"
+
+
 def test_a_run_is_exported_where_its_base_has_moved(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
