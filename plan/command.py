@@ -42,7 +42,8 @@ def run(
     tell = note or (lambda _: None)
     folder = recipe.run.folder
     writes = {"fastest.yaml": options.search, "fits.yaml": options.fit, "pinned.yaml": options.pin}
-    recipes = [folder / name for name, on in writes.items() if on and not options.dry_run]
+    place = outputs.saved_in(options, folder)
+    recipes = [place / name for name, on in writes.items() if on and not options.dry_run]
     files = outputs.files(options, folder) if options.plans and other is None else []
     for path in (*recipes, *(path for path, _ in files)):
         saved_plan.check_writable(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from small_recipe import RECIPE, tight_device
@@ -262,6 +263,15 @@ def test_the_fastest_is_saved_as_a_recipe_that_plans_as_it_was_found(small, caps
     assert tpshard(["plan", str(file), "--dry-run", "--json"]) == Exit.DONE
     planned = json.loads(capsys.readouterr().out)
     assert planned["time"]["step_s"] == pytest.approx(parsed["candidates"][0]["found"]["step_s"], rel=1e-6)
+
+
+def test_what_a_search_finds_for_a_run_that_has_begun_is_saved_with_its_plans(small, monkeypatch):
+    monkeypatch.setattr(command, "_answer_search", lambda recipe, options, tell, places: places)
+    options = command.PlanOptions(search=True)
+    assert command.run(loads(RECIPE, ["run.dir=r"]), options) == [Path("r/fastest.yaml")]
+    Path("r").mkdir()
+    Path("r/metrics.jsonl").touch()
+    assert command.run(loads(RECIPE, ["run.dir=r"]), options) == [Path("r/plans/train/fastest.yaml")]
 
 
 def test_a_search_that_finds_nothing_says_why(small, capsys, monkeypatch):
