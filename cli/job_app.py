@@ -64,7 +64,7 @@ def k8s(
 
     if not image:
         raise typer.BadParameter("a JobSet needs an image in which tpshard is installed", param_hint="--image")
-    _write(job_texts.kubernetes, recipe, overrides, retries, claim, image=image, hours=hours)
+    _write(job_texts.kubernetes, recipe, overrides, retries, claim, image=image, hours=hours, whole=True)
 
 
 @app.command(cls=Command)
@@ -95,21 +95,23 @@ def sky(
 
     if bucket and not re.match(r"(s3|gs|r2|cos|oci)://", bucket):
         raise typer.BadParameter(f"{bucket!r} is no URL of an object store, such as s3://NAME", param_hint="--bucket")
-    _write(job_texts.sky, recipe, overrides, 0, bucket, image=image)
+    _write(job_texts.sky, recipe, overrides, 0, bucket, image=image, whole=True)
 
 
 def _write(
     text: Callable[[EngineJob], str], source: str, overrides: list[str] | None, retries: int, folder: str, *,
-    image: str = "", hours: float = 0, extra: Mapping[str, str] | None = None,
+    image: str = "", hours: float = 0, extra: Mapping[str, str] | None = None, whole: bool = False,
 ) -> None:  # fmt: skip
+    """Prints a job. whole: it holds the recipe, not only the command line."""
     import math
 
     from tpshard.cli.shared.job_texts import EngineJob
-    from tpshard.recipes.text.write import looks_secret
+    from tpshard.recipes.text.write import MASK, mask, secrets_of
 
     recipe = load(source, overrides)
-    for key, _, value in (override.partition("=") for override in overrides or ()):
-        if value and "${" not in value and looks_secret(key.rpartition(".")[2]):
+    for key, value in secrets_of(recipe):
+        typed = recipe.where(key).file.startswith("<")  # the job repeats what the command line says
+        if MASK in str(mask(value)) and (typed or whole):
             raise Mistakes.one(
                 f"the value of `{key}` would stand in the job", exit=Exit.USAGE, why="a job only names secrets",
                 fix=f"{key}='${{oc.env:NAME}}', with the secret in the environment variable NAME",

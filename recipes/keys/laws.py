@@ -27,6 +27,7 @@ from tpshard.recipes.keys.schema import Recipe
 from tpshard.recipes.keys.stores import is_url, without_secrets, wrong_store
 from tpshard.recipes.keys.violation import Law, violation
 from tpshard.recipes.text.section import default_of
+from tpshard.recipes.text.write import MASK, secrets_of
 
 
 def check(recipe: Recipe, bad: Collection[str]) -> list[Diagnostic]:
@@ -63,6 +64,15 @@ def one_model(recipe: Recipe) -> Iterator[Diagnostic]:
         message = f"`model.{key}` changes a dimension, which only tpshard's own models allow"
         why = "a `transformers` model is defined by its config.json"
         yield violation(recipe, f"model.{key}", message, why, "change config.json")
+
+
+def arguments_are_whole(recipe: Recipe) -> Iterator[Diagnostic]:
+    """Refuses the mask of a secret as an argument of the module, which a run's recipe.yaml has in its place."""
+    for key, value in secrets_of(recipe.model):
+        if value == MASK:
+            message, why = f"`model.{key}: {MASK}` stands for a value that the recipe was written without", "a secret"
+            fix = f"give it again, model.{key}=...; `${{oc.env:NAME}}` in the recipe would be kept"
+            yield violation(recipe, f"model.{key}", message, why, fix)
 
 
 def task_of_model(recipe: Recipe) -> Iterator[Diagnostic]:
@@ -277,6 +287,7 @@ READ = (
 )  # fmt: skip
 LAWS: tuple[tuple[Law, tuple[str, ...]], ...] = (
     (one_model, ("model",)),
+    (arguments_are_whole, ("model",)),
     (task_of_model, ("task", "model")),
     (one_rest, ("mesh", "serve.mesh")),
     (form_of_rows, ("data",)),

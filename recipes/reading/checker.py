@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, replace
@@ -121,7 +122,10 @@ class Checker:
         name, key = str(path[-1]), key_of(path)
         places = homes().get(name, [])
         elsewhere = f"known here: {', '.join(keys)}"
-        if len(places) == 1:
+        slips = difflib.get_close_matches(name, [*keys], 1, 0.85)  # a letter too few: `train.step`
+        if slips:
+            elsewhere = f"did you mean `{slips[0]}`?"
+        elif len(places) == 1:
             likely = _likely(written_at(self.merged.raw, path), reduce(below_key, places[0].split("."), schema.Recipe))
             elsewhere = f"it belongs to `{places[0]}`" + (f": {places[0]}={likely}" if likely else "")
         if path[0] == "sharding" and name in DIMS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
@@ -21,19 +21,37 @@ def dump(data: Any) -> str:
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=110, default_flow_style=None, allow_unicode=True)
 
 
-def as_data(value: Any, name: str = "", resolved: bool = False) -> Any:
-    """A recipe or a part of it as maps, lists and scalars; unset keys whose default is null are omitted."""
+def as_data(value: Any, name: str = "", resolved: bool = False, named: bool = False) -> Any:
+    """A recipe or a part of it as maps, lists and scalars; unset keys whose default is null are omitted.
+
+    named: the keys of maps name arguments, such as `model.args`, of which any may be a secret. Other maps' keys name
+    dims, parameters (`attention.key.weight`) and columns.
+    """
     if isinstance(value, Section):
         items = (value.stored() | (_resolved_values(value) if resolved else {})).items()
         fields = type(value).__dataclass_fields__
-        return {k: as_data(v, k, resolved) for k, v in items if v is not None or fields[k].default is not None}
+        shown = {k: v for k, v in items if v is not None or fields[k].default is not None}
+        return {k: as_data(v, k, resolved, named=k == "args") for k, v in shown.items()}
     if isinstance(value, Mapping):
-        return {k: as_data(v, k, resolved) for k, v in value.items()}
-    if looks_secret(name) and value is not None and not isinstance(value, bool):
+        return {k: as_data(v, k if named else "", resolved, named) for k, v in value.items()}
+    if may_be_secret(name, value):
         return mask(value)
     if isinstance(value, tuple | list):
         return [as_data(item) for item in value]
     return value
+
+
+def secrets_of(recipe: Section) -> Iterator[tuple[str, Any]]:
+    """The values that are masked in a recipe's text, as written, with their keys."""
+
+    def below(path: str, value: Any, named: bool) -> Iterator[tuple[str, Any]]:
+        if isinstance(value, Section | Mapping):
+            for key, item in (value.stored() if isinstance(value, Section) else value).items():
+                yield from below(f"{path}.{key}" if path else key, item, named or key == "args")
+        elif (named or path == "serve.api_key") and may_be_secret(path.rpartition(".")[2], value):
+            yield path, value
+
+    return below("", recipe, False)
 
 
 def _resolved_values(section: Section) -> dict[str, Any]:
@@ -55,6 +73,11 @@ def looks_secret(key: str) -> bool:
     """Whether a key's name suggests a secret: `api_key`, `hfToken`, `PASSWORD`."""
     words = re.findall(r"[a-z]+|[A-Z]+(?![a-z])|[A-Z][a-z]*", key)
     return any(_SECRET.fullmatch(word.lower()) for word in words)
+
+
+def may_be_secret(key: str, value: Any) -> bool:
+    """Whether a key suggests a secret, and its value can be one, which no number is: `pad_token: 0`."""
+    return looks_secret(key) and not (value is None or isinstance(value, bool | int | float))
 
 
 def mask(value: Any) -> Any:

@@ -16,6 +16,7 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp
 from tpshard.diagnostics.diagnostic import Exit, Mistakes, Source
+from tpshard.recipes.text.write import MASK
 from tpshard.serve.api.access import is_loopback
 from tpshard.serve.api.connections import CappedServer, OncePerMinute, Patience, connection_limit
 from tpshard.serve.api.service import Limits, Service
@@ -29,8 +30,10 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 def read_key(file: Path | None = None, of_recipe: str | None = None) -> str | None:
     """The API key from a file, the recipe or TPSHARD_API_KEY; None if none is set.
 
-    Raises Mistakes if the file cannot be read, or the key is empty or not printable ASCII.
+    Raises Mistakes if the file cannot be read, or the key is empty or not printable ASCII. A run's recipe.yaml masks
+    the key, which is then not served with: everybody knows the mask.
     """
+    masked = of_recipe is not None and of_recipe.strip() == MASK
     if file is not None:
         try:
             key: str | None = file.read_text("utf-8").strip()
@@ -38,7 +41,12 @@ def read_key(file: Path | None = None, of_recipe: str | None = None) -> str | No
             message, fix = f"the API key's file cannot be read: {error}", "check its path, and who may read it"
             raise Mistakes.one(message, exit=Exit.MACHINE, fix=fix) from error
     else:
-        key = of_recipe if of_recipe is not None else os.environ.get("TPSHARD_API_KEY")
+        key = of_recipe if of_recipe is not None and not masked else os.environ.get("TPSHARD_API_KEY")
+        if masked and key is None:
+            raise Mistakes.one(
+                f"`serve.api_key: {MASK}` stands for a key that the recipe was written without", exit=Exit.USAGE,
+                fix="set TPSHARD_API_KEY, or name the variable of the key: serve.api_key='${oc.env:NAME}'",
+            )  # fmt: skip
     if key is not None and (not key.strip() or not key.isascii() or not key.isprintable()):
         raise Mistakes.one(
             "the API key is empty or has characters that a header cannot carry", exit=Exit.USAGE,

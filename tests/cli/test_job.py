@@ -195,9 +195,14 @@ def test_a_run_in_an_object_store_stays_there_with_its_secrets_by_reference(
 
 
 @pytest.mark.parametrize("engine", [["slurm"], ["torchrun"], ["sky"], ["k8s", "--image", "image"]])
-def test_no_secret_is_written_into_a_job(engine: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_secret_is_written_into_a_job(engine: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["job", *engine, "quickstart", "serve.api_key=hunter2"]) == Exit.USAGE
     refused = capsys.readouterr()
     assert "hunter2" not in refused.out + refused.err and "serve.api_key='${oc.env:NAME}'" in refused.err
     assert run(["job", *engine, "quickstart", "serve.api_key=${oc.env:HUNTER}"]) == Exit.DONE
     assert "HUNTER" in capsys.readouterr().out
+    assert run(["job", *engine, "quickstart", "serve={api_key: hunter2}"]) == Exit.USAGE
+    (tmp_path / "r.yaml").write_text("extends: quickstart\nserve: {api_key: hunter2}\n")
+    names_it = engine[0] in ("slurm", "torchrun")  # the recipe stays where it is
+    assert run(["job", *engine, str(tmp_path / "r.yaml")]) == (Exit.DONE if names_it else Exit.USAGE)
+    assert "hunter2" not in capsys.readouterr().out

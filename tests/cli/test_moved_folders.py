@@ -106,7 +106,9 @@ def test_a_run_is_exported_where_its_base_has_moved(
     monkeypatch.chdir(project)
     folder = trained(project)
     expected = from_hf(project / "base")
-    assert load(folder / "recipe.yaml").model.hf == str(project / "base"), "the run's recipe names it from everywhere"
+    kept = load(folder / "recipe.yaml")
+    assert kept.model.hf == str(project / "base"), "the run's recipe names it from everywhere"
+    assert kept.data.source == str(project / "texts/*.txt")
     shutil.move(project / "base", tmp_path / "moved")
     monkeypatch.chdir(tmp_path)
     for number, source in enumerate((folder, folder / "checkpoints/step-000005", project / "recipe.yaml")):

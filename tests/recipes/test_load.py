@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.recipes.reading.load import load, loads
+from tpshard.recipes.text.write import secrets_of
 
 TINY = "model: {preset: tiny}\n"
 
@@ -233,6 +234,21 @@ def test_saved_recipes_keep_interpolations_and_mask_secrets(monkeypatch: pytest.
                                       "keyword": "k", "depth": 2}  # fmt: skip
     assert saved["serve"]["api_key"] == "${oc.env:KEY,***}"
     assert recipe.serve.api_key == os.environ.get("KEY", "hunter2")
+    assert {key for key, _ in secrets_of(recipe)} == {
+        "model.args.hf_token", "model.args.apiKey", "model.args.password", "serve.api_key"
+    }  # fmt: skip
+    with pytest.raises(Mistakes, match=r"model\.args\.hf_token: \*\*\*` stands for a value"):
+        loads(text.replace("${oc.env:TOKENIZER_DIR}", "place"))
+
+
+def test_names_that_are_no_secrets_keys_are_saved_as_they_are() -> None:
+    """Names of dims, parameters and columns, and numbers, though their words are `key` or `token`."""
+    recipe = loads(
+        "model: {preset: tiny, pad_token: 3}\n"
+        "sharding: {rules: {key: tp}, annotate: {layers.*.key: [batch, seq, key]}}\n"
+        "data: {sources: [{source: a.jsonl, filter: {token: b}}], tokenizer: bytes}"
+    )
+    assert loads(recipe.to_yaml()) == recipe
 
 
 names = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs")), min_size=1, max_size=12)

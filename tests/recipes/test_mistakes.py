@@ -62,6 +62,8 @@ def test_typos_at_any_depth_are_all_told_with_a_suggestion() -> None:
 def test_a_key_in_the_wrong_section_is_sent_home() -> None:
     (actual,) = wrong("model: {preset: tiny}\nlr: 0.1\n")
     assert actual.fix == "it belongs to `optimizer.lr`"
+    (actual,) = wrong("model: {preset: tiny}\ntrain: {step: 3}\n")
+    assert actual.fix == "did you mean `steps`?"
 
 
 @pytest.mark.parametrize(

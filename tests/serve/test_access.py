@@ -10,8 +10,10 @@ import httpx
 import pytest
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
+from tpshard.diagnostics.diagnostic import Mistakes
 from tpshard.serve.api.access import BODIES, BodyBudget, JsonErrors, LocalGate
 from tpshard.serve.api.field_checks import Refused
+from tpshard.serve.api.http import read_key
 
 
 async def hello(scope: Scope, receive: Receive, send: Send) -> None:
@@ -90,3 +92,12 @@ def test_bodies_are_held_up_to_a_budget() -> None:
             assert (error.value.status, error.value.retry_after) == (429, 1)
         assert budget.held == BODIES - 1
     assert budget.held == 0
+
+
+def test_a_masked_key_of_a_recipe_is_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run's recipe.yaml has the mask in place of the key, which everybody knows."""
+    monkeypatch.delenv("TPSHARD_API_KEY", raising=False)
+    with pytest.raises(Mistakes, match="stands for a key"):
+        read_key(None, "***")
+    monkeypatch.setenv("TPSHARD_API_KEY", "mine")
+    assert read_key(None, "***") == "mine" and read_key(None, "yours") == "yours"

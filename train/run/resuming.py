@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -100,8 +101,9 @@ def kept_recipe(recipe: Recipe) -> str:
 
 
 def _absolute(file: Any) -> Any:
-    """The absolute name of a file or folder that is there; anything else as it is."""
-    named = isinstance(file, str) and file not in NO_FILES and "${" not in file and os.path.exists(file)
+    """The absolute name of a file or folder that is there, or of a pattern of such; anything else as it is."""
+    named = isinstance(file, str) and file not in NO_FILES and "${" not in file
+    named = named and (os.path.exists(file) or any(glob.iglob(file)))
     return os.path.abspath(file) if named else file
 
 
