@@ -94,8 +94,9 @@ PLAN = {
     "shardings[].kind": "what it is,",
     "shardings[].annotated": "whether the recipe says so,",
     "shardings[].reason": "and why, in words.",
-    "annotations.given": "Tensors that the recipe annotates.",
-    "annotations.inferred": "Tensors whose sharding was propagated.",
+    "annotations.written": "Lines of `sharding` in the recipe that shard a tensor (entries; no defaults),",
+    "annotations.given": "tensors that they shard,",
+    "annotations.inferred": "and values whose sharding was propagated.",
     "reshards[]": "Collectives that no annotation asks for, each with `kind`, `axes`, `value`, `count`, "
     "`bytes`, `time_s`, `reason`.",
     "warnings[]": "What to look at.",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from tpshard.parallelism.pricing.cost import Device
 from tpshard.parallelism.program import Program, public
 from tpshard.parallelism.why import SourcePlace
-from tpshard.plan.report.report import PlannedJob, Report, Tensor
+from tpshard.plan.report.report import Annotations, PlannedJob, Report, Tensor
 from tpshard.plan.report.rows import buckets_of, losses_of, pattern, reshards_of
 from tpshard.plan.step.pricing import Pricing
 
@@ -22,15 +22,14 @@ def report_of(
     warnings: Sequence[str],
 ) -> Report:
     """The report of a priced job; `program` is the one whose shardings are shown."""
-    tensors, annotated, inferred = shardings(program, parameters)
+    tensors, counts = shardings(program, parameters)
     ranks = program.mesh.ranks
     return Report(
         job=job,
         pricing=pricing,
         tensors=tensors,
         lines=pricing.lines(),
-        annotated=annotated,
-        inferred=inferred,
+        annotations=counts,
         buckets=buckets_of(pricing),
         warnings=list(dict.fromkeys([*program.warnings, *warnings])),
         reshards=reshards_of(pricing),
@@ -59,8 +58,8 @@ def extra_warnings(job: PlannedJob, device: Device, update: Program) -> list[str
     return warnings
 
 
-def shardings(program: Program, parameters: Sequence[str]) -> tuple[list[Tensor], int, int]:
-    """The parameters and named activations with their shardings; how many are annotated, and how many inferred."""
+def shardings(program: Program, parameters: Sequence[str]) -> tuple[list[Tensor], Annotations]:
+    """The parameters and named activations with their shardings, and the numbers of annotations."""
     stored = dict(zip((port.name for port in program.inputs), program.in_shardings))
     used = {r.label: name for name, r in program.records.items() if r.role == "parameter" and name != r.label}
     shown = {used.get(name, name): name for name in parameters}
@@ -80,8 +79,17 @@ def shardings(program: Program, parameters: Sequence[str]) -> tuple[list[Tensor]
             record.annotated, stored.get(label), record.dims,
         )  # fmt: skip
         out.append(tensor)
-    annotated = sum(record.annotated for record in program.records.values())
-    return out, annotated, len(program.records) - annotated
+    return out, _annotations(program, out)
+
+
+def _annotations(program: Program, tensors: Sequence[Tensor]) -> Annotations:
+    """How many annotations were written, what they annotate, and how much follows from them."""
+    own = [record for record in program.records.values() if record.annotated]
+    alike = {(pattern(record.name), str(record.layout)): record.name for record in own}
+    places = {place for name in alike.values() for place in program.explanation_of(name).written_at}
+    count = sum(tensor.annotated for tensor in tensors) + sum(record.role == "batch" for record in own)
+    written = None if program.reasons is None else sum(not place.default for place in places)
+    return Annotations(written, count, len(program.records) - len(own))
 
 
 def explain(program: Program, name: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from tpshard.diagnostics.diagnostic import plural
 from tpshard.parallelism import words
 from tpshard.parallelism.pricing.flow import info_of, op_name
 from tpshard.parallelism.why import SourcePlace
@@ -79,6 +80,23 @@ class Tensor:
 
 
 @dataclass(frozen=True)
+class Annotations:
+    """What the rules and patterns of a recipe's `sharding` lead to (GSPMD, section 1: few annotations decide all)."""
+
+    written: int | None
+    """Entries of `sharding`, and `fsdp.axis`, that a recipe writes and that shard a tensor; defaults are not counted.
+    None for a program that was read from a file, which has no reasons."""
+    tensors: int
+    """Parameters, inputs and activations that they shard, those of each layer counted."""
+    inferred: int
+    """Values of the program whose sharding propagation inferred."""
+
+    def __str__(self) -> str:
+        by = "" if self.written is None else f" by {plural(self.written, 'line')}" if self.written else " by defaults"
+        return f"{plural(self.tensors, 'tensor')} annotated{by} (*), {self.inferred:,} inferred"
+
+
+@dataclass(frozen=True)
 class Edit:
     """A change of the recipe with its predicted effect."""
 
@@ -98,8 +116,7 @@ class Report:
     pricing: Pricing
     tensors: list[Tensor]
     lines: list[Line]
-    annotated: int
-    inferred: int
+    annotations: Annotations
     buckets: list[dict[str, Any]]
     warnings: list[str]
     reshards: list[dict[str, Any]]
@@ -332,7 +349,11 @@ class Report:
             ],
             "buckets": self.buckets,
             "pipeline": self._pipeline(),
-            "annotations": {"given": self.annotated, "inferred": self.inferred},
+            "annotations": {
+                "written": self.annotations.written,
+                "given": self.annotations.tensors,
+                "inferred": self.annotations.inferred,
+            },
             "reshards": self.reshards,
             "edits": [asdict(e) for e in self.edits],
             "suggestions": [asdict(e) for e in self.suggestions],

@@ -132,9 +132,7 @@ def screen(report: Report, *, verbose: bool = False, width: int = WIDTH) -> str:
         room = HEIGHT - len(head) - len(tail) - sum(map(len, middle)) - 2
         rows = _limit(rows, max(3, room))
     file = home(report)
-    title = f"SHARDING  {report.annotated} annotated (*), {report.inferred} inferred   [exact]" + (
-        f"   line:column of {file} that decided" if file else ""
-    )
+    title = f"SHARDING  {report.annotations}   [exact]" + (f"   line:column of {file} that decided" if file else "")
     lines = [*head, title, *rows, *middle[1], *middle[2], *middle[3], *middle[0], *tail]
     if not verbose and len(lines) > HEIGHT:
         lines = [*lines[: HEIGHT - 1], "... (--verbose shows all)"]

@@ -134,7 +134,7 @@ def _shardings(report: Report) -> str:
             )
         )
         titles.append(t.reason)
-    head = f"<p>{report.annotated} annotated, {report.inferred} inferred. A click on a tensor draws why.</p>"
+    head = f"<p>{report.annotations}. A click on a tensor draws why.</p>"
     why = '<h3>Why <select id="tensor-choice"></select></h3><div id="tensor-graph"></div>'
     return head + _table(("tensor", "shape", "used as", "stored as"), rows, (), titles) + why
 

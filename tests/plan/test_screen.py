@@ -32,6 +32,14 @@ def test_one_screen(report):
     assert "heads: tp" in shown
 
 
+def test_lines_that_annotate_are_counted_apart_from_tensors_and_defaults(report):
+    assert report.annotations.written == 0 and "11 tensors annotated by defaults (*)" in str(report.annotations)
+    rules = "sharding: {rules: {batch: fsdp, mlp: tp}, annotate: {layers.*.residual: [batch, seq, embed]}}\n"
+    written = planner.report_of_training(planner.build_programs(Setting.of(loads(RECIPE + rules)))).annotations
+    assert (written.written, written.tensors) == (3, 8)
+    assert "8 tensors annotated by 3 lines (*)" in str(written)
+
+
 def test_a_suggestion_is_shown_whole_on_as_many_lines_as_it_needs(report):
     change = ", ".join(f"fsdp.accumulate.reduce{i}: last" for i in range(8))
     several = replace(report, suggestions=[Edit(change, 2**30, 1.5, True)])
@@ -104,7 +112,7 @@ def test_json_has_the_names_that_others_rely_on(report):
     assert {"step_s", "compute_s", "comm_s", "exposed_comm_s"} <= data["time"].keys()
     assert {"kind", "axes", "count", "bytes", "wire_bytes", "time_s", "reason"} <= data["collectives"][0].keys()
     assert {"name", "shape", "sharding", "reason"} <= data["shardings"][0].keys()
-    assert {"given", "inferred"} == data["annotations"].keys()
+    assert {"written", "given", "inferred"} == data["annotations"].keys()
     assert data["mesh"] == {"fsdp": 2, "tp": 2} or data["mesh"] == {"dp": 1, "fsdp": 2, "tp": 2}
     assert sum(data["memory"]["by_category"].values()) == data["memory"]["peak_bytes"]
     wq = next(s for s in data["shardings"] if s["name"] == "layers.0.attention.wq.weight")

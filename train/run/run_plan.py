@@ -43,8 +43,7 @@ class PlanOfRun:
     def shardings(self, programs: TrainingPrograms) -> str:
         """The shardings of all values as text, with the numbers of annotated and inferred ones."""
         report = self.report(programs)
-        head = f"{report.annotated} values annotated (*), {report.inferred} inferred"
-        return "\n".join([head, *screen.shardings(report)])
+        return "\n".join([str(report.annotations), *screen.shardings(report)])
 
     def trace(self, programs: TrainingPrograms) -> str:
         """The planned step as a trace; "" for a pipeline, whose plan has none of single operations."""
