@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -37,6 +38,18 @@ class Treatment:
     such a bias is each expert's number of tokens. The bias falls for experts above the mean and rises for others."""
     orthogonal: bool = False
     """Whether it is a matrix of a layer, or a stack of them, that Muon moves."""
+    rate: float = 1.0
+    """The factor of its learning rate."""
+    own_decay: float | None = None
+    """A weight decay of its own, also for a vector; None: that of all."""
+
+    def decay_of(self, every: float) -> float:
+        """Its weight decay, where that of all matrices is `every`."""
+        return self.own_decay if self.own_decay is not None else every if self.decay else 0.0
+
+    def lr(self, every: Tensor) -> Tensor:
+        """Its learning rate, where that of all is `every`."""
+        return every if self.rate == 1.0 else every * self.rate
 
 
 class Updated(NamedTuple):
@@ -52,13 +65,18 @@ class Updated(NamedTuple):
 
 
 def treatments(
-    shapes: Mapping[str, Sequence[int]], balanced: Mapping[str, float], orthogonal: Container[str] = ()
-) -> dict[str, Treatment]:
+    shapes: Mapping[str, Sequence[int]], balanced: Mapping[str, float], orthogonal: Container[str] = (),
+    groups: Mapping[str, tuple[float, float | None]] = MappingProxyType({}),
+) -> dict[str, Treatment]:  # fmt: skip
     """The Treatment of each parameter by name: matrices are decayed; norms, biases and other vectors are not.
 
     balanced: the biases of experts by name, with their step. orthogonal: the names of the matrices that Muon moves.
+    groups: (factor of the learning rate, weight decay) of those that have their own.
     """
-    return {n: Treatment(len(shape) >= 2, balanced.get(n, 0.0), n in orthogonal) for n, shape in shapes.items()}
+    return {
+        n: Treatment(len(shape) >= 2, balanced.get(n, 0.0), n in orthogonal, *groups.get(n, (1.0, None)))
+        for n, shape in shapes.items()
+    }
 
 
 def gradient_squares(grads: Sequence[Tensor], count: Tensor, treated: Sequence[Treatment]) -> Tensor:
@@ -114,9 +132,9 @@ def adamw_update(
         if how.balance:
             new_param, new_m, new_v = next(balanced), m, v
         else:
-            decay = config.weight_decay if how.decay else 0.0
+            decay = how.decay_of(config.weight_decay)
             new_param, new_m, new_v = adamw_step(
-                param, grad, m, v, finite, scale, lr, update, *config.betas, config.eps, decay
+                param, grad, m, v, finite, scale, how.lr(lr), update, *config.betas, config.eps, decay
             )
         updated.params.append(new_param)
         updated.exp_avg.append(new_m)

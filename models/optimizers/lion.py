@@ -47,8 +47,8 @@ def lion_update(
         if how.balance:
             new_param, new_m = next(balanced), m
         else:
-            decay = config.weight_decay if how.decay else 0.0
-            new_param, new_m = lion_step(param, grad, m, finite, scale, lr, *config.betas, decay)
+            decay = how.decay_of(config.weight_decay)
+            new_param, new_m = lion_step(param, grad, m, finite, scale, how.lr(lr), *config.betas, decay)
         moved.params.append(new_param)
         moved.exp_avg.append(new_m)
     return moved

@@ -83,9 +83,10 @@ def muon_update(
         stack = spread(orthogonalize(spread(stack, group[0])), group[0])
         for i, direction in zip(group, stack.unbind() if single else [stack], strict=True):
             p = params[i].to(torch.float32)
-            if treated[i].decay and config.adamw.weight_decay:
-                p = p * (1.0 - lr * config.adamw.weight_decay)
-            p = p - lr * (SCALE * max(direction.shape[-2:]) ** 0.5) * direction.to(torch.float32)
+            rate = treated[i].lr(lr)
+            if decay := treated[i].decay_of(config.adamw.weight_decay):
+                p = p * (1.0 - rate * decay)
+            p = p - rate * (SCALE * max(direction.shape[-2:]) ** 0.5) * direction.to(torch.float32)
             new_params[i] = torch.where(finite, p.to(params[i].dtype), params[i])
             new_moments[i] = torch.where(finite, moments[i].to(exp_avg[i].dtype), exp_avg[i])
     every = range(len(params))

@@ -17,6 +17,7 @@ from tpshard.models.families.family import DIMS, INPUTS
 from tpshard.models.model_spec import ModelSpec
 from tpshard.programs.fit.batching import batch_misfit, derive
 from tpshard.programs.fit.fp8_fit import fp8_misfits
+from tpshard.programs.fit.groups import idle_groups
 from tpshard.programs.fit.layer_split import split_misfit
 from tpshard.recipes.keys.constraints import AXES
 from tpshard.recipes.keys.laws import without_effect
@@ -51,6 +52,7 @@ def misfits(recipe: Recipe, spec: ModelSpec | None) -> list[Diagnostic]:
     if spec is not None and spec.outline is not None:
         fit = _Fit(recipe, spec.source.name, spec.outline, mesh, world)
         mistakes += [*fit.names(), *fit.axes_once(), *fit.uneven(), *fit.positions(), *fit.stages()]
+        mistakes += idle_groups(recipe, [name for name in spec.shapes if name not in spec.frozen])
         mistakes += [*fit.layers(), *without_effect(recipe, fit.unread())]
     return mistakes
 

@@ -69,7 +69,7 @@ def _capture_update(setting: Setting, storage: Mapping[str, Layout], names: Sequ
     betas = (o.betas[0], o.betas[1])
     params = parameters_of(setting, names)
     shapes = {n: setting.shape_in_layer(n, p.shape) for n, p in params.items()}
-    treated = treatments(shapes, setting.balanced, setting.orthogonal)
+    treated = treatments(shapes, setting.balanced, setting.orthogonal, setting.grouped)
     count, moment_names = len(names), setting.moments(names)
 
     def step(*flat: Tensor) -> Any:

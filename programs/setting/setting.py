@@ -22,6 +22,7 @@ from tpshard.parallelism.mesh import Axes, Axis, Mesh, size_of
 from tpshard.programs.fit.batching import BatchPlan, check_micro_batches, derive
 from tpshard.programs.fit.fit import devices
 from tpshard.programs.fit.fp8_fit import fp8_misfits
+from tpshard.programs.fit.groups import groups_of
 from tpshard.programs.fit.recipe_model import model_of
 from tpshard.programs.fit.wrong_model import wrong_model
 from tpshard.programs.setting import naming
@@ -271,6 +272,23 @@ class Setting:
         single = matrices_of_layers(self.single, self.recipe, dims)
         names = [name for name, _ in self.model.named_parameters()]
         return frozenset(name for name in names if (self.members(name) or [name])[0] in single)
+
+    @cached_property
+    def grouped(self) -> dict[str, tuple[float, float | None]]:
+        """(factor of the learning rate, weight decay) of the parameters in a group of the optimizer. Raises Mistakes
+        for a group that matches nothing that is trained."""
+        if not self.recipe.optimizer.groups:
+            return {}
+        names = [name for name, _ in self.model.named_parameters() if name in self.trained]
+        members = {name: self.members(name) or [name] for name in names}
+        found = groups_of(self.recipe, [one for each in members.values() for one in each], self.kept is None)
+        for name, each in members.items():
+            if len({found.get(one) for one in each}) > 1:
+                raise Mistakes.one(
+                    f"`pipeline.form: vectorized` stacks `{name}`, whose layers are in several groups", exit=Exit.FIT,
+                    where=self.recipe.where("optimizer.groups"), fix="form: staged",
+                )  # fmt: skip
+        return {name: found[each[0]] for name, each in members.items() if each[0] in found}
 
     @property
     def param_dtype(self) -> torch.dtype:

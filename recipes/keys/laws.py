@@ -227,6 +227,17 @@ def files_on_this_host(recipe: Recipe) -> Iterator[Diagnostic]:
             )  # fmt: skip
 
 
+def groups_have_a_rate(recipe: Recipe) -> Iterator[Diagnostic]:
+    """Requires of groups that they say something, and a rate of others to which theirs is in proportion."""
+    for i, group in enumerate(recipe.optimizer.groups):
+        if group.lr is not None and not recipe.optimizer.lr:
+            message, why = "a group has a learning rate, and `optimizer.lr` is 0", "groups follow it in proportion"
+            yield violation(recipe, f"optimizer.groups.{i}.lr", message, why, "a rate above 0 in optimizer.lr")
+        if group.lr is None and group.weight_decay is None:
+            message = "a group of parameters has neither `lr` nor `weight_decay`"
+            yield violation(recipe, f"optimizer.groups.{i}", message, fix="name one of them, or leave the group out")
+
+
 def profiled_steps(recipe: Recipe) -> Iterator[Diagnostic]:
     """Requires that the steps to profile are in order, and warns where the run ends before them."""
     if recipe.train.profile is None:
@@ -306,6 +317,7 @@ LAWS: tuple[tuple[Law, tuple[str, ...]], ...] = (
     (pipeline_is_possible, PIPELINE),
     (known_store, ("run.dir",)),
     (files_on_this_host, ("data", "model", "serve.checkpoint")),
+    (groups_have_a_rate, ("optimizer",)),
     (profiled_steps, ("train.profile", "train.steps")),
     (stages_have_their_axis, PIPELINE),
 )

@@ -32,6 +32,17 @@ class Batch(Section):
     to 8."""
 
 
+class ParameterGroup(Section):
+    """Parameters with a learning rate or a weight decay of their own."""
+
+    match: Annotated[tuple[str, ...], ALONE]
+    """Patterns of their names, or of modules, such as layers.*.mlp or "*.*.*.*.lora_B"."""
+    lr: NonNegative | None = None
+    """Their peak learning rate; null: optimizer.lr. All follow the schedule."""
+    weight_decay: NonNegative | None = None
+    """Their decoupled decay, also of norms and biases; null: as others of their kind."""
+
+
 class Optimizer(Section):
     """The optimizer and its settings."""
 
@@ -52,6 +63,8 @@ class Optimizer(Section):
     """Added to the root of the second moment; lion has none."""
     weight_decay: NonNegative = 0.1
     """Decoupled decay of matrices; norms and biases are not decayed."""
+    groups: tuple[ParameterGroup, ...] = ()
+    """Parameters with settings of their own, such as [{match: tok_embed, lr: 1.0e-4}]; the last that matches counts."""
     state_dtype: Dtype = derived(default="fsdp.master_dtype")
     """Type of the moments at rest; they are computed in fp32."""
 

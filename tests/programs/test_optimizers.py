@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+from tpshard.diagnostics.diagnostic import Mistakes
 from tpshard.parallelism.runtime.context import alone
 from tpshard.parallelism.runtime.execute import Executor
 from tpshard.parallelism.simulate import run_lockstep
@@ -111,3 +112,25 @@ def test_a_compiled_update_equals_the_interpreted_one(overrides: tuple[str, ...]
     )
     for one, other in zip(compiled, interpreted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_groups_are_those_of_torch() -> None:
+    """A matrix with another rate, and a vector with a decay, move as torch's groups move them; others as before."""
+    groups = "optimizer.groups=[{match: layers.*.mlp, lr: 0.002}, {match: [norm], weight_decay: 0.5}]"
+    run = Lockstep(build("mesh={fsdp: 2}", "optimizer.lr=0.01", groups), 32)
+    before = run.weights()
+    stepped = run.step(0.01)
+    for name, value in run.weights().items():
+        rate = 0.002 if ".mlp." in name else 0.01
+        decay = 0.5 if name == "norm.weight" else 0.1 if value.dim() > 1 else 0.0
+        own = torch.nn.Parameter(before[name])
+        optimizer = torch.optim.AdamW([own], lr=rate, betas=(0.9, 0.95), weight_decay=decay)
+        share = min(1.0, 1.0 / stepped.grad_norm) / 64
+        own.grad = stepped.gradients[name] * share
+        optimizer.step()
+        assert torch.allclose(value, own.detach(), rtol=1e-4, atol=1e-5), name
+
+
+def test_a_group_of_nothing_is_refused() -> None:
+    with pytest.raises(Mistakes, match=r"`layers\.\*\.mlq` matches no parameter that is trained"):
+        build("optimizer.groups=[{match: layers.*.mlq, lr: 0.1}]")
