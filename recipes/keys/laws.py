@@ -171,7 +171,7 @@ def _unread(recipe: Recipe) -> Iterator[tuple[str, str]]:
         for key in ("source", "column", "bos", "eos", "bad_rows"):
             yield f"data.{key}", f"the task {recipe.task} generates its data"
     elif source == "sample" or source.endswith(".txt"):
-        yield "data.column", "plain text has no columns" if source != "sample" else "the sample has one column"
+        yield "data.column", "plain text has no columns" if source != "sample" else "the sample has one column of text"
     fsdp = recipe.fsdp
     if fsdp.bucket not in ("greedy", "auto") and fsdp.reshard_after_forward != "auto":
         yield "fsdp.memory_limit", "neither `fsdp.bucket` nor `fsdp.reshard_after_forward` leaves a choice to it"

@@ -47,7 +47,7 @@ def rows(path: Path) -> list[dict[str, str]]:
 def test_the_sample_is_c4_format_with_held_out_text_apart(fresh_sample: sample.Sample) -> None:
     train = [row for path in sorted(fresh_sample.directory.glob("c4-train.*.json.gz")) for row in rows(path)]
     held_out = [row for path in fresh_sample.directory.glob("c4-validation.*.json.gz") for row in rows(path)]
-    assert all(set(row) == {"text", "timestamp", "url"} for row in train + held_out)
+    assert all(set(row) == {"text", "timestamp", "url", "messages"} for row in train + held_out)
     assert sum(len(row["text"]) for row in train) > 1_000_000
     assert len({row["text"] for row in train + held_out}) == len(train) + len(held_out), "a document is there twice"
     assert 0.02 < len(held_out) / len(train) < 0.1

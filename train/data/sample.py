@@ -2,9 +2,9 @@
 
 The text is CPython's documentation of itself: `pydoc_data.topics` and the docstrings of the standard library, about
 2 MB. The sources are parsed with `ast` (never imported) and written in C4's format (`{"text", "timestamp", "url"}` per
-line, gzip), split into training and held-out text. A byte-level BPE of 2,048 tokens is trained on the training text.
-All is kept in the user's cache folder, under a name with the Python version, with a manifest of sha256 sums that
-reveals a damaged copy.
+line, gzip), each with a question and its answer as `messages`, split into training and held-out text. A byte-level BPE
+of 2,048 tokens is trained on the training text. All is kept in the user's cache folder, under a name with the Python
+version, with a manifest of sha256 sums that reveals a damaged copy.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import sysconfig
 import tokenize
 import warnings
@@ -27,7 +28,7 @@ from tpshard.files.atomic import write_aside
 from tpshard.files.file_lock import one_at_a_time
 from tpshard.train.data.byte_bpe import byte_bpe
 
-VERSION = 1
+VERSION = 2
 """Version of the sample, part of the folder's name, so that a new version is written beside the old one."""
 VOCAB = 2048
 TRAIN_FILES = 4
@@ -115,6 +116,16 @@ def documents(stdlib: Path | None = None) -> Iterator[tuple[str, str]]:
                     yield "\n\n".join(parts), f"{module}.{node.name}"
 
 
+def conversation(text: str, origin: str) -> list[dict[str, str]]:
+    """A question about a document, and an answer in one form: its first sentence, cut at 160 characters."""
+    head, _, rest = text.partition("\n\n")
+    words = " ".join((rest or head).split())
+    sentence = re.match(r"(.{8,160}?[.!?])(?= |$)", words)
+    short = sentence[1] if sentence else words[:160].rpartition(" ")[0] or words[:160]
+    asked = f"What is {origin.removeprefix('pydoc_data.topics.')}?"
+    return [{"role": "user", "content": asked}, {"role": "assistant", "content": f"In short: {short}"}]
+
+
 def _topics(tree: ast.Module) -> Iterator[tuple[str, str]]:
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
@@ -160,7 +171,8 @@ def _split() -> tuple[list[str], list[str]]:
     for text, origin in documents():
         text = text.strip()
         if len(text) >= SHORTEST:
-            row = {"text": text, "timestamp": "2026-01-01T00:00:00Z", "url": f"pydoc:{origin}"}
+            row = {"text": text, "timestamp": "2026-01-01T00:00:00Z", "url": f"pydoc:{origin}",
+                   "messages": conversation(text, origin)}  # fmt: skip
             by_hash.setdefault(hashlib.sha256(text.encode("utf-8", "replace")).digest(), json.dumps(row))
     if len(by_hash) < 100:
         raise Mistakes.one(
