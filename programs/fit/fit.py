@@ -17,8 +17,8 @@ from tpshard.models.families.family import DIMS, INPUTS
 from tpshard.models.model_spec import ModelSpec
 from tpshard.programs.fit.batching import batch_misfit, derive
 from tpshard.programs.fit.fp8_fit import fp8_misfits
-from tpshard.programs.fit.groups import idle_groups
 from tpshard.programs.fit.layer_split import split_misfit
+from tpshard.programs.fit.parameter_groups import idle_groups
 from tpshard.recipes.keys.constraints import AXES
 from tpshard.recipes.keys.laws import without_effect
 from tpshard.recipes.keys.parallel_keys import RematEvery

@@ -22,7 +22,7 @@ from tpshard.parallelism.mesh import Axes, Axis, Mesh, size_of
 from tpshard.programs.fit.batching import BatchPlan, check_micro_batches, derive
 from tpshard.programs.fit.fit import devices
 from tpshard.programs.fit.fp8_fit import fp8_misfits
-from tpshard.programs.fit.groups import groups_of
+from tpshard.programs.fit.parameter_groups import groups_of
 from tpshard.programs.fit.recipe_model import model_of
 from tpshard.programs.fit.wrong_model import wrong_model
 from tpshard.programs.setting import naming
