@@ -39,6 +39,10 @@ ALIKE = ["compile=eager", "evaluate.sequences=10", "model.seq_len=64"]
 """What a folder does not say of the run that it comes from."""
 
 
+FEW = ["serve.port=0", "serve.requests=8", "serve.step_tokens=8"]
+"""Changes that leave a server few programs to build."""
+
+
 def train(context: Context, folder: str) -> None:
     recipe = loads(RECIPE, [f"run.dir={folder}/judged"])
     train_recipe(context, recipe)
@@ -183,7 +187,7 @@ def test_tasks_are_asked_of_the_engine(
     stub = Stub(monkeypatch)
     assert run(["convert", str(trained), str(tmp_path / "dense")]) == 0
     capsys.readouterr()
-    assert run(["evaluate", str(trained), "--tasks", "one,two", "mesh.tp=2", "serve.port=0", "--json"]) == 0
+    assert run(["evaluate", str(trained), "--tasks", "one,two", "mesh.tp=2", *FEW, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["tasks"] == {"one": {"acc": 0.5}, "two": {"acc": 0.5}} and printed["step"] == 2
     pairs, rolling = expected_scores(tmp_path / "dense")
