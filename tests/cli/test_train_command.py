@@ -215,13 +215,12 @@ def test_a_run_ends_with_7_if_its_last_checkpoint_is_not_written_or_all_are_gone
     assert (tmp_path / "runs" / "small" / "metrics.jsonl").read_text() == held
 
 
-def test_a_run_that_is_there_is_not_touched_when_asked_so(tmp_path: Path) -> None:
+def test_a_run_that_is_there_is_not_touched_when_asked_so(pool: Any, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     (tmp_path / "runs" / "old" / "checkpoints" / "step-000001").mkdir(parents=True)
-    refused = start(tmp_path, "mesh.fsdp=1", "run.dir=runs/old", "checkpoint.resume=never")
-    _, err = refused.communicate(timeout=PATIENCE)
-    assert refused.returncode == 7
-    assert "already contains a run" in err and "<override 3>" in err and "rank" not in err
+    changes = ("mesh.fsdp=1", "run.dir=runs/old", "checkpoint.resume=never")
+    (refused,) = pool.run(train, str(tmp_path), "recipe.yaml", *changes, **ONE)
+    assert refused.startswith("7: ") and "already contains a run" in refused and "<override 3>" in refused
 
 
 def test_a_plan_that_is_refused_leaves_nothing_behind(tmp_path: Path) -> None:
