@@ -227,7 +227,7 @@ def test_recipes_are_listed_shown_and_copied(workdir: Path, capsys: pytest.Captu
     assert run(["recipes", "show", "quickstart.yaml"]) == 0
     assert capsys.readouterr().out == (workdir / "quickstart.yaml").read_text()
     assert run(["recipes", "show", "tiny", "train.steps=7"]) == 0
-    assert "train: {steps: 7" in capsys.readouterr().out
+    assert "\n  steps: 7\n" in capsys.readouterr().out
 
 
 def test_a_copy_never_replaces_unless_asked(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
