@@ -86,6 +86,18 @@ def test_a_mixture_is_the_same_on_any_number_of_ranks_and_after_any_resume(talks
         state = json.loads(json.dumps(merge_states([each.state_dict() for each in loaders])))
 
 
+def test_a_mixture_goes_on_where_its_sources_are_named_from_elsewhere(
+    talks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = Loader(mixture(talks), seq_len=SEQ, global_sequences=ROWS)
+    loader.next()
+    state, expected = json.loads(json.dumps(merge_states([loader.state_dict()]))), loader.next()
+    monkeypatch.chdir(talks.parent)
+    again = Loader(mixture(Path(talks.name)), seq_len=SEQ, global_sequences=ROWS)
+    again.load_state_dict(state)
+    assert torch.equal(again.next()["tokens"], expected["tokens"])
+
+
 @pytest.mark.parametrize(("by", "bound"), [("rows", 0.02), ("tokens", 0.02)])
 def test_sources_are_read_by_their_weights(talks: Path, by: Any, bound: float) -> None:
     from dataclasses import replace

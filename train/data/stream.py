@@ -10,6 +10,7 @@ only its lanes' documents. The position of a lane is a few small numbers, from w
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 from collections import Counter
@@ -109,8 +110,8 @@ class Loader:
         self._failure: BaseException | None = None
         self.readers = [
             SourceReader(share.text, share.tokenizer, share.epochs, global_sequences, self.part, text.window,
-                         seed, bad_rows, f"{share.text.name}: " if text.shares[1:] else "", checks)
-            for share in text.shares
+                         seed, bad_rows, f"{_label(number, share)}: " if text.shares[1:] else "", checks)
+            for number, share in enumerate(text.shares, 1)
         ]  # fmt: skip
         self._start({})
         self._state = self._snapshot(0)
@@ -266,7 +267,8 @@ class Loader:
         """The sources with their weights, and how documents are shuffled, as JSON."""
         if len(self.text.shares) == 1 and self.text.window == 1:
             return {}
-        weights = {share.text.name: share.weight for share in self.text.shares} if self.text.shares[1:] else {}
+        shares = self.text.shares if self.text.shares[1:] else ()
+        weights = {_label(number, share): share.weight for number, share in enumerate(shares, 1)}
         return {"weights": weights, "by": self.text.by, "window": self.text.window}
 
     def _differences(self, state: Mapping[str, Any]) -> list[str]:
@@ -299,6 +301,11 @@ class Loader:
         if missing and not differences:
             differences.append(f"the saved position lacks row {missing[0]}")
         return differences
+
+
+def _label(number: int, share: Share) -> str:
+    """The name of a source in saved positions, without its folder: a run's recipe names its sources from everywhere."""
+    return f"{number}. {os.path.basename(share.text.name)}"
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
