@@ -69,12 +69,17 @@ def named_tokenizer(model: SourceModel, recipe: Recipe, overrides: Sequence[str]
 
 
 def opened_location(source: str) -> Location:
-    """The place that SOURCE names. Raises `Mistakes` (exit 2, 5) where it is in a store that cannot be reached."""
+    """The place that SOURCE names. Raises `Mistakes`: exit 2, 5 where it is in a store that cannot be reached, 7 for a
+    checkpoint without its manifest, whose recipe would lead to the run's newest one."""
     from tpshard.train.checkpoints.store_path import StorePath, location, require_store
 
     place = location(source)
     if isinstance(place, StorePath):
         require_store(place)
+    elif any(place.glob("rank-*.safetensors")) and not (place / MANIFEST).is_file():
+        raise Mistakes.one(
+            f"{place} is no whole checkpoint: it has no {MANIFEST}", exit=Exit.CHECKPOINT, fix="another step of its run"
+        )
     return place
 
 

@@ -23,8 +23,8 @@ from tpshard.recipes.reading.load import load
 from tpshard.train.checkpoints.carried import carry
 from tpshard.train.checkpoints.checkpoint import save
 from tpshard.train.checkpoints.shards import Shard
+from tpshard.train.run.initial_values import initial_values
 from tpshard.train.run.resuming import changes, kept_recipe
-from tpshard.train.run.training_worker import _initial_block
 
 SMALL = {"layers": 1, "width": 32, "mlp": 24, "vocab": 300, "kv_heads": 2}
 RECIPE = (
@@ -125,6 +125,18 @@ def test_a_run_is_exported_where_its_base_has_moved(
     assert model.tokenizer == model.base == carried(folder.absolute())
 
 
+def test_a_checkpoint_without_its_manifest_is_not_taken_for_its_run(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project)
+    checkpoint = trained(project) / "checkpoints/step-000005"
+    (checkpoint / "recipe.yaml").write_text((project / "recipe.yaml").read_text())
+    (checkpoint / "manifest.json").rename(checkpoint / "gone.json")
+    with pytest.raises(Mistakes, match="is no whole checkpoint") as wrong:
+        open_source(str(checkpoint))
+    assert wrong.value.exit == Exit.CHECKPOINT
+
+
 def test_a_run_goes_on_where_its_base_has_moved(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the recipe has changed, and no weights of the folder are asked for, unless no checkpoint has them."""
     monkeypatch.chdir(project)
@@ -135,9 +147,9 @@ def test_a_run_goes_on_where_its_base_has_moved(project: Path, monkeypatch: pyte
         assert not warnings and not changes(folder, folder / "checkpoints", recipe)
         spec = model_of(recipe)
         assert spec.source.folder == carried(folder)
-        block = _initial_block(recipe, spec)
+        block = initial_values(recipe, spec)
         with pytest.raises(Mistakes, match="base is gone, and no checkpoint of the run has its weights"):
-            block("norm.weight", (0,), (32,), 0)
+            block("norm.weight", (0,), (32,), seed=0)
 
 
 def test_a_checkpoint_copied_out_of_its_run_has_what_it_needs(
