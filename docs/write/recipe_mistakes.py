@@ -108,7 +108,14 @@ TEXTS = (
 )
 
 FILES = (
-    Sample("extends: ./1.yaml", files={f"{n}.yaml": f"extends: ./{n + 1}.yaml" for n in range(1, 17)}),
+    Sample(
+        "model: {module: 'mine:Model', args: {api_key: '***'}}",
+        files={
+            "mine.py": "from torch import nn\n\n\nclass Model(nn.Embedding):\n"
+            "    def __init__(self, api_key):\n        super().__init__(2, 2)\n\n"
+            "    def forward(self, tokens, documents=None, positions=None):\n        return super().forward(tokens)\n"
+        },
+    ),
     Sample(command="validate tinny"),
     Sample(command="validate tiny train..steps=3"),
     Sample(command="validate tiny train.steps.more=3"),

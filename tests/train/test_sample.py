@@ -9,11 +9,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from patience import PATIENCE, until
 from tpshard.diagnostics.diagnostic import Mistakes
-from tpshard.train.data import sample
+from tpshard.train.data import corpus, sample
+from tpshard.train.data.row_columns import Columns
 from tpshard.train.data.tokens import load_tokenizer
 
 MAKE = "from tpshard.train.data.sample import ensure_sample; print(ensure_sample().directory)"
@@ -88,7 +90,7 @@ def test_its_chat_template_renders(fresh_sample: sample.Sample) -> None:
     text = jinja2.Template(config["chat_template"]).render(
         messages=messages, add_generation_prompt=True, bos_token=config["bos_token"]
     )
-    assert text == "<|begin|>User: What is a list?\n\nAssistant: "
+    assert text == "<|begin|>User:\nWhat is a list?\n\nAssistant:\n"
 
 
 def test_sources_are_read_and_never_imported(tmp_path: Path) -> None:
@@ -116,3 +118,15 @@ def test_where_the_cache_cannot_be_written_the_run_keeps_it(
     with pytest.raises(Mistakes) as caught:
         sample.ensure_sample()
     assert caught.value.exit == 6
+
+
+def test_rows_hold_conversations_that_end_with_the_end_token(fresh_sample: sample.Sample) -> None:
+    columns = Columns("text", "messages", None, None, {})
+    with mock.patch.object(corpus, "ensure_sample", lambda fallback: fresh_sample):
+        texts = corpus.open_text("sample", columns)
+    row = next(corpus.rows(texts.train, texts.train.files[0], 0))
+    question, answer = json.loads(row.text)["messages"]
+    assert question["content"].startswith("What is ") and answer["content"].startswith("In short: ")
+    tokenizer = load_tokenizer(fresh_sample.tokenizer)
+    config = json.loads((fresh_sample.tokenizer / "tokenizer_config.json").read_text())
+    assert "eos_token" in config["chat_template"] and tokenizer is not None

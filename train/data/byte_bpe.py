@@ -8,9 +8,11 @@ from collections.abc import Iterable
 BEGIN, END = "<|begin|>", "<|end|>"
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
-    "{{ message['role'] | capitalize }}: {{ message['content'] }}\n\n"
-    "{% endfor %}{% if add_generation_prompt %}Assistant: {% endif %}"
+    "{{ message['role'] | capitalize }}:\n{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}\n\n"
+    "{% endfor %}{% if add_generation_prompt %}Assistant:\n{% endif %}"
 )
+"""An answer ends with the end token, and begins with a line, which is one token before every text."""
 
 
 def byte_bpe(texts: Iterable[str], size: int) -> tuple[dict[str, str], int]:

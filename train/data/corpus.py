@@ -132,14 +132,14 @@ def open_text(
     Raises:
         Mistakes: exit 6; no such files, of several formats, or the hub cannot be reached.
     """
+    columns = columns or Columns()
     if source == "sample":
         sample = ensure_sample(fallback)
         corpus = _local(str(sample.directory), where)
-        train, held_out = (replace(text, name="sample", trusted=True) for text in (corpus.train, corpus.held_out))
-        return Corpus(train, held_out, sample.tokenizer)
+        texts = (replace(x, name="sample", trusted=True, columns=columns) for x in (corpus.train, corpus.held_out))
+        return Corpus(*texts, sample.tokenizer)
     name = C4 if source == "c4" else source
     corpus = _hub(name, where, split) if hub.is_on(name) else _local(source, where, split)
-    columns = columns or Columns()
     plain = next((file.name for file in corpus.train.files if text_format(file).name == "plain text"), None)
     if plain is not None and columns.key != "column":
         fix = "*.jsonl, *.json.gz or *.parquet"

@@ -28,7 +28,7 @@ from tpshard.files.atomic import write_aside
 from tpshard.files.file_lock import one_at_a_time
 from tpshard.train.data.byte_bpe import byte_bpe
 
-VERSION = 2
+VERSION = 3
 """Version of the sample, part of the folder's name, so that a new version is written beside the old one."""
 VOCAB = 2048
 TRAIN_FILES = 4
