@@ -136,8 +136,10 @@ def open_text(
     if source == "sample":
         sample = ensure_sample(fallback)
         corpus = _local(str(sample.directory), where)
-        texts = (replace(x, name="sample", trusted=True, columns=columns) for x in (corpus.train, corpus.held_out))
-        return Corpus(*texts, sample.tokenizer)
+        train, held_out = (
+            replace(text, name="sample", trusted=True, columns=columns) for text in (corpus.train, corpus.held_out)
+        )
+        return Corpus(train, held_out, sample.tokenizer)
     name = C4 if source == "c4" else source
     corpus = _hub(name, where, split) if hub.is_on(name) else _local(source, where, split)
     plain = next((file.name for file in corpus.train.files if text_format(file).name == "plain text"), None)
