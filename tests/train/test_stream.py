@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.models.objectives.loss import IGNORE
+from tpshard.train.data import bad_rows as bad_rows_module
 from tpshard.train.data import corpus as corpus_module
 from tpshard.train.data.corpus import Corpus, TextFile, open_text
 from tpshard.train.data.step_batch import StepBatch
@@ -241,6 +242,7 @@ def test_a_file_that_changed_in_its_middle_is_named(
     suffix: str, small: int, summed: int, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also in a part that the first run did not read, where the file is summed before."""
+    monkeypatch.setattr(bad_rows_module, "SMALL", small)
     monkeypatch.setattr(corpus_module, "SMALL", small)  # what is read once before the first step
     monkeypatch.setattr(corpus_module, "SUMMED", summed)
     data, path = plain_rows(1), tmp_path / f"a{suffix}"
@@ -282,7 +284,8 @@ def test_a_large_file_that_was_written_since_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing is known of the part that no run has read: a warning tells it. A file of the hub has the hub's hash."""
-    monkeypatch.setattr(corpus_module, "SMALL", 0)
+    for module in (corpus_module, bad_rows_module):
+        monkeypatch.setattr(module, "SMALL", 0)
     monkeypatch.setattr(corpus_module, "SUMMED", 0)
     path = tmp_path / "a.jsonl"
     path.write_bytes(plain_rows(1))
@@ -303,7 +306,8 @@ def test_a_large_file_that_was_written_since_is_named(
 
 
 def test_a_file_that_changes_while_a_run_reads_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus_module, "SMALL", 0)
+    for module in (corpus_module, bad_rows_module):
+        monkeypatch.setattr(module, "SMALL", 0)
     monkeypatch.setattr(corpus_module, "SUMMED", 0)
     path, data = tmp_path / "a.jsonl", plain_rows(1)
     path.write_bytes(data)
@@ -327,12 +331,13 @@ def test_empty_files_among_good_ones_stop_no_run(small: bool, tmp_path: Path, mo
     folder = folder_of(tmp_path / "c4", files=4, documents=60)
     plain = together([loader(open_text(str(folder))).next()])
     if not small:
-        monkeypatch.setattr(corpus_module, "SMALL", 8)
+        for module in (corpus_module, bad_rows_module):
+            monkeypatch.setattr(module, "SMALL", 8)
     for name, content in (("a.json.gz", b""), ("b.json.gz", packed([])), ("c.json.gz", packed([b" ", b""]))):
         (folder / name).write_bytes(content)
     with_empty = loader(open_text(str(folder)))
     assert same(plain, together([with_empty.next()]))
-    corpus_module.peek(open_text(str(folder)).train, 0.01)
+    bad_rows_module.peek(open_text(str(folder)).train, 0.01)
     (warning,) = with_empty.warnings
     assert "no readable document in a.json.gz, b.json.gz, c.json.gz of" in warning
     (tables := tmp_path / "tables").mkdir()
