@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import Any
 from unittest import mock
@@ -54,13 +55,15 @@ def global_batch(step: int) -> StepBatch:
     return StepBatch({"tokens": tokens[:, :-1].contiguous(), **tensors}, ("",) * 12)
 
 
+def shared_builds() -> AbstractContextManager[Any]:
+    """A context in which recipes that a worker runs one after another share what their programs can. Afterwards the
+    worker builds as before: a job in float64 must not get graphs of another."""
+    return mock.patch.object(training, "build", partial(BUILD, memo=MEMO))
+
+
 def train_recipe(context: Context, recipe: Recipe) -> Outcome:
-    """Runs a recipe as `tpshard train` does, among the workers of the pool, whose output stays where it is. Programs
-    of recipes that a worker runs one after another share what they can."""
-    with (
-        mock.patch.object(training_worker, "keep_output", lambda *_: None),
-        mock.patch.object(training, "build", partial(BUILD, memo=MEMO)),
-    ):
+    """Runs a recipe as `tpshard train` does, among the workers of the pool, whose output stays where it is."""
+    with mock.patch.object(training_worker, "keep_output", lambda *_: None), shared_builds():
         return training_worker.train(Setting.of(recipe, context.world), context, PlanOfRun())
 
 

@@ -6,7 +6,6 @@ import importlib.machinery
 import json
 import sys
 import types
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,9 @@ from tpshard.models import from_hf
 from tpshard.models.folders.folder_tokenizer import FolderTokenizer
 from tpshard.parallelism.runtime.context import Context
 from tpshard.programs.setting.setting import Setting
-from tpshard.programs.step import training
 from tpshard.recipes.reading.load import loads
 from tpshard.train.records.records import read_rows
-from training_cases import BUILD, MEMO, train_recipe
+from training_cases import shared_builds, train_recipe
 
 RECIPE = """
 name: judged
@@ -49,8 +47,8 @@ def train(context: Context, folder: str) -> None:
 
 
 def measure(context: Context, source: str, overrides: list[str], texts: list[str]) -> dict[str, Any]:
-    training.build = partial(BUILD, memo=MEMO)  # type: ignore[assignment]
-    return result_of(source, Setting.of(recipe_of(source, overrides), context.world), context, texts)
+    with shared_builds():
+        return result_of(source, Setting.of(recipe_of(source, overrides), context.world), context, texts)
 
 
 @pytest.fixture(scope="module")
