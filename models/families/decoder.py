@@ -7,7 +7,6 @@ A layer is attention and an MLP, each applied to a normed copy of the residual s
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from tpshard.kernels.attention.attention import attention
 from tpshard.models.dims import name
@@ -15,6 +14,7 @@ from tpshard.models.families.config import ModelConfig
 from tpshard.models.families.layers import Parts
 from tpshard.models.families.mlp import MLPS
 from tpshard.models.families.rope import rotate, rotation
+from tpshard.models.objectives.chunked_head import Unprojected, project
 
 Rotation = tuple[Tensor, Tensor]
 
@@ -79,9 +79,15 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Block(parts.inside(f"layers.{i}"), i) for i in range(c.layers))
         self.norm = parts("norm")
         self.output = parts.optional("output")
+        if self.output is not None:
+            self.output.product = project  # type: ignore[assignment]
 
-    def forward(self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
-        """Logits [batch, seq, vocab]. documents: [batch, seq] ids; tokens attend only within their document.
+    def forward(
+        self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor | Unprojected:
+        """Logits [batch, seq, vocab], or the head's input for a loss in chunks.
+
+        documents: [batch, seq] ids; tokens attend only within their document.
 
         positions: [batch, seq], default 0, 1, 2, ... ValueError if these exceed a table of learned positions.
         """
@@ -99,5 +105,5 @@ class Decoder(nn.Module):
         for layer in self.layers:
             x = layer(x, turn, documents)
         x = self.norm(x)
-        logits = F.linear(x, self.tok_embed.weight) if self.output is None else self.output(x)  # type: ignore[arg-type]
-        return name(logits, "logits", "batch", "seq", "vocab")
+        logits = project(x, self.tok_embed.weight) if self.output is None else self.output(x)  # type: ignore[arg-type]
+        return logits if isinstance(logits, Unprojected) else name(logits, "logits", "batch", "seq", "vocab")

@@ -1,11 +1,14 @@
-"""Cross-entropy that works on logits sharded over the vocabulary, without gathering a row."""
+"""Cross-entropy that works on logits sharded over the vocabulary, without gathering a row, whole or in chunks."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from tpshard.models.objectives.chunked_head import Unprojected
 
 IGNORE = -100
 """The target of a position where nothing is predicted."""
@@ -40,10 +43,55 @@ class _CrossEntropySum(torch.autograd.Function):
         return (softmax * scale).scatter_add(-1, index, -scale).to(logits.dtype), None
 
 
-def cross_entropy_sum(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+class _ChunkedCrossEntropySum(torch.autograd.Function):
+    """Cross-entropy of a head's product, and the gradients of the head's input and parameters, a chunk at a time.
+
+    The gradients are computed in the forward pass, as in Liger Kernel (Hsu et al. 2024, section 3.2), so that a chunk's
+    logits are computed once and held while the chunk is. A chunk is every n-th token: a shard of the sequence holds as
+    many tokens of each chunk, and none moves.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunks: int
+    ) -> tuple[Tensor, Tensor]:
+        split = (targets.shape[1] // chunks, chunks)
+        parts, labels = hidden.unflatten(1, split), targets.unflatten(1, split)
+        one = hidden.new_ones((), dtype=torch.float32)
+        inputs: list[Tensor] = []
+        sums: dict[str, Tensor] = {}  # added up as they come: those of all chunks would be as large as the logits
+
+        def add(name: str, value: Tensor) -> None:
+            sums[name] = sums[name] + value if name in sums else value
+
+        for i in range(chunks):
+            x, each = parts.select(2, i), SimpleNamespace()
+            each.save_for_backward = lambda *saved, each=each: setattr(each, "saved_tensors", saved)
+            each.mark_non_differentiable = lambda _: None
+            loss, count = _CrossEntropySum.forward(each, F.linear(x, weight, bias), labels.select(2, i))
+            grad, _ = _CrossEntropySum.backward(each, one, None)
+            add("loss", loss)
+            add("count", count)
+            inputs.append(grad @ weight)
+            if ctx.needs_input_grad[1]:
+                add("weight", grad.flatten(0, 1).t() @ x.flatten(0, 1))
+            if bias is not None:
+                add("bias", grad.sum((0, 1)))
+        ctx.save_for_backward(torch.stack(inputs, 2).flatten(1, 2), sums.get("weight"), sums.get("bias"))
+        ctx.mark_non_differentiable(sums["count"])
+        return sums["loss"], sums["count"]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return *(None if each is None else (each * grad).to(each.dtype) for each in ctx.saved_tensors), None, None
+
+
+def cross_entropy_sum(logits: Tensor | Unprojected, targets: Tensor) -> tuple[Tensor, Tensor]:
     """The summed cross-entropy in nats, in fp32, and the number of targets in the sum.
 
-    logits: [batch, seq, vocab]; targets: [batch, seq] int64, IGNORE for positions without a target
-    -> (fp32 scalar, int64 scalar)
+    logits: [batch, seq, vocab], or what they are computed from; targets: [batch, seq] int64, IGNORE for positions
+    without a target -> (fp32 scalar, int64 scalar). ValueError for a sequence that the chunks do not divide.
     """
-    return _CrossEntropySum.apply(logits, targets)
+    if not isinstance(logits, Unprojected):
+        return _CrossEntropySum.apply(logits, targets)
+    return _ChunkedCrossEntropySum.apply(logits.hidden, logits.weight, logits.bias, targets, logits.chunks)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from tpshard.kernels.quantized import gptq_config
 from tpshard.models.families.config_keys import training_notes
 from tpshard.models.folders import hf_config
+from tpshard.models.objectives.chunked_head import leave_to_loss
 from tpshard.models.transformers import (
     attention_interface,
     class_names,
@@ -224,6 +225,7 @@ class Architecture:
         window = None if types else getattr(self.config.get_text_config(), "sliding_window", None)
         step = patch_attention.take_place(model, attention_interface.NAME, hybrid=self.recurrent and not self.attends)
         patch_experts.take_place(model)
+        leave_to_loss(model.get_output_embeddings())  # type: ignore[operator]
         dynamic_rope.take_place(model, step)
 
         def transformers_inputs(

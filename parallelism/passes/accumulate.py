@@ -16,32 +16,68 @@ ADDING: dict[Any, Any] = {aten.mm.default: aten.addmm.default, aten.bmm.default:
 """Maps each matrix product to the op that also adds the product to another tensor."""
 
 
-def accumulate(program: Program) -> Program:
-    """Computes `sum + x @ y` as one product where the result overwrites the sum, as a weight's gradient does.
+LONG = 4
+"""The number of products from which on a sum of them is added up product by product."""
 
-    The gradient of one micro-batch is then not written to memory before it is added.
+
+def accumulate(program: Program) -> Program:
+    """Computes `sum + x @ y` as one product: where the result overwrites the sum, as a weight's gradient does, and
+    along a sum of `LONG` products or more, as a head's gradient from the chunks of a loss is.
+
+    The gradient of one micro-batch is then not written to memory before it is added; and the products of a long sum are
+    not all held for the one kernel that a compiler makes of its additions.
     """
     graph = program.graph
     feeds = [node for node in graph.nodes if node.op == "placeholder"]
     (ends,) = (node.args[0] for node in graph.nodes if node.op == "output")
     assert isinstance(ends, tuple | list), "the results of a program are a list"
     for output, source in program.donated.items():
-        added, total = ends[output], feeds[source]
-        if not isinstance(added, fx.Node):
-            continue
-        product = _product(added, total)
-        if product is None:
-            continue
-        with graph.inserting_before(product):
-            fused = call(graph, ADDING[product.target], (total, *product.args))
+        if isinstance(added := ends[output], fx.Node):
+            _merge(graph, added, feeds[source])
+    sums = [node for node in graph.nodes if node.target is aten.add.Tensor and _depth(node) >= LONG]
+    inner = {total for added in sums if (total := _total(added))}
+    for end in [added for added in sums if added not in inner]:
+        chain = [end]
+        while (total := _total(chain[-1])) is not None and total.target is aten.add.Tensor:
+            chain.append(total)
+        for added in reversed(chain):
+            if (total := _total(added)) is not None:
+                _merge(graph, added, total)
+    return program
+
+
+def _merge(graph: fx.Graph, added: fx.Node, total: fx.Node) -> None:
+    """Replaces a product and its addition to `total` by one operation, if they are such."""
+    product = _product(added, total)
+    if product is None:
+        return
+    with graph.inserting_before(product):
+        fused = call(graph, ADDING[product.target], (total, *product.args))
         one, other = info(product), info(added)
         fused.meta[INFO] = replace(
             one, flops=one.flops + other.flops, global_flops=one.global_flops + other.global_flops
         )
-        added.replace_all_uses_with(fused)
-        graph.erase_node(added)
-        graph.erase_node(product)
-    return program
+    added.replace_all_uses_with(fused)
+    graph.erase_node(added)
+    graph.erase_node(product)
+
+
+def _total(added: fx.Node) -> fx.Node | None:
+    """The sum of products, or the first product, to which a sum adds one more; None where it does not."""
+    for total in added.all_input_nodes[:2]:
+        before = total.target in (*ADDING, *ADDING.values(), aten.add.Tensor)
+        if before and _product(added, total) is not None:
+            return total
+    return None
+
+
+def _depth(added: fx.Node) -> int:
+    """The number of products in a sum."""
+    count, total = 1, _total(added)
+    while total is not None:
+        count += 1
+        total = _total(total) if total.target is aten.add.Tensor else None
+    return count
 
 
 def _product(added: fx.Node, total: fx.Node) -> fx.Node | None:

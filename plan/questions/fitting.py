@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.plan.report.report import Report
-from tpshard.plan.search.search import edits, price_changes
+from tpshard.plan.search.search import CHUNKS, edits, loss_may_be_chunked, price_changes
 from tpshard.plan.search.search_result import Changes, VariantPrice, as_text
 from tpshard.plan.step.units import gib, seconds
 from tpshard.programs.step.variants import Variants
@@ -35,7 +35,7 @@ class Harm(enum.IntEnum):
     def words(self) -> str:
         """The cost of a change, as a sentence for the user."""
         return (
-            "the same operations; when and how much is gathered changes",
+            "the same operations, at other times or in other sizes",
             "slower: more is computed, or sent",
             "slower: fewer sequences at once; a step takes as many",
         )[self]
@@ -156,6 +156,8 @@ def knobs(report: Report, recipe: Recipe) -> Iterator[Knob]:
         yield Knob(Harm.WHEN, tuple({"fsdp.prefetch": n} for n in (1, 0) if n < fsdp.prefetch))
     if fsdp.bucket != "none":
         yield Knob(Harm.WHEN, tuple({"fsdp.bucket": how} for how in ("wrap", "none") if how != fsdp.bucket))
+    if loss_may_be_chunked(recipe):
+        yield Knob(Harm.WHEN, ({"loss.chunks": CHUNKS},))
     dp, tp = job.mesh.get("dp", 1), job.mesh.get("tp", 1)
     if dp > 1 and "fsdp" in job.mesh:
         yield Knob(Harm.WHEN, tuple({"mesh.dp": n} for n in _divisors(dp)))

@@ -66,6 +66,8 @@ def price_changes(
 # ---- edits ----------------------------------------------------------------------------------------------------------
 MOST_EDITS = 9
 """The largest number of edits of a recipe that are priced."""
+CHUNKS = 8
+"""The chunks of a loss that are tried: an eighth of the logits is small beside the gradient of the head."""
 
 
 def edits(report: Report, recipe: Recipe, count: int = 3, variants: Variants | None = None) -> list[Edit]:
@@ -112,6 +114,8 @@ def _smaller(report: Report, recipe: Recipe) -> Iterator[list[str]]:
         yield ["fsdp.accumulate.reduce=each"]
     if recipe.remat == "none":
         yield ["remat=selective"]
+    if loss_may_be_chunked(recipe):
+        yield [f"loss.chunks={CHUNKS}"]
     if recipe.remat != "full":
         yield ["remat=full"]
     if batch > 1:
@@ -128,6 +132,11 @@ def _smaller(report: Report, recipe: Recipe) -> Iterator[list[str]]:
         yield ["fsdp.master_dtype=bf16", "remat=full"]
     if recipe.compile == "eager":
         yield ["compile=inductor"]
+
+
+def loss_may_be_chunked(recipe: Recipe) -> bool:
+    """Whether `loss.chunks` may be tried; a model whose logits are not simply its head's product refuses it."""
+    return recipe.loss.chunks == 1 and recipe.task in ("lm", "mlm") and recipe.model.seq_len % CHUNKS == 0
 
 
 def _more_devices(recipe: Recipe, sizes: Mapping[str, int]) -> Iterator[list[str]]:

@@ -20,7 +20,8 @@ def _model(setting: Setting) -> Any:
 
 def _rows(setting: Setting) -> Any:
     batch = setting.batch
-    return setting.recipe.task, batch.per_device * batch.data_ranks, setting.stacking and batch.data_ranks
+    recipe = setting.recipe
+    return recipe.task, recipe.loss, batch.per_device * batch.data_ranks, setting.stacking and batch.data_ranks
 
 
 def _shardings(setting: Setting) -> Any:

@@ -12,6 +12,7 @@ from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.models import counts
 from tpshard.models.assemble import evaluating, without_checkpointing
 from tpshard.models.families.routing import weighed_by
+from tpshard.models.objectives.chunked_head import Unprojected, in_chunks
 from tpshard.models.objectives.tasks import TASKS, targets_of_rows
 from tpshard.models.own_code import line_of
 from tpshard.parallelism.annotate import boundary, role
@@ -98,18 +99,26 @@ def _forward(
     inputs = setting.task.inputs(batch)
     with trail.inside(Place("loss", role="loss")):
         targets = targets_of_rows(setting.task, batch)
-    with trail.watch(setting.model), weighed_by(targets), without_checkpointing():
-        output = torch.func.functional_call(setting.model, dict(used), inputs)
-        if not isinstance(output, Tensor):
+    chunks = setting.recipe.loss.chunks
+    with trail.watch(setting.model), weighed_by(targets), without_checkpointing(), in_chunks(chunks):
+        try:
+            output = torch.func.functional_call(setting.model, dict(used), inputs)
+        except (TypeError, AttributeError) as error:
+            if chunks == 1 or Unprojected.__name__ not in str(error):
+                raise
+            raise _whole_logits(setting) from error
+        if chunks > 1 and not isinstance(output, Unprojected):
+            raise _whole_logits(setting)
+        if not isinstance(output, (Tensor, Unprojected)):
             raise _misfit(setting, output)
-        logits = role(output, "logits")
+        logits: Any = role(output, "logits") if isinstance(output, Tensor) else output
     with trail.inside(Place("loss", role="loss")):
         try:
             return setting.task.loss(logits, batch)
         except Exception as error:
             if setting.recipe.task not in TASKS or line_of(error) is not None:
                 raise
-            raise _misfit(setting, logits) from error
+            raise _misfit(setting, output) from error
 
 
 def _misfit(setting: Setting, output: object) -> Mistakes:
@@ -122,6 +131,16 @@ def _misfit(setting: Setting, output: object) -> Mistakes:
         f"{needed.get(task, '[batch, seq, vocab]')}",
         exit=Exit.RECIPE, where=setting.recipe.where(f"model.{setting.recipe.model.named_by}"),
         fix="return one tensor of logits from forward, or write a task of your own (docs/models.md)",
+    )  # fmt: skip
+
+
+def _whole_logits(setting: Setting) -> Mistakes:
+    """The mistake that a model's logits are not simply the product of its head."""
+    return Mistakes.one(
+        f"{type(setting.model).__name__} does more to its logits than to compute them", exit=Exit.FIT,
+        where=setting.recipe.where("loss.chunks"),
+        why="chunks of the loss need a model that ends with the product of its head, without a cap or an adapter",
+        fix="remove it; a model of your own may end with tpshard.models.objectives.chunked_head.project",
     )  # fmt: skip
 
 

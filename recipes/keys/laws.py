@@ -84,6 +84,18 @@ def task_of_model(recipe: Recipe) -> Iterator[Diagnostic]:
         yield violation(recipe, "task", message, fix=fix, also=also)
 
 
+def chunks_of_loss(recipe: Recipe) -> Iterator[Diagnostic]:
+    """Requires that the chunks of the loss divide a sequence, and that the task is one of text."""
+    chunks, seq = recipe.loss.chunks, recipe.model.seq_len
+    if chunks > 1 and recipe.task not in ("lm", "mlm"):
+        message, why = f"`task: {recipe.task}` computes its loss from whole logits", "only lm and mlm have chunks"
+        yield violation(recipe, "loss.chunks", message, why, "remove it", {"task": "the task"})
+    elif seq % chunks:
+        most = next(n for n in range(min(chunks, seq), 0, -1) if seq % n == 0)
+        message = f"a sequence of {seq:,} tokens is not divided by {chunks:,} chunks"
+        yield violation(recipe, "loss.chunks", message, "each has as many tokens", f"loss.chunks: {most}")
+
+
 def steps_hold_warmup(recipe: Recipe) -> Iterator[Diagnostic]:
     warmup, steps = recipe.schedule.warmup_steps, recipe.train.steps
     if warmup > steps:
@@ -300,6 +312,7 @@ LAWS: tuple[tuple[Law, tuple[str, ...]], ...] = (
     (one_model, ("model",)),
     (arguments_are_whole, ("model",)),
     (task_of_model, ("task", "model")),
+    (chunks_of_loss, ("loss", "task", "model.seq_len")),
     (one_rest, ("mesh", "serve.mesh")),
     (form_of_rows, ("data",)),
     (weights_of_sources, ("data",)),

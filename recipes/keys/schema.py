@@ -63,6 +63,7 @@ class Recipe(Section):
     )
     """The training task: next token, masked tokens, classes of frames, classes of voxels, or your own task as
     package:Class. Frames and volumes are generated, seq_len long."""
+    loss: training.Loss = field(default_factory=training.Loss)
     sharding: ShardingSection = field(default_factory=ShardingSection)
     fsdp: Fsdp = field(default_factory=Fsdp)
     remat: Literal["none", "full", "selective"] | RematEvery | tuple[str, ...] = "selective"

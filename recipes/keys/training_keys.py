@@ -92,6 +92,15 @@ class Schedule(Section):
     """The lowest learning rate, as a share of the peak."""
 
 
+class Loss(Section):
+    """How the loss of `task` is computed."""
+
+    chunks: Count = 1
+    """Parts of a sequence's tokens whose logits are computed one after another, with their gradients in the forward
+    pass, so that those of all tokens are never in memory: a step's peak falls where the vocabulary is large. The loss
+    is the same. For lm and mlm."""
+
+
 class Profile(Section):
     """A trace of real steps, written beside the planned one to `profile/` of the run's folder, with the largest
     differences."""

@@ -22,8 +22,8 @@ UNTOLD = (
 )  # fmt: skip
 """Sections in which a change is not recorded: they do not say what a step computes."""
 FREE = (
-    "cluster", "mesh", "sharding", "fsdp", "remat", "compile", "pipeline", "batch.per_device", "train.steps",
-    "train.tokens", "train.on_nonfinite", "train.profile", "data.bad_rows", "schedule.decay_steps",
+    "cluster", "mesh", "sharding", "fsdp", "remat", "compile", "pipeline", "batch.per_device", "loss.chunks",
+    "train.steps", "train.tokens", "train.on_nonfinite", "train.profile", "data.bad_rows", "schedule.decay_steps",
 )  # fmt: skip
 """Keys and sections that may change: where and how the same steps are computed, and how many. Where the end of the
 schedule changes the next step's learning rate, the loop shows both."""
