@@ -36,6 +36,11 @@ _KINDS = {
     "h200": ("H200", 141),
     "h200-x4": ("H200", 141),
     "b200": ("B200", 180),
+    "b300": ("B300", 288),
+    "gb200": ("GB200", 186),
+    "gb300": ("GB300", 288),
+    "rtx-4090": ("RTX 4090", 24),
+    "rtx-a6000": ("RTX A6000", 48),
 }
 """For each kind of device, the driver's name for it and its memory in GB."""
 
@@ -189,7 +194,7 @@ def kind_problems(kind: str, driver: Driver) -> Iterator[Diagnostic]:
     if kind not in _KINDS:
         return
     for gpu in driver.gpus[:1]:
-        sizes = {k: size for k, (name, size) in _KINDS.items() if name in gpu.name}
+        sizes = {k: size for k, (name, size) in _KINDS.items() if re.search(rf"\b{name}\b", gpu.name)}
         same = [k for k, size in sizes.items() if not gpu.total or 0.85 < gpu.total / (size * 10**9) < 1.15]
         if kind not in same:
             fix = f"cluster.device={same[0]}" if same else "describe it in a file: cluster.device=mine.yaml"

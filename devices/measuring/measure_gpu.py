@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import torch
@@ -28,8 +29,9 @@ def best(run: Callable[[], object], times: int = 10) -> float:
 
 def nearest(name: str, memory: int) -> str:
     """The name of the shipped device that is most like a GPU of this name and memory; its links are assumed."""
-    kinds = {"A100": "a100", "H100": "h100", "H200": "h200", "B200": "b200"}
-    family = next((short for long, short in kinds.items() if long in name), "h100")
+    kinds = {"A100": "a100", "H100": "h100", "H200": "h200", "GB200": "gb200", "GB300": "gb300", "B200": "b200",
+             "B300": "b300", "RTX 4090": "rtx-4090", "RTX A6000": "rtx-a6000"}  # fmt: skip
+    family = next((short for long, short in kinds.items() if re.search(rf"\b{long}\b", name)), "h100")
     candidates = [shipped for shipped in DEVICES if shipped.startswith(family)] or ["h100-sxm-80g"]
     return min(candidates, key=lambda shipped: (abs(device(shipped).memory_bytes - memory), shipped))
 

@@ -54,6 +54,7 @@ PLAN = {
     "memory.largest[].category": "what it holds,",
     "memory.largest[].bytes": "and bytes.",
     "time.step_s": "Seconds of a step.",
+    "time.step_range_s": "The range of `step_s` on a device of which only the data sheet is known, or null.",
     "time.compute_s": "Seconds of computing.",
     "time.comm_s": "Seconds of collectives.",
     "time.exposed_comm_s": "Seconds of collectives during which nothing is computed.",

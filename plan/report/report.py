@@ -17,6 +17,7 @@ from tpshard.plan.report.screen import screen
 from tpshard.plan.step.forecast import Forecast
 from tpshard.plan.step.pricing import Line, Pricing
 from tpshard.plan.step.skew import Skew
+from tpshard.plan.step.time_range import time_range
 from tpshard.plan.step.units import SCHEMA, round_figure
 from tpshard.programs.setting.stacked_layers import Stacking
 from tpshard.programs.step.training_step import TrainingPrograms
@@ -207,6 +208,11 @@ class Report:
         return total
 
     @property
+    def step_range_s(self) -> tuple[float, float] | None:
+        """Seconds of the shortest and the longest step on a device of which only the data sheet is known; else None."""
+        return time_range(self.pricing, self.work_seconds())
+
+    @property
     def provenance(self) -> dict[str, str]:
         """The basis of each figure: exact, calibrated or roofline."""
         times = self._label("time")
@@ -299,6 +305,7 @@ class Report:
             },
             "time": {
                 "step_s": round_figure(times.step_s),
+                "step_range_s": None if self.step_range_s is None else [*map(round_figure, self.step_range_s)],
                 "compute_s": round_figure(times.compute_s),
                 "comm_s": round_figure(times.comm_s),
                 "exposed_comm_s": round_figure(times.exposed_s),

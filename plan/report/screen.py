@@ -290,15 +290,32 @@ def _memory(report: Report) -> list[str]:
     return rows
 
 
+def step_text(report: Report) -> str:
+    """The seconds of a step, or their range on a device of which only the data sheet is known."""
+    both = report.step_range_s
+    return seconds(report.pricing.step_s) if both is None else " to ".join(map(seconds, both))
+
+
+def _spread(report: Report) -> list[str]:
+    """What the figures of a device of which only the data sheet is known rest on."""
+    if report.step_range_s is None:
+        return []
+    return [
+        f"  only the data sheet of {report.pricing.device.name} is known: the range is from what other GPUs reach of "
+        f"theirs, and the rest holds at usual shares: {seconds(report.pricing.step_s)}"
+    ]
+
+
 def _times(report: Report) -> list[str]:
     t, how = report.pricing, label(report, "time")
     work = report.work_seconds()
     rows = [
-        f"TIME  step {seconds(t.step_s)} [{how}] = computing {seconds(t.compute_s)} + slowed by collectives "
+        f"TIME  step {step_text(report)} [{how}] = computing {seconds(t.compute_s)} + slowed by collectives "
         f"{seconds(t.slowed_s)} + exposed {seconds(t.exposed_s)}",
         *([f"  + waiting for other stages {seconds(t.idle_s)}"] if t.pipeline is not None else []),
         f"  matmul {seconds(work['matmul'])}, attention {seconds(work['attention'])}, memory-bound "
         f"{seconds(work['stream'])}, host {seconds(t.fixed_s)}; collectives in all {seconds(t.comm_s)}",
+        *_spread(report),
         f"  {count(report.tokens_per_s_per_device)} tokens/s a device, "
         f"{count(report.tokens_per_s_per_device * report.devices)} in all",
         f"  MFU {100 * report.mfu:.1f}% = {report.useful_flops:.4g} useful FLOPs / ({report.devices} x "

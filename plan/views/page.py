@@ -10,7 +10,7 @@ from importlib import resources
 from tpshard.diagnostics.diagnostic import plural
 from tpshard.parallelism.words import axes_text
 from tpshard.plan.report.report import Edit, Report
-from tpshard.plan.report.screen import LABELS, sharding_text, verdict
+from tpshard.plan.report.screen import LABELS, sharding_text, step_text, verdict
 from tpshard.plan.step.units import count, gib, seconds
 from tpshard.plan.views import page_data, pictures
 
@@ -96,7 +96,7 @@ def _table(
 def _verdict(report: Report) -> str:
     job, times, how = report.job, report.pricing, report.provenance
     cards = [
-        ("step", seconds(times.step_s), how["time"]),
+        ("step", step_text(report), how["time"]),
         ("tokens/s a device", count(report.tokens_per_s_per_device), how["time"]),
         ("MFU", f"{100 * report.mfu:.1f}%", how["mfu"]),
         ("peak memory", gib(report.pricing.peak_bytes), how["memory.peak_bytes"]),

@@ -12,6 +12,7 @@ import pytest
 from small_recipe import RECIPE
 from tpshard.cli.main import run as tpshard
 from tpshard.cli.shared.preflight import model_errors
+from tpshard.parallelism.pricing.cost import Efficiency
 from tpshard.parallelism.why import SourcePlace
 from tpshard.plan import command, planner
 from tpshard.plan.questions import diff
@@ -136,6 +137,16 @@ def test_calibrated_is_what_rests_on_nothing_that_was_not_fitted(report):
     assert "[roofline: inside not fitted]" in screen.screen(without_link)
     served = replace(labels(fitted=every, kind="gpu"), job=replace(report.job, what="decode"))
     assert served.provenance["time"] == "roofline", "a GPU's constants come from training steps"
+
+
+def test_a_device_of_which_the_data_sheet_alone_is_known_has_a_range(report):
+    def on(**changes):
+        return replace(report, pricing=replace(report.pricing, device=replace(report.pricing.device, **changes)))
+
+    sheet = on(fitted={}, kind="gpu", efficiency=Efficiency())
+    least, most = sheet.to_json()["time"]["step_range_s"]
+    assert least < sheet.pricing.step_s < most and f"{seconds(least)} to {seconds(most)}" in screen.screen(sheet)
+    assert on(fitted={"matmul": "measured"}, kind="gpu").step_range_s is None
 
 
 def test_plan_twice_gives_the_same_bytes_and_touches_nothing(small, monkeypatch, capsys):
