@@ -40,8 +40,10 @@ COMMANDS = {
 """The commands, with the line that `--help` shows for each."""
 MODULES = {"job": "job_app", "data": "data_app"}
 """The modules of commands whose own name is another file's."""
-WORKERS = {"train", "launch", "serve", "quantize", "convert"}
+WORKERS = {"train", "launch", "serve", "quantize", "convert", "recipes cp"}
 """The commands whose result is not what they print: their exit code tells of it, though stdout cannot be written."""
+PRINTS = {"--check", "--help", "-h"}
+"""The options with which these print their result, too."""
 
 
 class _AsGiven:
@@ -174,9 +176,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         streams.require_written()
     except Mistakes as mistakes:
-        report(mistakes)
-        if code == Exit.DONE and (line[0] not in WORKERS or "--check" in line):
+        if code == Exit.DONE and (not WORKERS & {line[0], " ".join(line[:2])} or PRINTS.intersection(line)):
+            report(mistakes)
             code = mistakes.exit
+        else:
+            _say(f"warning: {mistakes.diagnostics[0].message}")
     sys.stderr.flush()
     sys.exit(code)
 
