@@ -13,6 +13,7 @@ from tpshard.cli.shared.local_generation import (
     READ,
     LocalModel,
     MaxTokens,
+    Named,
     Seed,
     Stop,
     Temperature,
@@ -28,6 +29,7 @@ System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="Wh
 def chat(
     source: Source,
     overrides: Overrides = None,
+    adapter: Named = None,
     system: System = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
@@ -43,7 +45,7 @@ def chat(
     """
     changes = on_device(overrides, device)
     refuse_unread("chat", changes, READ, "the model is stored")
-    body = given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop)
+    body = given(model=adapter, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop)
     messages = [] if system is None else [{"role": "system", "content": system}]
     with local_model(source, changes, body, chats=True) as model:
         _converse(model, messages, body, as_json)

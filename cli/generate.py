@@ -12,6 +12,7 @@ from tpshard.cli.shared.arguments import Device, Json, Overrides, on_device, ref
 from tpshard.cli.shared.local_generation import (
     READ,
     MaxTokens,
+    Named,
     Seed,
     Stop,
     Temperature,
@@ -28,6 +29,7 @@ def generate(
     source: Source,
     prompt: Prompt,
     overrides: Overrides = None,
+    adapter: Named = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
     top_p: TopP = None,
@@ -43,7 +45,7 @@ def generate(
     changes = on_device(overrides, device)
     refuse_unread("generate", changes, READ, "the model is stored")
     text = sys.stdin.read() if prompt == "-" else prompt
-    body = given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop)
+    body = given(model=adapter, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop)
     with local_model(source, changes, body) as model:
         answer = model.answer({"prompt": text, **body}, (lambda _: None) if as_json else to_stdout)
     print(json.dumps(answer.whole()) if as_json else "", flush=True)

@@ -154,7 +154,8 @@ def _run(loaded: Recipe, model: SourceModel, need: Need, sock: Any, key: str | N
     service = start_service(loaded, model, need)
     folder, rows = str(model.tokenizer), need.programs.vocab
     pool = PreprocessPool(PreprocessSetup(folder, rows, tokenizer.chat_template, loaded.name, defaults))
-    server = Server(loaded.name, service, tokenizer, pool, need.programs.listed, defaults)
+    root = None if section.adapter_root is None else Path(section.adapter_root)
+    server = Server(loaded.name, service, tokenizer, pool, need.programs.listed, defaults, root)
     app = make_app(server, Access(key, section.cors, local=key is None and is_loopback(section.host)))
     stop = _to_wandb(loaded, service)
     try:
@@ -221,9 +222,15 @@ def start_service(loaded: Recipe, model: SourceModel, need: Need) -> Service:
     job = Job.of(need.programs, model.name, need.blocks)
     limits = Limits(running=section.requests, queue=section.queue, request_s=section.request_s, grace_s=section.grace_s)
     torch.set_num_threads(1)  # idle threads of this process would spin on the ranks' cores
-    service = Service(lambda: Ranks([sys.executable, "-m", "tpshard.cli.shared.serve_worker"], job), limits, Metrics())
+    command = [sys.executable, "-m", "tpshard.cli.shared.serve_worker"]
+    service = Service(lambda: Ranks(command, job), limits, Metrics(), section.adapters)
     try:
         service.start()
+    except ValueError as error:
+        raise Mistakes.one(
+            "an adapter cannot be loaded", exit=Exit.CHECKPOINT, where=loaded.where("serve.adapters"), why=str(error),
+            fix="correct it, or name another",
+        ) from error  # fmt: skip
     except WorkerLost as error:
         if error.exit == Exit.CHECKPOINT:
             raise Mistakes.one(

@@ -29,7 +29,7 @@ from pathlib import Path
 from tpshard.diagnostics.diagnostic import Mistakes
 from tpshard.files.atomic import write_bytes
 from tpshard.files.folder_json import read_regular
-from tpshard.models.folders.folder_identity import folder_identity, weights_identity
+from tpshard.models.folders.folder_identity import adapters_identity, folder_identity, weights_identity
 from tpshard.plan import saved_plan
 from tpshard.programs.fit.recipe_model import model_of
 from tpshard.recipes.keys.schema import Recipe
@@ -129,6 +129,8 @@ def entry_of(recipe: Recipe, *inputs: object) -> PlanEntry | None:
         stored = dict(weights_identity(spec.source.folder)) if spec.source.folder is not None else {}
         if Path(recipe.serve.checkpoint, "config.json").is_file():
             stored |= {**folder_identity(recipe.serve.checkpoint), **weights_identity(recipe.serve.checkpoint)}
+        for folder in recipe.serve.adapters.values():
+            stored |= adapters_identity(folder)
         made_with = json.dumps([saved_plan.versions(recipe), stored], sort_keys=True)
         parts = [recipe.to_yaml(resolved=True), recipe.file, repr(recipe._places), repr(inputs), made_with]
     except (Mistakes, ValueError, OSError):

@@ -16,6 +16,7 @@ from tpshard.models.families.config import ModelConfig
 from tpshard.models.family_model import FamilyModel
 from tpshard.parallelism.runtime.context import alone
 from tpshard.parallelism.simulate import cut, run_lockstep
+from tpshard.programs.server.adapter_slots import open_adapters, slot_values
 from tpshard.programs.server.serve_setting import ServeSetting, Size
 from tpshard.programs.server.served import Served, model_to_serve
 from tpshard.programs.server.serving import BLOCK_SIZE, ServingPrograms, build_serving
@@ -103,8 +104,18 @@ class Lockstep:
         self.vocab, self.max_seq = programs.vocab, s.max_seq
         self.max_rows, self.max_logit_rows = s.most, s.logit_rows(s.most)
         self.chunks = s.chunks if s.states else None
+        self.slots = 0 if s.slots is None else s.slots.count
         self._fill = [
-            Filler(weights, programs.arrangement, programs.shapes, s.mesh, rank, torch.device("cpu"), blocks)
+            Filler(
+                weights,
+                programs.arrangement,
+                programs.shapes,
+                s.mesh,
+                rank,
+                torch.device("cpu"),
+                blocks,
+                programs.slotted,
+            )
             for rank in range(s.mesh.ranks)
         ]
 
@@ -126,6 +137,12 @@ class Lockstep:
         for other in results[1:]:
             assert torch.equal(results[0][0], other[0])
         return results[0][0][: len(batch.logit_rows)]
+
+    def adapt(self, slot: int, folder: str) -> None:
+        values = slot_values(open_adapters(Path(folder), self.programs.setting.served.spec))
+        for port in self.programs.any.inputs:
+            for fill in self._fill if port.name in self.programs.slotted else ():
+                fill.put(port, slot, values.get(port.name))
 
     def check(self) -> None: ...
 

@@ -35,6 +35,7 @@ Temperature = Annotated[
 ]
 TopP = Annotated[float | None, typer.Option("--top-p", metavar="P", help="Draw from the likeliest tokens of this sum.")]
 Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="Draw the same tokens again.")]
+Named = Annotated[str | None, typer.Option("--adapter", metavar="NAME", help="Answer with this of `serve.adapters`.")]
 Stop = Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="End before this text; repeatable.")]
 
 
@@ -58,8 +59,9 @@ class LocalModel:
         service, tokenizer = self.service, self.preprocessor.tokenizer
         try:
             order = parse({"model": self.preprocessor.model, **body}, self.preprocessor.defaults)
-            prepared = self.preprocessor.prepare(order, service.limit, service.vocab)
-            ordered = sequences(prepared.order, prepared.prompts, tokenizer, service.limit)
+            prepared = self.preprocessor.prepare(order, service.limit, service.vocab, service.adapters)
+            adapter = service.adapters.get(order.model)
+            ordered = sequences(prepared.order, prepared.prompts, tokenizer, service.limit, adapter)
             answer = Answer(prepared.order, ordered, tokenizer, prepared.echoes)
             (choice,) = answer.choices
             events: queue.Queue[list[Event]] = queue.Queue()

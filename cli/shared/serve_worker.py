@@ -34,7 +34,7 @@ def prepare(job: Job) -> tuple[ServingPrograms, Weights]:
     recipe = loads(job.recipe)
     model = open_source(job.source, modules=True, trusted=recipe)
     kind = "cpu" if job.device == "cpu" else "gpu"
-    setting = ServeSetting.of(recipe, stored_model(recipe, model), kind)  # type: ignore[arg-type]
+    setting = ServeSetting.of(recipe, stored_model(recipe, model), kind, job.slots)  # type: ignore[arg-type]
     return build_serving(setting), stored_weights(model)
 
 

@@ -129,7 +129,7 @@ class AdaptedModel(ModelSpec):
                 named.pop(f"{path}.{leaf}", None)
                 if weight is not None:
                     *stack, out, into = weight.dims if not layer.lora.layer.turned else (*weight.dims[::-1],)
-                    own = {"out": out, "in": into, "expert": stack[0] if stack else "", "rank": "rank"}
+                    own = {"out": out, "in": into, "expert": stack[0] if stack else "", "rank": "rank", "slot": "slot"}
                     named[f"{path}.{leaf}"] = Naming(tuple(own[dim] for dim in dims), weight.by)
         return named
 

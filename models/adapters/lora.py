@@ -17,7 +17,7 @@ ALL_LINEAR = "all-linear"
 """Stands for every linear layer but the head, as in PEFT."""
 A, B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude"
 """The names of an adapter's parameters beside the `weight` of its layer: [rank, inputs], [outputs, rank], and with DoRA
-[outputs]. Experts have one of each: [expert, rank, inputs]."""
+[outputs]. Experts have one of each: [expert, rank, inputs]; so have a server's slots."""
 
 
 class LoraError(ValueError):
@@ -62,11 +62,14 @@ class Adapter:
     """The factor of what it adds."""
     dropout: float = 0.0
     dora: bool = False
+    slots: int = 0
+    """How many adapters a server holds for the layer at once; 0: there is one."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of its parameters by leaf."""
-        one, stack = self.layer, (self.layer.experts,) if self.layer.experts else ()
+        one, count = self.layer, self.slots or self.layer.experts
+        stack = (count,) if count else ()
         shapes = {A: (*stack, self.rank, one.inputs), B: (*stack, one.outputs, self.rank)}
         return shapes | ({MAGNITUDE: (one.outputs,)} if self.dora else {})
 

@@ -1,18 +1,20 @@
 """Adapted layers: a module keeps its class, its parameters and their names, and gets `lora_A` and `lora_B` beside them.
 
 A linear layer adds what its adapter computes to its result. Experts add the product of both factors to their weights,
-since their weights are read and not their modules called. Both are PEFT's arithmetic.
+since their weights are read and not their modules called. Both are PEFT's arithmetic. A server's linear layers have
+adapters in several slots, and each row names the slot of its own.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from tpshard.kernels.experts.expert_linear import expert_linear
 from tpshard.models.adapters.lora import MAGNITUDE, A, Adapter, B
 
 
@@ -53,6 +55,25 @@ class _Experts(AdaptedLayer):
         return own + (torch.bmm(self.lora_B, self.lora_A) * self.lora.scaling).to(own.dtype)
 
 
+@dataclass
+class RowSlots:
+    """The slot of each row's adapter, int64 [1, rows]; a row whose slot is outside of 0 .. slots - 1 has none.
+    None: no row has one."""
+
+    of_rows: Tensor | None = None
+
+
+class _Slots(AdaptedLayer):
+    row_slots: RowSlots
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        own: Tensor = super().forward(x, *args, **kwargs)  # type: ignore[operator]
+        if self.row_slots.of_rows is None:
+            return own
+        slots = self.row_slots.of_rows.reshape(*x.shape[:-1], 1)
+        return own + expert_linear(expert_linear(x.unsqueeze(-2), slots, self.lora_A), slots, self.lora_B).squeeze(-2)
+
+
 def _row_norms(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     """The norm of each row of an adapted weight, of which no gradient is taken (Liu et al. 2024, section 4.3)."""
     whole = (weight + scaling * (b @ a)).detach()
@@ -67,7 +88,8 @@ def _adapted_class(cls: type[nn.Module], mixed: type[AdaptedLayer]) -> type[nn.M
 def adapt(model: nn.Module, adapter: Adapter) -> None:
     """Gives a layer of a model its adapter, whose parameters are fp32 on `meta`."""
     module: Any = model.get_submodule(adapter.layer.path)
-    module.__class__ = _adapted_class(module.__class__, _Experts if adapter.layer.experts else _Linear)
+    mixed = _Slots if adapter.slots else _Experts if adapter.layer.experts else _Linear
+    module.__class__ = _adapted_class(module.__class__, mixed)
     module.lora = replace(adapter, layer=replace(adapter.layer, path="", theirs=""))  # alike in layers that are alike
     module.training = True  # classes of transformers are built without dropout of their own
     for leaf, shape in adapter.shapes.items():
@@ -75,8 +97,9 @@ def adapt(model: nn.Module, adapter: Adapter) -> None:
 
 
 def lora_leaves(adapter: Adapter) -> dict[str, tuple[str, ...]]:
-    """For each parameter of an adapter, its dims by the names of the weight's: `out`, `in` and `expert`."""
-    stack = ("expert",) if adapter.layer.experts else ()
+    """For each parameter of an adapter, its dims by the names of the weight's: `out`, `in` and `expert`; a server's
+    `slot`."""
+    stack = ("slot",) if adapter.slots else ("expert",) if adapter.layer.experts else ()
     leaves: dict[str, tuple[str, ...]] = {A: (*stack, "rank", "in"), B: (*stack, "out", "rank")}
     return leaves | ({MAGNITUDE: ("out",)} if adapter.dora else {})
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +18,12 @@ from tpshard.models.adapters import peft_config
 from tpshard.models.adapters.adapted_model import AdaptedModel
 from tpshard.models.adapters.lora import MAGNITUDE
 from tpshard.models.folders.folder_files import copy_small_files
+from tpshard.models.folders.hf_headers import entries
 from tpshard.models.model_spec import ModelSpec
 
 PREFIX = "base_model.model."
+FLOATING = ("F64", "F32", "BF16", "F16")
+"""The dtypes of adapters, as safetensors names them."""
 VECTOR = "lora_magnitude_vector"
 """DoRA's magnitudes in PEFT's files."""
 
@@ -50,16 +54,10 @@ class PeftFolder:
         return adapters
 
     @cached_property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """All tensors of the folder by name, without PEFT's prefixes and the names of versions."""
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        try:
-            stored = load_file(self.folder / peft_config.WEIGHTS)
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{self.folder / peft_config.WEIGHTS} cannot be read: {error}") from error
-        return {_ours(name): tensor for name, tensor in stored.items()}
+    def stored(self) -> Mapping[str, tuple[str, Mapping[str, Any]]]:
+        """For each tensor, by its name without PEFT's prefixes and the names of versions: its name in the file, and
+        what the file's header says of it."""
+        return {_ours(name): (name, entry) for name, entry in entries(self.folder, peft_config.WEIGHTS).items()}
 
     @cached_property
     def places(self) -> Mapping[str, tuple[list[str], tuple[int, ...]]]:
@@ -68,21 +66,28 @@ class PeftFolder:
 
     def _check(self) -> None:
         expected = {name: shape for names, shape in self.places.values() for name in names}
-        wrong = [f"`{name}` is missing" for name in expected if name not in self.tensors]
-        for name, tensor in self.tensors.items():
+        wrong = [f"`{name}` is missing" for name in expected if name not in self.stored]
+        for name, (_, entry) in self.stored.items():
             if name not in expected:
                 wrong.append(f"`{name}` belongs to no adapter that adapter_config.json names")
-            elif tuple(tensor.shape) != expected[name]:
-                wrong.append(f"`{name}` is {list(tensor.shape)}, the model makes it {list(expected[name])}")
-            elif not tensor.is_floating_point():
-                wrong.append(f"`{name}` is of dtype {tensor.dtype}")
+            elif entry["shape"] != list(expected[name]):
+                wrong.append(f"`{name}` is {entry['shape']}, the model makes it {list(expected[name])}")
+            elif entry["dtype"] not in FLOATING:
+                wrong.append(f"`{name}` is of dtype {entry['dtype']}")
         if wrong:
             more = f"; and {len(wrong) - 3} more" if wrong[3:] else ""
             raise ValueError(f"{self.folder} holds adapters of another model: {'; '.join(wrong[:3])}{more}")
 
     def read(self, name: str) -> Tensor:
         """A whole parameter of the adapters, or one that was trained beside them."""
-        parts = [self.tensors[one] for one in self.places[name][0]]
+        from safetensors import SafetensorError, safe_open
+
+        file = self.folder / peft_config.WEIGHTS
+        try:
+            with safe_open(file, "pt") as opened:
+                parts = [opened.get_tensor(self.stored[one][0]) for one in self.places[name][0]]
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file} cannot be read: {error}") from error
         return torch.stack(parts) if _stacked(self.spec, name) else parts[0]
 
     def block(self, name: str, starts: Sequence[int], sizes: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:

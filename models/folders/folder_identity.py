@@ -18,6 +18,12 @@ def folder_identity(folder: str | os.PathLike[str]) -> dict[str, str]:
     return {str(path): _hash(read_regular(path)) for path in paths if path.is_file()}
 
 
+def adapters_identity(folder: str | os.PathLike[str]) -> dict[str, str]:
+    """The hash of what a plan reads of a folder with adapters: their settings."""
+    path = Path(folder, "adapter_config.json")
+    return {str(path): _hash(read_regular(path))} if path.is_file() else {}
+
+
 def weights_identity(folder: str | os.PathLike[str]) -> dict[str, str]:
     """The hash of what a plan reads of a folder's weights: names, shapes and places of tensors, and the order of the
     inputs of act-order layers (`g_idx`). ValueError and OSError as `hf_headers.homes`."""

@@ -47,6 +47,18 @@ class Logprob:
     top: tuple[tuple[int, float], ...]
 
 
+@dataclass(frozen=True, eq=False)
+class LoadedAdapter:
+    """An adapter that a server holds; the same folder loaded again is another one."""
+
+    name: str
+    """The model that requests ask for."""
+    folder: str
+    slot: int
+    root: Digest
+    """What the digests of its cached blocks begin with: no other adapter's, and not those of the model alone."""
+
+
 class TokenCounts:
     """The tokens of a sequence so far, for penalties; brought up to date as tokens come."""
 
@@ -84,6 +96,8 @@ class Sequence:
     stop_tokens: frozenset[int] = frozenset()
     prompt_logprobs: bool = False
     """Whether to score the prompt too (echo)."""
+    adapter: LoadedAdapter | None = None
+    """The adapter with which it is computed; None: the model alone."""
     id: int = field(default_factory=itertools.count().__next__)
     arrived: float = field(default_factory=time.monotonic)
 

@@ -151,5 +151,6 @@ class Scheduler:
     def _digest(self, s: Sequence, block: int) -> bytes:
         while len(s.digests) <= block:
             start = len(s.digests) * self._size
-            s.digests.append(chain(s.digests[-1] if s.digests else ROOT, s.tokens[start : start + self._size]))
+            root = ROOT if s.adapter is None else s.adapter.root
+            s.digests.append(chain(s.digests[-1] if s.digests else root, s.tokens[start : start + self._size]))
         return s.digests[block]

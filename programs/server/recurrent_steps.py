@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from tpshard.kernels.recurrences.state_pool import READ_STATE, WRITE_STATE
+from tpshard.models.adapters.lora_modules import RowSlots
 from tpshard.models.assemble import evaluating
 from tpshard.models.transformers.state_cache import continuing
 from tpshard.parallelism.annotate import role
@@ -57,15 +58,19 @@ def state_shapes(model: nn.Module) -> dict[str, StateShape]:
 def capture_model(model: nn.Module, shapes: Mapping[str, StateShape], rows: int, chunk: bool) -> tuple[Graph, set[str]]:
     """The model's computation of a step's rows as a graph, and the paths of its recurrent modules.
 
-    Inputs: tokens, positions [1, rows], the states of these `shapes`, [rows, ...] or [1, ...] for a chunk, and the
-    parameters. Outputs: logits [rows, vocab], and the new states.
+    Inputs: tokens, positions [1, rows], with slots for adapters the rows' slots [1, rows], the states of these
+    `shapes`, [rows, ...] or [1, ...] for a chunk, and the parameters. Outputs: logits [rows, vocab], new states.
     """
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     trail, recurrent = Trail(), set[str]()
+    row_slots: RowSlots | None = getattr(model, "row_slots", None)
 
     def forward(
-        tokens: Tensor, positions: Tensor, states: dict[str, Tensor], parameters: dict[str, Tensor]
-    ) -> list[Tensor]:
+        tokens: Tensor, positions: Tensor, slots: list[Tensor], states: dict[str, Tensor],
+        parameters: dict[str, Tensor],
+    ) -> list[Tensor]:  # fmt: skip
+        if row_slots is not None:
+            (row_slots.of_rows,) = slots
         if shapes and not chunk:
             tokens, positions = tokens.transpose(0, 1), positions.transpose(0, 1)
         arguments = (tokens, None, positions)
@@ -77,13 +82,16 @@ def capture_model(model: nn.Module, shapes: Mapping[str, StateShape], rows: int,
         new_states = [] if cache is None else [cache.held[name] for name in shapes]
         return [role(logits.flatten(0, 1), "logits"), *new_states]
 
-    row = [torch.empty(1, rows, dtype=torch.int64, device="meta") for _ in range(2)]
+    tokens, positions, *slots = (
+        torch.empty(1, rows, dtype=torch.int64, device="meta") for _ in range(2 if row_slots is None else 3)
+    )
     states = {
         name: torch.empty(1 if chunk else rows, *state.shape[1:], dtype=state.dtype, device="meta")
         for name, state in shapes.items()
     }
     with torch.no_grad(), evaluating(model), trail.watch(model):
-        graph = capture(forward, [*row, states, parameters], ["tokens", "positions", *states, *parameters], trail)
+        names = ["tokens", "positions", *(["adapters"] if slots else []), *states, *parameters]
+        graph = capture(forward, [tokens, positions, slots, states, parameters], names, trail)
     return graph, recurrent
 
 

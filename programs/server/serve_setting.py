@@ -14,11 +14,13 @@ from tpshard.diagnostics.diagnostic import Exit, Mistakes, join
 from tpshard.kernels.linear import TILE
 from tpshard.kernels.quantized.int4 import DENSE_ROWS, agrees
 from tpshard.kernels.quantized.quantized_linear import multiplies
+from tpshard.models.adapters.slotted_model import Slots, SlottedModel
 from tpshard.models.folders.hf_folder import DTYPES
 from tpshard.models.model_spec import ModelSpec
 from tpshard.models.transformers.patch_attention import limit_length
 from tpshard.parallelism.mesh import Mesh
 from tpshard.programs.fit.wrong_model import wrong_model
+from tpshard.programs.server.adapter_slots import slots_of
 from tpshard.programs.server.padding import padded_mlp
 from tpshard.programs.server.recurrent_steps import CHUNK, StateShape, forgotten, state_shapes
 from tpshard.programs.server.served import Served
@@ -51,19 +53,22 @@ class ServeSetting:
     mesh: Mesh
     served: Served
     kind: Kind
+    slots: Slots | None = None
+    """The room for adapters; None: there are none."""
     padding: bool = True
     """Whether the MLP is padded to a width that the devices divide."""
 
     @staticmethod
-    def of(recipe: Recipe, served: Served, kind: Kind) -> ServeSetting:
-        """The setting of a recipe. Mistakes (exit 4) where `serve.mesh` does not fit the model's heads."""
+    def of(recipe: Recipe, served: Served, kind: Kind, slots: Slots | None = None) -> ServeSetting:
+        """The setting of a recipe. slots: the room for adapters; default: what the recipe says. Mistakes (exit 4) where
+        `serve.mesh` does not fit the model's heads, exit 7 for adapters that cannot be served with it."""
         if recipe.task != "lm":
             raise Mistakes.one(
                 f"a model with `task: {recipe.task}` cannot be served", exit=Exit.FIT, where=recipe.where("task"),
                 why="a server predicts the next token", fix="serve a model that is trained with task: lm",
             )  # fmt: skip
         mesh = Mesh({axis: max(1, size) for axis, size in recipe.serve.mesh.items()})
-        setting = ServeSetting(recipe, mesh, served, kind)
+        setting = ServeSetting(recipe, mesh, served, kind, slots or slots_of(recipe, served.spec))
         ways, outline = setting.ways("heads"), served.spec.outline
         if outline is not None and not outline.divides("heads", ways):
             fit = join(str(n) for n in range(1, outline.heads + 1) if outline.divides("heads", n))
@@ -79,13 +84,12 @@ class ServeSetting:
 
     @cached_property
     def spec(self) -> ModelSpec:
-        """The model as this server computes it: with an MLP that its devices divide."""
-        outline, quantized = self.served.spec.outline, self.served.quantized
-        if outline is None or not self.padding:
-            return self.served.spec.served()
-        return self.served.spec.served(
-            padded_mlp(outline, self.ways("mlp"), 1 if quantized is None else quantized.shared)
-        )
+        """The model as this server computes it: with an MLP that its devices divide, and slots for adapters."""
+        outline, quantized, width = self.served.spec.outline, self.served.quantized, None
+        if outline is not None and self.padding:
+            width = padded_mlp(outline, self.ways("mlp"), 1 if quantized is None else quantized.shared)
+        spec = self.served.spec.served(width)
+        return spec if self.slots is None else SlottedModel(spec, slots=self.slots)
 
     @cached_property
     def model(self) -> nn.Module:

@@ -45,9 +45,9 @@ from tpshard.programs.setting.annotations import annotate, fixed, name_dims
 
 BLOCK_SIZE = 16
 """Positions per block of the cache."""
-STEP = ("tokens", "positions", *ROWS, "logit_rows", "states")
+STEP = ("tokens", "positions", *ROWS, "logit_rows", "states", "adapters")
 """Inputs of every step: tokens, positions, slots, sequences [1, rows], tables [rows + 1, blocks], logit_rows [n]; with
-recurrent layers also states [rows], or [1] for a chunk."""
+recurrent layers also states [rows], or [1] for a chunk; with adapters the slot of each row's, adapters [1, rows]."""
 WHOLE = [fixed(replicated(rank), "a server's rows are whole") for rank in range(3)]
 """The annotation of a value that is replicated on all devices, by its rank."""
 CACHE = Annotation(
@@ -79,6 +79,11 @@ class ServingPrograms:
         """The shapes of the parameters in the programs, and of parts of them; stored ones may be smaller."""
         parts = {name: part.shape for name, part in self.arrangement.parts.items()}
         return {name: tuple(p.shape) for name, p in self.setting.model.named_parameters()} | parts
+
+    @property
+    def slotted(self) -> Collection[str]:
+        """The parameters that hold adapters in slots."""
+        return self.setting.spec.added.keys()
 
     def fitting(self, rows: int) -> Size:
         """The size of the program that runs this many rows, unless they are a chunk."""
@@ -237,12 +242,12 @@ def _capture_rows(setting: ServeSetting, size: Size) -> tuple[Graph, dict[Value,
     which rows may meet."""
     graph, recurrent = capture_model(setting.model, setting.states, max(2, size.rows), size.chunk)
     inside = recurrent if size.chunk else ()
-    tokens, positions = graph.inputs[:2]
+    tokens, positions, *adapters = graph.inputs[: 3 if setting.slots else 2]
     page_attention(graph, positions, BLOCK_SIZE)
     if setting.states:
         held = [value for value in graph.inputs if value.name in setting.states]
         pool_states(graph, positions, held, setting.pool_size)
-    row_dims = rows_of(graph, {tokens: 1, positions: 1}, inside)
+    row_dims = rows_of(graph, dict.fromkeys((tokens, positions, *adapters), 1), inside)
     if size.rows == 1:
         shrink(graph, row_dims)
     return graph, row_dims, inside

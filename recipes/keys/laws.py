@@ -223,8 +223,11 @@ def files_on_this_host(recipe: Recipe) -> Iterator[Diagnostic]:
     """Refuses names of files and folders that are URLs: only a run and its checkpoints are in object stores."""
     for section in ("data", "model", "serve"):
         part = getattr(recipe, section)
-        for key in part.paths:
-            written = part.stored()[key]
+        stored = part.stored()
+        named = [(key, stored[key]) for key in part.paths if not isinstance(stored[key], Mapping)]
+        named += [(f"{key}.{name}", one) for key in part.paths if isinstance(stored[key], Mapping)
+                  for name, one in stored[key].items()]  # fmt: skip
+        for key, written in named:
             if not isinstance(written, str) or not is_url(written):
                 continue
             wrong = wrong_store(re.sub(r"\$\{[^}]*\}", "x", written))
@@ -304,6 +307,17 @@ def weights_of_sources(recipe: Recipe) -> Iterator[Diagnostic]:
             yield violation(recipe, key, message, why, "remove it, or a weight above 0", severity="warning")
 
 
+def adapters_have_room(recipe: Recipe) -> Iterator[Diagnostic]:
+    """Requires that adapters have other names than the model, and that there is room for all of them."""
+    section = recipe.serve
+    if recipe.name in section.adapters:
+        message, why = f"an adapter has the name `{recipe.name}`", "requests ask for the model itself by that name"
+        yield violation(recipe, f"serve.adapters.{recipe.name}", message, why, "another name", {"name": "the model's"})
+    if section.max_loras is not None and section.max_loras < len(section.adapters):
+        message = f"`serve.max_loras` is below the {len(section.adapters)} of `serve.adapters`"
+        yield violation(recipe, "serve.max_loras", message, fix=f"at least {len(section.adapters)}")
+
+
 READ = (
     "optimizer", "schedule", "checkpoint", "data", "task", "fsdp", "logging", "train.steps", "model.rope_scaling",
     "pipeline", "sharding.rules", "serve", "resume",
@@ -329,8 +343,9 @@ LAWS: tuple[tuple[Law, tuple[str, ...]], ...] = (
     (settings_are_read, READ),
     (pipeline_is_possible, PIPELINE),
     (known_store, ("run.dir",)),
-    (files_on_this_host, ("data", "model", "serve.checkpoint")),
+    (files_on_this_host, ("data", "model", "serve.checkpoint", "serve.adapters", "serve.adapter_root")),
     (groups_have_a_rate, ("optimizer",)),
+    (adapters_have_room, ("name", "serve")),
     (profiled_steps, ("train.profile", "train.steps")),
     (stages_have_their_axis, PIPELINE),
 )

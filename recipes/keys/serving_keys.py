@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Annotated, ClassVar, Literal
 
+from tpshard.recipes.keys.adapter_keys import Rank
 from tpshard.recipes.keys.constraints import ALONE, GROUP_SIZE, AxisName, AxisSize, Count, Dtype, form, limits
 from tpshard.recipes.text.section import Section
 
@@ -14,6 +15,11 @@ Origin = Annotated[
     form(
         r"\*|[a-z][a-z0-9+.-]*://[^/\s,?#@A-Z]+", 'an origin, as https://chat.example or http://localhost:3000, or "*"'
     ),
+]
+
+
+ModelName = Annotated[
+    str, form(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,199}", "a name of at most 200 letters, digits and any of . _ : / -")
 ]
 
 
@@ -45,10 +51,18 @@ class Quantize(Section):
 class Serve(Section):
     """The settings of `tpshard serve`."""
 
-    paths: ClassVar[tuple[str, ...]] = ("checkpoint",)
+    paths: ClassVar[tuple[str, ...]] = ("checkpoint", "adapters", "adapter_root")
 
     checkpoint: str = "latest"
     """latest: this run's newest checkpoint; or a checkpoint's folder, or a Hugging Face folder, GPTQ or not."""
+    adapters: Mapping[ModelName, str] = field(default_factory=dict)
+    """Low-rank adapters by the names by which requests ask for them, each a folder in PEFT's format."""
+    adapter_root: str | None = None
+    """Folder from whose folders clients may load further adapters while the server runs; null: none."""
+    max_loras: Annotated[int, limits(least=1, most=1024)] | None = None
+    """Adapters held at once; null: those of `adapters`, and 4 more with `adapter_root`."""
+    max_lora_rank: Rank | None = None
+    """Largest rank of an adapter; null: that of `adapters`, and at least 16 with `adapter_root`."""
     mesh: Mapping[AxisName, AxisSize] = field(default_factory=lambda: {"tp": 4})
     """Mesh axes and sizes of the server."""
     dtype: Dtype | None = None

@@ -175,8 +175,8 @@ class Merged:
                 continue
             self.bad.discard(key_of(inside))
             value = self._layer(item_node, below_key(hint, key_node.text), inside)
-            named = key_node.text in getattr(inner, "paths", ()) and isinstance(value, str)
-            values[key_node.text] = _beside(_as_shell(value), inside, item_node.source) if named else value
+            named = key_node.text in getattr(inner, "paths", ())
+            values[key_node.text] = _named(value, inside, item_node) if named else value
             changes_below = item_node.kind == "map" and item_node.source == key_node.source  # an override of one key
             if not changes_below or inside not in self.places:
                 self.places[inside] = (key_node, item_node)
@@ -226,6 +226,14 @@ def _beside(name: str, path: Path, source: Source) -> str:
     start = re.split(r"[*?\[]", name)[0]
     there = os.path.join(here, start if start == name else os.path.dirname(start))
     return os.path.abspath(os.path.join(here, name)) if os.path.exists(there) and start else name
+
+
+def _named(value: Any, path: Path, node: Node) -> Any:
+    """The name of a file or folder, or a map of such names, as `_as_shell` and `_beside` understand it."""
+    if isinstance(value, dict):
+        entries = [(key.text, item) for key, item in node.entries if key.text in value]
+        return {key: _named(value[key], (*path, key), item) for key, item in entries}
+    return _beside(_as_shell(value), path, node.source) if isinstance(value, str) else value
 
 
 def _as_shell(value: str) -> str:

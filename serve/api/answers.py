@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tpshard.models.folders.folder_tokenizer import FolderTokenizer
-from tpshard.programs.scheduling.request import Event, Logprob, Sequence
+from tpshard.programs.scheduling.request import Event, LoadedAdapter, Logprob, Sequence
 from tpshard.serve.api.field_checks import Refused
 from tpshard.serve.api.fields import Order
 from tpshard.serve.api.text import Writer
@@ -19,9 +19,10 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 
 def sequences(
-    order: Order, prompts: Iterable[tuple[int, ...]], tokenizer: FolderTokenizer, limit: int
-) -> list[Sequence]:
-    """Creates the sequences of an order, `n` for each tokenized prompt.
+    order: Order, prompts: Iterable[tuple[int, ...]], tokenizer: FolderTokenizer, limit: int,
+    adapter: LoadedAdapter | None = None,
+) -> list[Sequence]:  # fmt: skip
+    """Creates the sequences of an order, `n` for each tokenized prompt, which are computed with an adapter.
 
     Raises Refused if a prompt and its answer exceed `limit` tokens, the model's context, or `min_tokens` the answer.
     """
@@ -50,7 +51,7 @@ def sequences(
         created += [
             Sequence(
                 tokens, sampling, most, choice=choice, stop_tokens=ends,
-                prompt_logprobs=order.echo and order.sampling.logprobs is not None,
+                prompt_logprobs=order.echo and order.sampling.logprobs is not None, adapter=adapter,
             )
             for choice in range(order.n)
         ]  # fmt: skip

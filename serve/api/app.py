@@ -11,6 +11,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -22,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tpshard.models.folders.folder_tokenizer import FolderTokenizer
 from tpshard.programs.scheduling.request import Event
 from tpshard.serve.api.access import ENDS, Access, BodyBudget, JsonErrors, KeyGate, LocalGate, bug, read_body, refused
+from tpshard.serve.api.adapter_routes import add_adapter_routes
 from tpshard.serve.api.answers import Answer, Choice, sequences
 from tpshard.serve.api.field_checks import Refused
 from tpshard.serve.api.preprocess import Prepared, no_model
@@ -48,6 +50,8 @@ class Server:
     """Rows and fingerprint of every program."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values of sampling fields that a request does not set."""
+    adapter_root: Path | None = None
+    """The folder below which clients may load adapters; None: they may not."""
     created: int = 0
     budget: BodyBudget = field(default_factory=BodyBudget)
 
@@ -61,7 +65,7 @@ class Server:
         with self.budget.body() as body:
             raw = await read_body(request, self.service.limits, body)
             try:
-                work = self.pool.run(kind, raw, self.service.limit, self.service.vocab)
+                work = self.pool.run(kind, raw, self.service.limit, self.service.vocab, self.service.adapters)
             except Unavailable as error:
                 raise _unavailable() from error
             return await self.while_connected(request.receive, work)
@@ -92,7 +96,10 @@ class Server:
             limit = self.service.limit
         except Unavailable as error:
             raise _unavailable() from error
-        ordered = sequences(order, prepared.prompts, self.tokenizer, limit)
+        adapter = self.service.adapters.get(order.model)
+        if adapter is None and order.model != self.model:
+            raise no_model(order.model)  # it was unloaded meanwhile
+        ordered = sequences(order, prepared.prompts, self.tokenizer, limit, adapter)
         return Answer(order, ordered, self.tokenizer, prepared.echoes)
 
     def _room(self, count: int) -> None:
@@ -251,13 +258,16 @@ def make_app(server: Server, access: Access) -> ASGIApp:
 
     @app.api_route("/v1/models", methods=READ)
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [_card(server)]})
+        names = [server.model, *server.service.adapters]
+        return JSONResponse({"object": "list", "data": [_card(server, name) for name in names]})
 
     @app.api_route("/v1/models/{name:path}", methods=READ)
     async def model(name: str) -> Response:
-        if name != server.model:
+        if name != server.model and name not in server.service.adapters:
             return refused(no_model(name))
-        return JSONResponse(_card(server))
+        return JSONResponse(_card(server, name))
+
+    add_adapter_routes(app, server)
 
     @app.api_route("/health", methods=READ)
     async def health() -> Response:
@@ -291,8 +301,9 @@ def make_app(server: Server, access: Access) -> ASGIApp:
     return JsonErrors(gated)
 
 
-def _card(server: Server) -> dict[str, Any]:
-    card: dict[str, Any] = {"id": server.model, "object": "model", "created": server.created, "owned_by": "tpshard"}
+def _card(server: Server, name: str) -> dict[str, Any]:
+    card: dict[str, Any] = {"id": name, "object": "model", "created": server.created, "owned_by": "tpshard"}
+    card |= {} if name == server.model else {"parent": server.model}
     with suppress(Unavailable):
         card["max_model_len"] = server.service.limit
     named = {key.removeprefix("usual_").replace("model_stop", "stop"): v for key, v in server.defaults.items()}

@@ -15,7 +15,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,10 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Preprocessor:
-    """What turns bodies into tokens: the tokenizer, the chat template, the served model's name, and its defaults."""
+    """What turns bodies into tokens: the tokenizer, the chat template, the served model's name, and its defaults.
+
+    `adapters`, where a method takes them, are the other names that a request may ask for.
+    """
 
     model: str
     tokenizer: FolderTokenizer
@@ -77,22 +80,28 @@ class Preprocessor:
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Values of sampling fields that a request does not set."""
 
-    def run(self, kind: str, raw: bytes, limit: int, vocab: int) -> Prepared | dict[str, Any]:
+    def run(
+        self, kind: str, raw: bytes, limit: int, vocab: int, adapters: Collection[str] = ()
+    ) -> Prepared | dict[str, Any]:
         """Answers a body sent to the route `kind`. Raises Refused.
 
         `limit`: tokens of the model's context. `vocab`: number of tokens that the model knows.
         """
         body = fields.parse(raw)
         if kind == "tokenize":
-            return self._tokenize(fields.tokenize(body), limit)
+            asked = fields.tokenize(body)
+            self._check_model(asked.get("model", self.model), adapters)
+            return self._tokenize(asked, limit)
         if kind == "detokenize":
-            return self._detokenize(fields.detokenize(body))
+            asked = fields.detokenize(body)
+            self._check_model(asked.get("model", self.model), adapters)
+            return self._detokenize(asked)
         parse = fields.chat if kind == "chat" else fields.completion
-        return self.prepare(parse(body, self.defaults), limit, vocab)
+        return self.prepare(parse(body, self.defaults), limit, vocab, adapters)
 
-    def prepare(self, order: Order, limit: int, vocab: int) -> Prepared:
+    def prepare(self, order: Order, limit: int, vocab: int, adapters: Collection[str] = ()) -> Prepared:
         """Tokenizes the prompts of an order. Raises Refused."""
-        self._check_model(order.model)
+        self._check_model(order.model, adapters)
         special = not order.chat if order.add_special_tokens is None else order.add_special_tokens
         place = "messages" if order.chat else "prompt"
         texts = [self._render(dataclasses.asdict(order))] if order.chat else list(order.prompts)
@@ -125,19 +134,17 @@ class Preprocessor:
         return Prepared(dataclasses.replace(order, prompts=(), messages=()), tuple(prompts), tuple(echoes))
 
     def _tokenize(self, asked: Mapping[str, Any], limit: int) -> dict[str, Any]:
-        self._check_model(asked.get("model", self.model))
         text = self._render(asked) if "messages" in asked else asked["prompt"]
         tokens = self._encode(text, asked.get("add_special_tokens", "prompt" in asked))
         names = self.tokenizer.names(tokens) if asked.get("return_token_strs") else None
         return {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": names}
 
     def _detokenize(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        self._check_model(asked.get("model", self.model))
         _check_tokens("tokens", asked["tokens"], self.tokenizer.size)
         return {"prompt": self.tokenizer.decode(asked["tokens"], special=True)}
 
-    def _check_model(self, name: str) -> None:
-        if name != self.model:
+    def _check_model(self, name: str, adapters: Collection[str]) -> None:
+        if name != self.model and name not in adapters:
             raise no_model(name)
 
     def _encode(self, text: str, special: bool) -> list[int]:
@@ -201,7 +208,7 @@ def main() -> None:
         job, raw = _receive(channel)
         signal.setitimer(signal.ITIMER_PROF, SECONDS)  # ends the process, whatever it is in
         try:
-            result = preprocessor.run(job["kind"], raw, job["limit"], job["vocab"])
+            result = preprocessor.run(job["kind"], raw, job["limit"], job["vocab"], job["adapters"])
             header, payload = result.encode() if isinstance(result, Prepared) else ({}, json.dumps(result).encode())
         except Refused as error:
             header, payload = {"refused": vars(error)}, b""

@@ -13,7 +13,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,12 +80,15 @@ class PreprocessPool:
             for _ in range(each or max(1, min(4, (os.cpu_count() or 1) // 4))):
                 lane.put_nowait(self._started())
 
-    async def run(self, kind: str, raw: bytes, limit: int, vocab: int) -> Prepared | bytes:
+    async def run(
+        self, kind: str, raw: bytes, limit: int, vocab: int, adapters: Collection[str] = ()
+    ) -> Prepared | bytes:
         """The result of `Preprocessor.run`, its JSON as bytes. Raises Refused, with 503 where the process was lost."""
         lane = self._lanes[len(raw) > SMALL]
         process = await lane.get()
         # a job goes on when its client leaves: the next frame of the process would be the answer to this one
-        job = asyncio.ensure_future(self._ask(lane, process, {"kind": kind, "limit": limit, "vocab": vocab}, raw))
+        head = {"kind": kind, "limit": limit, "vocab": vocab, "adapters": [*adapters]}
+        job = asyncio.ensure_future(self._ask(lane, process, head, raw))
         self._jobs.add(job)
         job.add_done_callback(self._jobs.discard)
         answer, payload = await asyncio.shield(job)

@@ -3,15 +3,19 @@ runner."""
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
-from tpshard.programs.scheduling.request import Event, Sequence
+from tpshard.programs.scheduling.request import Event, LoadedAdapter, Sequence
 from tpshard.serve.api.metrics import Metrics
 from tpshard.serve.engine.engine import Engine
 from tpshard.serve.engine.step import Runner, WorkerLost
@@ -58,10 +62,21 @@ class Unavailable(Exception):
 
 
 class Service:
-    """Owns the runner and the engine; one thread does all work on them."""
+    """Owns the runner and the engine; one thread does all work on them.
 
-    def __init__(self, make_runner: Callable[[], Runner], limits: Limits, metrics: Metrics) -> None:
+    adapters: the folders of the adapters that are loaded at the start, by the names that requests use.
+    """
+
+    def __init__(
+        self, make_runner: Callable[[], Runner], limits: Limits, metrics: Metrics,
+        adapters: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         self.limits, self.metrics = limits, metrics
+        self.adapters: Mapping[str, LoadedAdapter] = {}
+        """The adapters that requests may name. Only the engine's thread changes it, by another map in its place."""
+        self._folders = dict(adapters)
+        """What to load into a new runner."""
+        self._versions = itertools.count()
         self.state: State = "starting"
         self.draining = False
         self.cause: BaseException | None = None
@@ -70,6 +85,8 @@ class Service:
         self._engine: Engine | None = None
         self._inbox: deque[tuple[str, Sequence]] = deque()
         """("add", or the reason to end a sequence early; the sequence)"""
+        self._changes: deque[tuple[Future[None], Callable[[Engine], None]]] = deque()
+        """Changes of adapters that clients wait for."""
         self._open: dict[int, tuple[Sequence, Deliver]] = {}
         """Sequences with a waiting client, by id."""
         self._wake = threading.Condition()
@@ -138,6 +155,25 @@ class Service:
                 self._inbox.append((reason, s))
             self._wake.notify()
 
+    def load(self, name: str, folder: str, replace: bool = False) -> Future[None]:
+        """Loads an adapter between steps. The future has ValueError where it cannot be loaded. Raises Unavailable, as
+        the future does where the runner is lost meanwhile."""
+        return self._change(lambda engine: self._load(engine, name, folder, replace))
+
+    def unload(self, name: str) -> Future[None]:
+        """Forgets an adapter between steps; requests that run with it end as usual. The future has KeyError where there
+        is none of that name. Raises Unavailable, as `load` does."""
+        return self._change(lambda _: self._unload(name))
+
+    def _change(self, change: Callable[[Engine], None]) -> Future[None]:
+        future: Future[None] = Future()
+        with self._wake:
+            if not self.ready:
+                raise Unavailable()
+            self._changes.append((future, change))
+            self._wake.notify()
+        return future
+
     def close(self) -> None:
         """Ends the thread and the runner; running sequences get an error event."""
         with self._wake:
@@ -157,6 +193,7 @@ class Service:
         while not self._closing:
             try:
                 runner = self._make_runner()
+                engine = self._filled(runner)
             except BaseException as error:
                 self.cause = error
                 if not self._started.is_set():
@@ -168,11 +205,11 @@ class Service:
                 delay = min(delay * 2, 30.0)
                 continue
             try:
-                self._engine = Engine(runner, max_running=self.limits.running)
-                self.metrics.observe(self._engine)
+                self._engine = engine
+                self.metrics.observe(engine)
                 self.state, self.cause, delay = "ready", None, 0.5
                 self._started.set()
-                self._serve(self._engine)
+                self._serve(engine)
             finally:
                 runner.close()
         self.state = "closed"
@@ -182,15 +219,18 @@ class Service:
         """Runs steps until the server closes or the runner is lost."""
         while True:
             with self._wake:
-                while not (self._inbox or engine.busy or self._closing):
+                while not (self._inbox or self._changes or engine.busy or self._closing):
                     if not self._wake.wait(LOOK_S):
                         break
                 if self._closing:
                     return
                 inbox, self._inbox = self._inbox, deque()
+                changes, self._changes = self._changes, deque()
             for request_kind, sequence in inbox:
                 self._take(engine, request_kind, sequence)
             try:
+                for future, change in changes:
+                    _apply(future, change, engine)
                 if not engine.busy:
                     engine.runner.check()
                 events = engine.step()
@@ -213,10 +253,52 @@ class Service:
                 self.metrics.count_finished(sequence.id, sequence.arrived, what)
             engine.abort(sequence)
         elif not sequence.done:
+            adapter = sequence.adapter
             try:
+                if adapter is not None and self.adapters.get(adapter.name) is not adapter:
+                    raise ValueError(f"the model `{adapter.name}` was unloaded, or loaded again")
                 engine.add(sequence)
             except ValueError as error:
                 self._hand_out([Event(sequence, None, finish="error", error=str(error))])
+
+    def _filled(self, runner: Runner) -> Engine:
+        """An engine with the adapters of the start, or those of the engine before."""
+        engine, self.adapters = Engine(runner, max_running=self.limits.running), {}
+        try:
+            for name, folder in list(self._folders.items()):
+                try:
+                    self._load(engine, name, folder, replace=False)
+                except ValueError as error:
+                    if not self._started.is_set():
+                        raise
+                    log.error("the adapter `%s` is not served any more: %s", name, error)
+                    del self._folders[name]
+        except BaseException:
+            runner.close()
+            raise
+        return engine
+
+    def _load(self, engine: Engine, name: str, folder: str, replace: bool) -> None:
+        old, others = self.adapters.get(name), {key: one for key, one in self.adapters.items() if key != name}
+        if old is not None and not replace:
+            raise ValueError(f"there is a model `{name}` already")
+        with self._wake:
+            running = [s for s, _ in self._open.values()] + engine.scheduler.running + [*engine.scheduler.waiting]
+        taken = {one.slot for one in (*others.values(), *(s.adapter for s in running)) if one is not None}
+        slot = next((slot for slot in range(engine.runner.slots) if slot not in taken), None)
+        if slot is None:
+            raise ValueError(f"all of the {engine.runner.slots} slots for adapters (serve.max_loras) are in use")
+        if old is not None and old.slot == slot:
+            self.adapters = others  # if the new one cannot be loaded, the slot holds neither
+        engine.runner.adapt(slot, folder)
+        root = hashlib.blake2b(f"{next(self._versions)} {name}".encode(), digest_size=16).digest()
+        self.adapters, self._folders[name] = {**others, name: LoadedAdapter(name, folder, slot, root)}, folder
+
+    def _unload(self, name: str) -> None:
+        if name not in self.adapters:
+            raise KeyError(name)
+        self.adapters = {key: one for key, one in self.adapters.items() if key != name}
+        del self._folders[name]
 
     def _hand_out(self, events: list[Event]) -> None:
         now = time.monotonic()
@@ -235,6 +317,9 @@ class Service:
         with self._wake:
             self._inbox.clear()
             lost, self._open = self._open, {}
+            changes, self._changes = self._changes, deque()
+        for future, _ in changes:
+            future.set_exception(Unavailable())
         for sequence, deliver in lost.values():
             sequence.finish = "error"
             event = Event(sequence, None, finish="error", error=why)
@@ -245,3 +330,15 @@ class Service:
         with self._wake:
             if not self._closing:
                 self._wake.wait(seconds)
+
+
+def _apply(future: Future[None], change: Callable[[Engine], None], engine: Engine) -> None:
+    """Makes a change that a client waits for. Raises what is no refusal of it."""
+    try:
+        change(engine)
+        future.set_result(None)
+    except (ValueError, KeyError) as error:
+        future.set_exception(error)
+    except BaseException:
+        future.set_exception(Unavailable())
+        raise

@@ -95,7 +95,13 @@ class Engine:
             logit_rows.append(np.arange(row - piece.logit_rows, row))
         flat = [np.concatenate(x) for x in (tokens, positions, slots, owners, logit_rows)]
         states = [] if self.runner.chunks is None else [piece.sequence.state for piece in slices]
-        return StepInput(flat[0], flat[1], flat[2], flat[3], tables, flat[4], np.array(states, dtype=np.int64))
+        adapters = np.zeros(0, dtype=np.int64)
+        if self.runner.slots:
+            own = [-1 if p.sequence.adapter is None else p.sequence.adapter.slot for p in slices]
+            adapters = np.repeat(np.array(own, dtype=np.int64), [piece.count for piece in slices])
+        return StepInput(
+            flat[0], flat[1], flat[2], flat[3], tables, flat[4], np.array(states, dtype=np.int64), adapters
+        )
 
     def _receive(self, slices: list[Slice], picked: Picked) -> Iterator[Event]:
         """Advances each sequence by what was picked for its rows, in the order of the slices; yields the events."""

@@ -8,13 +8,15 @@ import struct
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from tpshard.models.adapters.slotted_model import Slots
+
 if TYPE_CHECKING:
     from tpshard.programs.server.serving import ServingPrograms
 
 _HEAD = struct.Struct("<cI")
 _LARGEST = 1 << 28
 
-JOB, READY, STEP, PICK, DONE, QUIT = (bytes([c]) for c in b"JRSPDQ")
+JOB, READY, STEP, PICK, ADAPT, DONE, QUIT = KINDS = [bytes([c]) for c in b"JRSPADQ"]
 CHANNEL = "TPSHARD_CHANNEL"
 """The environment variable with the descriptor of a worker's socket."""
 
@@ -36,6 +38,8 @@ class Job:
     max_rows: int
     max_logit_rows: int
     chunks: tuple[int, ...] | None = None
+    slots: Slots | None = None
+    """The room for adapters."""
     device: str = "cpu"
     step_s: float = 60.0
     """Seconds after which a rank that computes a step counts as hung."""
@@ -50,7 +54,8 @@ class Job:
             recipe=setting.recipe.to_yaml(), source=source, programs=tuple(programs.listed),
             world=setting.mesh.ranks, blocks=blocks, vocab=programs.vocab, max_seq=setting.max_seq, max_rows=most,
             max_logit_rows=setting.logit_rows(most), chunks=setting.chunks if setting.states else None,
-            device="cpu" if setting.kind == "cpu" else "cuda", step_s=timeouts.step, start_s=timeouts.start,
+            slots=setting.slots, device="cpu" if setting.kind == "cpu" else "cuda", step_s=timeouts.step,
+            start_s=timeouts.start,
         )  # fmt: skip
 
     def encode(self) -> bytes:
@@ -60,7 +65,8 @@ class Job:
     def decode(raw: bytes) -> Job:
         value = json.loads(raw)
         chunks = None if value["chunks"] is None else tuple(value["chunks"])
-        return Job(**{**value, "programs": tuple(value["programs"]), "chunks": chunks})
+        slots = value["slots"] and Slots(**{**value["slots"], "layers": tuple(value["slots"]["layers"])})
+        return Job(**{**value, "programs": tuple(value["programs"]), "chunks": chunks, "slots": slots})
 
 
 class Closed(OSError):
@@ -78,7 +84,7 @@ def send(channel: socket.socket, kind: bytes, body: bytes = b"") -> None:
 def receive(channel: socket.socket) -> tuple[bytes, bytes]:
     """Receives one frame: its kind and body. Raises Closed at the end, ValueError for an invalid frame."""
     kind, size = _HEAD.unpack(_exactly(channel, _HEAD.size))
-    if kind not in (JOB, READY, STEP, PICK, DONE, QUIT) or size > _LARGEST:
+    if kind not in KINDS or size > _LARGEST:
         raise ValueError(f"a frame of kind {kind!r} and {size} bytes")
     return kind, _exactly(channel, size)
 

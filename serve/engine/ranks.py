@@ -8,6 +8,7 @@ all are ended and the step raises WorkerLost; the owner then creates a new runne
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import subprocess
 import time
@@ -18,7 +19,7 @@ import psutil
 from tpshard.diagnostics.exits import Exit
 from tpshard.parallelism.runtime.workers import Workers
 from tpshard.programs.server.serving import BLOCK_SIZE
-from tpshard.serve.engine.job import CHANNEL, DONE, JOB, PICK, QUIT, READY, STEP, Closed, Job, receive, send
+from tpshard.serve.engine.job import ADAPT, CHANNEL, DONE, JOB, PICK, QUIT, READY, STEP, Closed, Job, receive, send
 from tpshard.serve.engine.picks import Picked, Picks
 from tpshard.serve.engine.step import StepInput, WorkerLost
 
@@ -37,6 +38,7 @@ class Ranks:
     def __init__(self, command: Sequence[str], job: Job) -> None:
         self.blocks, self.vocab, self.max_seq = job.blocks, job.vocab, job.max_seq
         self.max_rows, self.max_logit_rows, self.chunks = job.max_rows, job.max_logit_rows, job.chunks
+        self.slots = 0 if job.slots is None else job.slots.count
         self._job = job
         self._workers = Workers(job.world)
         self._channels: list[socket.socket] = []
@@ -54,7 +56,15 @@ class Ranks:
                 send(channel, STEP, message)
                 if rank == 0:
                     send(channel, PICK, asked)
-        return Picked.decode(self._await(DONE, {0}, self._job.step_s))
+        return Picked.decode(self._await(DONE, {0}, self._job.step_s)[0])
+
+    def adapt(self, slot: int, folder: str) -> None:
+        for channel in self._channels:
+            with contextlib.suppress(Closed):  # noticed below
+                send(channel, ADAPT, json.dumps([slot, folder]).encode())
+        answers = self._await(DONE, set(range(self._job.world)), self._job.start_s)
+        if wrong := next(filter(None, answers.values()), b""):
+            raise ValueError(wrong.decode())
 
     def check(self) -> None:
         self._workers.listen(0)
@@ -92,11 +102,11 @@ class Ranks:
             with contextlib.suppress(Closed):
                 send(channel, JOB, self._job.encode())
 
-    def _await(self, kind: bytes, ranks: set[int], seconds: float) -> bytes:
-        """Waits for one frame of a kind from each of these ranks, and returns the last one's body; raises WorkerLost if
-        anything goes wrong."""
+    def _await(self, kind: bytes, ranks: set[int], seconds: float) -> dict[int, bytes]:
+        """Waits for one frame of a kind from each of these ranks, and returns their bodies by rank; raises WorkerLost
+        if anything goes wrong."""
         deadline = time.monotonic() + seconds
-        missing, body = set(ranks), b""
+        missing, bodies = set(ranks), dict[int, bytes]()
         while missing:
             left = deadline - time.monotonic()
             ready = self._workers.listen(0.1 if self._workers.has_failure else min(_LOOK_S, max(0.0, left)))
@@ -108,6 +118,7 @@ class Ranks:
                     continue
                 if received == kind:
                     missing.discard(rank)
+                    bodies[rank] = body
             if self._workers.reports_complete or (self._workers.has_failure and not self._workers.living):
                 verdict = self._workers.verdict()
                 assert verdict is not None, "there was trouble"
@@ -116,7 +127,7 @@ class Ranks:
                 self._end(f"rank {verdict.rank} was lost: {verdict.cause}")
             if not ready and missing:
                 self._look(min(missing), left, seconds)
-        return body
+        return bodies
 
     def _look(self, rank: int, left: float, seconds: float) -> None:
         """Checks workers that have been silent for a while."""

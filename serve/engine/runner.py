@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from tpshard.parallelism.program import Port
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor
 from tpshard.parallelism.simulate import cut
+from tpshard.programs.server.adapter_slots import open_adapters, slot_values
 from tpshard.programs.server.serve_setting import Size
 from tpshard.programs.server.serving import BLOCK_SIZE, STEP, ServingPrograms
 from tpshard.serve.engine.cuda_graphs import MOST_ROWS, Captured, can_capture
@@ -30,10 +32,12 @@ class ProgramRunner:
         self.blocks, self.vocab, self.max_seq = blocks, programs.vocab, setting.max_seq
         self.max_rows, self.max_logit_rows = setting.most, setting.logit_rows(setting.most)
         self.chunks = setting.chunks if setting.states else None
+        self.slots = 0 if setting.slots is None else setting.slots.count
         self._programs, self._device, self._rank = programs, context.device, context.rank
-        fill = Filler(
-            weights, programs.arrangement, programs.shapes, setting.mesh, context.rank, context.device, blocks
-        )
+        fill = self._fill = Filler(
+            weights, programs.arrangement, programs.shapes, setting.mesh, context.rank, context.device, blocks,
+            programs.slotted,
+        )  # fmt: skip
         for same_input in zip(*(program.inputs for program in programs.by_size.values())):
             for port in same_input:  # in all its layouts, while it is at hand
                 if port.name not in STEP:
@@ -62,6 +66,19 @@ class ProgramRunner:
         logits, *_ = self._run[size](*arguments)
         return logits[: len(batch.logit_rows)].float()
 
+    def adapt(self, slot: int, folder: str) -> None:
+        """Loads the adapter in a folder into a slot. ValueError where it cannot be loaded."""
+        setting = self._programs.setting
+        assert setting.slots is not None, "this server has no adapters"
+        values = slot_values(open_adapters(Path(folder), setting.served.spec, setting.slots))
+        program = self._programs.any
+        ports = {port.name: port for port in program.inputs if port.name in self._programs.slotted}
+        read = {p.name for node, p in zip(program.graph.find_nodes(op="placeholder"), program.inputs) if node.users}
+        if unread := next((name for name in values if name not in read), None):
+            raise ValueError(f"{folder}: the model computes `{unread.rpartition('.')[0]}` without calling the layer")
+        for name, port in ports.items():
+            self._fill.put(port, slot, values.get(name))
+
     def check(self) -> None: ...
 
     def _bring(self, port: Port, value: np.ndarray) -> Tensor:
@@ -74,10 +91,12 @@ class ProgramRunner:
             none = np.zeros(size.rows, dtype=np.int64)  # block 0 and state 0 belong to no sequence
             last = np.arange(self._programs.setting.logit_rows(size.rows))
             states = np.zeros(0 if self.chunks is None else 1 if size.chunk else 2, dtype=np.int64)
-            self.logits(StepInput(none, none, none, none, np.zeros((1, 1), dtype=np.int64), last, states))
+            adapters = none - 1 if self.slots else none[:0]
+            self.logits(StepInput(none, none, none, none, np.zeros((1, 1), dtype=np.int64), last, states, adapters))
 
     def close(self) -> None:
         self._given.clear()
+        self._fill.made.clear()
         self._run.clear()
 
     def _capture(self) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from tpshard.diagnostics.exits import Exit
 from tpshard.serve.engine.picks import Picked, Picks
 
-_HEAD = struct.Struct("<4sIIIII")
+_HEAD = struct.Struct("<4sIIIIII")
 _MAGIC = b"tps1"
 
 
@@ -32,6 +32,8 @@ class StepInput:
     """[logit_rows]: the rows whose logits are needed."""
     states: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """[sequences]: the state of each sequence in the pools of recurrent layers; [0] for a model without such."""
+    adapters: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """[rows]: the slot of each row's adapter, -1 for none; [0] for a server without adapters."""
 
     def __post_init__(self) -> None:
         rows = len(self.tokens)
@@ -41,22 +43,23 @@ class StepInput:
     def encode(self) -> bytes:
         """The step as bytes, for the workers' channel."""
         rows, (m, w) = len(self.tokens), self.tables.shape
-        parts = (self.tokens, self.positions, self.slots, self.sequences, self.tables, self.logit_rows, self.states)
-        return _HEAD.pack(_MAGIC, rows, m, w, len(self.logit_rows), len(self.states)) + b"".join(
-            np.ascontiguousarray(part, dtype="<i8").tobytes() for part in parts
-        )
+        parts = (self.tokens, self.positions, self.slots, self.sequences, self.tables, self.logit_rows, self.states,
+                 self.adapters)  # fmt: skip
+        head = _HEAD.pack(_MAGIC, rows, m, w, len(self.logit_rows), len(self.states), len(self.adapters))
+        return head + b"".join(np.ascontiguousarray(part, dtype="<i8").tobytes() for part in parts)
 
     @staticmethod
     def decode(message: bytes) -> StepInput:
         """The step in a message. ValueError unless the bytes are exactly one step."""
         if len(message) < _HEAD.size:
             raise ValueError("a step's message ends within its header")
-        magic, rows, m, w, logit_rows, states = _HEAD.unpack_from(message)
-        if magic != _MAGIC or len(message) != _HEAD.size + 8 * (4 * rows + m * w + logit_rows + states):
+        magic, rows, m, w, logit_rows, states, adapters = _HEAD.unpack_from(message)
+        if magic != _MAGIC or len(message) != _HEAD.size + 8 * (4 * rows + m * w + logit_rows + states + adapters):
             raise ValueError(f"a step's message of {len(message)} bytes does not match its header")
         flat = np.frombuffer(message, dtype="<i8", offset=_HEAD.size)
-        t, p, s, q, tables, last, state = np.split(flat, np.cumsum([rows, rows, rows, rows, m * w, logit_rows]))
-        return StepInput(t, p, s, q, tables.reshape(m, w), last, state)
+        sizes = [rows, rows, rows, rows, m * w, logit_rows, states]
+        t, p, s, q, tables, last, state, adapter = np.split(flat, np.cumsum(sizes))
+        return StepInput(t, p, s, q, tables.reshape(m, w), last, state, adapter)
 
     @property
     def is_chunk(self) -> bool:
@@ -66,6 +69,7 @@ class StepInput:
     def arguments(self, chunk: bool) -> dict[str, np.ndarray]:
         """The inputs of a step's program by name; of a chunk's, one state."""
         rows = {name: getattr(self, name)[None] for name in ("tokens", "positions", "slots", "sequences")}
+        rows |= {"adapters": self.adapters[None]} if len(self.adapters) else {}
         whole = {"tables": self.tables, "logit_rows": self.logit_rows}
         if not len(self.states):
             return rows | whole
@@ -84,6 +88,7 @@ class StepInput:
             tables,
             np.concatenate([self.logit_rows, np.zeros(logit_rows - len(self.logit_rows), dtype=np.int64)]),
             np.concatenate([self.states, np.zeros(min(1, len(self.states)), dtype=np.int64)]),
+            np.concatenate([self.adapters, fill[: len(self.adapters) and more] - 1]),
         )
 
 
@@ -112,10 +117,16 @@ class Runner(Protocol):
     max_seq: int
     chunks: tuple[int, ...] | None
     """The numbers of tokens of one prompt that a step computes if the model has recurrent layers; None without."""
+    slots: int
+    """The number of adapters that it holds."""
 
     def step(self, batch: StepInput, picks: Picks) -> Picked:
         """The tokens and log-probabilities that are asked of each row with logits. Raises WorkerLost if a rank is
         gone."""
+        ...
+
+    def adapt(self, slot: int, folder: str) -> None:
+        """Loads the adapter in a folder into a slot. ValueError where it cannot be loaded; the slot then holds none."""
         ...
 
     def check(self) -> None:

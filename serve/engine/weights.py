@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -77,6 +77,8 @@ class Filler:
     device: torch.device
     blocks: int
     """Usable blocks of the cache, besides block 0."""
+    slotted: Collection[str] = ()
+    """Parameters with a slot for each of several adapters, which begin as zeros."""
     made: dict[tuple[str, str], Any] = field(default_factory=dict)
     """What was built, by name and form: programs of other sizes may hold a weight otherwise."""
 
@@ -97,6 +99,8 @@ class Filler:
             return torch.zeros(self.blocks + 1, *port.local[1:], dtype=port.dtype, device=self.device)
         if port.kind == "state":
             return torch.zeros(port.local, dtype=port.dtype, device=self.device)
+        if port.name in self.slotted:
+            return torch.zeros(port.local, dtype=port.dtype, device=self.device)
         place = block(port.shape, port.layout, self.mesh, self.rank)
         if port.kind == "order":
             (start, size), order = place[0], self.arrangement.order(self.arrangement.inputs[port.name], self._group)
@@ -113,6 +117,19 @@ class Filler:
         if port.held.form in ("int4 parts", "dense parts"):
             return pack_parts(weight, port.held.form == "dense parts")
         return prepare(weight, self.device)
+
+    def put(self, port: Port, slot: int, value: Tensor | None) -> None:
+        """Writes an adapter's factor [n, k] into a slot of `lora_A` or `lora_B`, with zeros beyond it; None: zeros."""
+        (first, count), *place = block(port.shape, port.layout, self.mesh, self.rank)
+        if not first <= slot < first + count:
+            return
+        own = self(port)[slot - first]
+        if value is None:
+            own.zero_()
+            return
+        (n, k), (outputs, inputs) = value.shape, port.shape[1:]
+        whole = F.pad(value, (0, inputs - k, 0, outputs - n))
+        own.copy_(whole[tuple(slice(start, start + size) for start, size in place)])
 
     def _dense(self, port: Port, name: str, place: Sequence[tuple[int, int]]) -> Tensor:
         """A block of a parameter, with outputs and inputs in the program's order."""

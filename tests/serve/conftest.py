@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -105,14 +106,16 @@ def serving(
     limits: Limits,
     access: Access = OPEN_ACCESS,
     connections: int = 2048,
+    adapters: Mapping[str, str] = MappingProxyType({}),
+    adapter_root: Path | None = None,
     **defaults: Any,
 ) -> Iterator[Running]:
-    service = Service(make, limits, Metrics())
+    service = Service(make, limits, Metrics(), adapters)
     service.start()
     tokenizer = FolderTokenizer(folder)
     pool = PreprocessPool(PreprocessSetup(str(folder), None, tokenizer.chat_template, "tiny", defaults), each=1)
     sock = bind("127.0.0.1", 0)
-    app = make_app(Server("tiny", service, tokenizer, pool, defaults=defaults), access)
+    app = make_app(Server("tiny", service, tokenizer, pool, defaults=defaults, adapter_root=adapter_root), access)
     server = CappedServer(server_config(app, limits), most=connections)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     thread.start()

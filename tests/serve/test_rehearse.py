@@ -22,7 +22,7 @@ ROOM = Room(blocks=40, rows=16, logit_rows=8, running=8, queue=4)
 class Blank:
     """A runner that always predicts the same token, and records the cache blocks that each step reads."""
 
-    blocks, block_size, max_rows, max_logit_rows, vocab, max_seq = 40, 16, 16, 8, 4, 1000
+    blocks, block_size, max_rows, max_logit_rows, vocab, max_seq, slots = 40, 16, 16, 8, 4, 1000, 0
 
     def __init__(self, chunks: tuple[int, ...] | None = None) -> None:
         self.chunks = chunks
