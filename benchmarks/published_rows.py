@@ -104,11 +104,11 @@ def _missing(row: dict[str, str], mesh: dict[str, int]) -> dict[str, str]:
     if _model(row) is None:
         missing["model"] = re.sub(r" \(.*", "", row["model"])
     if row["lora"]:
-        missing["adapters.lora"] = row["lora"]
+        missing["unsaid: targets of adapters"] = row["lora"]
     if (row["quant"] or "none").lower() not in ("none", "bf16", "amp_fp8"):
         missing["model.dtype"] = row["quant"]
-    if "RL loss" in row["note"]:
-        missing["task: chunked head"] = "rl"
+    if "RL loss" in row["note"]:  # its step also sends the weights to servers
+        missing["unsaid: logits whole or in chunks"] = "rl"
     remat = row["remat"]
     if not remat or remat.startswith("see") or "check" in remat:
         missing["unsaid: remat"] = remat
