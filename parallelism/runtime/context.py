@@ -20,6 +20,7 @@ from tpshard.parallelism.pipeline.queue_order import CONNECTIONS, MAX_CONNECTION
 from tpshard.parallelism.runtime.groups import Groups
 from tpshard.parallelism.runtime.heap import keep_freed_memory
 from tpshard.parallelism.runtime.messages import WorkerFault
+from tpshard.parallelism.runtime.outstanding import Outstanding
 from tpshard.parallelism.runtime.place import WorkerPlace
 from tpshard.parallelism.runtime.rendezvous import meet
 from tpshard.parallelism.runtime.stop import StopRequest, exit_code
@@ -196,6 +197,8 @@ def connect(
             fix="check whether all workers were started, and whether they can reach each other",
         ) from error
     watchdog = Watchdog(place.rank, start_s)
+    if chosen.type == "cuda":
+        watchdog.outstanding = Outstanding()
     groups = Groups(mesh, backend="nccl" if chosen.type == "cuda" else None, timeout=limit)
     context = Context(place.rank, place.world, place.local_rank, chosen, backend, store, groups, watchdog, stopping)
     if watch:

@@ -107,6 +107,8 @@ class Executor:
             self.profile.waited(node, begun, ended, over(comm) if comm is not None else "stages")
         self.context.watchdog.progress += 1
         self.context.watchdog.doing = COMPUTING
+        if (outstanding := self.context.watchdog.outstanding) is not None:
+            outstanding.add(node)
         return done
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tpshard.diagnostics.exits import Exit
 from tpshard.parallelism.runtime import messages
+from tpshard.parallelism.runtime.outstanding import Outstanding
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Watchdog:
         self.limit_s = limit_s
         self.doing: object = Doing("starting up")
         self.describe: Callable[[object], Doing] = as_doing
+        self.outstanding: Outstanding | None = None
+        """The waits of a device that computes beside its host; None for a CPU."""
         self.stacks_to: Path | None = None
         """The folder for `rank-N.stacks.txt`; without one the stacks go to stderr."""
         self.step = 0
@@ -88,9 +91,14 @@ class Watchdog:
                 self._on_stall(self.stall_text())
                 return
 
+    def doing_now(self) -> Doing:
+        """What the worker is at: the first wait that its device has not come past, or else what its host does."""
+        ahead = self.outstanding.first() if self.outstanding is not None else None
+        return self.describe(self.doing if ahead is None else ahead)
+
     def stall_text(self) -> str:
         """The message of a stalled rank: for how long, in which operation, and all stacks."""
-        doing = self.describe(self.doing)
+        doing = self.doing_now()
         return f"rank {self.rank} made no progress for {self.limit_s:g} s in step {self.step}, in {doing}"
 
     def stacks(self) -> str:
@@ -112,10 +120,9 @@ class Watchdog:
                 pass  # A full disk must not keep the watchdog from ending the worker.
         if not where:
             where = "\n" + stacks
-        doing = self.describe(self.doing)
-        message = f"error: {text}{where}"
-        waits = doing.waiting
-        if not messages.send("stalled", text=message, exit=Exit.WORKER_LOST, progress=self.progress, waiting=waits):
+        message, waits = f"error: {text}{where}", self.doing_now().waiting
+        progress = self.progress if self.outstanding is None else self.outstanding.over
+        if not messages.send("stalled", text=message, exit=Exit.WORKER_LOST, progress=progress, waiting=waits):
             sys.stderr.write(message + "\n")
             sys.stderr.flush()
             os._exit(Exit.WORKER_LOST)

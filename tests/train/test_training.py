@@ -12,6 +12,7 @@ from patience import until
 from tpshard.diagnostics.diagnostic import Exit
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor, describe
+from tpshard.parallelism.runtime.outstanding import Outstanding
 from tpshard.parallelism.runtime.watchdog import Doing, Watchdog
 from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step import training
@@ -79,6 +80,41 @@ def test_the_watchdog_names_the_collective_and_the_module_it_belongs_to(pool: An
     expected = "rank 0 made no progress for 2 s in step 7, in all_gather over fsdp (tok_embed.weight)"
     assert output.startswith(expected), output
     assert after == str(Doing("computing"))
+
+
+class Mark:
+    """An event of a device that has come past the first `reached` marks."""
+
+    reached = 0
+
+    def __init__(self) -> None:
+        self.number = -1
+
+    def record(self) -> None:
+        self.number = max((mark.number for mark in MARKS), default=-1) + 1
+        MARKS.append(self)
+
+    def query(self) -> bool:
+        return self.number < Mark.reached
+
+
+MARKS: list[Mark] = []
+
+
+def test_the_watchdog_names_the_wait_that_a_device_does_not_come_past() -> None:
+    """The host of a device issues a whole step and hangs nowhere."""
+    program = training.build(Setting.of(loads(RECIPE + "mesh: {fsdp: 2}"))).micro
+    watchdog = Watchdog(0, 2.0)
+    watchdog.describe, watchdog.outstanding = describe, Outstanding(Mark)
+    waits = [node for node in program.graph.nodes if "wait_tensor" in str(node.target)][:3]
+    assert str(watchdog.doing_now()) == "starting up"
+    for node in waits:
+        watchdog.outstanding.add(node)
+    for Mark.reached, node in enumerate(waits):
+        assert watchdog.doing_now() == describe(node) and watchdog.doing_now().waiting
+        assert watchdog.outstanding.over == Mark.reached
+    Mark.reached = 3
+    assert str(watchdog.doing_now()) == "starting up"
 
 
 def test_plain_lines_show_logged_steps_and_survive_a_closed_stream() -> None:
