@@ -10,6 +10,7 @@ import pytest
 import torch
 from patience import until
 from tpshard.diagnostics.diagnostic import Exit
+from tpshard.parallelism.program import info
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor, describe
 from tpshard.parallelism.runtime.outstanding import Outstanding
@@ -106,7 +107,7 @@ def test_the_watchdog_names_the_wait_that_a_device_does_not_come_past() -> None:
     program = training.build(Setting.of(loads(RECIPE + "mesh: {fsdp: 2}"))).micro
     watchdog = Watchdog(0, 2.0)
     watchdog.describe, watchdog.outstanding = describe, Outstanding(Mark)
-    waits = [node for node in program.graph.nodes if "wait_tensor" in str(node.target)][:3]
+    waits = [node for node in program.graph.nodes if info(node).comm is not None][:3]
     assert str(watchdog.doing_now()) == "starting up"
     for node in waits:
         watchdog.outstanding.add(node)
