@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 
 def applies(q: Tensor, k: Tensor, documents: Tensor | None) -> bool:
@@ -20,7 +21,7 @@ def applies(q: Tensor, k: Tensor, documents: Tensor | None) -> bool:
         return False
     if documents is None:
         return True
-    return q.shape[1] == k.shape[1] and bool((documents[:, 1:] >= documents[:, :-1]).all())
+    return q.shape[1] == k.shape[1] and starts_of(documents) is not None
 
 
 @contextmanager
@@ -39,11 +40,26 @@ def _deterministic() -> Iterator[None]:
         memory.fill_uninitialized_memory = fill
 
 
-def _starts(documents: Tensor) -> Tensor:
-    """The first flattened row of each run of equal document ids, then the number of rows: [runs + 1] int32.
+_known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Tensor of document ids -> its version and its `starts_of`."""
 
-    Synchronizes the device.
+
+def starts_of(documents: Tensor) -> Tensor | None:
+    """The first flattened row of each run of equal document ids, then the number of rows: [runs + 1] int32; None where
+    the ids of a row decrease.
+
+    It is computed, for which the host waits for the device, once for all layers that read the same tensor, in the
+    forward and the backward pass.
     """
+    version, starts = _known.get(documents, (-1, None))
+    if version != documents._version:
+        never_decrease = bool((documents[:, 1:] >= documents[:, :-1]).all())
+        starts = _starts(documents) if never_decrease else None
+        _known[documents] = documents._version, starts
+    return starts
+
+
+def _starts(documents: Tensor) -> Tensor:
     b, s = documents.shape
     first = torch.ones((b, s), dtype=torch.bool, device=documents.device)
     first[:, 1:] = documents[:, 1:] != documents[:, :-1]
@@ -76,7 +92,7 @@ def forward(
             _rows(q), _rows(k), _rows(v), None, None, s, k.shape[1], 0.0, True, False, scale=scale, **_sides(window)
         )
         return out.contiguous(), lse
-    starts = _starts(documents)
+    starts = starts_of(documents)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         _flat(q), _flat(k), _flat(v), starts, starts, s, s, 0.0, True, False, scale=scale, **_sides(window)
     )
@@ -97,7 +113,7 @@ def backward(
                 scale=scale, **_sides(window),
             )  # fmt: skip
             return dq.contiguous(), dk.contiguous(), dv.contiguous()
-        starts = _starts(documents)
+        starts = starts_of(documents)
         log_sums = lse.transpose(0, 1).flatten(1, 2).contiguous()
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             _flat(dout), _flat(q), _flat(k), _flat(v), _flat(out), log_sums, starts, starts, s, s, 0.0, True,

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from tpshard.diagnostics.exits import Exit
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.pipeline.queue_order import CONNECTIONS, MAX_CONNECTIONS
@@ -62,6 +63,12 @@ class Context:
         shared = torch.tensor(number)
         dist.all_reduce(shared, dist.ReduceOp.MAX)
         return int(shared)
+
+    def put(self, tensor: Tensor) -> Tensor:
+        """A tensor of the host on this worker's device, to which it is copied while the host goes on."""
+        if self.device.type != "cuda":
+            return tensor.to(self.device)
+        return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank. Every rank must call it."""

@@ -294,28 +294,33 @@ class TrainingEngine:
         self, losses: Tensor, counts: Tensor, norm: Tensor, finite: Tensor, counters: Tensor | None
     ) -> StepResult:
         """The result of an update. losses, counts: per micro-batch. counters: the sum of the model's."""
-        each, targets = losses.double() / counts.clamp(min=1), int(counts.sum())
-        mean = float(losses.double().sum()) / max(1, targets)
+        further = [] if counters is None else [counters]
+        on_device = [losses, counts, norm.reshape(1), finite.reshape(1), *further]
+        # one copy, and the only place of a step where the host waits for the device
+        together = torch.cat([one.double() for one in on_device]).cpu()
+        losses, counts, norm, finite, *further = together.split([one.numel() for one in on_device])
+        each, targets = losses / counts.clamp(min=1), int(counts.sum())
+        mean = float(losses.sum()) / max(1, targets)
         named: dict[str, list[float]] = {}
-        if counters is not None:
+        for counters in further:
             sizes = self.programs.counted
             named = {name: part.tolist() for name, part in zip(sizes, counters.split(list(sizes.values())))}
         return StepResult(tuple(each.tolist()), mean, targets, float(norm), bool(finite), named)
 
     def _scalar(self, value: float) -> Tensor:
-        return torch.tensor(float(value), device=self.context.device)
+        return torch.full((), value, dtype=torch.float32, device=self.context.device)  # waits for no device
 
     def _local(self, batch: StepBatch, seed: int, micro: int) -> dict[PortKey, Tensor]:
         """The inputs of programs from a micro-batch of this data rank; other sharded dims are cut here. A seed is with
         them for a model that draws random numbers."""
-        device, local = self.context.device, {}
+        local = {}
         for name, port in zip(self.programs.setting.task.fields, self.batch_ports):
             rows = batch[name]
             assert rows.shape[0] == port.local[0], f"{rows.shape[0]} rows for a program of {port.local[0]}"
             rest = Layout(((), *port.layout.dims[1:]))
-            local[port.key] = cut(rows, rest, self.context.mesh, self.context.rank).to(device)
+            local[port.key] = self.context.put(cut(rows, rest, self.context.mesh, self.context.rank))
         drawn = seeds(self.programs.setting, self.programs.micro, seed, micro)
-        return local | {key: tensor.to(device) for key, tensor in drawn.items()}
+        return local | {key: self.context.put(tensor) for key, tensor in drawn.items()}
 
     # ---- state -----------------------------------------------------------------------------------------------
     def _moments(self, names: Sequence[str]) -> list[tuple[str, str]]:
