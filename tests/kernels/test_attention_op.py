@@ -121,7 +121,7 @@ def test_the_flash_kernels_take_what_they_are_given(
     packed: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their schemas and shapes in this torch, on `meta`; tests/gpu runs them."""
-    monkeypatch.setattr(flash, "_starts", lambda documents: torch.empty(4, dtype=torch.int32, device="meta"))
+    monkeypatch.setattr(flash, "starts_of", lambda documents: torch.empty(4, dtype=torch.int32, device="meta"))
     q, k, v, dout = (x.to("meta", torch.bfloat16) for x in inputs((2, 9, 9, 4, 2, 16), 0, torch.float32))
     documents = torch.empty(2, 9, dtype=torch.int64, device="meta") if packed else None
     out, lse = flash.forward(q, k, v, documents, 0.25, window)
