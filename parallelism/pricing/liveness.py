@@ -12,10 +12,12 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from torch import fx
+from tpshard.parallelism.pricing.cost import Device
 from tpshard.parallelism.pricing.flow import Flow
 from tpshard.parallelism.pricing.fusion import Kernel
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.resharding.exchange import runs_as_exchange
+from tpshard.parallelism.rules.table import entry_of
 
 CATEGORIES = (
     "parameters", "gradients", "optimizer", "activations", "gathered", "logits_and_loss", "communication", "cache",
@@ -60,13 +62,18 @@ class Memory:
 
 
 def liveness(
-    program: Program, kernels: Sequence[Kernel], *, always: Mapping[str, int] | None = None, exchanges: bool = False
+    program: Program,
+    kernels: Sequence[Kernel],
+    *,
+    always: Mapping[str, int] | None = None,
+    device: Device | None = None,
 ) -> Memory:
     """Computes the memory that a program holds while each of its nodes runs, by category.
 
     always: bytes by category that live throughout and are not inputs (optimizer state, accumulated gradients).
-    exchanges: whether collectives run as on a CPU (`parallelism.resharding.exchange`). A compiled pointwise kernel may
-    overwrite an operand that it is the last to read.
+    device: the one that runs it. On a CPU collectives run otherwise (`parallelism.resharding.exchange`); on a GPU some
+    kernels take memory of their own; None: neither. A compiled pointwise kernel may overwrite an operand that it is the
+    last to read.
     """
     flow = Flow.of(program)
     nodes = flow.nodes
@@ -83,11 +90,15 @@ def liveness(
             change[kind][end if early else end + 1] -= size[base]
     for name, extra in (always or {}).items():
         change[name][0] += extra
-    for issue, wait, buffers in _exchanges(flow) if exchanges else ():
+    for issue, wait, buffers in _exchanges(flow) if device is not None and device.exchanges else ():
         # The result is allocated by the local sum after the exchange, when the sent data, which is no smaller, is free.
         # Until the wait only the exchange's buffers count.
         change["communication"][issue] += buffers - kernels[issue].written
         change["communication"][wait + 1] -= buffers - kernels[issue].written
+
+    for i, taken in _scratch(flow, kernels) if device is not None and device.kind == "gpu" else ():
+        change["temporary"][i] += taken
+        change["temporary"][i + 1] -= taken
 
     by_category: dict[str, list[int]] = {}
     curve = [0] * len(nodes)
@@ -112,6 +123,13 @@ def liveness(
         alive,
         [size[base] for base in birth if base.op != "placeholder" and size[base]],
     )
+
+
+def _scratch(flow: Flow, kernels: Sequence[Kernel]) -> Iterator[tuple[int, int]]:
+    """Yields the kernels that take memory while they run: index and bytes."""
+    for i, kernel in enumerate(kernels):
+        if kernel.work != "free" and (scratch := entry_of(kernel.node.target).scratch) is not None:
+            yield i, scratch([flow.info[operand].specs[0].shape for operand in kernel.node.all_input_nodes])
 
 
 def _exchanges(flow: Flow) -> Iterator[tuple[int, int, int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -102,9 +102,24 @@ def _ring(op: Op, forward: bool, flops: int) -> Rule:
     return spelled.rule(flops=flops, local=local, **sequence.of_ring(s, sent, fills))
 
 
+PROCESSORS = 132
+"""Streaming multiprocessors of an H100 or H200, over which deterministic FlashAttention divides a gradient's sums."""
+
+
+def flash_scratch(shapes: Sequence[Sequence[int]]) -> int:
+    """Bytes that FlashAttention's deterministic backward pass takes: sums of q's gradient in fp32, one for each part of
+    the keys that a head is divided into to keep all processors busy; and k's and v's gradients of every query head.
+
+    torch's `flash_attn/flash_api.cpp`, mha_bwd. shapes: dout [b,s,h,d], q, k [b,t,kv,d], ...
+    """
+    (b, s, h, d), t, kv = shapes[0], shapes[2][1], shapes[2][2]
+    parts, rows, width = -(-PROCESSORS // (b * h)), -(-s // 128) * 128, -(-d // 32) * 32
+    return 4 * parts * b * rows * h * width + (4 * b * t * h * d if kv != h else 0)
+
+
 OPS: Table = {
     "tpshard.attention": Entry(attention, work="attention", saved=True, carries=2, calls=10),
-    "tpshard.attention_backward": Entry(attention_backward, work="attention_backward", calls=9),
+    "tpshard.attention_backward": Entry(attention_backward, work="attention_backward", calls=9, scratch=flash_scratch),
     "tpshard.attention_part": Entry(work="attention", saved=True),
     "tpshard.attention_part_backward": Entry(work="attention_backward"),
     aten._scaled_dot_product_flash_attention_for_cpu: Entry(of_torch, work="attention", saved=True, dense="last"),

@@ -6,7 +6,7 @@ Facts that depend on a call's operands (factors, FLOPs, which sums may stay part
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -79,6 +79,8 @@ class Entry:
     """The operand [batch, rows, count] with the positions of the cache that each row reads; None: it reads all."""
     packed: bool = False
     """Whether its second operand is a weight in a layout of its own (see `cost.Cpu.products`)."""
+    scratch: Callable[[Sequence[Sequence[int]]], int] | None = None
+    """Bytes that its kernel on a GPU takes while it runs, by the shapes of a device's operands; None: none."""
     calls: int = 1
     """Library operations that it issues one after the other on a CPU, without views; a GPU has one kernel for them."""
     saved: bool = False

@@ -215,7 +215,7 @@ def bytes_of(ports: Iterable[Port], kind: str) -> int:
 
 def memory_of(part: StepPart, priced: Priced, device: Device) -> Memory:
     """The memory of a priced part."""
-    return liveness(part.program, priced.kernels, always=part.always, exchanges=device.exchanges)
+    return liveness(part.program, priced.kernels, always=part.always, device=device)
 
 
 def price_part(part: StepPart, device: Device, per_host: int) -> PricedPart:

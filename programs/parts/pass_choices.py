@@ -159,10 +159,7 @@ class Chooser:
         params = [port for port in program.inputs if port.kind == "parameter" and port.name in self.setting.trained]
         elements = {port.name: math.prod(port.local) for port in params}
         moments = self.setting.moment_bytes(elements)
-        memory = liveness(
-            program, self.kernels(program), always={"optimizer": moments}, exchanges=self.device.exchanges
-        )
-        return memory.peak_bytes
+        return liveness(program, self.kernels(program), always={"optimizer": moments}, device=self.device).peak_bytes
 
     # ---- buckets --------------------------------------------------------------------------------------------
     def pieces(self, program: Program) -> list[buckets.Piece]:

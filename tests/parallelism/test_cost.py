@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tpshard.kernels.attention.attention import attention
 from tpshard.parallelism import partition
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.pricing.cost import (
@@ -17,6 +18,7 @@ from tpshard.parallelism.pricing.cost import (
     wire_bytes,
 )
 from tpshard.parallelism.pricing.fusion import kernels
+from tpshard.parallelism.pricing.liveness import liveness
 from tpshard.parallelism.pricing.network import Link, Topology
 from tpshard.parallelism.pricing.timeline import LaneTask, price, simulate
 
@@ -182,3 +184,18 @@ def test_exponentials_of_a_device_are_counted(compiled):
 
     program = partition(gate, (torch.ones(8, 6, device="meta"),), Mesh({"x": 4}), in_shardings=[("x",)])
     assert sum(kernel.exponentials for kernel in kernels(program, compiled=compiled)) == 2 * 2 * 6
+
+
+def test_a_gpus_attention_takes_its_sums_in_fp32_while_it_runs() -> None:
+    """Of a batch of one with few heads, FlashAttention divides each head's keys among more processors."""
+    mesh, q, kv = Mesh({}), torch.randn(1, 256, 4, 64), torch.randn(1, 256, 2, 64)
+
+    def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(attention(q, k, v).sum(), [q, k, v])
+
+    program = partition(step, tuple(x.requires_grad_() for x in (q, kv, kv.clone())), mesh)
+    on_gpu, on_cpu = (
+        liveness(program, kernels(program, compiled="none"), device=make(kind=kind)) for kind in ("gpu", "cpu")
+    )
+    sums, expanded = 33 * 256 * 4 * 64 * 4, 2 * 256 * 4 * 64 * 2
+    assert max(a - b for a, b in zip(on_gpu.curve, on_cpu.curve)) == sums + expanded
