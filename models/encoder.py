@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tpshard.models.dims import name
 from tpshard.models.families.layers import Embedding, LayerNorm, Linear
+from tpshard.models.objectives.chunked_head import project
 
 
 def attend_both_ways(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
@@ -66,9 +67,10 @@ class Encoder(nn.Module):
         self.pos_embed = Embedding(max_seq, width, ("positions", "embed"), 0.1)
         self.layers = nn.ModuleList(EncoderBlock(width, heads, mlp) for _ in range(layers))
         self.norm, self.output = LayerNorm(width, 1e-5), Linear(width, vocab, ("vocab", "embed"))
+        self.output.product = project
 
     def forward(self, tokens: Tensor, documents: Tensor, positions: Tensor) -> Tensor:
-        """Token ids, documents and positions [batch, seq] -> logits [batch, seq, vocab]."""
+        """Token ids, documents and positions [batch, seq] -> logits [batch, seq, vocab], or a head left to the loss."""
         x = self.tok_embed(tokens) + self.pos_embed(positions)
         for block in self.layers:
             x = block(x, documents)

@@ -137,9 +137,9 @@ def _misfit(setting: Setting, output: object) -> Mistakes:
 def _whole_logits(setting: Setting) -> Mistakes:
     """The mistake that a model's logits are not simply the product of its head."""
     return Mistakes.one(
-        f"{type(setting.model).__name__} does more to its logits than to compute them", exit=Exit.FIT,
+        f"{type(setting.model).__name__} does not leave its head's product to the loss", exit=Exit.FIT,
         where=setting.recipe.where("loss.chunks"),
-        why="chunks of the loss need a model that ends with the product of its head, without a cap or an adapter",
+        why="it computes logits itself, or more than the product, such as a cap or the head's adapter",
         fix="remove it; a model of your own may end with tpshard.models.objectives.chunked_head.project",
     )  # fmt: skip
 
