@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,19 @@ IGNORE = -100
 """The target of a position where nothing is predicted."""
 
 
+class LossTerms(NamedTuple):
+    """What training adds to the cross-entropy of a target."""
+
+    label_smoothing: float = 0.0
+    """The share e of a target that all of the vocabulary has alike: (1 - e) x its loss + e x the mean of all tokens'
+    (Szegedy et al. 2016)."""
+    z_loss: float = 0.0
+    """Times the squared logarithm of the sum of exponentials, which stays near 0 (PaLM, Chowdhery et al. 2022)."""
+
+
+PLAIN = LossTerms()
+
+
 class _CrossEntropySum(torch.autograd.Function):
     """Cross-entropy with three reductions over the vocabulary forward (maximum, sum of exponentials, target's logit).
 
@@ -22,25 +35,35 @@ class _CrossEntropySum(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, terms: LossTerms) -> tuple[Tensor, Tensor]:
         x = logits.float()
         counted = targets != IGNORE
         index = torch.where(counted, targets, 0).unsqueeze(-1)
         highest = x.amax(-1, keepdim=True)
         log_sum = torch.log(torch.exp(x - highest).sum(-1, keepdim=True)) + highest
         weight = counted.unsqueeze(-1).to(torch.float32)
-        loss = ((log_sum - x.gather(-1, index)) * weight).sum()
+        likely = x.gather(-1, index)
+        if share := terms.label_smoothing:
+            likely = likely * (1 - share) + x.sum(-1, keepdim=True) * (share / x.shape[-1])
+        each = log_sum - likely
+        if terms.z_loss:
+            each = each + log_sum * log_sum * terms.z_loss
+        loss, ctx.terms = (each * weight).sum(), terms
         count = counted.sum()
         ctx.save_for_backward(logits, log_sum, index, weight)
         ctx.mark_non_differentiable(count)
         return loss, count
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, None, None]:  # type: ignore[override]
         logits, log_sum, index, weight = ctx.saved_tensors
+        share, z_loss = ctx.terms
         scale = weight * grad
         softmax = torch.exp(logits.float() - log_sum)
-        return (softmax * scale).scatter_add(-1, index, -scale).to(logits.dtype), None
+        own = softmax * (scale * (1 + 2 * z_loss * log_sum) if z_loss else scale)
+        if share:
+            own = own - scale * (share / logits.shape[-1])
+        return own.scatter_add(-1, index, scale * (share - 1) if share else -scale).to(logits.dtype), None, None
 
 
 class _ChunkedCrossEntropySum(torch.autograd.Function):
@@ -53,7 +76,7 @@ class _ChunkedCrossEntropySum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunks: int
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunks: int, terms: LossTerms
     ) -> tuple[Tensor, Tensor]:
         split = (targets.shape[1] // chunks, chunks)
         parts, labels = hidden.unflatten(1, split), targets.unflatten(1, split)
@@ -68,8 +91,8 @@ class _ChunkedCrossEntropySum(torch.autograd.Function):
             x, each = parts.select(2, i), SimpleNamespace()
             each.save_for_backward = lambda *saved, each=each: setattr(each, "saved_tensors", saved)
             each.mark_non_differentiable = lambda _: None
-            loss, count = _CrossEntropySum.forward(each, F.linear(x, weight, bias), labels.select(2, i))
-            grad, _ = _CrossEntropySum.backward(each, one, None)
+            loss, count = _CrossEntropySum.forward(each, F.linear(x, weight, bias), labels.select(2, i), terms)
+            grad, *_ = _CrossEntropySum.backward(each, one, None)
             add("loss", loss)
             add("count", count)
             inputs.append(grad @ weight)
@@ -83,15 +106,15 @@ class _ChunkedCrossEntropySum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return *(None if each is None else (each * grad).to(each.dtype) for each in ctx.saved_tensors), None, None
+        return *(None if each is None else (each * grad).to(each.dtype) for each in ctx.saved_tensors), None, None, None
 
 
-def cross_entropy_sum(logits: Tensor | Unprojected, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The summed cross-entropy in nats, in fp32, and the number of targets in the sum.
+def cross_entropy_sum(logits: Tensor | Unprojected, targets: Tensor, terms: LossTerms = PLAIN) -> tuple[Tensor, Tensor]:
+    """The summed cross-entropy in nats with these terms, in fp32, and the number of targets in the sum.
 
     logits: [batch, seq, vocab], or what they are computed from; targets: [batch, seq] int64, IGNORE for positions
     without a target -> (fp32 scalar, int64 scalar). ValueError for a sequence that the chunks do not divide.
     """
     if not isinstance(logits, Unprojected):
-        return _CrossEntropySum.apply(logits, targets)
-    return _ChunkedCrossEntropySum.apply(logits.hidden, logits.weight, logits.bias, targets, logits.chunks)
+        return _CrossEntropySum.apply(logits, targets, terms)
+    return _ChunkedCrossEntropySum.apply(logits.hidden, logits.weight, logits.bias, targets, logits.chunks, terms)

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 from tpshard.models.assemble import import_object
-from tpshard.models.objectives.loss import IGNORE, cross_entropy_sum
+from tpshard.models.objectives.loss import IGNORE, PLAIN, LossTerms, cross_entropy_sum
 
 _HELD_OUT = 1 << 48
 """Rows with this number or above are held out for evaluation."""
@@ -57,7 +57,7 @@ class Task(Protocol):
 class LanguageModel:
     """`lm`: predict the next token of the same document."""
 
-    text = True
+    text, terms = True, PLAIN
 
     def __init__(self, seq_len: int) -> None:
         self.fields = {name: Field((seq_len,), ("seq",)) for name in ("tokens", "targets", "documents", "positions")}
@@ -66,7 +66,7 @@ class LanguageModel:
         return batch["tokens"], batch["documents"], batch["positions"]
 
     def loss(self, output: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return cross_entropy_sum(output, batch["targets"])
+        return cross_entropy_sum(output, batch["targets"], self.terms)
 
     def rows(self, numbers: Sequence[int], seed: int) -> dict[str, Tensor]:
         raise NotImplementedError("the rows of a text task come from the recipe's data")
@@ -87,7 +87,7 @@ class MaskedLanguageModel(LanguageModel):
         return torch.where(self.masked_positions(batch), 0, batch["tokens"]), batch["documents"], batch["positions"]
 
     def loss(self, output: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return cross_entropy_sum(output, torch.where(self.masked_positions(batch), batch["tokens"], IGNORE))
+        return cross_entropy_sum(output, torch.where(self.masked_positions(batch), batch["tokens"], IGNORE), self.terms)
 
 
 class Frames:
@@ -96,7 +96,7 @@ class Frames:
     frames: [rows, seq, FEATURES] fp32; targets: [rows, seq], below CLASSES. Model output: [rows, seq, CLASSES].
     """
 
-    text = False
+    text, terms = False, PLAIN
     FEATURES, CLASSES, LASTS = 32, 16, 4
 
     def __init__(self, seq_len: int) -> None:
@@ -110,7 +110,7 @@ class Frames:
         return (batch["frames"],)
 
     def loss(self, output: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return cross_entropy_sum(output, batch["targets"])
+        return cross_entropy_sum(output, batch["targets"], self.terms)
 
     def rows(self, numbers: Sequence[int], seed: int) -> dict[str, Tensor]:
         book = torch.randn(self.CLASSES, self.FEATURES, generator=_generator(seed, -1))
@@ -131,7 +131,7 @@ class Volumes:
     depth, height, width].
     """
 
-    text = False
+    text, terms = False, PLAIN
     BALLS = 2
 
     def __init__(self, seq_len: int) -> None:
@@ -146,7 +146,7 @@ class Volumes:
         return (batch["volume"],)
 
     def loss(self, output: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return cross_entropy_sum(output.movedim(1, -1), batch["targets"])
+        return cross_entropy_sum(output.movedim(1, -1), batch["targets"], self.terms)
 
     def rows(self, numbers: Sequence[int], seed: int) -> dict[str, Tensor]:
         place = torch.stack(torch.meshgrid(*[torch.arange(self.edge)] * 3, indexing="ij"), -1).float()
@@ -163,15 +163,18 @@ class Volumes:
         return {"volume": torch.stack(volumes), "targets": torch.stack(targets)}
 
 
-TASKS: dict[str, Callable[[int], Task]] = {
+TASKS: dict[str, Callable[[int], LanguageModel | Frames | Volumes]] = {
     "lm": LanguageModel, "mlm": MaskedLanguageModel, "frames": Frames, "volumes": Volumes
 }  # fmt: skip
 
 
-def task_of(name: str, seq_len: int) -> Task:
-    """The task of a built-in name, or of `package:Class`. ValueError where there is none."""
+def task_of(name: str, seq_len: int, terms: LossTerms = PLAIN) -> Task:
+    """The task of a built-in name with these terms of its loss, or of `package:Class`. ValueError where there is
+    none."""
     if name in TASKS:
-        return TASKS[name](seq_len)
+        built_in = TASKS[name](seq_len)
+        built_in.terms = terms
+        return built_in
     cls = import_object("task", name)
     try:
         task: Task = cls(seq_len)

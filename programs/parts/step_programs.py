@@ -13,7 +13,7 @@ from tpshard.models import counts
 from tpshard.models.assemble import evaluating, without_checkpointing
 from tpshard.models.families.routing import weighed_by
 from tpshard.models.objectives.chunked_head import Unprojected, in_chunks
-from tpshard.models.objectives.tasks import TASKS, targets_of_rows
+from tpshard.models.objectives.tasks import TASKS, Task, targets_of_rows
 from tpshard.models.own_code import line_of
 from tpshard.parallelism.annotate import boundary, role
 from tpshard.parallelism.draws import SEED, step_seed
@@ -94,11 +94,11 @@ def seeds(setting: Setting, program: Program, seed: int, micro: int) -> dict[Por
 
 
 def _forward(
-    setting: Setting, trail: Trail, used: Mapping[str, Tensor], batch: Mapping[str, Tensor]
+    setting: Setting, task: Task, trail: Trail, used: Mapping[str, Tensor], batch: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    inputs = setting.task.inputs(batch)
+    inputs = task.inputs(batch)
     with trail.inside(Place("loss", role="loss")):
-        targets = targets_of_rows(setting.task, batch)
+        targets = targets_of_rows(task, batch)
     chunks = setting.recipe.loss.chunks
     with trail.watch(setting.model), weighed_by(targets), without_checkpointing(), in_chunks(chunks):
         try:
@@ -114,7 +114,7 @@ def _forward(
         logits: Any = role(output, "logits") if isinstance(output, Tensor) else output
     with trail.inside(Place("loss", role="loss")):
         try:
-            return setting.task.loss(logits, batch)
+            return task.loss(logits, batch)
         except Exception as error:
             if setting.recipe.task not in TASKS or line_of(error) is not None:
                 raise
@@ -168,7 +168,7 @@ def _capture_micro(setting: Setting, gathered: bool, unreduced: bool, watched: b
                 used[name] = boundary(param.to(setting.used_dtype(name)), "parameter", name)
                 used[name].requires_grad_(name in setting.trained)
         unchanged = {name: parameter._version for name, parameter in used.items()}
-        loss, count = _forward(setting, trail, used, batch)
+        loss, count = _forward(setting, setting.task, trail, used, batch)
         if changed := [name for name, parameter in used.items() if parameter._version != unchanged[name]]:
             raise _changed(setting, changed)
         counted = counts.take(setting.model)
@@ -341,7 +341,7 @@ def evaluate_program(setting: Setting, storage: Mapping[str, Layout]) -> Program
 
     def step(params: dict[str, Tensor], batch: dict[str, Tensor]) -> Any:
         used = {n: boundary(p.to(setting.used_dtype(n)), "parameter", n) for n, p in params.items()}
-        return _forward(setting, trail, used, batch)
+        return _forward(setting, setting.evaluated, trail, used, batch)
 
     params = parameters_of(setting)
     with torch.no_grad(), evaluating(setting.model):

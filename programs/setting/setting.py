@@ -16,6 +16,7 @@ from tpshard.models.families.routing import balance_steps
 from tpshard.models.folders.hf_folder import DTYPES
 from tpshard.models.layer_stacks import LayerStack, keep_layers, kept_names, layer_stacks
 from tpshard.models.model_spec import ModelSpec
+from tpshard.models.objectives.loss import PLAIN, LossTerms
 from tpshard.models.objectives.tasks import Task, task_of
 from tpshard.parallelism.depth import Depth
 from tpshard.parallelism.mesh import Axes, Axis, Mesh, size_of
@@ -169,8 +170,17 @@ class Setting:
     @cached_property
     def task(self) -> Task:
         """The training task."""
+        loss = self.recipe.loss
+        return self._task(LossTerms(loss.label_smoothing, loss.z_loss))
+
+    @cached_property
+    def evaluated(self) -> Task:
+        """The task of an evaluation, whose loss has no terms beside the cross-entropy."""
+        return self._task(PLAIN)
+
+    def _task(self, terms: LossTerms) -> Task:
         try:
-            return task_of(self.recipe.task, self.seq_len)
+            return task_of(self.recipe.task, self.seq_len, terms)
         except ValueError as error:
             fix = "correct the class, or task: lm, mlm, frames or volumes"
             raise Mistakes.one(str(error), exit=Exit.RECIPE, where=self.recipe.where("task"), fix=fix) from error

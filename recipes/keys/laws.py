@@ -96,6 +96,14 @@ def chunks_of_loss(recipe: Recipe) -> Iterator[Diagnostic]:
         yield violation(recipe, "loss.chunks", message, "each has as many tokens", f"loss.chunks: {most}")
 
 
+def terms_of_loss(recipe: Recipe) -> Iterator[Diagnostic]:
+    """Requires of terms of the loss a task of tpshard."""
+    for key in ("label_smoothing", "z_loss"):
+        if ":" in recipe.task and getattr(recipe.loss, key):
+            message, why = f"`loss.{key}` is a term of tpshard's losses", f"`task: {recipe.task}` computes its own"
+            yield violation(recipe, f"loss.{key}", message, why, "remove it", {"task": "the task"})
+
+
 def steps_hold_warmup(recipe: Recipe) -> Iterator[Diagnostic]:
     warmup, steps = recipe.schedule.warmup_steps, recipe.train.steps
     if warmup > steps:
@@ -327,6 +335,7 @@ LAWS: tuple[tuple[Law, tuple[str, ...]], ...] = (
     (arguments_are_whole, ("model",)),
     (task_of_model, ("task", "model")),
     (chunks_of_loss, ("loss", "task", "model.seq_len")),
+    (terms_of_loss, ("loss", "task")),
     (one_rest, ("mesh", "serve.mesh")),
     (form_of_rows, ("data",)),
     (weights_of_sources, ("data",)),

@@ -99,6 +99,10 @@ class Loss(Section):
     """Parts of a sequence's tokens whose logits are computed one after another, with their gradients in the forward
     pass, so that those of all tokens are never in memory: a step's peak falls where the vocabulary is large. The loss
     is the same. For lm and mlm."""
+    label_smoothing: Annotated[float, limits(least=0, below=1)] = 0.0
+    """Share of each target that all tokens of the vocabulary have alike. Evaluations leave it out, and z_loss."""
+    z_loss: NonNegative = 0.0
+    """Times the squared logarithm of the sum of the logits' exponentials, added to a target's loss; PaLM has 1.0e-4."""
 
 
 class Profile(Section):

@@ -7,9 +7,10 @@ from pathlib import Path
 import architectures
 import pytest
 import torch
+import torch.nn.functional as F
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.models.objectives.chunked_head import in_chunks, project
-from tpshard.models.objectives.loss import IGNORE, cross_entropy_sum
+from tpshard.models.objectives.loss import IGNORE, LossTerms, cross_entropy_sum
 from tpshard.plan import planner
 from tpshard.programs.compare.float64 import BOUND, distance, float64
 from tpshard.programs.compare.lockstep import Lockstep
@@ -35,17 +36,31 @@ def test_gradients_are_those_of_the_whole_loss(bias: bool) -> None:
         torch.testing.assert_close(in_parts, whole, rtol=BOUND, atol=BOUND)
 
 
+def test_terms_of_the_loss_are_those_of_torch_and_palm() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 5, 7, generator=generator, dtype=torch.float64).requires_grad_()
+    targets = torch.randint(0, 7, (2, 5), generator=generator)
+    targets[:, 3] = IGNORE
+    with float64():
+        loss, _ = cross_entropy_sum(logits, targets, LossTerms(0.2, 0.1))
+        (gradient,) = torch.autograd.grad(loss, logits)
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), label_smoothing=0.2, reduction="sum")
+    expected = expected + 0.1 * (logits.logsumexp(-1).square() * (targets != IGNORE)).sum()
+    torch.testing.assert_close(loss, expected, rtol=BOUND, atol=BOUND)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, logits)[0], rtol=BOUND, atol=BOUND)
+
+
 @pytest.mark.parametrize(
     ("mesh", "overrides"),
     [
-        ({"fsdp": 2, "tp": 2}, ["model.tie_embeddings=true", "task=mlm"]),
+        ({"fsdp": 2, "tp": 2}, ["model.tie_embeddings=true", "task=mlm", "loss={label_smoothing: 0.1, z_loss: 0.01}"]),
         ({"fsdp": 2, "cp": 2}, ["sharding.rules={batch: fsdp, seq: cp}"]),
         ({"pp": 2}, ["pipeline={schedule: zero_bubble}"]),
     ],
 )
 def test_a_step_on_any_mesh_is_that_of_the_whole_loss(mesh: dict[str, int], overrides: list[str]) -> None:
     whole, parts = ([] if n == 1 else [f"loss.chunks={n}"] for n in (1, 3))
-    kept = [o for o in overrides if o.startswith(("model", "task"))]
+    kept = [o for o in overrides if o.startswith(("model", "task", "loss"))]
     one = Lockstep(training.build(setting_of({}, *kept, *whole)), 40).step()
     two = Lockstep(training.build(setting_of(mesh, *overrides, *parts)), 40).step()
     assert two.loss == pytest.approx(one.loss, rel=BOUND)
