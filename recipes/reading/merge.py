@@ -1,4 +1,4 @@
-"""Merges the layers of a recipe by OmegaConf, and records where each value was written."""
+"""Merges the layers of a recipe, and records where each value was written."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import MISSING
-from functools import cached_property, reduce
+from functools import cached_property
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from tpshard.diagnostics.diagnostic import Diagnostic, Mistakes, Notes, Source, did_you_mean
 from tpshard.recipes.keys.schema import Recipe
 from tpshard.recipes.reading.hints import below_key, item_of, mapping_of, section_of, walk
@@ -23,6 +23,9 @@ NO_FILES = ("sample", "c4", "latest", "bytes")
 MESHES = (("mesh",), ("serve", "mesh"))
 """The paths of meshes. Their axes take the order of the last layer that writes them: devices are numbered by it."""
 
+_NAME = re.compile(r"\w+")
+_COMPUTED = re.compile(r"\$\{[^}]*\$\{")
+"""An interpolation whose key is made of other interpolations."""
 _SHELL = re.compile(r"\$([A-Za-z_][A-Za-z0-9_]*)")
 
 
@@ -30,7 +33,8 @@ class Merged:
     """The recipe merged from layers. `mistakes`: those in interpolations; `bad`: the keys of their values."""
 
     def __init__(self) -> None:
-        self.config = OmegaConf.create()
+        self.raw: Any = {}
+        """The values as plain data, with interpolations as written."""
         self.places: dict[Path, tuple[Node, Node]] = {}
         """For each path, the key and value nodes written there last; a map stays where it was written as a whole."""
         self.mistakes: list[Diagnostic] = []
@@ -39,14 +43,20 @@ class Merged:
         """Number of interpolations that were resolved."""
 
     @cached_property
-    def raw(self) -> Any:
-        """The values as plain data, with interpolations as written."""
-        return OmegaConf.to_container(self.config, resolve=False)
+    def config(self) -> DictConfig:
+        """The values as OmegaConf's tree, which resolves interpolations.
+
+        Making it takes longer than all else: of the top-level keys it has those with an interpolation or named in one.
+        """
+        texts = {key: " ".join(_interpolated(value)) for key, value in self.raw.items()}
+        every = " ".join(texts.values())
+        named = self.raw if _COMPUTED.search(every) else {*_NAME.findall(every), *filter(texts.get, texts)}
+        return OmegaConf.create({key: value for key, value in self.raw.items() if key in named})
 
     def add(self, layer: Node) -> None:
         """Adds a layer on top: maps are merged where the schema has a map, everything else is replaced."""
-        self.config.merge_with(self._layer(layer, Recipe, ()))
-        del self.raw
+        self.raw = _merged(self.raw, self._layer(layer, Recipe, ()))
+        vars(self).pop("config", None)
         self.places[()] = (layer, layer)
 
     def fill(self) -> None:
@@ -58,9 +68,8 @@ class Merged:
 
     def put(self, path: Path, value: Any) -> None:
         """Sets the value at a path to one that is in no file."""
-        parent: Any = reduce(lambda inside, key: inside[key], path[:-1], self.config)
-        parent[path[-1]] = value
         written_at(self.raw, path[:-1])[path[-1]] = value
+        vars(self).pop("config", None)
 
     def drop(self, path: Path) -> None:
         """Sets the value at a path to null, and forgets its place."""
@@ -202,9 +211,22 @@ class Merged:
             self.mistakes.append(Diagnostic(message, where=node.source, why=why, fix=FORMS))
             self.bad.add(key_of(path))
             text = "???"
-        if text == "???" and path[-1] in (written_at(self.raw, path[:-1]) or ()):
-            self.put(path, text)  # OmegaConf's merge lets a missing value replace nothing
         return text
+
+
+def _merged(below: Any, over: Any) -> Any:
+    """A layer's data on top of that of others: maps are merged, everything else is replaced."""
+    if isinstance(below, dict) and isinstance(over, dict):
+        return below | {key: _merged(below.get(key), value) for key, value in over.items()}
+    return over
+
+
+def _interpolated(raw: Any) -> Iterator[str]:
+    if isinstance(raw, str):
+        yield from [raw] if "${" in raw else []
+    elif isinstance(raw, dict | list):
+        for value in raw.values() if isinstance(raw, dict) else raw:
+            yield from _interpolated(value)
 
 
 def _all(raw: Any, path: Path = ()) -> Iterator[Path]:
