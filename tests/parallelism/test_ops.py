@@ -29,9 +29,9 @@ from op_case import Case, Of, call, f, flat, ints, of, truths
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
-from tpshard.parallelism import Mesh, partition
-from tpshard.parallelism.graph import Op, map_refs
-from tpshard.parallelism.partitioning.partitioner import mark_outputs
+from tpshard.parallelism import Mesh
+from tpshard.parallelism.graph import Graph, Op, map_refs
+from tpshard.parallelism.partitioning.partitioner import mark_outputs, partition_captured
 from tpshard.parallelism.rules import drawn, kernel_costs, table
 from tpshard.parallelism.rules.elementwise import pointwise
 from tpshard.parallelism.rules.rule import Kind, whole
@@ -520,10 +520,12 @@ def placements(case: Case) -> Iterator[tuple[Any, ...]]:
     yield from every if len(every) <= MOST else random.Random(0).sample(every, MOST)
 
 
-def holds(case: Case, mesh: Mesh, expected: list[Tensor], dims: Any, results: Any = None) -> set[str]:
+def holds(
+    graph: Graph, tensors: list[Tensor], mesh: Mesh, expected: list[Tensor], dims: Any, results: Any = None
+) -> set[str]:
     """Compares; the targets of the program."""
-    program = partition(case.fn, case.tensors, mesh, dims, results)
-    for got, want in zip(program.simulate(*case.tensors), expected, strict=True):
+    program = partition_captured(graph, mesh, dims, results, latency=0)
+    for got, want in zip(program.simulate(*tensors), expected, strict=True):
         torch.testing.assert_close(got, want, msg=lambda text: f"{dims} {results}: {text}")
     return {name_of(node.target) for node in program.nodes if node.op == "call_function"}
 
@@ -531,14 +533,15 @@ def holds(case: Case, mesh: Mesh, expected: list[Tensor], dims: Any, results: An
 def check(case: Case) -> set[str]:
     """The three laws: operands cut in every way, results cut in every way, operands that are sums still to be made."""
     expected, targets = flat((case.eager or case.fn)(*case.tensors)), set[str]()
+    graph = capture(case.fn, case.tensors)
     for mesh in MESHES:
         for dims in placements(case):
-            targets |= holds(case, mesh, expected, dims)
+            targets |= holds(graph, case.tensors, mesh, expected, dims)
         for i, result in enumerate(expected):
             for d in range(result.dim()):
                 shardings: list[Any] = [None] * len(expected)
                 shardings[i] = (*(None,) * d, "x")
-                targets |= holds(case, mesh, expected, None, shardings)
+                targets |= holds(graph, case.tensors, mesh, expected, None, shardings)
     floats = [i for i, t in enumerate(case.tensors) if t.is_floating_point() and i not in case.written]
     for summed in {(i,) for i in floats} | {tuple(floats)}:
         parts = [torch.stack([t * 0.25, t * 0.75]) if i in summed else t for i, t in enumerate(case.tensors)]
@@ -550,7 +553,7 @@ def check(case: Case) -> set[str]:
             return case.fn(*whole(*tensors))
 
         dims = [("x",) if i in summed else None for i in range(len(parts))]
-        holds(Case(fn, parts), MESHES[0], flat((case.eager or case.fn)(*whole(*parts))), dims)
+        holds(capture(fn, parts), parts, MESHES[0], flat((case.eager or case.fn)(*whole(*parts))), dims)
     return targets
 
 
