@@ -6,7 +6,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from forked import python
+from forked import Copied, python
 
 TYPES = Path(__file__).parents[1] / "types"
 
@@ -16,6 +16,14 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
+COMMAND = "from tpshard.cli.main import main; main()"
+
+
+def start(folder: Path, *arguments: str) -> Copied:
+    """Starts a command in `folder`, and its workers, as copies of a process that has imported torch."""
+    return Copied(COMMAND, *arguments, environment=environment(), folder=folder)
+
+
 def tpshard(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs a command in `folder`, to its end."""
-    return python("from tpshard.cli.main import main; main()", *arguments, environment=environment(), folder=folder)
+    return python(COMMAND, *arguments, environment=environment(), folder=folder)

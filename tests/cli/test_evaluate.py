@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import python
 from tpshard.cli import evaluate as command
 from tpshard.cli.evaluate import recipe_of, result_of, table
 from tpshard.cli.main import run
@@ -121,14 +122,14 @@ def test_a_run_without_checkpoints_is_refused_before_workers_start(tmp_path: Pat
 class Stub:
     """lm-eval as far as `evaluate` uses it: a base class, and a function that asks a model."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.answers: dict[str, Any] = {}
         package, api, model = (types.ModuleType(name) for name in ("lm_eval", "lm_eval.api", "lm_eval.api.model"))
         package.__spec__ = importlib.machinery.ModuleSpec("lm_eval", None)
         model.LM = type("LM", (), {})  # type: ignore[attr-defined]
         package.simple_evaluate = self.simple_evaluate  # type: ignore[attr-defined]
         for module in (package, api, model):
-            monkeypatch.setitem(sys.modules, module.__name__, module)
+            sys.modules[module.__name__] = module
 
     def simple_evaluate(self, model: Any, tasks: list[str], limit: int | None, bootstrap_iters: int) -> dict[str, Any]:
         def ask(*arguments: Any) -> Any:
@@ -179,20 +180,31 @@ def expected_scores(folder: Path) -> tuple[list[tuple[float, bool]], list[float]
     return pairs, rolling
 
 
-def test_tasks_are_asked_of_the_engine(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stub = Stub(monkeypatch)
+STUBBED = """
+import json, sys
+sys.path[:0] = json.loads(sys.argv[1])
+from test_evaluate import Stub, run
+stub = Stub()
+code = run(sys.argv[2:])
+print(json.dumps(stub.answers))
+sys.exit(code)
+"""
+
+
+def test_tasks_are_asked_of_the_engine(trained: Path, tmp_path: Path) -> None:
     assert run(["convert", str(trained), str(tmp_path / "dense")]) == 0
-    capsys.readouterr()
-    assert run(["evaluate", str(trained), "--tasks", "one,two", "mesh.tp=2", *FEW, "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
+    tests = Path(__file__).parent
+    line = ["evaluate", str(trained), "--tasks", "one,two", "mesh.tp=2", *FEW, "--json"]
+    done = python(STUBBED, json.dumps([str(tests), str(tests.parent)]), *line)
+    assert done.returncode == 0, done.stderr
+    *result, answered = done.stdout.splitlines()
+    printed, answers = json.loads("".join(result)), json.loads(answered)
     assert printed["tasks"] == {"one": {"acc": 0.5}, "two": {"acc": 0.5}} and printed["step"] == 2
     pairs, rolling = expected_scores(tmp_path / "dense")
-    assert [greedy for _, greedy in stub.answers["pairs"]] == [greedy for _, greedy in pairs]
-    assert [value for value, _ in stub.answers["pairs"]] == pytest.approx([value for value, _ in pairs], rel=1e-5)
-    assert stub.answers["rolling"] == pytest.approx(rolling, rel=1e-5)
-    assert "\n" not in stub.answers["texts"][0] and "e" not in stub.answers["texts"][1]
+    assert [greedy for _, greedy in answers["pairs"]] == [greedy for _, greedy in pairs]
+    assert [value for value, _ in answers["pairs"]] == pytest.approx([value for value, _ in pairs], rel=1e-5)
+    assert answers["rolling"] == pytest.approx(rolling, rel=1e-5)
+    assert "\n" not in answers["texts"][0] and "e" not in answers["texts"][1]
     assert read_rows(trained / "metrics.jsonl")[-1]["eval_tasks"] == printed["tasks"]
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from commands import tpshard
-from tpshard.cli.main import run
 
 OLD = Path(__file__).with_name("old_files")
 
@@ -27,10 +26,11 @@ def test_an_old_run_goes_on(old: Path) -> None:
     assert last["step"] == 3 and last["loss"] == pytest.approx(5.986949443817139, abs=1e-5)
 
 
-def test_an_old_quantized_folder_answers(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_old_quantized_folder_answers(old: Path) -> None:
     options = ["--temperature", "0", "--max-tokens", "8", "--json"]
-    assert run(["generate", str(old / "quantized"), "1 times", "serve.mesh.tp=1", *options]) == 0
-    assert json.loads(capsys.readouterr().out)["choices"][0]["text"] == "\ufffda" + 6 * "\ufffd"
+    done = tpshard(old, "generate", "quantized", "1 times", "serve.mesh.tp=1", *options)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["choices"][0]["text"] == "\ufffda" + 6 * "\ufffd"
 
 
 def test_an_old_plan_is_refused_by_name(old: Path) -> None:

@@ -15,8 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import commands
 import psutil
 import pytest
+from forked import Copied, python
 from patience import PATIENCE, until
 from tpshard.cli.main import run
 from tpshard.diagnostics.diagnostic import Mistakes
@@ -47,11 +49,8 @@ TWO: dict[str, Any] = {"world": 2, "mesh": {"dp": 1, "fsdp": 2, "tp": 1}}
 """Workers of the pool."""
 
 
-def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "tpshard.cli.main", "train", "recipe.yaml", *overrides], cwd=folder, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+def start(folder: Path, *overrides: str) -> Copied:
+    return commands.start(folder, "train", "recipe.yaml", *overrides)
 
 
 def rows(folder: Path, run: str) -> list[dict[str, Any]]:
@@ -68,7 +67,7 @@ def record(folder: Path, run: str) -> dict[Any, tuple[Any, ...]]:
     return {(r["step"], "eval_loss" in r): tuple(r.get(key) for key in keys) for r in rows(folder, run)}
 
 
-def running_until(process: subprocess.Popen[str], reached: Callable[[], bool]) -> None:
+def running_until(process: Copied, reached: Callable[[], bool]) -> None:
     until(lambda: process.poll() is not None or reached(), "the run's progress")
     assert process.poll() is None, process.communicate()
 
@@ -98,7 +97,7 @@ def test_a_run_that_is_killed_and_stopped_ends_as_one_that_was_not(pool: Any, tm
 
     killed = start(tmp_path, "run.dir=runs/other")
     running_until(killed, lambda: len(rows(tmp_path, "other")) > 12)
-    (victim,) = [p for p in psutil.Process(killed.pid).children() if p.environ()["RANK"] == "1"]
+    _, victim = psutil.Process(killed.pid).children()
     tree = psutil.Process(killed.pid).children(recursive=True)
     victim.kill()
     _, err = killed.communicate(timeout=PATIENCE)
@@ -135,8 +134,7 @@ def test_a_run_whose_worker_crashes_goes_on_by_itself(rank: int, number: signal.
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     crashed = start(tmp_path, "run.dir=runs/crashed", "train.steps=20", "checkpoint.resume=never")
     running_until(crashed, lambda: len(rows(tmp_path, "crashed")) > 7)
-    (victim,) = [p for p in psutil.Process(crashed.pid).children() if p.environ()["RANK"] == str(rank)]
-    victim.send_signal(number)
+    psutil.Process(crashed.pid).children()[rank].send_signal(number)
     out, err = crashed.communicate(timeout=PATIENCE)
     assert crashed.returncode == 0, err
     assert f"rank {rank} was lost: killed by {number.name} after step" in err
@@ -201,8 +199,8 @@ def test_a_run_that_nobody_reads_is_done_and_shows_no_secret(tmp_path: Path) -> 
 def test_a_run_ends_with_7_if_its_last_checkpoint_is_not_written_or_all_are_gone(pool: Any, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     overrides = ["mesh.fsdp=1", "train.steps=2", "evaluate.every_steps=0"]
-    full = ["bash", "-c", 'ulimit -f 200; exec "$@"', "bash", sys.executable, "-m", "tpshard.cli.main", "train"]
-    failed = subprocess.run([*full, "recipe.yaml", *overrides], cwd=tmp_path, capture_output=True, text=True)
+    full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (200 << 10, 200 << 10))\n"
+    failed = python(full + commands.COMMAND, "train", "recipe.yaml", *overrides, folder=tmp_path)
     assert failed.returncode == 7 and "error: the checkpoint of step 2 was not written" in failed.stderr
     assert "File too large" in failed.stderr and "rank" not in failed.stderr.splitlines()[-1]
     assert [row["step"] for row in rows(tmp_path, "small")] == [1, 2]
@@ -250,13 +248,14 @@ def test_a_run_executes_the_plan_that_was_saved(pool: Any, tmp_path: Path, monke
     assert (tmp_path / "runs" / "read" / "plan.json").read_text() == plan.read_text()
 
 
-def test_a_mesh_that_does_not_fit_the_workers_is_refused_with_near_ones(tmp_path: Path) -> None:
+def test_a_mesh_that_does_not_fit_the_workers_is_refused_with_near_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE.replace("cluster: {device: cpu}", ""))
     torchrun = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tpshard.cli.main", "train", "recipe.yaml"], cwd=tmp_path, capture_output=True,
-        text=True, env={**os.environ, **torchrun}, timeout=PATIENCE,
-    )  # fmt: skip
+    for name, value in torchrun.items():
+        monkeypatch.setenv(name, value)
+    done = commands.tpshard(tmp_path, "train", "recipe.yaml")
     assert done.returncode == 5 and "fsdp: 3" in done.stderr
 
 

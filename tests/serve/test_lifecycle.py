@@ -17,6 +17,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from commands import COMMAND
+from forked import Copied, copied_workers
 from patience import PATIENCE, until
 from servers import WORKER, job_of, ranks_of
 from tpshard.cli.main import run as run_command
@@ -42,6 +44,13 @@ FEW = ("serve.requests=8", "serve.step_tokens=8")
 """Changes that leave a server few programs to build."""
 
 
+@pytest.fixture
+def copies() -> Iterator[None]:
+    """Workers start at once, as copies of this process."""
+    with copied_workers():
+        yield
+
+
 def answers(runner: Any) -> list[list[int]]:
     engine = Engine(runner)
     sequences = [Sequence(tuple(range(2, 2 + n)), Sampling(temperature=0), 12) for n in (3, 20, 90)]
@@ -60,7 +69,9 @@ def wait_for_all(pids: list[int]) -> bool:
     return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids)
 
 
-def test_two_ranks_answer_like_one_and_their_death_is_noticed(folder: Path, runner: ProgramRunner) -> None:
+def test_two_ranks_answer_like_one_and_their_death_is_noticed(
+    folder: Path, runner: ProgramRunner, copies: None
+) -> None:
     ranks = ranks_of(folder, "serve.mesh.tp=2", *FEW)
     try:
         assert answers(ranks) == answers(runner)
@@ -103,12 +114,12 @@ def test_a_worker_that_says_nothing_is_lost(folder: Path) -> None:
         Ranks([sys.executable, "-c", "import time; time.sleep(60)"], job_of(folder, start_s=0.3))
 
 
-def test_a_worker_that_cannot_start_says_why(folder: Path, tmp_path: Path) -> None:
+def test_a_worker_that_cannot_start_says_why(folder: Path, tmp_path: Path, copies: None) -> None:
     with pytest.raises(WorkerLost, match="rank 0 was lost: there is no recipe"):
         Ranks(WORKER, job_of(folder, source=str(tmp_path)))
 
 
-def test_ranks_that_build_other_programs_than_were_planned_do_not_start(folder: Path) -> None:
+def test_ranks_that_build_other_programs_than_were_planned_do_not_start(folder: Path, copies: None) -> None:
     with pytest.raises(WorkerLost, match="programs differ from the server's"):
         Ranks(WORKER, job_of(folder, *FEW, programs=({"rows": 8, "fingerprint": "another"},)))
 
@@ -154,20 +165,18 @@ class Process:
     def __init__(self, recipe: Path, folder: Path, *overrides: str) -> None:
         changes = [f"serve.checkpoint={folder}", "serve.port=0", "serve.cache_mb=4", *overrides]
         environment = {k: v for k, v in os.environ.items() if k != "TPSHARD_API_KEY"} | {"OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            command(recipe, *changes), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
-            cwd=recipe.parent,
-        )  # fmt: skip
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line.startswith("serving served on http://"), line + self.process.communicate()[1]
-        self.url = line.split()[-1].removesuffix("/v1")
+        line = ["serve", str(recipe), *changes]
+        self.process = Copied(COMMAND, *line, environment=environment, folder=recipe.parent)
+        until(lambda: self.process.poll() is not None or "\n" in self.process.printed()[0], "the server's start")
+        out, err = self.process.printed()
+        assert out.startswith("serving served on http://"), out + err
+        self.url = out.split()[3].removesuffix("/v1")
         self.workers = [child.pid for child in psutil.Process(self.process.pid).children()]
 
     def end(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.communicate()
+        self.process.wait()
 
 
 @pytest.fixture(scope="module")
