@@ -81,9 +81,13 @@ def entries() -> list[Entry]:
 
 
 def _of_file(room: str, path: Path) -> Iterator[Entry]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    text = path.read_text(encoding="utf-8")
+    if not any(f"{name}(" in text for name in CALLS):
+        return
+    tree = ast.parse(text)
+    nodes = list(ast.walk(tree))
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
     last = 0
     for call in sorted(calls, key=lambda call: call.lineno):
         name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")

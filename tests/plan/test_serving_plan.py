@@ -183,8 +183,7 @@ def test_an_mlp_that_tp_does_not_divide_is_served_as_planned(pool: Any, tmp_path
         assert report.job.params == config.count
         assert f"warning: {output}" in screen.screen(report)
         capsys.readouterr()
-        overrides = [f"serve.checkpoint={folder}", "serve.mesh.tp=2", f"serve.layout={layout}", "cluster.device=cpu"]
-        assert tpshard(["serve", "tiny", "--check", *overrides]) == 0
+        assert tpshard(["serve", "tiny", "--check", *changes(folder, layout), "cluster.device=cpu"]) == 0
         assert f"  {output}\n" in capsys.readouterr().out
     # codes, scales and shifts of 4 of the 7 groups, and not of all of them, for each of 64 outputs
     coded = planner.report(recipe(groups, "tp_aware", "serve.dtype=bf16"), "", "decode")
@@ -281,18 +280,18 @@ def with_memory(each: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "device_of", device_of)
 
 
-@pytest.mark.parametrize("what", ["prefill", "decode"])
 @pytest.mark.parametrize(("overrides", "few"), [([], ""), (["serve.cache_mb=1"], "4 of 8"), (["serve.cache_mb=3"], "")])
-def test_a_plan_holds_the_cache_that_the_server_makes(what: str, overrides: list[str], few: str, capsys: Any) -> None:
+def test_a_plan_holds_the_cache_that_the_server_makes(overrides: list[str], few: str, capsys: Any) -> None:
     options = ["serve.requests=8", "serve.mesh.tp=2", "cluster.device=cpu", *overrides]
     assert tpshard(["serve", "tiny", "--check", "--json", *options]) == 0
-    check = json.loads(capsys.readouterr().out)
-    report = planner.report(cached_blocks(*overrides), "", what)
-    assert report.static_bytes()["cache"] == report.pricing.worst.memory.at_peak["cache"] == check["memory"]["cache"]
-    # 16 KiB hold 16 positions of 2 KV heads in 4 layers; a request has 256
-    output = [warning for warning in report.warnings if "the cache" in warning]
-    assert output == ([f"the cache, 1.00 MiB or 1,024 tokens, holds {few} requests of 256"] if few else [])
-    assert not few or f"warning: {output[0]}" in screen.screen(report)
+    held = json.loads(capsys.readouterr().out)["memory"]["cache"]
+    for what in ("prefill", "decode"):
+        report = planner.report(cached_blocks(*overrides), "", what)
+        assert report.static_bytes()["cache"] == report.pricing.worst.memory.at_peak["cache"] == held
+        # 16 KiB hold 16 positions of 2 KV heads in 4 layers; a request has 256
+        output = [warning for warning in report.warnings if "the cache" in warning]
+        assert output == ([f"the cache, 1.00 MiB or 1,024 tokens, holds {few} requests of 256"] if few else [])
+        assert not few or f"warning: {output[0]}" in screen.screen(report)
 
 
 def test_a_plan_limits_the_cache_as_the_server_does(monkeypatch: pytest.MonkeyPatch) -> None:
