@@ -18,7 +18,7 @@ from typing import Any
 
 import pool_worker
 import pytest
-from forked import FORKS
+from forked import FORKS, copied_workers
 from left_out import pytest_deselected, pytest_sessionfinish, pytest_terminal_summary, pytest_testnodedown
 from patience import PATIENCE
 
@@ -147,6 +147,13 @@ def no_plans_of_other_tests(cache: Path) -> Iterator[None]:
     """Gives each test its own cache of plans."""
     yield
     shutil.rmtree(cache / "plans", ignore_errors=True)
+
+
+@pytest.fixture
+def copies() -> Iterator[None]:
+    """Workers that a command starts in this process are copies of it, which start at once."""
+    with copied_workers():
+        yield
 
 
 @pytest.fixture(scope="session")

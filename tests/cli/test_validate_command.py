@@ -297,7 +297,7 @@ def test_a_device_file_is_read_too(workdir: Path, capsys: pytest.CaptureFixture[
 
 
 def test_what_train_refuses_of_a_folder_or_a_module_plan_and_validate_refuse_too(
-    workdir: Path, capsys: pytest.CaptureFixture[str]
+    workdir: Path, capsys: pytest.CaptureFixture[str], copies: None
 ) -> None:
     from tpshard.models import to_hf
     from tpshard.models.family_model import FamilyModel

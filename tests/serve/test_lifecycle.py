@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 from commands import COMMAND
-from forked import Copied, copied_workers
+from forked import Copied
 from patience import PATIENCE, until
 from servers import WORKER, job_of, ranks_of
 from tpshard.cli.main import run as run_command
@@ -42,13 +42,6 @@ def folder(model: torch.nn.Module, tokenizer_folder: Path, tmp_path_factory: pyt
 
 FEW = ("serve.requests=8", "serve.step_tokens=8")
 """Changes that leave a server few programs to build."""
-
-
-@pytest.fixture
-def copies() -> Iterator[None]:
-    """Workers start at once, as copies of this process."""
-    with copied_workers():
-        yield
 
 
 def answers(runner: Any) -> list[list[int]]:
