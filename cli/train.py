@@ -6,11 +6,12 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from tpshard.cli.shared.arguments import Device, Overrides, RecipeArgument, load, on_device
-from tpshard.diagnostics.diagnostic import plural
+from tpshard.diagnostics.diagnostic import Exit, Mistakes, plural
 
 if TYPE_CHECKING:
     from tpshard.parallelism.runtime.place import WorkerPlace
@@ -34,8 +35,25 @@ def train(recipe: RecipeArgument, overrides: Overrides = None, plan: PlanFile = 
     from tpshard.cli.shared.worker_errors import place_of_environment
 
     place = place_of_environment()
+    refuse_checkpoint(recipe)
     changes = on_device(overrides, device) if OVERRIDES not in os.environ else json.loads(os.environ.pop(OVERRIDES))
     return start(recipe, changes, plan) if place is None else _work(recipe, changes, place, plan)
+
+
+def refuse_checkpoint(recipe: str) -> None:
+    """Raises `Mistakes` (exit 2) for a checkpoint's folder.
+
+    Its recipe leads to the newest checkpoint of its run, or from another working directory to a run from nothing.
+    """
+    place = Path(recipe)
+    if (place / "manifest.json").is_file():
+        run = place.absolute().parent.parent
+        goes_on = f"`tpshard train {run}` continues its run; " if (run / "recipe.yaml").is_file() else ""
+        raise Mistakes.one(
+            f"{recipe} is a checkpoint, and `train` wants a recipe or a run", exit=Exit.USAGE,
+            fix=f"{goes_on}`tpshard train {place / 'recipe.yaml'} train.init_from={place.absolute()} run.dir=DIR` "
+            "begins another from its parameters",
+        )  # fmt: skip
 
 
 def start(recipe: str, overrides: Sequence[str], plan: str | None) -> int:

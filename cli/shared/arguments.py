@@ -109,7 +109,7 @@ def carried_files(recipe: str, overrides: Sequence[str]) -> list[str]:
     if names_tokenizer(overrides):
         return []
     try:
-        loaded = examine(on_this_host(recipe), overrides).recipe
+        loaded = examine(on_this_host(recipe), overrides, store=recipe if is_url(recipe) else None).recipe
         if not is_url(recipe) and loaded.run.store is not None:
             on_this_host(loaded.run.store)
         kept = carried_by(loaded).absolute()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes
 from tpshard.models.model_spec import ModelSpec
 from tpshard.programs.fit.fit import misfits
-from tpshard.programs.fit.recipe_model import carried_instead, opened
+from tpshard.programs.fit.recipe_model import carried_by, carried_instead, opened
 from tpshard.programs.fit.wrong_model import wrong_model
 from tpshard.recipes.keys.data_keys import BYTE_TOKENS
 from tpshard.recipes.keys.schema import DEVICES
@@ -33,7 +33,7 @@ def load_checked(path: str, overrides: Sequence[str] = (), *, text: bool = False
 
     Raises `Mistakes` with all its errors.
     """
-    examined = recipes.examine(on_this_host(path), overrides)
+    examined = recipes.examine(on_this_host(path), overrides, store=path if is_url(path) else None)
     found = list(examined.diagnostics)
     if examined.sound("cluster", "mesh", "model", "sharding", "batch", "fsdp.wrap", "fsdp.bucket", "fsdp.axis"):
         found += model_errors(examined.recipe)
@@ -215,11 +215,14 @@ def text_errors(recipe: Recipe) -> list[Diagnostic]:
             diagnostics.append(_no_tokenizer(recipe, unset))
         if value is None or (key == "source" and (value == "sample" or is_on(value))):
             continue
+        from tpshard.models.folders.folder_tokenizer import tokenizer_files
         from tpshard.train.data.bad_rows import peek
         from tpshard.train.data.corpus import open_text
         from tpshard.train.data.open_data import columns_of, place_of
         from tpshard.train.data.tokens import require_tokenizer
 
+        if key == "tokenizer" and not os.path.isdir(value) and tokenizer_files(carried_by(recipe)):
+            continue  # the folder has moved since the run began, which carries it
         where = place_of(recipe, number) if key == "source" else recipe.where("data.tokenizer")
         try:
             if key == "source":

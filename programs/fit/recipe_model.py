@@ -79,10 +79,12 @@ def carried_instead(recipe: Recipe) -> Path | None:
 
 
 def carried_by(recipe: Recipe) -> Path:
-    """Where the run of a recipe carries what it began from: beside the recipe, if that is a run's or a checkpoint's,
-    else in the run's folder."""
+    """Where the run of a recipe carries what it began from: beside the recipe, if that is a run's, a checkpoint's or a
+    copy of what a run has in a store, else in the run's folder."""
     beside = Path(recipe.file).parent
-    own = Path(recipe.file).is_file() and any((beside / name).exists() for name in ("checkpoints", "manifest.json"))
+    own = Path(recipe.file).is_file() and any(
+        (beside / name).exists() for name in ("checkpoints", "manifest.json", ".store.json")
+    )
     return carried(beside if own and carried(beside).is_dir() else recipe.run.folder)
 
 

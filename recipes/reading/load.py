@@ -63,8 +63,12 @@ def with_changes(recipe: Recipe, changes: Sequence[str]) -> Recipe:
     return _sound(_examine_layers(layers, [*overrides, *changes], name))
 
 
-def examine(path_or_builtin: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Examined:
+def examine(
+    path_or_builtin: str | os.PathLike[str], overrides: Sequence[str] = (), *, store: str | None = None
+) -> Examined:
     """Loads a recipe as `load` does, but returns its mistakes together with the usable rest.
+
+    store: the place of the run in an object store whose small files the folder holds.
 
     Still raises `Mistakes` when nothing is usable: no file, no YAML, another schema.
     """
@@ -72,20 +76,25 @@ def examine(path_or_builtin: str | os.PathLike[str], overrides: Sequence[str] = 
     of_run = path.name == "recipe.yaml" and path.parent.name  # a run's folder has the name of its recipe
     name, layers = path.resolve().parent.name if of_run else path.stem, extends.layers(path)
     examined = _examine_layers(layers, overrides, name)
-    if of_run and _has_moved(path.parent, examined.recipe):
-        examined = _examine_layers(layers, [*overrides, f"run.dir={json.dumps(str(path.parent))}"], name)
+    if of_run and _has_moved(path.parent, examined.recipe, store):
+        place = str(path.parent) if store is None else store
+        examined = _examine_layers(layers, [*overrides, f"run.dir={json.dumps(place)}"], name)
     return examined
 
 
-def _has_moved(folder: Path, recipe: Recipe) -> bool:
-    """Whether the recipe is that of the run in `folder`, which was in the `run.dir` that it says, seen from another
-    working directory or before it was moved or copied. A `run.dir` of the command line means another run."""
-    if not ((folder / "plan.json").is_file() and (folder / "metrics.jsonl").is_file()):
+def _has_moved(folder: Path, recipe: Recipe, store: str | None) -> bool:
+    """Whether the recipe is that of the run in `folder` or `store`, which was in the `run.dir` that it says, seen from
+    another working directory or before it was moved or copied. A `run.dir` of the command line means another run."""
+    if store is None and not ((folder / "plan.json").is_file() and (folder / "metrics.jsonl").is_file()):
         return False
     if recipe.where("run.dir").file.startswith("<"):
         return False
     try:
-        return recipe.run.store is None and recipe.run.folder.resolve() != folder.resolve()
+        if store is not None:
+            return (recipe.run.store or "").rstrip("/") != store.rstrip("/")
+        if recipe.run.store is not None:  # the folder beside a run in a store holds no checkpoints
+            return (folder / "checkpoints").is_dir()
+        return recipe.run.folder.resolve() != folder.resolve()
     except (Mistakes, OSError, RuntimeError):  # an environment variable is not set, a loop of links
         return True
 

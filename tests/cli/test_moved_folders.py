@@ -193,3 +193,21 @@ def test_an_error_says_where_it_looked(
     assert run(["validate", "project/recipe.yaml"]) == Exit.RECIPE
     said = capsys.readouterr().err
     assert f"{project / 'base'}" in said and f"{tmp_path / 'base'}" in said
+
+
+def test_a_checkpoint_is_no_recipe_to_train(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its recipe would lead to the run's newest one, or from another working directory to a run from nothing."""
+    checkpoint = next((trained(project) / "checkpoints").iterdir())
+    assert run(["train", str(checkpoint)]) == Exit.USAGE
+    said = capsys.readouterr().err
+    assert "is a checkpoint" in said and f"train.init_from={checkpoint}" in said
+
+
+def test_a_recipe_is_fine_whose_run_carries_the_tokenizer_that_has_moved(project: Path) -> None:
+    folder = trained(project)
+    (project / "base").rename(project / "moved")
+    for name in (project / "recipe.yaml", folder / "recipe.yaml"):
+        assert load_checked(str(name), text=True)[1] == [], name
+    shutil.rmtree(carried(folder))
+    with pytest.raises(Mistakes):
+        load_checked(str(project / "recipe.yaml"), text=True)

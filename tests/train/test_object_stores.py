@@ -16,6 +16,7 @@ from forked import python
 from local_store import BUCKET, SECRETS, LocalStore, enter, local_store
 from test_checkpoint import assert_holds, model, save_on, shards
 from tpshard.cli.main import run
+from tpshard.cli.shared.preflight import load_checked
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.parallelism.runtime.context import Context
 from tpshard.recipes.keys.stores import wrong_store
@@ -343,6 +344,24 @@ def plant(lock: StorePath, **changes: object) -> dict[str, Any]:
     content = {**vars(Holder.this()), "token": "another", "beats": 1, **changes}
     lock.write_bytes(json.dumps(content).encode())
     return content
+
+
+def test_a_copied_run_goes_on_where_it_is_named(
+    place: StorePath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TPSHARD_CACHE", str(tmp_path / "cache"))
+    text = b"name: mine\nmodel: {preset: tiny}\nrun: {dir: s3://elsewhere/mine}\n"
+    (place / "recipe.yaml").write_bytes(text)
+    assert load_checked(str(place))[0].run.store == str(place)
+    assert load_checked(str(place), ["run.dir=s3://third/mine"])[0].run.store == "s3://third/mine"
+    (place / "recipe.yaml").write_bytes(text.replace(b"s3://elsewhere", b"runs"))
+    assert load_checked(str(place))[0].run.store == str(place)
+    taken = tmp_path / "taken"
+    (taken / "checkpoints").mkdir(parents=True)
+    for name in ("plan.json", "metrics.jsonl"):
+        (taken / name).touch()
+    (taken / "recipe.yaml").write_bytes(text)
+    assert load_checked(str(taken))[0].run.folder == taken
 
 
 def test_one_run_at_a_time_and_the_dead_hold_nothing(place: StorePath) -> None:
