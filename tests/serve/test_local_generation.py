@@ -40,7 +40,9 @@ def engines_text(runner: ProgramRunner, folder: Path, text: str) -> str:
     return tokenizer.decode(sequence.tokens)[len(tokenizer.decode(prompt)) :]
 
 
-def test_generate_continues_a_text(folder: Path, runner: ProgramRunner, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_continues_a_text(
+    folder: Path, runner: ProgramRunner, capsys: pytest.CaptureFixture[str], copies: None
+) -> None:
     assert run(["generate", str(folder), "the quick", *SMALL, *GREEDY]) == 0
     out, err = capsys.readouterr()
     assert out == engines_text(runner, folder, "the quick") + "\n"
@@ -48,7 +50,7 @@ def test_generate_continues_a_text(folder: Path, runner: ProgramRunner, capsys: 
 
 
 def test_chat_keeps_the_conversation_and_ends_with_exit(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, copies: None
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n\nand then?\n/exit\nnever\n"))
     assert run(["chat", str(folder), *SMALL, *GREEDY, "--json", "--system", "be brief"]) == 0

@@ -193,7 +193,7 @@ def test_a_row_of_a_quantized_step_has_the_same_bits_in_every_batch(dtype: str, 
 
 
 @pytest.mark.parametrize("layout", ["naive", "tp_aware"])
-def test_two_ranks_give_the_same_answers(layout: str, folders: dict[str, Path]) -> None:
+def test_two_ranks_give_the_same_answers(layout: str, folders: dict[str, Path], copies: None) -> None:
     """In one layout as processes, in the other in lock-step in this one."""
     folder, overrides = folders["llama"], requests("serve.mesh.tp=2", f"serve.layout={layout}")
     expected = greedy(folder_runner(folder, *requests()))
