@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes
+from tpshard.models.adapters.adapted_model import AdaptedModel
 from tpshard.models.model_spec import ModelSpec
 from tpshard.programs.fit.fit import misfits
 from tpshard.programs.fit.recipe_model import carried_by, carried_instead, opened
@@ -125,10 +126,13 @@ def _weights(recipe: Recipe, spec: ModelSpec) -> list[Diagnostic]:
 
 
 def code_errors(recipe: Recipe) -> list[Diagnostic]:
-    """The mistakes in the module and the task that a recipe names, which are imported and built without values."""
+    """The mistakes in the module and the task that a recipe names, which are imported and built without values; and in
+    the names of adapters and frozen parameters, where only the built module has them."""
     found: list[Diagnostic] = []
     try:
         spec = _model(recipe)
+        if isinstance(spec, AdaptedModel) and spec.outline is None:
+            spec.check()
         if spec is not None and spec.reads_code:
             found += _forward_errors(recipe, spec.build())
     except Mistakes:

@@ -7,6 +7,7 @@ from pathlib import Path
 import architectures
 import pytest
 import torch
+from tpshard.cli.shared.preflight import load_checked
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.models.adapters.adapted_model import AdaptedModel
 from tpshard.models.adapters.peft_folder import PeftFolder, write_peft
@@ -76,7 +77,7 @@ def by_peft(setting: Setting, folder: Path, base: Path) -> tuple[list[float], di
 
 
 CASES = [
-    ("llama", "hf", ()), ("qwen2", "hf", ("adapters.lora={rank: 2, use_rslora: true, targets: [q_proj, mlp.down]}",)),
+    ("qwen2", "hf", ("adapters.lora={rank: 2, use_rslora: true, targets: [q_proj, mlp.down]}",)),
     ("mixtral", "hf", ("adapters.lora.targets=[wq, wv]",)), ("olmo2", "transformers", ()),
     ("llama", "hf", ("adapters.lora={dora: true, rank_pattern: {'layers.1.attention.wq': 3}, targets: [wq, wo]}",)),
     ("gpt2", "transformers", ("adapters.lora.modules_to_save=[ln_f]",)),
@@ -137,3 +138,11 @@ def test_names_of_nothing_are_refused_at_their_place(override: str, says: str) -
     (one,) = refused.value.diagnostics
     assert one.exit == Exit.RECIPE and one.where is not None and one.where.line == 1
     assert override[one.where.col - 1 :].startswith(("tok_embd", "wx", "65", "2", "head"))
+
+
+@pytest.mark.parametrize("said", ["adapters.lora.targets=[qq_proj]", "train.freeze=[no.such]"])
+def test_names_in_a_class_of_transformers_are_validated(said: str, tmp_path: Path) -> None:
+    folder = architectures.folder(tmp_path, "olmo2", vocab_size=2048)
+    with pytest.raises(Mistakes, match=r"qq_proj|no\.such") as raised:
+        load_checked("quickstart", [f"model={{transformers: {folder}, seq_len: 32}}", said], text=True)
+    assert raised.value.exit == Exit.RECIPE
