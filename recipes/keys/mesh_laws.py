@@ -141,7 +141,7 @@ def pipeline_is_possible(recipe: Recipe) -> Iterator[Diagnostic]:
     stages = section.stages
     if size == 1:
         why = "the mesh has " + ", ".join(f"{axis} {n}" for axis, n in recipe.mesh.items())
-        fix = f"mesh: {{pp: {stages or 2}, ...}}"
+        fix = f"mesh: {{pp: {stages or 2}, ...}}; or pipeline: null"
         yield violation(recipe, "pipeline", "`pipeline` needs a mesh axis `pp` for its stages", why, fix)
     elif stages is not None and size != -1 and stages != size:
         message = f"`pipeline.stages: {stages}` must be the size of `mesh.pp`"
