@@ -18,9 +18,9 @@ from tpshard.cli.shared.local_generation import (
     Stop,
     Temperature,
     TopP,
-    given,
     local_model,
     to_stdout,
+    without_unset,
 )
 
 System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="What the model is told first.")]
@@ -45,7 +45,9 @@ def chat(
     """
     changes = on_device(overrides, device)
     refuse_unread("chat", changes, READ, "the model is stored")
-    body = given(model=adapter, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop)
+    body = without_unset(
+        model=adapter, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop
+    )
     messages = [] if system is None else [{"role": "system", "content": system}]
     with local_model(source, changes, body, chats=True) as model:
         _converse(model, messages, body, as_json)

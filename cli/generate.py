@@ -17,9 +17,9 @@ from tpshard.cli.shared.local_generation import (
     Stop,
     Temperature,
     TopP,
-    given,
     local_model,
     to_stdout,
+    without_unset,
 )
 
 Prompt = Annotated[str, typer.Argument(metavar="TEXT", help="The text to continue; - reads it from stdin.")]
@@ -45,7 +45,9 @@ def generate(
     changes = on_device(overrides, device)
     refuse_unread("generate", changes, READ, "the model is stored")
     text = sys.stdin.read() if prompt == "-" else prompt
-    body = given(model=adapter, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop)
+    body = without_unset(
+        model=adapter, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop
+    )
     with local_model(source, changes, body) as model:
         answer = model.answer({"prompt": text, **body}, (lambda _: None) if as_json else to_stdout)
     print(json.dumps(answer.whole()) if as_json else "", flush=True)

@@ -152,7 +152,7 @@ def plan(
     A sharded tensor is printed as w_up[E_fsdp, M_tp]: its dim embed (E) is sharded over the mesh axis fsdp, mlp (M)
     over tp; a dim without an axis is replicated; behind it {U_tp} is a sum still to be made over tp.
     """
-    given = _given(context)
+    given = _given_options(context)
     _require_sense(given, what)
     _require_free([given[name] for name in FILES if name in given], overwrite)
     if check is not None:
@@ -200,17 +200,17 @@ def _print(result: Any) -> int:
     return int(result.exit)
 
 
-def _given(context: typer.Context) -> dict[str, Any]:
+def _given_options(context: typer.Context) -> dict[str, Any]:
     """The options and arguments that the command line gives, by their names in `--help`."""
-    given = {}
+    options = {}
     for parameter in context.command.params:
         key = str(parameter.name)
         if getattr(context.get_parameter_source(key), "name", "DEFAULT") != "DEFAULT":
-            given[next((name for name in parameter.opts if name.startswith("--")), "RECIPE")] = context.params[key]
-    return given
+            options[next((name for name in parameter.opts if name.startswith("--")), "RECIPE")] = context.params[key]
+    return options
 
 
-def _require_sense(given: Mapping[str, Any], what: str) -> None:
+def _require_sense(options: Mapping[str, Any], what: str) -> None:
     """Raises BadParameter for options that say nothing together, or not for `what`."""
 
     def refuse(why: str, names: Sequence[str]) -> typer.BadParameter:
@@ -218,21 +218,21 @@ def _require_sense(given: Mapping[str, Any], what: str) -> None:
 
     if what not in (*STEPS, "serve"):
         raise refuse(f"{what!r} is not train, prefill, decode or serve", ["--for"])
-    asked, about = [name for name in QUESTIONS if name in given], QUESTIONS | ADDITIONS | FILES | LOAD
-    if len(besides := [*asked, *(name for name in ADDITIONS | FILES if name in given)]) > 1 and asked:
+    asked, about = [name for name in QUESTIONS if name in options], QUESTIONS | ADDITIONS | FILES | LOAD
+    if len(besides := [*asked, *(name for name in ADDITIONS | FILES if name in options)]) > 1 and asked:
         raise refuse("a question is asked alone", besides)
-    if other := [name for name in about if name in given and what not in about[name]]:
+    if other := [name for name in about if name in options and what not in about[name]]:
         raise refuse(f"it is about --for {' or '.join(about[other[0]])}", [other[0]])
     for name, needed in NEEDS.items():
-        if (name in given or name == f"--for {what}") and (missing := [one for one in needed if one not in given]):
+        if (name in options or name == f"--for {what}") and (missing := [one for one in needed if one not in options]):
             raise refuse(f"{name} needs it", missing)
     for name, excluded in EXCLUDES.items():
-        if name in given and (present := [one for one in excluded if one in given]):
+        if name in options and (present := [one for one in excluded if one in options]):
             raise refuse(f"{name} has its own", present)
-    numbers = {name: value for name, value in given.items() if isinstance(value, float)}
+    numbers = {name: value for name, value in options.items() if isinstance(value, float)}
     if endless := [name for name, value in numbers.items() if not math.isfinite(value)]:
         raise refuse("the number is not finite", endless)
-    if never := [name for name in POSITIVE if given.get(name, 1) == 0]:
+    if never := [name for name in POSITIVE if options.get(name, 1) == 0]:
         raise refuse("nothing is answered in no time", never)
 
 
@@ -262,11 +262,11 @@ def _text(words: Sequence[str]) -> str | None:
 
 
 def _other(
-    given: Mapping[str, Any], recipe: str | None, overrides: Sequence[str] | None, device: str | None
+    options: Mapping[str, Any], recipe: str | None, overrides: Sequence[str] | None, device: str | None
 ) -> Recipe | None:
     """The second recipe of a comparison: another one, or the first with changes; None where nothing is compared."""
-    option = "--diff" if "--diff" in given else "--against"
-    words = given.get(option, ())
+    option = "--diff" if "--diff" in options else "--against"
+    words = options.get(option, ())
     names = [word for word in words if "=" not in word or Path(word).exists()]
     if names and len(words) > 1:
         raise typer.BadParameter(

@@ -25,7 +25,7 @@ from tpshard.models.families.config import ModelConfig
 from tpshard.models.families.decoder import Decoder
 from tpshard.models.initialization import fill, init_plan, initial_block, initialize, key_of
 from tpshard.models.module_state import STORED, hold_buffers, watch_forward
-from tpshard.models.own_code import line_of, told
+from tpshard.models.own_code import line_of, one_line
 
 
 def build(
@@ -169,7 +169,7 @@ def _on_meta(make: Callable[[], nn.Module], path: str) -> nn.Module:
 def _failed(path: str, error: Exception) -> ValueError:
     if isinstance(error, TypeError) and line_of(error) is None:
         return ValueError(f"`module: {path}` does not take these args: {error}")
-    return ValueError(f"`module: {path}`: its constructor fails: {told(error)}")
+    return ValueError(f"`module: {path}`: its constructor fails: {one_line(error)}")
 
 
 def _loose_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -224,7 +224,7 @@ def import_object(key: str, path: str) -> Any:
     except ImportError as error:
         raise ValueError(f"`{key}: {path}`: {error}") from error
     except Exception as error:  # the package's own code, or its syntax
-        raise ValueError(f"`{key}: {path}` cannot be imported: {told(error)}") from error
+        raise ValueError(f"`{key}: {path}` cannot be imported: {one_line(error)}") from error
     try:
         for part in attribute.split("."):
             target = getattr(target, part)

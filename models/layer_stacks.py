@@ -62,16 +62,16 @@ def repeated_layers(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
             yield path, layers
 
 
-def keep_layers(model: nn.Module, path: str, kept: Sequence[int]) -> None:
-    """Removes from the list of layers at `path` of a model those that are not `kept`."""
+def keep_layers(model: nn.Module, path: str, numbers: Sequence[int]) -> None:
+    """Removes from the list of layers at `path` of a model those whose `numbers` are not given."""
     parent, _, leaf = path.rpartition(".")
     layers = list(model.get_submodule(path).children())
-    setattr(model.get_submodule(parent), leaf, nn.ModuleList(layers[number] for number in kept))
+    setattr(model.get_submodule(parent), leaf, nn.ModuleList(layers[number] for number in numbers))
 
 
-def kept_names(values: Mapping[str, T], path: str, kept: Sequence[int]) -> dict[str, T]:
+def names_after(values: Mapping[str, T], path: str, numbers: Sequence[int]) -> dict[str, T]:
     """Values by parameter, by the names that these have after `keep_layers`."""
-    place = {f"{path}.{number}": f"{path}.{new}" for new, number in enumerate(kept)}
+    place = {f"{path}.{number}": f"{path}.{new}" for new, number in enumerate(numbers)}
     renamed = {}
     for name, value in values.items():
         layer = re.match(rf"{re.escape(path)}\.\d+(?=\.)", name)

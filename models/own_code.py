@@ -26,7 +26,7 @@ def line_of(error: BaseException | None) -> str | None:
     return innermost
 
 
-def told(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """An error in one line: its kind, its text, and the line of the user's code."""
     text, line = " ".join(str(error).split()), line_of(error)
     return type(error).__name__ + (f": {text}" if text else "") + (f", at {line}" if line else "")

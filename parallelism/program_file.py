@@ -92,9 +92,9 @@ def _is_allowed(op: torch._ops.OpOverload) -> bool:
     return op.namespace in OPS and entry_of(op) is not OTHER
 
 
-def _check_name(name: Any, taken: Container[str] = _TAKEN) -> str:
-    """A name that may stand in a graph's Python code, where `taken` have a meaning. Raises ValueError for any other."""
-    if not isinstance(name, str) or not name.isascii() or not name.isidentifier() or name in taken:
+def _check_name(name: Any, reserved: Container[str] = _TAKEN) -> str:
+    """A name that may stand in a graph's Python code, where `reserved` have a meaning; ValueError for any other."""
+    if not isinstance(name, str) or not name.isascii() or not name.isidentifier() or name in reserved:
         raise ValueError(f"{str(name)[:60]!r} is not the name of a value")
     return name
 

@@ -118,7 +118,12 @@ def _changed_recipe(
     else:
         pinned = pinning.pin(report, recipe)
         recipe_text = pinning.text(pinned, report.job.name)
-        shown = {"pins": pinned.pins, "left": pinned.left, "programs": dict(pinned.fingerprints), "recipe": recipe_text}
+        shown = {
+            "pins": pinned.pins,
+            "left": pinned.unpinned,
+            "programs": dict(pinned.fingerprints),
+            "recipe": recipe_text,
+        }
     _save(recipe_text, to_write, tell)
     return answer(options.as_json, shown, recipe_text)
 

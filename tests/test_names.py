@@ -34,3 +34,18 @@ def more_than_once(pairs: Iterable[tuple[str, Path]]) -> set[str]:
     for name, path in pairs:
         places[name].add(path)
     return {name for name, where in places.items() if len(where) > 1}
+
+
+SAYS_NOTHING = {"found", "kept", "given", "told", "taken", "said", "held"}
+
+
+def test_signatures_name_what_they_hold() -> None:
+    names = [
+        name.strip("_")
+        for room in ROOMS
+        for path in (ROOT / room).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for name in (node.name, *(one.arg for one in [*node.args.args, *node.args.kwonlyargs]))
+    ]
+    assert sum(name in SAYS_NOTHING for name in names) < 10  # those left are a noun of the field: what a device holds

@@ -123,7 +123,7 @@ def to_stdout(text: str) -> None:
         sys.stdout.flush()
 
 
-def given(**options: Any) -> dict[str, Any]:
+def without_unset(**options: Any) -> dict[str, Any]:
     """The fields of a request that the command line sets."""
     return {key: value for key, value in options.items() if value is not None and value != []}
 

@@ -165,7 +165,7 @@ def parts_of(
     return _parts(*(x.cpu().contiguous().numpy().tobytes() for x in index_tensors), block, heads, window)
 
 
-def held(pool: Tensor, part: RowGroup) -> Tensor:
+def gathered_rows(pool: Tensor, part: RowGroup) -> Tensor:
     """The keys or values of a part out of a pool [n, s, kv, d]: [m, span, kv, d] in fp32."""
     blocks = pool.reshape(len(pool), -1).index_select(0, part.blocks.to(pool.device))
     return blocks.float().view(-1, part.span, *pool.shape[2:])
@@ -192,7 +192,7 @@ def paged_attention_reference(
     outs, logs = [], []
     for part in parts:
         own = rows if len(parts) == 1 else rows.index_select(0, part.rows)
-        keys, values = (held(pool, part).transpose(1, 2) for pool in (k_pool, v_pool))
+        keys, values = (gathered_rows(pool, part).transpose(1, 2) for pool in (k_pool, v_pool))
         own_logs = None if lse is None else own.new_empty(own.shape[:-1])
         if softcap is None:
             outs.append(_attend_rows(own, keys, values, part, scale, own_logs))

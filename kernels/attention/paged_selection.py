@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tpshard.kernels.attention.paged_attention import held, parts_of, span, store
+from tpshard.kernels.attention.paged_attention import gathered_rows, parts_of, span, store
 from tpshard.kernels.operation import operation
 
 _GATHERED = 1 << 24
@@ -66,7 +66,7 @@ def select_keys_reference(
     indices = positions.new_full((b * t, count), -1, dtype=torch.int32)
     for part in parts_of(positions, sequences, tables, pool.shape[1], h, None):
         rows, unseen = part.rows.to(q.device), part.unseen.to(q.device).view(-1, part.span)
-        keys = held(pool, part).squeeze(2)
+        keys = gathered_rows(pool, part).squeeze(2)
         scores = torch.bmm(queries[rows], keys.transpose(1, 2).expand(len(rows), -1, -1)).mul_(scale).relu_()
         total = torch.bmm(weights[rows], scores).squeeze(1).masked_fill_(unseen, float("-inf"))
         best = total.topk(min(count, part.span), -1).indices

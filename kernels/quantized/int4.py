@@ -142,7 +142,7 @@ def pack_parts(weight: Quantized, dense: bool) -> Int4Parts:
 
 def parts_linear(x: Tensor, weight: Int4Parts) -> Tensor:
     """The product with a weight in parts: x bf16 [..., inputs] -> bf16 [..., columns]."""
-    rows = _taken(x, weight)
+    rows = _input_rows(x, weight)
     ys = []
     for (start, size), part in zip(_places(rows.shape[1], weight.most), weight.parts):
         own = rows[:, start : start + size]
@@ -209,7 +209,7 @@ def _values(codes: Tensor, scales: Tensor, group: int) -> Tensor:
     return steps.mul_(scale).add_(shift).view(codes.shape)
 
 
-def _taken(x: Tensor, weight: Int4 | Int4Parts) -> Tensor:
+def _input_rows(x: Tensor, weight: Int4 | Int4Parts) -> Tensor:
     """x as rows, with inputs of 0 at the places of padding."""
     rows = x.reshape(-1, weight.inputs)
     return rows if weight.take is None else F.pad(rows, (0, 1)).index_select(-1, weight.take)
@@ -217,7 +217,7 @@ def _taken(x: Tensor, weight: Int4 | Int4Parts) -> Tensor:
 
 def int4_linear(x: Tensor, weight: Int4) -> Tensor:
     """The product with a packed weight: x bf16 [..., inputs] -> bf16 [..., columns]."""
-    return _columns(_product(_taken(x, weight), weight), x, weight)
+    return _columns(_product(_input_rows(x, weight), weight), x, weight)
 
 
 def _product(rows: Tensor, weight: Int4) -> Tensor:

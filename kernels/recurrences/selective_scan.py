@@ -27,14 +27,14 @@ def selective_scan(
     return torch.ops.tpshard.selective_scan(x, step, a, inward, outward, state)  # type: ignore[no-any-return]
 
 
-def _scan(kept: Tensor, added: Tensor, state: Tensor) -> Tensor:
-    """The states h_t = kept_t h_(t-1) + added_t after each of c tokens: [b,c,d,n], from the state [b,d,n] before."""
+def _scan(decay: Tensor, added: Tensor, state: Tensor) -> Tensor:
+    """The states h_t = decay_t h_(t-1) + added_t after each of c tokens: [b,c,d,n], from the state [b,d,n] before."""
     reach = 1
-    while reach < kept.shape[1]:
-        added = torch.cat([added[:, :reach], added[:, reach:] + kept[:, reach:] * added[:, :-reach]], 1)
-        kept = torch.cat([kept[:, :reach], kept[:, reach:] * kept[:, :-reach]], 1)
+    while reach < decay.shape[1]:
+        added = torch.cat([added[:, :reach], added[:, reach:] + decay[:, reach:] * added[:, :-reach]], 1)
+        decay = torch.cat([decay[:, :reach], decay[:, reach:] * decay[:, :-reach]], 1)
         reach *= 2
-    return added + kept * state.unsqueeze(1)
+    return added + decay * state.unsqueeze(1)
 
 
 def _forward(

@@ -263,12 +263,12 @@ def _join(x: Tensor, entry: Entry, region: _Region) -> Tensor:
     return x.permute(order).reshape(shape)
 
 
-def _anchor(x: Tensor, held: Sequence[str], whole: int | None = None, region: _Region | None = None) -> Tensor:
-    """Annotates each leading dim as sharded over its axis of `held`, and dim `whole` of the part as not sharded."""
+def _anchor(x: Tensor, leading: Sequence[str], whole: int | None = None, region: _Region | None = None) -> Tensor:
+    """Annotates each leading dim as sharded over its axis of `leading`, and dim `whole` of the part as not sharded."""
     mesh = (region or _region()).mesh
-    dims: list[str | None] = [*held, *["?"] * (x.dim() - len(held))]
+    dims: list[str | None] = [*leading, *["?"] * (x.dim() - len(leading))]
     if whole is not None:
-        dims[len(held) + whole] = None
+        dims[len(leading) + whole] = None
     return split_as(x, mesh, Sharding.of(mesh, dims, x.dim()))
 
 
@@ -344,9 +344,9 @@ def _unwrap(x: Tensor) -> tuple[Tensor, list[str]]:
     return x, held
 
 
-def _wrap(x: Tensor, held: Sequence[str]) -> Tensor:
-    """Wraps a tensor whose first dims are the axes `held` as one mapped over them; the inverse of `_unwrap`."""
-    for axis in held:
+def _wrap(x: Tensor, axes: Sequence[str]) -> Tensor:
+    """Wraps a tensor whose first dims are the axes `axes` as one mapped over them; the inverse of `_unwrap`."""
+    for axis in axes:
         x = layers._add_batch_dim(x, 0, _region().levels[axis])
     return x
 

@@ -211,7 +211,7 @@ class Emitter:
 
         Inner axes are joined before outer ones, and the padding of each is removed at once.
         """
-        joined = [step.taken(d) for d in range(len(shape))]
+        joined = [step.axes_from(d) for d in range(len(shape))]
         single = sorted((a for axes in joined for a in axes), key=self.mesh.key)
         spread = self.reshape(node, (*(a.size for a in single), *part))
         order: list[int] = []
@@ -240,7 +240,7 @@ class Emitter:
         rest: list[int] = []
         at = 0
         for d in range(len(step.after.dims)):
-            for axis in step.given(d):
+            for axis in step.axes_to(d):
                 part = local_size(shape[at], (axis,), step.grain(d))
                 if part * axis.size != shape[at]:
                     node = self.pad(self.reshape(node, shape), at, 0, part * axis.size - shape[at])
@@ -256,7 +256,7 @@ class Emitter:
 
     def _slice(self, node: fx.Node, step: ReshardStep) -> fx.Node:
         for d in range(len(shape_of(node))):
-            added, grain = step.given(d), step.grain(d)
+            added, grain = step.axes_to(d), step.grain(d)
             at_once = even(shape_of(node)[d] // grain, added)
             for axes in [added] if at_once else [(axis,) for axis in added]:
                 size = shape_of(node)[d]
@@ -270,7 +270,7 @@ class Emitter:
         """Turns shards into summands of a partial sum: each device pads its shard with zeros to the whole dim."""
         local = local_shape(shape, step.after)
         for d in range(len(shape)):
-            axes = step.taken(d)
+            axes = step.axes_from(d)
             before = lengths(local[d], axes, step.grain(d))
             for axis, long, short in reversed(list(zip(axes, before, before[1:]))):
                 total = axis.size * short
@@ -328,9 +328,9 @@ class Emitter:
             for each in plan.rounds
         ]
         held = self.concatenate([held, *strips], dim)
-        return [self._taken(held, dim, axes, places, size) for places, size in zip(plan.places, sizes)]
+        return [self._shard_elements(held, dim, axes, places, size) for places, size in zip(plan.places, sizes)]
 
-    def _taken(
+    def _shard_elements(
         self, node: fx.Node, dim: int, axes: Axes, places: Sequence[Sequence[tuple[int, int]]], length: int
     ) -> fx.Node:
         """The elements of a device's shard of a result, in order."""

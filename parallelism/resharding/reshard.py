@@ -51,11 +51,11 @@ class ReshardStep:
     def grain(self, dim: int) -> int:
         return self.grains[dim] if self.grains else 1
 
-    def taken(self, dim: int) -> Axes:
+    def axes_from(self, dim: int) -> Axes:
         """The axes that no longer shard a dim, outer to inner."""
         return intersection(self.before.dims[dim], [axis for axis, source, _ in self.parts if source == dim])
 
-    def given(self, dim: int) -> Axes:
+    def axes_to(self, dim: int) -> Axes:
         """The axes that shard a dim from now on, outer to inner."""
         return intersection(self.after.dims[dim], [axis for axis, _, to in self.parts if to == dim])
 

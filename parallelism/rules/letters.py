@@ -129,16 +129,16 @@ def _spread(names: Names, shape: Sequence[int]) -> list[SpelledDim]:
     return list(zip(names[len(names) - len(shape) :], shape))
 
 
-def _sizes(dims: Sequence[SpelledDim], given: Mapping[str, int]) -> dict[str, int]:
+def _sizes(dims: Sequence[SpelledDim], sizes_of: Mapping[str, int]) -> dict[str, int]:
     """The size of each letter, 1 if all its dims broadcast. Dims of one letter tell it for those of several."""
-    sizes = {**dict.fromkeys((name for names, _ in dims for name in names), 1), **given}
-    told = {*given, *(names[0] for names, _ in dims if len(names) == 1)}
+    sizes = {**dict.fromkeys((name for names, _ in dims for name in names), 1), **sizes_of}
+    settled = {*sizes_of, *(names[0] for names, _ in dims if len(names) == 1)}
     for names, size in sorted(dims, key=lambda dim: len(dim[0])):
         if size == 1:
             continue
-        untold = next((name for name in names if name not in told), names[0])
-        if sizes[untold] == 1:
-            sizes[untold] = size // math.prod(sizes[name] for name in names)
+        unsettled = next((name for name in names if name not in settled), names[0])
+        if sizes[unsettled] == 1:
+            sizes[unsettled] = size // math.prod(sizes[name] for name in names)
         if math.prod(sizes[name] for name in names) != size:
             raise ValueError(f"{names} of sizes {sizes} do not fit a dim of {size}")
     return sizes

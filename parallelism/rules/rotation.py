@@ -22,19 +22,19 @@ HIDDEN = -1e30
 
 def around(
     at: LocalOp, s: int, members: int, moving: list[Any], part: Callable[[int, list[Any]], list[Any]],
-    join: Callable[[list[Any], list[Any]], list[Any]], kept: int,
+    join: Callable[[list[Any], list[Any]], list[Any]], staying: int,
 ) -> list[Any]:  # fmt: skip
     """Joins the results of part(behind, moving) for the shards of all members of a ring along factor `s`.
 
-    moving: this device's shards, then those of the devices that are `behind` positions before it, cyclically. kept: the
-    number of results that stay on the device; the others travel with the shards, and return with them.
+    moving: this device's shards, then those of the devices that are `behind` positions before it, cyclically. staying:
+    the number of results that stay on the device; the others travel with the shards, and return with them.
     """
     totals = part(0, moving)
     for behind in range(1, members):
         moving = [at.shift(node, s) for node in moving]
-        travelled = [at.shift(node, s) for node in totals[kept:]]
-        totals = join([*totals[:kept], *travelled], part(behind, moving))
-    return totals if members == 1 else [*totals[:kept], *(at.shift(node, s) for node in totals[kept:])]
+        travelled = [at.shift(node, s) for node in totals[staying:]]
+        totals = join([*totals[:staying], *travelled], part(behind, moving))
+    return totals if members == 1 else [*totals[:staying], *(at.shift(node, s) for node in totals[staying:])]
 
 
 def forward(at: LocalOp, s: int, t: int, scale: float | None) -> list[Any]:
@@ -51,7 +51,7 @@ def forward(at: LocalOp, s: int, t: int, scale: float | None) -> list[Any]:
         out, lse = at.several(FORWARD, q, *moving, 0.0, False, work=1 / members, attn_mask=columns, scale=scale)
         return [out, lse if columns is None else _without_keys(at, columns, lse)]
 
-    out, lse = around(at, s, members, [keys, values], part, partial(merge, at, heads_first=True), kept=2)
+    out, lse = around(at, s, members, [keys, values], part, partial(merge, at, heads_first=True), staying=2)
     return [out, lse if mask is None else _as_torch(at, lse)]
 
 
@@ -71,7 +71,7 @@ def backward(at: LocalOp, s: int, t: int, scale: float | None) -> list[Any]:
         )  # fmt: skip
         return [cast(at, share, wide) for share in shares]
 
-    totals = around(at, s, members, [keys, values], part, partial(plus, at), kept=1)
+    totals = around(at, s, members, [keys, values], part, partial(plus, at), staying=1)
     return [cast(at, total, at.dtype(i)) for i, total in enumerate(totals)]
 
 

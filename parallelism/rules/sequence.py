@@ -83,7 +83,7 @@ def _forward(op: Op, flops: int, call: Call, ring: bool) -> Rule:
         queries, keys, values = (call.turn(at, node) for node in at.inputs[:3])
         part = _part(at, s, call, ring, ATTENTION_PART, (queries,), at.inputs[3:])
         join = partial(merge, at, heads_first=False)
-        out, lse = around(at, s, at.members(s) if ring else 1, [keys, values, *at.inputs[3:]], part, join, kept=2)
+        out, lse = around(at, s, at.members(s) if ring else 1, [keys, values, *at.inputs[3:]], part, join, staying=2)
         return [call.turn(at, out), lse]
 
     facts = of_ring(s, op.operands[1:], PADDED_KEYS) if ring else {}
@@ -103,7 +103,7 @@ def _backward(op: Op, flops: int, call: Call, ring: bool) -> Rule:
         before, rest = (grad, queries), at.inputs[6:]
         part = _part(at, s, call, ring, ATTENTION_PART_BACKWARD, before, rest, after=(out, at.inputs[5]))
         members = at.members(s) if ring else 1
-        totals = around(at, s, members, [keys, values, *rest], part, partial(plus, at), kept=1)
+        totals = around(at, s, members, [keys, values, *rest], part, partial(plus, at), staying=1)
         return [call.turn(at, cast(at, node, at.dtype(i))) for i, node in enumerate(totals)]
 
     facts = of_ring(s, [*op.operands[2:4] * 2, *op.operands[6:]], PADDED_GRADIENTS) if ring else {}

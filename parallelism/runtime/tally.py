@@ -19,11 +19,11 @@ _KINDS = {"all_gather_into_tensor": "all_gather", "all_reduce": "all_reduce", "r
 class Tally(TorchDispatchMode):
     """A dispatch mode that counts the bytes a rank sends and holds while it is active.
 
-    It may be entered several times; tensors freed in between count as freed. held: the tensors that exist already.
+    It may be entered several times; tensors freed in between count as freed. tensors: the tensors that exist already.
     Compiled code allocates without dispatching, so that its collectives are counted, but not its memory.
     """
 
-    def __init__(self, held: Iterable[Tensor]):
+    def __init__(self, tensors: Iterable[Tensor]):
         super().__init__()
         self.sent_bytes = 0
         """Bytes sent to other ranks by all collectives, as `cost.wire_bytes` counts them."""
@@ -32,7 +32,7 @@ class Tally(TorchDispatchMode):
         self.held_bytes = self.peak_bytes = 0
         """Bytes of the storages of all counted tensors, current and maximal."""
         self._live: dict[int, int] = {}
-        self._take(held)
+        self._take(tensors)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

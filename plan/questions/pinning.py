@@ -28,7 +28,7 @@ class Pinned:
     recipe: str
     """The recipe as YAML."""
     pins: Pins
-    left: tuple[str, ...]
+    unpinned: tuple[str, ...]
     """Names that could not be pinned."""
     fingerprints: Mapping[str, str]
     """The fingerprint of each part's program, the same for both recipes."""
@@ -40,7 +40,7 @@ def pin(report: Report, recipe: Recipe) -> Pinned:
     every = [*parameters, *(tensor for tensor in report.tensors if tensor.kind == "activation")]
     program, expected = report.pricing.parts[0].part.program, saved_plan.fingerprints(report)
     for chosen in (every, parameters):
-        pins, left = pins_of([tensor for tensor in chosen if _same_layout(tensor, program.records)])
+        pins, unpinned = pins_of([tensor for tensor in chosen if _same_layout(tensor, program.records)])
         written = recipe.to_yaml(pins=pins)
         try:
             fingerprints = saved_plan.fingerprints(planner.report(loads(written, file=recipe.name), recipe.name))
@@ -49,7 +49,7 @@ def pin(report: Report, recipe: Recipe) -> Pinned:
         if fingerprints == expected:
             pinned = {tensor.name for tensor in chosen if _same_layout(tensor, program.records)}
             names = dict.fromkeys(pattern(tensor.name) for tensor in every if tensor.name not in pinned)
-            return Pinned(written, pins, (*left, *names), expected)
+            return Pinned(written, pins, (*unpinned, *names), expected)
     raise Mistakes.one(
         f"the shardings of `{report.job.name}` cannot be pinned", exit=Exit.FIT,
         why="with them the recipe gives another program",
@@ -66,16 +66,16 @@ def pins_of(tensors: list[Tensor]) -> tuple[Pins, tuple[str, ...]]:
     for tensor in tensors:
         groups.setdefault(pattern(tensor.name), []).append(tensor)
     pins: Pins = {}
-    left: list[str] = []
+    unpinned: list[str] = []
     for name, members in groups.items():
         alike = {tensor.sharding for tensor in members}
         for own, sharding in [(name, alike.pop())] if len(alike) == 1 else [(t.name, t.sharding) for t in members]:
             dims = [_axes(dim) for dim in sharding]
             if None in dims:
-                left.append(own)
+                unpinned.append(own)
             else:
                 pins[own] = tuple(dim for dim in dims if dim is not None)
-    return pins, tuple(left)
+    return pins, tuple(unpinned)
 
 
 def _axes(dim: Any) -> tuple[str, ...] | None:
@@ -102,6 +102,6 @@ def text(result: Pinned, name: str) -> str:
     for part, fingerprint in result.fingerprints.items():
         named = part == "schedule" or part.startswith("program of")  # the parts of a pipeline
         head.append(f"{part if named else f'program of the {part}'}: {fingerprint}")
-    if result.left:
-        head.append(f"not pinned: {', '.join(result.left)}")
+    if result.unpinned:
+        head.append(f"not pinned: {', '.join(result.unpinned)}")
     return "".join(f"# {line}\n" for line in head) + result.recipe

@@ -277,20 +277,20 @@ class _Search:
             return candidate
         return None
 
-    def _figure(self, known: dict[Changes, T | None], one: Candidate, compute: Callable[[Recipe], T]) -> T | None:
+    def _figure(self, figures: dict[Changes, T | None], one: Candidate, compute: Callable[[Recipe], T]) -> T | None:
         """A figure of a variant, computed once; None for a variant that contradicts itself.
 
         The last changed recipe is kept, because reading a recipe takes a while.
         """
         key = tuple(one.changes)
-        if key not in known:
+        if key not in figures:
             try:
                 if self.last[0] != key:
                     self.last = key, with_changes(self.recipe, key)
-                known[key] = compute(self.last[1])
+                figures[key] = compute(self.last[1])
             except Mistakes:
-                known[key] = None
-        return known[key]
+                figures[key] = None
+        return figures[key]
 
     def _price(self, one: Candidate) -> Candidate | None:
         """The candidate with its price."""

@@ -20,13 +20,13 @@ def layers_of(recipe: Recipe) -> int:
     return Setting.of(recipe, devices_of(recipe)).layers
 
 
-def sizes(recipe: Recipe, layers: int, left: int) -> list[int]:
-    """Sizes of `mesh.pp` to try on `left` devices, shared with the data axes; only the recipe's if it fixes stages."""
+def sizes(recipe: Recipe, layers: int, devices: int) -> list[int]:
+    """Sizes of `mesh.pp` to try on devices shared with the data axes; only the recipe's if it fixes stages."""
     pipeline = recipe.pipeline
     if pipeline is not None and (pipeline.stages is not None or pipeline.split is not None):
         size = recipe.mesh.get("pp", 1)
-        return [size] if left % size == 0 else []
-    return [n for n in (2, 4, 8, MOST_STAGES) if n <= layers and left % n == 0]
+        return [size] if devices % size == 0 else []
+    return [n for n in (2, 4, 8, MOST_STAGES) if n <= layers and devices % n == 0]
 
 
 def schedules(recipe: Recipe, layers: int, stages: int) -> Iterator[list[str]]:

@@ -205,12 +205,12 @@ def _activations(programs: TrainingPrograms, place: int) -> Iterator[tuple[Stage
         held[key] = after
 
 
-def _bytes_beside(held: Mapping[str, int], program: Program, activations: int = 0) -> dict[str, int]:
+def _bytes_beside(stored: Mapping[str, int], program: Program, activations: int = 0) -> dict[str, int]:
     """Bytes by category that stay in memory while a program runs, besides its own inputs."""
     own = Counter[str]()
     for port in program.inputs:
         own[HELD.get(port.kind, "")] += port.local_bytes
-    sizes = {name: size - own[name] for name, size in held.items()} | {"activations": activations}
+    sizes = {name: size - own[name] for name, size in stored.items()} | {"activations": activations}
     return {name: size for name, size in sizes.items() if size > 0}
 
 

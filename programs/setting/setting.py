@@ -14,7 +14,7 @@ from tpshard.models.dims import STAGE, Naming
 from tpshard.models.families.layers import multiply_in_fp8
 from tpshard.models.families.routing import balance_steps
 from tpshard.models.folders.hf_folder import DTYPES
-from tpshard.models.layer_stacks import LayerStack, keep_layers, kept_names, layer_stacks
+from tpshard.models.layer_stacks import LayerStack, keep_layers, layer_stacks, names_after
 from tpshard.models.model_spec import ModelSpec
 from tpshard.models.objectives.loss import PLAIN, LossTerms
 from tpshard.models.objectives.tasks import Task, task_of
@@ -248,7 +248,7 @@ class Setting:
     def own_dtypes(self) -> Mapping[str, torch.dtype]:
         """The dtypes of the parameters that are used in one of their own."""
         own = self.spec.own_dtypes(self.param_dtype)
-        return own if self.kept is None else kept_names(own, *self.kept)
+        return own if self.kept is None else names_after(own, *self.kept)
 
     def reduced_dtype(self, name: str) -> torch.dtype:
         """The dtype in which a parameter's gradient is reduced."""

@@ -133,15 +133,15 @@ class Preprocessor:
             _check_tokens(key, ids, vocab)
         return Prepared(dataclasses.replace(order, prompts=(), messages=()), tuple(prompts), tuple(echoes))
 
-    def _tokenize(self, asked: Mapping[str, Any], limit: int) -> dict[str, Any]:
-        text = self._render(asked) if "messages" in asked else asked["prompt"]
-        tokens = self._encode(text, asked.get("add_special_tokens", "prompt" in asked))
-        names = self.tokenizer.names(tokens) if asked.get("return_token_strs") else None
+    def _tokenize(self, request: Mapping[str, Any], limit: int) -> dict[str, Any]:
+        text = self._render(request) if "messages" in request else request["prompt"]
+        tokens = self._encode(text, request.get("add_special_tokens", "prompt" in request))
+        names = self.tokenizer.names(tokens) if request.get("return_token_strs") else None
         return {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": names}
 
-    def _detokenize(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        _check_tokens("tokens", asked["tokens"], self.tokenizer.size)
-        return {"prompt": self.tokenizer.decode(asked["tokens"], special=True)}
+    def _detokenize(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        _check_tokens("tokens", request["tokens"], self.tokenizer.size)
+        return {"prompt": self.tokenizer.decode(request["tokens"], special=True)}
 
     def _check_model(self, name: str, adapters: Collection[str]) -> None:
         if name != self.model and name not in adapters:
@@ -156,11 +156,11 @@ class Preprocessor:
             why = f"the tokenizer failed on this text: {error}"
             raise Refused(why[:300], status=500, kind="server_error", code="tokenizer_failed") from error
 
-    def _render(self, asked: Mapping[str, Any]) -> str:
+    def _render(self, request: Mapping[str, Any]) -> str:
         if self.template is None:
             raise Refused("this model has no chat template; use /v1/completions", code="no_chat_template")
-        variables = dict(asked.get("chat_template_kwargs") or {})
-        effort = asked.get("reasoning_effort")
+        variables = dict(request.get("chat_template_kwargs") or {})
+        effort = request.get("reasoning_effort")
         try:
             if variables or effort is not None:
                 known = self.template.variables_read
@@ -173,8 +173,8 @@ class Preprocessor:
                 if effort is not None:
                     variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"} | variables
             return self.template.render(
-                asked["messages"], add_generation_prompt=asked["add_generation_prompt"],
-                continue_final_message=asked["continue_final_message"], **variables,
+                request["messages"], add_generation_prompt=request["add_generation_prompt"],
+                continue_final_message=request["continue_final_message"], **variables,
             )  # fmt: skip
         except TemplateTimeout as error:
             raise Refused(

@@ -28,7 +28,7 @@ class Writer:
     """The text returned so far."""
     stopped: bool = False
     tokens: list[int] = field(default_factory=list)
-    _held: str = ""
+    _pending: str = ""
     _start: int = 0
     """The first token of the window that is decoded together with the newest."""
     _read: int = 0
@@ -61,14 +61,14 @@ class Writer:
     def _give(self, new: str, last: bool) -> str:
         if self.stopped:
             return ""
-        held = self._held + new
-        places = [place for place in (held.find(s) for s in self.stop) if place >= 0]
+        pending = self._pending + new
+        places = [place for place in (pending.find(s) for s in self.stop) if place >= 0]
         if places and len(self.tokens) - self._first > self.least:
-            self.stopped, self._held = True, ""
-            out = held[: min(places)]
+            self.stopped, self._pending = True, ""
+            out = pending[: min(places)]
         else:
-            keep = 0 if last else max((_overlap(held, s) for s in self.stop), default=0)
-            out, self._held = held[: len(held) - keep], held[len(held) - keep :]
+            keep = 0 if last else max((_overlap(pending, s) for s in self.stop), default=0)
+            out, self._pending = pending[: len(pending) - keep], pending[len(pending) - keep :]
         self.text += out
         return out
 

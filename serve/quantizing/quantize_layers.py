@@ -160,13 +160,13 @@ class Quantizer:
 
     def dense(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (tensor's name in the folder, fp16 values) of everything that is not quantized."""
-        for tensor, read in self.layered.dense(self._left(), self.read):
+        for tensor, read in self.layered.dense(self._not_quantized(), self.read):
             value = read.to(torch.float16)
             if not bool(torch.isfinite(value).all()):
                 raise ValueError(f"{tensor} holds values that are not finite in fp16")
             yield tensor, value
 
-    def _left(self) -> list[str]:
+    def _not_quantized(self) -> list[str]:
         """The parameters that are not stored quantized."""
         quantized = [name for name, fits in self.fits.items() if fits]
         coded = {f"{name}.bias" for name in quantized}

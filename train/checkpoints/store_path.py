@@ -85,13 +85,13 @@ class StorePath:
 
     def files(self) -> dict[str, StoredObject]:
         """The objects below this prefix, by their names relative to it."""
-        with _told(self):
+        with _as_store_error(self):
             found = _file_system(self.scheme).find(self.url, detail=True)
             start = len(self.url.partition("://")[2]) + 1
             return {path[start:]: _object(info) for path, info in found.items() if len(path) > start}
 
     def stat(self) -> StoredObject:
-        with _told(self):
+        with _as_store_error(self):
             info = _file_system(self.scheme).info(self.url)
             if info["type"] != "file":
                 raise FileNotFoundError(f"{self} is no object")
@@ -106,7 +106,7 @@ class StorePath:
 
     def read_bytes(self, start: int | None = None, end: int | None = None) -> bytes:
         """An object, or its bytes from `start` to `end`."""
-        with _told(self):
+        with _as_store_error(self):
             return bytes(_file_system(self.scheme).cat_file(self.url, start=start, end=end))
 
     def read_text(self) -> str:
@@ -121,7 +121,7 @@ class StorePath:
 
     def write_bytes(self, data: bytes, *, new: bool = False) -> None:
         """Writes an object at once. `new`: FileExistsError if it exists."""
-        with _told(self):
+        with _as_store_error(self):
             _file_system(self.scheme).pipe_file(self.url, data, **({"mode": "create"} if new else {}))
 
     def write(self, size: int, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
@@ -131,7 +131,7 @@ class StorePath:
         is ended by `clear_uploads`.
         """
         digest, written, part = hashlib.sha256(), 0, max(PART, -(-size // MOST_PARTS))
-        with _told(self):
+        with _as_store_error(self):
             file = _file_system(self.scheme).open(self.url, "wb", block_size=part)
             try:
                 for chunk in chunks:
@@ -150,7 +150,7 @@ class StorePath:
 
     def unlink(self) -> None:
         """Removes an object, if it is there."""
-        with _told(self), contextlib.suppress(FileNotFoundError):
+        with _as_store_error(self), contextlib.suppress(FileNotFoundError):
             _file_system(self.scheme).rm_file(self.url)
 
     def clear_uploads(self) -> int:
@@ -159,7 +159,7 @@ class StorePath:
         if self.scheme != "s3":
             return 0
         system, ended = _file_system(self.scheme), 0
-        with _told(self):
+        with _as_store_error(self):
             listed = system.call_s3("list_multipart_uploads", Bucket=self.bucket, Prefix=f"{self.key}/")
             for upload in listed.get("Uploads") or ():
                 place = {"Bucket": self.bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
@@ -191,7 +191,7 @@ def require_store(place: StorePath, where: Source | None = None) -> None:
             fix=EXTRA,
         ) from error  # fmt: skip
     try:
-        with _told(place):
+        with _as_store_error(place):
             if place.scheme == "s3":
                 system.call_s3("list_objects_v2", Bucket=place.bucket, Prefix=place.key, MaxKeys=1)
             else:
@@ -218,7 +218,7 @@ _FIXES = (
 
 
 @contextlib.contextmanager
-def _told(place: StorePath) -> Iterator[None]:
+def _as_store_error(place: StorePath) -> Iterator[None]:
     """Raises the errors of a store and of its client's libraries as `StoreError`, which no message can tell apart."""
     try:
         yield
