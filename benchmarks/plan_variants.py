@@ -35,7 +35,7 @@ from tpshard.plan.step.pricing import Pricing
 from tpshard.programs.parts import step_programs
 from tpshard.programs.setting.setting import Setting, devices_of
 from tpshard.programs.step import training
-from tpshard.programs.step.alike import FEWEST
+from tpshard.programs.step.few_layers import FEWEST
 from tpshard.programs.step.variants import Variants
 from tpshard.recipes.keys.schema import Recipe
 from tpshard.recipes.reading.load import loads, with_changes

@@ -75,7 +75,9 @@ def weights_of(config: ModelConfig) -> tuple[Weights, Quantization]:
     read = {name: weight.group for name, weight in quantized.items()}.get
     settings = GPTQConfig(group_size=GROUP, desc_act=True)
     orders = act_orders(config.parameters, (config.heads, config.kv_heads, config.head_dim), read)
-    quantization = Quantization(settings, dict.fromkeys(quantized, settings), orders, shared_rows(config, read))
+    quantization = Quantization(
+        settings, dict.fromkeys(quantized, settings), orders, shared_rows(config.parameters, read)
+    )
     return Weights(config.shapes, block, quantized.get, read), quantization
 
 

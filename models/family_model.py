@@ -34,6 +34,8 @@ class FamilyModel(ModelSpec):
     """A model of a family, with its values from the source's folder or drawn."""
 
     config: ModelConfig
+    fewest_rows = 1
+    names_dims = True
     source: ModelSource = field(default=ModelSource("preset", ""), compare=False)
 
     @staticmethod
@@ -88,6 +90,13 @@ class FamilyModel(ModelSpec):
     @property
     def activations(self) -> Mapping[str, tuple[str, ...]]:  # type: ignore[override]
         return self.config.activations
+
+    @property
+    def parameter_dims(self) -> Mapping[str, tuple[str, ...]]:
+        return self.config.parameters
+
+    def divides(self, dim: str, ways: int) -> bool:
+        return self.config.divides(dim, ways)
 
     @property
     def stacks(self) -> tuple[LayerStack, ...]:  # type: ignore[override]

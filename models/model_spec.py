@@ -101,6 +101,10 @@ class ModelSpec(ABC):
     """Why a class of transformers computes a folder that was named for a family of tpshard; "" elsewhere."""
     recurrent = False
     """Whether some layers carry a state from token to token."""
+    fewest_rows = 2
+    """The least rows of a server's step: many classes compute a dim of one element otherwise (`paging.shrink`)."""
+    names_dims = False
+    """Whether all dims have names, which a recipe cannot change; a first dim of the batch's size is the batch then."""
     reads_code = False
     """Whether building it runs code of the user's, which may depend on anything."""
     added: Mapping[str, tuple[int, ...]] = MappingProxyType({})
@@ -170,6 +174,15 @@ class ModelSpec(ABC):
         from tpshard.models.dims import Naming, param_dims
 
         return {name: Naming(dims, "") for name, dims in param_dims(module).items()}
+
+    @property
+    def parameter_dims(self) -> Mapping[str, tuple[str, ...]]:
+        """The names of the dims of the parameters that have some. Imports torch where only the module says them."""
+        return {name: named.dims for name, named in self.dims(self.build()).items()}
+
+    def divides(self, dim: str, ways: int) -> bool:
+        """Whether a dim can be sharded over `ways` devices in equal parts, as far as that is known."""
+        return True
 
     def own_dtypes(self, dtype: torch.dtype) -> Mapping[str, torch.dtype]:
         """The dtypes of parameters that are used in one of their own where the model is used in `dtype`: those that a

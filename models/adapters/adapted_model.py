@@ -230,6 +230,21 @@ class AdaptedModel(ModelSpec):
         return self.base.outline
 
     @property
+    def fewest_rows(self) -> int:  # type: ignore[override]
+        return self.base.fewest_rows
+
+    @property
+    def names_dims(self) -> bool:  # type: ignore[override]
+        return self.base.names_dims
+
+    @property
+    def parameter_dims(self) -> Mapping[str, tuple[str, ...]]:
+        return self.base.parameter_dims
+
+    def divides(self, dim: str, ways: int) -> bool:
+        return self.base.divides(dim, ways)
+
+    @property
     def vocab(self) -> int | None:  # type: ignore[override]
         return self.base.vocab
 

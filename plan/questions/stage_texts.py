@@ -20,7 +20,7 @@ from tpshard.programs.parts.passes import passes
 from tpshard.programs.server.serve_setting import Size
 from tpshard.programs.server.serving import build_serving
 from tpshard.programs.setting.setting import Setting, devices_of
-from tpshard.programs.step import alike, training
+from tpshard.programs.step import few_layers, training
 from tpshard.programs.step.staged import between_passes
 from tpshard.recipes.keys.schema import Recipe
 
@@ -100,8 +100,8 @@ def _micro(setting: Setting) -> Program:
     """The program of a micro-batch before any pass; gathering and reducing are its own unless a step does that once."""
     memo = Memo()
     with traceable(setting):
-        micro = alike.micro(setting, None, memo)
-        return alike.micro(setting, micro, memo) if setting.gathers_once or setting.reduces_once else micro
+        micro = few_layers.micro_program(setting, None, memo)
+        return few_layers.micro_program(setting, micro, memo) if setting.gathers_once or setting.reduces_once else micro
 
 
 def _server(recipe: Recipe, what: str, name: str) -> Parts:

@@ -16,11 +16,12 @@ from tpshard.parallelism.passes.run import run
 from tpshard.parallelism.pricing.fusion import kernels
 from tpshard.parallelism.pricing.liveness import liveness
 from tpshard.parallelism.program import info
+from tpshard.programs.parts.memo import Memo
 from tpshard.programs.parts.pass_choices import compiled_by
 from tpshard.programs.parts.passes import remat
 from tpshard.programs.setting import cluster
 from tpshard.programs.setting.setting import Setting, devices_of
-from tpshard.programs.step.alike import few_layers
+from tpshard.programs.step.few_layers import shallow_program
 from tpshard.programs.step.splitting import layers_of
 from tpshard.programs.step.staged import table_of
 from tpshard.recipes.keys.schema import Recipe
@@ -33,10 +34,10 @@ MOST_LAYERS = 1_600
 
 @dataclass
 class Bounds:
-    """Computes the least memory of a recipe's variants; keeps a layer's activations by what they depend on."""
+    """Computes the least memory of a recipe's variants; keeps a layer's activations."""
 
     recipe: Recipe
-    _by_layer: dict[str, int] = field(default_factory=dict)
+    _memo: Memo = field(default_factory=Memo)
 
     @cached_property
     def state_bytes(self) -> int:
@@ -66,7 +67,7 @@ class Bounds:
         layers, pipeline = setting.layers, setting.recipe.pipeline
         if layers < DEEP or (pipeline is not None and pipeline.vectorized):
             return 0
-        each = self._of_layer(setting)
+        each = self._memo.of("activations of a layer", setting, lambda: _activations_of_layer(setting))
         if not setting.recipe.staged:
             return layers * each
         table = table_of(setting)
@@ -75,20 +76,6 @@ class Bounds:
             return max(pairs) * each
         # the maximum is least where all devices hold equally much: layers of a device x most = layers / sum(1 / most)
         return int(layers * each / sum(1 / most for most in pairs))
-
-    def _of_layer(self, setting: Setting) -> int:
-        """Bytes of activations of one layer and micro-batch: by how much they grow over a layer of a shallow model.
-
-        They depend on the sequences of a micro-batch, recomputation, and the axes other than those of data and stages.
-        """
-        recipe = setting.recipe
-        rules = {axis for dim, axes in recipe.sharding.rules.items() if dim != "batch" for axis in axes}
-        data = {axis for axis in ("pp", "dp", "fsdp") if axis not in rules}
-        axes = {axis: size for axis, size in setting.mesh.axes.items() if axis not in data}
-        key = repr((axes, recipe.remat, setting.batch.per_device, recipe.fsdp.reshard_after_forward, recipe.staged))
-        if key not in self._by_layer:
-            self._by_layer[key] = _activations_of_layer(setting)
-        return self._by_layer[key]
 
     def layers_built(self, variant: Recipe) -> int:
         """The number of layers that are built to price a variant: equal stages of a pipeline are built once."""
@@ -104,7 +91,8 @@ class Bounds:
 
 
 def _activations_of_layer(setting: Setting) -> int:
-    few, depth = few_layers(setting), setting.depth
+    """Bytes of activations of one layer and micro-batch: by how much they grow over a layer of a shallow model."""
+    few, depth = shallow_program(setting), setting.depth
     if few is None or depth is None or depth.period != 1 or depth.head:
         return 0
     program = run([remat(setting, setting.recipe.fsdp.reshard_after_forward is not False)], few)

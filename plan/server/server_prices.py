@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.parallelism.pricing.cost import Device, ServingOverhead
@@ -13,7 +14,8 @@ from tpshard.parallelism.pricing.timeline import price
 from tpshard.parallelism.program import Program
 from tpshard.plan.server.server_steps import server_of
 from tpshard.plan.server.traffic import Room
-from tpshard.programs.server.serve_setting import ServeSetting, Size
+from tpshard.programs.parts.memo import Memo
+from tpshard.programs.server.serve_setting import Size
 from tpshard.programs.server.serving import BLOCK_SIZE, ServingPrograms, build_serving
 from tpshard.recipes.keys.schema import Recipe
 
@@ -85,7 +87,7 @@ class ServerBuilder:
     """Builds servers of variants of a recipe, and shares their equal programs."""
 
     def __init__(self) -> None:
-        self._built: dict[tuple[object, ...], ServingPrograms] = {}
+        self._memo = Memo()
 
     def build(self, recipe: Recipe) -> PricedServer:
         """Builds the server of a recipe.
@@ -93,7 +95,11 @@ class ServerBuilder:
         Raises `Mistakes` (exit 4) where the mesh does not fit the heads, or the weights the device.
         """
         setting, device, per_host = server_of(recipe)
-        built = {size: self._program(setting, size) for size in setting.sizes}
+        built = {
+            size: self._memo.of("server's step", setting, partial(build_serving, setting, [size]), size,
+                                setting.logit_rows(size.rows))
+            for size in setting.sizes
+        }  # fmt: skip
         by_size = {size: one.by_size[size] for size, one in built.items()}
         programs = replace(next(iter(built.values())), setting=setting, by_size=by_size)
         one_device = device.shared_by(per_host)
@@ -112,9 +118,3 @@ class ServerBuilder:
             setting.chunks if setting.states else None,
         )  # fmt: skip
         return PricedServer(recipe, programs, StepPrices(programs.by_size, one_device, per_host), room, held)
-
-    def _program(self, setting: ServeSetting, size: Size) -> ServingPrograms:
-        key = (tuple(setting.mesh.axes.items()), size, setting.logit_rows(size.rows), setting.pool_size)
-        if key not in self._built:
-            self._built[key] = build_serving(setting, [size])
-        return self._built[key]

@@ -38,12 +38,22 @@ def _recipe(setting: Setting) -> Any:
     return setting.batch, {name: getattr(setting.recipe, name) for name in names}
 
 
-PARTS: dict[str, Callable[[Setting], Any]] = {
+def _layer(setting: Setting) -> Any:
+    """What the activations of a layer depend on besides recomputation: the rows of a micro-batch, what is gathered
+    again, and the axes other than those of data and stages."""
+    recipe = setting.recipe
+    named = {axis for dim, axes in recipe.sharding.rules.items() if dim != "batch" for axis in axes}
+    axes = {axis: size for axis, size in setting.mesh.axes.items() if axis in named or axis not in ("pp", "dp", "fsdp")}
+    return axes, setting.batch.per_device, recipe.fsdp.reshard_after_forward, recipe.staged
+
+
+PARTS: dict[str, Callable[[Any], Any]] = {
     "model": _model, "rows": _rows, "mesh": lambda setting: (setting.mesh.axes, setting.pipeline_axis),
     "shardings": _shardings, "optimizer": _optimizer, "recipe": _recipe,
-    "remat": lambda setting: setting.recipe.remat,
+    "remat": lambda setting: setting.recipe.remat, "layer": _layer,
+    "server": lambda setting: (setting.mesh.axes, setting.pool_size),
 }  # fmt: skip
-"""The parts of a setting on which products depend."""
+"""The parts of a setting, of training or of a server, on which products depend."""
 
 PRODUCTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "graph of a micro-batch": (16, ("model", "rows")),
@@ -54,12 +64,14 @@ PRODUCTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "update": (4, ("model", "mesh", "optimizer")),
     "device's programs": (6, ("model", "rows", "mesh", "shardings", "recipe")),
     "stages by kind": (2, ("model", "rows", "mesh", "shardings", "recipe", "remat")),
+    "activations of a layer": (1_000, ("layer", "remat")),
+    "server's step": (1_000, ("server",)),
 }  # fmt: skip
 """Product -> how many a `Memo` keeps (few, because programs are large; but captured graphs of few layers are small, and
-one serves many meshes), and the parts of a setting on which it depends."""
+one serves many meshes; a search holds all of its servers' steps), and the parts of a setting on which it depends."""
 
 
-def key(setting: Setting, product: str, *arguments: object) -> str:
+def key(setting: Any, product: str, *arguments: object) -> str:
     """A key of everything on which a product depends: its parts of the setting, and arguments of its own."""
     return repr(([PARTS[part](setting) for part in PRODUCTS[product][1]], arguments))
 
@@ -70,7 +82,7 @@ class Memo:
     def __init__(self) -> None:
         self._last: dict[str, dict[str, object]] = {}
 
-    def of(self, product: str, setting: Setting, make: Callable[[], T], *arguments: object) -> T:
+    def of(self, product: str, setting: Any, make: Callable[[], T], *arguments: object) -> T:
         """The stored result of a product, or else that of `make()`. Callers must not change it."""
         last, own = self._last.setdefault(product, {}), key(setting, product, *arguments)
         if own in last:

@@ -8,7 +8,7 @@ between groups: of 231 groups two devices get 116 and 115, and the second one a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from tpshard.models.families.config import ModelConfig
@@ -18,10 +18,10 @@ ALIGNED = 32
 """A device's columns are a multiple of this where there are no groups, as kernels prefer."""
 
 
-def shared_rows(config: ModelConfig, group: Groups) -> int:
-    """The number of neighbouring inputs of `down` that share scales after sorting; 1 for a model without such
-    groups."""
-    indices = [group(name) for name, dims in config.parameters.items() if dims[1:] == ("mlp",)]
+def shared_rows(dims: Mapping[str, Sequence[str]], group: Groups) -> int:
+    """The number of neighbouring inputs of `down` that share scales after sorting; 1 for a model without such groups.
+    dims: the names of each parameter's dims."""
+    indices = [group(name) for name, named in dims.items() if tuple(named[1:]) == ("mlp",)]
     sizes = [torch.bincount(own.long()) for own in indices if own is not None]
     return math.lcm(*(int(size.max()) for size in sizes if len(size) > 1))
 

@@ -69,11 +69,12 @@ class ServeSetting:
             )  # fmt: skip
         mesh = Mesh({axis: max(1, size) for axis, size in recipe.serve.mesh.items()})
         setting = ServeSetting(recipe, mesh, served, kind, slots or slots_of(recipe, served.spec))
-        ways, outline = setting.ways("heads"), served.spec.outline
-        if outline is not None and not outline.divides("heads", ways):
-            fit = join(str(n) for n in range(1, outline.heads + 1) if outline.divides("heads", n))
+        ways, spec = setting.ways("heads"), served.spec
+        if not spec.divides("heads", ways):
+            heads, kv_heads, _ = spec.sizes.heads or (0, 0, 0)
+            fit = join(str(n) for n in range(1, heads + 1) if spec.divides("heads", n))
             raise Mistakes.one(
-                f"tp {ways} does not fit {outline.heads} heads and {outline.kv_heads} KV heads", exit=Exit.FIT,
+                f"tp {ways} does not fit {heads} heads and {kv_heads} KV heads", exit=Exit.FIT,
                 where=recipe.where("serve.mesh"), fix=f"serve.mesh.tp: {fit}",
             )  # fmt: skip
         return setting
@@ -107,7 +108,7 @@ class ServeSetting:
     @cached_property
     def dims(self) -> dict[str, tuple[str, ...]]:
         """The dim names of the parameters that have some."""
-        if self.spec.outline is not None:  # the recipe's `model.dims` are of another model
+        if self.spec.names_dims:  # the recipe's `model.dims` are of another model
             return {name: own.dims for name, own in self.spec.dims(self.model).items()}
         return {name: own.dims for name, own in naming.dim_names(self.recipe, self.model, self.spec).items()}
 
@@ -149,7 +150,7 @@ class ServeSetting:
         """
         most = self.most if not self.states else min(self.most, _up(self.recipe.serve.requests))
         sharded = self.mesh.ranks > 1 and (self.recipe.sharding.annotate or self.ways("seq") > 1)
-        least = max(LEAST[self.kind], 2 if self.spec.outline is None else 1)  # see `paging.shrink`
+        least = max(LEAST[self.kind], self.spec.fewest_rows)
         sizes = [TILE if sharded else least]  # rows that may be sharded are divided by their devices
         while sizes[-1] < most:
             sizes.append(min(sizes[-1] * APART[self.kind], most))

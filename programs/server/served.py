@@ -82,12 +82,9 @@ class Quantization:
         settings = read_config(folder) if (folder / "config.json").is_file() else None
         if settings is None:
             return None
-        stored, shapes, outline = spec.quantized_modules(folder), spec.shapes, spec.outline
-        if outline is not None:
-            dims, shared = outline.parameters, shared_rows(outline, stored.group)
-        else:
-            named = {name: own.dims for name, own in spec.dims(spec.build()).items()}
-            dims, shared = dict.fromkeys(shapes, ("", "")) | named, 1
+        stored, shapes = spec.quantized_modules(folder), spec.shapes
+        dims = {**dict.fromkeys(shapes, ("", "")), **spec.parameter_dims}
+        shared = shared_rows(dims, stored.group) if spec.names_dims else 1
         heads = spec.sizes.heads
         weights = {name: own for name in shapes if (own := stored.settings_of(name)) is not None}
         stacks = {
@@ -111,7 +108,7 @@ class Quantization:
 
         assumed = "of one Hessian" if settings.desc_act else ""
         stacks = {name: (assumed,) for name in weights if len(config.shapes[name]) == 3}
-        return Quantization(settings, weights, orders, shared_rows(config, groups), stacks)
+        return Quantization(settings, weights, orders, shared_rows(config.parameters, groups), stacks)
 
     def __str__(self) -> str:
         size, ordered = self.settings.group_size, len(self.orders)

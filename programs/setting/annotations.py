@@ -67,9 +67,9 @@ def annotate(
 
 
 def dim_notes(setting: Setting, graph: Graph, fields: Mapping[str, Sequence[str]]) -> list[str]:
-    """Warnings on dims of a model without an outline: rules of the recipe's own for dims that no tensor has, and names
-    that are almost those of a rule."""
-    if setting.spec.outline is not None:
+    """Warnings on dims of a model that does not name them all: rules of the recipe's own for dims that no tensor has,
+    and names that are almost those of a rule."""
+    if setting.spec.names_dims:
         return []
     sharding, default = setting.recipe.sharding, default_of(ShardingSection.__dataclass_fields__["rules"])
     lists = (*setting.dims.values(), *fields.values(), *sharding.annotate.values(), *(v.dims for v in graph.values()))
@@ -138,8 +138,8 @@ class _Reader:
         return values
 
     def dims(self, of_values: Collection[str]) -> None:
-        """Requires of a model without an outline that rules name dims of tensors (others: see `recipes.laws`)."""
-        if self.serving or self.setting.spec.outline is not None:
+        """Requires that rules name dims of tensors, unless the model names all of its dims (see `recipes.laws`)."""
+        if self.serving or self.setting.spec.names_dims:
             return
         own = {dim for dims in (*self.setting.dims.values(), of_values) for dim in dims if dim}
         known = {dim for dims in self.recipe.sharding.annotate.values() for dim in dims if dim} | own | {*DIMS}

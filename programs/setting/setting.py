@@ -69,8 +69,7 @@ class Setting:
             return self.single
         stacked, layers = self._build_module(), list(self.single.get_submodule(self.stacking.path).children())
         parent, _, leaf = self.stacking.path.rpartition(".")
-        own = self.spec.outline is not None  # in tpshard's families a first dim as large as the batch is the batch dim
-        stack = StackedLayers(layers, self.stacking, self.batch.data_ranks, own)
+        stack = StackedLayers(layers, self.stacking, self.batch.data_ranks, self.spec.names_dims)
         setattr(stacked.get_submodule(parent), leaf, stack)
         return stacked
 

@@ -8,16 +8,14 @@ from functools import partial
 
 from tpshard.parallelism.passes.run import PassResult
 from tpshard.parallelism.pipeline.stages import Stage, blocks_of
-from tpshard.parallelism.program import Program
-from tpshard.programs.parts.checks import check_remat, check_reshards, traceable
+from tpshard.programs.parts.checks import traceable
 from tpshard.programs.parts.memo import Memo
 from tpshard.programs.parts.passes import apply
 from tpshard.programs.parts.step_programs import MicroMaker, counters_of, trained_by
 from tpshard.programs.setting.cluster import check_fp8
-from tpshard.programs.setting.naming import untrained_notes
 from tpshard.programs.setting.setting import Setting
-from tpshard.programs.step import alike
 from tpshard.programs.step.device_programs import device_programs, held_by_devices
+from tpshard.programs.step.few_layers import micro_program, noted_micro
 from tpshard.programs.step.splitting import balance_stages, layers_of
 from tpshard.programs.step.staged import finished_stages, recompute_uncut, table_of
 from tpshard.programs.step.training_step import TrainingPrograms
@@ -30,12 +28,12 @@ def build(
     """Captures, propagates and partitions all programs of a training recipe. Raises Mistakes for what does not fit.
 
     watch: called after each pass on the micro-batch's program of a step without stages, with all programs and that
-    pass's result. make: builds the micro-batch's program, by default `alike.micro`. memo: keeps what other settings may
-    share.
+    pass's result. make: builds the micro-batch's program, by default `few_layers.micro_program`. memo: keeps what other
+    settings may share.
     """
     check_fp8(setting.recipe)
     memo = memo or Memo()
-    make = make or partial(alike.micro, memo=memo)
+    make = make or partial(micro_program, memo=memo)
     table = table_of(setting)
     with traceable(setting):
         base = make(setting, None)
@@ -60,12 +58,3 @@ def build(
         return replace(step, micro=apply(setting, micro))
     finished = apply(setting, micro, lambda passed: watch(replace(step, micro=passed.program), passed))
     return replace(step, micro=finished)
-
-
-def noted_micro(setting: Setting, base: Program, make: MicroMaker) -> Program:
-    """The micro-batch's program with the recipe's gathering and reducing once per step, and with its notes. `base` is
-    the program without them, of which only the records are read if it gathers or reduces once a step."""
-    micro = make(setting, base) if setting.gathers_once or setting.reduces_once else base
-    check_remat(setting, micro)
-    notes = [*setting.notes, *untrained_notes(setting.model, trained_by(micro))]
-    return replace(micro, warnings=[*notes, *micro.warnings, *check_reshards(setting, micro)])

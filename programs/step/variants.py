@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import psutil
 from tpshard.programs.parts.memo import Memo
 from tpshard.programs.setting.setting import Setting
-from tpshard.programs.step import staged_alike, training
+from tpshard.programs.step import few_layers, training
 from tpshard.programs.step.training_step import TrainingPrograms
 
 GARBAGE, MOST_GARBAGE = 50_000, 250_000
@@ -49,7 +49,7 @@ class Variants:
         if self._dropped > GARBAGE and (self._dropped > MOST_GARBAGE or not _half_is_available()):
             gc.collect()
             self._dropped = 0
-        staged = staged_alike.build(setting, self._memo) if setting.recipe.staged else None
+        staged = few_layers.priced_stages(setting, self._memo) if setting.recipe.staged else None
         built = self.build(setting) if staged is None else staged
         programs = [built.micro, *(program for stage in built.stages for program in stage.programs)]
         self._dropped += sum(len(graph.nodes) for graph in {program.graph for program in programs})

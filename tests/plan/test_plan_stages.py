@@ -10,7 +10,7 @@ from tpshard.cli.main import run as tpshard
 from tpshard.plan.questions import stage_texts
 from tpshard.programs.parts import step_programs
 from tpshard.programs.setting.setting import Setting
-from tpshard.programs.step import alike
+from tpshard.programs.step import few_layers
 from tpshard.recipes.reading.load import loads
 
 ONE_DEVICE = ["--against", "cluster.devices_per_node=2", "--against", "mesh={fsdp: 2, tp: 1}"]
@@ -25,7 +25,7 @@ def printed(capsys, *arguments):
 @pytest.mark.parametrize("of", ["layers.0.mlp", "layers.4.attention", "layers.7", "norm"])
 def test_equal_layers_read_as_if_each_had_been_captured(name, of):
     setting = Setting.of(loads(RECIPE, ["model.layers=8"]))
-    few, every = alike.micro(setting), step_programs.micro_program(setting)
+    few, every = few_layers.micro_program(setting), step_programs.micro_program(setting)
     assert few.shardings is not None and len(few.shardings.graph.ops) < len(every.shardings.graph.ops)
     note, _, text = stage_texts.part_text(name, few, of).partition("\n")
     assert note == "layers.2 stands for 2 to 6, which are alike"

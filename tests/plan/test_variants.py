@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from small_recipe import RECIPE
 from tpshard.plan.search.search import price_variant
-from tpshard.programs.step import staged_alike
+from tpshard.programs.step import few_layers
 from tpshard.programs.step.variants import Variants
 from tpshard.recipes.reading.load import loads, with_changes
 
@@ -41,13 +41,13 @@ def test_schedules_share_equal_stages_and_devices_and_cost_what_their_plans_say(
     """Schedules of one mesh have stages and devices in common; each still has the price of its own plan."""
     built = {"device_programs": 0, "finished_stages": 0}
     for name in built:
-        real = getattr(staged_alike, name)
+        real = getattr(few_layers, name)
 
         def counted(*args, name=name, real=real):
             built[name] += 1
             return real(*args)
 
-        monkeypatch.setattr(staged_alike, name, counted)
+        monkeypatch.setattr(few_layers, name, counted)
     sizes = ["model.layers=8", "mesh={pp: 2, fsdp: 2, tp: 1}", "batch={global_sequences: 16, per_device: 1}"]
     recipe, variants = loads(RECIPE, [*sizes, "pipeline={schedule: gpipe}"]), Variants()
     changes = {

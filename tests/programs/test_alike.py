@@ -19,7 +19,7 @@ from tpshard.plan.search import search
 from tpshard.programs.parts import step_programs
 from tpshard.programs.parts.memo import Memo, key
 from tpshard.programs.setting.setting import Setting, devices_of
-from tpshard.programs.step import alike, staged_alike, training
+from tpshard.programs.step import few_layers, training
 from tpshard.programs.step.variants import Variants
 from tpshard.recipes.reading.load import loads, with_changes
 
@@ -114,7 +114,7 @@ batch: {{global_sequences: 8}}
 """
     deep = Setting.of(loads(recipe))
     assert deep.depth == depth
-    few = alike.few_layers(deep)
+    few = few_layers.shallow_program(deep)
     assert few is not None
     actual = stretch_program(few, depth)
     assert actual is not None
@@ -128,7 +128,7 @@ def test_a_familys_windows_repeat_in_blocks() -> None:
     )  # fmt: skip
     deep = replace(setting("{fsdp: 2}"), spec=FamilyModel(config))
     assert deep.depth == Depth("layers", 13, period=2)
-    few = alike.few_layers(deep)
+    few = few_layers.shallow_program(deep)
     assert few is not None and deep.depth is not None
     actual = stretch_program(few, deep.depth)
     assert actual is not None
@@ -141,20 +141,20 @@ def test_layers_that_are_not_alike_are_not_repeated(layer: int) -> None:
     deep = setting("{fsdp: 2, tp: 2}", "tiny", pinned)
     shallow = step_programs.micro_program(deep.keep("layers", range(4)))
     assert stretch_program(shallow, Depth("layers", deep.layers)) is None
-    assert shape_of(alike.micro(deep)) == shape_of(step_programs.micro_program(deep))
+    assert shape_of(few_layers.micro_program(deep)) == shape_of(step_programs.micro_program(deep))
 
 
 def test_a_program_that_gathers_and_reduces_once_a_step_is_stretched_too() -> None:
     deep = setting("{fsdp: 2, tp: 2}", "tiny", "fsdp: {accumulate: {gather: step, reduce: last}}")
-    plain = alike.micro(deep)
-    actual, whole = alike.micro(deep, plain), step_programs.micro_program(deep, plain)
+    plain = few_layers.micro_program(deep)
+    actual, whole = few_layers.micro_program(deep, plain), step_programs.micro_program(deep, plain)
     assert shape_of(actual) == shape_of(whole) and actual.records == whole.records
     assert all(actual.explanation_of(value) == whole.explanation_of(value) for value in whole.records)
 
 
 def test_a_deep_model_warns_of_every_layer() -> None:
     deep = setting("{fsdp: 1, tp: 3}", "tiny", "sharding: {on_uneven: pad}")
-    notes = alike.micro(deep).warnings
+    notes = few_layers.micro_program(deep).warnings
     assert notes == step_programs.micro_program(deep).warnings
     assert any("`layers.5." in note for note in notes)
 
@@ -198,7 +198,7 @@ def test_a_pipeline_of_alike_stages_has_the_price_of_its_whole_programs(pipeline
 
 
 def assert_priced_as_whole(deep: Setting) -> None:
-    alike_ = staged_alike.build(deep)
+    alike_ = few_layers.priced_stages(deep)
     assert alike_ is not None
     quick = planner.price_training(alike_)
     whole = planner.price_training(training.build(deep))
@@ -224,7 +224,7 @@ compile: eager
 @pytest.mark.parametrize("more", ["remat: {every: 3}", 'fsdp: {wrap: ["layers.1", "layers.*"]}'])
 def test_stages_whose_layers_a_recipe_treats_apart_are_not_alike(more: str) -> None:
     deep = setting("{pp: 4, fsdp: 2}", "tiny", "pipeline: {schedule: 1f1b}", "compile: eager", more)
-    assert staged_alike.build(deep) is None
+    assert few_layers.priced_stages(deep) is None
 
 
 def test_settings_that_share_a_captured_graph_get_their_own_programs() -> None:

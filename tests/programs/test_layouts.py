@@ -99,7 +99,7 @@ class Served:
         settings = GPTQConfig(group_size=8, desc_act=True)
         weights = dict.fromkeys(self.quantized, settings)
         orders = self.orders()
-        quantized = Quantization(settings, weights, orders, shared_rows(self.config, self.group))
+        quantized = Quantization(settings, weights, orders, shared_rows(self.config.parameters, self.group))
         served_recipe = recipe(f"serve.mesh.tp={tp}", f"serve.layout={layout}")
         served = served_model(FamilyModel(self.config), dtype, quantized)
         return build_serving(ServeSetting.of(served_recipe, served, "cpu"), [Size(8)])
@@ -224,9 +224,9 @@ def test_only_what_is_not_divided_is_padded() -> None:
     assert padded_mlp(replace(LLAMA, mlp=100), 8) == 256  # dense
     assert padded_mlp(LLAMA, 4, 64) == LLAMA.mlp  # merge_blocks groups than devices: cut within them
     shared = {8: served("llama, 10.5 groups", "head_local").group, 1: lambda name: None}
-    assert all(shared_rows(LLAMA, group) == size for size, group in shared.items())
+    assert all(shared_rows(LLAMA.parameters, group) == size for size, group in shared.items())
     layers = {"layers.0.mlp.down.weight": 8, "layers.1.mlp.down.weight": 12}  # which `dynamic` may say
-    assert shared_rows(replace(LLAMA, layers=3), lambda name: group_index(128, layers.get(name, -1))) == 24
+    assert shared_rows(replace(LLAMA, layers=3).parameters, lambda name: group_index(128, layers.get(name, -1))) == 24
 
 
 def test_what_is_left_to_do_at_run_time() -> None:

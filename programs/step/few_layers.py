@@ -1,4 +1,4 @@
-"""Builds a pipeline's programs for pricing only: equal stages are built once."""
+"""Few layers for many: programs of a deep model from those of a shallow one, and equal pipeline stages built once."""
 
 from __future__ import annotations
 
@@ -8,23 +8,89 @@ from dataclasses import replace
 from functools import partial
 
 from tpshard.parallelism.depth import Depth
-from tpshard.parallelism.partitioning.stretch import stretched_records
+from tpshard.parallelism.partitioning.stretch import stretch_program, stretched_records
 from tpshard.parallelism.pipeline.stages import Stage
 from tpshard.parallelism.program import Program
+from tpshard.programs.parts import step_programs
+from tpshard.programs.parts.checks import check_remat, check_reshards, traceable
 from tpshard.programs.parts.memo import Memo
-from tpshard.programs.parts.step_programs import counters_of, trained_by
+from tpshard.programs.parts.step_programs import MicroMaker, counters_of, trained_by
+from tpshard.programs.setting.naming import untrained_notes
 from tpshard.programs.setting.setting import Setting
-from tpshard.programs.step.alike import few_layers, micro
 from tpshard.programs.step.device_programs import device_programs, held_by_devices
 from tpshard.programs.step.splitting import balance_stages, layers_of
 from tpshard.programs.step.staged import finished_stages, recompute_uncut, table_of
-from tpshard.programs.step.training import noted_micro
 from tpshard.programs.step.training_step import TrainingPrograms
 from tpshard.recipes.keys.parallel_keys import BucketFile, RematEvery
 from tpshard.recipes.keys.schema import Recipe
 
+FEWEST = 3
+"""The smallest number of repetitions of a block (`Depth.copies`) for which a shallow model is built instead."""
 
-def build(setting: Setting, memo: Memo | None = None) -> TrainingPrograms | None:
+
+def micro_program(setting: Setting, base: Program | None = None, memo: Memo | None = None) -> Program:
+    """Builds the micro-batch's program: from that of a shallow model if its blocks are equal, else from all layers.
+
+    base: as in `step_programs.micro_program`. memo: keeps the program; callers must not change it.
+    """
+    memo = memo or Memo()
+
+    def make() -> Program:
+        few, depth = shallow_program(setting, base, memo), setting.depth
+        if few is not None and depth is not None:
+            deep = stretch_program(few, depth)
+            if deep is not None:
+                return deep
+        return step_programs.micro_program(setting, base, memo=memo)
+
+    return memo.of("micro-batch", setting, make, *_once(setting, base))
+
+
+def shallow_program(setting: Setting, base: Program | None = None, memo: Memo | None = None) -> Program | None:
+    """The micro-batch's program of the same model with few layers; None if that saves nothing or layers may differ.
+
+    memo: keeps the program; callers must not change it.
+    """
+    depth, pipeline = setting.depth, setting.recipe.pipeline
+    if depth is None or depth.copies < FEWEST or _names_layers(setting):
+        return None
+    if pipeline is not None and pipeline.vectorized:  # its layers are stacked
+        return None
+    shallow = setting.keep(depth.stack, depth.kept)
+    memo = memo or Memo()
+
+    def make() -> Program:
+        with traceable(setting):
+            return step_programs.micro_program(shallow, base, memo=memo)
+
+    return memo.of("micro-batch of few layers", shallow, make, *_once(shallow, base))
+
+
+def _once(setting: Setting, base: Program | None) -> tuple[object, ...]:
+    """What is done once for all micro-batches, with the layouts in `base` on which a program then depends."""
+    if base is None:
+        return ()
+    names = [f"{name}.{form}" for form in ("used", "grad") for name, _ in setting.model.named_parameters()]
+    layouts = [base.records[name].layout for name in names if name in base.records]
+    return setting.gathers_once, setting.reduces_once, layouts
+
+
+def _names_layers(setting: Setting) -> bool:
+    """Whether the recipe names single layers, such as `layers.3`."""
+    sharding = setting.recipe.sharding
+    return any(part.isdigit() for name in (*sharding.annotate, *sharding.pin) for part in name.split("."))
+
+
+def noted_micro(setting: Setting, base: Program, make: MicroMaker) -> Program:
+    """The micro-batch's program with the recipe's gathering and reducing once per step, and with its notes. `base` is
+    the program without them, of which only the records are read if it gathers or reduces once a step."""
+    micro = make(setting, base) if setting.gathers_once or setting.reduces_once else base
+    check_remat(setting, micro)
+    notes = [*setting.notes, *untrained_notes(setting.model, trained_by(micro))]
+    return replace(micro, warnings=[*notes, *micro.warnings, *check_reshards(setting, micro)])
+
+
+def priced_stages(setting: Setting, memo: Memo | None = None) -> TrainingPrograms | None:
     """`training.build` of a recipe with stages, with equal stages and equal devices' programs built once. `memo` keeps
     them for other schedules, and programs of models with few layers.
 
@@ -40,13 +106,13 @@ def build(setting: Setting, memo: Memo | None = None) -> TrainingPrograms | None
         return None
     even = layers_of(setting, depth.layers, table.stages)
     memo = memo or Memo()
-    if (few := few_layers(setting, memo=memo)) is None:
+    if (few := shallow_program(setting, memo=memo)) is None:
         return None
     records = stretched_records(few, depth)
     if records is None:
         return None
     base = replace(few, records=records)
-    cut = _Alike(setting, depth, memo, base)
+    cut = _AlikeStages(setting, depth, memo, base)
     layers, stages = balance_stages(setting, even, table.devices, cut.stages)
     names = [name for name, _ in setting.model.named_parameters()]
     ports = {p.name: p.layout for p in few.inputs if p.kind == "parameter"}
@@ -78,13 +144,13 @@ Kind = tuple[str, int]
 """The place of a stage (first, middle or last), and its number of layers: stages of a kind have equal prices."""
 
 
-class _Alike:
+class _AlikeStages:
     """Builds the stages of a pipeline's splits from models with fewer layers, each kind of stage once."""
 
     def __init__(self, setting: Setting, depth: Depth, memo: Memo, base: Program):
         """base: the micro-batch's program of a model with few layers, with the records of all layers."""
         self.setting, self.depth, self.table, self.base = setting, depth, table_of(setting), base
-        self.make = partial(micro, memo=memo)
+        self.make = partial(micro_program, memo=memo)
         self.built: dict[Kind, Stage] = memo.of("stages by kind", setting, dict, self.table.splits_backward)
 
     def _kinds(self, split: Sequence[int]) -> list[Kind]:
