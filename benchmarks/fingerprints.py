@@ -20,7 +20,7 @@ from typing import Any
 from unittest import mock
 
 from tpshard.diagnostics.diagnostic import Mistakes
-from tpshard.plan import outputs, planner, saved_plan
+from tpshard.plan import outputs, planner
 from tpshard.plan.report import screen
 from tpshard.recipes.keys.schema import Recipe
 from tpshard.recipes.reading.load import load, loads
@@ -93,7 +93,8 @@ class Case:
             if self.folder is not None:
                 self.folder(Path(folder))
             try:
-                report = planner.report(self.recipe(folder), name, self.what)
+                plan = planner.planned(self.recipe(folder), name, self.what)
+                report = plan.report
             except Mistakes as mistakes:
                 words = [entry.message.replace(folder, "FOLDER") for entry in mistakes.diagnostics]
                 return {"name": name, "exit": int(mistakes.exit), "refused": words}
@@ -105,7 +106,7 @@ class Case:
                      for form, text in texts.items()}  # fmt: skip
             return {
                 "name": name,
-                "programs": {key: digest[:16] for key, digest in (listed or saved_plan.fingerprints(report)).items()},
+                "programs": {key: digest[:16] for key, digest in (listed or plan.fingerprints).items()},
                 **{form: _hash(text) for form, text in texts.items()},
             }
 

@@ -16,7 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from tpshard.plan import command, outputs, planner
+from tpshard.plan import outputs, planner
+from tpshard.plan.report import report_file
 from tpshard.plan.search import search, suggest
 from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step.variants import Variants
@@ -48,19 +49,19 @@ def measure(record: Record, name: str, devices: int, path: str) -> None:
     with planner.without_gc():  # as `planner.report`, which does both
         programs = planner.build_programs(Setting.of(recipe), variants := Variants())
         built = time.perf_counter()
-        report = planner.report_of_training(programs, path)
+        report = planner.planned_training(programs, path).report
     options = outputs.PlanOptions(source=path, dry_run=True)
-    texts = command.texts(report, recipe, options)
+    screen = outputs.text("screen", report)
     end, used = time.perf_counter(), time.process_time() - cpu
     report.suggestions = suggest.promising(report, recipe, variants=variants)
     suggested = time.perf_counter() - end
     entry = outputs.entry(recipe, options)
     assert entry is not None
-    entry.write(texts)
+    entry.write({"report": report_file.dumps(report)})
     begun = time.perf_counter()
     printed = subprocess.run([*COMMAND, "plan", path, "--dry-run"], capture_output=True, text=True).stdout
     second = time.perf_counter() - begun
-    assert printed == texts["screen"], "the second plan did not come from the cache"
+    assert printed == screen, "the second plan did not come from the cache"
     record.rows.append({"case": name, "devices": devices, "nodes": len(programs.micro.nodes), "build_s": built - start,
                         "price_s": end - built, "cpu_s": used, "suggestions_s": suggested, "second_s": second,
                         "suggested": [edit.change for edit in report.suggestions]})  # fmt: skip

@@ -202,7 +202,7 @@ SETTINGS = {
 def plan_whole(recipe: Recipe, *, as_plan: bool) -> Pricing:
     """The pricing of a recipe's full plan: by `plan`, or from a program that is captured with all layers."""
     if as_plan:
-        return planner.report(recipe, recipe.name).pricing
+        return planner.planned(recipe, recipe.name).pricing
     with planner.without_gc():
         setting = Setting.of(recipe, devices_of(recipe))
         return planner.price_training(training.build(setting, make=step_programs.micro_program))

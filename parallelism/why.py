@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from tpshard.parallelism.graph import Op
 from tpshard.parallelism.mesh import Axes, Axis, Mesh
 from tpshard.parallelism.sharding import show_axis
+
+if TYPE_CHECKING:
+    from tpshard.parallelism.graph import Op
 
 
 class SourcePlace(NamedTuple):

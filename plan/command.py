@@ -14,15 +14,10 @@ from tpshard.plan.outputs import CommandResult, PlanOptions, answer
 from tpshard.plan.plan_cache import PlanEntry
 from tpshard.plan.questions import check_run, fitting, pass_prices, pinning, placements, stage_texts  # fmt: skip
 from tpshard.plan.questions import diff as diffs
-from tpshard.plan.report import (
-    describe,  # fmt: skip
-    screen,
-)
-from tpshard.plan.report.report import Report
+from tpshard.plan.report import describe, report_file
+from tpshard.plan.report.planned import Planned
 from tpshard.plan.search import search, search_result, suggest  # fmt: skip
 from tpshard.plan.step import skew as skews
-from tpshard.plan.views import page, pictures
-from tpshard.plan.views import trace as traces
 from tpshard.programs.setting.setting import Setting, devices_of
 from tpshard.programs.step.variants import Variants
 from tpshard.recipes.keys.schema import Recipe
@@ -55,11 +50,12 @@ def run(
     if options.stage is not None:
         return _answer_stage(recipe, options, other)
     variants = Variants()
-    report = planner.report(recipe, options.source or recipe.name, options.what, accuracy(), variants)
+    planned = planner.planned(recipe, options.source or recipe.name, options.what, accuracy(), variants)
+    report = planned.report
     if options.fit or options.pin:
-        return _changed_recipe(report, recipe, options, tell, recipes, variants)
+        return _changed_recipe(planned, recipe, options, tell, recipes, variants)
     if options.explain is not None:
-        explanation = _answer_explain(report, options.explain)
+        explanation = _answer_explain(planned, options.explain)
         return answer(options.as_json, {"name": options.explain, "lines": explanation.splitlines()}, explanation)
     if other is not None:
         before, after = options.compared
@@ -67,12 +63,12 @@ def run(
         changed |= {"before": before or recipe.name, "after": after or other.name}
         return answer(options.as_json, changed, diffs.text(changed))
     if options.net:
-        network = placements.net(report, recipe, variants)
+        network = placements.net(planned, recipe, variants)
         return answer(options.as_json, network.to_json(), placements.text(network))
     if options.run is not None:
         report.forecast = planner.forecast_of(report, recipe, options.run)
     if options.skew is not None:
-        report.skew = skews.skew(report.pricing, Setting.of(recipe, devices_of(recipe)), options.skew)
+        report.skew = skews.skew(planned.pricing, Setting.of(recipe, devices_of(recipe)), options.skew)
     if not report.fits:
         report.edits = search.edits(report, recipe, variants=variants)
     elif options.suggest:
@@ -80,35 +76,20 @@ def run(
         report.suggestions, report.searched, report.search_summary = faster.edits, faster.to_json(), faster.words
     elif options.what == "train":
         report.suggestions = suggest.promising(report, recipe, variants=variants)
-    forms = texts(report, recipe, options)
+    forms = {"report": report_file.dumps(report)}
+    if not options.dry_run:
+        forms["saved"] = saved_plan.dumps(planned, recipe)
     if entry is not None:
         entry.write(forms)
-    return outputs.deliver(options, folder, forms, tell)
-
-
-def texts(report: Report, recipe: Recipe, options: PlanOptions) -> dict[str, str]:
-    """The texts of a plan, by kind of output; `exit` is the command's exit code."""
-    code = Exit.DONE if report.fits else Exit.FIT
-    return {kind: _text(kind, report, recipe) for kind in outputs.kinds(options)} | {"exit": str(int(code))}
-
-
-def _text(kind: str, report: Report, recipe: Recipe) -> str:
-    """The report in one form: json, saved, screen, verbose, page, trace or svg."""
-    if kind == "json":
-        return outputs.dumps(report.to_json())
-    if kind == "saved":
-        return saved_plan.dumps(report, recipe)
-    if kind in ("screen", "verbose"):
-        return screen.screen(report, verbose=kind == "verbose")
-    forms = {"page": page.page, "trace": traces.trace, "svg": pictures.svg}
-    return forms[kind](report)
+    return outputs.deliver(options, folder, report, forms.get("saved", ""), tell)
 
 
 def _changed_recipe(
-    report: Report, recipe: Recipe, options: PlanOptions, tell: Callable[[str], None], to_write: Sequence[Path],
+    planned: Planned, recipe: Recipe, options: PlanOptions, tell: Callable[[str], None], to_write: Sequence[Path],
     variants: Variants,
 ) -> CommandResult:  # fmt: skip
     """The answer of `--fit` and `--pin`: a changed recipe that begins with a comment on the changes."""
+    report = planned.report
     if options.fit:
         fitted = None if report.fits else fitting.fit(report, recipe, variants)
         recipe_text = fitting.text(fitted, report, recipe)
@@ -116,7 +97,7 @@ def _changed_recipe(
         if fitted is not None:
             shown |= {"harms": [harm.name.lower() for harm in fitted.harms], **asdict(fitted.price)}
     else:
-        pinned = pinning.pin(report, recipe)
+        pinned = pinning.pin(planned, recipe)
         recipe_text = pinning.text(pinned, report.job.name)
         shown = {
             "pins": pinned.pins,
@@ -167,10 +148,10 @@ def _answer_stage(recipe: Recipe, options: PlanOptions, other: Recipe | None) ->
     return answer(options.as_json, *stage_texts.comparison(text, kept, options.compared))
 
 
-def _answer_explain(report: Report, name: str) -> str:
+def _answer_explain(planned: Planned, name: str) -> str:
     """The answer of `--explain`: why a value has its sharding. Raises `Mistakes` (exit 2) for an unknown name."""
     try:
-        return describe.explain(report.pricing.parts[0].part.program, name)
+        return describe.explain(planned.program, name)
     except KeyError as error:
         raise Mistakes.one(str(error.args[0]), exit=Exit.USAGE, fix="`plan --verbose` lists the names") from error
 

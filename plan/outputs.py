@@ -6,14 +6,18 @@ Does not import torch, so that a cached plan (see `plan_cache`) is printed witho
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tpshard.diagnostics.diagnostic import Exit
 from tpshard.plan import saved_plan
 from tpshard.plan.plan_cache import PlanEntry, entry_of, remember
+from tpshard.plan.report import report_file, screen
+from tpshard.plan.report.report import Report
 from tpshard.plan.step.forecast import Conditions
+from tpshard.plan.views import page, pictures, trace
 from tpshard.recipes.keys.schema import Recipe
 
 SAVED = {"plan.json": "saved", "plan.html": "page", "plan.trace.json": "trace"}
@@ -68,12 +72,6 @@ class CommandResult:
     exit: Exit
 
 
-def kinds(options: PlanOptions) -> list[str]:
-    """The kinds of text that the options request, that for stdout first."""
-    shown = "json" if options.as_json else "verbose" if options.verbose else "screen"
-    return list(dict.fromkeys([shown, *(kind for _, kind in files(options, Path()))]))
-
-
 def files(options: PlanOptions, folder: Path) -> list[tuple[Path, str]]:
     """The files of a plan with the kinds of their texts: those that the options name and, unless `dry_run`, those that
     `saved_in` places."""
@@ -99,15 +97,28 @@ def dumps(data: object) -> str:
     return json.dumps(data, indent=1) + "\n"
 
 
-def deliver(options: PlanOptions, folder: Path, texts: Mapping[str, str], tell: Callable[[str], None]) -> CommandResult:
-    """Writes a plan's texts to its `files`. Returns the text for stdout, and the exit code that `exit` gives."""
+def text(kind: str, report: Report) -> str:
+    """A report in one form: json, screen, verbose, page, trace or svg."""
+    forms: dict[str, Callable[[Report], str]] = {
+        "json": lambda report: dumps(report.to_json()), "screen": screen.screen,
+        "verbose": partial(screen.screen, verbose=True), "page": page.page, "trace": trace.trace, "svg": pictures.svg,
+    }  # fmt: skip
+    return forms[kind](report)
+
+
+def deliver(
+    options: PlanOptions, folder: Path, report: Report, saved: str, tell: Callable[[str], None]
+) -> CommandResult:
+    """Writes a plan's texts to its `files`. Returns the text for stdout; the exit code says whether the plan fits.
+    saved: the text of plan.json."""
     for path, kind in files(options, folder):
-        saved_plan.write(path, texts[kind])
+        saved_plan.write(path, saved if kind == "saved" else text(kind, report))
         if kind == "saved":
-            remember(texts[kind])
+            remember(saved)
     if not options.dry_run:
         tell(f"saved {saved_in(options, folder)}/{', '.join(SAVED)}")
-    return CommandResult(texts[kinds(options)[0]], Exit(int(texts["exit"])))
+    shown = "json" if options.as_json else "verbose" if options.verbose else "screen"
+    return CommandResult(text(shown, report), Exit.DONE if report.fits else Exit.FIT)
 
 
 def entry(recipe: Recipe, options: PlanOptions) -> PlanEntry | None:
@@ -124,10 +135,11 @@ def cached_result(
 
     Raises `Mistakes` (exit 5) for files that cannot be written.
     """
-    texts = entry.read([*kinds(options), "exit"])
-    if texts is None:
+    texts = entry.read(["report", *([] if options.dry_run else ["saved"])])
+    report = None if texts is None else report_file.loads(texts["report"])
+    if texts is None or report is None:
         return None
     folder = recipe.run.folder
     for path, _ in files(options, folder):
         saved_plan.check_writable(path)
-    return deliver(options, folder, texts, tell)
+    return deliver(options, folder, report, texts.get("saved", ""), tell)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.plan import plan_cache, saved_plan
 from tpshard.plan.report import describe
+from tpshard.plan.report.planned import Planned
 from tpshard.plan.report.report import PlannedJob, Report
 from tpshard.plan.server import server_steps
 from tpshard.plan.step.forecast import Conditions, Forecast, forecast
@@ -50,14 +51,21 @@ def check_limit(programs: TrainingPrograms) -> None:
 def report(
     recipe: Recipe, source: str, what: str = "train", accuracy: str = "", variants: Variants | None = None
 ) -> Report:
-    """The report of what a recipe would run. `what`: train, prefill or decode. `variants` keeps parts of its programs.
+    """The report of `planned`."""
+    return planned(recipe, source, what, accuracy, variants).report
+
+
+def planned(
+    recipe: Recipe, source: str, what: str = "train", accuracy: str = "", variants: Variants | None = None
+) -> Planned:
+    """The plan of what a recipe would run. `what`: train, prefill or decode. `variants` keeps parts of its programs.
 
     Raises `Mistakes` for parts that do not fit each other (exit 4), the recipe (3) and the mesh (5).
     """
     with without_gc():
         if what != "train":
-            return server_steps.report(recipe, what, source, accuracy)
-        return report_of_training(build_programs(Setting.of(recipe, devices_of(recipe)), variants), source, accuracy)
+            return server_steps.planned(recipe, what, source, accuracy)
+        return planned_training(build_programs(Setting.of(recipe, devices_of(recipe)), variants), source, accuracy)
 
 
 def forecast_of(report: Report, recipe: Recipe, conditions: Conditions) -> Forecast:
@@ -92,8 +100,8 @@ def build_programs(setting: Setting, variants: Variants | None = None) -> Traini
         return training.build(setting) if variants is None else variants.build(setting)
 
 
-def report_of_training(programs: TrainingPrograms, source: str = "", accuracy: str = "") -> Report:
-    """The report of a training recipe, from its built programs."""
+def planned_training(programs: TrainingPrograms, source: str = "", accuracy: str = "") -> Planned:
+    """The plan of a training recipe, from its built programs."""
     setting, recipe = programs.setting, programs.setting.recipe
     device, nodes, per_host = cluster.device_of(recipe)
     pricing = price_training(programs)
@@ -120,9 +128,8 @@ def report_of_training(programs: TrainingPrograms, source: str = "", accuracy: s
         stacking=setting.stacking,
     )
     warnings = describe.extra_warnings(job, device, programs.update)
-    result = describe.report_of(job, pricing, programs.micro, list(parameters), accuracy, warnings)
-    result.step = programs
-    return result
+    report = describe.report_of(job, pricing, programs.micro, list(parameters), accuracy, warnings)
+    return Planned(report, pricing, programs)
 
 
 def read_programs(saved: saved_plan.SavedPlan, setting: Setting) -> TrainingPrograms:

@@ -25,7 +25,7 @@ from tpshard.programs.fit.recipe_model import model_of
 from tpshard.recipes.reading.values import shorten, values
 
 if TYPE_CHECKING:
-    from tpshard.plan.report.report import Report
+    from tpshard.plan.report.planned import Planned
     from tpshard.recipes.keys.schema import Recipe
 
 ELSEWHERE = (
@@ -61,15 +61,7 @@ class SavedPlan:
     """The whole file."""
 
 
-def fingerprints(report: Report) -> dict[str, str]:
-    """The fingerprint of each program that a plan prices, by part of the step."""
-    if report.pricing.pipeline is not None:
-        named = report.pricing.pipeline.programs.fingerprints
-        return {name: fingerprint for name, fingerprint in named.items() if not name.startswith("layouts")}
-    return {entry.part.name: entry.part.program.fingerprint for entry in report.pricing.parts}
-
-
-def dumps(report: Report, recipe: Recipe, *, with_programs: bool = True) -> str:
+def dumps(planned: Planned, recipe: Recipe, *, with_programs: bool = True) -> str:
     """The text of `plan.json`; the same recipe and code give the same bytes.
 
     with_programs: whether `train --plan` can run it. Storing the programs takes about as long as building them.
@@ -78,8 +70,9 @@ def dumps(report: Report, recipe: Recipe, *, with_programs: bool = True) -> str:
 
     held = {
         "schema": SCHEMA, "recipe": recipe.to_yaml(), "values": values(recipe, ELSEWHERE), "versions": versions(recipe),
-        "programs": fingerprints(report) if report.step is None else report.step.fingerprints, "plan": report.to_json(),
-        "step": saved_step.pack(report.step) if with_programs and report.step is not None else None,
+        "programs": planned.fingerprints if planned.step is None else planned.step.fingerprints,
+        "plan": planned.report.to_json(),
+        "step": saved_step.pack(planned.step) if with_programs and planned.step is not None else None,
     }  # fmt: skip
     return json.dumps(held, indent=1, sort_keys=True) + "\n"
 

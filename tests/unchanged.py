@@ -28,7 +28,7 @@ from tpshard.programs.step.training_step import TrainingPrograms
 STAGES: tuple[Callable[..., Any], ...] = (
     annotations.annotate, propagate.propagate, storage.propagate_and_store, joined_slices.join,
     partitioner.partition_graph, stretch.stretch_program, checks.check_reshards, stages.cut, staged.recompute_uncut,
-    run.run, passes.apply, planner.report_of_training, pricing.price_parts,
+    run.run, passes.apply, planner.planned_training, pricing.price_parts,
 )  # fmt: skip
 
 

@@ -11,12 +11,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tpshard.parallelism.mesh import Axes
 from tpshard.parallelism.pricing.network import Level, Link, Topology, Wire, hierarchical_s, pairwise_s
 from tpshard.parallelism.resharding.exchange import cpu_collective
-from tpshard.parallelism.rules.entry import Work
+
+if TYPE_CHECKING:
+    from tpshard.parallelism.rules.entry import Work
 
 
 @dataclass(frozen=True)

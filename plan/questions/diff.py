@@ -6,8 +6,8 @@ from collections import Counter
 from typing import Any
 
 from tpshard.parallelism.words import axes_text
+from tpshard.plan.report.pattern import pattern
 from tpshard.plan.report.report import Report
-from tpshard.plan.report.rows import pattern
 from tpshard.plan.report.screen import cut, pipeline_words, sharding_text
 from tpshard.plan.step.units import FORMS, gib
 

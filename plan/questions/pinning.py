@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
-from tpshard.plan import planner, saved_plan
-from tpshard.plan.report.report import Report, Tensor
-from tpshard.plan.report.rows import pattern
+from tpshard.plan import planner
+from tpshard.plan.report.pattern import pattern
+from tpshard.plan.report.planned import Planned
+from tpshard.plan.report.report import Tensor
 from tpshard.recipes.keys.schema import Recipe
 from tpshard.recipes.reading.load import loads
 
@@ -34,16 +35,16 @@ class Pinned:
     """The fingerprint of each part's program, the same for both recipes."""
 
 
-def pin(report: Report, recipe: Recipe) -> Pinned:
+def pin(planned: Planned, recipe: Recipe) -> Pinned:
     """The pinned form of a planned training recipe. Raises `Mistakes` (exit 4) if its shardings cannot be pinned."""
+    report, program, expected = planned.report, planned.program, planned.fingerprints
     parameters = [tensor for tensor in report.tensors if tensor.kind == "parameter"]
     every = [*parameters, *(tensor for tensor in report.tensors if tensor.kind == "activation")]
-    program, expected = report.pricing.parts[0].part.program, saved_plan.fingerprints(report)
     for chosen in (every, parameters):
         pins, unpinned = pins_of([tensor for tensor in chosen if _same_layout(tensor, program.records)])
         written = recipe.to_yaml(pins=pins)
         try:
-            fingerprints = saved_plan.fingerprints(planner.report(loads(written, file=recipe.name), recipe.name))
+            fingerprints = planner.planned(loads(written, file=recipe.name), recipe.name).fingerprints
         except Mistakes:
             continue
         if fingerprints == expected:

@@ -13,10 +13,10 @@ from tpshard.parallelism.pricing.cost import Device
 from tpshard.parallelism.pricing.network import Level, Topology
 from tpshard.parallelism.pricing.timeline import price
 from tpshard.parallelism.words import axes_text
-from tpshard.plan.report.report import Report
+from tpshard.plan.report.planned import Planned
 from tpshard.plan.report.screen import cut
 from tpshard.plan.search import search
-from tpshard.plan.step.pricing import Line
+from tpshard.plan.step.figures import Line
 from tpshard.plan.step.units import gib, seconds
 from tpshard.programs.step.variants import Variants
 from tpshard.recipes.keys.schema import Recipe
@@ -80,18 +80,19 @@ class Net:
         }  # fmt: skip
 
 
-def net(report: Report, recipe: Recipe, variants: Variants | None = None) -> Net:
+def net(planned: Planned, recipe: Recipe, variants: Variants | None = None) -> Net:
     """Prices a planned training step with every order of the mesh's axes, and builds the programs of the best ones.
 
     `variants` has the recipe's own programs.
     """
+    report = planned.report
     device, per_host = report.pricing.device, report.job.devices_per_node
     axes = dict(report.job.mesh)
     mesh = Mesh(axes)
     topology = Topology(mesh, per_host)
     places = tuple(_place(device, topology, name) for name, size in axes.items() if size > 1)
     own = Placement(tuple(axes), report.pricing.comm_s, report.pricing.exposed_s, report.pricing.step_s, whole=True)
-    others = [] if report.pricing.pipeline is not None else [price_order(report, order) for order in _orders(axes)]
+    others = [] if report.pricing.pipeline is not None else [price_order(planned, order) for order in _orders(axes)]
     ranked = sorted(others, key=lambda one: (one.step_s, one.order))
     variants = variants or Variants()
     ranked = [*(_price_build(recipe, one, axes, variants) for one in ranked[:WHOLE]), *ranked[WHOLE:]]
@@ -114,10 +115,10 @@ def _orders(axes: dict[str, int]) -> Iterator[tuple[str, ...]]:
             yield (*alone, *order)
 
 
-def price_order(report: Report, order: Sequence[str]) -> Placement:
-    """Prices the report's programs with devices numbered in another order of the axes."""
-    pricing = report.pricing
-    topology = Topology(Mesh({name: report.job.mesh[name] for name in order}), report.job.devices_per_node)
+def price_order(planned: Planned, order: Sequence[str]) -> Placement:
+    """Prices the plan's programs with devices numbered in another order of the axes."""
+    pricing, job = planned.pricing, planned.report.job
+    topology = Topology(Mesh({name: job.mesh[name] for name in order}), job.devices_per_node)
     comm = exposed = total = 0.0
     for entry in pricing.parts:
         part = entry.part

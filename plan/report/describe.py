@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from tpshard.parallelism.pricing.cost import Device
 from tpshard.parallelism.program import Program, public
 from tpshard.parallelism.why import SourcePlace
+from tpshard.plan.report.pattern import pattern
+from tpshard.plan.report.reasons import causes, peak_values
 from tpshard.plan.report.report import Annotations, PlannedJob, Report, Tensor
-from tpshard.plan.report.rows import buckets_of, losses_of, pattern, reshards_of
+from tpshard.plan.report.rows import buckets_of, figures_of, losses_of, reshards_of
 from tpshard.plan.step.pricing import Pricing
 
 
@@ -26,7 +28,7 @@ def report_of(
     ranks = program.mesh.ranks
     return Report(
         job=job,
-        pricing=pricing,
+        pricing=figures_of(pricing),
         tensors=tensors,
         lines=pricing.lines(),
         annotations=counts,
@@ -38,6 +40,8 @@ def report_of(
             ranks if pricing.pipeline is None else ranks // len(pricing.pipeline.devices),
             0.0 if job.stacking is None else job.stacking.bubble,
         ),
+        causes=causes(pricing, tensors),
+        alive=peak_values(pricing.worst),
         accuracy=accuracy if job.what == "train" and pricing.device.kind == "gpu" else "",
         fingerprint=program.fingerprint,
     )

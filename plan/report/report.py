@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import html
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tpshard.diagnostics.diagnostic import plural
 from tpshard.parallelism import words
-from tpshard.parallelism.pricing.flow import info_of, op_name
 from tpshard.parallelism.why import SourcePlace
 from tpshard.plan.report.screen import screen
+from tpshard.plan.step.figures import Line, StepFigures
 from tpshard.plan.step.forecast import Forecast
-from tpshard.plan.step.pricing import Line, Pricing
-from tpshard.plan.step.skew import Skew
+from tpshard.plan.step.routing import Skew
 from tpshard.plan.step.time_range import time_range
 from tpshard.plan.step.units import SCHEMA, round_figure
-from tpshard.programs.setting.stacked_layers import Stacking
-from tpshard.programs.step.training_step import TrainingPrograms
+from tpshard.programs.setting.stacking import Stacking
 
 _COUNTS = 0.01
 """The least share of a step's time at which the constants of a kind of work affect the label of the time."""
@@ -110,11 +107,13 @@ class Edit:
 
 @dataclass
 class Report:
-    """A plan of a step as plain data: the job, its price, shardings, collectives, warnings and suggestions.
+    """A plan of a step as plain data: the job, its price, shardings, collectives, warnings and suggestions. What needs
+    programs is asked of a `Planned`.
+
     `provenance` says which figures are `exact` (counted on the program), `calibrated` or `roofline`."""
 
     job: PlannedJob
-    pricing: Pricing
+    pricing: StepFigures
     tensors: list[Tensor]
     lines: list[Line]
     annotations: Annotations
@@ -123,6 +122,10 @@ class Report:
     reshards: list[dict[str, Any]]
     losses: list[dict[str, Any]]
     """Operations that more devices than needed compute, which lower the FLOP efficiency."""
+    causes: dict[str, list[Any]]
+    """The reasons of `tensors` by group and those of `lines`, as the page draws them."""
+    alive: list[dict[str, Any]]
+    """The values in memory at the peak."""
     edits: list[Edit] = field(default_factory=list)
     suggestions: list[Edit] = field(default_factory=list)
     searched: dict[str, int] | None = None
@@ -132,8 +135,6 @@ class Report:
     fingerprint: str = ""
     programs: list[dict[str, Any]] = field(default_factory=list)
     """The programs of a server: rows and fingerprint of each."""
-    step: TrainingPrograms | None = None
-    """What a training run executes; None for a server."""
     forecast: Forecast | None = None
     """The forecast of the whole run, if requested."""
     skew: Skew | None = None
@@ -166,27 +167,22 @@ class Report:
         return self.pricing.device.rate(self.job.dtype)
 
     @property
-    def useful_flops(self) -> int:
-        """FLOPs of a step on all devices, without recomputation."""
-        return self.pricing.flops()[1]
-
-    @property
     def flop_efficiency(self) -> float:
         """FLOPs of the whole step / (devices x FLOPs of one device's program); below 1 where devices repeat work."""
-        local, whole = self.pricing.flops()
-        return whole / (self.devices * local) if local else 1.0
+        local = self.pricing.local_flops
+        return self.pricing.useful_flops / (self.devices * local) if local else 1.0
 
     @property
     def mfu(self) -> float:
         """Useful FLOPs / (devices x peak rate x step time)."""
         seconds = self.pricing.step_s * self.devices * self.peak_rate
-        return self.useful_flops / seconds if seconds else 0.0
+        return self.pricing.useful_flops / seconds if seconds else 0.0
 
     @property
     def bottleneck(self) -> str:
         """What takes most of a step's time, as a phrase."""
         times = self.pricing
-        work = self.work_seconds()
+        work = times.work_s
         shares = {
             "waiting for communication": times.exposed_s,
             "waiting for other stages": times.idle_s,
@@ -197,20 +193,10 @@ class Report:
         name = max(shares, key=lambda key: shares[key])
         return f"{name}, {100 * shares[name] / max(times.step_s, 1e-12):.0f}% of the step"
 
-    def work_seconds(self) -> dict[str, float]:
-        """Seconds of the computing lane by kind of work, per step."""
-        total = {"matmul": 0.0, "attention": 0.0, "stream": 0.0}
-        for entry in self.pricing.parts:
-            for task, kernel in zip(entry.priced.tasks, entry.priced.kernels):
-                if task.kind == "compute" and kernel.work != "free":
-                    kind = "attention" if kernel.work.startswith("attention") else kernel.work
-                    total[kind] += task.seconds * entry.part.times
-        return total
-
     @property
     def step_range_s(self) -> tuple[float, float] | None:
         """Seconds of the shortest and the longest step on a device of which only the data sheet is known; else None."""
-        return time_range(self.pricing, self.work_seconds())
+        return time_range(self.pricing)
 
     @property
     def provenance(self) -> dict[str, str]:
@@ -246,7 +232,7 @@ class Report:
         times, device = self.pricing, self.pricing.device
         kinds = {"matmul": "matmul", "attention": "attention", "stream": "streaming"}
         works = ["fp8"] * (self.job.dtype == "fp8")  # the efficiency of products was fitted to those in bf16
-        works += [kinds[kind] for kind, work_s in self.work_seconds().items() if work_s > _COUNTS * times.step_s]
+        works += [kinds[kind] for kind, work_s in times.work_s.items() if work_s > _COUNTS * times.step_s]
         links = [line.wire for line in self.lines if line.wire != "none"]
         used = sorted(set(links))
         return {
@@ -268,7 +254,7 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as the JSON of `plan --json`; the same recipe gives the same bytes."""
-        times, memory = self.pricing, self.pricing.worst.memory
+        times, memory = self.pricing, self.pricing.worst
         return {
             "schema": SCHEMA,
             "name": self.job.name,
@@ -299,8 +285,8 @@ class Report:
                 "needed_bytes": times.needed_bytes,
                 "limit_bytes": times.limit,
                 "by_category": dict(sorted(memory.at_peak.items())),
-                "static_bytes": self.static_bytes(),
-                "peak_at": self.peak_at,
+                "static_bytes": dict(times.static_bytes),
+                "peak_at": times.peak_at,
                 "largest": [{"value": v, "category": c, "bytes": b} for v, c, b in memory.largest],
             },
             "time": {
@@ -311,11 +297,8 @@ class Report:
                 "exposed_comm_s": round_figure(times.exposed_s),
                 "slowed_s": round_figure(times.slowed_s),
                 "idle_s": round_figure(times.idle_s),
-                "by_part": [
-                    {"part": p.part.name, "times": p.part.times, "seconds": round_figure(p.timeline.seconds)}
-                    for p in times.parts
-                ],
-                "by_work": {k: round_figure(v) for k, v in self.work_seconds().items()},
+                "by_part": [{"part": p.name, "times": p.times, "seconds": round_figure(p.each_s)} for p in times.parts],
+                "by_work": {k: round_figure(v) for k, v in times.work_s.items()},
             },
             "tokens_per_s_per_device": round_figure(self.tokens_per_s_per_device),
             "mfu": round_figure(self.mfu),
@@ -374,39 +357,6 @@ class Report:
             **({"forecast": self.forecast.to_json()} if self.forecast is not None else {}),
             **({"skew": self.skew.to_json()} if self.skew is not None else {}),
         }
-
-    @property
-    def peak_at(self) -> str:
-        """Where in the step memory peaks: part, module and operation."""
-        entry = self.pricing.worst
-        if not entry.priced.kernels:
-            return entry.part.name
-        node = entry.priced.kernels[entry.memory.peak_index].node
-        info = info_of(node)
-        place = info.module or info.origin or node.name
-        return f"{entry.part.name}, {info.phase} of {place} ({op_name(node)})"
-
-    def static_bytes(self) -> dict[str, int]:
-        """Bytes per device of stored parameters, gradients and optimizer state: exact."""
-        held: Counter[str] = Counter()
-        for entry in self.pricing.parts:
-            part_bytes: Counter[str] = Counter()
-            for port in entry.part.program.inputs:
-                if (kept := _KEPT.get(port.kind)) is not None:
-                    part_bytes[kept] += port.local_bytes
-            for port in entry.part.program.outputs:
-                if port.kind == "gradient":
-                    part_bytes["gradients"] += port.local_bytes
-            for kind, size in entry.part.always.items():
-                # `always` has the part of the cache that a step does not use; of other kinds the larger figure counts
-                part_bytes[kind] = part_bytes[kind] + size if kind == "cache" else max(part_bytes[kind], size)
-            for kind, size in part_bytes.items():
-                held[kind] = max(held[kind], size)
-        return dict(sorted(held.items()))
-
-
-_KEPT = {"parameter": "parameters", "optimizer": "optimizer", "cache": "cache", "state": "cache"}
-"""What is kept between steps, by the kind of a program's input."""
 
 
 def _plain(sharding: Sequence[Any]) -> list[Any]:

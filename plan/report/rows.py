@@ -1,19 +1,17 @@
-"""The tables of a report, read off the programs: reshards, lost FLOPs, FSDP's buckets."""
+"""The tables and figures of a report, read off the programs: reshards, lost FLOPs, FSDP's buckets, bytes at rest."""
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from tpshard.parallelism import words
 from tpshard.parallelism.pricing.flow import info_of, op_name
-from tpshard.plan.step.pricing import Pricing, work_of
+from tpshard.plan.report.pattern import pattern
+from tpshard.plan.step.figures import PlannedEvent, PlannedOp, PlannedPart, PricedPipeline, StepFigures
+from tpshard.plan.step.pricing import PricedPart, Pricing, work_of
 from tpshard.plan.step.units import round_figure
-
-
-def pattern(name: str) -> str:
-    """Replaces the numbers in a name by `*`: `layers.3.mlp.up.weight` -> `layers.*.mlp.up.weight`."""
-    first, *rest = name.split(".")
-    return ".".join([first, *("*" if part.isdigit() else part for part in rest)])
 
 
 def reshards_of(pricing: Pricing) -> list[dict[str, Any]]:
@@ -76,3 +74,78 @@ def buckets_of(pricing: Pricing) -> list[dict[str, Any]]:
         for info, comm, cost, _ in max(pricing.parts, key=lambda part: part.seconds).collectives()
         if comm.of in ("parameter", "gradient")
     ]  # fmt: skip
+
+
+def figures_of(pricing: Pricing) -> StepFigures:
+    """The figures of a priced step."""
+    local, whole = pricing.flops()
+    piped, worst = pricing.pipeline, pricing.worst
+    pipeline = None if piped is None else PricedPipeline(
+        piped.table, piped.slots, piped.stages, piped.devices, piped.balanced
+    )  # fmt: skip
+    return StepFigures(
+        pricing.device, [_part(entry) for entry in pricing.parts], replace(_part(worst), ops=(), events=()),
+        _peak_at(worst), pricing.step_s, pricing.compute_s, pricing.comm_s, pricing.exposed_s, pricing.slowed_s,
+        pricing.idle_s, pricing.fixed_s, _work_seconds(pricing), _static_bytes(pricing), local, whole, pipeline,
+        pricing.limit,
+    )  # fmt: skip
+
+
+def _part(entry: PricedPart) -> PlannedPart:
+    memory, timeline = entry.memory, entry.timeline
+    ops = []
+    for i, kernel in enumerate(entry.priced.kernels):
+        info, cost = info_of(kernel.node), entry.priced.costs.get(i)
+        op = PlannedOp(info.module, info.phase, info.origin, info.flops, wire="" if cost is None else cost.wire)
+        if (comm := info.comm) is not None:
+            op = op._replace(kind=comm.kind, value=next(iter(comm.value), ""), bytes=comm.bytes, reason=comm.reason)
+        ops.append(op)
+    return PlannedPart(
+        entry.part.name, entry.part.times, timeline.seconds, ops, [PlannedEvent(*event) for event in timeline.events],
+        timeline.at, memory.curve, memory.by_category, memory.peak_bytes, memory.at_peak, memory.largest,
+        entry.part.always,
+    )  # fmt: skip
+
+
+def _work_seconds(pricing: Pricing) -> dict[str, float]:
+    """Seconds of the computing lane by kind of work, per step."""
+    total = {"matmul": 0.0, "attention": 0.0, "stream": 0.0}
+    for entry in pricing.parts:
+        for task, kernel in zip(entry.priced.tasks, entry.priced.kernels):
+            if task.kind == "compute" and kernel.work != "free":
+                kind = "attention" if kernel.work.startswith("attention") else kernel.work
+                total[kind] += task.seconds * entry.part.times
+    return total
+
+
+def _peak_at(entry: PricedPart) -> str:
+    """Where in the step memory peaks: part, module and operation."""
+    if not entry.priced.kernels:
+        return entry.part.name
+    node = entry.priced.kernels[entry.memory.peak_index].node
+    info = info_of(node)
+    place = info.module or info.origin or node.name
+    return f"{entry.part.name}, {info.phase} of {place} ({op_name(node)})"
+
+
+def _static_bytes(pricing: Pricing) -> dict[str, int]:
+    """Bytes per device of stored parameters, gradients and optimizer state: exact."""
+    held: Counter[str] = Counter()
+    for entry in pricing.parts:
+        part_bytes: Counter[str] = Counter()
+        for port in entry.part.program.inputs:
+            if (kept := _KEPT.get(port.kind)) is not None:
+                part_bytes[kept] += port.local_bytes
+        for port in entry.part.program.outputs:
+            if port.kind == "gradient":
+                part_bytes["gradients"] += port.local_bytes
+        for kind, size in entry.part.always.items():
+            # `always` has the part of the cache that a step does not use; of other kinds the larger figure counts
+            part_bytes[kind] = part_bytes[kind] + size if kind == "cache" else max(part_bytes[kind], size)
+        for kind, size in part_bytes.items():
+            held[kind] = max(held[kind], size)
+    return dict(sorted(held.items()))
+
+
+_KEPT = {"parameter": "parameters", "optimizer": "optimizer", "cache": "cache", "state": "cache"}
+"""What is kept between steps, by the kind of a program's input."""

@@ -13,9 +13,9 @@ from tpshard.diagnostics.diagnostic import plural
 from tpshard.parallelism import words
 from tpshard.parallelism.sharding import notation
 from tpshard.parallelism.words import axes_text
-from tpshard.plan.report.rows import pattern
-from tpshard.plan.step import forecast, skew
-from tpshard.plan.step.step_price import Piped
+from tpshard.plan.report.pattern import pattern
+from tpshard.plan.step import forecast, routing
+from tpshard.plan.step.figures import PricedPipeline
 from tpshard.plan.step.units import count, gib, seconds
 from tpshard.programs.fit.batching import BatchPlan
 
@@ -122,7 +122,7 @@ def screen(report: Report, *, verbose: bool = False, width: int = WIDTH) -> str:
         f"  batch   {_batch(job)}, {count(job.tokens)} tokens",
     ]
     whole = forecast.rows(report.forecast) if report.forecast is not None else []
-    whole += skew.rows(report.skew) if report.skew is not None else []
+    whole += routing.rows(report.skew) if report.skew is not None else []
     head = wrap(head, width)
     tail = wrap([*_times(report), *whole, *_advice(report, verbose)], width)
     parts = [_collectives, _reshards, _pipeline]
@@ -221,7 +221,7 @@ def _pipeline(report: Report, verbose: bool) -> list[str]:
     rows = [
         f"PIPELINE  {pipeline_words(report)} [{report.provenance['time']}]",
         f"  split {_runs([stage.layers for stage in pipeline.stages])} "
-        + ("balances the stages; " if pipeline.programs.balanced else "as pipeline.split says; ")
+        + ("balances the stages; " if pipeline.balanced else "as pipeline.split says; ")
         + _slowest(pipeline),
         "  stage  layers  " + "".join(f"{words:>21}" for words in pipeline.kinds) + "       kept      sent",
     ]
@@ -256,7 +256,7 @@ def pipeline_words(report: Report) -> str:
     )
 
 
-def _slowest(pipeline: Piped) -> str:
+def _slowest(pipeline: PricedPipeline) -> str:
     above = 100 * pipeline.above_mean
     if above < 1:
         return "all devices take the same time"
@@ -270,13 +270,13 @@ def _runs(numbers: Sequence[int]) -> str:
 
 
 def _memory(report: Report) -> list[str]:
-    memory, how = report.pricing.worst.memory, report.provenance
+    memory, how = report.pricing.worst, report.provenance
     parts = sorted(memory.at_peak.items(), key=lambda item: (-item[1], item[0]))
     words = [f"{LABELS.get(name, name)} {gib(size)}" for name, size in parts if size]
     rows = [
         f"MEMORY of a device  peak {gib(memory.peak_bytes)} allocated [{how['memory.peak_bytes']}], "
         f"{gib(report.pricing.reserved_bytes)} reserved [{how['memory.reserved_bytes']}]",
-        f"  at {report.peak_at}",
+        f"  at {report.pricing.peak_at}",
     ]
     line = " "
     for word in words:
@@ -285,7 +285,7 @@ def _memory(report: Report) -> list[str]:
             line = " "
         line += f" {word} ·"
     rows.append(line.rstrip(" ·"))
-    exact = ", ".join(f"{LABELS.get(k, k)} {gib(v)}" for k, v in report.static_bytes().items())
+    exact = ", ".join(f"{LABELS.get(k, k)} {gib(v)}" for k, v in report.pricing.static_bytes.items())
     rows.append(f"  at rest [exact]: {exact}")
     return rows
 
@@ -308,7 +308,7 @@ def _spread(report: Report) -> list[str]:
 
 def _times(report: Report) -> list[str]:
     t, how = report.pricing, label(report, "time")
-    work = report.work_seconds()
+    work = t.work_s
     rows = [
         f"TIME  step {step_text(report)} [{how}] = computing {seconds(t.compute_s)} + slowed by collectives "
         f"{seconds(t.slowed_s)} + exposed {seconds(t.exposed_s)}",
@@ -318,7 +318,7 @@ def _times(report: Report) -> list[str]:
         *_spread(report),
         f"  {count(report.tokens_per_s_per_device)} tokens/s a device, "
         f"{count(report.tokens_per_s_per_device * report.devices)} in all",
-        f"  MFU {100 * report.mfu:.1f}% = {report.useful_flops:.4g} useful FLOPs / ({report.devices} x "
+        f"  MFU {100 * report.mfu:.1f}% = {t.useful_flops:.4g} useful FLOPs / ({report.devices} x "
         f"{report.peak_rate / 1e12:.4g} TFLOP/s x {seconds(t.step_s)})",
         f"  FLOP efficiency {report.flop_efficiency:.4f} [exact]: useful FLOPs / FLOPs of all devices",
     ]

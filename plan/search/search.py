@@ -47,7 +47,7 @@ def price_variant(recipe: Recipe, what: str = "train", variants: Variants | None
             setting = Setting.of(recipe, devices_of(recipe))
             pricing = price_training((variants or Variants()).for_prices(setting))
         else:
-            pricing = server_steps.report(recipe, what, whole=False).pricing
+            pricing = server_steps.planned(recipe, what, whole=False).pricing
     return VariantPrice(
         pricing.needed_bytes, pricing.step_s, pricing.exposed_s, pricing.fits, pricing.comm_s, pricing.idle_s
     )
@@ -155,7 +155,7 @@ def _more_devices(recipe: Recipe, sizes: Mapping[str, int]) -> Iterator[list[str
 def _served_smaller(report: Report, recipe: Recipe) -> Iterator[list[str]]:
     """Edits of a server that reduce memory, the least intrusive first."""
     tp, requests, length = report.job.mesh.get("tp", 1), recipe.serve.requests, recipe.model.seq_len
-    cache = report.pricing.parts[0].part.always["cache"]
+    cache = report.pricing.parts[0].always["cache"]
     left = cache - math.ceil(-report.spare_bytes / report.pricing.device.reserved)
     if left >= max(2**20, cache // 8):
         yield [f"serve.cache_mb={left // 2**20}"]

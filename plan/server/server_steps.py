@@ -10,7 +10,8 @@ from tpshard.diagnostics.diagnostic import plural
 from tpshard.parallelism.pricing.cost import Device
 from tpshard.parallelism.pricing.fusion import CacheReads
 from tpshard.plan.report import describe
-from tpshard.plan.report.report import PlannedJob, Report
+from tpshard.plan.report.planned import Planned
+from tpshard.plan.report.report import PlannedJob
 from tpshard.plan.step.pricing import StepPart, price_parts
 from tpshard.plan.step.units import gib
 from tpshard.programs.server.serve_setting import ServeSetting, Size
@@ -20,7 +21,7 @@ from tpshard.programs.setting import cluster
 from tpshard.recipes.keys.schema import Recipe
 
 
-def report(recipe: Recipe, what: str, source: str = "", accuracy: str = "", whole: bool = True) -> Report:
+def planned(recipe: Recipe, what: str, source: str = "", accuracy: str = "", whole: bool = True) -> Planned:
     """The plan of a server's steps, with the cache that the server would allocate.
 
     All requests of a step have `model.seq_len` tokens, or as many as the cache holds; a prompt takes as many steps as
@@ -61,8 +62,8 @@ def report(recipe: Recipe, what: str, source: str = "", accuracy: str = "", whol
     steps = _steps_note(setting, sizes) if what == "prefill" and sum(sizes.values()) > 1 else ""
     notes = [text for text in (few, steps, *programs.notes) if text]
     warnings = [*notes, *describe.extra_warnings(job, device, program)]
-    result = describe.report_of(job, pricing, program, list(programs.shapes), accuracy, warnings)
-    return replace(result, programs=programs.listed)
+    report = describe.report_of(job, pricing, program, list(programs.shapes), accuracy, warnings)
+    return Planned(replace(report, programs=programs.listed), pricing)
 
 
 def _steps_note(setting: ServeSetting, sizes: Mapping[Size, int]) -> str:

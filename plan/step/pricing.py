@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.pricing.cost import CommCost, Device, collective
@@ -15,6 +15,7 @@ from tpshard.parallelism.pricing.network import Topology
 from tpshard.parallelism.pricing.timeline import Priced, Timeline, price
 from tpshard.parallelism.program import Collective, Info, Port, Program
 from tpshard.parallelism.runtime.heap import MAPPED_BYTES
+from tpshard.plan.step.figures import Line, StepMemory
 
 if TYPE_CHECKING:
     from tpshard.plan.step.step_price import Piped
@@ -63,33 +64,7 @@ class PricedPart:
 
 
 @dataclass
-class Line:
-    """The collectives of one kind over the same axes for the same purpose, in a whole step."""
-
-    kind: str
-    axes: tuple[object, ...]
-    of: str
-    wire: str
-    """`inside` a host or `across` hosts."""
-    level: str
-    """The network level that takes longest; `inside` or `across` where the device file names no levels."""
-    dtype: str
-    algorithm: str
-    phase: str
-    requested: bool
-    reason: str
-    count: int = 0
-    members: int = 0
-    bytes: int = 0
-    wire_bytes: int = 0
-    time_s: float = 0.0
-    exposed_s: float = 0.0
-    issues: list[Collective] = field(default_factory=list)
-    """The collectives of the line, each once however often its part runs."""
-
-
-@dataclass
-class Pricing:
+class Pricing(StepMemory):
     """The price of a step: seconds, bytes and FLOPs of one device."""
 
     device: Device
@@ -99,7 +74,6 @@ class Pricing:
     pipeline: Piped | None = None
     """The pipeline, if any; `parts` are then those of the slowest device."""
     limit: int | None = None
-    """The most bytes that the recipe lets a step hold at its peak (`fsdp.memory_limit`)."""
 
     def _sum(self, name: str) -> float:
         return float(sum(getattr(p.timeline, name) * p.part.times for p in self.parts))
@@ -146,26 +120,6 @@ class Pricing:
         """Peak memory of a step on one device, in bytes."""
         return self.worst.memory.peak_bytes
 
-    @property
-    def reserved_bytes(self) -> int:
-        """Bytes that the allocator has reserved on the device at the peak."""
-        return int(self.peak_bytes * self.device.reserved)
-
-    @property
-    def needed_bytes(self) -> int:
-        """Reserved bytes plus those taken before the first tensor."""
-        return self.reserved_bytes + self.device.context_bytes
-
-    @property
-    def fits(self) -> bool:
-        """Whether a step fits the device's memory and keeps the recipe's limit."""
-        return self.needed_bytes <= self.device.memory_bytes and not self.over_limit_bytes
-
-    @property
-    def over_limit_bytes(self) -> int:
-        """Bytes by which the peak exceeds the recipe's limit; 0 where it keeps it or has none."""
-        return 0 if self.limit is None else max(0, self.peak_bytes - self.limit)
-
     def flops(self) -> tuple[int, int]:
         """The FLOPs of a step without recomputation: those of one device, and those of all devices."""
         local = whole = 0
@@ -179,26 +133,30 @@ class Pricing:
             whole = self.pipeline.useful_flops
         return local, whole
 
-    def lines(self) -> list[Line]:
-        """The step's collectives in groups, the most expensive first."""
-        groups: dict[tuple[object, ...], Line] = {}
+    def issues(self) -> list[tuple[Line, list[Collective]]]:
+        """The step's collectives in lines, the most expensive first, each collective once however often its part
+        runs."""
+        groups: dict[tuple[Any, ...], list[tuple[Info, Collective, CommCost, float, int]]] = {}
         for entry in self.parts:
             for info, comm, cost, exposed in entry.collectives():
-                key = (
+                key: tuple[Any, ...] = (
                     comm.kind, comm.axes, comm.of, cost.wire, cost.level, comm.dtype, cost.algorithm, info.phase,
                     comm.requested,
                 )  # fmt: skip
-                if key not in groups:
-                    groups[key] = Line(*key, comm.reason)
-                line, times = groups[key], entry.part.times
-                line.issues.append(comm)
-                line.count += times
-                line.members += comm.members * times
-                line.bytes += comm.bytes * times
-                line.wire_bytes += cost.wire_bytes * times
-                line.time_s += cost.seconds * times
-                line.exposed_s += exposed * times
-        return sorted(groups.values(), key=lambda line: (-line.time_s, line.kind, str(line.axes), line.of, line.phase))
+                groups.setdefault(key, []).append((info, comm, cost, exposed, entry.part.times))
+        lines = []
+        for key, rows in groups.items():
+            sums: list[Any] = [0, 0, 0, 0, 0.0, 0.0]
+            for _, comm, cost, exposed, times in rows:
+                added = 1, comm.members, comm.bytes, cost.wire_bytes, cost.seconds, exposed
+                sums = [total + value * times for total, value in zip(sums, added)]
+            issued = [comm for _, comm, *_ in rows]
+            lines.append((Line(*(*key, issued[0].reason, *sums)), issued))
+        return sorted(lines, key=lambda row: (-row[0].time_s, row[0].kind, str(row[0].axes), row[0].of, row[0].phase))
+
+    def lines(self) -> list[Line]:
+        """The step's collectives in lines, the most expensive first."""
+        return [line for line, _ in self.issues()]
 
 
 def work_of(kernel: Kernel) -> tuple[int, int]:

@@ -9,47 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.parallelism.pricing.flow import info_of
 from tpshard.plan.step.pricing import Pricing
-from tpshard.plan.step.units import gib, seconds
+from tpshard.plan.step.routing import Routing, Skew
 from tpshard.programs.setting.setting import Setting
 
 _OPS = ("tpshard.experts.default", "tpshard.experts_backward.default")
-
-
-@dataclass(frozen=True)
-class Routing:
-    """The time and memory of a step under one routing of tokens to experts."""
-
-    busiest: float
-    """Tokens of the busiest expert over the mean."""
-    busiest_device: float
-    """Tokens of the busiest expert's device over the mean of all devices."""
-    step_s: float
-    workspace_bytes: int
-    """Bytes of temporaries of the products, beyond the plan's peak: of the busiest expert, on a GPU of all experts at
-    once; 0 with a capacity."""
-    dropped: float
-    """The share of choices without a slot if the other experts get equally many; random differences drop more."""
-
-
-@dataclass(frozen=True)
-class Skew:
-    """A step with even and with uneven routing."""
-
-    experts: int
-    top_k: int
-    capacity: float | None
-    balanced: Routing
-    skewed: Routing
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def skew(pricing: Pricing, setting: Setting, busiest: float) -> Skew:
@@ -117,15 +87,3 @@ def _workspace(node: fx.Node, tokens: float, hidden: int, width: int, itemsize: 
     """Bytes of temporaries of products with `tokens` (`kernels.experts`, on a GPU `kernels.triton_experts`)."""
     wide, narrow = (8, 5) if str(node.target) == _OPS[1] else (3, 2)
     return int(tokens * (wide * hidden + narrow * width) * itemsize)
-
-
-def rows(skew: Skew) -> list[str]:
-    """The lines of the screen on skew."""
-    how = "dropless" if skew.capacity is None else f"capacity {skew.capacity:g}"
-    lines = [f"SKEW  {skew.experts} experts, {skew.top_k} a token, {how}"]
-    for name, one in (("balanced", skew.balanced), ("skewed", skew.skewed)):
-        more = f", {one.dropped:.1%} of choices dropped" if skew.capacity is not None else (
-            f", its device {one.busiest_device:.2f} of a mean, {gib(one.workspace_bytes)} to compute it"
-        )  # fmt: skip
-        lines.append(f"  {name:8} the busiest gets {one.busiest:.2f} of a mean: step {seconds(one.step_s)}{more}")
-    return lines

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from tpshard.parallelism.pipeline import core_turns
 from tpshard.parallelism.pipeline.core_turns import host_shares
-from tpshard.parallelism.pipeline.schedules import Slot, StageTask, Table
+from tpshard.parallelism.pipeline.schedules import StageTask
 from tpshard.parallelism.pipeline.stepping import RECEIVES_AHEAD, program_of
 from tpshard.parallelism.pricing.cost import Device
 from tpshard.parallelism.pricing.flow import info_of
 from tpshard.parallelism.pricing.fusion import Compiled
 from tpshard.parallelism.pricing.timeline import Priced, Timeline, price
 from tpshard.parallelism.program import Program
+from tpshard.plan.step.figures import DevicePrice, PricedPipeline, StagePrice
 from tpshard.plan.step.pricing import (
     PricedPart,
     Pricing,
@@ -26,7 +26,6 @@ from tpshard.plan.step.pricing import (
     price_parts,
     training_price,
 )
-from tpshard.plan.step.units import round_figure, round_figures
 from tpshard.programs.parts.pass_choices import compiled_by
 from tpshard.programs.parts.step_programs import stored_ports
 from tpshard.programs.setting import cluster
@@ -38,49 +37,9 @@ HELD = {"parameter": "parameters", "gradient": "gradients", "optimizer": "optimi
 
 
 @dataclass(frozen=True)
-class StagePrice:
-    """The price of one stage of a pipeline."""
-
-    stage: int
-    device: int
-    """Its position on the pipeline's axis."""
-    layers: int
-    saved_bytes: int
-    """Bytes per device that one micro-batch saves for the backward pass."""
-    sent_bytes: int
-    """Bytes per device that one micro-batch sends to other stages."""
-    late_s: float
-    """Seconds after the task's end until its output has arrived at the next stage."""
-    seconds: Mapping[str, float]
-    """Seconds of its programs on one micro-batch, by the name of the task."""
-
-
-@dataclass(frozen=True)
-class DevicePrice:
-    """The price of one position on the pipeline's axis."""
-
-    busy_s: float
-    """Seconds of its tasks in the schedule, without waiting for others or for a core."""
-    once_s: float
-    """Seconds of the work done once per step: the update and its inputs."""
-    peak_bytes: int
-    held: int
-    """The maximal number of (micro-batch, stage) pairs whose activations it holds."""
-    collectives: int
-    """Collectives per step, without sends and receives between stages."""
-    sent_bytes: int
-    """Bytes that it sends per step, to other stages too."""
-
-
-@dataclass
-class Piped:
+class Piped(PricedPipeline):
     """The price of a step of a pipeline."""
 
-    table: Table
-    slots: list[Slot]
-    """The time of every task, in seconds from the start of the step."""
-    stages: list[StagePrice]
-    devices: list[DevicePrice]
     parts: list[PricedPart]
     """The parts of the slowest device."""
     worst: PricedPart
@@ -89,63 +48,6 @@ class Piped:
     """FLOPs of all stages and micro-batches, without recomputation."""
     programs: TrainingPrograms
     """The programs that are priced."""
-
-    @property
-    def kinds(self) -> list[str]:
-        """The kinds of tasks that a stage runs on each micro-batch."""
-        return list(self.stages[0].seconds)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds from the start of the first task to the end of the last."""
-        return max(slot.end for slot in self.slots)
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of a step: those of the schedule, plus the work done once, which all devices do together."""
-        return self.seconds + max(device.once_s for device in self.devices)
-
-    @property
-    def bubble(self) -> float:
-        """The share of the devices' time in the schedule that they wait for other stages."""
-        return self.table.bubble(self.slots)
-
-    @property
-    def slowest(self) -> int:
-        """The device with the most computation, for which the others wait."""
-        return max(range(len(self.devices)), key=lambda i: self.devices[i].busy_s)
-
-    @property
-    def above_mean(self) -> float:
-        """How much longer the slowest device computes than the mean, as a share of the mean."""
-        mean = sum(device.busy_s for device in self.devices) / len(self.devices)
-        return self.devices[self.slowest].busy_s / mean - 1.0 if mean else 0.0
-
-    @property
-    def idle_s(self) -> float:
-        """Seconds that the slowest device waits for others, or for a core."""
-        slowest = self.devices[self.slowest]
-        return self.step_s - slowest.busy_s - slowest.once_s
-
-    def to_json(self) -> dict[str, Any]:
-        """The pipeline as `plan --json` prints it."""
-        table = self.table
-        return {
-            "schedule": table.schedule,
-            "form": "staged",
-            "devices": table.devices,
-            "rounds": table.rounds,
-            "micro_batches": table.micro_batches,
-            "bubble": round_figure(self.bubble),
-            "seconds": round_figure(self.seconds),
-            "slowest": self.slowest,
-            "split": [stage.layers for stage in self.stages],
-            "balanced": self.programs.balanced,
-            "above_mean": round_figure(self.above_mean),
-            "stages": [round_figures(asdict(stage)) for stage in self.stages],
-            "by_device": [round_figures(asdict(device)) for device in self.devices],
-            "table": [" ".join(f"{t.kind}{t.micro}/{t.stage}" for t in row) for row in table.rows],
-        }  # fmt: skip
 
 
 def price_training(programs: TrainingPrograms, compiled: Compiled | None = None) -> Pricing:
@@ -261,12 +163,11 @@ def _price_stages(programs: TrainingPrograms, whole: Device, per_host: int, comp
         parts_of.append(parts)
     flops = sum(program.useful_flops for stage in programs.stages for program in stage.programs)
     once = sum(program.useful_flops for mine in programs.devices for program in mine.by_role.values())
-    result = Piped(
-        table, slots, stages, devices, [], max(worst, key=lambda p: p.memory.peak_bytes),
-        table.micro_batches * flops + once, programs,
+    pipeline = PricedPipeline(table, slots, stages, devices, programs.balanced)
+    return Piped(
+        table, slots, stages, devices, programs.balanced, parts_of[pipeline.slowest],
+        max(worst, key=lambda p: p.memory.peak_bytes), table.micro_batches * flops + once, programs,
     )  # fmt: skip
-    result.parts = parts_of[result.slowest]
-    return result
 
 
 def _price_device(

@@ -143,9 +143,9 @@ def _timelines(report: Report) -> str:
     out = []
     for part in report.pricing.parts:
         height = pictures.timeline_height(part)
-        times = f"{plural(part.part.times, 'time')} a step, {seconds(part.timeline.seconds)} each"
+        times = f"{plural(part.times, 'time')} a step, {seconds(part.each_s)} each"
         out.append(
-            f"<p>{escape(part.part.name)}, {times}; the wheel zooms, a drag moves, a double click shows all</p>"
+            f"<p>{escape(part.name)}, {times}; the wheel zooms, a drag moves, a double click shows all</p>"
             f'<svg class="timeline" width="1000" height="{height}" viewBox="0 0 1000 {height}" font-size="11">'
             f"{pictures.timeline(part)}</svg>"
         )
@@ -156,15 +156,16 @@ def _memories(report: Report) -> str:
     part = report.pricing.worst
     rows = [
         (LABELS.get(name, name), gib(size), f"{size}")
-        for name, size in sorted(part.memory.at_peak.items(), key=lambda item: (-item[1], item[0]))
+        for name, size in sorted(part.at_peak.items(), key=lambda item: (-item[1], item[0]))
         if size
     ]
     curve = pictures.memory(report, part, 240)
     drawing = f'<svg width="1000" height="240" viewBox="0 0 1000 240" font-size="11">{curve}</svg>'
-    words = f"<p>Peak in {escape(report.peak_at)}; {gib(report.pricing.reserved_bytes)} reserved by the allocator.</p>"
+    times = report.pricing
+    words = f"<p>Peak in {escape(times.peak_at)}; {gib(times.reserved_bytes)} reserved by the allocator.</p>"
     held = [
         (row["name"], row["category"], gib(row["bytes"]), row["made"], row["last"], "; ".join(row["told"]))
-        for row in page_data.peak_values(report)
+        for row in report.alive
     ]
     head = ("alive at the peak", "category", "size", "made in", "last read in", "lines")
     return drawing + words + _table(("category at the peak", "size", "bytes"), rows, (1, 2)) + _table(head, held, (2,))

@@ -1,193 +1,35 @@
-"""The data behind a plan's page: reasons of shardings and collectives, values alive at the peak, timeline events."""
+"""The data behind a plan's page: reasons of shardings and collectives, and timeline events."""
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
-from tpshard.parallelism import words
-from tpshard.parallelism.pricing.flow import info_of
-from tpshard.parallelism.pricing.liveness import Living
-from tpshard.parallelism.program import Program
-from tpshard.parallelism.why import Explanation, SourcePlace
-from tpshard.plan.report.report import Report, Tensor
-from tpshard.plan.report.rows import pattern
-from tpshard.plan.report.screen import LABELS, sharding_text
-from tpshard.plan.step.pricing import Line, PricedPart
+from tpshard.plan.report.pattern import pattern
+from tpshard.plan.report.report import Report
+from tpshard.plan.step.figures import PlannedPart
 from tpshard.plan.views.pictures import COLORS, tint
-from tpshard.plan.views.trace import lanes
 
 FINEST = 20_000
 """Resolution of a timeline; closer neighbours of one colour are one event."""
-MOST_ALIVE = 200
-"""Values listed at the peak; the rest is one row."""
 
 
 def data(report: Report) -> dict[str, Any]:
     """All data of the page: tensors, collectives and timelines."""
-    program = report.pricing.parts[0].part.program
-    for entry in report.pricing.parts:  # the micro-batch's program, not an update's or a gather's
-        if entry.part.name.startswith("micro-batch"):
-            program = entry.part.program
-    return {
-        "tensors": [tensor(group, program) for group in groups(report.tensors)],
-        "collectives": [reasons(line, program) for line in report.lines],
-        "timelines": [timeline(part) for part in report.pricing.parts],
-    }
+    return {**report.causes, "timelines": [timeline(part) for part in report.pricing.parts]}
 
 
-# ---- tensors --------------------------------------------------------------------------------------------------------
-def groups(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Groups the tensors that differ only by their layer."""
-    by_key: dict[tuple[object, ...], list[Tensor]] = {}
-    for one in tensors:
-        key = (
-            pattern(one.name),
-            one.shape,
-            sharding_text(one.sharding, one.dims),
-            sharding_text(one.stored or (), one.dims),
-            one.written_at,
-        )
-        by_key.setdefault(key, []).append(one)
-    return list(by_key.values())
-
-
-def tensor(group: Sequence[Tensor], program: Program) -> dict[str, Any]:
-    """The page's entry for a group of like tensors: names, shape, and for each form its sharding with the reasons.
-
-    The forms are the value itself (or the stored parameter), the used parameter, and the gradient.
-    """
-    first = group[0]
-    forms = []
-    for form, name in (("", first.name), ("used", f"{first.name}.used"), ("gradient", f"{first.name}.grad")):
-        record = program.records.get(name)
-        if record is not None:
-            explanation = program.explanation_of(name)
-            forms.append({
-                "form": form or ("stored" if first.stored is not None else "value"),
-                "sharding": record.layout.notation(program.mesh, record.dims), "chains": chains(explanation),
-                "annotated": _annotation(explanation),
-            })  # fmt: skip
-    return {
-        "name": first.name, "pattern": pattern(first.name), "names": [one.name for one in group],
-        "shape": list(first.shape), "forms": forms,
-    }  # fmt: skip
-
-
-def _annotation(explanation: Explanation) -> str:
-    """The tensor's own annotation with its place in the recipe; "" if it has none."""
-    if not explanation.written_at:
-        return ""
-    return f"{explanation.annotated} at {'; '.join(map(place, explanation.written_at))}"
-
-
-def chains(explanation: Explanation) -> list[dict[str, Any]]:
-    """The steps by which each axis reached the tensor: values from the annotation on, with the operations between."""
-    result: list[dict[str, Any]] = []
-    at: tuple[str, int] | None = None
-    for hop in explanation.links:
-        if at != (hop.value, hop.dim) or not result or result[-1]["axis"] != hop.axis:
-            result.append({"axis": hop.axis, "dim": hop.dim, "told": [], "steps": []})
-        chain = result[-1]
-        through = "" if hop.through is None else words.op(hop.through)
-        chain["steps"].insert(0, {"value": hop.value, "dim": hop.dim, "through": through})
-        chain["told"] = [place(written) for written in hop.written_at]
-        at = (hop.source, hop.source_dim) if hop.source else None
-    return result
-
-
-# ---- collectives ----------------------------------------------------------------------------------------------------
-def reasons(line: Line, program: Program) -> list[dict[str, Any]]:
-    """The reasons of a line's collectives: for each tensor its reader, both layouts and the annotations that caused it.
-
-    Tensors of different layers that have the same reason are counted together.
-    """
-    counts: Counter[tuple[str, str, str, tuple[str, ...]]] = Counter()
-    for comm in line.issues:
-        for name, demand in zip(comm.value, comm.why):
-            record = program.records.get(name)
-            called = kind(record.label if record is not None and record.label else name)
-            where = f" in {pattern(demand.op.module)}" if demand.op.module else ""
-            moved = f"{demand.before} -> {demand.after}" if demand.before else ""
-            counts[called, words.cause(demand, kind) + where, moved, tuple(map(place, demand.written_at))] += 1
-    return [
-        {"value": value, "cause": cause, "moved": moved, "told": list(places), "count": count}
-        for (value, cause, moved, places), count in counts.items()
-    ]
-
-
-def kind(name: str) -> str:
-    """The part of a name that all layers share: `mm_30` -> `mm`, `layers.3.mlp.hidden` -> `layers.*.mlp.hidden`."""
-    return re.sub(r"_\d+$", "", pattern(name))
-
-
-def place(source: SourcePlace) -> str:
-    """The text of a place in a recipe, as `words.place` gives it, without the file's folders."""
-    return words.place(source._replace(source=source.source.rpartition("/")[2]))
-
-
-# ---- memory ---------------------------------------------------------------------------------------------------------
-def peak_values(report: Report) -> list[dict[str, Any]]:
-    """The values in memory at the peak, largest first: name, producer, last reader, annotations."""
-    entry = report.pricing.worst
-    ports = dict(zip((k.node for k in entry.priced.kernels if k.node.op == "placeholder"), entry.part.program.inputs))
-    rows = []
-    for one in entry.memory.alive[:MOST_ALIVE]:
-        port = ports.get(one.node)
-        rows.append(_living(one, "" if port is None else port.name, entry))
-    rest = entry.memory.alive[MOST_ALIVE:]
-    if rest:
-        rows.append(_row(f"{len(rest):,} smaller ones", "", sum(one.bytes for one in rest)))
-    for name, size in entry.part.always.items():
-        if size:
-            rows.append(_row("held beside this program", name, size))
-    return rows
-
-
-def _living(one: Living, name: str, entry: PricedPart) -> dict[str, Any]:
-    """The page's row for a value in memory at the peak; `name` is its port's, "" if it is no input."""
-    info, nodes = info_of(one.node), entry.priced.kernels
-    sources: tuple[SourcePlace, ...] = ()
-    if info.comm is not None:
-        values = info.comm.value
-        name = name or ", ".join(values[:3]) + (f" and {len(values) - 3} more" if len(values) > 3 else "")
-        sources = tuple(dict.fromkeys(source for demand in info.comm.why for source in demand.written_at))
-    name = name or info.origin or one.node.name
-    program = entry.part.program
-    record = program.records.get(info.origin or name)
-    if record is not None:
-        name = record.label or name
-        sources = sources or program.explanation_of(record.name).roots
-    last = "the end" if one.last >= len(nodes) else _producer(info_of(nodes[one.last].node))
-    row = _row(name, one.category, one.bytes)
-    return row | {"made": _producer(info), "last": last, "told": [place(one) for one in sources]}
-
-
-def _producer(info: Any) -> str:
-    """The phase and the module of a node, such as `backward layers.0.mlp`."""
-    return " ".join(filter(None, (info.phase, info.module or info.origin)))
-
-
-def _row(name: str, category: str, size: int) -> dict[str, Any]:
-    label = LABELS.get(category, category)
-    return {"name": name, "category": label, "bytes": size, "made": "", "last": "", "told": []}
-
-
-# ---- timelines ------------------------------------------------------------------------------------------------------
-def timeline(part: PricedPart) -> dict[str, Any]:
+def timeline(part: PlannedPart) -> dict[str, Any]:
     """The events of each lane as [start, length, colour, words], in units of `seconds` / `FINEST`."""
-    total = part.timeline.seconds or 1.0
+    total = part.each_s or 1.0
     colors: dict[str, int] = {}
     descriptions: dict[str, int] = {}
-    events: dict[str, list[list[int]]] = {lane: [] for lane in lanes(part)}
-    for event in part.timeline.events:
-        info = info_of(part.priced.kernels[event.task].node)
-        name = pattern(info.module or info.origin or event.name)
-        if info.comm is not None:
-            name = f"{info.comm.kind} of {pattern(info.comm.value[0])}" if info.comm.value else info.comm.kind
-        color = colors.setdefault(COLORS.get(tint(event.lane, part, event.task), "#888888"), len(colors))
+    events: dict[str, list[list[int]]] = {lane: [] for lane in part.lanes}
+    for event in part.events:
+        op = part.ops[event.op]
+        name = pattern(op.module or op.origin or event.name)
+        if op.kind:
+            name = f"{op.kind} of {pattern(op.value)}" if op.value else op.kind
+        color = colors.setdefault(COLORS.get(tint(event.lane, op), "#888888"), len(colors))
         start, end = round(event.start / total * FINEST), round(event.end / total * FINEST)
         before = events[event.lane][-1] if events[event.lane] else None
         short = before is not None and end - start <= 1 and before[1] <= 1
@@ -195,9 +37,9 @@ def timeline(part: PricedPart) -> dict[str, Any]:
             before[1] = end - before[0]
             continue
         events[event.lane].append(
-            [start, end - start, color, descriptions.setdefault(f"{name} ({info.phase})", len(descriptions))]
+            [start, end - start, color, descriptions.setdefault(f"{name} ({op.phase})", len(descriptions))]
         )
     return {
-        "seconds": part.timeline.seconds, "finest": FINEST, "colors": list(colors), "words": list(descriptions),
+        "seconds": part.each_s, "finest": FINEST, "colors": list(colors), "words": list(descriptions),
         "lanes": events,
     }  # fmt: skip

@@ -6,14 +6,11 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from tpshard.parallelism.mesh import Mesh
-from tpshard.parallelism.pricing.flow import info_of
-from tpshard.parallelism.pricing.liveness import CATEGORIES
 from tpshard.plan.report.report import Report
 from tpshard.plan.report.screen import LABELS
-from tpshard.plan.step.pricing import PricedPart
+from tpshard.plan.step.figures import PlannedOp, PlannedPart
 from tpshard.plan.step.units import bytes_axis, gib, seconds, seconds_axis
 from tpshard.plan.views.stage_lanes import stage_lanes
-from tpshard.plan.views.trace import lanes
 
 COLORS = {
     "parameters": "#4e79a7", "gradients": "#f28e2b", "optimizer": "#76b7b2", "activations": "#59a14f",
@@ -40,8 +37,8 @@ def svg(report: Report) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_W}" height="{whole_h}" '
         f'viewBox="0 0 {_W} {whole_h}" font-family="sans-serif" font-size="11">\n'
         f'<rect width="100%" height="100%" fill="#ffffff"/>\n'
-        f'<text x="8" y="18" font-size="14">{escape(report.job.name)}: {escape(part.part.name)}, '
-        f"{seconds(part.timeline.seconds)}</text>\n"
+        f'<text x="8" y="18" font-size="14">{escape(report.job.name)}: {escape(part.name)}, '
+        f"{seconds(part.each_s)}</text>\n"
         f"{staged}"
         f'<g transform="translate(0,{28 + stages_h})">{timeline(part)}</g>\n'
         f'<g transform="translate(0,{28 + stages_h + time_h})">{memory(report, part, memory_h)}</g>\n</svg>\n'
@@ -75,49 +72,49 @@ def stages(report: Report) -> str:
 _TASKS = {"F": "forward", "B": "backward", "I": "backward", "W": "update"}
 
 
-def main_part(report: Report) -> PricedPart:
+def main_part(report: Report) -> PlannedPart:
     return max(report.pricing.parts, key=lambda p: p.seconds)
 
 
-def timeline_height(part: PricedPart) -> int:
-    return _ROW * len(lanes(part)) + 44
+def timeline_height(part: PlannedPart) -> int:
+    return _ROW * len(part.lanes) + 44
 
 
-def timeline(part: PricedPart) -> str:
+def timeline(part: PlannedPart) -> str:
     """The SVG of a part's timeline, a lane per resource; adjacent events of one colour are merged below a pixel."""
-    total = part.timeline.seconds or 1.0
+    total = part.each_s or 1.0
     scale = (_W - _LEFT - 10) / total
     out = []
-    for row, lane in enumerate(lanes(part)):
+    for row, lane in enumerate(part.lanes):
         y = row * _ROW
         title = {"compute": "compute", "wait": "waiting"}.get(lane, lane)
         out.append(f'<text x="8" y="{y + 15}">{escape(title)}</text>')
         run: tuple[float, float, str, str] | None = None
-        for event in part.timeline.events:
+        for event in part.events:
             if event.lane != lane:
                 continue
-            info = info_of(part.priced.kernels[event.task].node)
-            color = COLORS.get(tint(lane, part, event.task), "#888888")
+            op = part.ops[event.op]
+            color = COLORS.get(tint(lane, op), "#888888")
             x0, x1 = _LEFT + event.start * scale, _LEFT + event.end * scale
             if run is not None and run[2] == color and x0 - run[1] < 0.3 and run[1] - run[0] < 6:
                 run = (run[0], x1, color, run[3])
                 continue
             if run is not None:
                 out.append(_bar(run, y))
-            words = f"{info.module or info.origin or event.name} {info.phase} {seconds(event.end - event.start)}"
-            if info.comm is not None:
-                words += f" {info.comm.kind} {gib(info.comm.bytes)}: {info.comm.reason}"
+            words = f"{op.module or op.origin or event.name} {op.phase} {seconds(event.end - event.start)}"
+            if op.kind:
+                words += f" {op.kind} {gib(op.bytes)}: {op.reason}"
             run = (x0, x1, color, words)
         if run is not None:
             out.append(_bar(run, y))
-    y = _ROW * len(lanes(part))
+    y = _ROW * len(part.lanes)
     size, unit = seconds_axis(total)
     for tick in range(6):
         x = _LEFT + (_W - _LEFT - 10) * tick / 5
         words = f"{total * tick / 5 / size:.3g} {unit}"
         anchor = "middle" if tick < 5 else "end"  # the last one would be cut off
         out.append(f'<text x="{x:.1f}" y="{y + 14}" text-anchor="{anchor}" fill="#555555">{words}</text>')
-    tints = {tint(event.lane, part, event.task) for event in part.timeline.events}
+    tints = {tint(event.lane, part.ops[event.op]) for event in part.events}
     out += legend({words: COLORS[name] for name, words in TINTS.items() if name in tints}, y + 22)
     return "\n".join(out)
 
@@ -130,26 +127,23 @@ def _bar(run: tuple[float, float, str, str], y: float) -> str:
     )
 
 
-def tint(lane: str, part: PricedPart, task: int) -> str:
+def tint(lane: str, op: PlannedOp) -> str:
     """The key in `COLORS` for an event: its phase, the link of a collective, or `wait`."""
-    if lane == "wait":
-        return "wait"
-    cost = part.priced.costs.get(task)
-    return cost.wire if cost is not None else info_of(part.priced.kernels[task].node).phase
+    return "wait" if lane == "wait" else op.wire or op.phase
 
 
-def memory(report: Report, part: PricedPart, height: int) -> str:
+def memory(report: Report, part: PlannedPart, height: int) -> str:
     """Draws the memory of a part over time, stacked by category, with the device's memory as a line."""
-    at, curves = part.timeline.at, part.memory.by_category
-    total = part.timeline.seconds or 1.0
+    at, curves = part.at, part.curves
+    total = part.each_s or 1.0
     plot_h = height - 60
     limit = report.pricing.device.memory_bytes - report.pricing.device.context_bytes
-    top = max(part.memory.peak_bytes, limit, 1)
-    picks = sample(at, part.memory.curve)
+    top = max(part.peak_bytes, limit, 1)
+    picks = sample(at, part.curve)
     scale_x, scale_y = (_W - _LEFT - 10) / total, plot_h / top
     base = [0.0] * len(picks)
     out = []
-    names = [name for name in CATEGORIES if name in curves]
+    names = list(curves)
     for name in names:
         upper = [b + curves[name][i] for b, i in zip(base, picks)]
         points = [f"{_LEFT + at[i] * scale_x:.1f},{plot_h - v * scale_y:.1f}" for i, v in zip(picks, upper)]
@@ -160,7 +154,7 @@ def memory(report: Report, part: PricedPart, height: int) -> str:
         base = upper
     y = plot_h - limit * scale_y
     size, unit = bytes_axis(top)
-    words = f"device {limit / size:.2f} {unit}, peak {part.memory.peak_bytes / size:.2f} {unit}"
+    words = f"device {limit / size:.2f} {unit}, peak {part.peak_bytes / size:.2f} {unit}"
     out.append(f'<line x1="{_LEFT}" x2="{_W - 10}" y1="{y:.1f}" y2="{y:.1f}" stroke="#d62728" stroke-width="2"/>')
     out.append(f'<text x="{_W - 12}" y="{y + 12:.1f}" text-anchor="end" fill="#d62728">{words}</text>')
     for tick in range(5):

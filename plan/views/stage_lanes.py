@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tpshard.parallelism.pipeline.schedules import Slot, Table
-from tpshard.parallelism.pricing.flow import info_of
 from tpshard.plan.report.report import Report
 from tpshard.plan.report.screen import pipeline_words
-from tpshard.plan.step.pricing import PricedPart
+from tpshard.plan.step.figures import PlannedPart
 from tpshard.plan.step.units import seconds
-from tpshard.programs.setting.stacked_layers import Stacking
+from tpshard.programs.setting.stacking import Stacking
 
 
 @dataclass(frozen=True)
@@ -40,15 +39,15 @@ def stage_lanes(report: Report) -> StageLanes | None:
     for part in report.pricing.parts:
         spans = [_span(part, how.path, phases) for phases in (("forward",), ("backward", "recompute"))]
         if all(end > start for start, end in spans):
-            words = f"{pipeline_words(report)}, {seconds(part.timeline.seconds)}"
-            return StageLanes(how.table, _slots(how, *spans), part.timeline.seconds, words)
+            words = f"{pipeline_words(report)}, {seconds(part.each_s)}"
+            return StageLanes(how.table, _slots(how, *spans), part.each_s, words)
     return None
 
 
-def _span(part: PricedPart, path: str, phases: tuple[str, ...]) -> tuple[float, float]:
+def _span(part: PlannedPart, path: str, phases: tuple[str, ...]) -> tuple[float, float]:
     """(start of the first, end of the last event) of the layers in the list `path`, in seconds; (0, 0) if none."""
-    infos = ((event, info_of(part.priced.kernels[event.task].node)) for event in part.timeline.events)
-    own = [e for e, info in infos if info.phase in phases and f"{info.module}.".startswith(f"{path}.")]
+    ops = ((event, part.ops[event.op]) for event in part.events)
+    own = [event for event, op in ops if op.phase in phases and f"{op.module}.".startswith(f"{path}.")]
     return min((e.start for e in own), default=0.0), max((e.end for e in own), default=0.0)
 
 

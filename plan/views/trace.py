@@ -5,16 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tpshard.parallelism.pricing.flow import info_of
 from tpshard.plan.report.report import Report
-from tpshard.plan.step.pricing import PricedPart
 from tpshard.plan.views.stage_lanes import stage_lanes
-
-
-def lanes(part: PricedPart) -> list[str]:
-    """The names of a part's lanes: computation, waiting, and then those of its collectives."""
-    names = {event.lane for event in part.timeline.events}
-    return [lane for lane in ("compute", "wait") if lane in names] + sorted(names - {"compute", "wait"})
 
 
 def trace(report: Report) -> str:
@@ -25,7 +17,7 @@ def trace(report: Report) -> str:
     events: list[dict[str, Any]] = []
     order: dict[str, int] = {}
     for part in report.pricing.parts:
-        for lane in lanes(part):
+        for lane in part.lanes:
             order.setdefault(lane, len(order))
     for lane, tid in order.items():
         title = lane if lane in ("compute", "wait") else f"collectives over {lane}"
@@ -33,23 +25,23 @@ def trace(report: Report) -> str:
         events.append({"ph": "M", "pid": 0, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
     offset = 0.0
     for part in report.pricing.parts:
-        for event in part.timeline.events:
-            info = info_of(part.priced.kernels[event.task].node)
-            args: dict[str, Any] = {"module": info.module, "phase": info.phase, "part": part.part.name}
-            if info.comm is not None:
-                args |= {"kind": info.comm.kind, "bytes": info.comm.bytes, "reason": info.comm.reason}
-            elif info.flops:
-                args["flops"] = info.flops
+        for event in part.events:
+            op = part.ops[event.op]
+            args: dict[str, Any] = {"module": op.module, "phase": op.phase, "part": part.name}
+            if op.kind:
+                args |= {"kind": op.kind, "bytes": op.bytes, "reason": op.reason}
+            elif op.flops:
+                args["flops"] = op.flops
             events.append(
                 {
-                    "ph": "X", "pid": 0, "tid": order[event.lane], "name": info.origin or event.name,
-                    "cat": info.phase, "ts": _us(offset + event.start), "dur": _us(event.end - event.start),
+                    "ph": "X", "pid": 0, "tid": order[event.lane], "name": op.origin or event.name,
+                    "cat": op.phase, "ts": _us(offset + event.start), "dur": _us(event.end - event.start),
                     "args": args,
                 }
             )  # fmt: skip
         last: dict[str, int] = {}
-        for i, at in enumerate(part.timeline.at):
-            held = {name: series[i] for name, series in part.memory.by_category.items()}
+        for i, at in enumerate(part.at):
+            held = {name: series[i] for name, series in part.curves.items()}
             if held != last:
                 events.append(
                     {
@@ -61,7 +53,7 @@ def trace(report: Report) -> str:
                     }
                 )
                 last = held
-        offset += part.timeline.seconds
+        offset += part.each_s
     events += _stages(report)
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, indent=None, separators=(",", ":")) + "\n"
 

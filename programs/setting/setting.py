@@ -28,7 +28,8 @@ from tpshard.programs.fit.recipe_model import model_of
 from tpshard.programs.fit.wrong_model import wrong_model
 from tpshard.programs.setting import naming
 from tpshard.programs.setting.layer_matrices import matrices_of_layers
-from tpshard.programs.setting.stacked_layers import StackedLayers, Stacking
+from tpshard.programs.setting.stacked_layers import StackedLayers
+from tpshard.programs.setting.stacking import Stacking
 from tpshard.recipes.keys.schema import Recipe
 
 STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "muon": ("exp_avg", "exp_avg_sq")}

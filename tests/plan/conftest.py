@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tpshard.plan import planner
+from tpshard.plan.report.planned import Planned
 from tpshard.plan.report.report import Report
 from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step.training_step import TrainingPrograms
@@ -22,8 +23,13 @@ def programs() -> TrainingPrograms:
 
 
 @pytest.fixture(scope="session")
-def report(programs: TrainingPrograms) -> Report:
-    return planner.report_of_training(programs, "small.yaml")
+def planned(programs: TrainingPrograms) -> Planned:
+    return planner.planned_training(programs, "small.yaml")
+
+
+@pytest.fixture(scope="session")
+def report(planned: Planned) -> Report:
+    return planned.report
 
 
 @pytest.fixture

@@ -68,10 +68,10 @@ def count_on_rank(context: Context, recipe: str) -> tuple[dict[str, list[tuple[s
     return sent, dict(held)
 
 
-def test_collectives_and_bytes_equal_those_dispatched_on_real_ranks(pool, report):
+def test_collectives_and_bytes_equal_those_dispatched_on_real_ranks(pool, planned, report):
     results = pool.run(count_on_rank, RECIPE, world=4, mesh={"dp": 1, "fsdp": 2, "tp": 2})
     planned: dict[str, Counter[tuple[str, int]]] = {}
-    for part in report.pricing.parts:
+    for part in planned.pricing.parts:
         counted = planned.setdefault(part.part.name, Counter())
         for comm in part.part.program.collectives:
             # on a CPU the executor sends some as an all-to-all, and the plan prices them as such
@@ -80,11 +80,11 @@ def test_collectives_and_bytes_equal_those_dispatched_on_real_ranks(pool, report
     assert expected["micro-batch"]
     for sent, held in results:
         assert sent == expected
-        static = report.static_bytes()
+        static = report.pricing.static_bytes
         assert held["parameter"] == static["parameters"]
         assert held["gradient"] == static["gradients"]
         assert held["optimizer"] == static["optimizer"]
-    times = {p.part.name: p.part.times for p in report.pricing.parts}
+    times = {p.name: p.times for p in report.pricing.parts}
     assert times == {"micro-batch": 2, "update": 1}
     assert sum(line.count for line in report.lines) == sum(
         times[name] * n for name, rows in expected.items() for _, _, n in rows
@@ -208,7 +208,7 @@ def test_plans_for_serving_hold_a_cache(report):
     recipe = loads(RECIPE, ["serve.mesh.tp=2", "serve.requests=4"])
     prefill, decode = planner.report(recipe, "", "prefill"), planner.report(recipe, "", "decode")
     # keys and values, half of the 2 heads of 8, fp32, 4 sequences of 16 and block 0
-    assert decode.static_bytes()["cache"] >= 2 * 1 * 8 * 4 * (4 * 16)
+    assert decode.pricing.static_bytes["cache"] >= 2 * 1 * 8 * 4 * (4 * 16)
     assert prefill.job.tokens == 16 and decode.job.tokens == 4
     assert {line.kind for line in decode.lines} == {"all_reduce", "all_gather"}
 

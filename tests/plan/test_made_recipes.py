@@ -12,7 +12,7 @@ from tpshard.cli.main import run as tpshard
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.plan import planner, saved_plan
 from tpshard.plan.questions import check_run, fitting, pinning
-from tpshard.plan.report.report import Report
+from tpshard.plan.report.planned import Planned
 from tpshard.plan.search.search import price_variant
 from tpshard.recipes.reading.load import loads, with_changes
 
@@ -46,14 +46,14 @@ def test_the_edits_that_fit_are_all_needed_and_harm_as_little_as_can_be(small: P
     assert refused.value.exit == Exit.FIT
 
 
-def test_pinned_shardings_are_those_inferred_and_no_rule_changes_them(report: Report) -> None:
+def test_pinned_shardings_are_those_inferred_and_no_rule_changes_them(planned: Planned) -> None:
     recipe = loads(RECIPE)
-    actual = pinning.pin(report, recipe)
+    actual = pinning.pin(planned, recipe)
     assert {"layers.*.mlp.up.weight", "layers.*.residual", "tok_embed.weight"} <= actual.pins.keys()
     for changes in ([], ["sharding.rules.mlp=null", "sharding.rules.heads=null", "sharding.rules.vocab=null"]):
-        again = planner.report(loads(actual.recipe, changes), "")
-        assert saved_plan.fingerprints(again) == saved_plan.fingerprints(report)
-    assert planner.report(loads(RECIPE, ["sharding.rules.mlp=null"]), "").fingerprint != report.fingerprint
+        again = planner.planned(loads(actual.recipe, changes), "")
+        assert again.fingerprints == planned.fingerprints
+    assert planner.report(loads(RECIPE, ["sharding.rules.mlp=null"]), "").fingerprint != planned.report.fingerprint
 
 
 def test_the_options_print_recipes_that_load(small: Path, capsys: Any) -> None:
@@ -66,8 +66,8 @@ def test_the_options_print_recipes_that_load(small: Path, capsys: Any) -> None:
 
 
 @pytest.fixture
-def folder(report: Report, tmp_path: Path) -> Path:
-    (tmp_path / "plan.json").write_text(saved_plan.dumps(report, loads(RECIPE)))
+def folder(planned: Planned, tmp_path: Path) -> Path:
+    (tmp_path / "plan.json").write_text(saved_plan.dumps(planned, loads(RECIPE)))
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     return tmp_path
 

@@ -54,10 +54,10 @@ def test_the_page_is_whole_and_loads_nothing(report):
     assert escape(report.tensors[0].reason, quote=True) in actual
 
 
-def test_the_page_knows_the_way_from_what_was_told_to_every_tensor(report):
+def test_the_page_knows_the_way_from_what_was_told_to_every_tensor(planned, report):
     """Each axis of a sharding has a chain that begins at a line of the recipe, and each value leads to the next."""
     actual = page_data.data(report)
-    program = report.pricing.parts[0].part.program
+    program = planned.program
     assert {name for tensor in actual["tensors"] for name in tensor["names"]} == {t.name for t in report.tensors}
     for tensor in actual["tensors"]:
         for form in tensor["forms"]:
@@ -73,13 +73,13 @@ def test_the_page_knows_the_way_from_what_was_told_to_every_tensor(report):
     assert "mlp: tp" in tp["told"][0] and tp["steps"][-1]["value"] == "layers.0.mlp.up.weight"
 
 
-def test_the_page_knows_what_is_behind_every_collective_and_alive_at_the_peak(report):
+def test_the_page_knows_what_is_behind_every_collective_and_alive_at_the_peak(planned, report):
     actual = page_data.data(report)
     assert [sum(row["count"] for row in rows) for rows in actual["collectives"]] == [
-        sum(comm.members for comm in line.issues) for line in report.lines
+        sum(comm.members for comm in issued) for _, issued in planned.pricing.issues()
     ]
-    rows = page_data.peak_values(report)
-    assert sum(row["bytes"] for row in rows) == report.pricing.worst.memory.peak_bytes
+    rows = report.alive
+    assert sum(row["bytes"] for row in rows) == report.pricing.peak_bytes
     assert any(row["name"] == "layers.0.mlp.up.weight" and "mlp: tp" in "".join(row["told"]) for row in rows)
     for part, line in zip(report.pricing.parts, actual["timelines"]):
         for lane, events in line["lanes"].items():

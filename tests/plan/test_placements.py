@@ -40,12 +40,12 @@ def recipe(tmp_path: Path) -> str:
 
 def test_an_order_of_axes_is_priced_where_its_devices_are(recipe: str) -> None:
     parsed = loads(recipe)
-    report = planner.report(parsed, "")
-    actual = placements.net(report, parsed)
+    planned = planner.planned(parsed, "")
+    actual, report = placements.net(planned, parsed), planned.report
     assert {place.axis: dict(place.levels) for place in actual.places} == {
         "dp": {"spine": 2}, "fsdp": {"leaf": 2}, "tp": {"nvlink": 2},
     }  # fmt: skip
-    own = placements.price_order(report, tuple(report.job.mesh))
+    own = placements.price_order(planned, tuple(report.job.mesh))
     assert (own.step_s, own.comm_s, own.exposed_s) == pytest.approx(
         (report.pricing.step_s, report.pricing.comm_s, report.pricing.exposed_s)
     )

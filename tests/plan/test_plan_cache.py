@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -54,7 +55,9 @@ def test_a_second_plan_says_the_same_without_torch(small: Path, capsys: Any, mon
     monkeypatch.setattr(command, "run", refuse)
     assert tpshard(["plan", "small.yaml", "--dry-run"]) == Exit.DONE
     assert capsys.readouterr().out == first
-    for anew in (["--no-cache"], ["batch.per_device=1"], ["--json", "--dry-run"]):
+    assert tpshard(["plan", "small.yaml", "--json", "--svg", "small.svg", "--dry-run"]) == Exit.DONE
+    assert json.loads(capsys.readouterr().out)["name"] == "small"
+    for anew in (["--no-cache"], ["batch.per_device=1"]):
         assert tpshard(["plan", "small.yaml", *anew]) == Exit.BUG
         assert "planned again" in capsys.readouterr().err
 

@@ -38,11 +38,11 @@ def test_what_does_not_go_together_is_refused_before_anything_is_built(small, ca
     assert words in printed.err
 
 
-def test_a_saved_plan_is_refused_for_another_program(report, tmp_path, monkeypatch):
+def test_a_saved_plan_is_refused_for_another_program(report, planned, tmp_path, monkeypatch):
     recipe = loads(RECIPE)
     devices = report.devices
     file = tmp_path / "plan.json"
-    saved_plan.write(file, saved_plan.dumps(report, recipe))
+    saved_plan.write(file, saved_plan.dumps(planned, recipe))
     saved_plan.check(saved_plan.read(str(file)), recipe, devices)
     saved_plan.check(saved_plan.read(str(file)), loads(RECIPE, ["run.dir=elsewhere", "logging.every_steps=3"]), devices)
 
@@ -69,11 +69,11 @@ def test_a_saved_plan_is_refused_for_another_program(report, tmp_path, monkeypat
             saved_plan.read(str(file))
 
 
-def test_a_saved_plan_holds_the_programs_that_it_tells_of(report, tmp_path):
+def test_a_saved_plan_holds_the_programs_that_it_tells_of(report, planned, tmp_path):
     file = tmp_path / "plan.json"
-    saved_plan.write(file, saved_plan.dumps(report, loads(RECIPE)))
-    actual = planner.read_programs(saved_plan.read(str(file)), report.step.setting)
-    assert planner.report_of_training(actual, "small.yaml").to_json() == report.to_json()
+    saved_plan.write(file, saved_plan.dumps(planned, loads(RECIPE)))
+    actual = planner.read_programs(saved_plan.read(str(file)), planned.step.setting)
+    assert planner.planned_training(actual, "small.yaml").report.to_json() == report.to_json()
     held = json.loads(file.read_text())
     other_evaluation = dataclasses.replace(actual)
     other_evaluation.__dict__["evaluation"] = (dataclasses.replace(actual.stages[0]),)
@@ -84,7 +84,7 @@ def test_a_saved_plan_holds_the_programs_that_it_tells_of(report, tmp_path):
         with pytest.raises(
             Mistakes, match=r"the programs in \S+ (cannot be read|differ from those that its plan describes)"
         ):
-            planner.read_programs(saved_plan.read(str(file)), report.step.setting)
+            planner.read_programs(saved_plan.read(str(file)), planned.step.setting)
 
 
 ODD = (-1, 0, 1 << 70, 0.5, True, None, "", "x", "fsdp", "mlp.up", [], ["tuple"], ["tuple", 1 << 40], ["float", "nan"],
@@ -100,10 +100,10 @@ def places(value, inside=()):
         yield from places(item, (*inside, key))
 
 
-def test_the_plan_of_somebody_else_runs_what_its_recipe_gives_or_nothing(report, tmp_path, monkeypatch):
+def test_the_plan_of_somebody_else_runs_what_its_recipe_gives_or_nothing(planned, tmp_path, monkeypatch):
     """Every other value at any place of its programs is refused, or has no effect."""
-    plan = saved_plan.dumps(report, loads(RECIPE))
-    saved, setting, built = save_and_read(tmp_path, plan), report.step.setting, report.step
+    plan = saved_plan.dumps(planned, loads(RECIPE))
+    saved, setting, built = save_and_read(tmp_path, plan), planned.step.setting, planned.step
     assert planner.read_programs(saved, setting).fingerprints == built.fingerprints
     plan_cache.remember(plan)
     assert plan_cache.is_own(plan) and not plan_cache.is_own(plan + " ")
@@ -170,14 +170,14 @@ def test_files_that_cannot_be_written_are_found_before_planning(small, capsys, m
     (base / "taken" / "plan.html").mkdir(parents=True)
     access = saved_plan.os.access  # root may write everywhere
     monkeypatch.setattr(saved_plan.os, "access", lambda path, mode: "locked" not in str(path) and access(path, mode))
-    monkeypatch.setattr(planner, "report", lambda *_: pytest.fail("it was planned"))
+    monkeypatch.setattr(planner, "planned", lambda *_: pytest.fail("it was planned"))
     assert tpshard(["plan", "small.yaml", *options]) == Exit.MACHINE
     assert "cannot be written" in capsys.readouterr().err
     assert sorted(p.name for p in base.iterdir()) == ["file", "locked", "small.yaml", "taken"]
 
 
-def test_without_dry_run_the_plan_is_saved_in_the_runs_folder(small, report, monkeypatch):
-    monkeypatch.setattr(planner, "report", lambda *_: report)
+def test_without_dry_run_the_plan_is_saved_in_the_runs_folder(small, planned, monkeypatch):
+    monkeypatch.setattr(planner, "planned", lambda *_: planned)
     monkeypatch.setattr(suggest, "promising", lambda *_, **__: [])
     done = command.run(loads(RECIPE), command.PlanOptions(source="small.yaml"))
     assert done.exit == Exit.DONE
@@ -185,9 +185,9 @@ def test_without_dry_run_the_plan_is_saved_in_the_runs_folder(small, report, mon
     assert sorted(p.name for p in folder.iterdir()) == ["plan.html", "plan.json", "plan.trace.json"]
 
 
-def test_a_run_is_compared_with_its_plan(report, tmp_path, monkeypatch):
+def test_a_run_is_compared_with_its_plan(report, planned, tmp_path, monkeypatch):
     assert plan_error.record(tmp_path) == ""
-    saved_plan.write(tmp_path / "plan.json", saved_plan.dumps(report, loads(RECIPE)))
+    saved_plan.write(tmp_path / "plan.json", saved_plan.dumps(planned, loads(RECIPE)))
     step_s = report.pricing.step_s
     rows = [{"step": i, "loss": 1.0, "step_s": step_s * (9 if i < 2 else 2), "run": 1} for i in range(8)]
     rows.append({"step": 8, "eval_loss": 1.0, "run": 1})
@@ -200,8 +200,8 @@ def test_a_run_is_compared_with_its_plan(report, tmp_path, monkeypatch):
     assert json.loads((tmp_path / "plan_measured.json").read_text())["step_s"]["measured"] == pytest.approx(2 * step_s)
 
 
-def test_two_logged_rows_are_compared_by_their_middle(report, tmp_path):
-    saved_plan.write(tmp_path / "plan.json", saved_plan.dumps(report, loads(RECIPE)))
+def test_two_logged_rows_are_compared_by_their_middle(planned, tmp_path):
+    saved_plan.write(tmp_path / "plan.json", saved_plan.dumps(planned, loads(RECIPE)))
     rows = [{"step": i, "loss": 1.0, "step_s": s, "tokens_per_s": 6 / s} for i, s in enumerate((9.0, 2.0, 3.0))]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     compared = plan_error.compare(tmp_path)
@@ -224,16 +224,16 @@ FLAT = "mesh={tp: 1, fsdp: 4}"
         ),
     ],
 )
-def test_changes_are_to_the_first_of_two_recipes(small, report, capsys, monkeypatch, options, tp, names):
+def test_changes_are_to_the_first_of_two_recipes(small, planned, capsys, monkeypatch, options, tp, names):
     (small.parent / "other.yaml").write_text(RECIPE.replace("{fsdp: 2, tp: 2}", "{fsdp: 1, tp: 4}"))
-    planned = []
-    monkeypatch.setattr(planner, "report", lambda recipe, *_: planned.append(recipe) or report)
+    recipes = []
+    monkeypatch.setattr(planner, "planned", lambda recipe, *_: recipes.append(recipe) or planned)
     assert tpshard(["plan", "small.yaml", "--json", *options, "--device", "a100-40g"]) == Exit.DONE
     parsed = json.loads(capsys.readouterr().out)
-    assert tuple(recipe.mesh["tp"] for recipe in planned) == tp
+    assert tuple(recipe.mesh["tp"] for recipe in recipes) == tp
     assert (parsed["before"], parsed["after"]) == names
-    assert [recipe.cluster.device for recipe in planned] == ["a100-40g"] * 2
-    assert [recipe.seed == 9 for recipe in planned] == [True, "other.yaml" not in options]
+    assert [recipe.cluster.device for recipe in recipes] == ["a100-40g"] * 2
+    assert [recipe.seed == 9 for recipe in recipes] == [True, "other.yaml" not in options]
 
 
 def test_two_other_recipes_are_refused(small, capsys):

@@ -19,7 +19,6 @@ from tpshard.plan.questions import diff
 from tpshard.plan.report import describe, screen
 from tpshard.plan.report.report import Edit, Tensor
 from tpshard.plan.step.units import seconds
-from tpshard.programs.setting.setting import Setting
 from tpshard.recipes.reading.load import loads
 
 
@@ -36,7 +35,7 @@ def test_one_screen(report):
 def test_lines_that_annotate_are_counted_apart_from_tensors_and_defaults(report):
     assert report.annotations.written == 0 and "11 tensors annotated by defaults (*)" in str(report.annotations)
     rules = "sharding: {rules: {batch: fsdp, mlp: tp}, annotate: {layers.*.residual: [batch, seq, embed]}}\n"
-    written = planner.report_of_training(planner.build_programs(Setting.of(loads(RECIPE + rules)))).annotations
+    written = planner.report(loads(RECIPE + rules), "").annotations
     assert (written.written, written.tensors) == (3, 8)
     assert "8 tensors annotated by 3 lines (*)" in str(written)
 
@@ -183,7 +182,7 @@ def test_explain_of_a_misspelt_name_says_which_are_near(programs):
 
 
 def test_diff_says_what_changes_and_what_it_costs(report):
-    other = planner.report_of_training(planner.build_programs(Setting.of(loads(RECIPE, ["mesh.tp=1", "mesh.fsdp=4"]))))
+    other = planner.report(loads(RECIPE, ["mesh.tp=1", "mesh.fsdp=4"]), "")
     actual = diff.diff(report, other)
     assert any(row["name"] == "layers.0.mlp.up.weight" for row in actual["shardings"])
     assert any(row["axes"] == "tp" and row["count"][1] == 0 for row in actual["collectives"])
@@ -198,8 +197,8 @@ def test_diff_says_what_changes_and_what_it_costs(report):
     assert same["shardings"] == [] and same["collectives"] == []
 
 
-def test_an_explanation_is_json_where_json_is_asked_for(report, monkeypatch):
-    monkeypatch.setattr(planner, "report", lambda *_: report)
+def test_an_explanation_is_json_where_json_is_asked_for(planned, monkeypatch):
+    monkeypatch.setattr(planner, "planned", lambda *_: planned)
     done = command.run(loads(RECIPE), command.PlanOptions(explain="norm.weight")).text
     parsed = json.loads(command.run(loads(RECIPE), command.PlanOptions(explain="norm.weight", as_json=True)).text)
     assert parsed == {"name": "norm.weight", "lines": done.splitlines()} and parsed["lines"]

@@ -30,7 +30,7 @@ from tpshard.parallelism.resharding.exchange import cpu_collective
 from tpshard.parallelism.runtime.context import Context
 from tpshard.plan import planner
 from tpshard.plan.report import screen
-from tpshard.plan.report.report import Report
+from tpshard.plan.report.planned import Planned
 from tpshard.plan.search import search
 from tpshard.programs.server.act_order import LAYOUTS
 from tpshard.programs.server.serve_setting import Size
@@ -135,12 +135,12 @@ def serve_on_rank(context: Context, jobs: list[bytes]) -> list[tuple[dict[tuple[
 def test_every_layout_sends_on_real_ranks_what_is_planned(dtype: str, pool: Any, folders: dict[str, Path]) -> None:
     cases = [*(("head_local", layout) for layout in LAYOUTS), ("global", "tp_aware")]
     recipes = {(order, layout): recipe(folders[order], layout, f"serve.dtype={dtype}") for order, layout in cases}
-    reports = {key: planner.report(one, "", "decode") for key, one in recipes.items()}
+    plans = {key: planner.planned(one, "", "decode") for key, one in recipes.items()}
     jobs = [job_of(folders[order], *changes(folders[order], layout), f"serve.dtype={dtype}") for order, layout in cases]
     results = pool.run(serve_on_rank, [job.encode() for job in jobs], world=2, mesh={"tp": 2})
     expected = torch.tensor(results[0][0][2])
-    for i, ((order, layout), report) in enumerate(reports.items()):
-        program = report.pricing.parts[0].part.program
+    for i, ((order, layout), plan) in enumerate(plans.items()):
+        program, report = plan.program, plan.report
         assert report.to_json()["programs"] == list(jobs[i].programs)
         rows = next(port.shape[-1] for port in program.inputs if port.name == "tokens")
         assert {one["rows"]: one["fingerprint"] for one in jobs[i].programs}[rows] == program.fingerprint
@@ -148,7 +148,7 @@ def test_every_layout_sends_on_real_ranks_what_is_planned(dtype: str, pool: Any,
         for rank in results:
             sent, held, logits = rank[i]
             assert sent == as_sent(program)
-            assert held == report.static_bytes()["parameters"]
+            assert held == report.pricing.static_bytes["parameters"]
             if order == "head_local":
                 close = 1e-5 if dtype == "fp32" else 3e-2
                 assert (torch.tensor(logits) - expected).norm() <= close * expected.norm()
@@ -158,25 +158,25 @@ def test_every_layout_sends_on_real_ranks_what_is_planned(dtype: str, pool: Any,
         assert gathers == 1 + (2 * CONFIG.layers if layout == "naive" else 0)
         whole = need(programs_of(folders[order], *changes(folders[order], layout), f"serve.dtype={dtype}"), 1 << 30)
         assert sum(c["count"] for c in whole.collectives) == planned.total()
-        assert whole.as_json()["memory"]["parameters"] == report.static_bytes()["parameters"]
+        assert whole.as_json()["memory"]["parameters"] == report.pricing.static_bytes["parameters"]
 
 
 def test_an_mlp_that_tp_does_not_divide_is_served_as_planned(pool: Any, tmp_path: Path, capsys: Any) -> None:
     groups = quantize(tmp_path / "groups", "head_local", replace(CONFIG, mlp=7 * 32))
     to_hf(build(replace(CONFIG, mlp=97), device="cpu", seed=1), dense := tmp_path / "dense")
     cases = [(groups, "tp_aware", "224 to 256"), (groups, "naive", "224 to 256"), (dense, "tp_aware", "97 to 128")]
-    reports = [planner.report(recipe(folder, layout), "", "decode") for folder, layout, _ in cases]
+    plans = [planner.planned(recipe(folder, layout), "", "decode") for folder, layout, _ in cases]
     jobs = [job_of(folder, *changes(folder, layout)) for folder, layout, _ in cases]
     results = pool.run(serve_on_rank, [job.encode() for job in jobs], world=2, mesh={"tp": 2})
-    for i, ((folder, layout, wider), report) in enumerate(zip(cases, reports)):
+    for i, ((folder, layout, wider), plan) in enumerate(zip(cases, plans)):
         config = folder_config(folder)
         expected = folder_runner(folder, *changes(folder, layout), "serve.mesh.tp=1").logits(prompt())
-        program = report.pricing.parts[0].part.program
+        program, report = plan.program, plan.report
         counted = Counter(c.kind for c in program.collectives)
         assert counted == {"all_reduce": 2 * 2 + 1, "all_gather": 1 + (4 if layout == "naive" else 0)}
         for sent, held, logits in (rank[i] for rank in results):
             assert sent == as_sent(program)
-            assert held == report.static_bytes()["parameters"]
+            assert held == report.pricing.static_bytes["parameters"]
             assert logits == results[0][i][2]
             assert (torch.tensor(logits) - expected).norm() <= 1e-5 * expected.norm()
         output = f"MLP padded from {wider} columns, equal parts for tp 2"
@@ -186,17 +186,17 @@ def test_an_mlp_that_tp_does_not_divide_is_served_as_planned(pool: Any, tmp_path
         assert tpshard(["serve", "tiny", "--check", *changes(folder, layout), "cluster.device=cpu"]) == 0
         assert f"  {output}\n" in capsys.readouterr().out
     # codes, scales and shifts of 4 of the 7 groups, and not of all of them, for each of 64 outputs
-    coded = planner.report(recipe(groups, "tp_aware", "serve.dtype=bf16"), "", "decode")
-    (port,) = [p for p in coded.pricing.parts[0].part.program.inputs if p.name == "layers.0.mlp.down.weight"]
+    coded = planner.planned(recipe(groups, "tp_aware", "serve.dtype=bf16"), "", "decode")
+    (port,) = [p for p in coded.program.inputs if p.name == "layers.0.mlp.down.weight"]
     assert port.local_bytes == 64 * (4 * 32 // 2 + 4 * 4)
 
 
 def test_columns_that_pad_an_mlp_are_no_useful_work(tmp_path: Path) -> None:
     to_hf(build(replace(CONFIG, mlp=97, mlp_bias=True), device="cpu", seed=1), folder := tmp_path / "odd")
-    whole, padded = (planner.report(recipe(folder, "tp_aware", f"serve.mesh.tp={tp}"), "", "decode") for tp in (1, 2))
+    whole, padded = (planner.planned(recipe(folder, "tp_aware", f"serve.mesh.tp={tp}"), "", "decode") for tp in (1, 2))
 
-    def work(report: Report) -> list[tuple[str, str, int, int]]:
-        infos = [(node, info_of(node)) for node in report.pricing.parts[0].part.program.graph.nodes]
+    def work(plan: Planned) -> list[tuple[str, str, int, int]]:
+        infos = [(node, info_of(node)) for node in plan.program.graph.nodes]
         return [
             (facts.module, op_name(node), facts.flops, facts.global_flops)
             for node, facts in infos if ".mlp" in facts.module and "norm" not in facts.module and facts.flops
@@ -244,7 +244,7 @@ def test_a_folder_that_is_not_there_is_planned_as_it_will_be_written(
         planned = planner.report(recipe("not-yet", layout, *own, *expected), "", "decode")
         assert any("not-yet does not exist yet" in warning for warning in planned.warnings)
         assert planned.fingerprint == quantized_plan.fingerprint
-        assert planned.static_bytes() == quantized_plan.static_bytes()
+        assert planned.pricing.static_bytes == quantized_plan.pricing.static_bytes
     dense = planner.report(recipe("latest", "naive", *own), "", "decode")
     assert not dense.reshards and not dense.job.quantized
     broken = folders["global"].parent / "broken"
@@ -259,7 +259,7 @@ def test_a_folder_that_is_not_there_is_planned_as_it_will_be_written(
 def test_four_bits_are_planned_as_four_bits(device: str, held: int, folders: dict[str, Path]) -> None:
     """An output of `down` has codes, a scale per 32 inputs, and on a CPU in bf16 also a shift."""
     served = recipe(folders["global"], "tp_aware", "serve.mesh.tp=1", f"cluster.device={device}", "serve.dtype=bf16")
-    (port,) = [p for p in planner.report(served, "", "decode").pricing.parts[0].part.program.inputs
+    (port,) = [p for p in planner.planned(served, "", "decode").program.inputs
                if p.name == "layers.0.mlp.down.weight"]  # fmt: skip
     assert port.local_bytes == 64 * held
 
@@ -287,7 +287,7 @@ def test_a_plan_holds_the_cache_that_the_server_makes(overrides: list[str], few:
     held = json.loads(capsys.readouterr().out)["memory"]["cache"]
     for what in ("prefill", "decode"):
         report = planner.report(cached_blocks(*overrides), "", what)
-        assert report.static_bytes()["cache"] == report.pricing.worst.memory.at_peak["cache"] == held
+        assert report.pricing.static_bytes["cache"] == report.pricing.worst.at_peak["cache"] == held
         # 16 KiB hold 16 positions of 2 KV heads in 4 layers; a request has 256
         output = [warning for warning in report.warnings if "the cache" in warning]
         assert output == ([f"the cache, 1.00 MiB or 1,024 tokens, holds {few} requests of 256"] if few else [])
@@ -298,9 +298,9 @@ def test_a_plan_limits_the_cache_as_the_server_does(monkeypatch: pytest.MonkeyPa
     whole = planner.report(cached_blocks(), "", "decode")
     with_memory(4 * 2**20, monkeypatch)
     report = planner.report(cached_blocks(), "", "decode")  # a quarter is for the cache
-    assert report.static_bytes()["cache"] == 2**20 + 2**14
+    assert report.pricing.static_bytes["cache"] == 2**20 + 2**14
     assert "holds 4 of 8 requests of 256" in report.warnings[0]
-    assert report.useful_flops < whole.useful_flops  # what is not in the cache is not attended to
+    assert report.pricing.useful_flops < whole.pricing.useful_flops  # what is not in the cache is not attended to
 
 
 def test_a_cache_that_leaves_no_room_is_cut_first(monkeypatch: pytest.MonkeyPatch) -> None:

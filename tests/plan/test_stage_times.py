@@ -15,6 +15,7 @@ from tpshard.parallelism.pricing.cost import Cpu, Crowd
 from tpshard.plan import planner, saved_plan
 from tpshard.plan.questions import diff, pass_prices, plan_error
 from tpshard.plan.report import screen
+from tpshard.plan.report.planned import Planned
 from tpshard.plan.report.report import Report
 from tpshard.plan.search import search, search_pipelines, suggest
 from tpshard.plan.search.search_result import VariantPrice
@@ -37,7 +38,12 @@ compile: eager
 
 @cache
 def plan_recipe(schedule: str) -> Report:
-    return planner.report(loads(RECIPE, [f"pipeline.schedule={schedule}"]), "staged.yaml")
+    return plan_programs(schedule).report
+
+
+@cache
+def plan_programs(schedule: str) -> Planned:
+    return planner.planned(loads(RECIPE, [f"pipeline.schedule={schedule}"]), "staged.yaml")
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
@@ -100,9 +106,9 @@ def test_stages_share_the_parameters() -> None:
     report = plan_recipe("1f1b")
     one = planner.report(loads(RECIPE, ["mesh.pp=1", "mesh.fsdp=1"]), "one.yaml")
     assert report.job.params == one.job.params
-    assert report.useful_flops == pytest.approx(one.useful_flops, rel=1e-3)
+    assert report.pricing.useful_flops == pytest.approx(one.pricing.useful_flops, rel=1e-3)
     assert not [w for w in report.warnings if "compute the same" in w], "stages compute different layers"
-    assert report.static_bytes()["parameters"] < 0.7 * one.static_bytes()["parameters"]
+    assert report.pricing.static_bytes["parameters"] < 0.7 * one.pricing.static_bytes["parameters"]
 
 
 def test_a_pipeline_is_shown_everywhere() -> None:
@@ -116,14 +122,16 @@ def test_a_pipeline_is_shown_everywhere() -> None:
     lanes = [e for e in json.loads(trace.trace(report))["traceEvents"] if e["pid"] == 1 and e["ph"] == "X"]
     assert len(lanes) == 2 * 2 * 8
     assert {"send", "recv"} <= {line.kind for line in report.lines}
-    programs = report.pricing.pipeline.programs  # type: ignore[union-attr]
-    planned = saved_plan.fingerprints(report)
+    programs = plan_programs("1f1b").step
+    planned = plan_programs("1f1b").fingerprints
     assert planned.items() < programs.fingerprints.items() and len(planned) == len(programs.programs) + 1
 
 
 def test_a_run_of_stages_is_compared_with_the_waiting_for_each_other(tmp_path: Path) -> None:
     report = plan_recipe("1f1b")
-    saved_plan.write(tmp_path / "plan.json", saved_plan.dumps(report, loads(RECIPE, ["pipeline.schedule=1f1b"])))
+    saved_plan.write(
+        tmp_path / "plan.json", saved_plan.dumps(plan_programs("1f1b"), loads(RECIPE, ["pipeline.schedule=1f1b"]))
+    )
     planned = report.to_json()["pipeline"]
     waited = planned["seconds"] - planned["by_device"][0]["busy_s"]
     rows = [{"step": i, "loss": 1.0, "step_s": 1.0, "exposed_comm_s": 2 * waited} for i in range(4)]

@@ -83,7 +83,7 @@ def test_time_is_paid_only_for_memory_that_is_needed() -> None:
 @pytest.mark.parametrize("limit", ["4KiB", "1GiB"])
 def test_a_limit_that_nothing_keeps_ends_the_plan_and_the_run(limit: str) -> None:
     programs = training.build(Setting.of(loads(RECIPE, [f"fsdp.memory_limit={limit}"])))
-    report = planner.report_of_training(programs)
+    report = planner.planned_training(programs).report
     assert report.to_json()["memory"]["limit_bytes"] == report.pricing.limit
     assert report.fits == (limit == "1GiB") == (report.pricing.peak_bytes <= (report.pricing.limit or 0))
     if report.fits:

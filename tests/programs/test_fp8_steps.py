@@ -12,7 +12,7 @@ from tpshard.models.families.presets import preset
 from tpshard.models.family_model import FamilyModel
 from tpshard.parallelism.program import info
 from tpshard.parallelism.rules import fp8_rule
-from tpshard.plan.planner import report, report_of_training
+from tpshard.plan.planner import planned_training, report
 from tpshard.programs.compare.equality import compare, first_difference
 from tpshard.programs.fit.fit import misfits
 from tpshard.programs.server.served import model_to_serve
@@ -61,7 +61,7 @@ def test_each_linear_layer_has_three_products_of_two_rounded_operands_and_all_el
     assert kinds.count("tpshard.fp8_quantize.default") == 2 * 3 * 7 - read_again
     assert {info(node).module for node in nodes if str(node.target) == "aten.mm.default"} == {"output"}
     assert setting.param_dtype == torch.bfloat16
-    report = report_of_training(programs)
+    report = planned_training(programs).report
     assert report.provenance["time"] == "roofline" and "fp8" in report.unfitted_constants["time"]
 
 

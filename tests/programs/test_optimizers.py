@@ -65,18 +65,18 @@ def test_muon_exchanges_matrices_once_in_each_direction() -> None:
 def test_what_is_state_is_what_is_planned(overrides: tuple[str, ...], a_parameter: int, a_matrix: int) -> None:
     """The bytes of the moments are equal in the plan, on a rank, and in the estimate of `auto` choices."""
     programs = build(*overrides, "mesh={}")
-    report = planner.report_of_training(programs)
+    report = planner.planned_training(programs).report
     sizes = {port.name: math.prod(port.local) for port in programs.micro.inputs if port.kind == "parameter"}
     in_layers = {name for name in sizes if "layers." in name and "norm" not in name}
     held = sum(size * (a_matrix if name in in_layers else a_parameter) for name, size in sizes.items())
-    assert report.static_bytes()["optimizer"] == held
+    assert report.pricing.static_bytes["optimizer"] == held
     engine = TrainingEngine(programs, alone(), lambda name, starts, sizes, **_: torch.zeros(sizes))
     state = {name: shard.tensor for name, shard in engine.tensors().items() if name.startswith("optimizer/")}
     assert sum(tensor.nbytes for tensor in state.values()) == held
     assert {
         name: (tuple(shape), dtype) for name, (shape, dtype) in engine.stored_shapes().items() if name in state
     } == {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
-    peak, bare = Chooser(programs.setting).peak(programs.micro), report.pricing.parts[0].memory
+    peak, bare = Chooser(programs.setting).peak(programs.micro), report.pricing.parts[0]
     assert bare.at_peak["optimizer"] == held and peak == bare.peak_bytes
 
 

@@ -21,7 +21,7 @@ from tpshard.plan.views.trace import trace
 from tpshard.programs.compare.float64 import BOUND, distance
 from tpshard.programs.compare.lockstep import Lockstep, StepValues
 from tpshard.programs.setting.setting import Setting, devices_of
-from tpshard.programs.setting.stacked_layers import Stacking
+from tpshard.programs.setting.stacking import Stacking
 from tpshard.programs.step import training
 from tpshard.programs.step.training_step import TrainingPrograms
 from tpshard.recipes.reading.load import loads
@@ -158,7 +158,7 @@ def test_layers_are_dealt_round_the_stages() -> None:
 
 
 def test_the_plan_shows_bubble_and_stages() -> None:
-    report = planner.report_of_training(build(*GPIPE))
+    report = planner.planned_training(build(*GPIPE)).report
     assert "PIPELINE  gpipe, vectorized, 2 stages of 1 layer, 2 micro-batches in 3 steps: 33.3% bubble" in (
         screen.screen(report)
     )
@@ -172,7 +172,7 @@ def test_the_plan_shows_bubble_and_stages() -> None:
         assert all(before.end <= start + 1e-12 for before in lanes.slots if before.task in lanes.table.needs(task))
     assert "device 1 along pp" in trace(report) and "F1 of stage 1" in svg(report) and "F1 of stage 1" in page(report)
     assert " 1 .  F0 F1" in screen.screen(report, verbose=True)
-    plain = planner.report_of_training(build("mesh.pp=1", "pipeline=null", "model.layers=2"))
+    plain = planner.planned_training(build("mesh.pp=1", "pipeline=null", "model.layers=2")).report
     assert report.job.params == plain.job.params
     assert report.useful_flops == pytest.approx(plain.useful_flops, rel=0.02), "masks count too"
 

@@ -185,7 +185,7 @@ def test_the_plan_counts_gradients_and_moments_of_what_is_trained(mesh: str, ove
     programs = built(mesh, overrides)
     if programs.pipeline is not None:
         return
-    held = planner.report_of_training(programs).static_bytes()
+    held = planner.planned_training(programs).report.pricing.static_bytes
     local: dict[str, int] = {}
     for port in programs.stored:
         local[port.name] = port.local_bytes

@@ -13,7 +13,7 @@ from tpshard.plan.views import trace
 from tpshard.programs.setting import cluster
 
 if TYPE_CHECKING:
-    from tpshard.plan.report.report import Report
+    from tpshard.plan.report.planned import Planned
     from tpshard.programs.setting.setting import Setting
     from tpshard.programs.step.training_step import TrainingPrograms
 
@@ -23,7 +23,7 @@ class PlanOfRun:
 
     def __init__(self, path: str | None = None) -> None:
         """Raises Mistakes where the file at `path` cannot be read."""
-        self._report: Report | None = None
+        self._planned: Planned | None = None
         self.file = None if path is None else saved_plan.read(path)
         self.own = self.file is not None and plan_cache.is_own(self.file.text)
 
@@ -35,25 +35,25 @@ class PlanOfRun:
             return programs, "running the programs of the saved plan: nothing is planned again"
         return programs, "the plan was not saved by this account here: planned again, with the same programs"
 
-    def report(self, programs: TrainingPrograms) -> Report:
-        if self._report is None:
-            self._report = planner.report_of_training(programs)
-        return self._report
+    def planned(self, programs: TrainingPrograms) -> Planned:
+        if self._planned is None:
+            self._planned = planner.planned_training(programs)
+        return self._planned
 
     def shardings(self, programs: TrainingPrograms) -> str:
         """The shardings of all values as text, with the numbers of annotated and inferred ones."""
-        report = self.report(programs)
+        report = self.planned(programs).report
         return "\n".join([str(report.annotations), *screen.shardings(report)])
 
     def trace(self, programs: TrainingPrograms) -> str:
         """The planned step as a trace; "" for a pipeline, whose plan has none of single operations."""
-        return trace.trace(self.report(programs)) if programs.pipeline is None else ""
+        return trace.trace(self.planned(programs).report) if programs.pipeline is None else ""
 
     def text(self, programs: TrainingPrograms) -> str:
         """The contents of the run's plan.json: an own plan, or one without programs for those that were built."""
         if self.file is not None and self.own:
             return self.file.text
-        return saved_plan.dumps(self.report(programs), programs.setting.recipe, with_programs=False)
+        return saved_plan.dumps(self.planned(programs), programs.setting.recipe, with_programs=False)
 
 
 def comparison(folder: Path) -> str:

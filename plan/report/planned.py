@@ -1,0 +1,33 @@
+"""A plan beside the programs that it describes, for the questions that only they answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tpshard.parallelism.program import Program
+from tpshard.plan.report.report import Report
+from tpshard.plan.step.pricing import Pricing
+from tpshard.programs.step.training_step import TrainingPrograms
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A report with its priced programs, in memory only."""
+
+    report: Report
+    pricing: Pricing
+    step: TrainingPrograms | None = None
+    """What a training run executes; None for a server."""
+
+    @property
+    def program(self) -> Program:
+        """The program whose shardings the report has."""
+        return self.pricing.parts[0].part.program
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """The fingerprint of each program that the plan prices, by part of the step."""
+        if self.pricing.pipeline is not None:
+            named = self.pricing.pipeline.programs.fingerprints
+            return {name: fingerprint for name, fingerprint in named.items() if not name.startswith("layouts")}
+        return {entry.part.name: entry.part.program.fingerprint for entry in self.pricing.parts}
