@@ -156,9 +156,9 @@ def plan(
     _require_sense(given, what)
     _require_free([given[name] for name in FILES if name in given], overwrite)
     if check is not None:
-        from tpshard.plan import command
+        from tpshard.plan.questions import check_run
 
-        return _print(command.check(check, as_json))
+        return _print(check_run.answered(check, as_json))
     loaded = load(recipe, on_device(overrides, device))
     if what == "serve":
         from tpshard.cli.shared.rehearsed import run_rehearsal

@@ -12,8 +12,8 @@ from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.plan import outputs, planner, saved_plan  # fmt: skip
 from tpshard.plan.outputs import CommandResult, PlanOptions, answer
 from tpshard.plan.plan_cache import PlanEntry
-from tpshard.plan.questions import check_run, fitting, pass_prices, pinning, placements, stage_texts  # fmt: skip
 from tpshard.plan.questions import diff as diffs
+from tpshard.plan.questions import fitting, pass_prices, pinning, placements, stage_texts  # fmt: skip
 from tpshard.plan.report import describe, report_file
 from tpshard.plan.report.planned import Planned
 from tpshard.plan.search import search, search_result, suggest  # fmt: skip
@@ -113,12 +113,6 @@ def _save(recipe: str, to_write: Sequence[Path], tell: Callable[[str], None]) ->
     for path in to_write:
         saved_plan.write(path, recipe)
         tell(f"saved {path}; next: tpshard plan {path}, tpshard train {path}")
-
-
-def check(folder: Path, as_json: bool = False) -> CommandResult:
-    """The answer of `--check`: a run compared with its plan. Raises `Mistakes` where the run or the plan is missing."""
-    finding = check_run.check(folder)
-    return answer(as_json, asdict(finding), check_run.text(finding))
 
 
 def _answer_search(

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tpshard.devices.read import device as device_named
 from tpshard.diagnostics.diagnostic import Mistakes
 from tpshard.parallelism.pricing.cost import Device
-from tpshard.plan import planner, saved_plan
+from tpshard.plan import saved_plan
+from tpshard.plan.outputs import CommandResult, answer
 from tpshard.plan.questions import plan_error
 from tpshard.plan.step.units import FORMS, count, seconds
 from tpshard.recipes.reading import load as recipes
@@ -81,10 +82,18 @@ def check(folder: Path) -> RunFinding:
     return finding
 
 
+def answered(folder: Path, as_json: bool = False) -> CommandResult:
+    """The answer of `--check`. Raises `Mistakes` where the run or the plan is missing."""
+    finding = check(folder)
+    return answer(as_json, asdict(finding), text(finding))
+
+
 def _plan(folder: Path) -> Any:
     """The report in `plan.json` of a run's folder; without the file, a new one of the run's recipe."""
     if (folder / "plan.json").is_file():
         return saved_plan.read(str(folder / "plan.json")).report
+    from tpshard.plan import planner  # imports torch
+
     return json.loads(json.dumps(planner.report(recipes.load(folder), str(folder)).to_json()))
 
 

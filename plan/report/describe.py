@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from tpshard.parallelism.pricing.cost import Device
 from tpshard.parallelism.program import Program, public
 from tpshard.parallelism.why import SourcePlace
+from tpshard.plan.report.causes import causes, peak_values
 from tpshard.plan.report.pattern import pattern
-from tpshard.plan.report.reasons import causes, peak_values
 from tpshard.plan.report.report import Annotations, PlannedJob, Report, Tensor
 from tpshard.plan.report.rows import buckets_of, figures_of, losses_of, reshards_of
 from tpshard.plan.step.pricing import Pricing

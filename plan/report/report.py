@@ -12,9 +12,9 @@ from tpshard.diagnostics.diagnostic import plural
 from tpshard.parallelism import words
 from tpshard.parallelism.why import SourcePlace
 from tpshard.plan.report.screen import screen
+from tpshard.plan.step.expert_routing import Skew
 from tpshard.plan.step.figures import Line, StepFigures
 from tpshard.plan.step.forecast import Forecast
-from tpshard.plan.step.routing import Skew
 from tpshard.plan.step.time_range import time_range
 from tpshard.plan.step.units import SCHEMA, round_figure
 from tpshard.programs.setting.stacking import Stacking

@@ -14,7 +14,7 @@ from tpshard.parallelism import words
 from tpshard.parallelism.sharding import notation
 from tpshard.parallelism.words import axes_text
 from tpshard.plan.report.pattern import pattern
-from tpshard.plan.step import forecast, routing
+from tpshard.plan.step import forecast
 from tpshard.plan.step.figures import PricedPipeline
 from tpshard.plan.step.units import count, gib, seconds
 from tpshard.programs.fit.batching import BatchPlan
@@ -122,7 +122,7 @@ def screen(report: Report, *, verbose: bool = False, width: int = WIDTH) -> str:
         f"  batch   {_batch(job)}, {count(job.tokens)} tokens",
     ]
     whole = forecast.rows(report.forecast) if report.forecast is not None else []
-    whole += routing.rows(report.skew) if report.skew is not None else []
+    whole += expert_routing.rows(report.skew) if report.skew is not None else []
     head = wrap(head, width)
     tail = wrap([*_times(report), *whole, *_advice(report, verbose)], width)
     parts = [_collectives, _reshards, _pipeline]

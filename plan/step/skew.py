@@ -15,8 +15,8 @@ from typing import Any
 from torch import fx
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.parallelism.pricing.flow import info_of
+from tpshard.plan.step.expert_routing import Routing, Skew
 from tpshard.plan.step.pricing import Pricing
-from tpshard.plan.step.routing import Routing, Skew
 from tpshard.programs.setting.setting import Setting
 
 _OPS = ("tpshard.experts.default", "tpshard.experts_backward.default")

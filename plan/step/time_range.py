@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 
 from tpshard.devices.read import device
 from tpshard.parallelism.pricing.cost import Device, Efficiency
-from tpshard.plan.step.pricing import Pricing
+from tpshard.plan.step.figures import StepFigures
 from tpshard.recipes.keys.schema import DEVICES
 
 _SHARES = {"matmul": ("matmul",), "attention": ("attention", "attention_backward"), "stream": ("streaming",)}
@@ -25,16 +24,16 @@ def is_of_data_sheet(of: Device) -> bool:
     return of.kind == "gpu" and not of.fitted
 
 
-def time_range(pricing: Pricing, work_s: Mapping[str, float]) -> tuple[float, float] | None:
+def time_range(figures: StepFigures) -> tuple[float, float] | None:
     """The shortest and the longest step, in seconds, with the shares that other devices reach; None for a device of
-    which more is known. work_s: seconds of a step by kind of work, as priced."""
-    if not is_of_data_sheet(pricing.device):
+    which more is known."""
+    if not is_of_data_sheet(figures.device):
         return None
-    least = most = pricing.step_s
+    least = most = figures.step_s
     for kind, names in _SHARES.items():
         ratios = [
-            getattr(pricing.device.efficiency, name) / getattr(other, name) for other in reached() for name in names
+            getattr(figures.device.efficiency, name) / getattr(other, name) for other in reached() for name in names
         ]
-        least += work_s[kind] * (min(ratios) - 1)
-        most += work_s[kind] * (max(ratios) - 1)
+        least += figures.work_s[kind] * (min(ratios) - 1)
+        most += figures.work_s[kind] * (max(ratios) - 1)
     return max(least, 0.0), most
