@@ -14,7 +14,7 @@ from tpshard.parallelism import words
 from tpshard.parallelism.sharding import notation
 from tpshard.parallelism.words import axes_text
 from tpshard.plan.report.pattern import pattern
-from tpshard.plan.step import forecast
+from tpshard.plan.step import expert_routing, forecast
 from tpshard.plan.step.figures import PricedPipeline
 from tpshard.plan.step.units import count, gib, seconds
 from tpshard.programs.fit.batching import BatchPlan
