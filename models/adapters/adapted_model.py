@@ -7,18 +7,18 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpshard.diagnostics.patterns import covers, nearest
-from tpshard.models.adapters.lora import MAGNITUDE, A, Adaptable, Adapter, B, Lora
-from tpshard.models.model_spec import ModelSource, ModelSpec, Positions, Sizes, StoredWeights, Use
+from tpshard.models.adapters.lora import MAGNITUDE, A, Adapter, B, Lora
+from tpshard.models.model_spec import ModelSource, ModelSpec
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
     from tpshard.models.dims import Naming
-    from tpshard.models.families.config import ModelConfig
     from tpshard.models.initialization import InitPlan
     from tpshard.models.layer_stacks import LayerStack
 
@@ -29,6 +29,11 @@ class FrozenError(ValueError):
     def __init__(self, message: str, key: str, fix: str) -> None:
         super().__init__(message)
         self.key, self.why, self.fix = key, "", fix
+
+
+def _of_base(name: str) -> Any:
+    """A property or a method that is the base's."""
+    return property(attrgetter(f"base.{name}"))
 
 
 @dataclass(frozen=True)
@@ -221,78 +226,26 @@ class AdaptedModel(ModelSpec):
         return AdaptedModel(base, Lora(**lora))
 
     # ---- the base's ------------------------------------------------------------------------------------------------
-    @property
-    def source(self) -> ModelSource:  # type: ignore[override]
-        return self.base.source
-
-    @property
-    def outline(self) -> ModelConfig | None:  # type: ignore[override]
-        return self.base.outline
-
-    @property
-    def fewest_rows(self) -> int:  # type: ignore[override]
-        return self.base.fewest_rows
-
-    @property
-    def names_dims(self) -> bool:  # type: ignore[override]
-        return self.base.names_dims
-
-    @property
-    def parameter_dims(self) -> Mapping[str, tuple[str, ...]]:
-        return self.base.parameter_dims
-
-    def divides(self, dim: str, ways: int) -> bool:
-        return self.base.divides(dim, ways)
-
-    @property
-    def vocab(self) -> int | None:  # type: ignore[override]
-        return self.base.vocab
-
-    @property
-    def positions(self) -> Positions | None:  # type: ignore[override]
-        return self.base.positions
+    source = _of_base("source")
+    outline = _of_base("outline")
+    vocab = _of_base("vocab")
+    positions = _of_base("positions")
+    activations = _of_base("activations")
+    instead = _of_base("instead")
+    recurrent = _of_base("recurrent")
+    reads_code = _of_base("reads_code")
+    fewest_rows = _of_base("fewest_rows")
+    names_dims = _of_base("names_dims")
+    parameter_dims = _of_base("parameter_dims")
+    dtype = _of_base("dtype")
+    sizes = _of_base("sizes")
+    identity = _of_base("identity")
+    weights = _of_base("weights")
+    adaptable = _of_base("adaptable")
+    divides = _of_base("divides")
+    notes = _of_base("notes")
+    refusal = _of_base("refusal")
 
     @property
     def count(self) -> int | None:  # type: ignore[override]
         return None if self.base.count is None else self.base.count + sum(map(math.prod, self.added.values()))
-
-    @property
-    def activations(self) -> Mapping[str, tuple[str, ...]]:  # type: ignore[override]
-        return self.base.activations
-
-    @property
-    def instead(self) -> str:  # type: ignore[override]
-        return self.base.instead
-
-    @property
-    def recurrent(self) -> bool:  # type: ignore[override]
-        return self.base.recurrent
-
-    @property
-    def reads_code(self) -> bool:  # type: ignore[override]
-        return self.base.reads_code
-
-    @property
-    def dtype(self) -> str:
-        return self.base.dtype
-
-    @property
-    def sizes(self) -> Sizes:
-        return self.base.sizes
-
-    @property
-    def identity(self) -> Mapping[str, str]:
-        return self.base.identity
-
-    @cached_property
-    def weights(self) -> StoredWeights | None:
-        return self.base.weights
-
-    def adaptable(self) -> Sequence[Adaptable]:
-        return self.base.adaptable()
-
-    def notes(self, module: nn.Module) -> list[str]:
-        return self.base.notes(module)
-
-    def refusal(self, use: Use) -> str:
-        return self.base.refusal(use)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_model import of_small_model
 from torch import Tensor
 from tpshard.parallelism import Mesh, partition
 from tpshard.parallelism.node_info import shape_of
@@ -99,10 +100,9 @@ def step(mesh: str) -> Program:
 name: small
 cluster: {{device: cpu}}
 mesh: {mesh}
-model: {{preset: tiny, layers: 2, seq_len: 8, width: 16, heads: 4, kv_heads: 2, head_dim: 4, mlp: 24, vocab: 32}}
 batch: {{global_sequences: 4}}
 """
-    return step_programs.micro_program(Setting.of(loads(recipe)))
+    return step_programs.micro_program(Setting.of(loads(of_small_model(recipe))))
 
 
 @pytest.mark.parametrize(("mesh", "fused"), [("{tp: 2}", 2 * 7 + 1), ("{fsdp: 2}", 0)])

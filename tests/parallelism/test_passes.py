@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_model import of_small_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from tpshard.diagnostics.patterns import unit_of
 from tpshard.parallelism.passes import buckets
@@ -36,11 +37,9 @@ def step_program(mesh: str = "{fsdp: 2}") -> Program:
 name: small
 cluster: {{device: cpu}}
 mesh: {mesh}
-model:
-  {{preset: tiny, layers: {LAYERS}, seq_len: 16, width: 16, heads: 4, kv_heads: 2, head_dim: 4, mlp: 24, vocab: 32}}
 batch: {{global_sequences: 8}}
 """
-    return step_programs.micro_program(Setting.of(loads(recipe)))
+    return step_programs.micro_program(Setting.of(loads(of_small_model(recipe, LAYERS, seq_len=16))))
 
 
 def arguments(program: Program) -> list[torch.Tensor]:

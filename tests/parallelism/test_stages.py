@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+from small_model import of_small_model
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.passes.run import run
 from tpshard.parallelism.pipeline.schedules import make
@@ -21,14 +22,15 @@ from tpshard.programs.setting.setting import Setting
 from tpshard.recipes.reading.load import loads
 
 torch.set_num_threads(1)
-RECIPE = """
+RECIPE = of_small_model(
+    """
 name: small
 cluster: {device: cpu}
 mesh: {fsdp: FSDP, tp: TP}
-model:
-  {preset: tiny, layers: 4, width: 16, heads: 4, kv_heads: 2, head_dim: 4, mlp: 24, vocab: 32, seq_len: 8}
 batch: {global_sequences: 8, per_device: 2}
-"""
+""",
+    layers=4,
+)
 SEQUENCE = """\
 sharding:
   rules: {batch: [dp, fsdp], vocab: tp, heads: tp, mlp: tp, seq_sp: tp}

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from small_model import of_small_model
 from tpshard.plan import outputs, planner
 from tpshard.plan.questions import diff
 from tpshard.plan.report import report_file
@@ -24,14 +25,16 @@ for kind in ("json", "screen", "verbose", "page", "trace", "svg"):
     sys.stdout.write(outputs.text(kind, report))
 sys.stdout.write(diff.text(diff.diff(report, report)))
 """
-STAGED = """
+STAGED = of_small_model(
+    """
 name: staged
 cluster: {device: cpu}
 mesh: {pp: 2, fsdp: 2}
-model: {preset: tiny, layers: 4, width: 16, heads: 4, kv_heads: 2, head_dim: 4, mlp: 24, vocab: 32, seq_len: 8}
 batch: {global_sequences: 8, per_device: 1}
 pipeline: {schedule: interleaved_1f1b, rounds: 2}
-"""
+""",
+    layers=4,
+)
 
 
 def test_a_report_is_read_back_whole() -> None:

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from small_model import of_small_model
 from tpshard.devices import read
 from tpshard.parallelism.pipeline.stepping import RECEIVES_AHEAD
 from tpshard.parallelism.pricing.cost import Cpu, Crowd
@@ -26,14 +27,16 @@ from tpshard.programs.step import training
 from tpshard.recipes.keys.schema import Recipe
 from tpshard.recipes.reading.load import loads
 
-RECIPE = """
+RECIPE = of_small_model(
+    """
 name: staged
 cluster: {device: cpu}
 mesh: {pp: 2}
-model: {preset: tiny, layers: 4, width: 16, heads: 4, kv_heads: 2, head_dim: 4, mlp: 24, vocab: 32, seq_len: 8}
 batch: {global_sequences: 8, per_device: 1}
 compile: eager
-"""
+""",
+    layers=4,
+)
 
 
 @cache

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_model import of_small_model
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.models.objectives.loss import cross_entropy_sum
 from tpshard.parallelism.graph import Value
@@ -23,13 +24,12 @@ from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step import training
 from tpshard.recipes.reading.load import loads
 
-RECIPE = """
+RECIPE = of_small_model("""
 name: small
 cluster: {device: cpu}
 mesh: {fsdp: 2}
-model: {preset: tiny, layers: 2, width: 16, heads: 4, kv_heads: 2, head_dim: 4, mlp: 24, vocab: 32, seq_len: 8}
 batch: {global_sequences: 4}
-"""
+""")
 
 
 def program_with(*overrides: str) -> Program:

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+from small_model import of_small_model
 from tpshard.diagnostics.diagnostic import Mistakes
 from tpshard.parallelism.runtime.context import alone
 from tpshard.parallelism.runtime.execute import Executor
@@ -22,13 +23,12 @@ from tpshard.recipes.reading.load import loads
 from tpshard.train.run.training_engine import TrainingEngine
 
 torch.set_num_threads(1)
-RECIPE = """
+RECIPE = of_small_model("""
 name: small
 cluster: {device: cpu}
-model: {preset: tiny, layers: 2, width: 16, heads: 4, kv_heads: 2, head_dim: 4, mlp: 24, vocab: 32, seq_len: 8}
 batch: {global_sequences: 8}
 compile: eager
-"""
+""")
 LION = "optimizer.name=lion"
 MUON = "optimizer.name=muon"
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_model import of_small_model
 from tpshard.parallelism import Mesh, partition, program_file
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.rules.table import OTHER, entry_of
@@ -21,13 +22,12 @@ from tpshard.programs.step import saved_step, training
 from tpshard.programs.step.training_step import TrainingPrograms
 from tpshard.recipes.reading.load import loads
 
-RECIPE = """
+RECIPE = of_small_model("""
 name: saved
 cluster: {device: cpu}
 mesh: {fsdp: 2, tp: 2}
-model: {preset: tiny, layers: 2, width: 16, heads: 4, kv_heads: 2, head_dim: 4, mlp: 24, vocab: 32, seq_len: 8}
 batch: {global_sequences: 8, per_device: 2}
-"""
+""")
 
 
 STAGED = ("mesh={pp: 2, fsdp: 2}", "pipeline={schedule: zero_bubble}", "model.tie_embeddings=true")

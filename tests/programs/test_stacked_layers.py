@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from small_model import of_small_model
 from torch import Tensor, nn
 from tpshard.diagnostics.diagnostic import Mistakes
 from tpshard.models.layer_stacks import layer_stacks
@@ -26,15 +27,17 @@ from tpshard.programs.step import training
 from tpshard.programs.step.training_step import TrainingPrograms
 from tpshard.recipes.reading.load import loads
 
-RECIPE = """
+RECIPE = of_small_model(
+    """
 name: vectorized
 cluster: {device: cpu}
 mesh: {pp: 2}
-model: {preset: tiny, layers: 4, width: 16, heads: 4, kv_heads: 2, head_dim: 4, mlp: 24, vocab: 32, seq_len: 8}
 batch: {global_sequences: 8}
 pipeline: {schedule: gpipe, form: vectorized, micro_batches: 2}
 compile: eager
-"""
+""",
+    layers=4,
+)
 CIRCULAR = "pipeline.schedule=circular"
 
 

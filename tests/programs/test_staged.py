@@ -8,6 +8,7 @@ from pathlib import Path
 import architectures
 import pytest
 import torch
+from small_model import of_small_model
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.plan import planner
 from tpshard.programs.compare.float64 import BOUND, distance
@@ -19,14 +20,16 @@ from tpshard.programs.step.staged import table_of
 from tpshard.programs.step.training_step import TrainingPrograms
 from tpshard.recipes.reading.load import loads
 
-RECIPE = """
+RECIPE = of_small_model(
+    """
 name: staged
 cluster: {device: cpu}
 mesh: {pp: 4}
-model: {preset: tiny, layers: 4, width: 16, heads: 4, kv_heads: 2, head_dim: 4, mlp: 24, vocab: 32, seq_len: 8}
 batch: {global_sequences: 32}
 pipeline: {schedule: 1f1b}
-"""
+""",
+    layers=4,
+)
 
 
 def setting(*overrides: str) -> Setting:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from planted_faults import FAULTS, Fault, plant
+from small_model import of_small_model
 from tpshard.models import build, to_hf
 from tpshard.models.families.config import ModelConfig
 from tpshard.parallelism.program import Port
@@ -25,14 +26,12 @@ from tpshard.recipes.reading.load import loads
 
 torch.set_num_threads(1)
 VOCAB, SEQ = 32, 8
-RECIPE = f"""
+RECIPE = of_small_model("""
 name: small
-cluster: {{device: cpu}}
+cluster: {device: cpu}
 mesh: MESH
-model:
-  {{preset: tiny, layers: 2, width: 16, heads: 4, kv_heads: 2, head_dim: 4, mlp: 24, vocab: {VOCAB}, seq_len: {SEQ}}}
-batch: {{global_sequences: 12}}
-"""
+batch: {global_sequences: 12}
+""")
 SEQUENCE = """\
 sharding:
   rules: {batch: [dp, fsdp], vocab: tp, heads: tp, mlp: tp, seq_sp: tp}
