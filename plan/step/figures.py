@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from tpshard.parallelism.pipeline.schedules import Slot, Table
@@ -262,7 +262,7 @@ class StepFigures(StepMemory):
     useful_flops: int
     """FLOPs of all devices without recomputation."""
     pipeline: PricedPipeline | None = None
-    limit: int | None = field(default=None)
+    limit: int | None = None
 
     @property
     def peak_bytes(self) -> int:
