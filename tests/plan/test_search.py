@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -237,9 +238,10 @@ def test_a_search_plans_stages_schedules_and_micro_batches():
     assert actual.best is not None and actual.best.price.step_s <= without
 
 
-def test_machines_are_told_the_suggestions_that_people_are(small, report, monkeypatch):
-    faster = Edit("remat: none", 2**20, report.pricing.step_s / 2, True)
-    monkeypatch.setattr(planner, "report", lambda *_: replace(report))  # the command adds suggestions to its report
+def test_machines_are_told_the_suggestions_that_people_are(small, planned, monkeypatch):
+    faster = Edit("remat: none", 2**20, planned.report.pricing.step_s / 2, True)
+    fresh = partial(replace, planned.report)  # the command adds suggestions to its report
+    monkeypatch.setattr(planner, "planned", lambda *_: replace(planned, report=fresh()))
     monkeypatch.setattr(suggest, "promising", lambda *_, **__: [faster])
     shown = command.run(loads(RECIPE), command.PlanOptions(dry_run=True)).text
     parsed = json.loads(command.run(loads(RECIPE), command.PlanOptions(dry_run=True, as_json=True)).text)
