@@ -104,6 +104,12 @@ TEXTS = (
     "model: {preset: tiny}\ndata: {source: 's3://bucket/texts'}",
     "model: {preset: tiny}\noptimizer: {lr: 0, groups: [{match: norm.weight, lr: 1.0e-3}]}",
     "model: {preset: tiny}\noptimizer: {groups: [{match: norm.weight}]}",
+    "model: {module: 'tpshard.models.conformer:Conformer', args: {features: 32, classes: 16}}\n"
+    "task: frames\nloss: {chunks: 2}",
+    "model: {preset: tiny}\nloss: {chunks: 3}",
+    "model: {preset: tiny}\ntask: 'tpshard.models.objectives.tasks:LanguageModel'\nloss: {z_loss: 1.0e-4}",
+    "model: {preset: tiny}\nname: tiny\nserve: {adapters: {tiny: 'org/adapter'}}",
+    "model: {preset: tiny}\nserve: {adapters: {a: one, b: two}, max_loras: 1}",
     "model: {preset: tiny, dtype: fp8, seq_len: 100}",
     "model: {preset: tiny, dtype: fp8}\nmesh: {tp: 2}",
     "model: {preset: tiny, dtype: fp8}\nmesh: {pp: 2}\npipeline: {schedule: gpipe, form: vectorized}",

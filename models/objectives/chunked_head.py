@@ -51,7 +51,14 @@ def project(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     return Unprojected(hidden, weight, bias, _chunks.get())
 
 
+class Head(nn.Linear):
+    """A linear layer that computes logits by `project`."""
+
+    def forward(self, input: Tensor) -> Any:
+        return project(input, self.weight, self.bias)
+
+
 def leave_to_loss(head: nn.Module) -> None:
     """Lets a linear layer, the head of a model of transformers, compute its logits by `project`."""
     if type(head) is nn.Linear:
-        head.forward = lambda hidden: project(hidden, head.weight, head.bias)  # type: ignore[assignment, method-assign]
+        head.__class__ = Head

@@ -318,7 +318,7 @@ def weights_of_sources(recipe: Recipe) -> Iterator[Diagnostic]:
 def adapters_have_room(recipe: Recipe) -> Iterator[Diagnostic]:
     """Requires that adapters have other names than the model, and that there is room for all of them."""
     section = recipe.serve
-    if recipe.name in section.adapters:
+    if section.adapters and recipe.name in section.adapters:  # a name may wait for its variable
         message, why = f"an adapter has the name `{recipe.name}`", "requests ask for the model itself by that name"
         yield violation(recipe, f"serve.adapters.{recipe.name}", message, why, "another name", {"name": "the model's"})
     if section.max_loras is not None and section.max_loras < len(section.adapters):

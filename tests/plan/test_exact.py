@@ -70,13 +70,13 @@ def count_on_rank(context: Context, recipe: str) -> tuple[dict[str, list[tuple[s
 
 def test_collectives_and_bytes_equal_those_dispatched_on_real_ranks(pool, planned, report):
     results = pool.run(count_on_rank, RECIPE, world=4, mesh={"dp": 1, "fsdp": 2, "tp": 2})
-    planned: dict[str, Counter[tuple[str, int]]] = {}
+    priced: dict[str, Counter[tuple[str, int]]] = {}
     for part in planned.pricing.parts:
-        counted = planned.setdefault(part.part.name, Counter())
+        counted = priced.setdefault(part.part.name, Counter())
         for comm in part.part.program.collectives:
             # on a CPU the executor sends some as an all-to-all, and the plan prices them as such
             counted[cpu_collective(comm.kind, comm.bytes, comm.size)] += 1
-    expected = {name: sorted((k, b, n) for (k, b), n in actual.items()) for name, actual in planned.items()}
+    expected = {name: sorted((k, b, n) for (k, b), n in actual.items()) for name, actual in priced.items()}
     assert expected["micro-batch"]
     for sent, held in results:
         assert sent == expected

@@ -81,7 +81,7 @@ def test_the_page_knows_what_is_behind_every_collective_and_alive_at_the_peak(pl
     rows = report.alive
     assert sum(row["bytes"] for row in rows) == report.pricing.peak_bytes
     assert any(row["name"] == "layers.0.mlp.up.weight" and "mlp: tp" in "".join(row["told"]) for row in rows)
-    for part, line in zip(report.pricing.parts, actual["timelines"]):
+    for part, line in zip(planned.pricing.parts, actual["timelines"]):
         for lane, events in line["lanes"].items():
             drawn = sum(length for _, length, *_ in events) / line["finest"] * line["seconds"]
             ran = sum(e.end - e.start for e in part.timeline.events if e.lane == lane)

@@ -208,7 +208,7 @@ def test_columns_that_pad_an_mlp_are_no_useful_work(tmp_path: Path) -> None:
         assert (module, op, useful) == (same_module, same_op, same_useful)
         if (module[-4:], op) != ("down", "add"):
             assert 2 * computed * 97 == useful * 128
-    losses = {(row["op"], row["where"]): row["efficiency"] for row in padded.losses}
+    losses = {(row["op"], row["where"]): row["efficiency"] for row in padded.report.losses}
     assert losses["fixed_rows_linear", "layers.*.mlp.gate"] == pytest.approx(97 / 128)
 
 

@@ -177,7 +177,7 @@ def test_the_plan_shows_bubble_and_stages() -> None:
     assert " 1 .  F0 F1" in screen.screen(report, verbose=True)
     plain = planner.planned_training(build("mesh.pp=1", "pipeline=null", "model.layers=2")).report
     assert report.job.params == plain.job.params
-    assert report.useful_flops == pytest.approx(plain.useful_flops, rel=0.02), "masks count too"
+    assert report.pricing.useful_flops == pytest.approx(plain.pricing.useful_flops, rel=0.02), "masks count too"
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_a_key_is_free_or_refused_or_says_nothing_of_a_step() -> None:
     plain = loads(RECIPE)
     keys = {key for key in trained(plain) if not any(key == free or key.startswith(free + ".") for free in FREE)}
     assert {key.partition(".")[0] for key in keys} == {
-        "seed", "model", "adapters", "task", "data", "batch", "optimizer", "schedule", "train"
+        "seed", "model", "adapters", "task", "loss", "data", "batch", "optimizer", "schedule", "train"
     }  # fmt: skip
     assert not {key.partition(".")[0] for key in trained(plain)} & set(UNTOLD)
 
