@@ -16,6 +16,8 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in the Makefile: copies of processes with threads may hang
+
 import pool_worker
 import pytest
 from forked import FORKS, copied_workers
