@@ -49,9 +49,10 @@ def measure(record: Record, name: str, devices: int, path: str) -> None:
     with planner.without_gc():  # as `planner.report`, which does both
         programs = planner.build_programs(Setting.of(recipe), variants := Variants())
         built = time.perf_counter()
-        report = planner.planned_training(programs, path).report
+        planned = planner.planned_training(programs, path)
+    report = planned.report
     options = outputs.PlanOptions(source=path, dry_run=True)
-    screen = outputs.text("screen", report)
+    screen = outputs.text("screen", report, lambda: planned.drawing)
     end, used = time.perf_counter(), time.process_time() - cpu
     report.suggestions = suggest.promising(report, recipe, variants=variants)
     suggested = time.perf_counter() - end

@@ -76,12 +76,13 @@ def run(
         report.suggestions, report.searched, report.search_summary = faster.edits, faster.to_json(), faster.words
     elif options.what == "train":
         report.suggestions = suggest.promising(report, recipe, variants=variants)
-    forms = {"report": report_file.dumps(report)}
-    if not options.dry_run:
-        forms["saved"] = saved_plan.dumps(planned, recipe)
+    saved = "" if options.dry_run else saved_plan.dumps(planned, recipe)
     if entry is not None:
-        entry.write(forms)
-    return outputs.deliver(options, folder, report, forms.get("saved", ""), tell)
+        forms = {"report": report_file.dumps(report)}
+        if outputs.draws(options):
+            forms["drawing"] = report_file.dumps(planned.drawing)
+        entry.write(forms if options.dry_run else {**forms, "saved": saved})
+    return outputs.deliver(options, folder, report, lambda: planned.drawing, saved, tell)
 
 
 def _changed_recipe(

@@ -8,18 +8,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import cast
 
 from tpshard.diagnostics.diagnostic import Exit
 from tpshard.plan import saved_plan
 from tpshard.plan.plan_cache import PlanEntry, entry_of, remember
 from tpshard.plan.report import report_file, screen
+from tpshard.plan.report.drawing import Drawing
 from tpshard.plan.report.report import Report
 from tpshard.plan.step.forecast import Conditions
 from tpshard.plan.views import page, pictures, trace
 from tpshard.recipes.keys.schema import Recipe
 
+DRAWN: dict[str, Callable[[Report, Drawing], str]] = {"page": page.page, "trace": trace.trace, "svg": pictures.svg}
+"""The forms of a plan that need its drawing, which is made for them alone."""
 SAVED = {"plan.json": "saved", "plan.html": "page", "plan.trace.json": "trace"}
 """For each file of the run's folder, the kind of its text."""
 
@@ -97,28 +100,32 @@ def dumps(data: object) -> str:
     return json.dumps(data, indent=1) + "\n"
 
 
-def text(kind: str, report: Report) -> str:
-    """A report in one form: json, screen, verbose, page, trace or svg."""
-    forms: dict[str, Callable[[Report], str]] = {
-        "json": lambda report: dumps(report.to_json()), "screen": screen.screen,
-        "verbose": partial(screen.screen, verbose=True), "page": page.page, "trace": trace.trace, "svg": pictures.svg,
-    }  # fmt: skip
-    return forms[kind](report)
+def text(kind: str, report: Report, drawing: Callable[[], Drawing]) -> str:
+    """A plan in one form: json, screen or verbose, or one of `DRAWN`, which needs the drawing too."""
+    if kind in DRAWN:
+        return DRAWN[kind](report, drawing())
+    return dumps(report.to_json()) if kind == "json" else screen.screen(report, verbose=kind == "verbose")
+
+
+def draws(options: PlanOptions) -> bool:
+    """Whether the options ask for a form that needs the drawing."""
+    return any(kind in DRAWN for _, kind in files(options, Path()))
 
 
 def deliver(
-    options: PlanOptions, folder: Path, report: Report, saved: str, tell: Callable[[str], None]
-) -> CommandResult:
+    options: PlanOptions, folder: Path, report: Report, drawing: Callable[[], Drawing], saved: str,
+    tell: Callable[[str], None],
+) -> CommandResult:  # fmt: skip
     """Writes a plan's texts to its `files`. Returns the text for stdout; the exit code says whether the plan fits.
     saved: the text of plan.json."""
     for path, kind in files(options, folder):
-        saved_plan.write(path, saved if kind == "saved" else text(kind, report))
+        saved_plan.write(path, saved if kind == "saved" else text(kind, report, drawing))
         if kind == "saved":
             remember(saved)
     if not options.dry_run:
         tell(f"saved {saved_in(options, folder)}/{', '.join(SAVED)}")
     shown = "json" if options.as_json else "verbose" if options.verbose else "screen"
-    return CommandResult(text(shown, report), Exit.DONE if report.fits else Exit.FIT)
+    return CommandResult(text(shown, report, drawing), Exit.DONE if report.fits else Exit.FIT)
 
 
 def entry(recipe: Recipe, options: PlanOptions) -> PlanEntry | None:
@@ -135,11 +142,15 @@ def cached_result(
 
     Raises `Mistakes` (exit 5) for files that cannot be written.
     """
-    texts = entry.read(["report", *([] if options.dry_run else ["saved"])])
-    report = None if texts is None else report_file.loads(texts["report"])
-    if texts is None or report is None:
+    drawn = draws(options)
+    texts = entry.read(["report", *["drawing"] * drawn, *["saved"] * (not options.dry_run)])
+    if texts is None:
+        return None
+    report = report_file.loads(texts["report"], Report)
+    drawing = report_file.loads(texts["drawing"], Drawing) if drawn else None
+    if report is None or (drawn and drawing is None):
         return None
     folder = recipe.run.folder
     for path, _ in files(options, folder):
         saved_plan.check_writable(path)
-    return deliver(options, folder, report, texts.get("saved", ""), tell)
+    return deliver(options, folder, report, lambda: cast(Drawing, drawing), texts.get("saved", ""), tell)

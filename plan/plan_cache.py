@@ -1,10 +1,11 @@
 """A cache of plans by content, so that an unchanged recipe is not planned again.
 
 An entry is a folder in `$TPSHARD_CACHE/plans`, else in `$XDG_CACHE_HOME/tpshard/plans` or `~/.cache/tpshard/plans`,
-with a plan's report (`report_file`) and the text of its plan.json. All of it may be deleted at any time. Its name is a
-hash of everything a plan depends on: the recipe with the places of its values, the device file, the model's
-configuration, versions and headers of weights (also of `serve.checkpoint`), tpshard's code, torch and Python. A recipe
-with user code (`model.module`, a custom task) has no entry, since that code may read anything.
+with a plan's report (`report_file`), what its pictures show if one was asked for, and the text of its plan.json. All of
+it may be deleted at any time. Its name is a hash of everything a plan depends on: the recipe with the places of its
+values, the device file, the model's configuration, versions and headers of weights (also of `serve.checkpoint`),
+tpshard's code, torch and Python. A recipe with user code (`model.module`, a custom task) has no entry, since that code
+may read anything.
 
 Beside it, `saved-plans` has an empty file for each plan with programs that this account saved, named by its sha256:
 `train --plan` runs the programs of these as they are.

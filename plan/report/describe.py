@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from tpshard.parallelism.pricing.cost import Device
 from tpshard.parallelism.program import Program, public
 from tpshard.parallelism.why import SourcePlace
-from tpshard.plan.report.causes import causes, peak_values
 from tpshard.plan.report.pattern import pattern
 from tpshard.plan.report.report import Annotations, PlannedJob, Report, Tensor
 from tpshard.plan.report.rows import buckets_of, figures_of, losses_of, reshards_of
@@ -40,8 +39,6 @@ def report_of(
             ranks if pricing.pipeline is None else ranks // len(pricing.pipeline.devices),
             0.0 if job.stacking is None else job.stacking.bubble,
         ),
-        causes=causes(pricing, tensors),
-        alive=peak_values(pricing.worst),
         accuracy=accuracy if job.what == "train" and pricing.device.kind == "gpu" else "",
         fingerprint=program.fingerprint,
     )

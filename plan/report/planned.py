@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from tpshard.parallelism.program import Program
+from tpshard.plan.report.causes import causes, peak_values
+from tpshard.plan.report.drawing import Drawing
 from tpshard.plan.report.report import Report
+from tpshard.plan.report.rows import drawn_part
 from tpshard.plan.step.pricing import Pricing
 from tpshard.programs.step.training_step import TrainingPrograms
 
@@ -23,6 +27,15 @@ class Planned:
     def program(self) -> Program:
         """The program whose shardings the report has."""
         return self.pricing.parts[0].part.program
+
+    @cached_property
+    def drawing(self) -> Drawing:
+        """What the report's pictures show."""
+        parts, worst = self.pricing.parts, self.pricing.worst
+        return Drawing(
+            [drawn_part(entry) for entry in parts], drawn_part(worst), causes(self.pricing, self.report.tensors),
+            peak_values(worst),
+        )  # fmt: skip
 
     @property
     def fingerprints(self) -> dict[str, str]:

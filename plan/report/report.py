@@ -122,10 +122,6 @@ class Report:
     reshards: list[dict[str, Any]]
     losses: list[dict[str, Any]]
     """Operations that more devices than needed compute, which lower the FLOP efficiency."""
-    causes: dict[str, list[Any]]
-    """The reasons of `tensors` by group and those of `lines`, as the page draws them."""
-    alive: list[dict[str, Any]]
-    """The values in memory at the peak."""
     edits: list[Edit] = field(default_factory=list)
     suggestions: list[Edit] = field(default_factory=list)
     searched: dict[str, int] | None = None

@@ -1,4 +1,4 @@
-"""A report as text that is read back without the programs it describes."""
+"""A report, or what its pictures show, as text that is read back without the programs it describes."""
 
 from __future__ import annotations
 
@@ -7,21 +7,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from tpshard.plan.report.drawing import Drawing
 from tpshard.plan.report.report import Report
 
-
-def dumps(report: Report) -> str:
-    """The report as JSON, every value as a list of its fields."""
-    return json.dumps(_plain(report), separators=(",", ":"))
+T = TypeVar("T")
 
 
-def loads(text: str) -> Report | None:
-    """The report in a text of `dumps`; None for a text of another version."""
+def dumps(value: Report | Drawing) -> str:
+    """The value as JSON, each dataclass as a list of its fields."""
+    return json.dumps(_plain(value), separators=(",", ":"))
+
+
+def loads(text: str, kind: type[T]) -> T | None:
+    """The value of this kind, Report or Drawing, in a text of `dumps`; None for a text of another version."""
     try:
-        report: Report = _value(Report, json.loads(text))
-        return report
+        value: T = _value(kind, json.loads(text))
+        return value
     except (ValueError, TypeError, LookupError):
         return None
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 from tpshard.parallelism import words
 from tpshard.parallelism.pricing.flow import info_of, op_name
 from tpshard.plan.report.pattern import pattern
-from tpshard.plan.step.figures import PlannedEvent, PlannedOp, PlannedPart, PricedPipeline, StepFigures
+from tpshard.plan.step.figures import DrawnPart, PartFigures, PlannedEvent, PlannedOp, PricedPipeline, StepFigures
 from tpshard.plan.step.pricing import PricedPart, Pricing, work_of
 from tpshard.plan.step.units import round_figure
 
@@ -84,14 +83,28 @@ def figures_of(pricing: Pricing) -> StepFigures:
         piped.table, piped.slots, piped.stages, piped.devices, piped.balanced
     )  # fmt: skip
     return StepFigures(
-        pricing.device, [_part(entry) for entry in pricing.parts], replace(_part(worst), ops=(), events=()),
+        pricing.device, [_part(entry) for entry in pricing.parts], _part(worst),
         _peak_at(worst), pricing.step_s, pricing.compute_s, pricing.comm_s, pricing.exposed_s, pricing.slowed_s,
         pricing.idle_s, pricing.fixed_s, _work_seconds(pricing), _static_bytes(pricing), local, whole, pipeline,
         pricing.limit,
     )  # fmt: skip
 
 
-def _part(entry: PricedPart) -> PlannedPart:
+def _part(entry: PricedPart) -> PartFigures:
+    return PartFigures(**_figures(entry))
+
+
+def _figures(entry: PricedPart) -> dict[str, Any]:
+    """The fields of `PartFigures`."""
+    memory, part = entry.memory, entry.part
+    return {
+        "name": part.name, "times": part.times, "each_s": entry.timeline.seconds, "size": len(entry.priced.kernels),
+        "peak_bytes": memory.peak_bytes, "at_peak": memory.at_peak, "largest": memory.largest, "always": part.always,
+    }  # fmt: skip
+
+
+def drawn_part(entry: PricedPart) -> DrawnPart:
+    """A part with its timeline and its memory over time."""
     memory, timeline = entry.memory, entry.timeline
     ops = []
     for i, kernel in enumerate(entry.priced.kernels):
@@ -100,11 +113,9 @@ def _part(entry: PricedPart) -> PlannedPart:
         if (comm := info.comm) is not None:
             op = op._replace(kind=comm.kind, value=next(iter(comm.value), ""), bytes=comm.bytes, reason=comm.reason)
         ops.append(op)
-    return PlannedPart(
-        entry.part.name, entry.part.times, timeline.seconds, ops, [PlannedEvent(*event) for event in timeline.events],
-        timeline.at, memory.curve, memory.by_category, memory.peak_bytes, memory.at_peak, memory.largest,
-        entry.part.always,
-    )  # fmt: skip
+    events = [PlannedEvent(*event) for event in timeline.events]
+    return DrawnPart(**_figures(entry), ops=ops, events=events, at=timeline.at, curve=memory.curve,
+                     curves=memory.by_category)  # fmt: skip
 
 
 def _work_seconds(pricing: Pricing) -> dict[str, float]:

@@ -67,7 +67,7 @@ def suggest(
 def promising(report: Report, recipe: Recipe, variants: Variants | None = None) -> list[Edit]:
     """Up to two suggestions without a search: the changes that the plan's figures favour, tried one by one."""
     search = _Search(report, recipe, lambda _: None, variants)
-    tries = 2 if len(report.pricing.parts[0].ops) < LARGE else 1
+    tries = 2 if report.pricing.parts[0].size < LARGE else 1
     prices = {change: search.quick(change) for change in search.likely_changes()[:tries]}
     edits = [as_edit(change, price) for change, price in prices.items() if price and price.beats(GAIN * search.base)]
     return sorted(edits, key=lambda edit: (edit.step_s, edit.change))

@@ -168,21 +168,16 @@ class PlannedEvent(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PlannedPart:
-    """A program of a step: the timeline of one run, and its memory."""
+class PartFigures:
+    """The figures of a program of a step."""
 
     name: str
     times: int
     """Runs in a step."""
     each_s: float
     """Seconds of a run."""
-    ops: Sequence[PlannedOp]
-    events: Sequence[PlannedEvent]
-    at: Sequence[float]
-    """The time at which each operation was done."""
-    curve: Sequence[int]
-    """Bytes held while each operation runs; by category in `curves`."""
-    curves: Mapping[str, Sequence[int]]
+    size: int
+    """The number of its operations."""
     peak_bytes: int
     at_peak: Mapping[str, int]
     largest: Sequence[tuple[str, str, int]]
@@ -194,6 +189,19 @@ class PlannedPart:
     def seconds(self) -> float:
         """Seconds of all runs of the part in a step."""
         return self.each_s * self.times
+
+
+@dataclass(frozen=True)
+class DrawnPart(PartFigures):
+    """A program of a step with the timeline of one run, and its memory over time."""
+
+    ops: Sequence[PlannedOp]
+    events: Sequence[PlannedEvent]
+    at: Sequence[float]
+    """The time at which each operation was done."""
+    curve: Sequence[int]
+    """Bytes held while each operation runs; by category in `curves`."""
+    curves: Mapping[str, Sequence[int]]
 
     @property
     def lanes(self) -> list[str]:
@@ -240,9 +248,9 @@ class StepFigures(StepMemory):
     """The price of a step: seconds, bytes and FLOPs of one device. Of a pipeline, parts are the slowest device's."""
 
     device: Device
-    parts: Sequence[PlannedPart]
-    worst: PlannedPart
-    """The part in which memory peaks, without its timeline."""
+    parts: Sequence[PartFigures]
+    worst: PartFigures
+    """The part in which memory peaks."""
     peak_at: str
     """Where in the step memory peaks: part, module and operation."""
     step_s: float

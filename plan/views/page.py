@@ -9,6 +9,7 @@ from importlib import resources
 
 from tpshard.diagnostics.diagnostic import plural
 from tpshard.parallelism.words import axes_text
+from tpshard.plan.report.drawing import Drawing
 from tpshard.plan.report.report import Edit, Report
 from tpshard.plan.report.screen import LABELS, sharding_text, step_text, verdict
 from tpshard.plan.step.units import count, gib, seconds
@@ -27,8 +28,8 @@ h3{font-size:14px;margin:12px 0 4px}
 """
 
 
-def page(report: Report) -> str:
-    """The page as HTML; the same report gives the same bytes."""
+def page(report: Report, drawing: Drawing) -> str:
+    """The page as HTML; the same report and drawing give the same bytes."""
     how = report.provenance
     data = _in_script(report.to_json())
     parts = [
@@ -39,13 +40,13 @@ def page(report: Report) -> str:
         _verdict(report),
         _section("mesh", "Mesh", pictures.mesh_map(report)),
         _section("shardings", "Sharding of each tensor", _shardings(report), "exact"),
-        _section("timeline", "Timeline", _timelines(report), how["time"]),
-        *_stages(report),
-        _section("memory", "Memory over time", _memories(report), how["memory.peak_bytes"]),
+        _section("timeline", "Timeline", _timelines(drawing), how["time"]),
+        *_stages(report, drawing),
+        _section("memory", "Memory over time", _memories(report, drawing), how["memory.peak_bytes"]),
         _section("collectives", "Collectives of a step", _collectives(report), f"bytes exact; time {how['time']}"),
         _section("what-if", "What if", _what_if(report), how["time"]),
         f'<script type="application/json" id="plan">{data}</script>',
-        f'<script type="application/json" id="why-data">{_in_script(page_data.data(report))}</script>',
+        f'<script type="application/json" id="why-data">{_in_script(page_data.data(drawing))}</script>',
         f"<script>{_script()}</script>",
         "</body></html>\n",
     ]
@@ -61,13 +62,13 @@ def _script() -> str:
     return resources.files("tpshard.plan.views").joinpath("page.js").read_text(encoding="utf-8").replace("</", "<\\/")
 
 
-def _stages(report: Report) -> list[str]:
-    height = pictures.stages_height(report)
+def _stages(report: Report, drawing: Drawing) -> list[str]:
+    height = pictures.stages_height(report, drawing)
     if not height:
         return []
     drawn = (
         f'<svg width="1000" height="{height}" viewBox="0 0 1000 {height}" font-family="sans-serif" font-size="11">'
-        f"{pictures.stages(report)}</svg>"
+        f"{pictures.stages(report, drawing)}</svg>"
     )
     return [_section("pipeline", "Schedule of the pipeline", drawn, report.provenance["time"])]
 
@@ -139,9 +140,9 @@ def _shardings(report: Report) -> str:
     return head + _table(("tensor", "shape", "used as", "stored as"), rows, (), titles) + why
 
 
-def _timelines(report: Report) -> str:
+def _timelines(drawing: Drawing) -> str:
     out = []
-    for part in report.pricing.parts:
+    for part in drawing.parts:
         height = pictures.timeline_height(part)
         times = f"{plural(part.times, 'time')} a step, {seconds(part.each_s)} each"
         out.append(
@@ -152,23 +153,23 @@ def _timelines(report: Report) -> str:
     return "\n".join(out)
 
 
-def _memories(report: Report) -> str:
-    part = report.pricing.worst
+def _memories(report: Report, drawing: Drawing) -> str:
+    part = drawing.worst
     rows = [
         (LABELS.get(name, name), gib(size), f"{size}")
         for name, size in sorted(part.at_peak.items(), key=lambda item: (-item[1], item[0]))
         if size
     ]
     curve = pictures.memory(report, part, 240)
-    drawing = f'<svg width="1000" height="240" viewBox="0 0 1000 240" font-size="11">{curve}</svg>'
+    picture = f'<svg width="1000" height="240" viewBox="0 0 1000 240" font-size="11">{curve}</svg>'
     times = report.pricing
     words = f"<p>Peak in {escape(times.peak_at)}; {gib(times.reserved_bytes)} reserved by the allocator.</p>"
     held = [
         (row["name"], row["category"], gib(row["bytes"]), row["made"], row["last"], "; ".join(row["told"]))
-        for row in report.alive
+        for row in drawing.alive
     ]
     head = ("alive at the peak", "category", "size", "made in", "last read in", "lines")
-    return drawing + words + _table(("category at the peak", "size", "bytes"), rows, (1, 2)) + _table(head, held, (2,))
+    return picture + words + _table(("category at the peak", "size", "bytes"), rows, (1, 2)) + _table(head, held, (2,))
 
 
 def _collectives(report: Report) -> str:

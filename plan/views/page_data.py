@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from tpshard.plan.report.drawing import Drawing
 from tpshard.plan.report.pattern import pattern
-from tpshard.plan.report.report import Report
-from tpshard.plan.step.figures import PlannedPart
+from tpshard.plan.step.figures import DrawnPart
 from tpshard.plan.views.pictures import COLORS, tint
 
 FINEST = 20_000
 """Resolution of a timeline; closer neighbours of one colour are one event."""
 
 
-def data(report: Report) -> dict[str, Any]:
+def data(drawing: Drawing) -> dict[str, Any]:
     """All data of the page: tensors, collectives and timelines."""
-    return {**report.causes, "timelines": [timeline(part) for part in report.pricing.parts]}
+    return {**drawing.causes, "timelines": [timeline(part) for part in drawing.parts]}
 
 
-def timeline(part: PlannedPart) -> dict[str, Any]:
+def timeline(part: DrawnPart) -> dict[str, Any]:
     """The events of each lane as [start, length, colour, words], in units of `seconds` / `FINEST`."""
     total = part.each_s or 1.0
     colors: dict[str, int] = {}

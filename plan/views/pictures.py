@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from tpshard.parallelism.mesh import Mesh
+from tpshard.plan.report.drawing import Drawing
 from tpshard.plan.report.report import Report
 from tpshard.plan.report.screen import LABELS
-from tpshard.plan.step.figures import PlannedOp, PlannedPart
+from tpshard.plan.step.figures import DrawnPart, PlannedOp
 from tpshard.plan.step.units import bytes_axis, gib, seconds, seconds_axis
 from tpshard.plan.views.stage_lanes import stage_lanes
 
@@ -27,12 +28,12 @@ _W, _LEFT, _ROW = 1000, 130, 22
 _POINTS = 600
 
 
-def svg(report: Report) -> str:
+def svg(report: Report, drawing: Drawing) -> str:
     """Timeline and memory of the longest part of a step, as one standalone file; for a pipeline also its schedule."""
-    part = main_part(report)
-    stages_h, time_h, memory_h = stages_height(report), timeline_height(part), 240
+    part = max(drawing.parts, key=lambda p: p.seconds)
+    stages_h, time_h, memory_h = stages_height(report, drawing), timeline_height(part), 240
     whole_h = stages_h + time_h + memory_h + 40
-    staged = f'<g transform="translate(0,28)">{stages(report)}</g>\n' if stages_h else ""
+    staged = f'<g transform="translate(0,28)">{stages(report, drawing)}</g>\n' if stages_h else ""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_W}" height="{whole_h}" '
         f'viewBox="0 0 {_W} {whole_h}" font-family="sans-serif" font-size="11">\n'
@@ -45,14 +46,14 @@ def svg(report: Report) -> str:
     )
 
 
-def stages_height(report: Report) -> int:
-    pipeline = stage_lanes(report)
+def stages_height(report: Report, drawing: Drawing) -> int:
+    pipeline = stage_lanes(report, drawing)
     return 0 if pipeline is None else _ROW * pipeline.table.devices + 36
 
 
-def stages(report: Report) -> str:
+def stages(report: Report, drawing: Drawing) -> str:
     """The schedule of a pipeline over a step: a lane per device and a bar per task; devices wait in gaps."""
-    pipeline = stage_lanes(report)
+    pipeline = stage_lanes(report, drawing)
     if pipeline is None:
         return ""
     scale = (_W - _LEFT - 10) / (pipeline.seconds or 1.0)
@@ -72,15 +73,11 @@ def stages(report: Report) -> str:
 _TASKS = {"F": "forward", "B": "backward", "I": "backward", "W": "update"}
 
 
-def main_part(report: Report) -> PlannedPart:
-    return max(report.pricing.parts, key=lambda p: p.seconds)
-
-
-def timeline_height(part: PlannedPart) -> int:
+def timeline_height(part: DrawnPart) -> int:
     return _ROW * len(part.lanes) + 44
 
 
-def timeline(part: PlannedPart) -> str:
+def timeline(part: DrawnPart) -> str:
     """The SVG of a part's timeline, a lane per resource; adjacent events of one colour are merged below a pixel."""
     total = part.each_s or 1.0
     scale = (_W - _LEFT - 10) / total
@@ -132,7 +129,7 @@ def tint(lane: str, op: PlannedOp) -> str:
     return "wait" if lane == "wait" else op.wire or op.phase
 
 
-def memory(report: Report, part: PlannedPart, height: int) -> str:
+def memory(report: Report, part: DrawnPart, height: int) -> str:
     """Draws the memory of a part over time, stacked by category, with the device's memory as a line."""
     at, curves = part.at, part.curves
     total = part.each_s or 1.0

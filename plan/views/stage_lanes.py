@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tpshard.parallelism.pipeline.schedules import Slot, Table
+from tpshard.plan.report.drawing import Drawing
 from tpshard.plan.report.report import Report
 from tpshard.plan.report.screen import pipeline_words
-from tpshard.plan.step.figures import PlannedPart
+from tpshard.plan.step.figures import DrawnPart
 from tpshard.plan.step.units import seconds
 from tpshard.programs.setting.stacking import Stacking
 
@@ -23,7 +24,7 @@ class StageLanes:
     words: str
 
 
-def stage_lanes(report: Report) -> StageLanes | None:
+def stage_lanes(report: Report, drawing: Drawing) -> StageLanes | None:
     """The lanes of a staged or a vectorized pipeline; None without a pipeline.
 
     The steps of a vectorized pipeline are drawn equally long: forward and backward pass of the layers divided by the
@@ -36,7 +37,7 @@ def stage_lanes(report: Report) -> StageLanes | None:
     how = report.job.stacking
     if how is None:
         return None
-    for part in report.pricing.parts:
+    for part in drawing.parts:
         spans = [_span(part, how.path, phases) for phases in (("forward",), ("backward", "recompute"))]
         if all(end > start for start, end in spans):
             words = f"{pipeline_words(report)}, {seconds(part.each_s)}"
@@ -44,7 +45,7 @@ def stage_lanes(report: Report) -> StageLanes | None:
     return None
 
 
-def _span(part: PlannedPart, path: str, phases: tuple[str, ...]) -> tuple[float, float]:
+def _span(part: DrawnPart, path: str, phases: tuple[str, ...]) -> tuple[float, float]:
     """(start of the first, end of the last event) of the layers in the list `path`, in seconds; (0, 0) if none."""
     ops = ((event, part.ops[event.op]) for event in part.events)
     own = [event for event, op in ops if op.phase in phases and f"{op.module}.".startswith(f"{path}.")]

@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from tpshard.plan.report.drawing import Drawing
 from tpshard.plan.report.report import Report
 from tpshard.plan.views.stage_lanes import stage_lanes
 
 
-def trace(report: Report) -> str:
+def trace(report: Report, drawing: Drawing) -> str:
     """The plan as JSON in the trace-event format, with times in microseconds.
 
     The parts of a step follow each other, each once. A pipeline's schedule is shown for the whole step.
     """
     events: list[dict[str, Any]] = []
     order: dict[str, int] = {}
-    for part in report.pricing.parts:
+    for part in drawing.parts:
         for lane in part.lanes:
             order.setdefault(lane, len(order))
     for lane, tid in order.items():
@@ -24,7 +25,7 @@ def trace(report: Report) -> str:
         events.append({"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": title}})
         events.append({"ph": "M", "pid": 0, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
     offset = 0.0
-    for part in report.pricing.parts:
+    for part in drawing.parts:
         for event in part.events:
             op = part.ops[event.op]
             args: dict[str, Any] = {"module": op.module, "phase": op.phase, "part": part.name}
@@ -54,13 +55,13 @@ def trace(report: Report) -> str:
                 )
                 last = held
         offset += part.each_s
-    events += _stages(report)
+    events += _stages(report, drawing)
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, indent=None, separators=(",", ":")) + "\n"
 
 
-def _stages(report: Report) -> list[dict[str, Any]]:
+def _stages(report: Report, drawing: Drawing) -> list[dict[str, Any]]:
     """A lane per device of a pipeline, with the tasks of its schedule."""
-    pipeline = stage_lanes(report)
+    pipeline = stage_lanes(report, drawing)
     if pipeline is None:
         return []
     events: list[dict[str, Any]] = [

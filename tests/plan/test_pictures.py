@@ -41,9 +41,9 @@ class Outside(HTMLParser):
             self.data[self.inside], self.inside = data, ""
 
 
-def test_the_page_is_whole_and_loads_nothing(report):
-    actual = page.page(report)
-    assert actual == page.page(report)
+def test_the_page_is_whole_and_loads_nothing(planned, report):
+    actual = page.page(report, planned.drawing)
+    assert actual == page.page(report, planned.drawing)
     parser = Outside()
     parser.feed(actual)
     assert parser.loads == []
@@ -56,7 +56,7 @@ def test_the_page_is_whole_and_loads_nothing(report):
 
 def test_the_page_knows_the_way_from_what_was_told_to_every_tensor(planned, report):
     """Each axis of a sharding has a chain that begins at a line of the recipe, and each value leads to the next."""
-    actual = page_data.data(report)
+    actual = page_data.data(planned.drawing)
     program = planned.program
     assert {name for tensor in actual["tensors"] for name in tensor["names"]} == {t.name for t in report.tensors}
     for tensor in actual["tensors"]:
@@ -74,11 +74,11 @@ def test_the_page_knows_the_way_from_what_was_told_to_every_tensor(planned, repo
 
 
 def test_the_page_knows_what_is_behind_every_collective_and_alive_at_the_peak(planned, report):
-    actual = page_data.data(report)
+    actual = page_data.data(planned.drawing)
     assert [sum(row["count"] for row in rows) for rows in actual["collectives"]] == [
         sum(comm.members for comm in issued) for _, issued in planned.pricing.issues()
     ]
-    rows = report.alive
+    rows = planned.drawing.alive
     assert sum(row["bytes"] for row in rows) == report.pricing.peak_bytes
     assert any(row["name"] == "layers.0.mlp.up.weight" and "mlp: tp" in "".join(row["told"]) for row in rows)
     for part, line in zip(planned.pricing.parts, actual["timelines"]):
@@ -110,16 +110,16 @@ console.log(JSON.stringify({ seen, behind, zoomed: zoomed_, reset: svg.innerHTML
 
 
 @pytest.mark.skipif(NODE is None, reason="no JavaScript engine here")
-def test_clicks_show_chains_and_tensors_and_the_wheel_zooms(report, tmp_path):
+def test_clicks_show_chains_and_tensors_and_the_wheel_zooms(planned, report, tmp_path):
     """Runs the page's own script in a minimal document."""
     parser = Outside()
-    parser.feed(page.page(report))
+    parser.feed(page.page(report, planned.drawing))
     script = tmp_path / "clicks.js"
     script.write_text(f"{parser.data['code']}\nconst DATA = {json.dumps(parser.data['why-data'])};\n{CLICKS}")
     shown = json.loads(
         subprocess.run([NODE, script], capture_output=True, text=True, check=True, timeout=PATIENCE).stdout
     )
-    actual = page_data.data(report)
+    actual = page_data.data(planned.drawing)
     for tensor, html in zip(actual["tensors"], shown["seen"]):
         assert all(
             escape(source)[:20] in html for form in tensor["forms"] for c in form["chains"] for source in c["told"]
@@ -149,8 +149,8 @@ def open_page(html, folder):
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
-def test_the_page_opens_in_chromium_without_errors_or_requests(report, tmp_path):
-    dom, console, requests = open_page(page.page(report), tmp_path)
+def test_the_page_opens_in_chromium_without_errors_or_requests(planned, report, tmp_path):
+    dom, console, requests = open_page(page.page(report, planned.drawing), tmp_path)
     assert (console, requests) == ([], set())
     assert 'id="what-if"' in dom
     broken = '<img src="http://example.invalid/a.png"><script>nothing.there</script>'  # this test can fail
@@ -159,21 +159,21 @@ def test_the_page_opens_in_chromium_without_errors_or_requests(report, tmp_path)
     assert requests == {"http://example.invalid/a.png"}
 
 
-def test_trace_has_a_lane_per_resource_and_the_memory(report):
-    events = json.loads(trace.trace(report))["traceEvents"]
+def test_trace_has_a_lane_per_resource_and_the_memory(planned, report):
+    events = json.loads(trace.trace(report, planned.drawing))["traceEvents"]
     lanes = {e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
     assert {"compute", "collectives over fsdp", "collectives over tp"} <= lanes
     assert max(sum(e["args"].values()) for e in events if e["ph"] == "C") == report.pricing.peak_bytes
     assert all(e["dur"] >= 0 for e in events if e["ph"] == "X")
 
 
-def test_svg_is_xml(report):
-    assert ET.fromstring(pictures.svg(report)).tag.endswith("svg")
+def test_svg_is_xml(planned, report):
+    assert ET.fromstring(pictures.svg(report, planned.drawing)).tag.endswith("svg")
 
 
-def test_a_picture_has_one_unit_and_says_what_its_colours_mean(report):
+def test_a_picture_has_one_unit_and_says_what_its_colours_mean(planned, report):
     """The memory axis ends at the device's memory, even if the plan needs little."""
-    drawn = ET.fromstring(pictures.svg(report))
+    drawn = ET.fromstring(pictures.svg(report, planned.drawing))
     words = [str(element.text) for element in drawn.iter() if element.tag.endswith("text")]
     limit = report.pricing.device.memory_bytes - report.pricing.device.context_bytes
     size, unit = units.bytes_axis(limit)

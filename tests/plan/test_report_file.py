@@ -10,6 +10,8 @@ from small_model import of_small_model
 from tpshard.plan import outputs, planner
 from tpshard.plan.questions import diff
 from tpshard.plan.report import report_file
+from tpshard.plan.report.drawing import Drawing
+from tpshard.plan.report.planned import Planned
 from tpshard.plan.report.report import Report
 from tpshard.recipes.reading.load import loads
 
@@ -20,9 +22,11 @@ sys.modules["torch"] = None
 from tpshard.plan import outputs
 from tpshard.plan.questions import diff
 from tpshard.plan.report import report_file
-report = report_file.loads(Path(sys.argv[1]).read_text())
+from tpshard.plan.report.drawing import Drawing
+from tpshard.plan.report.report import Report
+report, drawing = (report_file.loads(Path(sys.argv[1], kind.__name__).read_text(), kind) for kind in (Report, Drawing))
 for kind in ("json", "screen", "verbose", "page", "trace", "svg"):
-    sys.stdout.write(outputs.text(kind, report))
+    sys.stdout.write(outputs.text(kind, report, lambda: drawing))
 sys.stdout.write(diff.text(diff.diff(report, report)))
 """
 STAGED = of_small_model(
@@ -37,16 +41,31 @@ pipeline: {schedule: interleaved_1f1b, rounds: 2}
 )
 
 
-def test_a_report_is_read_back_whole() -> None:
-    report = planner.report(loads(STAGED), "staged.yaml")
-    assert report_file.dumps(report_file.loads(report_file.dumps(report))) == report_file.dumps(report)  # type: ignore[arg-type]
-    assert report_file.loads("[]") is None and report_file.loads("no JSON") is None
+def test_a_report_and_its_drawing_are_read_back_whole() -> None:
+    planned = planner.planned(loads(STAGED), "staged.yaml")
+    for value in (planned.report, planned.drawing):
+        text = report_file.dumps(value)
+        assert report_file.dumps(report_file.loads(text, type(value))) == text  # type: ignore[type-var, arg-type]
+    assert report_file.loads("[]", Report) is None and report_file.loads("no JSON", Report) is None
 
 
-def test_a_saved_report_answers_as_the_plan_did_without_torch(report: Report, tmp_path: Path) -> None:
-    (tmp_path / "report").write_text(report_file.dumps(report))
-    done = subprocess.run([sys.executable, "-c", ANSWERS, str(tmp_path / "report")], capture_output=True, text=True,
-                          check=False)  # fmt: skip
+def test_a_saved_report_answers_as_the_plan_did_without_torch(planned: Planned, tmp_path: Path) -> None:
+    report = planned.report
+    for value in (report, planned.drawing):
+        (tmp_path / type(value).__name__).write_text(report_file.dumps(value))
+    done = subprocess.run([sys.executable, "-c", ANSWERS, str(tmp_path)], capture_output=True, text=True, check=False)
     kinds = ("json", "screen", "verbose", "page", "trace", "svg")
-    expected = [*(outputs.text(kind, report) for kind in kinds), diff.text(diff.diff(report, report))]
+    expected = [outputs.text(kind, report, lambda: planned.drawing) for kind in kinds]
+    expected.append(diff.text(diff.diff(report, report)))
     assert (done.returncode, done.stdout) == (0, "".join(expected)), done.stderr
+
+
+def test_what_is_not_drawn_makes_no_drawing() -> None:
+    """It is many times as large as the report."""
+
+    def refuse() -> Drawing:
+        raise AssertionError("a screen needs no drawing")
+
+    report = planner.report(loads(STAGED), "staged.yaml")
+    assert all(outputs.text(kind, report, refuse) for kind in ("json", "screen", "verbose"))
+    assert not outputs.draws(outputs.PlanOptions(dry_run=True)) and outputs.draws(outputs.PlanOptions())

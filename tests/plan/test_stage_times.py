@@ -115,14 +115,15 @@ def test_stages_share_the_parameters() -> None:
 
 
 def test_a_pipeline_is_shown_everywhere() -> None:
-    report = plan_recipe("1f1b")
+    planned = plan_programs("1f1b")
+    report, drawing = planned.report, planned.drawing
     shown = screen.screen(report)
     assert "PIPELINE  1f1b, 2 stages, 8 micro-batches: " in shown and "waiting for other stages" in shown
     assert "F0 F1" in screen.screen(report, verbose=True)
     parsed = json.loads(json.dumps(report.to_json()))["pipeline"]
     assert parsed["bubble"] > 0 and len(parsed["stages"]) == 2 and parsed["micro_batches"] == 8
-    assert "1f1b:" in pictures.svg(report) and 'id="pipeline"' in page.page(report)
-    lanes = [e for e in json.loads(trace.trace(report))["traceEvents"] if e["pid"] == 1 and e["ph"] == "X"]
+    assert "1f1b:" in pictures.svg(report, drawing) and 'id="pipeline"' in page.page(report, drawing)
+    lanes = [e for e in json.loads(trace.trace(report, drawing))["traceEvents"] if e["pid"] == 1 and e["ph"] == "X"]
     assert len(lanes) == 2 * 2 * 8
     assert {"send", "recv"} <= {line.kind for line in report.lines}
     programs = plan_programs("1f1b").step

@@ -161,19 +161,21 @@ def test_layers_are_dealt_round_the_stages() -> None:
 
 
 def test_the_plan_shows_bubble_and_stages() -> None:
-    report = planner.planned_training(build(*GPIPE)).report
+    planned = planner.planned_training(build(*GPIPE))
+    report, drawing = planned.report, planned.drawing
     assert "PIPELINE  gpipe, vectorized, 2 stages of 1 layer, 2 micro-batches in 3 steps: 33.3% bubble" in (
         screen.screen(report)
     )
     actual = report.to_json()["pipeline"]
     assert (actual["form"], actual["bubble"], actual["split"]) == ("vectorized", pytest.approx(1 / 3), [1, 1])
-    lanes = stage_lanes(report)
+    lanes = stage_lanes(report, drawing)
     assert lanes is not None and len({slot.task for slot in lanes.slots}) == len(lanes.slots) == 2 * 2 * 2
     check(lanes.table)
     for task, start, end in lanes.slots:
         assert 0 <= start < end <= lanes.seconds
         assert all(before.end <= start + 1e-12 for before in lanes.slots if before.task in lanes.table.needs(task))
-    assert "device 1 along pp" in trace(report) and "F1 of stage 1" in svg(report) and "F1 of stage 1" in page(report)
+    assert "device 1 along pp" in trace(report, drawing)
+    assert "F1 of stage 1" in svg(report, drawing) and "F1 of stage 1" in page(report, drawing)
     assert " 1 .  F0 F1" in screen.screen(report, verbose=True)
     plain = planner.planned_training(build("mesh.pp=1", "pipeline=null", "model.layers=2")).report
     assert report.job.params == plain.job.params

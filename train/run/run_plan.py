@@ -47,7 +47,10 @@ class PlanOfRun:
 
     def trace(self, programs: TrainingPrograms) -> str:
         """The planned step as a trace; "" for a pipeline, whose plan has none of single operations."""
-        return trace.trace(self.planned(programs).report) if programs.pipeline is None else ""
+        if programs.pipeline is not None:
+            return ""
+        planned = self.planned(programs)
+        return trace.trace(planned.report, planned.drawing)
 
     def text(self, programs: TrainingPrograms) -> str:
         """The contents of the run's plan.json: an own plan, or one without programs for those that were built."""
