@@ -218,6 +218,11 @@ class ModelSpec(ABC):
         """The same model with these of its layers alone; None where only the built module can leave some out."""
         return None
 
+    @property
+    def plain(self) -> ModelSpec:
+        """The model without adapters and frozen parameters: what it is once adapters are merged into it."""
+        return self
+
     def served(self, mlp: int | None = None) -> ModelSpec:
         """The model as a server computes it; mlp: another hidden size of its MLP.
 

@@ -247,5 +247,9 @@ class AdaptedModel(ModelSpec):
     refusal = _of_base("refusal")
 
     @property
+    def plain(self) -> ModelSpec:
+        return self.base
+
+    @property
     def count(self) -> int | None:  # type: ignore[override]
         return None if self.base.count is None else self.base.count + sum(map(math.prod, self.added.values()))

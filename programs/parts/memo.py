@@ -51,7 +51,7 @@ PARTS: dict[str, Callable[[Any], Any]] = {
     "model": _model, "rows": _rows, "mesh": lambda setting: (setting.mesh.axes, setting.pipeline_axis),
     "shardings": _shardings, "optimizer": _optimizer, "recipe": _recipe,
     "remat": lambda setting: setting.recipe.remat, "layer": _layer,
-    "server": lambda setting: (setting.mesh.axes, setting.pool_size),
+    "server": lambda setting: (setting.mesh.axes, setting.pool_size, setting.slots),
 }  # fmt: skip
 """The parts of a setting, of training or of a server, on which products depend."""
 

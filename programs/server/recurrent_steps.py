@@ -92,6 +92,8 @@ def capture_model(model: nn.Module, shapes: Mapping[str, StateShape], rows: int,
     with torch.no_grad(), evaluating(model), trail.watch(model):
         names = ["tokens", "positions", *(["adapters"] if slots else []), *states, *parameters]
         graph = capture(forward, [tokens, positions, slots, states, parameters], names, trail)
+    if row_slots is not None:
+        row_slots.of_rows = None
     return graph, recurrent
 
 

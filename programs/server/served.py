@@ -13,7 +13,6 @@ from tpshard.kernels.quantized.gptq_config import GPTQConfig, read_config
 from tpshard.kernels.quantized.packed import width_of
 from tpshard.kernels.quantized.quantized import group_index
 from tpshard.kernels.quantized.quantized_linear import multiplies
-from tpshard.models.adapters.adapted_model import AdaptedModel
 from tpshard.models.families.config import ModelConfig
 from tpshard.models.folders.hf_folder import DTYPES
 from tpshard.models.folders.hf_quantized import quantizable
@@ -201,8 +200,7 @@ def model_to_serve(recipe: Recipe, kind: str) -> Served:
         except (ValueError, OSError) as error:
             raise _unreadable(recipe, folder, error) from error
         return stored_model(recipe, stored, folder, stored.dtype, kind)
-    own = model_of(recipe)
-    own = own.base if isinstance(own, AdaptedModel) else own  # adapters are merged as its checkpoint is read
+    own = model_of(recipe).plain  # adapters are merged as its checkpoint is read
     if (outline := own.outline) is not None:
         layout_given = any(recipe.where(key).line for key in ("quantize", "serve.layout"))
         if recipe.serve.checkpoint != LATEST and not folder.exists() and layout_given:

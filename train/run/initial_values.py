@@ -77,7 +77,7 @@ def values_of(place: Path, spec: ModelSpec) -> dict[str, ReadBlock]:
         return _of_checkpoint(place, spec)
     if not place.is_dir():
         raise ValueError(f"{place} is no folder")
-    base = spec.base if isinstance(spec, AdaptedModel) else spec
+    base = spec.plain
     other = open_model(place)
     if other.weights is None:
         raise ValueError(f"{place} holds no weights")
