@@ -211,7 +211,7 @@ def start_service(loaded: Recipe, model: SourceModel, need: Need) -> Service:
     import torch
     from tpshard.parallelism.runtime.cores import sharing_note
     from tpshard.serve.api.metrics import Metrics
-    from tpshard.serve.api.service import Limits, Service
+    from tpshard.serve.api.service import Limits, NotLoaded, Service
     from tpshard.serve.engine.job import Job
     from tpshard.serve.engine.ranks import Ranks
     from tpshard.serve.engine.step import WorkerLost
@@ -226,7 +226,7 @@ def start_service(loaded: Recipe, model: SourceModel, need: Need) -> Service:
     service = Service(lambda: Ranks(command, job), limits, Metrics(), section.adapters)
     try:
         service.start()
-    except ValueError as error:
+    except NotLoaded as error:
         raise Mistakes.one(
             "an adapter cannot be loaded", exit=Exit.CHECKPOINT, where=loaded.where("serve.adapters"), why=str(error),
             fix="correct it, or name another",

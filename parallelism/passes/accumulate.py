@@ -33,7 +33,7 @@ def accumulate(program: Program) -> Program:
     assert isinstance(ends, tuple | list), "the results of a program are a list"
     for output, source in program.donated.items():
         if isinstance(added := ends[output], fx.Node):
-            _merge(graph, added, feeds[source])
+            _merge(graph, added, feeds[source], early=True)
     sums = [node for node in graph.nodes if node.target is aten.add.Tensor and _depth(node) >= LONG]
     inner = {total for added in sums if (total := _total(added))}
     for end in [added for added in sums if added not in inner]:
@@ -46,12 +46,13 @@ def accumulate(program: Program) -> Program:
     return program
 
 
-def _merge(graph: fx.Graph, added: fx.Node, total: fx.Node) -> None:
-    """Replaces a product and its addition to `total` by one operation, if they are such."""
+def _merge(graph: fx.Graph, added: fx.Node, total: fx.Node, early: bool = False) -> None:
+    """Replaces a product and its addition to `total` by one operation, if they are such. early: in the place of the
+    product, before which `total` is there, as an input is; else in that of the addition."""
     product = _product(added, total)
     if product is None:
         return
-    with graph.inserting_before(product):
+    with graph.inserting_before(product if early else added):
         fused = call(graph, ADDING[product.target], (total, *product.args))
         one, other = info(product), info(added)
         fused.meta[INFO] = replace(

@@ -57,6 +57,10 @@ class Full(Exception):
     """The queue is full."""
 
 
+class NotLoaded(Exception):
+    """An adapter of the start that cannot be loaded."""
+
+
 class Unavailable(Exception):
     """The engine cannot accept requests: it is starting, recovering or ending."""
 
@@ -270,7 +274,7 @@ class Service:
                     self._load(engine, name, folder, replace=False)
                 except ValueError as error:
                     if not self._started.is_set():
-                        raise
+                        raise NotLoaded(str(error)) from error
                     log.error("the adapter `%s` is not served any more: %s", name, error)
                     del self._folders[name]
         except BaseException:

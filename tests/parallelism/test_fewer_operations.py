@@ -77,6 +77,20 @@ def test_a_product_is_added_to_the_sum_that_it_overwrites() -> None:
     assert "aten.baddbmm.default" in checked(accumulate, lambda s, x: s + x @ x, sums, batch, donated={0: 0})
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2, 3, 4), (4, 0, 3, 1, 2)])
+def test_a_long_sum_of_products_is_added_up_product_by_product(order: tuple[int, ...]) -> None:
+    """In whatever order they are computed and added."""
+
+    def total(x: Tensor) -> Tensor:
+        parts = [x[i : i + 2].T @ x[i : i + 2] for i in range(5)]
+        return sum((parts[i] for i in order[1:]), parts[order[0]])
+
+    x = torch.arange(48.0).reshape(6, 8) / 32
+    assert checked(accumulate, total, x).count("aten.addmm.default") == 4
+    short = checked(accumulate, lambda x: x[:2].T @ x[:2] + x[2:4].T @ x[2:4] + x[4:].T @ x[4:], x)
+    assert "aten.addmm.default" not in short
+
+
 @pytest.mark.parametrize(
     ("function", "donated"),
     [
