@@ -7,12 +7,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from tpshard.cli.shared.arguments import OptionalRecipe, Overrides, load, on_device
 
 if TYPE_CHECKING:
+    from tpshard.plan.saved_plan import SavedPlan
     from tpshard.recipes.keys.schema import Recipe
 
 STEPS = ("train", "prefill", "decode")
@@ -33,6 +34,9 @@ NEEDS = {"--of": ("--stage",), "--against": ("--stage",), "--for serve": ("--pro
 EXCLUDES = {"--check": ("RECIPE", "--device")}
 """What an option leaves no room for: a run has its own recipe, and its plan its own device."""
 POSITIVE = ("--rate", "--ttft", "--tpot")
+OF_SAVED = {"RECIPE", "--diff", "--tokens", "--price", "--watts", "--failures", "--restart", "--save"}
+OF_SAVED |= {"--json", "--verbose", "--dry-run"}
+"""What can be asked of a saved plan, whose report is read and whose programs are not."""
 
 _what = partial(typer.Option, rich_help_panel="What is planned, on which device")
 What = Annotated[
@@ -59,7 +63,8 @@ Diff = Annotated[
     list[str] | None,
     _question(
         "--diff", metavar="OTHER",
-        help="How do two plans differ? OTHER is a recipe, or KEY.PATH=VALUE for a change of this one (repeatable).",
+        help="How do two plans differ? OTHER is a recipe, a plan.json, or KEY.PATH=VALUE for a change of this one "
+        "(repeatable).",
     ),
 ]  # fmt: skip
 Passes = Annotated[bool, _question("--passes", help="How does each pass change collectives, memory and time?")]
@@ -151,6 +156,8 @@ def plan(
 
     A sharded tensor is printed as w_up[E_fsdp, M_tp]: its dim embed (E) is sharded over the mesh axis fsdp, mlp (M)
     over tp; a dim without an axis is replicated; behind it {U_tp} is a sum still to be made over tp.
+
+    RECIPE may be the plan.json of an earlier plan, which is read, not planned.
     """
     given = _given_options(context)
     _require_sense(given, what)
@@ -159,8 +166,13 @@ def plan(
         from tpshard.plan.questions import check_run
 
         return _print(check_run.answered(check, as_json))
-    loaded = load(recipe, on_device(overrides, device))
-    if what == "serve":
+    saved = _saved(recipe, given)
+    if saved is not None and overrides:
+        raise typer.BadParameter(
+            "a saved plan cannot be changed; plan its recipe with them", param_hint="KEY.PATH=VALUE"
+        )
+    loaded = load(recipe, on_device(overrides, device)) if saved is None else None
+    if loaded is not None and what == "serve":
         from tpshard.cli.shared.rehearsed import run_rehearsal
         from tpshard.plan.questions.serving_answers import TimeLimits
         from tpshard.plan.server.traffic import Traffic
@@ -172,6 +184,7 @@ def plan(
 
     text = _text(against or ())
     other = None if text is not None else _other(given, recipe, overrides, device)
+    first = " ".join([*([recipe] if recipe else []), *(overrides or ())]) or (loaded.name if loaded is not None else "")
     try:
         conditions = Conditions(None if tokens is None else amount(tokens), price, watts, failures, restart, save)
     except ValueError as error:
@@ -180,18 +193,22 @@ def plan(
         source=recipe if recipe is not None and "=" not in recipe else "", what=what, dry_run=dry_run, as_json=as_json,
         verbose=verbose, html=html, trace=trace, svg=svg, explain=explain, search=search, stage=stage, of=of or "",
         run=None if conditions == Conditions() else conditions, passes=passes, skew=skew, suggest=suggest, fit=fit,
-        pin=pin, net=net, against=text, compared=(
-            " ".join([*([recipe] if recipe else []), *(overrides or ())]) or loaded.name,
-            " ".join(diff or against or ()),
-        ),
+        pin=pin, net=net, against=text, compared=(first, " ".join(diff or against or ())), cached=not no_cache,
     )  # fmt: skip
     note = partial(print, file=sys.stderr)
-    entry = None if no_cache or other is not None else outputs.entry(loaded, options)
+    if diff is not None:
+        from tpshard.plan.questions import diff as diffs
+
+        assert other is not None
+        return _print(diffs.answered(saved or cast("Recipe", loaded), other, options))
+    if loaded is None:
+        return _print(outputs.deliver_saved(cast("SavedPlan", saved), options))
+    entry = outputs.entry(loaded, options)
     done = outputs.cached_result(loaded, options, entry, note) if entry is not None else None
     if done is None:
         from tpshard.plan import command
 
-        done = command.run(loaded, options, other, note, entry)
+        done = command.run(loaded, options, cast("Recipe | None", other), note, entry)
     return _print(done)
 
 
@@ -261,10 +278,21 @@ def _text(words: Sequence[str]) -> str | None:
         raise Mistakes.one(f"{path} cannot be read as text", exit=Exit.USAGE, why=str(error), fix=fix) from error
 
 
+def _saved(name: str | None, options: Mapping[str, Any]) -> SavedPlan | None:
+    """The saved plan that is named in place of a recipe, if one is. Raises BadParameter for what needs its programs."""
+    if name is None or not name.endswith(".json"):
+        return None
+    from tpshard.plan import saved_plan
+
+    if beyond := [option for option in options if option not in OF_SAVED]:
+        raise typer.BadParameter("it is not asked of a saved plan but of its recipe", param_hint=", ".join(beyond))
+    return saved_plan.read(name)
+
+
 def _other(
     options: Mapping[str, Any], recipe: str | None, overrides: Sequence[str] | None, device: str | None
-) -> Recipe | None:
-    """The second recipe of a comparison: another one, or the first with changes; None where nothing is compared."""
+) -> Recipe | SavedPlan | None:
+    """What is compared with: another recipe or saved plan, or the first recipe with changes; None for nothing."""
     option = "--diff" if "--diff" in options else "--against"
     words = options.get(option, ())
     names = [word for word in words if "=" not in word or Path(word).exists()]
@@ -274,5 +302,7 @@ def _other(
             "extends it", param_hint=option,
         )  # fmt: skip
     if names:
-        return load(names[0], on_device(None, device))
+        return _saved(names[0], {}) or load(names[0], on_device(None, device))
+    if words and (recipe or "").endswith(".json"):
+        raise typer.BadParameter("a saved plan is compared with a recipe or another saved plan", param_hint=option)
     return load(recipe, [*on_device(overrides, device), *words]) if words else None

@@ -12,7 +12,6 @@ from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.plan import outputs, planner, saved_plan  # fmt: skip
 from tpshard.plan.outputs import CommandResult, PlanOptions, answer
 from tpshard.plan.plan_cache import PlanEntry
-from tpshard.plan.questions import diff as diffs
 from tpshard.plan.questions import fitting, pass_prices, pinning, placements, stage_texts  # fmt: skip
 from tpshard.plan.report import describe, report_file
 from tpshard.plan.report.planned import Planned
@@ -57,16 +56,9 @@ def run(
     if options.explain is not None:
         explanation = _answer_explain(planned, options.explain)
         return answer(options.as_json, {"name": options.explain, "lines": explanation.splitlines()}, explanation)
-    if other is not None:
-        before, after = options.compared
-        changed = diffs.diff(report, planner.report(other, other.name, options.what))
-        changed |= {"before": before or recipe.name, "after": after or other.name}
-        return answer(options.as_json, changed, diffs.text(changed))
     if options.net:
         network = placements.net(planned, recipe, variants)
         return answer(options.as_json, network.to_json(), placements.text(network))
-    if options.run is not None:
-        report.forecast = planner.forecast_of(report, recipe, options.run)
     if options.skew is not None:
         report.skew = skews.skew(planned.pricing, Setting.of(recipe, devices_of(recipe)), options.skew)
     if not report.fits:

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-from tpshard.diagnostics.diagnostic import Exit
+from tpshard.diagnostics.diagnostic import Exit, Mistakes, printable
 from tpshard.plan import saved_plan
 from tpshard.plan.plan_cache import PlanEntry, entry_of, remember
 from tpshard.plan.report import report_file, screen
 from tpshard.plan.report.drawing import Drawing
 from tpshard.plan.report.report import Report
+from tpshard.plan.saved_plan import SavedPlan
 from tpshard.plan.step.forecast import Conditions
 from tpshard.plan.views import page, pictures, trace
 from tpshard.recipes.keys.schema import Recipe
@@ -58,6 +59,8 @@ class PlanOptions:
     """Tokens of the busiest expert over the mean; None if not requested."""
     compared: tuple[str, str] = ("", "")
     """The names of the two recipes of a comparison; "" for their own names."""
+    cached: bool = True
+    """Whether the cache of plans is read and written."""
 
     @property
     def plans(self) -> bool:
@@ -118,6 +121,8 @@ def deliver(
 ) -> CommandResult:  # fmt: skip
     """Writes a plan's texts to its `files`. Returns the text for stdout; the exit code says whether the plan fits.
     saved: the text of plan.json."""
+    if options.run is not None:
+        report = replace(report, forecast=report.forecast_under(options.run))
     for path, kind in files(options, folder):
         saved_plan.write(path, saved if kind == "saved" else text(kind, report, drawing))
         if kind == "saved":
@@ -130,9 +135,30 @@ def deliver(
 
 def entry(recipe: Recipe, options: PlanOptions) -> PlanEntry | None:
     """The cache entry of a recipe's plan; None for options whose output is no plan, or a recipe that has no entry."""
-    if not options.plans:
+    if not options.plans or not options.cached:
         return None
-    return entry_of(recipe, options.source, options.what, options.suggest, options.run, options.skew)
+    return entry_of(recipe, options.source, options.what, options.suggest, options.skew)
+
+
+def deliver_saved(saved: SavedPlan, options: PlanOptions) -> CommandResult:
+    """The text for stdout of a plan that was saved; what its texts say does not control the terminal."""
+    done = deliver(replace(options, dry_run=True), Path(), report_in(saved), _undrawn, "", lambda _: None)
+    return replace(done, text="\n".join(map(printable, done.text.split("\n"))))
+
+
+def _undrawn() -> Drawing:
+    raise AssertionError("a saved plan is not drawn")
+
+
+def report_in(saved: SavedPlan) -> Report:
+    """The report in a saved plan. Raises `Mistakes` (exit 3) where it cannot be shown: the file may say anything."""
+    try:
+        if saved.report is not None and [text(kind, saved.report, _undrawn) for kind in ("json", "verbose")]:
+            return saved.report
+        why = "another version of tpshard wrote it"
+    except saved_plan.UNREADABLE as error:
+        why = str(error) or type(error).__name__
+    raise Mistakes.one(f"the report in {saved.path} cannot be read", why=why, fix="plan its recipe again")
 
 
 def cached_result(

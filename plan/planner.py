@@ -13,7 +13,6 @@ from tpshard.plan.report import describe
 from tpshard.plan.report.planned import Planned
 from tpshard.plan.report.report import PlannedJob, Report
 from tpshard.plan.server import server_steps
-from tpshard.plan.step.forecast import Conditions, Forecast, forecast
 from tpshard.plan.step.step_price import price_training
 from tpshard.plan.step.units import gib
 from tpshard.programs.setting import cluster
@@ -22,18 +21,6 @@ from tpshard.programs.step import saved_step, training
 from tpshard.programs.step.training_step import TrainingPrograms
 from tpshard.programs.step.variants import Variants
 from tpshard.recipes.keys.schema import Recipe
-
-UNREADABLE = (
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    RuntimeError,
-    AssertionError,
-    ArithmeticError,
-    MemoryError,
-)
-"""What reading the programs in a file, where numbers, names and lists may stand for one another, can raise."""
 
 
 def check_limit(programs: TrainingPrograms) -> None:
@@ -68,17 +55,6 @@ def planned(
         return planned_training(build_programs(Setting.of(recipe, devices_of(recipe)), variants), source, accuracy)
 
 
-def forecast_of(report: Report, recipe: Recipe, conditions: Conditions) -> Forecast:
-    """The forecast of a whole run whose training step is planned."""
-    setting = Setting.of(recipe, devices_of(recipe))
-    sizes = {name: p.numel() for name, p in setting.model.named_parameters() if name in setting.trained}
-    saved = report.job.params * setting.master_dtype.itemsize + setting.moment_bytes(sizes)
-    return forecast(
-        report.pricing.step_s, report.job.tokens, recipe.train.steps, report.devices, report.job.nodes, saved,
-        recipe.checkpoint.every_steps, report.provenance["time"], conditions,
-    )  # fmt: skip
-
-
 @contextlib.contextmanager
 def without_gc() -> Iterator[None]:
     """A context without garbage collection, which would walk over a plan's hundred thousand nodes again and again."""
@@ -107,12 +83,14 @@ def planned_training(programs: TrainingPrograms, source: str = "", accuracy: str
     pricing = price_training(programs)
     batch = setting.batch
     parameters = {port.name: port for port in programs.micro.inputs if port.kind == "parameter"}
+    params = sum(math.prod(port.shape) for port in parameters.values())
+    trained = {name: p.numel() for name, p in setting.model.named_parameters() if name in setting.trained}
     job = PlannedJob(
         name=recipe.name,
         recipe=source,
         what="train",
         model=setting.spec.source.name,
-        params=sum(math.prod(port.shape) for port in parameters.values()),
+        params=params,
         seq_len=setting.seq_len,
         dtype=str(recipe.model.dtype),
         mesh=dict(setting.mesh.axes),
@@ -126,6 +104,9 @@ def planned_training(programs: TrainingPrograms, source: str = "", accuracy: str
         remat=_remat(recipe),
         device_assumed=recipe.cluster is None,
         stacking=setting.stacking,
+        steps=recipe.train.steps,
+        save_every=recipe.checkpoint.every_steps,
+        checkpoint_bytes=params * setting.master_dtype.itemsize + setting.moment_bytes(trained),
     )
     warnings = describe.extra_warnings(job, device, programs.update)
     report = describe.report_of(job, pricing, programs.micro, list(parameters), accuracy, warnings)
@@ -146,7 +127,7 @@ def read_programs(saved: saved_plan.SavedPlan, setting: Setting) -> TrainingProg
         try:
             read = saved_step.unpack(saved.step or "", setting)
             named, described = read.fingerprints, dict(saved.fingerprints)
-        except UNREADABLE as error:
+        except saved_plan.UNREADABLE as error:
             why = str(error) or type(error).__name__
             message = f"the programs in {saved.path} cannot be read"
             raise Mistakes.one(message, why=why, fix="plan again") from error

@@ -20,6 +20,8 @@ from tpshard.diagnostics.diagnostic import Exit, Mistakes, Source
 from tpshard.files.atomic import write_file
 from tpshard.files.folder_json import parse_object, read_regular
 from tpshard.models.module_model import code_identity
+from tpshard.plan.report import report_file
+from tpshard.plan.report.report import Report
 from tpshard.plan.step.units import SCHEMA
 from tpshard.programs.fit.recipe_model import model_of
 from tpshard.recipes.reading.values import shorten, values
@@ -32,6 +34,18 @@ ELSEWHERE = (
     "name", "data", "evaluate", "timeout_s", "launch", "run", "resume", "checkpoint", "logging", "quantize", "serve",
 )  # fmt: skip
 """Sections of a recipe in which it may differ from its plan: they do not say what a run computes."""
+
+UNREADABLE = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    AssertionError,
+    ArithmeticError,
+    MemoryError,
+)
+"""What making use of a file, where numbers, names and lists may stand for one another, can raise."""
 
 _MOST_BYTES = 2 << 30
 """Of a saved plan."""
@@ -56,7 +70,10 @@ class SavedPlan:
     """The fingerprint of each program; of a training run also of those that a plan does not price."""
     step: str | None
     """The packed programs of a training run; None for other plans."""
-    report: Mapping[str, Any]
+    printed: Mapping[str, Any]
+    """The plan as `plan --json` prints it."""
+    report: Report | None
+    """The plan's report; None in a file of another version."""
     text: str
     """The whole file."""
 
@@ -72,6 +89,7 @@ def dumps(planned: Planned, recipe: Recipe, *, with_programs: bool = True) -> st
         "schema": SCHEMA, "recipe": recipe.to_yaml(), "values": values(recipe, ELSEWHERE), "versions": versions(recipe),
         "programs": planned.fingerprints if planned.step is None else planned.step.fingerprints,
         "plan": planned.report.to_json(),
+        "report": report_file.dumps(planned.report),
         "step": saved_step.pack(planned.step) if with_programs and planned.step is not None else None,
     }  # fmt: skip
     return json.dumps(held, indent=1, sort_keys=True) + "\n"
@@ -160,10 +178,11 @@ def read(path: str) -> SavedPlan:
             raise ValueError(f"schema {SCHEMA} expected")
         if "collectives" in held:
             raise ValueError("it is what `plan --json` prints, which holds no programs")
-        report, hashes = dict(held["plan"]), dict(held["programs"])
+        printed, hashes = dict(held["plan"]), dict(held["programs"])
         return SavedPlan(
-            path, str(held["recipe"]), dict(held.get("values", {})), dict(report.get("mesh", {})),
-            dict(held.get("versions", {})), hashes, _text_or_none(held.get("step")), report, text,
+            path, str(held["recipe"]), dict(held.get("values", {})), dict(printed.get("mesh", {})),
+            dict(held.get("versions", {})), hashes, _text_or_none(held.get("step")), printed,
+            report_file.loads(str(held.get("report")), Report), text,
         )  # fmt: skip
     except OSError as error:
         raise Mistakes.one(f"the plan {path} cannot be read", why=error.strerror or str(error), fix=fix) from error

@@ -91,7 +91,7 @@ def answered(folder: Path, as_json: bool = False) -> CommandResult:
 def _plan(folder: Path) -> Any:
     """The report in `plan.json` of a run's folder; without the file, a new one of the run's recipe."""
     if (folder / "plan.json").is_file():
-        return saved_plan.read(str(folder / "plan.json")).report
+        return saved_plan.read(str(folder / "plan.json")).printed
     from tpshard.plan import planner  # imports torch
 
     return json.loads(json.dumps(planner.report(recipes.load(folder), str(folder)).to_json()))

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
+from tpshard.diagnostics.diagnostic import printable
 from tpshard.parallelism.words import axes_text
+from tpshard.plan import outputs
+from tpshard.plan.outputs import CommandResult, PlanOptions
+from tpshard.plan.report import report_file
 from tpshard.plan.report.pattern import pattern
 from tpshard.plan.report.report import Report
 from tpshard.plan.report.screen import cut, pipeline_words, sharding_text
+from tpshard.plan.saved_plan import SavedPlan
 from tpshard.plan.step.units import FORMS, gib
+from tpshard.recipes.keys.schema import Recipe
 
 MOST_ROWS = 24
 """The largest number of rows of a table on the screen."""
@@ -26,6 +33,36 @@ def figures(report: Report) -> dict[str, float]:
         "sent_bytes": float(sum(line.wire_bytes for line in report.lines)),
         "flop_efficiency": report.flop_efficiency,
     }
+
+
+def answered(before: Recipe | SavedPlan, after: Recipe | SavedPlan, options: PlanOptions) -> CommandResult:
+    """The answer of `--diff`. A recipe whose plan is in the cache is not planned again."""
+    saved = [outputs.report_in(one).job.what for one in (before, after) if isinstance(one, SavedPlan)]
+    options = replace(options, what=saved[0] if saved else options.what)
+    changed = diff(_report(before, options), _report(after, options))
+    changed |= dict(zip(("before", "after"), options.compared))
+    shown = "\n".join(map(printable, text(changed).split("\n")))
+    return outputs.answer(options.as_json, changed, shown)
+
+
+def _report(plan: Recipe | SavedPlan, options: PlanOptions) -> Report:
+    """The report that is saved, in the cache, or made now; without suggestions, and kept where only a comparison looks.
+
+    Raises `Mistakes` where the recipe cannot be planned, or another version saved the plan.
+    """
+    if isinstance(plan, SavedPlan):
+        return outputs.report_in(plan)
+    entry = outputs.entry(plan, replace(options, source="--diff"))
+    for place in (outputs.entry(plan, options), entry):
+        texts = None if place is None else place.read(["report"])
+        if texts is not None and (known := report_file.loads(texts["report"], Report)) is not None:
+            return known
+    from tpshard.plan import planner  # imports torch
+
+    report = planner.report(plan, plan.name, options.what)
+    if entry is not None:
+        entry.write({"report": report_file.dumps(report)})
+    return report
 
 
 def diff(before: Report, after: Report) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def compare(folder: Path, plan: Any = None) -> dict[str, Any] | None:
     `plan` defaults to the one in the folder.
     """
     try:
-        plan = plan or saved_plan.read(str(folder / "plan.json")).report
+        plan = plan or saved_plan.read(str(folder / "plan.json")).printed
         rows = measured_rows(folder)
     except Exception:  # a run without a plan, or one that is being written: there is nothing to compare
         return None
@@ -78,7 +78,7 @@ def record(folder: Path) -> str:
     comparison = compare(folder)
     if comparison is None:
         return ""
-    plan = saved_plan.read(str(folder / "plan.json")).report
+    plan = saved_plan.read(str(folder / "plan.json")).printed
     saved_plan.write(folder / "plan_measured.json", json.dumps(comparison, indent=1, sort_keys=True) + "\n")
     parts = []
     foreign = plan["device"]["name"] == SHIPPED_CPU  # it stands for any CPU: its times are of another machine

@@ -14,7 +14,7 @@ from tpshard.parallelism.why import SourcePlace
 from tpshard.plan.report.screen import screen
 from tpshard.plan.step.expert_routing import Skew
 from tpshard.plan.step.figures import Line, StepFigures
-from tpshard.plan.step.forecast import Forecast
+from tpshard.plan.step.forecast import Conditions, Forecast, forecast
 from tpshard.plan.step.time_range import time_range
 from tpshard.plan.step.units import SCHEMA, round_figure
 from tpshard.programs.setting.stacking import Stacking
@@ -53,6 +53,11 @@ class PlannedJob:
     """How served weights are quantized and laid out; empty for dense ones."""
     stacking: Stacking | None = None
     """The stacked layers of a vectorized pipeline."""
+    steps: int = 0
+    """Steps of the recipe's run; 0 for a server."""
+    save_every: int = 0
+    """Steps between its checkpoints; 0: none."""
+    checkpoint_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -236,6 +241,13 @@ class Report:
             "collectives.time_s": device.unfitted_constants(used),
             "memory.reserved_bytes": device.unfitted_constants(["reserved"]),
         }
+
+    def forecast_under(self, conditions: Conditions) -> Forecast:
+        """The forecast of the whole run whose step this is."""
+        return forecast(
+            self.pricing.step_s, self.job.tokens, self.job.steps, self.devices, self.job.nodes,
+            self.job.checkpoint_bytes, self.job.save_every, self.provenance["time"], conditions,
+        )  # fmt: skip
 
     # ---- a notebook -----------------------------------------------------------------------------------------------
     def _repr_html_(self) -> str:

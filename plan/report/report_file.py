@@ -1,4 +1,7 @@
-"""A report, or what its pictures show, as text that is read back without the programs it describes."""
+"""A report, or what its pictures show, as text that is read back without the programs it describes.
+
+What is read may be another person's: a value is made of the types that its fields have, or is refused.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from tpshard.plan.report.drawing import Drawing
 from tpshard.plan.report.report import Report
@@ -25,7 +28,7 @@ def loads(text: str, kind: type[T]) -> T | None:
     try:
         value: T = _value(kind, json.loads(text))
         return value
-    except (ValueError, TypeError, LookupError):
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return None
 
 
@@ -66,4 +69,9 @@ def _value(kind: Any, data: Any) -> Any:
         return [_value(args[0], one) for one in data]
     if kind is Any and isinstance(data, list):  # an axis, or the axes of a dim
         return tuple(_value(Any, one) for one in data)
+    fits = (
+        data in args if origin is Literal else kind is Any or type(data) is kind or (kind, type(data)) == (float, int)
+    )
+    if not fits:
+        raise TypeError(f"{kind} expected, found {data!r}")
     return data

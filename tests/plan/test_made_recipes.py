@@ -74,7 +74,7 @@ def folder(planned: Planned, tmp_path: Path) -> Path:
 
 def ran(folder: Path, **factors: float) -> check_run.RunFinding:
     """Writes a run that equals its plan except for these factors."""
-    plan = saved_plan.read(str(folder / "plan.json")).report
+    plan = saved_plan.read(str(folder / "plan.json")).printed
     row = {
         "step_s": plan["time"]["step_s"], "exposed_comm_s": plan["time"]["exposed_comm_s"],
         "peak_memory_bytes": plan["memory"]["peak_bytes"],

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from random import Random
+from typing import Any
 
+import pytest
 from small_model import of_small_model
-from tpshard.plan import outputs, planner
+from small_recipe import RECIPE
+from tpshard.cli.main import run as tpshard
+from tpshard.diagnostics.diagnostic import Exit
+from tpshard.plan import outputs, planner, saved_plan
 from tpshard.plan.questions import diff
 from tpshard.plan.report import report_file
 from tpshard.plan.report.drawing import Drawing
@@ -69,3 +78,55 @@ def test_what_is_not_drawn_makes_no_drawing() -> None:
     report = planner.report(loads(STAGED), "staged.yaml")
     assert all(outputs.text(kind, report, refuse) for kind in ("json", "screen", "verbose"))
     assert not outputs.draws(outputs.PlanOptions(dry_run=True)) and outputs.draws(outputs.PlanOptions())
+
+
+def test_a_saved_plan_is_read_as_a_recipe_is_planned(
+    planned: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also by a comparison; what only its programs can answer is refused."""
+    file = str(tmp_path / "plan.json")
+    saved_plan.write(Path(file), saved_plan.dumps(planned, loads(RECIPE)))
+    monkeypatch.setattr(planner, "planned", lambda *_: pytest.fail("a saved plan is planned again"))
+    for words, kind in ([], "screen"), (["--json"], "json"), (["-v", "--dry-run"], "verbose"):
+        assert tpshard(["plan", file, *words]) == Exit.DONE
+        assert capsys.readouterr().out == outputs.text(kind, planned.report, lambda: planned.drawing)
+    assert tpshard(["plan", file, "--diff", file, "--json"]) == Exit.DONE
+    changed = json.loads(capsys.readouterr().out)
+    assert (changed["before"], changed["after"], changed["shardings"]) == (file, file, [])
+    assert tpshard(["plan", file, "--tokens", "1B"]) == Exit.DONE
+    assert "1.00 B tokens" in capsys.readouterr().out
+    for words in (
+        ["mesh.tp=1"],
+        ["--explain", "logits"],
+        ["--device", "h200"],
+        ["--svg", "x"],
+        ["--diff", "mesh.tp=1"],
+    ):
+        assert tpshard(["plan", file, *words]) == Exit.USAGE
+        assert "saved plan" in capsys.readouterr().err
+
+
+def places(data: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield place
+    for key, one in enumerate(data) if isinstance(data, list) else data.items() if isinstance(data, dict) else ():
+        yield from places(one, (*place, key))
+
+
+def test_a_damaged_report_is_refused_or_shown(
+    planned: Planned, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = json.loads(saved_plan.dumps(planned, loads(RECIPE), with_programs=False))
+    random, file, codes = Random(3), tmp_path / "plan.json", set()
+    report = json.loads(held["report"])
+    everywhere = list(places(report))[1:]
+    for _ in range(60):
+        damaged = copy.deepcopy(report)
+        *way, last = random.choice(everywhere)
+        inner = damaged
+        for key in way:
+            inner = inner[key]
+        inner[last] = random.choice([None, True, -1, 10**30, 0.5, float("inf"), "\x1b[2J", [], {}, [[[]]], [1, 2, 3]])
+        file.write_text(json.dumps(held | {"report": json.dumps(damaged)}))
+        codes.add(tpshard(["plan", str(file)]))
+        assert "\x1b" not in "".join(capsys.readouterr())
+    assert codes <= {Exit.DONE, Exit.RECIPE, Exit.FIT} and Exit.RECIPE in codes
