@@ -5,7 +5,6 @@ On a GPU: pytest tests/kernels/interpreted_kernels.py
 
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
 from tpshard.kernels import triton_launch as launch
@@ -18,30 +17,11 @@ from tpshard.kernels.quantized.packed import pack, unpack
 from tpshard.kernels.quantized.quantized import Quantized, group_count, group_index, reference_matmul
 from tpshard.kernels.recurrences import delta_rule, selective_scan, triton_recurrences
 from tpshard.kernels.triton_launch import Tile
-from triton import language as tl
-from triton.runtime import interpreter
+from triton_interpreter import prepare
 
+prepare()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUNDING = {torch.float16: 2e-3, torch.bfloat16: 1.2e-2, torch.float32: 4e-4}  # weights pass through fp16
-
-
-@pytest.fixture(autouse=True)
-def products_in_order(monkeypatch):
-    """A block's product in the interpreter is a sum over its inner dim in order, whose rows are independent as a GPU's
-    are. numpy's library for matrices sums a row in an order that depends on its place in the block."""
-
-    def values(block):
-        if block.dtype.is_floating() and block.dtype.primitive_bitwidth == 8:  # held as bytes
-            return interpreter._convert_float(block.data, block.dtype, tl.float16, None).view(np.float16)
-        return block.data
-
-    def dot(self, a, b, total, *_):
-        x, y, out = values(a), values(b), total.data.copy()
-        for k in range(x.shape[-1]):
-            out += x[..., k : k + 1].astype(out.dtype) * y[..., k : k + 1, :].astype(out.dtype)
-        return interpreter.TensorHandle(out, total.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
 
 
 def linear(inputs, outputs, bits=4, group_size=64, order=True, sym=False, bias=False):

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from paged_cases import fill
-from patience import PATIENCE
 from tpshard.kernels.attention.paged_attention import paged_attention_reference, span
 
 
@@ -128,59 +123,6 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     row = torch.zeros(1, 2, dtype=torch.int64)
     with pytest.raises(ValueError, match="do not match"):
         paged_attention(q, k, k, pool, pool.clone(), row, row, row, row)
-
-
-INTERPRETED = """
-import sys, torch
-sys.path[:0] = {folders!r}
-from test_paged_attention import fill, paged_attention
-from tpshard.kernels.attention import triton_paged
-
-device = "cuda" if torch.cuda.is_available() else "cpu"
-for h, kv, d, dtype, close in ((4, 2, 16, torch.float32, 2e-6), (3, 1, 24, torch.float32, 2e-6),
-                               (4, 4, 32, torch.float16, 3e-3)):
-    tables, pools, past = fill([1, 17, 64, 65, 130], kv, d)
-    rows = [(i, n - 1) for i, n in enumerate([1, 17, 64, 65, 130])] + [(4, 3), (4, 63)]
-    sequences, positions = (torch.tensor([x]) for x in zip(*rows))
-    slots = tables[sequences, positions // 16] * 16 + positions % 16
-    q, new = torch.randn(1, len(rows), h, d).to(dtype), past[:, sequences[0], positions[0]].unsqueeze(1).to(dtype)
-    pools = pools.to(dtype)
-    window, softcap = (33, 1.5) if h == 3 else (None, None)
-    told = (positions, slots, sequences, tables)
-    expected = paged_attention(q, *new, *pools.clone(), *told, window=window, softcap=softcap)
-
-    def run(which):
-        arrays = (q[0, which], *pools, positions[0, which], sequences[0, which], tables)
-        out, lse = triton_paged.paged_attention(*(a.to(device) for a in arrays), d**-0.5, window, softcap, True)
-        assert torch.equal(triton_paged.paged_attention(
-            *(a.to(device) for a in arrays), d**-0.5, window, softcap)[0], out)
-        logs.append(lse.cpu())
-        return out.cpu()
-
-    logs = []
-    whole = run(list(range(len(rows))))
-    _, lse = torch.ops.tpshard.paged_attention_lse(q, *new, *pools.clone(), *told, d**-0.5, window, softcap)
-    torch.testing.assert_close(logs[0], lse[0].T.contiguous(), rtol=0, atol=close)
-    kept = pools.clone()
-    pools[:] = float("nan")  # what nobody wrote, or another sequence left
-    for i, n in enumerate([1, 17, 64, 65, 130]):
-        for p in range(n):
-            pools[:, tables[i, p // 16], p % 16] = kept[:, tables[i, p // 16], p % 16]
-    assert torch.equal(run(list(range(len(rows)))), whole)
-    torch.testing.assert_close(whole, expected[0], rtol=0, atol=close)
-    for row in range(len(rows)):
-        assert torch.equal(run([row])[0], whole[row])
-print("checked")
-"""
-
-
-def test_the_triton_kernel_is_the_reference() -> None:
-    """In Triton's interpreter, or on a GPU where there is one."""
-    environment = dict(os.environ) | ({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})
-    script = INTERPRETED.format(folders=[str(path) for path in Path(__file__).parents[:2]])
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0 and "checked" in done.stdout, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

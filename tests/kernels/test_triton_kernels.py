@@ -56,8 +56,8 @@ needs_interpreter = pytest.mark.skipif(
 
 @needs_interpreter
 def test_kernels_equal_their_references_in_the_interpreter():
-    cases = Path(__file__).with_name("interpreted_kernels.py")
-    command = [sys.executable, "-m", "pytest", str(cases), "-p", "no:cacheprovider", "-p", "no:xdist"]
+    cases = map(str, Path(__file__).parent.glob("interpreted_*.py"))
+    command = [sys.executable, "-m", "pytest", *cases, "-p", "no:cacheprovider", "-p", "no:xdist"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
