@@ -107,7 +107,8 @@ PLAN = {
     "fingerprint": "Of the program: `train` of the same recipe prints the same.",
 }  # fmt: skip
 PLAN_SOMETIMES = {
-    "buckets[].*": "With fsdp: collectives that buckets join, with their unit, phase, members and bytes.",
+    "buckets[].*": "With fsdp: its collectives in the longest program, with the parameters that each joins. behind_s: "
+    "seconds of computation that may hide it.",
     "pipeline.*": "With `pipeline`: schedule, form, bubble, layers of each stage; if staged, seconds, bytes, table.",
     "edits[].*": "Edits that make a plan fit which does not, with what each would need and take.",
     "suggestions[].*": "Edits that make a step faster, with memory and seconds of each.",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from torch import fx
@@ -179,6 +180,15 @@ class Priced:
     def run(self) -> Timeline:
         """The simulated timeline of the tasks."""
         return simulate(self.tasks, self.slowdown)
+
+    def behind(self) -> dict[int, float]:
+        """Seconds of computation between each collective's issue and the first wait for it, by its issuing task."""
+        before = [0.0, *accumulate(task.seconds if task.kind == "compute" else 0.0 for task in self.tasks)]
+        waits: dict[int, int] = {}
+        for i, task in enumerate(self.tasks):
+            if task.kind == "wait":
+                waits.setdefault(task.of, i)
+        return {i: before[waits.get(i, len(self.tasks))] - before[i] for i in self.costs}
 
 
 def price(

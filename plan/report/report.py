@@ -13,10 +13,10 @@ from tpshard.parallelism import words
 from tpshard.parallelism.why import SourcePlace
 from tpshard.plan.report.screen import screen
 from tpshard.plan.step.expert_routing import Skew
-from tpshard.plan.step.figures import Line, StepFigures
+from tpshard.plan.step.figures import Bucket, Line, StepFigures
 from tpshard.plan.step.forecast import Conditions, Forecast, forecast
 from tpshard.plan.step.time_range import time_range
-from tpshard.plan.step.units import SCHEMA, round_figure
+from tpshard.plan.step.units import SCHEMA, round_figure, round_figures
 from tpshard.programs.setting.stacking import Stacking
 
 _COUNTS = 0.01
@@ -122,7 +122,7 @@ class Report:
     tensors: list[Tensor]
     lines: list[Line]
     annotations: Annotations
-    buckets: list[dict[str, Any]]
+    buckets: list[Bucket]
     warnings: list[str]
     reshards: list[dict[str, Any]]
     losses: list[dict[str, Any]]
@@ -345,7 +345,7 @@ class Report:
                 }
                 for t in self.tensors
             ],
-            "buckets": self.buckets,
+            "buckets": [round_figures(asdict(bucket)) for bucket in self.buckets],
             "pipeline": self._pipeline(),
             "annotations": {
                 "written": self.annotations.written,

@@ -8,7 +8,15 @@ from typing import Any
 from tpshard.parallelism import words
 from tpshard.parallelism.pricing.flow import info_of, op_name
 from tpshard.plan.report.pattern import pattern
-from tpshard.plan.step.figures import DrawnPart, PartFigures, PlannedEvent, PlannedOp, PricedPipeline, StepFigures
+from tpshard.plan.step.figures import (
+    Bucket,
+    DrawnPart,
+    PartFigures,
+    PlannedEvent,
+    PlannedOp,
+    PricedPipeline,
+    StepFigures,
+)
 from tpshard.plan.step.pricing import PricedPart, Pricing, work_of
 from tpshard.plan.step.units import round_figure
 
@@ -63,16 +71,15 @@ def losses_of(pricing: Pricing, devices: int, bubble: float = 0.0) -> list[dict[
     return sorted(rows, key=lambda row: (-int(str(row["wasted"])), str(row["where"])))
 
 
-def buckets_of(pricing: Pricing) -> list[dict[str, Any]]:
-    """FSDP's collectives in issue order with their bytes, for the part that takes most of a step's time."""
+def buckets_of(pricing: Pricing) -> list[Bucket]:
+    """FSDP's collectives in issue order, for the part that takes most of a step's time."""
+    part = max(pricing.parts, key=lambda part: part.seconds)
+    behind = part.priced.behind()
     return [
-        {
-            "kind": comm.kind, "unit": info.unit, "phase": info.phase, "members": comm.members,
-            "values": ", ".join(comm.value), "bytes": comm.bytes, "time_s": round_figure(cost.seconds),
-        }
-        for info, comm, cost, _ in max(pricing.parts, key=lambda part: part.seconds).collectives()
+        Bucket(comm.kind, info.phase, comm.value, comm.bytes, cost.seconds, behind[i], exposed)
+        for i, (info, comm, cost, exposed) in zip(part.priced.costs, part.collectives())
         if comm.of in ("parameter", "gradient")
-    ]  # fmt: skip
+    ]
 
 
 def figures_of(pricing: Pricing) -> StepFigures:

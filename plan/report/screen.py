@@ -6,7 +6,7 @@ import math
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from itertools import chain, groupby, takewhile
 from typing import TYPE_CHECKING, Any
 
 from tpshard.diagnostics.diagnostic import plural
@@ -125,7 +125,7 @@ def screen(report: Report, *, verbose: bool = False, width: int = WIDTH) -> str:
     whole += expert_routing.rows(report.skew) if report.skew is not None else []
     head = wrap(head, width)
     tail = wrap([*_times(report), *whole, *_advice(report, verbose)], width)
-    parts = [_collectives, _reshards, _pipeline]
+    parts = [_collectives, _buckets, _reshards, _pipeline]
     middle = [wrap(lines, width) for lines in (_memory(report), *(part(report, verbose) for part in parts))]
     rows = shardings(report, width)
     if not verbose:
@@ -133,7 +133,7 @@ def screen(report: Report, *, verbose: bool = False, width: int = WIDTH) -> str:
         rows = _limit(rows, max(3, room))
     file = home(report)
     title = f"SHARDING  {report.annotations}   [exact]" + (f"   line:column of {file} that decided" if file else "")
-    lines = [*head, title, *rows, *middle[1], *middle[2], *middle[3], *middle[0], *tail]
+    lines = [*head, title, *rows, *chain(*middle[1:]), *middle[0], *tail]
     if not verbose and len(lines) > HEIGHT:
         lines = [*lines[: HEIGHT - 1], "... (--verbose shows all)"]
     return "\n".join(cut(line, width) for line in lines) + "\n"
@@ -195,6 +195,34 @@ def _collectives(report: Report, verbose: bool) -> list[str]:
         rest = shown[9:]
         rows.append(f"  ... {len(rest)} more kinds, {seconds(sum(r[3] for _, r in rest))} (--verbose)")
     return rows
+
+
+def _buckets(report: Report, verbose: bool) -> list[str]:
+    """FSDP's buckets: the time of each kind, the computation that it hides behind, and what stays exposed."""
+    if not verbose or not report.buckets:
+        return []
+    merged: dict[tuple[str, ...], list[float]] = {}
+    for bucket in report.buckets:
+        many = f" ({len(bucket.values)})" if len(bucket.values) > 1 else ""
+        row = merged.setdefault((bucket.kind, bucket.phase, cut(span(bucket.values) + many, 28)), [0.0] * 5)
+        for i, value in enumerate((1, bucket.bytes, bucket.time_s, bucket.behind_s, bucket.exposed_s)):
+            row[i] += value
+    title = f"BUCKETS of the longest program [times {report.provenance['collectives.time_s']}]"
+    return [
+        f"{title:<55}count      bytes     time   behind  exposed",
+        *(
+            f"  {kind:<14} {phase:<9} {of:<28} {n:>4.0f} {gib(size):>10} {seconds(time):>8} {seconds(behind):>8} "
+            f"{seconds(exposed):>8}"
+            for (kind, phase, of), (n, size, time, behind, exposed) in merged.items()
+        ),
+    ]
+
+
+def span(names: Sequence[str]) -> str:
+    """What parameters belong to: the module that has all of them, or else the first and the last module."""
+    parts = [name.split(".") for name in names]
+    alike = ".".join(part[0] for part in takewhile(lambda part: len({*part}) == 1, zip(*parts)))
+    return pattern(alike) if alike else f"{parts[0][0]} to {parts[-1][0]}"
 
 
 def _reshards(report: Report, verbose: bool) -> list[str]:

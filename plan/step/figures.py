@@ -119,6 +119,22 @@ class PricedPipeline:
 
 # ---- a step ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
+class Bucket:
+    """A collective of FSDP in the part of a step that takes most of its time."""
+
+    kind: str
+    phase: str
+    values: tuple[str, ...]
+    """The parameters that it gathers, or whose gradients it sums."""
+    bytes: int
+    time_s: float
+    behind_s: float
+    """Seconds of computation between its issue and the wait for it, which may hide it."""
+    exposed_s: float
+    """Seconds that the computation waits for it."""
+
+
+@dataclass(frozen=True)
 class Line:
     """The collectives of one kind over the same axes for the same purpose, in a whole step."""
 

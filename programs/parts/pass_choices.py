@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tpshard.diagnostics.diagnostic import Mistakes
 from tpshard.diagnostics.patterns import covers, unit_of
 from tpshard.files.folder_json import read_regular
+from tpshard.parallelism.mesh import Axis
 from tpshard.parallelism.passes import buckets
 from tpshard.parallelism.passes.recompute import Keep, keep_all, keep_layer_inputs, keep_selected
 from tpshard.parallelism.pricing.cost import Device, collective
@@ -135,6 +138,24 @@ def _from_file(setting: Setting, path: str, names: list[str]) -> Groups:
     return list(rows)
 
 
+@dataclass(frozen=True)
+class _Times(buckets.SendTimes):
+    """The times of collectives over FSDP's axis on the recipe's device."""
+
+    chooser: Chooser
+    axis: Axis
+
+    def gather(self, size: int) -> float:
+        return self._seconds("all_gather", size)
+
+    def reduce(self, size: int) -> float:
+        return self._seconds("reduce_scatter", size)
+
+    def _seconds(self, kind: str, size: int) -> float:
+        device, topology = self.chooser.device, self.chooser.topology
+        return collective(device, topology, kind, (self.axis,), size).seconds + device.overhead.issue_s if size else 0.0
+
+
 class Chooser:
     """Prices variants of the programs of one setting."""
 
@@ -164,14 +185,29 @@ class Chooser:
     # ---- buckets --------------------------------------------------------------------------------------------
     def pieces(self, program: Program) -> list[buckets.Piece]:
         """Every parameter in order of use, with the computation between its first use and the next one's."""
-        order, parts = buckets.in_order_of_use(program), self.kernels(program)
-        first = buckets.first_uses(program)
-        starts = sorted((at, name) for name, at in first.items())
-        costs = [seconds(kernel, self.device) if info(kernel.node).phase == "forward" else 0.0 for kernel in parts]
-        sizes = _gathered_bytes(self.setting, program)
-        ends = [*(at for at, _ in starts[1:]), len(costs)]
-        compute_s = {name: sum(costs[at:end]) for (at, name), end in zip(starts, ends)}
-        return [buckets.Piece(name, sizes[name], compute_s[name]) for name in order]
+        costs = [
+            (seconds(kernel, self.device), info(kernel.node).phase == "forward") for kernel in self.kernels(program)
+        ]
+
+        def computing_s(forward: bool) -> dict[str, float]:
+            starts = sorted((at, name) for name, at in buckets.first_uses(program, forward=forward).items())
+            ends = [*(at for at, _ in starts[1:]), len(costs)]
+            return {
+                name: sum(s for s, ahead in costs[at:end] if ahead is forward) for (at, name), end in zip(starts, ends)
+            }
+
+        sent: dict[str, Counter[str]] = {"all_gather": Counter(), "reduce_scatter": Counter()}
+        for comm in program.collectives:
+            if comm.of in ("parameter", "gradient") and comm.kind in sent:
+                sent[comm.kind].update(dict.fromkeys(comm.value, comm.bytes))
+        sizes, forward_s, backward_s = _gathered_bytes(self.setting, program), computing_s(True), computing_s(False)
+        return [
+            buckets.Piece(
+                name, sizes[name], forward_s[name], max(0, sent["all_gather"][name] - sizes[name]),
+                sent["reduce_scatter"][name], backward_s.get(name, 0.0),
+            )
+            for name in buckets.in_order_of_use(program)
+        ]  # fmt: skip
 
     def greedy(self, program: Program, program_with: Callable[[Groups], Program]) -> Groups:
         """Buckets by SimpleFSDP's greedy auto-wrapping under time and memory limits.
@@ -184,20 +220,16 @@ class Chooser:
         if axis is None or not buckets.in_order_of_use(program):
             return [[port.name] for port in program.inputs if port.kind == "parameter"]
 
-        def gather_s(size: int) -> float:
-            cost = collective(self.device, self.topology, "all_gather", (axis,), size)
-            return cost.seconds + self.device.overhead.issue_s
-
-        pieces = self.pieces(program)
+        pieces, times = self.pieces(program), _Times(self, axis)
         total = sum(piece.bytes for piece in pieces)
         least, room = float(max(piece.bytes for piece in pieces)), min(float(total), self.memory - self.peak(program))
-        groups = buckets.greedy(pieces, gather_s, max(least, room))
+        groups = buckets.greedy(pieces, times, max(least, room))
         if room <= least or self.fits(program_with(groups)):
             return groups
-        groups = buckets.greedy(pieces, gather_s, least)
+        groups = buckets.greedy(pieces, times, least)
         for _ in range(BISECTIONS if self.fits(program_with(groups)) else 0):
             between = (least + room) / 2
-            if self.fits(program_with(larger := buckets.greedy(pieces, gather_s, between))):
+            if self.fits(program_with(larger := buckets.greedy(pieces, times, between))):
                 groups, least = larger, between
             else:
                 room = between

@@ -230,21 +230,35 @@ def collectives_of(program: Program, what: str) -> list[tuple[str, tuple[str, ..
 
 
 # ---- choosing ------------------------------------------------------------------------------------------------------
+class Times:
+    """Half a second for each collective, and a second for 100 bytes."""
+
+    def gather(self, size: int) -> float:
+        return 0.5 + size / 100 if size else 0.0
+
+    reduce = gather
+
+
 def test_greedy_merges_what_hides_and_fits() -> None:
-    pieces = [buckets.Piece(f"p{i}", 10, 1.0) for i in range(6)]
-
-    def gather_s(size: int) -> float:
-        return 0.5 + size / 100
-
-    one_each = buckets.greedy(pieces, gather_s, memory=10)
+    pieces, gather_s = [buckets.Piece(f"p{i}", 10, 1.0) for i in range(6)], Times().gather
+    one_each = buckets.greedy(pieces, Times(), memory=10)
     assert one_each == [[piece.name] for piece in pieces]
-    merged = buckets.greedy(pieces, gather_s, memory=1000)
+    merged = buckets.greedy(pieces, Times(), memory=1000)
     assert len(merged) < len(pieces)
     assert [name for group in merged for name in group] == [piece.name for piece in pieces]
     hidden_behind = 0.0
     for group in merged[1:]:
         assert gather_s(10 * len(group)) <= max(hidden_behind, gather_s(10)) or hidden_behind == 0.0
         hidden_behind = float(len(group))
+
+
+@pytest.mark.parametrize(
+    ("backward_s", "again", "sizes"), [(0.6, 0, [1, 1, 1, 1, 1]), (0.75, 0, [1, 2, 2]), (0.75, 100, [1, 2, 1, 1])]
+)
+def test_greedy_hides_what_the_backward_pass_sends(backward_s: float, again: int, sizes: list[int]) -> None:
+    """While a bucket's gradients are computed, those of the last one are reduced and the next one is gathered again."""
+    pieces = [buckets.Piece(f"p{i}", 10, 10.0, again, 10, backward_s) for i in range(5)]
+    assert [len(group) for group in buckets.greedy(pieces, Times(), memory=1000)] == sizes
 
 
 def test_sizes_bound_a_bucket() -> None:

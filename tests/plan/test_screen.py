@@ -88,6 +88,20 @@ def test_no_row_of_the_shardings_is_cut(report):
     assert rows and not any(row.endswith("...") for row in rows)
 
 
+def test_buckets_are_shown_with_what_hides_them(report):
+    gathers = [bucket for bucket in report.buckets if bucket.kind == "all_gather"]
+    assert [screen.span(bucket.values) for bucket in gathers] == ["tok_embed.weight", "layers.*", "norm to output"] + [
+        "layers.*"
+    ]
+    assert all(bucket.behind_s >= bucket.time_s for bucket in gathers[1:]), "these are hidden"
+    assert gathers[0].exposed_s > 0 and sum(bucket.exposed_s for bucket in gathers[1:]) == 0
+    of_all = sum(line.exposed_s for line in report.lines if line.of in ("parameter", "gradient"))
+    assert of_all == pytest.approx(report.job.micro_batches * sum(bucket.exposed_s for bucket in report.buckets))
+    rows = [line for line in screen.screen(report, verbose=True).splitlines() if "norm to output (2)" in line]
+    assert [row.split()[:2] for row in rows] == [["all_gather", "forward"], ["reduce_scatter", "backward"]]
+    assert "BUCKETS" not in screen.screen(report)
+
+
 def test_the_names_of_the_screen_are_what_patterns_match(report):
     rows = [line for line in screen.shardings(report) if re.match(r" [* ]\S+ ", line)]
     names = [(row[2:].split()[0], len(re.search(r"\d+(x\d+)*(?= +\[)", row)[0].split("x"))) for row in rows]
