@@ -56,6 +56,7 @@ TEXTS = (
     "model: {preset: tiny}\ntrain: {steps: 100, profile: {steps: [12, 10]}}",
     "model: {preset: tiny}\ntrain: {steps: 100, profile: {steps: [110, 120]}}",
     "model: {preset: tiny}\ntrain: {steps: 100, tokens: 1000000}",
+    "model: {preset: tiny}\ntrain: {steps: 100}\ndata: {epochs: 3}",
     "model: {preset: tiny}\ndata: {prompt: question}",
     "model: {preset: tiny}\ndata: {messages: talk, prompt: question, completion: answer}",
     "model: {preset: tiny}\ndata: {source: a.jsonl, messages: talk, tokenizer: bytes}",

@@ -7,7 +7,7 @@ from dataclasses import field
 from typing import Annotated, Any, ClassVar, Literal
 
 from tpshard.diagnostics.diagnostic import Mistakes
-from tpshard.recipes.keys.constraints import CountOrZero, NonNegative, Share, limits
+from tpshard.recipes.keys.constraints import Count, CountOrZero, NonNegative, Share, limits
 from tpshard.recipes.text.section import Section, derived
 
 BYTE_TOKENS = 258
@@ -74,7 +74,7 @@ class Data(Section):
     chat_template: str | None = None
     """The chat template of conversations, and of the trained model: chatml, or a template's file. Default: the
     tokenizer's own."""
-    shuffle: CountOrZero = derived(default="1000 for sources, messages and completion; else 0")
+    shuffle: CountOrZero = derived(default="1000 for sources, messages, completion and epochs; else 0")
     """Documents that are shuffled among each other, anew in each epoch and by `seed`, so that no source is read whole
     for it; 0: documents come in the order of the files, which is shuffled."""
     tokenizer: str | TokenizerTraining | None = derived(default='its own for sample, else "${oc.env:TOKENIZER_DIR}"')
@@ -87,6 +87,9 @@ class Data(Section):
     eos: Literal["tokenizer", "always", "never"] = "always"
     """Whether each document ends with the tokenizer's eos_token. always: so that the model learns where to stop;
     tokenizer: with what the tokenizer itself puts after a text, which for most is nothing."""
+    epochs: Count | None = None
+    """How often each source is read, in place of train.steps: a run counts its steps first, the last of which may have
+    fewer rows than others. Sources of `exhausted: stop` are read once; weights decide the order alone."""
     bad_rows: Share = 0.01
     """Share of unreadable rows that stops the run."""
 

@@ -113,10 +113,14 @@ def steps_hold_warmup(recipe: Recipe) -> Iterator[Diagnostic]:
 
 
 def one_end(recipe: Recipe) -> Iterator[Diagnostic]:
-    """Requires that `train.steps` and `train.tokens`, where one place has both, mean the same end."""
-    tokens, steps = recipe.train.tokens, recipe.train.steps
-    places = [recipe.where(key) for key in ("train.tokens", "train.steps")]
-    if tokens is None or not all(place.line for place in places) or places[0].file != places[1].file:
+    """Requires that one key says how long a run is, or both of `train.steps` and `train.tokens` the same."""
+    tokens, steps, epochs = recipe.train.tokens, recipe.train.steps, recipe.data.epochs
+    named = {"train.steps": recipe.where("train.steps").line, "train.tokens": tokens, "data.epochs": epochs}
+    first, *others = [key for key, one in named.items() if one] or [""]
+    if epochs is not None and others:
+        message = f"`{first}` and `data.epochs` both say how long a run is"
+        yield violation(recipe, "data.epochs", message, "one of them counts", "keep one", {first: "the other"})
+    if tokens is None or not named["train.steps"]:
         return
     a_step = recipe.batch.global_sequences * recipe.model.seq_len
     if steps != (asked := -(-tokens // a_step)):
@@ -188,7 +192,7 @@ def _unread(recipe: Recipe) -> Iterator[tuple[str, str]]:
         for key in ("bos", "eos"):
             yield f"data.{key}", "a conversation begins and ends as its template writes it"
     if recipe.task in ("frames", "volumes"):
-        for key in ("source", "column", "bos", "eos", "bad_rows"):
+        for key in ("source", "column", "bos", "eos", "bad_rows", "epochs"):
             yield f"data.{key}", f"the task {recipe.task} generates its data"
     elif source == "sample" or source.endswith(".txt"):
         yield "data.column", "plain text has no columns" if source != "sample" else "the sample has one column of text"
@@ -347,7 +351,7 @@ LAWS: tuple[tuple[Law, tuple[str, ...]], ...] = (
     (priorities_of_rules, ("sharding.rules", "sharding.priority")),
     (axis_once, ("sharding",)),
     (steps_hold_warmup, ("schedule.warmup_steps", "train.steps")),
-    (one_end, ("train.steps", "train.tokens", "batch.global_sequences", "model.seq_len")),
+    (one_end, ("train.steps", "train.tokens", "data.epochs", "batch.global_sequences", "model.seq_len")),
     (rotary_scaling, ("model.rope_scaling",)),
     (settings_are_read, READ),
     (pipeline_is_possible, PIPELINE),

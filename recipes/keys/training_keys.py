@@ -118,8 +118,8 @@ class Train(Section):
 
     paths: ClassVar[tuple[str, ...]] = ("init_from",)
 
-    steps: Count = 200_000
-    """Optimizer steps."""
+    steps: Count = derived(default="what train.tokens or data.epochs makes, else 200000", saved=False)
+    """Optimizer steps. Of `steps`, `tokens` and `data.epochs` one is given; a later layer's counts."""
     tokens: Count | None = None
     """Tokens to train on, in place of `steps`: steps of batch.global_sequences x model.seq_len tokens, until there are
     so many."""

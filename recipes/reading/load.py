@@ -63,6 +63,12 @@ def with_changes(recipe: Recipe, changes: Sequence[str]) -> Recipe:
     return _sound(_examine_layers(layers, [*overrides, *changes], name))
 
 
+def with_steps(recipe: Recipe, steps: int) -> Recipe:
+    """The recipe whose `data.epochs` make so many steps."""
+    layers, overrides, name = recipe._origin
+    return _sound(_examine_layers(layers, overrides, name, steps))
+
+
 def examine(
     path_or_builtin: str | os.PathLike[str], overrides: Sequence[str] = (), *, store: str | None = None
 ) -> Examined:
@@ -139,7 +145,7 @@ def _sound(examined: Examined) -> Recipe:
     return examined.recipe
 
 
-def _examine_layers(layers: Sequence[Node], overrides: Sequence[str], name: str) -> Examined:
+def _examine_layers(layers: Sequence[Node], overrides: Sequence[str], name: str, steps: int | None = None) -> Examined:
     recorded = [mistake for layer in reversed(layers) for mistake in layer.mistakes]
     merged = Merged()
     for layer in layers:
@@ -155,7 +161,7 @@ def _examine_layers(layers: Sequence[Node], overrides: Sequence[str], name: str)
     if ("schema",) in merged.places:
         _version(merged.places[("schema",)][1])
     merged.fill()
-    _derive(merged, name)
+    _derive(merged, name, steps)
     checker = Checker(merged)
     recipe = checker.section(merged.raw, Recipe, ())
     vars(recipe).update(_places=checker.places, _origin=(tuple(layers), tuple(overrides), name))
@@ -253,8 +259,8 @@ def _nest(parts: list[str], leaf: Node, hint: Any, where: Source) -> Node:
     return Node("map", where, entries=((Node("scalar", where, name), value),))
 
 
-def _derive(merged: Merged, name: str) -> None:
-    """Sets the defaults derived from other keys; one derived from a wrong key stays missing."""
+def _derive(merged: Merged, name: str, steps: int | None) -> None:
+    """Sets the defaults derived from other keys; one derived from a wrong key stays missing. steps: if counted."""
     checker = Checker(merged)
 
     def read(key: str) -> Any:
@@ -275,6 +281,9 @@ def _derive(merged: Merged, name: str) -> None:
                 merged.put(keys, "???")  # OmegaConf's sign for a missing value, until there is one
                 merged.put(keys, value())
 
+    def steps_of(tokens: int) -> int:
+        return -(-tokens // int(read("batch.global_sequences") * read("model.seq_len")))
+
     def sampled() -> bool:
         """Whether the first source is the sample, which has a tokenizer of its own."""
         sources = read("data.sources")
@@ -285,17 +294,16 @@ def _derive(merged: Merged, name: str) -> None:
     default("model.dtype", lambda: preset("dtype", "bf16"))
     default("fsdp.param_dtype", lambda: "bf16" if read("model.dtype") == "fp8" else read("model.dtype"))
     default("optimizer.state_dtype", lambda: read("fsdp.master_dtype"))
-    with contextlib.suppress(LookupError):
-        if read("train.tokens") is not None and _later(merged, ("train", "tokens"), ("train", "steps")):
-            a_step = read("batch.global_sequences") * read("model.seq_len")
-            merged.put(("train", "steps"), -(-read("train.tokens") // a_step))
+    _keep_last(merged, [("train", "steps"), ("train", "tokens"), ("data", "epochs")])
+    default("train.steps", lambda: steps or 200_000 if read("train.tokens") is None else steps_of(read("train.tokens")))
     default("adapters.lora.alpha", lambda: float(read("adapters.lora.rank")))
     default("schedule.warmup_steps", lambda: min(2000, read("train.steps") // 10))
     default("schedule.decay_steps", lambda: read("train.steps"))
     default("schedule.decay_over", lambda: max(1, read("schedule.decay_steps") // 10))
     default("resume", lambda: read("checkpoint.resume"))
     default("data.tokenizer", lambda: None if sampled() else "${oc.env:TOKENIZER_DIR}")
-    default("data.shuffle", lambda: 1000 if any(map(read, ("data.sources", "data.messages", "data.completion"))) else 0)
+    reshuffled = ("data.sources", "data.messages", "data.completion", "data.epochs")
+    default("data.shuffle", lambda: 1000 if any(map(read, reshuffled)) else 0)
     if isinstance(mesh := merged.raw["mesh"], dict):
         merged.put(("mesh",), _complete(mesh))
     default(
@@ -304,10 +312,12 @@ def _derive(merged: Merged, name: str) -> None:
     )
 
 
-def _later(merged: Merged, path: tuple[str, ...], other: tuple[str, ...]) -> bool:
-    """Whether the value at a path counts before that at another: it alone is written, or it alone is an override."""
-    one, two = merged.place(path), merged.place(other)
-    return not two.line or (one.file.startswith("<override") and not two.file.startswith("<override"))
+def _keep_last(merged: Merged, paths: Sequence[tuple[str, ...]]) -> None:
+    """Of keys of which one counts, keeps those of the highest layer that writes any."""
+    levels = {p: merged.level(p) for p in paths if p in merged.places and written_at(merged.raw, p) is not None}
+    for path in paths:
+        if path in merged.places and levels.get(path, -1) < max(levels.values(), default=0):
+            merged.drop(path)
 
 
 def _complete(mesh: Mapping[str, Any]) -> dict[str, Any]:

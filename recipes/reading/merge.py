@@ -37,6 +37,8 @@ class Merged:
         """The values as plain data, with interpolations as written."""
         self.places: dict[Path, tuple[Node, Node]] = {}
         """For each path, the key and value nodes written there last; a map stays where it was written as a whole."""
+        self.files: list[str] = []
+        """The names of the layers, from the lowest up."""
         self.mistakes: list[Diagnostic] = []
         self.bad: set[str] = set()
         self.count = 0
@@ -57,6 +59,7 @@ class Merged:
         """Adds a layer on top: maps are merged where the schema has a map, everything else is replaced."""
         self.raw = _merged(self.raw, self._layer(layer, Recipe, ()))
         vars(self).pop("config", None)
+        self.files.append(layer.source.file)
         self.places[()] = (layer, layer)
 
     def fill(self) -> None:
@@ -83,6 +86,11 @@ class Merged:
         if path and isinstance(path[-1], int):
             return self.place(path[:-1])
         return Source(f"<default {dotted(path)}>", 0, 0, dotted(path))
+
+    def level(self, path: Path) -> int:
+        """The number of the layer that wrote the value at a path, from 0; all overrides are one. -1: a default."""
+        file = self.place(path).file
+        return len(self.files) if file.startswith("<override") else self.files.index(file) if file in self.files else -1
 
     def key_place(self, path: Path) -> Source:
         """The place where the key of a path was written."""

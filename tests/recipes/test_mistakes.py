@@ -78,7 +78,7 @@ def test_a_key_in_the_wrong_section_is_sent_home() -> None:
         ("train: {steps: 1e99}", "1e99", "at most"),
         ("train: {steps: 1.5}", "1.5", "a whole number"),
         ("train: {steps: true}", "true", "a whole number"),
-        ("train: {steps: null}", "null", "a whole number"),
+        ("checkpoint: {keep_last: null}", "null", "a whole number"),
         ("train: {steps: [1]}", "[", "a whole number"),
         ("mesh: {tp: 0}", "0", "at least 1"),
         ("mesh: {tp: -2}", "-2", "-1 for the rest"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +65,6 @@ def mixture(talks: Path, window: int = 16) -> Mixture:
 
 @pytest.mark.parametrize("by", ["rows", "tokens"])
 def test_a_mixture_is_the_same_on_any_number_of_ranks_and_after_any_resume(talks: Path, by: Any) -> None:
-    from dataclasses import replace
-
     mixed = replace(mixture(talks), by=by)
 
     def loader(part: Sequence[int] | None = None) -> Loader:
@@ -100,8 +100,6 @@ def test_a_mixture_goes_on_where_its_sources_are_named_from_elsewhere(
 
 @pytest.mark.parametrize(("by", "bound"), [("rows", 0.02), ("tokens", 0.02)])
 def test_sources_are_read_by_their_weights(talks: Path, by: Any, bound: float) -> None:
-    from dataclasses import replace
-
     loader = Loader(replace(mixture(talks), by=by), seq_len=SEQ, global_sequences=ROWS)
     for _ in range(150):
         loader.next()
@@ -128,6 +126,22 @@ def test_each_epoch_has_every_row_once_and_its_own_order(talks: Path) -> None:
     first, second = seen[0][: len(set(seen[0]))], seen[1]
     assert len(set(seen[0])) == len(seen[0]) >= 55, "rows but those held out, each once, until the next epoch began"
     assert first[:20] != second[:20] != sorted(second[:20])
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_the_steps_of_epochs_are_counted_before_the_first(talks: Path, epochs: int) -> None:
+    """Over all ranks they are as many as there are, in which each document comes once an epoch."""
+    mixed = mixture(talks)
+    mixed = replace(mixed, shares=tuple(replace(share, epochs=epochs) for share in mixed.shares))
+    parts = [Loader(mixed, seq_len=SEQ, global_sequences=ROWS, part=range(r * 2, r * 2 + 2)) for r in range(4)]
+    whole = Loader(mixed, seq_len=SEQ, global_sequences=ROWS)
+    begun: Counter[str] = Counter()
+    for _ in range(max(part.count_steps() for part in parts)):
+        batch = whole.next()
+        assert any(batch.origin)
+        begun.update(line for row in batch.origin for line in row.split())
+    assert not any(whole.next().origin) and min(begun.values()) >= max(1, epochs - 1), "twice in a row: once"
+    assert abs(sum(begun.values()) - epochs * len(begun)) < 20, "documents of text go on in the next row"
 
 
 def test_conversations_stay_whole_and_no_target_crosses_their_borders(talks: Path) -> None:

@@ -146,5 +146,29 @@ def test_sources_that_stop_end_the_run_and_are_found_from_anywhere(pool: Any, tm
     assert loads((tmp_path / "mine" / "recipe.yaml").read_text()).data.sources[0].source == str(tmp_path / "one.jsonl")
 
 
+def test_epochs_end_with_a_short_step_that_is_the_same_on_any_mesh_and_after_a_resume(
+    pool: Any, tmp_path: Path
+) -> None:
+    """Its loss is per labelled token, however few rows each rank has of it."""
+    (tmp_path / "talk.jsonl").write_text("".join(f'{{"text": "{"word " * (i % 7)}{i}"}}\n' for i in range(60)))
+    text = RECIPE.replace("train: {steps: 3}", "schedule: {warmup_steps: 0, decay_steps: 9}")
+    data = "data: {source: talk.jsonl, tokenizer: bytes, epochs: 2, shuffle: 9}"
+    (tmp_path / "recipe.yaml").write_text(f"{text}{data}\nmesh: {{fsdp: 1}}\n")
+    two = {"dp": 1, "fsdp": 2, "tp": 1}
+    courses = []
+    for name, starts in (("a", [("", 1)]), ("b", [("train.steps=3", 1), ("", 2)])):
+        for change, world in starts:
+            place = [f"run.dir={tmp_path}/{name}/mine", f"mesh.fsdp={world}", *filter(None, [change])]
+            pool.run(start_file, str(tmp_path / "recipe.yaml"), *place, world=world, mesh=two if world == 2 else None)
+        courses.append([row for row in rows(tmp_path / name) if "loss" in row])
+    one, other = courses
+    assert len(one) == len(other) > 4 and one[-1]["tokens"] - one[-2]["tokens"] < one[0]["tokens"] * 0.8
+    for a, b in zip(one, other):
+        assert a["tokens"] == b["tokens"] and a["loss"] == pytest.approx(b["loss"], rel=1e-6)
+        assert a["lr"] == b["lr"] and a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-5)
+    kept = load(str(tmp_path / "a" / "mine"))
+    assert (kept.data.epochs, kept.where("train.steps").line, kept.where("data.epochs").line > 0) == (2, 0, True)
+
+
 def start_file(context: Context, recipe: str, *overrides: str) -> None:
     train_recipe(context, load(recipe, overrides))

@@ -77,7 +77,7 @@ def open_data(
     tokenizers = [reads(corpus.train) for corpus in corpora]
     names = _unique([corpus.train.name for corpus in corpora])
     shares = tuple(
-        Share(replace(corpus.train, name=name), one, source.weight, 1 if source.exhausted == "stop" else None)
+        Share(replace(corpus.train, name=name), one, source.weight, 1 if source.exhausted == "stop" else data.epochs)
         for corpus, one, source, name in zip(corpora, tokenizers, data.all_sources, names)
     )
     held_out = tuple((replace(c.held_out, name=name), one) for c, one, name in zip(corpora, tokenizers, names))

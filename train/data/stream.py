@@ -14,8 +14,8 @@ import os
 import queue
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -233,6 +233,21 @@ class Loader:
             lanes = [lane for lane, row in turn if row.origin]
             rows += [row for _, row in turn if row.origin]
         return _stack(rows[:most] or [self._lanes[0].row(self.seq_len, self.tokenizer.end)], self.seq_len, 0)
+
+    def count_steps(self, beat: Callable[[], None] = lambda: None) -> int:
+        """The steps in which this rank has a row, of sources that are read so and so often; called before the first.
+        beat: called again and again meanwhile. Each document is tokenized once, whatever the epochs."""
+        steps, shares = 0, tuple(replace(share, tokenizer=share.tokenizer.lengths) for share in self.text.shares)
+        again = Loader(
+            replace(self.text, shares=shares), seq_len=self.seq_len,
+            global_sequences=self.global_sequences, part=self.part, seed=self.seed,
+            bad_rows=self.readers[0].bad.limit, checks=False,
+        )  # fmt: skip
+        lanes = again._lanes
+        while lanes := [lane for lane in lanes if lane.row(self.seq_len, 0).origin]:
+            steps += 1
+            beat()
+        return steps
 
     def _check_enough(self) -> None:
         """Raises if all the text, and not just a short chain, started over within the first step."""

@@ -90,7 +90,7 @@ class TrainingLoop:
         self.model = dict(model or {})
         self.course = Course()
         self.guard = nonfinite.Guard(recipe.train.on_nonfinite)
-        self.outcome = Outcome(Exit.DONE, self.course, restarts=restarts)
+        self.outcome = Outcome(Exit.DONE, self.course, restarts=restarts, steps=recipe.train.steps)
         self._saved_step: int | None = None
         self._saver: BackgroundSaver | None = None
         self._stall_s = 0.0

@@ -58,6 +58,8 @@ class Outcome:
     """Whether this start did a step."""
     ended: bool = False
     """Whether no source had anything left to read."""
+    steps: int = 0
+    """The steps of the whole run."""
     wandb: str = ""
     """The address of wandb's run, or its folder where it is offline; "" without wandb."""
 
@@ -81,7 +83,7 @@ def ending(outcome: Outcome, setting: Setting) -> str:
         lines.append(f"{folder} has all its {course.step} steps; for more: tpshard train {folder} train.steps=...")
     else:
         how_ended = {Exit.PREEMPTED: "stopped, as asked,", Exit.INTERRUPTED: "interrupted"}.get(outcome.exit, "done")
-        lines.append(f"{how_ended} after step {course.step} of {recipe.train.steps}, {duration(outcome.seconds)}")
+        lines.append(f"{how_ended} after step {course.step} of {outcome.steps}, {duration(outcome.seconds)}")
     facts: Sequence[tuple[str, str | None]] = (
         ("loss", None if outcome.last_loss is None else f"{outcome.first_loss:.4f} -> {outcome.last_loss:.4f}"),
         ("held-out loss", None if outcome.eval_loss is None else f"{outcome.eval_loss:.4f}"),
@@ -115,6 +117,9 @@ def ending(outcome: Outcome, setting: Setting) -> str:
 
 def _continuations(recipe: Recipe, folder: Location) -> Iterator[tuple[str, str]]:
     """Yields the commands that train a finished run on, each with what it does to the learning rate."""
+    if recipe.data.epochs is not None:
+        yield f"tpshard train {folder} data.epochs={2 * recipe.data.epochs}", "read the text as often again"
+        return
     last, peak = recipe.train.steps, recipe.optimizer.lr
     command = f"tpshard train {folder} train.steps={2 * last}"
     rate = learning_rate(last + 1, recipe.schedule, peak=peak, steps=last)

@@ -23,7 +23,8 @@ UNTOLD = (
 """Sections in which a change is not recorded: they do not say what a step computes."""
 FREE = (
     "cluster", "mesh", "sharding", "fsdp", "remat", "compile", "pipeline", "batch.per_device", "loss.chunks",
-    "train.steps", "train.tokens", "train.on_nonfinite", "train.profile", "data.bad_rows", "schedule.decay_steps",
+    "train.steps", "train.tokens", "data.epochs", "train.on_nonfinite", "train.profile", "data.bad_rows",
+    "schedule.decay_steps",
 )  # fmt: skip
 """Keys and sections that may change: where and how the same steps are computed, and how many. Where the end of the
 schedule changes the next step's learning rate, the loop shows both."""
@@ -57,10 +58,11 @@ def changes(folder: Path, checkpoints: Location, recipe: Recipe) -> Changes:
     before, now = _before(folder, checkpoints), trained(recipe)
     if before is None:
         return {}
+    derived = {"schedule.warmup_steps", "schedule.decay_steps"} if recipe.data.epochs else set()  # of steps to count
     return {
         key: (_shown(before.get(key)), _shown(now.get(key)))
         for key in dict.fromkeys((*now, *before))
-        if not _same(before.get(key), now.get(key)) and (key in before or recipe.where(key).line)
+        if not _same(before.get(key), now.get(key)) and (key in before.keys() - derived or recipe.where(key).line)
     }
 
 

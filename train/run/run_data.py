@@ -18,6 +18,7 @@ from tpshard.parallelism.runtime.watchdog import Doing
 from tpshard.programs.setting.setting import Setting
 from tpshard.recipes.keys.data_keys import TokenizerTraining
 from tpshard.recipes.keys.schema import Recipe
+from tpshard.recipes.reading.load import with_steps
 from tpshard.recipes.text.other_tools import MADE_TOKENIZERS
 from tpshard.train.data.conversations import AnswerTokenizer
 from tpshard.train.data.corpus import Corpus, TextSource
@@ -47,6 +48,23 @@ def data_of(setting: Setting, data_rank: int, folder: Path, context: Context) ->
         seed=recipe.seed, bad_rows=recipe.data.bad_rows,
     )  # fmt: skip
     return loader, {t.name: list(held_out(setting, data_rank, (t, tok))) for t, tok in data.held_out if evaluates}
+
+
+def counted(recipe: Recipe, loader: Loader | GeneratedRows, context: Context) -> Recipe:
+    """The recipe with the steps that its `data.epochs` make, if it has them. Every rank calls it."""
+    if recipe.data.epochs is None or recipe.where("train.steps").line:
+        return recipe
+    where = recipe.where("data.epochs")
+    if not isinstance(loader, Loader):
+        message, fix = f"`data.epochs`, but the task {recipe.task} makes its rows without end", "train.steps"
+        raise Mistakes.one(message, exit=Exit.RECIPE, where=where, fix=fix)
+    with context.watchdog.allow(float(recipe.timeout_s.start), "counting the steps of data.epochs"):
+        steps = context.largest(loader.count_steps(context.watchdog.beat))
+    if not steps:
+        raise loader.text.mistake(f"{loader.text.name} has no readable document")
+    if context.is_main:
+        say(f"{plural(recipe.data.epochs, 'epoch')} of {loader.text.name} make {plural(steps, 'step')}\n", sys.stderr)
+    return with_steps(recipe, steps)
 
 
 def notes_of(loader: Loader | GeneratedRows, context: Context, data_rank: int) -> list[str]:

@@ -38,7 +38,7 @@ from tpshard.train.run.learning_rate import learning_rate
 from tpshard.train.run.loop import Row, TrainingLoop
 from tpshard.train.run.outcome import Outcome, ending, summary
 from tpshard.train.run.resuming import Changes, changes, kept_recipe, refuse
-from tpshard.train.run.run_data import data_of, notes_of
+from tpshard.train.run.run_data import counted, data_of, notes_of
 from tpshard.train.run.run_output import display, keep_output, say
 from tpshard.train.run.run_plan import PlanOfRun, comparison, peak_flops
 from tpshard.train.run.run_store import RunStore, run_place
@@ -99,9 +99,10 @@ def _train(
     place = run_place(recipe)
     # Data first: errors in it are common and show in a second, while building the programs takes longer.
     context.watchdog.doing = Doing("opening the data")
-    _require_schedule(recipe)
     data_rank = context.mesh.linear_index(setting.data_axes, context.rank)
     loader, checked = data_of(setting, data_rank, folder, context)
+    recipe = counted(recipe, loader, context)
+    _require_schedule(recipe)
     programs = programs or _build_programs(setting, context)
     planner.check_limit(programs)
     engine = TrainingEngine(programs, context, initial_values(recipe, setting.spec))
