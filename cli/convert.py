@@ -97,8 +97,12 @@ def _write(
     try:
         if model.adapted is not None and not merge:
             from tpshard.models.adapters.peft_folder import write_peft
+            from tpshard.models.new_tokens import WidenedWeights
 
             base = model.adapted.base.source.folder
+            stored = model.adapted.base.weights
+            if isinstance(stored, WidenedWeights):
+                raise ValueError("adapters alone have no rows for the tokens that model.vocab added; --merge has")
             place = str(base.absolute()) if base is not None else ""
             write_peft(model.adapted, model.read_own, out, base=place, tokenizer=tokenizer, overwrite=overwrite)
             return

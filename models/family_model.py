@@ -8,18 +8,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tpshard.models import new_tokens
 from tpshard.models.families import presets
 from tpshard.models.families.config import ModelConfig
 from tpshard.models.families.config_keys import DEFAULTS, training_notes
 from tpshard.models.folders import hf_config, hf_headers
 from tpshard.models.folders.folder_identity import folder_identity
-from tpshard.models.model_spec import ModelSource, ModelSpec, Positions, Sizes, Use
+from tpshard.models.model_spec import ModelSource, ModelSpec, Positions, Sizes, StoredWeights, Use
+from tpshard.models.new_tokens import WidenedWeights
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
     from tpshard.models.adapters.lora import Adaptable
-    from tpshard.models.folders.hf_folder import HFFolder
     from tpshard.models.folders.hf_quantized import QuantizedParameters
     from tpshard.models.initialization import InitPlan
     from tpshard.models.layer_stacks import LayerStack
@@ -131,12 +132,16 @@ class FamilyModel(ModelSpec):
         return build(self.config, dtype=dtype)
 
     @cached_property
-    def weights(self) -> HFFolder | None:
+    def weights(self) -> StoredWeights | None:
         if self.source.folder is None:
             return None
         from tpshard.models.folders.hf_folder import HFFolder
 
-        return HFFolder(self.source.folder)
+        stored = HFFolder(self.source.folder)
+        if stored.config.vocab == self.vocab:
+            return stored
+        vocab = stored.config.vocab, self.vocab
+        return WidenedWeights(stored, stored.shapes, self.shapes, vocab)
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -181,7 +186,8 @@ class FamilyModel(ModelSpec):
         if self.source.folder is None:
             return []
         raw, family = hf_config.read_raw(self.source.folder), self.config.family_entry
-        return training_notes({**DEFAULTS.get(family.hf.model_type, {}), **raw}, family)
+        more = new_tokens.note(hf_config.folder_config(self.source.folder).vocab, self.vocab)
+        return more + training_notes({**DEFAULTS.get(family.hf.model_type, {}), **raw}, family)
 
     def keep(self, layers: Sequence[int]) -> FamilyModel:
         full = tuple(place for place, layer in enumerate(layers) if layer in self.config.full_layers)

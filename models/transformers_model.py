@@ -9,10 +9,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tpshard.models import new_tokens
+from tpshard.models.families.config import Contradiction
 from tpshard.models.folders import hf_config, hf_headers
 from tpshard.models.folders.folder_identity import folder_identity
 from tpshard.models.folders.hf_json import refuse_code
-from tpshard.models.model_spec import ModelSource, ModelSpec, Positions, Sizes
+from tpshard.models.model_spec import ModelSource, ModelSpec, Positions, Sizes, StoredWeights
+from tpshard.models.new_tokens import WidenedWeights
 from tpshard.models.transformers.class_names import check_class
 
 if TYPE_CHECKING:
@@ -23,7 +26,6 @@ if TYPE_CHECKING:
     from tpshard.models.layered.layered_model import TransformersLayers
     from tpshard.models.transformers.architecture import Architecture
     from tpshard.models.transformers.class_values import ClassValues
-    from tpshard.models.transformers.class_weights import FolderWeights
 
 LEARNED = (
     "bart", "bert", "biogpt", "camembert", "electra", "ernie", "gpt2", "gpt_bigcode", "gpt_neo", "opt", "plbart",
@@ -55,12 +57,22 @@ class TransformersModel(ModelSpec):
         the recipe; `hf` where no family of tpshard computes the folder.
         """
         raw = hf_config.read_raw(folder)
-        if overrides:
+        vocab = dict(overrides or {}).pop("vocab", None)
+        if {*(overrides or {})} - {"vocab"}:
             reason = hf_config.class_reason(raw) if key == "hf" else "a `transformers` model has no overrides"
-            raise ValueError(f"{reason}; change `{next(iter(overrides))}` in its config.json instead")
+            key = next(key for key in overrides or {} if key != "vocab")
+            raise ValueError(f"{reason}; change `{key}` in its config.json instead")
         source = ModelSource(key, str(folder), Path(folder))
         dense = {name: value for name, value in raw.items() if name != "quantization_config"}
         model = TransformersModel(dense, source)
+        if vocab is not None and vocab != model.vocab:
+            if vocab < (model.vocab or 0):
+                raise Contradiction(f"`vocab: {vocab}` is less than the {model.vocab} tokens of {folder}", "vocab")
+            text = dense.get("text_config")
+            wider: dict[str, Any] = {"vocab_size": vocab}
+            if isinstance(text, dict) and "vocab_size" in text:
+                wider = {"text_config": {**text, **wider}}
+            model = TransformersModel({**dense, **wider}, source)
         stored = hf_headers.has_weights(folder)  # refuses pickles
         if not weights:
             if stored:
@@ -70,7 +82,9 @@ class TransformersModel(ModelSpec):
         from tpshard.models.transformers.architecture import Architecture
         from tpshard.models.transformers.class_weights import FolderWeights
 
-        model.__dict__["architecture"] = described = Architecture.of(folder)
+        described = Architecture.of(folder)
+        if described.raw == model.raw:
+            model.__dict__["architecture"] = described
         if stored:
             FolderWeights(folder, described, described.build(), values=False)
         return model
@@ -136,13 +150,19 @@ class TransformersModel(ModelSpec):
         return self.architecture.build(dtype)
 
     @cached_property
-    def weights(self) -> FolderWeights | None:
+    def weights(self) -> StoredWeights | None:
         folder = self.source.folder
         if folder is None or not hf_headers.has_weights(folder):
             return None
+        from tpshard.models.transformers.architecture import Architecture
         from tpshard.models.transformers.class_weights import FolderWeights
 
-        return FolderWeights(folder, self.architecture, self.architecture.build())
+        described = Architecture.of(folder)
+        if described.vocab == self.vocab:
+            return FolderWeights(folder, self.architecture, self.architecture.build())
+        stored = FolderWeights(folder, described, described.build())
+        vocab = described.vocab, self.vocab
+        return WidenedWeights(stored, stored.shapes, self.shapes, vocab)
 
     def initial_block(
         self, name: str, starts: Sequence[int], sizes: Sequence[int], seed: int, dtype: torch.dtype | None = None
@@ -170,7 +190,9 @@ class TransformersModel(ModelSpec):
         return replace(self, source=source)
 
     def notes(self, module: nn.Module) -> list[str]:
-        return self.architecture.notes(module)
+        folder = self.source.folder
+        stored = None if folder is None else TransformersModel(hf_config.read_raw(folder)).vocab
+        return new_tokens.note(stored, self.vocab) + self.architecture.notes(module)
 
     @property
     def instead(self) -> str:  # type: ignore[override]
@@ -185,8 +207,9 @@ class TransformersModel(ModelSpec):
         from tpshard.models.folders.hf_quantized import QuantizedModules
         from tpshard.models.transformers.class_weights import FolderWeights
 
-        files = self.weights
-        if files is None or files.folder != folder:
+        stored = self.weights
+        files = stored.stored if isinstance(stored, WidenedWeights) else stored
+        if not isinstance(files, FolderWeights) or files.folder != folder:
             files = FolderWeights(folder, self.architecture, self.architecture.build())
         return QuantizedModules(folder, files.module_of, files.stack_of)
 

@@ -13,6 +13,7 @@ from tpshard.models.adapters.merging import merged_blocks
 from tpshard.models.adapters.peft_config import read_config
 from tpshard.models.adapters.peft_folder import PeftFolder
 from tpshard.models.folders.folder_tokenizer import tokenizer_files
+from tpshard.models.new_tokens import widened
 from tpshard.models.open_model import open_model
 
 if TYPE_CHECKING:
@@ -28,10 +29,9 @@ def whole_blocks(spec: AdaptedModel, checkpoint: SavedCheckpoint) -> ReadBlock:
 
     place, seed = checkpoint.meta.get("init_from"), int(checkpoint.meta.get("seed", 0))
     begun = values_of(Path(place), spec) if place is not None else {}
-    folder = spec.base.source.folder
-    if folder is not None and open_model(folder).shapes != spec.base.shapes:
-        raise ValueError(f"{folder} holds another model than the one that the adapters were trained on")
-    stored = spec.base.weights
+    folder, stored = spec.base.source.folder, spec.base.weights
+    if folder is not None and (other := open_model(folder)).shapes != spec.base.shapes:
+        widened(checkpoint.block, other.shapes, spec.base.shapes, (other.vocab, spec.base.vocab))  # raises
 
     def block(name: str, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
         if name in checkpoint.tensors:

@@ -184,7 +184,8 @@ def _tokens(recipe: Recipe, vocab: int | None) -> list[Diagnostic]:
             return [Diagnostic(n, severity="warning", where=recipe.where("data.tokenizer"), fix=fix) for n in notes]
     keys = ("model.vocab", "data.tokenizer.train", "data.tokenizer", "model")
     stored, rounded = recipe.model.named_by != "preset", -(-count // 128) * 128
-    fix = "name the model's own tokenizer in `data.tokenizer`" if stored else f"model.vocab: {rounded}"
+    own = "name the model's own tokenizer in `data.tokenizer`, or " if stored else ""
+    fix = f"{own}model.vocab: {rounded}"
     if made and vocab > BYTE_TOKENS:
         fix += f", or data.tokenizer: {{train: {vocab}}}"
     return [

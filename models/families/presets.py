@@ -85,9 +85,12 @@ def override(config: ModelConfig, overrides: Mapping[str, Any]) -> ModelConfig:
 
 
 def override_folder(config: ModelConfig, overrides: Mapping[str, Any], folder: str) -> ModelConfig:
-    """`override` for a folder with weights. ValueError where parameters would have other shapes, or others exist."""
+    """`override` for a folder with weights. ValueError where parameters would have other shapes, or others
+    exist; the vocabulary may be larger."""
     changed = override(config, overrides)
-    shapes, stored = changed.shapes, config.shapes
+    if changed.vocab < config.vocab:
+        raise Contradiction(f"`vocab: {changed.vocab}` is less than the {config.vocab} tokens of {folder}", "vocab")
+    shapes, stored = changed.shapes, replace(config, vocab=changed.vocab).shapes
     if shapes != stored:
         first = min(name for name in {*shapes, *stored} if shapes.get(name) != stored.get(name))
         message = f"the overrides {', '.join(overrides)} do not fit the weights in {folder}: {first}"

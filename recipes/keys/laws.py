@@ -60,7 +60,7 @@ def one_model(recipe: Recipe) -> Iterator[Diagnostic]:
         yield violation(recipe, f"model.{named[1]}", message, "one too many", fix, {f"model.{named[0]}": "the other"})
     if stored["args"] and "module" not in named:
         yield violation(recipe, "model.args", "`model.args` are for `model.module`", "no module here", "remove them")
-    for key in model.overrides() if stored["transformers"] is not None else ():
+    for key in {*model.overrides()} - {"vocab"} if stored["transformers"] is not None else ():
         message = f"`model.{key}` changes a dimension, which only tpshard's own models allow"
         why = "a `transformers` model is defined by its config.json"
         yield violation(recipe, f"model.{key}", message, why, "change config.json")

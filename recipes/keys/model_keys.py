@@ -72,7 +72,8 @@ class Model(Section):
     mlp: Annotated[int, limits(least=1, most=2**24)] | None = None
     """Hidden size of the MLP."""
     vocab: Annotated[int, limits(least=1, most=2**26)] | None = None
-    """Size of the vocabulary; at least as many as the tokenizer has tokens."""
+    """Size of the vocabulary; at least as many as the tokenizer has tokens. More than a folder has are new tokens,
+    whose rows begin as the mean of all."""
     pad_token: Annotated[int, limits(least=0, most=2**26)] | None = None
     """The token whose row of the embedding table gets no gradient from lookups; a folder's is the `pad_token_id` of its
     config.json."""

@@ -104,7 +104,7 @@ def test_a_folder_of_transformers_with_fewer_rows_than_tokens_is_3(
     assert run(["validate", "--json", "a.yaml"]) == Exit.RECIPE
     (actual,) = diagnostics(capsys)
     assert actual["message"] == "the tokenizer has 2,048 tokens, but the model's vocabulary has 2,000"
-    assert actual["fix"] == "name the model's own tokenizer in `data.tokenizer`"
+    assert actual["fix"] == "name the model's own tokenizer in `data.tokenizer`, or model.vocab: 2048"
 
 
 def test_a_folders_configuration_is_checked_like_a_preset(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:

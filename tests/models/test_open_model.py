@@ -129,3 +129,27 @@ def test_a_quantized_folder_reads_as_its_dense_weights(kind: str, tmp_path: Path
             close = 1e-3 if home.module in linears else 0.0
             reference = dense.read(name)
             torch.testing.assert_close(parameter.detach(), reference, atol=close, rtol=close)
+
+
+@pytest.mark.parametrize("name", ["llama", "jetmoe"])
+def test_tokens_beyond_a_folders_begin_as_the_mean_and_are_written(name: str, tmp_path: Path) -> None:
+    """Of a family and of a class of transformers, read by any blocks."""
+    base, vocab = architectures.folder(tmp_path / "base", name, weights=True), architectures.VOCAB
+    spec = open_model(Section(hf=str(base), vocab=vocab + 5))
+    module, theirs = spec.build(device="cpu"), AutoModelForCausalLM.from_pretrained(base)
+    assert any(f"adds 5 tokens to {vocab}" in note for note in spec.notes(module))
+    longer = {name: value for name, value in module.named_parameters() if value.shape[0] == vocab + 5}
+    table = theirs.get_input_embeddings().weight
+    wider = torch.cat([table, table.double().mean(0).float().expand(5, -1)])
+    assert any(torch.equal(value, wider) for value in longer.values())
+    for name, value in longer.items():
+        assert torch.equal(spec.initial_block(name, (vocab - 2, 3), (6, 7), 0), value[vocab - 2 : vocab + 4, 3:10])
+    assert from_json(json.loads(json.dumps(spec.to_json()))).vocab == vocab + 5
+
+    spec.write(lambda name: module.get_parameter(name).detach(), tmp_path / "out", dtype=torch.float32, base=base)
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert written.config.vocab_size == open_model(tmp_path / "out").vocab == vocab + 5
+    ids = torch.arange(vocab, vocab + 5)[None]
+    assert torch.allclose(written(ids).logits[..., :vocab], from_hf(tmp_path / "out")(ids)[..., :vocab], atol=1e-5)
+    with pytest.raises(ValueError, match=f"is less than the {vocab} tokens"):
+        open_model(Section(hf=str(base), vocab=vocab - 1))

@@ -11,7 +11,8 @@ from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.models.adapters.adapted_model import AdaptedModel
 from tpshard.models.adapters.peft_folder import PeftFolder, is_peft
 from tpshard.models.model_spec import ModelSpec
-from tpshard.models.open_model import open_model
+from tpshard.models.new_tokens import widened
+from tpshard.models.open_model import from_json, open_model
 from tpshard.programs.fit.recipe_model import carried_instead
 from tpshard.programs.fit.wrong_model import wrong_model
 from tpshard.recipes.keys.schema import Recipe
@@ -81,8 +82,8 @@ def values_of(place: Path, spec: ModelSpec) -> dict[str, ReadBlock]:
     other = open_model(place)
     if other.weights is None:
         raise ValueError(f"{place} holds no weights")
-    _same(base.shapes, other.shapes)
-    return dict.fromkeys(base.shapes, other.weights.block)
+    read = widened(other.weights.block, other.shapes, base.shapes, (other.vocab, base.vocab))
+    return dict.fromkeys(base.shapes, read)
 
 
 def _of_adapters(place: Path, spec: ModelSpec) -> dict[str, ReadBlock]:
@@ -109,13 +110,6 @@ def _of_checkpoint(place: Path, spec: ModelSpec) -> dict[str, ReadBlock]:
     if adapted and not (isinstance(spec, AdaptedModel) and spec.lora is not None):
         raise ValueError("it is a run with adapters, and the recipe has none: `tpshard convert --merge` first")
     optional = {*spec.left_out, *spec.added} if adapted else set(spec.added)
-    _same({name: shape for name, shape in spec.shapes.items() if name in saved or name not in optional}, saved)
-    return dict.fromkeys(saved, checkpoint.block)
-
-
-def _same(own: Mapping[str, Sequence[int]], other: Mapping[str, Sequence[int]]) -> None:
-    for name in dict.fromkeys((*own, *other)):
-        one, two = own.get(name), other.get(name)
-        if one is None or two is None or tuple(one) != tuple(two):
-            shapes = ["missing" if shape is None else str(list(shape)) for shape in (two, one)]
-            raise ValueError(f"it is of another model: `{name}` is {shapes[0]} there and {shapes[1]} here")
+    shapes = {name: shape for name, shape in spec.shapes.items() if name in saved or name not in optional}
+    vocab = from_json(checkpoint.meta["model"]).vocab if "model" in checkpoint.meta else None
+    return dict.fromkeys(saved, widened(checkpoint.block, saved, shapes, (vocab, spec.vocab)))
