@@ -97,7 +97,7 @@ def _write(
     try:
         if model.adapted is not None and not merge:
             from tpshard.models.adapters.peft_folder import write_peft
-            from tpshard.models.new_tokens import WidenedWeights
+            from tpshard.models.folders.new_tokens import WidenedWeights
 
             base = model.adapted.base.source.folder
             stored = model.adapted.base.weights

@@ -8,14 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpshard.models import new_tokens
 from tpshard.models.families import presets
 from tpshard.models.families.config import ModelConfig
 from tpshard.models.families.config_keys import DEFAULTS, training_notes
-from tpshard.models.folders import hf_config, hf_headers
+from tpshard.models.folders import hf_config, hf_headers, new_tokens
 from tpshard.models.folders.folder_identity import folder_identity
+from tpshard.models.folders.new_tokens import WidenedWeights
 from tpshard.models.model_spec import ModelSource, ModelSpec, Positions, Sizes, StoredWeights, Use
-from tpshard.models.new_tokens import WidenedWeights
 
 if TYPE_CHECKING:
     import torch

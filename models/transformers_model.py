@@ -9,13 +9,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpshard.models import new_tokens
 from tpshard.models.families.config import Contradiction
-from tpshard.models.folders import hf_config, hf_headers
+from tpshard.models.folders import hf_config, hf_headers, new_tokens
 from tpshard.models.folders.folder_identity import folder_identity
 from tpshard.models.folders.hf_json import refuse_code
+from tpshard.models.folders.new_tokens import WidenedWeights
 from tpshard.models.model_spec import ModelSource, ModelSpec, Positions, Sizes, StoredWeights
-from tpshard.models.new_tokens import WidenedWeights
 from tpshard.models.transformers.class_names import check_class
 
 if TYPE_CHECKING:

@@ -104,7 +104,7 @@ def planned_training(programs: TrainingPrograms, source: str = "", accuracy: str
         remat=_remat(recipe),
         device_assumed=recipe.cluster is None,
         stacking=setting.stacking,
-        steps=recipe.train.steps,
+        steps=0 if recipe.data.epochs else recipe.train.steps,
         save_every=recipe.checkpoint.every_steps,
         checkpoint_bytes=params * setting.master_dtype.itemsize + setting.moment_bytes(trained),
     )

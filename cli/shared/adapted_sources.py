@@ -13,7 +13,7 @@ from tpshard.models.adapters.merging import merged_blocks
 from tpshard.models.adapters.peft_config import read_config
 from tpshard.models.adapters.peft_folder import PeftFolder
 from tpshard.models.folders.folder_tokenizer import tokenizer_files
-from tpshard.models.new_tokens import widened
+from tpshard.models.folders.new_tokens import widened
 from tpshard.models.open_model import open_model
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tpshard.diagnostics.diagnostic import plural
+from tpshard.diagnostics.diagnostic import Exit, Mistakes, plural
 from tpshard.parallelism import words
 from tpshard.parallelism.why import SourcePlace
 from tpshard.plan.report.screen import screen
@@ -54,7 +54,7 @@ class PlannedJob:
     stacking: Stacking | None = None
     """The stacked layers of a vectorized pipeline."""
     steps: int = 0
-    """Steps of the recipe's run; 0 for a server."""
+    """Steps of the recipe's run; 0 for a server, and where `data.epochs` says how long a run is."""
     save_every: int = 0
     """Steps between its checkpoints; 0: none."""
     checkpoint_bytes: float = 0.0
@@ -244,6 +244,11 @@ class Report:
 
     def forecast_under(self, conditions: Conditions) -> Forecast:
         """The forecast of the whole run whose step this is."""
+        if not self.job.steps and conditions.tokens is None:
+            raise Mistakes.one(
+                "how long a run with data.epochs is follows from its text, which `plan` does not read",
+                exit=Exit.USAGE, fix="--tokens: those of all epochs",
+            )  # fmt: skip
         return forecast(
             self.pricing.step_s, self.job.tokens, self.job.steps, self.devices, self.job.nodes,
             self.job.checkpoint_bytes, self.job.save_every, self.provenance["time"], conditions,

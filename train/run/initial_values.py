@@ -10,8 +10,8 @@ import torch
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.models.adapters.adapted_model import AdaptedModel
 from tpshard.models.adapters.peft_folder import PeftFolder, is_peft
+from tpshard.models.folders.new_tokens import widened
 from tpshard.models.model_spec import ModelSpec
-from tpshard.models.new_tokens import widened
 from tpshard.models.open_model import from_json, open_model
 from tpshard.programs.fit.recipe_model import carried_instead
 from tpshard.programs.fit.wrong_model import wrong_model
