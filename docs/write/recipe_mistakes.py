@@ -57,6 +57,8 @@ TEXTS = (
     "model: {preset: tiny}\ntrain: {steps: 100, profile: {steps: [110, 120]}}",
     "model: {preset: tiny}\ntrain: {steps: 100, tokens: 1000000}",
     "model: {preset: tiny}\ntrain: {steps: 100}\ndata: {epochs: 3}",
+    "model: {preset: tiny}\nschedule: {stages: [{to: 0.5}]}",
+    "model: {preset: tiny}\ntrain: {steps: 100}\nschedule: {stages: [{steps: 200, to: 0.5}, {steps: 100, to: 0}]}",
     "model: {preset: tiny}\ndata: {prompt: question}",
     "model: {preset: tiny}\ndata: {messages: talk, prompt: question, completion: answer}",
     "model: {preset: tiny}\ndata: {source: a.jsonl, messages: talk, tokenizer: bytes}",

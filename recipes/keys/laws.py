@@ -112,6 +112,19 @@ def steps_hold_warmup(recipe: Recipe) -> Iterator[Diagnostic]:
         yield violation(recipe, "schedule.warmup_steps", message, why, fix, severity="warning")
 
 
+def stages_have_a_length(recipe: Recipe) -> Iterator[Diagnostic]:
+    """Requires of each stage of a schedule that one key says its length, and that a run reaches them all."""
+    stages = recipe.schedule.stages
+    for i, stage in enumerate(stages):
+        if (stage.stored()["steps"] is None) == (stage.tokens is None):
+            message = f"a stage of the schedule has {'no' if stage.tokens is None else 'both'} `steps` and `tokens`"
+            yield violation(recipe, f"schedule.stages.{i}", message, "they say how long it is", "one of them")
+    last = recipe.schedule.warmup_steps + sum(stage.steps or 0 for stage in stages[:-1])
+    if stages and last >= recipe.train.steps and not recipe.data.epochs:
+        message, why = f"the last stage begins after step {last:,}", f"the run ends at step {recipe.train.steps:,}"
+        yield violation(recipe, "schedule.stages", message, why, "shorter stages, or a longer run", severity="warning")
+
+
 def one_end(recipe: Recipe) -> Iterator[Diagnostic]:
     """Requires that one key says how long a run is, or both of `train.steps` and `train.tokens` the same."""
     tokens, steps, epochs = recipe.train.tokens, recipe.train.steps, recipe.data.epochs
@@ -166,6 +179,8 @@ def _unread(recipe: Recipe) -> Iterator[tuple[str, str]]:
     for key in of_others[recipe.optimizer.name]:
         yield f"optimizer.{key}", f"{recipe.optimizer.name} does not use it"
     schedule = recipe.schedule
+    for key in ("name", "min_lr_ratio") if schedule.stages else ():
+        yield f"schedule.{key}", "`schedule.stages` say the rates"
     if schedule.name == "constant":
         yield "schedule.min_lr_ratio", "a constant schedule stays at the peak"
     if schedule.name != "wsd" and schedule.decay_over != max(1, schedule.decay_steps // 10):
@@ -351,6 +366,7 @@ LAWS: tuple[tuple[Law, tuple[str, ...]], ...] = (
     (priorities_of_rules, ("sharding.rules", "sharding.priority")),
     (axis_once, ("sharding",)),
     (steps_hold_warmup, ("schedule.warmup_steps", "train.steps")),
+    (stages_have_a_length, ("schedule", "train.steps")),
     (one_end, ("train.steps", "train.tokens", "data.epochs", "batch.global_sequences", "model.seq_len")),
     (rotary_scaling, ("model.rope_scaling",)),
     (settings_are_read, READ),

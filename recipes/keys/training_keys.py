@@ -73,6 +73,22 @@ SCHEDULES = ("cosine", "linear", "constant", "inverse_sqrt", "wsd")
 """The shapes of schedules that have a name."""
 
 
+class ScheduleStage(Section):
+    """A part of a schedule of stages; one of `steps` and `tokens` says how long it is."""
+
+    steps: Count | None = None
+    """Its steps."""
+    tokens: Count | None = None
+    """Its tokens, of batch.global_sequences x model.seq_len a step."""
+    name: Annotated[
+        str, form(r"linear|cosine|constant|[\w.]+:[\w.]+", "linear, cosine, constant or package:function")
+    ] = "linear"
+    """How it goes from the end of the stage before, at first the peak, to `to`: in a line or half a cosine, or it is
+    there throughout; or your own function of the part of its steps that is done, which returns the part of the way."""
+    to: Share = 1.0
+    """The rate at its end, as a share of the peak."""
+
+
 class Schedule(Section):
     """The learning rate schedule."""
 
@@ -90,6 +106,9 @@ class Schedule(Section):
     """Steps of the fall of wsd, which end at decay_steps."""
     min_lr_ratio: Share = 0.1
     """The lowest learning rate, as a share of the peak."""
+    stages: tuple[ScheduleStage, ...] = ()
+    """Stages after the warm-up in place of one shape, such as [{steps: 800, to: 1.0}, {steps: 200, to: 0.0}]; the last
+    one's rate stays."""
 
 
 class Loss(Section):

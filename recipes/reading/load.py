@@ -172,6 +172,10 @@ def _examine_layers(layers: Sequence[Node], overrides: Sequence[str], name: str,
         rules.setdefault("expert", ("ep",))
     if "ep" in recipe.serve.mesh and not recipe.where("sharding.rules.expert").line:
         rules.setdefault("expert", ("ep",))
+    for stage in recipe.schedule.stages:
+        if stage.tokens is not None and stage.steps is None:  # which a saved recipe omits
+            steps_of_stage = -(-stage.tokens // (recipe.batch.global_sequences * recipe.model.seq_len))
+            vars(stage).update(steps=steps_of_stage, _written={**stage._written, "steps": None})
     if recipe.pipeline is not None and recipe.pipeline.vectorized:
         rules["stage"] = recipe.sharding.rules.get("stage", ("pp",))  # null stays, and is refused
         if not recipe.where("sharding.rules.vocab").line:  # embedding and head are on no stage: all devices share them

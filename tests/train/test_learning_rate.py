@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -108,3 +109,25 @@ def test_what_does_not_divide_is_refused_with_numbers(batch: str, ranks: int, fi
 
 def test_a_plan_says_itself() -> None:
     assert str(BatchPlan(128, 4, 8)) == "128 sequences a step = 4 data ranks x 4 micro-batches of 8"
+
+
+def test_stages_follow_one_another_by_steps_or_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each goes on from the rate of the one before; a function of one's own is a row of the table of their shapes."""
+    (tmp_path / "own_ways.py").write_text("def late(done):\n    return float(done == 1)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    text = "model: {preset: tiny, seq_len: 64}\nbatch: {global_sequences: 8}\noptimizer: {lr: 2.0}\n"
+    stages = "{steps: 3, to: 1}, {tokens: 1025, to: 0.5, name: constant}, {steps: 4, to: 0.1, name: cosine}"
+    schedule = f"schedule: {{warmup_steps: 2, stages: [{stages}, {{steps: 2, to: 0, name: 'own_ways:late'}}]}}\n"
+    recipe = loads(f"{text}{schedule}train: {{steps: 16}}")
+    expected = [0.5, 1, *[1] * 3, *[0.5] * 3, 0.44142135, 0.3, 0.15857864, 0.1, 0.1, 0, 0, 0]
+    for one in (recipe, loads(recipe.to_yaml())):
+        rates = [learning_rate(step, one.schedule, peak=1.0, steps=16) for step in range(1, 17)]
+        assert rates == pytest.approx(expected)
+    shorter = loads(recipe.to_yaml(), ["schedule.stages=[{steps: 9, to: 0}]"])
+    before = json.loads(json.dumps(described(recipe)))
+    assert change(9, before, described(recipe)) == "" and "is now 0.444 (1 stages" in change(
+        9, before, described(shorter)
+    )
+    for wrong in ("{to: 0}", "{steps: 3, tokens: 9}"):
+        with pytest.raises(Mistakes, match=r"`steps` and `tokens`"):
+            loads(f"{text}schedule: {{stages: [{wrong}]}}")

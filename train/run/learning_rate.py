@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from typing import Any, NamedTuple
 
 from tpshard.models.assemble import import_object
 from tpshard.recipes.keys.schema import Recipe
-from tpshard.recipes.keys.training_keys import Schedule
+from tpshard.recipes.keys.training_keys import Schedule, ScheduleStage
 
 
 class SchedulePoint(NamedTuple):
@@ -26,6 +26,8 @@ class SchedulePoint(NamedTuple):
     """The lowest rate, as a share of the peak."""
     fall: int
     """Steps of the fall of wsd."""
+    stages: Sequence[ScheduleStage] = ()
+    """Those of a schedule of stages."""
 
     def share(self, begin: int) -> float:
         """The way from step `begin` to the end that is done, from 0 to 1."""
@@ -46,6 +48,25 @@ SHAPES: Mapping[str, Shape] = {
 al. 2024 (MiniCPM), with a line for its fall."""
 
 
+WAYS: Mapping[str, Callable[[float], float]] = {
+    "constant": lambda done: 1.0,
+    "linear": lambda done: done,
+    "cosine": lambda done: 0.5 * (1 - math.cos(math.pi * done)),
+}
+"""How a stage goes from one rate to another: the part of the way after a part of its steps."""
+
+
+def staged(at: SchedulePoint) -> float:
+    """The rate of a schedule of stages, as a share of the peak."""
+    rate, begin = 1.0, at.warmup
+    for stage in at.stages:
+        done = (at.step - begin) / (stage.steps or 1)
+        if done <= 1:
+            return rate + (stage.to - rate) * shape_of(stage.name, WAYS)(done)
+        rate, begin = stage.to, begin + (stage.steps or 1)
+    return rate
+
+
 def learning_rate(step: int, schedule: Schedule, *, peak: float, steps: int) -> float:
     """The learning rate of `step`, counted from 1 to `steps`: it rises linearly over `warmup_steps` to `peak`, and
     then follows the schedule's shape. ValueError for a user's function that cannot be imported or gives no number."""
@@ -54,17 +75,26 @@ def learning_rate(step: int, schedule: Schedule, *, peak: float, steps: int) -> 
         return peak * step / warmup
     end = schedule.decay_steps or steps
     fall = schedule.decay_over or max(1, end // 10)
-    share = shape_of(schedule.name)(SchedulePoint(step, warmup, end, schedule.min_lr_ratio, fall))
+    shape = staged if schedule.stages else shape_of(schedule.name)
+    share = shape(SchedulePoint(step, warmup, end, schedule.min_lr_ratio, fall, schedule.stages))
     if not isinstance(share, int | float) or not math.isfinite(share) or share < 0:
-        raise ValueError(f"`schedule.name: {schedule.name}` gives {share!r} for step {step}, not a share of the peak")
+        raise ValueError(f"`schedule.{_named(schedule)}` gives {share!r} for step {step}, not a share of the peak")
     return peak * share
 
 
+def shape_of(name: str, table: Mapping[str, Callable[..., float]] = SHAPES) -> Callable[..., float]:
+    """The shape of a named schedule or stage, or a user's function. ValueError for one that cannot be imported."""
+    return table[name] if name in table else _imported(name)
+
+
 @cache
-def shape_of(name: str) -> Shape:
-    """The shape of a named schedule, or a user's function. ValueError for one that cannot be imported."""
-    shape: Shape = SHAPES[name] if name in SHAPES else import_object("schedule.name", name)
-    return shape
+def _imported(name: str) -> Callable[..., float]:
+    function: Callable[..., float] = import_object("schedule.name", name)
+    return function
+
+
+def _named(schedule: Schedule) -> str:
+    return f"{len(schedule.stages)} stages" if schedule.stages else f"name: {schedule.name}"
 
 
 def described(recipe: Recipe) -> dict[str, Any]:
@@ -75,8 +105,10 @@ def described(recipe: Recipe) -> dict[str, Any]:
 def change(step: int, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """What a recipe changes of the learning rate of `step`, with both schedules, as text; "" if nothing. before, now:
     `described` when the run was saved, and now."""
-    rates = [learning_rate(step, Schedule(**one["schedule"]), peak=one["peak"], steps=one["steps"])
-             for one in (before, now)]  # fmt: skip
+    schedules = [{**one["schedule"], "stages": tuple(ScheduleStage(**s) for s in one["schedule"].get("stages", ()))}
+                 for one in (before, now)]  # fmt: skip
+    rates = [learning_rate(step, Schedule(**schedule), peak=one["peak"], steps=one["steps"])
+             for schedule, one in zip(schedules, (before, now))]  # fmt: skip
     if math.isclose(*rates, rel_tol=1e-9, abs_tol=1e-12):
         return ""
     texts = [f"{rate:.3g} ({_text(one)})" for rate, one in zip(rates, (before, now))]
@@ -86,7 +118,7 @@ def change(step: int, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 def _text(one: Mapping[str, Any]) -> str:
     schedule, peak = one["schedule"], one["peak"]
     warmup = f"warm-up of {schedule['warmup_steps']} steps to {peak:g}"
-    name = schedule["name"]
+    name = f"{len(schedule['stages'])} stages" if schedule.get("stages") else schedule["name"]
     if name not in ("cosine", "linear", "wsd"):
         return f"{name}, {warmup}"
     return f"{name}, {warmup}, {schedule['min_lr_ratio'] * peak:.3g} from step {schedule['decay_steps']} on"

@@ -124,7 +124,7 @@ def _continuations(recipe: Recipe, folder: Location) -> Iterator[tuple[str, str]
     command = f"tpshard train {folder} train.steps={2 * last}"
     rate = learning_rate(last + 1, recipe.schedule, peak=peak, steps=last)
     yield command, f"train on at a learning rate of {rate:.3g}"
-    if recipe.schedule.name in ("cosine", "linear", "wsd"):
+    if recipe.schedule.name in ("cosine", "linear", "wsd") and not recipe.schedule.stages:
         schedule = replace(recipe.schedule, decay_steps=2 * last)
         rate = learning_rate(last + 1, schedule, peak=peak, steps=2 * last)
         yield f"{command} schedule.decay_steps={2 * last}", f"train on, from {rate:.3g} down again"

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +222,8 @@ def _require_schedule(recipe: Recipe) -> None:
     """Raises Mistakes (exit 3) for a user's schedule that cannot be called."""
     schedule, steps = recipe.schedule, recipe.train.steps
     try:
-        for step in {min(schedule.warmup_steps + 1, steps), steps}:
+        ends = accumulate((stage.steps or 1 for stage in schedule.stages), initial=schedule.warmup_steps)
+        for step in {steps, *(min(end + 1, steps) for end in ends)}:
             learning_rate(step, schedule, peak=recipe.optimizer.lr, steps=steps)
     except Exception as error:  # the function's own
         why = "" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
