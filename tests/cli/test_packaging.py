@@ -63,14 +63,20 @@ def test_a_wheel_holds_every_room_and_works_outside_the_checkout(tmp_path: Path)
     argv = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
     quiet = {"capture_output": True, "text": True, "timeout": PATIENCE}
     source = copy(tmp_path)
-    call = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", call, str(tmp_path)], cwd=source, check=True, **quiet)  # type: ignore[call-overload]
+
+    def build(what: str, out: Path, folder: Path) -> None:
+        """As pip does it, which takes twice as long."""
+        call = "import sys; from setuptools import build_meta as b; getattr(b, f'build_{sys.argv[1]}')(sys.argv[2])"
+        done = subprocess.run([sys.executable, "-c", call, what, str(out)], cwd=folder, **quiet)  # type: ignore[call-overload]
+        assert done.returncode == 0, done.stderr
+
+    build("sdist", tmp_path, source)
     (sdist,) = tmp_path.glob("*.tar.gz")
+    shutil.unpack_archive(sdist, tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
     contents = []
-    for kind, place in (("checkout", source), ("sdist", sdist)):
-        build = [*argv, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path / kind), str(place)]
-        actual = subprocess.run(build, **quiet)  # type: ignore[call-overload]
-        assert actual.returncode == 0, actual.stderr
+    for kind, place in (("checkout", source), ("sdist", unpacked)):
+        build("wheel", tmp_path / kind, place)
         (wheel,) = (tmp_path / kind).glob("*.whl")
         contents.append({file.filename: file.CRC for file in zipfile.ZipFile(wheel).infolist()})
     assert contents[0] == contents[1]
