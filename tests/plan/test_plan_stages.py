@@ -21,11 +21,16 @@ def printed(capsys, *arguments):
     return capsys.readouterr().out
 
 
+@pytest.fixture(scope="module")
+def few_and_every():
+    setting = Setting.of(loads(RECIPE, ["model.layers=8"]))
+    return few_layers.micro_program(setting), step_programs.micro_program(setting)
+
+
 @pytest.mark.parametrize("name", ["graph", "shardings"])
 @pytest.mark.parametrize("of", ["layers.0.mlp", "layers.4.attention", "layers.7", "norm"])
-def test_equal_layers_read_as_if_each_had_been_captured(name, of):
-    setting = Setting.of(loads(RECIPE, ["model.layers=8"]))
-    few, every = few_layers.micro_program(setting), step_programs.micro_program(setting)
+def test_equal_layers_read_as_if_each_had_been_captured(name, of, few_and_every):
+    few, every = few_and_every
     assert few.shardings is not None and len(few.shardings.graph.ops) < len(every.shardings.graph.ops)
     note, _, text = stage_texts.part_text(name, few, of).partition("\n")
     assert note == "layers.2 stands for 2 to 6, which are alike"

@@ -32,6 +32,7 @@ from tpshard.plan import planner
 from tpshard.plan.report import screen
 from tpshard.plan.report.planned import Planned
 from tpshard.plan.search import search
+from tpshard.plan.server import server_steps
 from tpshard.programs.server.act_order import LAYOUTS
 from tpshard.programs.server.serve_setting import Size
 from tpshard.programs.setting import cluster
@@ -50,6 +51,11 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 ROWS = 8
 CPU = device("cpu")
+
+
+def decode(served: Recipe) -> Planned:
+    """The plan of a step of decoding from that step's program alone."""
+    return server_steps.planned(served, "decode", whole=False)
 
 
 def quantize(out: Path, order: Order, config: ModelConfig = CONFIG) -> Path:
@@ -136,7 +142,10 @@ def test_every_layout_sends_on_real_ranks_what_is_planned(dtype: str, pool: Any,
     cases = [*(("head_local", layout) for layout in LAYOUTS), ("global", "tp_aware")]
     recipes = {(order, layout): recipe(folders[order], layout, f"serve.dtype={dtype}") for order, layout in cases}
     plans = {key: planner.planned(one, "", "decode") for key, one in recipes.items()}
-    jobs = [job_of(folders[order], *changes(folders[order], layout), f"serve.dtype={dtype}") for order, layout in cases]
+    built = [
+        programs_of(folders[order], *changes(folders[order], layout), f"serve.dtype={dtype}") for order, layout in cases
+    ]
+    jobs = [Job.of(programs, str(folders[order]), 256) for programs, (order, _) in zip(built, cases)]
     results = pool.run(serve_on_rank, [job.encode() for job in jobs], world=2, mesh={"tp": 2})
     expected = torch.tensor(results[0][0][2])
     for i, ((order, layout), plan) in enumerate(plans.items()):
@@ -156,16 +165,16 @@ def test_every_layout_sends_on_real_ranks_what_is_planned(dtype: str, pool: Any,
         assert sum(n for (kind, _), n in planned.items() if kind == "all_reduce") == 2 * CONFIG.layers + 1
         gathers = sum(n for (kind, _), n in planned.items() if kind == "all_gather")
         assert gathers == 1 + (2 * CONFIG.layers if layout == "naive" else 0)
-        whole = need(programs_of(folders[order], *changes(folders[order], layout), f"serve.dtype={dtype}"), 1 << 30)
+        whole = need(built[i], 1 << 30)
         assert sum(c["count"] for c in whole.collectives) == planned.total()
         assert whole.as_json()["memory"]["parameters"] == report.pricing.static_bytes["parameters"]
 
 
 def test_an_mlp_that_tp_does_not_divide_is_served_as_planned(pool: Any, tmp_path: Path, capsys: Any) -> None:
-    groups = quantize(tmp_path / "groups", "head_local", replace(CONFIG, mlp=7 * 32))
-    to_hf(build(replace(CONFIG, mlp=97), device="cpu", seed=1), dense := tmp_path / "dense")
+    groups = quantize(tmp_path / "groups", "head_local", replace(CONFIG, layers=1, mlp=7 * 32))
+    to_hf(build(replace(CONFIG, layers=1, mlp=97), device="cpu", seed=1), dense := tmp_path / "dense")
     cases = [(groups, "tp_aware", "224 to 256"), (groups, "naive", "224 to 256"), (dense, "tp_aware", "97 to 128")]
-    plans = [planner.planned(recipe(folder, layout), "", "decode") for folder, layout, _ in cases]
+    plans = [decode(recipe(folder, layout)) for folder, layout, _ in cases]
     jobs = [job_of(folder, *changes(folder, layout)) for folder, layout, _ in cases]
     results = pool.run(serve_on_rank, [job.encode() for job in jobs], world=2, mesh={"tp": 2})
     for i, ((folder, layout, wider), plan) in enumerate(zip(cases, plans)):
@@ -173,7 +182,7 @@ def test_an_mlp_that_tp_does_not_divide_is_served_as_planned(pool: Any, tmp_path
         expected = folder_runner(folder, *changes(folder, layout), "serve.mesh.tp=1").logits(prompt())
         program, report = plan.program, plan.report
         counted = Counter(c.kind for c in program.collectives)
-        assert counted == {"all_reduce": 2 * 2 + 1, "all_gather": 1 + (4 if layout == "naive" else 0)}
+        assert counted == {"all_reduce": 2 + 1, "all_gather": 1 + (2 if layout == "naive" else 0)}
         for sent, held, logits in (rank[i] for rank in results):
             assert sent == as_sent(program)
             assert held == report.pricing.static_bytes["parameters"]
@@ -186,14 +195,14 @@ def test_an_mlp_that_tp_does_not_divide_is_served_as_planned(pool: Any, tmp_path
         assert tpshard(["serve", "tiny", "--check", *changes(folder, layout), "cluster.device=cpu"]) == 0
         assert f"  {output}\n" in capsys.readouterr().out
     # codes, scales and shifts of 4 of the 7 groups, and not of all of them, for each of 64 outputs
-    coded = planner.planned(recipe(groups, "tp_aware", "serve.dtype=bf16"), "", "decode")
+    coded = decode(recipe(groups, "tp_aware", "serve.dtype=bf16"))
     (port,) = [p for p in coded.program.inputs if p.name == "layers.0.mlp.down.weight"]
     assert port.local_bytes == 64 * (4 * 32 // 2 + 4 * 4)
 
 
 def test_columns_that_pad_an_mlp_are_no_useful_work(tmp_path: Path) -> None:
     to_hf(build(replace(CONFIG, mlp=97, mlp_bias=True), device="cpu", seed=1), folder := tmp_path / "odd")
-    whole, padded = (planner.planned(recipe(folder, "tp_aware", f"serve.mesh.tp={tp}"), "", "decode") for tp in (1, 2))
+    whole, padded = (decode(recipe(folder, "tp_aware", f"serve.mesh.tp={tp}")) for tp in (1, 2))
 
     def work(plan: Planned) -> list[tuple[str, str, int, int]]:
         infos = [(node, info_of(node)) for node in plan.program.graph.nodes]
@@ -213,7 +222,7 @@ def test_columns_that_pad_an_mlp_are_no_useful_work(tmp_path: Path) -> None:
 
 
 def test_a_plan_says_what_gathers_and_why(folders: dict[str, Path]) -> None:
-    naive, aware, local = (planner.report(recipe(folders["head_local"], layout), "", "decode") for layout in
+    naive, aware, local = (decode(recipe(folders["head_local"], layout)).report for layout in
                            ("naive", "tp_aware", "local_sort"))  # fmt: skip
     assert not aware.reshards and not local.reshards
     rows = {row["reason"].partition(":")[0]: (row["kind"], row["count"], row["bytes"]) for row in naive.reshards}
@@ -239,13 +248,13 @@ def test_a_folder_that_is_not_there_is_planned_as_it_will_be_written(
         folder = quantize(tmp_path / f"{mlp}", "head_local", replace(CONFIG, mlp=mlp))
         cases.append((folder, "tp_aware", "head_local", mlp))
     for folder, layout, order, mlp in cases:
-        quantized_plan = planner.report(recipe(folder, layout), "", "decode")
+        quantized_plan = decode(recipe(folder, layout)).report
         expected = ["quantize.group_size=32", f"quantize.order={order}", f"model.mlp={mlp}"]
-        planned = planner.report(recipe("not-yet", layout, *own, *expected), "", "decode")
+        planned = decode(recipe("not-yet", layout, *own, *expected)).report
         assert any("not-yet does not exist yet" in warning for warning in planned.warnings)
         assert planned.fingerprint == quantized_plan.fingerprint
         assert planned.pricing.static_bytes == quantized_plan.pricing.static_bytes
-    dense = planner.report(recipe("latest", "naive", *own), "", "decode")
+    dense = decode(recipe("latest", "naive", *own)).report
     assert not dense.reshards and not dense.job.quantized
     broken = folders["global"].parent / "broken"
     broken.mkdir()
@@ -259,13 +268,13 @@ def test_a_folder_that_is_not_there_is_planned_as_it_will_be_written(
 def test_four_bits_are_planned_as_four_bits(device: str, held: int, folders: dict[str, Path]) -> None:
     """An output of `down` has codes, a scale per 32 inputs, and on a CPU in bf16 also a shift."""
     served = recipe(folders["global"], "tp_aware", "serve.mesh.tp=1", f"cluster.device={device}", "serve.dtype=bf16")
-    (port,) = [p for p in planner.planned(served, "", "decode").program.inputs
+    (port,) = [p for p in decode(served).program.inputs
                if p.name == "layers.0.mlp.down.weight"]  # fmt: skip
     assert port.local_bytes == 64 * held
 
 
 def cached_blocks(*overrides: str) -> Recipe:
-    more = ["serve.requests=8", "serve.mesh.tp=2", *overrides]
+    more = ["serve.requests=8", "serve.step_tokens=8", "serve.mesh.tp=2", *overrides]
     return loads("name: small\ncluster: {device: cpu, devices_per_node: 2}\nmodel: {preset: tiny}\n", more)
 
 
@@ -282,7 +291,7 @@ def with_memory(each: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("overrides", "few"), [([], ""), (["serve.cache_mb=1"], "4 of 8"), (["serve.cache_mb=3"], "")])
 def test_a_plan_holds_the_cache_that_the_server_makes(overrides: list[str], few: str, capsys: Any) -> None:
-    options = ["serve.requests=8", "serve.mesh.tp=2", "cluster.device=cpu", *overrides]
+    options = ["serve.requests=8", "serve.step_tokens=8", "serve.mesh.tp=2", "cluster.device=cpu", *overrides]
     assert tpshard(["serve", "tiny", "--check", "--json", *options]) == 0
     held = json.loads(capsys.readouterr().out)["memory"]["cache"]
     for what in ("prefill", "decode"):
@@ -295,9 +304,9 @@ def test_a_plan_holds_the_cache_that_the_server_makes(overrides: list[str], few:
 
 
 def test_a_plan_limits_the_cache_as_the_server_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = planner.report(cached_blocks(), "", "decode")
+    whole = decode(cached_blocks()).report
     with_memory(4 * 2**20, monkeypatch)
-    report = planner.report(cached_blocks(), "", "decode")  # a quarter is for the cache
+    report = decode(cached_blocks()).report  # a quarter is for the cache
     assert report.pricing.static_bytes["cache"] == 2**20 + 2**14
     assert "holds 4 of 8 requests of 256" in report.warnings[0]
     assert report.pricing.useful_flops < whole.pricing.useful_flops  # what is not in the cache is not attended to
@@ -305,21 +314,21 @@ def test_a_plan_limits_the_cache_as_the_server_does(monkeypatch: pytest.MonkeyPa
 
 def test_a_cache_that_leaves_no_room_is_cut_first(monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = ["model.layers=8", "serve.cache_mb=4"]
-    full = planner.report(cached_blocks(*overrides), "", "decode").pricing.needed_bytes
+    full = decode(cached_blocks(*overrides)).pricing.needed_bytes
     with_memory(full - 2**20, monkeypatch)
-    report = planner.report(cached_blocks(*overrides), "", "decode")
+    report = decode(cached_blocks(*overrides)).report
     first = search.edits(report, cached_blocks(*overrides))[0]
     assert not report.fits and first.fits
     key, _, value = first.change.partition(": ")
     assert key == "serve.cache_mb" and 1 <= int(value) < 4
-    actual = planner.report(cached_blocks(*overrides, f"{key}={value}"), "", "decode").pricing.needed_bytes
+    actual = decode(cached_blocks(*overrides, f"{key}={value}")).pricing.needed_bytes
     assert first.needed_bytes == pytest.approx(actual, rel=1e-4)
 
 
 def test_a_variant_is_priced_with_the_cache_of_all_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     with_memory(12 * 2**20, monkeypatch)  # room for the requests of two layers and not of eight
     deep = cached_blocks("model.layers=8", "model.vocab=256")
-    report = planner.report(deep, "", "decode")
+    report = decode(deep).report
     assert "holds 6 of 8" in report.warnings[0]
     assert search.price_variant(deep, "decode").needed_bytes == pytest.approx(report.pricing.needed_bytes, rel=1e-4)
 
