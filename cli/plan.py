@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from tpshard.cli.shared.arguments import OptionalRecipe, Overrides, load, on_device
+from tpshard.files.hub_folder import without_weights
 
 if TYPE_CHECKING:
     from tpshard.plan.saved_plan import SavedPlan
@@ -109,6 +110,7 @@ Overwrite = Annotated[bool, _output("--overwrite", help="Replace existing files.
 NoCache = Annotated[bool, _output("--no-cache", help="Plan anew, and keep nothing for the next time.")]
 
 
+@without_weights()
 def plan(
     context: typer.Context,
     recipe: OptionalRecipe = None,

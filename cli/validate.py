@@ -8,12 +8,14 @@ from typing import Annotated
 import typer
 from tpshard.cli.shared.arguments import Json, recipe_argument
 from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes, dumps
+from tpshard.files.hub_folder import without_weights
 
 TEXTS = (".jsonl", ".json.gz", ".parquet", ".txt")
 """Ends of names that are no recipe's, but a text's: those of a pattern that the shell has replaced."""
 Files = Annotated[list[str], recipe_argument(metavar="RECIPE", help="Recipes to check.")]
 
 
+@without_weights()
 def validate(files: Files, as_json: Json = False) -> int:
     """Check recipes and report every mistake: keys, types, limits, whether model, mesh and cluster fit, and whether the
     folders of model, text and tokenizer can be read here.

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes
+from tpshard.files.hub_folder import PREFIX
 from tpshard.models.adapters.adapted_model import AdaptedModel
 from tpshard.models.model_spec import ModelSpec
 from tpshard.programs.fit.fit import misfits
@@ -87,10 +88,12 @@ def model_errors(recipe: Recipe) -> list[Diagnostic]:
 
 def _model(recipe: Recipe) -> ModelSpec | None:
     """The recipe's model; None where it names none, which is told elsewhere, and where its folder's environment
-    variable is not set, which validation does not need."""
+    variable is not set, which validation does not need. Raises `Mistakes` where the hub's cannot be had."""
     try:
         return None if recipe.model.named_by is None else opened(recipe, weights=False)
     except Mistakes:
+        if str(recipe.model.stored()[recipe.model.named_by or "preset"]).startswith(PREFIX):
+            raise
         return None
     except (ValueError, OSError) as error:
         raise wrong_model(recipe, error) from None
@@ -114,7 +117,8 @@ def _positions(recipe: Recipe, spec: ModelSpec) -> list[Diagnostic]:
 
 def _weights(recipe: Recipe, spec: ModelSpec) -> list[Diagnostic]:
     """A warning where `train` would refuse an `hf` folder, since it has no weights."""
-    if not spec.refusal("train") or carried_instead(recipe) is not None:
+    on_hub = str(recipe.model.stored().get(spec.source.key)).startswith(PREFIX)
+    if on_hub or not spec.refusal("train") or carried_instead(recipe) is not None:
         return []
     return [
         Diagnostic(

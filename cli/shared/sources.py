@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from tpshard.cli.shared.source_model import SourceModel, unreadable_source
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.files.hub_folder import folder_of
 from tpshard.recipes.keys.data_keys import TokenizerTraining
 from tpshard.recipes.keys.stores import is_url
 
@@ -73,7 +74,7 @@ def opened_location(source: str) -> Location:
     checkpoint without its manifest, whose recipe would lead to the run's newest one."""
     from tpshard.train.checkpoints.store_path import StorePath, location, require_store
 
-    place = location(source)
+    place = location(folder_of(source))
     if isinstance(place, StorePath):
         require_store(place)
     elif any(place.glob("rank-*.safetensors")) and not (place / MANIFEST).is_file():

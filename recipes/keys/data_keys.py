@@ -7,6 +7,7 @@ from dataclasses import field
 from typing import Annotated, Any, ClassVar, Literal
 
 from tpshard.diagnostics.diagnostic import Mistakes
+from tpshard.files.hub_folder import PREFIX
 from tpshard.recipes.keys.constraints import Count, CountOrZero, NonNegative, Share, limits
 from tpshard.recipes.text.section import Section, derived
 
@@ -51,6 +52,7 @@ class Data(Section):
     """The text or conversations that a run trains on."""
 
     paths: ClassVar[tuple[str, ...]] = ("source", "tokenizer")
+    folders: ClassVar[tuple[str, ...]] = ("tokenizer",)
 
     source: str = "sample"
     """sample (generated on this machine); c4; hub:OWNER/NAME or hub:OWNER/NAME@REVISION:CONFIGURATION (also hf:),
@@ -78,8 +80,8 @@ class Data(Section):
     """Documents that are shuffled among each other, anew in each epoch and by `seed`, so that no source is read whole
     for it; 0: documents come in the order of the files, which is shuffled."""
     tokenizer: str | TokenizerTraining | None = derived(default='its own for sample, else "${oc.env:TOKENIZER_DIR}"')
-    """Folder of a Hugging Face tokenizer, read when a command needs it; {train: 8192}: one of so many tokens that a
-    run trains on its text and keeps; bytes: the 256 bytes; null: the sample's own."""
+    """Folder of a Hugging Face tokenizer, or hf:OWNER/NAME on the hub, read when a command needs it; {train: 8192}: one
+    of so many tokens that a run trains on its text and keeps; bytes: the 256 bytes; null: the sample's own."""
     bos: Literal["tokenizer", "always", "never"] = "tokenizer"
     """Whether each document begins with the tokenizer's bos_token. tokenizer: with what the tokenizer itself puts
     before a text, as transformers reads it, be it nothing; always: with bos_token in any case. A conversation begins
@@ -114,6 +116,8 @@ class Data(Section):
     def made_tokens(self) -> int | None:
         """The most tokens of a tokenizer that tpshard makes, {train: SIZE} or bytes; None where a folder is named, or
         nothing."""
+        if str(self.stored()["tokenizer"]).startswith(PREFIX):
+            return None
         try:
             named = self.tokenizer
         except Mistakes:  # its environment variable is not set

@@ -36,15 +36,18 @@ class Model(Section):
 
     exclusive: ClassVar[tuple[str, ...]] = ("preset", "hf", "transformers", "module")
     paths: ClassVar[tuple[str, ...]] = ("hf", "transformers")
+    folders: ClassVar[tuple[str, ...]] = ("hf", "transformers")
     of_all: ClassVar[tuple[str, ...]] = ("seq_len", "dtype")
     """Keys that stay where a layer names the model by another key."""
 
     preset: Preset | None = None
     """The name of a model. tiny: 4 layers, width 128, 8 heads, 4 KV heads, mlp 384, vocab 2048, seq_len 256, fp32."""
     hf: str | None = None
-    """A folder in Hugging Face format (config.json and safetensors)."""
+    """A folder in Hugging Face format (config.json and safetensors), or a model of the hub, hf:OWNER/NAME or
+    hf:OWNER/NAME@REVISION, which is kept where Hugging Face's library keeps it. Only JSON and safetensors are fetched,
+    the weights where a command reads them."""
     transformers: str | None = None
-    """A folder with a config.json, with or without safetensors, whose model transformers' own class computes."""
+    """A folder as `hf`, with or without safetensors, whose model transformers' own class computes."""
     dims: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
     """Dim names by parameter pattern, for `transformers` and `module`, in addition to the class's; null: left to
     propagation."""

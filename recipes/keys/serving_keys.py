@@ -52,6 +52,7 @@ class Serve(Section):
     """The settings of `tpshard serve`."""
 
     paths: ClassVar[tuple[str, ...]] = ("checkpoint", "adapters", "adapter_root")
+    folders: ClassVar[tuple[str, ...]] = ("checkpoint", "adapters")
 
     checkpoint: str = "latest"
     """latest: this run's newest checkpoint; or a checkpoint's folder, or a Hugging Face folder, GPTQ or not."""

@@ -136,6 +136,7 @@ class Train(Section):
     """The training loop."""
 
     paths: ClassVar[tuple[str, ...]] = ("init_from",)
+    folders: ClassVar[tuple[str, ...]] = ("init_from",)
 
     steps: Count = derived(default="what train.tokens or data.epochs makes, else 200000", saved=False)
     """Optimizer steps. Of `steps`, `tokens` and `data.epochs` one is given; a later layer's counts."""

@@ -107,6 +107,8 @@ class Checker:
             values["model"] = schema.Model()
         checked = cls(**values)
         vars(checked)["_written"] = written
+        if cls.folders:
+            vars(checked)["_where"] = {key: self.merged.place((*path, key)) for key in cls.folders}
         if waits(values):
             vars(checked)["_config"] = self.merged.config
         return checked

@@ -78,8 +78,7 @@ def hub_fix(text: str) -> str:
         return ""
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", text) or text.endswith((".yaml", ".yml", ".json")):
         return ""
-    name = text.partition("/")[2]
-    return f"`hf download {text} --local-dir {name}` fetches it from the Hugging Face hub; then name the folder {name}"
+    return f"`hf:{text}` names the model of the Hugging Face hub"
 
 
 def fix(key: str) -> str:

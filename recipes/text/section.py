@@ -7,6 +7,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any, ClassVar, dataclass_transform
 
 from tpshard.diagnostics.diagnostic import Mistakes, Source
+from tpshard.files.hub_folder import folder_of
 from tpshard.recipes.text.nodes import Path
 
 
@@ -64,6 +65,10 @@ class Section:
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     paths: ClassVar[tuple[str, ...]] = ()
     """Keys that name files or folders, in which `~` and `$NAME` are expanded as by a shell."""
+    folders: ClassVar[tuple[str, ...]] = ()
+    """Those of `paths` that may name a model or tokenizer of the hub, hf:OWNER/NAME, which is fetched when read."""
+    _where: ClassVar[Mapping[str, Source]] = {}
+    """The places of `folders`."""
     _config: ClassVar[Any] = None
     """The merged recipe, if a value depends on the environment."""
     _written: ClassVar[Mapping[str, Any]] = {}
@@ -77,7 +82,10 @@ class Section:
         if name[0] != "_":
             config = object.__getattribute__(self, "__dict__").get("_config")
             if config is not None and waits(value):
-                return changed(value, lambda item: item.complete(config) if isinstance(item, Pending) else item)
+                value = changed(value, lambda item: item.complete(config) if isinstance(item, Pending) else item)
+            if isinstance(value, str | Mapping) and name in type(self).folders:
+                where = object.__getattribute__(self, "_where").get(name)
+                return changed(value, lambda item: folder_of(item, where) if isinstance(item, str) else item)
         return value
 
     def stored(self) -> dict[str, Any]:

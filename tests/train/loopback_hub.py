@@ -1,4 +1,4 @@
-"""A hub for one data set on loopback: as much of Hugging Face's API as `datasets` needs for streaming."""
+"""A hub for one repository on loopback: what `datasets` needs for streaming, and models, of Hugging Face's API."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ configs:
 
 
 class Hub:
-    """Serves `files` (path in the repository: bytes) as data set `repo`; a context manager.
+    """Serves `files` (path in the repository: bytes) as data set or model `repo`; a context manager.
 
     `requested` lists the paths of files whose bytes were asked for.
     """
 
-    def __init__(self, files: Mapping[str, bytes], repo: str = "allenai/c4"):
-        self.files = {"README.md": README.encode(), **files}
-        self.repo = repo
+    def __init__(self, files: Mapping[str, bytes], repo: str = "allenai/c4", kind: str = "datasets"):
+        self.files = {"README.md": README.encode(), **files} if kind == "datasets" else dict(files)
+        self.repo, self.kind = repo, kind
         self.revision = hashlib.sha1(repr(sorted(self.files)).encode()).hexdigest()
         self.requested: list[str] = []
         hub = self
@@ -62,8 +62,9 @@ class Hub:
         length = int(request.headers.get("Content-Length") or 0)
         body = request.rfile.read(length)
         path = urllib.parse.unquote(urllib.parse.urlsplit(request.path).path)
-        api = f"/api/datasets/{self.repo}"
-        if match := re.fullmatch(rf"/datasets/{self.repo}/resolve/[^/]+/(.+)", path):
+        api = f"/api/{self.kind}/{self.repo}"
+        home = f"/datasets/{self.repo}" if self.kind == "datasets" else f"/{self.repo}"
+        if match := re.fullmatch(rf"{home}/resolve/[^/]+/(.+)", path):
             self._file(request, match.group(1))
         elif path == api or path.startswith(f"{api}/revision/"):
             siblings = [{"rfilename": name} for name in self.files]

@@ -1,0 +1,116 @@
+"""Models and tokenizers of the Hugging Face hub, hf:OWNER/NAME@REVISION: folders where its own library keeps them.
+
+Only JSON, templates and safetensors are fetched. A quick check comes first whether the hub answers, because the library
+retries for a minute before it fails.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+from tpshard.diagnostics.diagnostic import Exit, Mistakes, Source
+
+HUB = "https://huggingface.co"
+PATIENCE_S = 2.5
+"""Seconds for name lookup and connection; a slower network could not stream text either."""
+PREFIX = "hf:"
+SMALL = ("*.json", "*.jinja")
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+OTHERS = ("*/*", "consolidated*", "pytorch_model*")
+"""Copies of the same weights in other formats."""
+_whole = True
+
+
+@contextmanager
+def without_weights() -> Iterator[None]:
+    """A context in which models are fetched without their weights, which a plan does not read."""
+    global _whole
+    before, _whole = _whole, False
+    try:
+        yield
+    finally:
+        _whole = before
+
+
+def folder_of(name: str, where: Source | None = None) -> str:
+    """The folder of a model or tokenizer; a name that is none of the hub's as it is.
+
+    Raises `Mistakes`: exit 3 for a wrong name, 6 where the hub does not have it, or cannot be reached and the cache is
+    without it.
+    """
+    if not name.startswith(PREFIX):
+        return name
+    if not (match := re.fullmatch(r"hf:([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", name)):
+        message, fix = f"`{name}` is no name of a model on the hub", "hf:OWNER/NAME or hf:OWNER/NAME@REVISION"
+        raise Mistakes.one(message, exit=Exit.RECIPE, where=where, fix=fix)
+    try:
+        return _fetched(match[1], match[2], _whole)
+    except Exception as error:  # network, hub, login and cache raise many types
+        said = [line for line in str(error).splitlines() if line.strip()]
+        raise Mistakes.one(
+            f"{name} cannot be read from the hub", exit=Exit.DATA, where=where,
+            why=f"{type(error).__name__}: {said[0].strip() if said else ''}".removeprefix("ConnectionError: "),
+            fix="check the name, the network and HF_ENDPOINT (`hf auth login` for gated models); or name a folder",
+        ) from error  # fmt: skip
+
+
+@cache
+def _fetched(repo: str, revision: str | None, whole: bool) -> str:
+    unreachable = "" if is_offline() else out_of_reach()
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
+
+    if not (whole and sys.stderr.isatty()):
+        disable_progress_bars()
+    try:
+        place: str = snapshot_download(
+            repo, revision=revision, allow_patterns=[*SMALL, *WEIGHTS * whole],
+            ignore_patterns=[*OTHERS, *[WEIGHTS[1]] * (not whole)], local_files_only=bool(unreachable),
+        )  # fmt: skip
+    except Exception:
+        if unreachable:
+            raise ConnectionError(unreachable) from None
+        raise
+    return place
+
+
+def is_offline() -> bool:
+    """Whether the hub's library is told to read its cache alone."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def out_of_reach() -> str:
+    """Why no connection to the hub, or to the proxy before it, can be opened; "" if one can."""
+    host, port = _address(os.environ.get("HF_ENDPOINT") or HUB)
+    failed: list[str] = [f"no answer within {PATIENCE_S:g} s"]
+
+    def connect() -> None:
+        try:
+            socket.create_connection((host, port), timeout=PATIENCE_S).close()
+            failed.clear()
+        except OSError as error:
+            failed[:] = [error.strerror or str(error)]
+
+    asking = threading.Thread(target=connect, daemon=True)  # a name lookup may take longer than any timeout
+    asking.start()
+    asking.join(PATIENCE_S)
+    return f"{host}:{port}: {failed[0]}" if failed else ""
+
+
+def _address(endpoint: str) -> tuple[str, int]:
+    """The host and port that a request to `endpoint` connects to."""
+    import urllib.parse
+    import urllib.request  # takes 30 ms, which `validate` need not spend
+
+    url = urllib.parse.urlsplit(endpoint)
+    proxy = urllib.request.getproxies().get(url.scheme)
+    if proxy and url.hostname and not urllib.request.proxy_bypass(url.hostname):
+        url = urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    return url.hostname or "", url.port or (443 if url.scheme == "https" else 80)

@@ -1,0 +1,63 @@
+"""Models and tokenizers of a hub on loopback, in processes that read HF_ENDPOINT."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import architectures
+from forked import python
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
+from loopback_hub import Hub
+
+COMMANDS = """
+import json
+from tpshard.cli.main import run
+print(json.dumps([run(line.split()) for line in {lines!r}]))
+"""
+
+
+def run(endpoint: str, home: Path, *lines: str, **more: str) -> tuple[list[int], str]:
+    """The exit codes of commands, and what they say."""
+    env = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DOWNLOAD_TIMEOUT": "2", **more}
+    env = {k: v for k, v in env.items() if not k.lower().endswith("_proxy")}
+    done = python(COMMANDS.format(lines=lines), environment=env)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    codes: list[int] = json.loads(done.stdout.splitlines()[-1])
+    return codes, done.stderr
+
+
+def test_a_model_of_the_hub_is_planned_without_weights_and_converted(tmp_path: Path) -> None:
+    """Of a revision too; the cache does without a network, and what is not JSON or safetensors is not asked for."""
+    folder = architectures.folder(tmp_path / "base", "llama", weights=True)
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    files |= {"pytorch_model.bin": b"pickle", "modeling_own.py": b"code", "original/a.safetensors": b"other"}
+    recipe = tmp_path / "a.yaml"
+    recipe.write_text(
+        "model: {hf: hf:some/base, seq_len: 8, vocab: 2048}\ndata: {source: sample}\nevaluate: {every_steps: 0}\n"
+    )
+    checks = [f"validate {recipe}", f"plan {recipe} --dry-run"]
+    with Hub(files, repo="some/base", kind="models") as hub:
+        codes, said = run(hub.url, tmp_path / "home", *checks)
+        assert codes == [0, 0], said
+        assert set(hub.requested) == {"config.json", "generation_config.json"}
+        pinned = f"hf:some/base@{hub.revision}"
+        codes, said = run(
+            hub.url, tmp_path / "home", f"convert {pinned} {tmp_path}/out", f"convert hf:some/none {tmp_path}/b"
+        )
+        assert codes == [0, 6] and "hf:some/none cannot be read from the hub" in said, said
+        assert set(hub.requested) == {"config.json", "generation_config.json", "model.safetensors"}
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    codes, said = run(hub.url, tmp_path / "home", *checks, f"convert hf:some/base@{hub.revision} {tmp_path}/again")
+    assert codes == [0, 0, 0], said
+
+
+def test_no_network_is_told_at_once_with_the_place(tmp_path: Path) -> None:
+    with Hub({}, kind="models") as hub:
+        url = hub.url
+    codes, said = run(url, tmp_path, "validate tiny model.hf=hf:some/base", "validate tiny model.hf=hf:wrong")
+    assert codes == [6, 3] and "hf:some/base cannot be read" in said and "model.hf=" in said, said
+    assert "hf:OWNER/NAME@REVISION" in said
