@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from tpshard.parallelism.mesh import Axes, Axis, merge, remainder, size_of, starts_with, without
@@ -134,7 +135,8 @@ def unproject(members: Sequence[int], factors: Mapping[int, Axes], sizes: Sequen
     return merge(out)
 
 
-def cuts(layout: Layout, rule_dims: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> dict[int, Cut]:
+@lru_cache(1 << 14)
+def cuts(layout: Layout, rule_dims: tuple[tuple[int, ...], ...], sizes: tuple[int, ...]) -> Mapping[int, Cut]:
     """The cut of each factor, from a layout; like `project`, but for dims that may be divided unevenly."""
     out: dict[int, Cut] = {}
     for dim, (axes, members) in enumerate(zip(layout.dims, rule_dims)):
@@ -153,8 +155,14 @@ def cuts(layout: Layout, rule_dims: Sequence[tuple[int, ...]], sizes: Sequence[i
     return out
 
 
-def layout_of(dims: Sequence[tuple[int, ...]], cut: Mapping[int, Cut], sizes: Sequence[int]) -> Layout:
+def layout_of(dims: tuple[tuple[int, ...], ...], cut: Mapping[int, Cut], sizes: tuple[int, ...]) -> Layout:
     """The layout of a tensor from the cuts of its factors, without axes that no layout expresses; inverse of `cuts`."""
+    return _layout_of(dims, tuple(cut.items()), sizes)
+
+
+@lru_cache(1 << 14)  # layers are alike
+def _layout_of(dims: tuple[tuple[int, ...], ...], items: tuple[tuple[int, Cut], ...], sizes: tuple[int, ...]) -> Layout:
+    cut = dict(items)
     out: list[Axes] = []
     grains: list[int] = []
     for members in dims:

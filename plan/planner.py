@@ -6,6 +6,7 @@ import contextlib
 import gc
 import math
 from collections.abc import Iterator
+from functools import cache
 
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.plan import plan_cache, saved_plan
@@ -55,6 +56,12 @@ def planned(
         return planned_training(build_programs(Setting.of(recipe, devices_of(recipe)), variants), source, accuracy)
 
 
+@cache
+def _has_frozen() -> bool:
+    """Whether this process keeps objects from the collector; to count them takes 50 ms where it does."""
+    return gc.get_freeze_count() > 0
+
+
 @contextlib.contextmanager
 def without_gc() -> Iterator[None]:
     """A context without garbage collection, which would walk over a plan's hundred thousand nodes again and again."""
@@ -64,7 +71,7 @@ def without_gc() -> Iterator[None]:
         yield
     finally:
         if collecting:
-            if not gc.get_freeze_count():  # makes all objects old, or the next collection would walk over the new ones
+            if not _has_frozen():  # makes all objects old, or the next collection would walk over the new ones
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()

@@ -240,6 +240,8 @@ def choice_for(op: Op, rule: Rule, result: int, layout: Layout) -> Choice | None
 
 def _drop_hidden(choice: Choice, rule: Rule, members: Dim) -> bool:
     """Removes the cuts of a dim's factors after one that is not fully sharded; returns whether there were any."""
+    if choice.keys().isdisjoint(members):
+        return False
     full = True
     outer: Axes = ()
     before = len(choice)
@@ -297,7 +299,7 @@ def past_padding(op: Op, rule: Rule, choice: Choice, rules: Mapping[Op, Rule]) -
     return op, rule
 
 
-def layout_of(rule: Rule, dims: Sequence[tuple[int, ...]], choice: Choice, result: bool) -> Layout:
+def layout_of(rule: Rule, dims: tuple[Dim, ...], choice: Choice, result: bool) -> Layout:
     """The layout of a tensor under a choice; a result is partial over the axes of the factors that the op sums."""
     layout = factors.layout_of(dims, choice, rule.sizes)
     if not result:
