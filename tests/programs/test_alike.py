@@ -89,26 +89,26 @@ def test_a_stretched_program_is_the_deep_models_node_by_node(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "more", "depth"),
+    ("name", "more", "depth", "mesh"),
     [
-        ("gpt2", {"n_layer": 7}, Depth("transformer.h", 7)),
-        ("gpt_oss", {"num_hidden_layers": 13}, Depth("model.layers", 13, period=2)),
-        ("deepseek_v32", {"num_hidden_layers": 8}, Depth("model.layers", 8, head=1)),
-        pytest.param("gemma3_text", {"num_hidden_layers": 38}, Depth("model.layers", 38, period=6),
+        ("gpt2", {"n_layer": 7}, Depth("transformer.h", 7), "{fsdp: 2}"),
+        ("gpt_oss", {"num_hidden_layers": 13}, Depth("model.layers", 13, period=2), "{tp: 2}"),
+        ("deepseek_v32", {"num_hidden_layers": 7}, Depth("model.layers", 7, head=1), "{fsdp: 2, tp: 2}"),
+        pytest.param("gemma3_text", {"num_hidden_layers": 38}, Depth("model.layers", 38, period=6), "{fsdp: 2, tp: 2}",
                      marks=pytest.mark.slow),
         pytest.param("llama4_text", {
             "num_hidden_layers": 14, "no_rope_layers": [1, 0] * 7, "moe_layers": [*range(1, 14, 2)],
-        }, Depth("model.layers", 14, period=2), marks=pytest.mark.slow),
+        }, Depth("model.layers", 14, period=2), "{fsdp: 2, tp: 2}", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_blocks_of_a_transformers_class_are_repeated(
-    name: str, more: dict[str, Any], depth: Depth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, more: dict[str, Any], depth: Depth, mesh: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = {k: v for k, v in architectures.config_of(name).items() if k != "layer_types"}
     monkeypatch.setitem(architectures.CONFIGS, name, config | more)
     recipe = f"""
 name: blocks
-mesh: {{fsdp: 2, tp: 2}}
+mesh: {mesh}
 model: {{transformers: "{architectures.folder(tmp_path, name)}", seq_len: 16}}
 batch: {{global_sequences: 8}}
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 
 import architectures
 import pytest
@@ -12,7 +11,7 @@ from small_model import of_small_model
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.plan import planner
 from tpshard.programs.compare.float64 import BOUND, distance
-from tpshard.programs.compare.lockstep import Lockstep
+from tpshard.programs.compare.lockstep import Lockstep, StepValues
 from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step import training
 from tpshard.programs.step.splitting import layers_of
@@ -169,12 +168,10 @@ def test_experts_in_stages_count_their_tokens_as_on_one_device(overrides: tuple[
     assert torch.equal(sum(parts[0] for parts in two.counted), sum(parts[0] for parts in one.counted))
 
 
-@pytest.mark.parametrize(
-    "overrides", [(), ("fsdp.accumulate.reduce=last",), ("pipeline.schedule=zero_bubble",)], ids=str
-)
-def test_parameters_without_a_gradient_lie_in_stages(overrides: tuple[str, ...], tmp_path: Path) -> None:
-    """An indexer's matrices and a router's bias are in no backward pass: their gradients are zero, as on one device."""
-    folder = architectures.folder(tmp_path, "deepseek_v32")
+@pytest.fixture(scope="module")
+def without_gradients(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, StepValues]:
+    """A recipe for two stages, and its step on one device."""
+    folder = architectures.folder(tmp_path_factory.mktemp("folders"), "deepseek_v32")
     recipe = f"""
 cluster: {{device: cpu}}
 mesh: {{pp: 2}}
@@ -182,7 +179,17 @@ model: {{transformers: {folder}, seq_len: 8, dtype: fp32}}
 batch: {{global_sequences: 4, per_device: 2}}
 pipeline: {{schedule: 1f1b}}
 """
-    one = Lockstep(training.build(Setting.of(loads(recipe, ["mesh.pp=1", "pipeline=null"]))), 32).step()
+    return recipe, Lockstep(training.build(Setting.of(loads(recipe, ["mesh.pp=1", "pipeline=null"]))), 32).step()
+
+
+@pytest.mark.parametrize(
+    "overrides", [(), ("fsdp.accumulate.reduce=last",), ("pipeline.schedule=zero_bubble",)], ids=str
+)
+def test_parameters_without_a_gradient_lie_in_stages(
+    overrides: tuple[str, ...], without_gradients: tuple[str, StepValues]
+) -> None:
+    """An indexer's matrices and a router's bias are in no backward pass: their gradients are zero, as on one device."""
+    recipe, one = without_gradients
     two = Lockstep(training.build(Setting.of(loads(recipe, overrides))), 32).step()
     assert two.loss == pytest.approx(one.loss, rel=BOUND)
     assert all(distance(two.gradients[name], grad) <= BOUND for name, grad in one.gradients.items())
