@@ -32,12 +32,18 @@ def train(recipe: RecipeArgument, overrides: Overrides = None, plan: PlanFile = 
     without planning again, and refuses (exit 4) if the recipe, the number of devices or the versions differ. The
     programs of a plan that another account or machine saved are compared (exit 3) with those of the recipe.
     """
-    from tpshard.cli.shared.worker_errors import place_of_environment
+    from tpshard.parallelism.runtime import stop
 
-    place = place_of_environment()
-    refuse_checkpoint(recipe)
-    changes = on_device(overrides, device) if OVERRIDES not in os.environ else json.loads(os.environ.pop(OVERRIDES))
-    return start(recipe, changes, plan) if place is None else _work(recipe, changes, place, plan)
+    with stop.stoppable():
+        from tpshard.cli.shared.worker_errors import place_of_environment
+
+        place = place_of_environment()
+        refuse_checkpoint(recipe)
+        changes = on_device(overrides, device) if OVERRIDES not in os.environ else json.loads(os.environ.pop(OVERRIDES))
+        if place is None:
+            return start(recipe, changes, plan)
+        stop.hold()
+        return _work(recipe, changes, place, plan)
 
 
 def refuse_checkpoint(recipe: str) -> None:

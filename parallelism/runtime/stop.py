@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -11,6 +13,27 @@ from tpshard.diagnostics.exits import Exit
 
 POLITE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """Signals that ask a run to save and end. The launcher starts its workers with these blocked, until `listen`."""
+
+
+def hold() -> None:
+    """Keeps requests to stop until `listen`, as in workers of tpshard's own launcher: all ranks then stop together."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, POLITE)
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Where nothing of a run has begun, SIGTERM and SIGUSR1 end the process at once, with the code of a stop."""
+    before = {number: signal.signal(number, _end) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    os.write(2, b"stopped before the run began; the same command begins it\n")
+    os._exit(Exit.PREEMPTED)  # an exception raised in the middle of an import may be caught there
 
 
 class StopRequest:

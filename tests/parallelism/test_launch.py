@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from patience import PATIENCE, until
-from tpshard.parallelism.runtime import crash, messages
+from tpshard.parallelism.runtime import crash, messages, stop
 from tpshard.parallelism.runtime import place as places
 from tpshard.parallelism.runtime.launcher import Nodes
 from tpshard.parallelism.runtime.messages import WorkerFault, is_lost_peer
@@ -62,6 +62,16 @@ def workers(launcher: subprocess.Popen[str], folder: Path, world: int) -> list[p
 
 def gone(processes: list[psutil.Process]) -> bool:
     return not psutil.wait_procs(processes, timeout=PATIENCE)[1]
+
+
+def test_a_request_to_stop_before_a_run_begins_ends_with_75(capfd: pytest.CaptureFixture[str]) -> None:
+    if (child := os.fork()) == 0:
+        with stop.stoppable():
+            os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 75
+    assert "stopped before the run began" in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_workers_find_their_place_in_the_environment(tmp_path: Path) -> None:
