@@ -87,7 +87,8 @@ def _tasks(source: str, recipe: Recipe, names: Sequence[str], limit: int | None,
     from tpshard.recipes.reading.load import with_changes
 
     require_lm_eval()
-    if not recipe.where("serve.mesh").line and not recipe.where("serve.mesh.tp").line:
+    changed = {key: recipe.where(key).file.startswith("<override") for key in ("mesh.tp", "serve.mesh.tp")}
+    if not recipe.where("serve.mesh").line or changed == {"mesh.tp": True, "serve.mesh.tp": False}:
         recipe = with_changes(recipe, [f"serve.mesh.tp={recipe.mesh.get('tp', 1)}"])
     named = source if holds_model(opened_location(source)) else str(_newest(source, recipe))
     model = open_source(named)

@@ -65,7 +65,7 @@ class Serve(Section):
     max_lora_rank: Rank | None = None
     """Largest rank of an adapter; null: that of `adapters`, and at least 16 with `adapter_root`."""
     mesh: Mapping[AxisName, AxisSize] = field(default_factory=lambda: {"tp": 4})
-    """Mesh axes and sizes of the server."""
+    """Mesh axes and sizes of the server; default: tp 4, or 2 or 1 where `mesh` has fewer devices."""
     dtype: Dtype | None = None
     """Compute dtype; null: the checkpoint's. For quantized weights on a CPU null is fp32; with bf16 they are multiplied
     as codes."""

@@ -166,6 +166,8 @@ def _examine_layers(layers: Sequence[Node], overrides: Sequence[str], name: str,
     recipe = checker.section(merged.raw, Recipe, ())
     vars(recipe).update(_places=checker.places, _origin=(tuple(layers), tuple(overrides), name))
     vars(recipe).update(file=layers[-1].source.file, mesh=_complete(recipe.mesh))
+    if not any(path[:2] == ("serve", "mesh") for path in merged.places):
+        vars(recipe.serve)["mesh"] = _served(recipe)
     rules = {dim: axes for dim, axes in recipe.sharding.rules.items() if axes}
     if "ep" in recipe.mesh and "batch" in rules and not recipe.where("sharding.rules.batch").line:
         rules["batch"] = (*rules["batch"], "ep")
@@ -322,6 +324,14 @@ def _keep_last(merged: Merged, paths: Sequence[tuple[str, ...]]) -> None:
     for path in paths:
         if path in merged.places and levels.get(path, -1) < max(levels.values(), default=0):
             merged.drop(path)
+
+
+def _served(recipe: Recipe) -> dict[str, int]:
+    """The mesh of a server where none is written: tp 4, or 2 or 1 where the run itself has fewer devices."""
+    devices = math.prod(recipe.mesh.values())
+    if devices < 1:  # the axis of size -1 takes what the cluster has
+        devices = 4 if recipe.cluster is None else recipe.cluster.nodes * recipe.cluster.devices_per_node
+    return {"tp": next(tp for tp in (4, 2, 1) if tp <= devices)}
 
 
 def _complete(mesh: Mapping[str, Any]) -> dict[str, Any]:
