@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -109,7 +109,7 @@ def _refuse(source: str) -> None:
             read_raw(path)
             already = read_config(path) is not None
         except FolderError as error:
-            raise Mistakes.one(str(error), exit=Exit.FIT, fix=error.fix) from error
+            raise Mistakes.one(str(error), exit=Exit.CHECKPOINT, fix=error.fix) from error
         except (ValueError, OSError):
             already = False  # the reader of the model tells what is wrong
         if already:
@@ -150,16 +150,17 @@ def _seq_len(source: str, model: SourceModel, recipe: Recipe) -> int:
 def _text(
     model: SourceModel, recipe: Recipe, source: str | None, seq_len: int, sequences: int
 ) -> tuple[Sequences, Sequences]:
-    """Calibration and held-out text, as ids of the model's tokenizer."""
+    """Calibration and held-out text, as ids of the model's tokenizer: of `source`, else of the recipe's sources in
+    their shares."""
     import torch
     from tpshard.serve.quantizing.quantize_layers import Sequences
     from tpshard.train.data.corpus import open_text
+    from tpshard.train.data.open_data import OpenedData, open_data
     from tpshard.train.data.row_columns import Columns
     from tpshard.train.data.step_batch import StepBatch
     from tpshard.train.data.stream import Loader, Mixture, held_out_batch
     from tpshard.train.data.tokens import load_tokenizer
 
-    corpus = open_text(source or recipe.data.all_sources[0].source, Columns(recipe.data.column))
     if model.tokenizer is None:
         why = "text needs the model's own tokenizer"
         raise Mistakes.one(
@@ -169,19 +170,34 @@ def _text(
     tokenizer = load_tokenizer(model.tokenizer, bos=data.bos, eos=data.eos, rows=rows)
     for note in tokenizer.notes:
         print(f"warning: {note}", file=sys.stderr)
+    if source is None:
+        try:
+            opened = open_data(recipe, seq_len, lambda corpus: tokenizer)
+        except Mistakes as mistakes:
+            another = "`--text TEXT` calibrates on another text"
+            told = [replace(d, fix=f"{d.fix}; {another}" if d.fix else another) for d in mistakes.diagnostics]
+            raise Mistakes(told) from mistakes
+    else:
+        corpus = open_text(source, Columns(data.column))
+        opened = OpenedData(Mixture.of(corpus.train, tokenizer), ((corpus.held_out, tokenizer),), tokenizer)
 
-    def join_batches(batches: list[StepBatch]) -> Sequences:
+    def join_batches(batches: Iterable[StepBatch]) -> Sequences:
         fields = ("tokens", "targets", "documents", "positions")
-        return Sequences(*(torch.cat([batch[name] for batch in batches]) for name in fields))
+        tensors = [[batch[name] for name in fields] for batch in batches]
+        return Sequences(*map(torch.cat, zip(*tensors)))
 
     at_once = min(sequences, 8)
+    again = tuple(replace(share, epochs=None) for share in opened.mixture.shares)  # a text that ends is read again
     loader = Loader(
-        Mixture.of(corpus.train, tokenizer), seq_len=seq_len, global_sequences=at_once, bad_rows=recipe.data.bad_rows
+        replace(opened.mixture, shares=again), seq_len=seq_len, global_sequences=at_once, bad_rows=data.bad_rows
     )
-    calibration = join_batches([loader.next() for _ in range(-(-sequences // at_once))])
+    calibration = join_batches(loader.next() for _ in range(-(-sequences // at_once)))
     loader.close()
-    held_out = held_out_batch(corpus.held_out, tokenizer, seq_len=seq_len, sequences=recipe.evaluate.sequences)
-    return calibration, join_batches([held_out])
+    held_out = join_batches(
+        held_out_batch(text, reads, seq_len=seq_len, sequences=recipe.evaluate.sequences)
+        for text, reads in opened.held_out
+    )
+    return calibration, held_out
 
 
 OTHER_CLASS = "a class that the gallery in docs/transformers.md lists as quantized"
@@ -254,7 +270,9 @@ def _table(report: Quantizing) -> str:
             f"{len(report.unseen)} linears of experts were rounded to nearest, because no calibration token "
             f"chose them: {', '.join(report.unseen[:3])}{', ...' if len(report.unseen) > 3 else ''}"
         )
-    if report.loss_before is not None and report.loss_after is not None:
+    if not report.held_out_tokens:
+        rows.append("no held-out loss: the text is too short to hold a part of it out")
+    elif report.loss_before is not None and report.loss_after is not None:
         more = report.loss_after - report.loss_before
         rows.append(
             f"held-out loss {report.loss_before:.4f} -> {report.loss_after:.4f} ({more:+.4f} nats, "

@@ -27,6 +27,6 @@ class Exit(IntEnum):
     WORKER_LOST = 9
     """A worker was lost or hung; the last line names it."""
     PREEMPTED = 75
-    """SIGTERM or SIGUSR1: a checkpoint was saved; the same command resumes."""
+    """SIGTERM or SIGUSR1: a checkpoint was saved, or nothing had begun; the same command goes on."""
     INTERRUPTED = 130
     """Ctrl-C: a checkpoint was saved; the same command resumes."""

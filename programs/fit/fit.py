@@ -7,10 +7,10 @@ reveals the rest.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Source, join
+from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Source, did_you_mean, join
 from tpshard.diagnostics.patterns import covers, matches, nearest
 from tpshard.models.families.config import ModelConfig
 from tpshard.models.families.family import DIMS, INPUTS
@@ -23,6 +23,24 @@ from tpshard.recipes.keys.constraints import AXES
 from tpshard.recipes.keys.laws import without_effect
 from tpshard.recipes.keys.parallel_keys import RematEvery
 from tpshard.recipes.keys.schema import Recipe
+
+SAVED_OPERATIONS = frozenset({
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward", "addmm",
+    "attention", "attention_part", "baddbmm", "bmm", "contract", "convolution", "delta_rule", "delta_rule_backward",
+    "dot", "expert_linear", "expert_outer", "experts", "experts_backward", "fp8_product", "mm", "mv",
+    "paged_attention", "paged_attention_lse", "paged_select_keys", "paged_selected_attention", "selective_scan",
+    "selective_scan_backward",
+})  # fmt: skip
+"""The operations whose results a list of `remat` can name, in some model: those that their rules call saved."""
+
+
+def nothing_saved(recipe: Recipe, name: str, choices: Iterable[str]) -> Diagnostic:
+    """The mistake of a name in a list of `remat` that selects nothing, and would have no effect."""
+    return Diagnostic(
+        f"`remat` names `{name}`, which no saved value of the model has",
+        where=recipe.where("remat"), why="a list names the products and attentions that are not recomputed",
+        fix=did_you_mean(name, sorted(choices), "name one of them"),
+    )  # fmt: skip
 
 
 def devices(recipe: Recipe) -> int | None:
@@ -275,6 +293,11 @@ class _Fit:
                 where=self.recipe.where("model.full_layers"), fix=f"layers up to {most}",
             )  # fmt: skip
         remat = self.recipe.remat
+        if isinstance(remat, tuple):
+            known = SAVED_OPERATIONS.union(*(name.split(".") for name in self.parameters))
+            yield from (
+                nothing_saved(self.recipe, name, known) for name in remat if "." not in name and name not in known
+            )
         if isinstance(remat, RematEvery) and remat.every > self.c.layers:
             yield Diagnostic(
                 f"`remat.every: {remat.every}` recomputes only the first of {self.c.layers} layers",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes, did_you_mean
+from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes
 from tpshard.models.module_state import WrittenBuffer
 from tpshard.models.own_code import line_of
 from tpshard.parallelism.graph import Value
@@ -15,6 +15,7 @@ from tpshard.parallelism.program import Collective, Program
 from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.sharding import even, local_size
 from tpshard.parallelism.words import MIB, unasked_reshards
+from tpshard.programs.fit.fit import nothing_saved
 from tpshard.programs.setting.setting import Setting
 from tpshard.recipes.keys.schema import Recipe
 
@@ -60,17 +61,8 @@ def check_remat(setting: Setting, program: Program) -> None:
     if not isinstance(names, tuple):
         return
     choices = selectable(program)
-    wrong = [
-        Diagnostic(
-            f"`remat` names `{name}`, which no saved value of the model has",
-            exit=Exit.RECIPE,
-            where=setting.recipe.where("remat"),
-            why="a list names the products and attentions that are not recomputed",
-            fix=did_you_mean(name, sorted(n for n in choices if "." not in n), "name one of them"),
-        )
-        for name in names
-        if name not in choices
-    ]
+    short = [name for name in choices if "." not in name]
+    wrong = [nothing_saved(setting.recipe, name, short) for name in names if name not in choices]
     if wrong:
         raise Mistakes(wrong)
 

@@ -131,6 +131,10 @@ def find(name: str) -> Path:
     looks_like_path = path.suffix in (".yaml", ".yml") or os.sep in name
     why = "a folder without a recipe.yaml" if path.is_dir() else "no such file" if looks_like_path else ""
     fix = did_you_mean(name, extends.builtins(), f"shipped recipes: {', '.join(extends.builtins())}")
+    if path.is_dir() and any(path.glob("*.safetensors")) and not (path / "config.json").is_file():
+        raise Mistakes.one(
+            f"{name} has weights and no config.json", exit=Exit.CHECKPOINT, fix="copy the model's folder again, whole"
+        )
     if (path / "config.json").is_file():
         why = "a Hugging Face folder, which is a model"
         fix = f"tpshard serve quickstart serve.checkpoint={name}; or a recipe with `model: {{hf: {name}}}`"

@@ -211,3 +211,15 @@ def test_commands_end_with_these_codes(changed: Callable[[str], Path], capsys: p
     changed("tokenizer.json").write_text("[7]")
     assert run(["convert", "folder", "out"]) == Exit.CHECKPOINT
     assert "bug" not in capsys.readouterr().err and not Path("out").exists()
+
+
+@pytest.mark.parametrize("command", [["convert"], ["quantize"]], ids=" ".join)
+@pytest.mark.parametrize("content", [None, "{"], ids=["without a config", "half a config"])
+def test_a_folder_without_a_readable_config_is_answered_by_name(
+    command: list[str], content: str | None, changed: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = changed("config.json")
+    config.unlink() if content is None else config.write_text(content)
+    assert run([*command, "folder", "out"]) == Exit.CHECKPOINT
+    said = capsys.readouterr().err
+    assert "config.json" in said and "recipe" not in said

@@ -13,9 +13,11 @@ from tpshard.models.objectives.loss import cross_entropy_sum
 from tpshard.parallelism.graph import Value
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.propagated import Annotation
+from tpshard.parallelism.rules import table
 from tpshard.plan import planner
 from tpshard.plan.report.screen import verdict
 from tpshard.programs.compare.float64 import BOUND, distance, float64
+from tpshard.programs.fit.fit import SAVED_OPERATIONS, misfits
 from tpshard.programs.parts import step_programs
 from tpshard.programs.parts.pass_choices import CLEARLY, Chooser
 from tpshard.programs.parts.passes import apply
@@ -223,6 +225,10 @@ def test_a_name_of_remat_that_selects_nothing_is_refused(pipeline: tuple[str, ..
         with pytest.raises(Mistakes, match=f"`remat` names `{name}`, which no saved value") as refused:
             training.build(Setting.of(loads(RECIPE, [*pipeline, f"remat=[mm, {name}]"])))
         assert refused.value.exit == Exit.RECIPE and fix in str(refused.value)
+        recipe = loads(RECIPE, [f"remat=[mm, wq, {name}]"])
+        (told,) = misfits(recipe, Setting.of(loads(RECIPE)).spec)  # `validate` knows it, without the program
+        assert f"`remat` names `{name}`" in told.message
+    assert {name.rpartition(".")[2] for name, entry in table.TABLE.items() if entry.saved} <= SAVED_OPERATIONS
     if not pipeline:
         training.build(Setting.of(loads(RECIPE, ["remat=[mm, wq, attention]"])))
 

@@ -40,6 +40,14 @@ def test_the_model_alone_is_a_recipe_with_the_documented_defaults() -> None:
     assert (recipe.name, recipe.run.dir, recipe.seed) == ("recipe", "runs/recipe", 42)
 
 
+def test_a_server_has_no_more_devices_than_its_run_unless_told() -> None:
+    for mesh, tp in (("{fsdp: 1}", 1), ("{fsdp: 3}", 2), ("{fsdp: 2, tp: 2}", 4), ("{fsdp: -1}", 4)):
+        recipe = loads(TINY + f"mesh: {mesh}")
+        assert recipe.serve.mesh == loads(recipe.to_yaml()).serve.mesh == {"tp": tp}
+    assert loads(TINY + "cluster: {device: cpu, devices_per_node: 2}\nmesh: {fsdp: -1}").serve.mesh == {"tp": 2}
+    assert loads(TINY + "mesh: {fsdp: 1}", ["serve.mesh.tp=4"]).serve.mesh == {"tp": 4}
+
+
 def test_derived_defaults_follow_other_keys() -> None:
     recipe = loads("model: {preset: llama3-8b, dtype: fp16}\ntrain: {steps: 300}\ndata: {source: c4}")
     assert (recipe.fsdp.param_dtype, recipe.schedule.warmup_steps, recipe.model.seq_len) == ("fp16", 30, 8192)

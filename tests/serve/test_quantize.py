@@ -9,12 +9,16 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tpshard.cli import quantize
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.kernels.quantized.gptq_format import GPTQFolder
 from tpshard.kernels.quantized.gptq_solver import Settings, round_to_nearest
 from tpshard.kernels.quantized.reorder import head_local_order
 from tpshard.models import build, from_hf, to_hf
 from tpshard.models.families.presets import PRESETS
 from tpshard.models.family_model import FamilyModel
+from tpshard.models.folders.folder_tokenizer import FolderTokenizer
+from tpshard.recipes.reading.load import loads
 from tpshard.serve.quantizing.quantize_layers import Quantizer, Sequences
 from tpshard.serve.quantizing.write_quantized import write_quantized
 
@@ -161,6 +165,21 @@ def test_the_command_writes_reports_and_never_replaces(folder, tmp_path, capsys)
                    "quantize.calibration.sequences=2") == 4  # fmt: skip
     assert "quantize.order=global" in capsys.readouterr().err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+
+
+def test_calibration_reads_every_source_in_its_share(folder, tmp_path):
+    for name, word in (("a", "one "), ("b", "two ")):
+        (tmp_path / f"{name}.txt").write_text((word * 40 + "\n") * 60)
+    sources = [{"source": str(tmp_path / "a.txt"), "weight": 3}, {"source": str(tmp_path / "b.txt"), "weight": 1}]
+    model, recipe = quantize._open(str(folder), [f"data.sources={json.dumps(sources)}"])
+    calibration, _ = quantize._text(model, recipe, None, 32, 64)
+    tokenizer = FolderTokenizer(model.tokenizer)
+    words = "".join(tokenizer.decode(row) for row in calibration.tokens.tolist())
+    assert 0 < words.count("two") < words.count("one")
+    recipe = loads(recipe.to_yaml(), [f"data.sources={json.dumps([{'source': str(tmp_path / 'gone.txt')}])}"])
+    with pytest.raises(Mistakes, match=r"gone\.txt[\s\S]*`--text TEXT` calibrates on another text") as refused:
+        quantize._text(model, recipe, None, 32, 8)
+    assert refused.value.exit == Exit.DATA
 
 
 def test_too_few_calibration_tokens_are_told(folder, tmp_path, capsys):
