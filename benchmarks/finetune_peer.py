@@ -66,7 +66,7 @@ def prepare(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
         "data: {source: text.jsonl, tokenizer: bytes}\n"
         f"batch: {{global_sequences: {BATCH}}}\noptimizer: {{lr: {LR}, weight_decay: 0, betas: [0.9, 0.95]}}\n"
         "schedule: {name: constant, warmup_steps: 0}\ncheckpoint: {every_steps: 100000}\n"
-        f"train: {{steps: {options.steps}, init_from: adapters}}\nlogging: {{every_steps: 1}}\n"
+        f"train: {{steps: {options.steps}, init_from: adapters}}\nlogging: {{every_steps: 1, wandb: null}}\n"
     )
     shown = tpshard("data", "show", "recipe.yaml", "-n", str(BATCH * options.steps), "--json", cwd=folder)
     rows = [

@@ -71,14 +71,13 @@ def start(recipe: str, overrides: Sequence[str], plan: str | None) -> int:
     from tpshard.plan import saved_plan
     from tpshard.train.checkpoints.store_path import StorePath, require_store
     from tpshard.train.data import hub
-    from tpshard.train.data.open_data import place_of
 
     loaded = load(recipe, overrides)
     saved = None if plan is None else saved_plan.read(plan)
     machine.require(loaded)
     for number, one in enumerate(loaded.data.all_sources):
         if hub.is_on(one.source):  # before workers take seconds to start
-            hub.require(hub.name_of(one.source)[0], place_of(loaded, number))
+            hub.require(hub.name_of(one.source)[0], loaded.source_place(number))
     if loaded.run.store is not None:
         require_store(StorePath(loaded.run.store), loaded.where("run.dir"))
     nodes = Nodes.of(os.environ)

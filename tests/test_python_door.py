@@ -18,9 +18,14 @@ SMALL = (
 )
 
 
-def test_importing_and_loading_need_no_torch() -> None:
+def test_importing_loading_and_starting_workers_need_no_torch() -> None:
+    """The process that starts them stays beside them, with its memory."""
     code = """
 import sys, tpshard
+from tpshard.cli import train
+from tpshard.parallelism.runtime import launcher
+launcher.launch = lambda *_, **__: 0
+train.start("quickstart", ["cluster.device=cpu", "mesh={fsdp: 2}"], None)
 recipe = tpshard.load("llama3-8b", "mesh={fsdp: 16, tp: 2}")
 tpshard.open_model(recipe.model).sizes
 sys.exit("torch" in sys.modules)

@@ -227,12 +227,12 @@ def text_errors(recipe: Recipe) -> list[Diagnostic]:
         from tpshard.models.folders.folder_tokenizer import tokenizer_files
         from tpshard.train.data.bad_rows import peek
         from tpshard.train.data.corpus import open_text
-        from tpshard.train.data.open_data import columns_of, place_of
+        from tpshard.train.data.open_data import columns_of
         from tpshard.train.data.tokens import require_tokenizer
 
         if key == "tokenizer" and not os.path.isdir(value) and tokenizer_files(carried_by(recipe)):
             continue  # the folder has moved since the run began, which carries it
-        where = place_of(recipe, number) if key == "source" else recipe.where("data.tokenizer")
+        where = recipe.source_place(number) if key == "source" else recipe.where("data.tokenizer")
         try:
             if key == "source":
                 one = recipe.data.all_sources[number]

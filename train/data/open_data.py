@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tpshard.diagnostics.diagnostic import Exit, Mistakes, Source
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.recipes.keys.data_keys import DataSource
 from tpshard.recipes.keys.schema import Recipe
 from tpshard.train.data.conversations import AnswerTokenizer, answer_tokenizer
@@ -44,16 +44,11 @@ def columns_of(recipe: Recipe, source: DataSource) -> Columns:
     )
 
 
-def place_of(recipe: Recipe, number: int) -> Source:
-    """The place in the recipe that names a source."""
-    return recipe.where(f"data.sources.{number}.source" if recipe.data.sources else "data.source")
-
-
 def open_sources(recipe: Recipe, fallback: Path | None = None) -> list[Corpus]:
     """The texts of all sources. fallback: a folder for the sample where the user's cache cannot be written. Raises
     Mistakes (exit 6)."""
     return [
-        open_text(one.source, columns_of(recipe, one), where=place_of(recipe, number), fallback=fallback,
+        open_text(one.source, columns_of(recipe, one), where=recipe.source_place(number), fallback=fallback,
                   split=one.split)
         for number, one in enumerate(recipe.data.all_sources)
     ]  # fmt: skip
