@@ -153,4 +153,7 @@ def _remat(recipe: Recipe) -> str:
     remat = recipe.remat
     if isinstance(remat, str):
         return remat
-    return f"every {remat.every}" if hasattr(remat, "every") else "+".join(remat)
+    if isinstance(remat, tuple):
+        return "+".join(remat)
+    parts = [f"every {remat.every}"] * (remat.every > 1) + [f"first {remat.first}"] * (remat.first is not None)
+    return " of ".join(parts) or "full"

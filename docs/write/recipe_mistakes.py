@@ -38,6 +38,7 @@ TEXTS = (
     "model: {preset: tiny}\nsharding: {priority: {embed: 1}}",
     "model: {preset: tiny}\nsharding: {annotate: {tokens: [batch, frames]}}",
     "model: {preset: tiny}\nsharding: {rules: {mlp: [tp, tp]}}",
+    "model: {preset: tiny}\nfsdp: {axis: [fsdp, fsdp]}",
     "model: {preset: tiny}\nsharding: {pin: {output.weight: [tp, tp]}}",
     "model: {preset: tiny}\nmesh: {tp: 2}\nsharding: {rules: {mlp: tp}, annotate: {output.weight: [mlp, mlp]}}",
     "model: {preset: tiny}\nmesh: {tp: 2}\nsharding: {rules: {embed: tp, mlp: tp}}",

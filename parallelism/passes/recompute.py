@@ -122,12 +122,15 @@ def keep_all(node: fx.Node) -> bool:
     return True
 
 
-def keep_layer_inputs(every: int = 1) -> Keep:
-    """A `Keep` that saves only the input of every n-th layer (remat: full, or {every: n})."""
+def keep_layer_inputs(every: int = 1, first: int | None = None) -> Keep:
+    """A `Keep` that saves only the input of every n-th layer, of all or of the first (remat: full, {every: n} or
+    {first: n})."""
 
     def keep(node: fx.Node) -> bool:
         layer = layer_of(node)
-        return layer is None or layer.number % every != 0 or leaves_layer(node)
+        if layer is None or layer.number % every or (first is not None and layer.number >= first):
+            return True
+        return leaves_layer(node)
 
     return keep
 

@@ -1,7 +1,7 @@
-"""Stored and used parameters: a parameter and its gradient are stored sharded over the FSDP axis, and used without it.
+"""Stored and used parameters: a parameter and its gradient are stored sharded over the FSDP axes, used without them.
 
 Propagation excludes the data axes from both used values, or it would gather activations instead; the storage gets the
-FSDP axis afterwards. All-gathers and reduce-scatters are then ordinary reshards at the boundaries. (SimpleFSDP,
+FSDP axes afterwards. All-gathers and reduce-scatters are then ordinary reshards at the boundaries. (SimpleFSDP,
 section 3.)
 """
 
@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from tpshard.parallelism.anchors import is_boundary
 from tpshard.parallelism.graph import Graph, Value
-from tpshard.parallelism.mesh import Axes, Axis, Mesh, merge, overlap, size_of
+from tpshard.parallelism.mesh import Axes, Mesh, merge, overlap, size_of
 from tpshard.parallelism.propagated import Annotation, Shardings
 from tpshard.parallelism.propagation.propagate import propagate
 from tpshard.parallelism.sharding import Layout, Sharding, even
@@ -38,15 +38,15 @@ def propagate_and_store(
     annotations: Mapping[Value, Annotation],
     stored: Mapping[str, Sequence[Value]],
     data_axes: Axes,
-    fsdp: Axis | None,
+    fsdp: Axes,
     written_at: tuple[SourcePlace, ...],
 ) -> Shardings:
     """Propagates with `data_axes` excluded from used parameters and gradients, then stores these over `fsdp`.
 
     stored: for each parameter, the graph inputs with its layout (itself, gradient sums, moments). written_at: where the
-    recipe names the FSDP axis.
+    recipe names the FSDP axes.
     """
-    kept_off = frozenset(data_axes) | (frozenset((fsdp,)) if fsdp is not None else frozenset())
+    kept_off = frozenset((*data_axes, *fsdp))
     annotated = dict(annotations)
     ties: list[list[Value]] = []
     for values in used_values(graph).values():
@@ -60,7 +60,7 @@ def propagate_and_store(
         if len(values) > 1:
             ties.append(values)
     free = propagate(graph, mesh, annotated, ties)
-    if fsdp is None or fsdp.size == 1:
+    if size_of(fsdp) == 1:
         return free
     at_rest = [value for values in stored.values() for value in values]
     for value in at_rest:
@@ -76,19 +76,21 @@ def propagate_and_store(
     return final
 
 
-def storage_layout(shape: Sequence[int], used: Layout, fsdp: Axis) -> Layout:
-    """Appends the axis `fsdp` to a layout: innermost on the first dim that it divides, else on the largest, padded."""
-    if not shape or overlap(fsdp, used.axes):
+def storage_layout(shape: Sequence[int], used: Layout, fsdp: Axes) -> Layout:
+    """Appends the axes `fsdp` that a layout does not have: innermost on the first dim that they divide, else on the
+    largest, padded."""
+    fsdp = tuple(axis for axis in fsdp if not overlap(axis, used.axes))
+    if not shape or not fsdp:
         return used
     for d, (size, axes) in enumerate(zip(shape, used.dims)):
-        if size % (size_of(axes) * fsdp.size) == 0:
+        if size % (size_of(axes) * size_of(fsdp)) == 0:
             return _append(used, d, fsdp)
     largest = max(range(len(shape)), key=lambda d: (shape[d] // size_of(used.dims[d]), -d))
     assert even(shape[largest], used.dims[largest])
     return _append(used, largest, fsdp)
 
 
-def _append(layout: Layout, dim: int, axis: Axis) -> Layout:
+def _append(layout: Layout, dim: int, axes: Axes) -> Layout:
     dims = list(layout.dims)
-    dims[dim] = merge((*dims[dim], axis))
+    dims[dim] = merge((*dims[dim], *axes))
     return Layout(tuple(dims))

@@ -52,7 +52,7 @@ class Bounds:
         """The least bytes of state per device: those if all axes but dp divide it; 0 where others might."""
         recipe = self.recipe
         named = {axis for dim, axes in recipe.sharding.rules.items() if dim != "batch" for axis in axes}
-        if "dp" in named or recipe.fsdp.axis == "dp" or recipe.sharding.pin:
+        if "dp" in named or "dp" in recipe.fsdp.axes or recipe.sharding.pin:
             return 0
         return self.state_bytes // math.prod(size for axis, size in mesh.items() if axis != "dp")
 

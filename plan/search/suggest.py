@@ -156,7 +156,7 @@ class _Search:
         fsdp, several = self.recipe.fsdp, self.report.job.micro_batches > 1
         if self.recipe.compile != "inductor" and self.report.pricing.device.kind == "gpu":
             yield ("compile=inductor",)
-        if self.report.job.mesh.get(fsdp.axis, 1) > 1:
+        if any(self.report.job.mesh.get(axis, 1) > 1 for axis in fsdp.axes):
             for whether in ("false", "true"):
                 if str(fsdp.reshard_after_forward).lower() not in (whether, "auto"):
                     yield (f"fsdp.reshard_after_forward={whether}",)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from tpshard.diagnostics.diagnostic import Mistakes
 from tpshard.diagnostics.patterns import covers, unit_of
 from tpshard.files.folder_json import read_regular
-from tpshard.parallelism.mesh import Axis
+from tpshard.parallelism.mesh import Axes
 from tpshard.parallelism.passes import buckets
 from tpshard.parallelism.passes.recompute import Keep, keep_all, keep_layer_inputs, keep_selected
 from tpshard.parallelism.pricing.cost import Device, collective
@@ -88,7 +88,7 @@ def keep_of(setting: Setting) -> Keep:
     if remat == "selective":
         return keep_selected()
     if isinstance(remat, RematEvery):
-        return keep_layer_inputs(remat.every)
+        return keep_layer_inputs(remat.every, remat.first)
     return keep_selected(tuple(remat))
 
 
@@ -140,10 +140,10 @@ def _from_file(setting: Setting, path: str, names: list[str]) -> Groups:
 
 @dataclass(frozen=True)
 class _Times(buckets.SendTimes):
-    """The times of collectives over FSDP's axis on the recipe's device."""
+    """The times of collectives over FSDP's axes on the recipe's device."""
 
     chooser: Chooser
-    axis: Axis
+    axes: Axes
 
     def gather(self, size: int) -> float:
         return self._seconds("all_gather", size)
@@ -153,7 +153,7 @@ class _Times(buckets.SendTimes):
 
     def _seconds(self, kind: str, size: int) -> float:
         device, topology = self.chooser.device, self.chooser.topology
-        return collective(device, topology, kind, (self.axis,), size).seconds + device.overhead.issue_s if size else 0.0
+        return collective(device, topology, kind, self.axes, size).seconds + device.overhead.issue_s if size else 0.0
 
 
 class Chooser:
@@ -216,11 +216,11 @@ class Chooser:
         larger buckets take memory too: if the program that runs exceeds the limit, the largest share of it that keeps
         the limit is found by bisection; if none does, the buckets are the smallest.
         """
-        axis = self.setting.fsdp_axis
-        if axis is None or not buckets.in_order_of_use(program):
+        axes = self.setting.fsdp_axes
+        if not axes or not buckets.in_order_of_use(program):
             return [[port.name] for port in program.inputs if port.kind == "parameter"]
 
-        pieces, times = self.pieces(program), _Times(self, axis)
+        pieces, times = self.pieces(program), _Times(self, axes)
         total = sum(piece.bytes for piece in pieces)
         least, room = float(max(piece.bytes for piece in pieces)), min(float(total), self.memory - self.peak(program))
         groups = buckets.greedy(pieces, times, max(least, room))
@@ -239,7 +239,7 @@ class Chooser:
         """The buckets of a step's collectives: one per unit, unless greedy ones are clearly faster and fit, or only
         they fit. Where neither fits, those that clearly need less memory.
         """
-        if self.setting.fsdp_axis is None or not buckets.in_order_of_use(program):
+        if not self.setting.fsdp_axes or not buckets.in_order_of_use(program):
             return by_unit
         greedy = self.greedy(program, program_with)
         plain, merged = program_with(by_unit), program_with(greedy)

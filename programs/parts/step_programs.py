@@ -367,8 +367,8 @@ def _partition(
     are laid out as each parameter is stored."""
     asked = annotate(setting, graph, batch, by=setting.named_by, fields=_field_dims(setting))
     annotations = asked | dict(known)
-    why = (source_of(setting.recipe, "fsdp.axis", f"fsdp.axis: {setting.recipe.fsdp.axis}"),)
-    shardings = propagate_and_store(graph, setting.mesh, annotations, stored, setting.data_axes, setting.fsdp_axis, why)
+    why = (source_of(setting.recipe, "fsdp.axis", f"fsdp.axis: {', '.join(setting.recipe.fsdp.axes)}"),)
+    shardings = propagate_and_store(graph, setting.mesh, annotations, stored, setting.data_axes, setting.fsdp_axes, why)
     stages = setting.pipeline_axis
     program = partition_graph(shardings, apart=() if stages is None or setting.stacking else (stages.name,))
     if setting.stacking is not None:

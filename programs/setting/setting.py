@@ -335,10 +335,9 @@ class Setting:
         return self.recipe.model.seq_len
 
     @property
-    def fsdp_axis(self) -> Axis | None:
-        """The mesh axis that shards stored parameters; None without one of size above 1."""
-        name = self.recipe.fsdp.axis
-        return self.mesh.axis(name) if name in self.mesh.axes and self.mesh.axes[name] > 1 else None
+    def fsdp_axes(self) -> Axes:
+        """The mesh axes of size above 1 that shard stored parameters, outer to inner."""
+        return tuple(self.mesh.axis(name) for name in self.recipe.fsdp.axes if self.mesh.axes.get(name, 1) > 1)
 
     @property
     def pipeline_axis(self) -> Axis | None:

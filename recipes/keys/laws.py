@@ -364,7 +364,7 @@ LAWS: tuple[tuple[Law, tuple[str, ...]], ...] = (
     (used_axes, ("mesh", "sharding.rules", "sharding.pin", "fsdp.axis", "pipeline")),
     (known_logical_axes, ("sharding.rules", "sharding.annotate", "model.module")),
     (priorities_of_rules, ("sharding.rules", "sharding.priority")),
-    (axis_once, ("sharding",)),
+    (axis_once, ("sharding", "fsdp.axis")),
     (steps_hold_warmup, ("schedule.warmup_steps", "train.steps")),
     (stages_have_a_length, ("schedule", "train.steps")),
     (one_end, ("train.steps", "train.tokens", "data.epochs", "batch.global_sequences", "model.seq_len")),

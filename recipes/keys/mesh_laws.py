@@ -35,7 +35,7 @@ def _uses(recipe: Recipe) -> dict[str, tuple[str, ...]]:
     rules, pins = recipe.sharding.rules, recipe.sharding.pin
     uses = {f"sharding.rules.{name}": axes for name, axes in rules.items()}
     uses |= {f"sharding.pin.{name}": tuple(a for dim in dims for a in dim) for name, dims in pins.items()}
-    return uses | {"fsdp.axis": (recipe.fsdp.axis,)}
+    return uses | {"fsdp.axis": recipe.fsdp.axes}
 
 
 def known_axes(recipe: Recipe) -> Iterator[Diagnostic]:
@@ -105,12 +105,15 @@ def priorities_of_rules(recipe: Recipe) -> Iterator[Diagnostic]:
 
 
 def axis_once(recipe: Recipe) -> Iterator[Diagnostic]:
-    """Requires that a mesh axis shards a tensor only once: in a rule, in a pin, and in the rules of an annotation."""
+    """Requires that a mesh axis shards a tensor only once: in a rule, in a pin, in `fsdp.axis`, and in the rules of an
+    annotation."""
     rules = recipe.sharding.rules
     for name, axes in rules.items():
         for axis in sorted({a for a in axes if axes.count(a) > 1}):
             message = f"`{axis}` occurs twice in the rule for `{name}`"
             yield violation(recipe, f"sharding.rules.{name}", message, fix="name it once")
+    for axis in sorted({a for a in recipe.fsdp.axes if recipe.fsdp.axes.count(a) > 1}):
+        yield violation(recipe, "fsdp.axis", f"`{axis}` occurs twice in `fsdp.axis`", fix="name it once")
     for pattern, dims in recipe.sharding.pin.items():
         flat = [axis for dim in dims for axis in dim]
         for axis in sorted({a for a in flat if flat.count(a) > 1}):

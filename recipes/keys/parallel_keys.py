@@ -68,8 +68,9 @@ class Accumulate(Section):
 class Fsdp(Section):
     """SimpleFSDP: parameters, gradients and optimizer state stored in shards, gathered where they are used."""
 
-    axis: AxisName = "fsdp"
-    """The mesh axis that shards them; with dp > 1 this is hybrid sharding."""
+    axis: AxisName | tuple[AxisName, ...] = "fsdp"
+    """The mesh axis that shards them, or several, outer to inner, such as [fsdp, cp]; with dp > 1 this is hybrid
+    sharding. What an axis shards already, such as experts over ep, is sharded over the others."""
     wrap: tuple[str | tuple[str, ...], ...] = ("layers.*", ("tok_embed",), ("norm", "output"))
     """The units, gathered by one all-gather each (a list is one unit)."""
     bucket: Literal["none", "wrap", "greedy", "auto"] | BucketSize | BucketFile | tuple[tuple[str, ...], ...] = "auto"
@@ -89,12 +90,19 @@ class Fsdp(Section):
     accumulate: Accumulate = field(default_factory=Accumulate)
     """How gradient accumulation treats sharded parameters."""
 
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes of `axis`, outer to inner."""
+        return (self.axis,) if isinstance(self.axis, str) else self.axis
+
 
 class RematEvery(Section):
-    """Recomputation of every n-th layer."""
+    """Recomputation of some layers."""
 
-    every: Count
+    every: Count = 1
     """Every n-th layer is recomputed."""
+    first: Count | None = None
+    """Of so many layers, counted from the model's first; null: of all."""
 
 
 class Pipeline(Section):

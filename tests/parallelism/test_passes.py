@@ -88,6 +88,7 @@ VARIANTS: dict[str, list[Pass]] = {
     "kept gathered": [again(keep_all, reshard=False)],
     "full": [again(keep_layer_inputs())],
     "every second": [again(keep_layer_inputs(2))],
+    "first": [again(keep_layer_inputs(first=1))],
     "selective": [again(keep_selected())],
     "chosen": [again(keep_selected(["attention"]))],
     "simplified": [simplify],

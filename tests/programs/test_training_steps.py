@@ -108,6 +108,7 @@ def alone() -> Trained:
 STEPS = 5
 CASES = [(name, [], False) for name in MESHES] + [
     ("fsdp2 x tp2", [], True), ("fsdp2 x tp2", ["batch.per_device=2"], False),
+    ("dp2 x fsdp2", ["fsdp.axis=[dp, fsdp]"], False),
 ]  # fmt: skip
 
 
