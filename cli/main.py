@@ -30,7 +30,7 @@ COMMANDS = {
     "quantize": "Quantize a model with GPTQ.",
     "convert": "Write a checkpoint as a Hugging Face folder.",
     "data": "Print the rows of a recipe's data as the model reads them.",
-    "recipes": "List, show and copy the shipped recipes; explain the keys; print the schema.",
+    "recipes": "List, show and copy recipes, translate other trainers' configurations; explain the keys.",
     "check": "Train the same batch on two meshes or policies, and find where they differ.",
     "validate": "Check recipes and report every mistake.",
     "doctor": "Check this machine: versions, devices, links, limits, a collective.",

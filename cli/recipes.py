@@ -1,4 +1,5 @@
-"""`tpshard recipes`: lists, shows and copies the shipped recipes, and prints keys and schema."""
+"""`tpshard recipes`: lists, shows and copies the shipped recipes, reads other trainers' configurations, and prints keys
+and schema."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from tpshard.cli.foreign_recipe import print_recipe
 from tpshard.cli.main import Command, columns, group
 from tpshard.cli.shared.arguments import Json, Overrides, Overwrite, complete_shipped, recipe_argument
 from tpshard.diagnostics.diagnostic import Exit, Mistakes, did_you_mean
@@ -15,7 +17,7 @@ from tpshard.diagnostics.diagnostic import Exit, Mistakes, did_you_mean
 if TYPE_CHECKING:
     from tpshard.recipes.keys.schema import Recipe
 
-app = group("List, show and copy the shipped recipes; explain the keys; print the schema.")
+app = group("List, show and copy recipes, or translate other trainers' configurations; explain keys; print the schema.")
 
 Name = Annotated[
     str,
@@ -94,6 +96,9 @@ def cp(name: Name, to: To = None, overwrite: Overwrite = False) -> None:
     write(path, builtins()[name].read_text(encoding="utf-8"), overwrite=overwrite)
     print(path)
     print(f"next: edit it, then `tpshard validate {path}` and `tpshard plan {path}`", file=sys.stderr)
+
+
+app.command("from", cls=Command)(print_recipe)
 
 
 @app.command(cls=Command)

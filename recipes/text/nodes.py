@@ -45,7 +45,7 @@ class Node:
 
 def read(data: bytes, file: str) -> Node:
     """The tree of a recipe file. Raises `Mistakes` if it has none."""
-    return compose(_decode(data, file), file)
+    return compose(decode(data, file), file)
 
 
 def compose(text: str, file: str, *, shown: str | None = None, offset: int = 0, mapping: bool = True) -> Node:
@@ -244,7 +244,7 @@ def _quoted(override: str | None) -> str:
     return f""": '{key}="{value}"'"""
 
 
-def _decode(data: bytes, file: str) -> str:
+def decode(data: bytes, file: str) -> str:
     top = Source(file, 1, 1, "")
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise Mistakes.one("the file is UTF-16", where=top, why="a recipe is UTF-8", fix="save it as UTF-8")

@@ -1,0 +1,1 @@
+"""Other trainers' configurations, and the recipes that say the same."""

@@ -1,0 +1,322 @@
+"""Megatron-LM's launch scripts, and its YAML files of arguments."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from tpshard.diagnostics.diagnostic import Exit
+from tpshard.recipes.foreign import shell_script, yaml_settings
+from tpshard.recipes.foreign.megatron_model import SIZES
+from tpshard.recipes.foreign.settings import StatedSettings
+from tpshard.recipes.foreign.stacks import MESH, RankSizes, product, rest_of
+from tpshard.recipes.foreign.translation import Conflict, KeyRow, Maybe, Omit, Tool, Unsaid
+
+HOSTS: dict[str, Any] = {
+    "--nnodes": Maybe(object), "--nproc-per-node": Maybe(object), "recipe.cluster.nodes": Maybe(int),
+    "recipe.cluster.devices_per_node": Maybe(int),
+}  # fmt: skip
+SPLIT = {
+    "--tensor-model-parallel-size": 1, "--pipeline-model-parallel-size": 1, "--context-parallel-size": 1,
+    "--expert-model-parallel-size": 1, "--use-distributed-optimizer": False, "--use-megatron-fsdp": False,
+    "--use-torch-fsdp2": False,
+}  # fmt: skip
+RANKS = {**SPLIT, **HOSTS}
+RULES = {"--sequence-parallel": False, "--expert-tensor-parallel-size": Maybe(int)}
+WHOLE = {"--train-iters": Maybe(int), "--train-samples": Maybe(int), "--global-batch-size": Maybe(int),
+         "--micro-batch-size": 1}  # fmt: skip
+STYLES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "constant": "constant",
+    "inverse-square-root": "inverse_sqrt",
+    "WSD": "wsd",
+}
+
+
+def read(data: bytes, file: str) -> StatedSettings:
+    """The flags of a script, or the arguments of a YAML file, by their flags. Raises `Mistakes`."""
+    if not file.endswith((".yaml", ".yml")):
+        return shell_script.read(data, file)
+    settings = yaml_settings.read(data, file)
+    flags = {_flag(key): replace(one, key=_flag(key)) for key, one in settings.said.items() if "ENV_VARS" not in key}
+    return replace(settings, said={key: one for key, one in flags.items() if one.value is not False})
+
+
+def _flag(key: str) -> str:
+    return "--" + key.rpartition(".")[2].removeprefix("--").replace("_", "-")
+
+
+def _devices(nnodes: Any, each: Any, nodes: int | None, per_node: int | None) -> int | None:
+    """The devices of the launcher; None where they are not known."""
+    hosts = nodes if nodes is not None else nnodes if isinstance(nnodes, int) else 1 if nnodes is None else None
+    count = per_node if per_node is not None else each if isinstance(each, int) else None
+    return hosts * count if hosts is not None and count is not None else None
+
+
+def _ranks(
+    tp: int, pp: int, cp: int, ep: int, optimizer: bool, fsdp: bool, fsdp2: bool, *hosts: Any
+) -> RankSizes | Conflict:
+    """Experts have an axis of their own here, which Megatron-LM takes from the data ranks."""
+    fixed, said = product({"tp": tp, "pp": pp, "cp": cp})
+    devices = _devices(*hosts)
+    data = rest_of(devices, fixed, said) if devices is not None else ep
+    if isinstance(data, Conflict):
+        return data
+    experts, sharded = math.gcd(ep, data), optimizer or fsdp or fsdp2
+    rest = data // experts
+    return RankSizes(1 if sharded else rest, rest if sharded else 1, experts, cp, tp, pp, sharded=sharded)
+
+
+def _mesh(sequence: bool, etp: int | None, *sizes: Any) -> Any:
+    ranks, (tp, _, _, ep, *_) = _ranks(*sizes), sizes
+    if isinstance(ranks, Conflict):
+        return ranks
+    keys = replace(ranks, sequence=sequence).sections
+    if _devices(*sizes[len(SPLIT) :]) is not None and ranks.devices % (needed := sizes[1] * ep * (etp or tp)):
+        message = (
+            f"pp {sizes[1]} x ep {ep} x tp {etp or tp} are {needed} ranks, which {ranks.devices} devices do not hold"
+        )
+        fix = "cluster.nodes=... says how many hosts there are"
+        return Conflict(message, fix=fix, keys=(*list(SPLIT)[:4], *list(HOSTS)[:2]), exit=Exit.FIT)
+    if ranks.ep < ep:
+        why = f"experts are over {ranks.ep} ranks here: an axis of their own among data ranks, not over cp or tp"
+        return Unsaid(why, keys, ("--expert-model-parallel-size",))
+    if etp is not None and etp != tp and ep > 1:
+        return Unsaid(f"experts' matrices are divided over tp {tp}", keys, ("--expert-tensor-parallel-size",))
+    if _devices(*sizes[len(SPLIT) :]) is None:
+        why = f"how many devices there are is not known: {ranks.devices} here; give cluster.nodes and devices_per_node"
+        return Unsaid(why, keys, ("--nnodes", "--nproc-per-node"))
+    if not sequence and tp > 1 and ep > 1:
+        return Conflict("tensor parallelism and experts need --sequence-parallel, without which it stops", keys)
+    return keys
+
+
+def _batch(whole: int | None, micro: int, ramp: Any, *sizes: Any) -> Any:
+    ranks = _ranks(*sizes)
+    if isinstance(ranks, Conflict):
+        return Omit  # told of the mesh
+    one = micro * ranks.data
+    if whole is not None and whole % one:
+        message = f"a global batch of {whole} is not divided by {micro} sequences on each of {ranks.data} data ranks"
+        return Conflict(message, fix=f"a multiple of {one}", exit=Exit.RECIPE)
+    keys = {"batch.global_sequences": whole or one, "batch.per_device": micro}
+    if ramp is not None:
+        return Unsaid("a recipe's batch does not grow", keys, ("--rampup-batch-size",))
+    return keys
+
+
+def _steps(iters: int | None, samples: int | None, whole: int | None, micro: int) -> Any:
+    if iters is None and samples is None:
+        return Unsaid("the file does not say when training ends; give train.steps=...", 1000, ("--train-iters",))
+    return iters or -(-(samples or 0) // (whole or micro))
+
+
+def _schedule(
+    lr: float | None, least: float, style: str, end: int | None, end_samples: int | None, warm: int, warm_samples: int,
+    warm_share: float | None, wsd: int | None, wsd_samples: int | None, wsd_style: str, *whole: Any,
+) -> Any:  # fmt: skip
+    steps, batch = _steps(*whole), whole[2] or whole[3]
+    if style not in STYLES:
+        return Unsaid("no schedule here is that one", {"name": "constant"}, ("--lr-decay-style",))
+    last = end or -(-(end_samples or 0) // batch) or (steps if isinstance(steps, int) else 1000)
+    warmup = round(warm_share * last) if warm_share is not None else warm or -(-warm_samples // batch)
+    keys: dict[str, Any] = {"name": STYLES[style], "warmup_steps": warmup}
+    if style in ("linear", "cosine", "WSD"):
+        keys |= {"decay_steps": last}
+    if style != "constant":
+        keys |= {"min_lr_ratio": float(f"{least / lr:.6g}") if lr else 0.0}
+    if style != "WSD":
+        return keys
+    keys["decay_over"] = wsd or -(-(wsd_samples or 0) // batch) or last
+    return keys if wsd_style == "linear" else Unsaid("the fall of wsd is a line here", keys, ("--lr-wsd-decay-style",))
+
+
+def _precision(bf16: bool, fp16: bool, fp8: str | None, in_bf16: bool, grads: str, moments: str) -> Any:
+    computed = "bf16" if bf16 else "fp16" if fp16 else "fp32"
+    sums = "bf16" if in_bf16 or grads == "bf16" else "fp32"
+    return {
+        "model.dtype": "fp8" if fp8 else computed, "fsdp.param_dtype": computed, "fsdp.master_dtype": "fp32",
+        "fsdp.reduce_dtype": sums, "optimizer.state_dtype": moments if moments in ("bf16", "fp16") else "fp32",
+    }  # fmt: skip
+
+
+def _accumulate(fsdp: bool, fsdp2: bool, strategy: str, in_bf16: bool, grads: str) -> dict[str, str]:
+    each = fsdp2 or (fsdp and strategy == "optim_grads_params")
+    sums = "bf16" if in_bf16 or grads == "bf16" else "fp32"
+    return {"gather": "microbatch" if each else "step", "reduce": "each" if each else "last", "dtype": sums}
+
+
+def _remat(
+    granularity: str | None,
+    activations: bool,
+    method: str | None,
+    number: int | None,
+    modules: Any,
+    layers: int | None,
+    pp: int,
+) -> Any:
+    if granularity != "full":
+        if granularity is None and not activations:
+            return "none"
+        listed = modules if isinstance(modules, list) else [modules or "core_attn"]
+        if listed == ["core_attn"]:
+            return "none"  # the backward pass of a fused attention computes its scores again in any case
+        why = "a recipe names operations to keep, not modules to recompute"
+        return Unsaid(why, "none", ("--recompute-modules",))
+    if not number:
+        message = f"full recomputation of {'no' if number is None else number} layers recomputes nothing"
+        return Conflict(message, "none", fix="--recompute-method uniform --recompute-num-layers 1")
+    if method is None:
+        message = "full recomputation needs --recompute-method, without which it stops"
+        return Conflict(message, "full", fix="--recompute-method uniform")
+    if method == "block":
+        if layers is not None and number * pp >= layers:
+            return "full"
+        if pp > 1:
+            why = f"the first {number} layers of each stage are recomputed; a recipe names the model's first alone"
+            return Unsaid(why, "full", ("--recompute-num-layers",))
+        return {"first": number}
+    if number > 1:
+        return Unsaid(
+            f"groups of {number} layers are recomputed together; here each alone", "full", ("--recompute-num-layers",)
+        )
+    return "full"
+
+
+def _pipeline(
+    pp: int, layers: int | None, each: int | None, rounds: int | None, first: int | None, last: int | None
+) -> Any:
+    if pp == 1:
+        return Omit
+    per_stage = (layers or 0) // pp
+    rounds = rounds or (per_stage // each if each and per_stage % each == 0 else 1)
+    keys: dict[str, Any] = {"schedule": "interleaved_1f1b" if rounds > 1 else "1f1b", "rounds": rounds}
+    if layers is not None and first is None and last is None:
+        if layers % (pp * rounds):
+            message = f"{layers} layers are not divided by {pp} x {rounds} stages"
+            return Conflict(message, keys, fix="a multiple, or --decoder-first-pipeline-num-layers")
+        keys["split"] = [layers // (pp * rounds)] * (pp * rounds)
+    elif layers is not None and rounds == 1 and pp > 2:
+        inner = layers - (first or 0) - (last or 0)
+        between = pp - (first is not None) - (last is not None)
+        keys["split"] = [*[first] * (first is not None), *[inner // between] * between, *[last] * (last is not None)]
+    return keys
+
+
+def _every(iters: int, interval: int | None, whole: int | None, micro: int, *sizes: Any) -> Any:
+    ranks = _ranks(*sizes)
+    if not iters or not interval or isinstance(ranks, Conflict):
+        return {"every_steps": 0}
+    return {"every_steps": interval, "sequences": iters * (whole or micro * ranks.data)}
+
+
+def _data(mock: bool, path: Any) -> Any:
+    if mock or path is None:
+        return "sample"
+    return Unsaid(
+        "a recipe reads text, not Megatron-LM's files of tokens; give data.source and data.tokenizer", "sample"
+    )
+
+
+def _overlap(grads: bool, params: bool, optimizer: bool) -> Any:
+    off = [
+        key
+        for key, on in (("--overlap-grad-reduce", grads), ("--overlap-param-gather", params or not optimizer))
+        if not on
+    ]
+    return (
+        Unsaid("collectives overlap with computation here, which it does not do by default", keys=tuple(off))
+        if off
+        else Omit
+    )
+
+
+ROWS = (
+    KeyRow(MESH, {**RULES, **RANKS}, _mesh),
+    KeyRow(("cluster.nodes", "cluster.devices_per_node"), {"recipe.cluster.device": Maybe(str), **HOSTS},
+        lambda device, nnodes, each, *_: {"cluster.nodes": nnodes, "cluster.devices_per_node": each}
+        if device is not None and isinstance(nnodes, int) and isinstance(each, int) else Omit),
+    *SIZES,
+    KeyRow("model.seq_len", {"--seq-length": Maybe(int)},
+        lambda seq: seq or Unsaid("the file does not say it; give model.seq_len=...", 4096)),
+    KeyRow(
+        ("model.dtype", "fsdp.param_dtype", "fsdp.master_dtype", "fsdp.reduce_dtype", "optimizer.state_dtype"),
+        {"--bf16": False, "--fp16": False, "--fp8-format": Maybe(str), "--grad-reduce-in-bf16": False,
+         "--main-grads-dtype": "fp32", "--exp-avg-dtype": "fp32"},
+        _precision,
+    ),
+    KeyRow("fsdp.bucket", {}, lambda: "wrap"),
+    KeyRow("fsdp.accumulate", {
+        "--use-megatron-fsdp": False, "--use-torch-fsdp2": False, "--data-parallel-sharding-strategy": "no_shard",
+        "--grad-reduce-in-bf16": False, "--main-grads-dtype": "fp32",
+    }, _accumulate),
+    KeyRow("remat", {
+        "--recompute-granularity": Maybe(str), "--recompute-activations": False, "--recompute-method": Maybe(str),
+        "--recompute-num-layers": Maybe(int), "--recompute-modules": Maybe(object), "--num-layers": Maybe(int),
+        "--pipeline-model-parallel-size": 1,
+    }, _remat),
+    KeyRow("compile", {}, lambda: "inductor"),
+    KeyRow("pipeline", {
+        "--pipeline-model-parallel-size": 1, "--num-layers": Maybe(int),
+        "--num-layers-per-virtual-pipeline-stage": Maybe(int), "--num-virtual-stages-per-pipeline-rank": Maybe(int),
+        "--decoder-first-pipeline-num-layers": Maybe(int), "--decoder-last-pipeline-num-layers": Maybe(int),
+    }, _pipeline),
+    KeyRow(("batch.global_sequences", "batch.per_device"),
+        {"--global-batch-size": Maybe(int), "--micro-batch-size": 1, "--rampup-batch-size": Maybe(object), **RANKS},
+        _batch),
+    KeyRow("optimizer.name", {"--optimizer": "adam"},
+        lambda name: "adamw" if name == "adam" else name if name in ("muon", "lion")
+        else Unsaid("a recipe has adamw, lion and muon", "adamw")),
+    KeyRow("optimizer.lr", {"--lr": Maybe(float)}, lambda lr: lr or Unsaid("the file does not say it", 3e-4)),
+    KeyRow("optimizer.betas", {"--adam-beta1": 0.9, "--adam-beta2": 0.999}, lambda *betas: list(betas)),
+    KeyRow("optimizer.eps", {"--adam-eps": 1e-8}),
+    KeyRow("optimizer.weight_decay", {"--weight-decay": 0.01}),
+    KeyRow("optimizer.groups", {"--decoupled-lr": Maybe(float)},
+        lambda lr: Omit if lr is None else [{"match": ["tok_embed", "output"], "lr": lr}]),
+    KeyRow("schedule", {
+        "--lr": Maybe(float), "--min-lr": 0.0, "--lr-decay-style": "linear", "--lr-decay-iters": Maybe(int),
+        "--lr-decay-samples": Maybe(int), "--lr-warmup-iters": 0, "--lr-warmup-samples": 0,
+        "--lr-warmup-fraction": Maybe(float), "--lr-wsd-decay-iters": Maybe(int), "--lr-wsd-decay-samples": Maybe(int),
+        "--lr-wsd-decay-style": "exponential", **WHOLE,
+    }, _schedule),
+    KeyRow("train.steps", WHOLE, _steps),
+    KeyRow("train.clip_grad_norm", {"--clip-grad": 1.0}, lambda norm: norm or None),
+    KeyRow("seed", {"--seed": 1234}),
+    KeyRow("evaluate", {"--eval-iters": 100, "--eval-interval": 1000, "--global-batch-size": Maybe(int),
+                     "--micro-batch-size": 1, **RANKS}, _every),
+    KeyRow("data.source", {"--mock-data": False, "--data-path": Maybe(object)}, _data),
+    KeyRow("checkpoint.every_steps", {"--save": Maybe(object), "--save-interval": Maybe(int)},
+        lambda folder, interval: interval if folder and interval else 0),
+    KeyRow("logging.every_steps", {"--log-interval": 100}),
+    KeyRow("logging.wandb", {"--wandb-project": Maybe(str)}, lambda name: {"project": name} if name else None),
+    KeyRow("logging.tensorboard", {"--tensorboard-dir": Maybe(object)}, lambda folder: folder is not None),
+    KeyRow((), {"--attention-dropout": 0.1, "--hidden-dropout": 0.1},
+        lambda *shares: Unsaid("a recipe drops out nothing") if any(shares) else Omit),
+    KeyRow((), {"--overlap-grad-reduce": False, "--overlap-param-gather": False, "--use-distributed-optimizer": False},
+        _overlap),
+)  # fmt: skip
+
+LOGS = (
+    r"log|tensorboard|wandb|timing|profile|save|load|ckpt|async-save|no-save|no-load|auto-detect|exit|master|node-rank|"
+    r"rdzv|data-cache|cache-path|split|num-workers|no-mmap|dataloader|no-create-attention|tiktoken|eod-mask|vocab-file|"
+    r"merge-file|distributed-(timeout|backend)|manual-gc|empty-unused|finetune|use-mcore|transformer-impl|no-check|nccl|"
+    r"max-restarts|tee|dist-ckpt|override-opt|use-checkpoint|check-for-nan|inprocess|te-rng|no-initialization|"
+    r"no-async-tensor|account-for|tokenizer-(hf|metadata)|use-legacy|legacy|trust-remote|reset-|per-split"
+)
+TOOL = Tool(
+    "megatron",
+    "core 0.20",
+    read,
+    ROWS,
+    aliases={
+        "--model-parallel-size": "--tensor-model-parallel-size", "--batch-size": "--micro-batch-size",
+        "--use-custom-fsdp": "--use-megatron-fsdp", "--warmup": "--lr-warmup-fraction",
+        "--nproc-per-nodes": "--nproc-per-node", "--fp8-hybrid": "--fp8-format", "--num-nodes": "--nnodes",
+    },
+    unsaid={
+        r"--fp8-.*|--fp4-.*|--first-last-layers-bf16": "fp8 here has a scale per 128 elements, in all layers",
+    },
+    aside=rf"--({LOGS})[\w-]*",
+)  # fmt: skip

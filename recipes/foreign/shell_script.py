@@ -1,0 +1,366 @@
+"""Reads what a shell script passes to a program: its flags, with variables that are assigned literally put in.
+
+A script is read as text and never executed. What depends on the environment, on arguments or on commands is `Unknown`.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tpshard.diagnostics.diagnostic import Diagnostic, Mistakes, Source
+from tpshard.recipes.foreign.settings import Stated, StatedSettings, Unknown, by_key
+from tpshard.recipes.foreign.shell_words import Command, Lexer, Word, WordPart
+from tpshard.recipes.text.nodes import Node, decode, scalar
+
+UNKNOWN = "\0"
+"""Stands in a text for a part that is not known; the way it is written follows, and the sign again."""
+SIGNS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
+         ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod}  # fmt: skip
+OPENS = {"if": "fi", "case": "esac", "for": "done", "while": "done", "until": "done"}
+MAX_TEXT = 200_000
+"""The most characters that variables may be put in for."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text of which each character has an offset in the script."""
+
+    chars: str
+    places: tuple[int, ...]
+
+    def __add__(self, other: Text) -> Text:
+        return Text(self.chars + other.chars, self.places + other.places)
+
+    def cut(self, start: int, end: int) -> Text:
+        return Text(self.chars[start:end], self.places[start:end])
+
+
+@dataclass
+class _Branch:
+    """A construct that may or may not run, such as an `if`."""
+
+    end: str
+    holds: bool | None
+    """Whether the branch at hand runs; None: not known."""
+    decided: bool = False
+    """Whether an earlier branch runs."""
+
+
+@dataclass
+class Script:
+    """What is known of a script after reading it from top to bottom."""
+
+    text: str
+    file: str
+    variables: dict[str, tuple[Text, ...] | None] = field(default_factory=dict)
+    """Words of each variable; None: not known."""
+    found: list[tuple[list[Text], bool]] = field(default_factory=list)
+    """The words of each command, and whether it is sure to run."""
+    lost: list[tuple[Text, ...]] = field(default_factory=list)
+    """Words of commands that begin with a flag: the line before has lost its continuation."""
+    branches: list[_Branch] = field(default_factory=list)
+    budget: int = MAX_TEXT
+
+    def read(self) -> None:
+        """Goes through the script's commands."""
+        lexer = Lexer(self.text)
+        for number, command in enumerate(lexer.commands()):
+            self._command(command, lexer.ends[number])
+
+    # ---- constructs -------------------------------------------------------------------------------------------------
+    @property
+    def _runs(self) -> bool | None:
+        """Whether the place at hand is run: False if it surely is not, None if that is not known."""
+        values = [branch.holds for branch in self.branches]
+        return False if False in values else None if None in values else True
+
+    def _command(self, command: Command, end: str) -> None:
+        while command:
+            word = command[0].literal
+            if word in OPENS:
+                holds = self._test(command[1:]) if word == "if" else None
+                if (end, holds) not in (("\n", holds), (";", holds), ("||", True), ("&&", False)):
+                    holds = None
+                self.branches.append(_Branch(OPENS[word], holds, bool(holds)))
+                return
+            if word in ("elif", "else") and self.branches:
+                top = self.branches[-1]
+                now = True if word == "else" else self._test(command[1:])
+                top.holds = False if top.decided else (now if top.holds is False else None)
+                top.decided = top.decided or bool(top.holds)
+                if word == "elif":
+                    return
+            elif self.branches and word == self.branches[-1].end:
+                self.branches.pop()
+            elif word == "{" and end in ("\n", ";"):
+                self.branches.append(_Branch("}", True))
+            elif word not in ("then", "do", "function"):
+                break
+            command = command[1:]
+        if end == "(" and len(command) == 1:  # a function, which may be called or not
+            return
+        if command and self._runs is not False and not self._assigned(command):
+            self._called(command)
+
+    def _test(self, words: Sequence[Word]) -> bool | None:
+        """Whether a comparison of known texts holds; None where it is not known."""
+        texts = ["".join(text.chars for text in self._expand(word)) for word in words]
+        if (
+            any(UNKNOWN in text for text in texts)
+            or texts[:1] not in (["["], ["[["])
+            or texts[-1:] not in (["]"], ["]]"])
+        ):
+            return None
+        match texts[1:-1]:
+            case [one, "=" | "==" | "-eq", other]:
+                return one == other
+            case [one, "!=" | "-ne", other]:
+                return one != other
+            case ["-z", one]:
+                return not one
+            case ["-n", one]:
+                return bool(one)
+        return None
+
+    def _assigned(self, command: Command) -> bool:
+        """Takes a command's assignments; whether it has nothing else."""
+        rest = [word for word in command if word.literal not in ("export", "local", "readonly", "declare", "-x", "-a")]
+        assigned = [word for word in rest if re.match(r"[A-Za-z_]\w*\+?=", word.literal)]
+        if len(assigned) < len(rest) or not rest:
+            return False
+        for word in assigned:
+            match = re.match(r"([A-Za-z_]\w*)(\+?)=", word.literal)
+            assert match is not None
+            first = word.parts[0]
+            value = Word(
+                (WordPart("text", first.text[match.end() :], first.at + match.end()), *word.parts[1:]), word.at
+            )
+            if word.items is not None:
+                words = tuple(text for item in word.items for text in self._expand(item))
+            else:
+                words = (self._joined(value.parts),)
+            before = self.variables.get(match[1], ())
+            if match[2] and before is not None:
+                words = (
+                    (*before, *words)
+                    if word.items is not None
+                    else ((before[0] if before else Text("", ())) + words[0],)
+                )
+            elif match[2]:
+                continue
+            self.variables[match[1]] = self._assignment(match[1], words, bool(match[2]))
+        return True
+
+    def _assignment(self, name: str, words: tuple[Text, ...], added: bool) -> tuple[Text, ...] | None:
+        """What a variable holds after an assignment that may not have run."""
+        if self._runs:
+            return words
+        before = self.variables.get(name, ())
+        if added and before is not None:  # it holds at least what it held; the rest is marked
+            new = words[len(before) :]
+            return (*before, *(_unknown(f"{text.chars} (under a condition)", text.places[:1]) for text in new))
+        same = before is not None and [text.chars for text in before] == [text.chars for text in words]
+        return words if same else None
+
+    def _called(self, command: Command) -> None:
+        words = [piece for word in command for text in self._expand(word) for piece in _flags_apart(text)]
+        if words and words[0].chars.startswith("--"):
+            self.lost.append(tuple(words))
+        elif words:
+            self.found.append((words, self._runs is True))
+
+    # ---- words ------------------------------------------------------------------------------------------------------
+    def _expand(self, word: Word) -> list[Text]:
+        """The words that a word becomes: unquoted variables are divided at spaces."""
+        if word.items is not None:
+            return []
+        pieces: list[Text] = []
+        open_word: Text | None = None
+        for part in word.parts:
+            values = self._values(part)
+            if part.kind == "text" or part.quoted:
+                several = values if part.kind == "variable" else [_concatenated(values)]
+            else:
+                several = [piece for value in values for piece in _divided(value)]
+            for index, piece in enumerate(several):
+                if index and open_word is not None:
+                    pieces.append(open_word)
+                    open_word = None
+                open_word = piece if open_word is None else open_word + piece
+        return [*pieces, *([open_word] if open_word is not None else [])]
+
+    def _joined(self, parts: Iterable[WordPart]) -> Text:
+        """A word as one text, as an assignment takes it."""
+        whole = Text("", ())
+        for part in parts:
+            for index, value in enumerate(self._values(part)):
+                whole = whole + (Text(" ", (part.at,)) if index else Text("", ())) + value
+        return whole
+
+    def _values(self, part: WordPart) -> list[Text]:
+        """The words of a part: several for an array."""
+        if part.kind == "text":
+            return [Text(part.text, tuple(range(part.at, part.at + len(part.text))))]
+        if part.kind == "sum" and (total := self._sum(part.text)) is not None:
+            return [Text(str(total), (part.at,) * len(str(total)))]
+        if part.kind == "variable":
+            if self.variables.get(part.text) is not None:
+                values = list(self.variables[part.text] or ())
+                self.budget -= sum(len(value.chars) for value in values)
+                if self.budget < 0:
+                    where = _place(self.text, self.file, part.at, 1)
+                    fix = "write the values of long variables where they are used"
+                    raise Mistakes.one("the script's variables grow beyond what is read", where=where, fix=fix)
+                return values
+            if part.default is not None and part.text not in self.variables:
+                return [self._joined(part.default)]
+            return [_unknown(f"${part.text}", (part.at,))]
+        return [_unknown(part.text, (part.at,))]
+
+    def _sum(self, text: str) -> int | None:
+        """The value of whole numbers with + - * / %; None where it is not known."""
+        parts = [WordPart("variable", name, 0) for name in re.findall(r"\$?\{?([A-Za-z_]\w*)\}?", text)]
+        values = {part.text: "".join(value.chars for value in self._values(part)) for part in parts}
+        filled = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda match: values[match[1]], text)
+        if len(filled) > 200 or not re.fullmatch(r"[\d\s+*/%()-]+", filled):
+            return None
+        try:
+            return _computed(ast.parse(filled.strip(), mode="eval").body)
+        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+            return None
+
+
+def _computed(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.BinOp) and type(node.op) in SIGNS:
+        return int(SIGNS[type(node.op)](_computed(node.left), _computed(node.right)))
+    raise ValueError
+
+
+def _unknown(written: str, places: Sequence[int]) -> Text:
+    chars = f"{UNKNOWN}{written}{UNKNOWN}"
+    return Text(chars, tuple(places[:1] or (0,)) * len(chars))
+
+
+def _concatenated(values: Iterable[Text]) -> Text:
+    whole = Text("", ())
+    for value in values:
+        whole = whole + value
+    return whole
+
+
+def _divided(text: Text) -> list[Text]:
+    """A text at its spaces; how an unknown part is written stays whole."""
+    return [
+        text.cut(*match.span())
+        for match in re.finditer(rf"(?:{UNKNOWN}[^{UNKNOWN}]*{UNKNOWN}|[^\s{UNKNOWN}])+", text.chars)
+    ]
+
+
+def _flags_apart(text: Text) -> list[Text]:
+    """A word that holds whole flags, such as the text of `bash -c`, at its spaces."""
+    return _divided(text) if re.search(r"(^|\s)--?[A-Za-z].*\s|\s--", text.chars, re.DOTALL) else [text]
+
+
+def _place(text: str, file: str, at: int, width: int) -> Source:
+    line = text.count("\n", 0, at) + 1
+    start = text.rfind("\n", 0, at) + 1
+    end = text.find("\n", at)
+    return Source(file, line, at - start + 1, text[start : end if end >= 0 else len(text)].rstrip("\r"), max(1, width))
+
+
+def read(data: bytes, file: str) -> StatedSettings:
+    """The flags that a script passes to its program. Raises `Mistakes` for a file without flags.
+
+    The program is that of the command with most flags; in a script that only assigns variables, all their flags count.
+    """
+    text = decode(data, file)
+    if UNKNOWN in text:
+        where = _place(text, file, text.index(UNKNOWN), 1)
+        raise Mistakes.one("the script holds a null character", where=where, fix="is this a text file?")
+    script = Script(text, file)
+    script.read()
+    calls = sorted(script.found, key=lambda call: (_flags(call[0]), call[1]))
+    words = calls[-1][0] if calls and _flags(calls[-1][0]) else []
+    settings = _settings(words, text, file)
+    if not words and not script.lost:
+        for value in script.variables.values():
+            settings += _settings([piece for one in value or () for piece in _flags_apart(one)], text, file)
+    lost = [one for words in script.lost for one in _settings(words, text, file)]
+    if not settings and not lost:
+        where = Source(file, 1, 1, text.split("\n", 1)[0])
+        raise Mistakes.one("the file has no flags", where=where, fix="is this the script that starts the training?")
+    return StatedSettings(by_key(settings), (*_lost(script), *_twice(settings)), tuple(lost))
+
+
+def _flags(words: Sequence[Text]) -> int:
+    return sum(word.chars.startswith("--") for word in words)
+
+
+def _settings(words: Sequence[Text], text: str, file: str) -> list[Stated]:
+    """Flags with the words behind each."""
+    settings: list[tuple[str, Source, list[Any]]] = []
+    for word in words:
+        if match := re.match(r"--([A-Za-z][\w-]*)(=)?", word.chars):
+            where = _place(text, file, word.places[0], len(match[0]))
+            settings.append((f"--{match[1].replace('_', '-')}", where, []))
+            if match[2]:
+                settings[-1][2].append(_value(word.chars[match.end() :]))
+        elif match := re.match(rf"{UNKNOWN}--([A-Za-z][\w-]*)[ =]?", word.chars):  # a flag under a condition
+            where = _place(text, file, word.places[0], 1)
+            rest = Unknown(word.chars[match.end() :].replace(UNKNOWN, ""))
+            settings.append((f"--{match[1].replace('_', '-')}", where, [rest]))
+        elif settings and word.chars.strip() and not word.chars.endswith(".py"):
+            settings[-1][2].append(_value(word.chars))
+        elif word.chars.startswith(UNKNOWN):
+            where = _place(text, file, word.places[0], 1)
+            settings.append((word.chars.replace(UNKNOWN, ""), where, [_value(word.chars)]))
+    return [Stated(key, _together(values), where) for key, where, values in settings]
+
+
+def _together(values: list[Any]) -> Any:
+    """The value of a flag from the words behind it."""
+    if any(isinstance(value, Unknown) for value in values):
+        return Unknown(" ".join(value.text if isinstance(value, Unknown) else str(value) for value in values))
+    return True if not values else values[0] if len(values) == 1 else values
+
+
+def _value(text: str) -> Any:
+    if UNKNOWN in text:
+        return Unknown(text.replace(UNKNOWN, ""))
+    return scalar(Node("scalar", Source("", 0, 0, ""), text.strip("'\""), True))
+
+
+def _lost(script: Script) -> Iterable[Diagnostic]:
+    """A warning for each line that has lost its continuation."""
+    for words in script.lost:
+        where = _place(script.text, script.file, words[0].places[0], len(words[0].chars))
+        before = script.text[: script.text.rfind("\n", 0, words[0].places[0]) + 1].rstrip("\n")
+        last = before[before.rfind("\n") + 1 :]
+        why = "a space follows its backslash" if re.search(r"\\[ \t\r]+$", last) else "it does not end in a backslash"
+        at = max(0, len(before) - 1)
+        also = ((_place(script.text, script.file, at, 1), why),)
+        flags = _flags(words)
+        message = f"a command begins with `{words[0].chars}`: the line before lost its continuation"
+        reach = f"its {flags} flags do not reach the program" if flags > 1 else "it does not reach the program"
+        yield Diagnostic(
+            message, where=where, why=reach, fix="end the line before with `\\`", severity="warning", also=also
+        )
+
+
+def _twice(settings: Sequence[Stated]) -> Iterable[Diagnostic]:
+    """A warning for each flag that is given twice with two values."""
+    first: dict[str, Stated] = {}
+    for one in settings:
+        before = first.setdefault(one.key, one)
+        if before.value != one.value:
+            also = ((before.where, f"first {before.shown}"),)
+            message = f"`{one.key}` is given twice; the last counts"
+            yield Diagnostic(message, where=one.where, why=one.shown, fix="keep one", severity="warning", also=also)
+            first[one.key] = one

@@ -1,0 +1,216 @@
+"""Divides a shell script into commands and words, each character with its place. Nothing is executed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class WordPart:
+    """A part of a word."""
+
+    kind: Literal["text", "variable", "sum", "other"]
+    """other: what only running it would tell, such as $(...)."""
+    text: str
+    """Text; the variable's name; the arithmetic; or how it is written."""
+    at: int
+    """Its offset in the script."""
+    quoted: bool = False
+    default: tuple[WordPart, ...] | None = None
+    """Of a variable: what stands for it where it is not set."""
+
+
+@dataclass(frozen=True)
+class Word:
+    """A word, or the list of an array's assignment."""
+
+    parts: tuple[WordPart, ...]
+    at: int
+    items: tuple[Word, ...] | None = None
+    """The words between brackets in NAME=(...)."""
+
+    @property
+    def literal(self) -> str:
+        """Its unquoted text, as far as a keyword or a name's assignment needs it."""
+        return self.parts[0].text if self.parts and self.parts[0].kind == "text" and not self.parts[0].quoted else ""
+
+
+Command = tuple[Word, ...]
+_NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?!$-]")
+
+
+class Lexer:
+    """Reads commands from a script."""
+
+    def __init__(self, text: str, start: int = 0):
+        self.text, self.at = text, start
+        self.ends: list[str] = []
+        """The sign after each command: a newline, `;`, `&&`, ..."""
+
+    def commands(self) -> Iterator[Command]:
+        """The commands in order; what ended each is in `ends`."""
+        words: list[Word] = []
+        while self.at < len(self.text):
+            char = self.text[self.at]
+            if char in " \t\r" or self._continues():
+                self.at += 1 if char != "\\" else self._continues()
+            elif char == "#":
+                self.at = self._line_end()
+            elif match := re.compile(r"&&|\|\||;;|[\n;|&()]").match(self.text, self.at):
+                self.at = match.end()
+                if words or match[0] in "()":
+                    self.ends.append(match[0])
+                    yield tuple(words)
+                words = []
+            elif match := re.compile(r"<<-?\s*(['\"]?)(\w+)\1").match(self.text, self.at):
+                self._skip_document(match)
+            elif match := re.compile(r"\d?[<>]+&?").match(self.text, self.at):
+                self.at = match.end()
+            else:
+                words.append(self._word())
+        if words:
+            self.ends.append("\n")
+            yield tuple(words)
+
+    def _continues(self) -> int:
+        match = re.compile(r"\\\r?\n").match(self.text, self.at)
+        return len(match[0]) if match else 0
+
+    def _line_end(self) -> int:
+        end = self.text.find("\n", self.at)
+        return len(self.text) if end < 0 else end
+
+    def _skip_document(self, match: re.Match[str]) -> None:
+        end = re.compile(rf"^\s*{match[2]}\s*$", re.MULTILINE).search(self.text, match.end())
+        line = self.text.find("\n", match.end())
+        rest = self.text[match.end() : line if line >= 0 else len(self.text)]
+        self.at = end.end() if end else len(self.text)
+        if rest.strip():
+            self.at = min(self.at, len(self.text))
+
+    def _word(self) -> Word:
+        start, parts = self.at, list[WordPart]()
+        while self.at < len(self.text):
+            char = self.text[self.at]
+            if char in " \t\r\n;|&<>)" or (char == "(" and not self._assigns(parts)):
+                break
+            if char == "(":
+                return Word(_joined(parts), start, self._list())
+            if length := self._continues():
+                self.at += length
+                continue
+            parts += self._piece(quoted=False)
+        return Word(_joined(parts), start)
+
+    @staticmethod
+    def _assigns(parts: list[WordPart]) -> bool:
+        return re.fullmatch(r"[A-Za-z_]\w*\+?=", "".join(part.text for part in parts)) is not None
+
+    def _list(self) -> tuple[Word, ...]:
+        self.at += 1
+        words: list[Word] = []
+        while self.at < len(self.text) and self.text[self.at] != ")":
+            char = self.text[self.at]
+            if char in " \t\r\n":
+                self.at += 1
+            elif length := self._continues():
+                self.at += length
+            elif char == "#":
+                self.at = self._line_end()
+            else:
+                before = self.at
+                words.append(self._word())
+                self.at += self.at == before  # a sign that no list has
+        self.at += 1
+        return tuple(words)
+
+    def _piece(self, *, quoted: bool) -> list[WordPart]:
+        """The part of a word at this place."""
+        start, char = self.at, self.text[self.at]
+        if char == "'" and not quoted:
+            end = self.text.find("'", start + 1)
+            end = len(self.text) if end < 0 else end
+            self.at = end + 1
+            return [WordPart("text", self.text[start + 1 : end], start + 1, True)]
+        if char == '"' and not quoted:
+            self.at += 1
+            parts = [WordPart("text", "", self.at, True)]
+            while self.at < len(self.text) and self.text[self.at] != '"':
+                parts += self._piece(quoted=True)
+            self.at += 1
+            return parts
+        if char == "\\":
+            self.at += 2
+            after = self.text[start + 1 : start + 2]
+            if quoted and after == "\n":
+                return []
+            return [WordPart("text", after if not quoted or after in '$`"\\' else "\\" + after, start + 1, True)]
+        if char == "`":
+            end = self.text.find("`", start + 1)
+            self.at = len(self.text) if end < 0 else end + 1
+            return [WordPart("other", self.text[start : self.at], start, quoted)]
+        if char == "$":
+            return [self._expansion(quoted)]
+        self.at += 1
+        return [WordPart("text", char, start, quoted)]
+
+    def _expansion(self, quoted: bool) -> WordPart:
+        """What begins with a dollar sign."""
+        start = self.at
+        if self.text.startswith("$((", start):
+            self.at = self._closing(start + 1)
+            return WordPart("sum", self.text[start + 3 : self.at - 2], start, quoted)
+        if self.text.startswith("$(", start):
+            self.at = self._closing(start + 1)
+            return WordPart("other", self.text[start : self.at], start, quoted)
+        if self.text.startswith("${", start):
+            self.at = self._closing(start + 1)
+            inner = self.text[start + 2 : self.at - 1]
+            match = re.fullmatch(r"(\w+|[@*])(\[[@*]\])?(?:(:?[-=])(.*))?", inner, re.DOTALL)
+            if match is None:
+                return WordPart("other", self.text[start : self.at], start, quoted)
+            default = _inside(match[4], start + 2 + match.start(4)) if match[3] else None
+            return WordPart("variable", match[1], start, quoted, default)
+        match = _NAME.match(self.text, start + 1)
+        self.at = start + 1 + (len(match[0]) if match else 0)
+        return WordPart("variable", match[0], start, quoted) if match else WordPart("text", "$", start, quoted)
+
+    def _closing(self, at: int) -> int:
+        """The offset behind the bracket that closes the one at `at`; the end of the line where there is none."""
+        opening = self.text[at]
+        closing = {"(": ")", "{": "}"}[opening]
+        depth = 0
+        for match in re.compile(rf"[{opening}{closing}]").finditer(self.text, at):
+            depth += 1 if match[0] == opening else -1
+            if depth == 0:
+                return match.end()
+        return self._line_end()
+
+
+def _inside(text: str, offset: int) -> tuple[WordPart, ...]:
+    """The parts of a variable's default."""
+    lexer = Lexer(text)
+    parts: list[WordPart] = []
+    while lexer.at < len(text):
+        parts += lexer._piece(quoted=False)
+    return _joined([WordPart(p.kind, p.text, p.at + offset, p.quoted, p.default) for p in parts])
+
+
+def _joined(parts: list[WordPart]) -> tuple[WordPart, ...]:
+    """Neighbouring characters as one part."""
+    joined: list[WordPart] = []
+    for part in parts:
+        last = joined[-1] if joined else None
+        if (
+            last
+            and last.kind == part.kind == "text"
+            and last.quoted == part.quoted
+            and last.at + len(last.text) == part.at
+        ):
+            joined[-1] = WordPart("text", last.text + part.text, last.at, part.quoted)
+        else:
+            joined.append(part)
+    return tuple(joined)

@@ -1,0 +1,236 @@
+"""Other trainers' configurations become recipes that say the same, with each value's line, and what cannot be said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tpshard.cli.main import run
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.recipes.foreign import shell_script
+from tpshard.recipes.foreign.recipe_text import text_of
+from tpshard.recipes.foreign.settings import Stated, Unknown
+from tpshard.recipes.foreign.tools import TOOLS
+from tpshard.recipes.foreign.translation import Translation, translate
+from tpshard.recipes.reading.load import loads
+
+TITAN = """\
+[model]
+name = "llama3"
+flavor = "8B"
+
+[training]
+batch_size = 2          # its older name
+seq_len = 4096
+steps = 900
+
+[parallelism]
+tensor_parallel_degree = 2
+context_parallel_degree = 2
+
+[activation_checkpoint]
+mode = "selective"
+selective_ac_option = "op"
+
+[colours]
+sky = "blue"
+"""
+SCRIPT = """\
+#!/bin/bash
+GPUS=8
+NODES=${SLURM_NNODES:-2}
+KIND=dense
+OPTIONS=()
+ARGS="
+    --num-layers 24 --hidden-size 2048
+    --num-attention-heads 16
+"
+MORE=(
+    --seq-length 2048      # tokens
+    --micro-batch-size 2 --global-batch-size $(( NODES * 32 ))
+    --lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine --train-iters 1000 --lr-warmup-iters 50
+    --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --vocab-size 32000
+)
+if [ "$KIND" == moe ]; then
+    MORE+=(--num-experts 8)
+else
+    MORE+=(--untie-embeddings-and-output-weights)
+fi
+torchrun --nproc_per_node $GPUS --nnodes $NODES pretrain_gpt.py $ARGS ${MORE[@]} --bf16 \\
+    --tensor-model-parallel-size 2 --sequence-parallel \\
+    --use-distributed-optimizer \\
+    --data-path $(touch made) --init-method-std 0.01
+"""
+AXOLOTL = """\
+base_model: NousResearch/Meta-Llama-3.1-8B
+sequence_len: 2048
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+adapter: lora
+lora_r: 16
+lora_alpha: 32
+lora_target_modules: [q_proj, v_proj]
+learning_rate: 0.0002
+max_steps: 200
+warmup_ratio: 0.1
+gradient_checkpointing: true
+sample_packing: true
+val_set_size: 0
+"""
+ACCELERATE = """\
+distributed_type: FSDP
+fsdp_config:
+  fsdp_activation_checkpointing: true
+  fsdp_sharding_strategy: HYBRID_SHARD
+mixed_precision: bf16
+num_machines: 2
+num_processes: 16
+"""
+INPUTS = {"torchtitan": TITAN, "megatron": SCRIPT, "axolotl": AXOLOTL, "accelerate": ACCELERATE}
+DEFAULTS = (
+    "seed", "mesh", "model.seq_len", "model.dtype", "fsdp.axis", "fsdp.param_dtype", "fsdp.master_dtype",
+    "fsdp.reduce_dtype", "fsdp.accumulate", "fsdp.bucket", "optimizer.state_dtype", "remat", "compile",
+    "batch.global_sequences", "batch.per_device", "optimizer.name", "optimizer.lr", "optimizer.betas", "optimizer.eps",
+    "optimizer.weight_decay", "schedule", "train.steps", "train.clip_grad_norm",
+)  # fmt: skip
+"""What every recipe says, whatever the file leaves out."""
+
+
+def translated(tool: str, text: str, **overrides: Any) -> tuple[Translation, str]:
+    file = "file.yaml" if tool in ("axolotl", "accelerate") else "file"
+    settings = TOOLS[tool].read(text.encode(), file)
+    where = next(iter(settings.said.values())).where
+    keys = {key.replace("__", "."): value for key, value in overrides.items()}
+    translation = translate(TOOLS[tool], settings, {key: Stated(key, value, where) for key, value in keys.items()})
+    return translation, text_of(TOOLS[tool], file, translation)
+
+
+def names(translation: Translation) -> set[str]:
+    return {one.key for one in translation.left}
+
+
+def test_torchtitan() -> None:
+    translation, text = translated("torchtitan", TITAN, cluster__nodes=2, cluster__devices_per_node=8)
+    recipe = loads(text)
+    assert dict(recipe.mesh) == {"dp": 1, "fsdp": 4, "cp": 2, "tp": 2}
+    assert recipe.fsdp.axes == ("fsdp", "cp")
+    assert (recipe.batch.global_sequences, recipe.batch.per_device, recipe.model.seq_len) == (8, 2, 4096)
+    assert recipe.remat == ("attention", "wq", "wv", "gate", "down")
+    assert (recipe.optimizer.lr, recipe.optimizer.betas, recipe.compile) == (8e-4, (0.9, 0.95), "eager")
+    assert (recipe.schedule.name, recipe.schedule.warmup_steps, recipe.schedule.min_lr_ratio) == ("linear", 200, 0)
+    assert recipe.optimizer.groups[0].weight_decay == 0.1  # its optimizers decay norms too
+    assert "# line 7: training.seq_len = 4096" in text
+    assert [(one.key, one.where.line) for one in translation.left if one.where] == [("colours.sky", 19)]
+
+
+def test_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables, arrays, sums and conditions of known texts are put in; nothing is run."""
+    monkeypatch.chdir(tmp_path)
+    translation, text = translated("megatron", SCRIPT)
+    recipe = loads(text)
+    assert dict(recipe.mesh) == {"dp": 1, "fsdp": 8, "tp": 2}
+    model = recipe.model
+    assert (model.layers, model.width, model.mlp, model.vocab, model.experts) == (24, 2048, 5440, 32000, None)
+    assert (model.tie_embeddings, model.dtype) == (False, "bf16")
+    assert recipe.batch.global_sequences == 64
+    assert (recipe.optimizer.betas, recipe.optimizer.weight_decay, recipe.schedule.min_lr_ratio) == (
+        (0.9, 0.999),
+        0.01,
+        0.1,
+    )
+    assert recipe.fsdp.accumulate.gather == "step"
+    assert "# line 7: --num-layers = 24" in text
+    assert {"--init-method-std", "--data-path", "--attention-dropout"} <= names(translation)
+    assert not (tmp_path / "made").exists()
+
+
+def test_axolotl() -> None:
+    translation, text = translated("axolotl", AXOLOTL, cluster__devices_per_node=4)
+    recipe = loads(text)
+    lora = recipe.adapters.lora
+    assert lora is not None and (lora.rank, lora.alpha, lora.targets) == (16, 32, ("q_proj", "v_proj"))
+    assert dict(recipe.mesh) == {"dp": 4, "fsdp": 1, "tp": 1}
+    assert (recipe.batch.global_sequences, recipe.train.steps, recipe.schedule.warmup_steps) == (32, 200, 20)
+    assert (recipe.remat, recipe.optimizer.betas, recipe.schedule.name) == ("full", (0.9, 0.999), "cosine")
+    assert names(translation) == {"saves_per_epoch", "save_steps"}
+
+
+def test_accelerate() -> None:
+    translation, text = translated("accelerate", ACCELERATE, model__preset="llama3-8b", batch__per_device=2)
+    recipe = loads(text)
+    assert dict(recipe.mesh) == {"dp": 2, "fsdp": 8, "tp": 1}
+    assert (recipe.fsdp.master_dtype, recipe.fsdp.reduce_dtype, recipe.remat) == ("fp32", "bf16", "full")
+    assert recipe.batch.global_sequences == 32
+    assert names(translation) == {"seq_len", "max_steps"}  # the program says them
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_what_a_file_leaves_out_has_the_tool_s_default(tool: str) -> None:
+    smallest = {"torchtitan": "", "megatron": "torchrun x.py --bf16 --num-layers 2", "axolotl": "base_model: x"}
+    settings = TOOLS[tool].read(smallest.get(tool, "distributed_type: FSDP").encode(), "file")
+    written = {line.key for line in translate(TOOLS[tool], settings, {}).lines}
+    written |= {"seed"} if tool == "torchtitan" else set()  # which draws one
+    assert set(DEFAULTS) - written == set()
+
+
+CONFLICTS = {
+    "layers": ("--recompute-granularity full --recompute-num-layers 0", "full recomputation of 0 layers", None),
+    "mesh": ("--tensor-model-parallel-size 3 --nproc-per-node 8", "which 8 devices do not hold evenly", Exit.FIT),
+    "batch": ("--nproc-per-node 8 --global-batch-size 12", "a global batch of 12 is not divided", Exit.RECIPE),
+    "type": ("--num-layers many", "must be a whole number", Exit.RECIPE),
+    "lost": ("--bf16\n  --seq-length 8 --lr 1", "the line before lost its continuation", None),
+}
+
+
+@pytest.mark.parametrize("case", CONFLICTS)
+def test_contradictions_are_told(case: str) -> None:
+    flags, words, exit = CONFLICTS[case]
+    script = f"torchrun pretrain.py --hidden-size 64 {flags} --fp16"
+    try:
+        told = translated("megatron", script)[0].warnings
+        assert exit is None
+    except Mistakes as mistakes:
+        assert mistakes.exit == exit
+        told = mistakes.diagnostics
+    assert words in str(Mistakes(told)) and all(one.where is not None and one.where.line for one in told)
+
+
+def test_a_lost_continuation_names_what_does_not_arrive() -> None:
+    settings = shell_script.read(b"torchrun a.py --lr 1 \\ \n --seq-length 8 \\\n --bf16\n", "file")
+    assert [one.key for one in settings.lost] == ["--seq-length", "--bf16"] and list(settings.said) == ["--lr"]
+
+
+def test_what_only_running_tells_is_unknown() -> None:
+    script = (
+        'if [ "$1" = a ]; then\n N=1\nfi\npython t.py --one $N --two $(date) --three ${X:-3} --four "$((2 ** 9))"\n'
+    )
+    values = {key: one.value for key, one in shell_script.read(script.encode(), "file").said.items()}
+    assert values["--three"] == 3
+    assert all(isinstance(values[key], Unknown) for key in ("--one", "--two", "--four"))
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_damaged_file_is_a_mistake_with_a_place(tool: str) -> None:
+    text = INPUTS[tool]
+    for end in range(1, len(text), 23):
+        for damaged in (text[:end], text[end:], text[:end] + "\t[{'" + text[end:]):
+            try:
+                translated(tool, damaged)
+            except (Mistakes, StopIteration) as error:
+                assert isinstance(error, StopIteration) or all(one.where is not None for one in error.diagnostics)
+
+
+def test_the_command_prints_a_recipe_and_what_it_cannot_say(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "titan.toml").write_text(TITAN)
+    monkeypatch.chdir(tmp_path)
+    assert run(["recipes", "from", "torchtitan", "titan.toml", "train.steps=5"]) == Exit.DONE
+    printed = capsys.readouterr()
+    assert loads(printed.out).train.steps == 5 and "not said: colours.sky = blue (line 19)" in printed.err
+    assert run(["recipes", "from", "torchtitan", "titan.toml", "--json"]) == Exit.DONE
+    document = json.loads(capsys.readouterr().out)
+    assert loads(document["recipe"]).train.steps == 900 and document["not_said"][0]["line"] == 19
+    assert run(["recipes", "from", "nemo", "titan.toml"]) == Exit.USAGE
