@@ -77,7 +77,7 @@ def greedy(runner: Any) -> tuple[list[list[int]], list[float]]:
 
 
 def requests(*more: str) -> tuple[str, ...]:
-    return ("serve.requests=8", "serve.step_tokens=16", *more)
+    return ("serve.requests=8", "serve.step_tokens=8", *more)
 
 
 @pytest.mark.parametrize("family", ["llama", "granite"])
