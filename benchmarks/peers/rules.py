@@ -201,16 +201,11 @@ def joined(builder: Builder, names: Sequence[str]) -> Joined:
 
 
 def inside(op: Op, rule: Rule, choice: Choice) -> float:
-    """The bytes that a device sends for an op itself, computed in a choice: halos, swapped shards, and what its
-    `local` gathers."""
+    """The bytes that a device sends for an op itself, computed in a choice: halos, and what its `local` gathers."""
     tensors, sent = [*op.operands, *op.results], price(op, rule, choice, 0)
     for f, window in rule.windows:
         if f in choice and not rule.moving and halo_in(op, choice[f].axes, window) is None:
             layout = layout_of(rule, rule.tensors[window.read], choice, False)
             value = tensors[window.read]
             sent += local_bytes(value.shape, layout, value.dtype.itemsize) * (size_of(choice[f].axes) - 1)
-    if any(f in choice for f in rule.mirrored):
-        sent += local_bytes(
-            tensors[0].shape, layout_of(rule, rule.operands[0], choice, False), tensors[0].dtype.itemsize
-        )
     return sent

@@ -13,7 +13,7 @@ from tpshard.parallelism.mesh import Axes, Axis, merge, overlap, size_of, starts
 from tpshard.parallelism.resharding import halo
 from tpshard.parallelism.resharding.reshard import cost, redistribution
 from tpshard.parallelism.rules.rule import Dim, Kind, Rule
-from tpshard.parallelism.sharding import Layout, even, even_grains, local_bytes, local_size, padded_behind
+from tpshard.parallelism.sharding import Layout, even, even_grains, local_size, padded_behind
 
 aten = torch.ops.aten
 FLOPS_PER_BYTE = 1000.0
@@ -259,8 +259,6 @@ def _drop_hidden(choice: Choice, rule: Rule, members: Dim) -> bool:
 def _may_cut(op: Op, rule: Rule, f: int, axes: Axes, grain: int) -> bool:
     """Whether a factor can be sharded over these axes at all."""
     windows = [window for g, window in rule.windows if g == f]
-    if f in rule.mirrored:
-        return even(rule.sizes[f], axes)
     if rule.kinds[f] is Kind.WHOLE or (rule.kinds[f] is Kind.PERMUTE and not windows):
         return False
     return not windows or (
@@ -276,7 +274,7 @@ def past_padding(op: Op, rule: Rule, choice: Choice, rules: Mapping[Op, Rule]) -
     """
     reader = op
     for i, (f, window) in enumerate(rule.windows):
-        if f not in choice or window.read >= len(op.operands) or len(op.results) != 1 or window.cyclic:
+        if f not in choice or window.read >= len(op.operands) or len(op.results) != 1:
             continue
         value = op.operands[window.read]
         pad = value.producer
@@ -367,9 +365,6 @@ def _cost(
             else:
                 total += exchange.collectives * latency + (members - 1) * exchange.bytes * share(rule, rest)
     total += halo.price(op, rule, choice, max(latency, 1))  # of equal bytes, the fewest collectives
-    for value, dims in zip(op.operands, rule.operands):
-        if any(f in choice for members in dims for f in members if f in rule.mirrored):
-            total += latency + local_bytes(value.shape, layout_of(rule, dims, choice, False), value.dtype.itemsize)
     work = rule.flops or sum(v.numel for v in op.results)
     return total + work * share(rule, choice) / FLOPS_PER_BYTE
 

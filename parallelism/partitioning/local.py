@@ -92,12 +92,14 @@ class LocalPart:
 
     @functools.cached_property
     def _moved(self) -> list[fx.Node]:
-        """The shards of all results, of a rule that only moves elements."""
+        """The shards of all results, of a rule that only moves elements: along one sharded factor after another."""
         nodes, results = self.inputs, [self.shape(i) for i in range(len(self.op.results))]
-        ((f, window), *_) = ((f, w) for f, w in self.rule.windows if f in self.choice)
-        plan = halo.plan_of(self.op, self.rule, self.axes(f))
-        lengths = [shape[window.reader_dim] for shape in results]
-        return self.emitter.move_runs(nodes, window.dim, self.axes(f), plan, lengths, self._near(0))
+        for f, window in {f: window for f, window in self.rule.windows if f in self.choice}.items():
+            plan, size = halo.plan_of(self.op, self.rule, f, self.axes(f)), self._tensor(0).shape[window.dim]
+            nodes = [halo.keep_strided(self.emitter, node, size, self.axes(f), window) for node in nodes]
+            lengths = [shape[window.reader_dim] for shape in results]
+            nodes = self.emitter.move_runs(nodes, window.dim, self.axes(f), plan, lengths, self._near(0))
+        return nodes
 
     def fold(self, node: Any, read: int, reader: int) -> Any:
         for _, axes, plan, window in reversed(list(self._halos(read, reader))):
@@ -114,13 +116,6 @@ class LocalPart:
 
     def _tensor(self, place: int) -> Value:
         return (*self.op.operands, *self.op.results)[place]
-
-    def mirror(self, operand: int) -> Any:
-        node = self.inputs[operand]
-        for dim, members in enumerate(self.rule.operands[operand]):
-            for f in set(members) & set(self.rule.mirrored) & set(self.choice):
-                node = halo.mirror(self.emitter, node, dim, self.axes(f), self._near(operand))
-        return node
 
     def _halos(self, read: int, reader: int) -> Iterator[tuple[int, Axes, halo.Halo, Window]]:
         for f, window in self.rule.windows:

@@ -15,11 +15,11 @@ from tpshard.parallelism import factors
 from tpshard.parallelism.factors import Cut
 from tpshard.parallelism.graph import Op
 from tpshard.parallelism.mesh import Axes, size_of
-from tpshard.parallelism.node_info import shape_of
+from tpshard.parallelism.node_info import resized, shape_of
 from tpshard.parallelism.resharding.lower import Emitter, pick
 from tpshard.parallelism.resharding.runs import Read, RunPlan, runs_of
 from tpshard.parallelism.rules.rule import Rule, Window
-from tpshard.parallelism.sharding import even, local_bytes, local_size
+from tpshard.parallelism.sharding import even, local_bytes, local_size, spans
 
 aten = torch.ops.aten
 
@@ -57,11 +57,11 @@ class Halo(NamedTuple):
 def halo_of(operand: int, result: int, axes: Axes, window: Window) -> Halo | None:
     """The halo of a window, with both dims (of sizes `operand` and `result`) sharded over `axes`.
 
-    None where the shards are not adjacent, or a window wraps around the end of a padded dim.
+    None where the shards are not adjacent.
     """
     # Only the outermost axis may leave padding; otherwise padding would separate shards.
     adjoining = (even(local_size(n, axes[:1]), axes[1:]) for n in (operand, result))
-    if not all(adjoining) or (window.cyclic and not even(operand, axes)):
+    if not all(adjoining):
         return None
     members, part, written = size_of(axes), local_size(operand, axes), local_size(result, axes)
     length = (written - 1) * window.stride + window.span
@@ -71,9 +71,8 @@ def halo_of(operand: int, result: int, axes: Axes, window: Window) -> Halo | Non
     for r, begin in enumerate(begins):
         rows = min(written, result - r * written)
         end = begin + (rows - 1) * window.stride + window.span
-        if not window.cyclic:
-            outside = outside or (rows > 0 and (begin < 0 or end > operand))
-            begin, end = max(begin, 0), min(end, operand)
+        outside = outside or (rows > 0 and (begin < 0 or end > operand))
+        begin, end = max(begin, 0), min(end, operand)
         if rows > 0 and begin < end:
             reading.append(r)
             left, right = max(left, r * part - begin), max(right, end - (r + 1) * part)
@@ -86,30 +85,45 @@ def halo_of(operand: int, result: int, axes: Axes, window: Window) -> Halo | Non
     return Halo(part, left, right, padding, tuple(starts), length, begins, outside)
 
 
-def plan_of(op: Op, rule: Rule, axes: Axes) -> RunPlan:
-    """The plan of an op whose rule only moves elements, with the dim sharded over `axes`; unread results get none."""
+def plan_of(op: Op, rule: Rule, factor: int, axes: Axes) -> RunPlan:
+    """The plan of an op whose rule only moves elements along a factor sharded over `axes`; unread results get none."""
     tensors, first = (*op.operands, *op.results), len(op.operands)
     unread = {i for i, value in enumerate(tensors) if not value.users and any(r.users for r in op.results)}
     reads = []
-    for _, w in rule.windows:
-        length = 0 if w.reader in unread else tensors[w.reader].shape[w.reader_dim]
-        reads.append(Read(w.read, tensors[w.read].shape[w.dim], w.reader - first, length, w.first))
+    for f, w in rule.windows:
+        if f == factor:
+            length = 0 if w.reader in unread else tensors[w.reader].shape[w.reader_dim]
+            size = tensors[w.read].shape[w.dim]
+            reads.append(Read(w.read, size, w.reader - first, length, w.first, (1, 1), w.stride, w.within, w.mirrored))
     return runs_of(tuple(reads), axes)
 
 
 def price(op: Op, rule: Rule, choice: Mapping[int, Cut], latency: float) -> float:
     """The cost of what an op's windows read of other devices, in bytes: those that a device sends, and latencies."""
     total = 0.0
-    for i, (f, window) in enumerate(rule.windows):
-        if f not in choice or (rule.moving and i):
+    moved: set[int] = set()
+    for f, window in rule.windows:
+        if f not in choice or f in moved:
             continue
+        moved |= {f} if rule.moving else set()
         axes, value = choice[f].axes, (*op.operands, *op.results)[window.read]
         layout = factors.layout_of(rule.tensors[window.read], choice, rule.sizes)
         part = local_bytes(value.shape, layout, value.dtype.itemsize)
-        plan = plan_of(op, rule, axes) if rule.moving else halo_in(op, axes, window)
+        plan = plan_of(op, rule, f, axes) if rule.moving else halo_in(op, axes, window)
         if plan is not None:
             total += plan.price(part / max(local_size(value.shape[window.dim], axes), 1), latency)
     return total
+
+
+def keep_strided(emitter: Emitter, node: fx.Node, size: int, axes: Axes, window: Window) -> fx.Node:
+    """Emits what a window with a stride reads of a device's shard of a dim of `size`, as `runs.Read` expects it."""
+    if window.stride == 1:
+        return node
+    part, dim = shape_of(node)[window.dim], window.dim
+    starts = [(window.first - begin) % window.stride for begin, _ in spans(size, axes)]
+    node = emitter.narrow(emitter.pad(node, dim, 0, max(starts)), dim, emitter.pick(axes, starts), part)
+    kept = resized(node, dim, -(-part // window.stride))
+    return emitter.move(aten.slice.Tensor, node, kept, dim, 0, part, window.stride)
 
 
 def halo_in(op: Op, axes: Axes, window: Window) -> Halo | None:
@@ -163,13 +177,6 @@ def fold(
         received = emitter.pad(received, dim, *((missing, 0) if hop > 0 else (0, missing)))
         own = emitter.move(aten.add.Tensor, own, shape_of(own), received)
     return own
-
-
-def mirror(emitter: Emitter, node: fx.Node, dim: int, axes: Axes, why: dict[str, Any]) -> fx.Node:
-    """Emits the exchange by which a device gets its shard of a flipped dim, which the axes divide evenly."""
-    members = size_of(axes)
-    received = emitter.send(node, axes, [members - 1 - i for i in range(members)], why)
-    return emitter.move(aten.flip.default, received, shape_of(received), [dim])
 
 
 def shift(emitter: Emitter, node: fx.Node, axes: Axes, hop: int, why: dict[str, Any]) -> fx.Node:

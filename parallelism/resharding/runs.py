@@ -17,7 +17,7 @@ from tpshard.parallelism.sharding import local_size, spans
 
 
 class Read(NamedTuple):
-    """How a result reads a source along a dim: its position `i` is position `i + first` of the source."""
+    """How a result reads a source along a dim: its position `i` is position `i x stride + first` of the source."""
 
     source: int
     source_size: int
@@ -26,6 +26,13 @@ class Read(NamedTuple):
     first: int
     grains: tuple[int, int] = (1, 1)
     """The grains of the source and of the result."""
+    stride: int = 1
+    """Of the elements that devices keep of their shards of the source before anything moves."""
+    within: tuple[int, int] | None = None
+    """The positions of the result that read it, from the first to the one behind the last; None: all."""
+    mirrored: bool = False
+    """Whether its position `i` is position `i` from the source's end. It gets its elements in the source's order, those
+    of its shard at the shard's end, so that flipping the shard gives the result."""
 
 
 class ElementRun(NamedTuple):
@@ -102,7 +109,7 @@ def runs_of(reads: tuple[Read, ...], axes: Axes) -> RunPlan:
     for read in reads:
         if read.source not in base:
             base[read.source] = held
-            held += local_size(read.source_size, axes, read.grains[0])
+            held += -(-local_size(read.source_size, axes, read.grains[0]) // read.stride)
     runs = [run for read in reads for run in _overlaps(read, base[read.source], axes)]
     away = [run for run in runs if run.source != run.target]
     members = size_of(axes)
@@ -121,18 +128,26 @@ def runs_of(reads: tuple[Read, ...], axes: Axes) -> RunPlan:
 
 def _overlaps(read: Read, base: int, axes: Axes) -> list[ElementRun]:
     """The runs of one result that lie in one source, of which a device's shard begins at place `base`."""
-    have = spans(read.source_size, axes, read.grains[0])
+    # what each device has, as positions of the result
+    have = [
+        tuple(-((read.first - place) // read.stride) for place in span)
+        for span in spans(read.source_size, axes, read.grains[0])
+    ]
     begins = [begin for begin, _ in have]
+    part = local_size(read.result_size, axes, read.grains[1])
+    least, most = read.within or (0, read.result_size)
     out = []
     for target, (begin, end) in enumerate(spans(read.result_size, axes, read.grains[1])):
-        at, last = max(begin + read.first, 0), min(end + read.first, read.source_size)
+        place = -begin
+        if read.mirrored:
+            begin, end = read.result_size - end, read.result_size - begin
+            place = part - end
+        at, last = max(begin, begins[0], least), min(end, have[-1][1], most)
         while at < last:
             source = bisect_right(begins, at) - 1
-            length = min(last, have[source][1]) - at
-            out.append(
-                ElementRun(source, base + at - have[source][0], target, read.result, at - read.first - begin, length)
-            )
-            at += length
+            run = min(last, have[source][1]) - at
+            out.append(ElementRun(source, base + at - begins[source], target, read.result, place + at, run))
+            at += run
     return out
 
 

@@ -17,6 +17,7 @@ from tpshard.parallelism.rules.entry import Entry, Table
 from tpshard.parallelism.rules.indexing import pick_own
 from tpshard.parallelism.rules.rule import Factors, Kind, LocalOp, Rule, Window
 from tpshard.parallelism.rules.shape import same_dims, view_entry, whole
+from tpshard.parallelism.sharding import spans
 
 aten = torch.ops.aten
 
@@ -59,11 +60,10 @@ def slice_rule(op: Op) -> Rule:
     def local(at: LocalOp) -> Any:
         if not cut_dims(at, rule):
             return at.same()
-        node = at.window(0)
-        return node if step == 1 else at.emit(aten.slice.Tensor, node, dim, 0, 1 << 62, step)
+        return at.window(0)
 
     rule = same_dims(op, [dim], Kind.PERMUTE, local=local)
-    rule = with_windows(rule, [Window(0, dim, 1, dim, first=start, stride=step)], moving=step == 1)
+    rule = with_windows(rule, [Window(0, dim, 1, dim, first=start, stride=step)], moving=True)
     return replace(rule, others=(pick_positions(op, dim, range(start, start + step * op.results[0].shape[dim], step)),))
 
 
@@ -134,15 +134,23 @@ def pad(op: Op) -> Rule:
         if not cut:
             return at.same()
         node = at.window(0)
+        for d in cut:
+            first, last = max(before[d], 0), before[d] + op.operands[0].shape[d]
+            (f,) = rule.results[0][d]
+            if last < op.results[0].shape[d]:
+                node = at.emit(aten.masked_fill.Scalar, node, from_on(at, f, d, last), value)
+            if first > 0:
+                inside = from_on(at, f, d, first)
+                node = at.emit(aten.masked_fill.Scalar, node, at.emit(aten.logical_not.default, inside), value)
         rest = [0 if rank - 1 - i // 2 in cut else n for i, n in enumerate(widths)]
         return at.emit(aten.constant_pad_nd.default, node, rest, value) if any(rest) else node
 
     rule = same_dims(op, list(before), Kind.PERMUTE, (0,) if not value else (), local=local)
-    return with_windows(rule, [Window(0, d, 1, d, first=-n, fill=value) for d, n in before.items()])
+    return with_windows(rule, [Window(0, d, 1, d, first=-n, fill=value) for d, n in before.items()], moving=True)
 
 
 def roll(op: Op) -> Rule:
-    """The rule of roll(x, shifts, dims): devices of a sharded dim read their neighbours in the shorter direction."""
+    """The rule of roll(x, shifts, dims): devices of a sharded dim send what crosses the ends of their shards."""
     x = op.operands[0]
     dims = op.args[2] if len(op.args) > 2 else op.kwargs.get("dims", ())
     shifts = [op.args[1]] if isinstance(op.args[1], int) else [*op.args[1]]
@@ -159,22 +167,19 @@ def roll(op: Op) -> Rule:
         return at.emit(aten.roll.default, node, list(rest.values()), list(rest)) if rest else node
 
     rule = same_dims(op, list(moved), Kind.PERMUTE, local=local)
-    nearer = {d: -n if 2 * n <= x.shape[d] else x.shape[d] - n for d, n in moved.items()}
-    return with_windows(rule, [Window(0, d, 1, d, first=n, cyclic=True) for d, n in nearer.items()])
+    windows = [Window(0, d, 1, d, first=first) for d, n in moved.items() for first in (-n, x.shape[d] - n)]
+    return with_windows(rule, windows, moving=True)
 
 
 def flip(op: Op) -> Rule:
-    """The rule of flip: devices of a sharded dim swap their shards in pairs and flip them."""
+    """The rule of flip: devices of a sharded dim get the elements of theirs, which they flip."""
     dims = [d % op.operands[0].rank for d in op.args[1]]
 
     def local(at: LocalOp) -> Any:
-        cut = cut_dims(at, rule)
-        rest = [d for d in dims if d not in cut]
-        node = at.mirror(0)
-        return at.emit(aten.flip.default, node, rest) if rest else node
+        return at.emit(aten.flip.default, at.window(0), dims) if dims else at.window(0)
 
     rule = same_dims(op, dims, Kind.PERMUTE, local=local)
-    return replace(rule, mirrored=tuple(f for d in dims for f in rule.operands[0][d]))
+    return with_windows(rule, [Window(0, d, 1, d, mirrored=True) for d in dims], moving=True)
 
 
 # ---- tensors put together -------------------------------------------------------------------------------------------
@@ -209,9 +214,10 @@ def without_empty(op: Op) -> None:
 
 def from_on(at: LocalOp, factor: int, dim: int, start: int) -> Any:
     """A mask of this device's shard of the result: true at the positions of a dim from `start` on."""
-    shape = at.shape()
+    shape, whole_size = at.shape(), at.op.results[0].shape[dim]  # the factor has the operand's size
     places = at.emit(aten.arange.default, shape[dim], dtype=torch.int64)
-    places = at.emit(aten.add.Tensor, places, at.offset(factor))
+    begins = [begin for begin, _ in spans(whole_size, at.axes(factor))]
+    places = at.emit(aten.add.Tensor, places, at.pick(factor, begins))
     mask = at.emit(aten.ge.Scalar, places, start)
     view = [shape[dim] if d == dim else 1 for d in range(len(shape))]
     return at.emit(aten.reshape.default, mask, view)
@@ -224,14 +230,11 @@ def slice_scatter(op: Op) -> Rule:
         return whole(op, [dim], additive=(0, 1))
 
     def local(at: LocalOp) -> Any:
-        if not cut_dims(at, rule):
-            return at.same()
-        (f,) = rule.results[0][dim]
-        inside = at.emit(aten.where.self, from_on(at, f, dim, start), at.window(1), at.inputs[0])
-        return at.emit(aten.where.self, from_on(at, f, dim, end), at.inputs[0], inside)
+        return at.window(0) if cut_dims(at, rule) else at.same()
 
     rule = same_dims(op, [dim], Kind.PERMUTE, (0, 1), local=local)
-    return with_windows(rule, [Window(0, dim, 2, dim), Window(1, dim, 2, dim, first=-start)])
+    kept = [Window(0, dim, 2, dim, within=within) for within in ((0, start), (end, op.results[0].shape[dim]))]
+    return with_windows(rule, [*kept, Window(1, dim, 2, dim, first=-start, within=(start, end))], moving=True)
 
 
 def triangle(op: Op) -> Rule:

@@ -59,8 +59,12 @@ class Window:
     span: int = 1
     fill: float | None = None
     """The value of positions outside of the tensor; None if they are not used."""
-    cyclic: bool = False
-    """Whether the first position follows the last."""
+    within: tuple[int, int] | None = None
+    """The positions of the reader, from the first to the one behind the last, that read this; None: all. Of a rule that
+    only moves elements."""
+    mirrored: bool = False
+    """Whether position `o` of the reader reads position `o` from the end, which is all that such a window may do: the
+    rule flips what it gets."""
     scale: int = 1
     """The number of the reader's positions for one position of the window."""
 
@@ -115,8 +119,6 @@ class Rule:
     """Pairs (factor, window): how tensors read others along factors of kind PERMUTE, or along windowed sums."""
     moving: bool = False
     """Whether the windows only move elements of the operands to the results, so that all are exchanged at once."""
-    mirrored: tuple[int, ...] = ()
-    """Factors that are read in reverse."""
     exchanged: tuple[Exchange, ...] = ()
     """The communication inside of `local`."""
     others: tuple[Rule, ...] = ()
@@ -211,9 +213,6 @@ class LocalOp(Protocol):
 
     def begin(self, factor: int, read: int) -> Any:
         """A node (or 0) with the position of a tensor at which this device's window along a factor begins."""
-
-    def mirror(self, operand: int) -> Any:
-        """A node with this device's shard of the operand, flipped along the sharded mirrored factors."""
 
     def same(self, **kwargs: Any) -> Any:
         """The same op on the local shards, with updated keyword arguments."""

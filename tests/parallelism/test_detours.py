@@ -11,18 +11,19 @@ from torch import Tensor
 from tpshard.parallelism import Mesh, partition
 
 import partitioner_vs_xla
-from partitioner_vs_xla import CASES, ours
+from partitioner_programs import CASES
+from partitioner_vs_xla import ours
 
 RECORD = json.loads((Path(partitioner_vs_xla.__file__).parent / "records/partitioner_vs_xla.json").read_text())
 
 
 @pytest.mark.slow
 def test_no_program_sends_more_than_xlas() -> None:
-    recorded = {row["program"]: row["xla_bytes"] for row in RECORD["rows"]}
+    recorded = {row["program"]: row.get("xla_bytes", row["bytes"]) for row in RECORD["rows"]}  # XLA refuses one
     for name, case in CASES.items():
         kinds, efficiency = ours(case)
         assert sum(size for _, size in kinds.values()) <= recorded[name], name
-        assert efficiency > 0.98 or name in ("uneven heads", "shift by one"), name
+        assert efficiency > 0.98 or name in ("uneven heads", "shift by one", "convolution, ViT's patches, uneven"), name
 
 
 def test_a_weights_columns_do_not_take_the_axis_of_the_batch() -> None:

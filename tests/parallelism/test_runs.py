@@ -238,3 +238,56 @@ def test_uneven_views_and_their_gradients_are_right_and_send_less_than_a_gather(
         program = same(fn, [rand(*shapes[0])], mesh, [(over,)], [(over,)])
         part = local_size(shapes[0][0], [mesh.axis(a) for a in over]) * rows * inner * m // shapes[0][0]
         assert sent(program) <= part * (size_of(mesh.axis(a) for a in over) - 1) * 8
+
+
+def some_move(rng: random.Random, n: int, m: int) -> tuple[Fn, int]:
+    """A random op that moves elements of x[n, m], perhaps with another operand s; and the size of s's first dim."""
+    first = rng.randint(0, n - 1)
+    last, step, value = rng.randint(first + 1, n), rng.randint(1, 4), rng.choice([0.0, 2.0])
+    widths = [rng.randint(0, 2), rng.randint(0, 2), rng.randint(-n // 3, n), rng.randint(-n // 3, n)]
+    moves: list[tuple[Fn, int]] = [
+        (lambda x, s: x[first:last:step], 1),
+        (lambda x, s: torch.slice_scatter(x, s, 0, first, last), last - first),
+        (lambda x, s: x.roll(first, 0), 1),
+        (lambda x, s: x.roll((first, -1), (0, 1)), 1),
+        (lambda x, s: x.flip([0]), 1),
+        (lambda x, s: x.flip([0, 1]), 1),
+        (lambda x, s: F.pad(x, widths, value=value), 1),
+        (lambda x, s: torch.cat([x[first:], x[:first]]), 1),
+    ]
+    return rng.choice(moves)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_moves_and_their_gradients_are_right_on_any_mesh(seed: int) -> None:
+    """Also on dims that the axes do not divide, and over two axes, where nothing is gathered."""
+    rng = random.Random(100 + seed)
+    for _ in range(6):
+        mesh, n, m = rng.choice(MESHES), rng.randint(4, 40), rng.choice([2, 3, 4])
+        fn, rows = some_move(rng, n, m)
+        args, over = [rand(n, m), rand(rows, m)], tuple(mesh.axes)
+
+        def gradients(x: Tensor, s: Tensor, fn: Fn = fn) -> tuple[Tensor, ...]:
+            return torch.func.grad(lambda x, s: fn(x, s).sin().sum() + s.sum(), (0, 1))(x, s)
+
+        moved = same(lambda x, s, fn=fn: (fn(x, s),), args, mesh, [(over,), (over,)], [(over,)])
+        assert "all_gather" not in {c.kind for c in moved.collectives}
+        same(gradients, args, mesh, [(over,), (over,)], [(over,), (over,)])
+
+
+def test_only_what_crosses_is_sent() -> None:
+    """In rows of 8 bytes, of one device."""
+
+    def rows(fn: Fn, n: int, out: Any = ("x",), devices: int = 8, *more: Tensor) -> float:
+        args = [torch.zeros(n, 1, dtype=torch.float64), *more]
+        mesh = Mesh({"x": devices})
+        return sent(partition(lambda *args: (fn(*args),), args, mesh, [("x",)] * len(args), [out])) / 8
+
+    assert rows(lambda x: x.roll(3, 0), 1000, devices=3) == 3
+    assert rows(lambda x: x.flip([0]), 1000, devices=3) == 334
+    assert rows(lambda x: torch.cat([x[-3:], x[:-3]]), 1000, devices=3) <= 6
+    assert rows(lambda x: x[512::2], 1024) == 2 * 32
+    assert rows(lambda x: F.pad(x, (0, 0, 0, 64)), 64) == 2 * 8
+    assert rows(lambda x, s: torch.slice_scatter(x, s, 0, 512, 768), 1024, ("x",), 8, torch.zeros(256, 1).double()) == (
+        4 * 32
+    )

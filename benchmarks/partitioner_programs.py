@@ -1,0 +1,359 @@
+"""The annotated programs that `partitioner_vs_xla.py` compares, each written once for torch and for jax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tpshard.parallelism import Mesh, mesh_split
+
+Dims = tuple[Any, ...]
+
+
+class Torch:
+    """The operations of a program, in torch."""
+
+    def __init__(self, mesh: Mesh):
+        self.mesh, self.names = mesh, list(mesh.axes)
+
+    einsum = staticmethod(torch.einsum)
+    relu = staticmethod(torch.relu)
+    roll = staticmethod(torch.roll)
+    logsumexp = staticmethod(torch.logsumexp)
+    silu = staticmethod(F.silu)
+    softmax = staticmethod(torch.softmax)
+    cat = staticmethod(torch.cat)
+    topk = staticmethod(torch.topk)
+    argmax = staticmethod(torch.argmax)
+    cumsum = staticmethod(torch.cumsum)
+    flip = staticmethod(torch.flip)
+
+    def sort(self, x: Any, dim: int) -> Any:
+        return torch.sort(x, dim).values
+
+    def take(self, table: Any, index: Any) -> Any:
+        return F.embedding(index, table)
+
+    def pick(self, x: Any, index: Any) -> Any:
+        return torch.gather(x, -1, index[..., None].long())[..., 0]
+
+    def one_hot(self, index: Any, count: int) -> Any:
+        return (index[..., None] == torch.arange(count)).float()
+
+    def scatter_add(self, rows: int, index: Any, x: Any) -> Any:
+        return torch.zeros(rows, x.shape[1]).index_add(0, index, x)
+
+    def conv(self, x: Any, w: Any, stride: int = 1, padding: int | None = None, dilation: int = 1) -> Any:
+        """Of images or volumes; groups follow from the weight's shape. padding: by default what keeps the size."""
+        padding = dilation * (w.shape[-1] // 2) if padding is None else padding
+        layer = F.conv2d if x.ndim == 4 else F.conv3d
+        return layer(x, w, None, stride, padding, dilation, x.shape[1] // w.shape[1])
+
+    def upsample(self, x: Any, w: Any, stride: int) -> Any:
+        return F.conv_transpose2d(x, w, None, stride, (w.shape[-1] - stride) // 2)
+
+    def pad(self, x: Any, before: int, after: int) -> Any:
+        """Zeros around the first dim."""
+        return F.pad(x, [0, 0] * (x.ndim - 1) + [before, after])
+
+    def sort_by(self, keys: Any, values: Any) -> Any:
+        keys, order = torch.sort(keys, -1)
+        return keys, torch.gather(values, -1, order)
+
+    def barrier(self, x: Any) -> Any:
+        return x  # nothing moves over it anyway
+
+    def causal(self, scores: Any) -> Any:
+        n, m = scores.shape[-2:]
+        return scores.masked_fill(torch.arange(m)[None] > torch.arange(n)[:, None], -1e9)
+
+    def grad(self, loss: Callable[..., Any], at: Sequence[Any]) -> Any:
+        return torch.autograd.grad(loss(*at), list(at))
+
+    def split(self, x: Any, *dims: Any) -> Any:
+        return mesh_split(x, self.mesh, [self.names.index(d) if d else -1 for d in dims])
+
+
+class Jax:
+    """The same operations in jax."""
+
+    def __init__(self, jax: ModuleType, mesh: Any):
+        import jax.numpy as jnp
+
+        self.jax, self.jnp, self.mesh = jax, jnp, mesh
+        self.einsum, self.roll, self.cumsum, self.flip = jnp.einsum, jnp.roll, jnp.cumsum, jnp.flip
+        self.cat, self.sort, self.argmax = jnp.concatenate, jnp.sort, jnp.argmax
+        self.relu, self.silu, self.softmax, self.one_hot = jax.nn.relu, jax.nn.silu, jax.nn.softmax, jax.nn.one_hot
+        self.topk, self.logsumexp = jax.lax.top_k, jax.scipy.special.logsumexp
+
+    def take(self, table: Any, index: Any) -> Any:
+        return table[index]
+
+    def pick(self, x: Any, index: Any) -> Any:
+        return self.jnp.take_along_axis(x, index[..., None], -1)[..., 0]
+
+    def scatter_add(self, rows: int, index: Any, x: Any) -> Any:
+        return self.jnp.zeros((rows, x.shape[1])).at[index].add(x)
+
+    def conv(self, x: Any, w: Any, stride: int = 1, padding: int | None = None, dilation: int = 1) -> Any:
+        padding, dims = dilation * (w.shape[-1] // 2) if padding is None else padding, x.ndim - 2
+        return self.jax.lax.conv_general_dilated(
+            x, w, (stride,) * dims, [(padding, padding)] * dims, rhs_dilation=(dilation,) * dims,
+            feature_group_count=x.shape[1] // w.shape[1],
+        )  # fmt: skip
+
+    def upsample(self, x: Any, w: Any, stride: int) -> Any:
+        around = w.shape[-1] - 1 - (w.shape[-1] - stride) // 2
+        return self.jax.lax.conv_general_dilated(
+            x, w[:, :, ::-1, ::-1], (1, 1), [(around, around)] * 2, lhs_dilation=(stride, stride),
+            dimension_numbers=("NCHW", "IOHW", "NCHW"),
+        )  # fmt: skip
+
+    def pad(self, x: Any, before: int, after: int) -> Any:
+        return self.jnp.pad(x, [(before, after), *[(0, 0)] * (x.ndim - 1)])
+
+    def sort_by(self, keys: Any, values: Any) -> Any:
+        return self.jax.lax.sort((keys, values), dimension=keys.ndim - 1, num_keys=1)
+
+    def barrier(self, x: Any) -> Any:
+        return self.jax.lax.optimization_barrier(x)
+
+    def causal(self, scores: Any) -> Any:
+        n, m = scores.shape[-2:]
+        return self.jnp.where(self.jnp.arange(m)[None] > self.jnp.arange(n)[:, None], -1e9, scores)
+
+    def grad(self, loss: Callable[..., Any], at: Sequence[Any]) -> Any:
+        return self.jax.grad(loss, tuple(range(len(at))))(*at)
+
+    def split(self, x: Any, *dims: Any) -> Any:
+        spec = self.jax.sharding.PartitionSpec(*dims)
+        return self.jax.lax.with_sharding_constraint(x, self.jax.sharding.NamedSharding(self.mesh, spec))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program of `xp` and its arguments, with each argument's shape (and "i" for indices) and sharding."""
+
+    fn: Callable[..., Any]
+    mesh: dict[str, int]
+    args: list[tuple[tuple[int, ...], Dims]]
+    out: list[Dims] | None = None
+    indices: tuple[int, ...] = ()
+
+
+def mlp(xp: Any, x: Any, up: Any, down: Any) -> Any:
+    return xp.einsum("bf,fd->bd", xp.relu(xp.einsum("bd,df->bf", x, up)), down)
+
+
+def mlp_grads(xp: Any, x: Any, up: Any, down: Any) -> Any:
+    return xp.grad(lambda up, down: (mlp(xp, x, up, down) ** 2).sum(), (up, down))
+
+
+def heads(xp: Any, q: Any, k: Any, v: Any) -> Any:
+    weights = xp.softmax(xp.causal(xp.einsum("bqhd,bkhd->bhqk", q, k)), -1)
+    return xp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+def attention(xp: Any, x: Any, wq: Any, wk: Any, wv: Any, wo: Any) -> Any:
+    q, k, v = (xp.einsum("bse,ehd->bshd", x, w) for w in (wq, wk, wv))
+    return xp.einsum("bshd,hde->bse", heads(xp, q, k, v), wo)
+
+
+def attention_grads(xp: Any, x: Any, *weights: Any) -> Any:
+    return xp.grad(lambda *ws: (attention(xp, x, *ws) ** 2).sum(), weights)
+
+
+def sequence_to_heads(xp: Any, q: Any, k: Any, v: Any) -> Any:
+    """Attention over a sharded sequence: heads are sharded inside (Ulysses)."""
+    q, k, v = (xp.split(t, None, None, "x", None) for t in (q, k, v))
+    return heads(xp, q, k, v)
+
+
+def next_token(xp: Any, table: Any, x: Any, labels: Any) -> Any:
+    logits = xp.einsum("bse,ve->bsv", x, table)
+    return (xp.logsumexp(logits, -1) - xp.pick(logits, labels)).sum()
+
+
+def vocabulary_grads(xp: Any, table: Any, tokens: Any, labels: Any) -> Any:
+    return xp.grad(lambda table: next_token(xp, table, xp.take(table, tokens), labels), (table,))
+
+
+def llama(xp: Any, x: Any, wq: Any, wk: Any, wv: Any, wo: Any, gate: Any, up: Any, down: Any) -> Any:
+    x = x + attention(xp, x / (x * x).mean(-1)[..., None], wq, wk, wv, wo)
+    normed = x / (x * x).mean(-1)[..., None]
+    inner = xp.silu(xp.einsum("bse,ef->bsf", normed, gate)) * xp.einsum("bse,ef->bsf", normed, up)
+    return x + xp.einsum("bsf,fe->bse", inner, down)
+
+
+def llama_grads(xp: Any, x: Any, *weights: Any) -> Any:
+    return xp.grad(lambda x, *ws: (llama(xp, x, *ws) ** 2).sum(), (x, *weights))
+
+
+def moe_einsum(xp: Any, x: Any, router: Any, up: Any, down: Any) -> Any:
+    """GShard's einsum mixture: g groups of s tokens, e experts of capacity c, dispatch and combine by one-hot masks."""
+    capacity = 8
+    gates = xp.softmax(xp.einsum("gsd,de->gse", x, router), -1)
+    chosen = xp.one_hot(xp.argmax(gates, -1), router.shape[1])
+    place = (xp.cumsum(chosen, 1) - 1.0) * chosen
+    mask = xp.one_hot(place, capacity) * chosen[..., None]
+    sent = xp.einsum("gsec,gsd->egcd", mask, x)
+    computed = xp.einsum("egcf,efd->egcd", xp.relu(xp.einsum("egcd,edf->egcf", sent, up)), down)
+    return xp.einsum("gsec,egcd->gsd", mask * gates[..., None], computed)
+
+
+def moe_einsum_grads(xp: Any, x: Any, router: Any, up: Any, down: Any) -> Any:
+    return xp.grad(lambda *w: (moe_einsum(xp, x, *w) ** 2).sum(), (router, up, down))
+
+
+def moe_index(xp: Any, x: Any, place: Any, up: Any, down: Any) -> Any:
+    """A mixture by index: tokens are written to `place` (expert times capacity), computed per expert, and read back."""
+    experts, (tokens, width) = up.shape[0], x.shape
+    sent = xp.scatter_add(experts * (tokens // experts), place, x).reshape(experts, tokens // experts, width)
+    computed = xp.einsum("ecf,efd->ecd", xp.relu(xp.einsum("ecd,edf->ecf", sent, up)), down)
+    return xp.take(computed.reshape(tokens, width), place)
+
+
+def convolutions(xp: Any, x: Any, w1: Any, w2: Any) -> Any:
+    return xp.conv(xp.relu(xp.conv(x, w1)), w2)
+
+
+def convolution_grads(xp: Any, x: Any, w1: Any, w2: Any) -> Any:
+    return xp.grad(lambda w1, w2: (convolutions(xp, x, w1, w2) ** 2).sum(), (w1, w2))
+
+
+def xp_conv(xp: Any, x: Any, w: Any) -> Any:
+    return xp.conv(x, w)
+
+
+def conv_grads(xp: Any, x: Any, w: Any) -> Any:
+    return xp.grad(lambda x, w: (xp.conv(x, w) ** 2).sum(), (x, w))
+
+
+def shift(xp: Any, s: Any) -> Any:
+    """A pipeline's step: every stage's state moves to the next stage."""
+    return xp.cat([s[:1], xp.relu(s[:-1])], 0)
+
+
+def layer_norm(xp: Any, x: Any) -> Any:
+    centred = x - x.mean(-1)[..., None]
+    return centred / ((centred * centred).mean(-1)[..., None] + 1e-5)
+
+
+B, S, E, N, D, H, V = 64, 128, 256, 8, 32, 1024, 4096
+MLP = [((B, E), ("x",)), ((E, H), (None, "x")), ((H, E), ("x",))]
+FSDP = [((B, E), ("x",)), ((E, H), ("x",)), ((H, E), ("x",))]
+BOTH = [((B, E), ("x",)), ((E, H), ("x", "y")), ((H, E), ("y", "x"))]
+WQ, WO = ((E, N, D), (None, "x")), ((N, D, E), ("x",))
+WQ2, WO2 = ((E, N, D), ("x", "y")), ((N, D, E), ("y", None, "x"))
+LAYER = [((8, S, E), ("x",)), WQ2, WQ2, WQ2, WO2, ((E, H), ("x", "y")), ((E, H), ("x", "y")), ((H, E), ("y", "x"))]
+MOE = [((8, 64, E), ("x",)), ((E, 8), ()), ((8, E, H), ("x",)), ((8, H, E), ("x",))]
+INDEX = [((512, E), ("x",)), ((512,), ("x",)), ((8, E, H), ("x",)), ((8, H, E), ("x",))]
+IMAGES = [((4, 16, 64, 32), (None, None, "x")), ((16, 16, 3, 3), ()), ((16, 16, 3, 3), ())]
+ONE, TWO = {"x": 8}, {"x": 4, "y": 2}
+
+CASES: dict[str, Case] = {
+    "mlp, tensor parallel": Case(mlp, ONE, [((B, E), ()), *MLP[1:]], [()]),
+    "mlp, tensor parallel, gradients": Case(mlp_grads, ONE, [((B, E), ()), *MLP[1:]], [d for _, d in MLP[1:]]),
+    "mlp, fsdp": Case(mlp, ONE, FSDP, [("x",)]),
+    "mlp, fsdp, gradients": Case(mlp_grads, ONE, FSDP, [("x",), ("x",)]),
+    "mlp, 2-d": Case(mlp, TWO, BOTH, [("x",)]),
+    "mlp, 2-d, gradients": Case(mlp_grads, TWO, BOTH, [d for _, d in BOTH[1:]]),
+    "attention, heads": Case(attention, ONE, [((2, S, E), ()), WQ, WQ, WQ, WO], [()]),
+    "attention, heads, gradients": Case(attention_grads, ONE, [((2, S, E), ()), WQ, WQ, WQ, WO], [WQ[1]] * 3 + [WO[1]]),
+    "attention, fsdp and heads, gradients": Case(
+        attention_grads, TWO, [((8, S, E), ("x",)), WQ2, WQ2, WQ2, WO2], [WQ2[1]] * 3 + [WO2[1]]
+    ),
+    "attention, sequence to heads": Case(sequence_to_heads, ONE, [((4, S, N, D), (None, "x"))] * 3, [(None, "x")]),
+    "vocabulary loss, gradients": Case(
+        vocabulary_grads, TWO, [((V, E), ("y",)), ((8, S), ("x",)), ((8, S), ("x",))], [("y",)], (1, 2)
+    ),
+    "vocabulary loss, fsdp too, gradients": Case(
+        vocabulary_grads, TWO, [((V, E), (("y", "x"),)), ((8, S), ("x",)), ((8, S), ("x",))], [(("y", "x"),)], (1, 2)
+    ),
+    "llama layer": Case(llama, TWO, LAYER, [("x",)]),
+    "llama layer, gradients": Case(llama_grads, TWO, LAYER, [d for _, d in LAYER]),
+    "moe, einsum": Case(moe_einsum, ONE, MOE, [("x",)]),
+    "moe, einsum, gradients": Case(moe_einsum_grads, ONE, MOE, [d for _, d in MOE[1:]]),
+    "moe, index": Case(moe_index, ONE, INDEX, [("x",)], (1,)),
+    "convolution, spatial": Case(convolutions, ONE, IMAGES, [(None, None, "x")]),
+    "convolution, spatial, gradients": Case(convolution_grads, ONE, IMAGES, [(), ()]),
+    "convolution, batch, gradients": Case(
+        convolution_grads, ONE, [((8, 16, 32, 32), ("x",)), *IMAGES[1:]], [(), ()]
+    ),
+    "uneven rows": Case(lambda xp, x, w: xp.einsum("bd,df->bf", x, w), {"x": 3}, [((1000, E), ("x",)), ((E, H), ())],
+                        [("x",)]),
+    "uneven heads": Case(attention, {"x": 4}, [((2, S, 192), ()), *[((192, 6, D), (None, "x"))] * 3,
+                                               ((6, D, 192), ("x",))], [()]),
+    "shift by one": Case(shift, ONE, [((8, 64, E), ("x",))], [("x",)]),
+    "roll": Case(lambda xp, x: xp.roll(x, 3, 0), ONE, [((B, E), ("x",))], [("x",)]),
+    "flip": Case(lambda xp, x: xp.flip(x, (0,)), ONE, [((B, E), ("x",))], [("x",)]),
+    "sort": Case(lambda xp, x: xp.sort(x, 1), ONE, [((B, E), (None, "x"))], [(None, "x")]),
+    "topk": Case(lambda xp, x: xp.topk(x, 4), ONE, [((B, V), (None, "x"))], [(), ()]),
+    "argmax": Case(lambda xp, x: xp.argmax(x, 1), ONE, [((B, V), (None, "x"))], [()]),
+    "cumulative sum": Case(lambda xp, x: xp.cumsum(x, 1), ONE, [((B, E), (None, "x"))], [(None, "x")]),
+    "softmax": Case(lambda xp, x: xp.softmax(x, 1), ONE, [((B, E), (None, "x"))], [(None, "x")]),
+    "layer norm": Case(layer_norm, ONE, [((B, E), (None, "x"))], [(None, "x")]),
+    "transposed": Case(lambda xp, x: x.T + 1.0, ONE, [((B, E), ("x",))], [("x",)]),
+    "sort, rows sharded": Case(lambda xp, x: xp.sort(x, 1), ONE, [((B, E), ("x",))], [("x",)]),
+    "sort, part of the axes": Case(lambda xp, x: xp.sort(x, 1), TWO, [((B, E), ("x", "y"))], [("x", "y")]),
+    "sort of pairs": Case(lambda xp, k, v: xp.sort_by(k, v), ONE, [((B, E), (None, "x"))] * 2, [(None, "x")] * 2),
+    "sort of pairs, rows sharded": Case(lambda xp, k, v: xp.sort_by(k, v), ONE, [((B, E), ("x",))] * 2, [("x",)] * 2),
+    "topk, rows sharded": Case(lambda xp, x: xp.topk(x, 4), ONE, [((B, V), ("x",))], [("x",), ("x",)]),
+    "topk, rows and part sharded": Case(lambda xp, x: xp.topk(x, 4), TWO, [((B, V), ("x", "y"))], [("x",), ("x",)]),
+    "pad to twice the size": Case(lambda xp, x: xp.pad(x, 0, B), ONE, [((B, E), ("x",))], [("x",)]),
+    "pad by one": Case(lambda xp, x: xp.pad(x, 8, 0), ONE, [((B, E), ("x",))], [("x",)]),
+    "gather of sharded rows": Case(lambda xp, t, i: xp.take(t, i), ONE, [((V, E), ("x",)), ((512,), ("x",))], [("x",)],
+                                   (1,)),
+    "gather of sharded columns": Case(lambda xp, t, i: xp.take(t, i), ONE, [((V, E), (None, "x")), ((512,), ("x",))],
+                                      [("x",)], (1,)),
+    "gather behind a barrier": Case(lambda xp, t, i: xp.barrier(xp.take(xp.barrier(t), i)), ONE,
+                                    [((V, E), ("x",)), ((512,), ())], [()], (1,)),
+    "sum sharded further": Case(lambda xp, a, b: a + b, TWO, [((B, E), ("x",)), ((B, E), ())], [("x", "y")]),
+    "product sharded further": Case(lambda xp, x, w: xp.relu(xp.einsum("bd,df->bf", x, w)), TWO,
+                                    [((B, E), ("x",)), ((E, H), ())], [("x", "y")]),
+    "roll, uneven": Case(lambda xp, x: xp.roll(x, 3, 0), {"x": 3}, [((1000, E), ("x",))], [("x",)]),
+    "flip, uneven": Case(lambda xp, x: xp.flip(x, (0,)), {"x": 3}, [((1000, E), ("x",))], [("x",)]),
+    "halves swapped": Case(lambda xp, x: xp.cat([-x[B // 2:], x[:B // 2]], 0), {"x": 4}, [((B, E), ("x",))], [("x",)]),
+    "wrapped around": Case(lambda xp, x: xp.cat([x[-1:], x[:-1]], 0), ONE, [((B, E), ("x",))], [("x",)]),
+    "every second row": Case(lambda xp, x: x[::2], ONE, [((B, E), ("x",))], [("x",)]),
+    "convolution, ViT's patches": Case(lambda xp, x, w: xp.conv(x, w, 16, 0), {"x": 2},
+                                       [((4, 3, 224, 224), (None, None, "x")), ((64, 3, 16, 16), ())],
+                                       [(None, None, "x")]),
+    "convolution, ViT's patches, uneven": Case(lambda xp, x, w: xp.conv(x, w, 16, 0), {"x": 4},
+                                               [((4, 3, 224, 224), (None, None, "x")), ((64, 3, 16, 16), ())],
+                                               [(None, None, "x")]),
+    "convolution, ViT's patches, gradients": Case(
+        lambda xp, x, w: xp.grad(lambda w: (xp.conv(x, w, 16, 0) ** 2).sum(), (w,)), {"x": 2},
+        [((4, 3, 224, 224), (None, None, "x")), ((64, 3, 16, 16), ())], [()]),
+    "convolution, ConvNeXt's stem": Case(lambda xp, x, w: xp.conv(x, w, 4, 0), ONE,
+                                         [((4, 3, 224, 224), (None, None, "x")), ((96, 3, 4, 4), ())],
+                                         [(None, None, "x")]),
+    "convolution, depthwise": Case(xp_conv, ONE, [((4, 96, 64, 64), (None, None, "x")), ((96, 1, 7, 7), ())],
+                                   [(None, None, "x")]),
+    "convolution, depthwise, channels": Case(xp_conv, ONE, [((4, 96, 64, 64), (None, "x")), ((96, 1, 7, 7), ("x",))],
+                                             [(None, "x")]),
+    "convolution, depthwise, gradients": Case(conv_grads, ONE, [((4, 96, 64, 64), (None, None, "x")),
+                                                                ((96, 1, 7, 7), ())], [(None, None, "x"), ()]),
+    "convolution, groups": Case(xp_conv, ONE, [((4, 64, 32, 32), (None, "x")), ((64, 8, 3, 3), ("x",))], [(None, "x")]),
+    "convolution, dilated": Case(lambda xp, x, w: xp.conv(x, w, dilation=2), ONE,
+                                 [((4, 16, 64, 64), (None, None, "x")), ((16, 16, 3, 3), ())], [(None, None, "x")]),
+    "convolution, U-Net's way down": Case(lambda xp, x, w: xp.conv(x, w, 2, 1), ONE,
+                                          [((4, 16, 64, 64), (None, None, "x")), ((32, 16, 3, 3), ())],
+                                          [(None, None, "x")]),
+    "convolution, U-Net's way up": Case(lambda xp, x, w: xp.upsample(x, w, 2), ONE,
+                                        [((4, 32, 32, 32), (None, None, "x")), ((32, 16, 2, 2), ())],
+                                        [(None, None, "x")]),
+    "convolution, transposed": Case(lambda xp, x, w: xp.upsample(x, w, 2), ONE,
+                                    [((4, 32, 32, 32), (None, None, "x")), ((32, 16, 4, 4), ())],
+                                    [(None, None, "x")]),
+    "convolution, volumes": Case(xp_conv, ONE, [((2, 8, 32, 32, 32), (None, None, "x")), ((8, 8, 3, 3, 3), ())],
+                                 [(None, None, "x")]),
+    "convolution, volumes in 2-d": Case(xp_conv, TWO, [((2, 8, 32, 32, 32), (None, None, "x", "y")),
+                                                       ((8, 8, 3, 3, 3), ())], [(None, None, "x", "y")]),
+    "convolution, channels": Case(xp_conv, ONE, [((4, 64, 32, 32), (None, "x")), ((64, 64, 3, 3), (None, "x"))],
+                                  [(None, "x")]),
+}  # fmt: skip
