@@ -23,6 +23,12 @@ _OPENS, _CLOSES = f"<{_MARK}", f"{_MARK}>"
 """What `marked_render` writes around blocks of `{% generation %}`."""
 
 
+_CALL: Mapping[str, Any] = {
+    "role": "assistant", "content": "",
+    "tool_calls": [{"id": "call12345", "type": "function", "function": {"name": "look", "arguments": {}}}],
+}  # fmt: skip
+
+
 class TemplateError(ValueError):
     """The template refuses these messages or exceeds its limits; the message says which."""
 
@@ -110,15 +116,18 @@ class ChatTemplate:
 
     def _probe(self, role: str) -> bool:
         """Whether the template renders, but drops, a message of this role."""
-        text = self._rendered(role)
-        return text != "" and _MARK not in text
+        texts = [self._rendered(role), self._rendered(role, _CALL) if role == "tool" else ""]
+        return any(texts) and not any(_MARK in text for text in texts)
 
-    def _rendered(self, role: str) -> str:
-        """A short conversation with a message of the role, whose text is _MARK; "" where the template refuses it."""
+    def _rendered(self, role: str, before: Mapping[str, Any] | None = None) -> str:
+        """A short conversation with a message of the role, whose text is _MARK; "" where the template refuses it.
+        before: the message before it; some templates write the result of a tool only where it was called."""
         marked, question = {"role": role, "content": _MARK}, {"role": "user", "content": "question"}
         messages = [question, marked, question] if role == "assistant" else [marked, question]
         if role == "user":
             messages = [marked]
+        if before is not None:
+            messages = [question, dict(before), {**marked, "tool_call_id": before["tool_calls"][0]["id"]}]
         try:
             return self._render(messages, self.variables | {"add_generation_prompt": True})
         except TemplateError:

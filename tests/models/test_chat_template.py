@@ -108,3 +108,14 @@ def test_the_variables_that_a_template_reads_are_known() -> None:
     template = ChatTemplate("{% if enable_thinking %}think{% endif %}{{ messages[0].content }}", {})
     assert "enable_thinking" in template.variables_read and "other" not in template.variables_read
     assert template.render(HELLO, enable_thinking=True) == "thinkhello"
+
+
+def test_results_of_tools_may_be_written_where_the_tool_was_called() -> None:
+    """As Gemma 4's template does: the message alone writes nothing."""
+    source = (
+        "{% for m in messages %}{% if m.role != 'tool' %}{{ m.role }}:{{ m.content }} {% if m.tool_calls %}"
+        "({{ messages[loop.index].content }}) {% endif %}{% endif %}{% endfor %}"
+    )
+    call = {"type": "function", "id": "1", "function": {"name": "weather", "arguments": {}}}
+    asked = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "sunny"}]
+    assert "(sunny)" in ChatTemplate(source, {}).render(asked)
