@@ -8,11 +8,13 @@ once a micro-batch): fp32 shards, gathered in bf16. Nothing is adapted to a row.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from tpshard.parallelism.pricing.fusion import Compiled
+from tpshard.recipes.foreign.stacks import RankSizes
 from tpshard.recipes.keys.schema import Recipe
 from tpshard.recipes.reading.load import loads
 
@@ -150,13 +152,7 @@ def _text(row: dict[str, str], mesh: dict[str, int]) -> str:
     micro, times, data = int(row["micro_bs"]), int(row["n_micro"] or 1), int(row["dp_rep"] or 1) * int(row["fsdp"])
     # experts have an axis of their own, which Megatron takes from the data ranks
     sizes = {**mesh, "fsdp": data // (mesh["ep"] if megatron else 1)}
-    everyone = sizes["fsdp"] * mesh["ep"]
-    rules = {"batch": "[dp, fsdp, ep]" if mesh["ep"] > 1 else "[dp, fsdp]", "vocab": "tp", "heads": "tp", "mlp": "tp"}
-    rules |= {"expert": "ep"} if mesh["ep"] > 1 else {}
-    rules |= {"seq": "cp"} if mesh["cp"] > 1 else {}
-    cut = [axis for axis in ("cp", "tp") if mesh[axis] > 1 and (axis == "cp" or row["sp"] == "1")]
-    rules |= {"seq_sp": f"[{', '.join(cut)}]"} if cut else {}
-    annotate = ', annotate: {"layers.*.residual": [batch, seq_sp, embed]}' if cut else ""
+    ranks = RankSizes(**sizes, sequence=row["sp"] == "1")
     pipeline = ""
     if mesh["pp"] > 1:
         rounds = int(row["vpp"] or 1)
@@ -168,7 +164,7 @@ name: row
 cluster: {{device: {device_of(row)}, nodes: {max(1, gpus // per_node)}, devices_per_node: {min(gpus, per_node)}}}
 mesh: {{{", ".join(f"{axis}: {size}" for axis, size in sizes.items() if size > 1 or axis == "fsdp")}}}
 model: {{{model}, seq_len: {row["seq"]}, max_seq: {longest}, dtype: {"fp8" if "fp8" in row["quant"] else "bf16"}}}
-sharding: {{rules: {{{", ".join(f"{dim}: {axes}" for dim, axes in rules.items())}}}{annotate}}}
+sharding: {{rules: {json.dumps(ranks.rules)}, annotate: {json.dumps(ranks.annotate)}}}
 fsdp:
   axis: {"cp" if mesh["cp"] > 1 else "fsdp"}
   wrap: [layers.*, [tok_embed], [norm, output]]
@@ -179,5 +175,5 @@ fsdp:
   accumulate: {"{gather: step, reduce: last}" if megatron else "{}"}
 remat: {row["remat"]}
 compile: {"inductor" if fused else "blocks" if row["compile"] == "1" else "eager"}
-batch: {{global_sequences: {micro * times * everyone}, per_device: {micro}}}
+batch: {{global_sequences: {micro * times * ranks.data}, per_device: {micro}}}
 {pipeline}"""

@@ -81,6 +81,9 @@ def _model(base: str | None, bits8: bool, bits4: bool, adapter: str | None) -> A
         return Unsaid(
             "its sizes are not known here; fetch its folder and give model.hf=FOLDER", {"hf": "MODEL"}, ("base_model",)
         )
+    if (window := keys.pop("window", None)) is not None:
+        why = f"its attention sees {window} tokens; all here, unless model.hf=FOLDER names its folder"
+        return Unsaid(why, keys, ("base_model",))
     if truth(bits8) or truth(bits4) or adapter == "qlora":
         return Unsaid(
             "the base model is not kept in 8 or 4 bits in training", keys, ("load_in_8bit", "load_in_4bit", "adapter")
