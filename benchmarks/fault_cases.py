@@ -122,6 +122,7 @@ PROCESSES = group(
      "until_step $((i * 4)); sleep 0.$i; pkill -9 -P $pid; wait $pid; done\n"
      "train train.steps=$(($(ls new/checkpoints | tail -n 1 | tr -dc 0-9 | sed 's/^0*//') + 1)) "
      "checkpoint.every_steps=1", 0, "continuing from step"),
+    ("SIGTERM before a run begins", "train train.steps=4000 & pid=$!; sleep 0.7; kill -TERM $pid; wait $pid", 75),
     ("SIGTERM", "train mesh.fsdp=2 train.steps=4000 & pid=$!; until_step 3; kill -TERM $pid; wait $pid", 75,
      "stopped, as asked"),
     ("SIGUSR1", "train train.steps=4000 & pid=$!; until_step 3; kill -USR1 $pid; wait $pid", 75),
@@ -217,6 +218,8 @@ OUTPUT = group(
     ("JSON on a full disk", "tpshard plan recipe.yaml --dry-run --json >/dev/full", 5, "stdout cannot be written"),
     ("an evaluation on a full disk", "tpshard evaluate runs/small --json >/dev/full", 5, "stdout cannot be written"),
     ("a server's check on a full disk", "tpshard serve runs/small --check >/dev/full", 5, "stdout cannot be written"),
+    ("help on a full disk", "tpshard --help >/dev/full", 5, "stdout cannot be written"),
+    ("a command's help on a full disk", "tpshard train --help >/dev/full", 5, "stdout cannot be written"),
     ("a plan that nobody reads is saved", "tpshard plan recipe.yaml run.dir=new 2>&1 | true; test -e new/plan.json", 0),
     ("a narrow terminal without colours and Unicode", "LC_ALL=C COLUMNS=40 tpshard plan recipe.yaml --dry-run", 0),
 )
@@ -247,6 +250,8 @@ CHECKPOINTS = group(
      "'mount -t tmpfs -o ro none new; tpshard train recipe.yaml run.dir=new/x'", 5, "Read-only", "namespaces"),
     ("a checkpoint of another model", "tpshard train recipe.yaml model.mlp=64 train.steps=5", 7),
     ("another mesh on resuming", "tpshard train recipe.yaml mesh.fsdp=2 train.steps=5", 0, "continuing from step 4"),
+    ("a checkpoint in place of a run", "tpshard train runs/small/checkpoints/step-000004; code=$?\n"
+     "test $(ls runs) = small && exit $code", 2, "continues its run"),
     ("no checkpoint to serve", "tpshard serve recipe.yaml run.dir=none", 7, "no checkpoint"),
     ("a checkpoint that is being written", "rm runs/small/checkpoints/step-000004/manifest.json\n"
      "tpshard serve recipe.yaml serve.checkpoint=runs/small/checkpoints/step-000004", 7, "gets its manifest last"),
@@ -330,6 +335,7 @@ FOLDERS = group(
     ("rows of zeros", "python -c \"import torch; from safetensors.torch import load_file, save_file\n"
      "p = 'hf/model.safetensors'; t = load_file(p); t['model.layers.0.mlp.up_proj.weight'][:16] = 0\n"
      "save_file(t, p, {'format': 'pt'})\"\ntpshard quantize hf out quantize.group_size=16", 0, "held-out loss|worse"),
+    ("weights without a config", "rm hf/config.json; tpshard convert hf out", 7, "no config.json"),
     ("a model that is quantized already", "tpshard quantize hf out quantize.group_size=16 >/dev/null 2>&1\n"
      "tpshard quantize out again quantize.group_size=16", (2, 4, 7), "already quantized"),
     ("groups of another size than g_idx says", "tpshard quantize hf out quantize.group_size=16 >/dev/null 2>&1\n"
