@@ -139,18 +139,24 @@ def _chunks(fused: bool, plugins: list[Any], seq: int) -> Any:
     return next((n for n in (8, 4, 2) if seq % n == 0), 1) if chunked else Omit
 
 
-def _steps(most: int | None, epochs: float, steps: int | None) -> Any:
+def _length(most: int | None, epochs: float, steps: int | None) -> Any:
     if steps or most:
-        return steps or most
-    return Unsaid("steps follow from the length of the data; give train.steps=...", 1000, ("num_epochs",))
+        return {"train.steps": steps or most}
+    whole = {"data.epochs": max(1, round(epochs))}
+    return whole if epochs == whole["data.epochs"] else Unsaid("epochs are whole", whole, ("num_epochs",))
 
 
 def _schedule(name: str, warmup: int | None, share: float | None, least: float, *steps: Any) -> Any:
-    total = _steps(*steps)
-    total = total if isinstance(total, int) else 1000
+    length = _length(*steps)
+    total = length.get("train.steps") if isinstance(length, dict) else None
     share = warmup if warmup is not None and 0 < warmup < 1 else share
-    first = round(share * total) if share is not None else min(int(0.03 * total), 100) if warmup is None else warmup
-    return schedule(name, int(first), least, total)
+    if share is None and warmup is not None:
+        return schedule(name, int(warmup), least, total)
+    if total is None:
+        why = "it is a share of the steps that the data makes; give schedule.warmup_steps=..."
+        said = schedule(name, 100, least, None)
+        return said if isinstance(said, Unsaid) else Unsaid(why, said, ("warmup_steps", "warmup_ratio"))
+    return schedule(name, round(share * total) if share is not None else min(int(0.03 * total), 100), least, total)
 
 
 def _evaluate(share: float, every: Any, per_epoch: Any) -> Any:
@@ -198,7 +204,7 @@ ROWS = (
         "lr_scheduler": "cosine", "warmup_steps": Maybe(float), "warmup_ratio": Maybe(float),
         "cosine_min_lr_ratio": 0.0, **STEPS,
     }, _schedule),
-    KeyRow("train.steps", STEPS, _steps),
+    KeyRow(("train.steps", "data.epochs"), STEPS, _length),
     KeyRow("train.clip_grad_norm", {"max_grad_norm": 1.0}, lambda norm: norm or None),
     KeyRow("seed", {"seed": 42}),
     KeyRow("evaluate.every_steps",

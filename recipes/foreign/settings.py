@@ -50,7 +50,7 @@ class StatedSettings:
     diagnostics: tuple[Diagnostic, ...] = ()
     """What is wrong with the file as a whole, such as a lost line continuation: warnings."""
     lost: tuple[Stated, ...] = ()
-    """StatedSettings that stand in the file and do not reach the program."""
+    """Settings that stand in the file and do not reach the program."""
 
 
 def show(value: Any) -> str:
@@ -88,5 +88,5 @@ def plain(node: Node) -> Any:
 
 
 def by_key(settings: Iterable[Stated]) -> dict[str, Stated]:
-    """StatedSettings by key, the last of each."""
+    """Settings by key, the last of each."""
     return {one.key: one for one in settings}

@@ -96,10 +96,10 @@ def optimizer(name: str) -> Any:
     return ours
 
 
-def schedule(name: str, warmup: int, least: float, steps: int) -> Any:
-    """The keys of `schedule`."""
+def schedule(name: str, warmup: int, least: float, steps: int | None) -> Any:
+    """The keys of `schedule`. steps: where it ends; None: where the run does."""
     keys: dict[str, Any] = {"name": SCHEDULERS.get(name, "cosine"), "warmup_steps": warmup if name != "constant" else 0}
-    if keys["name"] in ("cosine", "linear", "wsd"):
+    if keys["name"] in ("cosine", "linear", "wsd") and steps is not None:
         keys |= {"decay_steps": steps}
     if keys["name"] != "constant":
         keys |= {"min_lr_ratio": least}

@@ -39,7 +39,7 @@ class Unsaid:
 
 @dataclass(frozen=True)
 class Conflict:
-    """StatedSettings of a row that contradict each other."""
+    """Settings of a row that contradict each other."""
 
     message: str
     value: Any = Omit
