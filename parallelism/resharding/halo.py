@@ -121,9 +121,11 @@ def keep_strided(emitter: Emitter, node: fx.Node, size: int, axes: Axes, window:
         return node
     part, dim = shape_of(node)[window.dim], window.dim
     starts = [(window.first - begin) % window.stride for begin, _ in spans(size, axes)]
-    node = emitter.narrow(emitter.pad(node, dim, 0, max(starts)), dim, emitter.pick(axes, starts), part)
-    kept = resized(node, dim, -(-part // window.stride))
-    return emitter.move(aten.slice.Tensor, node, kept, dim, 0, part, window.stride)
+    kept = -(-part // window.stride)
+    read = (kept - 1) * window.stride + 1
+    node = emitter.pad(node, dim, 0, max(0, max(starts) + read - part))
+    node = emitter.narrow(node, dim, emitter.pick(axes, starts), read)
+    return emitter.move(aten.slice.Tensor, node, resized(node, dim, kept), dim, 0, read, window.stride)
 
 
 def halo_in(op: Op, axes: Axes, window: Window) -> Halo | None:
