@@ -125,7 +125,9 @@ class Checker:
         places = homes().get(name, [])
         elsewhere = f"known here: {', '.join(keys)}"
         slips = difflib.get_close_matches(name, [*keys], 1, 0.85)  # a letter too few: `train.step`
-        if slips:
+        if name.partition(":")[0] in keys:
+            elsewhere = _spaced(name)
+        elif slips:
             elsewhere = f"did you mean `{slips[0]}`?"
         elif len(places) == 1:
             likely = _likely(written_at(self.merged.raw, path), reduce(below_key, places[0].split("."), schema.Recipe))
@@ -164,7 +166,9 @@ class Checker:
         for key, item in raw.items():
             inside = (*path, key)
             name = Node("scalar", where or self.merged.key_place(inside), key)
-            if key_of(inside) not in self.bad and self.scalar(key, name, pair[0], inside, final=True) is not BAD:
+            if item is None and ":" in key and pair[1] is not Any:
+                self.wrong(inside, f"`{key}` has no value", name.source, fix=_spaced(key))
+            elif key_of(inside) not in self.bad and self.scalar(key, name, pair[0], inside, final=True) is not BAD:
                 values[key] = self.item(item, pair[1], inside, where)
         return {key: value for key, value in values.items() if value is not BAD}
 
@@ -278,6 +282,11 @@ class Checker:
             fix = f'quote it if it is meant as text: "{shown}"'
         kind = "a number" if type(raw) is int else KINDS[type(raw)]
         return self.wrong(path, f"`{key}: {shown}` is {kind}", node.source, why, fix)
+
+
+def _spaced(key: str) -> str:
+    """The fix of `{tp:2}`, which YAML reads as a key without a value."""
+    return f"a space behind the colon: {{{key.replace(':', ': ', 1)}}}"
 
 
 def _likely(raw: Any, hint: Any) -> str:

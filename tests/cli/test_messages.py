@@ -35,6 +35,8 @@ from tpshard.recipes.text import other_tools
         ("train quickstart optimizer.betas=0.9,0.95", 3, "write a list: [0.9, 0.95]"),
         ("train quickstart betas=0.9,0.95", 3, "optimizer.betas=[0.9, 0.95]"),
         ("train quickstart fsdp.bucket=25MB", 3, "fsdp.bucket: {mb: 25}"),
+        ("train quickstart model={hf:folder}", 3, "a space behind the colon: {hf: folder}"),
+        ("train quickstart mesh={tp:2}", 3, "a space behind the colon: {tp: 2}"),
         ("train quickstart bucket=25MB", 3, "fsdp.bucket={mb: 25}"),
         ("train quickstart data.source=*.jsonl", 3, """'data.source="*.jsonl"'"""),
         ("train quickstart train.steps 10", 2, "write train.steps=VALUE, without a space"),
