@@ -37,6 +37,16 @@ lines() { python -c "import json; [print(json.dumps({'text': f'document $1 {i} o
 """Functions that the scripts may use."""
 
 
+STORE = """
+export AWS_ACCESS_KEY_ID=nobody AWS_SECRET_ACCESS_KEY=nothing AWS_DEFAULT_REGION=us-east-1
+export AWS_ENDPOINT_URL=http://127.0.0.1:17655
+moto_server -p 17655 >/dev/null 2>&1 & server=$!
+store() { python -c "import fsspec; s3 = fsspec.filesystem('s3'); $1"; }
+for _ in $(seq 100); do store "s3.mkdir('runs-of-faults')" 2>/dev/null && break; sleep 0.2; done
+"""
+"""Starts an S3 on loopback, whose process is `server`, with a bucket."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A fault, and what has to come of it."""
@@ -252,6 +262,12 @@ CHECKPOINTS = group(
     ("another mesh on resuming", "tpshard train recipe.yaml mesh.fsdp=2 train.steps=5", 0, "continuing from step 4"),
     ("a checkpoint in place of a run", "tpshard train runs/small/checkpoints/step-000004; code=$?\n"
      "test $(ls runs) = small && exit $code", 2, "continues its run"),
+    ("a run that was copied within an object store",
+     f"{STORE}\ntpshard train recipe.yaml run.dir=s3://runs-of-faults/a train.steps=2 >/dev/null 2>&1\n"
+     "store \"s3.copy('runs-of-faults/a', 'runs-of-faults/b', recursive=True)\"\n"
+     "of_first() { store \"print(sorted((f, s3.info(f)['ETag']) for f in s3.find('runs-of-faults/a')))\"; }\n"
+     "of_first > before; tpshard train s3://runs-of-faults/b train.steps=4; code=$?\n"
+     "of_first | cmp - before || code=99; kill $server; exit $code", 0, "continuing from step"),
     ("no checkpoint to serve", "tpshard serve recipe.yaml run.dir=none", 7, "no checkpoint"),
     ("a checkpoint that is being written", "rm runs/small/checkpoints/step-000004/manifest.json\n"
      "tpshard serve recipe.yaml serve.checkpoint=runs/small/checkpoints/step-000004", 7, "gets its manifest last"),
