@@ -7,11 +7,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from tpshard.cli.shared.arguments import OptionalRecipe, Overrides, load, on_device
-from tpshard.files.hub_folder import without_weights
 
 if TYPE_CHECKING:
     from tpshard.plan.saved_plan import SavedPlan
@@ -110,7 +109,6 @@ Overwrite = Annotated[bool, _output("--overwrite", help="Replace existing files.
 NoCache = Annotated[bool, _output("--no-cache", help="Plan anew, and keep nothing for the next time.")]
 
 
-@without_weights()
 def plan(
     context: typer.Context,
     recipe: OptionalRecipe = None,
@@ -168,25 +166,24 @@ def plan(
         from tpshard.plan.questions import check_run
 
         return _print(check_run.answered(check, as_json))
-    saved = _saved(recipe, given)
-    if saved is not None and overrides:
-        raise typer.BadParameter(
-            "a saved plan cannot be changed; plan its recipe with them", param_hint="KEY.PATH=VALUE"
-        )
-    loaded = load(recipe, on_device(overrides, device)) if saved is None else None
-    if loaded is not None and what == "serve":
+    from tpshard.recipes.keys.schema import Recipe
+
+    subject = _saved(recipe, given, overrides) or _recipe(recipe, on_device(overrides, device))
+    if what == "serve" and isinstance(subject, Recipe):
         from tpshard.cli.shared.rehearsed import run_rehearsal
         from tpshard.plan.questions.serving_answers import TimeLimits
         from tpshard.plan.server.traffic import Traffic
 
         traffic = Traffic(prompt or 1, answer or 1, rate, count=count, seed=seed)
-        return run_rehearsal(loaded, traffic, TimeLimits(ttft, tpot), search=search, as_json=as_json, svg=svg)
+        return run_rehearsal(subject, traffic, TimeLimits(ttft, tpot), search=search, as_json=as_json, svg=svg)
     from tpshard.plan import outputs
     from tpshard.plan.step.forecast import Conditions, amount
 
     text = _text(against or ())
     other = None if text is not None else _other(given, recipe, overrides, device)
-    first = " ".join([*([recipe] if recipe else []), *(overrides or ())]) or (loaded.name if loaded is not None else "")
+    first = " ".join([*([recipe] if recipe else []), *(overrides or ())]) or (
+        subject.name if isinstance(subject, Recipe) else ""
+    )
     try:
         conditions = Conditions(None if tokens is None else amount(tokens), price, watts, failures, restart, save)
     except ValueError as error:
@@ -198,20 +195,24 @@ def plan(
         pin=pin, net=net, against=text, compared=(first, " ".join(diff or against or ())), cached=not no_cache,
     )  # fmt: skip
     note = partial(print, file=sys.stderr)
-    if diff is not None:
+    if diff is not None and other is not None:
         from tpshard.plan.questions import diff as diffs
 
-        assert other is not None
-        return _print(diffs.answered(saved or cast("Recipe", loaded), other, options))
-    if loaded is None:
-        return _print(outputs.deliver_saved(cast("SavedPlan", saved), options))
-    entry = outputs.entry(loaded, options)
-    done = outputs.cached_result(loaded, options, entry, note) if entry is not None else None
+        return _print(diffs.answered(subject, other, options))
+    if not isinstance(subject, Recipe):
+        return _print(outputs.deliver_saved(subject, options))
+    entry = outputs.entry(subject, options)
+    done = outputs.cached_result(subject, options, entry, note) if entry is not None else None
     if done is None:
         from tpshard.plan import command
 
-        done = command.run(loaded, options, cast("Recipe | None", other), note, entry)
+        done = command.run(subject, options, other if isinstance(other, Recipe) else None, note, entry)
     return _print(done)
+
+
+def _recipe(name: str | None, overrides: Sequence[str]) -> Recipe:
+    """The recipe that the command line names. A plan reads no weights."""
+    return load(name, overrides, weights=False)
 
 
 def _print(result: Any) -> int:
@@ -280,14 +281,19 @@ def _text(words: Sequence[str]) -> str | None:
         raise Mistakes.one(f"{path} cannot be read as text", exit=Exit.USAGE, why=str(error), fix=fix) from error
 
 
-def _saved(name: str | None, options: Mapping[str, Any]) -> SavedPlan | None:
+def _saved(name: str | None, options: Mapping[str, Any], overrides: Sequence[str] | None = None) -> SavedPlan | None:
     """The saved plan that is named in place of a recipe, if one is. Raises BadParameter for what needs its programs."""
     if name is None or not name.endswith(".json"):
         return None
     from tpshard.plan import saved_plan
 
+    if saved_plan.is_recipe(name):
+        return None
     if beyond := [option for option in options if option not in OF_SAVED]:
         raise typer.BadParameter("it is not asked of a saved plan but of its recipe", param_hint=", ".join(beyond))
+    if overrides:
+        why = "a saved plan cannot be changed; plan its recipe with them"
+        raise typer.BadParameter(why, param_hint="KEY.PATH=VALUE")
     return saved_plan.read(name)
 
 
@@ -304,7 +310,7 @@ def _other(
             "extends it", param_hint=option,
         )  # fmt: skip
     if names:
-        return _saved(names[0], {}) or load(names[0], on_device(None, device))
-    if words and (recipe or "").endswith(".json"):
+        return _saved(names[0], {}) or _recipe(names[0], on_device(None, device))
+    if words and _saved(recipe, {}) is not None:
         raise typer.BadParameter("a saved plan is compared with a recipe or another saved plan", param_hint=option)
-    return load(recipe, [*on_device(overrides, device), *words]) if words else None
+    return _recipe(recipe, [*on_device(overrides, device), *words]) if words else None

@@ -8,14 +8,12 @@ from typing import Annotated
 import typer
 from tpshard.cli.shared.arguments import Json, recipe_argument
 from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes, dumps
-from tpshard.files.hub_folder import without_weights
 
 TEXTS = (".jsonl", ".json.gz", ".parquet", ".txt")
 """Ends of names that are no recipe's, but a text's: those of a pattern that the shell has replaced."""
 Files = Annotated[list[str], recipe_argument(metavar="RECIPE", help="Recipes to check.")]
 
 
-@without_weights()
 def validate(files: Files, as_json: Json = False) -> int:
     """Check recipes and report every mistake: keys, types, limits, whether model, mesh and cluster fit, and whether the
     folders of model, text and tokenizer can be read here.
@@ -32,7 +30,7 @@ def validate(files: Files, as_json: Json = False) -> int:
     diagnostics: dict[Diagnostic, None] = {}  # two recipes may extend the same base
     for name in recipes:
         try:
-            warnings = load_checked(name, overrides, text=True)[1]
+            warnings = load_checked(name, overrides, text=True, weights=False)[1]
             diagnostics |= dict.fromkeys(warnings)
             if not as_json:
                 print(f"{name}: fine", file=sys.stderr)

@@ -11,8 +11,6 @@ import re
 import socket
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 
 from tpshard.diagnostics.diagnostic import Exit, Mistakes, Source
@@ -25,25 +23,13 @@ SMALL = ("*.json", "*.jinja")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 OTHERS = ("*/*", "consolidated*", "pytorch_model*")
 """Copies of the same weights in other formats."""
-_whole = True
 
 
-@contextmanager
-def without_weights() -> Iterator[None]:
-    """A context in which models are fetched without their weights, which a plan does not read."""
-    global _whole
-    before, _whole = _whole, False
-    try:
-        yield
-    finally:
-        _whole = before
+def folder_of(name: str, where: Source | None = None, *, weights: bool = True) -> str:
+    """The folder of a model or tokenizer, fetched if need be; a name that is none of the hub's as it is.
 
-
-def folder_of(name: str, where: Source | None = None) -> str:
-    """The folder of a model or tokenizer; a name that is none of the hub's as it is.
-
-    Raises `Mistakes`: exit 3 for a wrong name, 6 where the hub does not have it, or cannot be reached and the cache is
-    without it.
+    weights: whether a model's weights are fetched too. Raises `Mistakes`: exit 3 for a wrong name, 6 where the hub does
+    not have it, or cannot be reached and the cache is without it.
     """
     if not name.startswith(PREFIX):
         return name
@@ -51,7 +37,7 @@ def folder_of(name: str, where: Source | None = None) -> str:
         message, fix = f"`{name}` is no name of a model on the hub", "hf:OWNER/NAME or hf:OWNER/NAME@REVISION"
         raise Mistakes.one(message, exit=Exit.RECIPE, where=where, fix=fix)
     try:
-        return _fetched(match[1], match[2], _whole)
+        return _fetched(match[1], match[2], weights)
     except Exception as error:  # network, hub, login and cache raise many types
         said = [line for line in str(error).splitlines() if line.strip()]
         raise Mistakes.one(
@@ -62,17 +48,17 @@ def folder_of(name: str, where: Source | None = None) -> str:
 
 
 @cache
-def _fetched(repo: str, revision: str | None, whole: bool) -> str:
+def _fetched(repo: str, revision: str | None, weights: bool) -> str:
     unreachable = "" if is_offline() else out_of_reach()
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars
 
-    if not (whole and sys.stderr.isatty()):
+    if not (weights and sys.stderr.isatty()):
         disable_progress_bars()
     try:
         place: str = snapshot_download(
-            repo, revision=revision, allow_patterns=[*SMALL, *WEIGHTS * whole],
-            ignore_patterns=[*OTHERS, *[WEIGHTS[1]] * (not whole)], local_files_only=bool(unreachable),
+            repo, revision=revision, allow_patterns=[*SMALL, *WEIGHTS * weights],
+            ignore_patterns=[*OTHERS, *[WEIGHTS[1]] * (not weights)], local_files_only=bool(unreachable),
         )  # fmt: skip
     except Exception:
         if unreachable:

@@ -11,7 +11,7 @@ import json
 import os
 import platform
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,11 +24,11 @@ from tpshard.plan.report import report_file
 from tpshard.plan.report.report import Report
 from tpshard.plan.step.units import SCHEMA
 from tpshard.programs.fit.recipe_model import model_of
+from tpshard.recipes.keys.schema import Recipe
 from tpshard.recipes.reading.values import shorten, values
 
 if TYPE_CHECKING:
     from tpshard.plan.report.planned import Planned
-    from tpshard.recipes.keys.schema import Recipe
 
 ELSEWHERE = (
     "name", "data", "evaluate", "timeout_s", "launch", "run", "resume", "checkpoint", "logging", "quantize", "serve",
@@ -166,6 +166,15 @@ def check_writable(path: Path) -> None:
 def _unwritable(path: Path, why: str) -> Mistakes:
     fix = "choose a file in a writable folder, on a disk with room"
     return Mistakes.one(f"{path} cannot be written", exit=Exit.MACHINE, why=why, fix=fix)
+
+
+def is_recipe(path: str) -> bool:
+    """Whether a file is a recipe that is written as JSON, which is YAML too."""
+    try:
+        held = parse_object(read_regular(path, _MOST_BYTES).decode("utf-8"), "it")
+    except (OSError, ValueError):
+        return False
+    return "programs" not in held and bool(held.keys() & {field.name for field in fields(Recipe)} - {"schema"})
 
 
 def read(path: str) -> SavedPlan:

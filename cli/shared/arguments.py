@@ -124,10 +124,13 @@ def names_tokenizer(overrides: Sequence[str]) -> bool:
     return any(key == "data" or f"{key}.".startswith("data.tokenizer.") for key in keys)
 
 
-def load(recipe: str | None, overrides: Sequence[str] | None = None, *, trained: bool = False) -> Recipe:
+def load(
+    recipe: str | None, overrides: Sequence[str] | None = None, *, trained: bool = False, weights: bool = True
+) -> Recipe:
     """The recipe that the command line names; by default ./recipe.yaml, else the quickstart. Warnings are shown.
 
     trained: for a command that reads what the recipe's run has written; the folders that it began from may be gone.
+    weights: whether models that it names on the hub are fetched with their weights.
     Raises `Mistakes` when the recipe is wrong.
     """
     from tpshard.cli.main import report
@@ -139,7 +142,8 @@ def load(recipe: str | None, overrides: Sequence[str] | None = None, *, trained:
         recipe = None
     if recipe is None:
         recipe = "recipe.yaml" if Path("recipe.yaml").is_file() else "quickstart"
-    loaded, warnings = load_checked(recipe, [*changes, *(carried_files(recipe, changes) if trained else ())])
+    carried = carried_files(recipe, changes) if trained else []
+    loaded, warnings = load_checked(recipe, [*changes, *carried], weights=weights)
     if warnings:
         report(Mistakes(warnings))
     return loaded

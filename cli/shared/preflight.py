@@ -30,12 +30,16 @@ if TYPE_CHECKING:
     from tpshard.recipes.keys.schema import Recipe
 
 
-def load_checked(path: str, overrides: Sequence[str] = (), *, text: bool = False) -> tuple[Recipe, list[Diagnostic]]:
+def load_checked(
+    path: str, overrides: Sequence[str] = (), *, text: bool = False, weights: bool = True
+) -> tuple[Recipe, list[Diagnostic]]:
     """Reads and checks a recipe; returns it with its warnings. text: whether to check its data and tokenizer too.
+    weights: whether models that it names on the hub are fetched with their weights.
 
     Raises `Mistakes` with all its errors.
     """
-    examined = recipes.examine(on_this_host(path), overrides, store=path if is_url(path) else None)
+    store = path if is_url(path) else None
+    examined = recipes.examine(on_this_host(path), overrides, store=store, weights=weights)
     found = list(examined.diagnostics)
     if examined.sound("cluster", "mesh", "model", "sharding", "batch", "fsdp.wrap", "fsdp.bucket", "fsdp.axis"):
         found += model_errors(examined.recipe)

@@ -95,7 +95,7 @@ class Recipe(Section):
     _places: ClassVar[Mapping[str, tuple[Source, Source]]] = {}
     """The places of each written key and its value."""
     _origin: ClassVar[Any] = None
-    """What it was loaded from: the trees of its file and of what that extends, the overrides, the default name."""
+    """What it was loaded from: `load.Origin`."""
 
     def where(self, key: str) -> Source:
         """The place where a key got its value: the value, or the key if the value spans lines.

@@ -54,10 +54,11 @@ class Checker:
     """Checks one merged recipe. `mistakes` collects all errors; `places` has the place of every written key.
 
     Values are plain data with their path in the recipe. where: the place of the interpolation that gave the value;
-    None for a value that is written, whose place is in the merged recipe.
+    None for a value that is written, whose place is in the merged recipe. weights: `Section._weights`.
     """
 
-    def __init__(self, merged: Merged) -> None:
+    def __init__(self, merged: Merged, *, weights: bool = True) -> None:
+        self.weights = weights
         self.merged = merged
         self.mistakes: list[Diagnostic] = list(merged.mistakes)
         self.places = {dotted(path): (key.source, value.source) for path, (key, value) in merged.places.items()}
@@ -108,7 +109,8 @@ class Checker:
         checked = cls(**values)
         vars(checked)["_written"] = written
         if cls.folders:
-            vars(checked)["_where"] = {key: self.merged.place((*path, key)) for key in cls.folders}
+            named = {key: self.merged.place((*path, key)) for key in cls.folders}
+            vars(checked).update(_where=named, _weights=self.weights)
         if waits(values):
             vars(checked)["_config"] = self.merged.config
         return checked

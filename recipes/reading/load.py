@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes, Source, did_you_mean
@@ -41,6 +41,18 @@ class Examined:
         return not laws.touches(keys, self.bad)
 
 
+class Origin(NamedTuple):
+    """What a recipe was loaded from."""
+
+    layers: tuple[Node, ...]
+    """The trees of its file and of what that extends."""
+    overrides: tuple[str, ...]
+    name: str
+    """The default of its name."""
+    weights: bool = True
+    """Whether models that it names on the hub are fetched with their weights."""
+
+
 def load(path_or_builtin: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
     """The recipe in a file, in a run's folder, or shipped under a name, with `key.path=value` overrides applied.
 
@@ -51,7 +63,7 @@ def load(path_or_builtin: str | os.PathLike[str], overrides: Sequence[str] = ())
 
 def loads(text: str, overrides: Sequence[str] = (), *, file: str = "<text>") -> Recipe:
     """The recipe in `text`; `file` is its name in error messages. Its default name is `recipe`."""
-    return _sound(_examine_layers(extends.layers_of_text(text, file), overrides, "recipe"))
+    return _sound(_examine_layers(Origin(tuple(extends.layers_of_text(text, file)), tuple(overrides), "recipe")))
 
 
 def with_changes(recipe: Recipe, changes: Sequence[str]) -> Recipe:
@@ -59,32 +71,34 @@ def with_changes(recipe: Recipe, changes: Sequence[str]) -> Recipe:
 
     Defaults that are derived from other keys are derived again. Raises `Mistakes` where the changes are wrong.
     """
-    layers, overrides, name = recipe._origin
-    return _sound(_examine_layers(layers, [*overrides, *changes], name))
+    origin: Origin = recipe._origin
+    return _sound(_examine_layers(origin._replace(overrides=(*origin.overrides, *changes))))
 
 
 def with_steps(recipe: Recipe, steps: int) -> Recipe:
     """The recipe whose `data.epochs` make so many steps."""
-    layers, overrides, name = recipe._origin
-    return _sound(_examine_layers(layers, overrides, name, steps))
+    return _sound(_examine_layers(recipe._origin, steps))
 
 
 def examine(
-    path_or_builtin: str | os.PathLike[str], overrides: Sequence[str] = (), *, store: str | None = None
-) -> Examined:
+    path_or_builtin: str | os.PathLike[str], overrides: Sequence[str] = (), *, store: str | None = None,
+    weights: bool = True,
+) -> Examined:  # fmt: skip
     """Loads a recipe as `load` does, but returns its mistakes together with the usable rest.
 
-    store: the place of the run in an object store whose small files the folder holds.
+    store: the place of the run in an object store whose small files the folder holds. weights: whether models that it
+    names on the hub are fetched with their weights.
 
     Still raises `Mistakes` when nothing is usable: no file, no YAML, another schema.
     """
     path = find(os.fspath(path_or_builtin))
     of_run = path.name == "recipe.yaml" and path.parent.name  # a run's folder has the name of its recipe
     name, layers = path.resolve().parent.name if of_run else path.stem, extends.layers(path)
-    examined = _examine_layers(layers, overrides, name)
+    origin = Origin(tuple(layers), tuple(overrides), name, weights)
+    examined = _examine_layers(origin)
     if of_run and _has_moved(path.parent, examined.recipe, store):
         place = str(path.parent) if store is None else store
-        examined = _examine_layers(layers, [*overrides, f"run.dir={json.dumps(place)}"], name)
+        examined = _examine_layers(origin._replace(overrides=(*overrides, f"run.dir={json.dumps(place)}")))
     return examined
 
 
@@ -149,7 +163,8 @@ def _sound(examined: Examined) -> Recipe:
     return examined.recipe
 
 
-def _examine_layers(layers: Sequence[Node], overrides: Sequence[str], name: str, steps: int | None = None) -> Examined:
+def _examine_layers(origin: Origin, steps: int | None = None) -> Examined:
+    layers, overrides, name, weights = origin
     recorded = [mistake for layer in reversed(layers) for mistake in layer.mistakes]
     merged = Merged()
     for layer in layers:
@@ -166,9 +181,9 @@ def _examine_layers(layers: Sequence[Node], overrides: Sequence[str], name: str,
         _version(merged.places[("schema",)][1])
     merged.fill()
     _derive(merged, name, steps)
-    checker = Checker(merged)
+    checker = Checker(merged, weights=weights)
     recipe = checker.section(merged.raw, Recipe, ())
-    vars(recipe).update(_places=checker.places, _origin=(tuple(layers), tuple(overrides), name))
+    vars(recipe).update(_places=checker.places, _origin=origin)
     vars(recipe).update(file=layers[-1].source.file, mesh=_complete(recipe.mesh))
     if not any(path[:2] == ("serve", "mesh") for path in merged.places):
         vars(recipe.serve)["mesh"] = _served(recipe)

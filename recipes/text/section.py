@@ -69,6 +69,8 @@ class Section:
     """Those of `paths` that may name a model or tokenizer of the hub, hf:OWNER/NAME, which is fetched when read."""
     _where: ClassVar[Mapping[str, Source]] = {}
     """The places of `folders`."""
+    _weights: ClassVar[bool] = True
+    """Whether a model that is fetched from the hub comes with its weights, which a plan does not read."""
     _config: ClassVar[Any] = None
     """The merged recipe, if a value depends on the environment."""
     _written: ClassVar[Mapping[str, Any]] = {}
@@ -84,8 +86,10 @@ class Section:
             if config is not None and waits(value):
                 value = changed(value, lambda item: item.complete(config) if isinstance(item, Pending) else item)
             if isinstance(value, str | Mapping) and name in type(self).folders:
-                where = object.__getattribute__(self, "_where").get(name)
-                return changed(value, lambda item: folder_of(item, where) if isinstance(item, str) else item)
+                where, weights = self._where.get(name), self._weights
+                return changed(
+                    value, lambda item: folder_of(item, where, weights=weights) if isinstance(item, str) else item
+                )
         return value
 
     def stored(self) -> dict[str, Any]:

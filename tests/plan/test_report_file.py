@@ -106,6 +106,16 @@ def test_a_saved_plan_is_read_as_a_recipe_is_planned(
         assert "saved plan" in capsys.readouterr().err
 
 
+def test_a_recipe_may_be_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text('{"model": {"preset": "tiny", "layers": 1}}')
+    assert tpshard(["plan", str(file), "--dry-run", "mesh.tp=1"]) == Exit.DONE
+    assert "mine" in capsys.readouterr().out
+    for text in ("{}", "no JSON", '{"schema": 1, "plan": {}, "programs": 3}'):
+        file.write_text(text)
+        assert tpshard(["plan", str(file)]) == Exit.RECIPE and "not a saved plan" in capsys.readouterr().err
+
+
 def places(data: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     yield place
     for key, one in enumerate(data) if isinstance(data, list) else data.items() if isinstance(data, dict) else ():
