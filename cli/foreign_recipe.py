@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from tpshard.cli.shared.arguments import Json, Overrides
 from tpshard.diagnostics.diagnostic import Exit, Mistakes, Source, as_json, did_you_mean
+from tpshard.files.folder_json import read_regular
 
 if TYPE_CHECKING:
     from tpshard.recipes.foreign.settings import Stated
     from tpshard.recipes.foreign.translation import Left, Tool, Translation
 
+LARGEST = 1 << 18
+"""Bytes of a configuration; published ones have a tenth."""
 Trainer = Annotated[
     str, typer.Argument(metavar="TOOL", help="torchtitan, megatron, axolotl or accelerate.", show_default=False)
 ]
@@ -39,11 +41,15 @@ def print_recipe(tool: Trainer, file: File, overrides: Overrides = None, json_on
         raise Mistakes.one(f"there is no reader for `{tool}`", exit=Exit.USAGE, fix=fix)
     chosen = TOOLS[tool]
     try:
-        data = Path(file).read_bytes()
-    except OSError as error:
-        message, why = f"{file} cannot be read", error.strerror or str(error)
+        data = read_regular(file, LARGEST)
+    except (OSError, ValueError) as error:
+        message, why = f"{file} cannot be read", getattr(error, "strerror", None) or str(error)
         raise Mistakes.one(message, exit=Exit.USAGE, why=why, fix="name the configuration's file") from None
-    translation = translate(chosen, chosen.read(data, file), _given(overrides or ()))
+    try:
+        settings = chosen.read(data, file)
+    except RecursionError:
+        raise Mistakes.one(f"{file} is nested deeper than is read", fix="is this the right file?") from None
+    translation = translate(chosen, settings, _given(overrides or ()))
     text = recipe_text.text_of(chosen, file, translation)
     if json_only:
         print(json.dumps(_document(chosen, file, text, translation), indent=2))

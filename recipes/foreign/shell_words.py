@@ -49,6 +49,7 @@ class Lexer:
         self.text, self.at = text, start
         self.ends: list[str] = []
         """The sign after each command: a newline, `;`, `&&`, ..."""
+        self._closings: dict[str, dict[int, int]] = {}
 
     def commands(self) -> Iterator[Command]:
         """The commands in order; what ended each is in `ends`."""
@@ -181,13 +182,15 @@ class Lexer:
     def _closing(self, at: int) -> int:
         """The offset behind the bracket that closes the one at `at`; the end of the line where there is none."""
         opening = self.text[at]
-        closing = {"(": ")", "{": "}"}[opening]
-        depth = 0
-        for match in re.compile(rf"[{opening}{closing}]").finditer(self.text, at):
-            depth += 1 if match[0] == opening else -1
-            if depth == 0:
-                return match.end()
-        return self._line_end()
+        if opening not in self._closings:  # of all brackets of a kind in one go
+            pairs, opened = dict[int, int](), list[int]()
+            for match in re.finditer(r"[()]" if opening == "(" else r"[{}]", self.text):
+                if match[0] == opening:
+                    opened.append(match.start())
+                elif opened:
+                    pairs[opened.pop()] = match.end()
+            self._closings[opening] = pairs
+        return self._closings[opening].get(at) or self._line_end()
 
 
 def _inside(text: str, offset: int) -> tuple[WordPart, ...]:

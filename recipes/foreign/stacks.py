@@ -35,7 +35,7 @@ class RankSizes:
 
     @property
     def data(self) -> int:
-        """RankSizes with sequences of their own."""
+        """Ranks with sequences of their own."""
         return self.dp * self.fsdp * self.ep
 
     @property

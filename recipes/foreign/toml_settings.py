@@ -22,10 +22,11 @@ def read(data: bytes, file: str) -> StatedSettings:
     lines = text.split("\n")
     try:
         tree = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # also a number of too many digits
         place = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
         row, col = (int(place[1]), int(place[2])) if place else (len(lines), 1)
-        message = f"not TOML: {str(error).partition(' (at ')[0].lower()}"
+        what = str(error).partition(" (at ")[0].lower() if place else "a number has too many digits"
+        message = f"not TOML: {what}"
         fix = "check quotes and brackets before this place"
         raise Mistakes.one(message, where=Source(file, row, col, lines[row - 1]), fix=fix) from None
     places = dict(_places(lines, file))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -150,7 +151,10 @@ def translate(tool: Tool, settings: StatedSettings, overrides: Mapping[str, Stat
         values = {key: None if isinstance(value, Maybe) else value for key, value in row.theirs.items()}
         defaults = {key: value for key, value in values.items() if value is not None}
         defaults = {key: value for key, value in defaults.items() if key not in {one.key for one in here}}
-        result = row.value(*(values | {one.key: one.value for one in here}).values())
+        try:
+            result = row.value(*(values | {one.key: one.value for one in here}).values())
+        except (ArithmeticError, ValueError):  # such as a micro-batch of 0 sequences
+            result = Conflict("no recipe follows from these numbers", fix="correct them", exit=Exit.RECIPE)
         note = ""
         if isinstance(result, Conflict):
             wrong.append(_contradiction(result, here))
@@ -206,7 +210,7 @@ def _type_mistake(setting: Stated, default: Any) -> Diagnostic | None:
     fits = {
         bool: isinstance(value, bool) or value in (0, 1, "yes", "no", "true", "false"),
         int: type(value) is int or (isinstance(value, float) and value.is_integer()),
-        float: isinstance(value, int | float) and not isinstance(value, bool),
+        float: isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value),
         str: not isinstance(value, list | dict),
         list: True,
         object: True,

@@ -235,3 +235,32 @@ def test_the_command_prints_a_recipe_and_what_it_cannot_say(
     document = json.loads(capsys.readouterr().out)
     assert loads(document["recipe"]).train.steps == 900 and document["not_said"][0]["line"] == 19
     assert run(["recipes", "from", "nemo", "titan.toml"]) == Exit.USAGE
+
+
+HOSTILE = (
+    ("torchtitan", "x = " + "[" * 9000),
+    ("torchtitan", ".".join("a" * 3000) + " = 1"),
+    ("torchtitan", "[training]\nsteps = " + "9" * 6000),
+    ("megatron", "$(\n" * 9000 + "torchrun x.py"),
+    ("megatron", "torchrun x.py --lr " + "${a:-" * 9000),
+    ("megatron", "torchrun x.py --num-layers 2 --micro-batch-size 0 --tensor-model-parallel-size 0"),
+    ("megatron", "torchrun x.py --num-layers 2 --lr inf"),
+    ("axolotl", "base_model: x\nnum_epochs: .nan"),
+    ("axolotl", "base_model: x\nmicro_batch_size: 0\ngradient_accumulation_steps: -1"),
+    ("axolotl", "a: " + "[" * 9000),
+    ("axolotl", "a: 1\n" * 90_000),
+    ("accelerate", "distributed_type: FSDP\nnum_processes: 0\nnum_machines: 0"),
+)
+
+
+@pytest.mark.parametrize(("tool", "text"), HOSTILE, ids=range(len(HOSTILE)))
+def test_a_hostile_file_is_a_mistake(tool: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Deep, endless, without a number that a recipe follows from: never a crash, nor minutes."""
+    (file := tmp_path / "file").write_text(text)
+    assert run(["recipes", "from", tool, str(file)]) in (Exit.USAGE, Exit.RECIPE, Exit.FIT)
+    assert "error: " in capsys.readouterr().err
+
+
+def test_a_file_without_an_end_is_not_read(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["recipes", "from", "megatron", "/dev/zero"]) == Exit.USAGE
+    assert "not a regular file" in capsys.readouterr().err
