@@ -159,7 +159,7 @@ def _differences(flags: dict[str, Any], preset: str) -> dict[str, str]:
             "no family here has latent attention: its sizes are those of grouped queries"
         )
     if flags["window_size"] is not None:
-        differs["--window-size"] = "the window of attention is not flags"
+        differs["--window-size"] = "give model.window=..."
     for name in ("hybrid_override_pattern", "hybrid_layer_pattern"):
         if flags[name] is not None:
             differs[f"--{name.replace('_', '-')}"] = "no family here has layers of several kinds"
