@@ -250,7 +250,7 @@ def _open(source: str, recipe: Recipe, context: Context, expected: Mapping[str, 
     folder = _stored(source, recipe)
     of_model = isinstance(folder, Path) and any((folder / name).is_file() for name in ("config.json", ADAPTERS))
     if of_model and not (folder / MANIFEST).is_file():
-        return {"read": open_source(source).block, "folder": folder, "step": None, "run": None}
+        return {"read": open_source(source).read_block, "folder": folder, "step": None, "run": None}
     chosen = None
     if context.is_main:
         checkpoint = open_checkpoint(folder) if (folder / MANIFEST).is_file() else latest(folder, recipe)

@@ -44,20 +44,26 @@ class SourceModel:
 
     def read(self, name: str) -> torch.Tensor:
         """A whole parameter. Raises `Mistakes` (exit 7) where it cannot be read."""
-        return self._whole(name, self.spec.shapes[name], self.block)
+        shape = self.spec.shapes[name]
+        return self.read_block(name, (0,) * len(shape), shape)
+
+    def read_block(self, name: str, starts: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """Elements [starts, starts + sizes) of a parameter. Errors as of `read`."""
+        return self._checked(name, starts, sizes, self.block)
 
     def read_own(self, name: str) -> torch.Tensor:
         """A whole parameter of `adapted`. Errors as of `read`."""
         assert self.adapted is not None and self.own_block is not None
-        return self._whole(name, self.adapted.shapes[name], self.own_block)
+        shape = self.adapted.shapes[name]
+        return self._checked(name, (0,) * len(shape), shape, self.own_block)
 
-    def _whole(self, name: str, shape: Sequence[int], block: ReadBlock) -> torch.Tensor:
+    def _checked(self, name: str, starts: Sequence[int], sizes: Sequence[int], block: ReadBlock) -> torch.Tensor:
         from tpshard.files.folder_json import FolderError
         from tpshard.models.folders.hf_files import BEFORE_NAN, holds_nan
         from tpshard.train.checkpoints.restore import Damaged
 
         try:
-            value = block(name, (0,) * len(shape), shape)
+            value = block(name, starts, sizes)
             if holds_nan(value):
                 raise FolderError(f"`{name}` holds values that are not numbers (NaN)", BEFORE_NAN)
             return value

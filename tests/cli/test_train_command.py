@@ -210,6 +210,7 @@ def test_a_run_ends_with_7_if_its_last_checkpoint_is_not_written_or_all_are_gone
     held = (tmp_path / "runs" / "small" / "metrics.jsonl").read_text()
     (gone,) = pool.run(*again, **ONE)
     assert gone.startswith("7: ") and "the checkpoints of runs/small are gone" in gone and "step 2 was saved" in gone
+    assert not (tmp_path / "runs" / "small" / "checkpoints").exists(), "they can be moved back there"
     assert (tmp_path / "runs" / "small" / "metrics.jsonl").read_text() == held
 
 

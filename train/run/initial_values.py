@@ -40,7 +40,10 @@ def initial_values(recipe: Recipe, spec: ModelSpec) -> InitialBlock:
         name: str, starts: Sequence[int], sizes: Sequence[int], *, seed: int, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         if name in others:
-            value = others[name](name, starts, sizes)
+            try:
+                value = others[name](name, starts, sizes)
+            except (ValueError, OSError, Damaged) as error:
+                raise _cannot_begin(recipe, error) from error
             return value if dtype is None else value.to(dtype)
         if gone:
             why = f"{getattr(named, spec.source.key)} is gone, and no checkpoint of the run has its weights"
@@ -59,11 +62,15 @@ def initial_values(recipe: Recipe, spec: ModelSpec) -> InitialBlock:
         try:
             others = values_of(Path(place), spec)
         except (ValueError, OSError, Damaged) as error:
-            raise Mistakes.one(
-                f"a run cannot begin from {place}", exit=Exit.CHECKPOINT, where=recipe.where("train.init_from"),
-                why=str(error), fix="a run, a checkpoint or a folder of the same model",
-            ) from error  # fmt: skip
+            raise _cannot_begin(recipe, error) from error
     return block
+
+
+def _cannot_begin(recipe: Recipe, error: Exception) -> Mistakes:
+    return Mistakes.one(
+        f"a run cannot begin from {recipe.train.init_from}", exit=Exit.CHECKPOINT,
+        where=recipe.where("train.init_from"), why=str(error), fix="a run, a checkpoint or a folder of the same model",
+    )  # fmt: skip
 
 
 def values_of(place: Path, spec: ModelSpec) -> dict[str, ReadBlock]:

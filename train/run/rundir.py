@@ -51,7 +51,8 @@ class RunDir:
         self._store_lock: StoreLock | None = None
         with contextlib.ExitStack() as opened:
             try:
-                for folder in (self.checkpoints, self.logs):
+                # a run whose checkpoints are gone is refused: they can be put back where nothing is
+                for folder in (self.checkpoints, self.logs) if self.lost_step is None else (self.logs,):
                     if isinstance(folder, Path):
                         folder.mkdir(parents=True, exist_ok=True)
                 opened.callback(RunLock(path / "lock.json").close)

@@ -197,7 +197,7 @@ def _run_folder(recipe: Recipe, folder: Path, context: Context) -> Iterator[tupl
                 f"the checkpoints of {place} are gone",
                 exit=Exit.CHECKPOINT,
                 where=where,
-                why=f"step {step} was saved, and {run.checkpoints} is empty; a start at step 1 would write a second "
+                why=f"step {step} was saved, and {run.checkpoints} has none; a start at step 1 would write a second "
                 f"course into {run.metrics}",
                 fix="put the checkpoints back there, or choose another run.dir to start anew",
             )
