@@ -175,14 +175,18 @@ class Record:
             self.say(f"# benchmarks/records/{self.name}.json")
 
 
+def with_table(text: str, script: str, table: str, mark: str = r"\w+") -> str:
+    """A page's text with a table between the comments `<!--MARK: python benchmarks/SCRIPT.py --docs-->` and `<!--/`."""
+    marks = rf"(?s)(<!--{mark}: python benchmarks/{script}\.py --docs-->\n\n).*?(\n\n<!--/)"
+    return re.sub(marks, lambda between: f"{between[1]}{table}{between[2]}", text)
+
+
 def close_with_table(record: Record, table: str, page: str, options: argparse.Namespace) -> None:
     """Prints a gallery's table, puts it between comments of a page of docs/ with `--docs`, and closes the record."""
     record.say(table)
     if options.docs:
         path = ROOT / "docs" / page
-        marks = rf"(?s)(<!--\w+: python benchmarks/{record.name}\.py --docs-->\n\n).*?(\n\n<!--/)"
-        text = re.sub(marks, lambda between: f"{between[1]}{table}{between[2]}", path.read_text(encoding="utf-8"))
-        path.write_text(text, encoding="utf-8")
+        path.write_text(with_table(path.read_text(encoding="utf-8"), record.name, table), encoding="utf-8")
     record.close(write=options.record, as_json=options.json)
 
 
