@@ -264,11 +264,12 @@ def _to_wandb(loaded: Recipe, service: Service) -> Any:
     asked_for = loaded.where("logging.wandb").line  # by the recipe or on the command line, not by default
     if section is None or section.mode == "disabled" or not asked_for:
         return lambda: None
+    import yaml
     from tpshard.train.records.wandb_sink import WandbSink
 
     folder = loaded.run.folder
     folder.mkdir(parents=True, exist_ok=True)
-    sink = WandbSink(folder, section, name=f"{loaded.name}-serve", config={})
+    sink = WandbSink(folder, section, name=f"{loaded.name}-serve", config=yaml.safe_load(loaded.to_yaml()))
     ended = threading.Event()
 
     def pass_on() -> None:

@@ -32,9 +32,9 @@ class Need:
 
     @property
     def collectives(self) -> list[dict[str, Any]]:
-        """The collectives of the smallest step, which decodes a token."""
-        collectives = self.programs.any.collectives
-        counted = Counter((c.kind, ", ".join(map(str, c.axes)), c.bytes) for c in collectives)
+        """The collectives of the smallest step; bytes are those of one of its rows."""
+        (size, program), *_ = self.programs.by_size.items()
+        counted = Counter((c.kind, ", ".join(map(str, c.axes)), c.bytes // size.rows) for c in program.collectives)
         return [
             {"kind": kind, "axes": axes, "bytes": size, "count": count} for (kind, axes, size), count in counted.items()
         ]
