@@ -22,6 +22,10 @@ Against = Annotated[
         help="A change that makes the other recipe, such as mesh.tp=2. Repeat it for more changes.",
     ),
 ]  # fmt: skip
+Serving = Annotated[
+    bool, typer.Option("--serving", help="Compare the server with the training program instead, on a run's own rows.")
+]
+Rows = Annotated[int, typer.Option("--rows", min=1, help="Held-out rows that --serving compares.")]
 Steps = Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps.")]
 
 
@@ -30,6 +34,8 @@ def check(
     overrides: Overrides = None,
     against: Against = None,
     steps: Steps = 1,
+    serving: Serving = False,
+    rows: Rows = 4,
     as_json: Json = False,
 ) -> int:
     """Train the same batch on two meshes or policies, and compare every gradient.
@@ -37,7 +43,15 @@ def check(
     Both run in this process, in float64, also where the recipes say bf16 or fp16; fp8 products round their operands.
     If they differ by more than rounding explains, names the first operation that differs and the line of the recipe
     that sharded it, and exits with 1. Meant for small models: the memory of all ranks is in this process.
+    With --serving, a run's checkpoint gives the log-probabilities of held-out tokens twice, by its training program and
+    by the server, each on its own mesh in workers. A token that is off by more than rounding explains is exit 1.
     """
+    if serving:
+        from tpshard.cli.check_serving import check_serving
+
+        if against:
+            raise typer.BadParameter("--serving compares with the server", param_hint="--against")
+        return check_serving(recipe, overrides or [], rows, as_json)
     from tpshard.programs.compare import equality
     from tpshard.programs.setting.setting import Setting
     from tpshard.recipes.reading.load import with_changes

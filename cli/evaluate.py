@@ -66,7 +66,7 @@ def evaluate(
     from tpshard.parallelism.runtime.launcher import Nodes, launch
 
     machine.require(recipe)
-    _stored(source, recipe)
+    stored_place(source, recipe)
     if tasks is not None:
         if data:
             raise typer.BadParameter("tasks bring their own data", param_hint="--tasks, --data")
@@ -173,7 +173,7 @@ def _data_ranks(recipe: Recipe) -> int:
     return math.prod(mesh.get(axis, 1) for axis in recipe.sharding.rules.get("batch", ()))
 
 
-def _stored(source: str, recipe: Recipe) -> Location:
+def stored_place(source: str, recipe: Recipe) -> Location:
     """The place of the model: SOURCE itself, or the run's checkpoints."""
     from tpshard.cli.shared.sources import holds_model, opened_location, runs_of
     from tpshard.train.checkpoints.checkpoint import steps
@@ -219,7 +219,7 @@ def result_of(source: str, setting: Setting, context: Context, texts: Sequence[s
     opened: dict[str, Any] = {}
 
     def open_model(expected: Mapping[str, Any]) -> ReadBlock:
-        opened.update(_open(source, setting.recipe, context, expected))
+        opened.update(open_stored(source, setting.recipe, context, expected))
         return opened.pop("read")  # type: ignore[no-any-return]
 
     losses = losses_of(setting, context, open_model, texts)
@@ -241,13 +241,13 @@ def _as_json(one: HeldOutLoss) -> dict[str, Any]:
     return {**vars(one), "perplexity": one.perplexity}
 
 
-def _open(source: str, recipe: Recipe, context: Context, expected: Mapping[str, Any]) -> dict[str, Any]:
+def open_stored(source: str, recipe: Recipe, context: Context, expected: Mapping[str, Any]) -> dict[str, Any]:
     """The reader of the model's blocks, with its folder, its step and its run's folder. Rank 0 verifies checkpoints."""
     from tpshard.cli.shared.sources import ADAPTERS, MANIFEST, latest, open_source
     from tpshard.train.checkpoints.restore import SavedCheckpoint, open_checkpoint
     from tpshard.train.checkpoints.store_path import location
 
-    folder = _stored(source, recipe)
+    folder = stored_place(source, recipe)
     of_model = isinstance(folder, Path) and any((folder / name).is_file() for name in ("config.json", ADAPTERS))
     if of_model and not (folder / MANIFEST).is_file():
         return {"read": open_source(source).read_block, "folder": folder, "step": None, "run": None}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
@@ -67,7 +67,7 @@ class EngineLM:
             text = self.tokenizer.decode(answer.answer)
             return any(stop in text for stop in stops[answers.index(answer)])
 
-        self._run(answers, ended)
+        run_to_end(self.service, answers, ended)
         texts = [self.tokenizer.decode(answer.answer) for answer in answers]
         return [min((text.split(stop)[0] for stop in ends), key=len, default=text) for text, ends in zip(texts, stops)]
 
@@ -104,7 +104,7 @@ class EngineLM:
             )
             for context, predicted in pairs
         ]  # fmt: skip
-        self._run(answers, lambda answer: False)
+        run_to_end(self.service, answers)
         results = []
         for (_, predicted), answer in zip(pairs, answers):
             scores = answer.prompt_scores[len(answer.prompt_scores) - len(predicted) :] if predicted else []
@@ -112,26 +112,32 @@ class EngineLM:
             results.append((sum(score.logprob for score in scores), greedy))
         return results
 
-    def _run(self, answers: Sequence[Answering], ended: Any) -> None:
-        """Runs sequences to their end, as many at once as the engine takes. Raises `Mistakes` where one fails."""
-        most = self.service.limits.most
-        for start in range(0, len(answers), most):
-            together = answers[start : start + most]
-            events: queue.Queue[Any] = queue.Queue()
-            self.service.submit(together, events.put)
-            left = {answer.id for answer in together}
-            while left:
-                for event in events.get():
-                    if event.error is not None:
-                        raise Mistakes.one(
-                            f"the model failed on a task: {event.error}", exit=Exit.WORKER_LOST,
-                            fix="the lines above name the cause",
-                        )  # fmt: skip
-                    if event.finish is not None:
-                        left.discard(event.sequence.id)
-                    elif event.sequence.id in left and ended(event.sequence):
-                        left.discard(event.sequence.id)
-                        self.service.cancel([event.sequence])
+
+def run_to_end(
+    service: Service, sequences: Sequence[Answering], ended: Callable[[Answering], bool] = lambda _: False
+) -> None:
+    """Runs sequences to their end, as many at once as the engine takes. Raises `Mistakes` (exit 9) where one fails.
+
+    ended: whether an answer may stop here.
+    """
+    most = service.limits.most
+    for start in range(0, len(sequences), most):
+        together = sequences[start : start + most]
+        events: queue.Queue[Any] = queue.Queue()
+        service.submit(together, events.put)
+        left = {answer.id for answer in together}
+        while left:
+            for event in events.get():
+                if event.error is not None:
+                    raise Mistakes.one(
+                        f"the model failed on a text: {event.error}", exit=Exit.WORKER_LOST,
+                        fix="the lines above name the cause",
+                    )  # fmt: skip
+                if event.finish is not None:
+                    left.discard(event.sequence.id)
+                elif event.sequence.id in left and ended(event.sequence):
+                    left.discard(event.sequence.id)
+                    service.cancel([event.sequence])
 
 
 def require_lm_eval() -> None:

@@ -244,6 +244,26 @@ COMPARED = {
     "that differs by more than rounding.",
 }  # fmt: skip
 
+AGREES = {
+    "agrees": "Whether rounding explains all differences.",
+    "rows": "Held-out rows,",
+    "tokens": "their target tokens that both computed,",
+    "left_out": "and those beyond the longest prompt that the server takes.",
+    "largest": "The largest difference of a token's log-probability in nats,",
+    "bound": "and the most that rounding explains.",
+    "mean": "The mean difference,",
+    "mean_bound": "and the most that rounding explains.",
+    "equal_bits": "Tokens whose two log-probabilities are the same number.",
+    "beyond": "Tokens above the bound.",
+    "first_difference": "The first of them, or null: row, position of the token before it, token, and its "
+    "log-probability in training and in the server.",
+    "model": "The checkpoint.",
+    "dtype": "What both compute in.",
+    "mesh": "The mesh of training,",
+    "serve_mesh": "and of the server.",
+    "notes[]": "What the server does otherwise than training, in words.",
+}
+
 QUANTIZING = {
     "bits": "Bits of a weight.",
     "group_size": "Inputs that share a scale.",
@@ -337,6 +357,7 @@ OUTPUTS = (
     Output("validate RECIPE", ("validate", "quickstart", "fsdp.gather=1", "--json"), DIAGNOSTICS),
     Output("doctor", ("doctor", "--no-collective", "--json"), FINDINGS),
     Output("check RECIPE --against KEY=VALUE", (), COMPARED),
+    Output("check RUN --serving", (), AGREES),
     Output("quantize SOURCE OUT", (), QUANTIZING),
     Output("evaluate SOURCE", (), EVALUATED, EVALUATED_SOMETIMES),
     Output("generate SOURCE TEXT", (), GENERATED),

@@ -72,6 +72,17 @@ class LanguageModel:
         raise NotImplementedError("the rows of a text task come from the recipe's data")
 
 
+class TokenLosses(LanguageModel):
+    """`lm` for looking at each token: the loss of each one in place of the sum."""
+
+    def loss(self, output: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """(each token's loss, float64 [batch, seq], 0 without a target; number of targets int64) of logits."""
+        logits, counted = output.double(), batch["targets"] != IGNORE
+        shifted = logits - logits.amax(-1, keepdim=True)
+        likely = shifted.gather(-1, torch.where(counted, batch["targets"], 0).unsqueeze(-1)).squeeze(-1)
+        return (torch.log(torch.exp(shifted).sum(-1)) - likely) * counted, counted.sum()
+
+
 class MaskedLanguageModel(LanguageModel):
     """`mlm`: predict 15% of the tokens, replaced by token 0, from both sides (Devlin et al. 2018, masks only).
 

@@ -335,13 +335,13 @@ def _between(
     return (memo or Memo()).of("transfer", setting, make, before, after)
 
 
-def evaluate_program(setting: Setting, storage: Mapping[str, Layout]) -> Program:
-    """Builds the program that computes the loss of one micro-batch of held-out data."""
+def evaluate_program(setting: Setting, storage: Mapping[str, Layout], task: Task) -> Program:
+    """Builds the program that computes the loss of one micro-batch of held-out data, as `task` says."""
     trail = Trail()
 
     def step(params: dict[str, Tensor], batch: dict[str, Tensor]) -> Any:
         used = {n: boundary(p.to(setting.used_dtype(n)), "parameter", n) for n, p in params.items()}
-        return _forward(setting, setting.evaluated, trail, used, batch)
+        return _forward(setting, task, trail, used, batch)
 
     params = parameters_of(setting)
     with torch.no_grad(), evaluating(setting.model):

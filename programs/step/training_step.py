@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from tpshard.models import counts
+from tpshard.models.objectives.tasks import TokenLosses
 from tpshard.parallelism.mesh import Axis
 from tpshard.parallelism.pipeline.schedules import Table
 from tpshard.parallelism.pipeline.stages import Stage, cut
@@ -49,6 +50,8 @@ class TrainingPrograms:
     """Layers of each stage, if there are any."""
     cuts: tuple[Stage, ...] = ()
     """The stages that `micro` was cut into."""
+    scoring: bool = False
+    """Whether the `loss` of an evaluation is that of each token [batch, seq] in float64, in place of the sum."""
 
     # ---- stages ----------------------------------------------------------------------------------------------------
     @property
@@ -69,7 +72,9 @@ class TrainingPrograms:
     @cached_property
     def evaluation(self) -> tuple[Stage, ...]:
         """The stages of an evaluation, (parameters, batch) -> (`loss`, `count`), built on first use."""
-        whole = evaluate_program(self.setting, self.storage)
+        setting = self.setting
+        task = TokenLosses(setting.seq_len) if self.scoring else setting.evaluated
+        whole = evaluate_program(setting, self.storage, task)
         if self.axis is None:
             return (Stage(0, (), apply(self.setting, whole), ()),)
         return tuple(finish(self.setting, stage) for stage in cut(whole, self.axis, self.layers))

@@ -116,7 +116,7 @@ def test_what_is_stored_is_not_overridden(key: str, trained: Path, capsys: pytes
 def test_a_run_without_checkpoints_is_refused_before_workers_start(tmp_path: Path) -> None:
     recipe = loads(RECIPE, [f"run.dir={tmp_path}/none"])
     with pytest.raises(Mistakes) as caught:
-        command._stored(str(tmp_path), recipe)
+        command.stored_place(str(tmp_path), recipe)
     assert caught.value.exit == Exit.CHECKPOINT
 
 

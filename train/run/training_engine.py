@@ -220,18 +220,31 @@ class TrainingEngine:
 
     def evaluate(self, batch: StepBatch) -> tuple[float, int]:
         """(summed loss in nats, number of targets) of one micro-batch, over all data ranks."""
+        scalars = self._evaluated(batch)
+        if self.share is not None:
+            program = self.share.program
+            scalars = {port.key: self._zeros(port) for port in program.inputs} | scalars
+            scalars = program.results(self.share(*program.arguments(scalars)))
+        return float(scalars[LOSS]), int(scalars[COUNT])
+
+    def token_losses(self, batch: StepBatch) -> Shard | None:
+        """This rank's block of each token's loss [all data ranks' rows, seq] in one micro-batch, 0 without a target, by
+        programs that are `scoring`; None on stages before the last one, and where the block is empty."""
+        losses = self._evaluated(batch).get(LOSS)
+        if losses is None:
+            return None
+        port = next(port for port in self.programs.evaluation[-1].forward.outputs if port.key == LOSS)
+        return dict(self.named_shards("", port, losses)).get(port.name)
+
+    def _evaluated(self, batch: StepBatch) -> dict[PortKey, Tensor]:
+        """The results of an evaluation of one micro-batch; none on stages before the last one."""
         row = [StageTask("F", stage, 0) for stage in self.programs.table.stages_of(self.place)]
         walk: Walk[Tensor] = Walk(self.programs.evaluation, self._call, self, {}, self.state)
         walk.batches.append(self._local(batch, 0, 0))
         for i in range(len(row)):
             self._do(walk, row, i)
         self._finish_sends()
-        scalars = {("scalar", name): value for name, value in walk.scalars.get(0, {}).items()}
-        if self.share is not None:
-            program = self.share.program
-            scalars = {port.key: self._zeros(port) for port in program.inputs} | scalars
-            scalars = program.results(self.share(*program.arguments(scalars)))
-        return float(scalars[LOSS]), int(scalars[COUNT])
+        return {("scalar", name): value for name, value in walk.scalars.get(0, {}).items()}
 
     # ---- the programs of a step ------------------------------------------------------------------------------
     def _run(self, role: str, values: Mapping[PortKey, Tensor]) -> dict[PortKey, Tensor]:
