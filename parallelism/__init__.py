@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         psum,
         reduce_scatter,
     )
-    from tpshard.parallelism.partitioning.partitioner import ShardingWarning, partition
+    from tpshard.parallelism.partitioning.partition import ShardingWarning, partition
     from tpshard.parallelism.program import Program
 
 __all__ = [
@@ -28,8 +28,8 @@ __all__ = [
 ]  # fmt: skip
 
 _HOMES = {
-    "Mesh": "mesh", "Program": "program", "mesh_split": "annotate", "partition": "partitioning.partitioner",
-    "ShardingWarning": "partitioning.partitioner", "propagation_barrier": "annotate", "sharding_group": "annotate",
+    "Mesh": "mesh", "Program": "program", "mesh_split": "annotate", "partition": "partitioning.partition",
+    "ShardingWarning": "partitioning.partition", "propagation_barrier": "annotate", "sharding_group": "annotate",
 }  # fmt: skip
 _HOMES |= dict.fromkeys(set(__all__) - set(_HOMES), "partitioning.manual_regions")
 

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from tpshard.kernels.dtypes import dtype_name
 from tpshard.parallelism import words
+from tpshard.parallelism.control_flow import CONTROL_FLOW
 from tpshard.parallelism.graph import ANYWHERE, Place, Role
 from tpshard.parallelism.mesh import Axes, Axis, Mesh, size_of
 from tpshard.parallelism.sharding import Layout, local_shape
@@ -116,6 +117,20 @@ class Info:
 def info(node: fx.Node) -> Info:
     """The metadata of a node that has some; `flow.info_of` accepts all nodes."""
     return node.meta[INFO]
+
+
+def programs_in(node: fx.Node) -> list[Any]:
+    """The programs that are bodies of a node's control flow; none of other nodes."""
+    if node.target not in CONTROL_FLOW:
+        return []
+    return [arg for arg in node.args if not isinstance(arg, (int, fx.Node))]
+
+
+def operand_shapes(node: fx.Node) -> list[tuple[int, ...]]:
+    """The shapes of the operands of control flow, on one device; none of other nodes."""
+    if node.target not in CONTROL_FLOW:
+        return []
+    return [shape_of(arg) for arg in node.args if isinstance(arg, fx.Node)]
 
 
 def shape_of(node: Any) -> tuple[int, ...]:

@@ -30,6 +30,7 @@ from tpshard.parallelism.node_info import (
     make_collective,
     offset,
     parse_group,
+    programs_in,
 )
 from tpshard.parallelism.sharding import Layout
 from tpshard.parallelism.why import Explanation, ReasonLookup, explanation
@@ -135,7 +136,15 @@ class Program:
 
     @property
     def collectives(self) -> Collectives:
-        return Collectives(comm for _, comm in self.issues())
+        """Its collectives in issue order; those of a body of control flow once, however often it runs."""
+        return Collectives(self._every_collective())
+
+    def _every_collective(self) -> Iterator[Collective]:
+        for node in self.graph.nodes:
+            for body in programs_in(node):
+                yield from body.collectives
+            if (comm := node.meta[INFO].comm if INFO in node.meta else None) is not None:
+                yield comm
 
     @property
     def shardings(self) -> Shardings | None:
@@ -280,6 +289,8 @@ def _node_json(node: fx.Node) -> dict[str, Any]:
             return [plain(a) for a in arg]
         if isinstance(arg, dict):
             return {k: plain(v) for k, v in arg.items()}
+        if isinstance(arg, Program):
+            return arg.to_json()
         return arg if isinstance(arg, (int, float, bool, str, type(None))) else str(arg)
 
     target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))

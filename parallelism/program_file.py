@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import fx
 from tpshard.kernels.dtypes import dtype_name
+from tpshard.parallelism.control_flow import cond, scan, while_loop
 from tpshard.parallelism.graph import Layer, Place
 from tpshard.parallelism.mesh import Axis, Mesh
 from tpshard.parallelism.node_info import INFO, Collective, Held, Info, Port, Spec, offset
@@ -43,9 +44,12 @@ CLASSES = (
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "getitem": operator.getitem, "offset": offset, "transfers": transfers, "valid": valid, "pick": pick,
-    "is_first": is_first, "send": send, "recv": recv,
+    "is_first": is_first, "send": send, "recv": recv, "cond": cond, "scan": scan, "while_loop": while_loop,
 }  # fmt: skip
 """The functions that a node may call, by their name in a file."""
+
+BODIES = {cond: (2, 0), scan: (1, 3), while_loop: (2, 1)}
+"""How many bodies, and then numbers, are the first arguments of control flow."""
 
 OPS = ("aten", "prims", "_c10d_functional", "tpshard")
 """Namespaces of operations."""
@@ -116,6 +120,17 @@ def _check_argument(value: Any, graph: fx.Graph) -> Any:
     for item in items:
         _check_argument(item, graph)
     return value
+
+
+def _check_arguments(called: Any, args: tuple[Any, ...], graph: fx.Graph) -> tuple[Any, ...]:
+    """The arguments of a node: those of control flow begin with programs and numbers, then come nodes."""
+    programs, numbers = BODIES.get(called, (0, 0)) if callable(called) else (0, 0)
+    first, rest = args[:programs], args[programs:]
+    kinds = [type(arg) for arg in args[: programs + numbers]]
+    if programs and kinds != [Program] * programs + [int] * numbers:
+        raise ValueError(f"{called.__name__} has other bodies")
+    _check_argument(rest, graph)
+    return (*first, *rest)
 
 
 class _Writer:
@@ -273,14 +288,14 @@ class _Reader:
         records: Any, why: Any,
     ) -> Program:  # fmt: skip
         graph = fx.Graph()
-        self.nodes = {}
+        outer, self.nodes = self.nodes, {}
         tensors = self.decode(constants)
         for name, op, target, args, info, kwargs in nodes:
             if _check_name(name) in self.nodes:
                 raise ValueError(f"two values named {name}")
             keywords = {} if kwargs is None else self.decode(kwargs)
             called = self._target(op, target, tensors)
-            arguments = _check_argument(tuple(self.decode(args)), graph)
+            arguments = _check_arguments(called, tuple(self.decode(args)), graph)
             for keyword_name, value in keywords.items():
                 _check_name(keyword_name, keyword.kwlist)
                 _check_argument(value, graph)
@@ -295,6 +310,7 @@ class _Reader:
             reasons=None if why is None else lambda name: self.decode(why)[name],
         )  # fmt: skip
         _check_ends(program)
+        self.nodes = outer
         return program
 
     def _target(self, op: str, target: Any, constants: dict[str, torch.Tensor]) -> Any:

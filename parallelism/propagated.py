@@ -43,7 +43,9 @@ class Shardings:
 
     def copy(self) -> Shardings:
         """The same shardings of a copy of the graph."""
-        graph, values, ops = self.graph.copy()
+        graph, copies, own = self.graph.copy()
+        ops = {op: op for op in self.rules} | own  # bodies of control flow are shared: nothing rewrites them
+        values = {value: value for value in self.of} | copies
 
         def moved(cause: Cause) -> Cause:
             return cause if cause.source is None else replace(cause, source=values[cause.source])

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
+from tpshard.parallelism.control_flow import CONTROL_FLOW, Ranks, Run, numbers
 from tpshard.parallelism.draws import SEED, mix_seeds, step_seed
 from tpshard.parallelism.mesh import Axis, Mesh
-from tpshard.parallelism.node_info import Port, offset, parse_group
+from tpshard.parallelism.node_info import Port, offset, parse_group, programs_in
 from tpshard.parallelism.resharding.lower import pick, transfers, valid
 from tpshard.parallelism.sharding import Layout, local_size
 
@@ -85,6 +86,8 @@ def run_lockstep(
             return [[env[o][i] for o in flat] for i in range(len(ranks))]
         elif node.target in RANKED:
             env[node] = [evaluate(node.target, node.args, mesh, rank) for rank in ranks]
+        elif node.target in CONTROL_FLOW:
+            env[node] = _run_bodies(node, env, observe, ranks)
         else:
             env[node] = _run(node, env, mesh, groups, ranks)
             if observe is not None and node.target in ISSUING:
@@ -92,6 +95,20 @@ def run_lockstep(
         for dead in last.get(node, ()):
             env.pop(dead, None)
     raise AssertionError("a program ends in an output")
+
+
+def _run_bodies(
+    node: fx.Node, env: dict[fx.Node, list[Any]], observe: Callable[[fx.Node, list[Any], list[Any]], None] | None,
+    ranks: Sequence[int],
+) -> Ranks:  # fmt: skip
+    """Runs control flow, each node of its bodies on all devices."""
+
+    def lockstep(body: Any) -> Run:
+        return lambda arguments: run_lockstep(body, arguments, observe, ranks)
+
+    operands = [env[arg] for arg in node.args if isinstance(arg, fx.Node)]
+    arguments = [[values[i] for values in operands] for i in range(len(ranks))]
+    return node.target(list(map(lockstep, programs_in(node))), numbers(node.args), arguments)  # type: ignore[operator]
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

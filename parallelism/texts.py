@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from difflib import SequenceMatcher
 from functools import partial
 from itertools import chain
@@ -18,9 +19,10 @@ import torch
 from torch import fx
 from tpshard.kernels.dtypes import dtype_name
 from tpshard.parallelism import words
+from tpshard.parallelism.control_flow import CONTROL_FLOW, runs_text
 from tpshard.parallelism.depth import REPEATED, Depth
 from tpshard.parallelism.graph import Graph, Op, Value, map_refs
-from tpshard.parallelism.node_info import INFO, Collective, Info, Port
+from tpshard.parallelism.node_info import INFO, Collective, Info, Port, operand_shapes
 from tpshard.parallelism.sharding import Layout, show_axis
 
 if TYPE_CHECKING:
@@ -173,7 +175,10 @@ def _graph_lines(graph: Graph, shown: Shown, of: Of | None, depth: Depth | None)
     """The lines of a graph; of the layers for which one stands, the first that `of` selects."""
     held = [*graph.inputs, *(value for value, _ in graph.constants.values())]
     lines = [_selected(of, (_input_line(value, shown, name) for name in _namings(depth, value.name))) for value in held]
-    lines += [_selected(of, (_op_line(op, shown, name) for name in _namings(depth, op.name))) for op in graph.ops]
+    for op in graph.ops:
+        op, inner = _bare(op, shown, depth)
+        line = _selected(of, (_op_line(op, shown, name) for name in _namings(depth, op.name)))
+        lines += [line, *(each._replace(phase=op.phase, about=(*line.about, *each.about)) for each in inner)]
     if of is None:
         results = (out.name if isinstance(out, Value) else repr(out) for out in graph.outputs)
         lines.append(TextLine("", (), (), {}, f"return {', '.join(results)}"))
@@ -183,6 +188,13 @@ def _graph_lines(graph: Graph, shown: Shown, of: Of | None, depth: Depth | None)
         return match[1] + groups.setdefault(match[2], str(len(groups)))
 
     return [line._replace(text=re.sub(r"(tpshard\.grouped\(\S+, )(\d+)", renumber, line.text)) for line in lines]
+
+
+def _bare(op: Op, shown: Shown, depth: Depth | None) -> tuple[Op, list[TextLine]]:
+    """An operation without its bodies, if it is control flow, and their lines."""
+    shapes = [value.shape for value in op.operands]
+    args, lines = _without_bodies(op.target, op.args, shapes, lambda graph: _graph_lines(graph, shown, None, depth))
+    return (replace(op, args=args) if lines else op), lines
 
 
 def _namings(depth: Depth | None, name: str) -> Iterator[words.Name]:
@@ -208,7 +220,7 @@ def _input_line(value: Value, shown: Shown, name: words.Name) -> TextLine:
 
 def _op_line(op: Op, shown: Shown, name: words.Name) -> TextLine:
     operands = [_Named(name(value.name)) for value in op.operands]
-    args = map_refs([name(a) if isinstance(a, str) else a for a in op.args], lambda ref: operands[ref.index])
+    args = map_refs([name(a) if type(a) is str else a for a in op.args], lambda ref: operands[ref.index])
     kwargs = {key: map_refs(arg, lambda ref: operands[ref.index]) for key, arg in op.kwargs.items()}
     results = tuple(name(value.name) for value in op.results)
     left = ", ".join(f"{result}{shown.type(value)}" for result, value in zip(results, op.results))
@@ -225,14 +237,27 @@ def _commented(text: str, why: str) -> str:
 
 
 # ---- programs --------------------------------------------------------------------------------------------------------
+def _without_bodies(
+    target: Any, args: Sequence[Any], shapes: Sequence[Sequence[int]], lines_of: Callable[[Any], Iterable[TextLine]]
+) -> tuple[tuple[Any, ...], list[TextLine]]:
+    """The arguments of control flow with names for its bodies, and the lines of these; else the arguments alone."""
+    names, lines = CONTROL_FLOW.get(target, ()), list[TextLine]()
+    for name, body in zip(names, args):
+        runs = f", {runs_text(target, args, shapes)}" if name == names[-1] else ""
+        lines.append(TextLine("", (), (), {}, f"  {name}{runs}:"))
+        lines += [line._replace(text=f"    {line.text}", reads={}) for line in lines_of(body)]
+    return (*map(_Named, names), *args[len(names) :]), lines
+
+
 def _program_lines(program: Program) -> Iterator[TextLine]:
     names = dict(_names(program))
     inputs = iter(program.inputs)
     taken = {out: program.inputs[source].name for out, source in program.donated.items()}
     for node in program.graph.nodes:
         info: Info = node.meta.get(INFO, Info(()))
+        args, inner = _without_bodies(node.target, node.args, operand_shapes(node), _program_lines)
         named = (
-            fx.map_arg(node.args, lambda n: _Named(names[n])),
+            fx.map_arg(args, lambda n: _Named(names[n])),
             fx.map_arg(dict(node.kwargs), lambda n: _Named(names[n])),
         )
         reads = {names[n]: f"{names[n]}{_types(n)}" for n in node.all_input_nodes}
@@ -253,6 +278,7 @@ def _program_lines(program: Program) -> Iterator[TextLine]:
             why = "" if info.comm is None else f"{info.comm.bytes:,} bytes over {words.axes_text(info.comm.axes)}"
             reason = f": {info.comm.reason}" if info.comm is not None and info.comm.why else ""
             yield TextLine(info.phase, about, (names[node],), reads, _commented(text, why + reason))
+            yield from (line._replace(phase=info.phase, about=(*about, *line.about)) for line in inner)
 
 
 def _types(node: fx.Node) -> str:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
+from tpshard.parallelism.control_flow import numbers
 from tpshard.parallelism.factors import WHOLE
 from tpshard.parallelism.graph import Op, Value, map_refs
 from tpshard.parallelism.mesh import Axes, size_of
@@ -154,6 +155,13 @@ class LocalPart:
         returns = getattr(getattr(self.op.target, "_schema", None), "returns", (None,))
         if len(specs) == 1 and len(returns) == 1 and "List" not in str(returns[0].type if returns[0] else ""):
             return node
+        return self._parts(node, specs)
+
+    def with_bodies(self, programs: Sequence[Any], flops: int, whole: int) -> list[Any]:
+        """The same operation of control flow, on the local operands and with these bodies."""
+        specs = [Spec(self.shape(i), r.dtype) for i, r in enumerate(self.op.results)]
+        args = (*programs, *numbers(self.op.args), *self.inputs)
+        node = self.emitter.call(self.op.target, args, specs, flops=flops, global_flops=whole, saved=True)
         return self._parts(node, specs)
 
     def several(self, target: Any, *args: Any, work: float | None = None, **kwargs: Any) -> list[Any]:

@@ -6,17 +6,17 @@ it, once per value and layout. A partial sum may stay unreduced until a later op
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import fx
-from tpshard.parallelism.anchors import is_anchor, is_boundary, is_grouped, output, split_annotations
+from tpshard.parallelism.anchors import is_anchor, is_boundary, output
+from tpshard.parallelism.control_flow import CONTROL_FLOW, bodies, rounds
 from tpshard.parallelism.factors import Cut
 from tpshard.parallelism.graph import Graph, Op, Place, Ref, Value
-from tpshard.parallelism.mesh import Axes, Mesh, difference, require_mesh, size_of, union, without
+from tpshard.parallelism.mesh import Axes, difference, size_of, union, without
 from tpshard.parallelism.partitioning.choose import (
     Choice,
     choice_for,
@@ -26,6 +26,7 @@ from tpshard.parallelism.partitioning.choose import (
     past_padding,
     with_grains,
 )
+from tpshard.parallelism.partitioning.crossing import border_layouts, crossing_choice, work_of
 from tpshard.parallelism.partitioning.detours import detours
 from tpshard.parallelism.partitioning.local import LocalPart
 from tpshard.parallelism.partitioning.partial_sums import carried_sums
@@ -33,77 +34,12 @@ from tpshard.parallelism.partitioning.reasons import PropagatedReasons, Reasons
 from tpshard.parallelism.partitioning.repeated import Work
 from tpshard.parallelism.partitioning.shard_padding import ShardPadding
 from tpshard.parallelism.program import INFO, Info, Port, Program, Spec, ValueRecord
-from tpshard.parallelism.propagated import Annotation, Shardings
-from tpshard.parallelism.propagation.propagate import propagate
+from tpshard.parallelism.propagated import Shardings
 from tpshard.parallelism.resharding.lower import Emitter
 from tpshard.parallelism.resharding.reshard import LATENCY_BYTES, cost, redistribution
 from tpshard.parallelism.rules.table import entry_of
-from tpshard.parallelism.sharding import Layout, Sharding, even, local_shape, replicated
+from tpshard.parallelism.sharding import Layout, even, local_shape, replicated
 from tpshard.parallelism.tracing import joined_slices
-from tpshard.parallelism.tracing.capture import capture
-from tpshard.parallelism.why import SourcePlace
-from tpshard.parallelism.words import unasked_reshards
-
-
-class ShardingWarning(UserWarning):
-    """What a partitioned program does beyond what its annotations ask for."""
-
-
-def partition(
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    mesh: Mesh,
-    in_shardings: Sequence[Any] | None = None,
-    out_shardings: Sequence[Any] | None = None,
-    names: Sequence[str] | None = None,
-    latency: int = 0,
-) -> Program:
-    """Partitions any traceable function of tensors (real or meta) into the program of one device.
-
-    in_shardings and out_shardings have an entry per tensor, in the order of the flattened arguments or results: None
-    (free), or a tuple (closed) with None, an axis or a tuple of axes per dim; omitted trailing dims are replicated. No
-    result is left partial. latency: the cost of starting a collective, in bytes that could be sent meanwhile; 0 counts
-    only bytes, and a larger value gathers small tensors rather than sending them in several steps. If the function
-    draws random numbers, the program's last input is a `seed` (see `Program.local`), and every mesh draws the same
-    numbers. Reshards that no annotation asks for, and work that devices do twice, are `ShardingWarning`s. Raises
-    ValueError where a sharding does not fit its tensor or the mesh.
-    """
-    require_mesh(mesh)
-    program = partition_captured(capture(fn, args, names), mesh, in_shardings, out_shardings, latency=latency)
-    for sentence in dict.fromkeys([*program.warnings, unasked_reshards(program.collectives)]):
-        if sentence:
-            warnings.warn(sentence, ShardingWarning, stacklevel=2)
-    return program
-
-
-def partition_captured(
-    graph: Graph, mesh: Mesh, in_shardings: Sequence[Any] | None = None, out_shardings: Sequence[Any] | None = None,
-    latency: int = LATENCY_BYTES,
-) -> Program:  # fmt: skip
-    """Partitions a captured (and possibly rewritten) graph into the program of one device; see `partition`."""
-    graph, _, _ = graph.copy()
-    mark_outputs(graph)
-    annotations: dict[Value, Annotation] = dict(split_annotations(graph, mesh))
-    arguments = [v for v in graph.inputs if v is not graph.seed]
-    results = [o for o in graph.outputs if isinstance(o, Value)]
-    for side, values, shardings in (("in", arguments, in_shardings), ("out", results, out_shardings)):
-        if shardings is None:
-            continue
-        if len(shardings) != len(values):
-            raise ValueError(f"{side}_shardings has {len(shardings)} entries for {len(values)} tensors")
-        for i, (value, dims) in enumerate(zip(values, shardings)):
-            if dims is None:
-                continue
-            try:
-                sharding = Sharding.of(mesh, dims, value.rank)
-            except ValueError as error:
-                raise ValueError(f"{side}_shardings[{i}] of `{value.name}` {list(value.shape)}: {error}") from error
-            annotations[value] = Annotation(sharding, (SourcePlace(f"{side}_shardings[{i}] = {dims!r}"),))
-    groups: dict[int, list[Value]] = {}
-    for op in graph.ops:
-        if is_grouped(op):
-            groups.setdefault(op.args[1], []).append(op.results[0])
-    return partition_graph(propagate(graph, mesh, annotations, list(groups.values())), latency)
 
 
 def mark_outputs(graph: Graph, names: Mapping[int, str] | None = None) -> None:
@@ -140,8 +76,12 @@ def partition_graph(shardings: Shardings, latency: int = LATENCY_BYTES, apart: S
 class _Partitioner:
     """Chooses the sharding of every op, then emits the program op by op."""
 
-    def __init__(self, shardings: Shardings, latency: int, apart: Sequence[str]):
-        self.latency, self.apart = latency, apart
+    def __init__(
+        self, shardings: Shardings, latency: int, apart: Sequence[str], outer: Op | None = None,
+        border: Mapping[Value, Layout] | None = None,
+    ):  # fmt: skip
+        """outer, border: of a body of control flow, the operation, and the layouts of its inputs and results."""
+        self.latency, self.apart, self.outer = latency, apart, outer
         self.s, self.graph, self.mesh = shardings, shardings.graph, shardings.mesh
         self.emitter = Emitter(self.mesh)
         self.copies: dict[Value, dict[Layout, fx.Node]] = {}
@@ -165,7 +105,11 @@ class _Partitioner:
         outputs = [op for op in self.graph.ops if op.target is output]
         self.summed_gradients = {op.operands[0] for op in outputs if op.results[0].role == "gradient"}
         """Gradient results: their padding is set to 0, since later programs sum their squares, padding included."""
-        self.propagated = {v: Layout(s.dims) for v, s in shardings.of.items()}
+        self.propagated = {v: Layout(s.dims) for v, s in shardings.of.items()} | dict(border or {})
+        self.records: dict[str, ValueRecord] = {}
+        """Those of values in bodies."""
+        self.flops: Counter[str] = Counter()
+        """The FLOPs of a device by the operation of the global graph."""
 
     # ---- deciding: factor shardings of ops, and which sums stay partial ---------------------------------------
     def decide(self) -> None:
@@ -202,7 +146,11 @@ class _Partitioner:
             fetched = [() if first else self.fetched.get(v, ()) for v in op.operands]
             targets = [self.propagated[r] for r in op.results]
             sharers = [] if first else [self.sharers.get(v, {}) for v in op.operands]
-            rule, choice = choose(op, self.s.rules[op], homes, targets, fixed, fetched, sharers, self.latency)
+            if op.target in CONTROL_FLOW:
+                rule = self.s.rules[op]
+                choice = crossing_choice(op, rule, self.propagated)
+            else:
+                rule, choice = choose(op, self.s.rules[op], homes, targets, fixed, fetched, sharers, self.latency)
             self.rules[op] = rule
             for value, dims in zip(op.operands, rule.operands) if first else ():
                 needed_layout = layout_of(rule, dims, choice, False)
@@ -247,7 +195,7 @@ class _Partitioner:
         for value in self.graph.inputs:
             layout = self.home[value].as_sum(self.s.of[value].unreduced)
             node = self.emitter.input(value.name, local_shape(value.shape, layout), value.dtype)
-            self.padding.zeros[node] = frozenset(range(value.rank))
+            self.padding.zeros[node] = frozenset(range(value.rank)) if self.outer is None else frozenset()
             self.copies[value] = {layout: node}
             self.home[value] = layout
         for name, (value, _) in self.graph.constants.items():
@@ -282,7 +230,7 @@ class _Partitioner:
             inputs.append(self.padding.fill(self.get(value, needed_layout, op), op, rule, choice, i, needed_layout))
         self._at(op, op.results[0])
         local = LocalPart(self.emitter, op, rule, choice, inputs)
-        nodes = self._emit_local(local)
+        nodes = self._emit_bodies(local) if op.target in CONTROL_FLOW else self._emit_local(local)
         if not rule.has_rule and size_of(a for v in op.operands for a in self.home[v].axes) > 1:
             self.warnings.append(f"`{op.name}` ({op.target}) has no rule: its operands are gathered whole")
         for i, (result, dims, node) in enumerate(zip(op.results, rule.results, nodes)):
@@ -356,23 +304,40 @@ class _Partitioner:
         self.padding.note_result(view, op, rule, [node], 0, layout)
         return view
 
+    def _emit_bodies(self, local: LocalPart) -> list[fx.Node]:
+        """Emits an operation of control flow, whose bodies are programs of their own."""
+        op, border = local.op, border_layouts(local.op, local.rule, local.choice)
+        programs, times = [], rounds(op.target, op.args, [v.shape for v in op.operands])
+        for graph in bodies(op.args, Graph):
+            part = _Partitioner(replace(self.s, graph=graph), self.latency, self.apart, op, border)
+            programs.append(part.run())
+            self.warnings += part.warnings
+            self.rules.update(part.rules)
+            self.choices.update(part.choices)
+            self.flops.update({name: times * flops for name, flops in part.flops.items()})
+            self.records |= part.records | {v.name: part._record(v) for v in graph.values()}
+        return local.with_bodies(programs, *work_of(op, programs))
+
     def _emit_local(self, local: LocalPart) -> list[fx.Node]:
         nodes = local.rule.local(local) if local.rule.local is not None else local.same()
         return nodes if isinstance(nodes, list) else [nodes]
 
     def finish(self) -> Program:
         outputs = self.graph.outputs
+        if self.outer is not None:
+            for out in outputs:
+                self.get(out, self.propagated[out], self.outer)
+                self.home[out] = self.propagated[out]
         node = self.emitter.graph.output(
             tuple(self.copies[out][self.home[out]] if isinstance(out, Value) else out for out in outputs)
         )
         node.meta[INFO] = Info(())
         _drop_dead(self.emitter.graph)
-        flops: Counter[str] = Counter()
-        for info in (node.meta[INFO] for node in self.emitter.graph.nodes):
-            flops[info.origin] += info.flops
-        work = Work(self.graph, self.mesh, self.rules, self.choices, +flops, self.apart)
-        self.warnings += work.warnings()
-        records = {v.name: self._record(v) for v in self.graph.values()}
+        for node in self.emitter.graph.nodes:
+            self.flops[node.meta[INFO].origin] += node.meta[INFO].flops if node.target not in CONTROL_FLOW else 0
+        work = Work(self.graph, self.mesh, self.rules, self.choices, +self.flops, self.apart)
+        self.warnings += work.warnings() if self.outer is None else []
+        records = {v.name: self._record(v) for v in self.graph.values()} | self.records
         return Program(
             self.mesh, self.emitter.graph, tuple(self._port(v) for v in self.graph.inputs),
             tuple(self._port(out) for out in outputs if isinstance(out, Value)), records,

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tpshard.parallelism.control_flow import every_graph
 from tpshard.parallelism.depth import Depth
 from tpshard.parallelism.graph import Graph, Op
 from tpshard.parallelism.mesh import Axes, Axis, Mesh, difference, size_of
@@ -51,7 +52,7 @@ class Work:
         times = {name: depth.count(name) if depth is not None else 1 for name in self.flops}
         total = sum(flops * times[name] for name, flops in self.flops.items())
         kinds: dict[tuple[str, ...], Repeated] = {}
-        for op in self.graph.ops:
+        for op in (op for graph in every_graph(self.graph) for op in graph.ops):
             if op.name not in self.flops or op not in self.choices or op.phase == "update":
                 continue
             rule, choice = self.rules[op], self.choices[op]

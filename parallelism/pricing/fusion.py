@@ -12,6 +12,7 @@ from typing import Literal
 
 from torch import fx
 from tpshard.kernels.dtypes import dtype_name
+from tpshard.parallelism.control_flow import CONTROL_FLOW
 from tpshard.parallelism.pricing.cost import Device, operation
 from tpshard.parallelism.pricing.flow import Flow, info_of
 from tpshard.parallelism.program import Info, Program
@@ -65,6 +66,13 @@ def is_compiled(compiled: Compiled, info: Info) -> bool:
     return (compiled == "layers") == (info.place.layer is not None)
 
 
+def compiled_as(program: Program, compiled: Compiled) -> Compiled:
+    """The part of a program that is compiled where `compiled` is asked for: nothing of one with control flow, whose
+    bodies are interpreted, unless layers are compiled by themselves."""
+    within = compiled == "all" and any(node.target in CONTROL_FLOW for node in program.graph.nodes)
+    return "none" if within else compiled
+
+
 @dataclass(frozen=True)
 class CacheReads:
     """The blocks of a server's cache that a step reads: per layer, and the mean number to which a row attends."""
@@ -83,6 +91,7 @@ NONE = CacheReads()
 
 def kernels(program: Program, *, compiled: Compiled, cached: CacheReads = NONE) -> list[Kernel]:
     """The kernel of every node of the program, in issue order."""
+    compiled = compiled_as(program, compiled)
     return program.cached(("kernels", compiled, cached), lambda: _kernels(Flow.of(program), compiled, cached))
 
 
@@ -98,7 +107,7 @@ def _kernels(flow: Flow, compiled: Compiled, cached: CacheReads) -> list[Kernel]
     for node in flow.nodes:
         work, info = works[node], flow.info[node]
         dtype = _dtype(flow, node)
-        if info.comm is not None and node.op == "call_function":
+        if (info.comm is not None and node.op == "call_function") or node.target in CONTROL_FLOW:
             out.append(Kernel(node, "free", 0, 0, info.bytes, dtype, False))
             continue
         if work == "free":
@@ -251,7 +260,7 @@ def _groups(flow: Flow, works: dict[fx.Node, Work], seen_by: dict[fx.Node, bool]
         sources = flow.sources[node]
         level = max([beyond[source] for source in sources], default=0)
         depth[node] = level
-        beyond[node] = level + (works[node] in barriers or infos[node].comm is not None)
+        beyond[node] = level + (works[node] in barriers or infos[node].comm is not None or node.target in CONTROL_FLOW)
         if works[node] != "stream" or not seen_by[node]:
             continue
         parent[node] = node

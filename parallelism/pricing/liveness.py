@@ -12,9 +12,10 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from torch import fx
+from tpshard.parallelism.node_info import programs_in
 from tpshard.parallelism.pricing.cost import Device
 from tpshard.parallelism.pricing.flow import Flow
-from tpshard.parallelism.pricing.fusion import Kernel
+from tpshard.parallelism.pricing.fusion import Kernel, kernels
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.resharding.exchange import runs_as_exchange
 from tpshard.parallelism.rules.table import entry_of
@@ -63,7 +64,7 @@ class Memory:
 
 def liveness(
     program: Program,
-    kernels: Sequence[Kernel],
+    run: Sequence[Kernel],
     *,
     always: Mapping[str, int] | None = None,
     device: Device | None = None,
@@ -77,7 +78,7 @@ def liveness(
     """
     flow = Flow.of(program)
     nodes = flow.nodes
-    birth, death, size, category = _lives(program, kernels, flow)
+    birth, death, size, category = _lives(program, run, flow)
 
     change: dict[str, list[int]] = {name: [0] * (len(nodes) + 2) for name in CATEGORIES}
     for base, start in birth.items():
@@ -85,7 +86,7 @@ def liveness(
         end = death[base]
         change[kind][start] += size[base]
         if end < len(nodes):
-            over = kernels[end].compiled and kernels[end].work == "stream" and kernels[end].written == size[base]
+            over = run[end].compiled and run[end].work == "stream" and run[end].written == size[base]
             early = over and end > start
             change[kind][end if early else end + 1] -= size[base]
     for name, extra in (always or {}).items():
@@ -93,12 +94,16 @@ def liveness(
     for issue, wait, buffers in _exchanges(flow) if device is not None and device.exchanges else ():
         # The result is allocated by the local sum after the exchange, when the sent data, which is no smaller, is free.
         # Until the wait only the exchange's buffers count.
-        change["communication"][issue] += buffers - kernels[issue].written
-        change["communication"][wait + 1] -= buffers - kernels[issue].written
+        change["communication"][issue] += buffers - run[issue].written
+        change["communication"][wait + 1] -= buffers - run[issue].written
 
-    for i, taken in _scratch(flow, kernels) if device is not None and device.kind == "gpu" else ():
+    for i, taken in _scratch(flow, run) if device is not None and device.kind == "gpu" else ():
         change["temporary"][i] += taken
         change["temporary"][i + 1] -= taken
+
+    for i, inside in _inside_bodies(flow, device):
+        change["temporary"][i] += inside
+        change["temporary"][i + 1] -= inside
 
     by_category: dict[str, list[int]] = {}
     curve = [0] * len(nodes)
@@ -130,6 +135,15 @@ def _scratch(flow: Flow, kernels: Sequence[Kernel]) -> Iterator[tuple[int, int]]
     for i, kernel in enumerate(kernels):
         if kernel.work != "free" and (scratch := entry_of(kernel.node.target).scratch) is not None:
             yield i, scratch([flow.info[operand].specs[0].shape for operand in kernel.node.all_input_nodes])
+
+
+def _inside_bodies(flow: Flow, device: Device | None) -> Iterator[tuple[int, int]]:
+    """Yields the operations of control flow: index, and the most bytes that a body holds besides its inputs."""
+    for i, node in enumerate(flow.nodes):
+        if each := programs_in(node):
+            peaks = (liveness(body, kernels(body, compiled="none"), device=device).peak_bytes for body in each)
+            held = (sum(port.local_bytes for port in body.inputs) for body in each)
+            yield i, max(peak - own for peak, own in zip(peaks, held))
 
 
 def _exchanges(flow: Flow) -> Iterator[tuple[int, int, int]]:

@@ -14,6 +14,8 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from torch import fx
+from tpshard.parallelism.control_flow import CONTROL_FLOW, cond, rounds
+from tpshard.parallelism.node_info import operand_shapes, programs_in
 from tpshard.parallelism.pricing.cost import CommCost, Device, collective
 from tpshard.parallelism.pricing.flow import Flow, info_of
 from tpshard.parallelism.pricing.fusion import NONE, CacheReads, Compiled, Kernel, kernels, seconds
@@ -33,6 +35,8 @@ class LaneTask(NamedTuple):
     """The network level that it shares with other collectives."""
     of: int = -1
     """For a wait, the index of the task that issued the collective."""
+    within: tuple[float, float] = (0.0, 0.0)
+    """Of control flow, the seconds in which collectives of its bodies run, and in which computing waits for them."""
 
 
 class TimelineEvent(NamedTuple):
@@ -95,7 +99,10 @@ class _Lanes:
         for i, task in enumerate(self.tasks):
             if task.kind == "compute":
                 if task.seconds > 0:
-                    compute_s += task.seconds
+                    comm_s, waited_s = task.within
+                    compute_s += task.seconds - waited_s
+                    exposed_s += waited_s
+                    self.comm_s += comm_s
                     start = self.now
                     self._compute(task.seconds)
                     self.events.append(TimelineEvent(task.name, "compute", start, self.now, i))
@@ -176,6 +183,8 @@ class Priced:
     costs: dict[int, CommCost]
     """The cost of each collective, by the index of its issuing node."""
     slowdown: dict[str, float]
+    bodies: list[tuple[Priced, Timeline, int]] = field(default_factory=list)
+    """The bodies of its control flow that are counted, each with its timeline and how often it runs."""
 
     def run(self) -> Timeline:
         """The simulated timeline of the tasks."""
@@ -205,6 +214,7 @@ def price(
     index = {kernel.node: i for i, kernel in enumerate(parts)}
     tasks: list[LaneTask] = []
     costs: dict[int, CommCost] = {}
+    run: list[tuple[Priced, Timeline, int]] = []
     apart = 0.0  # seconds by which ranks have drifted apart since their last collective
     for i, kernel in enumerate(parts):
         node, comm = kernel.node, flow.info[kernel.node].comm
@@ -213,12 +223,31 @@ def price(
             apart = 0.0 if cost.wire != "none" else apart
             lane = axes_text(comm.axes)  # every process group has its own queue
             tasks.append(LaneTask(node.name, "issue", cost.seconds, lane, cost.level))
+        elif node.target in CONTROL_FLOW:
+            inside = [
+                price(body, device, devices_per_host, compiled="none", topology=topology) for body in programs_in(node)
+            ]
+            tasks.append(_of_bodies(node, inside, run))
         elif flow.name[node] == "wait_tensor":
             tasks.append(LaneTask(node.name, "wait", 0.0, of=_issuer(node, index)))
         else:
             tasks.append(LaneTask(node.name, "compute", seconds(kernel, device)))
             apart += device.cpu.spread * tasks[-1].seconds
-    return Priced(program, parts, tasks, costs, device.slowdown)
+    return Priced(program, parts, tasks, costs, device.slowdown, run)
+
+
+def _of_bodies(node: fx.Node, inside: list[Priced], run: list[tuple[Priced, Timeline, int]]) -> LaneTask:
+    """The task of control flow, which takes what its bodies do: of a condition the dearer. Adds these to `run`."""
+    times = rounds(node.target, node.args, operand_shapes(node))
+    timed = [(body, body.run(), times) for body in inside]
+    if node.target is cond:
+        timed = [max(timed, key=lambda one: one[1].seconds)]
+    for body, timeline, _ in timed:
+        run += [(body, timeline, times), *((inner, own, times * n) for inner, own, n in body.bodies)]
+    total_s, comm_s, exposed_s = (
+        times * sum(getattr(timeline, name) for _, timeline, _ in timed) for name in ("seconds", "comm_s", "exposed_s")
+    )
+    return LaneTask(node.name, "compute", total_s, within=(comm_s, exposed_s))
 
 
 def comm_cost(device: Device, topology: Topology, comm: Collective, apart: float = 0.0) -> CommCost:

@@ -12,11 +12,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from tpshard.parallelism.anchors import output
+from tpshard.parallelism.control_flow import every_graph
 from tpshard.parallelism.factors import unproject
 from tpshard.parallelism.graph import Graph, Op, Value
 from tpshard.parallelism.mesh import Axes, Axis, Mesh, difference, overlap, remainder, starts_with
 from tpshard.parallelism.propagated import Annotation, Cause, Shardings
 from tpshard.parallelism.propagation.propagation_step import Edge, EdgeChange, EdgeVisit, directions, tie
+from tpshard.parallelism.rules.control_flow_rule import parts_of
 from tpshard.parallelism.rules.rule import Rule
 from tpshard.parallelism.rules.table import entry_of, rule_for
 from tpshard.parallelism.sharding import Sharding
@@ -59,7 +61,9 @@ class _Propagation:
         self.shardings: dict[Sharding, Sharding] = {}
         self.state: dict[Value, Sharding] = {}
         """The current shardings. Equal ones are one object, so that visits can be cached by identity."""
-        for value in graph.values():
+        graphs = list(every_graph(graph))
+        ops = [op for each in graphs for op in each.ops]
+        for value in (value for each in graphs for value in each.values()):
             self._set(value, Sharding.unknown(value.rank))
         self.causes: dict[tuple[Value, int], list[tuple[Axis, Cause]]] = {}
         self.annotated = dict(annotations)
@@ -70,20 +74,22 @@ class _Propagation:
                     self.causes.setdefault((value, dim), []).append(
                         (axis, Cause(None, None, dim, annotation.written_at))
                     )
-        self.rules = dict(rules) if rules is not None else {op: rule_for(op) for op in graph.ops}
+        self.rules = dict(rules) if rules is not None else {}
+        self.rules |= {op: rule_for(op) for op in ops if op not in self.rules}
         self.edges: list[Edge] = []
         self.forms: dict[tuple[object, ...], int] = {}
         self.moves: dict[tuple[object, ...], EdgeChange | None] = {}
         """Cached results of visits; None for a visit without effect."""
         tied = dict(map(tie, ties))
-        for op, rule in [*((op, self.rules[op]) for op in graph.ops), *tied.items()]:
+        parts = [part for op in ops for part in parts_of(op, self.rules[op])]
+        for op, rule, tensors in [*parts, *((op, rule, op.results) for op, rule in tied.items())]:
             entry = entry_of(op.target)
             pointwise = rule.priority == 0 and entry.view is None
             single = all(len(v.users) <= 1 or not v.rank for v in op.operands)
             ways = directions(rule, single, entry.broadcasts)
             signature = (rule.operands, rule.results, rule.sizes, pointwise, ways)
             form = self.forms.setdefault(signature, len(self.forms))
-            edge = Edge(op, rule, [*op.operands, *op.results], form, pointwise, ways)
+            edge = Edge(op, rule, tensors, form, pointwise, ways)
             self.edges.append(edge)
         self.results = [edge for edge in self.edges if edge.op.target is output]
         self.ties: dict[Value, Edge] = {v: e for e in self.edges if e.op in tied for v in e.tensors}

@@ -11,6 +11,7 @@ from tpshard.parallelism.rules import (
     attention_rule,
     by_index,
     contraction,
+    control_flow_rule,
     creation,
     decomposed,
     drawn,
@@ -41,7 +42,7 @@ from tpshard.parallelism.rules.rule import Rule, whole
 THEMES = (
     contraction, elementwise, shape, pieces, reduction, selection, indexing, by_index, creation, drawn, attention_rule,
     paged, states, experts_rule, fp8_rule, reorder_rule, identities, windows, resizing, pooling, matrices, lookups,
-    optimizers, recurrence_rule, decomposed, kernel_costs,
+    optimizers, recurrence_rule, control_flow_rule, decomposed, kernel_costs,
 )  # fmt: skip
 OTHER = Entry(dense="all")
 """The entry of an op that is not in the table."""

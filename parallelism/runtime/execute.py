@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from tpshard.parallelism.pricing.fusion import Compiled
+from tpshard.parallelism.control_flow import numbers
+from tpshard.parallelism.node_info import programs_in
+from tpshard.parallelism.pricing.fusion import Compiled, compiled_as
 from tpshard.parallelism.program import Collective, Program, info
 from tpshard.parallelism.resharding.exchange import runs_as_exchange
 from tpshard.parallelism.rules.table import entry_of
@@ -54,7 +56,7 @@ class Executor:
         context.watchdog.describe = describe
         if exchange is None:
             exchange = context.device.type == "cpu"
-        whole = compiled == "all"
+        whole = compiled_as(program, compiled) == "all"
         self.module = localize(program, context.rank, context.device, None if whole else self.wait, exchange,
                                self.transfer if mail is not None and not whole else None)  # fmt: skip
         if compiled == "layers":
@@ -154,6 +156,11 @@ def localize(
         if node.op == "output":
             graph.output([o for o in fx.map_arg(node.args[0], lambda n: local[n]) if o is not None])
             continue
+        if inside := programs_in(node):
+            parts = [localize(body, rank, device, wait, exchange, transfer) for body in inside]
+            operands = tuple(local[arg] for arg in node.args if isinstance(arg, fx.Node))
+            local[node] = graph.call_function(_bind_bodies(node, parts), operands)
+            continue
         if node.op == "call_function" and node.target in (send, recv):
             value = local[node.args[0]]  # type: ignore[index]
             local[node] = value if transfer is None else graph.call_function(_bind(transfer, node), (value,))
@@ -241,6 +248,17 @@ def _bind(function: Callable[[Tensor, fx.Node], Tensor], node: fx.Node) -> Calla
 
     def bound(tensor: Tensor) -> Tensor:
         return function(tensor, node)
+
+    return bound
+
+
+def _bind_bodies(node: fx.Node, parts: Sequence[fx.GraphModule]) -> Callable[..., list[Tensor]]:
+    """Control flow as a function of its operands on this rank."""
+    flow: Any = node.target
+    runs = [lambda ranks, part=part: [list(part(*ranks[0]))] for part in parts]
+
+    def bound(*operands: Tensor) -> list[Tensor]:
+        return flow(runs, numbers(node.args), [list(operands)])[0]  # type: ignore[no-any-return]
 
     return bound
 

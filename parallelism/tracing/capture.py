@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from tpshard.parallelism.draws import SEED
 from tpshard.parallelism.graph import Graph, Layer, Place, mark
 from tpshard.parallelism.rules.strides import contiguous
+from tpshard.parallelism.tracing.bodies import ControlFlow
 from tpshard.parallelism.tracing.canonical import canonicalize
 from tpshard.parallelism.tracing.functional import functionalize
 from tpshard.parallelism.tracing.recorder import Recorder
@@ -143,7 +144,7 @@ def capture(
         full[i] = _fake(leaves[i], mode)
         recorder.input(name, full[i])
     try:
-        with mode, recorder, disable_autocast_cache(), Unchecked():
+        with mode, recorder, disable_autocast_cache(), Unchecked(), ControlFlow(recorder, mode):
             results, out_tree = pytree.tree_flatten(fn(*pytree.tree_unflatten(full, in_tree)))
     except DataDependentOutputException as error:
         raise ValueError(f"Python reads an element's value, which a static graph does not have: {error}") from error

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from tpshard.parallelism.control_flow import CONTROL_FLOW
 from tpshard.parallelism.graph import Graph, Op, Place, Ref, Value, map_refs
 from tpshard.parallelism.rules.strides import contiguous
 from tpshard.parallelism.tracing.recorder import Recorder
@@ -119,6 +120,13 @@ class _Replay:
             return
         if op.target is aten.lift_fresh_copy.default:  # a constant: once written to, it is another tensor
             self.env[op.results[0]] = torch._to_functional_tensor(self._plain(op.operands[0]))
+            return
+        if op.target in CONTROL_FLOW:
+            operands = [self.recorder.value(self._plain(value)) for value in op.operands]
+            with _wrapping(False):
+                plain = [self._stand_in(value) for value in op.results]
+            self.recorder.control_flow(op.target, op.args[: -len(operands)], operands, plain)
+            self.env.update(zip(op.results, map(torch._to_functional_tensor, plain)))
             return
         if op.target.namespace == "aten" or op.target.namespace == "prims":
             args, kwargs = self._arguments(op, lambda value: self.env[value])

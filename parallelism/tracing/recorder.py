@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch._decomp import decomposition_table, get_decompositions
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.graph import _Namespace
 from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_decomposed
+from tpshard.parallelism.control_flow import CONTROL_FLOW, bodies
 from tpshard.parallelism.draws import DRAW, RANDOM, SEED, strides_of
 from tpshard.parallelism.graph import Graph, Op, Place, Ref, Value
 from tpshard.parallelism.rules.table import OTHER, TABLE, entry_of
@@ -81,6 +82,8 @@ class Recorder(TorchDispatchMode):
         self.splitting: list[Any] = []
         """Ops whose decompositions are running."""
         self.shapes = Shapes()
+        self.body: Recorder | None = None
+        """The recorder of a body of control flow, while that is traced."""
         self.seed: Tensor | None = None
         """The seed input, after all others, if the function draws random numbers."""
         self.draws = 0
@@ -114,6 +117,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.body is not None:
+            return self.body.__torch_dispatch__(func, types, args, kwargs)
         if func is DRAW:
             return self._draw(*args)
         if not isinstance(func, torch._ops.OpOverload):
@@ -186,6 +191,22 @@ class Recorder(TorchDispatchMode):
                 self.value_of[id(one)] = (op.results[-1], one)
             else:
                 op.results.append(Value(label, (), torch.int64, op, i))
+        self.ops.append(op)
+
+    def control_flow(
+        self, target: Any, args: Sequence[Any], operands: Sequence[Value], results: Sequence[Tensor]
+    ) -> None:
+        """Records an operation that runs bodies (see `parallelism.control_flow`), with these results."""
+        place = self.place()
+        name = self._name(target.__name__, place)
+        for part, graph in zip(CONTROL_FLOW[target], bodies(args, Graph)):
+            for i, value in enumerate(graph.inputs):
+                value.name = f"{name}.{part}.input{i}"
+        args = (*args, *(Ref(i) for i in range(len(operands))))
+        op = Op(name, target, args, {}, list(operands), [], place)
+        for i, one in enumerate(results):
+            op.results.append(Value(f"{name}.{i}", tuple(one.shape), one.dtype, op, i))
+            self.value_of[id(one)] = (op.results[-1], one)
         self.ops.append(op)
 
     def _name(self, packet: str, place: Place) -> str:

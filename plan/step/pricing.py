@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from tpshard.parallelism.mesh import Mesh
@@ -43,11 +43,15 @@ class PricedPart:
     memory: Memory
 
     def collectives(self) -> Iterator[tuple[Info, Collective, CommCost, float]]:
-        """Yields its collectives in issue order: the node's `Info`, the collective, its cost and exposed seconds."""
+        """Yields its collectives in issue order, then those of bodies of control flow, as often as they run: the node's
+        `Info`, the collective, its cost and exposed seconds."""
         for i, cost in self.priced.costs.items():
             info = info_of(self.priced.kernels[i].node)
             assert info.comm is not None
             yield info, info.comm, cost, self.timeline.exposed.get(i, 0.0)
+        for body, timeline, times in self.priced.bodies:
+            inner = [*replace(self, priced=replace(body, bodies=[]), timeline=timeline).collectives()]
+            yield from inner * times
 
     @property
     def seconds(self) -> float:

@@ -31,7 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from tpshard.parallelism import Mesh
 from tpshard.parallelism.graph import Graph, Op, map_refs
-from tpshard.parallelism.partitioning.partitioner import mark_outputs, partition_captured
+from tpshard.parallelism.partitioning.partition import partition_captured
+from tpshard.parallelism.partitioning.partitioner import mark_outputs
 from tpshard.parallelism.rules import drawn, kernel_costs, table
 from tpshard.parallelism.rules.elementwise import pointwise
 from tpshard.parallelism.rules.rule import Kind, whole

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from tpshard.parallelism import Mesh, partition
 from tpshard.parallelism.annotate import role
 from tpshard.parallelism.graph import Layer, Place
-from tpshard.parallelism.partitioning.partitioner import mark_outputs, partition_captured, partition_graph
+from tpshard.parallelism.partitioning.partition import partition_captured
+from tpshard.parallelism.partitioning.partitioner import mark_outputs, partition_graph
 from tpshard.parallelism.program import info
 from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.propagation.propagate import propagate

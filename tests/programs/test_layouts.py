@@ -21,7 +21,7 @@ from tpshard.models.dims import param_dims
 from tpshard.models.families.config import ModelConfig
 from tpshard.models.family_model import FamilyModel
 from tpshard.parallelism.mesh import Mesh
-from tpshard.parallelism.partitioning.partitioner import partition_captured
+from tpshard.parallelism.partitioning.partition import partition_captured
 from tpshard.parallelism.simulate import join
 from tpshard.parallelism.tracing.capture import capture
 from tpshard.programs.server.act_order import (
