@@ -348,7 +348,8 @@ class _Partitioner:
 
     def _record(self, value: Value) -> ValueRecord:
         op = value.producer
-        label = value.name if op is None else op.args[2] if is_boundary(op) else value.label
+        own = value.name if self.outer is None else ""
+        label = own if op is None else op.args[2] if is_boundary(op) else value.label
         annotated = value in self.s.annotated and self.s.is_annotated(value)
         layout = self.home.get(value, self.propagated[value])
         return ValueRecord(value.name, value.shape, value.dtype, layout, annotated, value.role, label, value.dims)

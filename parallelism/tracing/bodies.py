@@ -225,8 +225,8 @@ class _Traced:
         self.results: list[Tensor] = flat
         if phase and any(x.requires_grad for x in self.recorder.captured):
             raise ValueError(
-                "a function of control flow passes a tensor from outside to an `autograd.Function`, so that its gradient "
-                "cannot be told from others: give it to the function as an operand, or as `tensor.clone()` inside"
+                "a function of control flow passes a tensor from outside to an `autograd.Function`, so that its "
+                "gradient cannot be told from others: make it an operand, or pass `tensor.clone()`"
             )
         self.plain = functionalize(self.recorder.graph(list(flat)))
         canonicalize(self.plain)

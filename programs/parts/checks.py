@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes
 from tpshard.models.module_state import WrittenBuffer
 from tpshard.models.own_code import line_of
+from tpshard.parallelism.control_flow import CONTROL_FLOW, WHILE_ROUNDS, while_loop
 from tpshard.parallelism.graph import Value
 from tpshard.parallelism.mesh import size_of
 from tpshard.parallelism.passes.recompute import selectable
-from tpshard.parallelism.program import Collective, Program
+from tpshard.parallelism.program import Collective, Program, info
 from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.sharding import even, local_size
 from tpshard.parallelism.words import MIB, unasked_reshards
@@ -90,6 +91,22 @@ def _unasked_collective(setting: Setting, comm: Collective) -> Diagnostic:
         why=comm.reason,
         fix=f"annotate `{value}`, or sharding.on_reshard: warn",
     )
+
+
+def control_flow_notes(setting: Setting, program: Program) -> list[str]:
+    """Notes on a program with control flow: that it is not compiled, and for how many runs a `while_loop` is priced."""
+    nodes = [node for node in program.graph.nodes if node.target in CONTROL_FLOW]
+    name = info(nodes[0]).origin if nodes else ""
+    notes = []
+    if nodes and setting.recipe.compile == "inductor":
+        notes.append(
+            f"`{name}` is control flow, so that the micro-batch's program is interpreted, not compiled as a whole "
+            "(compile: blocks compiles the other operations of layers)"
+        )
+    for node in nodes:
+        if node.target is while_loop:
+            notes.append(f"`{info(node).origin}` runs as often as its test holds: it is priced for {WHILE_ROUNDS} runs")
+    return notes
 
 
 def uneven_notes(annotations: dict[Value, Annotation]) -> list[str]:

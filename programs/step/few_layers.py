@@ -12,7 +12,7 @@ from tpshard.parallelism.partitioning.stretch import stretch_program, stretched_
 from tpshard.parallelism.pipeline.stages import Stage
 from tpshard.parallelism.program import Program
 from tpshard.programs.parts import step_programs
-from tpshard.programs.parts.checks import check_remat, check_reshards, traceable
+from tpshard.programs.parts.checks import check_remat, check_reshards, control_flow_notes, traceable
 from tpshard.programs.parts.memo import Memo
 from tpshard.programs.parts.step_programs import MicroMaker, counters_of, trained_by
 from tpshard.programs.setting.naming import untrained_notes
@@ -87,7 +87,9 @@ def noted_micro(setting: Setting, base: Program, make: MicroMaker) -> Program:
     micro = make(setting, base) if setting.gathers_once or setting.reduces_once else base
     check_remat(setting, micro)
     notes = [*setting.notes, *untrained_notes(setting.model, trained_by(micro))]
-    return replace(micro, warnings=[*notes, *micro.warnings, *check_reshards(setting, micro)])
+    return replace(
+        micro, warnings=[*notes, *micro.warnings, *check_reshards(setting, micro), *control_flow_notes(setting, micro)]
+    )
 
 
 def priced_stages(setting: Setting, memo: Memo | None = None) -> TrainingPrograms | None:
