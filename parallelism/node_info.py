@@ -12,9 +12,9 @@ import torch
 from torch import fx
 from tpshard.kernels.dtypes import dtype_name
 from tpshard.parallelism import words
-from tpshard.parallelism.control_flow import CONTROL_FLOW
 from tpshard.parallelism.graph import ANYWHERE, Place, Role
 from tpshard.parallelism.mesh import Axes, Axis, Mesh, size_of
+from tpshard.parallelism.rules.control_flow import CONTROL_FLOW
 from tpshard.parallelism.sharding import Layout, local_shape
 from tpshard.parallelism.why import Demand
 

@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from torch import fx
 from tpshard.kernels.dtypes import dtype_name
-from tpshard.parallelism.control_flow import cond, scan, while_loop
 from tpshard.parallelism.graph import Layer, Place
 from tpshard.parallelism.mesh import Axis, Mesh
 from tpshard.parallelism.node_info import INFO, Collective, Held, Info, Port, Spec, offset
 from tpshard.parallelism.program import Program, ValueRecord
 from tpshard.parallelism.resharding.lower import is_first, pick, transfers, valid
+from tpshard.parallelism.rules.control_flow import cond, scan, while_loop
 from tpshard.parallelism.rules.table import OTHER, entry_of
 from tpshard.parallelism.sharding import Layout
 from tpshard.parallelism.transfer import recv, send

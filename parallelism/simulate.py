@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
-from tpshard.parallelism.control_flow import CONTROL_FLOW, Ranks, Run, numbers
 from tpshard.parallelism.draws import SEED, mix_seeds, step_seed
 from tpshard.parallelism.mesh import Axis, Mesh
 from tpshard.parallelism.node_info import Port, offset, parse_group, programs_in
 from tpshard.parallelism.resharding.lower import pick, transfers, valid
+from tpshard.parallelism.rules.control_flow import CONTROL_FLOW, Ranks, Run, numbers
 from tpshard.parallelism.sharding import Layout, local_size
 
 if TYPE_CHECKING:

@@ -19,10 +19,10 @@ import torch
 from torch import fx
 from tpshard.kernels.dtypes import dtype_name
 from tpshard.parallelism import words
-from tpshard.parallelism.control_flow import CONTROL_FLOW, runs_text
 from tpshard.parallelism.depth import REPEATED, Depth
 from tpshard.parallelism.graph import Graph, Op, Value, map_refs
 from tpshard.parallelism.node_info import INFO, Collective, Info, Port, operand_shapes
+from tpshard.parallelism.rules.control_flow import CONTROL_FLOW, runs_text
 from tpshard.parallelism.sharding import Layout, show_axis
 
 if TYPE_CHECKING:

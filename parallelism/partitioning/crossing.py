@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tpshard.parallelism import factors
-from tpshard.parallelism.control_flow import Joint, cond, joints, rounds
 from tpshard.parallelism.graph import Op, Value
 from tpshard.parallelism.node_info import Info
 from tpshard.parallelism.partitioning.choose import Choice, computable, layout_of
 from tpshard.parallelism.program import Program, info
+from tpshard.parallelism.rules.control_flow import Joint, cond, joints, rounds
 from tpshard.parallelism.rules.rule import Dim, Rule
 from tpshard.parallelism.sharding import Layout
 

@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
-from tpshard.parallelism.control_flow import numbers
 from tpshard.parallelism.factors import WHOLE
 from tpshard.parallelism.graph import Op, Value, map_refs
 from tpshard.parallelism.mesh import Axes, size_of
@@ -19,6 +18,7 @@ from tpshard.parallelism.node_info import INFO, Info, Spec, info, shape_of
 from tpshard.parallelism.partitioning.choose import Choice, layout_of, share
 from tpshard.parallelism.resharding import halo
 from tpshard.parallelism.resharding.lower import Emitter, is_first, pick
+from tpshard.parallelism.rules.control_flow import numbers
 from tpshard.parallelism.rules.rule import Rule, Window
 from tpshard.parallelism.rules.strides import dense_exactly, dense_last
 from tpshard.parallelism.rules.table import entry_of

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tpshard.parallelism.anchors import is_grouped, split_annotations
-from tpshard.parallelism.control_flow import every_graph
 from tpshard.parallelism.graph import Graph, Value
 from tpshard.parallelism.mesh import Mesh, require_mesh
 from tpshard.parallelism.partitioning.partitioner import mark_outputs, partition_graph
@@ -15,6 +14,7 @@ from tpshard.parallelism.program import Program
 from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.propagation.propagate import propagate
 from tpshard.parallelism.resharding.reshard import LATENCY_BYTES
+from tpshard.parallelism.rules.control_flow import every_graph
 from tpshard.parallelism.sharding import Sharding
 from tpshard.parallelism.tracing.capture import capture
 from tpshard.parallelism.why import SourcePlace

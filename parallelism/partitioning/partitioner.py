@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import fx
 from tpshard.parallelism.anchors import is_anchor, is_boundary, output
-from tpshard.parallelism.control_flow import CONTROL_FLOW, bodies, rounds
 from tpshard.parallelism.factors import Cut
 from tpshard.parallelism.graph import Graph, Op, Place, Ref, Value
 from tpshard.parallelism.mesh import Axes, difference, size_of, union, without
@@ -37,6 +36,7 @@ from tpshard.parallelism.program import INFO, Info, Port, Program, Spec, ValueRe
 from tpshard.parallelism.propagated import Shardings
 from tpshard.parallelism.resharding.lower import Emitter
 from tpshard.parallelism.resharding.reshard import LATENCY_BYTES, cost, redistribution
+from tpshard.parallelism.rules.control_flow import CONTROL_FLOW, bodies, rounds
 from tpshard.parallelism.rules.table import entry_of
 from tpshard.parallelism.sharding import Layout, even, local_shape, replicated
 from tpshard.parallelism.tracing import joined_slices

@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tpshard.parallelism.control_flow import every_graph
 from tpshard.parallelism.depth import Depth
 from tpshard.parallelism.graph import Graph, Op
 from tpshard.parallelism.mesh import Axes, Axis, Mesh, difference, size_of
 from tpshard.parallelism.partitioning.choose import Choice
+from tpshard.parallelism.rules.control_flow import every_graph
 from tpshard.parallelism.rules.rule import Kind, Rule
 from tpshard.parallelism.rules.table import name_of
 

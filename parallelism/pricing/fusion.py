@@ -12,10 +12,10 @@ from typing import Literal
 
 from torch import fx
 from tpshard.kernels.dtypes import dtype_name
-from tpshard.parallelism.control_flow import CONTROL_FLOW
 from tpshard.parallelism.pricing.cost import Device, operation
 from tpshard.parallelism.pricing.flow import Flow, info_of
 from tpshard.parallelism.program import Info, Program
+from tpshard.parallelism.rules.control_flow import CONTROL_FLOW
 from tpshard.parallelism.rules.entry import Work
 from tpshard.parallelism.rules.table import entry_of
 

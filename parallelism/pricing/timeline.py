@@ -14,13 +14,13 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from torch import fx
-from tpshard.parallelism.control_flow import CONTROL_FLOW, cond, rounds
 from tpshard.parallelism.node_info import operand_shapes, programs_in
 from tpshard.parallelism.pricing.cost import CommCost, Device, collective
 from tpshard.parallelism.pricing.flow import Flow, info_of
 from tpshard.parallelism.pricing.fusion import NONE, CacheReads, Compiled, Kernel, kernels, seconds
 from tpshard.parallelism.pricing.network import Topology
 from tpshard.parallelism.program import Collective, Program
+from tpshard.parallelism.rules.control_flow import CONTROL_FLOW, cond, rounds
 from tpshard.parallelism.words import axes_text
 
 

@@ -12,12 +12,12 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from tpshard.parallelism.anchors import output
-from tpshard.parallelism.control_flow import every_graph
 from tpshard.parallelism.factors import unproject
 from tpshard.parallelism.graph import Graph, Op, Value
 from tpshard.parallelism.mesh import Axes, Axis, Mesh, difference, overlap, remainder, starts_with
 from tpshard.parallelism.propagated import Annotation, Cause, Shardings
 from tpshard.parallelism.propagation.propagation_step import Edge, EdgeChange, EdgeVisit, directions, tie
+from tpshard.parallelism.rules.control_flow import every_graph
 from tpshard.parallelism.rules.control_flow_rule import parts_of
 from tpshard.parallelism.rules.rule import Rule
 from tpshard.parallelism.rules.table import entry_of, rule_for

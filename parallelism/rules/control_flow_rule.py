@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tpshard.parallelism.control_flow import CONTROL_FLOW, Joint, cond, joints, scan, while_loop
 from tpshard.parallelism.graph import Op, Value
+from tpshard.parallelism.rules.control_flow import CONTROL_FLOW, Joint, cond, joints, scan, while_loop
 from tpshard.parallelism.rules.entry import Entry, Table
 from tpshard.parallelism.rules.rule import Dim, Factors, Kind, Rule
 

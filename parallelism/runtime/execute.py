@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from tpshard.parallelism.control_flow import numbers
 from tpshard.parallelism.node_info import programs_in
 from tpshard.parallelism.pricing.fusion import Compiled, compiled_as
 from tpshard.parallelism.program import Collective, Program, info
 from tpshard.parallelism.resharding.exchange import runs_as_exchange
+from tpshard.parallelism.rules.control_flow import numbers
 from tpshard.parallelism.rules.table import entry_of
 from tpshard.parallelism.runtime.compiled import compile_graph
 from tpshard.parallelism.runtime.context import Context

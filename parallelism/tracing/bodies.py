@@ -16,8 +16,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from tpshard.parallelism.control_flow import cond, scan, while_loop
 from tpshard.parallelism.graph import Graph, Value
+from tpshard.parallelism.rules.control_flow import cond, scan, while_loop
 from tpshard.parallelism.rules.strides import contiguous
 from tpshard.parallelism.tracing.canonical import canonicalize
 from tpshard.parallelism.tracing.functional import functionalize

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from tpshard.parallelism.control_flow import CONTROL_FLOW
 from tpshard.parallelism.graph import Graph, Op, Place, Ref, Value, map_refs
+from tpshard.parallelism.rules.control_flow import CONTROL_FLOW
 from tpshard.parallelism.rules.strides import contiguous
 from tpshard.parallelism.tracing.recorder import Recorder
 from tpshard.parallelism.tracing.remember import Like, fake

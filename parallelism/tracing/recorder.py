@@ -16,9 +16,9 @@ from torch._decomp import decomposition_table, get_decompositions
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.graph import _Namespace
 from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_decomposed
-from tpshard.parallelism.control_flow import CONTROL_FLOW, bodies
 from tpshard.parallelism.draws import DRAW, RANDOM, SEED, strides_of
 from tpshard.parallelism.graph import Graph, Op, Place, Ref, Value
+from tpshard.parallelism.rules.control_flow import CONTROL_FLOW, bodies
 from tpshard.parallelism.rules.table import OTHER, TABLE, entry_of
 from tpshard.parallelism.tracing.remember import Shapes
 
@@ -196,7 +196,7 @@ class Recorder(TorchDispatchMode):
     def control_flow(
         self, target: Any, args: Sequence[Any], operands: Sequence[Value], results: Sequence[Tensor]
     ) -> None:
-        """Records an operation that runs bodies (see `parallelism.control_flow`), with these results."""
+        """Records an operation that runs bodies (see `parallelism.rules.control_flow`), with these results."""
         place = self.place()
         name = self._name(target.__name__, place)
         for part, graph in zip(CONTROL_FLOW[target], bodies(args, Graph)):

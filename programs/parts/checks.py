@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes
 from tpshard.models.module_state import WrittenBuffer
 from tpshard.models.own_code import line_of
-from tpshard.parallelism.control_flow import CONTROL_FLOW, WHILE_ROUNDS, while_loop
 from tpshard.parallelism.graph import Value
 from tpshard.parallelism.mesh import size_of
 from tpshard.parallelism.passes.recompute import selectable
 from tpshard.parallelism.program import Collective, Program, info
 from tpshard.parallelism.propagated import Annotation
+from tpshard.parallelism.rules.control_flow import CONTROL_FLOW, WHILE_ROUNDS, while_loop
 from tpshard.parallelism.sharding import even, local_size
 from tpshard.parallelism.words import MIB, unasked_reshards
 from tpshard.programs.fit.fit import nothing_saved

@@ -87,9 +87,8 @@ def noted_micro(setting: Setting, base: Program, make: MicroMaker) -> Program:
     micro = make(setting, base) if setting.gathers_once or setting.reduces_once else base
     check_remat(setting, micro)
     notes = [*setting.notes, *untrained_notes(setting.model, trained_by(micro))]
-    return replace(
-        micro, warnings=[*notes, *micro.warnings, *check_reshards(setting, micro), *control_flow_notes(setting, micro)]
-    )
+    notes += [*micro.warnings, *check_reshards(setting, micro), *control_flow_notes(setting, micro)]
+    return replace(micro, warnings=notes)
 
 
 def priced_stages(setting: Setting, memo: Memo | None = None) -> TrainingPrograms | None:

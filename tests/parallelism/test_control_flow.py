@@ -14,11 +14,11 @@ from torch._higher_order_ops import associative_scan, scan, while_loop
 from torch.utils import _pytree as pytree
 from tpshard.devices.read import device
 from tpshard.parallelism import Mesh, mesh_split, partition, program_file
-from tpshard.parallelism.control_flow import WHILE_ROUNDS
 from tpshard.parallelism.pricing.fusion import kernels
 from tpshard.parallelism.pricing.liveness import liveness
 from tpshard.parallelism.pricing.timeline import Priced, price
 from tpshard.parallelism.program import Program
+from tpshard.parallelism.rules.control_flow import WHILE_ROUNDS
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor, localize
 from tpshard.parallelism.simulate import run_lockstep
