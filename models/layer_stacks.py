@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,6 +29,18 @@ class LayerStack:
 
     def __len__(self) -> int:
         return len(self.kinds)
+
+
+def refined(stack: LayerStack, marks: Iterable[tuple[str, object]], what: str) -> LayerStack:
+    """A stack whose layers of one kind also have the same marks: (name of a parameter or module, what it has)."""
+    own: list[list[object]] = [[kind] for kind in stack.kinds]
+    for name, mark in marks:
+        if layer := re.match(rf"{re.escape(stack.path)}\.(\d+)\.(.*)", name):
+            own[int(layer[1])].append((layer[2], mark))
+    forms = list(dict.fromkeys(map(repr, own)))
+    kinds = tuple(forms.index(repr(one)) for one in own)
+    unlike = next((n for n, kind in enumerate(kinds) if kind != kinds[0]), None)
+    return replace(stack, kinds=kinds, differs=stack.differs or ("" if unlike is None else f"{what} in layer {unlike}"))
 
 
 def layer_stacks(model: nn.Module) -> tuple[LayerStack, ...]:

@@ -111,6 +111,8 @@ class ModelSpec(ABC):
     """The shapes of parameters that the outline does not have: those of adapters."""
     frozen: frozenset[str] = frozenset()
     """The parameters that a recipe freezes."""
+    packed: frozenset[str] = frozenset()
+    """The parameters that hold quantized weights."""
     left_out: frozenset[str] = frozenset()
     """The parameters that checkpoints leave out, since a run does not change them and begins from them again."""
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.models.model_spec import ModelSpec
 from tpshard.plan import plan_cache, saved_plan
 from tpshard.plan.report import describe
 from tpshard.plan.report.planned import Planned
@@ -83,6 +84,11 @@ def build_programs(setting: Setting, variants: Variants | None = None) -> Traini
         return training.build(setting) if variants is None else variants.build(setting)
 
 
+def _weights_of(spec: ModelSpec, shapes: Mapping[str, Sequence[int]]) -> int:
+    """The number of a model's weights, of quantized ones too. shapes: those of its parameters as they are stored."""
+    return sum(map(math.prod, (*spec.plain.shapes.values(), *spec.added.values()) if spec.packed else shapes.values()))
+
+
 def planned_training(programs: TrainingPrograms, source: str = "", accuracy: str = "") -> Planned:
     """The plan of a training recipe, from its built programs."""
     setting, recipe = programs.setting, programs.setting.recipe
@@ -90,7 +96,8 @@ def planned_training(programs: TrainingPrograms, source: str = "", accuracy: str
     pricing = price_training(programs)
     batch = setting.batch
     parameters = {port.name: port for port in programs.micro.inputs if port.kind == "parameter"}
-    params = sum(math.prod(port.shape) for port in parameters.values())
+    saved = sum(math.prod(port.shape) for name, port in parameters.items() if name not in setting.spec.left_out)
+    params = _weights_of(setting.spec, {name: port.shape for name, port in parameters.items()})
     trained = {name: p.numel() for name, p in setting.model.named_parameters() if name in setting.trained}
     job = PlannedJob(
         name=recipe.name,
@@ -113,7 +120,7 @@ def planned_training(programs: TrainingPrograms, source: str = "", accuracy: str
         stacking=setting.stacking,
         steps=0 if recipe.data.epochs else recipe.train.steps,
         save_every=recipe.checkpoint.every_steps,
-        checkpoint_bytes=params * setting.master_dtype.itemsize + setting.moment_bytes(trained),
+        checkpoint_bytes=saved * setting.master_dtype.itemsize + setting.moment_bytes(trained),
     )
     warnings = describe.extra_warnings(job, device, programs.update)
     report = describe.report_of(job, pricing, programs.micro, list(parameters), accuracy, warnings)

@@ -35,6 +35,10 @@ def ints(high: int, *shape: int, low: int = 0) -> Of:
     return Of(shape, high, torch.int64, low)
 
 
+def octets(*shape: int) -> Of:
+    return Of(shape, 256, torch.uint8)
+
+
 def truths(*shape: int) -> Of:
     return Of(shape, 2, torch.bool)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tpshard.files.folder_json import read_json
-from tpshard.kernels.quantized.packing import BITS
 
+BITS = (2, 3, 4, 8)
 # Spellings of each key in published folders, newest first.
 _SPELLINGS = {
     "bits": ("bits", "wbits", "w_bit"),

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-BITS = (2, 3, 4, 8)
+from tpshard.kernels.quantized.gptq_config import BITS
 
 
 def pack_stream(values: Tensor, bits: int) -> Tensor:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpshard.diagnostics.patterns import covers, nearest
-from tpshard.models.adapters.lora import MAGNITUDE, A, Adapter, B, Lora
+from tpshard.models.adapters.lora import MAGNITUDE, A, Adapter, B, Lora, LoraError
 from tpshard.models.model_spec import ModelSource, ModelSpec
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class FrozenError(ValueError):
         self.key, self.why, self.fix = key, "", fix
 
 
-def _of_base(name: str) -> Any:
+def of_base(name: str) -> Any:
     """A property or a method that is the base's."""
     return property(attrgetter(f"base.{name}"))
 
@@ -86,7 +86,11 @@ class AdaptedModel(ModelSpec):
             return ()
         theirs = {one.path: one.theirs for one in self.base.adaptable() if one.theirs}
         theirs |= self.base.folder_names()
-        return self.lora.saved(self.base.shapes, theirs)
+        saved = self.lora.saved(self.base.shapes, theirs)
+        if coded := next((name for name in saved if name in self.base.packed), None):
+            raise LoraError(f"`{coded.rpartition('.')[0]}` is quantized, and cannot be trained", "modules_to_save",
+                            "its codes have no gradient", "an adapter beside it, or the dense folder")  # fmt: skip
+        return saved
 
     @property
     def left_out(self) -> frozenset[str]:  # type: ignore[override]
@@ -189,21 +193,13 @@ class AdaptedModel(ModelSpec):
     @property
     def stacks(self) -> tuple[LayerStack, ...] | None:  # type: ignore[override]
         """The base's; layers of one kind have the same adapters and frozen parameters too."""
-        stacks = self.base.stacks
-        return None if stacks is None else tuple(map(self._refined, stacks))
+        from tpshard.models.layer_stacks import refined
 
-    def _refined(self, stack: LayerStack) -> LayerStack:
-        own: list[list[object]] = [[kind] for kind in stack.kinds]
-        marks = [*((path, one.rank, one.scaling) for path, one in self.adapters.items()),
-                 *((name, 0, 0.0) for name in self.base.shapes if name in self.frozen)]  # fmt: skip
-        for name, *mark in marks:
-            if layer := re.match(rf"{re.escape(stack.path)}\.(\d+)\.(.*)", name):
-                own[int(layer[1])].append((layer[2], *mark))
-        forms = list(dict.fromkeys(map(repr, own)))
-        kinds = tuple(forms.index(repr(one)) for one in own)
-        unlike = next((n for n, kind in enumerate(kinds) if kind != kinds[0]), None)
-        differs = stack.differs or ("" if unlike is None else f"adapters or what is frozen differ in layer {unlike}")
-        return replace(stack, kinds=kinds, differs=differs)
+        if (stacks := self.base.stacks) is None:
+            return None
+        marks: list[tuple[str, object]] = [(path, (one.rank, one.scaling)) for path, one in self.adapters.items()]
+        marks += [(name, "frozen") for name in self.base.shapes if name in self.frozen]
+        return tuple(refined(stack, marks, "adapters or what is frozen differ") for stack in stacks)
 
     def to_json(self) -> dict[str, Any]:
         """The base, and beside it the adapters with the folder of the base's weights, which a checkpoint leaves out."""
@@ -226,29 +222,30 @@ class AdaptedModel(ModelSpec):
         return AdaptedModel(base, Lora(**lora))
 
     # ---- the base's ------------------------------------------------------------------------------------------------
-    source = _of_base("source")
-    outline = _of_base("outline")
-    vocab = _of_base("vocab")
-    positions = _of_base("positions")
-    activations = _of_base("activations")
-    instead = _of_base("instead")
-    recurrent = _of_base("recurrent")
-    reads_code = _of_base("reads_code")
-    fewest_rows = _of_base("fewest_rows")
-    names_dims = _of_base("names_dims")
-    parameter_dims = _of_base("parameter_dims")
-    dtype = _of_base("dtype")
-    sizes = _of_base("sizes")
-    identity = _of_base("identity")
-    weights = _of_base("weights")
-    adaptable = _of_base("adaptable")
-    divides = _of_base("divides")
-    notes = _of_base("notes")
-    refusal = _of_base("refusal")
+    source = of_base("source")
+    outline = of_base("outline")
+    vocab = of_base("vocab")
+    positions = of_base("positions")
+    activations = of_base("activations")
+    instead = of_base("instead")
+    recurrent = of_base("recurrent")
+    reads_code = of_base("reads_code")
+    fewest_rows = of_base("fewest_rows")
+    names_dims = of_base("names_dims")
+    parameter_dims = of_base("parameter_dims")
+    dtype = of_base("dtype")
+    sizes = of_base("sizes")
+    identity = of_base("identity")
+    weights = of_base("weights")
+    adaptable = of_base("adaptable")
+    divides = of_base("divides")
+    notes = of_base("notes")
+    refusal = of_base("refusal")
+    packed = of_base("packed")
 
     @property
     def plain(self) -> ModelSpec:
-        return self.base
+        return self.base.plain
 
     @property
     def count(self) -> int | None:  # type: ignore[override]

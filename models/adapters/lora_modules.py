@@ -39,7 +39,7 @@ class _Linear(AdaptedLayer):
         if not lora.dora:
             return (own + added).to(own.dtype)
         bias = getattr(self, "bias", None)
-        weight: Tensor = self._parameters["weight"]  # type: ignore[assignment]
+        weight: Tensor = self.weight  # type: ignore[assignment]
         weight = (weight.t() if lora.layer.turned else weight).to(wide.dtype)
         base = F.linear(wide, weight) if dropped else own if bias is None else own - bias
         share = (self.lora_magnitude / _row_norms(weight, self.lora_A, self.lora_B, lora.scaling)).to(wide.dtype)
@@ -50,8 +50,8 @@ class _Experts(AdaptedLayer):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """The experts' weights with what their adapters add: [expert, outputs, inputs]."""
-        own = self._parameters["weight"]
-        assert own is not None
+        own = self._parameters.get("weight")
+        own = super().weight if own is None else own  # type: ignore[misc]
         return own + (torch.bmm(self.lora_B, self.lora_A) * self.lora.scaling).to(own.dtype)
 
 

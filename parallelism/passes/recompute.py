@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from operator import getitem
 
@@ -10,6 +10,7 @@ from torch import fx
 from tpshard.parallelism.graph import Layer
 from tpshard.parallelism.passes.copy import copy_node
 from tpshard.parallelism.program import INFO, Program, info
+from tpshard.parallelism.rules.table import entry_of
 
 Keep = Callable[[fx.Node], bool]
 """A function that decides whether to save a forward value which the backward pass reads."""
@@ -19,9 +20,10 @@ def recompute(program: Program, keep: Keep, reshard_after_forward: bool = True, 
     """Makes the backward pass recompute every forward value that `keep` does not save, from those that are saved.
 
     With `reshard_after_forward` gathered parameters are not saved: the whole chain (cast, all-gather, wait, views) is
-    repeated, as in SimpleFSDP. Those that the forward pass reads behind the last layer, such as the head's, are: the
-    backward pass begins with them; not where it will be `cut` into programs of stages, which would save them for every
-    micro-batch. Recomputed nodes have the phase `recompute`; later passes decide their position.
+    repeated, as in SimpleFSDP; weights that were unpacked never are. Those that the forward pass reads behind the last
+    layer, such as the head's, are: the backward pass begins with them; not where it will be `cut` into programs of
+    stages, which would save them for every micro-batch. Recomputed nodes have the phase `recompute`; later passes
+    decide their position.
     Results do not change by a bit.
     """
     graph = program.graph
@@ -29,7 +31,9 @@ def recompute(program: Program, keep: Keep, reshard_after_forward: bool = True, 
     if not cut:
         gathered -= _read_last(program, gathered)
     forward = [n for n in graph.nodes if n.op == "call_function" and info(n).phase == "forward"]
-    again = {node for node in forward if (reshard_after_forward if node in gathered else not keep(node))}
+    dense = _unpacked(forward, parameter_values(program))
+    again = {node for node in forward
+             if node in dense or (reshard_after_forward if node in gathered else not keep(node))}  # fmt: skip
     position = {node: i for i, node in enumerate(graph.nodes)}
     clones: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
@@ -43,6 +47,15 @@ def recompute(program: Program, keep: Keep, reshard_after_forward: bool = True, 
         node.args = fx.map_arg(node.args, lambda n: clones.get(n, n) if n in again else n)
         node.kwargs = fx.map_arg(node.kwargs, lambda n: clones.get(n, n) if n in again else n)
     return program
+
+
+def _unpacked(forward: Iterable[fx.Node], gathered: Collection[fx.Node]) -> set[fx.Node]:
+    """Values of parameters that were unpacked, and their views."""
+    dense: set[fx.Node] = set()
+    for node in forward:
+        if node in gathered and (entry_of(node.target).unpacks or not dense.isdisjoint(node.all_input_nodes)):
+            dense.add(node)
+    return dense
 
 
 def _read_last(program: Program, gathered: Collection[fx.Node]) -> set[fx.Node]:

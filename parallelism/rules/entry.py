@@ -83,6 +83,8 @@ class Entry:
     """Bytes that its kernel on a GPU takes while it runs, by the shapes of a device's operands; None: none."""
     calls: int = 1
     """Library operations that it issues one after the other on a CPU, without views; a GPU has one kernel for them."""
+    unpacks: bool = False
+    """Whether its result is a larger form of a parameter, which no pass saves for the backward pass."""
     saved: bool = False
     """Whether it is expensive to recompute, so that selective recomputation keeps it."""
 

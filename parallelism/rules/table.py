@@ -27,9 +27,9 @@ from tpshard.parallelism.rules import (
     paged,
     pieces,
     pooling,
+    quantized_rule,
     recurrence_rule,
     reduction,
-    reorder_rule,
     resizing,
     selection,
     shape,
@@ -41,7 +41,7 @@ from tpshard.parallelism.rules.rule import Rule, whole
 
 THEMES = (
     contraction, elementwise, shape, pieces, reduction, selection, indexing, by_index, creation, drawn, attention_rule,
-    paged, states, experts_rule, fp8_rule, reorder_rule, identities, windows, resizing, pooling, matrices, lookups,
+    paged, states, experts_rule, fp8_rule, quantized_rule, identities, windows, resizing, pooling, matrices, lookups,
     optimizers, recurrence_rule, control_flow_rule, decomposed, kernel_costs,
 )  # fmt: skip
 OTHER = Entry(dense="all")

@@ -7,8 +7,10 @@ from dataclasses import fields
 from pathlib import Path
 
 from tpshard.diagnostics.diagnostic import Mistakes
+from tpshard.kernels.quantized.gptq_config import GPTQConfig
 from tpshard.models.adapters.adapted_model import AdaptedModel
 from tpshard.models.adapters.lora import ALL_LINEAR, Lora
+from tpshard.models.adapters.packed_model import PackedModel
 from tpshard.models.folders.folder_files import carried
 from tpshard.models.model_spec import ModelSpec
 from tpshard.models.open_model import open_model
@@ -36,7 +38,7 @@ def opened(recipe: Recipe, *, weights: bool = True) -> ModelSpec:
     """
     section, instead = recipe.model, carried_instead(recipe)
     folder = instead or (getattr(section, section.named_by) if section.named_by in section.paths else None)
-    said = tuple(map(repr, (section, recipe.adapters, recipe.train.freeze)))
+    said = tuple(map(repr, (section, recipe.adapters, recipe.train.freeze, _planned(recipe))))
     key = (said, weights, folder, None if folder is None else _stamp(folder))
     if key in _opened:
         return _opened[key]
@@ -59,10 +61,28 @@ def adapted(base: ModelSpec, recipe: Recipe, *, check: bool = True) -> ModelSpec
         if section.targets == (ALL_LINEAR,):
             values["targets"] = ALL_LINEAR
         lora = Lora(**values)
+        base = packed(base, recipe)
     spec = AdaptedModel(base, lora, freeze)
     if check or base.outline is not None:
         spec.check()
     return spec
+
+
+def packed(base: ModelSpec, recipe: Recipe) -> ModelSpec:
+    """A base of adapters, whose weights stay packed if it is a quantized folder, or a preset for which the recipe
+    writes how it is quantized. A run that begins from another one's dense weights has no such base."""
+    if base.source.key != "preset":
+        return PackedModel.of_folder(base)
+    if (planned := _planned(recipe)) is None:
+        return base
+    return PackedModel(base, planned)
+
+
+def _planned(recipe: Recipe) -> GPTQConfig | None:
+    section = recipe.quantize
+    if recipe.train.init_from is not None or not recipe.where("quantize").line:
+        return None
+    return GPTQConfig(section.bits, section.group_size, section.order != "none", section.sym)
 
 
 def carried_instead(recipe: Recipe) -> Path | None:

@@ -10,6 +10,8 @@ from functools import cached_property
 import torch
 from torch import nn
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.models.adapters.packed_layers import dequantize_in
+from tpshard.models.adapters.packed_model import is_quantized
 from tpshard.models.dims import STAGE, Naming
 from tpshard.models.families.layers import multiply_in_fp8
 from tpshard.models.families.routing import balance_steps
@@ -88,6 +90,7 @@ class Setting:
             self._store_frozen(model)
         except ValueError as error:
             raise wrong_model(self.recipe, error) from error
+        dequantize_in(model, self.param_dtype)
         if self.recipe.model.dtype == "fp8":
             multiply_in_fp8(model)
         if self.kept is not None:
@@ -217,8 +220,12 @@ class Setting:
     @cached_property
     def notes(self) -> list[str]:
         """Notes for the user on how the model is treated."""
-        own = {name: dtype for name, dtype in self.own_dtypes.items() if dtype != self.param_dtype}
+        own = {name: dtype for name, dtype in self.own_dtypes.items() if dtype != self.param_dtype
+               and name not in self.spec.packed}  # fmt: skip
         notes = naming.notes(self.spec, self.model, self.named)
+        if not self.spec.packed and is_quantized(self.spec):
+            notes.append(f"{self.spec.source.name} is quantized: what it stands for is trained as dense weights; "
+                         "adapters.lora trains beside its codes")  # fmt: skip
         return [*notes, *naming.dtype_notes(own, self.param_dtype, type(self.model).__name__)]
 
     @property

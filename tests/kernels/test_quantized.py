@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tpshard.kernels.norm import NORM
+from tpshard.kernels.quantized.dequantize import DEQUANTIZE, DTYPES, Coding
 from tpshard.kernels.quantized.packed import pack, unpack
 from tpshard.kernels.quantized.quantized import Quantized, concatenate, extend_groups, group_count, group_index
 
@@ -65,3 +66,15 @@ def test_norm_in_order_is_the_norm_reordered():
     straight = NORM(x, scale, None, 1e-6)
     torch.testing.assert_close(straight, F.rms_norm(x, (96,), scale, 1e-6))
     assert torch.equal(NORM(x, scale, order, 1e-6), straight[:, order])
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize(("group_size", "order"), [(32, False), (32, True), (48, False), (-1, False)])
+def test_a_packed_weight_is_dense_again_bit_for_bit(bits, group_size, order):
+    weight = linear(bits=bits, group_size=group_size, order=order, sort=False)
+    coding = Coding(bits, weight.groups, ordered=order or group_size == 48)
+    tensors = coding.tensors(weight)
+    assert {name: tuple(x.shape) for name, x in tensors.items()} == coding.shapes((64, 128))
+    assert {name: x.dtype for name, x in tensors.items()} == {name: DTYPES[name] for name in tensors}
+    dense = DEQUANTIZE(*(tensors.get(name) for name in DTYPES), bits, torch.float32)
+    assert torch.equal(dense, weight.dequantize(torch.float32).T)

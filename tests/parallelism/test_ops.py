@@ -18,6 +18,7 @@ import tpshard.kernels.experts.experts
 import tpshard.kernels.experts.slots
 import tpshard.kernels.fp8.fp8
 import tpshard.kernels.optimizer_steps
+import tpshard.kernels.quantized.dequantize
 import tpshard.kernels.quantized.reorder
 import tpshard.kernels.recurrences.delta_rule
 import tpshard.kernels.recurrences.selective_scan
@@ -25,7 +26,7 @@ import tpshard.kernels.recurrences.state_pool
 import tpshard.models.dims
 import tpshard.parallelism.annotate  # noqa: F401
 from layer_cases import LAYERS
-from op_case import Case, Of, call, f, flat, ints, of, truths
+from op_case import Case, Of, call, f, flat, ints, octets, of, truths
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -420,6 +421,10 @@ CASES: dict[str, list[Case]] = {
     ],
     "tpshard.paged_select_keys": [of(_select, f(1, 4, 6, 8), f(1, 4, 1, 8), f(1, 4, 6), f(3, 8, 1, 8), written=(3,))],
     "tpshard.paged_selected_attention": [of(_page_selected, *PAGE, written=(3, 4))],
+    "tpshard.dequantize": [
+        call(ours.dequantize.default, octets(4, 6, 4), f(4, 6, groups), octets(4, 6, groups), group, 4, torch.float64)
+        for groups, group in ((2, None), (1, None), (2, Of((4, 8), 2, torch.int32)))
+    ],
     "tpshard.reorder": [of(lambda x: ours.reorder.default(x, torch.tensor([2, 0, 1, 0, 2, 1]), 2), f(4, 6))],
     # optimizers
     "tpshard.adamw_step": [

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import architectures
+import gptq_folders
 import pytest
 import torch
 from tpshard.cli.shared.preflight import load_checked
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.models.adapters.adapted_model import AdaptedModel
 from tpshard.models.adapters.peft_folder import PeftFolder, write_peft
+from tpshard.parallelism.program import info
 from tpshard.programs.compare.equality import compare
 from tpshard.programs.compare.float64 import distance
 from tpshard.programs.compare.lockstep import Lockstep
@@ -35,13 +37,18 @@ def trained(setting: Setting) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The losses of a few steps, from the run's own initial values, and the parameters after them, in float64."""
     run = Lockstep(training.build(setting), architectures.VOCAB)
     for port in run.programs.stored:
-        value = setting.spec.initial_block(port.name, (0,) * len(port.shape), port.shape, setting.recipe.seed)
-        run.values[port.key] = run.local(value.double(), port)
+        names = setting.members(port.name) or [port.name]
+        shape = setting.shape_in_layer(port.name, port.shape)
+        each = [setting.spec.initial_block(name, (0,) * len(shape), shape, setting.recipe.seed) for name in names]
+        value = each[0] if setting.members(port.name) is None else torch.stack(each)
+        run.values[port.key] = run.local(value.double() if value.dtype == torch.float32 else value, port)
     losses = [run.step(LR).loss for _ in range(STEPS)]
     return losses, run.weights()
 
 
-def by_peft(setting: Setting, folder: Path, base: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+def by_peft(
+    setting: Setting, folder: Path, base: Path, own: torch.nn.Module | None = None
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The same by PEFT on transformers' module, from the folder that tpshard writes of the initial values."""
     peft = pytest.importorskip("peft")
     spec = setting.spec
@@ -54,7 +61,9 @@ def by_peft(setting: Setting, folder: Path, base: Path) -> tuple[list[float], di
     write_peft(spec, initial, folder, base=str(base))
     import transformers
 
-    own = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64, experts_implementation="eager")
+    own = own or transformers.AutoModelForCausalLM.from_pretrained(
+        base, dtype=torch.float64, experts_implementation="eager"
+    )
     model = peft.PeftModel.from_pretrained(own, folder, is_trainable=True, autocast_adapter_dtype=False).double()
     asked = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in asked if p.dim() > 1]
@@ -110,6 +119,67 @@ def test_meshes_agree(name: str, mesh: str, overrides: tuple[str, ...], tmp_path
     plain = [o for o in overrides if not o.startswith("pipeline")]
     compared = compare(adapted(base, mesh, *overrides, key=key), adapted(base, "{}", *plain, key=key), steps=2)
     assert compared.equal, compared.largest
+
+
+def quantized(name: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, dict[str, torch.Tensor]]:
+    """An act-ordered GPTQ folder, and the parameters of transformers' class that it stands for."""
+    config = architectures.config_of(name)
+    wider = {key: value for key, value in gptq_folders.WIDER.items() if key in config}
+    monkeypatch.setitem(architectures.CONFIGS, name, config | wider | {"router_aux_loss_coef": 0.0})
+    return gptq_folders.quantized(name, place)
+
+
+PACKED = [
+    ("llama", "{fsdp: 2, tp: 2}", ("adapters.lora.dora=true",)), ("olmo2", "{tp: 2}", ()),
+    ("mixtral", "{ep: 2}", ("adapters.lora.targets=[wq, experts.down]",)),
+    ("qwen2", "{pp: 2}", ("pipeline={schedule: 1f1b}", "batch.per_device=4")),
+    ("llama", "{pp: 2}", ("pipeline={form: vectorized, schedule: gpipe}", "batch.per_device=4")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "mesh", "overrides"), PACKED)
+def test_a_quantized_base_stays_packed_on_every_mesh(
+    name: str, mesh: str, overrides: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several updates, by which B is no longer zero. Where PEFT can train the adapters, it does the same."""
+    base, dense = quantized(name, tmp_path / "base", monkeypatch)
+    key, plain = "transformers" if name == "olmo2" else "hf", [o for o in overrides if o.startswith("adapters")]
+    one, several = adapted(base, "{}", *plain, key=key), adapted(base, mesh, *overrides, key=key)
+    losses, weights = trained(one)
+    theirs, others = trained(several)
+    assert losses == pytest.approx(theirs, rel=1e-10)
+    assert weights.keys() == others.keys() > one.spec.packed
+    added = [n for n in weights if n in one.spec.added]
+    assert max(distance(others[n], weights[n]) for n in added) < 1e-10
+    if name == "mixtral" or len(plain) < len(overrides):
+        return
+    own = architectures.own(name).double()
+    own.load_state_dict(dense, strict=False)
+    theirs, expected = by_peft(one, tmp_path / "peft", base, own)
+    assert losses == pytest.approx(theirs, rel=1e-6)
+    assert max(distance(weights[path], value) for path, value in expected.items()) < 1e-5
+
+
+def test_a_packed_base_is_never_held_dense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward pass unpacks each weight again, with and without gathers."""
+    base, _ = quantized("llama", tmp_path / "base", monkeypatch)
+    for mesh in ("{}", "{fsdp: 2}"):
+        program = training.build(adapted(base, mesh, "remat=none")).micro
+        phases = [info(n).phase for n in program.graph.nodes if "dequantize" in str(n.target)]
+        # the first layer's queries, keys and values read the embedding, of which no gradient is asked
+        assert phases.count("forward") == 14 and phases.count("recompute") == 14 - 3
+
+
+def test_what_a_packed_base_cannot_do_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, _ = quantized("llama", tmp_path / "base", monkeypatch)
+    with pytest.raises(Mistakes, match=r"layers.0.attention.wq` is quantized, and cannot be trained"):
+        adapted(base, "{}", "adapters.lora.modules_to_save=[wq]")
+    planned = frozen(LORA, "quantize={group_size: 32}", mesh="{fsdp: 2}")
+    assert {str(port.dtype) for port in training.build(planned).stored} >= {"torch.uint8", "torch.float16"}
+    with pytest.raises(ValueError, match=r"the preset tiny has no quantized weights"):
+        planned.spec.initial_block("layers.0.mlp.up.codes", (0, 0), (1, 1), 0)
+    from_a_run = frozen(LORA, "quantize={group_size: 32}", "train.init_from=runs/other")
+    assert not from_a_run.spec.packed
 
 
 def frozen(*overrides: str, mesh: str = "{}") -> Setting:

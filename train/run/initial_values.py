@@ -85,6 +85,8 @@ def values_of(place: Path, spec: ModelSpec) -> dict[str, ReadBlock]:
         return _of_checkpoint(place, spec)
     if not place.is_dir():
         raise ValueError(f"{place} is no folder")
+    if spec.packed:
+        raise ValueError("the base of the adapters is quantized, and begins with its own weights")
     base = spec.plain
     other = open_model(place)
     if other.weights is None:

@@ -1,4 +1,5 @@
-"""The rule of `tpshard::reorder`, which permutes a linear's inputs within blocks (act-order quantization)."""
+"""The rules of quantized weights: `tpshard::dequantize`, and `tpshard::reorder`, which permutes a linear's inputs in
+blocks (act-order)."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from typing import Any
 
 from tpshard.parallelism.graph import Op, Ref
 from tpshard.parallelism.rules.entry import Entry, Table
+from tpshard.parallelism.rules.letters import Spelled
 from tpshard.parallelism.rules.rule import Factors, Kind, LocalOp, Rule
 
 
@@ -29,4 +31,17 @@ def reorder(op: Op) -> Rule:
     return factors.rule([(*rest, last), (last,)], [(*rest, last)], local=local, work=b)
 
 
-OPS: Table = {"tpshard.reorder": Entry(reorder, mixes=1)}
+def dequantize(op: Op) -> Rule:
+    """The rule of a weight [o, i] that is made dense. Its inputs are sharded between groups where these are runs of
+    inputs, and anywhere between bytes where each input names its group or there is one."""
+    groups, ordered = op.operands[1].shape[-1], len(op.operands) > 3
+    text = "...ok,...oG,...oG,...(kE)->...o(kE)" if ordered else "...o(gT),...og,...og->...o(gS)"
+    if groups == 1 and not ordered:
+        text = "...ok,...oG,...oG->...o(kE)"
+    return Spelled(op, text, sizes={"G": groups}).rule(priority=0)
+
+
+OPS: Table = {
+    "tpshard.reorder": Entry(reorder, mixes=1),
+    "tpshard.dequantize": Entry(dequantize, work="matmul", unpacks=True),  # bound by memory, but a kernel of its own
+}
