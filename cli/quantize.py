@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from tpshard.cli.convert import Out, Source, check_tokenizer, unwritten
@@ -61,6 +61,7 @@ def quantize(
         check_tokenizer(model.tokenizer)
     import torch
     from tpshard.kernels.quantized.gptq_solver import Settings
+    from tpshard.plan.report.order_rows import order_text
     from tpshard.serve.quantizing.quantize_layers import Quantizer
     from tpshard.serve.quantizing.write_quantized import write_quantized
 
@@ -83,11 +84,29 @@ def quantize(
         report = write_quantized(quantizer, out, tokenizer=model.tokenizer, base=model.base, overwrite=overwrite)
     for sentence in _warnings(report):
         print(f"warning: {sentence}", file=sys.stderr)
+    orders, refused = _orders(out)
     if as_json:
-        print(json.dumps(asdict(report)))
+        print(json.dumps({**asdict(report), "act_orders": orders}))
     else:
         print(_table(report))
+        if orders or refused:
+            print(f"act-order: {order_text(orders)}" if orders else f"`tpshard serve` refuses this folder: {refused}")
         print(out)
+
+
+def _orders(folder: Path) -> tuple[list[dict[str, Any]], str]:
+    """What a server makes of the order of a folder's linears, found on its graph; or why it does not take the model."""
+    from tpshard.plan.report.order_rows import order_rows
+    from tpshard.programs.server.serve_setting import ServeSetting
+    from tpshard.programs.server.served import model_to_serve
+    from tpshard.programs.server.serving import moved_orders
+    from tpshard.recipes.reading.load import loads
+
+    recipe = loads("name: quantized\ncluster: {device: cpu}\nmodel: {preset: tiny}\n", [f"serve.checkpoint={folder}"])
+    try:
+        return order_rows(moved_orders(ServeSetting.of(recipe, model_to_serve(recipe, "cpu"), "cpu"))), ""
+    except Mistakes as mistakes:
+        return [], mistakes.diagnostics[0].why or mistakes.diagnostics[0].message
 
 
 def _refuse(source: str) -> None:

@@ -10,6 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+ACT_ORDERS = (
+    "Of act-ordered weights in a server, for each linear of a layer: `linear`, how many there are, whether its order "
+    "was absorbed by the linears before, or what stands `between`."
+)
+
 
 @dataclass(frozen=True)
 class Output:
@@ -114,6 +119,7 @@ PLAN_SOMETIMES = {
     "suggestions[].*": "Edits that make a step faster, with memory and seconds of each.",
     "searched.*": "With `--suggest`: variants planned, unfit, unstorable and refused.",
     "programs[].*": "Of a server: rows and fingerprint of each program; with recurrent layers also `chunk`.",
+    "act_orders[].*": ACT_ORDERS,
     "forecast.*": "With `--tokens`: days, device-hours, cost, energy and goodput of the whole run.",
 }
 
@@ -277,6 +283,7 @@ QUANTIZING = {
     "loss_after": "and quantized.",
     "loss_nearest": "and with all linears rounded to nearest instead; null with `--nearest`.",
     "held_out_tokens": "Tokens of that text.",
+    "act_orders[].*": ACT_ORDERS,
 }  # fmt: skip
 
 EVALUATED = {

@@ -32,35 +32,57 @@ class Reordered:
     outer: int | None = None
 
 
-def absorb(graph: Graph, op: Op, parameters: Collection[Value], alike: int = 1) -> dict[Value, Reordered] | None:
+@dataclass(frozen=True)
+class Stopped:
+    """What keeps a permutation where it is: an operation that it cannot be moved through, or an input of the graph."""
+
+    at: Op | Value
+    why: str
+
+    def __str__(self) -> str:
+        if isinstance(self.at, Value):
+            return f"`{self.at.name}` {self.why}"
+        packet = getattr(self.at.target, "overloadpacket", self.at.target)
+        return f"`{packet.__name__}`{f' in {self.at.module}' if self.at.module else ''} {self.why}"
+
+
+def absorb(
+    graph: Graph, op: Op, parameters: Collection[Value], positions: Mapping[Op, float], alike: int = 1
+) -> dict[Value, Reordered] | Stopped:
     """Removes `op`, a `tpshard::reorder`, if the parameters that compute its operand can be permuted instead.
 
     Returns these parameters with their permuted dims. A parameter may have fewer blocks than `op`, if each run of
-    `alike` neighbouring blocks has one order. Returns None and leaves the graph unchanged if an operation in between
-    mixes positions, or its result has other readers.
+    `alike` neighbouring blocks has one order. Leaves the graph unchanged if an operation in between mixes positions, or
+    its result has other readers, and returns the one nearest to `op`. positions: where each operation stands.
     """
     x = op.operands[0]
     blocks = op.args[2]
-    queue = [(x, Reordered(x.rank - 1, blocks), alike)]
-    places: dict[Value, Reordered] = {}
+    wanted = {x: [(Reordered(x.rank - 1, blocks), alike)]}
     passed = {op}
     moved: dict[Value, Reordered] = {}
-    while queue:
-        value, place, alike = queue.pop()
-        if places.setdefault(value, place) != place or value in graph.outputs:
-            return None
+    while wanted:  # the last value first, so that all of its readers that can be passed have been
+        value = max(wanted, key=lambda one: -1.0 if one.producer is None else positions[one.producer])
+        (place, alike), *others = wanted.pop(value)
+        at = value.producer or value
+        if any(other != place for other, _ in others) or value in graph.outputs:
+            return Stopped(at, "has a result that is read in another order too")
+        if (reader := next((user for user in value.users if user not in passed), None)) is not None:
+            return Stopped(reader, "reads the same values")
         if value.producer is None:
             if value not in parameters or place.outer is not None:
-                return None
+                return Stopped(at, "is not a parameter whose columns can be permuted so")
             moved[value] = place
             continue
         behind = _operand_permutations(value.producer, place, alike)
         if behind is None:
-            return None
+            entry = entry_of(value.producer.target)
+            joins = (
+                "joins dims that the order crosses" if entry.commutes and value.producer.operands else "mixes positions"
+            )
+            return Stopped(at, "keeps orders within heads alone" if entry.carries is not None else joins)
         passed.add(value.producer)
-        queue.extend(behind)
-    if any(user not in passed for value in places for user in value.users):
-        return None
+        for source, there, share in behind:
+            wanted.setdefault(source, []).append((there, share))
     graph.replace(op.results[0], x)
     graph.ops.remove(op)
     for operand in op.operands:

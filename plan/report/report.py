@@ -136,6 +136,8 @@ class Report:
     fingerprint: str = ""
     programs: list[dict[str, Any]] = field(default_factory=list)
     """The programs of a server: rows and fingerprint of each."""
+    act_orders: list[dict[str, Any]] = field(default_factory=list)
+    """What became of the order of a server's act-ordered linears (`order_rows`)."""
     forecast: Forecast | None = None
     """The forecast of the whole run, if requested."""
     skew: Skew | None = None
@@ -367,6 +369,7 @@ class Report:
             "accuracy": self.accuracy,
             "fingerprint": self.fingerprint,
             **({"programs": self.programs} if self.programs else {}),
+            **({"act_orders": self.act_orders} if self.act_orders else {}),
             **({"forecast": self.forecast.to_json()} if self.forecast is not None else {}),
             **({"skew": self.skew.to_json()} if self.skew is not None else {}),
         }

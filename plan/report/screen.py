@@ -13,6 +13,7 @@ from tpshard.diagnostics.diagnostic import plural
 from tpshard.parallelism import words
 from tpshard.parallelism.sharding import notation
 from tpshard.parallelism.words import axes_text
+from tpshard.plan.report.order_rows import order_text
 from tpshard.plan.report.pattern import pattern
 from tpshard.plan.step import expert_routing, forecast
 from tpshard.plan.step.figures import PricedPipeline
@@ -117,6 +118,7 @@ def screen(report: Report, *, verbose: bool = False, width: int = WIDTH) -> str:
         f"  model   {job.model}, {count(job.params)} parameters, seq {job.seq_len}, {job.dtype}, "
         f"{COMPILED.get(job.compiled, job.compiled)}{', remat ' + job.remat if job.remat else ''}",
         *([f"  weights {job.quantized}"] if job.quantized else []),
+        *([f"  orders  {order_text(report.act_orders)}"] if report.act_orders else []),
         f"  mesh    {' x '.join(f'{k} {v}' for k, v in job.mesh.items())} = {report.devices} x "
         f"{times.device.name}{assumed}, {plural(job.nodes, 'host')} of {job.devices_per_node}",
         f"  batch   {_batch(job)}, {count(job.tokens)} tokens",

@@ -10,6 +10,7 @@ from tpshard.diagnostics.diagnostic import plural
 from tpshard.parallelism.pricing.cost import Device
 from tpshard.parallelism.pricing.fusion import CacheReads
 from tpshard.plan.report import describe
+from tpshard.plan.report.order_rows import order_rows
 from tpshard.plan.report.planned import Planned
 from tpshard.plan.report.report import PlannedJob
 from tpshard.plan.step.pricing import StepPart, price_parts
@@ -63,7 +64,8 @@ def planned(recipe: Recipe, what: str, source: str = "", accuracy: str = "", who
     notes = [text for text in (few, steps, *programs.notes) if text]
     warnings = [*notes, *describe.extra_warnings(job, device, program)]
     report = describe.report_of(job, pricing, program, list(programs.shapes), accuracy, warnings)
-    return Planned(replace(report, programs=programs.listed), pricing)
+    orders = order_rows(programs.arrangement.between)
+    return Planned(replace(report, programs=programs.listed, act_orders=orders), pricing)
 
 
 def _steps_note(setting: ServeSetting, sizes: Mapping[Size, int]) -> str:

@@ -25,7 +25,7 @@ from tpshard.kernels.quantized.gptq_solver import Order
 from tpshard.models.families.config import ModelConfig
 from tpshard.models.folders.hf_quantized import quantizable
 from tpshard.parallelism.graph import Graph, Op, Ref, Value
-from tpshard.parallelism.partitioning.absorb import absorb
+from tpshard.parallelism.partitioning.absorb import Stopped, absorb
 from tpshard.parallelism.rules.contraction import contract
 from tpshard.programs.server.parameter_parts import ParameterPart
 
@@ -79,6 +79,9 @@ class Arrangement:
     """The order that each additional input of the program holds, int64 [inputs]; these follow all parameters."""
     of: dict[str, str] = field(default_factory=dict)
     """Weight -> the additional input that permutes its inputs; a weight whose order was moved has no entry."""
+    between: dict[str, str] = field(default_factory=dict)
+    """Weight -> what stands between it and the linears that could produce its inputs in its order, in the layout
+    `tp_aware`; "" if nothing does, so that its order was moved."""
     parts: dict[str, ParameterPart] = field(default_factory=dict)
     """Input of the program -> the part of a parameter that it holds (`parameter_parts`)."""
 
@@ -116,19 +119,24 @@ def arrange(
     arrangement = Arrangement()
     may_turn = {value for value in graph.inputs if value.name in parameters}
     read = {value.name: len(value.users) for value in graph.inputs}
+    positions: dict[Op, float] = {op: i for i, op in enumerate(graph.ops)}
     for (x, _), products in _products(graph, orders).items():
         names = [name for name, _ in products]
         order, spread = orders[names[0]], shards.get(names[0], 1)
-        turns = layout == "tp_aware" and all(name in shards and read[name] == 1 for name in names)
+        turns = layout == "tp_aware" and all(read[name] == 1 for name in names)
         blocks = order.blocks if turns else 1 if layout == "naive" else spread
         op = _insert(graph, x, products, blocks)
-        moved = absorb(graph, op, may_turn, order.alike) if turns else None
-        if turns and moved is None:
+        positions[op] = positions[products[0][1]] - 0.5
+        several = Stopped(products[0][1].operands[1], "is read by several products")
+        moved = absorb(graph, op, may_turn, positions, order.alike) if turns else several
+        if layout == "tp_aware":
+            arrangement.between |= dict.fromkeys(names, str(moved) if isinstance(moved, Stopped) else "")
+        if turns and isinstance(moved, Stopped):
             blocks = spread
             op.args = (*op.args[:2], spread)
         for name in names:
             arrangement.rows[name] = RowOrder(name, blocks)
-        if moved is None:
+        if isinstance(moved, Stopped):
             order_input = op.operands[1]
             graph.inputs.append(order_input)
             arrangement.inputs[order_input.name] = RowOrder(names[0], blocks)

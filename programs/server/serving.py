@@ -10,7 +10,7 @@ which the executor chooses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -162,6 +162,12 @@ def build_serving(
     for size in setting.sizes if sizes is None else sizes:
         programs[size], arrangement = _step(setting, size, None if watch is None else partial(watch, size))
     return ServingPrograms(setting, programs, arrangement)
+
+
+def moved_orders(setting: ServeSetting) -> Mapping[str, str]:
+    """What became of the order of each act-ordered weight (`Arrangement.between`), without building a program. Raises
+    Mistakes (exit 4) for a model that cannot be served."""
+    return _capture_step(setting, setting.sizes[0])[1].between
 
 
 def _step(

@@ -24,6 +24,7 @@ from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.partitioning.partition import partition_captured
 from tpshard.parallelism.simulate import join
 from tpshard.parallelism.tracing.capture import capture
+from tpshard.plan.report.order_rows import order_rows
 from tpshard.programs.server.act_order import (
     LAYOUTS,
     ActOrder,
@@ -246,6 +247,12 @@ def test_what_is_left_to_do_at_run_time() -> None:
         assert [name for name, _ in actual] == [
             "layers_0_attention_wo", "layers_0_attention_wq", "layers_0_mlp_down", "layers_0_mlp_gate"
         ]  # fmt: skip
+    said = order_rows(crossing.step("tp_aware", 2).arrangement.between)
+    assert {row["linear"].rpartition(".")[2]: row["between"] for row in said} == {
+        **dict.fromkeys(("wq", "wk", "wv"), "`mul` in layers.*.attention_norm reads the same values"),
+        "wo": "`view` in layers.*.attention.wo joins dims that the order crosses",
+        **dict.fromkeys(("gate", "up"), "`mul` in layers.*.mlp_norm reads the same values"), "down": "",
+    }  # fmt: skip
     turned = local.step("tp_aware", 2).arrangement.columns
     assert turned["layers.0.attention.wv.weight"] == ColumnOrder("layers.0.attention.wo.weight", 8, 4)
     biases = served("granite", "head_local").step("tp_aware", 2).arrangement.columns
@@ -314,21 +321,25 @@ def test_any_two_products_are_laid_out(layout: Layout, between: Any) -> None:
     absorbed = layout == "tp_aware" and not split
     assert actual.columns.keys() == ({"first", "bias", "second"} if absorbed else set())
     assert actual.rows["third.weight"].blocks == (1 if absorbed or layout == "naive" else 4)
+    assert actual.between == (
+        {} if layout != "tp_aware" else {"third.weight": "`view` joins dims that the order crosses" if split else ""}
+    )
 
 
 @pytest.mark.parametrize(
-    "between",
+    ("between", "stands"),
     [
-        lambda a, b: torch.softmax(a, -1) + b,  # sums over the permuted dim
-        lambda a, b: a + b * torch.arange(32),  # depends on the position
-        lambda a, b: a.flip(-1) + b,
-        lambda a, b: a.index_select(1, torch.arange(32)) + b,
+        (lambda a, b: torch.softmax(a, -1) + b, "`sum` reads the same values"),  # sums over the permuted dim
+        (lambda a, b: a + b * torch.arange(32), "`arange` mixes positions"),  # depends on the position
+        (lambda a, b: a.flip(-1) + b, "`flip` mixes positions"),
+        (lambda a, b: a.index_select(1, torch.arange(32)) + b, "`arange` mixes positions"),
     ],
 )
-def test_what_mixes_positions_is_not_passed(between: Any) -> None:
+def test_what_mixes_positions_is_not_passed_and_is_named(between: Any, stands: str) -> None:
     actual, _, y, expected = pair(between, "tp_aware")
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
     assert not actual.columns and actual.rows["third.weight"].blocks == 4
+    assert actual.between == {"third.weight": stands}
 
 
 def test_what_others_read_is_not_turned() -> None:
@@ -341,6 +352,7 @@ def test_what_others_read_is_not_turned() -> None:
         graph, {"third.weight": ActOrder("")}, "tp_aware", {"third.weight": 2}, ["first", "third.weight"]
     )
     assert not arrangement.columns and arrangement.rows["third.weight"].blocks == 2
+    assert arrangement.between == {"third.weight": "`sum` reads the same values"}
 
 
 def test_orders_within_blocks() -> None:
