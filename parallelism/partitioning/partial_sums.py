@@ -14,11 +14,12 @@ aten = torch.ops.aten
 
 
 def carried_sums(
-    graph: Graph, rules: Mapping[Op, Rule], natural: Mapping[Value, tuple[Axes, str]]
+    graph: Graph, rules: Mapping[Op, Rule], natural: Mapping[Value, tuple[Axes, str]], ends: Collection[Value] = ()
 ) -> tuple[dict[Value, Axes], dict[Value, Axes]]:
     """Returns the values that are partial sums when computed, and those of them that stay unreduced, with their axes.
 
-    natural: the values that their op sums over sharded dims, with the axes and the kind of reduction. A value stays
+    natural: the values that their op sums over sharded dims, with the axes and the kind of reduction. ends: results
+    that may stay partial, those of a body of control flow. A value stays
     partial if its only reader is linear in it and has a result that is not larger (or is a widening cast on the way to
     a gradient's storage). It also stays partial if its only reader is an anchor, which reduces it to the anchor's
     layout. In a chain of additions the first one may add a whole value to a partial one, which the whole value joins as
@@ -47,7 +48,10 @@ def carried_sums(
         if partial != known:
             known = partial
             continue
-        newly = {v for v in partial if v not in refused and not _may_carry(v, partial, rules)}
+        newly = {
+            v for v in partial
+            if v not in refused and not (v in ends and not v.users) and not _may_carry(v, partial, rules)
+        }  # fmt: skip
         if not newly:
             return partial, {v: axes for v, axes in partial.items() if v not in refused}
         refused, known = refused | newly, {}

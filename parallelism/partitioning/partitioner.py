@@ -16,6 +16,7 @@ from tpshard.parallelism.anchors import is_anchor, is_boundary, output
 from tpshard.parallelism.factors import Cut
 from tpshard.parallelism.graph import Graph, Op, Place, Ref, Value
 from tpshard.parallelism.mesh import Axes, difference, size_of, union, without
+from tpshard.parallelism.partitioning import crossing
 from tpshard.parallelism.partitioning.choose import (
     Choice,
     choice_for,
@@ -25,7 +26,7 @@ from tpshard.parallelism.partitioning.choose import (
     past_padding,
     with_grains,
 )
-from tpshard.parallelism.partitioning.crossing import border_layouts, crossing_choice, work_of
+from tpshard.parallelism.partitioning.crossing import Border, Inside
 from tpshard.parallelism.partitioning.detours import detours
 from tpshard.parallelism.partitioning.local import LocalPart
 from tpshard.parallelism.partitioning.partial_sums import carried_sums
@@ -36,7 +37,7 @@ from tpshard.parallelism.program import INFO, Info, Port, Program, Spec, ValueRe
 from tpshard.parallelism.propagated import Shardings
 from tpshard.parallelism.resharding.lower import Emitter
 from tpshard.parallelism.resharding.reshard import LATENCY_BYTES, cost, redistribution
-from tpshard.parallelism.rules.control_flow import CONTROL_FLOW, bodies, rounds
+from tpshard.parallelism.rules.control_flow import CONTROL_FLOW, bodies, cond, rounds
 from tpshard.parallelism.rules.table import entry_of
 from tpshard.parallelism.sharding import Layout, even, local_shape, replicated
 from tpshard.parallelism.tracing import joined_slices
@@ -78,10 +79,10 @@ class _Partitioner:
 
     def __init__(
         self, shardings: Shardings, latency: int, apart: Sequence[str], outer: Op | None = None,
-        border: Mapping[Value, Layout] | None = None,
+        border: Border | None = None,
     ):  # fmt: skip
         """outer, border: of a body of control flow, the operation, and the layouts of its inputs and results."""
-        self.latency, self.apart, self.outer = latency, apart, outer
+        self.latency, self.apart, self.outer, self.border = latency, apart, outer, border
         self.s, self.graph, self.mesh = shardings, shardings.graph, shardings.mesh
         self.emitter = Emitter(self.mesh)
         self.copies: dict[Value, dict[Layout, fx.Node]] = {}
@@ -105,7 +106,14 @@ class _Partitioner:
         outputs = [op for op in self.graph.ops if op.target is output]
         self.summed_gradients = {op.operands[0] for op in outputs if op.results[0].role == "gradient"}
         """Gradient results: their padding is set to 0, since later programs sum their squares, padding included."""
-        self.propagated = {v: Layout(s.dims) for v, s in shardings.of.items()} | dict(border or {})
+        self.propagated = {v: Layout(s.dims) for v, s in shardings.of.items()}
+        self.unreduced = {v: axes for v in self.graph.inputs if (axes := self.s.of[v].unreduced)}
+        if border is not None:
+            ends = (*zip(self.graph.outputs, border.results), *zip(self.graph.inputs, border.inputs))
+            self.propagated.update({value: layout.whole() for value, layout in ends})
+            self.unreduced = {value: layout.partial for value, layout in ends if layout.partial}
+        self.sums: dict[Op, dict[int, Axes]] = {}
+        """The results of control flow that bodies leave partial, with the axes, by their index."""
         self.records: dict[str, ValueRecord] = {}
         """Those of values in bodies."""
         self.flops: Counter[str] = Counter()
@@ -124,7 +132,7 @@ class _Partitioner:
             self.graph, self.rules, self.choices, self.propagated, self.computed, self.s.annotated
         )
         natural = self._choose_all(first=False)
-        self.partial, self.left_partial = carried_sums(self.graph, self.rules, natural)
+        self.partial, self.left_partial = carried_sums(self.graph, self.rules, natural, self.unreduced)
 
     def _is_fixed(self, value: Value) -> bool:
         """Whether a value is a used parameter (behind its boundary), whose layout should not change."""
@@ -134,7 +142,7 @@ class _Partitioner:
         self.home |= {value: self.propagated[value] for value in self.graph.inputs}
         self.home |= {value: replicated(value.rank) for value, _ in self.graph.constants.values()}
         natural: dict[Value, tuple[Axes, str]] = {
-            v: (axes, "sum") for v in self.graph.inputs if (axes := self.s.of[v].unreduced)
+            v: (self.unreduced[v], "sum") for v in self.graph.inputs if v in self.unreduced
         }
         for op in self.graph.ops:
             if is_anchor(op):
@@ -148,7 +156,7 @@ class _Partitioner:
             sharers = [] if first else [self.sharers.get(v, {}) for v in op.operands]
             if op.target in CONTROL_FLOW:
                 rule = self.s.rules[op]
-                choice = crossing_choice(op, rule, self.propagated)
+                choice = self._settle(op)
             else:
                 rule, choice = choose(op, self.s.rules[op], homes, targets, fixed, fetched, sharers, self.latency)
             self.rules[op] = rule
@@ -159,8 +167,9 @@ class _Partitioner:
                     if any(fixed):
                         self.fetched.setdefault(value, set()).add(needed_layout)
             self.choices[op] = choice
-            for result, dims in zip(op.results, rule.results):
-                computed = self.computed[result] = layout_of(rule, dims, choice, True)
+            for i, (result, dims) in enumerate(zip(op.results, rule.results)):
+                computed = layout_of(rule, dims, choice, True)
+                computed = self.computed[result] = computed.as_sum(self.sums[op][i]) if self._sums(op, i) else computed
                 if computed.partial:
                     natural[result] = (computed.partial, computed.kind)
                     self.home[result] = self._layout_after_sum(result, computed)
@@ -193,7 +202,7 @@ class _Partitioner:
     def run(self) -> Program:
         self.decide()
         for value in self.graph.inputs:
-            layout = self.home[value].as_sum(self.s.of[value].unreduced)
+            layout = self.home[value].as_sum(self.unreduced.get(value, ()))
             node = self.emitter.input(value.name, local_shape(value.shape, layout), value.dtype)
             self.padding.zeros[node] = frozenset(range(value.rank)) if self.outer is None else frozenset()
             self.copies[value] = {layout: node}
@@ -227,6 +236,8 @@ class _Partitioner:
             needed_layout = layout_of(rule, dims, choice, False)
             if carried and i in rule.additive:
                 needed_layout = needed_layout.as_sum(carried)
+            if op.target is not cond and self._sums(op, i):
+                needed_layout = needed_layout.as_sum(self._sums(op, i))
             inputs.append(self.padding.fill(self.get(value, needed_layout, op), op, rule, choice, i, needed_layout))
         self._at(op, op.results[0])
         local = LocalPart(self.emitter, op, rule, choice, inputs)
@@ -235,8 +246,8 @@ class _Partitioner:
             self.warnings.append(f"`{op.name}` ({op.target}) has no rule: its operands are gathered whole")
         for i, (result, dims, node) in enumerate(zip(op.results, rule.results, nodes)):
             layout = layout_of(rule, dims, choice, True)
-            if carried:
-                layout = layout.as_sum(union(layout.partial, carried))
+            if carried or self._sums(op, i):
+                layout = layout.as_sum(union(layout.partial, carried, self._sums(op, i)))
             self.padding.note_result(node, op, rule, inputs, i, layout)
             if result in self.summed_gradients:
                 node = self.padding.clear(node, result, layout)
@@ -306,41 +317,61 @@ class _Partitioner:
 
     def _emit_bodies(self, local: LocalPart) -> list[fx.Node]:
         """Emits an operation of control flow, whose bodies are programs of their own."""
-        op, border = local.op, border_layouts(local.op, local.rule, local.choice)
-        programs, times = [], rounds(op.target, op.args, [v.shape for v in op.operands])
-        for graph in bodies(op.args, Graph):
+        op, programs = local.op, []
+        times = rounds(op.target, op.args, [v.shape for v in op.operands])
+        borders = crossing.borders_of(op, local.rule, local.choice, self.sums[op])
+        for graph, border in zip(bodies(op.args, Graph), borders):
             part = _Partitioner(replace(self.s, graph=graph), self.latency, self.apart, op, border)
             programs.append(part.run())
             self.warnings += part.warnings
             self.rules.update(part.rules)
             self.choices.update(part.choices)
             self.flops.update({name: times * flops for name, flops in part.flops.items()})
-            self.records |= part.records | {v.name: part._record(v) for v in graph.values()}
-        return local.with_bodies(programs, *work_of(op, programs))
+            self.records |= part.records
+        return local.with_bodies(programs, *crossing.work_of(op, programs))
+
+    def _sums(self, op: Op, result: int) -> Axes:
+        """The axes over which a result of control flow stays partial; none of other ops."""
+        return self.sums.get(op, {}).get(result, ())
+
+    def _settle(self, op: Op) -> Choice:
+        """Decides how control flow is computed: the cuts of what crosses a body's border, and what stays partial."""
+        rule = self.s.rules[op]
+        choice = crossing.crossing_choice(op, rule, self.propagated)
+        inside = Inside({}, {}, {})
+        for graph, border in zip(bodies(op.args, Graph), crossing.borders_of(op, rule, choice, {})):
+            part = _Partitioner(replace(self.s, graph=graph), self.latency, self.apart, op, border)
+            part.decide()
+            inside.computed.update(part.computed)
+            inside.partial.update(part.partial)
+            inside.needed.update(crossing.needed_layouts(graph, part.rules, part.choices))
+        choice, self.sums[op] = crossing.settled(op, rule, choice, inside)
+        return choice
 
     def _emit_local(self, local: LocalPart) -> list[fx.Node]:
         nodes = local.rule.local(local) if local.rule.local is not None else local.same()
         return nodes if isinstance(nodes, list) else [nodes]
 
     def finish(self) -> Program:
-        outputs = self.graph.outputs
-        if self.outer is not None:
-            for out in outputs:
-                self.get(out, self.propagated[out], self.outer)
-                self.home[out] = self.propagated[out]
-        node = self.emitter.graph.output(
-            tuple(self.copies[out][self.home[out]] if isinstance(out, Value) else out for out in outputs)
-        )
+        results: list[Any] = []
+        ports = []
+        for i, out in enumerate(self.graph.outputs):
+            if isinstance(out, Value):
+                layout = self.home[out] if self.border is None else self.border.results[i]
+                ports.append(self._port(out, layout))
+                out = self.copies[out][layout] if self.outer is None else self.get(out, layout, self.outer)
+            results.append(out)
+        node = self.emitter.graph.output(tuple(results))
         node.meta[INFO] = Info(())
         _drop_dead(self.emitter.graph)
         for node in self.emitter.graph.nodes:
             self.flops[node.meta[INFO].origin] += node.meta[INFO].flops if node.target not in CONTROL_FLOW else 0
         work = Work(self.graph, self.mesh, self.rules, self.choices, +self.flops, self.apart)
         self.warnings += work.warnings() if self.outer is None else []
-        records = {v.name: self._record(v) for v in self.graph.values()} | self.records
+        self.records |= {v.name: self._record(v) for v in self.graph.values()}
         return Program(
-            self.mesh, self.emitter.graph, tuple(self._port(v) for v in self.graph.inputs),
-            tuple(self._port(out) for out in outputs if isinstance(out, Value)), records,
+            self.mesh, self.emitter.graph, tuple(self._port(v, self.home[v]) for v in self.graph.inputs), tuple(ports),
+            self.records,
             constants={name: tensor for name, (_, tensor) in self.graph.constants.items()},
             warnings=list(dict.fromkeys(self.warnings)), in_tree=self.graph.in_tree, out_tree=self.graph.out_tree,
             reasons=PropagatedReasons(self.s, work),
@@ -354,8 +385,8 @@ class _Partitioner:
         layout = self.home.get(value, self.propagated[value])
         return ValueRecord(value.name, value.shape, value.dtype, layout, annotated, value.role, label, value.dims)
 
-    def _port(self, value: Value) -> Port:
-        return Port(value.name, value.shape, value.dtype, self.home[value], value.role or "tensor")
+    def _port(self, value: Value, layout: Layout) -> Port:
+        return Port(value.name, value.shape, value.dtype, layout, value.role or "tensor")
 
 
 def _drop_dead(graph: fx.Graph) -> None:

@@ -185,6 +185,21 @@ def test_what_is_carried_has_one_sharding_found_in_the_body() -> None:
     assert "through scan `scan`" in program.explain("scan.0")
 
 
+def test_what_is_the_same_in_all_runs_is_gathered_and_reduced_once() -> None:
+    """A weight in front of a scan and its gradient behind it, as FSDP does; so is a sum over rows."""
+
+    def step(x: Tensor, w: Tensor) -> Any:
+        h, y = scan(lambda h, x: (torch.tanh(h @ w + x), (h @ w).relu()), torch.zeros(8, 4), x)
+        return torch.autograd.grad(h.sum() + y.sum(), w)
+
+    args, mesh = [torch.empty(5, 8, 4), torch.empty(4, 4, requires_grad=True)], Mesh({"x": 2})
+    program = partition(step, args, mesh, [(None, "x"), None], [("x",)])
+    rows = lambda x, w: scan(lambda t, x: (t + (x @ w).sum(), x * 1), torch.zeros(()), x)[0]  # noqa: E731
+    total = partition(rows, args, mesh, [(None, "x"), None])
+    for one, kinds in ((program, ["all_gather", "reduce_scatter"]), (total, ["all_reduce"])):
+        assert [c.kind for c in one.collectives] == kinds == [c.kind for _, c in one.issues()]
+
+
 def test_a_program_with_bodies_prints_and_is_stored() -> None:
     program = partitioned()
     text = str(program)
