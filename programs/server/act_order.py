@@ -146,6 +146,9 @@ def arrange(
                 {value.name: ColumnOrder(names[0], blocks, p.blocks) for value, p in moved.items()}
             )
     graph.number_inputs()
+    if layout == "tp_aware":
+        joined = {name: "no product reads its inputs as one dim" for name in orders if name not in arrangement.between}
+        arrangement.between |= joined
     return arrangement
 
 
