@@ -14,6 +14,7 @@ from tpshard.parallelism.node_info import programs_in
 from tpshard.parallelism.pricing.fusion import Compiled, compiled_as
 from tpshard.parallelism.program import Collective, Program, info
 from tpshard.parallelism.resharding.exchange import runs_as_exchange
+from tpshard.parallelism.resharding.lower import is_first
 from tpshard.parallelism.rules.control_flow import numbers
 from tpshard.parallelism.rules.table import entry_of
 from tpshard.parallelism.runtime.compiled import compile_graph
@@ -152,6 +153,9 @@ def localize(
     for node in program.graph.nodes:
         if node.op == "call_function" and node.target in RANKED:
             local[node] = evaluate(node.target, node.args, program.mesh, rank)
+            continue
+        if node.target is is_first:  # of a number that is known here
+            local[node] = is_first(*fx.map_arg(node.args, local.__getitem__))
             continue
         if node.op == "output":
             graph.output([o for o in fx.map_arg(node.args[0], lambda n: local[n]) if o is not None])

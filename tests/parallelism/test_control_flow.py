@@ -18,6 +18,7 @@ from tpshard.parallelism.pricing.fusion import kernels
 from tpshard.parallelism.pricing.liveness import liveness
 from tpshard.parallelism.pricing.timeline import Priced, price
 from tpshard.parallelism.program import Program
+from tpshard.parallelism.resharding.lower import is_first
 from tpshard.parallelism.rules.control_flow import WHILE_ROUNDS
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor, localize
@@ -198,6 +199,9 @@ def test_what_is_the_same_in_all_runs_is_gathered_and_reduced_once() -> None:
     total = partition(rows, args, mesh, [(None, "x"), None])
     for one, kinds in ((program, ["all_gather", "reduce_scatter"]), (total, ["all_reduce"])):
         assert [c.kind for c in one.collectives] == kinds == [c.kind for _, c in one.issues()]
+    # a number of the rank is no node of its graph, which a compiler would take for a tensor
+    module = localize(total, 1, torch.device("cpu"), lambda x, _: x, False)
+    assert is_first in {node.target for node in total.nodes} - {node.target for node in module.graph.nodes}
 
 
 def test_a_program_with_bodies_prints_and_is_stored() -> None:
