@@ -176,6 +176,7 @@ def plan(
 
         traffic = Traffic(prompt or 1, answer or 1, rate, count=count, seed=seed)
         return run_rehearsal(subject, traffic, TimeLimits(ttft, tpot), search=search, as_json=as_json, svg=svg)
+    from tpshard.cli.main import columns
     from tpshard.plan import outputs
     from tpshard.plan.step.forecast import Conditions, amount
 
@@ -193,6 +194,7 @@ def plan(
         verbose=verbose, html=html, trace=trace, svg=svg, explain=explain, search=search, stage=stage, of=of or "",
         run=None if conditions == Conditions() else conditions, passes=passes, skew=skew, suggest=suggest, fit=fit,
         pin=pin, net=net, against=text, compared=(first, " ".join(diff or against or ())), cached=not no_cache,
+        width=columns(sys.stdout) or outputs.screen.WIDTH,
     )  # fmt: skip
     note = partial(print, file=sys.stderr)
     if diff is not None and other is not None:

@@ -37,6 +37,8 @@ class PlanOptions:
     dry_run: bool = False
     as_json: bool = False
     verbose: bool = False
+    width: int = screen.WIDTH
+    """Columns of the screen."""
     html: Path | None = None
     trace: Path | None = None
     svg: Path | None = None
@@ -103,11 +105,13 @@ def dumps(data: object) -> str:
     return json.dumps(data, indent=1) + "\n"
 
 
-def text(kind: str, report: Report, drawing: Callable[[], Drawing]) -> str:
+def text(kind: str, report: Report, drawing: Callable[[], Drawing], width: int = screen.WIDTH) -> str:
     """A plan in one form: json, screen or verbose, or one of `DRAWN`, which needs the drawing too."""
     if kind in DRAWN:
         return DRAWN[kind](report, drawing())
-    return dumps(report.to_json()) if kind == "json" else screen.screen(report, verbose=kind == "verbose")
+    if kind == "json":
+        return dumps(report.to_json())
+    return screen.screen(report, verbose=kind == "verbose", width=min(max(width, screen.NARROW), screen.WIDTH))
 
 
 def draws(options: PlanOptions) -> bool:
@@ -130,7 +134,7 @@ def deliver(
     if not options.dry_run:
         tell(f"saved {saved_in(options, folder)}/{', '.join(SAVED)}")
     shown = "json" if options.as_json else "verbose" if options.verbose else "screen"
-    return CommandResult(text(shown, report, drawing), Exit.DONE if report.fits else Exit.FIT)
+    return CommandResult(text(shown, report, drawing, options.width), Exit.DONE if report.fits else Exit.FIT)
 
 
 def entry(recipe: Recipe, options: PlanOptions) -> PlanEntry | None:

@@ -116,6 +116,7 @@ def planned_training(programs: TrainingPrograms, source: str = "", accuracy: str
         tokens=batch.global_sequences * setting.seq_len,
         compiled=recipe.compile,
         remat=_remat(recipe),
+        weights=_weights(setting),
         device_assumed=recipe.cluster is None,
         stacking=setting.stacking,
         steps=0 if recipe.data.epochs else recipe.train.steps,
@@ -153,6 +154,16 @@ def read_programs(saved: saved_plan.SavedPlan, setting: Setting) -> TrainingProg
                 fix="plan again",
             )  # fmt: skip
     return programs
+
+
+def _weights(setting: Setting) -> str:
+    """Where a run's first weights come from."""
+    begun, source = setting.recipe.train.init_from, setting.spec.source
+    if begun is not None:
+        return f"from {begun} (train.init_from)"
+    if setting.spec.weights is None:
+        return f"drawn at random, seed {setting.recipe.seed}"
+    return f"from {source.folder} (model.{source.key})"
 
 
 def _remat(recipe: Recipe) -> str:

@@ -256,12 +256,12 @@ def _meshes(recipe: Recipe) -> Iterator[tuple[str, int]]:
 
 # ---- the screen -----------------------------------------------------------------------------------------------------
 def screen(answers: ServeAnswers) -> str:
-    """The answers as text of 100 columns."""
+    """The answers as text of 80 columns."""
     server, traffic = answers.server, answers.traffic
     setting, settings = server.programs.setting, server.recipe.serve
     mesh = ", ".join(f"{axis} {size}" for axis, size in setting.mesh.axes.items() if size > 1) or "one device"
     tokens = server.room.blocks * BLOCK_SIZE
-    head = f"ANSWERS [the server's scheduler, steps {answers.provenance}]"
+    clients = min(server.room.running, server.room.logit_rows)
     lines = [
         f"plan: {server.recipe.name}, a server for prompts of {traffic.prompt:,} tokens and answers of "
         f"{traffic.answer:,}",
@@ -269,7 +269,8 @@ def screen(answers: ServeAnswers) -> str:
         f"{plural(settings.requests, 'request')} at once",
         f"CACHE [exact]  {gib(server.cache_bytes)} on each device, {tokens:,} tokens: "
         f"{plural(answers.fitting, 'request')} at once",
-        f"{head:<53}TTFT median     99th   TPOT median     99th   tokens/s",
+        f"ANSWERS [the server's scheduler, steps {answers.provenance}], medians and 99th percentiles",
+        f"{'':<38}{'TTFT':>9}{'99th':>8}{'TPOT':>8}{'99th':>8}{'tokens/s':>9}",
     ]
     if answers.at_rate is not None:
         arrivals = f"{traffic.rate:g} requests/s at random times, seed {traffic.seed}"
@@ -279,7 +280,7 @@ def screen(answers: ServeAnswers) -> str:
         if answers.limits:
             outcome = "kept" if answers.at_rate.within_limits else "not kept"
             lines.append(f"  limits {answers.limits}: {outcome} for 99 of 100 requests")
-    lines += _row(f"maximum: {answers.saturated.requests_a_second:.3g} requests/s", answers.saturated)
+    lines += _row(f"closed loop of {clients}: {answers.saturated.requests_a_second:.3g} requests/s", answers.saturated)
     if answers.highest is not None:
         lines += _row(f"highest within limits: {answers.highest.rate:.3g} requests/s", answers.highest)
     elif answers.limits:
@@ -304,20 +305,20 @@ def _included(host: ServingOverhead) -> str:
     """A sentence on which of the host's times the figures include."""
     if host == ServingOverhead():
         return (
-            "Only the steps' programs are included: the device file has no `serve_step` (`tpshard doctor --measure`\n"
-            "writes it on a CPU), and the network is not priced."
+            "Only the steps' programs are included: the device file has no `serve_step`\n"
+            "(`tpshard doctor --measure` writes it on a CPU), and the network is not priced."
         )
     return (
-        f"Included is the host's time: {seconds(host.step_s)} a step, {seconds(host.token_s)} a token of an answer, "
-        f"{seconds(host.request_s)} a\nrequest. The network is not."
+        f"Included is the host's time: {seconds(host.step_s)} a step, {seconds(host.token_s)} a token of an answer,\n"
+        f"{seconds(host.request_s)} a request. The network is not."
     )
 
 
 def _row(what: str, f: Figures) -> list[str]:
     times = (f.ttft_s[0], f.ttft_s[1], f.tpot_s[0], f.tpot_s[1])
-    widths = (11, 9, 14, 9)
+    widths = (9, 8, 8, 8)
     shown = "".join(f"{seconds(t):>{w}}" for t, w in zip(times, widths))
-    lines = [f"  {what:<51}{shown}{f.tokens_a_second:11,.0f}"]
+    lines = [f"  {what:<36}{shown}{f.tokens_a_second:9,.0f}"]
     if f.refused or f.preempted:
         lines.append(f"    {plural(f.refused, 'request')} refused, {plural(f.preempted, 'preemption')}")
     return lines

@@ -24,7 +24,7 @@ def draw(answers: ServeAnswers) -> str:
         'font-family="sans-serif" font-size="11">',
         '<rect width="100%" height="100%" fill="#ffffff"/>',
         f'<text x="8" y="18" font-size="14">{escape(answers.server.recipe.name)}: prompts of '
-        f"{answers.traffic.prompt:,}, answers of {answers.traffic.answer:,} tokens</text>",
+        f"{answers.traffic.prompt:,}, answers of {answers.traffic.answer:,} tokens, at random times</text>",
     ]
     for i, chart in enumerate(charts):
         out.append(f'<g transform="translate(0,{34 + i * (_H + _GAP)})">{chart}</g>')

@@ -49,6 +49,8 @@ class PlannedJob:
     remat: str = ""
     device_assumed: bool = False
     """Whether the recipe names no device, so that the shipped CPU is priced."""
+    weights: str = ""
+    """Where the weights come from."""
     quantized: str = ""
     """How served weights are quantized and laid out; empty for dense ones."""
     stacking: Stacking | None = None

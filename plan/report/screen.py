@@ -1,4 +1,4 @@
-"""The plan as text: at most 60 lines of 100 columns."""
+"""The plan as text: at most 60 lines of 100 columns, or of 80 and more for a narrower terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpshard.diagnostics.diagnostic import plural
 from tpshard.parallelism import words
-from tpshard.parallelism.sharding import notation
+from tpshard.parallelism.sharding import DIM_LETTERS, notation
 from tpshard.parallelism.words import axes_text
 from tpshard.plan.report.order_rows import order_text
 from tpshard.plan.report.pattern import pattern
@@ -23,7 +23,7 @@ from tpshard.programs.fit.batching import BatchPlan
 if TYPE_CHECKING:
     from tpshard.plan.report.report import Edit, PlannedJob, Report, Tensor
 
-WIDTH, HEIGHT = 100, 60
+WIDTH, HEIGHT, NARROW = 100, 60, 80
 STAGES = 4
 """Stages of a pipeline shown without --verbose."""
 MOST = 6
@@ -117,7 +117,7 @@ def screen(report: Report, *, verbose: bool = False, width: int = WIDTH) -> str:
     head += [
         f"  model   {job.model}, {count(job.params)} parameters, seq {job.seq_len}, {job.dtype}, "
         f"{COMPILED.get(job.compiled, job.compiled)}{', remat ' + job.remat if job.remat else ''}",
-        *([f"  weights {job.quantized}"] if job.quantized else []),
+        *(f"  weights {text}" for text in (job.quantized, job.weights) if text),
         *([f"  orders  {order_text(report.act_orders)}"] if report.act_orders else []),
         f"  mesh    {' x '.join(f'{k} {v}' for k, v in job.mesh.items())} = {report.devices} x "
         f"{times.device.name}{assumed}, {plural(job.nodes, 'host')} of {job.devices_per_node}",
@@ -127,15 +127,20 @@ def screen(report: Report, *, verbose: bool = False, width: int = WIDTH) -> str:
     whole += expert_routing.rows(report.skew) if report.skew is not None else []
     head = wrap(head, width)
     tail = wrap([*_times(report), *whole, *_advice(report, verbose)], width)
-    parts = [_collectives, _buckets, _reshards, _pipeline]
-    middle = [wrap(lines, width) for lines in (_memory(report), *(part(report, verbose) for part in parts))]
-    rows = shardings(report, width)
-    if not verbose:
-        room = HEIGHT - len(head) - len(tail) - sum(map(len, middle)) - 2
-        rows = _limit(rows, max(3, room))
+    middle = [
+        wrap(lines, width)
+        for lines in (
+            _memory(report, width), _collectives(report, verbose, width), _buckets(report, verbose),
+            _reshards(report, verbose), _pipeline(report, verbose, width),
+        )
+    ]  # fmt: skip
+    rows, legend = shardings(report, width), wrap(_letters(report), width)
     file = home(report)
-    title = f"SHARDING  {report.annotations}   [exact]" + (f"   line:column of {file} that decided" if file else "")
-    lines = [*head, title, *rows, *chain(*middle[1:]), *middle[0], *tail]
+    title = f"SHARDING  {report.annotations}   [exact]" + (f"   lines of {file}" if file else "")
+    if not verbose:
+        room = HEIGHT - len(head) - len(tail) - sum(map(len, middle)) - len(legend) - len(wrap([title], width)) - 1
+        rows = _limit(rows, max(3, room))
+    lines = [*head, *wrap([title], width), *rows, *legend, *chain(*middle[1:]), *middle[0], *tail]
     if not verbose and len(lines) > HEIGHT:
         lines = [*lines[: HEIGHT - 1], "... (--verbose shows all)"]
     return "\n".join(cut(line, width) for line in lines) + "\n"
@@ -153,7 +158,8 @@ def home(report: Report) -> str:
 
 
 def shardings(report: Report, width: float = math.inf) -> list[str]:
-    """A row per kind of tensor with its sharding and reason; `*` marks those that the recipe annotates."""
+    """A row per kind of tensor with its sharding and reason; `*` marks those that the recipe annotates. Less than 100
+    columns have no room for shapes."""
     groups: dict[tuple[str, str, str], list[Tensor]] = {}
     for tensor in report.tensors:
         stored = sharding_text(tensor.stored, tensor.dims) if tensor.stored is not None else ""
@@ -166,21 +172,30 @@ def shardings(report: Report, width: float = math.inf) -> list[str]:
         how_stored = f" stored {stored}" if stored and stored != used else ""
         shape = "x".join(map(str, members[0].shape))
         mark = "*" if members[0].annotated else " "
-        rows.append((f"{mark}{name}{many}", shape, used + how_stored))
+        rows.append((f"{mark}{name}{many}", "" if width < WIDTH else shape, used + how_stored))
     wide = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
-    file, room = home(report), width - sum(wide) - 4
+    file, room = home(report), width - sum(wide) - 4 + (not wide[1])
     return [
-        f" {' '.join(text.ljust(n) for text, n in zip(row, wide))} {short(members[0], file, room)}"
+        f" {' '.join(text.ljust(n) for text, n in zip(row, wide) if n)} {short(members[0], file, room)}"
         for row, members in zip(rows, groups.values())
     ]
 
 
-def _collectives(report: Report, verbose: bool) -> list[str]:
+def _letters(report: Report) -> list[str]:
+    """What the letters of the shardings mean: `E embed`; `V_tp` is a dim that the axis shards."""
+    used = {name for tensor in report.tensors for name in tensor.dims}
+    names = [f"{letter} {name}" for name, letter in DIM_LETTERS.items() if name in used]
+    axes = [axis for axis, size in report.job.mesh.items() if size > 1]
+    sharded = f"; _{axes[-1]}: over {axes[-1]}" if axes else ""
+    return [f"  dims: {', '.join(names)}{sharded}"] if names else []
+
+
+def _collectives(report: Report, verbose: bool, width: int) -> list[str]:
     if not report.lines:
         return ["COLLECTIVES  none"]
     rows = [
-        f"{'COLLECTIVES [bytes exact, times ' + report.provenance['collectives.time_s'] + ']':<45}"
-        "count      bytes       sent     time  exposed  link"
+        f"COLLECTIVES of a device in a step [bytes exact, times {report.provenance['collectives.time_s']}]",
+        _collective_row(width, "", "", "", "count", "bytes", "sent", "time", "exposed", "link"),
     ]
     merged: dict[tuple[str, str, str, str], list[float]] = {}
     for line in report.lines:
@@ -189,14 +204,21 @@ def _collectives(report: Report, verbose: bool) -> list[str]:
             row[i] += value
     shown = sorted(merged.items(), key=lambda item: (-item[1][3], item[0]))
     for (kind, axes, role, wire), (n, size, wire_bytes, time, exposed) in shown if verbose else shown[:9]:
-        rows.append(
-            f"  {kind:<14} {axes:<12} {role:<12} {n:>7.0f} {gib(size):>10} {gib(wire_bytes):>10} {seconds(time):>8} "
-            f"{seconds(exposed):>8}  {wire}"
-        )
+        figures = (f"{n:.0f}", gib(size), gib(wire_bytes), seconds(time), seconds(exposed))
+        rows.append(_collective_row(width, kind, axes, role, *figures, wire))
     if len(shown) > 9 and not verbose:
         rest = shown[9:]
         rows.append(f"  ... {len(rest)} more kinds, {seconds(sum(r[3] for _, r in rest))} (--verbose)")
     return rows
+
+
+def _collective_row(
+    width: int, kind: str, axes: str, role: str, n: str, size: str, sent: str, time: str, exposed: str, wire: str
+) -> str:  # fmt: skip
+    """A row of the table; one of less than 100 columns leaves the size of the buffers out."""
+    if width < WIDTH:
+        return f"  {kind:<14} {axes:<9} {role:<10} {n:>5} {sent:>10} {time:>8} {exposed:>8}  {wire}"
+    return f"  {kind:<14} {axes:<12} {role:<12} {n:>7} {size:>10} {sent:>10} {time:>8} {exposed:>8}  {wire}"
 
 
 def _buckets(report: Report, verbose: bool) -> list[str]:
@@ -241,23 +263,24 @@ def _reshards(report: Report, verbose: bool) -> list[str]:
     return [f"RESHARDS nothing in the recipe asks for{more} ({advice})", *rows]
 
 
-def _pipeline(report: Report, verbose: bool) -> list[str]:
+def _pipeline(report: Report, verbose: bool, width: int) -> list[str]:
     """The time and memory of each stage; with `verbose` also the schedule, a column per unit of time."""
     pipeline = report.pricing.pipeline
     if pipeline is None:
         how = report.job.stacking
         drawn = [] if how is None or not verbose else ["  the schedule", *str(how.table).splitlines()]
         return [] if how is None else [f"PIPELINE  {pipeline_words(report)}", *drawn]
+    wide = min(21, (width - 38) // len(pipeline.kinds))
     rows = [
         f"PIPELINE  {pipeline_words(report)} [{report.provenance['time']}]",
         f"  split {_runs([stage.layers for stage in pipeline.stages])} "
         + ("balances the stages; " if pipeline.balanced else "as pipeline.split says; ")
         + _slowest(pipeline),
-        "  stage  layers  " + "".join(f"{words:>21}" for words in pipeline.kinds) + "       kept      sent",
+        "  stage  layers  " + "".join(f"{words:>{wide}}" for words in pipeline.kinds) + "       kept      sent",
     ]
     shown = pipeline.stages if verbose else pipeline.stages[:STAGES]
     for stage in shown:
-        times = "".join(f"{seconds(stage.seconds[kind]):>21}" for kind in stage.seconds)
+        times = "".join(f"{seconds(stage.seconds[kind]):>{wide}}" for kind in stage.seconds)
         rows.append(
             f"  {stage.stage:>5}  {stage.layers:>6}  {times}{gib(stage.saved_bytes):>11}{gib(stage.sent_bytes):>10}"
         )
@@ -299,18 +322,22 @@ def _runs(numbers: Sequence[int]) -> str:
     return ", ".join(f"{n} x {number}" if n > 3 else ", ".join([str(number)] * n) for number, n in runs)
 
 
-def _memory(report: Report) -> list[str]:
+def _memory(report: Report, width: int) -> list[str]:
     memory, how = report.pricing.worst, report.provenance
+    context = report.pricing.device.context_bytes
+    needed = gib(report.pricing.needed_bytes)
+    driver = f"; needed: {gib(context)} of the driver's more, {needed}" if context else ""
     parts = sorted(memory.at_peak.items(), key=lambda item: (-item[1], item[0]))
     words = [f"{LABELS.get(name, name)} {gib(size)}" for name, size in parts if size]
     rows = [
         f"MEMORY of a device  peak {gib(memory.peak_bytes)} allocated [{how['memory.peak_bytes']}], "
         f"{gib(report.pricing.reserved_bytes)} reserved [{how['memory.reserved_bytes']}]",
+        f"  allocated: tensors; reserved: all that the allocator holds{driver}",
         f"  at {report.pricing.peak_at}",
     ]
     line = " "
     for word in words:
-        if len(line) + len(word) + 3 > WIDTH:
+        if len(line) + len(word) + 3 > width:
             rows.append(line)
             line = " "
         line += f" {word} ·"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from tpshard.diagnostics.diagnostic import plural
+from tpshard.diagnostics.diagnostic import Exit, Mistakes, plural
 from tpshard.parallelism.pricing.cost import Device
 from tpshard.parallelism.pricing.fusion import CacheReads
 from tpshard.plan.report import describe
@@ -16,7 +16,7 @@ from tpshard.plan.report.report import PlannedJob
 from tpshard.plan.step.pricing import StepPart, price_parts
 from tpshard.plan.step.units import gib
 from tpshard.programs.server.serve_setting import ServeSetting, Size
-from tpshard.programs.server.served import model_to_serve
+from tpshard.programs.server.served import LATEST, model_to_serve
 from tpshard.programs.server.serving import BLOCK_SIZE, build_serving
 from tpshard.programs.setting import cluster
 from tpshard.recipes.keys.schema import Recipe
@@ -50,6 +50,7 @@ def planned(recipe: Recipe, what: str, source: str = "", accuracy: str = "", who
     ]
     pricing = price_parts(parts, device, per_host)
     program = parts[0].program
+    stored = recipe.serve.checkpoint
     spec, quantized = setting.served.spec, setting.served.quantized
     job = PlannedJob(
         name=recipe.name, recipe=source, what=what, model=str(recipe.model.stored()[str(recipe.model.named_by)]),
@@ -57,6 +58,7 @@ def planned(recipe: Recipe, what: str, source: str = "", accuracy: str = "", who
         dtype=setting.served.dtype, mesh=dict(setting.mesh.axes), nodes=-(-setting.mesh.ranks // per_host),
         devices_per_node=per_host, global_sequences=sequences, per_device=sequences, micro_batches=1,
         tokens=length if what == "prefill" else sequences, compiled="eager", device_assumed=recipe.cluster is None,
+        weights=f"from {'the newest checkpoint' if stored == LATEST else stored} (serve.checkpoint)",
         quantized="" if quantized is None else f"{quantized}, layout {recipe.serve.layout}",
     )  # fmt: skip
     few = _too_few(blocks, requests, length, programs.bytes("cache"))
@@ -76,10 +78,16 @@ def _steps_note(setting: ServeSetting, sizes: Mapping[Size, int]) -> str:
 
 
 def server_of(recipe: Recipe) -> tuple[ServeSetting, Device, int]:
-    """The setting of a recipe's server, its device, and the number of its ranks on one host."""
+    """The setting of a recipe's server, its device, and the number of its ranks on one host. Raises `Mistakes` (exit 4)
+    for GPUs of several hosts, on which no server starts."""
     device, _, per_host = cluster.device_of(recipe)
     setting = ServeSetting.of(recipe, model_to_serve(recipe, device.kind), device.kind)
     ranks = setting.mesh.ranks
+    if device.kind == "gpu" and recipe.cluster is not None and ranks > per_host:
+        raise Mistakes.one(
+            f"`serve.mesh` needs {ranks} GPUs, and a host has {per_host}", exit=Exit.FIT,
+            where=recipe.where("serve.mesh"), why="a server runs on one host", fix=f"{per_host} devices or fewer",
+        )  # fmt: skip
     return setting, device, min(ranks, per_host) if recipe.cluster is not None else ranks
 
 

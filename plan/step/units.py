@@ -21,8 +21,8 @@ def round_figures(data: Any) -> Any:
 
 
 def gib(n: float) -> str:
-    """Bytes as text: GiB with two decimals, or MiB or KiB."""
-    for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+    """Bytes as text: GiB with two decimals, or TiB, MiB or KiB."""
+    for size, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if abs(n) >= size or (unit == "GiB" and abs(n) >= 0.1 * size):
             return f"{n / size:.2f} {unit}" if abs(n) / size < 100 else f"{n / size:.0f} {unit}"
     return f"{n:.0f} B"

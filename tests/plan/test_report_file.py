@@ -85,6 +85,7 @@ def test_a_saved_plan_is_read_as_a_recipe_is_planned(
 ) -> None:
     """Also by a comparison; what only its programs can answer is refused."""
     file = str(tmp_path / "plan.json")
+    monkeypatch.setenv("COLUMNS", "100")
     saved_plan.write(Path(file), saved_plan.dumps(planned, loads(RECIPE)))
     monkeypatch.setattr(planner, "planned", lambda *_: pytest.fail("a saved plan is planned again"))
     for words, kind in ([], "screen"), (["--json"], "json"), (["-v", "--dry-run"], "verbose"):

@@ -18,7 +18,7 @@ from tpshard.plan import command, planner
 from tpshard.plan.questions import diff
 from tpshard.plan.report import describe, screen
 from tpshard.plan.report.report import Edit, Tensor
-from tpshard.plan.step.units import seconds
+from tpshard.plan.step.units import gib, seconds
 from tpshard.recipes.reading.load import loads
 
 
@@ -216,3 +216,21 @@ def test_an_explanation_is_json_where_json_is_asked_for(planned, monkeypatch):
     done = command.run(loads(RECIPE), command.PlanOptions(explain="norm.weight")).text
     parsed = json.loads(command.run(loads(RECIPE), command.PlanOptions(explain="norm.weight", as_json=True)).text)
     assert parsed == {"name": "norm.weight", "lines": done.splitlines()} and parsed["lines"]
+
+
+def test_a_narrow_terminal_gets_80_columns_with_all_figures(report):
+    lines = screen.screen(report, width=80).splitlines()
+    assert len(lines) <= 60 and max(map(len, lines)) <= 80
+    shown, wide = "\n".join(lines), screen.screen(report)
+    for title in ("COLLECTIVES of a device in a step", "dims: B batch, S seq", "weights drawn at random, seed "):
+        assert title in shown and title in wide
+    assert " bytes " in wide and " sent " in shown and "exposed  link" in shown
+
+
+def test_memory_says_why_its_three_figures_differ(report):
+    shown = screen.screen(report)
+    assert "allocated: tensors; reserved: all that the allocator holds" in shown
+    device = replace(report.pricing.device, context_bytes=2**30)
+    gpu = replace(report, pricing=replace(report.pricing, device=device))
+    assert "needed: 1.00 GiB of the driver's more" in " ".join(screen.screen(gpu).split())
+    assert gib(3 * 2**40) == "3.00 TiB"

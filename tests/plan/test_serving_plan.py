@@ -355,3 +355,8 @@ def test_products_take_what_the_machine_was_measured_to_take(dtype: str, layout:
     for rows, times in ((1, 1), (8, 3)):
         head = programs.vocab * CONFIG.width if dtype == "fp32" else 0  # a head in bf16 is in another layout
         assert seconds(rows, 2e-6) - seconds(rows, 1e-6) == pytest.approx(times * (linears + head) * 1e-6)
+
+
+def test_a_server_of_several_hosts_is_refused_as_serve_refuses_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tpshard(["plan", "llama3-8b", "--for", "decode", "--dry-run", "serve.mesh.tp=16"]) == 4
+    assert "a server runs on one host" in capsys.readouterr().err
