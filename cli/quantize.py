@@ -84,18 +84,18 @@ def quantize(
         report = write_quantized(quantizer, out, tokenizer=model.tokenizer, base=model.base, overwrite=overwrite)
     for sentence in _warnings(report):
         print(f"warning: {sentence}", file=sys.stderr)
-    orders, refused = _orders(out)
+    orders = _orders(out)
     if as_json:
         print(json.dumps({**asdict(report), "act_orders": orders}))
     else:
         print(_table(report))
-        if orders or refused:
-            print(f"act-order: {order_text(orders)}" if orders else f"`tpshard serve` refuses this folder: {refused}")
+        if orders:
+            print(f"act-order: {order_text(orders)}")
         print(out)
 
 
-def _orders(folder: Path) -> tuple[list[dict[str, Any]], str]:
-    """What a server makes of the order of a folder's linears, found on its graph; or why it does not take the model."""
+def _orders(folder: Path) -> list[dict[str, Any]]:
+    """What the layout `tp_aware` makes of the order of a folder's linears, found on the model's graph."""
     from tpshard.plan.report.order_rows import order_rows
     from tpshard.programs.server.serve_setting import ServeSetting
     from tpshard.programs.server.served import model_to_serve
@@ -104,9 +104,12 @@ def _orders(folder: Path) -> tuple[list[dict[str, Any]], str]:
 
     recipe = loads("name: quantized\ncluster: {device: cpu}\nmodel: {preset: tiny}\n", [f"serve.checkpoint={folder}"])
     try:
-        return order_rows(moved_orders(ServeSetting.of(recipe, model_to_serve(recipe, "cpu"), "cpu"))), ""
-    except Mistakes as mistakes:
-        return [], mistakes.diagnostics[0].why or mistakes.diagnostics[0].message
+        return order_rows(moved_orders(ServeSetting.of(recipe, model_to_serve(recipe, "cpu"), "cpu")))
+    except (
+        Mistakes,
+        ValueError,
+    ):  # the folder is written; of a model that cannot be captured so there is nothing to say
+        return []
 
 
 def _refuse(source: str) -> None:

@@ -165,9 +165,10 @@ def build_serving(
 
 
 def moved_orders(setting: ServeSetting) -> Mapping[str, str]:
-    """What became of the order of each act-ordered weight (`Arrangement.between`), without building a program. Raises
-    Mistakes (exit 4) for a model that cannot be served."""
-    return _capture_step(setting, setting.sizes[0])[1].between
+    """What becomes of the order of each act-ordered weight (`Arrangement.between`), found on the graph of a forward
+    pass, without building a program; also in a model that no server takes, such as an encoder."""
+    graph, _ = capture_model(setting.model, setting.states, max(2, setting.rows[0]), False)
+    return _arrange(setting, graph).between
 
 
 def _step(
@@ -225,7 +226,6 @@ def passes(setting: ServeSetting, arrangement: Arrangement, size: Size) -> list[
 
 def _capture_step(setting: ServeSetting, size: Size) -> tuple[Graph, Arrangement]:
     """The step as a graph of global shapes over a cache of one block, act-ordered weights in the recipe's layout."""
-    parameters = {name: p.detach() for name, p in setting.model.named_parameters()}
     try:
         graph, row_dims, inside = _capture_rows(setting, size)
         take_logit_rows(graph, row_dims, setting.logit_rows(size.rows), inside)
@@ -234,13 +234,19 @@ def _capture_step(setting: ServeSetting, size: Size) -> tuple[Graph, Arrangement
             "the model cannot be served", exit=Exit.FIT, where=setting.recipe.where("model"), why=str(error),
             fix="a model whose tokens meet only in causal attention and in transformers' recurrent layers",
         ) from error  # fmt: skip
+    return graph, _arrange(setting, graph)
+
+
+def _arrange(setting: ServeSetting, graph: Graph) -> Arrangement:
+    """Lays the act-ordered weights of a captured model out as the recipe says."""
+    parameters = {name: p.detach() for name, p in setting.model.named_parameters()}
     parts = cut_parameters(graph, parameters)
     orders = setting.served.orders
     named = {name: setting.dims.get(name, ("", ""))[1] for name in orders}
     inner = {name: dim for name, dim in named.items() if dim in ("heads", "mlp")}
     spread = {name: setting.ways(dim) for name, dim in inner.items()}
     arrangement = arrange(graph, orders, setting.recipe.serve.layout, spread, parameters)
-    return graph, replace(arrangement, parts=parts)
+    return replace(arrangement, parts=parts)
 
 
 def _capture_rows(setting: ServeSetting, size: Size) -> tuple[Graph, dict[Value, RowDim], Collection[str]]:

@@ -170,3 +170,19 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     copy_tokenizer(ensure_sample().tokenizer, mamba)
     assert run(["quantize", str(mamba), str(tmp_path / "no"), *settings]) == Exit.FIT
     assert "mixes tokens by itself" in capsys.readouterr().err and not (tmp_path / "no").exists()
+
+
+def test_an_encoder_is_quantized_and_its_orders_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No server takes it; what stands between its linears is found on the graph of its forward pass."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    BertForMaskedLM(BertConfig(vocab_size=288, **sizes)).save_pretrained(tmp_path / "bert")
+    settings = ["quantize.group_size=8", "quantize.calibration.sequences=1", "evaluate.sequences=1",
+                "data.tokenizer=bytes", "--seq-len", "16", "--json"]  # fmt: skip
+    assert run(["quantize", str(tmp_path / "bert"), str(tmp_path / "out"), *settings]) == Exit.DONE
+    said = {row["linear"]: row["between"] for row in json.loads(capsys.readouterr().out)["act_orders"]}
+    layer = "bert.encoder.layer.*."
+    assert said.keys() >= {f"{layer}attention.self.query", f"{layer}output.dense"} and len(said) == 6
+    assert [name for name, between in said.items() if not between] == [f"{layer}output.dense"]
+    assert said[f"{layer}intermediate.dense"] == f"`add` in {layer}output reads the same values"
