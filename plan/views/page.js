@@ -60,7 +60,7 @@ function shownSeconds(s) {
 
 // The part of a timeline between two shares of it; neighbours of one colour closer than a pixel are drawn as one.
 function timelinePart(line, from, to) {
-  const scale = (W - LEFT - 10) / ((to - from) * line.finest), out = [], lanes = Object.keys(line.lanes);
+  const scale = (W - LEFT - 10) / ((to - from) * line.finest), out = [], lanes = line.order;
   const at = (t) => LEFT + (t - from * line.finest) * scale;
   lanes.forEach((lane, row) => {
     let run = null;
@@ -105,12 +105,18 @@ function open(page) {
   };
   choice.innerHTML = data.tensors.map((tensor, i) => `<option value="${i}">${escaped(tensor.names.length > 1 ? tensor.pattern : tensor.name)}</option>`).join("");
   choice.addEventListener("change", () => show(Number(choice.value)));
-  for (const row of page.querySelectorAll("#shardings tbody tr")) row.addEventListener("click", () => show(groupOf[row.cells[0].textContent] ?? 0));
+  const chosen = (row, act) => {
+    row.tabIndex = 0;
+    row.addEventListener("click", act);
+    row.addEventListener("keydown", (event) => event.key === "Enter" && act());
+  };
+  for (const row of page.querySelectorAll("#shardings tbody tr")) chosen(row, () => show(groupOf[row.cells[0].textContent] ?? 0));
   if (data.tensors.length) show(0);
   const found = page.getElementById("collective-why");
-  page.querySelectorAll("#collectives tbody tr").forEach((row, i) => row.addEventListener("click", () => (found.innerHTML = collectiveText(data.collectives[i]))));
+  page.querySelectorAll("#collectives tbody tr").forEach((row, i) => chosen(row, () => (found.innerHTML = collectiveText(data.collectives[i]))));
   page.querySelectorAll("svg.timeline").forEach((svg, i) => {
     const whole = svg.innerHTML, line = data.timelines[i];
+    const legend = (whole.match(/<g class="legend">[\s\S]*?<\/g>/) || [""])[0];
     let view = [0, 1], held = null;
     const place = (event) => {
       const box = svg.getBoundingClientRect();
@@ -119,7 +125,7 @@ function open(page) {
     };
     const draw = (next) => {
       view = next;
-      svg.innerHTML = view[1] - view[0] >= 1 ? whole : timelinePart(line, view[0], view[1]);
+      svg.innerHTML = view[1] - view[0] >= 1 ? whole : timelinePart(line, view[0], view[1]) + legend;
     };
     svg.addEventListener("wheel", (event) => {
       event.preventDefault();
@@ -133,6 +139,17 @@ function open(page) {
     });
     page.addEventListener("mouseup", () => (held = null));
     svg.addEventListener("dblclick", () => draw([0, 1]));
+    svg.addEventListener("keydown", (event) => {
+      const wide = view[1] - view[0], middle = (view[0] + view[1]) / 2;
+      const moved = (by) => {
+        const start = Math.min(1 - wide, Math.max(0, view[0] + by * wide));
+        return [start, start + wide];
+      };
+      const next = { "+": zoomed(view, 1.5, middle), "=": zoomed(view, 1.5, middle), "-": zoomed(view, 1 / 1.5, middle), "0": [0, 1], ArrowLeft: moved(-0.2), ArrowRight: moved(0.2) }[event.key];
+      if (!next) return;
+      event.preventDefault();
+      draw(next);
+    });
   });
 }
 

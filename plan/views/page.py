@@ -146,8 +146,10 @@ def _timelines(drawing: Drawing) -> str:
         height = pictures.timeline_height(part)
         times = f"{plural(part.times, 'time')} a step, {seconds(part.each_s)} each"
         out.append(
-            f"<p>{escape(part.name)}, {times}; the wheel zooms, a drag moves, a double click shows all</p>"
-            f'<svg class="timeline" width="1000" height="{height}" viewBox="0 0 1000 {height}" font-size="11">'
+            f"<p>{escape(part.name)}, {times}; the wheel zooms, a drag moves, a double click shows all; so do "
+            "+ and -, arrows, and 0</p>"
+            f'<svg class="timeline" width="1000" height="{height}" viewBox="0 0 1000 {height}" font-size="11" '
+            'tabindex="0" role="img" aria-label="Timeline: + and - zoom, arrows move, 0 shows all">'
             f"{pictures.timeline(part)}</svg>"
         )
     return "\n".join(out)
@@ -161,7 +163,8 @@ def _memories(report: Report, drawing: Drawing) -> str:
         if size
     ]
     curve = pictures.memory(report, part, 240)
-    picture = f'<svg width="1000" height="240" viewBox="0 0 1000 240" font-size="11">{curve}</svg>'
+    name = 'role="img" aria-label="Memory over time"'
+    picture = f'<svg width="1000" height="240" viewBox="0 0 1000 240" font-size="11" {name}>{curve}</svg>'
     times = report.pricing
     words = f"<p>Peak in {escape(times.peak_at)}; {gib(times.reserved_bytes)} reserved by the allocator.</p>"
     held = [

@@ -41,5 +41,5 @@ def timeline(part: DrawnPart) -> dict[str, Any]:
         )
     return {
         "seconds": part.each_s, "finest": FINEST, "colors": list(colors), "words": list(descriptions),
-        "lanes": events,
+        "lanes": events, "order": list(part.lanes),
     }  # fmt: skip

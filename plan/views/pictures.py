@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
@@ -48,7 +49,7 @@ def svg(report: Report, drawing: Drawing) -> str:
 
 def stages_height(report: Report, drawing: Drawing) -> int:
     pipeline = stage_lanes(report, drawing)
-    return 0 if pipeline is None else _ROW * pipeline.table.devices + 36
+    return 0 if pipeline is None else _ROW * pipeline.table.devices + 58
 
 
 def stages(report: Report, drawing: Drawing) -> str:
@@ -60,14 +61,43 @@ def stages(report: Report, drawing: Drawing) -> str:
     out = [f'<text x="8" y="{_ROW * d + 15}">device {d}</text>' for d in range(pipeline.table.devices)]
     for task, start, end in pipeline.slots:
         words = f"{task}, {seconds(end - start)}"
-        bar = (_LEFT + start * scale, _LEFT + end * scale - 0.5, COLORS[_TASKS[task.kind]], words)
-        out.append(_bar(bar, _ROW * pipeline.table.device_of(task.stage)))
-        if (end - start) * scale > 16:
-            x, y = _LEFT + (start + end) / 2 * scale, _ROW * pipeline.table.device_of(task.stage) + 15
-            out.append(f'<text x="{x:.1f}" y="{y}" text-anchor="middle" fill="#ffffff">{task.micro}</text>')
-    y = _ROW * pipeline.table.devices + 15
-    out.append(f'<text x="{_LEFT}" y="{y}" fill="#555555">{pipeline.words}</text>')
+        x0, x1 = _LEFT + start * scale, min(_LEFT + end * scale, _W - 10)
+        out.append(_bar((x0, x1 - 0.5, COLORS[_TASKS[task.kind]], words), _ROW * pipeline.table.device_of(task.stage)))
+        fits = (x1 - x0) / (0.6 * max(1, len(str(task.micro))))  # the size at which the number is as wide as its bar
+        if fits >= 4:
+            x, y = (x0 + x1) / 2, _ROW * pipeline.table.device_of(task.stage) + 15
+            out.append(f'<text x="{x:.1f}" y="{y}" text-anchor="middle" fill="#ffffff" font-size="{min(11, fits):.3g}">'
+                       f"{task.micro}</text>")  # fmt: skip
+    y = _ROW * pipeline.table.devices
+    out += _time_axis(pipeline.seconds, y)
+    kinds = {_TASKS[task.kind] for task, _, _ in pipeline.slots}
+    out += legend({words: COLORS[kind] for kind, words in TASK_WORDS.items() if kind in kinds}, y + 20)
+    out.append(f'<text x="{_LEFT}" y="{y + 46}" fill="#555555">{pipeline.words}; numbers are micro-batches</text>')
     return "\n".join(out)
+
+
+TASK_WORDS = {"forward": "forward", "backward": "backward", "update": "gradients of weights"}
+"""The meanings of a schedule's colours."""
+
+
+def _time_axis(total: float, y: float) -> list[str]:
+    """Round seconds of a picture's time, below the height `y`."""
+    size, unit = seconds_axis(total)
+    out = []
+    for tick in round_ticks(total / size):
+        x = _LEFT + (_W - _LEFT - 10) * tick * size / (total or 1.0)
+        anchor = "middle" if x < _W - 30 else "end"  # the last one would be cut off
+        out.append(f'<text x="{x:.1f}" y="{y + 14}" text-anchor="{anchor}" fill="#555555">{tick:g} {unit}</text>')
+    return out
+
+
+def round_ticks(top: float, most: int = 6) -> list[float]:
+    """Multiples of 1, 2, 2.5 or 5 times a power of ten from 0 to `top`, at most `most` above 0."""
+    if top <= 0:
+        return [0.0]
+    power = 10.0 ** math.floor(math.log10(top / most))
+    step = next(n * power for n in (1, 2, 2.5, 5, 10) if top / (n * power) <= most)
+    return [float(f"{i * step:.6g}") for i in range(int(top / step + 1e-9) + 1)]
 
 
 _TASKS = {"F": "forward", "B": "backward", "I": "backward", "W": "update"}
@@ -105,12 +135,7 @@ def timeline(part: DrawnPart) -> str:
         if run is not None:
             out.append(_bar(run, y))
     y = _ROW * len(part.lanes)
-    size, unit = seconds_axis(total)
-    for tick in range(6):
-        x = _LEFT + (_W - _LEFT - 10) * tick / 5
-        words = f"{total * tick / 5 / size:.3g} {unit}"
-        anchor = "middle" if tick < 5 else "end"  # the last one would be cut off
-        out.append(f'<text x="{x:.1f}" y="{y + 14}" text-anchor="{anchor}" fill="#555555">{words}</text>')
+    out += _time_axis(total, y)
     tints = {tint(event.lane, part.ops[event.op]) for event in part.events}
     out += legend({words: COLORS[name] for name, words in TINTS.items() if name in tints}, y + 22)
     return "\n".join(out)
@@ -133,9 +158,11 @@ def memory(report: Report, part: DrawnPart, height: int) -> str:
     """Draws the memory of a part over time, stacked by category, with the device's memory as a line."""
     at, curves = part.at, part.curves
     total = part.each_s or 1.0
-    plot_h = height - 60
-    limit = report.pricing.device.memory_bytes - report.pricing.device.context_bytes
-    top = max(part.peak_bytes, limit, 1)
+    plot_h = height - 76
+    device = report.pricing.device
+    limit = device.memory_bytes
+    # a peak far below the limit would be a line at the bottom
+    top = max(part.peak_bytes, limit, 1) if 4 * part.peak_bytes >= limit else max(1, 2 * part.peak_bytes)
     picks = sample(at, part.curve)
     scale_x, scale_y = (_W - _LEFT - 10) / total, plot_h / top
     base = [0.0] * len(picks)
@@ -149,27 +176,33 @@ def memory(report: Report, part: DrawnPart, height: int) -> str:
             f'<polygon points="{" ".join(points + back)}" fill="{COLORS[name]}"><title>{LABELS[name]}</title></polygon>'
         )
         base = upper
-    y = plot_h - limit * scale_y
     size, unit = bytes_axis(top)
-    words = f"device {limit / size:.2f} {unit}, peak {part.peak_bytes / size:.2f} {unit}"
-    out.append(f'<line x1="{_LEFT}" x2="{_W - 10}" y1="{y:.1f}" y2="{y:.1f}" stroke="#d62728" stroke-width="2"/>')
+    driver = f", {device.context_bytes / size:.2f} {unit} of it the driver's" if device.context_bytes else ""
+    words = f"device {limit / size:.2f} {unit}{driver}; peak {part.peak_bytes / size:.2f} {unit}"
+    y = max(0.0, plot_h - limit * scale_y)
+    if limit <= top:
+        out.append(f'<line x1="{_LEFT}" x2="{_W - 10}" y1="{y:.1f}" y2="{y:.1f}" stroke="#d62728" stroke-width="2"/>')
+    else:
+        words += "; the device's limit is above the picture"
     out.append(f'<text x="{_W - 12}" y="{y + 12:.1f}" text-anchor="end" fill="#d62728">{words}</text>')
-    for tick in range(5):
-        y = plot_h - plot_h * tick / 4
-        words = f"{top * tick / 4 / size:.2f} {unit}"
-        out.append(f'<text x="{_LEFT - 6}" y="{max(9.0, y + 4):.1f}" text-anchor="end" fill="#555555">{words}</text>')
-    out += legend({LABELS[name]: COLORS[name] for name in names}, plot_h + 14)
+    for tick in round_ticks(top / size, 5):
+        y = plot_h - plot_h * tick * size / top
+        out.append(
+            f'<text x="{_LEFT - 6}" y="{max(9.0, y + 4):.1f}" text-anchor="end" fill="#555555">{tick:g} {unit}</text>'
+        )
+    out += _time_axis(total, plot_h)
+    out += legend({LABELS[name]: COLORS[name] for name in names}, plot_h + 24)
     return "\n".join(out)
 
 
 def legend(colors: Mapping[str, str], y: float) -> list[str]:
     """A row of coloured boxes with their meanings, at height `y`."""
-    out, x = [], _LEFT
+    out, x = ['<g class="legend">'], _LEFT
     for words, color in colors.items():
         out.append(f'<rect x="{x}" y="{y}" width="10" height="10" fill="{color}"/>')
         out.append(f'<text x="{x + 14}" y="{y + 9}">{escape(words)}</text>')
         x += 28 + 6 * len(words)
-    return out
+    return [*out, "</g>"]
 
 
 def sample(at: Sequence[float], curve: Sequence[int]) -> list[int]:

@@ -90,7 +90,8 @@ def test_the_page_knows_what_is_behind_every_collective_and_alive_at_the_peak(pl
 
 NODE = shutil.which("node")
 CLICKS = """
-const made = {}, svg = { innerHTML: "whole", on: {}, addEventListener(name, f) { this.on[name] = f; },
+const made = {}, LEGEND = '<g class="legend">colours</g>', svg = { innerHTML: "whole" + LEGEND,
+  on: {}, addEventListener(name, f) { this.on[name] = f; },
   getBoundingClientRect: () => ({ left: 0, width: 1000 }) };
 const blank = () => ({ innerHTML: "", value: "", on: {}, addEventListener(name, f) { this.on[name] = f; } });
 const element = (id) => made[id] ??= blank();
@@ -104,8 +105,10 @@ const seen = tensors.map((t) => (t.on.click(), made["tensor-graph"].innerHTML));
 const behind = collectives.map((c) => (c.on.click(), made["collective-why"].innerHTML));
 for (let i = 0; i < 5; i++) svg.on.wheel({ preventDefault() {}, deltaY: -1, clientX: 565 });
 const zoomed_ = svg.innerHTML;
+const key = (name) => (svg.on.keydown({ preventDefault() {}, key: name }), svg.innerHTML);
+const moved = [key("ArrowLeft"), key("-"), key("0")];
 svg.on.dblclick({});
-console.log(JSON.stringify({ seen, behind, zoomed: zoomed_, reset: svg.innerHTML }));
+console.log(JSON.stringify({ seen, behind, zoomed: zoomed_, moved, reset: svg.innerHTML }));
 """
 
 
@@ -127,7 +130,11 @@ def test_clicks_show_chains_and_tensors_and_the_wheel_zooms(planned, report, tmp
         assert html.count("<svg") == len(tensor["forms"])
         assert all(ET.fromstring(drawn) is not None for drawn in re.findall(r"<svg.*?</svg>", html))
     assert all(html.count("<tr>") == 1 + len(rows) for html, rows in zip(shown["behind"], actual["collectives"]))
-    assert "<rect" in shown["zoomed"] and shown["reset"] == "whole"
+    legend = '<g class="legend">colours</g>'
+    assert "<rect" in shown["zoomed"] and shown["zoomed"].endswith(legend) and shown["reset"] == f"whole{legend}"
+    lanes = [re.findall(r'<text x="8"[^>]*>([^<]+)', drawn) for drawn in (shown["zoomed"], shown["moved"][0])]
+    assert lanes[0] == lanes[1] == [{"wait": "waiting"}.get(n, n) for n in planned.drawing.parts[0].lanes]
+    assert len({shown["zoomed"], *shown["moved"]}) == 4 and shown["moved"][-1] == shown["reset"]
 
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -172,12 +179,12 @@ def test_svg_is_xml(planned, report):
 
 
 def test_a_picture_has_one_unit_and_says_what_its_colours_mean(planned, report):
-    """The memory axis ends at the device's memory, even if the plan needs little."""
+    """A peak far below the device's memory fills half of the picture; the limit is the headline's."""
     drawn = ET.fromstring(pictures.svg(report, planned.drawing))
     words = [str(element.text) for element in drawn.iter() if element.tag.endswith("text")]
-    limit = report.pricing.device.memory_bytes - report.pricing.device.context_bytes
-    size, unit = units.bytes_axis(limit)
-    assert f"{limit / size:.2f} {unit}" in words and f"device {limit / size:.2f} {unit}," in " ".join(words)
+    limit = report.pricing.device.memory_bytes
+    size, unit = units.bytes_axis(report.pricing.peak_bytes)
+    assert f"device {limit / size:.2f} {unit}" in " ".join(words)
     assert len({w.split()[1] for w in words if re.fullmatch(r"[\d.]+ ([KMGT]i)?B", w)}) == 1
     assert len({w.split()[1] for w in words if re.fullmatch(r"[\d.e+-]+ (s|ms|us)", w)}) == 1
     assert {"forward", "backward", "parameters", "gradients"} <= set(words)
@@ -186,3 +193,12 @@ def test_a_picture_has_one_unit_and_says_what_its_colours_mean(planned, report):
 def test_one_of_a_thing_is_singular():
     assert [plural(n, "host") for n in (1, 2)] == ["1 host", "2 hosts"]
     assert [plural(n, "micro-batch") for n in (1, 8)] == ["1 micro-batch", "8 micro-batches"]
+
+
+def test_ticks_are_round_numbers_and_few():
+    assert pictures.round_ticks(79.1) == [0, 20, 40, 60]
+    assert pictures.round_ticks(0.0113) == [0, 0.002, 0.004, 0.006, 0.008, 0.01]
+    for top in (1, 2.2, 3.7, 9.99, 0.12, 1234.5):
+        ticks = pictures.round_ticks(top)
+        assert 3 <= len(ticks) <= 7 and ticks[-1] <= top * (1 + 1e-9)
+    assert pictures.round_ticks(0) == [0]
