@@ -223,11 +223,6 @@ class _Traced:
             if not isinstance(one, Tensor):
                 raise ValueError(f"a function of control flow returns {one!r}, which is no tensor")
         self.results: list[Tensor] = flat
-        if phase and any(x.requires_grad for x in self.recorder.captured):
-            raise ValueError(
-                "a function of control flow passes a tensor from outside to an `autograd.Function`, so that its "
-                "gradient cannot be told from others: make it an operand, or pass `tensor.clone()`"
-            )
         self.plain = functionalize(self.recorder.graph(list(flat)))
         canonicalize(self.plain)
 
@@ -252,12 +247,18 @@ class _Traced:
             inside = {id(outside): x for outside, x in zip(whole, own[n:])}
             operands = pytree.tree_map(lambda x: inside.get(id(x), x), self.operands)
             with torch.enable_grad(), self.flow.replacing(inside):
-                results = pytree.tree_leaves(self.fn(*own[:n], *operands))
+                results = [inside.get(id(x), x) for x in pytree.tree_leaves(self.fn(*own[:n], *operands))]
             ends = [(results[i], grad) for i, grad in zip(summed, grads) if results[i].requires_grad]
             inputs, found = [own[i] for i in leaves], tuple[Any, ...]([None] * len(leaves))
             if ends:
                 outputs, end_grads = zip(*ends)
-                found = torch.autograd.grad(outputs, inputs, end_grads, allow_unused=True)
+                beyond = [x for x in whole if x.requires_grad]
+                found = torch.autograd.grad(outputs, [*inputs, *beyond], end_grads, allow_unused=True)
+                if any(grad is not None for grad in found[len(inputs) :]):
+                    raise ValueError(
+                        "a function of control flow passes a tensor from outside to an `autograd.Function`, so that "
+                        "its gradient cannot be told from others: make it an operand, or pass `tensor.clone()`"
+                    )
             return [torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, found)]
 
         return backward

@@ -53,9 +53,9 @@ cell = nn.GRUCell(6, 6, dtype=F64)
 
 
 def branches(ops: Ops, x: Tensor, w: Tensor) -> Any:
-    """One branch takes its operands, the other what it closes over; a view of an operand is a result."""
-    y = x * 2
-    fns = lambda x: (x @ w, x.transpose(0, 1)), lambda x: ((y - 1) @ w.sin(), y.transpose(0, 1))
+    """One branch takes operands, the other closes over tensors; results are views of those, or these themselves."""
+    y, z = x * 2, w * 2
+    fns = lambda x: (x @ w, x.transpose(0, 1), w * 3), lambda x: ((y - 1) @ w.sin(), y.transpose(0, 1), z)
     return ops[0](w.sum() > 0, *fns, (x,))
 
 
@@ -299,6 +299,27 @@ def test_processes_compute_what_is_simulated(pool: Any) -> None:
         assert all(map(torch.equal, mine, expected)) and len(mine) == len(expected)
 
 
+class Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * 3
+
+
+def own_gradient(x: Tensor, copied: bool) -> Tensor:
+    w = x.requires_grad_()[0] * 1
+    add = lambda h, x: (h + Tripled.apply(w.clone() if copied else w), h * 1)  # noqa: E731
+    return torch.autograd.grad(scan(add, torch.zeros(4), x)[0].sum(), x)[0]
+
+
+def test_a_gradient_of_ones_own_is_kept() -> None:
+    program = partition(lambda x: own_gradient(x, True), [torch.empty(3, 4)], Mesh({"x": 1}))
+    assert program.simulate(torch.ones(3, 4))[0].tolist() == [[9.0] * 4, [0.0] * 4, [0.0] * 4]
+
+
 @pytest.mark.parametrize(
     ("fn", "message"),
     [
@@ -310,6 +331,7 @@ def test_processes_compute_what_is_simulated(pool: Any) -> None:
         (lambda x: scan(lambda h, x: (h * (h.nonzero().shape[0]), h), x[0], x), "shape depends on data"),
         (lambda x: scan(lambda h, x: (h.add_(x), h), x[0], x), "modifies its argument"),
         (lambda x: while_loop(lambda x: x.sum() > 0, lambda x: (x - 1,), (x.requires_grad_(),)), "no gradient here"),
+        (lambda x: own_gradient(x, False), "make it an operand, or pass `tensor.clone"),
         (lambda x: torch.vmap(lambda y: scan(lambda h, z: (h + z, h * 1), y[0], y))(x[:, :, None]), "of `torch.func`"),
     ],
 )  # fmt: skip
