@@ -154,8 +154,12 @@ def assert_no_tile_spills(capability, forms, rows, first_only, folder):
             key = (*constants.values(), tile.warps, tile.stages)
             if key not in names:
                 kernel = triton_quantized.matmul_kernel
-                usage, _ = compile_program(kernel, constants, "bf16", capability, tile.warps, tile.stages, folder)
-                assert_nothing_spilled(usage)
+                usage, binary = compile_program(kernel, constants, "bf16", capability, tile.warps, tile.stages, folder)
+                if first_only or usage["LOCAL"] != "0" or usage["STACK"] == "0":
+                    assert_nothing_spilled(usage)
+                else:  # a register or two, which a choice by measured time weighs: at most 1% of the loop
+                    loop = main_loop(output_of("nvdisasm", "-c", binary))
+                    assert 100 * sum(name in ("LDL", "STL") for name in loop) < len(loop), (tile, usage)
                 names.add(key)
 
 
@@ -221,7 +225,7 @@ def test_first_guesses_do_not_spill(capability, kinds, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_no_tile_that_may_be_chosen_spills(capability, tmp_path):
+def test_no_tile_that_may_be_chosen_spills_much(capability, tmp_path):
     assert_no_tile_spills(capability, forms(capability), (1, 32, 64, 512), False, tmp_path)
 
 

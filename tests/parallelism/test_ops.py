@@ -35,6 +35,7 @@ from tpshard.parallelism.graph import Graph, Op, map_refs
 from tpshard.parallelism.partitioning.partition import partition_captured
 from tpshard.parallelism.partitioning.partitioner import mark_outputs
 from tpshard.parallelism.rules import drawn, kernel_costs, table
+from tpshard.parallelism.rules.control_flow import CONTROL_FLOW
 from tpshard.parallelism.rules.elementwise import pointwise
 from tpshard.parallelism.rules.rule import Kind, whole
 from tpshard.parallelism.rules.table import TABLE, entry_of, name_of, rule_for
@@ -510,8 +511,8 @@ SAME = {
 """Ops that only a GPU has, or only a stage's program: no function calls them here; they have the entry of one that
 can be called."""
 CASES |= {name: cases for names, cases in LAYERS.items() for name in names.split()}
-ELSEWHERE = {name_of(op) for op in (*kernel_costs.OPS, *drawn.OPS)}
-"""Kernels, which no function calls, and what draws: test_drawn."""
+ELSEWHERE = {name_of(op) for op in (*kernel_costs.OPS, *drawn.OPS, *CONTROL_FLOW)}
+"""Kernels, which no function calls; what draws: test_drawn; what has bodies: test_control_flow."""
 SEEN = {name for names in LAYERS for name in names.split()[:-1]}
 """Ops that the cases of another call too, which checks them."""
 
