@@ -86,14 +86,17 @@ def priced(run: PublishedRun, programs: TrainingPrograms, device: Device | None 
     """The price of a run's step on its device, or on a `device` with other constants."""
     own, _, per_host = cluster.device_of(run.recipe)
     compiled = run.compiled or compiled_by(run.recipe)
+    device = device or own
+    streaming = device.efficiency.streaming * run.streaming
+    device = replace(device, efficiency=replace(device.efficiency, streaming=streaming))
     if not run.holds_logits:
-        return price_step(programs, device or own, per_host, compiled)
+        return price_step(programs, device, per_host, compiled)
     logits = programs.micro.records["logits"]
     held = {"logits_and_loss": math.prod(local_shape(logits.shape, logits.layout)) * logits.dtype.itemsize}
     first, *rest = training_parts(programs, compiled)
     assert first.name == "micro-batch"
     parts = [replace(first, always={**first.always, **held}), *rest]
-    return price_parts(parts, device or own, per_host, trains=True)
+    return price_parts(parts, device, per_host, trains=True)
 
 
 def predict(run: PublishedRun, build: Callable[[Setting], TrainingPrograms]) -> Outcome:
