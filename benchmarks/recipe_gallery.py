@@ -38,9 +38,9 @@ def plan_recipe(name: str) -> dict[str, Any]:
 
 
 def train(name: str, steps: int) -> dict[str, Any]:
-    """What a few steps gave on this machine."""
+    """What a few steps gave on this machine, from random weights where the recipe begins from a run."""
     with tempfile.TemporaryDirectory() as place:
-        overrides = [f"train.steps={steps}", f"run.dir={place}/run"]
+        overrides = [f"train.steps={steps}", f"run.dir={place}/run", "train.init_from=null"]
         done = subprocess.run([*COMMAND, "train", name, *overrides], cwd=place, capture_output=True, text=True)
         if done.returncode:
             return {"exit": done.returncode, "said": done.stderr.strip().splitlines()[:3]}
