@@ -261,9 +261,9 @@ def main() -> int:
     for page in pages():
         text = page.read_text(encoding="utf-8")
         for written, recorded in list(differences(text)):
-            wrong += not write
-            print(f"{page.relative_to(ROOT)}: {written} should be {recorded}")
-            text = text.replace(written, recorded)
+            wrong += not write or not recorded
+            print(f"{page.relative_to(ROOT)}: {written} should be {recorded or 'another line: none is like it'}")
+            text = text.replace(written, recorded or written)
         if write:
             page.write_text(text, encoding="utf-8")
     return int(wrong > 0)
