@@ -282,5 +282,5 @@ def test_a_search_that_finds_nothing_says_why(small, capsys, monkeypatch):
     too_much = lambda recipe, **_: search_result.VariantPrice(2**40 + recipe.batch.per_device, 1.0, 0.0, False)  # noqa: E731
     monkeypatch.setattr(search, "price_variant", too_much)
     assert tpshard(["plan", "small.yaml", "--search"]) == Exit.FIT
-    assert "the smallest needs 1024 GiB a device: " in capsys.readouterr().out
+    assert "the smallest needs 1.00 TiB a device: " in capsys.readouterr().out
     assert [path.name for path in small.parent.iterdir()] == ["small.yaml"]
