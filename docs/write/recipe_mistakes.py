@@ -114,6 +114,7 @@ TEXTS = (
     "model: {preset: tiny}\ntask: 'tpshard.models.objectives.tasks:LanguageModel'\nloss: {z_loss: 1.0e-4}",
     "model: {preset: tiny}\nname: tiny\nserve: {adapters: {tiny: 'org/adapter'}}",
     "model: {preset: tiny}\nserve: {adapters: {a: one, b: two}, max_loras: 1}",
+    "model: {preset: tiny}\nadapters: {packed: true}",
     "model: {preset: tiny, dtype: fp8, seq_len: 100}",
     "model: {preset: tiny, dtype: fp8}\nmesh: {tp: 2}",
     "model: {preset: tiny, dtype: fp8}\nmesh: {pp: 2}\npipeline: {schedule: gpipe, form: vectorized}",

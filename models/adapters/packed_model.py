@@ -148,8 +148,8 @@ class PackedModel(ModelSpec):
         path, leaf = name.rpartition(".")[::2]
         if self.planned is not None:
             raise FolderError(
-                f"the preset {self.base.source.name} has no quantized weights, which `quantize` stands for in plans",
-                "model.hf: the folder that `tpshard quantize` wrote; or leave out `quantize`",
+                f"the preset {self.base.source.name} has no quantized weights: `adapters.packed` is for plans",
+                "model.hf: the folder that `tpshard quantize` wrote; or leave out `adapters.packed`",
             )
         cut = [slice(start, start + size) for start, size in zip(starts, sizes)]
         if not self._linears[path].experts:

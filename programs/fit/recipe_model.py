@@ -69,8 +69,7 @@ def adapted(base: ModelSpec, recipe: Recipe, *, check: bool = True) -> ModelSpec
 
 
 def packed(base: ModelSpec, recipe: Recipe) -> ModelSpec:
-    """A base of adapters, whose weights stay packed if it is a quantized folder, or a preset for which the recipe
-    writes how it is quantized. A run that begins from another one's dense weights has no such base."""
+    """A base of adapters, whose weights stay packed if it is a quantized folder, or a preset that stands for one."""
     if base.source.key != "preset":
         return PackedModel.of_folder(base)
     if (planned := _planned(recipe)) is None:
@@ -80,7 +79,7 @@ def packed(base: ModelSpec, recipe: Recipe) -> ModelSpec:
 
 def _planned(recipe: Recipe) -> GPTQConfig | None:
     section = recipe.quantize
-    if recipe.train.init_from is not None or not recipe.where("quantize").line:
+    if not recipe.adapters.packed:
         return None
     return GPTQConfig(section.bits, section.group_size, section.order != "none", section.sym)
 

@@ -41,3 +41,6 @@ class Adapters(Section):
 
     lora: LoraSection | None = None
     """Low-rank adapters; null: none, and the model itself is trained."""
+    packed: bool = False
+    """Whether a preset stands for the folder that `tpshard quantize` writes of it by `quantize`, whose weights stay
+    packed. For plans: nothing trains a preset so."""

@@ -345,6 +345,13 @@ def adapters_have_room(recipe: Recipe) -> Iterator[Diagnostic]:
         yield violation(recipe, "serve.max_loras", message, fix=f"at least {len(section.adapters)}")
 
 
+def packed_is_of_a_preset(recipe: Recipe) -> Iterator[Diagnostic]:
+    """Requires that what stands for a quantized folder is a preset, and has adapters."""
+    if recipe.adapters.packed and (recipe.adapters.lora is None or recipe.model.preset is None):
+        message, why = "`adapters.packed` is for adapters of a preset", "a quantized folder says it itself"
+        yield violation(recipe, "adapters.packed", message, why, "adapters: {packed: true, lora: {}}, or leave it out")
+
+
 READ = (
     "optimizer", "schedule", "checkpoint", "data", "task", "fsdp", "logging", "train.steps", "model.rope_scaling",
     "pipeline", "sharding.rules", "serve", "resume",
@@ -375,6 +382,7 @@ LAWS: tuple[tuple[Law, tuple[str, ...]], ...] = (
     (files_on_this_host, ("data", "model", "serve.checkpoint", "serve.adapters", "serve.adapter_root")),
     (groups_have_a_rate, ("optimizer",)),
     (adapters_have_room, ("name", "serve")),
+    (packed_is_of_a_preset, ("adapters", "model")),
     (profiled_steps, ("train.profile", "train.steps")),
     (stages_have_their_axis, PIPELINE),
 )
