@@ -7,11 +7,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpshard.diagnostics.patterns import covers, nearest
+from tpshard.models.adapters.based_model import BasedModel, of_base
 from tpshard.models.adapters.lora import MAGNITUDE, A, Adapter, B, Lora, LoraError
 from tpshard.models.model_spec import ModelSource, ModelSpec
 
@@ -31,13 +31,8 @@ class FrozenError(ValueError):
         self.key, self.why, self.fix = key, "", fix
 
 
-def of_base(name: str) -> Any:
-    """A property or a method that is the base's."""
-    return property(attrgetter(f"base.{name}"))
-
-
 @dataclass(frozen=True)
-class AdaptedModel(ModelSpec):
+class AdaptedModel(BasedModel):
     """A model whose parameters are frozen where a pattern covers them, or, with adapters, but for these."""
 
     base: ModelSpec
@@ -222,25 +217,9 @@ class AdaptedModel(ModelSpec):
         return AdaptedModel(base, Lora(**lora))
 
     # ---- the base's ------------------------------------------------------------------------------------------------
-    source = of_base("source")
-    outline = of_base("outline")
-    vocab = of_base("vocab")
-    positions = of_base("positions")
-    activations = of_base("activations")
-    instead = of_base("instead")
-    recurrent = of_base("recurrent")
-    reads_code = of_base("reads_code")
-    fewest_rows = of_base("fewest_rows")
-    names_dims = of_base("names_dims")
     parameter_dims = of_base("parameter_dims")
-    dtype = of_base("dtype")
-    sizes = of_base("sizes")
     identity = of_base("identity")
-    weights = of_base("weights")
-    adaptable = of_base("adaptable")
-    divides = of_base("divides")
     notes = of_base("notes")
-    refusal = of_base("refusal")
     packed = of_base("packed")
 
     @property

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpshard.files.folder_json import FolderError
 from tpshard.kernels.quantized.gptq_config import GPTQConfig, read_config
-from tpshard.models.adapters.adapted_model import of_base
+from tpshard.models.adapters.based_model import BasedModel, of_base
 from tpshard.models.model_spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def is_quantized(spec: ModelSpec) -> bool:
 
 
 @dataclass(frozen=True)
-class PackedModel(ModelSpec):
+class PackedModel(BasedModel):
     """A model of a GPTQ folder whose quantized linears are parameters as `kernels.quantized.dequantize` describes them:
     `codes`, `scales`, `zeros`, and `group`, in the place of `weight`."""
 
@@ -204,24 +204,8 @@ class PackedModel(ModelSpec):
         return [*self.base.notes(module), *([note] if bits else ())]
 
     # ---- the base's ------------------------------------------------------------------------------------------------
-    source = of_base("source")
-    outline = of_base("outline")
-    vocab = of_base("vocab")
-    positions = of_base("positions")
-    activations = of_base("activations")
-    instead = of_base("instead")
-    recurrent = of_base("recurrent")
-    reads_code = of_base("reads_code")
-    fewest_rows = of_base("fewest_rows")
-    names_dims = of_base("names_dims")
     count = of_base("count")
-    dtype = of_base("dtype")
-    sizes = of_base("sizes")
-    weights = of_base("weights")
-    adaptable = of_base("adaptable")
     folder_names = of_base("folder_names")
-    divides = of_base("divides")
-    refusal = of_base("refusal")
     to_json = of_base("to_json")
     plain = of_base("plain")
     read_from = of_base("read_from")

@@ -313,7 +313,7 @@ class _ScanGradient:
         self.traced = _Traced(flow, step, inputs, (), "backward")
         self.whole = _joined([self.traced])
         self.graph = self.traced.graph(self.whole)
-        first = len(self.passed) + len(self.sums) + len(results) - len(self.passed)
+        first = len(self.sums) + len(results)
         read = [
             bool(value.users) or value in self.graph.outputs for value in self.graph.inputs[first : first + carried]
         ]
