@@ -25,7 +25,9 @@ Against = Annotated[
 Serving = Annotated[
     bool, typer.Option("--serving", help="Compare the server with the training program instead, on a run's own rows.")
 ]
-Rows = Annotated[int, typer.Option("--rows", min=1, help="Held-out rows that --serving compares.")]
+Rows = Annotated[
+    int | None, typer.Option("--rows", min=1, help="Held-out rows that --serving compares.", show_default="4")
+]
 Steps = Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps.")]
 
 
@@ -35,7 +37,7 @@ def check(
     against: Against = None,
     steps: Steps = 1,
     serving: Serving = False,
-    rows: Rows = 4,
+    rows: Rows = None,
     as_json: Json = False,
 ) -> int:
     """Train the same batch on two meshes or policies, and compare every gradient.
@@ -47,11 +49,13 @@ def check(
     by the server, each on its own mesh in workers. A token that is off by more than rounding explains is exit 1.
     """
     if serving:
-        from tpshard.cli.check_serving import check_serving
+        from tpshard.cli.check_serving import ROWS, check_serving
 
-        if against:
-            raise typer.BadParameter("--serving compares with the server", param_hint="--against")
-        return check_serving(recipe, overrides or [], rows, as_json)
+        if against or steps != 1:
+            raise typer.BadParameter("--serving compares with the server", param_hint="--against, --steps")
+        return check_serving(recipe, overrides or [], ROWS if rows is None else rows, as_json)
+    if rows is not None:
+        raise typer.BadParameter("it is for --serving", param_hint="--rows")
     from tpshard.programs.compare import equality
     from tpshard.programs.setting.setting import Setting
     from tpshard.recipes.reading.load import with_changes

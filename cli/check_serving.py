@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 SCORES = "TPSHARD_SCORES"
 """The environment variable with the changes of a worker's recipe, and the file that rank 0 writes."""
-
+ROWS = 4
+"""Held-out rows that are compared where nobody says how many."""
 AS_SERVED = ("loss.chunks=1", "model.capacity=null")
 """The changes with which a training program gives whole logits, and drops no token: no server drops one."""
 

@@ -161,6 +161,8 @@ def _weights(setting: Setting) -> str:
     begun, source = setting.recipe.train.init_from, setting.spec.source
     if begun is not None:
         return f"from {begun} (train.init_from)"
+    if setting.spec.packed and source.folder is None:
+        return "of the folder that `tpshard quantize` will write (adapters.packed)"
     if source.folder is None or (source.key == "transformers" and setting.spec.weights is None):
         return f"drawn at random, seed {setting.recipe.seed}"
     return f"from {source.folder} (model.{source.key})"
