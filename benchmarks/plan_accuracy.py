@@ -7,8 +7,8 @@ and are printed with signed errors; then their mean and worst by device, model a
 simulators claim of the same rows. What a recipe cannot say is counted by the key that is missing. The exit code is 1 if
 no row was planned, or if a row of the older file names an unknown model.
 
-`--fit` prints the constants of a device that fit its rows for fitting best, by least squares of the logarithms of step
-times; constants that these rows do not tell apart keep their ratios. `--write` writes the table to
+`--fit` prints the constants of devices that fit their rows for fitting best, by least squares of the logarithms of step
+times (`device_fit`); constants that these rows do not tell apart keep their ratios. `--write` writes the table to
 docs/plan_accuracy.md and its summary into the plan's screen. Constants belong to devices; none belongs to a row.
 """
 
@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-import numpy as np
 from tpshard.devices.read import device as read_device
 from tpshard.diagnostics.diagnostic import Mistakes
 from tpshard.parallelism.pricing.cost import Device
@@ -38,15 +37,12 @@ from tpshard.programs.step.training_step import TrainingPrograms
 from tpshard.programs.step.variants import Variants
 
 import dense_rows
+import device_fit
 import published_rows
 from published_rows import Missing, PublishedRun
 from record import Record, parser_of
 
 ROOT = Path(__file__).resolve().parents[1]
-FITTED = ("matmul", "attention", "attention_backward", "streaming")
-"""The constants that rows fit."""
-PRIOR = 0.05
-"""How much a step's error, as a logarithm, weighs against a constant's distance from the mean of all constants'."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +82,7 @@ def priced(run: PublishedRun, programs: TrainingPrograms, device: Device | None 
     """The price of a run's step on its device, or on a `device` with other constants."""
     own, _, per_host = cluster.device_of(run.recipe)
     compiled = run.compiled or compiled_by(run.recipe)
-    device = device or own
-    streaming = device.efficiency.streaming * run.streaming
-    device = replace(device, efficiency=replace(device.efficiency, streaming=streaming))
+    device = device_fit.streaming_at(device or own, published_rows.STREAMING[run.stack])
     if not run.holds_logits:
         return price_step(programs, device, per_host, compiled)
     logits = programs.micro.records["logits"]
@@ -105,31 +99,6 @@ def predict(run: PublishedRun, build: Callable[[Setting], TrainingPrograms]) -> 
     price = priced(run, build(Setting.of(run.recipe)))
     memory = price.reserved_bytes if run.reserved else price.peak_bytes
     return Outcome(run, memory / 2**30, price.step_s, time.perf_counter() - begun)
-
-
-def fit(runs: Sequence[PublishedRun], build: Callable[[Setting], TrainingPrograms]) -> tuple[dict[str, float], float]:
-    """The constants with which a device's plans fit the step times of runs best, and the mean error that remains.
-
-    Gauss-Newton on logarithms. Each constant is drawn to move with the mean of all, so that those that the runs do not
-    tell apart keep their ratios.
-    """
-    built = [(run, build(Setting.of(run.recipe)), math.log(run.step_s or 1)) for run in runs]
-    device = cluster.device_of(runs[0].recipe)[0]
-    start = np.log([getattr(device.efficiency, name) for name in FITTED])
-
-    def errors(logs: np.ndarray) -> np.ndarray:
-        efficiency = replace(device.efficiency, **dict(zip(FITTED, np.exp(logs).tolist())))
-        changed = replace(device, efficiency=efficiency)
-        return np.array([math.log(priced(run, p, changed).step_s) - measured for run, p, measured in built])
-
-    logs, moved = start.copy(), np.eye(len(start)) - 1 / len(start)
-    for _ in range(4):
-        now = errors(logs)
-        slopes = np.stack([errors(logs + 0.02 * one) - now for one in np.eye(len(start))], axis=1) / 0.02
-        system = np.concatenate([slopes, PRIOR * moved])
-        logs = logs - np.linalg.lstsq(system, np.concatenate([now, PRIOR * moved @ (logs - start)]), rcond=None)[0]
-        logs = np.clip(logs, math.log(0.05), math.log(0.95))
-    return dict(zip(FITTED, np.exp(logs).tolist())), float(np.abs(np.expm1(errors(logs))).mean())
 
 
 def spread(errors: Sequence[float | None]) -> str:
@@ -205,7 +174,7 @@ def main() -> None:
     parser.add_argument(
         "--only", default="", metavar="PATTERN", help="rows whose device, model or name has this (regex)"
     )
-    parser.add_argument("--fit", default="", metavar="DEVICE", help="print the constants that fit a device's rows")
+    parser.add_argument("--fit", default="", metavar="DEVICE,...", help="print the constants that fit devices' rows")
     parser.add_argument("--write", action="store_true", help="write docs/plan_accuracy.md and the plan's accuracy line")
     options = parser.parse_args()
     record = Record("plan_accuracy", quiet=options.json)
@@ -215,12 +184,15 @@ def main() -> None:
     runs = [run for run in runs if re.search(options.only, f"{run.device} {run.model} {run.name}")]
     build = Variants().for_prices
     if options.fit:
-        own = [run for run in runs if run.device == options.fit and run.fitted and run.step_s]
+        names = [read_device(name).name for name in options.fit.split(",")]
+        own = [run for run in runs if run.device in names and run.fitted and run.step_s]
+        own = [run for run in own if run.recipe.pipeline is None]
         if not own:
-            sys.exit(f"no row is for fitting {options.fit}: {read_device(options.fit).name}")
-        constants, left = fit(own, build)
-        said = ", ".join(f"{name}: {value:.3f}" for name, value in constants.items())
-        record.say(f"constants: {{{said}}}   # {len(own)} rows, {100 * left:.1f}% off on average")
+            sys.exit(f"no row is for fitting {', '.join(names)}")
+        constants, left = device_fit.fit(own, build, lambda run, programs: priced(run, programs).step_s)
+        for name, value in constants.items():
+            record.say(f"{name}: {value:.3f}")
+        record.say(f"# {len(own)} rows, {100 * left:.1f}% off on average")
         return
     outcomes: list[Outcome] = []
     for run in runs:

@@ -3,9 +3,8 @@
 A row's stack says what its columns leave out. Megatron (`zero: 1`): parameters whole in bf16, gathered once a step;
 gradients whole in fp32, reduced after the last micro-batch; master weights and moments sharded over the data ranks and
 cp; pointwise operations fused as a compiler fuses them; stages of equally many layers. FSDP (`zero: 3`, or 2: gathered
-once a micro-batch): fp32 shards, gathered in bf16. Composer compiles nothing: its pointwise operations stream at
-`COMPOSER_STREAMING` of what the fused ones would, fitted on its rows for fitting on two devices at once. Nothing is
-adapted to a row.
+once a micro-batch): fp32 shards, gathered in bf16. Composer compiles nothing: its pointwise operations stream at a
+share of what fused ones would (`STREAMING`), fitted on two devices at once. Nothing is adapted to a row.
 """
 
 from __future__ import annotations
@@ -31,7 +30,8 @@ MPT_SIZES = {
     "7b": (32, 4096, 32), "13b": (40, 5120, 40), "30b": (48, 7168, 56), "70b": (80, 8192, 64),
 }  # fmt: skip
 """Layers, width and heads of llm-foundry's configurations (scripts/train/yamls/pretrain)."""
-COMPOSER_STREAMING = 0.345
+STREAMING = {"": 1.0, "composer": 0.338, "composer_fp8": 0.567}
+"""Bandwidth of a stack's pointwise operations, as a share of what the device's fused ones reach."""
 MODELS: dict[str, str | Callable[[re.Match[str]], str]] = {
     r"llama3_(70|405)b": r"preset: llama3-\1b",
     r"Qwen3-(0\.6B|4B).*": lambda name: f"preset: qwen3-{name[1].lower()}",
@@ -71,8 +71,8 @@ class PublishedRun:
     """The errors of another simulator's memory and seconds, as published."""
     compiled: Compiled | None = None
     """The part of its programs that was compiled, where a recipe cannot say it."""
-    streaming: float = 1.0
-    """Bandwidth of its stack's pointwise operations, as a share of the device's."""
+    stack: str = ""
+    """Its stack, one of `STREAMING`."""
     holds_logits: bool = False
     """Whether the training loop holds the logits of a micro-batch until the next one has its own."""
 
@@ -97,7 +97,7 @@ def run_of(row: dict[str, str]) -> PublishedRun:
         step_s=float(row["step_s"]) if row["step_s"] else None,
         memory_gib=float(row["mem_gib"]) if row["mem_gib"] else None,
         reserved="reserved" in row["mem_kind"],
-        streaming=COMPOSER_STREAMING if row["stack"].startswith("Composer") else 1.0,
+        stack=f"composer{'_fp8' * ('fp8' in row['quant'])}" if row["stack"].startswith("Composer") else "",
         claim=(float(claim[2]) / 100, float(claim[1]) / 100) if claim else None,
     )
 

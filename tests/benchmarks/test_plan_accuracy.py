@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 from tpshard.devices.read import device
 from tpshard.programs.setting.setting import Setting
+from tpshard.programs.step.training_step import TrainingPrograms
 from tpshard.programs.step.variants import Variants
 
 import dense_rows
+import device_fit
 import plan_accuracy
 import published_rows
 from plan_accuracy import Outcome
@@ -92,8 +94,11 @@ def test_fitting_finds_the_constants_that_made_the_measurements() -> None:
     def measured(run: PublishedRun) -> PublishedRun:
         return replace(run, step_s=plan_accuracy.priced(run, build(Setting.of(run.recipe)), true).step_s)
 
-    constants, left = plan_accuracy.fit([measured(run) for run in runs], build)
-    assert left < 0.01 and constants["matmul"] == pytest.approx(0.4, rel=0.1)
+    def planned_s(run: PublishedRun, programs: TrainingPrograms) -> float:
+        return plan_accuracy.priced(run, programs).step_s
+
+    constants, left = device_fit.fit([measured(run) for run in runs], build, planned_s)
+    assert left < 0.01 and constants["b200.matmul"] == pytest.approx(0.4, rel=0.1)
 
 
 def test_the_older_rows_say_what_was_compiled() -> None:
