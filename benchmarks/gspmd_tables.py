@@ -37,7 +37,7 @@ TRILLION = [(x, y, sequences) for sequences in (512, 4096) for x, y in ((32, 64)
 
 @dataclass(frozen=True)
 class Asked:
-    """What the paper's shardings ask of one layer's forward pass: `bytes` of the sizes M, ND, H, B, S, X and Y."""
+    """What the shardings of an attempt ask of a layer's forward pass: `bytes` of the sizes M, ND, H, B, S, X and Y."""
 
     count: int
     formula: str
@@ -136,7 +136,7 @@ def attempts() -> tuple[str, str, list[dict[str, Any]]]:
                 row["forward"], row["backward"], size_of(row["bytes"]) if row["forward"] else "", asked,
             ))  # fmt: skip
         cells.append(("", "a device sends in all", "", "", "", size_of(sum(row["sent"] for row in mine)), ""))
-    heads = ("", "collective", "moves", "forward", "backward", "bytes forward", "the paper, forward")
+    heads = ("", "collective", "moves", "forward", "backward", "bytes forward", "asked for, forward")
     return shardings, table(heads, cells), rows
 
 
