@@ -21,7 +21,9 @@ LARGEST = 1 << 18
 Trainer = Annotated[
     str, typer.Argument(metavar="TOOL", help="torchtitan, megatron, axolotl or accelerate.", show_default=False)
 ]
-File = Annotated[str, typer.Argument(metavar="FILE", help="Its TOML, script or YAML.", show_default=False)]
+File = Annotated[
+    str, typer.Argument(metavar="FILE", help="Its TOML, script, YAML, or FILE.py:NAME.", show_default=False)
+]
 
 
 def print_recipe(tool: Trainer, file: File, overrides: Overrides = None, json_only: Json = False) -> int:
@@ -40,8 +42,9 @@ def print_recipe(tool: Trainer, file: File, overrides: Overrides = None, json_on
         fix = did_you_mean(tool, TOOLS, f"one of {', '.join(TOOLS)}")
         raise Mistakes.one(f"there is no reader for `{tool}`", exit=Exit.USAGE, fix=fix)
     chosen = TOOLS[tool]
+    path, colon, _ = file.partition(".py:")  # and a function in it
     try:
-        data = read_regular(file, LARGEST)
+        data = read_regular(f"{path}.py" if colon else file, LARGEST)
     except (OSError, ValueError) as error:
         message, why = f"{file} cannot be read", getattr(error, "strerror", None) or str(error)
         raise Mistakes.one(message, exit=Exit.USAGE, why=why, fix="name the configuration's file") from None
@@ -57,7 +60,7 @@ def print_recipe(tool: Trainer, file: File, overrides: Overrides = None, json_on
         print(text, end="")
         if translation.warnings:
             report(Mistakes(translation.warnings))
-        for line in _listed(translation.left):
+        for line in _listed(translation.left, file):
             print(line, file=sys.stderr)
     loads(text, file=f"the recipe from {file}")
     return Exit.DONE
@@ -81,18 +84,20 @@ def _given(overrides: Sequence[str]) -> dict[str, Stated]:
     return given
 
 
-def _listed(left: Sequence[Left]) -> list[str]:
+def _listed(left: Sequence[Left], file: str) -> list[str]:
     """What a recipe does not say, a line each; settings that do not matter together in one."""
-    lines = [f"not said: {_named(one)}: {one.why}" for one in left if one.matters]
-    aside = [_named(one) for one in left if not one.matters]
+    lines = [f"not said: {_named(one, file)}: {one.why}" for one in left if one.matters]
+    aside = [_named(one, file) for one in left if not one.matters]
     if aside:
-        lines.append(f"left aside, of no effect on what is computed or its cost: {', '.join(aside)}")
+        lines.append(f"left aside, of no effect on what is computed or its cost, or so here anyway: {', '.join(aside)}")
     return lines
 
 
-def _named(one: Left) -> str:
-    place = f" (line {one.where.line})" if one.where is not None else " (default)"
-    return f"{one.key}{f' = {one.shown}' if one.shown and one.matters else ''}{place}"
+def _named(one: Left, file: str) -> str:
+    from tpshard.recipes.foreign.recipe_text import place
+
+    where = place(one.where, file) if one.where is not None else "default"
+    return f"{one.key}{f' = {one.shown}' if one.shown and one.matters else ''} ({where})"
 
 
 def _document(tool: Tool, file: str, text: str, translation: Translation) -> dict[str, Any]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from tpshard.files.folder_json import read_json
+from tpshard.files.linear_regex import matches_start
 
 BITS = (2, 3, 4, 8)
 # Spellings of each key in published folders, newest first.
@@ -47,7 +47,7 @@ class GPTQConfig:
     def of(self, module: str) -> GPTQConfig | None:
         """The settings of one module, or None where `dynamic` leaves it dense. The first matching pattern wins."""
         for pattern, overrides in self.dynamic.items():
-            if _matches(_expression(pattern), module):
+            if matches_start(_expression(pattern), module):
                 if pattern.startswith("-:"):
                     return None
                 return _settings(replace(self, dynamic={}).to_json() | _canonical(overrides), pattern)
@@ -66,15 +66,6 @@ def _canonical(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _expression(pattern: str) -> str:
     """The regular expression of a pattern of `dynamic`."""
     return pattern[2:] if pattern[:2] in ("-:", "+:") else pattern
-
-
-@lru_cache(maxsize=1 << 16)
-def _matches(expression: str, text: str) -> bool:
-    """Whether a regular expression matches the start of a text, in time linear in both: by RE2, since Python's engine
-    may backtrack for ever. ValueError where it is none, or needs what RE2 lacks (backreferences, lookaround)."""
-    import pyarrow.compute as arrow
-
-    return bool(arrow.match_substring_regex(text, f"^(?:{expression})").as_py())
 
 
 def _settings(raw: Mapping[str, Any], where: str) -> GPTQConfig:
@@ -122,7 +113,7 @@ def _check_dynamic(pattern: str, overrides: Any, where: str) -> None:
     if len(pattern) > _LONGEST_PATTERN:
         raise ValueError(f"{where}: dynamic pattern {_short(pattern)} has more than {_LONGEST_PATTERN} characters.")
     try:
-        _matches(_expression(pattern), "")
+        matches_start(_expression(pattern), "")
     except ValueError as error:
         raise ValueError(
             f"{where}: dynamic pattern {_short(pattern)} is not a regular expression of RE2: {error}."

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
-from tpshard.diagnostics.diagnostic import Exit
-from tpshard.recipes.foreign import yaml_settings
-from tpshard.recipes.foreign.stacks import MESH, RankSizes
+from tpshard.diagnostics.diagnostic import Diagnostic, Exit
+from tpshard.recipes.foreign import deepspeed, yaml_settings
+from tpshard.recipes.foreign.settings import StatedSettings
+from tpshard.recipes.foreign.stacks import MESH, RankSizes, product, rest_of
 from tpshard.recipes.foreign.trainer_rows import (
     ALIASES,
     ALWAYS,
@@ -23,14 +26,47 @@ from tpshard.recipes.foreign.trainer_rows import (
 )
 from tpshard.recipes.foreign.translation import Conflict, KeyRow, Maybe, Omit, Tool, Unsaid
 
+MEGATRON: dict[str, Any] = {
+    "megatron_lm_config.tp_degree": 1, "megatron_lm_config.pp_degree": 1, "megatron_lm_config.context_parallel_size": 1,
+    "megatron_lm_config.sequence_parallelism": False, "megatron_lm_config.use_distributed_optimizer": False,
+    "megatron_lm_config.num_micro_batches": 1,
+}  # fmt: skip
+"""Of MEGATRON_LM alone."""
 RANKS: dict[str, Any] = {
     "distributed_type": "NO", "deepspeed_config.zero_stage": 2, **FSDP, "num_processes": 1, "num_machines": 1,
     "parallelism_config.dp_replicate_size": Maybe(int), "parallelism_config.dp_shard_size": Maybe(int),
-    "parallelism_config.tp_size": 1, "parallelism_config.cp_size": 1, "recipe.cluster.nodes": Maybe(int),
+    "parallelism_config.tp_size": 1, "parallelism_config.cp_size": 1, "parallelism_config.sp_size": 1,
+    "deepspeed_config.tp_size": 1, "deepspeed_config.sp_size": 1, **MEGATRON, "recipe.cluster.nodes": Maybe(int),
     "recipe.cluster.devices_per_node": Maybe(int),
 }  # fmt: skip
 """What decides on the mesh. deepspeed_config.zero_stage counts under DeepSpeed, fsdp_config under FSDP."""
+FILE = "deepspeed_config.deepspeed_config_file"
+ALONE = ("mixed_precision", *(f"deepspeed_config.{name}" for name in (
+    "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device",
+    "offload_param_device", "zero3_save_16bit_model",
+)))  # fmt: skip
+"""What a DeepSpeed JSON alone may say."""
 PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
+PRECISION: dict[str, Any] = {
+    "mixed_precision": "no", "deepspeed_config.bf16.enabled": Maybe(object),
+    "deepspeed_config.fp16.enabled": Maybe(object),
+}  # fmt: skip
+
+
+def read(data: bytes, file: str) -> StatedSettings:
+    """The settings of a YAML, with those of the DeepSpeed JSON that it names. A JSON alone is DeepSpeed's."""
+    settings = yaml_settings.read(data, file)
+    if FILE in settings.said and (own := [settings.said[key] for key in ALONE if key in settings.said]):
+        message = f"`{own[0].key}` stands beside a DeepSpeed JSON, where accelerate stops"
+        also = tuple((one.where, "") for one in own[1:])
+        clash = Diagnostic(message, where=own[0].where, fix="say it in the JSON", severity="warning", also=also)
+        settings = replace(settings, diagnostics=(*settings.diagnostics, clash))
+    if any(key.startswith("zero_optimization") for key in settings.said):
+        whole = {f"whole.{key}": replace(one, key=f"whole.{key}") for key, one in settings.said.items()}
+        kind = replace(next(iter(whole.values())), key="distributed_type", value="DEEPSPEED")
+        settings = replace(settings, said={"distributed_type": kind, **whole})
+        return deepspeed.with_file(settings, "whole", file)
+    return deepspeed.with_file(settings, FILE, file)
 
 
 def _kind(distributed: str, stage: int) -> Kind:
@@ -40,21 +76,40 @@ def _kind(distributed: str, stage: int) -> Kind:
     return zero.get(stage, "none") if distributed.upper() == "DEEPSPEED" else "none"
 
 
-def _ranks(
-    distributed: str, stage: int, strategy: Any, reshard: Any, processes: int, machines: int, dp: int | None,
-    shard: int | None, tp: int, cp: int, nodes: int | None, each: int | None,
-) -> RankSizes | Conflict:  # fmt: skip
+def _ranks(*values: Any) -> RankSizes | Conflict:
+    said = dict(zip(RANKS, values))
+    distributed, machines, each = said["distributed_type"].upper(), said["num_machines"], said[list(RANKS)[-1]]
+    processes = said["num_processes"]
     if each is not None:
-        processes, machines = (nodes or 1) * each, nodes or 1
-    if distributed.upper() == "NO":
+        machines = said["recipe.cluster.nodes"] or 1
+        processes = machines * each
+    if distributed == "NO":
         processes = 1
     if processes % machines:
         message = f"{processes} processes are not divided by {machines} machines"
         return Conflict(message, keys=("num_processes", "num_machines"), exit=Exit.FIT)
-    kind = _kind(distributed, stage)
+    if distributed == "MEGATRON_LM":
+        return _megatron(processes, *(said[key] for key in MEGATRON))
+    kind = _kind(distributed, said["deepspeed_config.zero_stage"])
+    strategy, _ = strategy_of(*(said[key] for key in FSDP))
+    sizes = {axis: said[f"parallelism_config.{axis}_size"] for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")}
+    tp = max(sizes["tp"], said["deepspeed_config.tp_size"])
+    cp = sizes["cp"] * max(sizes["sp"], said["deepspeed_config.sp_size"])
     return ranks_of(
-        kind, strategy_of(strategy, reshard)[0] if kind == "fsdp" else "", processes, machines, dp, shard, tp, cp, 1
-    )
+        kind, strategy if kind == "fsdp" else "", processes, machines,
+        sizes["dp_replicate"] or (1 if sizes["dp_shard"] else None), sizes["dp_shard"], tp, cp, 1,
+    )  # fmt: skip
+
+
+def _megatron(processes: int, tp: int, pp: int, cp: int, sequence: Any, optimizer: Any, _: int) -> RankSizes | Conflict:
+    data = rest_of(processes, *product({"tp": tp, "pp": pp, "cp": cp}))
+    if isinstance(data, Conflict):
+        return data
+    sharded = truth(optimizer)
+    return RankSizes(
+        1 if sharded else data, data if sharded else 1, 1, cp, tp, pp, sequence=truth(sequence),
+        stores=("fsdp", "cp") if sharded else (),
+    )  # fmt: skip
 
 
 def _mesh(*values: Any) -> Any:
@@ -68,17 +123,33 @@ def _cluster(device: str | None, processes: int, machines: int, nodes: int | Non
     return {"cluster.nodes": machines, "cluster.devices_per_node": processes // machines}
 
 
-def _storage(precision: str, distributed: str, stage: int, strategy: Any, reshard: Any) -> Any:
-    return storage(
-        _kind(distributed, stage), PRECISIONS.get(str(precision), "fp32"), False, strategy_of(strategy, reshard)[1]
-    )
+def _storage(distributed: str, stage: int, strategy: Any, reshard: Any, optimizer: Any, *precision: Any) -> Any:
+    kind = _kind(distributed, stage)
+    if distributed.upper() == "MEGATRON_LM":
+        kind = "zero1" if truth(optimizer) else "none"
+    computed = PRECISIONS.get(deepspeed.precision(*precision), "fp32")
+    return storage(kind, computed, False, strategy_of(strategy, reshard)[1])
 
 
-def _batch(accumulated: Any, micro: int | None, *values: Any) -> Any:
+def _dtype(*precision: Any) -> str:
+    chosen = deepspeed.precision(*precision)
+    return "fp8" if chosen == "fp8" else PRECISIONS.get(chosen, "fp32")
+
+
+def _batch(accumulated: Any, micro: int | None, of_json: Any, whole: Any, *values: Any) -> Any:
     ranks = _ranks(*values)
     if isinstance(ranks, Conflict):
         return Omit
     times = accumulated if isinstance(accumulated, int) else 1
+    if values[0].upper() == "MEGATRON_LM":
+        times = dict(zip(RANKS, values))["megatron_lm_config.num_micro_batches"]
+    if micro is None and isinstance(of_json, int):
+        micro = of_json
+    if micro is None and isinstance(whole, int) and whole % (times * ranks.data) == 0:
+        micro = whole // (times * ranks.data)
+    if isinstance(whole, int) and micro is not None and whole != (product := micro * times * ranks.data):
+        message = f"train_batch_size {whole} is not {micro} x {times} x {ranks.data} data ranks, {product}"
+        return Conflict(message, {"batch.global_sequences": product, "batch.per_device": micro}, fix=str(product))
     keys = {"batch.global_sequences": (micro or 1) * times * ranks.data, "batch.per_device": micro or 1}
     why = "the program says it, not the file; give batch.per_device=... and batch.global_sequences=..."
     return keys if micro is not None else Unsaid(why, keys, ("per_device_train_batch_size",))
@@ -88,67 +159,125 @@ def _compile(backend: Any, other: Any) -> str:
     return "blocks" if str(backend or other or "no").lower() not in ("no", "eager") else "eager"
 
 
+def _remat(fsdp: Any, distributed: str, granularity: str | None, method: str | None, layers: int | None) -> Any:
+    if distributed.upper() != "MEGATRON_LM":
+        return "full" if truth(fsdp) else "none"
+    if granularity != "full":
+        return "none"
+    return {"first": layers} if method == "block" and layers else "full"
+
+
+def _schedule(default: str, kind: str | None, warmup: int, of_json: Any, total: Any, steps: int | None) -> Any:
+    names = {"WarmupDecayLR": "linear", "WarmupLR": "constant_with_warmup", "WarmupCosineLR": "cosine"}
+    warmup = of_json if isinstance(of_json, int) else warmup
+    return schedule(names.get(kind, kind) if kind else default, warmup, 0.0, steps or math.floor(total or 1000))
+
+
+def _own(default: Any, of_json: Any) -> Any:
+    return default if of_json is None else of_json
+
+
+def _optimizer(default: str, of_json: str | None) -> Any:
+    plain = (of_json or default).lower()
+    ours = next((ours for ours in ("lion", "muon") if ours in plain), "adamw")
+    return ours if ours in plain or plain == "adam" else Unsaid("a recipe has adamw, lion and muon", "adamw")
+
+
+def _wrapped(policy: str, distributed: str) -> Any:
+    if distributed.upper() != "FSDP" or policy.upper() == "TRANSFORMER_BASED_WRAP":
+        return Omit
+    return Unsaid("each layer is gathered by itself here", keys=("fsdp_config.auto_wrap_policy",))
+
+
+def _sequence(*sizes: int) -> Any:
+    on = max(sizes) > 1
+    return Unsaid("heads are exchanged for tokens there; here keys and values are gathered over cp") if on else Omit
+
+
+JSON = "deepspeed_config.optimizer"
 ROWS = (
     KeyRow(MESH, RANKS, _mesh),
     KeyRow(("cluster.nodes", "cluster.devices_per_node"),
         {"recipe.cluster.device": Maybe(str), "num_processes": 1, "num_machines": 1,
          "recipe.cluster.nodes": Maybe(int)},
         _cluster),
-    KeyRow("model", {"recipe.model.preset": Maybe(str), "recipe.model.hf": Maybe(str)},
-        lambda preset, folder: Omit if preset or folder else Unsaid(NO_MODEL, {"hf": "MODEL"}, ("model",))),
+    KeyRow("model", {}, lambda: Unsaid(NO_MODEL, {"hf": "MODEL"}, ("model",))),
     KeyRow("model.seq_len", {"recipe.model.seq_len": Maybe(int)},
         lambda seq: seq or Unsaid("the program says it, not the file; give model.seq_len=...", 2048, ("seq_len",))),
-    KeyRow("model.dtype", {"mixed_precision": "no"},
-        lambda precision: "fp8" if precision == "fp8" else PRECISIONS.get(str(precision), "fp32")),
-    KeyRow(STORAGE, {"mixed_precision": "no", "distributed_type": "NO", "deepspeed_config.zero_stage": 2, **FSDP},
+    KeyRow("model.dtype", PRECISION, _dtype),
+    KeyRow(STORAGE,
+        {"distributed_type": "NO", "deepspeed_config.zero_stage": 2, **FSDP,
+         "megatron_lm_config.use_distributed_optimizer": False, **PRECISION},
         _storage),
     *ALWAYS,
-    KeyRow("remat", {"fsdp_config.activation_checkpointing": False}, lambda on: "full" if truth(on) else "none"),
+    *deepspeed.ROWS,
+    KeyRow((), {"fsdp_config.auto_wrap_policy": "NO_WRAP", "distributed_type": "NO"}, _wrapped),
+    KeyRow((), {"parallelism_config.sp_size": 1, "deepspeed_config.sp_size": 1}, _sequence),
+    KeyRow("remat", {
+        "fsdp_config.activation_checkpointing": False, "distributed_type": "NO",
+        "megatron_lm_config.recompute_granularity": Maybe(str), "megatron_lm_config.recompute_method": Maybe(str),
+        "megatron_lm_config.recompute_num_layers": Maybe(int),
+    }, _remat),
     KeyRow("compile", {"dynamo_config.dynamo_backend": Maybe(str), "dynamo_backend": Maybe(str)}, _compile),
-    KeyRow(("batch.global_sequences", "batch.per_device"),
-        {"deepspeed_config.gradient_accumulation_steps": 1, "recipe.batch.per_device": Maybe(int), **RANKS}, _batch),
-    KeyRow("optimizer.name", {"optim": "adamw_torch"}, lambda name: "adamw"),
-    KeyRow("optimizer.lr", {"learning_rate": 5e-5}),
-    KeyRow("optimizer.betas", {"adam_beta1": 0.9, "adam_beta2": 0.999}, lambda *betas: list(betas)),
-    KeyRow("optimizer.eps", {"adam_epsilon": 1e-8}),
-    KeyRow("optimizer.weight_decay", {"weight_decay": 0.0}),
-    KeyRow("schedule", {"lr_scheduler_type": "linear", "warmup_steps": 0, "recipe.train.steps": Maybe(int)},
-        lambda name, warmup, steps: schedule(name, warmup, 0.0, steps or 1000)),
+    KeyRow(("batch.global_sequences", "batch.per_device"), {
+        "deepspeed_config.gradient_accumulation_steps": 1, "recipe.batch.per_device": Maybe(int),
+        "deepspeed_config.train_micro_batch_size_per_gpu": Maybe(object),
+        "deepspeed_config.train_batch_size": Maybe(object), **RANKS,
+    }, _batch),
+    KeyRow("optimizer.name", {"optim": "adamw_torch", f"{JSON}.type": Maybe(str)}, _optimizer),
+    KeyRow("optimizer.lr", {"learning_rate": 5e-5, f"{JSON}.params.lr": Maybe(float)}, _own),
+    KeyRow("optimizer.betas", {"adam_beta1": 0.9, "adam_beta2": 0.999, f"{JSON}.params.betas": Maybe(list)},
+        lambda one, two, own: own or [one, two]),
+    KeyRow("optimizer.eps", {"adam_epsilon": 1e-8, f"{JSON}.params.eps": Maybe(float)}, _own),
+    KeyRow("optimizer.weight_decay", {"weight_decay": 0.0, f"{JSON}.params.weight_decay": Maybe(float)}, _own),
+    KeyRow("schedule", {
+        "lr_scheduler_type": "linear", "deepspeed_config.scheduler.type": Maybe(str), "warmup_steps": 0,
+        "deepspeed_config.scheduler.params.warmup_num_steps": Maybe(object),
+        "deepspeed_config.scheduler.params.total_num_steps": Maybe(float), "recipe.train.steps": Maybe(int),
+    }, _schedule),
     KeyRow("train.steps", {"recipe.train.steps": Maybe(int)},
         lambda steps: steps or Unsaid("the program says it, not the file; give train.steps=...", 1000, ("max_steps",))),
-    KeyRow("train.clip_grad_norm", {"deepspeed_config.gradient_clipping": 1.0},
-        lambda norm: norm if isinstance(norm, int | float) and norm else 1.0),
+    KeyRow("train.clip_grad_norm",
+        {"deepspeed_config.gradient_clipping": "auto", "megatron_lm_config.gradient_clipping": "auto"},
+        lambda norm, other: deepspeed.clipping(other if norm == "auto" else norm)),
     KeyRow("seed", {"seed": 42}),
     KeyRow("data.source", {"recipe.data.source": Maybe(str)}, lambda source: source or "sample"),
     KeyRow("evaluate.every_steps", {"eval_strategy": "no"}, lambda _: 0),
     KeyRow("checkpoint.every_steps", {"save_steps": 500}),
     KeyRow("logging.every_steps", {"logging_steps": 500}),
     KeyRow("logging.wandb", {"report_to": "none"}, lambda _: None),
-    KeyRow((), {"deepspeed_config.offload_optimizer_device": "none", "deepspeed_config.offload_param_device": "none"},
-        lambda *places: Unsaid("a recipe offloads nothing") if any(str(p).lower() != "none" for p in places) else Omit),
     KeyRow((), {"deepspeed_config.deepspeed_config_file": Maybe(str)},
-        lambda file: Omit if file is None else Unsaid("its settings are in that file; stage 2 here")),
+        lambda file: Omit if file is None else Unsaid("there is no such file here; stage 2 in its place")),
 )  # fmt: skip
 
 TOOL = Tool(
     "accelerate",
     "1.9",
-    yaml_settings.read,
+    read,
     ROWS,
     aliases={
         **ALIASES,
         **{f"parallelism_config.parallelism_config_{name}": f"parallelism_config.{name}"
            for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size", "cp_comm_strategy")},
+        **{f"megatron_lm_config.megatron_lm_{name.rpartition('.')[2]}": name for name in (
+            *MEGATRON, "megatron_lm_config.gradient_clipping", "megatron_lm_config.recompute_granularity",
+            "megatron_lm_config.recompute_method", "megatron_lm_config.recompute_num_layers",
+            "megatron_lm_config.recompute_activations",
+        )},
     },
     unsaid={
+        **deepspeed.UNSAID,
         r"fp8_config\..*": "fp8 here has a scale per 128 elements",
         r"parallelism_config\.sp_.*": "sequences are cut over cp here, whose keys and values are gathered",
+        r"megatron_lm_config\.recompute_activations": "a fused attention computes its scores again in any case",
         r"megatron_lm_config\..*": "the flags of Megatron-LM's own script say more: recipes from megatron",
+        r"fsdp_config\.(ignored_modules|min_num_params)": "each layer is gathered by itself here",
     },
     aside=(
-        rf"{ASIDE}|compute_environment|debug|machine_rank|main_.*|rdzv_.*|same_network|tpu_.*|use_cpu|gpu_ids|"
-        r"enable_cpu_affinity|downcast_bf16|command.*|deepspeed_config\.(zero3_(init|save).*|deepspeed_multinode_launcher|"
-        r"deepspeed_hostfile)|parallelism_config\.cp_comm_strategy"
+        rf"{ASIDE}|{deepspeed.ASIDE}|compute_environment|debug|machine_rank|main_.*|rdzv_.*|same_network|tpu_.*|use_cpu|"
+        r"gpu_ids|enable_cpu_affinity|downcast_bf16|command.*|mpirun_config\..*|parallelism_config\.cp_comm_strategy|"
+        r"(ec2|iam|image|profile|region|base_job|pytorch_version|transformers_version|py_version|sagemaker)_?.*|"
+        r"dynamo_config\.dynamo_(mode|use_.*)"
     ),
     program="transformers' Trainer, whose program says what the file does not",
 )  # fmt: skip

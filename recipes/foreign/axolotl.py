@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
-from tpshard.recipes.foreign import model_names, yaml_settings
+from tpshard.files.linear_regex import matches_start
+from tpshard.recipes.foreign import deepspeed, model_names, yaml_settings
+from tpshard.recipes.foreign.settings import StatedSettings
 from tpshard.recipes.foreign.stacks import MESH, RankSizes
 from tpshard.recipes.foreign.trainer_rows import (
     ALIASES,
@@ -25,8 +28,8 @@ from tpshard.recipes.foreign.trainer_rows import (
 from tpshard.recipes.foreign.translation import Conflict, KeyRow, Maybe, Omit, Tool, Unsaid
 
 KIND: dict[str, Any] = {
-    "deepspeed": Maybe(object), "fsdp": Maybe(list), "fsdp_version": Maybe(int),
-    "fsdp_config.auto_wrap_policy": Maybe(str), "dp_shard_size": Maybe(int), **FSDP,
+    "deepspeed": Maybe(object), "deepspeed_config.zero_stage": Maybe(int), "fsdp": Maybe(list),
+    "fsdp_version": Maybe(int), "fsdp_config.auto_wrap_policy": Maybe(str), "dp_shard_size": Maybe(int), **FSDP,
 }  # fmt: skip
 """What decides on how parameters are sharded."""
 RANKS: dict[str, Any] = {
@@ -38,13 +41,23 @@ RANKS: dict[str, Any] = {
 COMPUTED: dict[str, Any] = {"bf16": "auto", "fp16": False, "bfloat16": False, "float16": False}
 STEPS: dict[str, Any] = {"max_steps": Maybe(int), "num_epochs": 1.0, "recipe.train.steps": Maybe(int)}
 OURS = {"embed_tokens": "tok_embed", "lm_head": "output"}
+LINEARS = (*(f"self_attn.{name}_proj" for name in "qkvo"), *(f"mlp.{name}_proj" for name in ("gate", "up", "down")))
+PLACES = ("", "model.", "model.language_model.", "language_model.model.", "model.text_model.")
+"""Where the layers of published classes are."""
 
 
-def _kind(deepspeed: Any, fsdp: Any, version: Any, wrap: Any, shard: int | None, strategy: Any, reshard: Any) -> Kind:
-    if deepspeed:
-        stage = re.search(r"zero([123])", str(deepspeed))
-        kinds: dict[str, Kind] = {"1": "zero1", "2": "zero2", "3": "zero3"}
-        return kinds[stage[1]] if stage else "zero2"
+def read(data: bytes, file: str) -> StatedSettings:
+    """The settings of a YAML, with those of the DeepSpeed JSON that it names or holds."""
+    return deepspeed.with_file(yaml_settings.read(data, file), "deepspeed", file)
+
+
+def _kind(
+    file: Any, stage: int | None, fsdp: Any, version: Any, wrap: Any, shard: int | None, strategy: Any, reshard: Any
+) -> Kind:
+    if file or stage is not None:
+        by_name = re.search(r"zero([123])", str(file))
+        kinds: dict[int, Kind] = {0: "none", 1: "zero1", 2: "zero2", 3: "zero3"}
+        return kinds.get(stage if stage is not None else int(by_name[1]) if by_name else 2, "none")
     return "fsdp" if fsdp or version or wrap or (shard or 1) > 1 else "none"
 
 
@@ -54,8 +67,8 @@ def _ranks(*values: Any) -> RankSizes | Conflict:
     tp, cp, ep = (said[f"{axis}_parallel_size"] for axis in ("tensor", "context", "expert"))
     dp, shard, each = said["dp_replicate_size"], said["dp_shard_size"], said["recipe.cluster.devices_per_node"]
     nodes = said["recipe.cluster.nodes"] or 1
-    needed = (dp or 1) * (shard or 1) * tp * cp
-    devices = nodes * each if each else max(needed, 8 if kind != "none" and not shard else ep)
+    needed = (dp or 1) * (shard or 1) * tp * cp * ep
+    devices = nodes * each if each else needed * (max(1, 8 // needed) if kind != "none" and not shard else 1)
     strategy = strategy_of(said["fsdp_config.sharding_strategy"], said["fsdp_config.reshard_after_forward"])[0]
     return ranks_of(kind, strategy if kind == "fsdp" else "", devices, nodes, dp, shard, tp, cp, ep)
 
@@ -73,22 +86,31 @@ def _mesh(*values: Any) -> Any:
     return ranks.sections
 
 
-def _model(base: str | None, bits8: bool, bits4: bool, adapter: str | None) -> Any:
+def _model(base: str | None, revision: str | None) -> Any:
     if base is None:
         return Unsaid(NO_MODEL, {"hf": "MODEL"})
     keys = model_names.named(base)
     if keys is None:
-        return Unsaid(
-            "its sizes are not known here; fetch its folder and give model.hf=FOLDER", {"hf": "MODEL"}, ("base_model",)
-        )
+        why = "its sizes are read from there, over the network; or give model.hf=FOLDER, or model.preset=..."
+        return Unsaid(why, model_names.folder(base, revision), ("base_model",))
     if (window := keys.pop("window", None)) is not None:
         why = f"its attention sees {window} tokens; all here, unless model.hf=FOLDER names its folder"
         return Unsaid(why, keys, ("base_model",))
-    if truth(bits8) or truth(bits4) or adapter == "qlora":
-        return Unsaid(
-            "the base model is not kept in 8 or 4 bits in training", keys, ("load_in_8bit", "load_in_4bit", "adapter")
-        )
     return keys
+
+
+def _packed(base: str | None, bits8: Any, bits4: Any, gptq: Any, adapter: str | None) -> Any:
+    """A frozen base in few bits, which a preset stands for in plans."""
+    bits = 4 if truth(bits4) or truth(gptq) or adapter == "qlora" else 8 if truth(bits8) else None
+    if bits is None or adapter not in ("lora", "qlora"):
+        return Omit
+    group = 128 if bits == 4 else -1
+    keys = {"adapters.packed": True, "quantize": {"bits": bits, "group_size": group, "order": "none"}}
+    by = "load_in_8bit" if bits == 8 else "load_in_4bit" if truth(bits4) else "gptq" if truth(gptq) else "adapter"
+    model = model_names.named(base or "")
+    sayable = model is not None and "mixtral" not in model["preset"] and "a3b" not in model["preset"]
+    why = f"codes of {bits} bits are GPTQ's; to train, name the folder that `tpshard quantize` writes, model.hf=..."
+    return Unsaid(why, keys if sayable else Omit, (by,))
 
 
 def _computed(bf16: Any, fp16: Any, bfloat16: Any, float16: Any) -> str:
@@ -106,10 +128,11 @@ def _storage(adapter: str | None, bf16: Any, fp16: Any, bfloat16: Any, float16: 
     return storage(_kind(*kind), computed, adapter is not None, strategy_of(*kind[-2:])[1])
 
 
-def _batch(micro: int, accumulated: int, *values: Any) -> Any:
+def _batch(micro: int, accumulated: int | None, of_rank: int | None, *values: Any) -> Any:
     ranks = _ranks(*values)
     if isinstance(ranks, Conflict):
         return Omit
+    accumulated = accumulated or (of_rank // micro if of_rank else 1)
     return {"batch.global_sequences": micro * accumulated * ranks.data, "batch.per_device": micro}
 
 
@@ -128,14 +151,32 @@ def _adapter(
     keys |= {"modules_to_save": [OURS.get(name, name) for name in saved]} if saved else {}
     keys |= {"dora": True} if truth(dora) else {}
     keys |= {"use_rslora": True} if truth(rslora) else {}
-    plain = all(re.fullmatch(r"[\w.]+|all-linear", name) for name in listed)
+    if all(re.fullmatch(r"[\w.]+|all-linear", name) for name in listed):
+        return keys
+    if len(listed) == 1 and (names := _matched(listed[0])):
+        return {**keys, "targets": names}
     why = "targets are names of layers here, not a pattern"
-    return keys if plain else Unsaid(why, {**keys, "targets": ["all-linear"]}, ("lora_target_modules",))
+    return Unsaid(why, {**keys, "targets": ["all-linear"]}, ("lora_target_modules",))
 
 
-def _chunks(fused: bool, plugins: list[Any], seq: int) -> Any:
+def _matched(pattern: str) -> list[str]:
+    """The linear layers of a decoder that a pattern of whole paths matches, if it does so in every layer."""
+    found = [[name for name in LINEARS if any(_fits(pattern, f"{place}layers.{n}.{name}") for place in PLACES)]
+             for n in (0, 1, 9)]  # fmt: skip
+    return [name.rpartition(".")[2] for name in found[0]] if found[0] == found[1] == found[2] else []
+
+
+def _fits(pattern: str, path: str) -> bool:
+    try:
+        return matches_start(f"(?:{pattern})$", path)
+    except ValueError:
+        return False
+
+
+def _chunks(fused: Any, cut: Any, chunked_loss: Any, plugins: list[Any], seq: int) -> Any:
     """A loss whose logits are never whole, as Liger's and CutCrossEntropy's."""
-    chunked = truth(fused) or "CutCrossEntropy" in str(plugins)
+    plugin = "CutCrossEntropy" in str(plugins) and str(cut).lower() != "false"
+    chunked = truth(fused) or truth(cut) or truth(chunked_loss) or plugin
     return next((n for n in (8, 4, 2) if seq % n == 0), 1) if chunked else Omit
 
 
@@ -171,14 +212,24 @@ def _data(datasets: list[Any], pretraining: Any, source: str | None) -> Any:
     listed = pretraining if isinstance(pretraining, list) else [pretraining] if pretraining else datasets
     if source or not listed:
         return source or "sample"
-    first = listed[0].get("path") if isinstance(listed[0], dict) else listed[0]
-    return Unsaid(f"give data.source, such as hub:{first}, and its columns (docs: finetune a chat model)", "sample")
+    first = listed[0] if isinstance(listed[0], dict) else {"path": listed[0], "type": "completion"}
+    path, kind = str(first.get("path")), str(first.get("type"))
+    place = path if os.path.exists(path) or path.startswith((".", "/")) or path.count("/") != 1 else f"hub:{path}"
+    column = "as prompt and completion, or text: data.prompt=... data.completion=..."
+    if kind.startswith(("chat_template", "sharegpt")):
+        column = f"data.messages={first.get('field_messages', 'messages')}, of maps with role and content"
+    elif kind.startswith(("completion", "pretrain")):
+        column = f"data.column={first.get('text_column') or first.get('field') or 'text'}"
+    more = f"; the other {len(listed) - 1} as data.sources" if len(listed) > 1 else ""
+    return Unsaid(f"give data.source={place} {column}{more}", "sample")
 
 
 ROWS = (
     KeyRow(MESH, RANKS, _mesh),
-    KeyRow("model", {"base_model": Maybe(str), "load_in_8bit": False, "load_in_4bit": False, "adapter": Maybe(str)},
-        _model),
+    KeyRow("model", {"base_model": Maybe(str), "revision_of_model": Maybe(str)}, _model),
+    KeyRow(("adapters.packed", "quantize"), {
+        "base_model": Maybe(str), "load_in_8bit": False, "load_in_4bit": False, "gptq": False, "adapter": Maybe(str),
+    }, _packed),
     KeyRow("model.seq_len", {"sequence_len": 512}),
     KeyRow("model.dtype", {"fp8": False, **COMPUTED}, _dtype),
     KeyRow("adapters.lora", {
@@ -186,7 +237,10 @@ ROWS = (
         "lora_target_modules": Maybe(object), "lora_modules_to_save": Maybe(list), "peft_use_dora": False,
         "peft_use_rslora": False,
     }, _adapter),
-    KeyRow("loss.chunks", {"liger_fused_linear_cross_entropy": False, "plugins": [], "sequence_len": 512}, _chunks),
+    KeyRow("loss.chunks", {
+        "liger_fused_linear_cross_entropy": False, "cut_cross_entropy": Maybe(object), "chunked_cross_entropy": False,
+        "plugins": [], "sequence_len": 512,
+    }, _chunks),
     KeyRow(STORAGE, {"adapter": Maybe(str), **COMPUTED, **KIND}, _storage),
     *ALWAYS,
     KeyRow("remat", {"gradient_checkpointing": Maybe(object), "fsdp_config.activation_checkpointing": False},
@@ -194,7 +248,7 @@ ROWS = (
         else Unsaid("activations are not offloaded", "full", ("gradient_checkpointing",))),
     KeyRow("compile", {"torch_compile": False}, lambda on: "blocks" if truth(on) or on == "auto" else "eager"),
     KeyRow(("batch.global_sequences", "batch.per_device"),
-        {"micro_batch_size": 1, "gradient_accumulation_steps": 1, **RANKS}, _batch),
+        {"micro_batch_size": 1, "gradient_accumulation_steps": Maybe(int), "batch_size": Maybe(int), **RANKS}, _batch),
     KeyRow("optimizer.name", {"optimizer": "adamw_torch_fused"}, optimizer),
     KeyRow("optimizer.lr", {"learning_rate": Maybe(float)}, lambda lr: 5e-5 if lr is None else lr),
     KeyRow("optimizer.betas", {"adam_beta1": 0.9, "adam_beta2": 0.999}, lambda *betas: list(betas)),
@@ -219,8 +273,9 @@ ROWS = (
     KeyRow("logging.wandb", {"wandb_project": Maybe(str)}, lambda name: {"project": name} if name else None),
     KeyRow((), {"activation_offloading": Maybe(object)},
         lambda on: Unsaid("a recipe offloads nothing") if on else Omit),
+    *deepspeed.ROWS,
     KeyRow((), {"deepspeed": Maybe(object)},
-        lambda file: Omit if file is None else Unsaid("its settings are in that file; its stage is its name's here")),
+        lambda file: Omit if file is None else Unsaid("there is no such file here; its stage is its name's")),
     KeyRow((), {"sample_packing": False},
         lambda on: Omit if truth(on) else Unsaid("sequences are filled, as with packing")),
     KeyRow("train.freeze", {"unfrozen_parameters": Maybe(list)},
@@ -230,7 +285,7 @@ ROWS = (
 TOOL = Tool(
     "axolotl",
     "0.18",
-    yaml_settings.read,
+    read,
     ROWS,
     aliases={
         **ALIASES,
@@ -239,14 +294,21 @@ TOOL = Tool(
         "rl.type": "rl",
     },
     unsaid={
+        **deepspeed.UNSAID,
+        r"(liger|lora|flash_attn)_\w*(kernel|norm|glu_activation|rope|fuse)\w*|use_(kernels|scattermoe|sonicmoe)|"
+        r"experts_implementation|fused_attn_kernel|gemma4_hybrid_attn_impl|tiled_mlp\w*":
+            "kernels are the compiler's here",
+        r"processor_type|skip_prepare_dataset|freeze_mm_modules|image_.*": "a recipe trains on text alone",
         r"rl|dpo.*|kto.*|trl\..*|reward_model|process_reward_model|num_labels": "a recipe learns no preferences",
         r"qat\..*|quantization\..*": "training does not simulate quantized weights",
         r"model_config\..*": "sizes of the model are given as model.KEY=...",
-        r"special_tokens\..*|tokens|chat_template.*|eot_tokens": "tokens and templates are the tokenizer's folder's",
+        r"special_tokens\..*|tokens(\..*)?|added_tokens.*|chat_template.*|eot_tokens":
+            "tokens and templates are the tokenizer's folder's",
         r"lisa.*|relora.*|loraplus.*|galore.*": "a recipe has no such method",
     },
     aside=(
-        rf"{ASIDE}|wandb_(?!project).*|output_dir|dataset_prepared_path|hub_.*|resume_from_checkpoint|lora_model_dir|"
+        rf"{ASIDE}|{deepspeed.ASIDE}|wandb_(?!project).*|output_dir|dataset_prepared_path|hub_.*|lora_model_dir|"
+        r"resume_from_checkpoint|"
         r"model_type|tokenizer_type|strict|debug|auto_resume.*|save_safetensors|save_first_step|save_strategy|save_only_model|"
         r"eval_table_size|eval_max_new_tokens|early_stopping_patience|loss_watchdog.*|trust_remote_code|tf32|use_tensorboard|"
         r"is_.*_derived_model|eval_sample_packing|pad_to_sequence_len|gradient_checkpointing_kwargs\..*|use_ray|ray_.*|"

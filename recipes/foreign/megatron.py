@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
 from tpshard.diagnostics.diagnostic import Exit
-from tpshard.recipes.foreign import shell_script, yaml_settings
+from tpshard.recipes.foreign import shell_flags, yaml_settings
 from tpshard.recipes.foreign.megatron_model import SIZES
 from tpshard.recipes.foreign.settings import StatedSettings
 from tpshard.recipes.foreign.stacks import MESH, RankSizes, product, rest_of
@@ -26,6 +27,7 @@ RANKS = {**SPLIT, **HOSTS}
 RULES = {"--sequence-parallel": False, "--expert-tensor-parallel-size": Maybe(int)}
 WHOLE = {"--train-iters": Maybe(int), "--train-samples": Maybe(int), "--global-batch-size": Maybe(int),
          "--micro-batch-size": 1}  # fmt: skip
+REMAT = ("--recompute-granularity", "--recompute-activations", "--recompute-modules")
 STYLES = {
     "linear": "linear",
     "cosine": "cosine",
@@ -38,13 +40,16 @@ STYLES = {
 def read(data: bytes, file: str) -> StatedSettings:
     """The flags of a script, or the arguments of a YAML file, by their flags. Raises `Mistakes`."""
     if not file.endswith((".yaml", ".yml")):
-        return shell_script.read(data, file)
+        return shell_flags.read(data, file)
     settings = yaml_settings.read(data, file)
-    flags = {_flag(key): replace(one, key=_flag(key)) for key, one in settings.said.items() if "ENV_VARS" not in key}
+    flags = {_flag(key): replace(one, key=_flag(key)) for key, one in settings.said.items()}
     return replace(settings, said={key: one for key, one in flags.items() if one.value is not False})
 
 
 def _flag(key: str) -> str:
+    """The flag of an argument; a functional test's other settings, whose keys are in capitals, keep theirs."""
+    if re.match(r"[A-Z_]+(\.|$)", key) and not key.startswith("MODEL_ARGS."):
+        return key
     return "--" + key.rpartition(".")[2].removeprefix("--").replace("_", "-")
 
 
@@ -66,7 +71,8 @@ def _ranks(
         return data
     experts, sharded = math.gcd(ep, data), optimizer or fsdp or fsdp2
     rest = data // experts
-    return RankSizes(1 if sharded else rest, rest if sharded else 1, experts, cp, tp, pp, sharded=sharded)
+    sizes = RankSizes(1 if sharded else rest, rest if sharded else 1, experts, cp, tp, pp)
+    return sizes if sharded else replace(sizes, stores=())
 
 
 def _mesh(sequence: bool, etp: int | None, *sizes: Any) -> Any:
@@ -107,6 +113,17 @@ def _batch(whole: int | None, micro: int, ramp: Any, *sizes: Any) -> Any:
     return keys
 
 
+def _one_end(iters: int | None, samples: int | None, warm: int, share: float | None) -> Any:
+    """What may stand once alone."""
+    if iters is not None and samples is not None:
+        keys = ("--train-iters", "--train-samples")
+    elif warm and share is not None:
+        keys = ("--lr-warmup-iters", "--lr-warmup-fraction")
+    else:
+        return Omit
+    return Conflict(f"{' and '.join(keys)} together stop it", fix="keep one of them", keys=keys)
+
+
 def _steps(iters: int | None, samples: int | None, whole: int | None, micro: int) -> Any:
     if iters is None and samples is None:
         return Unsaid("the file does not say when training ends; give train.steps=...", 1000, ("--train-iters",))
@@ -136,10 +153,13 @@ def _schedule(
 def _precision(bf16: bool, fp16: bool, fp8: str | None, in_bf16: bool, grads: str, moments: str) -> Any:
     computed = "bf16" if bf16 else "fp16" if fp16 else "fp32"
     sums = "bf16" if in_bf16 or grads == "bf16" else "fp32"
-    return {
+    keys = {
         "model.dtype": "fp8" if fp8 else computed, "fsdp.param_dtype": computed, "fsdp.master_dtype": "fp32",
         "fsdp.reduce_dtype": sums, "optimizer.state_dtype": moments if moments in ("bf16", "fp16") else "fp32",
     }  # fmt: skip
+    if bf16 and fp16:
+        return Conflict("--bf16 and --fp16 together stop it", keys, "keep one of them", ("--bf16", "--fp16"))
+    return keys
 
 
 def _accumulate(fsdp: bool, fsdp2: bool, strategy: str, in_bf16: bool, grads: str) -> dict[str, str]:
@@ -156,13 +176,17 @@ def _remat(
     modules: Any,
     layers: int | None,
     pp: int,
+    older: str | None,
+    oldest: bool,
 ) -> Any:
+    if older is not None or oldest:
+        granularity, method, number = granularity or "full", older or "uniform", number or 1
     if granularity != "full":
         if granularity is None and not activations:
             return "none"
         listed = modules if isinstance(modules, list) else [modules or "core_attn"]
         if listed == ["core_attn"]:
-            return "none"  # the backward pass of a fused attention computes its scores again in any case
+            return Unsaid("a fused attention computes its scores again in any case", "none", REMAT)
         why = "a recipe names operations to keep, not modules to recompute"
         return Unsaid(why, "none", ("--recompute-modules",))
     if not number:
@@ -255,7 +279,8 @@ ROWS = (
     KeyRow("remat", {
         "--recompute-granularity": Maybe(str), "--recompute-activations": False, "--recompute-method": Maybe(str),
         "--recompute-num-layers": Maybe(int), "--recompute-modules": Maybe(object), "--num-layers": Maybe(int),
-        "--pipeline-model-parallel-size": 1,
+        "--pipeline-model-parallel-size": 1, "--activations-checkpoint-method": Maybe(str),
+        "--checkpoint-activations": False,
     }, _remat),
     KeyRow("compile", {}, lambda: "inductor"),
     KeyRow("pipeline", {
@@ -282,6 +307,8 @@ ROWS = (
         "--lr-wsd-decay-style": "exponential", **WHOLE,
     }, _schedule),
     KeyRow("train.steps", WHOLE, _steps),
+    KeyRow((), {"--train-iters": Maybe(int), "--train-samples": Maybe(int), "--lr-warmup-iters": 0,
+                "--lr-warmup-fraction": Maybe(float)}, _one_end),
     KeyRow("train.clip_grad_norm", {"--clip-grad": 1.0}, lambda norm: norm or None),
     KeyRow("seed", {"--seed": 1234}),
     KeyRow("evaluate", {"--eval-iters": 100, "--eval-interval": 1000, "--global-batch-size": Maybe(int),
@@ -313,10 +340,18 @@ TOOL = Tool(
     aliases={
         "--model-parallel-size": "--tensor-model-parallel-size", "--batch-size": "--micro-batch-size",
         "--use-custom-fsdp": "--use-megatron-fsdp", "--warmup": "--lr-warmup-fraction",
-        "--nproc-per-nodes": "--nproc-per-node", "--fp8-hybrid": "--fp8-format", "--num-nodes": "--nnodes",
+        "--nproc-per-nodes": "--nproc-per-node", "--activations-checkpoint-num-layers": "--recompute-num-layers",
+        "--activations-checkpoint-granularity": "--recompute-granularity", "--fp8-hybrid": "--fp8-format",
+        "--num-nodes": "--nnodes",
     },
     unsaid={
         r"--fp8-.*|--fp4-.*|--first-last-layers-bf16": "fp8 here has a scale per 128 elements, in all layers",
+        r"--(no-)?[\w-]*fusion[\w-]*|--attention-backend|--use-(te|flash-attn)[\w-]*|--[\w-]*cuda-graph[\w-]*|"
+        r"--attention-softmax-in-fp32|--tp-comm-[\w-]*|--moe-(token-dispatcher-type|grouped-gemm|use-legacy[\w-]*|"
+        r"shared-expert-overlap|enable-deepep|permute[\w-]*)|--cp-comm-type|--ddp-(bucket|num|pad|average)[\w-]*|--DDP-impl|"
+        r"--overlap-[\w-]*|--batch-p2p[\w-]*|--defer-embedding[\w-]*|--delay-wgrad[\w-]*|--disable-gloo[\w-]*":
+            "how a kernel or a collective is done is the compiler's here",
     },
-    aside=rf"--({LOGS})[\w-]*",
+    aside=rf"--({LOGS})[\w-]*|[\w.$-]+ --.*|"
+    r"[A-Z][A-Z_]+(\..*)?|--no-position-embedding|--ckpt-[\w-]*|--use-mcore-models",
 )  # fmt: skip

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from tpshard.models.families.presets import PRESETS
-from tpshard.recipes.foreign.translation import KeyRow, Maybe, Omit, Unsaid, stated
+from tpshard.recipes.foreign.translation import Conflict, KeyRow, Maybe, Omit, Unsaid, stated
 
 VOCABULARIES = (
     (r"GPT2BPE", 50257), (r"Llama-?3|meta-llama/.*3\.|llama3", 128256),
@@ -64,6 +64,13 @@ def mlp(size: int | None, width: int | None, gated: bool, of_experts: int | None
     return Omit if width is None else int(4 * width * 2 / 3 / 64) * 64 if gated else 4 * width
 
 
+def _groups(grouped: bool, groups: int, heads: int | None) -> Any:
+    if heads is None or grouped or groups == 1:
+        return Omit if heads is None else groups if grouped else heads
+    keys = ("--num-query-groups",)
+    return Conflict(f"{keys[0]} has no effect without --group-query-attention", heads, "add it", keys)
+
+
 SIZES = (
     KeyRow("model", KIND, kind),
     KeyRow("model.layers", {"--num-layers": Maybe(int)}, stated),
@@ -72,7 +79,7 @@ SIZES = (
     KeyRow(
         "model.kv_heads",
         {"--group-query-attention": False, "--num-query-groups": 1, "--num-attention-heads": Maybe(int)},
-        lambda grouped, groups, heads: Omit if heads is None else groups if grouped else heads,
+        _groups,
     ),
     KeyRow(
         "model.head_dim",

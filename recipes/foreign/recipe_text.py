@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from tpshard.diagnostics.diagnostic import printable
+from tpshard.diagnostics.diagnostic import Source, printable
 from tpshard.recipes.foreign.settings import show
 from tpshard.recipes.foreign.translation import RecipeLine, Tool, Translation
 from tpshard.recipes.keys.schema import Recipe
-from tpshard.recipes.text.nodes import Node, Source, scalar, trap
+from tpshard.recipes.text.nodes import Node, scalar, trap
 
 WIDTH = 118
 
@@ -20,7 +21,7 @@ WIDTH = 118
 def text_of(tool: Tool, file: str, translation: Translation) -> str:
     """The recipe as YAML, in the order of a recipe's keys, a value a line."""
     tree: dict[str, Any] = {}
-    comments = _comments(tool, translation.lines)
+    comments = _comments(tool, file, translation.lines)
     for line in translation.lines:
         *above, name = line.key.split(".")
         section = tree
@@ -50,7 +51,7 @@ def _commented(row: str, words: str) -> Iterator[str]:
     yield row
 
 
-def _comments(tool: Tool, lines: Sequence[RecipeLine]) -> dict[str, str]:
+def _comments(tool: Tool, file: str, lines: Sequence[RecipeLine]) -> dict[str, str]:
     """What each key follows from: `line 12: training.seq_len = 8192`. Another key's whole reason is named by that."""
     mesh = next((line for line in lines if line.key == "mesh"), None)
     first: dict[str, str] = {}
@@ -65,9 +66,7 @@ def _comments(tool: Tool, lines: Sequence[RecipeLine]) -> dict[str, str]:
             said = tuple(one for one in said if one not in mesh.said)
             defaults = {key: value for key, value in defaults.items() if key not in mesh.defaults}
             words = ["mesh"]
-        words += [
-            f"{_place(one.where.file, one.where.line)}: {one.key.removeprefix('recipe.')} = {one.shown}" for one in said
-        ]
+        words += [f"{place(one.where, file)}: {one.key.removeprefix('recipe.')} = {one.shown}" for one in said]
         if defaults:
             shown = [f"{key} = {show(value)}" for key, value in defaults.items()]
             words.append(f"default: {', '.join(shown)}" if len(shown) < 5 else f"{len(shown)} defaults")
@@ -76,8 +75,12 @@ def _comments(tool: Tool, lines: Sequence[RecipeLine]) -> dict[str, str]:
     return comments
 
 
-def _place(file: str, line: int) -> str:
-    return "command line" if file.startswith("<") else f"line {line}"
+def place(where: Source, file: str) -> str:
+    """A setting's place for people, who read `file`."""
+    if where.file.startswith("<"):
+        return "command line"
+    here = where.file == file or file.startswith(f"{where.file}:")
+    return f"line {where.line}" if here else f"{os.path.basename(where.file)} line {where.line}"
 
 
 def _whose(tool: Tool) -> str:

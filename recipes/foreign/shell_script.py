@@ -10,18 +10,17 @@ import operator
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from fnmatch import fnmatchcase
 
-from tpshard.diagnostics.diagnostic import Diagnostic, Mistakes, Source
-from tpshard.recipes.foreign.settings import Stated, StatedSettings, Unknown, by_key
+from tpshard.diagnostics.diagnostic import Mistakes, Source
 from tpshard.recipes.foreign.shell_words import Command, Lexer, Word, WordPart
-from tpshard.recipes.text.nodes import Node, decode, scalar
 
 UNKNOWN = "\0"
 """Stands in a text for a part that is not known; the way it is written follows, and the sign again."""
 SIGNS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
          ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod}  # fmt: skip
 OPENS = {"if": "fi", "case": "esac", "for": "done", "while": "done", "until": "done"}
+NUMBERS = {"-gt": operator.gt, "-ge": operator.ge, "-lt": operator.lt, "-le": operator.le}
 MAX_TEXT = 200_000
 """The most characters that variables may be put in for."""
 
@@ -49,6 +48,10 @@ class _Branch:
     """Whether the branch at hand runs; None: not known."""
     decided: bool = False
     """Whether an earlier branch runs."""
+    subject: str | None = None
+    """Of `case`: the text that patterns are compared with; None: not known."""
+    awaits: bool = False
+    """Of `case`: whether a pattern comes next."""
 
 
 @dataclass
@@ -65,18 +68,49 @@ class Script:
     """Words of commands that begin with a flag: the line before has lost its continuation."""
     branches: list[_Branch] = field(default_factory=list)
     budget: int = MAX_TEXT
+    follows: bool | None = True
+    """Whether a command runs by what is before it, as after `&&`; None: not known."""
+    status: bool | None = True
+    """Whether the last command that ran succeeded, which only tests and assignments tell."""
 
     def read(self) -> None:
         """Goes through the script's commands."""
         lexer = Lexer(self.text)
         for number, command in enumerate(lexer.commands()):
-            self._command(command, lexer.ends[number])
+            end = lexer.ends[number]
+            top = self.branches[-1] if self.branches else None
+            if top is not None and top.end == "esac" and top.awaits and end in (")", "|"):
+                self._pattern(top, command[-1:], end)
+                continue
+            self._command(command, end)
+            self.follows = self._after(command, end)
+            if self.branches and self.branches[-1].end == "esac" and end == ";;":
+                self.branches[-1].awaits, self.branches[-1].holds = True, False
+
+    def _after(self, command: Command, end: str) -> bool | None:
+        """Whether the command behind this one runs. One that is no test is taken to succeed."""
+        plain = bool(command) and all(re.match(r"[A-Za-z_]\w*\+?=", word.literal) for word in command)
+        if self.follows is not False:
+            tests = bool(command) and command[0].literal in ("[", "[[")
+            self.status = self._test(command) if tests else True if plain or end == "&&" else None
+        if end not in ("&&", "||"):
+            return True
+        return self.status if self.status is None or end == "&&" else not self.status
+
+    def _pattern(self, top: _Branch, words: Sequence[Word], end: str) -> None:
+        """A pattern of `case`, such as `a | b)`."""
+        pattern = "".join(text.chars for word in words for text in self._expand(word))
+        known = top.subject is not None and UNKNOWN not in pattern
+        fits = fnmatchcase(top.subject or "", pattern) if known else None
+        top.holds = False if top.decided else True if fits or top.holds else None if fits is None else top.holds
+        if end == ")":
+            top.awaits, top.decided = False, top.decided or bool(top.holds)
 
     # ---- constructs -------------------------------------------------------------------------------------------------
     @property
     def _runs(self) -> bool | None:
         """Whether the place at hand is run: False if it surely is not, None if that is not known."""
-        values = [branch.holds for branch in self.branches]
+        values = [*(branch.holds for branch in self.branches), self.follows]
         return False if False in values else None if None in values else True
 
     def _command(self, command: Command, end: str) -> None:
@@ -87,6 +121,8 @@ class Script:
                 if (end, holds) not in (("\n", holds), (";", holds), ("||", True), ("&&", False)):
                     holds = None
                 self.branches.append(_Branch(OPENS[word], holds, bool(holds)))
+                if word == "case":
+                    self._case(command, end)
                 return
             if word in ("elif", "else") and self.branches:
                 top = self.branches[-1]
@@ -107,6 +143,15 @@ class Script:
         if command and self._runs is not False and not self._assigned(command):
             self._called(command)
 
+    def _case(self, command: Command, end: str) -> None:
+        """Begins `case WORD in`, which may have its first pattern behind it."""
+        top = self.branches[-1]
+        texts = [text.chars for text in self._expand(command[1])] if len(command) > 1 else []
+        top.subject = texts[0] if len(texts) == 1 and UNKNOWN not in texts[0] else None
+        top.holds, top.awaits = False, True
+        if len(command) > 3 and end in (")", "|"):
+            self._pattern(top, command[3:], end)
+
     def _test(self, words: Sequence[Word]) -> bool | None:
         """Whether a comparison of known texts holds; None where it is not known."""
         texts = ["".join(text.chars for text in self._expand(word)) for word in words]
@@ -121,6 +166,8 @@ class Script:
                 return one == other
             case [one, "!=" | "-ne", other]:
                 return one != other
+            case [one, "-gt" | "-ge" | "-lt" | "-le" as sign, other] if (one + other).isdigit():
+                return NUMBERS[sign](int(one), int(other))
             case ["-z", one]:
                 return not one
             case ["-n", one]:
@@ -168,7 +215,7 @@ class Script:
         return words if same else None
 
     def _called(self, command: Command) -> None:
-        words = [piece for word in command for text in self._expand(word) for piece in _flags_apart(text)]
+        words = [piece for word in command for text in self._expand(word) for piece in flags_apart(text)]
         if words and words[0].chars.startswith("--"):
             self.lost.append(tuple(words))
         elif words:
@@ -208,17 +255,24 @@ class Script:
             return [Text(part.text, tuple(range(part.at, part.at + len(part.text))))]
         if part.kind == "sum" and (total := self._sum(part.text)) is not None:
             return [Text(str(total), (part.at,) * len(str(total)))]
+        if part.kind == "variable" and part.sign == "+":
+            if any(value.chars for value in self.variables.get(part.text) or ()):
+                return [self._joined(part.default or ())]
+            return [_unknown(f"${{{part.text}:+...}}", (part.at,))] if part.text not in self.variables else []
         if part.kind == "variable":
             if self.variables.get(part.text) is not None:
                 values = list(self.variables[part.text] or ())
                 self.budget -= sum(len(value.chars) for value in values)
                 if self.budget < 0:
-                    where = _place(self.text, self.file, part.at, 1)
+                    where = place_at(self.text, self.file, part.at, 1)
                     fix = "write the values of long variables where they are used"
                     raise Mistakes.one("the script's variables grow beyond what is read", where=where, fix=fix)
                 return values
             if part.default is not None and part.text not in self.variables:
-                return [self._joined(part.default)]
+                value = self._joined(part.default)
+                if part.sign == "=":
+                    self.variables[part.text] = (value,)
+                return [value]
             return [_unknown(f"${part.text}", (part.at,))]
         return [_unknown(part.text, (part.at,))]
 
@@ -263,104 +317,14 @@ def _divided(text: Text) -> list[Text]:
     ]
 
 
-def _flags_apart(text: Text) -> list[Text]:
+def flags_apart(text: Text) -> list[Text]:
     """A word that holds whole flags, such as the text of `bash -c`, at its spaces."""
     return _divided(text) if re.search(r"(^|\s)--?[A-Za-z].*\s|\s--", text.chars, re.DOTALL) else [text]
 
 
-def _place(text: str, file: str, at: int, width: int) -> Source:
+def place_at(text: str, file: str, at: int, width: int) -> Source:
+    """A place of a script, by its offset."""
     line = text.count("\n", 0, at) + 1
     start = text.rfind("\n", 0, at) + 1
     end = text.find("\n", at)
     return Source(file, line, at - start + 1, text[start : end if end >= 0 else len(text)].rstrip("\r"), max(1, width))
-
-
-def read(data: bytes, file: str) -> StatedSettings:
-    """The flags that a script passes to its program. Raises `Mistakes` for a file without flags.
-
-    The program is that of the command with most flags; in a script that only assigns variables, all their flags count.
-    """
-    text = decode(data, file)
-    if UNKNOWN in text:
-        where = _place(text, file, text.index(UNKNOWN), 1)
-        raise Mistakes.one("the script holds a null character", where=where, fix="is this a text file?")
-    script = Script(text, file)
-    script.read()
-    calls = sorted(script.found, key=lambda call: (_flags(call[0]), call[1]))
-    words = calls[-1][0] if calls and _flags(calls[-1][0]) else []
-    settings = _settings(words, text, file)
-    if not words and not script.lost:
-        for value in script.variables.values():
-            settings += _settings([piece for one in value or () for piece in _flags_apart(one)], text, file)
-    lost = [one for words in script.lost for one in _settings(words, text, file)]
-    if not settings and not lost:
-        where = Source(file, 1, 1, text.split("\n", 1)[0])
-        raise Mistakes.one("the file has no flags", where=where, fix="is this the script that starts the training?")
-    return StatedSettings(by_key(settings), (*_lost(script), *_twice(settings)), tuple(lost))
-
-
-def _flags(words: Sequence[Text]) -> int:
-    return sum(word.chars.startswith("--") for word in words)
-
-
-def _settings(words: Sequence[Text], text: str, file: str) -> list[Stated]:
-    """Flags with the words behind each."""
-    settings: list[tuple[str, Source, list[Any]]] = []
-    for word in words:
-        if match := re.match(r"--([A-Za-z][\w-]*)(=)?", word.chars):
-            where = _place(text, file, word.places[0], len(match[0]))
-            settings.append((f"--{match[1].replace('_', '-')}", where, []))
-            if match[2]:
-                settings[-1][2].append(_value(word.chars[match.end() :]))
-        elif match := re.match(rf"{UNKNOWN}--([A-Za-z][\w-]*)[ =]?", word.chars):  # a flag under a condition
-            where = _place(text, file, word.places[0], 1)
-            rest = Unknown(word.chars[match.end() :].replace(UNKNOWN, ""))
-            settings.append((f"--{match[1].replace('_', '-')}", where, [rest]))
-        elif settings and word.chars.strip() and not word.chars.endswith(".py"):
-            settings[-1][2].append(_value(word.chars))
-        elif word.chars.startswith(UNKNOWN):
-            where = _place(text, file, word.places[0], 1)
-            settings.append((word.chars.replace(UNKNOWN, ""), where, [_value(word.chars)]))
-    return [Stated(key, _together(values), where) for key, where, values in settings]
-
-
-def _together(values: list[Any]) -> Any:
-    """The value of a flag from the words behind it."""
-    if any(isinstance(value, Unknown) for value in values):
-        return Unknown(" ".join(value.text if isinstance(value, Unknown) else str(value) for value in values))
-    return True if not values else values[0] if len(values) == 1 else values
-
-
-def _value(text: str) -> Any:
-    if UNKNOWN in text:
-        return Unknown(text.replace(UNKNOWN, ""))
-    return scalar(Node("scalar", Source("", 0, 0, ""), text.strip("'\""), True))
-
-
-def _lost(script: Script) -> Iterable[Diagnostic]:
-    """A warning for each line that has lost its continuation."""
-    for words in script.lost:
-        where = _place(script.text, script.file, words[0].places[0], len(words[0].chars))
-        before = script.text[: script.text.rfind("\n", 0, words[0].places[0]) + 1].rstrip("\n")
-        last = before[before.rfind("\n") + 1 :]
-        why = "a space follows its backslash" if re.search(r"\\[ \t\r]+$", last) else "it does not end in a backslash"
-        at = max(0, len(before) - 1)
-        also = ((_place(script.text, script.file, at, 1), why),)
-        flags = _flags(words)
-        message = f"a command begins with `{words[0].chars}`: the line before lost its continuation"
-        reach = f"its {flags} flags do not reach the program" if flags > 1 else "it does not reach the program"
-        yield Diagnostic(
-            message, where=where, why=reach, fix="end the line before with `\\`", severity="warning", also=also
-        )
-
-
-def _twice(settings: Sequence[Stated]) -> Iterable[Diagnostic]:
-    """A warning for each flag that is given twice with two values."""
-    first: dict[str, Stated] = {}
-    for one in settings:
-        before = first.setdefault(one.key, one)
-        if before.value != one.value:
-            also = ((before.where, f"first {before.shown}"),)
-            message = f"`{one.key}` is given twice; the last counts"
-            yield Diagnostic(message, where=one.where, why=one.shown, fix="keep one", severity="warning", also=also)
-            first[one.key] = one

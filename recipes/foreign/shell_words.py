@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -20,7 +20,9 @@ class WordPart:
     """Its offset in the script."""
     quoted: bool = False
     default: tuple[WordPart, ...] | None = None
-    """Of a variable: what stands for it where it is not set."""
+    """Of a variable: what stands for it where it is not set; after `+`, where it is."""
+    sign: str = ""
+    """What is before `default`: `-`, `=`, which sets the variable too, or `+`."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Lexer:
                 self.at = self._line_end()
             elif match := re.compile(r"&&|\|\||;;|[\n;|&()]").match(self.text, self.at):
                 self.at = match.end()
-                if words or match[0] in "()":
+                if words or match[0] in ("(", ")", ";;"):
                     self.ends.append(match[0])
                     yield tuple(words)
                 words = []
@@ -170,11 +172,11 @@ class Lexer:
         if self.text.startswith("${", start):
             self.at = self._closing(start + 1)
             inner = self.text[start + 2 : self.at - 1]
-            match = re.fullmatch(r"(\w+|[@*])(\[[@*]\])?(?:(:?[-=])(.*))?", inner, re.DOTALL)
+            match = re.fullmatch(r"(\w+|[@*])(\[[@*]\])?(?:(:?[-=+])(.*))?", inner, re.DOTALL)
             if match is None:
                 return WordPart("other", self.text[start : self.at], start, quoted)
             default = _inside(match[4], start + 2 + match.start(4)) if match[3] else None
-            return WordPart("variable", match[1], start, quoted, default)
+            return WordPart("variable", match[1], start, quoted, default, (match[3] or "")[-1:])
         match = _NAME.match(self.text, start + 1)
         self.at = start + 1 + (len(match[0]) if match else 0)
         return WordPart("variable", match[0], start, quoted) if match else WordPart("text", "$", start, quoted)
@@ -199,7 +201,7 @@ def _inside(text: str, offset: int) -> tuple[WordPart, ...]:
     parts: list[WordPart] = []
     while lexer.at < len(text):
         parts += lexer._piece(quoted=False)
-    return _joined([WordPart(p.kind, p.text, p.at + offset, p.quoted, p.default) for p in parts])
+    return _joined([replace(part, at=part.at + offset) for part in parts])
 
 
 def _joined(parts: list[WordPart]) -> tuple[WordPart, ...]:

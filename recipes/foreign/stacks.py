@@ -25,8 +25,8 @@ class RankSizes:
     pp: int = 1
     sequence: bool = True
     """Whether what is between the products of tensor parallelism is sharded along the sequence."""
-    sharded: bool = True
-    """Whether what is stored is sharded over fsdp, and over ep and cp too."""
+    stores: tuple[str, ...] = ("fsdp", "ep", "cp")
+    """The axes that shard what is stored; (): none does."""
 
     @property
     def devices(self) -> int:
@@ -65,8 +65,8 @@ class RankSizes:
     @property
     def storage(self) -> str | list[str]:
         """The axes that shard what is stored."""
-        sizes = {"fsdp": self.fsdp, "ep": self.ep, "cp": self.cp} if self.sharded else {}
-        axes = [axis for axis, size in sizes.items() if size > 1] or ["fsdp"]
+        sizes = {"fsdp": self.fsdp, "ep": self.ep, "cp": self.cp}
+        axes = [axis for axis in self.stores if sizes[axis] > 1] or ["fsdp"]
         return axes if len(axes) > 1 else axes[0]
 
     @property

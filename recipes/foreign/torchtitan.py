@@ -1,14 +1,19 @@
-"""torchtitan's TOML configurations, which its versions until 0.2.2 have."""
+"""torchtitan's configurations: TOML, as its versions until 0.2.2 have, and Python registries."""
 
 from __future__ import annotations
 
+import math
 import re
+from dataclasses import replace
 from typing import Any
 
 from tpshard.diagnostics.diagnostic import Exit
-from tpshard.recipes.foreign import model_names, toml_settings
+from tpshard.models.families.presets import preset
+from tpshard.recipes.foreign import model_names, toml_settings, torchtitan_registry
+from tpshard.recipes.foreign.settings import StatedSettings
 from tpshard.recipes.foreign.stacks import MESH, RankSizes, product, rest_of
-from tpshard.recipes.foreign.translation import Conflict, KeyRow, Maybe, Omit, Tool, Unsaid
+from tpshard.recipes.foreign.translation import Conflict, KeyRow, Maybe, Omit, Tool, Unsaid, stated
+from tpshard.recipes.text.nodes import decode
 
 NO_OPTIMIZER = Unsaid("a recipe has adamw, lion and muon", "adamw")
 NO_DATA = Unsaid("give data.source, and data.tokenizer for training", "sample")
@@ -30,6 +35,7 @@ RANKS = {
     "parallelism.context_parallel_degree": 1,
     "parallelism.pipeline_parallel_degree": 1,
     "parallelism.expert_parallel_degree": 1,
+    "parallelism.expert_tensor_parallel_degree": 1,
     "recipe.cluster.nodes": Maybe(int),
     "recipe.cluster.devices_per_node": Maybe(int),
     "NGPU": 8,
@@ -37,10 +43,28 @@ RANKS = {
 """What decides on the mesh; NGPU is that of its run_train.sh."""
 
 
+HUB = {
+    ("deepseek_v3", "16b"): "deepseek-ai/DeepSeek-V2-Lite", ("deepseek_v3", "671b"): "deepseek-ai/DeepSeek-V3-Base",
+    ("llama4", "17bx16e"): "meta-llama/Llama-4-Scout-17B-16E",
+    ("llama4", "17bx128e"): "meta-llama/Llama-4-Maverick-17B-128E", ("gpt_oss", "20b"): "openai/gpt-oss-20b",
+    ("gpt_oss", "120b"): "openai/gpt-oss-120b",
+}  # fmt: skip
+"""Where a model of another class is."""
+
+
+def read(data: bytes, file: str) -> StatedSettings:
+    """The settings of a TOML, or of a function of a Python file, FILE.py:NAME. Raises `Mistakes`."""
+    path, _, name = file.partition(".py:")
+    if not name and not file.endswith(".py"):
+        return toml_settings.read(data, file)
+    path = f"{path}.py" if name else file
+    return torchtitan_registry.read(decode(data, path), path, name)
+
+
 def _ranks(
-    dp: int, fsdp: int, tp: int, cp: int, pp: int, ep: int, nodes: int | None, each: int | None, ngpu: int
+    dp: int, fsdp: int, tp: int, cp: int, pp: int, ep: int, etp: int, nodes: int | None, each: int | None, ngpu: int
 ) -> RankSizes | Conflict:
-    """Experts take their ranks from those of fsdp."""
+    """Experts take their ranks from those of fsdp, there also from those of cp and tp."""
     fixed, said = product({"dp": dp, "fsdp": max(fsdp, 1), "tp": tp, "cp": cp, "pp": pp})
     times = rest_of((nodes or 1) * each if each is not None else max(ngpu, fixed), fixed, said)
     if isinstance(times, Conflict):
@@ -49,22 +73,33 @@ def _ranks(
         message = f"{said} are {fixed} devices, and the cluster has {fixed * times}"
         return Conflict(message, fix="parallelism.data_parallel_shard_degree = -1 takes the rest", exit=Exit.FIT)
     shards = fsdp if fsdp > 0 else times
-    if shards % ep:
-        message = f"experts over {ep} ranks do not divide the {shards} of parallelism.data_parallel_shard_degree"
+    others = shards * cp * (tp if etp == 1 else 1)
+    if others % ep:
+        message = f"experts over {ep} ranks do not divide the {others} of data, context and tensor ranks"
         return Conflict(message, exit=Exit.FIT)
-    return RankSizes(dp, shards // ep, ep, cp, tp, pp)
+    experts = math.gcd(ep, shards)
+    return RankSizes(dp, shards // experts, experts, cp, tp, pp)
 
 
-def _mesh(*sizes: Any) -> Any:
+def _mesh(sequence: bool, *sizes: Any) -> Any:
     ranks = _ranks(*sizes)
-    return ranks if isinstance(ranks, Conflict) else ranks.sections
+    if isinstance(ranks, Conflict):
+        return ranks
+    keys = replace(ranks, sequence=sequence).sections
+    key = list(RANKS)[5]
+    if ranks.ep < (ep := dict(zip(RANKS, sizes))[key]):
+        why = f"experts are over {ranks.ep} of {ep} ranks here: an axis of their own, not over cp or tp"
+        return Unsaid(why, keys, (key,))
+    return keys
 
 
-def _batch(local: int, whole: int, micro: int, *sizes: Any) -> Any:
-    """A pipeline divides the local batch; without one, a larger global batch is accumulated."""
+def _batch(local: int, whole: int, micro: int, several: int | None, *sizes: Any) -> Any:
+    """A pipeline divides the local batch, or has several of it; without one, a larger global batch is accumulated."""
     ranks = _ranks(*sizes)
     if isinstance(ranks, Conflict):
         return Omit  # told of the mesh
+    if several is not None:
+        micro, local = local, local * (several if ranks.pp > 1 else 1)
     one = local * ranks.data
     if whole > 0 and whole % one:
         message = f"a global batch of {whole} is not divided by {local} sequences on each of {ranks.data} data ranks"
@@ -76,7 +111,7 @@ def _batch(local: int, whole: int, micro: int, *sizes: Any) -> Any:
     return {"batch.global_sequences": total, "batch.per_device": micro if ranks.pp > 1 else local}
 
 
-def _pipeline(schedule: str, pp: int, each: int | None, *layers: Any) -> Any:
+def _pipeline(schedule: str, pp: int, each: int | None, first: int, last: int, *model: str) -> Any:
     if pp == 1:
         return Omit
     name = next((ours for theirs, ours in SCHEDULES.items() if theirs.lower() == schedule.lower()), None)
@@ -84,24 +119,38 @@ def _pipeline(schedule: str, pp: int, each: int | None, *layers: Any) -> Any:
         return Unsaid(
             "a recipe has no such schedule", {"schedule": "1f1b"}, ("parallelism.pipeline_parallel_schedule",)
         )
-    looped = {"rounds": 2} if name in ("interleaved_1f1b", "circular") else {}
-    if each is not None:
-        why = "a recipe gives each stage's number of layers, pipeline.split"
-        return Unsaid(why, {"schedule": name, **looped}, ("parallelism.pipeline_parallel_layers_per_stage",))
+    looped = name in ("interleaved_1f1b", "circular")
+    keys = _model(*model)
     if "zerobubble" in schedule.lower():
         why = "its stages, two a device, are one a device here"
         return Unsaid(why, {"schedule": name}, ("parallelism.pipeline_parallel_schedule",))
-    return {"schedule": name, **looped}
+    if isinstance(keys, Unsaid):
+        why = "how many layers each stage has is not known: pipeline.split"
+        said = ("parallelism.pipeline_parallel_layers_per_stage",) if each is not None else ("pipeline.split",)
+        return Unsaid(why, {"schedule": name, **({"rounds": 2} if looped else {})}, said)
+    whole = preset(keys["preset"], {key: value for key, value in keys.items() if key != "preset"}).layers + first + last
+    stages = -(-whole // each) if each else pp * (2 if looped else 1)
+    if stages % pp or (stages > pp) != looped or stages > whole:
+        message = f"{whole - first - last} layers make {stages} stages, which {schedule} does not put on {pp} ranks"
+        return Conflict(message, fix="parallelism.pipeline_parallel_layers_per_stage", exit=Exit.FIT)
+    split = [whole // stages + (n < whole % stages) for n in range(stages)]
+    split[0], split[-1] = split[0] - first, split[-1] - last
+    rounds = {"rounds": stages // pp} if looped else {}
+    return {"schedule": name, **rounds, **({"split": split} if min(split) > 0 else {})}
 
 
 def _model(name: str, flavor: str) -> Any:
-    size = re.sub("_(flex|varlen)(_attn)?$", "", flavor)
-    if name in ("llama3", "llama3_ft") and size == "debugmodel":
+    size = re.sub("_(flex|varlen|non_fused)(_\\w+)?$", "", str(flavor)).lower()
+    plain = re.sub("_(ft|simple_fsdp|auto_parallel)$", "", name)
+    if plain == "llama3" and size == "debugmodel":
         return DEBUG
-    prefix = {"llama3": "llama-3.1-", "llama3_ft": "llama-3.1-", "qwen3": "qwen3-"}.get(name)
-    keys = model_names.named(prefix + size) if prefix is not None else None
+    keys = model_names.named({"llama3": "llama-3.1-", "qwen3": "qwen3-"}.get(plain, "?") + size)
+    if plain == "llama3" and size in ("1b", "3b"):
+        keys = {**(model_names.named(f"llama-3.2-{size}") or {}), "rope_scaling": {"factor": 8}}
     if keys is None:
-        return Unsaid("its sizes are not known here; give model.preset=..., or a folder model.hf=...", {"hf": "MODEL"})
+        why = "its sizes are not known here; give model.preset=..., or a folder model.hf=..."
+        where = HUB.get((plain, re.sub("_.*", "", size)))
+        return Unsaid(why, model_names.folder(where) if where else {"hf": "MODEL"})
     return keys
 
 
@@ -138,14 +187,18 @@ def _compile(enable: bool, components: list[str]) -> Any:
     return "blocks" if enable and "model" in components else "eager"
 
 
-def _precision(dtype: str, param: str, converters: list[str]) -> Any:
+def _precision(dtype: str, param: str, converters: list[str], implementation: str) -> Any:
     master, computed = DTYPES.get(dtype, "fp32"), DTYPES.get(param, "bf16")
-    named = ["float8"] if "float8" in str(converters) else []
+    others = [one for one in map(str, converters) if one not in ("float8", "quantize.linear.float8")]
+    in_8_bits = len(others) < len(converters) or any("linear.mx" in one or one == "mx" for one in others)
     keys = {
-        "model.dtype": "fp8" if named else computed, "fsdp.param_dtype": computed, "fsdp.master_dtype": master,
-        "optimizer.state_dtype": master,
+        "model.dtype": "fp8" if in_8_bits else computed, "fsdp.param_dtype": computed, "fsdp.master_dtype": master,
+        "optimizer.state_dtype": "bf16" if implementation.endswith("bf16") else master,
     }  # fmt: skip
-    return keys
+    why = f"of {', '.join(others)} a recipe has model.dtype: fp8 alone, with a scale per 128 elements"
+    if others == ["LoRA"]:
+        why = "give adapters.lora, such as {rank: 8, alpha: 16, targets: [wq, wo]}"
+    return Unsaid(why, keys, ("model.converters",)) if others else keys
 
 
 def _reshard(policy: str, pp: int) -> bool:
@@ -161,12 +214,16 @@ def _evaluate(enable: bool, freq: int, steps: int, local: int) -> Any:
 
 
 ROWS = (
-    KeyRow(MESH, RANKS, _mesh),
+    KeyRow(MESH, {"parallelism.enable_sequence_parallel": True, **RANKS}, _mesh),
     KeyRow("model", {"model.name": "llama3", "model.flavor": "debugmodel"}, _model),
     KeyRow("model.seq_len", {"training.seq_len": 2048}),
     KeyRow(
         ("model.dtype", "fsdp.param_dtype", "fsdp.master_dtype", "optimizer.state_dtype"),
-        {"training.dtype": "float32", "training.mixed_precision_param": "bfloat16", "model.converters": []}, _precision,
+        {
+            "training.dtype": "float32", "training.mixed_precision_param": "bfloat16", "model.converters": [],
+            "optimizer.implementation": "fused",
+        },
+        _precision,
     ),
     KeyRow("fsdp.reduce_dtype", {"training.mixed_precision_reduce": "float32"}, DTYPES.get),
     KeyRow("fsdp.bucket", {}, lambda: "wrap"),
@@ -184,6 +241,9 @@ ROWS = (
         {
             "parallelism.pipeline_parallel_schedule": "1F1B", "parallelism.pipeline_parallel_degree": 1,
             "parallelism.pipeline_parallel_layers_per_stage": Maybe(int),
+            "parallelism.pipeline_parallel_first_stage_less_layers": 1,
+            "parallelism.pipeline_parallel_last_stage_less_layers": 1,
+            "model.name": "llama3", "model.flavor": "debugmodel",
         },
         _pipeline,
     ),
@@ -191,7 +251,7 @@ ROWS = (
         ("batch.global_sequences", "batch.per_device"),
         {
             "training.local_batch_size": 8, "training.global_batch_size": -1,
-            "parallelism.pipeline_parallel_microbatch_size": 1, **RANKS,
+            "parallelism.pipeline_parallel_microbatch_size": 1, "parallelism.num_pp_microbatches": Maybe(int), **RANKS,
         },
         _batch,
     ),
@@ -210,6 +270,7 @@ ROWS = (
         },
         _schedule,
     ),
+    KeyRow("loss.chunks", {"loss.num_chunks": Maybe(int)}, stated),
     KeyRow("train.steps", {"training.steps": 10000}),
     KeyRow("train.clip_grad_norm", {"training.max_norm": 1.0}, lambda norm: norm or None),
     KeyRow("train.on_nonfinite", {}, lambda: "stop"),
@@ -244,7 +305,7 @@ ROWS = (
 TOOL = Tool(
     "torchtitan",
     "0.2.2",
-    toml_settings.read,
+    read,
     ROWS,
     aliases={
         "training.batch_size": "training.local_batch_size",
@@ -267,10 +328,15 @@ TOOL = Tool(
     unsaid={
         r"(quantize\.linear\.float8|float8)\..*": "fp8 here has a scale per 128 elements, in all layers",
         r"quantize\..*": "of quantized training a recipe has model.dtype: fp8 alone",
+        r"activation_checkpoint\.(.*force_recompute.*|memory_budget)": "what is kept is named here, remat",
+        r"(model|parallelism|training)\.\w*(attn_backend|gemm_backend|spmd_backend|comm_backend|cuda_graphs)|override\..*|"
+        r"parallelism\.(context_parallel_(load|ptrr|rotate).*|enable_fsdp_symm_mem)|compile\.(mode|backend|passes)":
+            "how a kernel or a collective is done is the compiler's here",
     },
     aside=(
-        r"(job|profiling|comm|memory_estimation)\..*|metrics\.(?!log_freq).*|model\.(hf_assets_path|tokenizer_path|"
-        r"print_after_conversion)|checkpoint\..*|training\.(gc_freq|gc_debug|dataloader\..*)|debug\.deterministic.*|"
-        r"optimizer\.implementation|.*\.(save_.*_folder|description)"
+        r"(job|profiling|comm|memory_estimation|tokenizer|debug)\..*|metrics\.(?!log_freq).*|model\.(hf_assets_path|tokenizer_path|"
+        r"print_after_conversion)|checkpoint\..*|training\.(gc_freq|gc_debug|dataloader\..*)|"
+        r"activation_checkpoint\.(preserve_rng_state|determinism_check|debug|early_stop)|loss\..*|"
+        r".*\.(save_.*_folder|description)"
     ),
 )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from tpshard.diagnostics.diagnostic import Exit, plural
+from tpshard.diagnostics.diagnostic import Exit
 from tpshard.recipes.foreign.stacks import RankSizes, product, rest_of
 from tpshard.recipes.foreign.translation import Conflict, KeyRow, Maybe, Omit, Unsaid
 
@@ -34,8 +34,8 @@ def strategy_of(strategy: Any, reshard: Any) -> tuple[str, bool]:
 def ranks_of(
     kind: Kind, strategy: Any, devices: int, nodes: int, dp: int | None, shard: int | None, tp: int, cp: int, ep: int
 ) -> RankSizes | Conflict:
-    """The mesh of so many devices."""
-    sizes = {"dp": dp or 1, "shard": shard if shard and shard > 0 else 1, "tp": tp, "cp": cp}
+    """The mesh of so many devices. Experts have ranks of their own, over which nothing else is sharded."""
+    sizes = {"dp": dp or 1, "shard": shard if shard and shard > 0 else 1, "tp": tp, "cp": cp, "ep": ep}
     fixed, said = product(sizes)
     times = rest_of(devices, fixed, said)
     if isinstance(times, Conflict):
@@ -48,13 +48,10 @@ def ranks_of(
     else:
         replicas, shards = dp or 1, sizes["shard"] * times
     if kind == "none" or strategy == "NO_SHARD":
-        replicas, shards = (replicas * shards // ep, ep) if replicas * shards % ep == 0 else (replicas * shards, 1)
-    elif strategy.startswith("HYBRID") and dp is None and shards % nodes == 0:
+        return RankSizes(replicas * shards, 1, ep, cp, tp, stores=())
+    if strategy.startswith("HYBRID") and dp is None and shards % nodes == 0:
         replicas, shards = nodes, shards // nodes
-    if shards % ep:
-        message = f"experts over {ep} ranks do not divide {plural(shards, 'data rank')} that shard parameters"
-        return Conflict(message, exit=Exit.FIT)
-    return RankSizes(replicas, shards // ep, ep, cp, tp, sharded=kind != "none" and strategy != "NO_SHARD")
+    return RankSizes(replicas, shards, ep, cp, tp, stores=("fsdp", "cp"))
 
 
 def storage(kind: Kind, computed: str, adapters: bool, reshard: bool) -> dict[str, Any]:

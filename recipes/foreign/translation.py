@@ -10,6 +10,7 @@ from typing import Any
 
 from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes, Source
 from tpshard.recipes.foreign.settings import Stated, StatedSettings, Unknown, show
+from tpshard.recipes.keys.model_keys import Model
 
 
 @dataclass(frozen=True)
@@ -136,9 +137,10 @@ def translate(tool: Tool, settings: StatedSettings, overrides: Mapping[str, Stat
     left: list[Left] = []
     wrong: list[Diagnostic] = []
     read: set[str] = set()
+    renamed = any(f"model.{key}" in overrides for key in Model.exclusive)
     for row in tool.rows:
         read.update(row.theirs)
-        if row.ours and all(key in overrides for key in row.keys):
+        if row.ours and (all(key in overrides for key in row.keys) or (row.ours == "model" and renamed)):
             continue
         here = tuple(_as_switch(said[key], default, left) for key, default in row.theirs.items() if key in said)
         unknown = [one for one in here if isinstance(one.value, Unknown) and row.theirs[one.key] != Maybe(object)]
@@ -168,6 +170,9 @@ def translate(tool: Tool, settings: StatedSettings, overrides: Mapping[str, Stat
     for one in said.values():
         if one.key not in read and not one.key.startswith("recipe."):
             left.append(_left(one, *_reason(tool, one.key)))
+    named = {one.where for line in lines.values() for one in line.said} | {one.where for one in left}
+    left += [_left(one, "it is so here anyway, or has no effect", False) for key, one in said.items()
+             if key in read and one.where not in named and not key.startswith("recipe.")]  # fmt: skip
     left += [_left(one, "it does not reach the program") for one in settings.lost]
     if any(mistake.severity == "error" for mistake in wrong):
         raise Mistakes(dict.fromkeys([*settings.diagnostics, *wrong]))
@@ -252,6 +257,8 @@ def _left(setting: Stated, why: str, matters: bool = True) -> Left:
 
 def _reason(tool: Tool, key: str) -> tuple[str, bool]:
     """Why no row reads a key, and whether it matters."""
+    if key.startswith("$"):
+        return "only running the script tells which flags it holds", True
     if re.fullmatch(tool.aside, key):
         return "it changes neither what is computed nor what it costs", False
     why = next(

@@ -48,16 +48,20 @@ def read(data: bytes, file: str) -> Node:
     return compose(decode(data, file), file)
 
 
-def compose(text: str, file: str, *, shown: str | None = None, offset: int = 0, mapping: bool = True) -> Node:
+def compose(
+    text: str, file: str, *, shown: str | None = None, offset: int = 0, mapping: bool = True, foreign: bool = False
+) -> Node:
     """The tree of YAML `text`. Raises `Mistakes` if it has none.
 
     shown: the line to show in errors if the text is a part of it (an override), starting at character `offset`.
     mapping: whether anything but a map at the top is a mistake.
+    foreign: whether maps are another tool's, read as PyYAML does: of a key that occurs twice the last counts, which
+    stays a mistake, and merge keys are followed.
     """
     place = _Places(text, file, shown, offset)
     mistakes: list[Diagnostic] = []
     try:
-        root: Any = _Composer(text, place, mistakes).get_single_node()
+        root: Any = _Composer(text, place, mistakes, foreign).get_single_node()
     except yaml.MarkedYAMLError as error:
         raise Mistakes([_syntax(error, place)]) from None
     except yaml.reader.ReaderError as error:
@@ -174,9 +178,9 @@ class _Composer(yaml.SafeLoader):
     """PyYAML's composer, which also makes the `tree` of each node, a `Node`. It refuses tags, keys that YAML allows but
     recipes do not, and deep nesting: its time grows with the square of the depth."""
 
-    def __init__(self, text: str, place: _Places, mistakes: list[Diagnostic]):
+    def __init__(self, text: str, place: _Places, mistakes: list[Diagnostic], foreign: bool):
         super().__init__(text)
-        self.place, self.mistakes, self.depth = place, mistakes, -1
+        self.place, self.mistakes, self.foreign, self.depth = place, mistakes, foreign, -1
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
@@ -207,9 +211,14 @@ class _Composer(yaml.SafeLoader):
             tree = Node("list", where, items=items, size=1 + sum(item.size for item in items))
         else:
             entries: dict[str, tuple[Node, Node]] = {}
+            merged: dict[str, tuple[Node, Node]] = {}
             for key, value in node.value:
-                if self.legal_key(key.tree, entries):
+                if self.foreign and key.tree.text == "<<" and key.tree.plain:
+                    for one in value.tree.items or (value.tree,):
+                        merged = {name.text: (name, inner) for name, inner in one.entries} | merged
+                elif self.legal_key(key.tree, entries):
                     entries[key.tree.text] = key.tree, value.tree
+            entries = merged | entries
             size = 1 + sum(1 + value.tree.size for _, value in node.value)
             tree = Node("map", where, entries=tuple(entries.values()), size=size)
         if tree.size > MAX_NODES:
@@ -228,6 +237,7 @@ class _Composer(yaml.SafeLoader):
         elif key.text in before:
             message, first = f"the key `{key.text}` occurs twice in one map", before[key.text][0].source
             self.wrong(message, key.source, "the second", "keep one of them", ((first, "the first"),))
+            return self.foreign
         else:
             return True
         return False

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tpshard.cli.main import run
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
-from tpshard.recipes.foreign import shell_script
+from tpshard.recipes.foreign import shell_flags
 from tpshard.recipes.foreign.recipe_text import text_of
 from tpshard.recipes.foreign.settings import Stated, Unknown
 from tpshard.recipes.foreign.tools import TOOLS
@@ -199,7 +199,7 @@ def test_contradictions_are_told(case: str) -> None:
 
 
 def test_a_lost_continuation_names_what_does_not_arrive() -> None:
-    settings = shell_script.read(b"torchrun a.py --lr 1 \\ \n --seq-length 8 \\\n --bf16\n", "file")
+    settings = shell_flags.read(b"torchrun a.py --lr 1 \\ \n --seq-length 8 \\\n --bf16\n", "file")
     assert [one.key for one in settings.lost] == ["--seq-length", "--bf16"] and list(settings.said) == ["--lr"]
 
 
@@ -207,7 +207,7 @@ def test_what_only_running_tells_is_unknown() -> None:
     script = (
         'if [ "$1" = a ]; then\n N=1\nfi\npython t.py --one $N --two $(date) --three ${X:-3} --four "$((2 ** 9))"\n'
     )
-    values = {key: one.value for key, one in shell_script.read(script.encode(), "file").said.items()}
+    values = {key: one.value for key, one in shell_flags.read(script.encode(), "file").said.items()}
     assert values["--three"] == 3
     assert all(isinstance(values[key], Unknown) for key in ("--one", "--two", "--four"))
 
