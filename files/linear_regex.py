@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 
 
@@ -12,3 +13,17 @@ def matches_start(expression: str, text: str) -> bool:
     import pyarrow.compute as arrow
 
     return bool(arrow.match_substring_regex(text, f"^(?:{expression})").as_py())
+
+
+def fits(expression: str, text: str) -> bool:
+    """Whether a regular expression matches a whole text, as Python reads it. By RE2 where that knows it, and with
+    Python's engine where it has no repetition, or lookaround. ValueError where it is none."""
+    if set(expression) & set("*+?{"):
+        try:
+            return matches_start(f"(?:{expression})$", text)
+        except ValueError:  # lookaround, or none at all
+            pass
+    try:
+        return re.fullmatch(expression, text) is not None
+    except re.error as error:
+        raise ValueError(f"`{expression}` is no regular expression: {error}") from None

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from tpshard.diagnostics.diagnostic import suggestion
+from tpshard.files.linear_regex import fits
 
 ALL_LINEAR = "all-linear"
 """Stands for every linear layer but the head, as in PEFT."""
@@ -92,8 +93,8 @@ class Lora:
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     modules_to_save: tuple[str, ...] = ()
     """Ends of the paths of modules that are trained in full, beside the adapters."""
-    exclude: tuple[str, ...] = ()
-    """Ends of the paths of layers that get no adapter."""
+    exclude: str | tuple[str, ...] = ()
+    """Ends of the paths of layers that get no adapter, or a regular expression of whole paths."""
     layers: tuple[int, ...] | None = None
     """The numbers of the layers of the model that have adapters; None: all."""
 
@@ -124,8 +125,13 @@ class Lora:
         return tuple(map(self._adapter, chosen))
 
     def _targets(self, layer: Adaptable) -> bool:
-        if self.exclude and any(_ends(end, name) for end in self.exclude for name in layer.names):
+        if isinstance(self.exclude, str):
+            if any(self._fits("exclude", self.exclude, name) for name in layer.names):
+                return False
+        elif any(_ends(end, name) for end in self.exclude for name in layer.names):
             return False
+        if any(_inside(end, f"{name}.weight") for end in self.modules_to_save for name in layer.names):
+            return False  # it is trained in full
         if self.layers is not None:
             number = re.search(r"\.(\d+)\.", layer.path)
             if number is None or int(number[1]) not in self.layers:
@@ -134,7 +140,14 @@ class Lora:
             return any(_ends(target, name) for target in self.targets for name in layer.names)
         if self.targets == ALL_LINEAR:
             return not layer.head and not layer.experts
-        return any(re.fullmatch(self.targets, name) is not None for name in layer.names)
+        return any(self._fits("targets", self.targets, name) for name in layer.names)
+
+    @staticmethod
+    def _fits(key: str, pattern: str, name: str) -> bool:
+        try:
+            return fits(pattern, name)
+        except ValueError as error:
+            raise LoraError(str(error), key, fix="names of layers, or a regular expression of whole paths") from None
 
     def _adapter(self, layer: Adaptable) -> Adapter:
         rank_key, rank = _of_pattern(self.rank_pattern, layer, self.rank)
@@ -184,8 +197,8 @@ def _inside(end: str, name: str) -> bool:
 
 def _pattern(pattern: str, name: str) -> bool:
     try:
-        return re.match(rf"(.*\.)?({pattern})$", name) is not None
-    except re.error:
+        return fits(rf"(?:.*\.)?(?:{pattern})", name)
+    except ValueError:
         return False
 
 

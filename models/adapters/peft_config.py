@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ READ: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "r": (lambda v: type(v) is int and v > 0, "a whole number above 0"),
     "lora_alpha": (lambda v: type(v) in (int, float) and v > 0, "a number above 0"),
     "target_modules": (lambda v: isinstance(v, str) or _names(v), "a list of names, or a regular expression"),
-    "exclude_modules": (lambda v: v is None or _names(v), "a list of names"),
+    "exclude_modules": (lambda v: v is None or isinstance(v, str) or _names(v), "names, or a regular expression"),
     "lora_dropout": (lambda v: type(v) in (int, float) and 0 <= v < 1, "a number from 0 to 1"),
     "use_rslora": (lambda v: isinstance(v, bool), "true or false"),
     "use_dora": (lambda v: isinstance(v, bool), "true or false"),
@@ -38,8 +39,8 @@ READ: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 """The fields that are obeyed, each with what it may be."""
 WHOLE: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",), "task_type": (None, "CAUSAL_LM"), "bias": ("none", None), "layers_pattern": (None, [], ""),
-    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva", None), "auto_mapping": (None,),
-    "fan_in_fan_out": (False, True, None), "trainable_token_indices": (None,), "loftq_config": (None, {}),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva", None),
+    "fan_in_fan_out": (False, True, None), "trainable_token_indices": (None, [], {}), "loftq_config": (None, {}),
     "layer_replication": (None,), "lora_bias": (False, None), "use_qalora": (False, None),
     "target_parameters": (None, []), "alora_invocation_tokens": (None,), "arrow_config": (None,),
     "megatron_config": (None,), "corda_config": (None,), "velora_config": (None,), "kasa_config": (None,),
@@ -48,10 +49,19 @@ WHOLE: Mapping[str, tuple[Any, ...]] = {
 """The fields of which only these values are supported. Of the ways to begin, those that change the base (PiSSA, OLoRA)
 are not."""
 SAID = (
-    "base_model_name_or_path", "revision", "inference_mode", "peft_version", "megatron_core", "runtime_config",
-    "eva_config", "qalora_group_size", "ensure_weight_tying",
+    "auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "megatron_core",
+    "runtime_config", "eva_config", "qalora_group_size", "ensure_weight_tying",
 )  # fmt: skip
 """The fields that do not change what an adapter computes: `ensure_weight_tying` is what happens here anyway."""
+
+
+CHANGES = "it begins by changing the base, of which the folder holds nothing; PEFT can save it as plain LoRA"
+
+
+def _shown(value: Any) -> str:
+    """A value as the file has it, shortened."""
+    text = json.dumps(value) if not isinstance(value, str) else value
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -61,29 +71,34 @@ def read_config(folder: Path) -> dict[str, Any]:
         if name in READ:
             fits, legal = READ[name]
             if not fits(value):
-                raise ValueError(f"{folder / CONFIG}: `{name}: {value}` is not {legal}")
+                raise ValueError(f"{folder / CONFIG}: `{name}: {_shown(value)}` is not {legal}")
         elif name in WHOLE:
             if value not in WHOLE[name]:
-                raise ValueError(f"{folder / CONFIG}: `{name}: {value}` is not supported")
+                why = f": {CHANGES}" if name == "init_lora_weights" else ""
+                raise ValueError(f"{folder / CONFIG}: `{name}: {_shown(value)}` is not supported{why}")
         elif name not in SAID and value not in (None, False, [], {}, ""):
-            raise ValueError(f"{folder / CONFIG}: the field `{name}: {value}` is not known")
+            raise ValueError(f"{folder / CONFIG}: the field `{name}: {_shown(value)}` is not known")
     if "peft_type" not in raw:
         raise ValueError(f"{folder / CONFIG}: `peft_type` is missing")
     if "target_modules" not in raw:
         raise ValueError(f"{folder / CONFIG}: `target_modules` is missing")
+    if isinstance(raw["target_modules"], str) and raw.get("layers_to_transform") is not None:
+        message = "`layers_to_transform` is for names in `target_modules`, not for a regular expression"
+        raise ValueError(f"{folder / CONFIG}: {message}")
     return raw
 
 
 def lora_of(raw: Mapping[str, Any]) -> Lora:
     """The adapters that `read_config` read."""
     targets, layers = raw["target_modules"], raw.get("layers_to_transform")
+    excluded = raw.get("exclude_modules") or ()
     return Lora(
         rank=raw.get("r", 8), alpha=float(raw.get("lora_alpha", 8)),
         targets=targets if isinstance(targets, str) else tuple(targets),
         dropout=float(raw.get("lora_dropout", 0.0)), dora=raw.get("use_dora", False),
         use_rslora=raw.get("use_rslora", False), rank_pattern=raw.get("rank_pattern") or {},
         alpha_pattern=raw.get("alpha_pattern") or {}, modules_to_save=tuple(raw.get("modules_to_save") or ()),
-        exclude=tuple(raw.get("exclude_modules") or ()),
+        exclude=excluded if isinstance(excluded, str) else tuple(excluded),
         layers=None if layers is None else (layers,) if isinstance(layers, int) else tuple(layers) or None,
     )  # fmt: skip
 

@@ -189,6 +189,25 @@ def _wrapped(policy: str, distributed: str) -> Any:
     return Unsaid("each layer is gathered by itself here", keys=("fsdp_config.auto_wrap_policy",))
 
 
+def _plugins(distributed: str, stage: Any, version: Any, strategy: Any) -> Any:
+    """Sections of a plugin that is not the one that runs, and keys of the other version of FSDP."""
+    kind, keys = distributed.upper(), list(PLUGINS)[1:]
+    if stage is not None and kind != "DEEPSPEED":
+        return Conflict(f"deepspeed_config has no effect under {distributed}", keys=(keys[0],), fix="DEEPSPEED")
+    if (version is not None or strategy is not None) and kind != "FSDP":
+        return Conflict(f"fsdp_config has no effect under {distributed}", keys=tuple(keys[1:]), fix="FSDP")
+    if version == 2 and strategy is not None:
+        message = "fsdp_version 2 has no sharding_strategy, but reshard_after_forward"
+        return Conflict(message, keys=(keys[2],), fix="leave it out")
+    return Omit
+
+
+PLUGINS: dict[str, Any] = {
+    "distributed_type": "NO", "deepspeed_config.zero_stage": Maybe(object), "fsdp_config.version": Maybe(int),
+    "fsdp_config.sharding_strategy": Maybe(object),
+}  # fmt: skip
+
+
 def _sequence(*sizes: int) -> Any:
     on = max(sizes) > 1
     return Unsaid("heads are exchanged for tokens there; here keys and values are gathered over cp") if on else Omit
@@ -212,6 +231,7 @@ ROWS = (
     *ALWAYS,
     *deepspeed.ROWS,
     KeyRow((), {"fsdp_config.auto_wrap_policy": "NO_WRAP", "distributed_type": "NO"}, _wrapped),
+    KeyRow((), PLUGINS, _plugins),
     KeyRow((), {"parallelism_config.sp_size": 1, "deepspeed_config.sp_size": 1}, _sequence),
     KeyRow("remat", {
         "fsdp_config.activation_checkpointing": False, "distributed_type": "NO",

@@ -39,6 +39,11 @@ RANKS: dict[str, Any] = {
 }  # fmt: skip
 """What decides on the mesh."""
 COMPUTED: dict[str, Any] = {"bf16": "auto", "fp16": False, "bfloat16": False, "float16": False}
+LORA: dict[str, Any] = {
+    "adapter": Maybe(str), "lora_r": 8, "lora_alpha": Maybe(int), "lora_dropout": 0.0, "lora_target_linear": False,
+    "lora_target_modules": Maybe(object), "lora_modules_to_save": Maybe(list), "peft_use_dora": False,
+    "peft_use_rslora": False,
+}  # fmt: skip
 STEPS: dict[str, Any] = {"max_steps": Maybe(int), "num_epochs": 1.0, "recipe.train.steps": Maybe(int)}
 OURS = {"embed_tokens": "tok_embed", "lm_head": "output"}
 LINEARS = (*(f"self_attn.{name}_proj" for name in "qkvo"), *(f"mlp.{name}_proj" for name in ("gate", "up", "down")))
@@ -90,6 +95,8 @@ def _model(base: str | None, revision: str | None) -> Any:
     if base is None:
         return Unsaid(NO_MODEL, {"hf": "MODEL"})
     keys = model_names.named(base)
+    if keys is None and base.startswith((".", "/", "~")):
+        return {"hf": base}
     if keys is None:
         why = "its sizes are read from there, over the network; or give model.hf=FOLDER, or model.preset=..."
         return Unsaid(why, model_names.folder(base, revision), ("base_model",))
@@ -141,7 +148,9 @@ def _adapter(
     saved: list[str] | None, dora: bool, rslora: bool,
 ) -> Any:  # fmt: skip
     if kind is None:
-        return Omit
+        given = rank != 8 or alpha or linear or targets or saved or dora or rslora
+        keys = tuple(list(LORA)[1:])
+        return Unsaid("without an adapter it has no effect: the whole model is trained", Omit, keys) if given else Omit
     if kind not in ("lora", "qlora"):
         return Unsaid("a recipe has low-rank adapters alone", Omit, ("adapter",))
     listed = (
@@ -171,6 +180,30 @@ def _fits(pattern: str, path: str) -> bool:
         return matches_start(f"(?:{pattern})$", path)
     except ValueError:
         return False
+
+
+CLASHES: tuple[tuple[str, str], ...] = (
+    ("warmup_steps", "warmup_ratio"), ("eval_steps", "evals_per_epoch"), ("save_steps", "saves_per_epoch"),
+    ("load_in_8bit", "load_in_4bit"), ("bf16", "fp16"), ("fsdp", "deepspeed"), ("fsdp_config.version", "deepspeed"),
+    ("gradient_accumulation_steps", "batch_size"),
+)  # fmt: skip
+"""Settings of which axolotl takes one."""
+
+
+def _clash(*values: Any) -> Any:
+    said = dict(zip(ONCE, values))
+    said["deepspeed"] = said["deepspeed"] or said["deepspeed_config.zero_stage"]
+    for pair in CLASHES:
+        if all(said[key] is not None and str(said[key]).lower() not in ("false", "[]", "auto") for key in pair):
+            return Conflict(f"{' and '.join(pair)} are given, and axolotl takes one", fix="keep one", keys=pair)
+    if said["adapter"] == "qlora" and said["load_in_4bit"] is not None and not truth(said["load_in_4bit"]):
+        return Conflict("adapter: qlora needs load_in_4bit: true, without which axolotl stops", keys=("load_in_4bit",))
+    return Omit
+
+
+ONCE: dict[str, Any] = dict.fromkeys(
+    ("adapter", "deepspeed_config.zero_stage", *(key for pair in CLASHES for key in pair)), Maybe(object)
+)
 
 
 def _chunks(fused: Any, cut: Any, chunked_loss: Any, plugins: list[Any], seq: int) -> Any:
@@ -232,11 +265,7 @@ ROWS = (
     }, _packed),
     KeyRow("model.seq_len", {"sequence_len": 512}),
     KeyRow("model.dtype", {"fp8": False, **COMPUTED}, _dtype),
-    KeyRow("adapters.lora", {
-        "adapter": Maybe(str), "lora_r": 8, "lora_alpha": Maybe(int), "lora_dropout": 0.0, "lora_target_linear": False,
-        "lora_target_modules": Maybe(object), "lora_modules_to_save": Maybe(list), "peft_use_dora": False,
-        "peft_use_rslora": False,
-    }, _adapter),
+    KeyRow("adapters.lora", LORA, _adapter),
     KeyRow("loss.chunks", {
         "liger_fused_linear_cross_entropy": False, "cut_cross_entropy": Maybe(object), "chunked_cross_entropy": False,
         "plugins": [], "sequence_len": 512,
@@ -259,7 +288,8 @@ ROWS = (
         "cosine_min_lr_ratio": 0.0, **STEPS,
     }, _schedule),
     KeyRow(("train.steps", "data.epochs"), STEPS, _length),
-    KeyRow("train.clip_grad_norm", {"max_grad_norm": 1.0}, lambda norm: norm or None),
+    KeyRow("train.clip_grad_norm", {"max_grad_norm": 1.0, "deepspeed_config.gradient_clipping": Maybe(object)},
+        lambda norm, own: (norm if own is None else deepspeed.clipping(own)) or None),
     KeyRow("seed", {"seed": 42}),
     KeyRow("evaluate.every_steps",
         {"val_set_size": 0.0, "eval_steps": Maybe(object), "evals_per_epoch": Maybe(object)}, _evaluate),
@@ -271,6 +301,7 @@ ROWS = (
     KeyRow("checkpoint.keep_last", {"save_total_limit": 4}),
     KeyRow("logging.every_steps", {"logging_steps": 10}),
     KeyRow("logging.wandb", {"wandb_project": Maybe(str)}, lambda name: {"project": name} if name else None),
+    KeyRow((), ONCE, _clash),
     KeyRow((), {"activation_offloading": Maybe(object)},
         lambda on: Unsaid("a recipe offloads nothing") if on else Omit),
     *deepspeed.ROWS,
@@ -294,6 +325,8 @@ TOOL = Tool(
         "rl.type": "rl",
     },
     unsaid={
+        r"deepspeed_config\.(train_.*|gradient_acc.*|optimizer\..*|scheduler\..*|(bf16|fp16)\.enabled)":
+            "the file's own setting is here; where that differs, the trainer stops",
         **deepspeed.UNSAID,
         r"(liger|lora|flash_attn)_\w*(kernel|norm|glu_activation|rope|fuse)\w*|use_(kernels|scattermoe|sonicmoe)|"
         r"experts_implementation|fused_attn_kernel|gemma4_hybrid_attn_impl|tiled_mlp\w*":

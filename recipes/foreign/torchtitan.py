@@ -205,6 +205,20 @@ def _reshard(policy: str, pp: int) -> bool:
     return policy == "always" or (policy == "default" and pp == 1)
 
 
+def _async_tp(on: bool, enable: bool, components: list[str], tp: int) -> Any:
+    key = "parallelism.enable_async_tensor_parallel"
+    if on and not (enable and "model" in components):
+        return Conflict(f"{key} needs compile.enable, without which it stops", keys=(key,), fix="compile.enable = true")
+    why = "products are not overlapped in parts with their collectives"
+    return Unsaid(why, keys=(key,)) if on and tp > 1 else Omit
+
+
+def _length(seq: int, cp: int, tp: int) -> Any:
+    parts = tp * cp * (2 if cp > 1 else 1)
+    message = f"sequences of {seq} tokens are not divided by {parts}, twice cp {cp} x tp {tp}, without which it stops"
+    return Conflict(message, fix=f"a multiple of {parts}") if seq % parts else Omit
+
+
 def _evaluate(enable: bool, freq: int, steps: int, local: int) -> Any:
     if not enable:
         return {"every_steps": 0}
@@ -298,8 +312,12 @@ ROWS = (
     KeyRow((), {"training.enable_cpu_offload": False}, lambda on: Unsaid("a recipe offloads nothing") if on else Omit),
     KeyRow((), {"optimizer.early_step_in_backward": False}, lambda on: Unsaid("no key says it") if on else Omit),
     KeyRow((), {"parallelism.disable_loss_parallel": False}, lambda on: Unsaid("the loss is parallel") if on else Omit),
-    KeyRow((), {"parallelism.enable_async_tensor_parallel": False},
-        lambda on: Unsaid("products are not overlapped in parts with their collectives") if on else Omit),
+    KeyRow((), {
+        "parallelism.enable_async_tensor_parallel": False, "compile.enable": False,
+        "compile.components": ["model", "loss"], "parallelism.tensor_parallel_degree": 1,
+    }, _async_tp),
+    KeyRow((), {"training.seq_len": 2048, "parallelism.context_parallel_degree": 1,
+                "parallelism.tensor_parallel_degree": 1}, _length),
 )  # fmt: skip
 
 TOOL = Tool(

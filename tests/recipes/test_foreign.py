@@ -108,7 +108,7 @@ def translated(tool: str, text: str, **overrides: Any) -> tuple[Translation, str
 
 
 def names(translation: Translation) -> set[str]:
-    return {one.key for one in translation.left}
+    return {one.key for one in translation.left if one.matters}
 
 
 def test_torchtitan() -> None:
@@ -157,6 +157,105 @@ def test_axolotl() -> None:
     assert names(translation) == {"saves_per_epoch", "save_steps"}
 
 
+def test_axolotl_of_a_base_in_few_bits(tmp_path: Path) -> None:
+    """A known base stands for its quantized folder in plans; a pattern of layers is their names; a model of the hub is
+    named; DeepSpeed's settings are those of the map, or of the file, that the configuration has."""
+    extra = r"""
+load_in_4bit: true
+adapter: qlora
+lora_target_modules: 'model.layers.[\d]+.(self_attn|mlp).(q|up)_proj'
+deepspeed: {zero_optimization: {stage: 3}, gradient_clipping: auto}
+eval_steps: 5
+evals_per_epoch: 1
+"""
+    translation, text = translated("axolotl", AXOLOTL + extra, cluster__devices_per_node=8)
+    recipe = loads(text)
+    lora = recipe.adapters.lora
+    assert recipe.adapters.packed and lora is not None and lora.targets == ("q_proj", "up_proj")
+    assert recipe.quantize.bits == 4 and dict(recipe.mesh) == {"dp": 1, "fsdp": 8, "tp": 1}
+    told = str(Mistakes(translation.warnings))
+    assert "the key `adapter` occurs twice" in told and "eval_steps and evals_per_epoch are given" in told
+    _, text = translated("axolotl", "base_model: google/gemma-2-2b\nbatch_size: 6\nmicro_batch_size: 2\n")
+    assert loads(text).batch.global_sequences == 6 and "hf: hf:google/gemma-2-2b" in text
+
+
+def test_deepspeed_s_json(tmp_path: Path) -> None:
+    (tmp_path / "zero.json").write_text(
+        '{\n\t"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},\n'
+        '"bf16": {"enabled": true}, "train_micro_batch_size_per_gpu": 4,\n"optimizer": {"params": {"lr": 1e-3}}}'
+    )
+    yaml = b"""\
+distributed_type: DEEPSPEED
+deepspeed_config: {deepspeed_config_file: zero.json, zero_stage: 2}
+num_processes: 4
+"""
+    settings = TOOLS["accelerate"].read(yaml, str(tmp_path / "x.yaml"))
+    translation = translate(TOOLS["accelerate"], settings, {})
+    text = text_of(TOOLS["accelerate"], str(tmp_path / "x.yaml"), translation)
+    recipe = loads(text)
+    assert (dict(recipe.mesh), recipe.model.dtype, recipe.optimizer.lr) == ({"dp": 1, "fsdp": 4, "tp": 1}, "bf16", 1e-3)
+    assert recipe.batch.global_sequences == 16 and recipe.train.clip_grad_norm is None
+    assert "zero.json line 2: deepspeed_config.zero_stage = 3" in text
+    assert "deepspeed_config.offload_param_device" in names(translation)
+    assert "stands beside a DeepSpeed JSON" in str(Mistakes(translation.warnings))
+
+
+def test_accelerate_s_megatron_plugin() -> None:
+    yaml = """\
+distributed_type: MEGATRON_LM
+megatron_lm_config: {megatron_lm_tp_degree: 2, megatron_lm_pp_degree: 2, megatron_lm_num_micro_batches: 4}
+num_processes: 8
+"""
+    recipe = loads(translated("accelerate", yaml, model__preset="llama3-8b", batch__per_device=1)[1])
+    assert dict(recipe.mesh) == {"pp": 2, "dp": 2, "fsdp": 1, "tp": 2} and recipe.batch.global_sequences == 8
+
+
+REGISTRY = """\
+BASE = dict(steps=100)
+
+def _data(name):
+    return Loader.Config(dataset=Packed(dataset=DATASETS[name]))
+
+def llama3_small() -> Trainer.Config:
+    spec = model_registry("8B", attn_backend="flex")
+    return Trainer.Config(
+        model_spec=spec,
+        optimizer=default_adamw(lr=3e-4),
+        training=TrainingConfig(num_tokens_per_microbatch_per_dp_rank=2 * 4096, max_context_length=4096, steps=70),
+        parallelism=ParallelismConfig(tensor_parallel_degree=2),
+        dataloader=_data("c4"),
+    )
+
+def llama3_large():
+    config = other.changed(llama3_small())
+    config.parallelism.tensor_parallel_degree = 4
+    config.activation_checkpoint = None
+    if config.compile.enable:
+        config.training.steps = 1
+    return config
+"""
+
+
+def test_torchtitan_s_registry() -> None:
+    """A function of a Python file is followed as text: what it calls in the file, and what it changes."""
+
+    def read(name: str) -> tuple[Translation, str]:
+        settings = TOOLS["torchtitan"].read(REGISTRY.encode(), f"config.py{name}")
+        translation = translate(TOOLS["torchtitan"], settings, {})
+        return translation, text_of(TOOLS["torchtitan"], f"config.py{name}", translation)
+
+    recipe = loads(read(":llama3_small")[1])
+    assert (recipe.batch.per_device, recipe.model.seq_len, recipe.optimizer.lr) == (2, 4096, 3e-4)
+    assert (recipe.train.steps, recipe.data.source, recipe.mesh["tp"]) == (70, "c4", 2)
+    assert recipe.remat == ("attention", "wq", "wv", "gate", "down")
+    translation, text = read(":llama3_large")
+    assert loads(text).mesh["tp"] == 4 and loads(text).remat == "none"
+    assert {"other.changed(...)", "training.steps"} <= names(translation)  # what only running tells
+    for wrong, words in ((":llama3_smal", "did you mean `llama3_small`"), ("", "the file has 2 configurations")):
+        with pytest.raises(Mistakes, match=words):
+            read(wrong)
+
+
 def test_accelerate() -> None:
     translation, text = translated("accelerate", ACCELERATE, model__preset="llama3-8b", batch__per_device=2)
     recipe = loads(text)
@@ -181,6 +280,8 @@ CONFLICTS = {
     "mesh": ("--tensor-model-parallel-size 3 --nproc-per-node 8", "which 8 devices do not hold evenly", Exit.FIT),
     "batch": ("--nproc-per-node 8 --global-batch-size 12", "a global batch of 12 is not divided", Exit.RECIPE),
     "type": ("--num-layers many", "must be a whole number", Exit.RECIPE),
+    "types": ("--bf16", "--bf16 and --fp16 together stop it", None),
+    "groups": ("--num-query-groups 2 --num-attention-heads 4", "has no effect without --group-query-attention", None),
     "lost": ("--bf16\n  --seq-length 8 --lr 1", "the line before lost its continuation", None),
 }
 
@@ -204,11 +305,20 @@ def test_a_lost_continuation_names_what_does_not_arrive() -> None:
 
 
 def test_what_only_running_tells_is_unknown() -> None:
-    script = (
-        'if [ "$1" = a ]; then\n N=1\nfi\npython t.py --one $N --two $(date) --three ${X:-3} --four "$((2 ** 9))"\n'
-    )
+    script = """\
+#SBATCH --nodes=3 --gpus-per-node=8
+: ${KIND:=b}
+case $KIND in a|c) N=1;; b)
+  FIVE=5 ;; *) FIVE=6 ;; esac
+[ $FIVE -gt 4 ] && SIX="--six 6" || SIX="--six 7"
+if [ "$1" = a ]; then
+ N=1
+fi
+srun --mpi x python t.py --one $N --two $(date) --three ${X:-3} --four "$((2 ** 9))" --five $FIVE $SIX
+"""
     values = {key: one.value for key, one in shell_flags.read(script.encode(), "file").said.items()}
-    assert values["--three"] == 3
+    assert (values["--three"], values["--five"], values["--six"]) == (3, 5, 6)
+    assert (values["--nnodes"], values["--nproc-per-node"]) == (3, 8)
     assert all(isinstance(values[key], Unknown) for key in ("--one", "--two", "--four"))
 
 
@@ -239,6 +349,10 @@ def test_the_command_prints_a_recipe_and_what_it_cannot_say(
 
 HOSTILE = (
     ("torchtitan", "x = " + "[" * 9000),
+    ("torchtitan:file.py", "def a():\n    return b(" + "(" * 500 + ")"),
+    ("torchtitan:file.py", "def a():\n    return b(a(), a())"),
+    ("torchtitan:file.py", "def a():\n    return b(x=" + "9**" * 99 + "9, y=" + "9*" * 900 + "9)\n" * 3),
+    ("axolotl", "base_model: x\nadapter: lora\nlora_target_modules: '" + "(a+)+" * 30 + "b'"),
     ("torchtitan", ".".join("a" * 3000) + " = 1"),
     ("torchtitan", "[training]\nsteps = " + "9" * 6000),
     ("megatron", "$(\n" * 9000 + "torchrun x.py"),
@@ -256,9 +370,10 @@ HOSTILE = (
 @pytest.mark.parametrize(("tool", "text"), HOSTILE, ids=range(len(HOSTILE)))
 def test_a_hostile_file_is_a_mistake(tool: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Deep, endless, without a number that a recipe follows from: never a crash, nor minutes."""
-    (file := tmp_path / "file").write_text(text)
-    assert run(["recipes", "from", tool, str(file)]) in (Exit.USAGE, Exit.RECIPE, Exit.FIT)
-    assert "error: " in capsys.readouterr().err
+    tool, _, name = tool.partition(":")
+    (file := tmp_path / (name or "file")).write_text(text)
+    assert run(["recipes", "from", tool, str(file)]) in (Exit.DONE, Exit.USAGE, Exit.RECIPE, Exit.FIT)
+    assert capsys.readouterr().err
 
 
 def test_a_file_without_an_end_is_not_read(capsys: pytest.CaptureFixture[str]) -> None:
