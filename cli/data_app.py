@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from tpshard.cli.main import Command, colorful, group
 from tpshard.cli.shared.arguments import Json, Overrides, RecipeArgument, load
-from tpshard.diagnostics.diagnostic import plural
+from tpshard.diagnostics.diagnostic import plural, printable
 
 if TYPE_CHECKING:
     from tpshard.models.folders.folder_tokenizer import FolderTokenizer
@@ -120,5 +120,5 @@ def _shown(texts: Sequence[str], learned: Sequence[bool], color: bool) -> str:
         if one != inside:
             shown += opens if one else closes
             inside = one
-        shown += text.replace("\033", "\\x1b")
+        shown += "\n".join(map(printable, text.split("\n")))
     return shown + closes * inside

@@ -24,8 +24,8 @@ MIXTRALS = {".mlp.": ".block_sparse_moe.", ".gate_proj": ".w1", ".up_proj": ".w3
 """Other names of modules and matrices in Mixtral's folders."""
 
 
-def quantized(name: str, place: Path) -> tuple[Path, dict[str, Tensor]]:
-    """Writes an act-ordered GPTQ folder of a small random model; returns it with its dequantized parameters.
+def quantized(name: str, place: Path, bits: int = 4, ordered: bool = True) -> tuple[Path, dict[str, Tensor]]:
+    """Writes a GPTQ folder of a small random model, act-ordered or not; returns it with its dequantized parameters.
 
     Linears of one input share their order, as those of one Hessian do; each expert has its own.
     """
@@ -40,11 +40,13 @@ def quantized(name: str, place: Path) -> tuple[Path, dict[str, Tensor]]:
         inputs = len(weight)
         shared = f"{path.rpartition('.')[0]} {any(end in path for end in ('o_proj', 'down', 'c_proj'))} {inputs}"
         group = torch.arange(inputs, dtype=torch.int32) // 16
-        group = group[orders.setdefault(shared, torch.randperm(inputs, generator=generator))]
+        if ordered:
+            group = group[orders.setdefault(shared, torch.randperm(inputs, generator=generator))]
         largest = torch.stack([weight[group == g].abs().amax(0) for g in range(inputs // 16)])
-        scales = (largest / 7).half()
-        codes = (weight / scales.float()[group.long()] + 8).round().clamp(0, 15).to(torch.uint8)
-        coded[path] = Quantized(codes, scales, torch.full_like(scales, 8, dtype=torch.uint8), group, 4, bias)
+        middle = 1 << (bits - 1)
+        scales = (largest / (middle - 0.5)).half()
+        codes = (weight / scales.float()[group.long()] + middle).round().clamp(0, 2 * middle - 1).to(torch.uint8)
+        coded[path] = Quantized(codes, scales, torch.full_like(scales, middle, dtype=torch.uint8), group, bits, bias)
         return coded[path].dequantize(torch.float32)
 
     for path, module in model.named_modules():
@@ -65,7 +67,7 @@ def quantized(name: str, place: Path) -> tuple[Path, dict[str, Tensor]]:
     held = {f"{path}.{leaf}" for path in coded for leaf in ("weight", "bias")}
     held |= {path for path in values if path.rpartition(".")[2] in MATRICES}
     spelled = _spelling(MIXTRALS if name == "mixtral" else {})
-    settings = GPTQConfig(bits=4, group_size=16, desc_act=True)
+    settings = GPTQConfig(bits=bits, group_size=16, desc_act=ordered)
     linears = {spelled(path): linear for path, linear in coded.items()}
     dense_values = [(spelled(path), value) for path, value in values.items() if path not in held]
     place.mkdir(parents=True)

@@ -121,28 +121,32 @@ def test_meshes_agree(name: str, mesh: str, overrides: tuple[str, ...], tmp_path
     assert compared.equal, compared.largest
 
 
-def quantized(name: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, dict[str, torch.Tensor]]:
-    """An act-ordered GPTQ folder, and the parameters of transformers' class that it stands for."""
+def quantized(
+    name: str, place: Path, monkeypatch: pytest.MonkeyPatch, bits: int = 4, ordered: bool = True
+) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A GPTQ folder, and the parameters of transformers' class that it stands for."""
     config = architectures.config_of(name)
     wider = {key: value for key, value in gptq_folders.WIDER.items() if key in config}
     monkeypatch.setitem(architectures.CONFIGS, name, config | wider | {"router_aux_loss_coef": 0.0})
-    return gptq_folders.quantized(name, place)
+    return gptq_folders.quantized(name, place, bits, ordered)
 
 
 PACKED = [
-    ("llama", "{fsdp: 2, tp: 2}", ("adapters.lora.dora=true",)), ("olmo2", "{tp: 2}", ()),
-    ("mixtral", "{ep: 2}", ("adapters.lora.targets=[wq, experts.down]",)),
-    ("qwen2", "{pp: 2}", ("pipeline={schedule: 1f1b}", "batch.per_device=4")),
-    ("llama", "{pp: 2}", ("pipeline={form: vectorized, schedule: gpipe}", "batch.per_device=4")),
+    ("llama", "{fsdp: 2, tp: 2}", ("adapters.lora.dora=true",), 4, True), ("olmo2", "{tp: 2}", (), 8, True),
+    ("mixtral", "{ep: 2}", ("adapters.lora.targets=[wq, experts.down]",), 3, True),
+    ("qwen2", "{pp: 2}", ("pipeline={schedule: 1f1b}", "batch.per_device=4"), 2, True),
+    ("llama", "{pp: 2}", ("pipeline={form: vectorized, schedule: gpipe}", "batch.per_device=4"), 4, False),
+    ("llama", "{fsdp: 2, tp: 2}", (), 3, False), ("llama", "{fsdp: 2}", (), 2, False),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "mesh", "overrides"), PACKED)
+@pytest.mark.parametrize(("name", "mesh", "overrides", "bits", "ordered"), PACKED)
 def test_a_quantized_base_stays_packed_on_every_mesh(
-    name: str, mesh: str, overrides: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    name: str, mesh: str, overrides: tuple[str, ...], bits: int, ordered: bool, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """Several updates, by which B is no longer zero. Where PEFT can train the adapters, it does the same."""
-    base, dense = quantized(name, tmp_path / "base", monkeypatch)
+    base, dense = quantized(name, tmp_path / "base", monkeypatch, bits, ordered)
     key, plain = "transformers" if name == "olmo2" else "hf", [o for o in overrides if o.startswith("adapters")]
     one, several = adapted(base, "{}", *plain, key=key), adapted(base, mesh, *overrides, key=key)
     losses, weights = trained(one)
