@@ -85,9 +85,10 @@ def _ranks(*values: Any) -> RankSizes | Conflict:
         processes = machines * each
     if distributed == "NO":
         processes = 1
-    if processes % machines:
+    if processes < 1 or processes % machines:
         message = f"{processes} processes are not divided by {machines} machines"
-        return Conflict(message, keys=("num_processes", "num_machines"), exit=Exit.FIT)
+        fix = "cluster.nodes=... and cluster.devices_per_node=... say how many there are"
+        return Conflict(message, fix=fix, keys=("num_processes", "num_machines"), exit=Exit.FIT)
     if distributed == "MEGATRON_LM":
         return _megatron(processes, *(said[key] for key in MEGATRON))
     kind = _kind(distributed, said["deepspeed_config.zero_stage"])

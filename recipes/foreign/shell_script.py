@@ -20,6 +20,7 @@ UNKNOWN = "\0"
 SIGNS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
          ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod}  # fmt: skip
 OPENS = {"if": "fi", "case": "esac", "for": "done", "while": "done", "until": "done"}
+DECLARES = r"export|local|readonly|declare|typeset|-[A-Za-z]+"
 NUMBERS = {"-gt": operator.gt, "-ge": operator.ge, "-lt": operator.lt, "-le": operator.le}
 MAX_TEXT = 200_000
 """The most characters that variables may be put in for."""
@@ -176,7 +177,7 @@ class Script:
 
     def _assigned(self, command: Command) -> bool:
         """Takes a command's assignments; whether it has nothing else."""
-        rest = [word for word in command if word.literal not in ("export", "local", "readonly", "declare", "-x", "-a")]
+        rest = [word for word in command if not re.fullmatch(DECLARES, word.literal)]
         assigned = [word for word in rest if re.match(r"[A-Za-z_]\w*\+?=", word.literal)]
         if len(assigned) < len(rest) or not rest:
             return False

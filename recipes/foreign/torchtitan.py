@@ -111,7 +111,9 @@ def _batch(local: int, whole: int, micro: int, several: int | None, *sizes: Any)
     return {"batch.global_sequences": total, "batch.per_device": micro if ranks.pp > 1 else local}
 
 
-def _pipeline(schedule: str, pp: int, each: int | None, first: int, last: int, *model: str) -> Any:
+def _pipeline(
+    schedule: str, pp: int, each: int | None, first: int, last: int, parts: list[list[str]] | None, *model: str
+) -> Any:
     if pp == 1:
         return Omit
     name = next((ours for theirs, ours in SCHEDULES.items() if theirs.lower() == schedule.lower()), None)
@@ -120,6 +122,9 @@ def _pipeline(schedule: str, pp: int, each: int | None, first: int, last: int, *
             "a recipe has no such schedule", {"schedule": "1f1b"}, ("parallelism.pipeline_parallel_schedule",)
         )
     looped = name in ("interleaved_1f1b", "circular")
+    if parts is not None:
+        split = [sum(re.fullmatch(r"layers\.\d+", str(one)) is not None for one in part) for part in parts]
+        return {"schedule": name, **({"rounds": len(split) // pp} if looped else {}), "split": split}
     keys = _model(*model)
     if "zerobubble" in schedule.lower():
         why = "its stages, two a device, are one a device here"
@@ -257,7 +262,8 @@ ROWS = (
             "parallelism.pipeline_parallel_layers_per_stage": Maybe(int),
             "parallelism.pipeline_parallel_first_stage_less_layers": 1,
             "parallelism.pipeline_parallel_last_stage_less_layers": 1,
-            "model.name": "llama3", "model.flavor": "debugmodel",
+            "parallelism.module_fqns_per_model_part": Maybe(list), "model.name": "llama3",
+            "model.flavor": "debugmodel",
         },
         _pipeline,
     ),
