@@ -239,6 +239,8 @@ ROWS = (
         "megatron_lm_config.recompute_granularity": Maybe(str), "megatron_lm_config.recompute_method": Maybe(str),
         "megatron_lm_config.recompute_num_layers": Maybe(int),
     }, _remat),
+    KeyRow("pipeline", {"distributed_type": "NO", "megatron_lm_config.pp_degree": 1},
+        lambda kind, pp: {"schedule": "1f1b"} if kind.upper() == "MEGATRON_LM" and pp > 1 else Omit),
     KeyRow("compile", {"dynamo_config.dynamo_backend": Maybe(str), "dynamo_backend": Maybe(str)}, _compile),
     KeyRow(("batch.global_sequences", "batch.per_device"), {
         "deepspeed_config.gradient_accumulation_steps": 1, "recipe.batch.per_device": Maybe(int),

@@ -149,8 +149,8 @@ def _adapter(
 ) -> Any:  # fmt: skip
     if kind is None:
         given = rank != 8 or alpha or linear or targets or saved or dora or rslora
-        keys = tuple(list(LORA)[1:])
-        return Unsaid("without an adapter it has no effect: the whole model is trained", Omit, keys) if given else Omit
+        why = "without an adapter it has no effect: the whole model is trained"
+        return Unsaid(why, Omit, tuple(list(LORA)[1:])) if given else Omit
     if kind not in ("lora", "qlora"):
         return Unsaid("a recipe has low-rank adapters alone", Omit, ("adapter",))
     listed = (

@@ -161,6 +161,8 @@ class PythonFile:
                 owner = self.value(node.value, scope)
                 if isinstance(owner, Made) and node.attr in owner.fields:
                     return owner.fields[node.attr][0]
+            case ast.Subscript() if isinstance(index := self.value(node.slice, scope), str | int):
+                return Unknown(f"{ast.unparse(node.value)}[{index!r}]")
             case ast.BinOp() if type(node.op) in SIGNS:
                 return self._computed(node, scope)
             case ast.UnaryOp(op=ast.USub()) if type(number := self.value(node.operand, scope)) in (int, float):

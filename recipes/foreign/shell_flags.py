@@ -55,7 +55,7 @@ DIRECTIVES = (
 
 def _directives(text: str, file: str) -> dict[str, Text]:
     """What SLURM sets by a script's `#SBATCH` lines."""
-    found = {}
+    found: dict[str, Text] = {}
     for pattern, names in DIRECTIVES:
         if match := re.search(rf"(?m)^#SBATCH\s+(?:.*\s)?{pattern}(\d+)\b", text):
             found |= dict.fromkeys(names, Text(match[1], tuple(range(*match.span(1)))))
