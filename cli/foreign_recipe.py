@@ -13,8 +13,8 @@ from tpshard.diagnostics.diagnostic import Exit, Mistakes, Source, as_json, did_
 from tpshard.files.folder_json import read_regular
 
 if TYPE_CHECKING:
-    from tpshard.recipes.foreign.settings import Stated
     from tpshard.recipes.foreign.translation import Left, Tool, Translation
+    from tpshard.recipes.settings.stated import Stated
 
 LARGEST = 1 << 18
 """Bytes of a configuration; published ones have a tenth."""
@@ -68,7 +68,7 @@ def print_recipe(tool: Trainer, file: File, overrides: Overrides = None, json_on
 
 def _given(overrides: Sequence[str]) -> dict[str, Stated]:
     """The keys that the command line sets."""
-    from tpshard.recipes.foreign.settings import Stated, plain
+    from tpshard.recipes.settings.stated import Stated, plain
     from tpshard.recipes.text.nodes import compose
 
     given = {}

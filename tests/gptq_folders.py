@@ -44,7 +44,7 @@ def quantized(name: str, place: Path, bits: int = 4, ordered: bool = True) -> tu
             group = group[orders.setdefault(shared, torch.randperm(inputs, generator=generator))]
         largest = torch.stack([weight[group == g].abs().amax(0) for g in range(inputs // 16)])
         middle = 1 << (bits - 1)
-        scales = (largest / (middle - 0.5)).half()
+        scales = (largest / (middle - 1)).half()
         codes = (weight / scales.float()[group.long()] + middle).round().clamp(0, 2 * middle - 1).to(torch.uint8)
         coded[path] = Quantized(codes, scales, torch.full_like(scales, middle, dtype=torch.uint8), group, bits, bias)
         return coded[path].dequantize(torch.float32)

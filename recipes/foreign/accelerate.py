@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from tpshard.diagnostics.diagnostic import Diagnostic, Exit
-from tpshard.recipes.foreign import deepspeed, yaml_settings
-from tpshard.recipes.foreign.settings import StatedSettings
+from tpshard.recipes.foreign import deepspeed
 from tpshard.recipes.foreign.stacks import MESH, RankSizes, product, rest_of
 from tpshard.recipes.foreign.trainer_rows import (
     ALIASES,
@@ -25,6 +24,8 @@ from tpshard.recipes.foreign.trainer_rows import (
     truth,
 )
 from tpshard.recipes.foreign.translation import Conflict, KeyRow, Maybe, Omit, Tool, Unsaid
+from tpshard.recipes.settings import yaml_settings
+from tpshard.recipes.settings.stated import StatedSettings
 
 MEGATRON: dict[str, Any] = {
     "megatron_lm_config.tp_degree": 1, "megatron_lm_config.pp_degree": 1, "megatron_lm_config.context_parallel_size": 1,

@@ -7,8 +7,7 @@ import re
 from typing import Any
 
 from tpshard.files.linear_regex import matches_start
-from tpshard.recipes.foreign import deepspeed, model_names, yaml_settings
-from tpshard.recipes.foreign.settings import StatedSettings
+from tpshard.recipes.foreign import deepspeed, model_names
 from tpshard.recipes.foreign.stacks import MESH, RankSizes
 from tpshard.recipes.foreign.trainer_rows import (
     ALIASES,
@@ -26,6 +25,8 @@ from tpshard.recipes.foreign.trainer_rows import (
     truth,
 )
 from tpshard.recipes.foreign.translation import Conflict, KeyRow, Maybe, Omit, Tool, Unsaid
+from tpshard.recipes.settings import yaml_settings
+from tpshard.recipes.settings.stated import StatedSettings
 
 KIND: dict[str, Any] = {
     "deepspeed": Maybe(object), "deepspeed_config.zero_stage": Maybe(int), "fsdp": Maybe(list),

@@ -10,8 +10,8 @@ from typing import Any
 
 from tpshard.diagnostics.diagnostic import Mistakes
 from tpshard.files.folder_json import read_regular
-from tpshard.recipes.foreign.settings import Stated, StatedSettings, of_tree
 from tpshard.recipes.foreign.translation import KeyRow, Maybe, Omit, Unsaid
+from tpshard.recipes.settings.stated import Stated, StatedSettings, of_tree
 from tpshard.recipes.text.nodes import compose, decode
 
 LARGEST = 1 << 18

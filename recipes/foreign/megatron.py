@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from tpshard.diagnostics.diagnostic import Exit
-from tpshard.recipes.foreign import shell_flags, yaml_settings
 from tpshard.recipes.foreign.megatron_model import SIZES
-from tpshard.recipes.foreign.settings import StatedSettings
 from tpshard.recipes.foreign.stacks import MESH, RankSizes, product, rest_of
 from tpshard.recipes.foreign.translation import Conflict, KeyRow, Maybe, Omit, Tool, Unsaid
+from tpshard.recipes.settings import shell_flags, yaml_settings
+from tpshard.recipes.settings.stated import StatedSettings
 
 HOSTS: dict[str, Any] = {
     "--nnodes": Maybe(object), "--nproc-per-node": Maybe(object), "recipe.cluster.nodes": Maybe(int),

@@ -10,9 +10,9 @@ from dataclasses import fields
 from typing import Any
 
 from tpshard.diagnostics.diagnostic import Source, printable
-from tpshard.recipes.foreign.settings import show
 from tpshard.recipes.foreign.translation import RecipeLine, Tool, Translation
 from tpshard.recipes.keys.schema import Recipe
+from tpshard.recipes.settings.stated import show
 from tpshard.recipes.text.nodes import Node, scalar, trap
 
 WIDTH = 118

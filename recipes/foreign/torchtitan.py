@@ -9,10 +9,11 @@ from typing import Any
 
 from tpshard.diagnostics.diagnostic import Exit
 from tpshard.models.families.presets import preset
-from tpshard.recipes.foreign import model_names, toml_settings, torchtitan_registry
-from tpshard.recipes.foreign.settings import StatedSettings
+from tpshard.recipes.foreign import model_names, torchtitan_registry
 from tpshard.recipes.foreign.stacks import MESH, RankSizes, product, rest_of
 from tpshard.recipes.foreign.translation import Conflict, KeyRow, Maybe, Omit, Tool, Unsaid, stated
+from tpshard.recipes.settings import toml_settings
+from tpshard.recipes.settings.stated import StatedSettings
 from tpshard.recipes.text.nodes import decode
 
 NO_OPTIMIZER = Unsaid("a recipe has adamw, lion and muon", "adamw")

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from tpshard.diagnostics.diagnostic import Source
-from tpshard.recipes.foreign.python_configs import Made, PythonFile
-from tpshard.recipes.foreign.settings import Stated, StatedSettings, Unknown, by_key
+from tpshard.recipes.settings.python_configs import Made, PythonFile
+from tpshard.recipes.settings.stated import Stated, StatedSettings, Unknown, by_key
 
 MODELS = ("llama3", "llama4", "qwen3", "deepseek_v3", "gpt_oss", "kimi_k2", "moonlight", "flux")
 SECTIONS = {"validator": "validation", "profiler": "profiling", "model_converters": "model"}

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes, Source
-from tpshard.recipes.foreign.settings import Stated, StatedSettings, Unknown, show
 from tpshard.recipes.keys.model_keys import Model
+from tpshard.recipes.settings.stated import Stated, StatedSettings, Unknown, show
 
 
 @dataclass(frozen=True)

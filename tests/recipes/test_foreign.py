@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from tpshard.cli.main import run
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
-from tpshard.recipes.foreign import shell_flags
 from tpshard.recipes.foreign.recipe_text import text_of
-from tpshard.recipes.foreign.settings import Stated, Unknown
 from tpshard.recipes.foreign.tools import TOOLS
 from tpshard.recipes.foreign.translation import Translation, translate
 from tpshard.recipes.reading.load import loads
+from tpshard.recipes.settings import shell_flags
+from tpshard.recipes.settings.stated import Stated, Unknown
 
 TITAN = """\
 [model]

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tpshard.diagnostics.diagnostic import Diagnostic, Mistakes, Source
-from tpshard.recipes.foreign.settings import Stated, StatedSettings, Unknown, by_key
-from tpshard.recipes.foreign.shell_script import UNKNOWN, Script, Text, flags_apart, place_at
+from tpshard.recipes.settings.shell_script import UNKNOWN, Script, Text, flags_apart, place_at
+from tpshard.recipes.settings.stated import Stated, StatedSettings, Unknown, by_key
 from tpshard.recipes.text.nodes import Node, decode, scalar
 
 LAUNCHER = r"--(nnodes|num-nodes|nproc-per-nodes?)"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tpshard.diagnostics.diagnostic import Mistakes, Source
-from tpshard.recipes.foreign.settings import Stated, StatedSettings
+from tpshard.recipes.settings.stated import Stated, StatedSettings
 from tpshard.recipes.text.nodes import decode
 
 _KEY = r"""[A-Za-z0-9_-]+|"[^"]*"|'[^']*'"""

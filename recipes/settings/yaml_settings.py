@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 from tpshard.diagnostics.diagnostic import Mistakes
-from tpshard.recipes.foreign.settings import StatedSettings, of_tree
+from tpshard.recipes.settings.stated import StatedSettings, of_tree
 from tpshard.recipes.text.nodes import compose, decode
 
 

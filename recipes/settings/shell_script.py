@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from tpshard.diagnostics.diagnostic import Mistakes, Source
-from tpshard.recipes.foreign.shell_words import Command, Lexer, Word, WordPart
+from tpshard.recipes.settings.shell_words import Command, Lexer, Word, WordPart
 
 UNKNOWN = "\0"
 """Stands in a text for a part that is not known; the way it is written follows, and the sign again."""

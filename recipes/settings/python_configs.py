@@ -13,7 +13,7 @@ from typing import Any
 
 from tpshard.diagnostics.diagnostic import Exit, Mistakes, Source, did_you_mean
 from tpshard.files.folder_json import read_regular
-from tpshard.recipes.foreign.settings import Unknown
+from tpshard.recipes.settings.stated import Unknown
 from tpshard.recipes.text.nodes import decode
 
 LARGEST = 1 << 18

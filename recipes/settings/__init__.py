@@ -1,0 +1,1 @@
+"""The settings of other tools' files, read as text, with their places."""
