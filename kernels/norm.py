@@ -23,8 +23,7 @@ def _cuda(x: Tensor, weight: Tensor, order: Tensor | None, eps: float) -> Tensor
     from tpshard.kernels import triton_launch  # needs Triton, which CPU builds of torch lack
 
     with torch.cuda.device(x.device):
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        return triton_launch.rms_norm(rows, weight, order, eps).view(x.shape)
+        return triton_launch.rms_norm(x if x.dim() > 1 else x[None], weight, order, eps).view(x.shape)
 
 
 def _shape(x: Tensor, weight: Tensor, order: Tensor | None, eps: float) -> Tensor:

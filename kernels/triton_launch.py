@@ -139,11 +139,14 @@ def dense_matmul(x: Tensor, packed: Packed, gated: bool, fixed_rows: bool = Fals
 
 
 def rms_norm(x: Tensor, weight: Tensor, order: Tensor | None, eps: float) -> Tensor:
-    """RMSNorm of x [rows, width] contiguous, permuted by `order` [width]."""
-    out = torch.empty_like(x)
-    width = x.shape[1]
-    triton_norm.rms_norm_kernel[(x.shape[0],)](
-        x, weight, _or(order, weight), out, width, eps, BLOCK=triton.next_power_of_2(width),
+    """RMSNorm of x [..., rows, width], permuted by `order` [width]; columns of a wider tensor are read in place."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    x = x.reshape(-1, *x.shape[-2:])
+    outer, inner, width = x.shape
+    if x.stride()[1:] != (width, 1):
+        x = x.contiguous()
+    triton_norm.rms_norm_kernel[(outer * inner,)](
+        x, weight, _or(order, weight), out, inner, x.stride(0), width, eps, BLOCK=triton.next_power_of_2(width),
         PERMUTED=order is not None, num_warps=8 if width >= 4096 else 4,
     )  # fmt: skip
     return out

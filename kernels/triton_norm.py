@@ -9,12 +9,14 @@ import triton.language as tl
 
 
 @triton.jit
-def rms_norm_kernel(x, weight, order, out, width, eps, BLOCK: tl.constexpr, PERMUTED: tl.constexpr):
+def rms_norm_kernel(x, weight, order, out, inner, stride, width, eps, BLOCK: tl.constexpr, PERMUTED: tl.constexpr):
     """out[r, i] = (x[r] / rms(x[r]) * weight)[order[i]], one program per row, BLOCK >= width.
 
+    Row r begins at element r // inner * stride + r % inner * width of x, such as the heads of a part of each token.
     The sum of squares runs over the row as stored, so that permuting changes no value's bits.
     """
-    row = tl.program_id(0).to(tl.int64) * width
+    index = tl.program_id(0).to(tl.int64)
+    row = index // inner * stride + index % inner * width
     i = tl.arange(0, BLOCK)
     inside = i < width
     values = tl.load(x + row + i, mask=inside, other=0.0).to(tl.float32)
@@ -26,4 +28,4 @@ def rms_norm_kernel(x, weight, order, out, width, eps, BLOCK: tl.constexpr, PERM
     else:
         factor = tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
     normed = (values * scale).to(out.dtype.element_ty).to(tl.float32)  # rounded before the weight, as the model does
-    tl.store(out + row + i, (normed * factor).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + index * width + i, (normed * factor).to(out.dtype.element_ty), mask=inside)

@@ -153,6 +153,8 @@ class Held:
     bytes: int
     of: tuple[str, ...]
     """The parameters that it holds, side by side."""
+    layouts: tuple[Layout, ...] = ()
+    """The layout of each of them, where not all have the port's."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -268,11 +268,16 @@ def public(layout: Layout, mesh: Mesh) -> tuple[Any, ...]:
 
 def _port_json(port: Port, mesh: Mesh) -> dict[str, Any]:
     shape = ["*" if dim in port.free else size for dim, size in enumerate(port.shape)]
-    held = {} if port.held is None else {"held": asdict(port.held)}
+    held = {} if port.held is None else {"held": _held_json(port.held, mesh)}
     return {
         "name": port.name, "shape": shape, "dtype": str(port.dtype), "kind": port.kind,
         "sharding": port.layout.show(mesh), **held,
     }  # fmt: skip
+
+
+def _held_json(held: Held, mesh: Mesh) -> dict[str, Any]:
+    plain = {"form": held.form, "bytes": held.bytes, "of": held.of}
+    return plain | ({"shardings": [layout.show(mesh) for layout in held.layouts]} if held.layouts else {})
 
 
 def _constant_json(tensor: torch.Tensor) -> dict[str, Any]:

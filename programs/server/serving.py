@@ -98,7 +98,7 @@ class ServingPrograms:
         """Bytes of one device's inputs of a kind in all programs; for the cache, of one block over all layers. `state`:
         recurrent layers' states, of all sequences."""
         ports = [port for program in self.by_size.values() for port in program.inputs if port.kind == kind]
-        return sum({(port.name, port.held and port.held.form): port.local_bytes for port in ports}.values())
+        return sum({(port.name, port.held): port.local_bytes for port in ports}.values())
 
     @property
     def vocab(self) -> int:
@@ -219,7 +219,7 @@ def passes(setting: ServeSetting, arrangement: Arrangement, size: Size) -> list[
         step_kernels.store_norms_in_order,
         partial(step_kernels.quantize, weights=weights, kind=kind, invariant=invariant, parts=setting.parts(size.rows)),
         partial(step_kernels.quantize_experts, weights=weights, invariant=invariant),
-        partial(step_kernels.join_gates, weights=weights),
+        *([partial(join, weights=weights) for join in step_kernels.JOINS] if kind != "cpu" else []),
         *([partial(step_kernels.fix_rows, kind=kind)] if invariant else []),
     ]
 

@@ -73,6 +73,18 @@ class _Edited:
         weight.meta[INFO] = replace(info(weight), specs=(Spec((held.bytes,), torch.uint8),))
         return weight
 
+    def join(self, products: Sequence[fx.Node]) -> fx.Node:
+        """The input that holds the weights of several products, each read by one only, along their outputs."""
+        weights: list[Any] = [product.args[1] for product in products]
+        ports = [self.ports[weight] for weight in weights]
+        first, size = ports[0], sum(port.local_bytes for port in ports)
+        names = tuple(name for port in ports for name in (port.held.of if port.held else (port.name,)))
+        layouts = tuple(port.layout for port in ports)
+        own = layouts if len(set(layouts)) > 1 else ()
+        for weight in weights[1:]:
+            self.drop(weight)
+        return self.hold(weights[0], Held(first.held.form if first.held else "dense", size, names, own))
+
     def drop(self, feed: fx.Node) -> None:
         """Removes an input that nothing reads."""
         del self.ports[feed]
@@ -266,10 +278,10 @@ def _expert_bytes(ports: Sequence[Port], weights: Mapping[str, Coded]) -> int:
     return held
 
 
+# ---- weights side by side -------------------------------------------------------------------------------------------
 @_at_each_call
 def join_gates(edited: _Edited, node: fx.Node, weights: Mapping[str, Coded]) -> None:
-    """Fuses silu(x @ gate) * (x @ up) of quantized weights on a GPU into one launch, weights side by
-    side."""
+    """Fuses silu(x @ gate) * (x @ up) of quantized weights on a GPU into one launch."""
     silu = argument_by(node, 0, aten.silu.default) or argument_by(node, 1, aten.silu.default)
     if node.target is not aten.mul.Tensor or silu is None:
         return
@@ -277,15 +289,55 @@ def join_gates(edited: _Edited, node: fx.Node, weights: Mapping[str, Coded]) -> 
     up = argument_by(node, 1 if node.args[0] is silu else 0, quantized_linear)
     if gate is None or up is None or gate.args[0] is not up.args[0]:
         return
-    first, second = (edited.ports[product.args[1]].held.of[0] for product in (gate, up))
-    once = all(len(read.users) == 1 for read in (silu, gate, up, gate.args[1], up.args[1]))
-    if not once or weights[first].alike != weights[second].alike:
+    form = _joinable(edited, gate, weights)
+    once = all(len(read.users) == 1 for read in (silu, gate, up))
+    if not once or form is None or form != _joinable(edited, up, weights):
         return
-    x, weight, invariant = gate.args
-    held = sum(edited.ports[product.args[1]].local_bytes for product in (gate, up))
-    both = edited.hold(weight, Held("packed", held, (first, second)))
-    flops = [sum(getattr(info(n), of) for n in (gate, up, silu, node)) for of in ("flops", "global_flops")]
-    like = replace(info(node), flops=flops[0], global_flops=flops[1], saved=True)
-    fused = edited.put(node, quantized_gate, (x, both, invariant), like)
-    node.replace_all_uses_with(fused)
-    edited.drop(up.args[1])
+    x, _, invariant = gate.args
+    like = _of_all([node, gate, up, silu], saved=True)
+    node.replace_all_uses_with(edited.put(node, quantized_gate, (x, edited.join([gate, up]), invariant), like))
+
+
+def join_products(program: Program, weights: Mapping[str, Coded]) -> Program:
+    """Makes products of one value by several weights one launch: q, k and v, or gate and up that are not quantized."""
+    edited = _Edited(program)
+    alike: dict[Any, list[fx.Node]] = {}
+    for node in edited.calls:
+        if (form := _joinable(edited, node, weights)) is not None:
+            alike.setdefault((node.target, node.args[0], *node.args[2:], form), []).append(node)
+    for products in alike.values():
+        if len(products) > 1:
+            _join_products(edited, products)
+    return edited.finish()
+
+
+def _join_products(edited: _Edited, products: Sequence[fx.Node]) -> None:
+    first, shapes = products[0], [shape_of(product) for product in products]
+    spec = Spec((*shapes[0][:-1], sum(shape[-1] for shape in shapes)), info(first).specs[0].dtype)
+    like = _of_all(products, specs=(spec,))
+    joined = edited.put(first, first.target, (first.args[0], edited.join(products), *first.args[2:]), like)
+    end = 0
+    for product, shape in zip(products, shapes):
+        start, end = end, end + shape[-1]
+        own = replace(info(product), flops=0, global_flops=0, saved=False)
+        part = edited.put(first, aten.slice.Tensor, (joined, len(shape) - 1, start, end), own)
+        product.replace_all_uses_with(part)
+
+
+def _joinable(edited: _Edited, node: fx.Node, weights: Mapping[str, Coded]) -> Any:
+    """A key that is equal for products whose weights can be one matrix; None for another node, or a weight that others
+    read too."""
+    port = edited.ports.get(node.args[1]) if node.target in (linear, quantized_linear) else None  # type: ignore[arg-type]
+    if port is None or len(node.args[1].users) > 1:  # type: ignore[union-attr]
+        return None
+    return port.dtype if port.held is None else weights[port.held.of[0]].alike
+
+
+def _of_all(nodes: Sequence[fx.Node], **changes: Any) -> Info:
+    """The information on the first of several nodes, with the FLOPs of all."""
+    flops, useful = (sum(getattr(info(node), of) for node in nodes) for of in ("flops", "global_flops"))
+    return replace(info(nodes[0]), flops=flops, global_flops=useful, **changes)
+
+
+JOINS = (join_gates, join_products)
+"""Passes after which fewer launches multiply, in order. For a GPU: a CPU's products are bound by memory."""

@@ -16,7 +16,7 @@ from tpshard.kernels.quantized.int4 import pack_parts
 from tpshard.kernels.quantized.quantized import Quantized, concatenate, extend_groups
 from tpshard.kernels.quantized.quantized_linear import prepare
 from tpshard.parallelism.mesh import Mesh
-from tpshard.parallelism.program import Port
+from tpshard.parallelism.program import Held, Port
 from tpshard.parallelism.simulate import block
 from tpshard.programs.server.act_order import Arrangement
 from tpshard.programs.server.parameter_parts import ParameterPart
@@ -79,7 +79,7 @@ class Filler:
     """Usable blocks of the cache, besides block 0."""
     slotted: Collection[str] = ()
     """Parameters with a slot for each of several adapters, which begin as zeros."""
-    made: dict[tuple[str, str], Any] = field(default_factory=dict)
+    made: dict[tuple[str, Held | None], Any] = field(default_factory=dict)
     """What was built, by name and form: programs of other sizes may hold a weight otherwise."""
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ class Filler:
         self._read_quantized = lru_cache(maxsize=2)(self._read_quantized)  # type: ignore[method-assign]
 
     def __call__(self, port: Port) -> Any:
-        key = port.name, "" if port.held is None else port.held.form
+        key = port.name, port.held
         if key not in self.made:
             self.made[key] = self._make(port)
         return self.made[key]
@@ -112,7 +112,11 @@ class Filler:
         if port.held.form == "experts":
             (first, count), hidden, _ = place
             return [self._pack_expert(port.held.of, expert, hidden) for expert in range(first, first + count)]
-        parts = [self._read_quantized(name, place) for name in port.held.of]
+        layouts = port.held.layouts or [port.layout] * len(port.held.of)
+        places = [block(self.shapes[name], own, self.mesh, self.rank) for name, own in zip(port.held.of, layouts)]
+        if port.held.form == "dense":
+            return torch.cat([self._dense(port, name, place) for name, place in zip(port.held.of, places)])
+        parts = [self._read_quantized(name, place) for name, place in zip(port.held.of, places)]
         weight = parts[0] if len(parts) == 1 else concatenate(parts)
         if port.held.form in ("int4 parts", "dense parts"):
             return pack_parts(weight, port.held.form == "dense parts")

@@ -98,6 +98,9 @@ def test_norms_store_in_order(width: int, dtype: torch.dtype, device: str) -> No
     torch.testing.assert_close(straight.double(), expected, rtol=bound, atol=bound)
     turned = NORM(x.to(device), weight.to(device), order.to(device), 1e-5).cpu()
     assert torch.equal(turned, straight[..., order])
+    wide = torch.cat([x.flatten(1), x.flatten(1).roll(1, 0)], 1).to(device)  # as the heads of one of several matrices
+    own = NORM(wide[:, 3 * width :].unflatten(1, (3, width)), weight.to(device), None, 1e-5).cpu()
+    assert torch.equal(own, straight.roll(1, 0))
 
 
 # ---- what only a GPU does ----------------------------------------------------------------------------------------

@@ -150,6 +150,10 @@ def test_norm_stores_in_order(width, dtype):
         torch.testing.assert_close(y, rms_norm(x, weight, chosen, 1e-5), rtol=tolerance, atol=tolerance)
     straight = launch.rms_norm(x.to(DEVICE), weight.to(DEVICE), None, 1e-5).cpu()
     assert torch.equal(y, straight[:, order])
+    wide = torch.cat([x.view(5, 1, width), x.flip(0).view(5, 1, width)], 1).to(DEVICE)
+    for part in (wide[:, 1:], wide.view(1, 5, 2 * width)[..., width:].unflatten(-1, (1, width)), wide[:, 1]):
+        own = launch.rms_norm(part, weight.to(DEVICE), None, 1e-5).cpu()
+        assert own.shape == part.shape and torch.equal(own.view(5, width), straight.flip(0))
 
 
 @pytest.mark.parametrize("finite", [True, False])

@@ -35,7 +35,7 @@ POINTERS = {"words": "*i32", "scales": "*fp16", "zeros": "*u8", "row_group": "*i
 NUMBERS = dict.fromkeys(("M", "N", "K", "group_chunks", "first_chunk", "width", "size"), "i32") | {"eps": "fp32"}
 POINTERS |= dict.fromkeys(("q", "k", "v", "decay", "beta", "step", "a", "inward", "outward", "state", "last"), "*fp32")
 POINTERS |= dict.fromkeys(("starts", "ends", "experts", "first_block"), "*i64")
-NUMBERS |= dict.fromkeys(("tokens", "heads", "i_size", "o_size", "decays", "channels"), "i32")
+NUMBERS |= dict.fromkeys(("tokens", "heads", "i_size", "o_size", "decays", "channels", "inner", "stride"), "i32")
 WIDTHS = ("N", "K", "columns", "inputs", "by_expert", "by_column", "by_input")
 NUMBERS |= dict.fromkeys((*WIDTHS, "count", "sharing", "sharing_dout"), "i32")
 

@@ -23,7 +23,7 @@ from tpshard.programs.scheduling.request import Sampling, Sequence
 from tpshard.programs.server.serve_setting import ServeSetting, Size
 from tpshard.programs.server.served import Served
 from tpshard.programs.server.serving import build_serving
-from tpshard.serve.api.need import need
+from tpshard.serve.api.need import kernels, need
 from tpshard.serve.engine.engine import Engine
 
 LLAMA = ModelConfig(
@@ -65,6 +65,23 @@ def test_a_step_is_the_model(case: str) -> None:
     counted = Counter(c.kind for c in programs.any.collectives)
     sums = 2 * config.layers + split if tp > 1 else 0
     assert counted == Counter({"all_reduce": sums, "all_gather": int(split)})
+
+
+ON_GPU = {"llama, tp 2": 9, "qwen3, KV heads replicated": 9, "a mixture of experts": 9, "llama, MLP not divided": 9}
+"""Products of dense weights of two layers (q|k|v, o, gate|up, down; with experts o, and those of the shared one beside
+the router's) and a head."""
+
+
+@pytest.mark.parametrize("case", ON_GPU)
+def test_products_of_one_value_are_one_launch_on_a_gpu(case: str) -> None:
+    config, tp = CASES[case]
+    model = build(config, device="cpu", seed=2)
+    on_gpu = build_serving(setting(config, f"serve.mesh.tp={tp}", kind="gpu"), [Size(8)])
+    torch.testing.assert_close(lockstep(on_gpu, weights_of(model)), expected(model), rtol=1e-4, atol=1e-4)
+    assert kernels(on_gpu.any)["linear"] == ON_GPU[case]
+    held = {port.held.of: port for port in on_gpu.any.inputs if port.held is not None}
+    port = held[tuple(f"layers.0.attention.{one}.weight" for one in ("wq", "wk", "wv"))]
+    assert port.local_bytes == 4 * config.width * config.head_dim * (config.heads + 2 * max(tp, config.kv_heads)) // tp
 
 
 def test_a_server_drops_no_token_whatever_the_capacity() -> None:

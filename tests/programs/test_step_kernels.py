@@ -200,23 +200,26 @@ def quantize(inputs: int, outputs: int, seed: int) -> Quantized:
 
 def passes(weights: Mapping[str, Coded], invariant: bool) -> list[Pass]:
     quantizing = partial(step_kernels.quantize, weights=weights, kind="gpu", invariant=invariant)
-    return [fold_linears, merge_views, quantizing, partial(step_kernels.join_gates, weights=weights)]
+    joins = [partial(join, weights=weights) for join in step_kernels.JOINS]
+    return [fold_linears, merge_views, quantizing, *joins]
 
 
-SHAPES: dict[str, tuple[Callable[..., Any], int]] = {
-    "whole": (lambda x, o, a, b, c: F.silu(x @ a.T) * (x @ b.T), 1),
-    "the other way round": (lambda x, o, a, b, c: (x @ b.T) * F.silu(x @ a.T), 1),
-    "other rows": (lambda x, o, a, b, c: F.silu(x @ a.T) * (o @ b.T), 0),
-    "a bias": (lambda x, o, a, b, c: F.silu(F.linear(x, a, c)) * (x @ b.T), 0),
-    "read elsewhere": (lambda x, o, a, b, c: (F.silu(x @ a.T) * (x @ b.T), (x @ a.T).sum(0)), 0),
-    "one product": (lambda x, o, a, b, c: (lambda y: F.silu(y) * y)(x @ a.T), 0),
+SHAPES: dict[str, tuple[Callable[..., Any], int, int]] = {
+    "whole": (lambda x, o, a, b, c: F.silu(x @ a.T) * (x @ b.T), 1, 0),
+    "the other way round": (lambda x, o, a, b, c: (x @ b.T) * F.silu(x @ a.T), 1, 0),
+    "other rows": (lambda x, o, a, b, c: F.silu(x @ a.T) * (o @ b.T), 0, 2),
+    "a bias": (lambda x, o, a, b, c: F.silu(F.linear(x, a, c)) * (x @ b.T), 0, 1),
+    "read elsewhere": (lambda x, o, a, b, c: (F.silu(x @ a.T) * (x @ b.T), (x @ a.T).sum(0)), 0, 3),
+    "one product": (lambda x, o, a, b, c: (lambda y: F.silu(y) * y)(x @ a.T), 0, 1),
+    "no gate": (lambda x, o, a, b, c: (x @ b.T, (x @ a.T) + c), 0, 1),
+    "a matrix of two values": (lambda x, o, a, b, c: (x @ b.T, x @ a.T, o @ b.T), 0, 3),
 }
 
 
 @pytest.mark.parametrize("invariant", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_gate_and_what_it_lets_through_are_one_launch(shape: str, invariant: bool) -> None:
-    run, joined = SHAPES[shape]
+    run, joined, products = SHAPES[shape]
     x, other, bias = torch.randn(3, 64), torch.randn(3, 64), torch.randn(32)
     held = {"gate": quantize(64, 32, 1), "up": quantize(64, 32, 2)}
     inputs = [x, other, *(w.dequantize(torch.float32).T.contiguous() for w in held.values()), bias]
@@ -226,6 +229,7 @@ def test_a_gate_and_what_it_lets_through_are_one_launch(shape: str, invariant: b
         program = one(program)
     calls = [node for node in program.graph.nodes if node.target is quantized_gate]
     assert len(calls) == joined and all(node.args[-1] is invariant for node in calls)
+    assert names(program)["quantized_linear"] == products
     arguments: list[Any] = []
     for port in program.inputs:
         if port.held is None:

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from servers import Lockstep, folder_runner, programs_of, ranks_of, runner_of
+from servers import Lockstep, folder_runner, lockstep, programs_of, ranks_of, runner_of
+from torch import Tensor
 from tpshard.cli.main import run
 from tpshard.cli.shared.serve_worker import stored_weights
 from tpshard.cli.shared.sources import open_source
@@ -24,8 +26,10 @@ from tpshard.models.family_model import FamilyModel
 from tpshard.models.folders import hf_headers
 from tpshard.models.folders.hf_names import hf_modules
 from tpshard.programs.scheduling.request import Sampling, Sequence
+from tpshard.programs.server import step_kernels
 from tpshard.programs.server.serve_setting import Size
 from tpshard.serve.api.need import kernels
+from tpshard.serve.engine import weights
 from tpshard.serve.engine.engine import Engine
 from tpshard.serve.quantizing.quantize_layers import Quantizer, Sequences
 from tpshard.serve.quantizing.write_quantized import write_quantized
@@ -190,6 +194,39 @@ def test_a_row_of_a_quantized_step_has_the_same_bits_in_every_batch(dtype: str, 
         while engine.busy:
             alone += [e.logprob.logprob for e in engine.step() if e.logprob is not None]
     assert together == alone
+
+
+def quantized_linear(x: Tensor, weight: Tensor, invariant: bool) -> Tensor:
+    return x @ weight
+
+
+def quantized_gate(x: Tensor, weight: Tensor, invariant: bool) -> Tensor:
+    gate, up = (x @ weight).chunk(2, -1)
+    return F.silu(gate) * up
+
+
+ON_GPU = {
+    "llama": (4, {"quantized_linear": 6, "quantized_gate": 2}),  # two layers: q|k|v, o, down; gate|up
+    "granite": (2, {"quantized_linear": 4}),  # q|k|v, o, up, down
+}
+"""Ranks, which share KV heads, and the products of a step."""
+
+
+@pytest.mark.parametrize("family", ON_GPU)
+def test_a_gpus_matrices_side_by_side_are_those_of_the_folder(
+    family: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With plain products in place of a GPU's kernels."""
+    tp, products = ON_GPU[family]
+    stored = stored_weights(open_source(str(folders[family])))
+    expected = lockstep(programs_of(folders[family], *requests()), stored)
+    for product in (quantized_linear, quantized_gate):
+        monkeypatch.setattr(step_kernels, product.__name__, product)
+    monkeypatch.setattr(weights, "prepare", lambda weight, device: weight.dequantize(torch.float32))
+    programs = programs_of(folders[family], *requests(f"serve.mesh.tp={tp}", "serve.dtype=fp32"), kind="gpu")
+    torch.testing.assert_close(lockstep(programs, stored), expected, rtol=1e-4, atol=1e-4)
+    counted = kernels(programs.any)
+    assert {name: counted.get(name, 0) for name in products} == products and counted["linear"] == 1
 
 
 @pytest.mark.parametrize("layout", ["naive", "tp_aware"])

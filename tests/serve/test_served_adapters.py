@@ -108,8 +108,8 @@ def expected_of(base: Path, folders: Items[Path | None]) -> tuple[list[list[int]
     return tokens, scores
 
 
-def runner_of(base: Path, *overrides: str) -> Any:
-    programs, weights = programs_of(base, *FEW, *overrides), stored_weights(open_source(str(base)))
+def runner_of(base: Path, *overrides: str, kind: str = "cpu") -> Any:
+    programs, weights = programs_of(base, *FEW, *overrides, kind=kind), stored_weights(open_source(str(base)))
     if programs.setting.mesh.ranks > 1:
         return Lockstep(programs, weights, 64)
     return ProgramRunner(alone(torch.device("cpu")), programs, weights, 64)
@@ -132,11 +132,11 @@ def expected(base: Path, folders: dict[str, Path]) -> tuple[list[list[int]], lis
     return expected_of(base, [None, *folders.values()])
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(("tp", "kind"), [(1, "cpu"), (2, "gpu")])
 def test_each_row_of_a_batch_has_its_own_adapter(
-    tp: int, base: Path, folders: dict[str, Path], expected: tuple[list[list[int]], list[float]]
+    tp: int, kind: str, base: Path, folders: dict[str, Path], expected: tuple[list[list[int]], list[float]]
 ) -> None:
-    runner = runner_of(base, f"serve.mesh={{tp: {tp}}}", named(folders))
+    runner = runner_of(base, f"serve.mesh={{tp: {tp}}}", named(folders), kind=kind)
     tokens, scores, _ = answers(runner, loaded(runner, folders))
     assert tokens == expected[0] and len({tuple(one) for one in tokens[1::2]}) == 3
     assert scores == pytest.approx(expected[1], abs=2e-5)
