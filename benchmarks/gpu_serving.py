@@ -1,6 +1,6 @@
-"""Measures a server on one GPU over HTTP: time to the first token, between tokens, and tokens per second.
+"""Measures a server on the GPUs of one host over HTTP: time to the first token, between tokens, and tokens per second.
 
-    python benchmarks/gpu_serving.py FOLDER [--clients 1,16,64] [--prompt 128] [--new 128] [--dtype bf16] [--json]
+    python benchmarks/gpu_serving.py FOLDER [--clients 1,16,64] [--prompt 128] [--new 128] [--dtype bf16] [--tp 1]
 
 FOLDER is a Hugging Face folder, dense or GPTQ (`random_llama.py` writes one). `tpshard serve` runs as a user runs it.
 All clients ask at once, each with random ids of its own, greedily, without an end; a round before it warms the server.
@@ -26,9 +26,9 @@ from running import COMMAND, serving
 
 RECIPE = """
 name: served
-cluster: {device: DEVICE, devices_per_node: 1}
+cluster: {device: DEVICE, devices_per_node: RANKS}
 model: {hf: FOLDER}
-serve: {checkpoint: FOLDER, mesh: {tp: 1}, dtype: DTYPE, port: 0}
+serve: {checkpoint: FOLDER, mesh: {tp: RANKS}, dtype: DTYPE, port: 0}
 """
 
 
@@ -72,13 +72,14 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--device", default="h100-sxm-80g")
+    parser.add_argument("--tp", type=int, default=1)
     options = parser.parse_args()
     record = Record("gpu_serving", quiet=options.json)
     vocab = json.loads((options.folder / "config.json").read_text())["vocab_size"]
     with tempfile.TemporaryDirectory() as place:
         recipe = Path(place) / "recipe.yaml"
         text = RECIPE.replace("FOLDER", str(options.folder.resolve())).replace("DTYPE", options.dtype)
-        recipe.write_text(text.replace("DEVICE", options.device))
+        recipe.write_text(text.replace("DEVICE", options.device).replace("RANKS", str(options.tp)))
         began = time.perf_counter()
         with serving([*COMMAND, "serve", str(recipe)]) as url:
             record.say(f"ready after {time.perf_counter() - began:.0f} s")
