@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
@@ -38,14 +40,33 @@ class Groups:
         """Creates the missing groups over these sets of axes. Every rank must call it with the same sets."""
         missing = {axes for axes in map(self.mesh.sorted, sets) if axes and axes not in self._groups}
         for axes in sorted(missing, key=lambda axes: [self.mesh.key(axis) + (axis.size,) for axis in axes]):
-            own_group = None
-            for ranks in self.mesh.groups(axes):
-                group = dist.new_group(ranks, self.timeout, self.backend, group_desc=group_name(axes))
-                if dist.get_rank() in ranks:
-                    own_group = group
+            own_group = self.divide(self.mesh.groups(axes), group_name(axes))
             assert own_group is not None, "the groups over any axes cover every rank"
             _register(group_name(axes), own_group)
             self._groups[axes] = own_group
+
+    def divide(self, members: Sequence[Sequence[int]], name: str) -> dist.ProcessGroup | None:
+        """This rank's group among several without common ranks, which are made at once; None if it is in none of them.
+
+        Every rank must call it with the same ones. A communicator that is bound to devices is split once for all of
+        them, where torch can leave the other backend's groups as they are; otherwise they are made one by one.
+        """
+        ascending = [sorted(ranks) for ranks in members]
+        if self._splits:
+            split: Any = dist.split_group  # whose `backend` torch 2.11 does not have
+            return split(split_ranks=ascending, timeout=self.timeout, group_desc=name, backend="cuda:nccl")  # type: ignore[no-any-return]
+        own = None
+        for ranks in ascending:
+            group = dist.new_group(ranks, self.timeout, self.backend, group_desc=name)
+            if dist.get_rank() in ranks:
+                own = group
+        return own
+
+    @property
+    def _splits(self) -> bool:
+        """Whether the default group's communicator can be split: it is bound to a device, by NCCL."""
+        bound = self.backend == "nccl" and getattr(dist.group.WORLD, "bound_device_id", None) is not None
+        return bound and "backend" in inspect.signature(dist.split_group).parameters
 
     def close(self) -> None:
         """Forgets the groups, so that another mesh can use the same names."""

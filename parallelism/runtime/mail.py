@@ -44,12 +44,10 @@ class Mail:
         self.groups: dict[tuple[int, int], Any] = {}
         """This rank's groups by the position of the sender and the offset of the receiver."""
         for place, offset in sorted(sends):
-            for line in mesh.groups((axis,)):
-                ranks = [line[place], line[(place + offset) % axis.size]]
-                name = f"{group_name((axis,))} {place}{offset:+}"
-                group = dist.new_group(sorted(ranks), context.groups.timeout, context.groups.backend, group_desc=name)
-                if context.rank in ranks:
-                    self.groups[place, offset] = group
+            pairs = [[line[place], line[(place + offset) % axis.size]] for line in mesh.groups((axis,))]
+            group = context.groups.divide(pairs, f"{group_name((axis,))} {place}{offset:+}")
+            if group is not None:
+                self.groups[place, offset] = group
         self.number = 0
         """The number (micro-batch) of the values that the running program sends."""
         self.sent_bytes = 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -15,6 +17,7 @@ from patience import PATIENCE
 from torch.distributed import distributed_c10d
 from tpshard.parallelism.mesh import Axis, Mesh, size_of
 from tpshard.parallelism.program import group_name
+from tpshard.parallelism.runtime import groups
 from tpshard.parallelism.runtime.context import Context, disagreement
 from tpshard.parallelism.runtime.gloo import all_gather
 from tpshard.parallelism.runtime.messages import WorkerFault
@@ -51,6 +54,27 @@ def sub_axis(context: Context) -> list[int]:
 
 def test_a_sub_axis_has_groups_of_its_own(pool: Any) -> None:
     assert pool.run(sub_axis, mesh={"x": 4}) == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
+def test_a_gpus_groups_of_one_axis_are_made_by_one_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for torch's calls: no communicator is here to split."""
+    made: list[tuple[str, list[list[int]]]] = []
+
+    def split_group(*, split_ranks: Any, timeout: timedelta, group_desc: str, backend: str) -> str | None:
+        assert timeout.seconds == 9 and backend == "cuda:nccl"
+        made.append((group_desc, split_ranks))
+        return group_desc if any(5 in ranks for ranks in split_ranks) else None
+
+    world = SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=torch.device("cuda:5")))
+    torchs = SimpleNamespace(
+        is_initialized=lambda: True, get_world_size=lambda: 8, group=world, split_group=split_group
+    )
+    monkeypatch.setattr(groups, "dist", torchs)
+    monkeypatch.setattr(groups, "_register", lambda name, group: None)
+    own = groups.Groups(Mesh({"fsdp": 4, "tp": 2}), backend="nccl", timeout=timedelta(seconds=9))
+    own.ensure([(TP,), (Axis("fsdp", 1, 4),), (TP,)])
+    assert made == [("fsdp:(1)4", [[0, 2, 4, 6], [1, 3, 5, 7]]), ("tp:(1)2", [[0, 1], [2, 3], [4, 5], [6, 7]])]
+    assert [own.divide([[2, 0], [3, 1]], "edge"), own.divide([[6, 4], [7, 5]], "edge")] == [None, "edge"]
 
 
 def decide(context: Context) -> tuple[bool, bool, int, list[int], str]:
