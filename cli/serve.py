@@ -123,14 +123,9 @@ def memory_need(loaded: Recipe, served: Served) -> Need:
     ranks = setting.mesh.ranks
     free = psutil.virtual_memory().available // ranks
     if setting.kind == "gpu":
-        import torch
+        from tpshard.devices.machine import require_server
 
-        if torch.cuda.device_count() < ranks:
-            raise Mistakes.one(
-                f"`serve.mesh` needs {ranks} GPUs, and {torch.cuda.device_count()} are visible", exit=Exit.MACHINE,
-                where=loaded.where("serve.mesh"), fix="`cluster.device=cpu` after the recipe serves on the CPU",
-            )  # fmt: skip
-        free = torch.cuda.mem_get_info()[0]
+        free = require_server(loaded, ranks, served.dtype)
     return need(build_serving(setting), free)
 
 

@@ -10,12 +10,12 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes
+from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes, Source
 
 if TYPE_CHECKING:
     from tpshard.recipes.keys.schema import Recipe
@@ -28,6 +28,8 @@ BYTES_PER_PARAMETER = 16
 """fp32 parameter, gradient and Adam's two moments: what training on the CPU takes at least."""
 _OLDEST_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
 """The oldest Linux driver for each CUDA major version (CUDA's release notes, minor version compatibility)."""
+_NEEDS = {"bf16": (8, 0), "fp8": (8, 9)}
+"""The least compute capability that multiplies a dtype."""
 _KINDS = {
     "a100-40g": ("A100", 40),
     "a100-80g": ("A100", 80),
@@ -57,6 +59,7 @@ class Gpu:
     mig: bool
     processes: tuple[str, ...] = ()
     """`pid 12 (60 GiB)` for each process on the GPU."""
+    uuid: str = ""
 
     @property
     def free(self) -> int:
@@ -72,6 +75,12 @@ class Driver:
     version: str
     gpus: tuple[Gpu, ...]
     error: str = ""
+
+    def used_by(self, count: int, env: Mapping[str, str] = os.environ) -> Driver:
+        """The driver with the GPUs that `count` processes would use: the first of those in CUDA_VISIBLE_DEVICES."""
+        named = [name.strip() for name in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+        chosen = [gpu for name in named for gpu in self.gpus if name == str(gpu.index) or gpu.uuid.startswith(name)]
+        return replace(self, gpus=tuple(chosen or self.gpus)[:count])
 
 
 @dataclass(frozen=True)
@@ -109,6 +118,7 @@ def probe_driver() -> Driver:
             row[4],
             row[5].lower() == "enabled",
             tuple(users.get(row[7], ())),
+            row[7],
         )
         for row in rows
         if len(row) == 8
@@ -162,30 +172,64 @@ def gpu_problems(driver: Driver, torch: Torch, required: int, otherwise: str = "
         yield _wrong(
             f"{_gpus(required)} requested, and torch sees {torch.devices}", "", "use a smaller mesh or more nodes"
         )
-    for gpu in gpus:
+    for gpu in {gpu.name: gpu for gpu in gpus}.values():
         arch = f"sm_{gpu.capability.replace('.', '')}"
         major = gpu.capability.partition(".")[0]
         if torch.arches and not any(a.rstrip("af").startswith(f"sm_{major}") for a in torch.arches):
             message = f"torch {torch.version} has no kernels for {gpu.name} ({arch})"
             yield _wrong(message, f"it has {', '.join(torch.arches)}", f"install a newer torch; or {CPU_HINT}")
-        if gpu.mig and required > 1:
-            yield _wrong(
-                f"GPU {gpu.index} ({gpu.name}) is split into MIG slices, which cannot communicate",
-                "collectives need whole GPUs",
-                f"use a mesh of one device, or switch MIG off; or {CPU_HINT}",
-            )
+    if len({gpu.name for gpu in gpus[:required]}) > 1:
+        yield _wrong(
+            f"GPUs of two kinds in one mesh: {', '.join(f'{gpu.index} {gpu.name}' for gpu in gpus[:required])}",
+            "the slower kind would decide how long a step takes, and the smaller memory what fits",
+            "CUDA_DEVICE_ORDER=PCI_BUS_ID and the numbers of one kind in CUDA_VISIBLE_DEVICES",
+        )
+    if required > 1 and (sliced := [gpu for gpu in gpus[:required] if gpu.mig]):
+        numbers = ", ".join(str(gpu.index) for gpu in sliced)
+        yield _wrong(
+            f"GPU {numbers} ({sliced[0].name}) is split into MIG slices, which cannot communicate",
+            "collectives need whole GPUs",
+            f"use a mesh of one device, or switch MIG off; or {CPU_HINT}",
+        )
 
 
 def busy(driver: Driver, limit: int | None) -> Iterator[Diagnostic]:
-    """A mistake per GPU that other processes fill too much for a run. `limit`: the run's memory limit in bytes."""
+    """A mistake per GPU that other processes fill too much for a run, also those that a container does not show.
+    `limit`: the run's memory limit in bytes."""
     for gpu in driver.gpus:
-        needed = limit if limit is not None else int(gpu.total * 0.9)
-        if gpu.processes and gpu.free < needed:
+        share = 0.9 if gpu.processes else 0.5  # a screen takes a little, without a process
+        needed = limit if limit is not None else int(gpu.total * share)
+        if gpu.total and gpu.free < needed:
+            users = f"busy: {', '.join(gpu.processes)} on it" if gpu.processes else "too full, of processes unseen here"
             yield _wrong(
-                f"GPU {gpu.index} is busy: {', '.join(gpu.processes)} on it",
+                f"GPU {gpu.index} is {users}",
                 f"{gpu.free / 1024**3:.1f} of {gpu.total / 1024**3:.1f} GiB free",
                 f"set CUDA_VISIBLE_DEVICES to another, or fsdp.memory_limit: {int(gpu.free / 1024**3 * 0.9)}GiB; "
                 f"or {CPU_HINT}",
+            )
+
+
+def dtype_problems(dtypes: Collection[str], driver: Driver) -> Iterator[Diagnostic]:
+    """A mistake per dtype that the GPUs do not multiply."""
+    for dtype in _NEEDS:
+        for gpu in driver.gpus[:1] if dtype in dtypes else ():
+            if tuple(map(int, re.findall(r"\d+", gpu.capability))) < _NEEDS[dtype]:
+                needed = ".".join(map(str, _NEEDS[dtype]))
+                yield _wrong(
+                    f"{gpu.name} does not multiply {dtype}",
+                    f"it has compute capability {gpu.capability}, and {dtype} needs {needed}",
+                    "dtype: bf16" if dtype == "fp8" else f"dtype: fp32; or {CPU_HINT}",
+                )
+
+
+def size_problems(name: str, memory: int, driver: Driver) -> Iterator[Diagnostic]:
+    """A mistake if the GPUs have less memory than a device file says."""
+    for gpu in driver.gpus[:1]:
+        if gpu.total and gpu.total < memory:
+            yield _wrong(
+                f"{name} has {memory / 1024**3:.1f} GiB, and this machine's {gpu.name} {gpu.total / 1024**3:.1f}",
+                "its plan and limits would be off",
+                "`tpshard doctor --measure mine.yaml`, and cluster.device=mine.yaml",
             )
 
 
@@ -194,6 +238,12 @@ def kind_problems(kind: str, driver: Driver) -> Iterator[Diagnostic]:
     if kind not in _KINDS:
         return
     for gpu in driver.gpus[:1]:
+        if gpu.mig and len(driver.gpus) == 1:
+            yield _wrong(
+                f"the recipe is for {kind}, and GPU {gpu.index} ({gpu.name}) is split into MIG slices",
+                "a slice has a part of its memory and rates",
+                "describe the slice in a file: cluster.device=mine.yaml; or switch MIG off",
+            )
         sizes = {k: size for k, (name, size) in _KINDS.items() if re.search(rf"\b{name}\b", gpu.name)}
         same = [k for k, size in sizes.items() if not gpu.total or 0.85 < gpu.total / (size * 10**9) < 1.15]
         if kind not in same:
@@ -210,18 +260,38 @@ def require(recipe: Recipe) -> None:
     cluster = recipe.cluster
     if cluster is None or cluster.device == "cpu":
         return
+    described = None
     if cluster.device not in _KINDS:
         from tpshard.devices.read import device
 
-        if device(cluster.device, recipe.where("cluster.device")).kind == "cpu":
+        described = device(cluster.device, recipe.where("cluster.device"))
+        if described.kind == "cpu":
             return
-    driver = probe_driver()
-    problems = list(kind_problems(cluster.device, driver)) if driver.gpus else []
+    driver = probe_driver().used_by(cluster.devices_per_node)
+    problems = list(kind_problems(cluster.device, driver))
+    problems += size_problems(described.name, described.memory_bytes, driver) if described else []
+    problems += dtype_problems({str(recipe.model.dtype), str(recipe.fsdp.param_dtype)}, driver)
     torch = probe_torch() if driver.gpus else Torch("", "", 0)
     problems += gpu_problems(driver, torch, cluster.devices_per_node, "" if driver.gpus else without_gpus(recipe))
     problems += busy(driver, recipe.fsdp.memory_limit)
+    _raise(recipe.where("cluster.device"), problems)
+
+
+def require_server(recipe: Recipe, ranks: int, dtype: str) -> int:
+    """The free bytes of the fullest of the GPUs on which a recipe's server would have its ranks, asked of the driver:
+    a process that asks torch takes a part of the memory. Raises `Mistakes` (exit 5) where they cannot be used."""
+    driver = probe_driver().used_by(ranks)
+    problems = [*dtype_problems({dtype}, driver), *gpu_problems(driver, probe_torch(), ranks)]
+    _raise(recipe.where("serve.mesh"), problems)
+    if any(gpu.mig for gpu in driver.gpus):  # the driver does not say which slice is visible
+        import torch
+
+        return int(torch.cuda.mem_get_info()[0])
+    return min(gpu.free for gpu in driver.gpus)
+
+
+def _raise(where: Source, problems: Sequence[Diagnostic]) -> None:
     if problems:
-        where = recipe.where("cluster.device")
         raise Mistakes(Diagnostic(d.message, d.exit, where, d.why, d.fix) for d in problems)
 
 

@@ -27,6 +27,9 @@ from tpshard.parallelism.runtime.rendezvous import meet
 from tpshard.parallelism.runtime.stop import StopRequest, exit_code
 from tpshard.parallelism.runtime.watchdog import Doing, Watchdog
 
+DIFFERENT_PROGRAMS = "ranks that run different programs would wait for each other forever"
+SAME_VERSIONS = "install the same versions everywhere, and start every worker with the same recipe"
+
 
 @dataclass
 class Context:
@@ -97,7 +100,7 @@ class Context:
         group = dist.new_group(backend="gloo") if self.world > 1 else None
         return lambda value: _gather(value, self.world, group)
 
-    def agree(self, values: Mapping[str, str]) -> None:
+    def agree(self, values: Mapping[str, str], why: str = DIFFERENT_PROGRAMS, fix: str = SAME_VERSIONS) -> None:
         """Checks that all ranks run the same program, before the first step. Every rank must call it.
 
         values: the hash or version of each compared item (recipe, program, torch). Raises WorkerFault (exit 5), the
@@ -105,12 +108,7 @@ class Context:
         """
         everyone = self.gather([dict(values), socket.gethostname()])
         if text := disagreement([one for one, _ in everyone], [host for _, host in everyone]):
-            raise WorkerFault(
-                text,
-                exit=Exit.MACHINE,
-                why="ranks that run different programs would wait for each other forever",
-                fix="install the same versions everywhere, and start every worker with the same recipe",
-            )
+            raise WorkerFault(text, exit=Exit.MACHINE, why=why, fix=fix)
 
     def close(self) -> None:
         """Ends this worker's part in the run: its watchdog, signal handlers and process groups. Every rank must call
@@ -210,6 +208,9 @@ def connect(
     context = Context(place.rank, place.world, place.local_rank, chosen, backend, store, groups, watchdog, stopping)
     if watch:
         watchdog.start()
+    if chosen.type == "cuda":
+        slower = "the slower kind would decide how long a step takes"
+        context.agree({"kind of GPU": torch.cuda.get_device_name(chosen)}, slower, "choose hosts with GPUs of one kind")
     yield context
     # only without an error: after one, other ranks are gone or stuck, and a regular exit would wait for them
     watchdog.doing = Doing("leaving the run")

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ from patience import PATIENCE
 from tpshard.cli.main import run
 from tpshard.devices import machine
 from tpshard.devices.machine import Driver, Gpu, Torch, busy, gpu_problems, kind_problems
-from tpshard.diagnostics.diagnostic import Exit
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.recipes.reading.load import loads
 
+ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
 H100 = Gpu(0, "NVIDIA H100 80GB HBM3", 80 * GIB, 0, "9.0", False)
 BUILD = Torch("2.13.0", "12.8", 1, ("sm_80", "sm_90"))
@@ -77,6 +79,58 @@ def test_each_obstacle_is_named_with_a_way_out(driver: Driver, torch: Torch, dev
     output = obstacles(driver, torch, devices)
     assert words in output
     assert "--device cpu" in output or "smaller mesh" in output
+
+
+A10 = Gpu(1, "NVIDIA A10", 22 * GIB, 0, "8.6", False, uuid="GPU-b7")
+V100 = Gpu(0, "Tesla V100-SXM2-32GB", 32 * GIB, 0, "7.0", False)
+CLUSTER = "cluster: {device: DEVICE, devices_per_node: N}\nmesh: {fsdp: N}\nbatch: {global_sequences: 4}\n"
+
+
+@pytest.mark.parametrize(("gpus", "file", "count", "words", "more"), [
+    ((V100,), "mine.yaml", 1, "Tesla V100-SXM2-32GB does not multiply bf16", ""),
+    ((A10, A10), "mine.yaml", 2, "NVIDIA A10 does not multiply fp8", "model: {dtype: fp8}"),
+    ((A10,), "h100-sxm-80g", 1, "the recipe is for h100-sxm-80g, and this machine has NVIDIA A10 with 24 GB", ""),
+    ((A10,), "large.yaml", 1, "large has 79.1 GiB, and this machine's NVIDIA A10 22.0", ""),
+    ((H100, A10), "mine.yaml", 2, "GPUs of two kinds in one mesh: 0 NVIDIA H100 80GB HBM3, 1 NVIDIA A10", ""),
+    ((replace(H100, mig=True),), "h100-sxm-80g", 1, "GPU 0 (NVIDIA H100 80GB HBM3) is split into MIG slices", ""),
+    ((replace(A10, mig=True),) * 2, "mine.yaml", 2, "is split into MIG slices, which cannot communicate", ""),
+    ((replace(A10, used=15 * GIB),), "mine.yaml", 1, "GPU 1 is too full, of processes unseen here", ""),
+    ((replace(A10, used=15 * GIB, processes=("pid 3",)),), "mine.yaml", 1, "GPU 1 is busy: pid 3 on it", ""),
+    ((H100,), "h100-sxm-80g", 4, "4 GPUs are requested, and torch sees 1", ""),
+])  # fmt: skip
+def test_a_run_that_does_not_suit_the_gpus_is_5_in_a_sentence(
+    gpus: tuple[Gpu, ...], file: str, count: int, words: str, more: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    shipped = (ROOT / "devices" / "h100-sxm-80g.yaml").read_text()
+    (tmp_path / "large.yaml").write_text(shipped.replace("name: h100-sxm-80g", "name: large"))
+    (tmp_path / "mine.yaml").write_text(shipped.replace("79.1 GiB", "20 GiB").replace("h100-sxm-80g", "mine"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    build = Torch("2.13.0", "12.8", len(gpus), ("sm_70", "sm_80", "sm_90"))
+    monkeypatch.setattr(machine, "probe_driver", lambda: Driver("570.10", gpus))
+    monkeypatch.setattr(machine, "probe_torch", lambda: build)
+    text = (CLUSTER + (more or "model: {dtype: bf16}")).replace("DEVICE", file).replace("N}", f"{count}}}")
+    with pytest.raises(Mistakes) as raised:
+        machine.require(loads(text.replace("model: {", "model: {preset: tiny, ")))
+    (mistake,) = raised.value.diagnostics
+    assert mistake.exit == Exit.MACHINE and words in mistake.message and mistake.fix
+    assert mistake.where is not None and mistake.where.line == 1
+
+
+def test_gpus_that_a_run_does_not_use_are_not_its_concern(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy_one = replace(H100, index=2, used=70 * GIB, processes=("pid 3",))
+    driver = Driver("570.10", (A10, H100, busy_one))
+    assert driver.used_by(1, {}).gpus == (A10,) and driver.used_by(9, {}).gpus == driver.gpus
+    assert driver.used_by(2, {"CUDA_VISIBLE_DEVICES": "2, GPU-b,0"}).gpus == (busy_one, A10)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(machine, "probe_driver", lambda: driver)
+    monkeypatch.setattr(machine, "probe_torch", lambda: BUILD)
+    recipe = loads("model: {preset: tiny}\ncluster: {device: h100-sxm-80g, devices_per_node: 1}\nmesh: {fsdp: 1}")
+    machine.require(recipe)
+    assert machine.require_server(recipe, 1, "bf16") == 80 * GIB
+    with pytest.raises(Mistakes, match="2 GPUs are requested, and torch sees 1"):
+        machine.require_server(recipe, 2, "bf16")
 
 
 def test_a_busy_device_names_who_is_on_it() -> None:
