@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,14 @@ from tpshard.recipes.reading import load as recipes
 if TYPE_CHECKING:
     from torch import nn
     from tpshard.recipes.keys.schema import Recipe
+    from tpshard.train.data.row_columns import Columns
+
+
+FITTED = (
+    "cluster", "mesh", "model", "sharding", "batch", "fsdp.wrap", "fsdp.bucket", "fsdp.axis", "adapters", "quantize",
+    "train.freeze",
+)  # fmt: skip
+"""The keys whose values must be sound for a model to be opened and fitted."""
 
 
 def load_checked(
@@ -41,13 +49,13 @@ def load_checked(
     store = path if is_url(path) else None
     examined = recipes.examine(on_this_host(path), overrides, store=store, weights=weights)
     found = list(examined.diagnostics)
-    if examined.sound("cluster", "mesh", "model", "sharding", "batch", "fsdp.wrap", "fsdp.bucket", "fsdp.axis"):
+    if examined.sound(*FITTED):
         found += model_errors(examined.recipe)
     if examined.sound("cluster.device"):
         found += device_file(examined.recipe)
     if text and examined.sound("data", "task"):
         found += text_errors(examined.recipe)
-    if text and examined.sound("model", "task"):
+    if text and examined.sound("model", "task", "adapters", "quantize", "train.freeze"):
         found += code_errors(examined.recipe)
     diagnostics = recipes.in_order(found)
     if any(d.severity == "error" for d in diagnostics):
@@ -240,8 +248,9 @@ def text_errors(recipe: Recipe) -> list[Diagnostic]:
         try:
             if key == "source":
                 one = recipe.data.all_sources[number]
-                text = open_text(value, columns_of(recipe, one), where=where, split=one.split).train
-                peek(text, recipe.data.bad_rows)
+                columns = columns_of(recipe, one)
+                text = open_text(value, columns, where=where, split=one.split).train
+                peek(text, recipe.data.bad_rows, learn=_learner(recipe, columns))
             else:
                 require_tokenizer(value, where=where)
         except Mistakes as mistakes:
@@ -251,6 +260,29 @@ def text_errors(recipe: Recipe) -> list[Diagnostic]:
             )  # fmt: skip
             diagnostics += [elsewhere] if _is_elsewhere(value) else mistakes.diagnostics
     return diagnostics
+
+
+def _learner(recipe: Recipe, columns: Columns) -> Callable[[str], object] | None:
+    """What reads rows of conversations, as far as their template and tokenizer are here. Raises `Mistakes` for a
+    template that cannot be read."""
+    if columns.key == "column":
+        return None
+    from tpshard.train.data.conversations import answer_tokenizer, renders
+    from tpshard.train.data.open_data import template_of
+    from tpshard.train.data.tokens import load_tokenizer
+
+    template, folder, where = template_of(recipe), "", recipe.where("data.tokenizer")
+    with contextlib.suppress(Mistakes):
+        folder = recipe.data.tokenizer_folder or ""
+    if folder and os.path.isdir(folder) and recipe.data.made_tokens is None:
+        try:
+            read = load_tokenizer(folder, bos=recipe.data.bos, eos=recipe.data.eos, where=where)
+        except Mistakes:  # told of the tokenizer
+            return None
+        return answer_tokenizer(read, columns, recipe.model.seq_len, recipe.data.too_long, where, template).labelled
+    if template is None or columns.key != "messages":
+        return None
+    return renders(template, recipe.where("data.chat_template"))
 
 
 def _no_tokenizer(recipe: Recipe, unset: Diagnostic) -> Diagnostic:

@@ -93,7 +93,10 @@ class AdaptedModel(BasedModel):
 
     def check(self) -> None:
         """Raises LoraError or FrozenError for what the model does not have."""
-        self.adapters, self.frozen, self.saved  # noqa: B018
+        self.adapters, self.saved  # noqa: B018
+        if self.lora is None and self.numbers is None and self.frozen >= self.base.shapes.keys():
+            fix = "leave out what is to be trained"
+            raise FrozenError(f"nothing is left to train: {', '.join(self.freeze)} is all", "train.freeze", fix)
 
     def _whole(self, name: str) -> str:
         """A name with the number that its layer has in the whole model."""

@@ -41,9 +41,7 @@ class ConversationRenderer:
         """The conversation with its tokens. Raises TemplateError where the template refuses it or writes nothing, and
         ValueError where the tokenizer's library fails."""
         messages = [_as_transformers(message) for message in messages]
-        text = self.template.render(messages, add_generation_prompt=False, tools=tools)
-        if not text.strip():
-            raise TemplateError("the chat template writes nothing for it")
+        text = rendered_text(self.template, messages, tools)
         marked = self.template.marked_spans(messages, text, tools=tools) if self.template.marks_answers else None
         spans = marked or []
         if marked is None:
@@ -131,6 +129,15 @@ def _other(message: Message) -> Message:
 def _shared(one: str, other: str) -> int:
     """How many characters two texts have in common at their start."""
     return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+
+
+def rendered_text(template: ChatTemplate, messages: Sequence[Message], tools: Any = None) -> str:
+    """A conversation as text. Raises TemplateError where the template refuses it or writes nothing."""
+    messages = [_as_transformers(message) for message in messages]
+    text = template.render(messages, add_generation_prompt=False, tools=tools)
+    if not text.strip():
+        raise TemplateError("the chat template writes nothing for it")
+    return text
 
 
 def _as_transformers(message: Message) -> Message:

@@ -349,7 +349,8 @@ def _served(recipe: Recipe) -> dict[str, int]:
     """The mesh of a server where none is written: tp 4, or 2 or 1 where the run itself has fewer devices."""
     devices = math.prod(recipe.mesh.values())
     if devices < 1:  # the axis of size -1 takes what the cluster has
-        devices = 4 if recipe.cluster is None else recipe.cluster.nodes * recipe.cluster.devices_per_node
+        each = None if recipe.cluster is None else recipe.cluster.devices_per_node  # None too where `mesh` is no mesh
+        devices = 4 if recipe.cluster is None or each is None else recipe.cluster.nodes * each
     return {"tp": next(tp for tp in (4, 2, 1) if tp <= devices)}
 
 

@@ -209,6 +209,18 @@ def test_text_and_tokenizer_that_are_not_there_are_6(
         run(["validate", "--json", "tiny", f"data.source={workdir}/*.json.gz", "data.tokenizer=/no/one"]) == Exit.DONE
     )
     assert [d["message"] for d in diagnostics(capsys)] == ["/no/one is not on this machine"]
+    talk = '{"messages": [{"role": "usr", "content": "a"}, {"role": "assistant", "content": "b"}], "lang": "de"}\n'
+    (workdir / "talks.jsonl").write_text(talk)
+    chat = ["data.source=talks.jsonl", "data.messages=messages", "data.tokenizer=bytes", "data.chat_template=chatml"]
+    (workdir / "none.jinja").write_text("")
+    for more, why in (
+        ((), "unknown role 'usr'"),
+        (("data.chat_template=none.jinja", "data.bad_rows=1"), "unknown role 'usr'"),
+        (("data.chat_template=no.jinja",), "No such file"),
+        (("data.sources=[{source: talks.jsonl, filter: {lang: en}}]",), "no row has lang en"),
+    ):
+        assert run(["validate", "--json", "tiny", *chat, *more]) == Exit.DATA
+        assert why in str([one["why"] for one in diagnostics(capsys)])
     for odd in ("~no-such-user/x", "a" * 300):  # paths that cannot be looked up
         assert run(["validate", "tiny", f"data.source={odd}"]) == Exit.DATA
         assert run(["validate", "tiny", "data.source=c4", f"data.tokenizer={odd}"]) == Exit.DATA

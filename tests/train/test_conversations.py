@@ -187,7 +187,9 @@ def test_what_is_too_long_is_treated_as_the_recipe_says_and_counted(tmp_path: Pa
 @pytest.mark.parametrize(
     ("messages", "fault"),
     [
-        ("text", "is str, not a list of messages"),
+        ("text", "is a text, not a list of messages"),
+        ([{"role": "user", "content": [{"type": "image", "url": "x"}]}], "a part of the type image"),
+        ([{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}], "message 1 calls tools, which"),
         ([{"role": None, "content": "a"}], 'message 1 of "messages" has the role null'),
         ([{"from": "human", "value": "a"}], "has no role; its keys are from, value"),
         ([{"role": "user", "content": None}], "(user) has no content"),

@@ -79,10 +79,10 @@ def test_a_resumed_run_names_another_column(tmp_path: Path) -> None:
 def test_rows_of_parquet_without_text_are_bad_rows(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", ["one", None, " ", "two"])
     assert [(row.number, row.text, row.fault) for row in read(open_text(str(tmp_path)))] == [
-        (0, "one", ""), (1, None, '"text" is NoneType, not a string'), (2, None, '"text" is empty'), (3, "two", ""),
+        (0, "one", ""), (1, None, '"text" is null, not a string'), (2, None, '"text" is empty'), (3, "two", ""),
     ]  # fmt: skip
     parquet.write_table(pyarrow.table({"text": [1, 2]}), tmp_path / "a.parquet")
-    assert [row.fault for row in read(open_text(str(tmp_path)))] == ['"text" is int, not a string'] * 2
+    assert [row.fault for row in read(open_text(str(tmp_path)))] == ['"text" is a number, not a string'] * 2
 
 
 @pytest.mark.parametrize("kept", [4, 2000])

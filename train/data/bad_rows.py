@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from tpshard.diagnostics.diagnostic import plural
 from tpshard.train.data.corpus import SMALL, TextFile, TextSource, logger, rows, text_format
 from tpshard.train.data.row_columns import Labelled, NotLearned, TextRow
 from tpshard.train.data.shard_sums import ShardSums
@@ -55,12 +56,20 @@ class BadRows:
             )
 
 
-def peek(text: TextSource, bad_rows: float, rows_read: int = 100) -> None:
-    """Checks small local data wholly, and of larger data the first rows. Raises `Mistakes` (exit 6)."""
+def peek(text: TextSource, bad_rows: float, rows_read: int = 100, learn: Callable[[str], object] | None = None) -> None:
+    """Checks small local data wholly, and of larger data the first rows. Raises `Mistakes` (exit 6).
+
+    learn: tried on the first rows; it raises NotLearned.
+    """
     check(text, bad_rows)
-    counter = BadRows(text, 1.0, warn=False)
+    counter = BadRows(text, 1.0 if learn is None else bad_rows, warn=False)
     every = ((file, row) for file in text.files for row in rows(text, file))
     for file, row in itertools.islice(every, rows_read):
+        try:
+            if learn is not None and row.text is not None:
+                learn(row.text)
+        except NotLearned as fault:
+            row = replace(row, text=None, fault=str(fault))
         counter.see(file, row)
     if counter.rows_read == counter.bad:
         raise text.mistake(f"{text.name} has no readable row", why=counter.first, fix=text.readable)
@@ -99,7 +108,7 @@ def check(
     if counter.rows_read == counter.bad:
         raise text.mistake(
             f"{text.name} has no readable row",
-            why=counter.first or f"{len(paths)} files, all empty",
-            fix=text.readable,
+            why=counter.first or text.columns.none_left or f"{plural(len(paths), 'file')}, all empty",
+            fix=text.readable if counter.first else "a source with rows, or another filter",
         )
     return notes

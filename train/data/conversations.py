@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from tpshard.diagnostics.diagnostic import Exit, Mistakes, Source, did_you_mean
-from tpshard.models.folders.assistant_spans import ConversationRenderer
+from tpshard.models.folders.assistant_spans import ConversationRenderer, rendered_text
 from tpshard.models.folders.chat_template import ChatTemplate, TemplateError
 from tpshard.models.folders.folder_tokenizer import FolderTokenizer
 from tpshard.models.objectives.loss import IGNORE
@@ -102,7 +102,7 @@ def answer_tokenizer(
     digest = hashlib.sha256(f"{text.fingerprint} {too_long} {columns.key} ".encode())
     if columns.messages is None:
         return AnswerTokenizer(text, _pairs(text, read), length, too_long, digest.hexdigest()[:32])
-    source = template or read.chat_template
+    source = read.chat_template if template is None else template
     if source is None:
         raise Mistakes.one(
             f"the tokenizer {text.folder} has no chat template", exit=Exit.DATA, where=where,
@@ -110,13 +110,7 @@ def answer_tokenizer(
             fix="data.chat_template: chatml, or a template's file; or a tokenizer with chat_template.jinja",
         )  # fmt: skip
     renderer = ConversationRenderer(read, ChatTemplate(source, read.special))
-    try:
-        renderer.template.variables_read  # noqa: B018 (raises)
-    except TemplateError as error:
-        raise Mistakes.one(
-            f"the chat template of {text.folder} cannot be read", exit=Exit.DATA, where=where, why=str(error),
-            fix="correct it, or name another in data.chat_template",
-        ) from error  # fmt: skip
+    require_template(renderer.template, f"of {text.folder}" if template is None else "of the recipe", where)
     digest.update(source.encode())
     return AnswerTokenizer(text, _conversations(renderer), length, too_long, digest.hexdigest()[:32])
 
@@ -126,14 +120,46 @@ def _rows_of(text: TextTokenizer, read: FolderTokenizer) -> FolderTokenizer:
     return read if read.size <= text.vocab else FolderTokenizer(text.folder, text.vocab)
 
 
-def _conversations(renderer: ConversationRenderer) -> Callable[[Mapping[str, Any]], tuple[list[int], list[bool]]]:
-    known = (*ROLES, *re.findall(r"""["'](\w+)["']""", renderer.template.source))
+def require_template(template: ChatTemplate, whose: str, where: Source | None) -> None:
+    """Raises Mistakes (exit 6) for a template that is none."""
+    try:
+        template.variables_read  # noqa: B018 (raises)
+    except TemplateError as error:
+        message, fix = f"the chat template {whose} cannot be read", "correct it, or name another in data.chat_template"
+        raise Mistakes.one(message, exit=Exit.DATA, where=where, why=str(error), fix=fix) from error
 
+
+def renders(source: str, where: Source | None) -> Callable[[str], None]:
+    """Renders rows of conversations by a template, where there is no tokenizer yet. It raises NotLearned. where: the
+    place in the recipe that names the template. Raises `Mistakes` for one that is none."""
+    template = ChatTemplate(source, {})
+    require_template(template, "of the recipe", where)
+
+    def render(text: str) -> None:
+        row = json.loads(text)
+        _refuse_unwritten(template, row["messages"])
+        try:
+            rendered_text(template, row["messages"], row.get("tools"))
+        except TemplateError as error:
+            raise NotLearned(str(error)) from error
+
+    return render
+
+
+def _refuse_unwritten(template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raises NotLearned for what a template would leave out in silence."""
+    known = (*ROLES, *re.findall(r"""["'](\w+)["']""", template.source))
+    for number, message in enumerate(messages, 1):
+        if (role := message["role"]) not in known:
+            roles = ", ".join(ROLES[:5])
+            raise NotLearned(f"message {number} has the unknown role {role!r}: {did_you_mean(role, ROLES, roles)}")
+        if message.get("tool_calls") and "tool_call" not in template.source:
+            raise NotLearned(f"message {number} calls tools, which the chat template does not write")
+
+
+def _conversations(renderer: ConversationRenderer) -> Callable[[Mapping[str, Any]], tuple[list[int], list[bool]]]:
     def learned(row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
-        for number, message in enumerate(row["messages"], 1):
-            if (role := message["role"]) not in known:
-                roles = ", ".join(ROLES[:5])
-                raise NotLearned(f"message {number} has the unknown role {role!r}: {did_you_mean(role, ROLES, roles)}")
+        _refuse_unwritten(renderer.template, row["messages"])
         try:
             rendered = renderer.rendered(row["messages"], row.get("tools"))
         except (TemplateError, ValueError) as error:

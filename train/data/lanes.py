@@ -110,11 +110,13 @@ class Chain:
                 count, window = count + len(window), []
         yield from self._shuffled(window, count)
         if count + len(window) == 0 and self.epochs is None:
-            raise self.text.mistake(
-                f"{self.text.name} has no readable document",
-                why=", ".join(self.text.files[i].name for i in self.files[:3]) + (", ..." if self.files[3:] else ""),
-                fix=self.text.readable,
-            )
+            names = ", ".join(self.text.files[i].name for i in self.files[:3]) + (", ..." if self.files[3:] else "")
+            if self.bad.rows_read > self.bad.bad and self.text.part != "all":
+                raise self.text.mistake(
+                    f"no document of {self.text.name} is in its {self.text.part.replace('_', '-')} part", why=names,
+                    fix="more text; one document in so many is held out, by its content, unless a file is named so",
+                )  # fmt: skip
+            raise self.text.mistake(f"{self.text.name} has no readable document", why=names, fix=self.text.readable)
 
     def _shuffled(self, window: list[tuple[LanePlace, Document]], count: int) -> Iterator[Document]:
         """The documents of a window, whose first has the number `count`, in the order of its epoch."""
@@ -217,7 +219,7 @@ class Feed:
             if place.epoch > begun + 1:
                 raise chain.text.mistake(
                     f"{chain.text.name} has nothing to learn from", why=chain.unlearned.first or "; ".join(chain.notes),
-                    fix=chain.text.readable,
+                    fix=chain.text.readable if chain.unlearned.first else "a larger model.seq_len, or data.too_long",
                 )  # fmt: skip
         return False
 

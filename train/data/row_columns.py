@@ -8,6 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+MEDIA = frozenset(
+    ("image", "image_url", "input_image", "video", "video_url", "audio", "audio_url", "input_audio", "file")
+)
+"""Types of a content's parts that are no text."""
+
 
 @dataclass(frozen=True)
 class TextRow:
@@ -76,6 +81,12 @@ class Columns:
         return "messages" if self.messages is not None else "column" if self.completion is None else "completion"
 
     @property
+    def none_left(self) -> str:
+        """Why there is no row where a file has some; "" without a filter."""
+        values = (f"{key} {' or '.join(map(str, one))}" for key, one in self.where.items())
+        return f"no row has {', '.join(values)}, as its filter asks" if self.where else ""
+
+    @property
     def readable(self) -> str:
         """A sentence on what makes a row readable, for the fix of an error."""
         if self.messages is not None:
@@ -95,6 +106,8 @@ class Columns:
         if self.messages is not None:
             messages, tools = value[self.messages], value.get("tools")
             fault = _fault_of_conversation(self.messages, messages)
+            if tools and not isinstance(tools, list):
+                fault = fault or f'"tools" is {_kind(tools)}, not a list of tools'
             text = "" if fault else json.dumps({"messages": messages, "tools": tools or None}, ensure_ascii=False)
         elif self.completion is not None:
             prompt, completion = value[self.prompt or ""], value[self.completion]
@@ -113,18 +126,24 @@ class Columns:
 
 def _fault_of_text(column: str, text: Any, empty: bool = False) -> str:
     if not isinstance(text, str):
-        return f'"{column}" is {type(text).__name__}, not a string'
+        return f'"{column}" is {_kind(text)}, not a string'
     return "" if empty or text.strip() else f'"{column}" is empty'
+
+
+def _kind(value: Any) -> str:
+    """What a value of JSON is, in its words."""
+    words = {type(None): "null", bool: "true or false", str: "a text", int: "a number", float: "a number"}
+    return words.get(type(value), "a map" if isinstance(value, Mapping) else "a list")
 
 
 def _fault_of_conversation(column: str, messages: Any) -> str:
     """What is wrong with a conversation whatever its template is; "" for nothing."""
     if not isinstance(messages, Sequence) or isinstance(messages, str):
-        return f'"{column}" is {type(messages).__name__}, not a list of messages'
+        return f'"{column}" is {_kind(messages)}, not a list of messages'
     for number, message in enumerate(messages, 1):
         at = f'message {number} of "{column}"'
         if not isinstance(message, Mapping):
-            return f"{at} is {type(message).__name__}, not a map of role and content"
+            return f"{at} is {_kind(message)}, not a map of role and content"
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or not role:
             return (
@@ -134,7 +153,10 @@ def _fault_of_conversation(column: str, messages: Any) -> str:
         if content is None and not any(message.get(key) for key in ("tool_calls", "function_call")):
             return f"{at} ({role}) has no content"
         if content is not None and not isinstance(content, str | list):
-            return f"the content of {at} ({role}) is {type(content).__name__}, neither text nor a list of parts"
+            return f"the content of {at} ({role}) is {_kind(content)}, neither text nor a list of parts"
+        kinds = [part.get("type") for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+        if media := next((kind for kind in kinds if kind in MEDIA), None):
+            return f"{at} ({role}) has a part of the type {media}, and only text is learned"
     if not any(message["role"] == "assistant" for message in messages):
         return f'no answer: "{column}" has no message of the role "assistant"'
     return ""
