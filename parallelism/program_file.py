@@ -48,7 +48,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 """The functions that a node may call, by their name in a file."""
 
-BODIES = {cond: (2, 0), scan: (1, 3), while_loop: (2, 1)}
+BODIES = {cond: (2, 1), scan: (1, 3), while_loop: (2, 1)}
 """How many bodies, and then numbers, are the first arguments of control flow."""
 
 OPS = ("aten", "prims", "_c10d_functional", "tpshard")

@@ -12,7 +12,7 @@ from tpshard.parallelism.mesh import Axes, overlap, without
 from tpshard.parallelism.node_info import Info
 from tpshard.parallelism.partitioning.choose import Choice, computable, layout_of
 from tpshard.parallelism.program import Program, info
-from tpshard.parallelism.rules.control_flow import Joint, bodies, cond, joints, rounds, while_loop
+from tpshard.parallelism.rules.control_flow import Joint, bodies, cond, joints, priced, rounds, while_loop
 from tpshard.parallelism.rules.rule import Dim, Rule
 from tpshard.parallelism.sharding import Layout, replicated
 
@@ -82,7 +82,8 @@ def settled(op: Op, rule: Rule, choice: Choice, inside: Inside) -> tuple[Choice,
 
     What is the same in all runs crosses the border as the body's readers need it, so that it is gathered once in front.
     What a run only adds to a carried value, as a scan's gradient does for a weight, is added up unreduced, as is what a
-    branch returns: it is reduced once behind.
+    branch returns: it is reduced once behind; but not where a branch's unreduced result is larger, since the other
+    branch may have nothing to reduce.
     """
     sums: dict[int, Axes] = {}
     for joint in joints(op):
@@ -95,9 +96,12 @@ def settled(op: Op, rule: Rule, choice: Choice, inside: Inside) -> tuple[Choice,
             terms = ends if op.target is cond else _added(joint.inner[0], ends[0])
             term = next((term for term in terms if term in inside.partial), None)
             if term is not None and not any(end.users for end in ends):
-                axes = sums[joint.result] = inside.partial[term]
-                if any(overlap(axis, held.axes) for axis in axes):  # whole over them while it is added up
-                    layout = Layout(tuple(without(dim, axes) for dim in inside.computed[term].dims))
+                axes = inside.partial[term]
+                grows = any(overlap(axis, held.axes) for axis in axes)
+                if not (grows and op.target is cond):
+                    sums[joint.result] = axes
+                    if grows:  # whole over them while it is added up
+                        layout = Layout(tuple(without(dim, axes) for dim in inside.computed[term].dims))
         if layout != held:
             dims = _inner_dims(rule, joint)
             choice = {f: cut for f, cut in choice.items() if not any(f in members for members in dims)}
@@ -121,11 +125,11 @@ def _inner_dims(rule: Rule, joint: Joint) -> tuple[Dim, ...]:
 
 
 def work_of(op: Op, programs: list[Program]) -> tuple[int, int]:
-    """The FLOPs of one device, and of the whole operation: of a condition those of the dearer branch."""
+    """The FLOPs of one device, and of the whole operation: of a condition those of the branch that is priced."""
     each = [[info(node) for node in program.graph.nodes] for program in programs]
     sums = [(_flops(infos), sum(one.global_flops for one in infos if one.phase != "recompute")) for infos in each]
     times = rounds(op.target, op.args, [value.shape for value in op.operands])
-    local, whole = max(sums) if op.target is cond else map(sum, zip(*sums))
+    local, whole = priced(op.args, sums, max) if op.target is cond else map(sum, zip(*sums))
     return times * local, times * whole
 
 

@@ -20,7 +20,7 @@ from tpshard.parallelism.pricing.flow import Flow, info_of
 from tpshard.parallelism.pricing.fusion import NONE, CacheReads, Compiled, Kernel, kernels, seconds
 from tpshard.parallelism.pricing.network import Topology
 from tpshard.parallelism.program import Collective, Program
-from tpshard.parallelism.rules.control_flow import CONTROL_FLOW, cond, rounds
+from tpshard.parallelism.rules.control_flow import CONTROL_FLOW, cond, priced, rounds
 from tpshard.parallelism.words import axes_text
 
 
@@ -237,11 +237,12 @@ def price(
 
 
 def _of_bodies(node: fx.Node, inside: list[Priced], run: list[tuple[Priced, Timeline, int]]) -> LaneTask:
-    """The task of control flow, which takes what its bodies do: of a condition the dearer. Adds these to `run`."""
+    """The task of control flow, which takes what its bodies do: of a condition the one that is priced. Adds these to
+    `run`."""
     times = rounds(node.target, node.args, operand_shapes(node))
     timed = [(body, body.run(), times) for body in inside]
     if node.target is cond:
-        timed = [max(timed, key=lambda one: one[1].seconds)]
+        timed = [priced(node.args, timed, lambda each: max(each, key=lambda one: one[1].seconds))]
     for body, timeline, _ in timed:
         run += [(body, timeline, times), *((inner, own, times * n) for inner, own, n in body.bodies)]
     total_s, comm_s, exposed_s = (

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 from tpshard.parallelism.graph import Graph, Op, Value
 
+T = TypeVar("T")
 Ranks = list[list[Tensor]]
 """Tensors of each rank that this process computes: one of a real run, all in a simulation."""
 Run = Callable[[Ranks], Ranks]
@@ -22,8 +23,15 @@ WHILE_ROUNDS = 16
 """The rounds for which a `while_loop` is priced: how many it runs is known by its data alone."""
 
 
+DEARER = -1
+"""In the place of the number of the body for which a condition is priced: the dearer one."""
+
+
 def cond(bodies: Sequence[Run], numbers: Sequence[int], ranks: Ranks) -> Ranks:
-    """Runs the first body if the first operand is true, else the second, on the other operands."""
+    """Runs the first body if the first operand is true, else the second, on the other operands.
+
+    numbers: the index of the body that runs in almost all steps, for which it is priced, or `DEARER`.
+    """
     then, otherwise = bodies
     return _apart((then if _agreed([own[0] for own in ranks]) else otherwise)([own[1:] for own in ranks]), ranks)
 
@@ -126,11 +134,21 @@ def joints(op: Op) -> Iterator[Joint]:
         yield Joint(None, i, (value,), sliced=True)
 
 
+def priced(args: Sequence[Any], each: Sequence[T], dearer: Callable[[Sequence[T]], T]) -> T:
+    """Of what there is for each branch of a condition with these arguments, the one that is priced."""
+    (often,) = numbers(args)
+    return dearer(each) if often == DEARER else each[often]
+
+
 def runs_text(target: Any, args: Sequence[Any], operands: Sequence[Sequence[int]]) -> str:
     """How often the bodies run, in words."""
     if target is while_loop:
         return f"as often as its test holds, priced for {WHILE_ROUNDS} runs"
-    return "one of both runs, priced as the dearer" if target is cond else f"{rounds(target, args, operands)} runs"
+    if target is cond:
+        (often,) = numbers(args)
+        usual = "the dearer" if often == DEARER else f"`{CONTROL_FLOW[cond][often]}`, which runs in almost all steps"
+        return f"one of both runs, priced as {usual}"
+    return f"{rounds(target, args, operands)} runs"
 
 
 def rounds(target: Any, args: Sequence[Any], operands: Sequence[Sequence[int]]) -> int:

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from tpshard.parallelism.graph import Graph, Value
-from tpshard.parallelism.rules.control_flow import cond, scan, while_loop
+from tpshard.parallelism.rules.control_flow import DEARER, cond, scan, while_loop
 from tpshard.parallelism.rules.strides import contiguous
 from tpshard.parallelism.tracing.canonical import canonicalize
 from tpshard.parallelism.tracing.functional import functionalize
@@ -26,6 +26,8 @@ from tpshard.parallelism.tracing.remember import Like, fake
 from tpshard.parallelism.tracing.unchecked import Unchecked
 
 Function = Callable[..., Any]
+RARE = "rare"
+"""The attribute of a function that `torch.cond` is given and that hardly ever runs: the other one is priced."""
 
 
 class ControlFlow(TorchFunctionMode):
@@ -55,6 +57,8 @@ class ControlFlow(TorchFunctionMode):
     def _cond(self, pred: Any, true_fn: Function, false_fn: Function, operands: Sequence[Any]) -> Any:
         if not isinstance(pred, Tensor):
             return (true_fn if pred else false_fn)(*operands)
+        rare = [getattr(fn, RARE, False) for fn in (true_fn, false_fn)]
+        often = (DEARER if rare[0] == rare[1] else rare.index(False),)
         one, other = traced = [_Traced(self, fn, (), operands) for fn in (true_fn, false_fn)]
         if list(map(_like, one.results)) != list(map(_like, other.results)) or one.tree != other.tree:
             raise ValueError(f"`cond`: one branch returns {_said(one.results)}, the other {_said(other.results)}")
@@ -62,7 +66,7 @@ class ControlFlow(TorchFunctionMode):
         graphs = [each.graph(whole) for each in traced]
 
         def forward() -> list[Tensor]:
-            return self.record(cond, graphs, (), [pred, *whole], one.results)
+            return self.record(cond, graphs, often, [pred, *whole], one.results)
 
         if not _differentiated([*one.results, *other.results]):
             return pytree.tree_unflatten(forward(), one.tree)
@@ -77,7 +81,7 @@ class ControlFlow(TorchFunctionMode):
 
         def backward(grads: Sequence[Tensor]) -> list[Tensor]:
             operands = [pred, *whole, *(grads[i] for i in summed), *further]
-            return self.record(cond, [each.graph(further) for each in back], (), operands, back[0].results)
+            return self.record(cond, [each.graph(further) for each in back], often, operands, back[0].results)
 
         return pytree.tree_unflatten(_apply(forward, backward, whole, needed), one.tree)
 

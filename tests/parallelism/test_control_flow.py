@@ -246,6 +246,26 @@ def test_a_condition_costs_its_dearer_branch_and_a_while_loop_a_stated_number_of
     assert f"priced for {WHILE_ROUNDS} runs" in str(loop)
 
 
+def test_a_rare_branch_has_no_price_and_reduces_its_result_itself() -> None:
+    """Unreduced the result would be twice as large, and be reduced behind the condition in every step."""
+
+    def fallback(x: Tensor, rare: bool) -> Tensor:
+        some = lambda x: x.t() @ x  # noqa: E731
+        some.rare = rare  # type: ignore[attr-defined]
+        return torch.cond(x.sum() > 0, some, torch.zeros_like, (x,))  # type: ignore[no-any-return]
+
+    mesh = Mesh({"x": 2})
+    rare, plain = (partition(lambda x, r=r: fallback(x, r), [torch.empty(64, 64)], mesh, [("x",)], [("x",)])
+                   for r in (True, False))  # fmt: skip
+    assert [c.kind for c in rare.collectives] == ["all_reduce", "reduce_scatter"]
+    assert [c.kind for _, c in rare.issues() if c.bytes > 4] == []
+    assert priced(rare).run().comm_s < priced(plain).run().comm_s and rare.useful_flops < 64**3 < plain.useful_flops
+    assert "priced as `otherwise`, which runs in almost all steps" in str(rare)
+    x = torch.rand(64, 64)
+    torch.testing.assert_close(rare.simulate(x)[0], x.t() @ x)
+    assert not rare.simulate(-x)[0].any()
+
+
 class Living(torch.utils._python_dispatch.TorchDispatchMode):
     """The most bytes of storages that are alive at once, those of operands included."""
 
