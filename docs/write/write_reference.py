@@ -110,7 +110,8 @@ def metrics() -> str:
     rows = [(f"`{name}`", text) for name, text in STEP_KEYS.items()]
     tail = (
         "\nA model with experts adds `experts`: `busiest` (most tokens of one expert over the mean of its layer), "
-        "`dropped` (share of choices that no expert computed), and `load` for each layer. A row of an evaluation has "
+        "`dropped` (share of choices that no expert computed), `gathered` where tokens travel by all-to-all (share of "
+        "choices without a slot), and `load` for each layer. A row of an evaluation has "
         "`step`, `eval_loss` (nats per target token) and `eval_tokens` (target tokens), with several sources also "
         "`eval_losses` (of each source), and no `loss`. A row of a "
         "resume that changed the recipe has `step`, `changed` (for each key the values before and after) and `forced`, "

@@ -6,9 +6,11 @@
 
 A token's result is the sum over its k choices of weight * down[id](silu(gate[id](x)) * up[id](x)). An id outside
 0 .. e - 1 belongs to another device and adds nothing, so devices that hold some experts, or some columns of each,
-return partial sums. Tokens are sorted by expert, and each expert is three matrix products; on a GPU a product of all
-experts is one launch of a Triton kernel, and its temporaries are those of all tokens. A token's choices are summed in
-fp32 in the order of the experts, on a GPU of the choices, so that the same inputs give the same bits.
+return partial sums. With matrices [g, e, h, m] the tokens [g, ..., m] of each of g groups have experts of their own, to
+which their ids refer; `used`, for prices alone, is the share of ids that name one where routing is even. Tokens are
+sorted by expert, and each expert is three matrix products; on a GPU a product of all experts is one launch of a Triton
+kernel, and its temporaries are those of all tokens. A token's choices are summed in fp32 in the order of the experts,
+on a GPU of the choices, so that the same inputs give the same bits.
 """
 
 from __future__ import annotations
@@ -24,9 +26,11 @@ from tpshard.kernels.linear import fixed_rows_linear
 from tpshard.kernels.operation import operation
 
 
-def experts(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def experts(
+    x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor, used: float = 1.0
+) -> Tensor:
     """The sum over each token's experts: x [..., m], ids and weights [..., k] -> [..., m]. Shapes as in the module."""
-    return torch.ops.tpshard.experts(x, ids, weights, gate, up, down)
+    return torch.ops.tpshard.experts(x, ids, weights, gate, up, down, used)
 
 
 def routed_sum(x: Tensor, ids: Tensor, weights: Tensor, count: int, compute: Callable[[int, Tensor], Tensor]) -> Tensor:
@@ -56,9 +60,9 @@ def tokens_by_expert(ids: Tensor, count: int) -> Iterator[tuple[int, Tensor, Ten
 
 
 def _check(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> None:
-    e, h, m = gate.shape
-    fit = up.shape == gate.shape and down.shape == (e, m, h) and x.shape[-1] == m and ids.shape == weights.shape
-    if not fit or ids.shape[:-1] != x.shape[:-1]:
+    *groups, e, h, m = gate.shape
+    fit = up.shape == gate.shape and down.shape == (*groups, e, m, h) and ids.shape == weights.shape
+    if not fit or x.shape[-1] != m or ids.shape[:-1] != x.shape[:-1] or groups not in ([], [x.shape[0]]):
         shapes = ", ".join(str(list(t.shape)) for t in (x, ids, weights, gate, up, down))
         raise ValueError(f"experts: the shapes of x, ids, weights, gate, up and down do not match: {shapes}")
 
@@ -68,7 +72,19 @@ def on_gpu(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16, torch.float32)
 
 
-def _forward(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def _in_one_group(ids: Tensor, *matrices: Tensor) -> list[Tensor]:
+    """Ids of experts in groups as ids among all experts, and the matrices of all."""
+    if matrices[0].dim() == 3:
+        return [ids, *matrices]
+    groups, count = matrices[0].shape[:2]
+    first = torch.arange(groups, device=ids.device).view(-1, *[1] * (ids.dim() - 1)) * count
+    return [torch.where((ids >= 0) & (ids < count), ids + first, -1), *(one.flatten(0, 1) for one in matrices)]
+
+
+def _forward(
+    x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor, used: float = 1.0
+) -> Tensor:
+    ids, gate, up, down = _in_one_group(ids, gate, up, down)
     return _multiply(x, ids, weights, gate, up, down, fixed_rows=False)
 
 
@@ -95,9 +111,13 @@ def _multiply(
 
 
 def _backward(
-    dout: Tensor, x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor
+    dout: Tensor, x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor, used: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     _check(x, ids, weights, gate, up, down)
+    if gate.dim() > 3:
+        ids, *matrices = _in_one_group(ids, gate, up, down)
+        dx, dweights, dgate, dup, ddown = _backward(dout, x, ids, weights, *matrices)  # type: ignore[arg-type]
+        return dx, dweights, dgate.view(gate.shape), dup.view(up.shape), ddown.view(down.shape)
     if on_gpu(x):
         from tpshard.kernels.experts import triton_experts
 
@@ -124,24 +144,31 @@ def _backward(
     return dx.to(x.dtype).view(x.shape), dshares.view(weights.shape), dgate, dup, ddown
 
 
-def _shape(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def _shape(
+    x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor, used: float = 1.0
+) -> Tensor:
     _check(x, ids, weights, gate, up, down)
     return x.new_empty(x.shape)
 
 
 def _backward_shapes(
-    dout: Tensor, x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor
+    dout: Tensor, x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor, used: float = 1.0
 ) -> tuple[Tensor, ...]:
     return tuple(tensor.new_empty(tensor.shape) for tensor in (x, weights, gate, up, down))
 
 
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.used = inputs
+    ctx.save_for_backward(*tensors)
+
+
 def _gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    dx, dweights, *dexperts = torch.ops.tpshard.experts_backward(dout, *ctx.saved_tensors)
-    return dx, None, dweights, *dexperts
+    dx, dweights, *dexperts = torch.ops.tpshard.experts_backward(dout, *ctx.saved_tensors, ctx.used)
+    return dx, None, dweights, *dexperts, None
 
 
-_INPUTS = "Tensor x, Tensor ids, Tensor weights, Tensor gate, Tensor up, Tensor down"
-operation(f"experts({_INPUTS}) -> Tensor", _forward, _shape, gradient=_gradient)
+_INPUTS = "Tensor x, Tensor ids, Tensor weights, Tensor gate, Tensor up, Tensor down, float used=1.0"
+operation(f"experts({_INPUTS}) -> Tensor", _forward, _shape, gradient=_gradient, keep=_keep)
 operation(
     f"experts_backward(Tensor dout, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", _backward, _backward_shapes
 )

@@ -11,6 +11,7 @@ from tpshard.kernels.experts.experts import experts
 from tpshard.kernels.experts.slots import from_slots, to_slots
 from tpshard.models.counts import note
 from tpshard.models.dims import name
+from tpshard.models.families.dispatch import ExpertGroups, by_groups
 from tpshard.models.families.layers import Parts
 from tpshard.models.families.routing import Routes, route, sequence_loss, slots, slots_of, with_gradient
 
@@ -46,8 +47,10 @@ class MoE(nn.Module):
 
     Source: Shazeer et al. 2017; Dai et al. 2024. With a capacity, tokens are copied to slots of the experts, tokens
     without a slot are dropped, and sharded experts exchange them by all-to-all. Without one, experts compute all their
-    tokens.
+    tokens, which `group_experts` also makes them exchange by all-to-all.
     """
+
+    groups: ExpertGroups | None = None
 
     def __init__(self, parts: Parts) -> None:
         super().__init__()
@@ -74,9 +77,13 @@ class MoE(nn.Module):
         return y if self.shared is None else y + self.shared(x)  # type: ignore[no-any-return]
 
     def _all(self, x: Tensor, routes: Routes, load: Tensor) -> Tensor:
-        note(self, load=load)
-        weights = [self.experts[name].weight for name in ("gate", "up", "down")]
-        return experts(x, routes.ids, routes.weights, *weights)  # type: ignore[arg-type]
+        weights: list[Tensor] = [self.experts[name].weight for name in ("gate", "up", "down")]  # type: ignore[misc]
+        if self.groups is None:
+            note(self, load=load)
+            return experts(x, routes.ids, routes.weights, *weights)  # type: ignore[arg-type]
+        y, missed = by_groups(x, routes, weights, self.groups)
+        note(self, load=load, gathered=missed)
+        return y
 
     def _in_slots(self, x: Tensor, routes: Routes, load: Tensor) -> Tensor:
         gate, up, down = (self.experts[name].weight for name in ("gate", "up", "down"))
@@ -89,6 +96,14 @@ class MoE(nn.Module):
         hidden = name(hidden, "hidden", "expert", "group", "slot", "mlp")
         out = name(torch.einsum("ebch,emh->ebcm", hidden, down), "computed", "expert", "group", "slot", "embed")
         return from_slots(out.transpose(0, 1).flatten(1, 2), slot_of, routes.weights)
+
+
+def group_experts(model: nn.Module, groups: ExpertGroups) -> None:
+    """Makes the mixtures of a model without a capacity send tokens to groups of their experts."""
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.groups = groups
+            module.counts["gathered"] = 1
 
 
 MLPS: Mapping[str, Callable[[Parts], nn.Module]] = {"swiglu": SwiGLU, "gelu": GELU, "moe": MoE}

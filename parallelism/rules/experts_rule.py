@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from tpshard.parallelism.graph import Op, Ref
-from tpshard.parallelism.rules.entry import Table
-from tpshard.parallelism.rules.letters import Local, letters
-from tpshard.parallelism.rules.rule import LocalOp
+from tpshard.parallelism.rules.entry import Entry, Table
+from tpshard.parallelism.rules.letters import Local, letters, rule_of
+from tpshard.parallelism.rules.rule import LocalOp, Rule
 
 aten = torch.ops.aten
 EXPERTS = "...M,...K,...K,ehM,ehM,eMh"
@@ -19,6 +19,8 @@ Experts e and hidden columns h may be sharded, and are summed over. A device wit
 the tokens of all devices along these axes, and returns a partial sum. The gradients of the matrices are summed over
 tokens.
 """
+GROUPED = "g...M,g...K,g...K,gehM,gehM,geMh"
+"""The same for tokens in groups, each with experts of its own."""
 ROWS = "...ki"
 """Rows that experts' matrices multiply: one for each choice of a token, or (of size 1) one for all of them."""
 
@@ -46,7 +48,21 @@ def own_sums(at: LocalOp, of: Mapping[str, int]) -> Any:
 def products(op: Op, count: int) -> int:
     """The FLOPs of `count` products of every choice with a matrix of its expert, whose sizes are the last operand's."""
     ids = next(value for value in op.operands if not value.dtype.is_floating_point)
-    return 2 * count * ids.numel * op.operands[-1].shape[1] * op.operands[-1].shape[2]
+    used = next((arg for arg in op.args if isinstance(arg, float)), 1.0)
+    return round(2 * count * ids.numel * used) * op.operands[-1].shape[-2] * op.operands[-1].shape[-1]
+
+
+def all_products(count: int, ids: int, before: str, after: str) -> Entry:
+    """The entry of `experts` or its gradient, with `count` products of every choice. ids: the operand with experts.
+    before, after: the letters of further operands, and of results beside the tokens."""
+
+    def rule(op: Op) -> Rule:
+        group = "g" if len(op.operands[-1].shape) > 3 else ""
+        text = f"{before and group + before}{GROUPED if group else EXPERTS}->{group}...M"
+        results = "".join(f",{group}{result}" for result in after.split(",") if result)
+        return rule_of(op, text + results, flops=products(op, count), local=own_experts(ids), guarded="e")
+
+    return Entry(rule, work="matmul", saved=True, routed=3)
 
 
 def outer_products(op: Op) -> int:
@@ -61,14 +77,8 @@ def copies(op: Op) -> int:
 
 
 OPS: Table = {
-    "tpshard.experts": letters(
-        f"{EXPERTS}->...M", flops=lambda op: products(op, 3), local=own_experts(1), guarded="e", work="matmul",
-        saved=True, routed=3,
-    ),
-    "tpshard.experts_backward": letters(  # which computes the hidden values again
-        f"...M,{EXPERTS}->...M,...K,ehM,ehM,eMh", flops=lambda op: products(op, 8), local=own_experts(2), guarded="e",
-        work="matmul", saved=True, routed=3,
-    ),
+    "tpshard.experts": all_products(3, 1, "", ""),
+    "tpshard.experts_backward": all_products(8, 2, "...M,", "...K,ehM,ehM,eMh"),  # computes the hidden values again
     "tpshard.expert_linear": letters(
         f"{ROWS},...k,eoi->...ko", linear="0", flops=lambda op: products(op, 1), local=own_experts(1), guarded="e",
         work="matmul", saved=True, routed=1,

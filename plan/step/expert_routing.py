@@ -31,6 +31,8 @@ class Skew:
     experts: int
     top_k: int
     capacity: float | None
+    slack: float | None
+    """The slots of a device over the mean, where tokens travel to experts by all-to-all without a capacity."""
     balanced: Routing
     skewed: Routing
 
@@ -46,5 +48,7 @@ def rows(skew: Skew) -> list[str]:
         more = f", {one.dropped:.1%} of choices dropped" if skew.capacity is not None else (
             f", its device {one.busiest_device:.2f} of a mean, {gib(one.workspace_bytes)} to compute it"
         )  # fmt: skip
+        if skew.slack is not None and one.busiest_device > skew.slack:
+            more += "; more than its slots, so that tokens are gathered too, which is not priced"
         lines.append(f"  {name:8} the busiest gets {one.busiest:.2f} of a mean: step {seconds(one.step_s)}{more}")
     return lines

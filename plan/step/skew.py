@@ -45,7 +45,8 @@ def skew(pricing: Pricing, setting: Setting, busiest: float) -> Skew:
             fix=f"--skew between 1 and {experts / top_k:g}",
         )  # fmt: skip
     routings = [_routing(pricing, one, experts, capacity) for one in (1.0, busiest)]
-    return Skew(experts, top_k, capacity, *routings)
+    slack = None if setting.expert_groups is None else setting.expert_groups.slack
+    return Skew(experts, top_k, capacity, slack, *routings)
 
 
 def _routing(pricing: Pricing, busiest: float, experts: int, capacity: float | None) -> Routing:
@@ -56,13 +57,16 @@ def _routing(pricing: Pricing, busiest: float, experts: int, capacity: float | N
         tasks = list(entry.priced.tasks)
         for i, node in _products(entry.priced.kernels):
             ids, gate = (info_of(operand).specs[0] for operand in _routing_operands(node))
-            own = gate.shape[0]
+            own = math.prod(gate.shape[:-2])
             load = (busiest + (own - 1) * others) / own
             device = max(device, load)
             tasks[i] = tasks[i]._replace(seconds=tasks[i].seconds * load)
             choices = math.prod(ids.shape)
-            tokens = choices if pricing.device.kind == "gpu" else choices / experts * busiest
-            workspace = max(workspace, _workspace(node, tokens, gate.shape[1], gate.shape[2], gate.dtype.itemsize))
+            used = next((arg for arg in node.args if isinstance(arg, float)), 1.0)  # of slots in groups of experts
+            each = choices * used / (own if len(gate.shape) > 3 else experts)
+            tokens = choices if pricing.device.kind == "gpu" else each * busiest
+            hidden, width = gate.shape[-2:]
+            workspace = max(workspace, _workspace(node, tokens, hidden, width, gate.dtype.itemsize))
         total += entry.part.times * replace(entry.priced, tasks=tasks).run().seconds
     dropped = 0.0
     if capacity is not None:

@@ -314,6 +314,11 @@ class _Fit:
             yield "model.balance_rate", "the load of the experts is not balanced"
         if c.experts is not None and c.experts == c.top_k and c.routing == "softmax":
             yield "model.norm_top_k", "the scores of all experts sum to 1"
+        if c.experts is None or c.capacity is not None:
+            for key in ("form", "slack"):
+                yield f"sharding.dropless.{key}", "the model has no experts without a capacity"
+        elif recipe.sharding.dropless.form == "gather":
+            yield "sharding.dropless.slack", "a gather has no slots"
         if c.window is not None and c.window >= max(c.max_seq, recipe.model.seq_len):
             yield "model.window", f"no sequence is longer than {max(c.max_seq, recipe.model.seq_len):,} tokens"
         elif set(range(c.layers)) <= set(c.full_layers):

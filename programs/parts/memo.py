@@ -15,7 +15,7 @@ def _model(setting: Setting) -> Any:
     """What every captured graph depends on: model, and dtypes of parameters and gradients."""
     fsdp = setting.recipe.fsdp
     dtypes = (fsdp.master_dtype, fsdp.param_dtype, fsdp.reduce_dtype, fsdp.accumulate.dtype)
-    return setting.recipe.model, setting.spec, setting.kept, dtypes, setting.stacking
+    return setting.recipe.model, setting.spec, setting.kept, dtypes, setting.stacking, setting.expert_groups
 
 
 def _rows(setting: Setting) -> Any:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import math
+
+import torch
 from tpshard.devices.read import device
 from tpshard.diagnostics.diagnostic import Exit, Mistakes, join
 from tpshard.parallelism.pricing.cost import Device
-from tpshard.programs.setting.setting import devices_of
+from tpshard.programs.fit.fit import devices
 from tpshard.recipes.keys.schema import DEVICES, Recipe
 
 ASSUMED = "cpu"
 """The device of a recipe that names none; the planning machine is never inspected."""
+
+
+def devices_of(recipe: Recipe) -> int:
+    """The number of devices that the recipe names; an axis of -1 without a cluster has those of this machine, or 1."""
+    if (named := devices(recipe)) is not None:
+        return named
+    return max(math.prod(size for size in recipe.mesh.values() if size != -1), torch.cuda.device_count())
 
 
 def device_of(recipe: Recipe) -> tuple[Device, int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,7 +12,9 @@ from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.models.adapters.packed_layers import dequantize_in
 from tpshard.models.adapters.packed_model import is_quantized
 from tpshard.models.dims import STAGE, Naming
+from tpshard.models.families.dispatch import ExpertGroups
 from tpshard.models.families.layers import multiply_in_fp8
+from tpshard.models.families.mlp import group_experts
 from tpshard.models.families.routing import balance_steps
 from tpshard.models.folders.hf_folder import DTYPES
 from tpshard.models.layer_stacks import LayerStack, keep_layers, layer_stacks, names_after
@@ -23,12 +24,13 @@ from tpshard.models.objectives.tasks import Task, task_of
 from tpshard.parallelism.depth import Depth
 from tpshard.parallelism.mesh import Axes, Axis, Mesh, size_of
 from tpshard.programs.fit.batching import BatchPlan, check_micro_batches, derive
-from tpshard.programs.fit.fit import devices
 from tpshard.programs.fit.fp8_fit import fp8_misfits
 from tpshard.programs.fit.parameter_groups import groups_of
 from tpshard.programs.fit.recipe_model import model_of
 from tpshard.programs.fit.wrong_model import wrong_model
 from tpshard.programs.setting import naming
+from tpshard.programs.setting.cluster import devices_of as devices_of
+from tpshard.programs.setting.dropless import Dropless, dropless
 from tpshard.programs.setting.layer_matrices import matrices_of_layers
 from tpshard.programs.setting.stacked_layers import StackedLayers
 from tpshard.programs.setting.stacking import Stacking
@@ -36,13 +38,6 @@ from tpshard.recipes.keys.schema import Recipe
 
 STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "muon": ("exp_avg", "exp_avg_sq")}
 """Optimizer -> its moments, as checkpoints call them; muon has no `exp_avg_sq` of the matrices that it moves."""
-
-
-def devices_of(recipe: Recipe) -> int:
-    """The number of devices that the recipe names; an axis of -1 without a cluster has those of this machine, or 1."""
-    if (named := devices(recipe)) is not None:
-        return named
-    return max(math.prod(size for size in recipe.mesh.values() if size != -1), torch.cuda.device_count())
 
 
 @dataclass(frozen=True)
@@ -93,6 +88,8 @@ class Setting:
         dequantize_in(model, self.param_dtype)
         if self.recipe.model.dtype == "fp8":
             multiply_in_fp8(model)
+        if self.expert_groups is not None:
+            group_experts(model, self.expert_groups)
         if self.kept is not None:
             keep_layers(model, *self.kept)
         return model
@@ -226,7 +223,21 @@ class Setting:
         if not self.spec.packed and is_quantized(self.spec):
             notes.append(f"{self.spec.source.name} is quantized: what it stands for is trained as dense weights; "
                          "adapters.lora trains beside its codes")  # fmt: skip
+        if self.dropless is not None:
+            notes.append(self.dropless.words)
         return [*notes, *naming.dtype_notes(own, self.param_dtype, type(self.model).__name__)]
+
+    @cached_property
+    def dropless(self) -> Dropless | None:
+        """How tokens travel to sharded experts without a capacity; None for other models and meshes. Raises Mistakes
+        (exit 4) for a form that they do not have."""
+        rows = lambda: self.batch.per_device  # noqa: E731
+        return dropless(self.recipe, self.mesh, self.spec.outline, rows, self.param_dtype.itemsize)
+
+    @property
+    def expert_groups(self) -> ExpertGroups | None:
+        """The groups of experts to which tokens travel by all-to-all; None where they do not."""
+        return None if self.dropless is None else self.dropless.groups
 
     @property
     def master_dtype(self) -> torch.dtype:

@@ -10,6 +10,17 @@ from tpshard.recipes.keys.constraints import BYTES, Axes, AxisName, Count, Dtype
 from tpshard.recipes.text.section import Section, derived
 
 
+class DroplessSection(Section):
+    """How tokens of a mixture without a capacity travel to the devices of their experts; nothing is ever dropped."""
+
+    form: Literal["auto", "gather", "all_to_all"] = "auto"
+    """gather: every token goes to every device with experts. all_to_all: a token goes to the devices of its experts, in
+    slots; in a step in which some find none, these are gathered too. auto: the one with the lower price; gather where
+    `compile: inductor` would not compile the other's program."""
+    slack: Annotated[float, limits(above=0, most=2**16)] = 1.5
+    """The slots of a device for a sequence, as a multiple of the tokens that even routing sends there."""
+
+
 class ShardingSection(Section):
     """How tensors are sharded: annotate a few, the rest is propagated."""
 
@@ -27,6 +38,8 @@ class ShardingSection(Section):
     activations."""
     pin: Mapping[str, tuple[Axes, ...]] = field(default_factory=dict)
     """Exact mesh axes per dim by name pattern, as the paper's dims_mapping, without rules; null: replicated."""
+    dropless: DroplessSection = field(default_factory=DroplessSection)
+    """Experts without a capacity."""
     on_uneven: Literal["error", "pad"] = "error"
     """What happens if axes do not divide a computed dim (heads, mlp, vocab, batch, ...). Storage over `fsdp` may be
     uneven."""

@@ -90,6 +90,7 @@ def measures(row: Mapping[str, Any]) -> str:
     loss = absent if row["loss"] is None else f"loss {row['loss']:.4f}"
     experts = row.get("experts")
     even = "" if experts is None else f"  busiest expert {experts['busiest']:.2f}x, {experts['dropped']:.1%} dropped"
+    even += f", {experts['gathered']:.1%} gathered" if experts is not None and "gathered" in experts else ""
     return f"{loss}  {short(row['tokens_per_s'])} tokens/s{even}"
 
 

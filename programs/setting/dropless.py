@@ -1,0 +1,89 @@
+"""How tokens of a mixture without a capacity travel to sharded experts: by a gather, or by an all-to-all with slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.models.families.config import ModelConfig
+from tpshard.models.families.dispatch import ExpertGroups
+from tpshard.parallelism.mesh import Axes, Mesh, size_of
+from tpshard.parallelism.pricing.cost import collective
+from tpshard.parallelism.pricing.network import Topology
+from tpshard.programs.setting import cluster
+from tpshard.recipes.keys.schema import Recipe
+
+ROUTING_BYTES = 12
+"""Bytes of the id and the weight of a token's expert, which travel with the token."""
+
+
+@dataclass(frozen=True)
+class Dropless:
+    """The form in which tokens travel to experts and their results back."""
+
+    groups: ExpertGroups | None
+    """The groups of experts that have slots; None: tokens are gathered."""
+    words: str
+    """The form and its reason, for plans."""
+
+
+def dropless(
+    recipe: Recipe, mesh: Mesh, c: ModelConfig | None, rows: Callable[[], int], itemsize: int
+) -> Dropless | None:
+    """The form of a recipe, by price where it leaves it open; None where no experts without a capacity are sharded.
+
+    c: the model, if it is of a family. rows: returns the sequences of a micro-batch on a device. itemsize: bytes of an
+    activation's element. Raises Mistakes (exit 4) for an all-to-all that the recipe's experts cannot have.
+    """
+    section, rules = recipe.sharding.dropless, recipe.sharding.rules
+    axes = _axes(mesh, rules.get("expert", ()))
+    if c is None or not c.experts or not c.top_k or c.capacity is not None or not axes:
+        return None
+    misfit = next(_misfits(recipe, mesh, c, axes), "")
+    if misfit and section.form == "all_to_all":
+        raise Mistakes.one(
+            "`sharding.dropless.form: all_to_all` cannot be had", exit=Exit.FIT,
+            where=recipe.where("sharding.dropless.form"), why=misfit, fix="form: auto or gather",
+        )  # fmt: skip
+    groups = ExpertGroups(size_of(axes), section.slack)
+    if section.form == "gather" or misfit:
+        return Dropless(None, f"tokens are gathered for experts: {misfit or '`sharding.dropless.form: gather`'}")
+    tokens = recipe.model.seq_len
+    slots = groups.slots(tokens, c.experts, c.top_k)
+    device, _, per_host = cluster.device_of(recipe)
+    topology = Topology(mesh, per_host)
+
+    def seconds(kind: str, numbers: int) -> float:
+        return collective(device, topology, kind, axes, rows() * numbers).seconds + device.overhead.issue_s
+
+    token, routing, every = c.width * itemsize, c.top_k * ROUTING_BYTES, groups.count * tokens
+    gather_s = seconds("all_gather", every * (token + routing)) + seconds("reduce_scatter", every * token)
+    sent = groups.count * slots
+    exchange_s = seconds("all_to_all", sent * (token + routing)) + seconds("all_to_all", sent * token)
+    times = f"{exchange_s * 1e3:.3g} ms of all-to-all beside {gather_s * 1e3:.3g} ms of gathering, a layer and way"
+    room = f"{slots} slots for the {tokens} tokens of a sequence on each of {groups.count} devices"
+    if section.form == "auto" and recipe.compile == "inductor":
+        return Dropless(None, "tokens are gathered for experts: `compile: inductor` does not compile programs with the "
+                        f"fallback of an all-to-all ({times})")  # fmt: skip
+    if section.form == "auto" and exchange_s >= gather_s:
+        return Dropless(None, f"tokens are gathered for experts: {times}, with {room}")
+    rest = "" if slots == tokens else "; a step in which more go to one gathers them too, and is not priced"
+    return Dropless(groups, f"tokens travel to experts by all-to-all: {times}, with {room}{rest}")
+
+
+def _axes(mesh: Mesh, names: tuple[str, ...]) -> Axes:
+    return tuple(mesh.axis(name) for name in names if mesh.axes.get(name, 1) > 1)
+
+
+def _misfits(recipe: Recipe, mesh: Mesh, c: ModelConfig, axes: Axes) -> Iterator[str]:
+    """Yields the reasons why tokens of a model cannot travel by all-to-all."""
+    rules, data = recipe.sharding.rules, _axes(mesh, recipe.sharding.rules.get("batch", ()))
+    if data[len(data) - len(axes) :] != axes:
+        yield "the axes of `sharding.rules.expert` are not the last of `sharding.rules.batch`"
+    if _axes(mesh, rules.get("seq", ())):
+        yield "`sharding.rules.seq` divides the sequences that share slots"
+    if (c.experts or 0) % size_of(axes):
+        yield f"{size_of(axes)} devices do not divide {c.experts} experts"
+    if recipe.pipeline is not None and recipe.pipeline.vectorized:
+        yield "`pipeline.form: vectorized` has no control flow"
