@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from tpshard.files.linear_regex import matches_start
+from tpshard.models.families.presets import PRESETS
 from tpshard.recipes.foreign import deepspeed, model_names
 from tpshard.recipes.foreign.stacks import MESH, RankSizes
 from tpshard.recipes.foreign.trainer_rows import (
@@ -116,7 +117,7 @@ def _packed(base: str | None, bits8: Any, bits4: Any, gptq: Any, adapter: str | 
     keys = {"adapters.packed": True, "quantize": {"bits": bits, "group_size": group, "order": "none"}}
     by = "load_in_8bit" if bits == 8 else "load_in_4bit" if truth(bits4) else "gptq" if truth(gptq) else "adapter"
     model = model_names.named(base or "")
-    sayable = model is not None and "mixtral" not in model["preset"] and "a3b" not in model["preset"]
+    sayable = model is not None and not PRESETS[model["preset"]].experts
     why = f"codes of {bits} bits are GPTQ's; to train, name the folder that `tpshard quantize` writes, model.hf=..."
     return Unsaid(why, keys if sayable else Omit, (by,))
 
@@ -127,7 +128,10 @@ def _computed(bf16: Any, fp16: Any, bfloat16: Any, float16: Any) -> str:
     return "bf16" if truth(bf16) or bf16 in ("auto", "full") or truth(bfloat16) else "fp32"
 
 
-def _dtype(fp8: Any, *types: Any) -> str:
+def _dtype(fp8: Any, base: str | None, *types: Any) -> Any:
+    keys = model_names.named(base or "")
+    if truth(fp8) and keys is not None and PRESETS[keys["preset"]].experts:
+        return Unsaid("fp8 is of dense models here", _computed(*types), ("fp8",))
     return "fp8" if truth(fp8) else _computed(*types)
 
 
@@ -265,7 +269,7 @@ ROWS = (
         "base_model": Maybe(str), "load_in_8bit": False, "load_in_4bit": False, "gptq": False, "adapter": Maybe(str),
     }, _packed),
     KeyRow("model.seq_len", {"sequence_len": 512}),
-    KeyRow("model.dtype", {"fp8": False, **COMPUTED}, _dtype),
+    KeyRow("model.dtype", {"fp8": False, "base_model": Maybe(str), **COMPUTED}, _dtype),
     KeyRow("adapters.lora", LORA, _adapter),
     KeyRow("loss.chunks", {
         "liger_fused_linear_cross_entropy": False, "cut_cross_entropy": Maybe(object), "chunked_cross_entropy": False,

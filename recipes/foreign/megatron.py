@@ -150,16 +150,19 @@ def _schedule(
     return keys if wsd_style == "linear" else Unsaid("the fall of wsd is a line here", keys, ("--lr-wsd-decay-style",))
 
 
-def _precision(bf16: bool, fp16: bool, fp8: str | None, in_bf16: bool, grads: str, moments: str) -> Any:
+def _precision(
+    bf16: bool, fp16: bool, fp8: str | None, in_bf16: bool, grads: str, moments: str, experts: int | None
+) -> Any:
     computed = "bf16" if bf16 else "fp16" if fp16 else "fp32"
     sums = "bf16" if in_bf16 or grads == "bf16" else "fp32"
     keys = {
-        "model.dtype": "fp8" if fp8 else computed, "fsdp.param_dtype": computed, "fsdp.master_dtype": "fp32",
-        "fsdp.reduce_dtype": sums, "optimizer.state_dtype": moments if moments in ("bf16", "fp16") else "fp32",
+        "model.dtype": "fp8" if fp8 and not experts else computed, "fsdp.param_dtype": computed,
+        "fsdp.master_dtype": "fp32", "fsdp.reduce_dtype": sums,
+        "optimizer.state_dtype": moments if moments in ("bf16", "fp16") else "fp32",
     }  # fmt: skip
     if bf16 and fp16:
         return Conflict("--bf16 and --fp16 together stop it", keys, "keep one of them", ("--bf16", "--fp16"))
-    return keys
+    return Unsaid("fp8 is of dense models here", keys, ("--fp8-format",)) if fp8 and experts else keys
 
 
 def _accumulate(fsdp: bool, fsdp2: bool, strategy: str, in_bf16: bool, grads: str) -> dict[str, str]:
@@ -210,18 +213,26 @@ def _remat(
 
 
 def _pipeline(
-    pp: int, layers: int | None, each: int | None, rounds: int | None, first: int | None, last: int | None
-) -> Any:
+    pp: int, layers: int | None, each: int | None, rounds: int | None, first: int | None, last: int | None,
+    embedding: bool, loss: bool,
+) -> Any:  # fmt: skip
+    """The embedding and the loss may count as layers of the first and the last stage."""
     if pp == 1:
         return Omit
-    per_stage = (layers or 0) // pp
+    counted = (layers or 0) + embedding + loss
+    per_stage = counted // pp
     rounds = rounds or (per_stage // each if each and per_stage % each == 0 else 1)
     keys: dict[str, Any] = {"schedule": "interleaved_1f1b" if rounds > 1 else "1f1b", "rounds": rounds}
     if layers is not None and first is None and last is None:
-        if layers % (pp * rounds):
-            message = f"{layers} layers are not divided by {pp} x {rounds} stages"
+        if counted % (pp * rounds):
+            message = f"{counted} layers are not divided by {pp} x {rounds} stages"
             return Conflict(message, keys, fix="a multiple, or --decoder-first-pipeline-num-layers")
-        keys["split"] = [layers // (pp * rounds)] * (pp * rounds)
+        split = [counted // (pp * rounds)] * (pp * rounds)
+        split[0], split[-1] = split[0] - embedding, split[-1] - loss
+        if min(split) < 1:
+            why = "a stage has the embedding or the loss alone there; here each has a layer"
+            return Unsaid(why, {"schedule": "1f1b", "rounds": 1}, ("--account-for-embedding-in-pipeline-split",))
+        keys["split"] = split
     elif layers is not None and rounds == 1 and pp > 2:
         inner = layers - (first or 0) - (last or 0)
         between = pp - (first is not None) - (last is not None)
@@ -268,7 +279,7 @@ ROWS = (
     KeyRow(
         ("model.dtype", "fsdp.param_dtype", "fsdp.master_dtype", "fsdp.reduce_dtype", "optimizer.state_dtype"),
         {"--bf16": False, "--fp16": False, "--fp8-format": Maybe(str), "--grad-reduce-in-bf16": False,
-         "--main-grads-dtype": "fp32", "--exp-avg-dtype": "fp32"},
+         "--main-grads-dtype": "fp32", "--exp-avg-dtype": "fp32", "--num-experts": Maybe(int)},
         _precision,
     ),
     KeyRow("fsdp.bucket", {}, lambda: "wrap"),
@@ -287,6 +298,7 @@ ROWS = (
         "--pipeline-model-parallel-size": 1, "--num-layers": Maybe(int),
         "--num-layers-per-virtual-pipeline-stage": Maybe(int), "--num-virtual-stages-per-pipeline-rank": Maybe(int),
         "--decoder-first-pipeline-num-layers": Maybe(int), "--decoder-last-pipeline-num-layers": Maybe(int),
+        "--account-for-embedding-in-pipeline-split": False, "--account-for-loss-in-pipeline-split": False,
     }, _pipeline),
     KeyRow(("batch.global_sequences", "batch.per_device"),
         {"--global-batch-size": Maybe(int), "--micro-batch-size": 1, "--rampup-batch-size": Maybe(object), **RANKS},
@@ -298,8 +310,8 @@ ROWS = (
     KeyRow("optimizer.betas", {"--adam-beta1": 0.9, "--adam-beta2": 0.999}, lambda *betas: list(betas)),
     KeyRow("optimizer.eps", {"--adam-eps": 1e-8}),
     KeyRow("optimizer.weight_decay", {"--weight-decay": 0.01}),
-    KeyRow("optimizer.groups", {"--decoupled-lr": Maybe(float)},
-        lambda lr: Omit if lr is None else [{"match": ["tok_embed", "output"], "lr": lr}]),
+    KeyRow("optimizer.groups", {"--decoupled-lr": Maybe(float), "--untie-embeddings-and-output-weights": False},
+        lambda lr, untied: Omit if lr is None else [{"match": ["tok_embed", *["output"] * untied], "lr": lr}]),
     KeyRow("schedule", {
         "--lr": Maybe(float), "--min-lr": 0.0, "--lr-decay-style": "linear", "--lr-decay-iters": Maybe(int),
         "--lr-decay-samples": Maybe(int), "--lr-warmup-iters": 0, "--lr-warmup-samples": 0,
@@ -330,7 +342,7 @@ LOGS = (
     r"rdzv|data-cache|cache-path|split|num-workers|no-mmap|dataloader|no-create-attention|tiktoken|eod-mask|vocab-file|"
     r"merge-file|distributed-(timeout|backend)|manual-gc|empty-unused|finetune|use-mcore|transformer-impl|no-check|nccl|"
     r"max-restarts|tee|dist-ckpt|override-opt|use-checkpoint|check-for-nan|inprocess|te-rng|no-initialization|"
-    r"no-async-tensor|account-for|tokenizer-(hf|metadata)|use-legacy|legacy|trust-remote|reset-|per-split"
+    r"no-async-tensor|tokenizer-(hf|metadata)|use-legacy|legacy|trust-remote|reset-|per-split"
 )
 TOOL = Tool(
     "megatron",

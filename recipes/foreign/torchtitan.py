@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from tpshard.diagnostics.diagnostic import Exit
-from tpshard.models.families.presets import preset
+from tpshard.models.families.presets import PRESETS, preset
 from tpshard.recipes.foreign import model_names, torchtitan_registry
 from tpshard.recipes.foreign.stacks import MESH, RankSizes, product, rest_of
 from tpshard.recipes.foreign.translation import Conflict, KeyRow, Maybe, Omit, Tool, Unsaid, stated
@@ -193,7 +193,7 @@ def _compile(enable: bool, components: list[str]) -> Any:
     return "blocks" if enable and "model" in components else "eager"
 
 
-def _precision(dtype: str, param: str, converters: list[str], implementation: str) -> Any:
+def _precision(dtype: str, param: str, converters: list[str], implementation: str, *model: str) -> Any:
     master, computed = DTYPES.get(dtype, "fp32"), DTYPES.get(param, "bf16")
     others = [one for one in map(str, converters) if one not in ("float8", "quantize.linear.float8")]
     in_8_bits = len(others) < len(converters) or any("linear.mx" in one or one == "mx" for one in others)
@@ -201,7 +201,10 @@ def _precision(dtype: str, param: str, converters: list[str], implementation: st
         "model.dtype": "fp8" if in_8_bits else computed, "fsdp.param_dtype": computed, "fsdp.master_dtype": master,
         "optimizer.state_dtype": "bf16" if implementation.endswith("bf16") else master,
     }  # fmt: skip
+    sizes = _model(*model)
     why = f"of {', '.join(others)} a recipe has model.dtype: fp8 alone, with a scale per 128 elements"
+    if in_8_bits and isinstance(sizes, dict) and PRESETS[sizes["preset"]].experts:
+        return Unsaid("fp8 is of dense models here", keys | {"model.dtype": computed}, ("model.converters",))
     if others == ["LoRA"]:
         why = "give adapters.lora, such as {rank: 8, alpha: 16, targets: [wq, wo]}"
     return Unsaid(why, keys, ("model.converters",)) if others else keys
@@ -241,7 +244,7 @@ ROWS = (
         ("model.dtype", "fsdp.param_dtype", "fsdp.master_dtype", "optimizer.state_dtype"),
         {
             "training.dtype": "float32", "training.mixed_precision_param": "bfloat16", "model.converters": [],
-            "optimizer.implementation": "fused",
+            "optimizer.implementation": "fused", "model.name": "llama3", "model.flavor": "debugmodel",
         },
         _precision,
     ),

@@ -12,7 +12,7 @@ import torch
 from tpshard.models.adapters.adapted_model import AdaptedModel
 from tpshard.models.adapters.lora import Lora
 from tpshard.models.adapters.merging import merged_blocks
-from tpshard.models.adapters.peft_config import CONFIG
+from tpshard.models.adapters.peft_config import CONFIG, lora_of, read_config
 from tpshard.models.adapters.peft_folder import PeftFolder, write_peft
 from tpshard.models.initialization import fill
 from tpshard.models.model_spec import ModelSpec
@@ -70,7 +70,8 @@ def test_what_is_written_is_read_and_merged(name: str, lora: Lora, tmp_path: Pat
     ({"peft_type": "IA3"}, "IA3"), ({"r": 5}, r"\[4, 32\], the model makes it \[5, 32\]"),
     ({"target_modules": ["q_proj"]}, "belongs to no adapter"), ({"target_modules": ["qq"]}, "`qq` is no linear layer"),
     ({"layer_replication": [[0, 1]]}, "layer_replication"),
-    ({"modules_to_save": ["lm_head"]}, "`lm_head.weight` is miss"),
+    ({"modules_to_save": ["lm_head"]}, "`lm_head.weight` is miss"), ({"target_modules": "(("}, "no regular expression"),
+    ({"target_modules": "q_proj", "layers_to_transform": [0]}, "is for names in `target_modules`"),
 ])  # fmt: skip
 def test_what_is_not_supported_is_refused_by_name(change: dict[str, Any], says: str, tmp_path: Path) -> None:
     base, _, folder = written(tmp_path, "llama", Lora(4, 4.0, ("q_proj", "v_proj")))
@@ -78,6 +79,26 @@ def test_what_is_not_supported_is_refused_by_name(change: dict[str, Any], says: 
     (folder / CONFIG).write_text(json.dumps(raw | change))
     with pytest.raises(ValueError, match=says):
         PeftFolder.of(folder, base)
+
+
+@pytest.mark.parametrize(("change", "chosen"), [
+    ({"target_modules": r".*\.(q|v)_proj", "exclude_modules": r".*layers\.0\..*"}, {"layers.1.attention.wq",
+        "layers.1.attention.wv"}), ({"target_modules": r"(?!.*mlp).*layers.0.*(up|q)_proj"}, {"layers.0.attention.wq"}),
+    ({"target_modules": ["q_proj", "down_proj"], "modules_to_save": ["mlp"], "layers_to_transform": 1},
+        {"layers.1.attention.wq"}), ({"target_modules": r"(\w+\.?)+q_proj", "layers_to_transform": None},
+        {"layers.0.attention.wq", "layers.1.attention.wq"}),
+])  # fmt: skip
+def test_layers_are_chosen_as_by_peft(change: dict[str, Any], chosen: set[str], tmp_path: Path) -> None:
+    """Expressions are matched in linear time: the last one has no end in Python's engine where it does not match."""
+    raw = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "auto_mapping": {"base_model_class": "LlamaForCausalLM"}}
+    (tmp_path / CONFIG).write_text(json.dumps(raw | change))
+    base = open_model(architectures.folder(tmp_path / "base", "llama"))
+    assert set(AdaptedModel(base, lora_of(read_config(tmp_path))).adapters) == chosen
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(**{key: value for key, value in (raw | change).items() if key in ("r", *change)})
+    theirs = peft.get_peft_model(architectures.own("llama"), config)
+    adapted = {name.partition(".model.layers")[2] for name, _ in theirs.named_modules() if name.endswith("lora_A")}
+    assert len(adapted) == len(chosen)
 
 
 def test_adapters_of_another_base_are_refused(tmp_path: Path) -> None:
