@@ -28,8 +28,8 @@ from tpshard.devices.read import device as read_device
 from tpshard.diagnostics.diagnostic import Mistakes
 from tpshard.parallelism.pricing.cost import Device
 from tpshard.parallelism.sharding import local_shape
-from tpshard.plan.step.pricing import Pricing, price_parts
-from tpshard.plan.step.step_price import price_step, training_parts
+from tpshard.plan.step.pricing import Pricing, memory_of, peak_of
+from tpshard.plan.step.step_price import price_step
 from tpshard.programs.parts.pass_choices import compiled_by
 from tpshard.programs.setting import cluster
 from tpshard.programs.setting.setting import Setting
@@ -83,14 +83,16 @@ def priced(run: PublishedRun, programs: TrainingPrograms, device: Device | None 
     own, _, per_host = cluster.device_of(run.recipe)
     compiled = run.compiled or compiled_by(run.recipe)
     device = device_fit.streaming_at(device or own, published_rows.STREAMING[run.stack])
+    pricing = price_step(programs, device, per_host, compiled)
     if not run.holds_logits:
-        return price_step(programs, device, per_host, compiled)
+        return pricing
     logits = programs.micro.records["logits"]
     held = {"logits_and_loss": math.prod(local_shape(logits.shape, logits.layout)) * logits.dtype.itemsize}
-    first, *rest = training_parts(programs, compiled)
-    assert first.name == "micro-batch"
-    parts = [replace(first, always={**first.always, **held}), *rest]
-    return price_parts(parts, device, per_host, trains=True)
+    first, *rest = pricing.parts
+    assert first.part.name == "micro-batch"
+    part = replace(first.part, always={**first.part.always, **held})
+    first = replace(first, part=part, memory=memory_of(part, first.priced, pricing.device))
+    return replace(pricing, parts=[first, *rest], worst=peak_of([first, *rest]))
 
 
 def predict(run: PublishedRun, build: Callable[[Setting], TrainingPrograms]) -> Outcome:

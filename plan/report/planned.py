@@ -40,7 +40,7 @@ class Planned:
     @property
     def fingerprints(self) -> dict[str, str]:
         """The fingerprint of each program that the plan prices, by part of the step."""
-        if self.pricing.pipeline is not None:
-            named = self.pricing.pipeline.programs.fingerprints
+        if self.step is not None and self.step.cuts:
+            named = self.step.fingerprints
             return {name: fingerprint for name, fingerprint in named.items() if not name.startswith("layouts")}
         return {entry.part.name: entry.part.program.fingerprint for entry in self.pricing.parts}

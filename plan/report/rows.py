@@ -14,7 +14,6 @@ from tpshard.plan.step.figures import (
     PartFigures,
     PlannedEvent,
     PlannedOp,
-    PricedPipeline,
     StepFigures,
 )
 from tpshard.plan.step.pricing import PricedPart, Pricing, work_of
@@ -84,16 +83,12 @@ def buckets_of(pricing: Pricing) -> list[Bucket]:
 
 def figures_of(pricing: Pricing) -> StepFigures:
     """The figures of a priced step."""
-    local, whole = pricing.flops()
-    piped, worst = pricing.pipeline, pricing.worst
-    pipeline = None if piped is None else PricedPipeline(
-        piped.table, piped.slots, piped.stages, piped.devices, piped.balanced
-    )  # fmt: skip
+    worst = pricing.worst
     return StepFigures(
         pricing.device, [_part(entry) for entry in pricing.parts], _part(worst),
         _peak_at(worst), pricing.step_s, pricing.compute_s, pricing.comm_s, pricing.exposed_s, pricing.slowed_s,
-        pricing.idle_s, pricing.fixed_s, _work_seconds(pricing), _static_bytes(pricing), local, whole, pipeline,
-        pricing.limit,
+        pricing.idle_s, pricing.fixed_s, _work_seconds(pricing), _static_bytes(pricing), pricing.local_flops,
+        pricing.useful_flops, pricing.pipeline, pricing.limit,
     )  # fmt: skip
 
 

@@ -94,7 +94,7 @@ class PricedPipeline:
     def idle_s(self) -> float:
         """Seconds that the slowest device waits for others, or for a core."""
         slowest = self.devices[self.slowest]
-        return self.step_s - slowest.busy_s - slowest.once_s
+        return (self.seconds - slowest.busy_s) + (max(device.once_s for device in self.devices) - slowest.once_s)
 
     def to_json(self) -> dict[str, Any]:
         """The pipeline as `plan --json` prints it."""

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tpshard.parallelism.mesh import Mesh
-from tpshard.parallelism.pricing.cost import CommCost, Device, collective
+from tpshard.parallelism.pricing.cost import CommCost, Device
 from tpshard.parallelism.pricing.flow import info_of
 from tpshard.parallelism.pricing.fusion import NONE, CacheReads, Compiled, Kernel
 from tpshard.parallelism.pricing.liveness import Memory, liveness
-from tpshard.parallelism.pricing.network import Topology
 from tpshard.parallelism.pricing.timeline import Priced, Timeline, price
 from tpshard.parallelism.program import Collective, Info, Port, Program
 from tpshard.parallelism.runtime.heap import MAPPED_BYTES
-from tpshard.plan.step.figures import Line, StepMemory
-
-if TYPE_CHECKING:
-    from tpshard.plan.step.step_price import Piped
+from tpshard.plan.step.figures import Line, PricedPipeline, StepMemory
 
 
 @dataclass(frozen=True)
@@ -69,28 +64,29 @@ class PricedPart:
 
 @dataclass
 class Pricing(StepMemory):
-    """The price of a step: seconds, bytes and FLOPs of one device."""
+    """The price of a step: seconds, bytes and FLOPs of one device; with stages, of the slowest."""
 
     device: Device
     parts: list[PricedPart]
     fixed_s: float
     """Seconds of a step outside of operations: the training loop, and getting memory from the system."""
-    pipeline: Piped | None = None
-    """The pipeline, if any; `parts` are then those of the slowest device."""
+    worst: PricedPart
+    """The part in which memory peaks, over all devices."""
+    useful_flops: int
+    """The FLOPs of all devices, without recomputation."""
+    idle_s: float = 0.0
+    """Seconds that the device waits for other stages."""
+    pipeline: PricedPipeline | None = None
+    """The schedule of a step with stages."""
     limit: int | None = None
 
     def _sum(self, name: str) -> float:
         return float(sum(getattr(p.timeline, name) * p.part.times for p in self.parts))
 
     @property
-    def idle_s(self) -> float:
-        """Seconds that the slowest device of a pipeline waits for others."""
-        return self.pipeline.idle_s if self.pipeline is not None else 0.0
-
-    @property
     def step_s(self) -> float:
         """Seconds of a step."""
-        return (self.pipeline.step_s if self.pipeline is not None else self._sum("seconds")) + self.fixed_s
+        return self._sum("seconds") + self.idle_s + self.fixed_s
 
     @property
     def compute_s(self) -> float:
@@ -113,29 +109,14 @@ class Pricing(StepMemory):
         return self._sum("slowed_s")
 
     @property
-    def worst(self) -> PricedPart:
-        """The part in which memory peaks."""
-        if self.pipeline is not None:
-            return self.pipeline.worst
-        return max(self.parts, key=lambda p: p.memory.peak_bytes)
-
-    @property
     def peak_bytes(self) -> int:
         """Peak memory of a step on one device, in bytes."""
         return self.worst.memory.peak_bytes
 
-    def flops(self) -> tuple[int, int]:
-        """The FLOPs of a step without recomputation: those of one device, and those of all devices."""
-        local = whole = 0
-        for entry in self.parts:
-            for kernel in entry.priced.kernels:
-                if info_of(kernel.node).phase != "recompute":
-                    own, all_devices = work_of(kernel)
-                    local += own * entry.part.times
-                    whole += all_devices * entry.part.times
-        if self.pipeline is not None:
-            whole = self.pipeline.useful_flops
-        return local, whole
+    @property
+    def local_flops(self) -> int:
+        """The FLOPs of the device, without recomputation."""
+        return flops_of(self.parts)[0]
 
     def issues(self) -> list[tuple[Line, list[Collective]]]:
         """The step's collectives in lines, the most expensive first, each collective once however often its part
@@ -186,27 +167,29 @@ def price_part(part: StepPart, device: Device, per_host: int) -> PricedPart:
     return PricedPart(part, priced, priced.run(), memory_of(part, priced, device))
 
 
-def price_parts(parts: Sequence[StepPart], device: Device, per_host: int, *, trains: bool = False) -> Pricing:
-    """Prices a step: the memory and time of each of its parts on a device.
+def peak_of(parts: Iterable[PricedPart]) -> PricedPart:
+    """The part in which memory peaks."""
+    return max(parts, key=lambda part: part.memory.peak_bytes)
 
-    per_host: devices of a host that the mesh uses. trains: whether the training loop's own work is included.
+
+def flops_of(parts: Iterable[PricedPart]) -> tuple[int, int]:
+    """The FLOPs of parts of a step without recomputation: those of one device, and those of the whole operations."""
+    local = whole = 0
+    for entry in parts:
+        for kernel in entry.priced.kernels:
+            if info_of(kernel.node).phase != "recompute":
+                own, all_devices = work_of(kernel)
+                local += own * entry.part.times
+                whole += all_devices * entry.part.times
+    return local, whole
+
+
+def price_parts(parts: Sequence[StepPart], device: Device, per_host: int) -> Pricing:
+    """Prices programs that run one after another: the memory and time of each on a device.
+
+    per_host: devices of a host that the mesh uses.
     """
-    one_device = device.shared_by(per_host)
-    done = [price_part(part, one_device, per_host) for part in parts]
-    if trains:
-        return training_price(done, one_device, parts[0].program.mesh, per_host)
-    return Pricing(one_device, done, sum(part.mapped_s(one_device) for part in done))
-
-
-def training_price(
-    parts: list[PricedPart], device: Device, mesh: Mesh, per_host: int, pipeline: Piped | None = None
-) -> Pricing:
-    """The price of a training step from its priced parts, and the training loop's own work. device: of one process."""
-    mapped_s = sum(part.mapped_s(device) for part in parts)
-    return Pricing(device, parts, _looping(device, mesh, per_host) + mapped_s, pipeline)
-
-
-def _looping(device: Device, mesh: Mesh, per_host: int) -> float:
-    """Seconds of the training loop per step: the host's own work, and the agreement of all ranks to continue."""
-    everyone = mesh.sorted(mesh.axis(name) for name in mesh.axes)
-    return device.overhead.step_s + collective(device, Topology(mesh, per_host), "all_reduce", everyone, 8).seconds
+    device = device.shared_by(per_host)
+    priced = [price_part(part, device, per_host) for part in parts]
+    mapped_s = sum(part.mapped_s(device) for part in priced)
+    return Pricing(device, priced, mapped_s, peak_of(priced), flops_of(priced)[1])

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
+from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.pipeline import core_turns
 from tpshard.parallelism.pipeline.core_turns import host_shares
-from tpshard.parallelism.pipeline.schedules import StageTask
+from tpshard.parallelism.pipeline.schedules import Slot, StageTask
 from tpshard.parallelism.pipeline.stepping import RECEIVES_AHEAD, program_of
-from tpshard.parallelism.pricing.cost import Device
+from tpshard.parallelism.pricing.cost import Device, collective
 from tpshard.parallelism.pricing.flow import info_of
 from tpshard.parallelism.pricing.fusion import Compiled
+from tpshard.parallelism.pricing.network import Topology
 from tpshard.parallelism.pricing.timeline import Priced, Timeline, price
 from tpshard.parallelism.program import Program
 from tpshard.plan.step.figures import DevicePrice, PricedPipeline, StagePrice
-from tpshard.plan.step.pricing import (
-    PricedPart,
-    Pricing,
-    StepPart,
-    bytes_of,
-    memory_of,
-    price_part,
-    price_parts,
-    training_price,
-)
+from tpshard.plan.step.pricing import PricedPart, Pricing, StepPart, bytes_of, flops_of, memory_of, peak_of, price_part
 from tpshard.programs.parts.pass_choices import compiled_by
 from tpshard.programs.parts.step_programs import stored_ports
 from tpshard.programs.setting import cluster
@@ -34,20 +27,8 @@ from tpshard.programs.step.training_step import TASKS, TrainingPrograms, part_of
 BETWEEN_STAGES = ("send", "recv")
 """Transfers of a pipeline, which a run does not count as collectives."""
 HELD = {"parameter": "parameters", "gradient": "gradients", "optimizer": "optimizer"}
-
-
-@dataclass(frozen=True)
-class Piped(PricedPipeline):
-    """The price of a step of a pipeline."""
-
-    parts: list[PricedPart]
-    """The parts of the slowest device."""
-    worst: PricedPart
-    """The part in which memory peaks, over all devices."""
-    useful_flops: int
-    """FLOPs of all stages and micro-batches, without recomputation."""
-    programs: TrainingPrograms
-    """The programs that are priced."""
+StageRuns = dict[tuple[str, int], tuple[Priced, Timeline]]
+"""The price of one run of each program of a stage, by kind and stage."""
 
 
 def price_training(programs: TrainingPrograms, compiled: Compiled | None = None) -> Pricing:
@@ -59,15 +40,40 @@ def price_training(programs: TrainingPrograms, compiled: Compiled | None = None)
 
 
 def price_step(programs: TrainingPrograms, whole: Device, per_host: int, compiled: Compiled) -> Pricing:
-    """Prices every program once; of a pipeline, then simulates the schedule with these times.
+    """Prices every program once, then simulates the table of tasks with these times.
 
-    whole: the device before processes share it.
+    whole: the device before processes share it. On a CPU with more processes than cores, a stage's seconds are those on
+    a core of its own, and the schedule has the turns that stages take.
     """
-    device = whole.shared_by(per_host)
-    if programs.axis is None:
-        return price_parts(training_parts(programs, compiled), whole, per_host, trains=True)
-    piped = _price_stages(programs, whole, per_host, compiled)
-    return training_price(piped.parts, device, programs.setting.mesh, per_host, piped)
+    table, device = programs.table, whole.shared_by(per_host)
+    own = whole.with_own_core(per_host) if table.devices > 1 else device
+    runs = _price_stages(programs, own, per_host, compiled)
+
+    def seconds(task: StageTask) -> float:
+        return _until_handed_over(runs[task.kind, task.stage][1])
+
+    by_name = {part_of(*key): run for key, run in runs.items()}
+    devices, parts_of, peaks = [], [], []
+    for i, mine in enumerate(programs.devices):
+        parts, peak = _price_device(programs, i, by_name, device, per_host, compiled)
+        once_s = sum(p.seconds for p in parts if p.part.name in mine.by_role)
+        busy_s = sum(map(seconds, table.rows[i]))
+        devices.append(DevicePrice(busy_s, once_s, peak.memory.peak_bytes, table.most_held(i), *_sent(parts)))
+        parts_of.append(parts)
+        peaks.append(peak)
+    slots = _timetable(programs, own, per_host, seconds, lambda task: _send_delay(*runs[task.kind, task.stage]))
+    pipeline = PricedPipeline(table, slots, _stage_prices(programs, runs), devices, programs.balanced)
+    parts, mesh = parts_of[pipeline.slowest], programs.setting.mesh
+    return Pricing(
+        device, parts, _looping(device, mesh, per_host) + sum(part.mapped_s(device) for part in parts), peak_of(peaks),
+        sum(flops_of(each)[1] for each in parts_of), pipeline.idle_s, pipeline if programs.cuts else None,
+    )  # fmt: skip
+
+
+def _looping(device: Device, mesh: Mesh, per_host: int) -> float:
+    """Seconds of the training loop per step: the host's own work, and the agreement of all ranks to continue."""
+    everyone = mesh.sorted(mesh.axis(name) for name in mesh.axes)
+    return device.overhead.step_s + collective(device, Topology(mesh, per_host), "all_reduce", everyone, 8).seconds
 
 
 def training_parts(programs: TrainingPrograms, compiled: Compiled, place: int = 0) -> list[StepPart]:
@@ -116,58 +122,45 @@ def _bytes_beside(stored: Mapping[str, int], program: Program, activations: int 
     return {name: size for name, size in sizes.items() if size > 0}
 
 
-def _price_stages(programs: TrainingPrograms, whole: Device, per_host: int, compiled: Compiled) -> Piped:
-    """Prices a pipeline. On a CPU with more processes than cores, a task's seconds are those on a core of its own, and
-    the schedule has the turns that stages take."""
-    table, device = programs.table, whole.with_own_core(per_host)
-    runs: dict[tuple[str, int], tuple[Priced, Timeline]] = {}
+def _price_stages(programs: TrainingPrograms, device: Device, per_host: int, compiled: Compiled) -> StageRuns:
+    """Prices the programs of all stages, each of those that several stages share once."""
+    runs: StageRuns = {}
     of_program: dict[int, tuple[Priced, Timeline]] = {}
     for stage in programs.stages:
-        for kind, program in zip(table.kinds, stage.programs):
-            if id(program) not in of_program:  # stages that are alike may share their programs
+        for kind, program in zip(programs.table.kinds, stage.programs):
+            if id(program) not in of_program:
                 priced = price(program, device, per_host, compiled=compiled)
                 of_program[id(program)] = (priced, _with_messages(priced, device))
             runs[kind, stage.index] = of_program[id(program)]
+    return runs
 
-    def seconds(task: StageTask) -> float:
-        return _until_handed_over(runs[task.kind, task.stage][1])
 
-    def send_delay(task: StageTask) -> float:
-        return _send_delay(*runs[task.kind, task.stage])
-
-    cores = device.cpu.cores
-    if device.kind == "cpu" and 0 < cores < per_host:
+def _timetable(
+    programs: TrainingPrograms, device: Device, per_host: int, seconds: Callable[[StageTask], float],
+    send_delay: Callable[[StageTask], float],
+) -> list[Slot]:  # fmt: skip
+    """The time of every task; stages take turns on the cores of a CPU that has fewer than processes."""
+    table, cores = programs.table, device.cpu.cores
+    if table.devices > 1 and device.kind == "cpu" and 0 < cores < per_host:
         shares = host_shares(programs.setting.mesh, programs.setting.stage_axis, per_host)
-        slots = core_turns.timetable(table, seconds, send_delay, shares, cores)
-    else:
-        slots = table.timetable(seconds, send_delay)
-    stages, devices, worst, parts_of = [], [], [], []
+        return core_turns.timetable(table, seconds, send_delay, shares, cores)
+    return table.timetable(seconds, send_delay)
+
+
+def _stage_prices(programs: TrainingPrograms, runs: StageRuns) -> list[StagePrice]:
+    table, prices = programs.table, []
     for stage in programs.stages:
         sent = (info_of(n).comm for program in stage.programs for n in program.graph.nodes)
-        stages.append(
+        prices.append(
             StagePrice(
-                stage.index, table.device_of(stage.index), programs.layers[stage.index],
+                stage.index, table.device_of(stage.index), programs.layers[stage.index] if programs.layers else 0,
                 bytes_of(stage.forward.outputs, "saved"),
                 sum(c.bytes for c in sent if c is not None and c.kind == "send"),
                 _send_delay(*runs[table.kinds[0], stage.index]),
                 {TASKS[kind]: _until_handed_over(runs[kind, stage.index][1]) for kind in table.kinds},
             )
         )  # fmt: skip
-    by_name = {part_of(*key): run for key, run in runs.items()}
-    for i, mine in enumerate(programs.devices):
-        parts, peak = _price_device(programs, i, by_name, whole.shared_by(per_host), per_host, compiled)
-        apart = sum(p.seconds for p in parts if p.part.name in mine.by_role)
-        busy = sum(seconds(task) for task in table.rows[i])
-        devices.append(DevicePrice(busy, apart, peak.memory.peak_bytes, table.most_held(i), *_sent(parts)))
-        worst.append(peak)
-        parts_of.append(parts)
-    flops = sum(program.useful_flops for stage in programs.stages for program in stage.programs)
-    once = sum(program.useful_flops for mine in programs.devices for program in mine.by_role.values())
-    pipeline = PricedPipeline(table, slots, stages, devices, programs.balanced)
-    return Piped(
-        table, slots, stages, devices, programs.balanced, parts_of[pipeline.slowest],
-        max(worst, key=lambda p: p.memory.peak_bytes), table.micro_batches * flops + once, programs,
-    )  # fmt: skip
+    return prices
 
 
 def _price_device(
@@ -194,7 +187,7 @@ def _price_device(
     tallest, activations = max(tasks, key=peak)
     part = replace(tallest.part, always={**tallest.part.always, "activations": activations})
     peak_part = replace(tallest, part=part, memory=memory_of(part, tallest.priced, device))
-    return list(parts.values()), max([peak_part, *parts.values()], key=lambda p: p.memory.peak_bytes)
+    return list(parts.values()), peak_of([peak_part, *parts.values()])
 
 
 def _sent(parts: list[PricedPart]) -> tuple[int, int]:

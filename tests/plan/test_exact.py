@@ -22,7 +22,7 @@ from tpshard.parallelism.runtime.execute import Executor
 from tpshard.plan import planner
 from tpshard.plan.step import pricing
 from tpshard.plan.step.pricing import StepPart, price_parts
-from tpshard.plan.step.step_price import training_parts
+from tpshard.plan.step.step_price import price_step, training_parts
 from tpshard.programs.parts import passes, step_programs
 from tpshard.programs.parts.pass_choices import compiled_by
 from tpshard.programs.setting.setting import Setting
@@ -165,8 +165,8 @@ def test_step_time_is_what_its_lanes_say(report):
 
 def test_the_training_loop_has_work_of_its_own_and_agrees_once_a_step(programs, report):
     cpu = device("cpu")
-    parts = training_parts(programs, compiled_by(programs.setting.recipe))
-    plain, trained = (price_parts(parts, cpu, 4, trains=trains) for trains in (False, True))
+    compiled = compiled_by(programs.setting.recipe)
+    plain, trained = price_parts(training_parts(programs, compiled), cpu, 4), price_step(programs, cpu, 4, compiled)
     everyone = tuple(map(programs.setting.mesh.axis, ("fsdp", "tp")))
     agreed = collective(cpu.shared_by(4), Topology(programs.setting.mesh, 4), "all_reduce", everyone, 8)
     assert agreed.seconds > 0 and cpu.shared_by(4).overhead.step_s > 0

@@ -20,7 +20,8 @@ from tpshard.plan.report.planned import Planned
 from tpshard.plan.report.report import Report
 from tpshard.plan.search import search, search_pipelines, suggest
 from tpshard.plan.search.search_result import VariantPrice
-from tpshard.plan.step.step_price import Piped, price_step
+from tpshard.plan.step.figures import PricedPipeline
+from tpshard.plan.step.step_price import price_step
 from tpshard.plan.views import page, pictures, trace
 from tpshard.programs.setting.setting import Setting, devices_of
 from tpshard.programs.step import training
@@ -86,7 +87,7 @@ def test_stages_take_turns_on_the_cores_of_a_host_and_messages_take_time_of_them
     programs = training.build(setting)
     base = read.device("cpu")
 
-    def priced(cores: int, message_s: float = 0.0) -> Piped:
+    def priced(cores: int, message_s: float = 0.0) -> PricedPipeline:
         crowds = {1: Crowd(), 4: Crowd(compute=4 / cores, memory=4 / cores, overhead=1.0, message_s=message_s)}
         machine = replace(base, cpu=Cpu(cores=cores, crowds=crowds))
         priced = price_step(programs, machine, 4, "none").pipeline
