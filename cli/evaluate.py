@@ -141,6 +141,7 @@ def recipe_of(source: str, changes: Sequence[str]) -> Recipe:
 
 def _recipe_of_folder(folder: Path) -> str:
     """A recipe for the model in a Hugging Face folder: computed in fp32 where it is stored so, and on a CPU."""
+    from tpshard.cli.shared.source_model import unreadable_source
     from tpshard.cli.shared.worker_errors import visible_gpus
     from tpshard.models.folders import hf_config
 
@@ -149,9 +150,7 @@ def _recipe_of_folder(folder: Path) -> str:
         raw = hf_config.read_raw(folder)
         length = hf_config.folder_config(str(folder)).seq_len if computed else 2048
     except (ValueError, OSError) as error:
-        raise Mistakes.one(
-            f"{folder} cannot be read", exit=Exit.CHECKPOINT, why=str(error), fix="copy it again, or name another"
-        ) from error
+        raise unreadable_source(folder, error) from error
     stored = str(raw.get("dtype", raw.get("torch_dtype", "float32")))
     whole = {
         "name": folder.resolve().name, "data": {"tokenizer": str(folder)},

@@ -84,7 +84,7 @@ def quantize(
         report = write_quantized(quantizer, out, tokenizer=model.tokenizer, base=model.base, overwrite=overwrite)
     for sentence in _warnings(report):
         print(f"warning: {sentence}", file=sys.stderr)
-    orders = _orders(out)
+    orders = _orders(out, model)
     if as_json:
         print(json.dumps({**asdict(report), "act_orders": orders}))
     else:
@@ -94,7 +94,7 @@ def quantize(
         print(out)
 
 
-def _orders(folder: Path) -> list[dict[str, Any]]:
+def _orders(folder: Path, model: SourceModel) -> list[dict[str, Any]]:
     """What the layout `tp_aware` makes of the order of a folder's linears, found on the model's graph."""
     from tpshard.plan.report.order_rows import order_rows
     from tpshard.programs.server.serve_setting import ServeSetting
@@ -102,7 +102,9 @@ def _orders(folder: Path) -> list[dict[str, Any]]:
     from tpshard.programs.server.serving import moved_orders
     from tpshard.recipes.reading.load import loads
 
-    recipe = loads("name: quantized\ncluster: {device: cpu}\nmodel: {preset: tiny}\n", [f"serve.checkpoint={folder}"])
+    section = model.spec.to_json() if model.spec.reads_code else {"preset": "tiny"}
+    named = {"name": "quantized", "cluster": {"device": "cpu"}, "model": section, "serve": {"checkpoint": str(folder)}}
+    recipe = loads(json.dumps(named))
     try:
         return order_rows(moved_orders(ServeSetting.of(recipe, model_to_serve(recipe, "cpu"), "cpu")))
     except (
@@ -148,8 +150,8 @@ def _open(source: str, overrides: Sequence[str]) -> tuple[SourceModel, Recipe]:
 
     path = opened_location(source)
     if not holds_model(path):
-        return open_source(source, overrides), load(source, overrides, trained=True)
-    model = open_source(source)
+        return open_source(source, overrides, modules=True), load(source, overrides, trained=True)
+    model = open_source(source, modules=True)
     run = run_recipe(path)
     recipe = load(str(run) if run.is_file() else "tiny", overrides, trained=True)
     return named_tokenizer(model, recipe, overrides), recipe

@@ -7,15 +7,20 @@ import importlib.util
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tpshard.models.folders.folder_identity import folder_identity
+from tpshard.models.folders.module_folder import ModuleWeights
 from tpshard.models.model_spec import ModelSource, ModelSpec, Sizes, Use
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
     from tpshard.models.assemble import ModuleValues
+    from tpshard.models.folders.hf_quantized import QuantizedModules
+    from tpshard.models.layered.module_layers import ModuleLayers
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,8 @@ class ModuleModel(ModelSpec):
 
     path: str
     args: Mapping[str, Any] = field(default_factory=dict)
+    folder: Path | None = None
+    """The folder of `tpshard quantize` that holds its weights, if one does."""
     reads_code = True
     _values: dict[int, ModuleValues] = field(default_factory=dict, compare=False, repr=False)
     _changed: set[str] = field(default_factory=set, compare=False, repr=False)
@@ -31,11 +38,11 @@ class ModuleModel(ModelSpec):
 
     @property
     def source(self) -> ModelSource:  # type: ignore[override]
-        return ModelSource("module", self.path)
+        return ModelSource("module", self.path, self.folder)
 
     @property
     def dtype(self) -> str:
-        return "fp32"
+        return "fp32" if self.folder is None else "fp16"
 
     @property
     def sizes(self) -> Sizes:
@@ -48,7 +55,11 @@ class ModuleModel(ModelSpec):
 
     @property
     def identity(self) -> Mapping[str, str]:
-        return code_identity(self.path)
+        return code_identity(self.path) | ({} if self.folder is None else folder_identity(self.folder))
+
+    @cached_property
+    def weights(self) -> ModuleWeights | None:
+        return None if self.folder is None else ModuleWeights(self.folder, self.shapes)
 
     def module(self, dtype: torch.dtype) -> nn.Module:
         from tpshard.models.assemble import build_module
@@ -61,6 +72,8 @@ class ModuleModel(ModelSpec):
         import torch
         from tpshard.models.assemble import ModuleValues
 
+        if self.weights is not None:
+            return self.weights.block(name, starts, sizes, dtype or torch.float32)
         if seed not in self._values:
             self._values.clear()
             self._values[seed] = ModuleValues(self.path, self.args, self.build(), seed)
@@ -87,9 +100,20 @@ class ModuleModel(ModelSpec):
         ]  # fmt: skip
 
     def refusal(self, use: Use) -> str:
-        if use in ("write", "quantize"):
+        if use == "write":
             return f"`{self.path}` is a module of your own, which Hugging Face's folders have no form for"
         return ""
+
+    def quantized_modules(self, folder: Path) -> QuantizedModules:
+        from tpshard.models.folders.hf_quantized import QuantizedModules
+
+        stored = ModuleWeights(folder, self.shapes)
+        return QuantizedModules(folder, stored.tensors.coded_weights.get, lambda name: None)
+
+    def layered(self, dtype: torch.dtype) -> ModuleLayers:
+        from tpshard.models.layered.module_layers import ModuleLayers
+
+        return ModuleLayers(self.path, self.args, self.module(dtype))
 
     def to_json(self) -> dict[str, Any]:
         return {"module": self.path, "args": dict(self.args)}

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tpshard.models.adapters.adapted_model import AdaptedModel
 from tpshard.models.family_model import FamilyModel
-from tpshard.models.folders.hf_config import computes
+from tpshard.models.folders.hf_config import computes, read_raw
+from tpshard.models.folders.module_folder import module_of
 from tpshard.models.model_spec import ModelSpec
 from tpshard.models.module_model import ModuleModel
 from tpshard.models.transformers_model import TransformersModel
@@ -31,14 +32,21 @@ class ModelSection(Protocol):
     def overrides(self) -> Mapping[str, Any]: ...
 
 
-def open_model(of: ModelSection | str | Path, *, weights: bool = True, instead: Path | None = None) -> ModelSpec:
+def open_model(
+    of: ModelSection | str | Path, *, weights: bool = True, instead: Path | None = None, module: str | None = None
+) -> ModelSpec:
     """The model that a recipe's section names, or of a Hugging Face folder.
 
     ValueError names a value that is unknown, unsupported or contradictory, or an override that a folder's weights
     refuse; OSError a file that cannot be read. Without `weights` a folder's tensors are compared by their names alone,
     and torch is not imported. instead: a folder that is opened in place of the one that the section names.
+    module: the user's module that the recipe of the command names; a folder of another one is refused, since modules
+    are code.
     """
     if isinstance(of, (str, Path)):
+        raw = read_raw(of)
+        if module is not None and (named := module_of(raw)) is not None and named[0] == module:
+            return ModuleModel(*named, folder=Path(of))
         return _of_folder(str(of), {}, weights)
     if of.named_by is None:
         raise ValueError(f"a model is named by exactly one of {', '.join(DOORS)}")

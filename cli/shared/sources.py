@@ -40,7 +40,7 @@ def open_source(
             message = f"`{overrides[0]}` changes a recipe, but {source} is not one"
             raise Mistakes.one(message, exit=Exit.USAGE, fix="leave it out")
         if isinstance(path, Path) and not (path / MANIFEST).is_file():
-            return _from_folder(path)
+            return _from_folder(path, trusted.model.module if modules and trusted is not None else None)
         return _from_checkpoint(path, None, modules, trusted)
     from tpshard.cli.shared.arguments import load
     from tpshard.models.folders.foreign_formats import refuse_format
@@ -142,7 +142,7 @@ def latest(checkpoints: Location, recipe: Recipe) -> SavedCheckpoint:
     return checkpoint
 
 
-def _from_folder(folder: Path) -> SourceModel:
+def _from_folder(folder: Path, module: str | None) -> SourceModel:
     from tpshard.models.folders.hf_folder import DTYPES
     from tpshard.models.folders.hf_json import TOKENIZER
     from tpshard.models.open_model import open_model
@@ -153,7 +153,7 @@ def _from_folder(folder: Path) -> SourceModel:
         return peft_source(folder)
     name, tokenizer = str(folder), folder if any((folder / file).exists() for file in TOKENIZER) else None
     try:
-        spec = open_model(folder)
+        spec = open_model(folder, module=module)
         if (weights := spec.weights) is None:
             raise ValueError(f"{folder} holds no weights")
     except (ValueError, OSError) as error:

@@ -13,6 +13,7 @@ from tpshard.models.families.config import ModelConfig, RopeScaling
 from tpshard.models.families.family import Family, Key, Weight, Windows
 from tpshard.models.folders import hf_json
 from tpshard.models.folders.foreign_formats import refuse_format, refuse_quantization
+from tpshard.models.folders.module_folder import refuse_module
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -49,8 +50,10 @@ def folder_config(folder: str | os.PathLike[str]) -> ModelConfig:
 
 def computes(folder: str | os.PathLike[str]) -> bool:
     """Whether a family of tpshard computes a folder's model, and not transformers' class; `read_config` may still
-    refuse its numbers."""
-    return not class_reason(read_raw(folder))
+    refuse its numbers. FolderError for the folder of a user's module."""
+    raw = read_raw(folder)
+    refuse_module(raw, folder)
+    return not class_reason(raw)
 
 
 def class_reason(raw: Mapping[str, Any]) -> str:

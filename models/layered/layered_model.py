@@ -177,7 +177,7 @@ class TransformersLayers(LayeredModel):
         name = type(self.model).__name__
         if not architecture.attends and not patch_attention.took_place(self.model):
             raise NotQuantizable(f"{name} mixes tokens by itself, so that `tpshard serve` could not serve its folder")
-        self.layers = _only_list(self.model)
+        self.layers = only_list(self.model)
         self.separates_documents = architecture.attends and not patch_attention.took_place(self.model)
         self._transposed: type[nn.Module] = Conv1D
         self._dims = {path: named.dims for path, named in dims_of_plan(self.model).items()}
@@ -189,12 +189,12 @@ class TransformersLayers(LayeredModel):
             if isinstance(module, (nn.Linear, Conv1D)):
                 outputs, inputs = self.weight_of(module).shape
                 router = self._chooses(path, outputs)
-                matrices[path] = Matrix(path, _fits(outputs, inputs), f"{path}.weight", router=router)
+                matrices[path] = Matrix(path, fits_gptq(outputs, inputs), f"{path}.weight", router=router)
             elif set(module._parameters) >= set(_EXPERTS.values()):
                 if not attention_interface.are_swiglu(module):
                     raise NotQuantizable(f"`{path}` {_OTHER_EXPERTS}")
                 count, outputs, inputs = module.gate_up_proj.shape
-                fits = _fits(outputs // 2, inputs)
+                fits = fits_gptq(outputs // 2, inputs)
                 for leaf, held in _EXPERTS.items():
                     matrices[f"{path}.{leaf}"] = Matrix(f"{path}.*.{leaf}", fits, f"{path}.{held}", count)
             elif "expert" in path and any(one is not None and one.dim() == 3 for one in module._parameters.values()):
@@ -244,11 +244,12 @@ class TransformersLayers(LayeredModel):
         return {**raw, "dtype": "float16"}
 
 
-def _fits(outputs: int, inputs: int) -> bool:
+def fits_gptq(outputs: int, inputs: int) -> bool:
+    """Whether GPTQ files can hold a matrix."""
     return outputs % 32 == 0 and inputs % 32 == 0
 
 
-def _only_list(model: nn.Module) -> str:
+def only_list(model: nn.Module) -> str:
     """The path of the model's only list of layers. NotQuantizable where there is none, or several."""
     paths = [stack.path for stack in layer_stacks(model)]
     if len(paths) != 1:

@@ -196,7 +196,7 @@ def model_to_serve(recipe: Recipe, kind: str) -> Served:
     folder = Path(recipe.serve.checkpoint)
     if recipe.serve.checkpoint != LATEST and (folder / "config.json").is_file():
         try:
-            stored = open_model(folder)
+            stored = open_model(folder, module=recipe.model.module)
         except (ValueError, OSError) as error:
             raise _unreadable(recipe, folder, error) from error
         return stored_model(recipe, stored, folder, stored.dtype, kind)
