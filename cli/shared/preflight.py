@@ -57,6 +57,8 @@ def load_checked(
         found += text_errors(examined.recipe)
     if text and examined.sound("model", "task", "adapters", "quantize", "train.freeze"):
         found += code_errors(examined.recipe)
+    if text and examined.sound(*FITTED, "train.init_from") and not any(d.severity == "error" for d in found):
+        found += begin_errors(examined.recipe)
     diagnostics = recipes.in_order(found)
     if any(d.severity == "error" for d in diagnostics):
         raise Mistakes(diagnostics)
@@ -163,6 +165,27 @@ def code_errors(recipe: Recipe) -> list[Diagnostic]:
         except Exception as error:
             found.append(Diagnostic(str(error), exit=Exit.RECIPE, where=recipe.where("task"), fix="correct the class"))
     return found
+
+
+def begin_errors(recipe: Recipe) -> tuple[Diagnostic, ...]:
+    """The errors in what a new run begins from, where it is on this machine; a run that goes on needs it no more."""
+    named, spec = recipe.train.stored()["init_from"], _model(recipe)
+    beside = Path(recipe.file).parent
+    if named is None or spec is None or str(named).startswith(PREFIX) or is_url(str(named)):
+        return ()
+    try:
+        place = str(recipe.train.init_from)
+    except Mistakes:  # its environment variable is not set
+        return ()
+    if not os.path.exists(place) and (os.path.isabs(place) or (beside / "checkpoints").is_dir()):
+        return ()
+    from tpshard.train.run.initial_values import begin
+
+    try:
+        begin(recipe, place, spec)
+    except Mistakes as mistakes:
+        return mistakes.diagnostics
+    return ()
 
 
 def _forward_errors(recipe: Recipe, module: nn.Module) -> tuple[Diagnostic, ...]:

@@ -97,6 +97,8 @@ class Lora:
     """Ends of the paths of layers that get no adapter, or a regular expression of whole paths."""
     layers: tuple[int, ...] | None = None
     """The numbers of the layers of the model that have adapters; None: all."""
+    lists: tuple[str, ...] = ()
+    """The names of the lists in which these are counted; (): any."""
 
     def adapters(self, adaptable: Iterable[Adaptable], model: str) -> tuple[Adapter, ...]:
         """The adapters of a model's layers, in their order. LoraError for what names nothing or does not fit."""
@@ -133,8 +135,9 @@ class Lora:
         if any(_inside(end, f"{name}.weight") for end in self.modules_to_save for name in layer.names):
             return False  # it is trained in full
         if self.layers is not None:
-            number = re.search(r"\.(\d+)\.", layer.path)
-            if number is None or int(number[1]) not in self.layers:
+            lists = "|".join(self.lists) or r"[^.]*"
+            numbers = (re.match(rf"(?:|.*?\.)(?:{lists})\.(\d+)\.", name) for name in layer.names)
+            if not any(number is not None and int(number[1]) in self.layers for number in numbers):
                 return False
         if isinstance(self.targets, tuple):
             return any(_ends(target, name) for target in self.targets for name in layer.names)

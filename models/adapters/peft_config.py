@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,18 @@ READ: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "rank_pattern": (lambda v: v is None or _numbers(v), "a map of numbers"),
     "alpha_pattern": (lambda v: v is None or _numbers(v), "a map of numbers"),
     "modules_to_save": (lambda v: v is None or _names(v), "a list of names"),
+    "layers_pattern": (
+        lambda v: v is None or (isinstance(v, str | list) and all(isinstance(n, str) and re.fullmatch(r"\w*", n)
+                                                                  for n in ([v] if isinstance(v, str) else v))),
+        "a name of a list of layers, or several",
+    ),
     "layers_to_transform": (
         lambda v: v is None or type(v) is int or (isinstance(v, list) and all(type(n) is int for n in v)), "numbers",
     ),
 }  # fmt: skip
 """The fields that are obeyed, each with what it may be."""
 WHOLE: Mapping[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",), "task_type": (None, "CAUSAL_LM"), "bias": ("none", None), "layers_pattern": (None, [], ""),
+    "peft_type": ("LORA",), "task_type": (None, "CAUSAL_LM"), "bias": ("none", None),
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva", None),
     "fan_in_fan_out": (False, True, None), "trainable_token_indices": (None, [], {}), "loftq_config": (None, {}),
     "layer_replication": (None,), "lora_bias": (False, None), "use_qalora": (False, None),
@@ -82,6 +88,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder / CONFIG}: `peft_type` is missing")
     if "target_modules" not in raw:
         raise ValueError(f"{folder / CONFIG}: `target_modules` is missing")
+    if raw.get("layers_pattern") and raw.get("layers_to_transform") in (None, []):
+        raise ValueError(f"{folder / CONFIG}: `layers_pattern` needs `layers_to_transform`")
     if isinstance(raw["target_modules"], str) and raw.get("layers_to_transform") is not None:
         message = "`layers_to_transform` is for names in `target_modules`, not for a regular expression"
         raise ValueError(f"{folder / CONFIG}: {message}")
@@ -91,7 +99,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 def lora_of(raw: Mapping[str, Any]) -> Lora:
     """The adapters that `read_config` read."""
     targets, layers = raw["target_modules"], raw.get("layers_to_transform")
-    excluded = raw.get("exclude_modules") or ()
+    excluded, lists = raw.get("exclude_modules") or (), raw.get("layers_pattern") or ()
     return Lora(
         rank=raw.get("r", 8), alpha=float(raw.get("lora_alpha", 8)),
         targets=targets if isinstance(targets, str) else tuple(targets),
@@ -100,6 +108,7 @@ def lora_of(raw: Mapping[str, Any]) -> Lora:
         alpha_pattern=raw.get("alpha_pattern") or {}, modules_to_save=tuple(raw.get("modules_to_save") or ()),
         exclude=excluded if isinstance(excluded, str) else tuple(excluded),
         layers=None if layers is None else (layers,) if isinstance(layers, int) else tuple(layers) or None,
+        lists=(lists,) if isinstance(lists, str) else tuple(lists),
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from tpshard.models.model_spec import ModelSpec
 PREFIX = "base_model.model."
 FLOATING = ("F64", "F32", "BF16", "F16")
 """The dtypes of adapters, as safetensors names them."""
+PICKLE = "adapter_model.bin"
 VECTOR = "lora_magnitude_vector"
 """DoRA's magnitudes in PEFT's files."""
 
@@ -44,6 +45,10 @@ class PeftFolder:
     def of(folder: Path, base: ModelSpec) -> PeftFolder:
         """The adapters of a folder for a base."""
         raw = peft_config.read_config(folder)
+        if not (folder / peft_config.WEIGHTS).exists() and (folder / PICKLE).exists():
+            raise ValueError(
+                f"{folder / PICKLE} is a pickle, which may run code; PEFT also writes {peft_config.WEIGHTS}"
+            )
         try:
             spec = AdaptedModel(base, peft_config.lora_of(raw))
             spec.check()

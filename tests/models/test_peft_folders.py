@@ -85,7 +85,9 @@ def test_what_is_not_supported_is_refused_by_name(change: dict[str, Any], says: 
     ({"target_modules": r".*\.(q|v)_proj", "exclude_modules": r".*layers\.0\..*"}, {"layers.1.attention.wq",
         "layers.1.attention.wv"}), ({"target_modules": r"(?!.*mlp).*layers.0.*(up|q)_proj"}, {"layers.0.attention.wq"}),
     ({"target_modules": ["q_proj", "down_proj"], "modules_to_save": ["mlp"], "layers_to_transform": 1},
-        {"layers.1.attention.wq"}), ({"target_modules": r"(\w+\.?)+q_proj", "layers_to_transform": None},
+        {"layers.1.attention.wq"}),
+    ({"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": "layers"}, {"layers.1.attention.wq"}),
+    ({"target_modules": r"(\w+\.?)+q_proj", "layers_to_transform": None},
         {"layers.0.attention.wq", "layers.1.attention.wq"}),
 ])  # fmt: skip
 def test_layers_are_chosen_as_by_peft(change: dict[str, Any], chosen: set[str], tmp_path: Path) -> None:

@@ -57,13 +57,17 @@ def initial_values(recipe: Recipe, spec: ModelSpec) -> InitialBlock:
         gone or spec.weights  # noqa: B018 (raises)
     except (ValueError, OSError) as error:
         raise wrong_model(recipe, error) from error
-    others: Mapping[str, ReadBlock] = {}
-    if place is not None:
-        try:
-            others = values_of(Path(place), spec)
-        except (ValueError, OSError, Damaged) as error:
-            raise _cannot_begin(recipe, error) from error
+    others: Mapping[str, ReadBlock] = {} if place is None else begin(recipe, place, spec)
     return block
+
+
+def begin(recipe: Recipe, place: str, spec: ModelSpec) -> dict[str, ReadBlock]:
+    """`values_of` of `train.init_from`, of which headers alone are read. Mistakes (exit 7) where a run cannot begin
+    from it."""
+    try:
+        return values_of(Path(place), spec)
+    except (ValueError, OSError, Damaged) as error:
+        raise _cannot_begin(recipe, error) from error
 
 
 def _cannot_begin(recipe: Recipe, error: Exception) -> Mistakes:
