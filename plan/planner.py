@@ -117,6 +117,7 @@ def planned_training(programs: TrainingPrograms, source: str = "", accuracy: str
         compiled=recipe.compile,
         remat=_remat(recipe),
         weights=_weights(setting),
+        experts="" if setting.dropless is None else setting.dropless.words,
         device_assumed=recipe.cluster is None,
         stacking=setting.stacking,
         steps=0 if recipe.data.epochs else recipe.train.steps,

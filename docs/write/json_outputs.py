@@ -36,6 +36,7 @@ PLAN = {
     "spare_bytes": "Memory of one device that is left; negative where it does not fit.",
     "params": "Parameters of the model, all of them.",
     "quantized": "The weights' format, such as `4 bits, groups of 128`; empty for dense weights.",
+    "experts": "How tokens travel to sharded experts without a capacity, and why; empty for other models.",
     "mesh.*": "Size of each mesh axis.",
     "device.name": "The device file.",
     "device.memory_bytes": "Memory of one device.",

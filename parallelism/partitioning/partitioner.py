@@ -134,8 +134,11 @@ class _Partitioner:
         natural = self._choose_all(first=False)
         self.partial, self.left_partial = carried_sums(self.graph, self.rules, natural, self.unreduced)
 
-    def _is_fixed(self, value: Value) -> bool:
-        """Whether a value is a used parameter (behind its boundary), whose layout should not change."""
+    def _is_fixed(self, value: Value, reader: Op) -> bool:
+        """Whether a value is a used parameter (of experts also its view), whose layout should not change."""
+        routed = entry_of(reader.target).routed
+        while routed and (op := value.producer) and entry_of(op.target).view and not is_boundary(op):
+            value = op.operands[0]
         return value.producer is not None and is_boundary(value.producer) and value.producer.args[1] == "parameter"
 
     def _choose_all(self, first: bool) -> dict[Value, tuple[Axes, str]]:
@@ -149,7 +152,7 @@ class _Partitioner:
                 self.home[op.results[0]] = self._anchor_layout(op)
                 continue
             homes = [self.home[v] for v in op.operands]
-            fixed = [self._is_fixed(v) for v in op.operands]
+            fixed = [self._is_fixed(v, op) for v in op.operands]
             # a layout to which a product with a parameter reshards the value costs nothing more
             fetched = [() if first else self.fetched.get(v, ()) for v in op.operands]
             targets = [self.propagated[r] for r in op.results]

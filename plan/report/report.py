@@ -53,6 +53,8 @@ class PlannedJob:
     """Where the weights come from."""
     quantized: str = ""
     """How served weights are quantized and laid out; empty for dense ones."""
+    experts: str = ""
+    """How tokens travel to sharded experts without a capacity, and why; empty for other models."""
     stacking: Stacking | None = None
     """The stacked layers of a vectorized pipeline."""
     steps: int = 0
@@ -280,6 +282,7 @@ class Report:
             "spare_bytes": self.spare_bytes,
             "params": self.job.params,
             "quantized": self.job.quantized,
+            "experts": self.job.experts,
             "mesh": dict(self.job.mesh),
             "device": {
                 "name": times.device.name,

@@ -118,6 +118,7 @@ def screen(report: Report, *, verbose: bool = False, width: int = WIDTH) -> str:
         f"  model   {job.model}, {count(job.params)} parameters, seq {job.seq_len}, {job.dtype}, "
         f"{COMPILED.get(job.compiled, job.compiled)}{', remat ' + job.remat if job.remat else ''}",
         *(f"  weights {text}" for text in (job.quantized, job.weights) if text),
+        *([f"  experts {job.experts}"] if job.experts else []),
         *([f"  orders  {order_text(report.act_orders)}"] if report.act_orders else []),
         f"  mesh    {' x '.join(f'{k} {v}' for k, v in job.mesh.items())} = {report.devices} x "
         f"{times.device.name}{assumed}, {plural(job.nodes, 'host')} of {job.devices_per_node}",

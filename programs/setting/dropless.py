@@ -46,30 +46,28 @@ def dropless(
             "`sharding.dropless.form: all_to_all` cannot be had", exit=Exit.FIT,
             where=recipe.where("sharding.dropless.form"), why=misfit, fix="form: auto or gather",
         )  # fmt: skip
-    groups = ExpertGroups(size_of(axes), section.slack)
     if section.form == "gather" or misfit:
-        return Dropless(None, f"tokens are gathered for experts: {misfit or '`sharding.dropless.form: gather`'}")
-    tokens = recipe.model.seq_len
+        return Dropless(None, f"gathered: {misfit or '`sharding.dropless.form`'}")
+    groups, tokens = ExpertGroups(size_of(axes), section.slack), recipe.model.seq_len
     slots = groups.slots(tokens, c.experts, c.top_k)
     device, _, per_host = cluster.device_of(recipe)
     topology = Topology(mesh, per_host)
 
-    def seconds(kind: str, numbers: int) -> float:
-        return collective(device, topology, kind, axes, rows() * numbers).seconds + device.overhead.issue_s
+    def seconds(kind: str, size: int, over: Axes = axes) -> float:
+        return collective(device, topology, kind, over, size).seconds + device.overhead.issue_s
 
-    token, routing, every = c.width * itemsize, c.top_k * ROUTING_BYTES, groups.count * tokens
-    gather_s = seconds("all_gather", every * (token + routing)) + seconds("reduce_scatter", every * token)
-    sent = groups.count * slots
-    exchange_s = seconds("all_to_all", sent * (token + routing)) + seconds("all_to_all", sent * token)
-    times = f"{exchange_s * 1e3:.3g} ms of all-to-all beside {gather_s * 1e3:.3g} ms of gathering, a layer and way"
-    room = f"{slots} slots for the {tokens} tokens of a sequence on each of {groups.count} devices"
+    token, routing = c.width * itemsize, c.top_k * ROUTING_BYTES  # routing travels beside the tokens one way
+    every, sent = (rows() * groups.count * places for places in (tokens, slots))
+    gather_s = seconds("all_gather", every * (2 * token + routing)) + seconds("reduce_scatter", every * 2 * token)
+    exchange_s = 2 * seconds("all_to_all", sent * (2 * token + routing))
+    exchange_s += seconds("all_reduce", 4, _axes(mesh, rules["batch"]))  # of the choices without a slot
+    times = f"{exchange_s * 1e3:.3g} ms a layer by all-to-all, {gather_s * 1e3:.3g} ms by gathers"
     if section.form == "auto" and recipe.compile == "inductor":
-        return Dropless(None, "tokens are gathered for experts: `compile: inductor` does not compile programs with the "
-                        f"fallback of an all-to-all ({times})")  # fmt: skip
+        return Dropless(None, f"gathered: `compile: inductor` does not compile programs with a fallback ({times})")
     if section.form == "auto" and exchange_s >= gather_s:
-        return Dropless(None, f"tokens are gathered for experts: {times}, with {room}")
-    rest = "" if slots == tokens else "; a step in which more go to one gathers them too, and is not priced"
-    return Dropless(groups, f"tokens travel to experts by all-to-all: {times}, with {room}{rest}")
+        return Dropless(None, f"gathered: {times}")
+    rest = "" if slots == tokens else "; where more go to one, the rest is gathered too, which is not priced"
+    return Dropless(groups, f"by all-to-all: {times}; {slots} slots for {tokens} tokens on each device{rest}")
 
 
 def _axes(mesh: Mesh, names: tuple[str, ...]) -> Axes:

@@ -223,8 +223,6 @@ class Setting:
         if not self.spec.packed and is_quantized(self.spec):
             notes.append(f"{self.spec.source.name} is quantized: what it stands for is trained as dense weights; "
                          "adapters.lora trains beside its codes")  # fmt: skip
-        if self.dropless is not None:
-            notes.append(self.dropless.words)
         return [*notes, *naming.dtype_notes(own, self.param_dtype, type(self.model).__name__)]
 
     @cached_property

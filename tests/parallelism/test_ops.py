@@ -82,6 +82,8 @@ def _experts_gradients(dout: Tensor, x: Tensor, weights: Tensor, gate: Tensor, u
 
 EXPERTS = (f(4, 2), f(4, 6, 3), f(4, 6, 3), f(4, 3, 6))
 """Weights of two choices for each of four tokens; gate, up and down of four experts."""
+IN_GROUPS, GROUPS = torch.stack([CHOICES, CHOICES - 2]), [f(2, *one.shape) for one in EXPERTS]
+"""The same for two groups; the second has half of the experts that its tokens choose."""
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor) -> Any:
@@ -379,7 +381,10 @@ CASES: dict[str, list[Case]] = {
     ],
     "tpshard.attention_part_backward": [of(_part_gradients, *_attend(2, 4, 4, 2, 4), f(2, 4, 4, 4))],
     # experts
-    "tpshard.experts": [of(_experts, f(4, 3), *EXPERTS)],
+    "tpshard.experts": [
+        of(_experts, f(4, 3), *EXPERTS),
+        of(lambda x, w, g, u, d: ours.experts.default(x, IN_GROUPS, w, g, u, d, 0.5), f(2, 4, 3), *GROUPS),
+    ],
     "tpshard.experts_backward": [of(_experts_gradients, f(4, 3), f(4, 3), *EXPERTS)],
     "tpshard.expert_linear": [
         of(lambda x, w: ours.expert_linear.default(x, CHOICES, w), f(4, 1, 3), f(4, 6, 3)),
