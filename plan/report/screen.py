@@ -131,7 +131,7 @@ def screen(report: Report, *, verbose: bool = False, width: int = WIDTH) -> str:
     middle = [
         wrap(lines, width)
         for lines in (
-            _memory(report, width), _collectives(report, verbose, width), _buckets(report, verbose),
+            _memory(report, width), _collectives(report, verbose, width), _buckets(report, verbose, width),
             _reshards(report, verbose), _pipeline(report, verbose, width),
         )
     ]  # fmt: skip
@@ -222,25 +222,34 @@ def _collective_row(
     return f"  {kind:<14} {axes:<12} {role:<12} {n:>7} {size:>10} {sent:>10} {time:>8} {exposed:>8}  {wire}"
 
 
-def _buckets(report: Report, verbose: bool) -> list[str]:
+def _buckets(report: Report, verbose: bool, width: int) -> list[str]:
     """FSDP's buckets: the time of each kind, the computation that it hides behind, and what stays exposed."""
     if not verbose or not report.buckets:
         return []
     merged: dict[tuple[str, ...], list[float]] = {}
     for bucket in report.buckets:
         many = f" ({len(bucket.values)})" if len(bucket.values) > 1 else ""
-        row = merged.setdefault((bucket.kind, bucket.phase, cut(span(bucket.values) + many, 28)), [0.0] * 5)
+        of = cut(span(bucket.values) + many, 21 if width < WIDTH else 28)
+        row = merged.setdefault((bucket.kind, bucket.phase, of), [0.0] * 5)
         for i, value in enumerate((1, bucket.bytes, bucket.time_s, bucket.behind_s, bucket.exposed_s)):
             row[i] += value
-    title = f"BUCKETS of the longest program [times {report.provenance['collectives.time_s']}]"
     return [
-        f"{title:<55}count      bytes     time   behind  exposed",
+        f"BUCKETS of the longest program [times {report.provenance['collectives.time_s']}]",
+        _bucket_row(width, "", "", "", "count", "bytes", "time", "behind", "exposed"),
         *(
-            f"  {kind:<14} {phase:<9} {of:<28} {n:>4.0f} {gib(size):>10} {seconds(time):>8} {seconds(behind):>8} "
-            f"{seconds(exposed):>8}"
-            for (kind, phase, of), (n, size, time, behind, exposed) in merged.items()
+            _bucket_row(width, *names, f"{n:.0f}", gib(size), seconds(time), seconds(behind), seconds(exposed))
+            for names, (n, size, time, behind, exposed) in merged.items()
         ),
     ]
+
+
+def _bucket_row(
+    width: int, kind: str, phase: str, of: str, n: str, size: str, time: str, behind: str, exposed: str
+) -> str:
+    """A row of the table; one of less than 100 columns leaves the bytes out."""
+    if width < WIDTH:
+        return f"  {kind:<14} {phase:<9} {of:<21} {n:>5} {time:>8} {behind:>7} {exposed:>7}"
+    return f"  {kind:<14} {phase:<9} {of:<28} {n:>5} {size:>10} {time:>8} {behind:>8} {exposed:>8}"
 
 
 def span(names: Sequence[str]) -> str:

@@ -225,6 +225,10 @@ def test_a_narrow_terminal_gets_80_columns_with_all_figures(report):
     for title in ("COLLECTIVES of a device in a step", "dims: B batch, S seq", "weights drawn at random, seed "):
         assert title in shown and title in wide
     assert " bytes " in wide and " sent " in shown and "exposed  link" in shown
+    verbose = screen.screen(report, verbose=True, width=80).splitlines()
+    buckets = verbose[verbose.index(next(line for line in verbose if line.startswith("BUCKETS"))) + 1 :]
+    assert buckets[0].split() == ["count", "time", "behind", "exposed"]
+    assert len(buckets[1]) == len(buckets[0]) < 80 and buckets[1].startswith("  all_gather")
 
 
 def test_memory_says_why_its_three_figures_differ(report):
