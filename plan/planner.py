@@ -177,4 +177,4 @@ def _remat(recipe: Recipe) -> str:
     if isinstance(remat, tuple):
         return "+".join(remat)
     parts = [f"every {remat.every}"] * (remat.every > 1) + [f"first {remat.first}"] * (remat.first is not None)
-    return " of ".join(parts) or "full"
+    return " of ".join([*parts, *remat.modules]) or "full"

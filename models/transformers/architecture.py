@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from tpshard.kernels.quantized import gptq_config
+from tpshard.models import dims
 from tpshard.models.families.config_keys import training_notes
 from tpshard.models.folders import hf_config
 from tpshard.models.objectives.chunked_head import leave_to_loss
@@ -213,6 +214,7 @@ class Architecture:
         _fill_buffers(model)
         model.eval()
         self._as_language_model(model)
+        _name_residuals(model)
         return model
 
     def _as_language_model(self, model: nn.Module) -> None:
@@ -253,6 +255,22 @@ class Architecture:
             lambda _, args, kwargs: ((), transformers_inputs(*args, **kwargs)), with_kwargs=True
         )
         model.register_forward_hook(logits)
+
+
+def _name_residuals(model: nn.Module) -> None:
+    """Names what each layer returns `residual`, as tpshard's families do, so that recipes can annotate it."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    def named(_: nn.Module, __: Any, output: Any) -> Any:
+        first, *others = output if isinstance(output, tuple) else (output,)
+        if not isinstance(first, Tensor) or first.dim() != 3:
+            return output
+        first = dims.name(first, "residual", "batch", "seq", "embed")
+        return (first, *others) if isinstance(output, tuple) else first
+
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.register_forward_hook(named)
 
 
 def _with_own_functions(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from operator import getitem
 
 from torch import fx
+from tpshard.diagnostics.patterns import covers
 from tpshard.parallelism.graph import Layer
 from tpshard.parallelism.passes.copy import copy_node
 from tpshard.parallelism.program import INFO, Program, info
@@ -135,14 +136,16 @@ def keep_all(node: fx.Node) -> bool:
     return True
 
 
-def keep_layer_inputs(every: int = 1, first: int | None = None) -> Keep:
+def keep_layer_inputs(every: int = 1, first: int | None = None, modules: Collection[str] = ()) -> Keep:
     """A `Keep` that saves only the input of every n-th layer, of all or of the first (remat: full, {every: n} or
-    {first: n})."""
+    {first: n}); with patterns of `modules`, all that is computed outside of these."""
 
     def keep(node: fx.Node) -> bool:
         layer = layer_of(node)
         if layer is None or layer.number % every or (first is not None and layer.number >= first):
             return True
+        if modules:
+            return not any(covers(pattern, info(node).module) for pattern in modules)
         return leaves_layer(node)
 
     return keep

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes
+from tpshard.diagnostics.patterns import covers, nearest
 from tpshard.models.module_state import WrittenBuffer
 from tpshard.models.own_code import line_of
 from tpshard.parallelism.graph import Value
 from tpshard.parallelism.mesh import size_of
-from tpshard.parallelism.passes.recompute import selectable
+from tpshard.parallelism.passes.recompute import layer_of, selectable
 from tpshard.parallelism.program import Collective, Program, info
 from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.rules.control_flow import CONTROL_FLOW, WHILE_ROUNDS, while_loop
@@ -18,6 +19,7 @@ from tpshard.parallelism.sharding import even, local_size
 from tpshard.parallelism.words import MIB, unasked_reshards
 from tpshard.programs.fit.fit import nothing_saved
 from tpshard.programs.setting.setting import Setting
+from tpshard.recipes.keys.parallel_keys import RematEvery
 from tpshard.recipes.keys.schema import Recipe
 
 MOST = 5
@@ -57,8 +59,20 @@ def written_buffer(recipe: Recipe, error: WrittenBuffer) -> Mistakes:
 
 
 def check_remat(setting: Setting, program: Program) -> None:
-    """Raises Mistakes (exit 3) for a name in a list of `remat` that selects nothing and would have no effect."""
+    """Raises Mistakes (exit 3) for a name in a list of `remat`, or a pattern of its modules, that selects nothing and
+    would have no effect."""
     names = setting.recipe.remat
+    if isinstance(names, RematEvery):
+        calls = (node for node in program.graph.nodes if node.op == "call_function")
+        modules = {info(node).module for node in calls if layer_of(node) is not None}
+        for pattern in names.modules:
+            if not any(covers(pattern, module) for module in modules):
+                close = nearest(pattern, modules, modules=True)
+                raise Mistakes.one(
+                    f"`remat.modules` names `{pattern}`, which computes nothing in the model's layers",
+                    where=setting.recipe.where("remat.modules"),
+                    fix=f"did you mean `{close}`?" if close else "modules of a layer, such as layers.*.mlp",
+                )
     if not isinstance(names, tuple):
         return
     choices = selectable(program)

@@ -88,7 +88,7 @@ def keep_of(setting: Setting) -> Keep:
     if remat == "selective":
         return keep_selected()
     if isinstance(remat, RematEvery):
-        return keep_layer_inputs(remat.every, remat.first)
+        return keep_layer_inputs(remat.every, remat.first, remat.modules)
     return keep_selected(tuple(remat))
 
 

@@ -171,6 +171,14 @@ def _accumulate(fsdp: bool, fsdp2: bool, strategy: str, in_bf16: bool, grads: st
     return {"gather": "microbatch" if each else "step", "reduce": "each" if each else "last", "dtype": sums}
 
 
+MODULES: dict[str, tuple[str, ...]] = {
+    "core_attn": (), "moe_act": (), "layernorm": ("layers.*.attention_norm", "layers.*.mlp_norm"),
+    "mlp": ("layers.*.mlp",), "moe": ("layers.*.mlp",), "shared_experts": ("layers.*.mlp.shared",),
+}  # fmt: skip
+"""What --recompute-modules recomputes, by patterns. The backward passes of attention and experts compute their scores
+and activations again in any case."""
+
+
 def _remat(
     granularity: str | None,
     activations: bool,
@@ -190,8 +198,11 @@ def _remat(
         listed = modules if isinstance(modules, list) else [modules or "core_attn"]
         if listed == ["core_attn"]:
             return Unsaid("a fused attention computes its scores again in any case", "none", REMAT)
-        why = "a recipe names operations to keep, not modules to recompute"
-        return Unsaid(why, "none", ("--recompute-modules",))
+        patterns = [pattern for name in listed for pattern in MODULES.get(name, ())]
+        recomputed: Any = {"modules": list(dict.fromkeys(patterns))} if patterns else "none"
+        if wrong := [name for name in listed if name not in MODULES]:
+            return Unsaid(f"no module here is {' or '.join(wrong)}", recomputed, ("--recompute-modules",))
+        return recomputed
     if not number:
         message = f"full recomputation of {'no' if number is None else number} layers recomputes nothing"
         return Conflict(message, "none", fix="--recompute-method uniform --recompute-num-layers 1")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Annotated, Literal
 
-from tpshard.recipes.keys.constraints import BYTES, Axes, AxisName, Count, Dtype, Positive, limits
+from tpshard.recipes.keys.constraints import ALONE, BYTES, Axes, AxisName, Count, Dtype, Positive, limits
 from tpshard.recipes.text.section import Section, derived
 
 
@@ -116,6 +116,8 @@ class RematEvery(Section):
     """Every n-th layer is recomputed."""
     first: Count | None = None
     """Of so many layers, counted from the model's first; null: of all."""
+    modules: Annotated[tuple[str, ...], ALONE] = ()
+    """Of these layers only what modules compute, by name pattern, such as layers.*.mlp; empty: all."""
 
 
 class Pipeline(Section):

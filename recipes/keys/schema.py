@@ -68,7 +68,8 @@ class Recipe(Section):
     fsdp: Fsdp = field(default_factory=Fsdp)
     remat: Literal["none", "full", "selective"] | RematEvery | tuple[str, ...] = "selective"
     """What is recomputed in the backward pass: nothing, everything, everything except matmul and attention outputs,
-    every n-th layer ({every: 2}), the first n layers ({first: 8}), or everything except a list of operations."""
+    every n-th layer ({every: 2}), the first n layers ({first: 8}), some modules ({modules: layers.*.mlp}), or
+    everything except a list of operations."""
     compile: Literal["inductor", "blocks", "eager"] = "inductor"
     """What is compiled of a device's program: all of it; only its layers, while the rest (the loss, the optimizer) runs
     eagerly; or nothing."""

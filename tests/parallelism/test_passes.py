@@ -89,6 +89,7 @@ VARIANTS: dict[str, list[Pass]] = {
     "full": [again(keep_layer_inputs())],
     "every second": [again(keep_layer_inputs(2))],
     "first": [again(keep_layer_inputs(first=1))],
+    "of modules": [again(keep_layer_inputs(2, modules=["layers.*.mlp", "layers.*.attention_norm"]))],
     "selective": [again(keep_selected())],
     "chosen": [again(keep_selected(["attention"]))],
     "simplified": [simplify],
@@ -114,6 +115,13 @@ def test_no_bit_changes(variant: str) -> None:
     plain = program.simulate(*inputs)
     for expected, actual in zip(plain, run(VARIANTS[variant], program).simulate(*inputs)):
         assert torch.equal(expected, actual)
+
+
+def test_only_what_the_named_modules_compute_is_computed_again() -> None:
+    program = run([again(keep_layer_inputs(2, modules=["layers.*.mlp"]), reshard=False)], step_program())
+    calls = [info(node) for node in program.graph.nodes if node.op == "call_function"]
+    repeated = {one.module.split(".mlp")[0] for one in calls if one.phase == "recompute"}
+    assert repeated == {"layers.0", "layers.2"}
 
 
 def test_replicas_too() -> None:

@@ -409,6 +409,17 @@ def test_attention_of_keys_and_values_of_unequal_width_is_one_operation(scores: 
     torch.testing.assert_close(actual, expected.transpose(1, 2))
 
 
+def test_what_a_class_s_layers_return_is_sharded_over_the_sequence_where_a_recipe_says_so(tmp_path: Path) -> None:
+    setting = setting_of(architectures.folder(tmp_path, "qwen3_moe"), {"tp": 2})
+    rules = '{rules: {seq_sp: tp, heads: tp}, annotate: {"model.layers.*.residual": [batch, seq_sp, embed]}}'
+    program = step_programs.micro_program(Setting.of(loads(setting.recipe.to_yaml(), [f"sharding={rules}"])))
+    residuals = {
+        name: str(record.layout) for name, record in program.records.items() if record.label.endswith(".residual")
+    }
+    assert {"model.layers.0.residual", "model.layers.1.residual"} <= residuals.keys()
+    assert all("tp" in layout for layout in residuals.values()), residuals
+
+
 @pytest.mark.parametrize("name", ["openai-gpt", "mamba"])
 def test_a_class_that_mixes_documents_is_named(name: str) -> None:
     architecture = Architecture(architectures.config_of(name))

@@ -229,6 +229,9 @@ def test_a_name_of_remat_that_selects_nothing_is_refused(pipeline: tuple[str, ..
         (told,) = misfits(recipe, Setting.of(loads(RECIPE)).spec)  # `validate` knows it, without the program
         assert f"`remat` names `{name}`" in told.message
     assert {name.rpartition(".")[2] for name, entry in table.TABLE.items() if entry.saved} <= SAVED_OPERATIONS
+    with pytest.raises(Mistakes, match=r"`remat.modules` names `layers.\*.mpl`, which computes nothing") as refused:
+        training.build(Setting.of(loads(RECIPE, [*pipeline, "remat={modules: layers.*.mpl}"])))
+    assert "did you mean `layers.*.mlp`" in str(refused.value)
     if not pipeline:
         training.build(Setting.of(loads(RECIPE, ["remat=[mm, wq, attention]"])))
 

@@ -256,6 +256,19 @@ def test_torchtitan_s_registry() -> None:
             read(wrong)
 
 
+@pytest.mark.parametrize(
+    ("modules", "expected", "left"),
+    [("core_attn", "none", {"--recompute-modules"}), ("layernorm moe_act", ("layers.*.attention_norm", "layers.*.mlp_norm"), set()),
+     ("mlp mla_up_proj", ("layers.*.mlp",), {"--recompute-modules"})],
+)  # fmt: skip
+def test_megatron_s_modules_are_recomputed_by_pattern(modules: str, expected: Any, left: set[str]) -> None:
+    flags = f"--recompute-granularity selective --recompute-modules {modules}"
+    translation, text = translated("megatron", f"torchrun x.py --bf16 --num-layers 2 --hidden-size 64 {flags}")
+    remat = loads(text).remat
+    assert (remat if isinstance(remat, str) else remat.modules) == expected
+    assert names(translation) & {"--recompute-modules"} == left
+
+
 def test_accelerate() -> None:
     translation, text = translated("accelerate", ACCELERATE, model__preset="llama3-8b", batch__per_device=2)
     recipe = loads(text)
