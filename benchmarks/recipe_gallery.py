@@ -5,10 +5,12 @@
 plan: `tpshard plan NAME --dry-run --json`. run: recipes for a CPU are trained on this machine for N steps, in a folder
 that is removed afterwards; of the others nothing was run here, and the table says so. `--docs` writes the table into
 docs/gallery.md. Times of a busy machine mean little: the table shows losses, the record keeps tokens per second too.
+The README shows the screen of one plan, from the record, and its picture, docs/llama3-8b.svg.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -20,13 +22,28 @@ from typing import Any
 from record import ROOT, Record, close_with_table, parser_of
 from running import COMMAND
 
+SHOWN = "llama3-8b"
+"""The recipe whose plan the README shows."""
+PICTURE = ROOT / "docs" / f"{SHOWN}.svg"
 
-def plan_recipe(name: str) -> dict[str, Any]:
-    """The key figures of a recipe's plan, and its exit code."""
-    done = subprocess.run([*COMMAND, "plan", name, "--dry-run", "--json"], capture_output=True, text=True)
+
+def printed_plan(name: str, *options: str) -> str:
+    """What `tpshard plan NAME --dry-run` prints."""
+    done = subprocess.run([*COMMAND, "plan", name, "--dry-run", *options], capture_output=True, text=True)
     if done.returncode not in (0, 4) or not done.stdout:
         sys.exit(f"plan {name}: {done.stderr}")
-    plan = json.loads(done.stdout)
+    return done.stdout
+
+
+def show(picture: Path) -> dict[str, str]:
+    """The screen of the README's plan, and the hash of its picture, which is drawn into a file."""
+    screen = printed_plan(SHOWN, "--svg", str(picture), "--overwrite")
+    return {"screen": screen, "picture": hashlib.sha256(picture.read_bytes()).hexdigest()}
+
+
+def plan_recipe(name: str) -> dict[str, Any]:
+    """The key figures of a recipe's plan."""
+    plan = json.loads(printed_plan(name, "--json"))
     device = plan["device"]
     return {
         "fits": plan["fits"], "params": plan["params"], "mesh": plan["mesh"], "device": device["name"],
@@ -92,6 +109,8 @@ def main() -> None:
         record.rows.append({"name": name, "plan": plan, "run": ran})
         record.say(json.dumps(record.rows[-1]))
     record.keep_others(shipped)
+    with tempfile.TemporaryDirectory() as place:
+        record.texts |= show(PICTURE if options.docs else Path(place) / "picture.svg")
     close_with_table(record, table(record.rows), "gallery.md", options)
 
 

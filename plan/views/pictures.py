@@ -26,7 +26,7 @@ TINTS = {
 }  # fmt: skip
 """The meanings of a timeline's colours."""
 _W, _LEFT, _ROW = 1000, 130, 22
-_POINTS = 600
+_POINTS = 300
 
 
 def svg(report: Report, drawing: Drawing) -> str:
@@ -108,7 +108,8 @@ def timeline_height(part: DrawnPart) -> int:
 
 
 def timeline(part: DrawnPart) -> str:
-    """The SVG of a part's timeline, a lane per resource; adjacent events of one colour are merged below a pixel."""
+    """The SVG of a part's timeline, a lane per resource; adjacent events of one colour are merged below a few pixels,
+    and those of less than a pixel with the bar before them, so that a picture of many layers stays small."""
     total = part.each_s or 1.0
     scale = (_W - _LEFT - 10) / total
     out = []
@@ -123,7 +124,8 @@ def timeline(part: DrawnPart) -> str:
             op = part.ops[event.op]
             color = COLORS.get(tint(lane, op), "#888888")
             x0, x1 = _LEFT + event.start * scale, _LEFT + event.end * scale
-            if run is not None and run[2] == color and x0 - run[1] < 0.3 and run[1] - run[0] < 6:
+            alike = run is not None and (x1 - x0 < 1 if run[2] != color else run[1] - run[0] < 6)
+            if run is not None and alike and x0 - run[1] < 0.3:
                 run = (run[0], x1, color, run[3])
                 continue
             if run is not None:
@@ -142,10 +144,12 @@ def timeline(part: DrawnPart) -> str:
 
 
 def _bar(run: tuple[float, float, str, str], y: float) -> str:
+    """A bar with its words, which one of less than a pixel has no room to show."""
     x0, x1, color, words = run
+    title = f"<title>{escape(words)}</title>" if x1 - x0 >= 1 else ""
     return (
         f'<rect x="{x0:.2f}" y="{y + 2}" width="{max(x1 - x0, 0.25):.2f}" height="{_ROW - 4}" fill="{color}">'
-        f"<title>{escape(words)}</title></rect>"
+        f"{title}</rect>"
     )
 
 

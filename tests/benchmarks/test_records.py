@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import statistics
@@ -85,6 +86,13 @@ def test_a_transcript_shows_what_a_command_printed(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("page", record.pages(), ids=lambda page: page.name)
 def test_what_pages_say_is_what_records_hold(page: Path) -> None:
     assert list(record.differences(page.read_text(encoding="utf-8"))) == []
+
+
+def test_the_readme_shows_the_picture_of_the_recorded_plan() -> None:
+    """`recipe_gallery.py --record --docs` draws it; GitHub shows it from the README."""
+    picture, recorded = ROOT / "docs" / "llama3-8b.svg", record.load("recipe_gallery")["texts"]["picture"]
+    assert hashlib.sha256(picture.read_bytes()).hexdigest() == recorded and picture.stat().st_size < 150_000
+    assert "](docs/llama3-8b.svg)" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("path", sorted(record.RECORDS.glob("*.json")), ids=lambda path: path.stem)
