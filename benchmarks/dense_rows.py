@@ -48,7 +48,7 @@ def run_of(row: dict[str, str]) -> PublishedRun:
         memory_gib=float(row.get("mem_gib") or 0) or None,
         reserved=row.get("mem_kind") == "reserved_peak",
         compiled="rest" if row["compile"] == "0" and not eager_loss(row) else None,
-        holds_logits=holds_logits(row),
+        held_logits=2 * holds_logits(row),
     )
 
 

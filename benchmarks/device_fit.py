@@ -52,15 +52,19 @@ class StepSums:
         return float(each.sum() + others + self.rest_s)
 
 
-def streaming_at(device: Device, share: float) -> Device:
-    """A device on which pointwise operations reach a share of the bandwidth that they reach on this one."""
-    streaming = device.efficiency.streaming * share
-    return replace(device, efficiency=replace(device.efficiency, streaming=streaming))
+def at_rates(device: Device, streaming: float, attention: float = 1.0) -> Device:
+    """A device whose pointwise operations and attention reach so many times the rates that they reach on this one."""
+    of = device.efficiency
+    rates = replace(
+        of, streaming=of.streaming * streaming, attention=of.attention * attention,
+        attention_backward=of.attention_backward * attention,
+    )  # fmt: skip
+    return replace(device, efficiency=rates)
 
 
 def step_sums(run: PublishedRun, programs: TrainingPrograms, step_s: float) -> StepSums:
     """The sums of a run without a pipeline. step_s: its planned step."""
-    device = streaming_at(cluster.device_of(run.recipe)[0], STREAMING[run.stack])
+    device = at_rates(cluster.device_of(run.recipe)[0], STREAMING[run.stack])
     total, products, sums = 0.0, [(0.0, 0.0)], dict.fromkeys(SHARES, 0.0)
     for part in training_parts(programs, run.compiled or compiled_by(run.recipe)):
         for kernel in kernels(part.program, compiled=part.compiled):

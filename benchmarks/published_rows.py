@@ -4,44 +4,52 @@ A row's stack says what its columns leave out. Megatron (`zero: 1`): parameters 
 gradients whole in fp32, reduced after the last micro-batch; master weights and moments sharded over the data ranks and
 cp; pointwise operations fused as a compiler fuses them; stages of equally many layers. FSDP (`zero: 3`, or 2: gathered
 once a micro-batch): fp32 shards, gathered in bf16. Composer compiles nothing: its pointwise operations stream at a
-share of what fused ones would (`STREAMING`), fitted on two devices at once. Nothing is adapted to a row.
+share of what fused ones would (`STREAMING`), fitted on two devices at once. NeMo AutoModel stores what it loads, bf16,
+with gradients and moments, and computes norms and SwiGLU by Liger's or TE's kernels; its benchmarks
+(examples/llm_benchmark) have LoRA on all linear layers, and recompute from 32B on. prime-rl's `sft` casts whole logits
+to fp32 and, until this was mended in 2026, held them to the end of the backward pass (`out` of trainer/sft/train.py);
+its `rl` has a chunked head, also in January: whole logits alone would exceed its memory. The step of Megatron-Bridge's
+Moonlight is its host's (`HOST_S`). Nothing is adapted to a row.
+
+KempnerForge's mixtures are left out: each expert is padded to the tokens of the fullest one (model/moe.py), in runs of
+20 steps from random weights, whose load nobody published.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from tpshard.devices.read import device as read_device
 from tpshard.parallelism.pricing.fusion import Compiled
 from tpshard.recipes.foreign.stacks import RankSizes
 from tpshard.recipes.keys.schema import Recipe
 from tpshard.recipes.reading.load import loads
 
+from published_models import keys_of
+
 DEVICES = {
     "A100-40GB": "a100-40g", "A100-80GB": "a100-80g", "H100-96GB": "h100-sxm-96g", "H100": "h100-sxm-80g",
-    "B200": "b200",
+    "B200": "b200", "B300": "b300", "GB200": "gb200", "GB300": "gb300", "RTX-A6000": "rtx-a6000",
 }  # fmt: skip
 """The shipped devices of published GPUs, by the beginnings of their names."""
-_MPT = "preset: granite-20b, layers: {}, width: {}, heads: {}, kv_heads: {}, head_dim: {}, mlp: {}, vocab: 50368"
-MPT_SIZES = {
-    "125m": (12, 768, 12), "350m": (24, 1024, 16), "760m": (24, 1536, 12), "1b": (24, 2048, 16), "3b": (32, 2560, 20),
-    "7b": (32, 4096, 32), "13b": (40, 5120, 40), "30b": (48, 7168, 56), "70b": (80, 8192, 64),
-}  # fmt: skip
-"""Layers, width and heads of llm-foundry's configurations (scripts/train/yamls/pretrain)."""
 STREAMING = {"": 1.0, "composer": 0.338, "composer_fp8": 0.567}
 """Bandwidth of a stack's pointwise operations, as a share of what the device's fused ones reach."""
-MODELS: dict[str, str | Callable[[re.Match[str]], str]] = {
-    r"llama3_(70|405)b": r"preset: llama3-\1b",
-    r"Qwen3-(0\.6B|4B).*": lambda name: f"preset: qwen3-{name[1].lower()}",
-    r"Llama-3 MoE dim2048 L24 (\d+)e top2.*": (
-        r"preset: mixtral-8x7b, layers: 24, width: 2048, heads: 16, kv_heads: 4, mlp: 7168, vocab: 128256, experts: \1"
-    ),
-    r"Llama-3\.2-1B": "preset: llama3-1b",
-    r"MPT-(\w+) .*": lambda name: _mpt(name[1]),
-}
-"""Patterns of published model names with the keys of `model` that say the same."""
+
+
+HOPPER = 2.7
+"""Rate of attention kernels made for Hopper (FlashAttention 3, TE's) as a multiple of FlashAttention 2's, of which
+H100's constants are; fitted on the four rows for fitting of prime-rl and AutoModel."""
+ATTENTION = {("h100-sxm-80g", "flash_attention_3"): HOPPER, ("h100-sxm-80g", "TE"): HOPPER,
+             ("b200", "flash_attention_2"): None}  # fmt: skip
+"""Rates of attention kernels that are not those of the device's constants, as multiples. None: no row for fitting tells
+it, and steps are not compared."""
+
+
+HOST_S = {"Megatron-Bridge": 0.0181}
+"""Seconds in which a stack's host issues a layer's operations, forward and backward: no step takes less. Fitted on the
+two rows for fitting of Moonlight, whose GPUs wait for it."""
 
 
 class Missing(ValueError):
@@ -73,8 +81,12 @@ class PublishedRun:
     """The part of its programs that was compiled, where a recipe cannot say it."""
     stack: str = ""
     """Its stack, one of `STREAMING`."""
-    holds_logits: bool = False
-    """Whether the training loop holds the logits of a micro-batch until the next one has its own."""
+    attention: float = 1.0
+    """How many times as fast as the device's constants say its attention is."""
+    host_s: float = 0.0
+    """The seconds of `HOST_S`."""
+    held_logits: int = 0
+    """Bytes of each element of a micro-batch's logits that the training loop holds until the next one has its own."""
 
 
 def run_of(row: dict[str, str]) -> PublishedRun:
@@ -86,20 +98,54 @@ def run_of(row: dict[str, str]) -> PublishedRun:
     if missing:
         raise Missing(missing)
     ranks = " ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1)
+    device = device_of(row) or ""
+    kernel = row["attention"] or ("TE" if re.search(r"\bTE\b|Megatron", row["stack"]) else "")
+    attention = ATTENTION.get((device, kernel), 1.0)
+    # a device without constants has no point; sending whole weights to servers is a part of some steps
+    timed = read_device(device).fitted and attention is not None and not (_rl(row) and not row["lora"])
+    # what is frozen is stored in fp32 there, and here as it is used
+    held = not (_rl(row) and row["lora"])
+    if not (timed and row["step_s"]) and not (held and row["mem_gib"]):
+        raise Missing({"unsaid: time and memory": row["note"]})
     claim = re.search(r"SimuMax \S+ predicts .*? \((\S+)%\), .*? \((\S+)%\)", row["note"])
     return PublishedRun(
         name=row["id"],
         recipe=loads(_text(row, mesh), file=row["id"]),
-        device=device_of(row) or "",
+        device=device,
         model=row["model"].split(" (")[0].replace(" cut to ", ", "),
         parallelism=f"{'zero 1' if row['zero'] == '1' else 'fsdp'} {ranks}".strip(),
         fitted=row["use"] == "fit",
-        step_s=float(row["step_s"]) if row["step_s"] else None,
-        memory_gib=float(row["mem_gib"]) if row["mem_gib"] else None,
+        step_s=float(row["step_s"]) if row["step_s"] and timed else None,
+        memory_gib=float(row["mem_gib"]) if row["mem_gib"] and held else None,
         reserved="reserved" in row["mem_kind"],
         stack=f"composer{'_fp8' * ('fp8' in row['quant'])}" if row["stack"].startswith("Composer") else "",
         claim=(float(claim[2]) / 100, float(claim[1]) / 100) if claim else None,
+        attention=attention or 1.0,
+        host_s=HOST_S.get(row["stack"].partition(" ")[0], 0.0),
+        held_logits=4 if _whole(row) else 0,
     )
+
+
+def _rl(row: dict[str, str]) -> bool:
+    """Whether the row is of a reinforcement learner's trainer."""
+    return "RL loss" in row["note"]
+
+
+def _whole(row: dict[str, str]) -> bool:
+    """Whether the loss is torch's, of whole logits in fp32, which the loop holds."""
+    return row["stack"].startswith("prime-rl") and not _rl(row)
+
+
+def _remat(row: dict[str, str]) -> str | None:
+    """The row's `remat`: none or full; "" where it is not said, None where no recipe can say it."""
+    words = row["remat"].removeprefix("selective: ")
+    if row["stack"].startswith("NeMo AutoModel") and words.startswith("full") and not row["model"].startswith("GPT"):
+        return "none" if row["gpus"] == "1" else "full"
+    if not words or words.startswith("see") or "check" in words:
+        return ""
+    modules = [f"model.layers.*.{norm}" for norm in ("input_layernorm", "post_attention_layernorm")]
+    said = {"core_attn": "none", "moe_act": "none", "layernorm+moe_act": json.dumps({"modules": modules})}
+    return said.get(words) or (words if words in ("none", "full") else None)
 
 
 def _missing(row: dict[str, str], mesh: dict[str, int]) -> dict[str, str]:
@@ -109,21 +155,20 @@ def _missing(row: dict[str, str], mesh: dict[str, int]) -> dict[str, str]:
         missing["unsaid: time and memory"] = row["outcome"]
     if device_of(row) is None:
         missing["cluster.device"] = row["gpu"]
-    if _model(row) is None:
+    if keys_of(row["model"]) is None:
         missing["model"] = re.sub(r" \(.*", "", row["model"])
-    if row["lora"]:
+    if row["lora"] and not row["stack"].startswith(("prime-rl", "NeMo AutoModel")):
         missing["unsaid: targets of adapters"] = row["lora"]
     if (row["quant"] or "none").lower() not in ("none", "bf16", "amp_fp8"):
         missing["model.dtype"] = row["quant"]
-    if "RL loss" in row["note"]:  # its step also sends the weights to servers
-        missing["unsaid: logits whole or in chunks"] = "rl"
-    remat = row["remat"]
-    if not remat or remat.startswith("see") or "check" in remat:
-        missing["unsaid: remat"] = remat
-    elif remat not in ("none", "full"):
-        missing["remat: offload" if "offload" in remat else "remat by module"] = remat
-    if mesh["cp"] > 1 and int(row["dp_rep"] or 1) * int(row["fsdp"] or 1) > 1:
-        missing["fsdp.axis: several"] = f"cp {row['cp']}"
+    if _rl(row) and "2026-06" in row["note"]:  # less than its own optimizer's state and the layers' inputs take
+        missing["unsaid: what a later version holds"] = row["note"]
+    if " MoE " in row["model"]:
+        missing["unsaid: load of the fullest expert"] = row["stack"]
+    if (remat := _remat(row)) is None:
+        missing["remat: offload" if "offload" in row["remat"] else "remat by module"] = row["remat"]
+    elif not remat:
+        missing["unsaid: remat"] = row["remat"]
     if not (row["micro_bs"] and row["tp"] and all(mesh.values())):
         missing["unsaid: batch or mesh"] = row["note"]
     return missing
@@ -137,49 +182,55 @@ def device_of(row: dict[str, str]) -> str | None:
     return next((device for name, device in DEVICES.items() if gpu.startswith(name)), None)
 
 
-def _mpt(size: str) -> str:
-    layers, width, heads = MPT_SIZES[size]
-    return _MPT.format(layers, width, heads, heads, width // heads, 4 * width)
-
-
-def _model(row: dict[str, str]) -> str | None:
-    """The recipe's keys of a row's model."""
-    name, _, layers = row["model"].removesuffix(" layers").partition(" cut to ")
-    for pattern, said in MODELS.items():
-        if match := re.fullmatch(pattern, name):
-            return (match.expand(said) if isinstance(said, str) else said(match)) + f", layers: {layers}" * bool(layers)
-    return None
-
-
 def _text(row: dict[str, str], mesh: dict[str, int]) -> str:
     """The recipe of a row as YAML."""
-    megatron, model = row["zero"] == "1", _model(row) or ""
-    fused = megatron or row["stack"].startswith("Composer")
+    megatron, model = row["zero"] == "1", keys_of(row["model"]) or ""
+    composer, automodel = row["stack"].startswith("Composer"), row["stack"].startswith("NeMo AutoModel")
     micro, times, data = int(row["micro_bs"]), int(row["n_micro"] or 1), int(row["dp_rep"] or 1) * int(row["fsdp"])
-    # experts have an axis of their own, which Megatron takes from the data ranks
-    sizes = {**mesh, "fsdp": data // (mesh["ep"] if megatron else 1)}
-    ranks = RankSizes(**sizes, sequence=row["sp"] == "1")
+    ranks = RankSizes(**{**mesh, "fsdp": data}, sequence=row["sp"] == "1")
+    rules = ranks.rules
+    if mesh["ep"] > 1 and ranks.devices > int(row["gpus"]):  # experts are spread over the data ranks
+        experts = {"ep": mesh["ep"], "fsdp": data // mesh["ep"]} if data % mesh["ep"] == 0 else {"ep": 1, "fsdp": data}
+        ranks = replace(ranks, **experts)
+        # Megatron spreads them over the ranks of tp too
+        rules = ranks.rules | ({"expert": ["fsdp", "tp"]} if experts["ep"] == 1 else {})
+    sizes = {axis: getattr(ranks, axis) for axis in ("pp", "fsdp", "ep", "cp", "tp")}
     pipeline = ""
     if mesh["pp"] > 1:
-        rounds = int(row["vpp"] or 1)
-        pipeline = f"pipeline: {{schedule: {'interleaved_1f1b' if rounds > 1 else '1f1b'}, rounds: {rounds}}}"
+        rounds, layers = int(row["vpp"] or 1), int((re.findall(r"cut to (\d+)", row["model"]) or ["1"])[0])
+        stages = mesh["pp"] * rounds
+        split = f", split: {[layers // stages] * stages}" if layers % stages == 0 else ""
+        schedule = "interleaved_1f1b" if rounds > 1 else "1f1b"
+        pipeline = f"pipeline: {{schedule: {schedule}, rounds: {rounds}{split}}}"
     gpus, per_node = int(row["gpus"]), int(row["gpus_per_node"])
-    longest = max(int(row["seq"]), 2048) if "granite" in model else 131072
+    longest = f", max_seq: {max(int(row['seq']), 2048) if 'granite' in model else 131072}"
+    wrap, residual = "[layers.*, [tok_embed], [norm, output]]", dict(ranks.annotate)
+    if model.startswith("transformers"):
+        wrap, longest = "[model.layers.*, [model.embed_tokens], [model.norm, lm_head]]", ""
+        residual = {f"model.{pattern}": names for pattern, names in residual.items()}
+    lora = ""
+    if row["lora"]:  # as many parameters as several adapters have
+        rank = 16 * int((re.findall(r"(\d+) adapters", row["lora"]) or ["1"])[0])
+        lora = f"adapters: {{lora: {{rank: {rank}, alpha: 32}}}}"
+    accumulate = "{gather: step, reduce: last}" if megatron else "{dtype: bf16}" if automodel else "{}"
     return f"""
 name: row
 cluster: {{device: {device_of(row)}, nodes: {max(1, gpus // per_node)}, devices_per_node: {min(gpus, per_node)}}}
 mesh: {{{", ".join(f"{axis}: {size}" for axis, size in sizes.items() if size > 1 or axis == "fsdp")}}}
-model: {{{model}, seq_len: {row["seq"]}, max_seq: {longest}, dtype: {"fp8" if "fp8" in row["quant"] else "bf16"}}}
-sharding: {{rules: {json.dumps(ranks.rules)}, annotate: {json.dumps(ranks.annotate)}}}
+model: {{{model}, seq_len: {row["seq"]}{longest}, dtype: {"fp8" if "fp8" in row["quant"] else "bf16"}}}
+{lora}
+task: {"torch_loss:TorchCrossEntropyFp32" if _whole(row) else "lm"}
+loss: {{chunks: {int(row["seq"]) // 512 if _rl(row) else 1}}}
+sharding: {{rules: {json.dumps(rules)}, annotate: {json.dumps(residual)}}}
 fsdp:
-  axis: {"cp" if mesh["cp"] > 1 else "fsdp"}
-  wrap: [layers.*, [tok_embed], [norm, output]]
+  axis: {json.dumps(ranks.storage)}
+  wrap: {wrap}
   bucket: wrap
-  master_dtype: {"bf16" if row["param_dtype"] == "bf16" and not megatron else "fp32"}
+  master_dtype: {"bf16" if automodel or (row["param_dtype"] == "bf16" and not megatron) else "fp32"}
   reduce_dtype: {row["reduce_dtype"] or "fp32"}
   reshard_after_forward: {str(row["zero"] != "2").lower()}
-  accumulate: {"{gather: step, reduce: last}" if megatron else "{}"}
-remat: {row["remat"]}
-compile: {"inductor" if fused else "blocks" if row["compile"] == "1" else "eager"}
+  accumulate: {accumulate}
+remat: {_remat(row)}
+compile: {"inductor" if megatron or composer else "blocks" if row["compile"] == "1" or automodel else "eager"}
 batch: {{global_sequences: {micro * times * ranks.data}, per_device: {micro}}}
 {pipeline}"""

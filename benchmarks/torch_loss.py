@@ -43,3 +43,10 @@ class TorchCrossEntropy(LanguageModel):
 
     def loss(self, output: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         return _CrossEntropy.apply(output, batch["targets"])
+
+
+class TorchCrossEntropyFp32(TorchCrossEntropy):
+    """Next-token prediction with torch's cross-entropy of logits that the model's caller casts to fp32."""
+
+    def loss(self, output: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return super().loss(output.float(), batch)

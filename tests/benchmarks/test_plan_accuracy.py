@@ -28,7 +28,7 @@ NEW = dict.fromkeys(("vpp", "cp", "ep", "pp", "dp_rep", "fsdp", "tp", "n_micro",
 NEW |= {"use": "fit", "id": "run", "model": "llama3_70b cut to 2 layers", "gpu": "B200-SXM", "gpus": "8", "sp": "1"}
 NEW |= {"gpus_per_node": "8", "zero": "1", "gbs": "8", "seq": "512", "remat": "none", "compile": "0", "quant": "none"}
 NEW |= {"lora": "", "param_dtype": "bf16", "reduce_dtype": "fp32", "step_s": "1", "mem_gib": "9", "outcome": "ok"}
-NEW |= {"mem_kind": "max_memory_allocated", "stack": "Megatron-LM", "note": ""}
+NEW |= {"mem_kind": "max_memory_allocated", "stack": "Megatron-LM", "note": "", "attention": ""}
 
 
 @pytest.mark.parametrize(
@@ -60,14 +60,24 @@ def test_rows_that_are_left_out_are_counted_and_an_unknown_model_fails(
 
 
 def test_a_row_misses_everything_that_a_recipe_lacks_and_only_that() -> None:
-    lacking = {"lora": "r=16", "gpu": "GB300", "model": "Nemotron", "quant": "NVFP4", "remat": "see the recipe"}
+    lacking = {"lora": "r=16", "gpu": "MI325X", "model": "Nemotron", "quant": "NVFP4", "remat": "see the recipe"}
     with pytest.raises(Missing) as missing:
         published_rows.run_of({**NEW, **lacking})
     assert set(missing.value.keys) == {
         "unsaid: targets of adapters", "cluster.device", "model", "model.dtype", "unsaid: remat"
     }  # fmt: skip
-    with pytest.raises(Missing, match=r"fsdp\.axis"):
-        published_rows.run_of({**NEW, "cp": "2", "dp_rep": "4"})
+
+
+def test_experts_are_spread_over_the_data_ranks_and_stored_parameters_over_all_axes_that_are_left() -> None:
+    """Megatron counts ep and cp among its data ranks; where tp is needed too, experts take the axes of both."""
+    assert published_rows.run_of({**NEW, "cp": "2", "dp_rep": "4"}).recipe.fsdp.axes == ("fsdp", "cp")
+    moe = {**NEW, "model": "deepseekv2 cut to 4 layers", "dp_rep": "8", "ep": "4"}
+    recipe = published_rows.run_of(moe).recipe
+    assert {"fsdp": 2, "ep": 4}.items() <= recipe.mesh.items() and recipe.fsdp.axes == ("fsdp", "ep")
+    across = published_rows.run_of({**moe, "tp": "2", "dp_rep": "4", "ep": "8"}).recipe
+    assert across.sharding.rules["expert"] == ("fsdp", "tp") and across.mesh["fsdp"] == 4
+    staged = published_rows.run_of({**moe, "pp": "2", "dp_rep": "4"}).recipe
+    assert staged.pipeline is not None and staged.pipeline.split == (2, 2)
 
 
 def test_a_megatron_row_keeps_whole_parameters_and_gradients_and_shards_the_optimizer() -> None:
@@ -103,4 +113,4 @@ def test_fitting_finds_the_constants_that_made_the_measurements() -> None:
 
 def test_the_older_rows_say_what_was_compiled() -> None:
     assert dense_rows.run_of({**OLD, "compile": "0"}).compiled == "rest"
-    assert dense_rows.run_of({**OLD, "src": "kf_x", "compile": "0"}).holds_logits
+    assert dense_rows.run_of({**OLD, "src": "kf_x", "compile": "0"}).held_logits == 2

@@ -258,7 +258,8 @@ def test_torchtitan_s_registry() -> None:
 
 @pytest.mark.parametrize(
     ("modules", "expected", "left"),
-    [("core_attn", "none", {"--recompute-modules"}), ("layernorm moe_act", ("layers.*.attention_norm", "layers.*.mlp_norm"), set()),
+    [("core_attn", "none", {"--recompute-modules"}),
+     ("layernorm moe_act", ("layers.*.attention_norm", "layers.*.mlp_norm"), set()),
      ("mlp mla_up_proj", ("layers.*.mlp",), {"--recompute-modules"})],
 )  # fmt: skip
 def test_megatron_s_modules_are_recomputed_by_pattern(modules: str, expected: Any, left: set[str]) -> None:
