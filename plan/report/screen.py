@@ -237,8 +237,8 @@ def _buckets(report: Report, verbose: bool, width: int) -> list[str]:
         f"BUCKETS of the longest program [times {report.provenance['collectives.time_s']}]",
         _bucket_row(width, "", "", "", "count", "bytes", "time", "behind", "exposed"),
         *(
-            _bucket_row(width, *names, f"{n:.0f}", gib(size), seconds(time), seconds(behind), seconds(exposed))
-            for names, (n, size, time, behind, exposed) in merged.items()
+            _bucket_row(width, kind, phase, of, f"{n:.0f}", gib(size), seconds(time), seconds(behind), seconds(exposed))
+            for (kind, phase, of), (n, size, time, behind, exposed) in merged.items()
         ),
     ]
 
