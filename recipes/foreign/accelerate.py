@@ -186,7 +186,7 @@ def _optimizer(default: str, of_json: str | None) -> Any:
 
 
 def _wrapped(policy: str, distributed: str) -> Any:
-    if distributed.upper() != "FSDP" or policy.upper() == "TRANSFORMER_BASED_WRAP":
+    if distributed.upper() != "FSDP" or str(policy).upper() == "TRANSFORMER_BASED_WRAP":
         return Omit
     return Unsaid("each layer is gathered by itself here", keys=("fsdp_config.auto_wrap_policy",))
 

@@ -115,7 +115,7 @@ ALWAYS = (
     ),
     KeyRow(
         (), {"fsdp_config.auto_wrap_policy": Maybe(str)},
-        lambda policy: Omit if policy is None or policy.upper() == "TRANSFORMER_BASED_WRAP"
+        lambda policy: Omit if policy is None or str(policy).upper() == "TRANSFORMER_BASED_WRAP"
         else Unsaid("each layer is gathered by itself here"),
     ),
 )  # fmt: skip

@@ -150,6 +150,7 @@ def translate(tool: Tool, settings: StatedSettings, overrides: Mapping[str, Stat
         wrong += mistyped
         if mistyped:
             continue
+        here = tuple(_as_typed(one, row.theirs[one.key]) for one in here)
         values = {key: None if isinstance(value, Maybe) else value for key, value in row.theirs.items()}
         defaults = {key: value for key, value in values.items() if value is not None}
         defaults = {key: value for key, value in defaults.items() if key not in {one.key for one in here}}
@@ -227,6 +228,16 @@ def _type_mistake(setting: Stated, default: Any) -> Diagnostic | None:
     return Diagnostic(
         f"`{setting.key}: {setting.shown}` must be {words[kind]}", where=setting.where, fix=f"write {words[kind]}"
     )
+
+
+def _as_typed(setting: Stated, default: Any) -> Stated:
+    """A setting with a value of its default's type: `1.0` as a whole number, a number as text. `auto` takes any."""
+    kind, value = default.kind if isinstance(default, Maybe) else type(default), setting.value
+    if kind is int and isinstance(value, float):
+        return replace(setting, value=int(value))
+    if kind is str and default != "auto" and isinstance(value, bool | int | float):
+        return replace(setting, value=show(value))
+    return setting
 
 
 def _contradiction(conflict: Conflict, here: Sequence[Stated]) -> Diagnostic:

@@ -167,7 +167,7 @@ class Script:
                 return one == other
             case [one, "!=" | "-ne", other]:
                 return one != other
-            case [one, "-gt" | "-ge" | "-lt" | "-le" as sign, other] if (one + other).isdigit():
+            case [one, "-gt" | "-ge" | "-lt" | "-le" as sign, other] if one.isdecimal() and other.isdecimal():
                 return NUMBERS[sign](int(one), int(other))
             case ["-z", one]:
                 return not one

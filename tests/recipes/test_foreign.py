@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -345,6 +347,15 @@ def test_a_damaged_file_is_a_mistake_with_a_place(tool: str) -> None:
                 translated(tool, damaged)
             except (Mistakes, StopIteration) as error:
                 assert isinstance(error, StopIteration) or all(one.where is not None for one in error.diagnostics)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_value_of_another_kind_is_a_mistake_or_obeyed(tool: str) -> None:
+    """A number where a text is asked for and the like: never another error."""
+    for match in re.finditer(r"(?<=[:=] )[^\s,}{\[]+|(?<= )\d+", INPUTS[tool]):
+        for odd in ("0", "7.5", "word"):
+            with contextlib.suppress(Mistakes):
+                loads(translated(tool, INPUTS[tool][: match.start()] + odd + INPUTS[tool][match.end() :])[1])
 
 
 def test_the_command_prints_a_recipe_and_what_it_cannot_say(
