@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,23 @@ def test_forced_changes_are_a_row_of_the_record_and_are_then_the_runs_own(pool: 
     (refusal,) = pool.run(start, str(tmp_path), "train.steps=6", world=1)
     assert "`optimizer.name: adamw`, trained with lion" in refusal
     assert rows(tmp_path)[-1]["step"] == 5
+
+
+@pytest.mark.slow
+def test_a_mixture_resumes_bit_for_bit_though_tokens_find_no_slot(pool: Any, tmp_path: Path) -> None:
+    mixture, mesh = [
+        "model={preset: tiny-moe, experts: 8, top_k: 1, layers: 1, width: 32, heads: 4, mlp: 16, seq_len: 64}",
+        "mesh={ep: 2}", "sharding.dropless={form: all_to_all, slack: 1}", "train.steps=4",
+    ], {"dp": 1, "fsdp": 1, "ep": 2, "tp": 1}  # fmt: skip
+    assert pool.run(start, str(tmp_path / "whole"), *mixture, world=2, mesh=mesh) == ["", ""]
+    shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "mine" / "checkpoints" / "step-000004")
+    assert pool.run(start, str(tmp_path / "again"), *mixture, world=2, mesh=mesh) == ["", ""]
+    whole, again = ([row for row in rows(tmp_path / name) if row.get("step") == 4 and "loss" in row]
+                    for name in ("whole", "again"))  # fmt: skip
+    keys = ("loss", "grad_norm", "experts")
+    assert [again[-1][key] for key in keys] == [whole[-1][key] for key in keys]
+    assert again[-1]["run"] == 2 and again[-1]["experts"]["gathered"] > 0
 
 
 def test_force_refuses_another_model(finished: Path, pool: Any) -> None:
