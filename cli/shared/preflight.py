@@ -28,7 +28,7 @@ from tpshard.recipes.reading import load as recipes
 if TYPE_CHECKING:
     from torch import nn
     from tpshard.recipes.keys.schema import Recipe
-    from tpshard.train.data.row_columns import Columns
+    from tpshard.train.data.row_columns import Columns, Labelled
 
 
 FITTED = (
@@ -285,7 +285,7 @@ def text_errors(recipe: Recipe) -> list[Diagnostic]:
     return diagnostics
 
 
-def _learner(recipe: Recipe, columns: Columns) -> Callable[[str], object] | None:
+def _learner(recipe: Recipe, columns: Columns) -> Callable[[str], Labelled | None] | None:
     """What reads rows of conversations, as far as their template and tokenizer are here. Raises `Mistakes` for a
     template that cannot be read."""
     if columns.key == "column":

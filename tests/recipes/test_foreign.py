@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 from pathlib import Path
@@ -341,7 +342,7 @@ srun --mpi x python t.py --one $N --two $(date) --three ${X:-3} --four "$((2 ** 
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_damaged_file_is_a_mistake_with_a_place(tool: str) -> None:
     text = INPUTS[tool]
-    for end in range(1, len(text), 23):
+    for end in range(1, len(text), 47):
         for damaged in (text[:end], text[end:], text[:end] + "\t[{'" + text[end:]):
             try:
                 translated(tool, damaged)
@@ -352,10 +353,10 @@ def test_a_damaged_file_is_a_mistake_with_a_place(tool: str) -> None:
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_value_of_another_kind_is_a_mistake_or_obeyed(tool: str) -> None:
     """A number where a text is asked for and the like: never another error."""
-    for match in re.finditer(r"(?<=[:=] )[^\s,}{\[]+|(?<= )\d+", INPUTS[tool]):
-        for odd in ("0", "7.5", "word"):
-            with contextlib.suppress(Mistakes):
-                loads(translated(tool, INPUTS[tool][: match.start()] + odd + INPUTS[tool][match.end() :])[1])
+    values = re.finditer(r"(?<=[:=] )[^\s,}{\[]+|(?<= )\d+", INPUTS[tool])
+    for match, odd in zip(values, itertools.cycle(("0", "7.5", "word", "true"))):
+        with contextlib.suppress(Mistakes):
+            loads(translated(tool, INPUTS[tool][: match.start()] + odd + INPUTS[tool][match.end() :])[1])
 
 
 def test_the_command_prints_a_recipe_and_what_it_cannot_say(

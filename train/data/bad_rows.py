@@ -56,23 +56,29 @@ class BadRows:
             )
 
 
-def peek(text: TextSource, bad_rows: float, rows_read: int = 100, learn: Callable[[str], object] | None = None) -> None:
+def peek(
+    text: TextSource, bad_rows: float, rows_read: int = 100, learn: Callable[[str], Labelled | None] | None = None
+) -> None:
     """Checks small local data wholly, and of larger data the first rows. Raises `Mistakes` (exit 6).
 
-    learn: tried on the first rows; it raises NotLearned.
+    learn: tried on the first rows, which it encodes or only renders; it raises NotLearned.
     """
+    left_out: list[str] = []
     check(text, bad_rows)
     counter = BadRows(text, 1.0 if learn is None else bad_rows, warn=False)
     every = ((file, row) for file in text.files for row in rows(text, file))
     for file, row in itertools.islice(every, rows_read):
         try:
-            if learn is not None and row.text is not None:
-                learn(row.text)
+            if learn is not None and row.text is not None and (one := learn(row.text)) is not None and not one.ids:
+                left_out.append(one.note)
         except NotLearned as fault:
             row = replace(row, text=None, fault=str(fault))
         counter.see(file, row)
     if counter.rows_read == counter.bad:
         raise text.mistake(f"{text.name} has no readable row", why=counter.first, fix=text.readable)
+    if left_out and counter.bad + len(left_out) == counter.rows_read < rows_read:
+        fix = "a larger model.seq_len, or data.too_long"
+        raise text.mistake(f"{text.name} has nothing to learn from", why=left_out[0], fix=fix)
 
 
 def check(
