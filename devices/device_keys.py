@@ -103,6 +103,7 @@ TOP = {
     "backend": DeviceKey("nccl|gloo"),
     "memory": DeviceKey("bytes", 2**28, 2**50),
     "context": DeviceKey("bytes", 0, 2**36, 0),
+    "channels": DeviceKey("int", 0, 64, 0),
     "memory_bandwidth": DeviceKey("bandwidth", 1e8, 1e15),
     "rates": DeviceKey("rates"),
     "host": DeviceKey("host"),

@@ -65,6 +65,7 @@ def parse(data: bytes, file: str) -> Device:
         backend=top["backend"],
         memory_bytes=int(top["memory"]),
         context_bytes=int(top["context"]),
+        channels=top["channels"],
         memory_bandwidth=top["memory_bandwidth"],
         rates=rates,
         host_devices=host["devices"],

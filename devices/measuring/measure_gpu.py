@@ -75,6 +75,7 @@ backend: nccl
 measured: {today}
 memory: {properties.total_memory // 2**20} MiB
 context: {base.context_bytes // 2**20} MiB
+channels: {base.channels}
 memory_bandwidth: {base.memory_bandwidth / 1e12:g} TB/s
 rates: {{{rates}}}
 host:

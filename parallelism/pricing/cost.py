@@ -171,6 +171,9 @@ class Device:
     overhead: Overhead = Overhead()
     reserved: float = 1.05
     """Bytes the allocator reserves per byte allocated at the peak."""
+    channels: int = 0
+    """Channels of a ring of the communication library; those of a pair are the next power of two. 0: unknown, and
+    further communicators count no memory (see `communicators`)."""
     cpu: Cpu = Cpu()
     levels: tuple[Level, ...] = ()
     """The network's levels, from the nearest; empty where `inside` and `across` are all levels."""

@@ -336,7 +336,7 @@ def _memory(report: Report, width: int) -> list[str]:
     memory, how = report.pricing.worst, report.provenance
     context = report.pricing.device.context_bytes
     needed = gib(report.pricing.needed_bytes)
-    driver = f"; needed: {gib(context)} of the driver's more, {needed}" if context else ""
+    driver = f"; needed: {gib(context)} of driver and libraries more, {needed}" if context else ""
     parts = sorted(memory.at_peak.items(), key=lambda item: (-item[1], item[0]))
     words = [f"{LABELS.get(name, name)} {gib(size)}" for name, size in parts if size]
     rows = [

@@ -11,6 +11,7 @@ from tpshard.parallelism.pipeline import core_turns
 from tpshard.parallelism.pipeline.core_turns import host_shares
 from tpshard.parallelism.pipeline.schedules import Slot, StageTask
 from tpshard.parallelism.pipeline.stepping import RECEIVES_AHEAD, program_of
+from tpshard.parallelism.pricing.communicators import communicator_bytes
 from tpshard.parallelism.pricing.cost import Device, collective
 from tpshard.parallelism.pricing.flow import info_of
 from tpshard.parallelism.pricing.fusion import Compiled
@@ -64,8 +65,12 @@ def price_step(programs: TrainingPrograms, whole: Device, per_host: int, compile
     slots = _timetable(programs, own, per_host, seconds, lambda task: _send_delay(*runs[task.kind, task.stage]))
     pipeline = PricedPipeline(table, slots, _stage_prices(programs, runs), devices, programs.balanced)
     parts, mesh = parts_of[pipeline.slowest], programs.setting.mesh
+    topology = Topology(mesh, per_host)
+    further = max(communicator_bytes([part.part.program for part in each], device, topology) for each in parts_of)
+    with_groups = replace(device, context_bytes=device.context_bytes + further)
+    fixed_s = _looping(device, mesh, per_host) + sum(part.mapped_s(device) for part in parts)
     return Pricing(
-        device, parts, _looping(device, mesh, per_host) + sum(part.mapped_s(device) for part in parts), peak_of(peaks),
+        with_groups, parts, fixed_s, peak_of(peaks),
         sum(flops_of(each)[1] for each in parts_of), pipeline.idle_s, pipeline if programs.cuts else None,
     )  # fmt: skip
 

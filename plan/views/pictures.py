@@ -181,7 +181,7 @@ def memory(report: Report, part: DrawnPart, height: int) -> str:
         )
         base = upper
     size, unit = bytes_axis(top)
-    driver = f", {device.context_bytes / size:.2f} {unit} of it the driver's" if device.context_bytes else ""
+    driver = f", {device.context_bytes / size:.2f} {unit} of it driver and libraries" if device.context_bytes else ""
     words = f"device {limit / size:.2f} {unit}{driver}; peak {part.peak_bytes / size:.2f} {unit}"
     y = max(0.0, plot_h - limit * scale_y)
     if limit <= top:

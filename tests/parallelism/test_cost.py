@@ -7,6 +7,7 @@ import torch
 from tpshard.kernels.attention.attention import attention
 from tpshard.parallelism import partition
 from tpshard.parallelism.mesh import Mesh
+from tpshard.parallelism.pricing.communicators import communicator_bytes
 from tpshard.parallelism.pricing.cost import (
     Cpu,
     Crowd,
@@ -21,6 +22,8 @@ from tpshard.parallelism.pricing.fusion import kernels
 from tpshard.parallelism.pricing.liveness import liveness
 from tpshard.parallelism.pricing.network import Link, Topology
 from tpshard.parallelism.pricing.timeline import LaneTask, price, simulate
+from tpshard.parallelism.program import INFO, Info, info, make_collective
+from tpshard.parallelism.transfer import recv, send
 
 
 def make(**changes):
@@ -36,6 +39,33 @@ def make(**changes):
 def cost(device, axes, over, kind, buffer, per_host=8):
     mesh = Mesh(axes)
     return collective(device, Topology(mesh, per_host), kind, tuple(mesh.axis(a) for a in over), buffer)
+
+
+def test_each_further_communicator_takes_its_buffers():
+    """A ring's are in the device's context; two hosts of four devices: an all-to-all has three peers near, of seven."""
+    box, both, mib = make(channels=24), Topology(Mesh({"x": 2, "y": 4}), 4), 2**20
+    x, y = torch.randn(8, 8), torch.randn(8, 8)
+
+    def program(fn, ins, out):
+        return partition(fn, [x, y][: len(ins)], both.mesh, ins, [out])
+
+    over_y = program(lambda x, y: x @ y, [(None, "y"), ("y",)], ())
+    over_x = program(lambda x: x * 2, [("x",)], ())
+    exchanged = program(lambda x: x * 2, [("y",)], (None, "y"))
+    everywhere = program(lambda x: x * 2, [(("x", "y"),)], (None, ("x", "y")))
+    assert communicator_bytes([over_y, over_y], box, both) == 0
+    assert communicator_bytes([over_y, over_x], box, both) == 24 * 12 * mib
+    assert communicator_bytes([over_y, exchanged], box, both) == 32 * 3 * 12 * mib
+    assert communicator_bytes([everywhere], box, both) == 32 * 3 * 12 * mib
+    assert communicator_bytes([over_y, over_x, exchanged], make(), both) == 0
+    piped = partition(lambda x: x * 2, [x], both.mesh, [("x",)], [("x",)])
+    (node,) = (node for node in piped.graph.nodes if node.op == "call_function")
+    for kind, target, offset in (("send", send, 1), ("recv", recv, 1), ("recv", recv, -1)):
+        with piped.graph.inserting_after(node):
+            moved = piped.graph.call_function(target, (node, offset))
+        comm = make_collective(both.mesh, kind, (both.mesh.axis("x"),), 4, torch.float32)
+        moved.meta[INFO] = Info(info(node).specs, comm=comm)
+    assert communicator_bytes([piped], box, both) == 32 * (2 + 10 + 10) * mib
 
 
 @pytest.mark.parametrize(("kind", "rounds"), [("all_gather", 1), ("reduce_scatter", 1), ("all_reduce", 2)])

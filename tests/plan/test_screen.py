@@ -236,5 +236,5 @@ def test_memory_says_why_its_three_figures_differ(report):
     assert "allocated: tensors; reserved: all that the allocator holds" in shown
     device = replace(report.pricing.device, context_bytes=2**30)
     gpu = replace(report, pricing=replace(report.pricing, device=device))
-    assert "needed: 1.00 GiB of the driver's more" in " ".join(screen.screen(gpu).split())
+    assert "needed: 1.00 GiB of driver and libraries more" in " ".join(screen.screen(gpu).split())
     assert gib(3 * 2**40) == "3.00 TiB"
