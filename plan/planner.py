@@ -10,6 +10,7 @@ from functools import cache
 
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.models.model_spec import ModelSpec
+from tpshard.parallelism.pricing.fusion import LARGE, compiled_as
 from tpshard.plan import plan_cache, saved_plan
 from tpshard.plan.report import describe
 from tpshard.plan.report.planned import Planned
@@ -89,6 +90,15 @@ def _weights_of(spec: ModelSpec, shapes: Mapping[str, Sequence[int]]) -> int:
     return sum(map(math.prod, (*spec.plain.shapes.values(), *spec.added.values()) if spec.packed else shapes.values()))
 
 
+def _compile(programs: TrainingPrograms) -> str:
+    """The recipe's `compile`; of `auto` what becomes of a stage's programs."""
+    chosen = programs.setting.recipe.compile
+    if chosen != "auto":
+        return chosen
+    every = (program for stage in programs.stages for program in stage.programs)
+    return "blocks" if any(compiled_as(program, "auto") == "layers" for program in every) else "inductor"
+
+
 def planned_training(programs: TrainingPrograms, source: str = "", accuracy: str = "") -> Planned:
     """The plan of a training recipe, from its built programs."""
     setting, recipe = programs.setting, programs.setting.recipe
@@ -114,7 +124,7 @@ def planned_training(programs: TrainingPrograms, source: str = "", accuracy: str
         per_device=batch.per_device,
         micro_batches=batch.micro_batches,
         tokens=batch.global_sequences * setting.seq_len,
-        compiled=recipe.compile,
+        compiled=_compile(programs),
         remat=_remat(recipe),
         weights=_weights(setting),
         experts="" if setting.dropless is None else setting.dropless.words,
@@ -125,6 +135,11 @@ def planned_training(programs: TrainingPrograms, source: str = "", accuracy: str
         checkpoint_bytes=saved * setting.master_dtype.itemsize + setting.moment_bytes(trained),
     )
     warnings = describe.extra_warnings(job, device, programs.update)
+    if (job.compiled, recipe.compile) == ("blocks", "auto"):
+        warnings.append(
+            f"`compile: auto` compiles the layers alone: as a whole, a program of more than {LARGE:,} operations takes "
+            "minutes (compile: inductor)"
+        )
     report = describe.report_of(job, pricing, programs.micro, list(parameters), accuracy, warnings)
     return Planned(report, pricing, programs)
 

@@ -55,8 +55,12 @@ def classify(node: fx.Node, is_view: bool) -> Work:
     return entry_of(node.target).work
 
 
-Compiled = Literal["all", "layers", "rest", "none"]
-"""The part of a program that is compiled: all of it, the layers (`layers.3...`), all but the layers, or none."""
+Compiled = Literal["auto", "all", "layers", "rest", "none"]
+"""The part of a program that is compiled: all of it, the layers (`layers.3...`), all but the layers, or none; `auto`:
+all, or of a large program the layers."""
+LARGE = 4000
+"""Operations of a program above which the compiler's time grows faster than the program (benchmarks/compile_time.py:
+for twice as many it takes more than three times as long)."""
 
 
 def is_compiled(compiled: Compiled, info: Info) -> bool:
@@ -69,6 +73,9 @@ def is_compiled(compiled: Compiled, info: Info) -> bool:
 def compiled_as(program: Program, compiled: Compiled) -> Compiled:
     """The part of a program that is compiled where `compiled` is asked for: nothing of one with control flow, whose
     bodies are interpreted, unless layers are compiled by themselves."""
+    if compiled == "auto":
+        operations = sum(node.op == "call_function" for node in program.graph.nodes)
+        compiled = "layers" if operations > LARGE else "all"
     within = compiled == "all" and any(node.target in CONTROL_FLOW for node in program.graph.nodes)
     return "none" if within else compiled
 

@@ -42,8 +42,8 @@ class Executor:
 
     On a CPU reduce-scatters and small all-reduces are sent as an all-to-all and summed locally, in rank order (see
     `parallelism.resharding.exchange`); `exchange=False` leaves them to the backend. `compiled`: "all" compiles the
-    whole graph, "layers" its layers (see `regions`), "none" nothing. `mail` sends and receives for a pipeline stage: at
-    the graph's nodes, or for a compiled graph before and after it.
+    whole graph, "layers" its layers (see `regions`), "none" nothing, "auto" what suits its size. `mail` sends and
+    receives for a pipeline stage: at the graph's nodes, or for a compiled graph before and after it.
     """
 
     def __init__(
@@ -57,7 +57,8 @@ class Executor:
         context.watchdog.describe = describe
         if exchange is None:
             exchange = context.device.type == "cpu"
-        whole = compiled_as(program, compiled) == "all"
+        compiled = compiled_as(program, compiled)
+        whole = compiled == "all"
         self.module = localize(program, context.rank, context.device, None if whole else self.wait, exchange,
                                self.transfer if mail is not None and not whole else None)  # fmt: skip
         if compiled == "layers":

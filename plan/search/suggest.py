@@ -154,7 +154,7 @@ class _Search:
 
     def _schedule_changes(self) -> Iterator[Changes]:
         fsdp, several = self.recipe.fsdp, self.report.job.micro_batches > 1
-        if self.recipe.compile != "inductor" and self.report.pricing.device.kind == "gpu":
+        if self.report.job.compiled != "inductor" and self.report.pricing.device.kind == "gpu":
             yield ("compile=inductor",)
         if any(self.report.job.mesh.get(axis, 1) > 1 for axis in fsdp.axes):
             for whether in ("false", "true"):

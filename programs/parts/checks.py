@@ -112,7 +112,7 @@ def control_flow_notes(setting: Setting, program: Program) -> list[str]:
     nodes = [node for node in program.graph.nodes if node.target in CONTROL_FLOW]
     name = info(nodes[0]).origin if nodes else ""
     notes = []
-    if nodes and setting.recipe.compile == "inductor":
+    if nodes and setting.recipe.compile in ("auto", "inductor"):
         notes.append(
             f"`{name}` is control flow, so that the micro-batch's program is interpreted, not compiled as a whole "
             "(compile: blocks compiles the other operations of layers)"

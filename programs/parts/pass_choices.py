@@ -74,7 +74,7 @@ def choose(
 
 def compiled_by(recipe: Recipe) -> Compiled:
     """Which parts of the recipe's programs are compiled."""
-    parts: dict[str, Compiled] = {"inductor": "all", "blocks": "layers", "eager": "none"}
+    parts: dict[str, Compiled] = {"auto": "auto", "inductor": "all", "blocks": "layers", "eager": "none"}
     return parts[recipe.compile]
 
 

@@ -70,9 +70,10 @@ class Recipe(Section):
     """What is recomputed in the backward pass: nothing, everything, everything except matmul and attention outputs,
     every n-th layer ({every: 2}), the first n layers ({first: 8}), some modules ({modules: layers.*.mlp}), or
     everything except a list of operations."""
-    compile: Literal["inductor", "blocks", "eager"] = "inductor"
+    compile: Literal["auto", "inductor", "blocks", "eager"] = "auto"
     """What is compiled of a device's program: all of it; only its layers, while the rest (the loss, the optimizer) runs
-    eagerly; or nothing."""
+    eagerly; or nothing. `auto` is inductor, or blocks for a program of so many operations that inductor would take
+    minutes, which the plan says."""
     pipeline: Pipeline | None = None
     """Pipeline stages; needs a mesh axis `pp`."""
     data: Data = field(default_factory=Data)

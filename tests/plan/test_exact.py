@@ -12,6 +12,7 @@ import torch
 from small_recipe import RECIPE
 from torch.utils._python_dispatch import TorchDispatchMode
 from tpshard.devices.read import device
+from tpshard.parallelism.pricing import fusion
 from tpshard.parallelism.pricing.cost import Cpu, Crowd, collective
 from tpshard.parallelism.pricing.fusion import kernels
 from tpshard.parallelism.pricing.liveness import liveness
@@ -135,15 +136,22 @@ def test_predicted_peak_is_that_of_the_storages_alive_while_running():
     assert predicted.peak_bytes == pytest.approx(mode.peak, rel=0.02)
 
 
-def test_of_compiled_blocks_the_loss_is_priced_as_eager():
+def test_of_compiled_blocks_the_loss_is_priced_as_eager(monkeypatch):
     """The vocabulary is so large that the peak is at the loss, where eager mode stores more copies of the logits."""
     overrides = ["model.vocab=65536", "mesh.tp=1", "mesh.fsdp=4", "remat=full"]
-    programs = planner.build_programs(Setting.of(loads(RECIPE, [*overrides, "compile=blocks", "fsdp.bucket=wrap"])))
-    eager, blocks, whole = (planner.price_training(programs, compiled) for compiled in ("none", None, "all"))
+    programs = planner.build_programs(Setting.of(loads(RECIPE, [*overrides, "compile=auto", "fsdp.bucket=wrap"])))
+    eager, blocks, whole = (planner.price_training(programs, compiled) for compiled in ("none", "layers", "all"))
     at_peak = [p.worst.memory.at_peak["logits_and_loss"] for p in (eager, blocks, whole)]
     assert at_peak[0] == at_peak[1] > at_peak[2]
     assert {k.compiled for k in blocks.parts[0].priced.kernels if k.work != "free"} == {True, False}
     assert eager.compute_s > blocks.compute_s > whole.compute_s
+    by_size = []
+    for large in (fusion.LARGE, 10):
+        monkeypatch.setattr(fusion, "LARGE", large)
+        planned = planner.planned_training(programs)
+        told = any("compiles the layers alone" in warning for warning in planned.report.warnings)
+        by_size.append((planned.report.job.compiled, planned.pricing.compute_s, told))
+    assert by_size == [("inductor", whole.compute_s, False), ("blocks", blocks.compute_s, True)]
 
 
 def test_recomputation_trades_memory_for_time():

@@ -109,7 +109,7 @@ def test_overrides_complete_key_by_key_and_then_to_values() -> None:
     assert words("tr") == ["train."]
     assert words("rem") == ["remat="]
     assert words("train.st") == ["train.steps="]
-    assert words("compile=") == ["compile=inductor", "compile=blocks", "compile=eager"]
+    assert words("compile=") == ["compile=auto", "compile=inductor", "compile=blocks", "compile=eager"]
     assert words("fsdp.accumulate.g") == ["fsdp.accumulate.gather="]
     assert words("fsdp.accumulate.gather=s") == ["fsdp.accumulate.gather=step"]
     assert words("mesh.") == ["mesh.dp=", "mesh.fsdp=", "mesh.tp="]
@@ -123,7 +123,7 @@ def test_keys_say_what_they_may_be_and_their_default() -> None:
     assert actual["train.steps"].legal == "a whole number, at least 1 and at most 1e12"
     assert actual["train.steps"].default == "what train.tokens or data.epochs makes, else 200000"
     assert actual["fsdp.param_dtype"].default == "model.dtype; with fp8: bf16"
-    assert actual["compile"].legal == "inductor, blocks or eager"
+    assert actual["compile"].legal == "auto, inductor, blocks or eager"
     assert [key.path for key in keys("optimizer")][:3] == ["optimizer.name", "optimizer.lr", "optimizer.betas"]
     assert [key.path for key in keys("seed")] == ["seed"]
     assert keys("optimiser") == []

@@ -26,7 +26,7 @@ def test_the_model_alone_is_a_recipe_with_the_documented_defaults() -> None:
         "auto",
         1,
         "selective",
-        "inductor",
+        "auto",
     )
     assert recipe.fsdp.wrap == ("layers.*", ("tok_embed",), ("norm", "output"))
     assert (recipe.data.source, recipe.data.tokenizer) == ("sample", None)
