@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from torch import fx
 from tpshard.diagnostics.diagnostic import Mistakes
 from tpshard.diagnostics.patterns import covers, unit_of
 from tpshard.files.folder_json import read_regular
@@ -167,6 +168,8 @@ class Chooser:
         self.topology = Topology(setting.mesh, self.per_host)
         limit = recipe.fsdp.memory_limit
         self.memory = limit if limit is not None else int(self.device.memory_bytes * (1 - RESERVE))
+        self._peaks: dict[fx.Graph, int] = {}
+        """The peak of each program that was asked for, which several choices ask for."""
 
     def seconds(self, program: Program) -> float:
         """Seconds of one run of a program on the recipe's device."""
@@ -177,6 +180,11 @@ class Chooser:
 
     def peak(self, program: Program) -> int:
         """Peak bytes of the step, including the optimizer's moments of every trained parameter."""
+        if program.graph not in self._peaks:
+            self._peaks[program.graph] = self._peak_of(program)
+        return self._peaks[program.graph]
+
+    def _peak_of(self, program: Program) -> int:
         params = [port for port in program.inputs if port.kind == "parameter" and port.name in self.setting.trained]
         elements = {port.name: math.prod(port.local) for port in params}
         moments = self.setting.moment_bytes(elements)
