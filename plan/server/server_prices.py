@@ -15,6 +15,7 @@ from tpshard.parallelism.program import Program
 from tpshard.plan.server.server_steps import server_of
 from tpshard.plan.server.traffic import Room
 from tpshard.programs.parts.memo import Memo
+from tpshard.programs.server.captured_steps import MOST_ROWS, can_capture
 from tpshard.programs.server.serve_setting import Size
 from tpshard.programs.server.serving import BLOCK_SIZE, ServingPrograms, build_serving
 from tpshard.recipes.keys.schema import Recipe
@@ -46,9 +47,22 @@ class StepPrices:
         key = (size, blocks, by_row)
         if key not in self._seconds:
             cached = CacheReads(APART**blocks, APART**by_row)
-            priced = price(self.steps[size], self.device, self.per_host, compiled="none", cached=cached)
+            device = self._replayed if self._is_captured(size) else self.device
+            priced = price(self.steps[size], device, self.per_host, compiled="none", cached=cached)
             self._seconds[key] = priced.run().seconds
         return self._seconds[key]
+
+    def _is_captured(self, size: Size) -> bool:
+        """Whether the server replays a step of this size as one CUDA graph."""
+        program = self.steps[size]
+        alone = self.device.kind == "gpu" and program.mesh.ranks == 1
+        return alone and size.rows <= MOST_ROWS and can_capture(program)
+
+    @property
+    def _replayed(self) -> Device:
+        """The device, whose host launches no operation of a graph by itself."""
+        overhead = self.device.overhead
+        return replace(self.device, overhead=replace(overhead, eager_op_s=overhead.op_s))
 
 
 def _bracket(value: float) -> tuple[int, int, float]:

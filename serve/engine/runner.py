@@ -13,9 +13,10 @@ from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor
 from tpshard.parallelism.simulate import cut
 from tpshard.programs.server.adapter_slots import open_adapters, slot_values
+from tpshard.programs.server.captured_steps import MOST_ROWS, can_capture
 from tpshard.programs.server.serve_setting import Size
 from tpshard.programs.server.serving import BLOCK_SIZE, STEP, ServingPrograms
-from tpshard.serve.engine.cuda_graphs import MOST_ROWS, Captured, can_capture
+from tpshard.serve.engine.cuda_graphs import Captured
 from tpshard.serve.engine.picks import Picked, Picks
 from tpshard.serve.engine.sampling import pick
 from tpshard.serve.engine.step import StepInput

@@ -33,6 +33,20 @@ def test_a_step_between_priced_states_takes_what_its_program_does() -> None:
         assert prices(rows, actual) == pytest.approx(exact.run().seconds, rel=0.01)
 
 
+def test_the_host_launches_small_steps_of_a_single_gpu_at_once() -> None:
+    """As CUDA graphs; those of several devices, and large ones, an operation at a time."""
+    one, two = (
+        ServerBuilder().build(loads(RECIPE, ["cluster.device=h100-sxm-80g", f"serve.mesh.tp={ways}"])).prices
+        for ways in (1, 2)
+    )
+    small, large = min(one.steps, key=lambda size: size.rows), max(one.steps, key=lambda size: size.rows)
+    eager = price(one.steps[small], one.device, one.per_host, compiled="none", cached=CacheReads(1, 1)).run().seconds
+    assert one(small.rows, CacheReads(1, 1)) < 0.7 * eager
+    exact = price(one.steps[large], one.device, one.per_host, compiled="none", cached=CacheReads(1, 1)).run().seconds
+    assert one(large.rows, CacheReads(1, 1)) == pytest.approx(exact)
+    assert two(small.rows, CacheReads(1, 1)) > eager
+
+
 def test_the_highest_rate_keeps_the_limits_and_a_higher_one_does_not() -> None:
     recipe, limits = loads(RECIPE), TimeLimits(ttft=0.05, tpot=0.01)
     answered = answers(recipe, Traffic(40, 16, count=200), limits)

@@ -15,11 +15,11 @@ from torch import Tensor
 from tpshard.diagnostics.diagnostic import Mistakes
 from tpshard.kernels.attention.paged_selection import PAGED_SELECT, PAGED_SELECTED
 from tpshard.models.transformers import attention_interface, patch_indexers
+from tpshard.programs.server.captured_steps import can_capture
 from tpshard.programs.server.serve_setting import ServeSetting, Size
 from tpshard.programs.server.served import model_to_serve
 from tpshard.programs.server.serving import ServingPrograms, build_serving
 from tpshard.recipes.reading.load import loads
-from tpshard.serve.engine.cuda_graphs import can_capture
 from tpshard.serve.engine.step import StepInput
 from tpshard.serve.engine.weights import Weights
 

@@ -28,9 +28,9 @@ from tpshard.models.families.presets import PRESETS
 from tpshard.models.family_model import FamilyModel
 from tpshard.parallelism.rules.table import entry_of
 from tpshard.plan.report.describe import shardings
+from tpshard.programs.server.captured_steps import can_capture
 from tpshard.programs.server.serve_setting import Size
 from tpshard.serve.api.need import kernels
-from tpshard.serve.engine.cuda_graphs import can_capture
 from tpshard.serve.engine.step import StepInput
 from tpshard.serve.quantizing.quantize_layers import Quantizer, Sequences
 from tpshard.serve.quantizing.write_quantized import write_quantized
