@@ -4,9 +4,9 @@
 
 A narrow Llama's micro-batch (forward and backward) is compiled at its first call, in a process of its own with an empty
 cache, on this machine's CPU; for a GPU it was not measured. Figures are CPU seconds of that process, which also builds
-the program. The program's operations are counted, not those that the compiler makes of them. `LARGE` in
-parallelism/pricing/fusion.py, above which `compile: auto` compiles the layers alone, is where the time for an operation
-has grown clearly.
+the program. The program's operations are counted, not those that the compiler makes of them. Layers that are alike
+are compiled once, so that `blocks` takes as long for any number of them. Above `LARGE` operations
+(parallelism/pricing/fusion.py) `compile: auto` compiles the layers alone.
 """
 
 from __future__ import annotations

@@ -58,9 +58,9 @@ def classify(node: fx.Node, is_view: bool) -> Work:
 Compiled = Literal["auto", "all", "layers", "rest", "none"]
 """The part of a program that is compiled: all of it, the layers (`layers.3...`), all but the layers, or none; `auto`:
 all, or of a large program the layers."""
-LARGE = 4000
-"""Operations of a program above which the compiler's time grows faster than the program (benchmarks/compile_time.py:
-for twice as many it takes more than three times as long)."""
+LARGE = 11_000
+"""Operations of a program above which only its layers are compiled. Up to about as many the compiler's time grew no
+faster than the program (benchmarks/compile_time.py: with 64 layers, 138 s of CPU); larger ones were not measured."""
 
 
 def is_compiled(compiled: Compiled, info: Info) -> bool:
