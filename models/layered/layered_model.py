@@ -63,6 +63,8 @@ class LayeredModel(ABC):
     """The path of the list of layers."""
     separates_documents: bool = True
     """Whether layers get the documents of their rows as an argument."""
+    knows_heads: bool = False
+    """Whether `heads` names the heads of all linears that have some."""
     parameters: list[str]
     matrices: Mapping[str, Matrix]
     """The matrices of the layers, by their modules' names."""
@@ -99,6 +101,7 @@ class FamilyLayers(LayeredModel):
     """A model of one of tpshard's families."""
 
     layers = "layers"
+    knows_heads = True
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         self.config = config = replace(config, capacity=None)  # a server drops no tokens
@@ -181,6 +184,7 @@ class TransformersLayers(LayeredModel):
         self.separates_documents = architecture.attends and not patch_attention.took_place(self.model)
         self._transposed: type[nn.Module] = Conv1D
         self._dims = {path: named.dims for path, named in dims_of_plan(self.model).items()}
+        self.knows_heads = architecture.heads is not None and any(d[1:] == ("heads",) for d in self._dims.values())
         self.parameters = [path for path, _ in self.model.named_parameters()]
         self.matrices = matrices = dict[str, Matrix]()
         for path, module in self.model.named_modules():

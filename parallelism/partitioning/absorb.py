@@ -94,11 +94,11 @@ def _operand_permutations(op: Op, place: Reordered, alike: int) -> list[tuple[Va
     """The permutations of an op's operands that together permute its result as `place` says; None if none do."""
     entry = entry_of(op.target)
     if entry.carries is not None:
-        value = op.operands[entry.carries]
-        if (place.dim, place.outer) != (3, 2) or alike % (share := place.blocks // value.shape[2]):
+        value, outer = op.operands[entry.carries], entry.heads_dim
+        kv_heads = value.shape[outer]
+        if (place.dim, place.outer) != (3, outer) or alike % (share := place.blocks // kv_heads):
             return None
-        kv_heads = value.shape[2]
-        return [(value, Reordered(3, kv_heads, 2 if kv_heads > 1 else None), alike // share)]
+        return [(value, Reordered(3, kv_heads, outer if kv_heads > 1 else None), alike // share)]
     if not entry.commutes or not op.operands or len(op.results) != 1:
         return None
     rule = rule_for(op)

@@ -122,7 +122,9 @@ OPS: Table = {
     "tpshard.attention_backward": Entry(attention_backward, work="attention_backward", calls=9, scratch=flash_scratch),
     "tpshard.attention_part": Entry(work="attention", saved=True),
     "tpshard.attention_part_backward": Entry(work="attention_backward"),
-    aten._scaled_dot_product_flash_attention_for_cpu: Entry(of_torch, work="attention", saved=True, dense="last"),
+    aten._scaled_dot_product_flash_attention_for_cpu: Entry(
+        of_torch, work="attention", saved=True, dense="last", carries=2, heads_dim=1
+    ),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: Entry(
         partial(of_torch, forward=False), work="attention_backward", saved=True, dense="last"
     ),

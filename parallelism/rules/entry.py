@@ -47,6 +47,8 @@ class Entry:
     """Whether the op commutes with a permutation along any dim that passes through it."""
     carries: int | None = None
     """The operand (attention's values) whose permutation along the last dim permutes the result alike; else None."""
+    heads_dim: int = 2
+    """The dim of that operand's heads."""
     mixes: int | None = None
     """The operand, such as an order of columns, because of which the op needs a dim whole; None for other ops."""
     broadcasts: bool = False

@@ -161,6 +161,9 @@ def _products(graph: Graph, orders: Mapping[str, ActOrder]) -> dict[tuple[Value,
         x, weight = op.operands
         sides, _ = op.args[2].split("->")
         left, right = sides.split(",")
+        if weight.producer is not None and weight.producer.target is torch.ops.aten.permute.default:
+            turned = weight.producer  # of a linear with a bias whose input is no contiguous tensor
+            weight, right = turned.operands[0], "".join(right[turned.args[1].index(dim)] for dim in range(len(right)))
         if weight.producer is None and weight.name in orders and left[-1] == right[-1]:
             products.setdefault((x, orders[weight.name].key), []).append((weight.name, op))
     return products
@@ -207,9 +210,27 @@ def act_orders(
         key = "" if own is None else order_key(own)
         if own is None or not key:
             continue
-        local = heads and named[1] == "heads" and reorder.head_local_order(own, *heads) is not None
-        orders[name] = ActOrder(key, heads[0], heads[0] // heads[1]) if heads and local else ActOrder(key)
+        if heads is None or not named[1]:
+            orders[name] = ActOrder(key, *_blocks_of(own))
+            continue
+        local = named[1] == "heads" and reorder.head_local_order(own, *heads) is not None
+        orders[name] = ActOrder(key, heads[0], heads[0] // heads[1]) if local else ActOrder(key)
     return orders
+
+
+def _blocks_of(group: Tensor) -> tuple[int, int]:
+    """(blocks, alike) of the order of inputs with these groups: the most equal parts within which it stays, and how
+    many neighbouring ones have one order. (1, 1) where it crosses all parts."""
+    inputs, place = len(group), torch.arange(len(group))
+    ends = [torch.zeros(int(group.max()) + 1, dtype=place.dtype).scatter_reduce(
+        0, group.long(), place, how, include_self=False) for how in ("amin", "amax")]  # fmt: skip
+    for blocks in (n for n in range(inputs // 2, 1, -1) if inputs % n == 0):
+        if not torch.equal(*(end // (inputs // blocks) for end in ends)):  # a group spans several blocks
+            continue
+        for distinct in (n for n in range(1, blocks + 1) if blocks % n == 0):
+            if reorder.head_local_order(group, blocks, distinct, inputs // blocks) is not None:
+                return blocks, blocks // distinct
+    return 1, 1
 
 
 def planned_orders(config: ModelConfig, order: Order, group_size: int) -> dict[str, ActOrder]:

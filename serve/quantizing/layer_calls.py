@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from tpshard.kernels.quantized.gptq_solver import Heads
 
 
 class LayerCaught(Exception):
@@ -176,6 +177,43 @@ def shared_inputs(layer: nn.Module, call: LayerCall) -> list[list[str]]:
             together.append([name])
         last = x
     return together
+
+
+def joined_heads(layer: nn.Module, name: str, call: LayerCall) -> Heads | None:
+    """The heads that the input of the linear `name` joins into one dim, as attention's result is; None where it joins
+    none. Calls the layer."""
+    seen = _Joins()
+    inputs: list[Tensor] = []
+    handle = layer.get_submodule(name).register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
+    try:
+        with seen:
+            call.into(layer)
+    finally:
+        handle.remove()
+    _, heads, size = seen.joined.get(inputs[0].data_ptr(), (None, 0, 0)) if inputs else (None, 0, 0)
+    if heads * size != inputs[0].shape[-1]:
+        return None
+    return Heads(heads, seen.kv_heads if seen.kv_heads and heads % seen.kv_heads == 0 else heads, size)
+
+
+class _Joins(TorchDispatchMode):
+    """Keeps the views that join the last two dims of a value, and the number of KV heads of attention."""
+
+    _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+    _KV_DIM = {"tpshard::attention": 2, "aten::_scaled_dot_product_flash_attention_for_cpu": 1}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.joined: dict[int, tuple[Tensor, int, int]] = {}
+        self.kv_heads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in self._VIEWS and (x := args[0]).dim() > 3 and math.prod(x.shape[-2:]) == result.shape[-1]:
+            self.joined[result.data_ptr()] = result, *x.shape[-2:]  # kept, so that its memory is not used again
+        elif (dim := self._KV_DIM.get(func.name())) is not None:
+            self.kv_heads = args[1].shape[dim]
+        return result
 
 
 def expert_inputs(layer: nn.Module, call: LayerCall) -> tuple[Tensor, Tensor]:

@@ -45,6 +45,7 @@ from tpshard.serve.quantizing.layer_calls import (
     form_of,
     in_place_of,
     input_of,
+    joined_heads,
     shared_inputs,
 )
 from tpshard.serve.quantizing.quantize_report import LinearResult, Quantizing
@@ -247,7 +248,8 @@ class Quantizer:
             statistics = Hessian(weights[prefix + names[0]].shape[1], self.device)
             for call, reference in zip(calls, references):
                 statistics.add(input_of(layer, names[0], call), input_of(dense, names[0], reference))
-            for name, result in self._solve(weights, statistics, self.layered.heads(prefix + names[0])).items():
+            heads = self._heads(layer, prefix, names[0], calls[0])
+            for name, result in self._solve(weights, statistics, heads).items():
                 linear, bias = linears[name], getattr(linears[name], "bias", None)
                 self.layered.set_weight(linear, self._dense_form(result))
                 quantized[name] = result if bias is None else replace(result, bias=bias.detach().to(torch.float16))
@@ -257,6 +259,15 @@ class Quantizer:
         if missing:
             raise NotQuantizable(f"`{missing[0]}` is not called as a linear layer")
         return quantized
+
+    def _heads(self, layer: nn.Module, prefix: str, name: str, call: LayerCall) -> Heads | None:
+        """The heads from which a linear gets its inputs: those that the model knows, else those that its input joins
+        where groups and heads divide one another."""
+        heads, size = self.layered.heads(prefix + name), self.settings.group_size
+        if heads is not None or self.layered.knows_heads or self.order != "head_local":
+            return heads
+        found = joined_heads(layer, name, call)
+        return found if found is not None and size > 0 and found.head_dim % size == 0 else None
 
     def _nearest(self, layer: nn.Module, prefix: str) -> nn.Module:
         """A layer with its linears rounded to nearest, and the rest in fp16, as the baseline's folder stores it."""
