@@ -47,7 +47,11 @@ class PythonFile:
         except (SyntaxError, ValueError, MemoryError) as error:
             line, col = getattr(error, "lineno", None) or 1, getattr(error, "offset", None) or 1
             where = Source(file, line, col, self.lines[min(line, len(self.lines)) - 1])
-            raise Mistakes.one(f"not Python: {getattr(error, 'msg', error)}", where=where) from None
+            raise Mistakes.one(
+                f"not Python: {getattr(error, 'msg', error)}",
+                where=where,
+                fix="name the file of a registry's functions",
+            ) from None
         self.functions = {one.name: one for one in self.tree.body if isinstance(one, ast.FunctionDef)}
 
     @cached_property
