@@ -38,6 +38,7 @@ def printed_plan(name: str, *options: str) -> str:
 def show(picture: Path) -> dict[str, str]:
     """The screen of the README's plan, and the hash of its picture, which is drawn into a file."""
     screen = printed_plan(SHOWN, "--svg", str(picture), "--overwrite")
+    picture.write_text(picture.read_text("utf-8").replace(f"{ROOT}/", ""), "utf-8")  # the places of annotations
     return {"screen": screen, "picture": hashlib.sha256(picture.read_bytes()).hexdigest()}
 
 
