@@ -16,14 +16,20 @@ def matches_start(expression: str, text: str) -> bool:
 
 
 def fits(expression: str, text: str) -> bool:
-    """Whether a regular expression matches a whole text, as Python reads it. By RE2 where that knows it, and with
-    Python's engine where it has no repetition, or lookaround. ValueError where it is none."""
+    """Whether a regular expression matches a whole text, as Python reads it.
+
+    By RE2 where that knows it, else (lookaround, backreferences) with Python's engine. ValueError where it is none, and
+    where only Python's engine knows it and it repeats a group: that may backtrack for ever.
+    """
     if set(expression) & set("*+?{"):
         try:
             return matches_start(f"(?:{expression})$", text)
         except ValueError:  # lookaround, or none at all
             pass
     try:
-        return re.fullmatch(expression, text) is not None
+        known = re.compile(expression)
     except re.error as error:
         raise ValueError(f"`{expression}` is no regular expression: {error}") from None
+    if re.search(r"(?<!\\)\)[*+{]", expression):
+        raise ValueError(f"`{expression}` repeats a group beside lookaround, which may never end")
+    return known.fullmatch(text) is not None

@@ -71,6 +71,7 @@ def test_what_is_written_is_read_and_merged(name: str, lora: Lora, tmp_path: Pat
     ({"target_modules": ["q_proj"]}, "belongs to no adapter"), ({"target_modules": ["qq"]}, "`qq` is no linear layer"),
     ({"layer_replication": [[0, 1]]}, "layer_replication"),
     ({"modules_to_save": ["lm_head"]}, "`lm_head.weight` is miss"), ({"target_modules": "(("}, "no regular expression"),
+    ({"target_modules": r"(?!.*mlp)(\w+\.?)+q_proj"}, "repeats a group beside lookaround"),
     ({"target_modules": "q_proj", "layers_to_transform": [0]}, "is for names in `target_modules`"),
 ])  # fmt: skip
 def test_what_is_not_supported_is_refused_by_name(change: dict[str, Any], says: str, tmp_path: Path) -> None:
