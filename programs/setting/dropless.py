@@ -62,8 +62,8 @@ def dropless(
     exchange_s = 2 * seconds("all_to_all", sent * (2 * token + routing))
     exchange_s += seconds("all_reduce", 4, _axes(mesh, rules["batch"]))  # of the choices without a slot
     times = f"{exchange_s * 1e3:.3g} ms a layer by all-to-all, {gather_s * 1e3:.3g} ms by gathers"
-    if section.form == "auto" and recipe.compile == "inductor":
-        return Dropless(None, f"gathered: `compile: inductor` does not compile programs with a fallback ({times})")
+    if section.form == "auto" and recipe.compile in ("auto", "inductor"):
+        return Dropless(None, f"gathered: `compile: {recipe.compile}` compiles no program with a fallback ({times})")
     if section.form == "auto" and exchange_s >= gather_s:
         return Dropless(None, f"gathered: {times}")
     rest = "" if slots == tokens else "; where more go to one, the rest is gathered too, which is not priced"

@@ -118,7 +118,8 @@ def test_an_even_step_sends_at_most_six_tenths_of_the_gathers_bytes() -> None:
     ("overrides", "form"),
     [
         ((), "by all-to-all: "),
-        (("compile=inductor",), "gathered: `compile: inductor` does"),
+        (("compile=auto",), "gathered: `compile: auto` compiles no program"),
+        (("compile=inductor",), "gathered: `compile: inductor` compiles"),
         (("sharding.dropless.form=gather",), "gathered: `sharding.dropless.form`"),
         (("mesh={dp: 4, ep: 2}",), "gathered: 0."),
         (
