@@ -16,7 +16,8 @@ from typing import Any
 from tpshard.parallelism.pipeline import schedules
 from tpshard.plan import planner
 from tpshard.plan.report.planned import Planned
-from tpshard.programs.setting.setting import Setting, devices_of
+from tpshard.programs.setting.cluster import devices_of
+from tpshard.programs.setting.setting import Setting
 from tpshard.recipes.reading.load import loads
 
 from record import ROOT, Record, parser_of, with_table

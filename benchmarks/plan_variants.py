@@ -33,7 +33,8 @@ from tpshard.plan.search.search import price_variant
 from tpshard.plan.search.search_result import VariantPrice
 from tpshard.plan.step.pricing import Pricing
 from tpshard.programs.parts import step_programs
-from tpshard.programs.setting.setting import Setting, devices_of
+from tpshard.programs.setting.cluster import devices_of
+from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step import training
 from tpshard.programs.step.few_layers import FEWEST
 from tpshard.programs.step.variants import Variants

@@ -118,7 +118,7 @@ def compare_with_server(source: str, recipe: Recipe, rows: Sequence[ScoredRow]) 
     from tpshard.cli.serve import memory_need, start_service, stored_model
     from tpshard.cli.shared.sources import holds_model, latest, open_source
     from tpshard.programs.compare.token_scores import Agreement
-    from tpshard.programs.setting.setting import devices_of
+    from tpshard.programs.setting.cluster import devices_of
     from tpshard.recipes.reading.load import with_changes
 
     dtype = recipe.fsdp.param_dtype

@@ -44,8 +44,7 @@ def open_model(
     are code.
     """
     if isinstance(of, (str, Path)):
-        raw = read_raw(of)
-        if module is not None and (named := module_of(raw)) is not None and named[0] == module:
+        if module is not None and (named := module_of(read_raw(of))) is not None and named[0] == module:
             return ModuleModel(*named, folder=Path(of))
         return _of_folder(str(of), {}, weights)
     if of.named_by is None:

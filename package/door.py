@@ -85,7 +85,8 @@ def stage(recipe: Recipe, name: str, of: str = "", what: Literal["train", "prefi
 def build(recipe: Recipe) -> TrainingPrograms:
     """The programs that `train` runs: `micro`, the program of a micro-batch, and `update`."""
     from tpshard.plan import planner
-    from tpshard.programs.setting.setting import Setting, devices_of
+    from tpshard.programs.setting.cluster import devices_of
+    from tpshard.programs.setting.setting import Setting
 
     _require_fit(recipe)
     return planner.build_programs(Setting.of(recipe, devices_of(recipe)))

@@ -17,7 +17,8 @@ from tpshard.plan.report import describe, report_file
 from tpshard.plan.report.planned import Planned
 from tpshard.plan.search import search, search_result, suggest  # fmt: skip
 from tpshard.plan.step import skew as skews
-from tpshard.programs.setting.setting import Setting, devices_of
+from tpshard.programs.setting.cluster import devices_of
+from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step.variants import Variants
 from tpshard.recipes.keys.schema import Recipe
 

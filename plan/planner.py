@@ -19,7 +19,8 @@ from tpshard.plan.server import server_steps
 from tpshard.plan.step.step_price import price_training
 from tpshard.plan.step.units import gib
 from tpshard.programs.setting import cluster
-from tpshard.programs.setting.setting import Setting, devices_of
+from tpshard.programs.setting.cluster import devices_of
+from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step import saved_step, training
 from tpshard.programs.step.training_step import TrainingPrograms
 from tpshard.programs.step.variants import Variants

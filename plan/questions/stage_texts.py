@@ -19,7 +19,8 @@ from tpshard.programs.parts.pass_choices import Choices
 from tpshard.programs.parts.passes import passes
 from tpshard.programs.server.serve_setting import Size
 from tpshard.programs.server.serving import build_serving
-from tpshard.programs.setting.setting import Setting, devices_of
+from tpshard.programs.setting.cluster import devices_of
+from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step import few_layers, training
 from tpshard.programs.step.staged import between_passes
 from tpshard.recipes.keys.schema import Recipe

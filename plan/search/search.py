@@ -34,7 +34,8 @@ from tpshard.plan.server import server_steps
 from tpshard.plan.step.step_price import price_training
 from tpshard.plan.step.units import gib, seconds
 from tpshard.programs.setting import cluster
-from tpshard.programs.setting.setting import Setting, devices_of
+from tpshard.programs.setting.cluster import devices_of
+from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step.variants import Variants, without_older
 from tpshard.recipes.keys.schema import Recipe
 from tpshard.recipes.reading.load import with_changes

@@ -20,7 +20,8 @@ from tpshard.programs.parts.memo import Memo
 from tpshard.programs.parts.pass_choices import compiled_by
 from tpshard.programs.parts.passes import remat
 from tpshard.programs.setting import cluster
-from tpshard.programs.setting.setting import Setting, devices_of
+from tpshard.programs.setting.cluster import devices_of
+from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step.few_layers import shallow_program
 from tpshard.programs.step.splitting import layers_of
 from tpshard.programs.step.staged import table_of

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from tpshard.parallelism.pipeline.schedules import ROUNDS
 from tpshard.plan.report.report import Report
-from tpshard.programs.setting.setting import Setting, devices_of
+from tpshard.programs.setting.cluster import devices_of
+from tpshard.programs.setting.setting import Setting
 from tpshard.recipes.keys.schema import Recipe
 
 MOST_STAGES = 16

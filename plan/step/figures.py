@@ -70,11 +70,6 @@ class PricedPipeline:
         return max(slot.end for slot in self.slots)
 
     @property
-    def step_s(self) -> float:
-        """Seconds of a step: those of the schedule, plus the work done once, which all devices do together."""
-        return self.seconds + max(device.once_s for device in self.devices)
-
-    @property
     def bubble(self) -> float:
         """The share of the devices' time in the schedule that they wait for other stages."""
         return self.table.bubble(self.slots)
@@ -92,7 +87,7 @@ class PricedPipeline:
 
     @property
     def idle_s(self) -> float:
-        """Seconds that the slowest device waits for others, or for a core."""
+        """Seconds that the slowest device waits for others or for a core, in the schedule and at the work done once."""
         slowest = self.devices[self.slowest]
         return (self.seconds - slowest.busy_s) + (max(device.once_s for device in self.devices) - slowest.once_s)
 

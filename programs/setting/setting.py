@@ -29,7 +29,7 @@ from tpshard.programs.fit.parameter_groups import groups_of
 from tpshard.programs.fit.recipe_model import model_of
 from tpshard.programs.fit.wrong_model import wrong_model
 from tpshard.programs.setting import naming
-from tpshard.programs.setting.cluster import devices_of as devices_of
+from tpshard.programs.setting.cluster import devices_of
 from tpshard.programs.setting.dropless import Dropless, dropless
 from tpshard.programs.setting.layer_matrices import matrices_of_layers
 from tpshard.programs.setting.stacked_layers import StackedLayers

@@ -190,8 +190,10 @@ def joined_heads(layer: nn.Module, name: str, call: LayerCall) -> Heads | None:
             call.into(layer)
     finally:
         handle.remove()
-    _, heads, size = seen.joined.get(inputs[0].data_ptr(), (None, 0, 0)) if inputs else (None, 0, 0)
-    if heads * size != inputs[0].shape[-1]:
+    if not inputs or inputs[0].data_ptr() not in seen.joined:
+        return None
+    _, heads, size = seen.joined[inputs[0].data_ptr()]
+    if heads * size != inputs[0].shape[-1]:  # the first part of a joined value
         return None
     return Heads(heads, seen.kv_heads if seen.kv_heads and heads % seen.kv_heads == 0 else heads, size)
 
@@ -200,7 +202,6 @@ class _Joins(TorchDispatchMode):
     """Keeps the views that join the last two dims of a value, and the number of KV heads of attention."""
 
     _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
-    _KV_DIM = {"tpshard::attention": 2, "aten::_scaled_dot_product_flash_attention_for_cpu": 1}
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,8 +212,10 @@ class _Joins(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func in self._VIEWS and (x := args[0]).dim() > 3 and math.prod(x.shape[-2:]) == result.shape[-1]:
             self.joined[result.data_ptr()] = result, *x.shape[-2:]  # kept, so that its memory is not used again
-        elif (dim := self._KV_DIM.get(func.name())) is not None:
-            self.kv_heads = args[1].shape[dim]
+        elif func.name() == "tpshard::attention":
+            self.kv_heads = args[1].shape[2]
+        elif func.name().startswith("aten::_scaled_dot_product"):  # its CPU's, or one of a GPU's
+            self.kv_heads = args[1].shape[1]
         return result
 
 

@@ -6,7 +6,8 @@ import pytest
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.plan.planner import price_training
 from tpshard.plan.step.skew import Skew, skew
-from tpshard.programs.setting.setting import Setting, devices_of
+from tpshard.programs.setting.cluster import devices_of
+from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step import training
 from tpshard.recipes.reading.load import loads
 

@@ -23,7 +23,8 @@ from tpshard.plan.search.search_result import VariantPrice
 from tpshard.plan.step.figures import PricedPipeline
 from tpshard.plan.step.step_price import price_step
 from tpshard.plan.views import page, pictures, trace
-from tpshard.programs.setting.setting import Setting, devices_of
+from tpshard.programs.setting.cluster import devices_of
+from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step import training
 from tpshard.recipes.keys.schema import Recipe
 from tpshard.recipes.reading.load import loads

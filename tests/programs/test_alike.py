@@ -18,7 +18,8 @@ from tpshard.plan import planner
 from tpshard.plan.search import search
 from tpshard.programs.parts import step_programs
 from tpshard.programs.parts.memo import Memo, key
-from tpshard.programs.setting.setting import Setting, devices_of
+from tpshard.programs.setting.cluster import devices_of
+from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step import few_layers, training
 from tpshard.programs.step.variants import Variants
 from tpshard.recipes.reading.load import loads, with_changes

@@ -21,7 +21,8 @@ from tpshard.plan.views.stage_lanes import stage_lanes
 from tpshard.plan.views.trace import trace
 from tpshard.programs.compare.float64 import BOUND, distance
 from tpshard.programs.compare.lockstep import Lockstep, StepValues
-from tpshard.programs.setting.setting import Setting, devices_of
+from tpshard.programs.setting.cluster import devices_of
+from tpshard.programs.setting.setting import Setting
 from tpshard.programs.setting.stacking import Stacking
 from tpshard.programs.step import training
 from tpshard.programs.step.training_step import TrainingPrograms
