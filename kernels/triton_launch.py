@@ -14,6 +14,7 @@ import triton.language as tl
 import triton.testing
 from torch import Tensor
 from tpshard.kernels import triton_norm, triton_optimizer
+from tpshard.kernels.arrivals import arrivals
 from tpshard.kernels.linear import fixed_rows_linear
 from tpshard.kernels.quantized import triton_quantized
 from tpshard.kernels.quantized.packed import Packed
@@ -98,7 +99,7 @@ def matmul(x: Tensor, packed: Packed, gated: bool, tile: Tile) -> Tensor:
     partial, arrived = out, out
     if tile.parts > 1:
         partial = x.new_empty((tile.parts, 2 if gated else 1, rows, columns), dtype=torch.float32)
-        arrived = _arrivals(x.device)
+        arrived = arrivals(x.device)
         if blocks > arrived.numel():
             raise ValueError(f"{blocks} blocks are too many to split their inputs.")
     triton_quantized.matmul_kernel[(blocks, tile.parts)](
@@ -152,7 +153,7 @@ def rms_norm(x: Tensor, weight: Tensor, order: Tensor | None, eps: float) -> Ten
     return out
 
 
-_STEP_BLOCK = 1024
+STEP_BLOCK = 1024
 """Elements of a parameter that one Triton program updates."""
 
 
@@ -165,10 +166,10 @@ def adamw_step_(
     def launch(grad: Tensor, *written: Tensor) -> None:
         param, exp_avg, exp_avg_sq = written
         size = param.numel()
-        triton_optimizer.adamw_kernel[(triton.cdiv(size, _STEP_BLOCK),)](
+        triton_optimizer.adamw_kernel[(triton.cdiv(size, STEP_BLOCK),)](
             param, grad, exp_avg, exp_avg_sq, finite, scale, lr, update, size, LOG_BETA1=_log(beta1),
             LOG_BETA2=_log(beta2), BETA1=beta1, BETA2=beta2, EPS=eps, DECAY=decay, WIDE=_computed_in(param),
-            BLOCK=_STEP_BLOCK,
+            BLOCK=STEP_BLOCK,
         )  # fmt: skip
 
     _contiguous(launch, grad, param, exp_avg, exp_avg_sq)
@@ -183,9 +184,9 @@ def lion_step_(
     def launch(grad: Tensor, *written: Tensor) -> None:
         param, exp_avg = written
         size = param.numel()
-        triton_optimizer.lion_kernel[(triton.cdiv(size, _STEP_BLOCK),)](
+        triton_optimizer.lion_kernel[(triton.cdiv(size, STEP_BLOCK),)](
             param, grad, exp_avg, finite, scale, lr, size, BETA1=beta1, BETA2=beta2, DECAY=decay,
-            WIDE=_computed_in(param), BLOCK=_STEP_BLOCK,
+            WIDE=_computed_in(param), BLOCK=STEP_BLOCK,
         )  # fmt: skip
 
     _contiguous(launch, grad, param, exp_avg)
@@ -213,32 +214,6 @@ def _contiguous(launch: Callable[..., None], grad: Tensor, *written: Tensor) -> 
 
 def _or(tensor: Tensor | None, placeholder: Tensor) -> Tensor:
     return placeholder if tensor is None else tensor
-
-
-_CAPTURED = -1
-_COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
-"""Counters by device and stream; those of captured graphs under the key _CAPTURED."""
-
-
-def _arrivals(device: torch.device) -> Tensor:
-    """Counters by which a launch's programs know which of them finishes a block last: int32, one per block. Every
-    launch leaves them at zero; the launches of one stream share them.
-
-    Captured launches have counters of their own, and their graphs must not be replayed on two streams at once. These
-    are allocated by the first launch outside a capture: memory zeroed during a capture is zero only after the replay.
-    """
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if capturing:
-        return _COUNTERS[device, _CAPTURED] if (device, _CAPTURED) in _COUNTERS else _zeros(device)
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    for key in (_CAPTURED, stream):
-        if (device, key) not in _COUNTERS:
-            _COUNTERS[device, key] = _zeros(device)
-    return _COUNTERS[device, stream]
-
-
-def _zeros(device: torch.device) -> Tensor:
-    return torch.zeros(1 << 20, dtype=torch.int32, device=device)
 
 
 class TileChoice:

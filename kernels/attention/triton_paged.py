@@ -1,65 +1,164 @@
-"""Attention over a paged KV cache in Triton, one program per row and KV head."""
+"""Attention over a paged KV cache in Triton: rows of one sequence share their keys, programs share a long context.
+
+Neighbouring rows of one sequence (a chunk of a prompt) are one tile of queries. Keys are computed in parts of `_PART`
+positions, counted from the sequence's start, each with an online softmax of its own (Milakov and Gimelshein 2018); the
+parts are then added in order. So a row's bits depend on its position alone, whichever rows and programs share its work
+(flash-decoding, Dao et al. 2023, splits by the number of programs).
+"""
 
 # mypy: allow-untyped-defs, allow-untyped-calls
 # (kernel arguments are Triton's own values, typed at launch)
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from tpshard.kernels.arrivals import arrivals
 
 _KEYS = 64
 """Keys per step of the loop."""
+_PART = 512
+"""Keys per part."""
+_PROGRAMS = 1056
+"""Programs that are enough to fill a device: eight for each multiprocessor of an H100."""
 _ALL = 2**30
 """The window that stands for none."""
+_LOG2_E = math.log2(math.e)
+"""Scores are in bits: a device has 2 ** x alone."""
+
+
+@triton.jit
+def _weight(score, largest):
+    """2 ** (score - largest), 0 where there is no score yet."""
+    return tl.exp2(score - tl.where(largest == -float("inf"), 0.0, largest))
+
+
+@triton.jit
+def _add(largest, total, weighted, largest_b, total_b, weighted_b):
+    """The softmax over two sets of keys from those over each: largest scores, sums of weights, weighted values."""
+    now = tl.maximum(largest, largest_b)
+    a, b = _weight(largest, now), _weight(largest_b, now)
+    # stated as fused, since a compiler may fuse either product, and another one in another kernel
+    return (
+        now,
+        tl.fma(total, a, total_b * b),
+        tl.fma(weighted, tl.broadcast_to(a[:, None], weighted.shape), weighted_b * b[:, None]),
+    )
 
 
 @triton.jit
 def paged_attention_kernel(
-    q, k_pool, v_pool, positions, sequences, tables, out, lse, scale, width, kv_heads, window, softcap,
-    GROUP: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
-    CAPPED: tl.constexpr, WITH_LSE: tl.constexpr,
+    q, k_pool, v_pool, positions, sequences, tables, out, lse, partial, arrived, rows, scale, width, kv_heads, window,
+    softcap, GROUP: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr,
+    TILE: tl.constexpr, M: tl.constexpr, D: tl.constexpr, CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr, WITH_LSE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one row and KV head, with an online softmax in fp32 (Milakov and Gimelshein 2018).
+    """Attention of a run of rows and one KV head. Grid: (rows, kv_heads, programs that share the parts of a run).
 
     q, out: [rows, kv_heads * GROUP, HEAD]; pools: [blocks, BLOCK, kv_heads, HEAD]; tables: [sequences, width]; lse:
-    [rows, kv_heads * GROUP], written with WITH_LSE. The loop runs from the start of the row's window to its position,
-    so that only the row decides the order of its sums.
+    [rows, kv_heads * GROUP], written with WITH_LSE. A run is at most TILE neighbouring rows of one sequence; the
+    program of its first row computes it. With SPLIT, the parts' results are in partial [parts, rows, kv_heads * GROUP,
+    HEAD + 2], and the last program of a run adds them up.
     """
-    row, kv = tl.program_id(0), tl.program_id(1)
-    position = tl.load(positions + row)
-    table = tables + tl.load(sequences + row) * width
-    member, d, key = tl.arange(0, M), tl.arange(0, D), tl.arange(0, KEYS)
-    inside = (member[:, None] < GROUP) & (d[None, :] < HEAD)
-    place = ((row * kv_heads + kv) * GROUP + member[:, None]).to(tl.int64) * HEAD + d[None, :]
-    queries = tl.load(q + place, mask=inside, other=0.0)
-    largest = tl.full([M], -float("inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
-    weighted = tl.zeros([M, D], tl.float32)
-    first = tl.maximum(position - window + 1, 0)
-    for start in range(first, position + 1, KEYS):
-        at = start + key
-        visible = at <= position
-        block = tl.load(table + at // BLOCK, mask=visible, other=0)
-        slot = ((block * BLOCK + at % BLOCK) * kv_heads + kv).to(tl.int64)
-        cut = visible[:, None] & (d[None, :] < HEAD)
-        keys = tl.load(k_pool + slot[:, None] * HEAD + d[None, :], mask=cut, other=0.0)
-        values = tl.load(v_pool + slot[:, None] * HEAD + d[None, :], mask=cut, other=0.0)
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
-        if CAPPED:
-            scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)  # tanh
-        scores = tl.where(visible[None, :], scores, -float("inf"))
-        now = tl.maximum(largest, tl.max(scores, 1))
-        weights = tl.exp(scores - now[:, None])
-        shrunk = tl.exp(largest - now)
-        total = total * shrunk + tl.sum(weights, 1)
-        weighted = weighted * shrunk[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-        largest = now
-    result = weighted / total[:, None]
-    tl.store(out + place, result.to(out.dtype.element_ty), mask=inside)
-    if WITH_LSE:
-        tl.store(lse + (row * kv_heads + kv) * GROUP + member, largest + tl.log(total), mask=member < GROUP)
+    row, kv, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    sequence = tl.load(sequences + row)
+    before = tl.load(sequences + tl.maximum(row - 1, 0))
+    if (row % TILE == 0) | (before != sequence):
+        member, d, key = tl.arange(0, M), tl.arange(0, D), tl.arange(0, KEYS)
+        end = tl.minimum((row // TILE + 1) * TILE, rows)
+        own = row + member // GROUP
+        same = tl.load(sequences + own, mask=own < end, other=-1) == sequence
+        mine = own < tl.min(tl.where(same, end, own), 0)  # rows up to the first of another sequence
+        position = tl.load(positions + own, mask=mine, other=-1).to(tl.int32)
+        first = tl.maximum(position - window + 1, 0)
+        low, high = tl.min(tl.where(mine, first, 1 << 30), 0), tl.max(position, 0)
+        lowest = tl.min(tl.where(mine, position, high), 0)
+
+        table = tables + sequence * width
+        head = (own * kv_heads + kv) * GROUP + member % GROUP
+        in_head = mine[:, None] & (d[None, :] < HEAD)
+        place = head[:, None].to(tl.int64) * HEAD + d[None, :]
+        queries = tl.load(q + place, mask=in_head, other=0.0)
+        state = kv_heads * GROUP * (HEAD + 2)  # of a row in `partial`
+        held = partial + head * (HEAD + 2)
+        largest = tl.full([M], -float("inf"), tl.float32)
+        total = tl.zeros([M], tl.float32)
+        weighted = tl.zeros([M, D], tl.float32)
+        first_part, parts = low // PART, high // PART - low // PART + 1
+        for part in range(first_part + program, first_part + parts, tl.num_programs(2)):
+            top = tl.full([M], -float("inf"), tl.float32)
+            sums = tl.zeros([M], tl.float32)
+            values_sum = tl.zeros([M, D], tl.float32)
+            begin = tl.maximum(part * PART, low) // KEYS * KEYS
+            for start in range(begin, tl.minimum((part + 1) * PART, high + 1), KEYS):
+                at = start + key
+                # a key that none may see is read as another: blocks outside may be another sequence's by now
+                stored = tl.minimum(tl.maximum(at, low), high).to(tl.uint32)  # whose division is a shift
+                slot = (tl.load(table + stored // BLOCK) * BLOCK + stored % BLOCK) * kv_heads + kv
+                if D == HEAD:
+                    keys = tl.load(k_pool + slot[:, None] * HEAD + d[None, :])
+                    values = tl.load(v_pool + slot[:, None] * HEAD + d[None, :])
+                else:
+                    keys = tl.load(k_pool + slot[:, None] * HEAD + d[None, :], mask=d[None, :] < HEAD, other=0.0)
+                    values = tl.load(v_pool + slot[:, None] * HEAD + d[None, :], mask=d[None, :] < HEAD, other=0.0)
+                scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+                if CAPPED:
+                    scores = softcap * (2 * tl.sigmoid(scores) - 1)  # tanh
+                if WINDOWED:
+                    scores = tl.where(at[None, :] >= first[:, None], scores, -float("inf"))
+                if start + KEYS > lowest:  # some row does not see all of these keys
+                    scores = tl.where(at[None, :] <= position[:, None], scores, -float("inf"))
+                now = tl.maximum(top, tl.max(scores, 1))
+                weights, shrunk = _weight(scores, now[:, None]), _weight(top, now)
+                sums = sums * shrunk + tl.sum(weights, 1)
+                values_sum *= shrunk[:, None]
+                values_sum += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+                top = now
+            if SPLIT:
+                to = held + (part * state).to(tl.int64) * rows
+                tl.store(to, top, mask=mine)
+                tl.store(to + 1, sums, mask=mine)
+                tl.store(to[:, None] + 2 + d[None, :], values_sum, mask=in_head)
+            else:
+                largest, total, weighted = _add(largest, total, weighted, top, sums, values_sum)
+        finish = True
+        if SPLIT:
+            tl.debug_barrier()  # all threads' results are written before one thread counts the arrival
+            count = arrived + row * kv_heads + kv
+            finish = tl.atomic_add(count, 1, sem="acq_rel") == tl.num_programs(2) - 1
+            if finish:
+                tl.store(count, 0)  # ready for the next launch
+                for part in tl.range(first_part, first_part + parts, num_stages=4):
+                    at = held + (part * state).to(tl.int64) * rows
+                    top = tl.load(at, mask=mine, other=0.0, cache_modifier=".cg")
+                    sums = tl.load(at + 1, mask=mine, other=0.0, cache_modifier=".cg")
+                    values_sum = tl.load(at[:, None] + 2 + d[None, :], mask=in_head, other=0.0, cache_modifier=".cg")
+                    largest, total, weighted = _add(largest, total, weighted, top, sums, values_sum)
+        if finish:
+            result = weighted * (1 / total)[:, None]
+            tl.store(out + place, result.to(out.dtype.element_ty), mask=in_head)
+            if WITH_LSE:
+                tl.store(lse + head, (largest + tl.log2(total)) * 0.6931471805599453, mask=mine)
+
+
+def tile(group: int, head: int, dtype: torch.dtype) -> dict[str, int]:
+    """The compile-time sizes for `group` query heads of size `head` a KV head: 64 queries are a product of Hopper's."""
+    queries = max(16 if dtype == torch.float32 else 64, triton.next_power_of_2(group))
+    return {"GROUP": group, "HEAD": head, "KEYS": _KEYS, "PART": _PART, "TILE": max(1, queries // group),
+            "M": queries, "D": max(16, triton.next_power_of_2(head))}  # fmt: skip
+
+
+def programs_of(rows: int, kv_heads: int) -> int:
+    """Programs that may share the keys of each row."""
+    return _PROGRAMS // (rows * kv_heads)
+
+
+def warps(head: int) -> int:
+    """Warps of a program, whose registers hold 64 rows of a head twice."""
+    return 8 if head > 128 else 4
 
 
 def paged_attention(
@@ -73,12 +172,19 @@ def paged_attention(
     rows, heads, head_dim = q.shape
     block, kv_heads = k_pool.shape[1:3]
     q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
-    group = heads // kv_heads
     lse = q.new_empty((rows, heads), dtype=torch.float32) if with_lse else None
-    paged_attention_kernel[rows, kv_heads](
+    parts = -(-tables.shape[1] * block // _PART)
+    programs = max(1, min(programs_of(rows, kv_heads), parts))
+    partial, arrived = out, out
+    if programs > 1:
+        partial = q.new_empty((parts, rows, heads, head_dim + 2), dtype=torch.float32)
+        arrived = arrivals(q.device)
+    in_bits = _LOG2_E if softcap is None else 2 / softcap  # of the softcap's tanh, by a sigmoid
+    paged_attention_kernel[rows, kv_heads, programs](
         q, k_pool, v_pool, positions.contiguous(), sequences.contiguous(), tables.contiguous(), out,
-        out if lse is None else lse, scale, tables.shape[1], kv_heads, _ALL if window is None else window,
-        softcap or 1.0, GROUP=group, HEAD=head_dim, BLOCK=block, KEYS=_KEYS, M=max(16, triton.next_power_of_2(group)),
-        D=max(16, triton.next_power_of_2(head_dim)), CAPPED=softcap is not None, WITH_LSE=with_lse,
+        out if lse is None else lse, partial, arrived, rows, scale * in_bits, tables.shape[1], kv_heads,
+        _ALL if window is None else window, _LOG2_E * (softcap or 1.0), BLOCK=block,
+        **tile(heads // kv_heads, head_dim, q.dtype), CAPPED=softcap is not None, WINDOWED=window is not None,
+        WITH_LSE=with_lse, SPLIT=programs > 1, num_warps=warps(head_dim),
     )  # fmt: skip
     return out, lse

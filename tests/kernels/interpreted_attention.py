@@ -18,7 +18,11 @@ CASES = [
 
 
 @pytest.mark.parametrize(("heads", "kv", "dim", "dtype", "close", "window", "softcap"), CASES)
-def test_rows_are_those_of_the_operation_and_know_nothing_of_one_another(heads, kv, dim, dtype, close, window, softcap):
+def test_rows_are_those_of_the_operation_and_know_nothing_of_one_another(
+    heads, kv, dim, dtype, close, window, softcap, monkeypatch
+):
+    monkeypatch.setattr(triton_paged, "_PART", 64)
+    monkeypatch.setattr(triton_paged, "_PROGRAMS", 1)
     tables, pools, past = fill(LENGTHS, kv, dim)
     sequences, positions = (torch.tensor([x]) for x in zip(*ROWS))
     slots = tables[sequences, positions // 16] * 16 + positions % 16
@@ -43,3 +47,5 @@ def test_rows_are_those_of_the_operation_and_know_nothing_of_one_another(heads, 
             pools[:, tables[i, p // 16], p % 16] = written[:, tables[i, p // 16], p % 16]
     for rows in (every, *([row] for row in every)):
         assert torch.equal(run(rows)[0].cpu(), whole[rows])
+    monkeypatch.setattr(triton_paged, "_PROGRAMS", 64)  # several programs share a row's parts
+    assert torch.equal(run(every)[0].cpu(), whole) and torch.equal(run([2, 4, 6])[0].cpu(), whole[[2, 4, 6]])

@@ -7,8 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections import Counter
-from functools import cache
 from pathlib import Path
 
 import numpy
@@ -24,20 +22,8 @@ from tpshard.kernels.quantized import triton_quantized
 from tpshard.kernels.quantized.packed import Packed
 from tpshard.kernels.recurrences import triton_recurrences
 from tpshard.kernels.triton_launch import Tile
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
-POINTERS = {"words": "*i32", "scales": "*fp16", "zeros": "*u8", "row_group": "*i32", "bias": "*fp16",
-            "partial": "*fp32", "arrived": "*i32", "order": "*i64", "param": "*fp32", "grad": "*fp32",
-            "exp_avg": "*bf16", "exp_avg_sq": "*bf16", "finite": "*i1", "scale": "*fp32", "lr": "*fp32",
-            "update": "*fp32"}  # fmt: skip
-NUMBERS = dict.fromkeys(("M", "N", "K", "group_chunks", "first_chunk", "width", "size"), "i32") | {"eps": "fp32"}
-POINTERS |= dict.fromkeys(("q", "k", "v", "decay", "beta", "step", "a", "inward", "outward", "state", "last"), "*fp32")
-POINTERS |= dict.fromkeys(("starts", "ends", "experts", "first_block"), "*i64")
-NUMBERS |= dict.fromkeys(("tokens", "heads", "i_size", "o_size", "decays", "channels", "inner", "stride"), "i32")
-WIDTHS = ("N", "K", "columns", "inputs", "by_expert", "by_column", "by_input")
-NUMBERS |= dict.fromkeys((*WIDTHS, "count", "sharing", "sharing_dout"), "i32")
+from compiled_kernel import compile_kernel
 
 LION = {"BETA1": 0.9, "BETA2": 0.99, "DECAY": 0.1, "WIDE": triton.language.float32, "BLOCK": 1024}
 TORCH = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -65,29 +51,9 @@ def test_kernels_equal_their_references_in_the_interpreter():
     assert passed is not None and int(passed[1]) >= 60, done.stdout[-500:]
 
 
-def compile_program(kernel, constants, dtype, capability, warps, stages, folder):
-    """A kernel compiled for a device that is not present: its resources by cuobjdump, and the binary."""
-    names = kernel.arg_names
-    floating = dict.fromkeys(("x", "out", "weight", "dout"), f"*{dtype}")
-    types = POINTERS | NUMBERS | floating
-    signature = {name: "constexpr" if name in constants else types[name] for name in names}
-    aligned = [i for i, name in enumerate(names)
-               if name not in constants and (signature[name].startswith("*") or name in WIDTHS)]  # fmt: skip
-    source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
-    options = {"num_warps": warps, "num_stages": stages}
-    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["cubin"]
-    path = folder / "kernel.cubin"
-    path.write_bytes(binary)
-    return dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", output_of("cuobjdump", "-res-usage", path))), path
-
-
-def output_of(tool, *arguments):
-    return subprocess.run([TOOLS / tool, *arguments], capture_output=True, text=True, check=True).stdout
-
-
-def assert_nothing_spilled(usage):
+def assert_nothing_spilled(compiled):
     """Registers are spilled to the stack, which is local memory: a kernel without either has no such load or store."""
-    assert usage["STACK"] == "0" and usage["LOCAL"] == "0", usage
+    assert compiled.stack == compiled.local == 0, (compiled.stack, compiled.local)
 
 
 def packed_like(bits=4, chunk=128, group_chunks=1, sym=True, ragged=False, quads=False):
@@ -99,28 +65,6 @@ def packed_like(bits=4, chunk=128, group_chunks=1, sym=True, ragged=False, quads
     return Packed(words, empty, zeros, row_group, None, bits, width, 4096, chunk, group_chunks, quads=quads)
 
 
-@cache
-def main_loop(sass: str) -> list[str]:
-    """Operations of the longest loop, by name (the last jump backwards over most instructions)."""
-    labels: dict[str, int] = {}
-    code: list[str] = []
-    longest: list[str] = []
-    for line in sass.splitlines():
-        if label := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[label[1]] = len(code)
-        elif instruction := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.*?);", line):
-            code.append(instruction[1])
-            target = re.search(r"BRA.*`\((\.L_x_\d+)\)", instruction[1])
-            if target and target[1] in labels and len(code) - labels[target[1]] > len(longest):
-                longest = code[labels[target[1]] :]
-    return [instruction.split()[0].split(".")[0] for instruction in longest]
-
-
-# Loads, stores, copies, barriers, jumps and the tensor cores' own products; all the rest are integers and floats.
-NOT_ARITHMETIC = {
-    *("LDS", "LDSM", "LDG", "LDC", "ULDC", "LDGSTS", "STS", "STG", "LDGDEPBAR", "DEPBAR", "BAR", "MEMBAR", "FENCE"),
-    *("ERRBAR", "CCTL", "SYNCS", "WARPGROUP", "WARPSYNC", "BRA", "NOP", "HGMMA", "HMMA", "UTCHMMA", "UTCBAR"),
-}
 CAPABILITIES = [80, 90, 100]
 """A100, H100 and H200, B200."""
 PRODUCT = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
@@ -132,20 +76,18 @@ PRODUCT = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
     ("bf16", False, Tile(16, 128), True), ("bf16", False, Tile(16, 128, 8), False), ("bf16", True, Tile(16, 64), True),
     ("fp16", True, Tile(16, 64), True),
 ])  # fmt: skip
-def test_decode_takes_few_instructions_a_weight(capability, dtype, gated, tile, sym, tmp_path):
+def test_decode_takes_few_instructions_a_weight(capability, dtype, gated, tile, sym):
     packed = packed_like(quads=capability < 90, sym=sym)
     constants = triton_launch.constants(packed, 4096, gated, tile, fast=True)
     kernel = triton_quantized.matmul_kernel
-    usage, binary = compile_program(kernel, constants, dtype, capability, tile.warps, tile.stages, tmp_path)
-    assert_nothing_spilled(usage)
-    operations = Counter(main_loop(output_of("nvdisasm", "-c", binary)))
-    assert operations[PRODUCT[capability]] > 0, operations
+    compiled = compile_kernel(kernel, constants, dtype, capability, tile.warps, tile.stages)
+    assert_nothing_spilled(compiled)
+    assert PRODUCT[capability] in compiled.main_loop
     weights = packed.chunk * tile.columns * (2 if gated else 1) / (32 * tile.warps)  # of a lane in one turn
-    arithmetic = sum(count for name, count in operations.items() if name not in NOT_ARITHMETIC)
-    assert 1.0 < arithmetic / weights <= 3.6, (arithmetic / weights, operations)
+    assert 1.0 < compiled.arithmetic / weights <= 3.6, (compiled.arithmetic / weights, compiled.main_loop)
 
 
-def assert_no_tile_spills(capability, forms, rows, first_only, folder):
+def assert_no_tile_spills(capability, forms, rows, first_only):
     names = set()
     for packed, gated, count in itertools.product(forms, (False, True), rows):
         tiles = triton_launch.tiles(count, packed, gated, 132)
@@ -154,12 +96,12 @@ def assert_no_tile_spills(capability, forms, rows, first_only, folder):
             key = (*constants.values(), tile.warps, tile.stages)
             if key not in names:
                 kernel = triton_quantized.matmul_kernel
-                usage, binary = compile_program(kernel, constants, "bf16", capability, tile.warps, tile.stages, folder)
-                if first_only or usage["LOCAL"] != "0" or usage["STACK"] == "0":
-                    assert_nothing_spilled(usage)
+                compiled = compile_kernel(kernel, constants, "bf16", capability, tile.warps, tile.stages)
+                if first_only or compiled.local or not compiled.stack:
+                    assert_nothing_spilled(compiled)
                 else:  # a register or two, which a choice by measured time weighs: at most 1% of the loop
-                    loop = main_loop(output_of("nvdisasm", "-c", binary))
-                    assert 100 * sum(name in ("LDL", "STL") for name in loop) < len(loop), (tile, usage)
+                    loop = compiled.main_loop
+                    assert 100 * sum(name in ("LDL", "STL") for name in loop) < len(loop), (tile, compiled.stack)
                 names.add(key)
 
 
@@ -219,18 +161,18 @@ def test_packed_pairs_are_codes_less_their_zero(dtype, which):
 
 
 @pytest.mark.parametrize(("capability", "kinds"), [(80, 2), (90, 3), (100, 1)])
-def test_first_guesses_do_not_spill(capability, kinds, tmp_path):
-    assert_no_tile_spills(capability, forms(capability)[:kinds], (1, 512), True, tmp_path)
+def test_first_guesses_do_not_spill(capability, kinds):
+    assert_no_tile_spills(capability, forms(capability)[:kinds], (1, 512), True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_no_tile_that_may_be_chosen_spills_much(capability, tmp_path):
-    assert_no_tile_spills(capability, forms(capability), (1, 32, 64, 512), False, tmp_path)
+def test_no_tile_that_may_be_chosen_spills_much(capability):
+    assert_no_tile_spills(capability, forms(capability), (1, 32, 64, 512), False)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_the_other_kernels_do_not_spill(capability, tmp_path):
+def test_the_other_kernels_do_not_spill(capability):
     packed = packed_like(quads=capability < 90, sym=False)
     expected = triton_quantized.dequantize_kernel.arg_names
     constants = triton_launch.constants(packed, 4096, False, Tile(16, 64), fast=True)
@@ -239,22 +181,22 @@ def test_the_other_kernels_do_not_spill(capability, tmp_path):
                            (triton_norm.rms_norm_kernel, {"BLOCK": 8192, "PERMUTED": True}),
                            (triton_optimizer.adamw_kernel, {**ADAMW, **LION}),
                            (triton_optimizer.lion_kernel, LION)):  # fmt: skip
-        assert_nothing_spilled(compile_program(kernel, values, "bf16", capability, 8, 3, tmp_path)[0])
+        assert_nothing_spilled(compile_kernel(kernel, values, "bf16", capability, 8, 3))
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_states_of_recurrences_stay_in_registers(capability, tmp_path):
+def test_states_of_recurrences_stay_in_registers(capability):
     delta, scan = triton_recurrences.delta_rule_kernel, triton_recurrences.selective_scan_kernel
     cases = [(delta, triton_recurrences.delta_tile(inputs)) for inputs in (64, 128, 256)]
     cases += [(scan, triton_recurrences.scan_tile(size)) for size in (16, 64, 128, 256)]
     for kernel, sizes in cases:
         constants = sizes | {"WIDE": triton.language.float32}
-        assert_nothing_spilled(compile_program(kernel, constants, "fp32", capability, 4, 3, tmp_path)[0])
+        assert_nothing_spilled(compile_kernel(kernel, constants, "fp32", capability, 4, 3))
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_products_with_experts_do_not_spill(capability, dtype, tmp_path):
+def test_products_with_experts_do_not_spill(capability, dtype):
     tile_of = functools.partial(triton_experts.ExpertTile.of, experts=8, dtype=TORCH[dtype])
     for tile in {tile_of(choices, fixed=fixed) for choices in (8, 800, 8000) for fixed in (True, False)}:
         for stride in ("by_input", "by_column"):  # of a weight, and of its transpose in the backward pass
@@ -265,9 +207,9 @@ def test_products_with_experts_do_not_spill(capability, dtype, tmp_path):
                 "EVEN_K": True,
                 stride: 1,
             }
-            program = triton_experts.expert_linear_kernel, sizes, dtype, capability, tile.warps, tile.stages, tmp_path
-            assert_nothing_spilled(compile_program(*program)[0])
+            program = triton_experts.expert_linear_kernel, sizes, dtype, capability, tile.warps, tile.stages
+            assert_nothing_spilled(compile_kernel(*program))
     tile = triton_experts.ExpertTile.of_outer(TORCH[dtype])
     sizes = {"ROWS": tile.choices, "BLOCK_N": tile.columns, "BLOCK_K": tile.inputs}
-    program = triton_experts.expert_outer_kernel, sizes, dtype, capability, tile.warps, tile.stages, tmp_path
-    assert_nothing_spilled(compile_program(*program)[0])
+    program = triton_experts.expert_outer_kernel, sizes, dtype, capability, tile.warps, tile.stages
+    assert_nothing_spilled(compile_kernel(*program))

@@ -1,0 +1,30 @@
+"""Counters by which the programs of a launch know which of them finishes last, so that it adds up what all computed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_CAPTURED = -1
+_COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
+"""Counters by device and stream; those of captured graphs under the key _CAPTURED."""
+
+
+def arrivals(device: torch.device) -> Tensor:
+    """Counters int32 [2**20], at zero. Every launch leaves them so; the launches of one stream share them.
+
+    Captured launches have counters of their own, and their graphs must not be replayed on two streams at once. These
+    are allocated by the first launch outside a capture: memory zeroed during a capture is zero only after the replay.
+    """
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if capturing:
+        return _COUNTERS[device, _CAPTURED] if (device, _CAPTURED) in _COUNTERS else _zeros(device)
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    for key in (_CAPTURED, stream):
+        if (device, key) not in _COUNTERS:
+            _COUNTERS[device, key] = _zeros(device)
+    return _COUNTERS[device, stream]
+
+
+def _zeros(device: torch.device) -> Tensor:
+    return torch.zeros(1 << 20, dtype=torch.int32, device=device)
