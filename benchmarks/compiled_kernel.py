@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 _FLOATING = ("x", "out", "weight", "dout", "k_pool", "v_pool")
 """Arguments of the kernel's own dtype."""
-_POINTERS = {"words": "*i32", "scales": "*fp16", "zeros": "*u8", "row_group": "*i32", "bias": "*fp16",
+_POINTERS = {"words": "*i32", "scales": "*fp16", "zeros": "*u8", "pieces": "*i32", "bias": "*fp16",
              "partial": "*fp32", "arrived": "*i32", "order": "*i64", "param": "*fp32", "grad": "*fp32",
              "exp_avg": "*bf16", "exp_avg_sq": "*bf16", "finite": "*i1", "scale": "*fp32", "lr": "*fp32",
              "update": "*fp32"}  # fmt: skip
@@ -26,7 +26,7 @@ _POINTERS |= dict.fromkeys(("q", "k", "v", "decay", "beta", "step", "a", "inward
 _POINTERS |= dict.fromkeys(("starts", "ends", "experts", "first_block"), "*i64")
 _NUMBERS = dict.fromkeys(("M", "group_chunks", "first_chunk", "width", "size"), "i32") | {"eps": "fp32"}
 _NUMBERS |= dict.fromkeys(("tokens", "heads", "i_size", "o_size", "decays", "channels", "inner", "stride"), "i32")
-_NUMBERS |= dict.fromkeys(("count", "sharing", "sharing_dout"), "i32")
+_NUMBERS |= dict.fromkeys(("count", "chunks", "sharing", "sharing_dout"), "i32")
 _POINTERS |= dict.fromkeys(("positions", "sequences", "tables"), "*i64") | {"lse": "*fp32"}
 _NUMBERS |= dict.fromkeys(("rows", "kv_heads", "window"), "i32") | {"softcap": "fp32"}
 _WIDTHS = ("N", "K", "columns", "inputs", "by_expert", "by_column", "by_input")

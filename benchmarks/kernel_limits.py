@@ -35,7 +35,7 @@ from tpshard.kernels.experts import triton_experts
 from tpshard.kernels.fp8 import fp8_launch, triton_fp8
 from tpshard.kernels.fp8.fp8_blocks import SMALLEST
 from tpshard.kernels.quantized import triton_quantized
-from tpshard.kernels.quantized.packed import Packed
+from tpshard.kernels.quantized.packed import Packed, ragged_chunk
 
 from compiled_kernel import Compiled, compile_kernel
 from record import Record, close_with_table, parser_of
@@ -146,22 +146,26 @@ def expected(case: Case, on: Device) -> Expected:
 
 
 # ---- the kernels ---------------------------------------------------------------------------------------------------
-def packed_like(inputs: int, columns: int, bits: int = 4, chunk: int = 128, ragged: bool = False) -> Packed:
-    """The shape of a packed symmetric weight without its values."""
-    empty = torch.empty(0)
-    words = torch.empty(-(-inputs // chunk), columns, chunk * bits // 32, dtype=torch.int32, device="meta")
+def packed_like(inputs: int, columns: int, chunk: int = 128, chunks: int = 0) -> Packed:
+    """The shape of a packed symmetric weight of 4 bits without its values; of ragged groups where `chunks` is given."""
+    empty, bits, ragged = torch.empty(0), 4, chunks > 0
+    words = torch.empty(chunks or inputs // chunk, columns, chunk * bits // 32, dtype=torch.int32, device="meta")
     return Packed(words, empty, None, empty if ragged else None, None, bits, bits, inputs, chunk, 128 // chunk)
 
 
-def w4a16(name: str, rows: int, inputs: int, columns: int, gated: bool = False, **form: Any) -> Case:
-    packed = packed_like(inputs, columns, **form)
+def w4a16(
+    name: str, rows: int, inputs: int, columns: int, gated: bool = False, groups: int = 0, filled: int = 0
+) -> Case:
+    """groups: of ragged groups, their number and the rows to which each is filled up on average."""
+    packed = packed_like(inputs, columns, ragged_chunk(4) if groups else 128, groups * filled // ragged_chunk(4))
+    groups = groups or inputs // 128
     tile = triton_launch.tiles(rows, packed, gated, MULTIPROCESSORS)[0]
     constants = triton_launch.constants(packed, columns, gated, tile, fast=True)
     code = compile_kernel(triton_quantized.matmul_kernel, constants, "bf16", 90, tile.warps, tile.stages)
     outputs, blocks = columns // (2 if gated else 1), -(-rows // tile.rows)
     blocks *= -(-outputs // tile.columns)
     chunk, width = packed.chunk, tile.columns * (2 if gated else 1)
-    weights = 4 * packed.words.numel() + 2 * columns * -(-inputs // 128)
+    weights = 4 * packed.words.numel() + 2 * columns * groups
     rows_of = 2 * rows * (inputs + outputs)
     partial = 4 * 2 * tile.parts * rows * columns * (tile.parts > 1)
     return Case(
@@ -258,7 +262,9 @@ def cases() -> Iterator[Case]:
     for rows in (1, 16, 64):
         yield w4a16("W4A16", rows, 8192, 8192)
     yield w4a16("W4A16, gate and up of 70B, tp 8", 1, 8192, 7168, gated=True)
-    yield w4a16("W4A16, ragged groups", 1, 1024, 8192, ragged=True)
+    # groups of 128 whose rows lie on two ranks, or eight: 64 or 16 of each, filled up to 80 and 32 on average
+    yield w4a16("W4A16, ragged groups, tp 2", 1, 4096, 8192, groups=64, filled=80)
+    yield w4a16("W4A16, ragged groups, tp 8", 1, 3584, 8192, groups=224, filled=32)
     for rows, sequences, context in ((1, 1, 32768), (16, 16, 8192), (64, 64, 1024)):
         yield paged("paged attention, decode", rows, sequences, context)
     yield paged("paged attention, prefill", 512, 1, 8192)

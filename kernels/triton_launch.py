@@ -41,11 +41,11 @@ def constants(packed: Packed, columns: int, gated: bool, tile: Tile, fast: bool)
         "BLOCK_N": tile.columns,
         "SPLIT_K": tile.parts > 1,
         "GATED": gated,
-        "RAGGED": packed.row_group is not None,
+        "RAGGED": packed.pieces is not None,
         "SYMMETRIC": packed.zeros is None,
         "BIASED": packed.bias is not None,
         "EVEN_N": columns % tile.columns == 0,
-        "EVEN_K": packed.inputs % packed.chunk == 0,
+        "EVEN_K": packed.pieces is not None or packed.inputs % packed.chunk == 0,
         "QUADS": packed.quads,
         "FAST": fast,
         "ONE_PASS": tile.rows <= 64,
@@ -57,7 +57,7 @@ def tiles(rows: int, packed: Packed, gated: bool, multiprocessors: int) -> list[
     """Tiles worth measuring for `rows` rows of x, the best guess first."""
     columns = packed.columns // (2 if gated else 1)
     # Registers set the limits: none of these tiles spills, as a test that compiles them checks.
-    most = (32 if packed.row_group is not None else 64) if packed.quads else 128
+    most = 64 if packed.quads else 128
     block = min(most, 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 128)
     wide, narrow = (64, 32) if gated else (128, 64)
     if block <= 32:
@@ -69,18 +69,18 @@ def tiles(rows: int, packed: Packed, gated: bool, multiprocessors: int) -> list[
         elif gated and packed.zeros is not None:
             shapes = shapes[:1]  # the zeros of two matrices spill with four warps
         if not gated and not packed.quads and packed.width < 8:
-            shapes.append((128, 4, 3))
+            shapes.insert(0, (wide, 4, 3))
     else:
         shapes = [(wide, 8, 3)]
-    if packed.row_group is not None:
-        shapes = [(64, 4, 2), (64, 4, 3)] if block <= 64 else [(64, 8, 2)]
-    chunks = -(-packed.inputs // packed.chunk)
+    if packed.chunk < 128:  # a copy is a quarter as long: more of them are in flight
+        shapes = [(width, warps, stages + 4) for width, warps, stages in shapes]
+    chunks = len(packed.words)
     candidates = []
     for width, warps, stages in shapes:
         blocks = -(-columns // width) * -(-rows // block)
-        # Enough programs to hide memory latency: about four per multiprocessor while rows are few.
-        target_programs = (4 if block <= 32 else 1) * multiprocessors
-        parts = max(1, min(target_programs // blocks, chunks // 4, 32))
+        # As many programs as registers of all multiprocessors hold at once: no second wave with a few of them.
+        resident = max(1, {16: 24, 32: 16, 64: 8, 128: 4}[block] * narrow // (width * warps))
+        parts = max(1, min(resident * multiprocessors // blocks, chunks // 4, 32))
         candidates += [Tile(block, width, p, warps, stages) for p in sorted({parts, max(1, parts // 2)}, reverse=True)]
         if parts * 2 <= chunks // 4 and block <= 64:
             candidates.append(Tile(block, width, parts * 2, warps, stages))
@@ -90,9 +90,10 @@ def tiles(rows: int, packed: Packed, gated: bool, multiprocessors: int) -> list[
 def matmul(x: Tensor, packed: Packed, gated: bool, tile: Tile) -> Tensor:
     """x [rows, inputs] contiguous -> [rows, columns]; if gated silu(gate) * up [rows, columns / 2].
 
-    One kernel launch.
+    One kernel launch; another one before it spreads x where groups are ragged.
     """
-    rows = x.shape[0]
+    x = x if packed.rows is None else x.index_select(-1, packed.rows)
+    rows, inputs = x.shape
     columns = packed.columns // (2 if gated else 1)
     out = x.new_empty(rows, columns)
     blocks = -(-rows // tile.rows) * -(-columns // tile.columns)
@@ -103,9 +104,9 @@ def matmul(x: Tensor, packed: Packed, gated: bool, tile: Tile) -> Tensor:
         if blocks > arrived.numel():
             raise ValueError(f"{blocks} blocks are too many to split their inputs.")
     triton_quantized.matmul_kernel[(blocks, tile.parts)](
-        x, packed.words, packed.scales, _or(packed.zeros, packed.scales), _or(packed.row_group, packed.words),
-        _or(packed.bias, packed.scales), out, partial, arrived, rows, columns, packed.inputs, packed.group_chunks,
-        packed.first_chunk, num_warps=tile.warps, num_stages=tile.stages,
+        x, packed.words, packed.scales, _or(packed.zeros, packed.scales), _or(packed.pieces, packed.words),
+        _or(packed.bias, packed.scales), out, partial, arrived, rows, columns, inputs, len(packed.words),
+        packed.group_chunks, packed.first_chunk, num_warps=tile.warps, num_stages=tile.stages,
         **constants(packed, columns, gated, tile, fast=x.is_cuda and x.dtype != torch.float32),
     )  # fmt: skip
     return out
@@ -116,10 +117,10 @@ def dequantize(packed: Packed, dtype: torch.dtype) -> Tensor:
     columns, words = packed.columns, packed.words
     out = torch.empty(columns, packed.inputs, dtype=dtype, device=words.device)
     triton_quantized.dequantize_kernel[(-(-columns // 64), words.shape[0])](
-        words, packed.scales, _or(packed.zeros, packed.scales), _or(packed.row_group, words), out, columns,
-        packed.inputs, packed.group_chunks, packed.first_chunk, BITS=packed.width, MIDDLE=1 << (packed.bits - 1),
-        CHUNK=packed.chunk, BLOCK_N=64, RAGGED=packed.row_group is not None, SYMMETRIC=packed.zeros is None,
-        QUADS=packed.quads, FAST=out.is_cuda and dtype != torch.float32,
+        words, packed.scales, _or(packed.zeros, packed.scales), _or(packed.pieces, words), out, columns,
+        packed.inputs, len(words), packed.group_chunks, packed.first_chunk, BITS=packed.width,
+        MIDDLE=1 << (packed.bits - 1), CHUNK=packed.chunk, BLOCK_N=64, RAGGED=packed.pieces is not None,
+        SYMMETRIC=packed.zeros is None, QUADS=packed.quads, FAST=out.is_cuda and dtype != torch.float32,
     )  # fmt: skip
     return out
 
@@ -242,7 +243,7 @@ class TileChoice:
     def key(self, x: Tensor, packed: Packed, gated: bool) -> tuple[object, ...]:
         rows = triton.next_power_of_2(x.shape[0])
         form = (packed.width, packed.inputs, packed.columns, packed.chunk, packed.group_chunks, packed.zeros is None)
-        return (x.device, x.dtype, rows, gated, packed.row_group is None, packed.bias is None, *form)
+        return (x.device, x.dtype, rows, gated, packed.pieces is None, packed.bias is None, *form)
 
     def _measure(self, x: Tensor, packed: Packed, gated: bool, guesses: list[Tile]) -> dict[Tile | None, float]:
         times: dict[Tile | None, float] = {None: _median_ms(lambda: dense_matmul(x, packed, gated))}

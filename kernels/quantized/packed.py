@@ -7,6 +7,9 @@ share a row of a tensor-core tile; the words of one l are adjacent, so that a th
 
     8 s + 2 l + {0, 1}                               where a thread holds two inputs at a time (Hopper's wgmma)
     16 (s // 2) + 4 l + 2 (s % 2) + {0, 1}           where it holds four (mma.sync), `quads`
+
+A chunk's rows belong to one group. Where groups are ragged, each is filled up to whole chunks of 32 rows with weights
+of zero; `pieces` says which inputs a chunk has, and `rows` which input each row multiplies.
 """
 
 from __future__ import annotations
@@ -23,15 +26,15 @@ class Packed:
     """A quantized weight packed for the Triton kernels.
 
     words: int32 [chunks, columns, chunk * width / 32]. scales: fp16 [groups, columns]. zeros: uint8 [groups, columns],
-    or None where all are 2**(bits - 1). row_group: int32 [chunks * chunk] where groups end within chunks, else None:
-    then chunk c belongs to group (c + first_chunk) // group_chunks. bias: [columns] or None. width: bits of a field in
-    `words` (3-bit codes use 4).
+    or None where all are 2**(bits - 1). pieces: int32 [3, chunks] where groups are ragged, each chunk's first input,
+    number of inputs and group, with rows: int64 [chunks * chunk]; else None: then chunk c belongs to group
+    (c + first_chunk) // group_chunks. bias: [columns] or None. width: bits of a field in `words` (3-bit codes use 4).
     """
 
     words: Tensor
     scales: Tensor
     zeros: Tensor | None
-    row_group: Tensor | None
+    pieces: Tensor | None
     bias: Tensor | None
     bits: int
     width: int
@@ -40,6 +43,7 @@ class Packed:
     group_chunks: int = 1
     first_chunk: int = 0
     quads: bool = False
+    rows: Tensor | None = None
 
     @property
     def columns(self) -> int:
@@ -49,7 +53,7 @@ class Packed:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        held = (self.words, self.scales, self.zeros, self.row_group, self.bias)
+        held = (self.words, self.scales, self.zeros, self.pieces, self.rows, self.bias)
         return sum(t.nbytes for t in held if t is not None)
 
 
@@ -58,10 +62,15 @@ def width_of(bits: int) -> int:
     return 4 if bits == 3 else bits
 
 
+def ragged_chunk(width: int) -> int:
+    """Rows of a chunk of ragged groups: the fewest, and no fewer than a product of the tensor cores takes twice."""
+    return max(32, 128 // width)
+
+
 def pack(weight: Quantized, quads: bool = False) -> Packed:
     """The kernels' layout of a linear whose rows are sorted by group (`weight.take_rows(weight.order())` sorts them).
 
-    Groups that begin and end at multiples of 128, 64 or 32 rows use the fast kernel path, others the ragged one. Raises
+    Groups that begin and end at multiples of 128, 64 or 32 rows are chunks as they are, others are filled up. Raises
     ValueError where the rows of a group are not adjacent.
     """
     if not weight.sorted:
@@ -69,13 +78,19 @@ def pack(weight: Quantized, quads: bool = False) -> Packed:
     width = width_of(weight.bits)
     smallest = 128 // width  # four words of one output
     chunk, group_chunks, first_chunk = _regular(weight.group, smallest)
-    ragged = chunk == 0
-    chunk = chunk or 128
+    codes, pieces, rows = weight.codes, None, None
+    if not chunk:
+        chunk = ragged_chunk(width)
+        pieces = _pieces(weight.group, chunk)
+        begin, _, group = pieces.long()
+        rows = (begin[:, None] + torch.arange(chunk, device=begin.device)).flatten().clamp(max=weight.inputs - 1)
+        zeros = weight.zeros[group.repeat_interleave(chunk)]
+        codes = torch.where(_inside(pieces, chunk).view(-1, 1), codes[rows], zeros)
     return Packed(
-        words=pack_words(weight.codes, width, chunk, quads),
+        words=pack_words(codes, width, chunk, quads),
         scales=weight.scales.to(torch.float16).contiguous(),
         zeros=None if weight.symmetric else weight.zeros.contiguous(),
-        row_group=_pad_groups(weight.group, chunk) if ragged else None,
+        pieces=pieces,
         bias=weight.bias,
         bits=weight.bits,
         width=width,
@@ -84,6 +99,7 @@ def pack(weight: Quantized, quads: bool = False) -> Packed:
         group_chunks=group_chunks,
         first_chunk=first_chunk,
         quads=quads,
+        rows=rows,
     )
 
 
@@ -105,10 +121,19 @@ def _regular(group: Tensor, smallest: int) -> tuple[int, int, int]:
     return 0, 1, 0
 
 
-def _pad_groups(group: Tensor, chunk: int) -> Tensor:
-    """The group of every row, with the last group repeated up to a whole chunk."""
-    short = -len(group) % chunk
-    return torch.cat([group, group[-1:].expand(short)]).to(torch.int32).contiguous()
+def _pieces(group: Tensor, chunk: int) -> Tensor:
+    """`Packed.pieces` of rows sorted by group, where every group begins a chunk."""
+    sizes = torch.bincount(group.long())
+    chunks = (sizes + chunk - 1) // chunk
+    of_chunk = torch.repeat_interleave(chunks)
+    before = (torch.arange(len(of_chunk), device=group.device) - (chunks.cumsum(0) - chunks)[of_chunk]) * chunk
+    begin = (sizes.cumsum(0) - sizes)[of_chunk] + before
+    return torch.stack([begin, (sizes[of_chunk] - before).clamp(max=chunk), of_chunk]).to(torch.int32)
+
+
+def _inside(pieces: Tensor, chunk: int) -> Tensor:
+    """Which rows of each chunk are inputs, and no filling: bool [chunks, chunk]."""
+    return torch.arange(chunk, device=pieces.device) < pieces[1, :, None]
 
 
 def pack_words(codes: Tensor, width: int, chunk: int, quads: bool) -> Tensor:
@@ -142,13 +167,14 @@ def unpack_words(packed: Packed) -> Tensor:
         tile = fields.view(chunks, outputs, 4, words, pairs // 2, 2, 2).permute(0, 3, 4, 2, 5, 6, 1)
     else:
         tile = fields.view(chunks, outputs, 4, words, pairs, 2).permute(0, 3, 4, 2, 5, 1)
-    return tile.reshape(chunks * packed.chunk, outputs)[: packed.inputs]
+    rows = tile.reshape(chunks * packed.chunk, outputs)
+    return rows[: packed.inputs] if packed.pieces is None else rows[_inside(packed.pieces, packed.chunk).flatten()]
 
 
 def groups_of(packed: Packed) -> Tensor:
     """The group of every input row, int32 [inputs]."""
-    if packed.row_group is not None:
-        return packed.row_group[: packed.inputs]
+    if packed.pieces is not None:
+        return packed.pieces[2].repeat_interleave(packed.pieces[1])
     chunk = torch.arange(packed.inputs, device=packed.words.device) // packed.chunk
     return ((chunk + packed.first_chunk) // packed.group_chunks).to(torch.int32)
 

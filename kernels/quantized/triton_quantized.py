@@ -145,14 +145,12 @@ def unpack(words, zero, BITS: tl.constexpr, CHUNK: tl.constexpr, QUADS: tl.const
 
 
 @triton.jit
-def _dequantize(codes, scales, zeros, at, MIDDLE: tl.constexpr, SYMMETRIC: tl.constexpr):
-    """Dequantized values: scales[at] * (codes - zeros[at]) in fp32, with a scale and a zero for every value."""
-    steps = codes.to(tl.float32)
-    if SYMMETRIC:
-        steps = steps - MIDDLE
+def _group(c, pieces, chunks, group_chunks, first_chunk, RAGGED: tl.constexpr):
+    """The group of a chunk."""
+    if RAGGED:
+        return tl.load(pieces + 2 * chunks + c)
     else:
-        steps = steps - tl.load(zeros + at).to(tl.float32)
-    return steps * tl.load(scales + at).to(tl.float32)
+        return (c + first_chunk) // group_chunks
 
 
 @triton.jit
@@ -170,7 +168,7 @@ def _silu_mul(gate, up):
 
 @triton.jit
 def matmul_kernel(
-    x, words, scales, zeros, row_group, bias, out, partial, arrived, M, N, K, group_chunks, first_chunk,
+    x, words, scales, zeros, pieces, bias, out, partial, arrived, M, N, K, chunks, group_chunks, first_chunk,
     BITS: tl.constexpr, MIDDLE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLIT_K: tl.constexpr, GATED: tl.constexpr, RAGGED: tl.constexpr, SYMMETRIC: tl.constexpr, BIASED: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, QUADS: tl.constexpr, FAST: tl.constexpr, ONE_PASS: tl.constexpr,
@@ -178,10 +176,10 @@ def matmul_kernel(
 ):  # fmt: skip
     """out[M, N] = x[M, K] @ W, or silu(x @ W[:, :N]) * (x @ W[:, N:]) where GATED.
 
-    words [chunks, columns, CHUNK * BITS / 32], columns N or 2N; scales, zeros [groups, columns]. If RAGGED, row_group
-    [chunks * CHUNK] names each row's group, else chunk c belongs to group (c + first_chunk) // group_chunks. Grid: (m
-    and n blocks, splits). With SPLIT_K the last program of a block to arrive adds the partial sums [splits, 1 or 2, M,
-    N] in a fixed order.
+    words [chunks, columns, CHUNK * BITS / 32], columns N or 2N; scales, zeros [groups, columns]. If RAGGED, pieces[2]
+    [chunks] names each chunk's group, else chunk c belongs to group (c + first_chunk) // group_chunks. Grid: (m and n
+    blocks, splits). With SPLIT_K the last program of a block to arrive adds the partial sums [splits, 1 or 2, M, N] in
+    a fixed order.
     """
     blocks_m = tl.cdiv(M, BLOCK_M)
     block = tl.program_id(0)
@@ -202,7 +200,6 @@ def matmul_kernel(
     WORDS: tl.constexpr = CHUNK * BITS // 32
     DTYPE: tl.constexpr = x.dtype.element_ty
 
-    chunks = tl.cdiv(K, CHUNK)
     first = chunks * part // parts
     last = chunks * (part + 1) // parts
     word_at = words + column[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
@@ -211,19 +208,17 @@ def matmul_kernel(
     if GATED:
         acc_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     middle = tl.full((BLOCK_N,), MIDDLE, tl.int32)
-    none = tl.zeros((BLOCK_N,), tl.int32)
     empty = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
 
     # A group's scales and zeros are loaded one chunk ahead, so that no multiplication waits for them.
-    if not RAGGED:
-        group = (first + first_chunk) // group_chunks
-        scale = tl.load(scales + group * columns + column)
+    group = _group(first, pieces, chunks, group_chunks, first_chunk, RAGGED)
+    scale = tl.load(scales + group * columns + column)
+    if not SYMMETRIC:
+        zero = tl.load(zeros + group * columns + column)
+    if GATED:
+        scale_up = tl.load(scales + group * columns + column + N)
         if not SYMMETRIC:
-            zero = tl.load(zeros + group * columns + column)
-        if GATED:
-            scale_up = tl.load(scales + group * columns + column + N)
-            if not SYMMETRIC:
-                zero_up = tl.load(zeros + group * columns + column + N)
+            zero_up = tl.load(zeros + group * columns + column + N)
 
     for c in range(first, last):
         if ONE_PASS:
@@ -240,34 +235,23 @@ def matmul_kernel(
                 packed_up = tl.load(word_at + (c * columns + N) * WORDS, eviction_policy="evict_first")
             else:
                 packed_up = tl.load(word_at + (c * columns + N) * WORDS)
-        if RAGGED:
-            # Groups may end at any row: each row loads its own scale and zero.
-            at = tl.load(row_group + c * CHUNK + k)[None, :] * columns + column[:, None]
-            values = unpack(packed, none, BITS, CHUNK, QUADS, FAST, DTYPE)
-            values = _dequantize(values, scales, zeros, at, MIDDLE, SYMMETRIC).to(DTYPE)
-            acc = _dot(values, inputs, acc, FAST, PRECISION)
-            if GATED:
-                values = unpack(packed_up, none, BITS, CHUNK, QUADS, FAST, DTYPE)
-                values = _dequantize(values, scales, zeros, at + N, MIDDLE, SYMMETRIC).to(DTYPE)
-                acc_up = _dot(values, inputs, acc_up, FAST, PRECISION)
+        now, group = scale, _group(tl.minimum(c + 1, last - 1), pieces, chunks, group_chunks, first_chunk, RAGGED)
+        scale = tl.load(scales + group * columns + column)
+        if SYMMETRIC:
+            values = unpack(packed, middle, BITS, CHUNK, QUADS, FAST, DTYPE)
         else:
-            now, group = scale, (tl.minimum(c + 1, last - 1) + first_chunk) // group_chunks
-            scale = tl.load(scales + group * columns + column)
+            values = unpack(packed, zero.to(tl.int32), BITS, CHUNK, QUADS, FAST, DTYPE)
+            zero = tl.load(zeros + group * columns + column)
+        acc += _dot(values, inputs, empty, FAST, PRECISION) * now.to(tl.float32)[:, None]
+        if GATED:
+            now = scale_up
+            scale_up = tl.load(scales + group * columns + column + N)
             if SYMMETRIC:
-                values = unpack(packed, middle, BITS, CHUNK, QUADS, FAST, DTYPE)
+                values = unpack(packed_up, middle, BITS, CHUNK, QUADS, FAST, DTYPE)
             else:
-                values = unpack(packed, zero.to(tl.int32), BITS, CHUNK, QUADS, FAST, DTYPE)
-                zero = tl.load(zeros + group * columns + column)
-            acc += _dot(values, inputs, empty, FAST, PRECISION) * now.to(tl.float32)[:, None]
-            if GATED:
-                now = scale_up
-                scale_up = tl.load(scales + group * columns + column + N)
-                if SYMMETRIC:
-                    values = unpack(packed_up, middle, BITS, CHUNK, QUADS, FAST, DTYPE)
-                else:
-                    values = unpack(packed_up, zero_up.to(tl.int32), BITS, CHUNK, QUADS, FAST, DTYPE)
-                    zero_up = tl.load(zeros + group * columns + column + N)
-                acc_up += _dot(values, inputs, empty, FAST, PRECISION) * now.to(tl.float32)[:, None]
+                values = unpack(packed_up, zero_up.to(tl.int32), BITS, CHUNK, QUADS, FAST, DTYPE)
+                zero_up = tl.load(zeros + group * columns + column + N)
+            acc_up += _dot(values, inputs, empty, FAST, PRECISION) * now.to(tl.float32)[:, None]
 
     cells = m[None, :] * N + n[:, None]
     inside = rows[None, :] & (n < N)[:, None]
@@ -303,7 +287,7 @@ def matmul_kernel(
 
 @triton.jit
 def dequantize_kernel(
-    words, scales, zeros, row_group, out, N, K, group_chunks, first_chunk,
+    words, scales, zeros, pieces, out, N, K, chunks, group_chunks, first_chunk,
     BITS: tl.constexpr, MIDDLE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, RAGGED: tl.constexpr,
     SYMMETRIC: tl.constexpr, QUADS: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
@@ -311,22 +295,21 @@ def dequantize_kernel(
     c = tl.program_id(1)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     column = tl.minimum(n, N - 1)
-    k = c * CHUNK + tl.arange(0, CHUNK)
+    k = tl.arange(0, CHUNK)
     WORDS: tl.constexpr = CHUNK * BITS // 32
     DTYPE: tl.constexpr = out.dtype.element_ty
     packed = tl.load(words + (c * N + column)[:, None] * WORDS + tl.arange(0, WORDS)[None, :])
-    if RAGGED:
-        at = tl.load(row_group + k)[None, :] * N + column[:, None]
-        values = unpack(packed, tl.zeros((BLOCK_N,), tl.int32), BITS, CHUNK, QUADS, FAST, DTYPE)
-        values = _dequantize(values, scales, zeros, at, MIDDLE, SYMMETRIC)
+    at = _group(c, pieces, chunks, group_chunks, first_chunk, RAGGED) * N + column
+    if SYMMETRIC:
+        zero = tl.full((BLOCK_N,), MIDDLE, tl.int32)
     else:
-        at = (c + first_chunk) // group_chunks * N + column
-        if SYMMETRIC:
-            zero = tl.full((BLOCK_N,), MIDDLE, tl.int32)
-        else:
-            zero = tl.load(zeros + at).to(tl.int32)
-        values = unpack(packed, zero, BITS, CHUNK, QUADS, FAST, DTYPE).to(tl.float32)
-        values = values * tl.load(scales + at).to(tl.float32)[:, None]
+        zero = tl.load(zeros + at).to(tl.int32)
+    values = unpack(packed, zero, BITS, CHUNK, QUADS, FAST, DTYPE).to(tl.float32)
+    values = values * tl.load(scales + at).to(tl.float32)[:, None]
+    if RAGGED:
+        begin, count = tl.load(pieces + c), tl.load(pieces + chunks + c)
+    else:
+        begin, count = c * CHUNK, K - c * CHUNK
     # Exact so far; the file's value is this rounded to fp16.
-    tl.store(out + n[:, None].to(tl.int64) * K + k[None, :], values.to(tl.float16).to(tl.float32).to(DTYPE),
-             mask=(n < N)[:, None] & (k < K)[None, :])  # fmt: skip
+    tl.store(out + n[:, None].to(tl.int64) * K + (begin + k)[None, :],
+             values.to(tl.float16).to(tl.float32).to(DTYPE), mask=(n < N)[:, None] & (k < count)[None, :])  # fmt: skip

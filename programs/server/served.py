@@ -10,7 +10,7 @@ import torch
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.kernels.quantized import int4
 from tpshard.kernels.quantized.gptq_config import GPTQConfig, read_config
-from tpshard.kernels.quantized.packed import width_of
+from tpshard.kernels.quantized.packed import ragged_chunk, width_of
 from tpshard.kernels.quantized.quantized import group_index
 from tpshard.kernels.quantized.quantized_linear import multiplies
 from tpshard.models.families.config import ModelConfig
@@ -53,6 +53,9 @@ class Coded:
         size = s.group_size if s.group_size > 0 else whole
         groups = min(-(-whole // size), own) if self.ragged else -(-own // size)
         if self.kind == "gpu":
+            if self.ragged:  # filled up to whole chunks
+                chunk = ragged_chunk(width_of(s.bits))
+                own = groups * chunk * -(-own // (groups * chunk))
             return own * width_of(s.bits) // 8 + groups * (2 if s.sym else 3)
         if self.ragged:
             return int4.row_bytes([-(-own // groups)] * groups)

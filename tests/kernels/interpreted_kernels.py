@@ -74,7 +74,7 @@ def test_bits_and_dtypes(bits, dtype, sym):
 @pytest.mark.parametrize("quads", [False, True])
 def test_group_sizes(group_size, quads):
     packed = check(linear(384, 48, group_size=group_size), 2, torch.float16, Tile(16, 32), quads=quads)
-    assert (packed.row_group is not None) == (group_size == 40)
+    assert (packed.pieces is not None) == (group_size == 40)
 
 
 @pytest.mark.parametrize(("rows", "tile"), [(1, Tile(16, 32, 3)), (16, Tile(16, 64, 2)), (17, Tile(16, 32, 4)),
@@ -101,7 +101,7 @@ def test_ragged_groups_of_a_rank_that_sorts_alone():
     own = torch.randperm(512, generator=torch.Generator().manual_seed(3))[:128]
     local = weight.take_rows(own.sort().values)
     packed = check(local, 3, torch.bfloat16, Tile(16, 32))
-    assert packed.row_group is not None and local.groups == weight.groups
+    assert packed.pieces is not None and local.groups == weight.groups
 
 
 @pytest.mark.parametrize("sym", [True, False])
@@ -109,7 +109,7 @@ def test_ragged_groups_of_a_rank_that_sorts_alone():
 def test_padding_multiplies_to_zero(sym, dtype):
     weight = linear(160, 48, group_size=64, sym=sym, bias=True)
     packed = check(weight.pad(320, 96), 3, dtype, Tile(16, 32, 2))  # fills a group, and two more
-    assert packed.row_group is None and (packed.zeros is None) == sym
+    assert packed.pieces is None and (packed.zeros is None) == sym
     x = torch.randn(3, 320, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
     y, cut = (launch.matmul(part, packed, False, Tile(16, 32, 2)) for part in (x, x * (torch.arange(320) < 160).to(x)))
     assert torch.equal(y, cut) and not y[:, 48:].any()

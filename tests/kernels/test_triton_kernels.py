@@ -61,8 +61,8 @@ def packed_like(bits=4, chunk=128, group_chunks=1, sym=True, ragged=False, quads
     width = 4 if bits == 3 else bits
     empty = torch.empty(0)
     words = torch.empty(4096 // chunk, 4096, chunk * width // 32, dtype=torch.int32, device="meta")
-    zeros, row_group = None if sym else empty, empty if ragged else None
-    return Packed(words, empty, zeros, row_group, None, bits, width, 4096, chunk, group_chunks, quads=quads)
+    zeros, pieces = None if sym else empty, empty if ragged else None
+    return Packed(words, empty, zeros, pieces, None, bits, width, 4096, chunk, group_chunks, quads=quads)
 
 
 CAPABILITIES = [80, 90, 100]
@@ -107,7 +107,8 @@ def assert_no_tile_spills(capability, forms, rows, first_only):
 
 def forms(capability):
     quads = capability < 90
-    return [packed_like(sym=False, quads=quads), packed_like(ragged=True, quads=quads), packed_like(8, quads=quads),
+    ragged = packed_like(chunk=32, ragged=True, quads=quads)
+    return [packed_like(sym=False, quads=quads), ragged, packed_like(8, quads=quads),
             packed_like(2, sym=False, quads=quads), packed_like(chunk=64, sym=False, quads=quads),
             packed_like(chunk=32, quads=quads), packed_like(quads=quads)]  # fmt: skip
 
