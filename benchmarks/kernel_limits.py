@@ -199,13 +199,8 @@ def paged(name: str, rows: int, sequences: int, context: int, heads: int = 32, k
 def experts(name: str, tokens: int, count: int, k: int, width: int, hidden: int, fixed: bool = False) -> Case:
     """The product by `up` where each expert gets its equal share."""
     tile = triton_experts.ExpertTile.of(tokens * k, count, torch.bfloat16, fixed)
-    constants = {
-        "BLOCK_M": tile.choices,
-        "BLOCK_N": tile.columns,
-        "BLOCK_K": tile.inputs,
-        "EVEN_K": True,
-        "by_input": 1,
-    }
+    constants = {"BLOCK_M": tile.choices, "BLOCK_N": tile.columns, "BLOCK_K": tile.inputs, "EVEN_K": True}
+    constants |= {"by_input": 1, "SHARING": k}
     code = compile_kernel(triton_experts.expert_linear_kernel, constants, "bf16", 90, tile.warps, tile.stages)
     used = min(count, tokens * k)
     blocks = used * -(-tokens * k // used // tile.choices)
@@ -219,7 +214,7 @@ def experts(name: str, tokens: int, count: int, k: int, width: int, hidden: int,
 
 def outer(name: str, tokens: int, count: int, k: int, width: int, hidden: int) -> Case:
     tile = triton_experts.ExpertTile.of_outer(torch.bfloat16)
-    constants = {"ROWS": tile.choices, "BLOCK_N": tile.columns, "BLOCK_K": tile.inputs}
+    constants = {"ROWS": tile.choices, "BLOCK_N": tile.columns, "BLOCK_K": tile.inputs, "SHARING": k, "SHARING_DOUT": 1}
     code = compile_kernel(triton_experts.expert_outer_kernel, constants, "bf16", 90, tile.warps, tile.stages)
     blocks, size = count * (hidden // tile.columns) * (width // tile.inputs), tile.columns * tile.inputs
     return Case(

@@ -18,12 +18,18 @@ from torch import Tensor
 
 
 @triton.jit
+def _row(choice, SHARING: tl.constexpr):
+    """The row that a choice shares with its neighbours. Half as long as a 64-bit division by a number not known."""
+    return (choice.to(tl.uint32) // SHARING).to(tl.int64)
+
+
+@triton.jit
 def expert_linear_kernel(
-    x, weight, out, order, starts, ends, experts, first_block, count, columns, inputs, sharing,
-    by_expert, by_column, by_input,
+    x, weight, out, order, starts, ends, experts, first_block, count, columns, inputs,
+    by_expert, by_column, by_input, SHARING: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """out[c] = weight[expert of choice c] @ x[c // sharing], for BLOCK_M choices of one expert.
+    """out[c] = weight[expert of choice c] @ x[c // SHARING], for BLOCK_M choices of one expert.
 
     x: [rows, inputs], weight: [count, columns, inputs] with strides by_expert, by_column, by_input, out: [choices,
     columns]; order: the choices, sorted by expert; starts, ends, first_block: [count], an expert's part of `order` and
@@ -36,7 +42,7 @@ def expert_linear_kernel(
         place = tl.load(starts + expert) + (block - tl.load(first_block + expert)) * BLOCK_M + m
         own, in_n = place < tl.load(ends + expert), n < columns
         choice = tl.load(order + place, mask=own, other=0)
-        values = x + (choice // sharing)[:, None] * inputs + k[None, :]
+        values = x + _row(choice, SHARING)[:, None] * inputs + k[None, :]
         weights = weight + expert * by_expert + k[:, None] * by_input + n[None, :] * by_column
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for start in range(0, inputs, BLOCK_K):
@@ -56,10 +62,10 @@ def expert_linear_kernel(
 
 @triton.jit
 def expert_outer_kernel(
-    dout, x, out, order, starts, ends, columns, inputs, sharing_dout, sharing,
+    dout, x, out, order, starts, ends, columns, inputs, SHARING_DOUT: tl.constexpr, SHARING: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """out[e] = the sum over the choices c of expert e of dout[c // sharing_dout] x[c // sharing]^T, for one block.
+    """out[e] = the sum over the choices c of expert e of dout[c // SHARING_DOUT] x[c // SHARING]^T, for one block.
 
     dout: [rows, columns], x: [rows, inputs], out: [count, columns, inputs]; order, starts, ends as above.
     """
@@ -70,8 +76,8 @@ def expert_outer_kernel(
     for start in range(tl.load(starts + expert), end, ROWS):
         own = start + row < end
         choice = tl.load(order + start + row, mask=own, other=0)
-        grads = dout + (choice // sharing_dout)[:, None] * columns + n[None, :]
-        values = x + (choice // sharing)[:, None] * inputs + k[None, :]
+        grads = dout + _row(choice, SHARING_DOUT)[:, None] * columns + n[None, :]
+        values = x + _row(choice, SHARING)[:, None] * inputs + k[None, :]
         grads = tl.load(grads, mask=own[:, None] & in_n[None, :], other=0.0)
         values = tl.load(values, mask=own[:, None] & in_k[None, :], other=0.0)
         total = tl.dot(tl.trans(grads), values, total, input_precision="ieee")
@@ -103,7 +109,9 @@ class ExpertTile:
     stages: int
 
     @staticmethod
-    def of(choices: int, experts: int, dtype: torch.dtype, fixed: bool) -> ExpertTile:
+    def of(
+        choices: int, experts: int, dtype: torch.dtype, fixed: bool, capability: tuple[int, int] = (9, 0)
+    ) -> ExpertTile:
         """A tile for this many choices; with `fixed` the same for any number, so that a row's bits are, too.
 
         The tiles spill no registers, as a test that compiles them checks; none was measured on a GPU yet.
@@ -113,12 +121,15 @@ class ExpertTile:
             return ExpertTile(16, 64, 32, 4, 3) if fixed or mean <= 32 else ExpertTile(64, 64, 32, 8, 2)
         if fixed or mean <= 32:
             return ExpertTile(16, 64, 128, 4, 3)
-        return ExpertTile(64, 128, 64, 4, 3) if mean <= 128 else ExpertTile(128, 128, 64, 8, 3)
+        if mean <= 128:
+            return ExpertTile(64, 128, 64, 4, 3)
+        # before Hopper, sums and operands are in the same registers
+        return ExpertTile(128, 256 if capability >= (9, 0) else 128, 64, 8, 3)
 
     @staticmethod
     def of_outer(dtype: torch.dtype) -> ExpertTile:
         """A tile of a sum of outer products."""
-        return ExpertTile(32, 32, 32, 4, 2) if dtype == torch.float32 else ExpertTile(64, 128, 128, 8, 3)
+        return ExpertTile(32, 32, 32, 4, 2) if dtype == torch.float32 else ExpertTile(64, 128, 256, 8, 3)
 
 
 class SortedChoices:
@@ -130,7 +141,8 @@ class SortedChoices:
     def __init__(self, ids: Tensor, count: int, dtype: torch.dtype, fixed: bool) -> None:
         flat = ids.reshape(-1)
         self.choices, self.count = len(flat), count
-        self.tile = ExpertTile.of(self.choices, count, dtype, fixed)
+        capability = torch.cuda.get_device_capability(ids.device) if ids.is_cuda else (9, 0)
+        self.tile = ExpertTile.of(self.choices, count, dtype, fixed, capability)
         owner = torch.where((flat >= 0) & (flat < count), flat, count)
         owner, self.order = torch.sort(owner, stable=True)
         bounds = torch.searchsorted(owner, torch.arange(count + 1, device=ids.device))
@@ -149,8 +161,9 @@ class SortedChoices:
         if out.numel():
             expert_linear_kernel[self.most, triton.cdiv(columns, tile.columns)](
                 x, weight, out, self.order, self.starts, self.ends, self.experts, self.first_block, self.count,
-                columns, inputs, self.choices // len(x), *weight.stride(), BLOCK_M=tile.choices, BLOCK_N=tile.columns,
-                BLOCK_K=tile.inputs, EVEN_K=inputs % tile.inputs == 0, num_warps=tile.warps, num_stages=tile.stages,
+                columns, inputs, *weight.stride(), SHARING=self.choices // len(x), BLOCK_M=tile.choices,
+                BLOCK_N=tile.columns, BLOCK_K=tile.inputs, EVEN_K=inputs % tile.inputs == 0,
+                num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
         return out
 
@@ -162,9 +175,9 @@ class SortedChoices:
             return x.new_zeros(self.count, columns, inputs)
         out, tile = x.new_empty(self.count, columns, inputs), ExpertTile.of_outer(x.dtype)
         expert_outer_kernel[triton.cdiv(columns, tile.columns), triton.cdiv(inputs, tile.inputs), self.count](
-            dout, x, out, self.order, self.starts, self.ends, columns, inputs, self.choices // len(dout),
-            self.choices // len(x), BLOCK_N=tile.columns, BLOCK_K=tile.inputs, ROWS=tile.choices,
-            num_warps=tile.warps, num_stages=tile.stages,
+            dout, x, out, self.order, self.starts, self.ends, columns, inputs,
+            SHARING_DOUT=self.choices // len(dout), SHARING=self.choices // len(x),
+            BLOCK_N=tile.columns, BLOCK_K=tile.inputs, ROWS=tile.choices, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         return out
 

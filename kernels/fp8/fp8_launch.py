@@ -16,6 +16,13 @@ def tile(capability: tuple[int, int]) -> dict[str, int]:
     return {"BLOCK_M": 128 if capability >= (9, 0) else 64, "BLOCK_N": 128, "GROUP": 8}
 
 
+def by_library(m: int, n: int, k: int, device: torch.device) -> bool:
+    """Whether cuBLAS multiplies [m, k] and [n, k] with a scale for each block of 128: on Hopper from CUDA 12.9 on."""
+    version = tuple(map(int, (torch.version.cuda or "0").split(".")[:2]))
+    fits = m % 16 == n % 16 == 0 and k > BLOCK  # one block would be taken for a scale per row
+    return fits and version >= (12, 9) and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def quantize(x: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
     """Quantizes a contiguous x to fp8 with a scale per block (`tpshard::fp8_quantize`) in Triton."""
     m, k = x.shape[::-1] if transposed else x.shape
@@ -29,8 +36,10 @@ def quantize(x: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
 
 
 def multiply(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiplies two matrices quantized by `quantize` (`tpshard::fp8_multiply`) in Triton."""
+    """Multiplies two matrices quantized by `quantize` (`tpshard::fp8_multiply`), by the library where it can."""
     (m, k), n = a.shape, b.shape[0]
+    if a.is_cuda and by_library(m, n, k, a.device):
+        return torch._scaled_mm(a, b.t(), a_scales.t(), b_scales, out_dtype=dtype)
     out = torch.empty(m, n, dtype=dtype, device=a.device)
     shape = tile(torch.cuda.get_device_capability(a.device) if a.is_cuda else (9, 0))
     tiles = triton.cdiv(m, shape["BLOCK_M"]) * triton.cdiv(n, shape["BLOCK_N"])

@@ -316,12 +316,29 @@ def _join_products(edited: _Edited, products: Sequence[fx.Node]) -> None:
     spec = Spec((*shapes[0][:-1], sum(shape[-1] for shape in shapes)), info(first).specs[0].dtype)
     like = _of_all(products, specs=(spec,))
     joined = edited.put(first, first.target, (first.args[0], edited.join(products), *first.args[2:]), like)
+    if (sums := _biased(edited, products)) is not None:
+        like = replace(info(sums[0]), specs=(spec,))
+        joined, products = edited.put(first, aten.add.Tensor, (joined, edited.join(sums)), like), sums
     end = 0
     for product, shape in zip(products, shapes):
         start, end = end, end + shape[-1]
         own = replace(info(product), flops=0, global_flops=0, saved=False)
         part = edited.put(first, aten.slice.Tensor, (joined, len(shape) - 1, start, end), own)
         product.replace_all_uses_with(part)
+
+
+def _biased(edited: _Edited, products: Sequence[fx.Node]) -> list[fx.Node] | None:
+    """The additions of a bias to each product; None where one has none, or a bias that others read too."""
+    sums = []
+    for product in products:
+        reader = next(iter(product.users))
+        bias = reader.args[1] if reader.target is aten.add.Tensor and len(reader.args) == 2 else None
+        port = None if bias is product else edited.ports.get(bias)  # type: ignore[arg-type]
+        alike = port is not None and (port.local, port.dtype) == (shape_of(product)[-1:], info(product).specs[0].dtype)
+        if len(product.users) > 1 or reader.kwargs or not alike or len(bias.users) > 1:  # type: ignore[union-attr]
+            return None
+        sums.append(reader)
+    return sums
 
 
 def _joinable(edited: _Edited, node: fx.Node, weights: Mapping[str, Coded]) -> Any:

@@ -198,7 +198,8 @@ def test_states_of_recurrences_stay_in_registers(capability):
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_products_with_experts_do_not_spill(capability, dtype):
-    tile_of = functools.partial(triton_experts.ExpertTile.of, experts=8, dtype=TORCH[dtype])
+    of_device = {"experts": 8, "dtype": TORCH[dtype], "capability": divmod(capability, 10)}
+    tile_of = functools.partial(triton_experts.ExpertTile.of, **of_device)
     for tile in {tile_of(choices, fixed=fixed) for choices in (8, 800, 8000) for fixed in (True, False)}:
         for stride in ("by_input", "by_column"):  # of a weight, and of its transpose in the backward pass
             sizes = {
@@ -206,11 +207,12 @@ def test_products_with_experts_do_not_spill(capability, dtype):
                 "BLOCK_N": tile.columns,
                 "BLOCK_K": tile.inputs,
                 "EVEN_K": True,
+                "SHARING": 2,
                 stride: 1,
             }
             program = triton_experts.expert_linear_kernel, sizes, dtype, capability, tile.warps, tile.stages
             assert_nothing_spilled(compile_kernel(*program))
     tile = triton_experts.ExpertTile.of_outer(TORCH[dtype])
-    sizes = {"ROWS": tile.choices, "BLOCK_N": tile.columns, "BLOCK_K": tile.inputs}
+    sizes = {"ROWS": tile.choices, "BLOCK_N": tile.columns, "BLOCK_K": tile.inputs, "SHARING": 1, "SHARING_DOUT": 2}
     program = triton_experts.expert_outer_kernel, sizes, dtype, capability, tile.warps, tile.stages
     assert_nothing_spilled(compile_kernel(*program))

@@ -244,6 +244,21 @@ def test_a_gate_and_what_it_lets_through_are_one_launch(shape: str, invariant: b
         torch.testing.assert_close(y, reference, rtol=1e-4, atol=1e-4)
 
 
+def test_products_with_biases_are_one_product_and_one_addition() -> None:
+    def run(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        return tuple(F.linear(x, a, b).unflatten(-1, (-1, 8)) for a, b in zip(weights[:3], weights[3:]))
+
+    sizes = (32, 16, 16)
+    inputs = [torch.randn(1, 3, 64), *(torch.randn(n, 64) for n in sizes), *(torch.randn(n) for n in sizes)]
+    values = {f"v{i}": x for i, x in enumerate(inputs)}
+    program = partition(run, inputs, Mesh({}), names=list(values))
+    joined = step_kernels.join_products(merge_views(fold_linears(program)), {})
+    assert names(joined)["linear"] == names(joined)["add.Tensor"] == 1
+    held = [values[p.name] if p.held is None else torch.cat([values[n] for n in p.held.of]) for p in joined.inputs]
+    for actual, expected in zip(fx.Interpreter(fx.GraphModule({}, joined.graph)).run(*held), run(*inputs)):
+        torch.testing.assert_close(actual, expected)
+
+
 def test_weights_in_other_groups_are_not_put_side_by_side() -> None:
     inputs = [torch.randn(3, 64), torch.randn(32, 64), torch.randn(32, 64)]
     program = partition(lambda x, a, b: F.silu(x @ a.T) * (x @ b.T), inputs, Mesh({}), names=["x", "gate", "up"])
