@@ -6,7 +6,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -54,8 +54,12 @@ class Compiled:
     stack: int
     local: int
     """Bytes of a thread's stack and local memory. Spilled registers lie there: where both are 0 nothing is spilled."""
-    sass: str
-    """The machine code, disassembled."""
+    binary: bytes = field(repr=False)
+
+    @cached_property
+    def sass(self) -> str:
+        """The machine code, disassembled."""
+        return _output("nvdisasm", self.binary, "-c")
 
     @cached_property
     def code(self) -> list[str]:
@@ -109,14 +113,15 @@ def compile_kernel(
     source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
     options = {"num_warps": warps, "num_stages": stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    binary = compiled.asm["cubin"]
+    usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", _output("cuobjdump", binary, "-res-usage")))
+    registers, stack, local = (int(usage[key]) for key in ("REG", "STACK", "LOCAL"))
+    return Compiled(warps, stages, registers, compiled.metadata.shared, stack, local, binary)
+
+
+def _output(tool: str, binary: bytes, option: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
+        file.write(binary)
         file.flush()
-        usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", _output("cuobjdump", "-res-usage", file.name)))
-        sass = _output("nvdisasm", "-c", file.name)
-    numbers = (int(usage[key]) for key in ("STACK", "LOCAL"))
-    return Compiled(warps, stages, int(usage["REG"]), compiled.metadata.shared, *numbers, sass)
-
-
-def _output(tool: str, *arguments: str) -> str:
-    return subprocess.run([TOOLS / tool, *arguments], capture_output=True, text=True, check=True).stdout
+        command = [TOOLS / tool, option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout

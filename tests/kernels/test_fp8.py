@@ -104,4 +104,4 @@ def test_the_triton_kernels_compile_for_devices_with_fp8(capability: int) -> Non
     rounding: dict[str, float] = {"SMALLEST": SMALLEST, "BLOCK_M": fp8_launch.QUANTIZE_ROWS}
     tile = fp8_launch.tile(divmod(capability, 10))
     for kernel, constants, warps in ((triton_fp8.quantize_kernel, rounding, 4), (triton_fp8.multiply_kernel, tile, 8)):
-        assert compile_kernel(kernel, dict(constants), "bf16", capability, warps, 3, types).sass
+        assert compile_kernel(kernel, dict(constants), "bf16", capability, warps, 3, types).binary
