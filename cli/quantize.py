@@ -212,9 +212,8 @@ def _text(
 
     at_once = min(sequences, 8)
     again = tuple(replace(share, epochs=None) for share in opened.mixture.shares)  # a text that ends is read again
-    loader = Loader(
-        replace(opened.mixture, shares=again), seq_len=seq_len, global_sequences=at_once, bad_rows=data.bad_rows
-    )
+    endless = replace(opened.mixture, shares=again, epochs=None)
+    loader = Loader(endless, seq_len=seq_len, global_sequences=at_once, bad_rows=data.bad_rows)
     calibration = join_batches(loader.next() for _ in range(-(-sequences // at_once)))
     loader.close()
     held_out = join_batches(

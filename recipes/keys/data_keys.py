@@ -90,8 +90,8 @@ class Data(Section):
     """Whether each document ends with the tokenizer's eos_token. always: so that the model learns where to stop;
     tokenizer: with what the tokenizer itself puts after a text, which for most is nothing."""
     epochs: Count | None = None
-    """How often each source is read, in place of train.steps: a run counts its steps first, the last of which may have
-    fewer rows than others. Sources of `exhausted: stop` are read once; weights decide the order alone."""
+    """How often each source is read, in place of train.steps: a run counts its steps first. An epoch's last step has
+    the rows that are left. Sources of `exhausted: stop` are read once; weights decide the order alone."""
     bad_rows: Share = 0.01
     """Share of unreadable rows that stops the run."""
 

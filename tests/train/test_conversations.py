@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -128,20 +130,77 @@ def test_each_epoch_has_every_row_once_and_its_own_order(talks: Path) -> None:
     assert first[:20] != second[:20] != sorted(second[:20])
 
 
-@pytest.mark.parametrize("epochs", [1, 3])
-def test_the_steps_of_epochs_are_counted_before_the_first(talks: Path, epochs: int) -> None:
-    """Over all ranks they are as many as there are, in which each document comes once an epoch."""
-    mixed = mixture(talks)
-    mixed = replace(mixed, shares=tuple(replace(share, epochs=epochs) for share in mixed.shares))
-    parts = [Loader(mixed, seq_len=SEQ, global_sequences=ROWS, part=range(r * 2, r * 2 + 2)) for r in range(4)]
-    whole = Loader(mixed, seq_len=SEQ, global_sequences=ROWS)
-    begun: Counter[str] = Counter()
-    for _ in range(max(part.count_steps() for part in parts)):
-        batch = whole.next()
-        assert any(batch.origin)
-        begun.update(line for row in batch.origin for line in row.split())
-    assert not any(whole.next().origin) and min(begun.values()) >= max(1, epochs - 1), "twice in a row: once"
-    assert abs(sum(begun.values()) - epochs * len(begun)) < 20, "documents of text go on in the next row"
+def test_an_epoch_has_every_row_once_in_full_steps_and_a_short_last_one(talks: Path) -> None:
+    """On any number of ranks, which count the steps together, and after any resume."""
+    mixed = replace(mixture(talks), epochs=3)
+    mixed = replace(mixed, shares=tuple(replace(share, epochs=3) for share in mixed.shares))
+
+    def loaders(ranks: int) -> list[Loader]:
+        parts = [range(r * ROWS // ranks, (r + 1) * ROWS // ranks) for r in range(ranks)]
+        return [Loader(mixed, seq_len=SEQ, global_sequences=ROWS, part=part) for part in parts]
+
+    whole, ranks = loaders(1)[0], loaders(4)
+    together, lists = threading.Barrier(4), [[0]] * 4
+
+    def count(rank: int) -> int:
+        def gather(own: list[int]) -> list[list[int]]:
+            lists[rank] = own
+            together.wait()
+            everyone = list(lists)
+            together.wait()
+            return everyone
+
+        return ranks[rank].count_steps(rank, 4, gather)
+
+    with ThreadPoolExecutor(4) as pool:
+        (steps,) = set(pool.map(count, range(4)))
+    expected = [whole.next() for _ in range(steps)]
+    assert not any(whole.next().origin)
+    counts: list[list[int]] = [[], [], []]
+    rows: list[Counter[str]] = [Counter(), Counter(), Counter()]
+    for batch in expected:
+        filled = [bool(origin) for origin in batch.origin]
+        counts[batch.epoch].append(sum(filled))
+        assert filled == sorted(filled, reverse=True), "rows of padding stand last"
+        blank = batch["targets"][sum(filled) :]
+        assert (blank == IGNORE).all()
+        rows[batch.epoch].update(line for row in batch.origin for line in row.split() if "talks" in line)
+    assert all(one[:-1] == [ROWS] * (len(one) - 1) and 0 < one[-1] <= ROWS for one in counts)
+    assert any(one[-1] < ROWS for one in counts), "the test should see a short step"
+    assert rows[0] == rows[1] == rows[2] and set(rows[0].values()) == {1}
+    assert [list(one) for one in rows[:2]] != [list(rows[1])] * 2, "each epoch has its own order"
+    state: dict[str, Any] = {}
+    for number, at, end in ((4, 0, 3), (1, 3, steps // 2), (2, steps // 2, steps)):
+        again = loaders(number) if at else ranks
+        for each in again if at else ():
+            each.load_state_dict(state)
+        for step in range(at, end):
+            batches = [each.next() for each in again]
+            for name in ("tokens", "targets", "documents", "positions"):
+                assert torch.equal(torch.cat([b[name] for b in batches]), expected[step][name]), (number, step)
+        state = json.loads(json.dumps(merge_states([each.state_dict() for each in again])))
+    endless = Loader(replace(mixed, epochs=None), seq_len=SEQ, global_sequences=ROWS)
+    with pytest.raises(Mistakes, match="rows were dealt by whole epochs, are dealt without end"):
+        endless.load_state_dict(state)
+    with pytest.raises(Mistakes, match="rows were dealt without end, are dealt by whole epochs"):
+        whole.load_state_dict(endless.state_dict())
+
+
+def test_the_tokens_of_epochs_are_counted_once_and_a_rank_tokenizes_its_own_rows(talks: Path) -> None:
+    text, read = open_text(str(talks), TALK).train, tokenizer(talks.parent)
+    seen: Counter[str] = Counter()
+
+    def learned(row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
+        seen[row["messages"][0]["content"]] += 1
+        return read.learned(row)
+
+    one = Mixture((Share(text, replace(read, learned=learned), epochs=2),), epochs=2)
+    loader = Loader(one, seq_len=SEQ, global_sequences=ROWS, part=range(2), checks=False)
+    steps = loader.count_steps()
+    assert set(seen.values()) == {1}
+    for _ in range(steps):
+        loader.next()
+    assert sum(seen.values()) < 2 * len(seen), "a quarter of the rows of two epochs"
 
 
 def test_conversations_stay_whole_and_no_target_crosses_their_borders(talks: Path) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,18 +49,6 @@ class AnswerTokenizer:
     @property
     def end(self) -> int:
         return self.text.end
-
-    @property
-    def lengths(self) -> AnswerTokenizer:
-        """The tokenizer with zeros for ids, which renders a row that comes again only once."""
-        known: dict[int, bytes] = {}
-
-        def zeros(row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
-            if (key := hash(json.dumps(row))) not in known:
-                known[key] = bytes(self.learned(row)[1])
-            return [0] * len(known[key]), list(map(bool, known[key]))
-
-        return replace(self, learned=zeros)
 
     def pieces(self, text: str) -> list[str]:
         """A row is one piece: what is longer than a sequence is cut by tokens."""

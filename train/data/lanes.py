@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, NamedTuple, Protocol
 
+from tpshard.diagnostics.diagnostic import Mistakes
 from tpshard.models.objectives.loss import IGNORE
 from tpshard.train.data.bad_rows import BadRows
 from tpshard.train.data.corpus import TextFile, TextSource, rows
@@ -47,6 +48,10 @@ class LanePlace(NamedTuple):
     piece: int = 0
 
 
+DocumentKey = tuple[int, int, int]
+"""A document of a source: the index into its files, the row, the piece."""
+
+
 class Document(NamedTuple):
     """A document of the text, or one piece of a long one."""
 
@@ -56,6 +61,7 @@ class Document(NamedTuple):
     last: bool
     file: TextFile
     row: int
+    key: DocumentKey
 
 
 class Chain:
@@ -69,12 +75,16 @@ class Chain:
         epochs: how often the files are read; None: for ever.
         sums: sums of the files, compared and kept as they are read.
         window: documents that are shuffled among each other, by `seed` and epoch; 1: none.
+        lengths: the tokens of every document where they were counted before, so that only those of own rows are
+            tokenized; what cannot be read or learned from was counted then too.
     """
 
     def __init__(
         self, text: TextSource, files: Sequence[int], lanes: int, local: Sequence[int], start: LanePlace, bad: BadRows,
         epochs: int | None, sums: ShardSums, tokenizer: RowTokenizer, window: int = 1, seed: int = 0,
+        lengths: Mapping[DocumentKey, int] | None = None,
     ):  # fmt: skip
+        self.lengths = lengths
         self.text, self.files, self.lanes, self.start, self.bad, self.epochs = text, files, lanes, start, bad, epochs
         self.sums, self.tokenizer, self.window, self.seed = sums, tokenizer, window, seed
         self.unlearned = BadRows(text, bad.limit)
@@ -95,15 +105,32 @@ class Chain:
                 self.waiting[owner].append(document)
         return self.waiting[lane].popleft()
 
+    def tokens_of(self, document: Document, *, counts: bool) -> Labelled:
+        """A document's tokens; none where nothing of it can be learned. counts: what is done to it is counted."""
+        try:
+            labelled, fault = self.tokenizer.labelled(document.text, first=document.first, last=document.last), ""
+        except NotLearned as error:
+            labelled, fault = Labelled([], []), str(error)
+        if counts:
+            self.unlearned.see(document.file, TextRow(document.row, None if fault else document.text, fault))
+            self.notes.update(filter(None, [labelled.note]))
+        return labelled
+
     def _read(self) -> Iterator[Document]:
         at = self.start
         while self.epochs is None or at.epoch < self.epochs:
             yield from self._epoch(at)
             at = LanePlace(at.epoch + 1)
 
+    def nothing_to_learn(self) -> Mistakes:
+        """The error of a text of which every document is left out."""
+        fix = self.text.readable if self.unlearned.first else "a larger model.seq_len, or data.too_long"
+        why = self.unlearned.first or "; ".join(self.notes)
+        return self.text.mistake(f"{self.text.name} has nothing to learn from", why=why, fix=fix)
+
     def _epoch(self, at: LanePlace) -> Iterator[Document]:
         count, window = at.number - at.number % self.window, []
-        for place, document in self._in_order(at):
+        for place, document in self.in_order(at):
             window.append((place, document))
             if len(window) == self.window:
                 yield from self._shuffled(window, count)
@@ -126,7 +153,7 @@ class Chain:
         for number, i in enumerate(order, count):
             yield window[i][1]._replace(place=window[0][0]._replace(number=number))
 
-    def _in_order(self, at: LanePlace) -> Iterator[tuple[LanePlace, Document]]:
+    def in_order(self, at: LanePlace) -> Iterator[tuple[LanePlace, Document]]:
         """The documents as they stand in the files, from a place on, each with its own place."""
         files = list(self.files)
         if self.window > 1:
@@ -135,7 +162,7 @@ class Chain:
             file = self.text.files[files[position]]
             resumed = position == at.file and at.row > 0
             for row in rows(self.text, file, at.row if resumed else 0, self.sums):
-                if at.epoch == 0:
+                if at.epoch == 0 and self.lengths is None:
                     self.bad.see(file, row)
                 if row.text is None or not self.text.keeps(row.text):
                     continue
@@ -144,8 +171,9 @@ class Chain:
                 for number in range(skip, len(parts)):
                     place = LanePlace(at.epoch, 0, position, row.number, number)
                     last = number == len(parts) - 1
-                    yield place, Document(place, parts[number], number == 0, last, file, row.number)
-            if at.epoch == 0 and not resumed:
+                    key = (files[position], row.number, number)
+                    yield place, Document(place, parts[number], number == 0, last, file, row.number, key)
+            if at.epoch == 0 and not resumed and self.lengths is None:
                 self.bad.file_ended()
 
 
@@ -175,15 +203,17 @@ class Feed:
         self.number, self.chain = number, chain
         self.place: LanePlace | None = at[0] if at else None
         self.offset = at[1] if at else 0
-        self.document: Labelled | None = None
+        self.document: Document | None = None
         """The document at `place`; None where it is not read yet (at the start, and after a resume)."""
-        self.origin = ""
-        """The line of a file that it is from."""
+        self.tokens: Labelled | None = None
+        """Its tokens; None where only their number is known."""
+        self.length = 0
+        """The number of its tokens."""
 
     @property
-    def length(self) -> int:
-        """The tokens of the document."""
-        return len(self.document.ids) if self.document is not None else 0
+    def origin(self) -> str:
+        """The line of a file that the document is from."""
+        return f"{self.document.file.name}:{self.document.row + 1}" if self.document is not None else ""
 
     @property
     def pending(self) -> bool:
@@ -204,30 +234,29 @@ class Feed:
             if awaited is not None and place < awaited:
                 continue  # the chain resumed at an earlier lane's place
             begun = place.epoch if begun is None else begun
-            try:
-                labelled, fault = chain.tokenizer.labelled(document.text, first=document.first, last=document.last), ""
-            except NotLearned as error:
-                labelled, fault = Labelled([], []), str(error)
-            if place != awaited and place.epoch == 0:
-                chain.unlearned.see(document.file, TextRow(document.row, None if fault else document.text, fault))
-                chain.notes.update(filter(None, [labelled.note]))
-            if labelled.ids:
+            if chain.lengths is None:
+                tokens = chain.tokens_of(document, counts=place != awaited and place.epoch == 0)
+                length = len(tokens.ids)
+            else:
+                tokens, length = None, chain.lengths[document.key]
+            if length:
                 self.offset = self.offset if place == awaited else 0
-                self.place, self.document = place, labelled
-                self.origin = f"{document.file.name}:{document.row + 1}"
+                self.place, self.document, self.tokens, self.length = place, document, tokens, length
                 return True
             if place.epoch > begun + 1:
-                raise chain.text.mistake(
-                    f"{chain.text.name} has nothing to learn from", why=chain.unlearned.first or "; ".join(chain.notes),
-                    fix=chain.text.readable if chain.unlearned.first else "a larger model.seq_len, or data.too_long",
-                )  # fmt: skip
+                raise chain.nothing_to_learn()
         return False
 
-    def take(self, most: int) -> tuple[list[int], list[int]]:
-        """The next tokens of the document, at most so many, and the labels of those that follow each."""
+    def take(self, most: int, read: bool) -> tuple[list[int], list[int]]:
+        """The next tokens of the document, at most so many, and the labels of those that follow each. Without `read`
+        they are only counted, and zeros stand for them."""
         assert self.document is not None
         at, self.offset = self.offset, min(self.offset + most, self.length)
-        return self.document.ids[at : self.offset], self.document.labels[at + 1 : self.offset + 1]
+        if self.tokens is None and read:
+            self.tokens = self.chain.tokens_of(self.document, counts=False)
+        if self.tokens is None:
+            return [0] * (self.offset - at), []
+        return self.tokens.ids[at : self.offset], self.tokens.labels[at + 1 : self.offset + 1]
 
 
 class Lane:
@@ -255,9 +284,12 @@ class Lane:
 
     def state(self) -> Any:
         """The lane's position as JSON: of one source five numbers and how far the document is packed."""
+        state = self.full_state()
+        return state["feeds"][0] if len(self.feeds) == 1 else state
+
+    def full_state(self) -> dict[str, Any]:
+        """The lane's position as JSON, for any number of sources."""
         feeds = [None if feed.place is None else [*feed.place, feed.offset] for feed in self.feeds]
-        if len(feeds) == 1:
-            return feeds[0]
         more = {"turn": self.turn, "chosen": self.chosen, "taken": list(self.taken), "ended": sorted(self.ended)}
         return {"feeds": feeds, **more}
 
@@ -266,8 +298,9 @@ class Lane:
         """The epoch of the source that began again most often."""
         return max((feed.place.epoch for feed in self.feeds if feed.place), default=0)
 
-    def row(self, seq_len: int, end: int) -> PackedRow:
-        """The next row, padded by `end` where no document is left, or the next is packed whole and does not fit."""
+    def row(self, seq_len: int, end: int, read: bool = True) -> PackedRow:
+        """The next row, padded by `end` where no document is left, or the next is packed whole and does not fit.
+        Without `read` it is a row of another rank, of which nothing need be tokenized."""
         row = PackedRow([], [], [], [], {})
         while (left := seq_len - len(row.tokens)) > 0:
             number = row.documents[-1] + 1 if row.documents else 0
@@ -276,7 +309,7 @@ class Lane:
             if feed is None or (whole and row.tokens and left < feed.length <= seq_len):
                 row.extend([end] * left, [], number)
                 break
-            row.extend(*feed.take(left), number)
+            row.extend(*feed.take(left, read), number)
             row.origin[feed.origin] = None
         return row
 

@@ -76,7 +76,7 @@ def open_data(
         for corpus, one, source, name in zip(corpora, tokenizers, data.all_sources, names)
     )
     held_out = tuple((replace(c.held_out, name=name), one) for c, one, name in zip(corpora, tokenizers, names))
-    return OpenedData(Mixture(shares, data.mix, max(1, data.shuffle)), held_out, tokenizer)
+    return OpenedData(Mixture(shares, data.mix, max(1, data.shuffle), data.epochs), held_out, tokenizer)
 
 
 def template_of(recipe: Recipe) -> str | None:

@@ -1,18 +1,19 @@
-"""One source of a mixture as a data rank reads it: its files in order, their sums, and its lanes' documents."""
+"""One source of a mixture as a data rank reads it: its files in order, their sums, and its lanes' documents; and the
+rows of whole epochs of all sources."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tpshard.train.data.bad_rows import BadRows, check
 from tpshard.train.data.conversations import AnswerTokenizer
 from tpshard.train.data.corpus import TextSource, is_empty, rows, sum_whole
-from tpshard.train.data.lanes import Chain, Feed, LanePlace
+from tpshard.train.data.lanes import Chain, DocumentKey, Feed, Lane, LanePlace, PackedRow
 from tpshard.train.data.row_columns import Labelled, NotLearned
 from tpshard.train.data.shard_sums import ShardSums
 from tpshard.train.data.tokens import TextTokenizer
@@ -43,6 +44,10 @@ class SourceReader:
         self.order = self._order()
         self.chain_count = _chain_count(lanes, len(self.order))
         self.chains: list[Chain] = []
+        self.measured: list[Chain] = []
+        """The chain that read everything once to count tokens."""
+        self.lengths: dict[DocumentKey, int] | None = None
+        """The tokens of every document, once they are counted."""
         self.files = {prefix + file.name: file.fingerprint() for file in text.files}
         self.times = {prefix + f.name: f.place.stat().st_mtime_ns for f in text.files if isinstance(f.place, Path)}
         self._sum_whole()
@@ -50,7 +55,7 @@ class SourceReader:
     @property
     def notes(self) -> Counter[str]:
         """What was done to documents that were not taken as they are."""
-        return sum((chain.notes for chain in self.chains), Counter())
+        return sum((chain.notes for chain in self.measured or self.chains), Counter())
 
     def _sum_whole(self) -> None:
         """Sums the files of this rank's rows, unless they are large."""
@@ -71,8 +76,31 @@ class SourceReader:
         self.warnings.append(f"no readable document in {names}{more} of {self.text.name}: left out")
         return [i for i in order if i not in set(empty)]
 
-    def feeds(self, at: Mapping[int, tuple[LanePlace, int]]) -> dict[int, Feed]:
-        """The feed of each row of this rank, from its saved position on, by row."""
+    def measure(
+        self, share: int, shares: int, gather: Callable[[list[int]], list[list[int]]], beat: Callable[[], None]
+    ) -> None:
+        """Counts the tokens of every document, of which this rank tokenizes every `shares`-th from `share` on.
+
+        gather: returns the lists of all ranks; every rank calls this. beat: called again and again meanwhile. Raises
+        `Mistakes` where nothing can be learned from any.
+        """
+        chain = Chain(self.text, self.order, 1, (), LanePlace(), self.bad, 1, self.sums, self.tokenizer)
+        own: list[int] = []
+        for number, (_, document) in enumerate(chain.in_order(LanePlace())):
+            beat()
+            if number % shares == share:
+                own += [*document.key, len(chain.tokens_of(document, counts=True).ids)]
+        self.measured, lists = [chain], gather(own)
+        self.lengths = {
+            (one[i], one[i + 1], one[i + 2]): one[i + 3] for one in lists for i in range(0, len(one), 4)
+        }  # fmt: skip
+        if not any(self.lengths.values()):
+            raise chain.nothing_to_learn()
+
+    def feeds(self, at: Mapping[int, tuple[LanePlace, int]], epoch: int | None = None) -> dict[int, Feed]:
+        """The feed of each row of this rank, from its saved position on, by row. epoch: the only one that is read."""
+        first = LanePlace(epoch or 0)
+        epochs = self.epochs if epoch is None else min(epoch + 1, self.epochs or epoch + 1)
         per_chain = self.lanes // self.chain_count
         of_chain: dict[int, list[int]] = {}
         for row in self.part:
@@ -82,9 +110,9 @@ class SourceReader:
         for number, members in of_chain.items():
             files = self.order[number :: self.chain_count]
             local = [row % per_chain for row in members]
-            start = min((at[row][0] if row in at else LanePlace() for row in members), default=LanePlace())
-            chain = Chain(self.text, files, per_chain, local, start, self.bad, self.epochs, self.sums, self.tokenizer,
-                          self.window, self.seed)  # fmt: skip
+            start = min((at[row][0] if row in at else first for row in members), default=first)
+            chain = Chain(self.text, files, per_chain, local, start, self.bad, epochs, self.sums, self.tokenizer,
+                          self.window, self.seed, self.lengths)  # fmt: skip
             self.chains.append(chain)
             feeds |= {row: Feed(row % per_chain, chain, at.get(row)) for row in members}
         return feeds
@@ -129,6 +157,49 @@ class SourceReader:
 
     def _own(self, sums: Mapping[str, Any]) -> dict[str, Any]:
         return {n.removeprefix(self.prefix): one for n, one in sums.items() if n.startswith(self.prefix)}
+
+
+class EpochRows:
+    """Deals the rows of a single lane, through which all documents of an epoch go, to the steps in turn.
+
+    Row i of an epoch is row i mod N of its step i div N, where a step has N rows. Behind the last row of an epoch its
+    last step is filled with rows of padding, which have no targets; the next epoch begins with the next step.
+
+    Args:
+        readers: of the sources, each with one lane.
+        weights, by: in which order the sources come, as in `Lane`.
+        epochs: how often everything is read.
+        state: a saved position; None: the beginning.
+    """
+
+    def __init__(
+        self, readers: Sequence[SourceReader], weights: Sequence[float], by: Literal["rows", "tokens"], seed: int,
+        epochs: int, state: Mapping[str, Any] | None = None,
+    ):  # fmt: skip
+        self.readers, self.weights, self.by, self.seed, self.epochs = readers, weights, by, seed, epochs
+        self.epoch: int = state["epoch"] if state else 0
+        self._lane = self._open(state)
+
+    def _open(self, state: Mapping[str, Any] | None = None) -> Lane:
+        """The lane of the present epoch, from a position on."""
+        places = state["feeds"] if state else [None] * len(self.readers)
+        at = [{0: (LanePlace(*place[:-1]), int(place[-1]))} if place is not None else {} for place in places]
+        feeds = [reader.feeds(place, self.epoch)[0] for reader, place in zip(self.readers, at)]
+        return Lane(0, feeds, self.weights, self.by, self.seed, state)
+
+    def state(self) -> dict[str, Any]:
+        """The position, as JSON: the epoch, and the lane's place in it."""
+        return {"epoch": self.epoch, **self._lane.full_state()}
+
+    def step(self, part: Collection[int], count: int, seq_len: int, end: int) -> list[PackedRow]:
+        """All `count` rows of the next step; only those of `part` are tokenized where lengths are known. None of them
+        has a document where the last epoch is over."""
+        while True:
+            rows = [self._lane.row(seq_len, end, number in part) for number in range(count)]
+            if rows[0].origin or self.epoch + 1 >= self.epochs:
+                return rows
+            self.epoch += 1
+            self._lane = self._open()
 
 
 def _chain_count(lanes: int, files: int) -> int:

@@ -5,6 +5,10 @@ source apart. A chain reads its own files one after the other, epoch after epoch
 lanes in turn: document i of epoch e goes to lane (i + e) mod lanes, so that no lane always gets the long ones. A lane
 packs its documents into rows of seq_len tokens. A data rank therefore opens only the files of its chains and tokenizes
 only its lanes' documents. The position of a lane is a few small numbers, from which any rank can continue.
+
+A run of whole epochs has a single lane, whose rows are dealt to the steps in turn (`EpochRows`), so that an epoch ends
+with one short step. All ranks follow it by the lengths of documents, which they count together before the first step,
+and tokenize only what is in their own rows.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -24,7 +28,7 @@ from tpshard.train.data.conversations import AnswerTokenizer
 from tpshard.train.data.corpus import TextSource
 from tpshard.train.data.lanes import Lane, LanePlace, PackedRow
 from tpshard.train.data.shard_sums import merge_sums
-from tpshard.train.data.source_reader import CHAINS, SourceReader
+from tpshard.train.data.source_reader import CHAINS, EpochRows, SourceReader
 from tpshard.train.data.step_batch import StepBatch
 from tpshard.train.data.tokens import TextTokenizer
 
@@ -50,6 +54,8 @@ class Mixture:
     by: Literal["rows", "tokens"] = "rows"
     window: int = 1
     """Documents of a chain that are shuffled among each other; 1: they come in the order of the files."""
+    epochs: int | None = None
+    """How many whole epochs a run has; None: it reads on and on."""
 
     @staticmethod
     def of(text: TextSource, tokenizer: TextTokenizer | AnswerTokenizer, epochs: int | None = None) -> Mixture:
@@ -108,9 +114,10 @@ class Loader:
         self.epoch = 0
         self._ahead: queue.Queue[tuple[StepBatch, dict[str, Any]] | BaseException] | None = None
         self._failure: BaseException | None = None
+        lanes, own = (global_sequences, self.part) if text.epochs is None else (1, (0,))
         self.readers = [
-            SourceReader(share.text, share.tokenizer, share.epochs, global_sequences, self.part, text.window,
-                         seed, bad_rows, f"{_label(number, share)}: " if text.shares[1:] else "", checks)
+            SourceReader(share.text, share.tokenizer, share.epochs, lanes, own, text.window, seed, bad_rows,
+                         f"{_label(number, share)}: " if text.shares[1:] else "", checks)
             for number, share in enumerate(text.shares, 1)
         ]  # fmt: skip
         self._start({})
@@ -203,6 +210,11 @@ class Loader:
 
     def _start(self, states: Mapping[int, Any]) -> None:
         """Opens the lanes of this rank's rows at their saved positions, by row."""
+        weights = [share.weight for share in self.text.shares]
+        self._lanes, self._epochs = [], None
+        if self.text.epochs is not None:
+            self._epochs = EpochRows(self.readers, weights, self.text.by, self.seed, self.text.epochs, states.get(0))
+            return
         of_feeds: list[dict[int, tuple[LanePlace, int]]] = [{} for _ in self.readers]
         more: dict[int, Mapping[str, Any]] = {}
         for row, state in states.items():
@@ -211,12 +223,14 @@ class Loader:
                 if place is not None:
                     at[row] = LanePlace(*place[:-1]), int(place[-1])
         feeds = [reader.feeds(at) for reader, at in zip(self.readers, of_feeds)]
-        weights = [share.weight for share in self.text.shares]
         self._lanes = [
             Lane(row, [one[row] for one in feeds], weights, self.text.by, self.seed, more.get(row)) for row in self.part
         ]
 
     def _batch(self, step: int) -> StepBatch:
+        if self._epochs is not None:
+            rows = self._epochs.step(self.part, self.global_sequences, self.seq_len, self.tokenizer.end)
+            return _stack([rows[number] for number in self.part], self.seq_len, self._epochs.epoch)
         rows = [lane.row(self.seq_len, self.tokenizer.end) for lane in self._lanes]
         epoch = max((lane.epoch for lane in self._lanes), default=0)
         if step == 0 and epoch > 0 and len(self.readers) == 1:
@@ -234,19 +248,21 @@ class Loader:
             rows += [row for _, row in turn if row.origin]
         return _stack(rows[:most] or [self._lanes[0].row(self.seq_len, self.tokenizer.end)], self.seq_len, 0)
 
-    def count_steps(self, beat: Callable[[], None] = lambda: None) -> int:
-        """The steps in which this rank has a row, of sources that are read so and so often; called before the first.
-        beat: called again and again meanwhile. Each document is tokenized once, whatever the epochs."""
-        steps, shares = 0, tuple(replace(share, tokenizer=share.tokenizer.lengths) for share in self.text.shares)
-        again = Loader(
-            replace(self.text, shares=shares), seq_len=self.seq_len,
-            global_sequences=self.global_sequences, part=self.part, seed=self.seed,
-            bad_rows=self.readers[0].bad.limit, checks=False,
-        )  # fmt: skip
-        lanes = again._lanes
-        while lanes := [lane for lane in lanes if lane.row(self.seq_len, 0).origin]:
+    def count_steps(
+        self, share: int = 0, shares: int = 1, gather: Callable[[list[int]], list[list[int]]] = lambda own: [own],
+        beat: Callable[[], None] = lambda: None,
+    ) -> int:  # fmt: skip
+        """The steps of a run of whole epochs; called before the first. The ranks tokenize everything once, each its
+        share, and gather the lengths. beat: called again and again meanwhile. Raises `Mistakes` (exit 6)."""
+        assert self._epochs is not None, "only epochs have an end that can be counted"
+        for reader in self.readers:
+            reader.measure(share, shares, gather, beat)
+        self._start({})
+        steps = 0
+        while self._epochs.step((), self.global_sequences, self.seq_len, 0)[0].origin:
             steps += 1
             beat()
+        self._start({})
         return steps
 
     def _check_enough(self) -> None:
@@ -270,11 +286,13 @@ class Loader:
             "seed": self.seed,
             "tokenizer": " ".join(dict.fromkeys(reader.tokenizer.fingerprint for reader in self.readers)),
             "column": "; ".join(reader.text.columns.name for reader in self.readers),
-            "mixture": self._mixture,
+            "mixture": self._mixture | ({} if self._epochs is None else {"whole_epochs": True}),
             "files": {name: one for reader in self.readers for name, one in reader.files.items()},
             "times": {name: one for reader in self.readers for name, one in reader.times.items()},
             "sums": {name: one for reader in self.readers for name, one in reader.summed().items()},
-            "lanes": {str(row): lane.state() for row, lane in zip(self.part, self._lanes)},
+            "lanes": {str(row): lane.state() for row, lane in zip(self.part, self._lanes)}
+            if self._epochs is None
+            else {"0": self._epochs.state()},
         }
 
     @property
@@ -301,7 +319,11 @@ class Loader:
             differences.append(f"the tokenizer {self.tokenizer.folder} {differs}")
         if (column := state.get("column", "text")) != self._state["column"]:
             differences.append(f"data.column was {column}, is {self._state['column']}")
-        if (mixture := state.get("mixture", {})) != self._mixture:
+        mixture = dict(state.get("mixture", {}))
+        if (whole := mixture.pop("whole_epochs", False)) != (self._epochs is not None):
+            was, now = ("by whole epochs", "without end") if whole else ("without end", "by whole epochs")
+            differences.append(f"rows were dealt {was}, are dealt {now}, as `data.epochs` or `train.steps` asks")
+        if mixture != self._mixture:
             differences.append(f"the mixture was {mixture or 'one source in order'}, is {self._mixture}")
         files: Mapping[str, str] = self._state["files"]
         then: Mapping[str, str] = state.get("files", {})
@@ -312,7 +334,8 @@ class Loader:
         ):
             if names:
                 differences.append(f"{names[0]} {change}" + (f", and {len(names) - 1} more" if names[1:] else ""))
-        missing = [row for row in self.part if str(row) not in state.get("lanes", {})]
+        lanes = self.part if self._epochs is None else (0,)
+        missing = [row for row in lanes if str(row) not in state.get("lanes", {})]
         if missing and not differences:
             differences.append(f"the saved position lacks row {missing[0]}")
         return differences

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -40,18 +40,6 @@ class TextTokenizer:
 
     whole = False
     """Whether documents are packed whole into sequences where they fit; text goes on in the next sequence."""
-
-    @property
-    def lengths(self) -> TextTokenizer:
-        """The tokenizer with zeros for ids, which tokenizes a text that comes again only once."""
-        known: dict[int, int] = {}
-
-        def zeros(text: str) -> list[int]:
-            if (key := hash(text)) not in known:
-                known[key] = len(self.encode(text))
-            return [0] * known[key]
-
-        return replace(self, encode=zeros)
 
     def pieces(self, text: str) -> Iterator[str]:
         """The parts of a long text that are tokenized one by one."""

@@ -50,7 +50,9 @@ def data_of(setting: Setting, data_rank: int, folder: Path, context: Context) ->
     return loader, {t.name: list(held_out(setting, data_rank, (t, tok))) for t, tok in data.held_out if evaluates}
 
 
-def counted(recipe: Recipe, loader: Loader | GeneratedRows, context: Context) -> Recipe:
+def counted(
+    recipe: Recipe, loader: Loader | GeneratedRows, context: Context, data_rank: int, data_ranks: int
+) -> Recipe:
     """The recipe with the steps that its `data.epochs` make, if it has them. Every rank calls it."""
     if recipe.data.epochs is None or recipe.where("train.steps").line:
         return recipe
@@ -59,9 +61,7 @@ def counted(recipe: Recipe, loader: Loader | GeneratedRows, context: Context) ->
         message, fix = f"`data.epochs`, but the task {recipe.task} makes its rows without end", "train.steps"
         raise Mistakes.one(message, exit=Exit.RECIPE, where=where, fix=fix)
     with context.watchdog.allow(float(recipe.timeout_s.start), "counting the steps of data.epochs"):
-        steps = context.largest(loader.count_steps(context.watchdog.beat))
-    if not steps:
-        raise loader.text.mistake(f"{loader.text.name} has no readable document")
+        steps = loader.count_steps(data_rank, data_ranks, context.gather, context.watchdog.beat)
     if context.is_main:
         say(f"{plural(recipe.data.epochs, 'epoch')} of {loader.text.name} make {plural(steps, 'step')}\n", sys.stderr)
     return with_steps(recipe, steps)

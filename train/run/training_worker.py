@@ -102,7 +102,7 @@ def _train(
     context.watchdog.doing = Doing("opening the data")
     data_rank = context.mesh.linear_index(setting.data_axes, context.rank)
     loader, checked = data_of(setting, data_rank, folder, context)
-    recipe = counted(recipe, loader, context)
+    recipe = counted(recipe, loader, context, data_rank, setting.batch.data_ranks)
     _require_schedule(recipe)
     programs = programs or _build_programs(setting, context)
     planner.check_limit(programs)
