@@ -25,8 +25,9 @@ def damaged(message: str) -> FolderError:
     return FolderError(message, "copy it again, or name another")
 
 
-def file_inside(folder: Path, name: str) -> Path:
-    """The file `name` of `folder`. ValueError if it is not a plain name, or a link that leads out of the folder.
+def file_inside(folder: Path, name: str, below: str = "") -> Path:
+    """The file `name` of `folder`, or of its folder `below`. ValueError if it is not a plain name, or a link that leads
+    out of the folder.
 
     Links of the hub's cache into the `blobs` folder beside the snapshot are allowed.
     """
@@ -34,11 +35,11 @@ def file_inside(folder: Path, name: str) -> Path:
     if not plain or not name.isprintable():
         raise ValueError(f"{folder}: {name!r} is not the name of a file in this folder")
     try:
-        root, target = folder.resolve(strict=True), (folder / name).resolve()
+        root, target = folder.resolve(strict=True), (folder / below / name).resolve()
     except (OSError, RuntimeError) as error:
         raise ValueError(f"{folder / name} cannot be followed: {error}") from error
     blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else None
-    if target.parent != root and target.parent != blobs:
+    if target.parent not in (root / below, blobs):
         raise ValueError(f"{folder / name} is a link that leads out of the folder, to {target}")
     return target
 

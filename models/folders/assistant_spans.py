@@ -40,7 +40,6 @@ class ConversationRenderer:
     def rendered(self, messages: Sequence[Message], tools: Any = None) -> RenderedConversation:
         """The conversation with its tokens. Raises TemplateError where the template refuses it or writes nothing, and
         ValueError where the tokenizer's library fails."""
-        messages = [_as_transformers(message) for message in messages]
         text = rendered_text(self.template, messages, tools)
         marked = self.template.marked_spans(messages, text, tools=tools) if self.template.marks_answers else None
         spans = marked or []
@@ -66,8 +65,11 @@ class ConversationRenderer:
             whole, text = text, self._whole(messages[: i + 1], tools)
             replaced = self._whole([*messages[:i], _other(messages[i])], tools)
             suffix = _shared(text[::-1], replaced[::-1])
-            if not whole.startswith(text[: len(text) - suffix]):
-                raise
+            if not whole.startswith(text[: len(text) - suffix]):  # what is before it is written otherwise, too
+                call = text[_shared(text, replaced) : len(text) - suffix]
+                if (at := whole.find(call, after)) < 0:
+                    raise
+                return at, at + len(call)
         if _MARK not in replaced:
             raise TemplateError(f"the chat template does not write message {i + 1}, an answer")
         changes = _shared(text, replaced)
@@ -94,21 +96,23 @@ class ConversationRenderer:
 
     @cached_property
     def _closing(self) -> str:
-        """What the template writes after the last answer of a conversation, up to a line's end; "" for nothing."""
+        """What the template writes after the last answer of a conversation: a marker, up to a line's end, or white
+        space alone; "" for nothing."""
         try:
             text = self._whole([{"role": "user", "content": "question"}, {"role": "assistant", "content": _MARK}], None)
         except TemplateError:
             return ""
-        return text.rpartition(_MARK)[2].lstrip().partition("\n")[0].rstrip()
+        after = text.rpartition(_MARK)[2]
+        return (after.strip() and after.lstrip().partition("\n")[0].rstrip()) or after
 
     def _with_end(self, span: Span, text: str, ids: Sequence[int], offsets: Sequence[Span], marked: bool) -> Span:
         """A span with the marker that ends its turn, where the marker is not in it already. marked: the template's own
         blocks say where it ends, so that a marker at its end is that of the turn."""
-        (start, end), closing = span, self._closing
+        (start, end), closing = span, self._closing.strip()
         special, stops = self.tokenizer.special_ids, self.tokenizer.stop_tokens
         inside = [id for id, at in zip(ids, offsets) if start < at[1] and at[0] < end and text[slice(*at)].strip()]
         ended = inside and inside[-1] in (special if marked else stops)
-        if ended or text[start:end].rstrip().endswith(closing or "\n"):
+        if ended or (closing and text[start:end].rstrip().endswith(closing)):
             return span
         follows = end + len(text[end:]) - len(text[end:].lstrip())
         if closing and text.startswith(closing, follows):
@@ -116,8 +120,11 @@ class ConversationRenderer:
         ends = bool(closing) and self.tokenizer.encode_with_offsets(closing)[0][0] in special
         for id, at in zip(ids, offsets):
             if at[1] > follows:  # another marker than after a last answer, such as one for tools
-                return (start, at[1]) if id in stops or (ends and id in special) else span
-        return span
+                if id in stops or (ends and id in special):
+                    return start, at[1]
+                break
+        blank = not marked and not closing and text.startswith(self._closing, end)
+        return (start, end + len(self._closing)) if blank else span
 
 
 def _other(message: Message) -> Message:
@@ -133,16 +140,7 @@ def _shared(one: str, other: str) -> int:
 
 def rendered_text(template: ChatTemplate, messages: Sequence[Message], tools: Any = None) -> str:
     """A conversation as text. Raises TemplateError where the template refuses it or writes nothing."""
-    messages = [_as_transformers(message) for message in messages]
     text = template.render(messages, add_generation_prompt=False, tools=tools)
     if not text.strip():
         raise TemplateError("the chat template writes nothing for it")
     return text
-
-
-def _as_transformers(message: Message) -> Message:
-    """A message without keys that are null, as tables write those that it lacks, and its reasoning by both names that
-    templates read."""
-    message = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((message[key] for key in ("reasoning_content", "thinking", "reasoning") if key in message), None)
-    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}

@@ -144,7 +144,8 @@ class ChatTemplate:
     def _render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], template: Any = None) -> str:
         from jinja2 import TemplateError as JinjaError
 
-        values = {"messages": messages, "tools": None, "documents": None, **variables}
+        written = [_as_transformers(message) for message in messages]
+        values = {"messages": written, "tools": None, "documents": None, **variables}
         parts, size = [], 0
         try:
             with _limited(SECONDS):
@@ -164,6 +165,14 @@ class ChatTemplate:
         except MemoryError as error:
             raise TemplateError("the chat template took too much memory") from error
         return "".join(parts)
+
+
+def _as_transformers(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message without keys that are null, as tables write those that it lacks, and its reasoning by both names that
+    templates read."""
+    message = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((message[key] for key in ("reasoning_content", "thinking", "reasoning") if key in message), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 @contextlib.contextmanager
@@ -206,13 +215,13 @@ def _environment(marks: tuple[str, str] | None = None) -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """The `{% generation %}` block of training templates, rendered as its content."""
+        """The `{% generation %}` block of training templates, rendered as its content, which is a scope of its own."""
 
         tags = {"generation"}
 
         def parse(self, parser: Any) -> Any:
             next(parser.stream)
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            body = [nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True))]
             before, after = ([nodes.Output([nodes.TemplateData(mark)])] for mark in marks or ("", ""))
             return [*before, *body, *after] if marks else body
 

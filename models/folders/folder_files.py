@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from tpshard.models.folders.folder_tokenizer import SLOW
+from tpshard.models.folders.folder_tokenizer import SLOW, TOOL_USE_FILE
 from tpshard.models.folders.hf_json import TOKENIZER, file_inside, read_json, refuse_code
 
 logger = logging.getLogger(__name__)
@@ -56,15 +56,17 @@ def copy_tokenizer(source: Path, target: Path) -> None:
     """Copies a tokenizer's files. Errors as in `tokenizer_paths`."""
     for name, path in tokenizer_paths(source).items():
         if not (target / name).exists():
+            (target / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(path, target / name)
 
 
 def tokenizer_paths(source: Path) -> dict[str, Path]:
     """The files of a tokenizer by name. ValueError for one that needs code, or names what is no file of its folder."""
     paths = {}
-    for name in dict.fromkeys((*TOKENIZER, *SLOW, "chat_template.json")):
+    for name in dict.fromkeys((*TOKENIZER, *SLOW, "chat_template.json", TOOL_USE_FILE)):
         if os.path.lexists(source / name):
-            paths[name] = file_inside(source, name)
+            below, _, plain = name.rpartition("/")
+            paths[name] = file_inside(source, plain, below)
             if not paths[name].is_file():
                 raise ValueError(f"{source / name} is no file")
             if name.endswith(".json"):

@@ -24,6 +24,8 @@ SLOW = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.mode
 """Older formats of a vocabulary, which transformers converts."""
 END_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|end|>")
 """Names of end-of-text tokens, tried in this order where no file of the folder names one."""
+TOOL_USE, TOOL_USE_FILE = "tool_use", "additional_chat_templates/tool_use.jinja"
+"""The name of a folder's chat template for conversations with tools, and its file."""
 _LONGEST_TEMPLATE = 1 << 20
 """Bytes of a chat template."""
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -349,20 +351,35 @@ def _producible(raw: Mapping[str, Any]) -> Callable[[str], bool]:
 
 
 def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The chat template, from the newest of the places where folders keep it."""
+    """The chat template, from the newest of the places where folders keep it. Where a folder has another one for tools,
+    as transformers reads it, the two are one that chooses."""
+    named = _named_templates(folder, config)
+    default, with_tools = named.get("default"), named.get(TOOL_USE)
+    if default is None or with_tools is None:
+        return default
+    # the empty expressions and the line's end that is taken away keep the white space of both as it is
+    first, second = (f"{{{{ '' }}}}{one.removesuffix(chr(10))}{{{{ '' }}}}" for one in (with_tools, default))
+    return f"{{% if tools is not none %}}{first}{{% else %}}{second}{{% endif %}}"
+
+
+def _named_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """The chat templates of a folder by their names. ValueError for one that is too large."""
     if (folder / "chat_template.jinja").is_file():
-        return read_regular(file_inside(folder, "chat_template.jinja"), _LONGEST_TEMPLATE).decode()
+        files = {"default": "chat_template.jinja", TOOL_USE: TOOL_USE_FILE}
+        places = {name: file.rpartition("/") for name, file in files.items() if (folder / file).is_file()}
+        return {
+            name: read_regular(file_inside(folder, plain, below), _LONGEST_TEMPLATE).decode()
+            for name, (below, _, plain) in places.items()
+        }
     value = config.get("chat_template")
     if value is None and (folder / "chat_template.json").is_file():
         value = read_json(folder, "chat_template.json").get("chat_template")
-    if isinstance(value, list):  # several, by name
-        named = {
-            t.get("name"): t.get("template") for t in value if isinstance(t, dict) and isinstance(t.get("name"), str)
-        }
-        value = named.get("default")
-    if isinstance(value, str) and len(value) > _LONGEST_TEMPLATE:
-        raise ValueError(f"{folder}: a chat template of {len(value):,} characters")
-    return value if isinstance(value, str) else None
+    listed = value if isinstance(value, list) else [{"name": "default", "template": value}]
+    pairs = ((one.get("name"), one.get("template")) for one in listed if isinstance(one, dict))
+    named = {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)}
+    if (longest := max(map(len, named.values()), default=0)) > _LONGEST_TEMPLATE:
+        raise ValueError(f"{folder}: a chat template of {longest:,} characters")
+    return named
 
 
 def _byte_names() -> Iterator[tuple[str, int]]:
