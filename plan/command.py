@@ -15,7 +15,7 @@ from tpshard.plan.plan_cache import PlanEntry
 from tpshard.plan.questions import fitting, pass_prices, pinning, placements, stage_texts  # fmt: skip
 from tpshard.plan.report import describe, report_file
 from tpshard.plan.report.planned import Planned
-from tpshard.plan.search import search, search_result, suggest  # fmt: skip
+from tpshard.plan.search import edits, search, search_result, suggest  # fmt: skip
 from tpshard.plan.step import skew as skews
 from tpshard.programs.setting.cluster import devices_of
 from tpshard.programs.setting.setting import Setting
@@ -63,7 +63,7 @@ def run(
     if options.skew is not None:
         report.skew = skews.skew(planned.pricing, Setting.of(recipe, devices_of(recipe)), options.skew)
     if not report.fits:
-        report.edits = search.edits(report, recipe, variants=variants)
+        report.edits = edits.edits(report, recipe, variants=variants)
     elif options.suggest:
         faster = suggest.suggest(report, recipe, tell, variants)
         report.suggestions, report.searched, report.search_summary = faster.edits, faster.to_json(), faster.words

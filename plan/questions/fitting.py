@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.plan.report.report import Report
-from tpshard.plan.search.search import CHUNKS, edits, loss_may_be_chunked, price_changes
+from tpshard.plan.search.edits import CHUNKS, edits, loss_may_be_chunked
+from tpshard.plan.search.search import price_changes
 from tpshard.plan.search.search_result import Changes, VariantPrice, as_text
 from tpshard.plan.step.units import gib, seconds
 from tpshard.programs.step.variants import Variants

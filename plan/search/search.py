@@ -1,4 +1,4 @@
-"""Prices variants of a recipe: edits that would make it fit, and those of the search over meshes.
+"""Prices variants of a recipe: those of the search over meshes.
 
 Every variant is built completely and priced like its own plan; `programs.variants` makes that fast.
 """
@@ -13,7 +13,6 @@ from typing import TypeVar
 
 from tpshard.diagnostics.diagnostic import Mistakes
 from tpshard.plan import planner
-from tpshard.plan.report.report import Edit, Report
 from tpshard.plan.search import search_bounds, search_pipelines
 from tpshard.plan.search.search_bounds import Bounds
 from tpshard.plan.search.search_processes import Helpers, share, variants_of_helper
@@ -25,7 +24,6 @@ from tpshard.plan.search.search_result import (
     VariantBound,
     VariantFigures,
     VariantPrice,
-    as_edit,
     mark_fastest,
     pipeline_words,
     sizes,
@@ -64,115 +62,6 @@ def price_changes(
         return None
 
 
-# ---- edits ----------------------------------------------------------------------------------------------------------
-MOST_EDITS = 9
-"""The largest number of edits of a recipe that are priced."""
-CHUNKS = 8
-"""The chunks of a loss that are tried: an eighth of the logits is small beside the gradient of the head."""
-
-
-def edits(report: Report, recipe: Recipe, count: int = 3, variants: Variants | None = None) -> list[Edit]:
-    """The smallest edits that make the recipe fit, smallest first; if none does, those that come closest.
-
-    An edit that extends a fitting one is tried only if there are too few others. `variants` has the recipe's programs.
-    """
-    variants = variants or Variants()
-    done: list[Edit] = []
-    fitting: list[frozenset[str]] = []
-    further: list[list[str]] = []
-    todo = _smaller(report, recipe) if report.job.what == "train" else _served_smaller(report, recipe)
-
-    def in_turn() -> Iterator[list[str]]:
-        for change in todo:
-            if any(keys <= _keys(change) for keys in fitting):
-                further.append(change)
-            else:
-                yield change
-        yield from further
-
-    for change in in_turn():
-        if len(done) == MOST_EDITS or len(fitting) == count:
-            break
-        price = price_changes(recipe, change, variants, report.job.what)
-        if price is not None:
-            done.append(as_edit(change, price))
-            if price.fits:
-                fitting.append(_keys(change))
-    return [e for e in done if e.fits] or sorted(done, key=lambda e: (e.needed_bytes, e.change))[:count]
-
-
-def _keys(changes: Sequence[str]) -> frozenset[str]:
-    return frozenset(change.partition("=")[0] for change in changes)
-
-
-def _smaller(report: Report, recipe: Recipe) -> Iterator[list[str]]:
-    """Edits that reduce memory, the least intrusive first."""
-    job, batch = report.job, report.job.per_device
-    yield from search_pipelines.smaller(report, recipe, job.mesh)
-    if recipe.fsdp.reshard_after_forward is not True:
-        yield ["fsdp.reshard_after_forward=true"]
-    if recipe.fsdp.accumulate.reduce == "last":
-        yield ["fsdp.accumulate.reduce=each"]
-    if recipe.remat == "none":
-        yield ["remat=selective"]
-    if loss_may_be_chunked(recipe):
-        yield [f"loss.chunks={CHUNKS}"]
-    if recipe.remat != "full":
-        yield ["remat=full"]
-    if batch > 1:
-        yield [f"batch.per_device={batch // 2}"]
-        if recipe.remat != "full":
-            yield [f"batch.per_device={batch // 2}", "remat=full"]
-        if batch > 2:
-            yield [f"batch.per_device={max((d for d in range(1, batch // 4 + 1) if batch % d == 0), default=1)}"]
-    if job.mesh.get("dp", 1) > 1 and "fsdp" in job.mesh:
-        yield ["mesh.dp=1", f"mesh.fsdp={job.mesh['fsdp'] * job.mesh['dp']}"]
-    if recipe.cluster is not None:
-        yield from _more_devices(recipe, job.mesh)
-    if recipe.fsdp.master_dtype == "fp32":
-        yield ["fsdp.master_dtype=bf16", "remat=full"]
-    if recipe.compile == "eager":
-        yield ["compile=inductor"]
-
-
-def loss_may_be_chunked(recipe: Recipe) -> bool:
-    """Whether `loss.chunks` may be tried; a model whose logits are not simply its head's product refuses it."""
-    return recipe.loss.chunks == 1 and recipe.task in ("lm", "mlm") and recipe.model.seq_len % CHUNKS == 0
-
-
-def _more_devices(recipe: Recipe, sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    cluster = recipe.cluster
-    assert cluster is not None
-    tp, fsdp = sizes.get("tp", 1), sizes.get("fsdp", 1)
-    if tp * 2 <= cluster.devices_per_node and fsdp % 2 == 0:
-        yield [f"mesh.tp={tp * 2}", f"mesh.fsdp={fsdp // 2}"]
-    for times in (2, 4, 8):
-        wider = [f"cluster.nodes={cluster.nodes * times}", f"mesh.fsdp={fsdp * times}"]
-        yield wider
-        if recipe.remat != "full":
-            yield [*wider, "remat=full"]
-
-
-def _served_smaller(report: Report, recipe: Recipe) -> Iterator[list[str]]:
-    """Edits of a server that reduce memory, the least intrusive first."""
-    tp, requests, length = report.job.mesh.get("tp", 1), recipe.serve.requests, recipe.model.seq_len
-    cache = report.pricing.parts[0].always["cache"]
-    left = cache - math.ceil(-report.spare_bytes / report.pricing.device.reserved)
-    if left >= max(2**20, cache // 8):
-        yield [f"serve.cache_mb={left // 2**20}"]
-    most = recipe.cluster.devices_per_node if recipe.cluster is not None else tp * 8
-    for times in (2, 4, 8):
-        if tp * times <= most:
-            yield [f"serve.mesh.tp={tp * times}"]
-        if requests >= times:
-            yield [f"serve.requests={requests // times}"]
-        if length % times == 0:
-            yield [f"model.seq_len={length // times}"]
-    if requests > 1:
-        yield [f"serve.mesh.tp={max(tp, most)}", "serve.requests=1"]
-
-
-# ---- search ---------------------------------------------------------------------------------------------------------
 def search(recipe: Recipe, say: Callable[[str], None] | None = None, processes: int = 1) -> SearchResult:
     """Tries meshes, micro-batches and recomputation on the recipe's devices; returns those that fit, fastest first.
 
@@ -188,6 +77,7 @@ def search(recipe: Recipe, say: Callable[[str], None] | None = None, processes: 
         tried.each(_Search.mesh, every)
         if recipe.pipeline is not None or (recipe.cluster is not None and recipe.cluster.nodes > 1):
             tried.pipelines()
+        tried.some_layers()
     result = tried.result
     try:
         result.as_written = price_variant(recipe, variants=tried.variants)
@@ -205,6 +95,8 @@ def _per_device(recipe: Recipe, mesh: Mapping[str, int]) -> list[int]:
     return [n for n in (1, 2, 4, 8) if each and each % n == 0]
 
 
+FEWEST_TRIED = 5
+"""How many numbers of recomputed layers are priced; the third is near the line between two."""
 T = TypeVar("T")
 LARGE = 200
 """The number of layers times meshes from which on a search starts helper processes, whose start takes seconds."""
@@ -260,23 +152,58 @@ class _Search:
             self.tell(f"{sizes(mesh)}: parameters, gradients and moments alone exceed the memory")
             return None
         for remat in ("none", "selective", "full"):
-            words = [sizes(mesh), *pipeline_words(more, self.recipe), f"remat {remat} per_device {per_device}"]
-            unpriced = Candidate(dict(mesh), remat, per_device, UNPRICED, 0.0, more=tuple(more))
-            if self._is_ruled_out(unpriced, " ".join(words)):
-                continue
-            candidate = self._price(unpriced)
-            if candidate is None or not candidate.price.fits:
-                outcome = "refused" if candidate is None else f"does not fit, {gib(_needed_bytes(candidate))}"
-                self.tell(f"{' '.join(words)}: {outcome}")
-                self.result.refused += 1
-                self.result.closest = min(
-                    filter(None, (self.result.closest, candidate)), key=_needed_bytes, default=None
-                )
-                continue
-            self.result.candidates.append(candidate)
-            self.tell(f"{' '.join(words)}: {seconds(candidate.price.step_s)}")
-            return candidate
+            candidate = self._try(Candidate(dict(mesh), remat, per_device, UNPRICED, 0.0, more=tuple(more)))
+            if candidate is not None and candidate.price.fits:
+                return candidate
         return None
+
+    def _try(self, unpriced: Candidate) -> Candidate | None:
+        """The candidate with its price, kept where it fits; None for one that is not built or contradicts itself."""
+        mesh = [sizes(unpriced.mesh), *pipeline_words(unpriced.more, self.recipe)]
+        words = " ".join([*mesh, f"remat {unpriced.remat} per_device {unpriced.per_device}"])
+        if self._is_ruled_out(unpriced, words):
+            return None
+        candidate = self._price(unpriced)
+        if candidate is None or not candidate.price.fits:
+            self.tell(
+                f"{words}: {'refused' if candidate is None else f'does not fit, {gib(_needed_bytes(candidate))}'}"
+            )
+            self.result.refused += 1
+            self.result.closest = min(filter(None, (self.result.closest, candidate)), key=_needed_bytes, default=None)
+            return candidate
+        self.result.candidates.append(candidate)
+        self.tell(f"{words}: {seconds(candidate.price.step_s)}")
+        return candidate
+
+    def some_layers(self) -> None:
+        """Of the two fastest variants that recompute in every layer, finds the fewest layers to recompute instead."""
+        ordered = sorted(self.result.candidates, key=lambda c: c.price.step_s)
+        for whole in [c for c in ordered[:2] if c.remat != "none" and c.mesh.get("pp", 1) == 1]:
+            self.fewest_layers(whole)
+
+    def fewest_layers(self, whole: Candidate) -> None:
+        """Tries numbers of recomputed layers, each where a line through the memory of those before meets the limit."""
+        layers = search_pipelines.layers_of(self.recipe)
+        limit = cluster.device_of(self.recipe)[0].memory_bytes
+        below, above = (0, 0), (layers, 0)
+        """Layers and bytes of the nearest numbers that do not fit and that do."""
+        count = layers // 2
+        for _ in range(FEWEST_TRIED):
+            if not below[0] < count < above[0]:
+                return
+            one = self._try(replace(whole, remat=f"{{first: {count}}}"))
+            if one is None:
+                return
+            if one.price.fits:
+                above = count, _needed_bytes(one)
+            else:
+                below = count, _needed_bytes(one)
+            if below[1] and above[1]:
+                each = (below[1] - above[1]) / (above[0] - below[0])
+                ideal = above[0] - int((limit - above[1]) / each) if each > 0 else above[0] - 1
+                count = min(max(ideal, below[0] + 1), above[0] - 1)
+            else:
+                count = (below[0] + above[0]) // 2
 
     def _figure(self, figures: dict[Changes, T | None], one: Candidate, compute: Callable[[Recipe], T]) -> T | None:
         """A figure of a variant, computed once; None for a variant that contradicts itself.

@@ -42,12 +42,13 @@ class Bounds:
 
     @cached_property
     def state_bytes(self) -> int:
-        """Bytes of all parameters, and of the gradients and moments of those to be trained, on all devices together."""
+        """Bytes of all parameters as they are stored, and of the gradients and moments of those to be trained, on all
+        devices together."""
         setting = Setting.of(self.recipe, devices_of(self.recipe))
-        sizes = {name: p.numel() for name, p in setting.model.named_parameters()}
-        trained = {name: size for name, size in sizes.items() if name in setting.trained}
+        parameters = dict(setting.model.named_parameters())
+        trained = {name: p.numel() for name, p in parameters.items() if name in setting.trained}
         sums = setting.sum_dtype.itemsize * sum(trained.values()) + setting.moment_bytes(trained)
-        return setting.master_dtype.itemsize * sum(sizes.values()) + sums
+        return sum(p.numel() * p.dtype.itemsize for p in parameters.values()) + sums
 
     def state(self, mesh: dict[str, int]) -> int:
         """The least bytes of state per device: those if all axes but dp divide it; 0 where others might."""

@@ -131,10 +131,10 @@ def mark_fastest(candidates: Iterable[Candidate]) -> list[Candidate]:
 def text(result: SearchResult, recipe: Recipe, rows: int = 24) -> str:
     """The Pareto table, and the fastest variant as a recipe."""
     lines = [f"{len(result.candidates)} variants fit, {result.refused} do not; * no other is both faster and smaller"]
-    lines.append(f"   {'mesh':<38} {'remat':<10} per_device     memory       step  tokens/s a device")
+    lines.append(f"   {'mesh':<38} {'remat':<12} per_device     memory       step  tokens/s a device")
     for c in result.candidates[:rows]:
         lines.append(
-            f" {'*' if c.pareto else ' '} {sizes(c.mesh):<38} {c.remat:<10} {c.per_device:>10} "
+            f" {'*' if c.pareto else ' '} {sizes(c.mesh):<38} {c.remat:<12} {c.per_device:>10} "
             f"{gib(c.price.needed_bytes):>10} {seconds(c.price.step_s):>10} {c.tokens_per_s_per_device:>12.0f}"
             f"{'  ' + ', '.join(pipeline_words(c.more, recipe)) if c.more else ''}"
         )

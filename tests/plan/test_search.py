@@ -15,9 +15,11 @@ from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.plan import command, planner
 from tpshard.plan.report.report import Edit
 from tpshard.plan.search import search, search_pipelines, search_result, suggest
+from tpshard.plan.search.edits import edits as edits_of
 from tpshard.plan.step.units import gib
 from tpshard.programs.parts import step_programs
 from tpshard.programs.setting import cluster
+from tpshard.recipes.keys.parallel_keys import RematEvery
 from tpshard.recipes.reading.load import loads, with_changes
 
 
@@ -50,7 +52,7 @@ def test_a_server_that_does_not_fit_is_told_edits_that_fit_when_made(report, mon
         return replace(device, memory_bytes=limit * processes), nodes, per_host
 
     monkeypatch.setattr(cluster, "device_of", tight)
-    edits = search.edits(actual, loads(RECIPE, ["serve.mesh.tp=1"]))
+    edits = edits_of(actual, loads(RECIPE, ["serve.mesh.tp=1"]))
     assert len(edits) == 3 and all(edit.fits for edit in edits)
     for edit in edits:
         assert needed_bytes(*(change.replace(": ", "=") for change in edit.change.split(", "))) == edit.needed_bytes
@@ -64,7 +66,7 @@ def test_an_edit_that_fits_is_not_offered_again_with_more_beside_it(report, monk
         return search_result.VariantPrice(1, 1.0, 0.0, recipe.batch.per_device == 1 or recipe.remat == "full")
 
     monkeypatch.setattr(search, "price_variant", quick)
-    edits = search.edits(report, loads(RECIPE, ["remat=none"]), count=2)
+    edits = edits_of(report, loads(RECIPE, ["remat=none"]), count=2)
     assert [edit.change for edit in edits] == ["remat: full", "batch.per_device: 1"]
 
 
@@ -82,6 +84,25 @@ def test_a_search_builds_no_mesh_that_cannot_store_the_state(monkeypatch):
     assert search.search(loads(text), notes.append).refused > 0
     assert (1, 8) in tried and all(dp == 1 for dp, _ in tried)
     assert any("alone exceed the memory" in note for note in notes)
+
+
+def test_a_search_recomputes_as_few_layers_as_fit(monkeypatch):
+    """Of 32 layers 19 are the fewest; each saves a gigabyte and costs time."""
+    tried = []
+
+    def quick(recipe, **_):
+        layers = recipe.remat.first if isinstance(recipe.remat, RematEvery) else 32 if recipe.remat == "full" else 0
+        tried.append(layers)
+        limit = cluster.device_of(recipe)[0].memory_bytes
+        needed = limit + int((18.5 - layers) * 2**30)
+        return search_result.VariantPrice(needed, 1.0 + layers / 100, 0.0, needed <= limit)
+
+    monkeypatch.setattr(search, "price_variant", quick)
+    recipe = loads(RECIPE, ["model.layers=32"])
+    result = search.search(recipe)
+    assert result.candidates[0].remat == "{first: 19}"
+    assert loads(search_result.winner(result, recipe)).remat == RematEvery(first=19)
+    assert 19 in tried and len([n for n in tried if n not in (0, 32)]) <= 2 * search.FEWEST_TRIED
 
 
 def test_a_search_says_why_no_pipeline_is_faster() -> None:

@@ -32,6 +32,7 @@ from tpshard.plan import planner
 from tpshard.plan.report import screen
 from tpshard.plan.report.planned import Planned
 from tpshard.plan.search import search
+from tpshard.plan.search.edits import edits as edits_of
 from tpshard.plan.server import server_steps
 from tpshard.programs.server.act_order import LAYOUTS
 from tpshard.programs.server.serve_setting import Size
@@ -317,7 +318,7 @@ def test_a_cache_that_leaves_no_room_is_cut_first(monkeypatch: pytest.MonkeyPatc
     full = decode(cached_blocks(*overrides)).pricing.needed_bytes
     with_memory(full - 2**20, monkeypatch)
     report = decode(cached_blocks(*overrides)).report
-    first = search.edits(report, cached_blocks(*overrides))[0]
+    first = edits_of(report, cached_blocks(*overrides))[0]
     assert not report.fits and first.fits
     key, _, value = first.change.partition(": ")
     assert key == "serve.cache_mb" and 1 <= int(value) < 4
