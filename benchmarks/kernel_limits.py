@@ -154,24 +154,30 @@ def packed_like(inputs: int, columns: int, chunk: int = 128, chunks: int = 0) ->
 
 
 def w4a16(
-    name: str, rows: int, inputs: int, columns: int, gated: bool = False, groups: int = 0, filled: int = 0
-) -> Case:
-    """groups: of ragged groups, their number and the rows to which each is filled up on average."""
+    name: str, rows: int, inputs: int, columns: int, gated: bool = False, groups: int = 0, filled: int = 0,
+    experts: int = 0, k: int = 0,
+) -> Case:  # fmt: skip
+    """groups: of ragged groups, their number and the rows to which each is filled up on average. experts: their number,
+    of which each row goes to k, evenly."""
     packed = packed_like(inputs, columns, ragged_chunk(4) if groups else 128, groups * filled // ragged_chunk(4))
-    groups = groups or inputs // 128
-    tile = triton_launch.tiles(rows, packed, gated, MULTIPROCESSORS)[0]
-    constants = triton_launch.constants(packed, columns, gated, tile, fast=True)
+    groups, used = groups or inputs // 128, min(experts, rows * k) if experts else 1
+    each = rows * k // used if experts else rows
+    share = MULTIPROCESSORS // min(experts, 8) if experts else MULTIPROCESSORS
+    tile = triton_launch.tiles(each, packed, gated, share)[0]
+    constants = triton_launch.constants(packed, columns, gated, tile, True, k)
     code = compile_kernel(triton_quantized.matmul_kernel, constants, "bf16", 90, tile.warps, tile.stages)
-    outputs, blocks = columns // (2 if gated else 1), -(-rows // tile.rows)
+    outputs, blocks = columns // (2 if gated else 1), used * -(-each // tile.rows)
     blocks *= -(-outputs // tile.columns)
     chunk, width = packed.chunk, tile.columns * (2 if gated else 1)
-    weights = 4 * packed.words.numel() + 2 * columns * groups
-    rows_of = 2 * rows * (inputs + outputs)
-    partial = 4 * 2 * tile.parts * rows * columns * (tile.parts > 1)
+    weights = used * (4 * packed.words.numel() + 2 * columns * groups)
+    rows_of = 2 * (rows * inputs + used * each * outputs)
+    partial = 4 * 2 * tile.parts * used * each * columns * (tile.parts > 1)
+    shape = f"{rows} x {inputs} x {columns}"
     return Case(
-        name, f"{rows} x {inputs} x {columns}", code, blocks * tile.parts, len(packed.words) / tile.parts,
-        chunk * width, weights + rows_of + partial, 2 * rows * inputs * columns, 2 * tile.rows * chunk * width,
-        chunk * (width / 2 + 2 * min(rows, tile.rows)), adds=tile.parts > 1,
+        name, f"{rows} tokens, {k} of {experts}, {inputs} x {columns}" if experts else shape, code,
+        blocks * tile.parts, len(packed.words) / tile.parts, chunk * width, weights + rows_of + partial,
+        2 * used * each * inputs * columns, 2 * tile.rows * chunk * width,
+        chunk * (width / 2 + 2 * min(each, tile.rows)), adds=tile.parts > 1,
     )  # fmt: skip
 
 
@@ -265,6 +271,8 @@ def cases() -> Iterator[Case]:
     yield paged("paged attention, prefill", 512, 1, 8192)
     yield paged("paged attention, prefill", 2048, 1, 2048)
     yield experts("experts, decode", 16, 8, 2, 4096, 14336, fixed=True)
+    yield w4a16("quantized experts, gate and up", 16, 4096, 28672, gated=True, experts=8, k=2)
+    yield w4a16("quantized experts, down", 32, 14336, 4096, experts=8, k=1)
     yield experts("experts, training", 16384, 8, 2, 4096, 14336)
     yield outer("experts, gradients", 16384, 8, 2, 4096, 14336)
     yield fp8_product("fp8 product", 8192, 4096, 4096)

@@ -15,6 +15,7 @@ import triton.testing
 from torch import Tensor
 from tpshard.kernels import triton_norm, triton_optimizer
 from tpshard.kernels.arrivals import arrivals
+from tpshard.kernels.experts.triton_experts import SortedChoices
 from tpshard.kernels.linear import fixed_rows_linear
 from tpshard.kernels.quantized import triton_quantized
 from tpshard.kernels.quantized.packed import Packed
@@ -31,9 +32,15 @@ class Tile:
     stages: int = 4
 
 
-def constants(packed: Packed, columns: int, gated: bool, tile: Tile, fast: bool) -> dict[str, Any]:
+def capability_of(x: Tensor) -> tuple[int, int]:
+    """The compute capability of a tensor's device; in Triton's interpreter Hopper's."""
+    return torch.cuda.get_device_capability(x.device) if x.is_cuda else (9, 0)
+
+
+def constants(packed: Packed, columns: int, gated: bool, tile: Tile, fast: bool, sharing: int = 0) -> dict[str, Any]:
     """The compile-time arguments of `matmul_kernel`. `fast` is off in Triton's interpreter."""
     return {
+        "SHARING": sharing,
         "BITS": packed.width,
         "MIDDLE": 1 << (packed.bits - 1),
         "CHUNK": packed.chunk,
@@ -53,9 +60,11 @@ def constants(packed: Packed, columns: int, gated: bool, tile: Tile, fast: bool)
     }
 
 
-def tiles(rows: int, packed: Packed, gated: bool, multiprocessors: int) -> list[Tile]:
+def tiles(
+    rows: int, packed: Packed, gated: bool, multiprocessors: int, capability: tuple[int, int] = (9, 0)
+) -> list[Tile]:
     """Tiles worth measuring for `rows` rows of x, the best guess first."""
-    columns = packed.columns // (2 if gated else 1)
+    outputs = packed.columns // (2 if gated else 1)
     # Registers set the limits: none of these tiles spills, as a test that compiles them checks.
     most = 64 if packed.quads else 128
     block = min(most, 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 128)
@@ -72,12 +81,15 @@ def tiles(rows: int, packed: Packed, gated: bool, multiprocessors: int) -> list[
             shapes.insert(0, (wide, 4, 3))
     else:
         shapes = [(wide, 8, 3)]
-    if packed.chunk < 128:  # a copy is a quarter as long: more of them are in flight
-        shapes = [(width, warps, stages + 4) for width, warps, stages in shapes]
+    if packed.chunk == 32:
+        # A copy is a quarter as long: more of them are in flight.
+        shapes = [(columns, warps, stages + 4) for columns, warps, stages in shapes]
+        if capability >= (10, 0):  # the compiler of Triton 3.9 fails at such tiles
+            shapes = [shape for shape in shapes if shape[:2] != (128, 4)]
     chunks = len(packed.words)
     candidates = []
     for width, warps, stages in shapes:
-        blocks = -(-columns // width) * -(-rows // block)
+        blocks = -(-outputs // width) * -(-rows // block)
         # As many programs as registers of all multiprocessors hold at once: no second wave with a few of them.
         resident = max(1, {16: 24, 32: 16, 64: 8, 128: 4}[block] * narrow // (width * warps))
         parts = max(1, min(resident * multiprocessors // blocks, chunks // 4, 32))
@@ -87,16 +99,25 @@ def tiles(rows: int, packed: Packed, gated: bool, multiprocessors: int) -> list[
     return candidates
 
 
-def matmul(x: Tensor, packed: Packed, gated: bool, tile: Tile) -> Tensor:
+def matmul(x: Tensor, packed: Packed, gated: bool, tile: Tile, choices: SortedChoices | None = None) -> Tensor:
     """x [rows, inputs] contiguous -> [rows, columns]; if gated silu(gate) * up [rows, columns / 2].
 
-    One kernel launch; another one before it spreads x where groups are ragged.
+    One kernel launch; another one before it spreads x where groups are ragged. With `choices`, `packed` is a stack of
+    experts: x [choices or rows, inputs] -> [choices, columns], 0 for those that another device computes.
     """
     x = x if packed.rows is None else x.index_select(-1, packed.rows)
     rows, inputs = x.shape
     columns = packed.columns // (2 if gated else 1)
+    experts, blocks_m, sharing = 1, -(-rows // tile.rows), 0
     out = x.new_empty(rows, columns)
-    blocks = -(-rows // tile.rows) * -(-columns // tile.columns)
+    routing = (packed.words,) * 5
+    if choices is not None:
+        experts, blocks_m, sharing = choices.count, choices.most, choices.choices // rows
+        rows, out = choices.choices, x.new_zeros(choices.choices, columns)
+        routing = (choices.order, choices.starts, choices.ends, choices.experts, choices.first_block)
+    if not out.numel():
+        return out
+    blocks = blocks_m * -(-columns // tile.columns)
     partial, arrived = out, out
     if tile.parts > 1:
         partial = x.new_empty((tile.parts, 2 if gated else 1, rows, columns), dtype=torch.float32)
@@ -105,9 +126,10 @@ def matmul(x: Tensor, packed: Packed, gated: bool, tile: Tile) -> Tensor:
             raise ValueError(f"{blocks} blocks are too many to split their inputs.")
     triton_quantized.matmul_kernel[(blocks, tile.parts)](
         x, packed.words, packed.scales, _or(packed.zeros, packed.scales), _or(packed.pieces, packed.words),
-        _or(packed.bias, packed.scales), out, partial, arrived, rows, columns, inputs, len(packed.words),
-        packed.group_chunks, packed.first_chunk, num_warps=tile.warps, num_stages=tile.stages,
-        **constants(packed, columns, gated, tile, fast=x.is_cuda and x.dtype != torch.float32),
+        _or(packed.bias, packed.scales), out, partial, arrived, *routing, rows, columns, inputs,
+        len(packed.words) // experts, packed.group_chunks, packed.first_chunk, blocks_m, experts,
+        len(packed.scales) // experts, num_warps=tile.warps, num_stages=tile.stages,
+        **constants(packed, columns, gated, tile, x.is_cuda and x.dtype != torch.float32, sharing),
     )  # fmt: skip
     return out
 
@@ -233,7 +255,7 @@ class TileChoice:
         key = self.key(x, packed, gated)
         if key not in self.choices:
             multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
-            guesses = tiles(x.shape[0], packed, gated, multiprocessors)
+            guesses = tiles(x.shape[0], packed, gated, multiprocessors, capability_of(x))
             if torch.cuda.is_current_stream_capturing():
                 return guesses[0] if x.shape[0] <= 64 else None
             self.milliseconds[key] = self._measure(x, packed, gated, guesses)

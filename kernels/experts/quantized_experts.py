@@ -2,6 +2,9 @@
 
     quantized_experts(x [..., m], ids [..., k], weights [..., k], packed, invariant) -> [..., m]
 
+Where all experts are packed alike for a GPU they are one stack, and a product of all of them is one launch; else the
+host reads how many tokens each expert has, and multiplies one expert after the other.
+
 The hidden columns between gate, up and down belong to this operation, so that their order is free: gate and up are
 packed with their outputs in the order of the groups of down, and nothing is permuted between the products (the TP-aware
 layout of each expert). Devices that hold some experts, or some hidden columns of each, return partial sums.
@@ -9,7 +12,8 @@ layout of each expert). Devices that hold some experts, or some hidden columns o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -96,10 +100,79 @@ def _product(x: Tensor, weight: Prepared, invariant: bool) -> Tensor:
     return int4_linear(x, weight) if isinstance(weight, Int4) else quantized_linear(x, weight, invariant)
 
 
-def quantized_experts(x: Tensor, ids: Tensor, weights: Tensor, packed: list[PackedExpert], invariant: bool) -> Tensor:
+@dataclass(frozen=True)
+class StackedExperts:
+    """Experts whose matrices are packed alike, each tensor with all experts one after another along its first dim."""
+
+    count: int
+    inward: Packed
+    """gate and up side by side."""
+    down: Packed
+    order: Tensor | None
+    """int64 [count, inputs]: the order in which each expert reads its inputs; None for inputs in sequence."""
+
+    @staticmethod
+    def of(experts: list[PackedExpert]) -> StackedExperts | None:
+        """The stack of these experts; None where they are not alike, or not for a GPU."""
+        inward = _stack([one.inward[0].weight for one in experts if len(one.inward) == 1], len(experts))
+        down = _stack([one.down for one in experts], len(experts))
+        if inward is None or down is None:
+            return None
+        inputs = torch.arange(inward.inputs, device=inward.words.device)
+        orders = [one.inward[0].order for one in experts]
+        alike = all(order is None for order in orders)
+        order = None if alike else torch.stack([inputs if order is None else order for order in orders])
+        return StackedExperts(len(experts), inward, down, order)
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, invariant: bool) -> Tensor:
+        """The sum over each token's experts; arguments as of `quantized_experts`."""
+        from tpshard.kernels import triton_launch
+        from tpshard.kernels.experts.triton_experts import SortedChoices, combine
+
+        rows, k = x.reshape(-1, x.shape[-1]), ids.shape[-1]
+        mean = 1 if invariant else ids.numel() // self.count
+        # the programs that fill a device are those of all experts that have tokens
+        share, capability = max(1, 132 // min(self.count, 8)), triton_launch.capability_of(x)
+        tiles = [
+            triton_launch.tiles(mean, one, one is self.inward, share, capability)[0] for one in (self.inward, self.down)
+        ]
+        choices = SortedChoices(ids, self.count, x.dtype, invariant, tiles[0].rows)
+        if self.order is not None:
+            own = ids.reshape(-1).clamp(0, self.count - 1)
+            rows = rows.repeat_interleave(k, 0).gather(1, self.order[own])
+        hidden = triton_launch.matmul(rows.contiguous(), self.inward, True, tiles[0], choices)
+        out = triton_launch.matmul(hidden, self.down, False, tiles[1], choices)
+        return combine(out, weights.reshape(-1, k)).view(x.shape)
+
+
+def _stack(matrices: Sequence[Prepared], count: int) -> Packed | None:
+    """Matrices packed for a GPU as one; None unless there are `count` that are alike."""
+    packed = [one for one in matrices if isinstance(one, Packed)]
+    if len(packed) < count or len({_form(one) for one in packed}) > 1:
+        return None
+    zeros = None
+    if any(one.zeros is not None for one in packed):
+        middle = [torch.full_like(one.scales, 1 << (one.bits - 1), dtype=torch.uint8) for one in packed]
+        zeros = torch.cat([own if one.zeros is None else one.zeros for one, own in zip(packed, middle)])
+    words, scales = (torch.cat([getattr(one, name) for one in packed]) for name in ("words", "scales"))
+    return replace(packed[0], words=words, scales=scales, zeros=zeros)
+
+
+def _form(one: Packed) -> tuple[object, ...]:
+    """What must be equal for matrices in one stack."""
+    pieces = None if one.pieces is None else one.pieces.cpu().numpy().tobytes()
+    sizes = one.bits, one.width, one.inputs, one.chunk, one.group_chunks, one.first_chunk, one.quads
+    return *sizes, one.words.shape, one.scales.shape, one.bias is None, pieces
+
+
+def quantized_experts(
+    x: Tensor, ids: Tensor, weights: Tensor, packed: list[PackedExpert] | StackedExperts, invariant: bool
+) -> Tensor:
     """The sum over each token's experts: x [..., m], ids and weights [..., k] -> [..., m].
 
     An id outside of `packed` belongs to another device and adds nothing. With `invariant` a row's bits do not depend on
     the other rows.
     """
+    if isinstance(packed, StackedExperts):
+        return packed(x, ids, weights, invariant)
     return routed_sum(x, ids, weights, len(packed), lambda e, rows: packed[e](rows, invariant))

@@ -135,10 +135,10 @@ class ExpertTile:
 class SortedChoices:
     """The choices of all tokens, sorted by expert, and the products that compute them.
 
-    ids: [..., k]; of those outside 0 .. count - 1 nothing is computed.
+    ids: [..., k]; of those outside 0 .. count - 1 nothing is computed. block: choices of a program, if not the tile's.
     """
 
-    def __init__(self, ids: Tensor, count: int, dtype: torch.dtype, fixed: bool) -> None:
+    def __init__(self, ids: Tensor, count: int, dtype: torch.dtype, fixed: bool, block: int | None = None) -> None:
         flat = ids.reshape(-1)
         self.choices, self.count = len(flat), count
         capability = torch.cuda.get_device_capability(ids.device) if ids.is_cuda else (9, 0)
@@ -147,10 +147,11 @@ class SortedChoices:
         owner, self.order = torch.sort(owner, stable=True)
         bounds = torch.searchsorted(owner, torch.arange(count + 1, device=ids.device))
         self.starts, self.ends = bounds[:-1], bounds[1:]
-        blocks = (self.ends - self.starts + self.tile.choices - 1) // self.tile.choices
+        block = block or self.tile.choices
+        blocks = (self.ends - self.starts + block - 1) // block
         last = blocks.cumsum(0)
         self.first_block = last - blocks
-        self.most = min(self.choices, (self.choices + count * (self.tile.choices - 1)) // self.tile.choices)
+        self.most = min(self.choices, (self.choices + count * (block - 1)) // block)
         """Programs at the most; the last ones may have nothing to do."""
         self.experts = torch.searchsorted(last, torch.arange(self.most, device=ids.device), right=True)
 

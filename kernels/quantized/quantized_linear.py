@@ -55,7 +55,8 @@ def _product(x: Tensor, weight: Packed, gated: bool, invariant: bool) -> Tensor:
         if x.dtype == torch.float32:
             tile = None
         elif invariant:
-            tile = triton_launch.tiles(1, weight, gated, 132)[0]  # the same order of sums for every batch
+            # the same order of sums for every batch
+            tile = triton_launch.tiles(1, weight, gated, 132, triton_launch.capability_of(x))[0]
         else:
             tile = _choice().tile(rows, weight, gated)
         if tile is None:

@@ -168,11 +168,12 @@ def _silu_mul(gate, up):
 
 @triton.jit
 def matmul_kernel(
-    x, words, scales, zeros, pieces, bias, out, partial, arrived, M, N, K, chunks, group_chunks, first_chunk,
-    BITS: tl.constexpr, MIDDLE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLIT_K: tl.constexpr, GATED: tl.constexpr, RAGGED: tl.constexpr, SYMMETRIC: tl.constexpr, BIASED: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, QUADS: tl.constexpr, FAST: tl.constexpr, ONE_PASS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    x, words, scales, zeros, pieces, bias, out, partial, arrived, order, starts, ends, experts, first_block,
+    M, N, K, chunks, group_chunks, first_chunk, blocks_m, count, groups,
+    SHARING: tl.constexpr, BITS: tl.constexpr, MIDDLE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr, GATED: tl.constexpr, RAGGED: tl.constexpr, SYMMETRIC: tl.constexpr,
+    BIASED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, QUADS: tl.constexpr, FAST: tl.constexpr,
+    ONE_PASS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out[M, N] = x[M, K] @ W, or silu(x @ W[:, :N]) * (x @ W[:, N:]) where GATED.
 
@@ -180,15 +181,28 @@ def matmul_kernel(
     [chunks] names each chunk's group, else chunk c belongs to group (c + first_chunk) // group_chunks. Grid: (m and n
     blocks, splits). With SPLIT_K the last program of a block to arrive adds the partial sums [splits, 1 or 2, M, N] in
     a fixed order.
+
+    With SHARING, words, scales and zeros are those of `count` experts one after another, and a block of rows is choices
+    of one of them (see `triton_experts`): out[c] = x[c // SHARING] @ W of the expert of choice c.
     """
-    blocks_m = tl.cdiv(M, BLOCK_M)
     block = tl.program_id(0)
     part = tl.program_id(1)
     parts = tl.num_programs(1)
-    m = (block % blocks_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (block // blocks_m) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, CHUNK)
-    rows = m < M
+    if SHARING > 0:
+        block_m = block % blocks_m
+        expert = tl.load(experts + block_m).to(tl.int64)
+        if expert >= count:
+            return
+        place = tl.load(starts + expert) + (block_m - tl.load(first_block + expert)) * BLOCK_M + tl.arange(0, BLOCK_M)
+        rows = place < tl.load(ends + expert)
+        m = tl.load(order + place, mask=rows, other=0).to(tl.int32)
+        source = m // SHARING
+    else:
+        m = (block % blocks_m) * BLOCK_M + tl.arange(0, BLOCK_M)
+        rows = m < M
+        source = m
     if EVEN_N:
         column = n
     else:
@@ -199,11 +213,15 @@ def matmul_kernel(
         columns = N
     WORDS: tl.constexpr = CHUNK * BITS // 32
     DTYPE: tl.constexpr = x.dtype.element_ty
+    if SHARING > 0:
+        words += expert * chunks * columns * WORDS
+        scales += expert * groups * columns
+        zeros += expert * groups * columns
 
     first = chunks * part // parts
     last = chunks * (part + 1) // parts
     word_at = words + column[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
-    x_at = x + m[:, None] * K + k[None, :]
+    x_at = x + source[:, None] * K + k[None, :]
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if GATED:
         acc_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)

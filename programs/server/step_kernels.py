@@ -24,6 +24,7 @@ from tpshard.kernels.quantized.reorder import REORDER
 from tpshard.parallelism.node_info import shape_of
 from tpshard.parallelism.passes.copy import copy_program
 from tpshard.parallelism.program import INFO, Held, Info, Port, Program, Spec, info
+from tpshard.programs.server.captured_steps import APART
 from tpshard.programs.server.served import Coded
 
 aten = torch.ops.aten
@@ -259,7 +260,8 @@ def quantize_experts(edited: _Edited, node: fx.Node, weights: Mapping[str, Coded
     ports = [edited.ports[stack] for stack in stacks if stack in edited.ports and len(stack.users) == 1]
     if len(ports) < len(stacks) or not all(port.name in weights for port in ports):
         return
-    held = Held("experts", _expert_bytes(ports, weights), tuple(port.name for port in ports))
+    gate, up = (weights[port.name].alike for port in ports[:2])
+    held = Held("experts" if gate == up else APART, _expert_bytes(ports, weights), tuple(port.name for port in ports))
     packed = edited.hold(stacks[0], held)
     node.target, node.args = quantized_experts, (*node.args[:3], packed, invariant)
     for stack in stacks[1:]:

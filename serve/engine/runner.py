@@ -104,7 +104,8 @@ class ProgramRunner:
         """Prepares small steps to be captured as CUDA graphs at first use."""
         width, pool = -(-self.max_seq // self.block_size), None
         for size, run in self._run.items():
-            if size.rows <= MOST_ROWS and can_capture(self._programs.by_size[size]):
+            apart = any(isinstance(given, list) for given in self._given[size])  # experts that no stack could hold
+            if size.rows <= MOST_ROWS and can_capture(self._programs.by_size[size]) and not apart:
                 ports = self._programs.by_size[size].inputs
                 brought = [i for i, port in enumerate(ports) if port.name in STEP]
                 tables = next(i for i, port in enumerate(ports) if port.name == "tables")

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from tpshard.kernels import linear
-from tpshard.kernels.experts.quantized_experts import PackedExpert
+from tpshard.kernels.experts.quantized_experts import PackedExpert, StackedExperts
 from tpshard.kernels.quantized.int4 import pack_parts
 from tpshard.kernels.quantized.quantized import Quantized, concatenate, extend_groups
 from tpshard.kernels.quantized.quantized_linear import prepare
@@ -19,6 +19,7 @@ from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.program import Held, Port
 from tpshard.parallelism.simulate import block
 from tpshard.programs.server.act_order import Arrangement
+from tpshard.programs.server.captured_steps import APART
 from tpshard.programs.server.parameter_parts import ParameterPart
 
 ReadBlock = Callable[[str, Sequence[int], Sequence[int]], Tensor]
@@ -109,9 +110,10 @@ class Filler:
             return self._dense(port, port.name, place)
         if port.held.form == "onednn":
             return linear.pack(self._dense(port, port.held.of[0], place))
-        if port.held.form == "experts":
+        if port.held.form in ("experts", APART):
             (first, count), hidden, _ = place
-            return [self._pack_expert(port.held.of, expert, hidden) for expert in range(first, first + count)]
+            experts = [self._pack_expert(port.held.of, expert, hidden) for expert in range(first, first + count)]
+            return StackedExperts.of(experts) or experts
         layouts = port.held.layouts or [port.layout] * len(port.held.of)
         places = [block(self.shapes[name], own, self.mesh, self.rank) for name, own in zip(port.held.of, layouts)]
         if port.held.form == "dense":

@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 import torch
 from tpshard.kernels import triton_launch as launch
-from tpshard.kernels.experts import triton_experts
+from tpshard.kernels.experts import quantized_experts, triton_experts
 from tpshard.kernels.experts.expert_linear import fixed_rows_expert_linear
 from tpshard.kernels.fp8 import fp8, fp8_launch
 from tpshard.kernels.norm import rms_norm
@@ -316,3 +316,28 @@ def test_no_tokens_and_no_owned_choices():
     assert not any(x.any() for x in triton_experts.experts_backward(none[0], *none))
     x, ids, *others = routed(3, 2, 3, 24, 40, torch.float32)
     assert not triton_experts.experts(x, torch.full_like(ids, 7), *others, fixed=True).any()
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize(("rows", "parts"), [(5, 1), (36, 3)])
+def test_quantized_experts_in_one_launch(rows, parts, ordered, monkeypatch):
+    """Act-ordered, or of ragged groups; some ids belong to another device; several `parts` share a block's inputs."""
+    tiles = launch.tiles
+    monkeypatch.setattr(launch, "tiles", lambda *how: [dataclasses.replace(tiles(*how)[0], columns=32, parts=parts)])
+    monkeypatch.setattr(quantized_experts, "prepare", lambda weight, device: pack(weight.to(device)))
+    k, e, h, m = 2, 3, 64, 128
+    size = 64 if ordered else 48
+    experts = [[linear(*shape, group_size=size, sym=i == 0) for shape in ((m, h), (m, h), (h, m))] for i in range(e)]
+    if ordered:
+        for i, matrices in enumerate(experts):
+            order = torch.randperm(m, generator=torch.Generator().manual_seed(i))
+            matrices[:2] = [w.take_rows(order) for w in matrices[:2]]
+    own = [quantized_experts.PackedExpert.pack(*matrices, slice(None), DEVICE) for matrices in experts]
+    stack = quantized_experts.StackedExperts.of(own)
+    assert stack is not None and (stack.order is not None) == ordered
+    assert (stack.inward.pieces is None) == ordered
+    x, ids, weights, *_ = routed(rows, k, e, 8, m, torch.float16)
+    dense = [torch.stack([matrices[i].dequantize(torch.float64).T for matrices in experts]) for i in range(3)]
+    expected = torch.ops.tpshard.experts(x.cpu().double(), ids, weights.cpu().double(), *dense)
+    actual = quantized_experts.quantized_experts(x, ids.to(DEVICE), weights, stack, True).cpu().double()
+    assert (actual - expected).norm() <= 2 * ROUNDING[torch.float16] * expected.norm()

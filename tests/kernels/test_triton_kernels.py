@@ -90,7 +90,7 @@ def test_decode_takes_few_instructions_a_weight(capability, dtype, gated, tile, 
 def assert_no_tile_spills(capability, forms, rows, first_only):
     names = set()
     for packed, gated, count in itertools.product(forms, (False, True), rows):
-        tiles = triton_launch.tiles(count, packed, gated, 132)
+        tiles = triton_launch.tiles(count, packed, gated, 132, divmod(capability, 10))
         for tile in tiles[:1] if first_only else tiles:
             constants = triton_launch.constants(packed, 4096, gated, tile, fast=True)
             key = (*constants.values(), tile.warps, tile.stages)
