@@ -133,6 +133,8 @@ def _kernels(flow: Flow, compiled: Compiled, cached: CacheReads) -> list[Kernel]
         entry = entry_of(node.target)
         if entry.lookup:
             read = min(read, 2 * info.bytes + 8)
+        if entry.routed and not inside:
+            read -= unread_bytes(flow, node, entry.routed)
         if entry.overwrites:
             read = 2 * flow.bytes[node.all_input_nodes[-1]]  # half of it is written
         written = 0 if inside else info.bytes
@@ -152,6 +154,15 @@ def _kernels(flow: Flow, compiled: Compiled, cached: CacheReads) -> list[Kernel]
             opened.add(kernel_id)
     _count_since(out)
     return out
+
+
+def unread_bytes(flow: Flow, node: fx.Node, routed: int) -> int:
+    """Bytes of experts' matrices, the node's last `routed` operands, that no row chooses where all are chosen alike."""
+    operands = node.all_input_nodes
+    ids = next(info_of(x).specs[0] for x in operands if not info_of(x).specs[0].dtype.is_floating_point)
+    experts, chosen = info_of(operands[-1]).specs[0].shape[-3], ids.shape[-1]
+    share = max(0.0, 1 - chosen / experts) ** math.prod(ids.shape[:-1])
+    return int(share * sum(flow.bytes[matrix] for matrix in operands[-routed:]))
 
 
 def _listed(node: fx.Node, listed: int, pool: fx.Node, cached: CacheReads) -> CacheReads:

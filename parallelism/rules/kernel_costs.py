@@ -14,8 +14,8 @@ OPS: Table = {
     "parts_linear": packed,
     "quantized_linear": product,
     "quantized_gate": product,
-    "fixed_rows_experts": product,
-    "fixed_rows_expert_linear": product,
+    "fixed_rows_experts": Entry(work="matmul", routed=3),
+    "fixed_rows_expert_linear": Entry(work="matmul", routed=1),
     "quantized_experts": product,
     "tpshard.rms_norm_permuted": Entry(calls=6),
     "tpshard.fp8_quantize": product,  # bound by memory, but a kernel of its own, with which no stream fuses
