@@ -43,6 +43,13 @@ _KINDS = {
     "gb300": ("GB300", 288),
     "rtx-4090": ("RTX 4090", 24),
     "rtx-a6000": ("RTX A6000", 48),
+    "rtx-6000-ada": ("RTX 6000 Ada", 48),
+    "a100-pcie-80g": ("A100", 80),
+    "a800": ("A800", 80),
+    "h20": ("H20", 96),
+    "h20-141g": ("H20", 141),
+    "l4": ("L4", 24),
+    "l40s": ("L40S", 48),
 }
 """For each kind of device, the driver's name for it and its memory in GB."""
 

@@ -22,7 +22,7 @@ GRACE_S = 120
 ACCELERATORS = {
     "a100-40g": "A100", "a100-80g": "A100-80GB", "h100-sxm-80g": "H100", "h100-sxm-96g": "GH200", "h200": "H200",
     "h200-x4": "H200", "b200": "B200", "b300": "B300", "gb200": "GB200", "gb300": "GB300", "rtx-4090": "RTX4090",
-    "rtx-a6000": "RTXA6000",
+    "rtx-a6000": "RTXA6000", "rtx-6000-ada": "RTX6000-Ada", "a100-pcie-80g": "A100-80GB", "l4": "L4", "l40s": "L40S",
 }  # fmt: skip
 """SkyPilot's names of the shipped devices."""
 STORE_SECRETS = {"s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")}

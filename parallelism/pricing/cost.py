@@ -59,6 +59,8 @@ class Efficiency:
     attention_backward: float = 0.4
     streaming: float = 0.85
     """Share of the memory bandwidth that pointwise operations and reductions reach."""
+    reading: float = 0.85
+    """Share of the memory bandwidth at which a server's products of few rows read their weights."""
 
 
 @dataclass(frozen=True)
