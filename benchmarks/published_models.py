@@ -15,6 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tpshard.models.families.presets import PRESETS
+
 MPT_SIZES = {
     "125m": (12, 768, 12), "350m": (24, 1024, 16), "760m": (24, 1536, 12), "1b": (24, 2048, 16), "3b": (32, 2560, 20),
     "7b": (32, 4096, 32), "13b": (40, 5120, 40), "30b": (48, 7168, 56), "70b": (80, 8192, 64),
@@ -30,6 +32,10 @@ _DEEPSEEK_3 = {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCaus
 _QWEN_2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 152064, "rms_norm_eps": 1e-6,
            "rope_theta": 1e6, "tie_word_embeddings": False, "max_position_embeddings": 32768,
            "torch_dtype": "bfloat16"}  # fmt: skip
+_GPT_OSS = {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "vocab_size": 201088, "hidden_size": 2880,
+            "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 2880,
+            "num_experts_per_tok": 4, "sliding_window": 128, "rope_theta": 150000, "max_position_embeddings": 131072,
+            "tie_word_embeddings": False, "torch_dtype": "bfloat16"}  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     "DeepSeek-V2": {
         "model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"], **_LATENT, "vocab_size": 102400,
@@ -62,6 +68,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_QWEN_2, "hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8,
         "intermediate_size": 27648,
     },
+    "Qwen2.5 14B": {
+        **_QWEN_2, "hidden_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8,
+        "intermediate_size": 13824,
+    },
+    "Qwen2.5 72B": {
+        **_QWEN_2, "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "intermediate_size": 29568,
+    },
+    "gpt-oss-20b": {**_GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32},
+    "gpt-oss-120b": {**_GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128},
 }  # fmt: skip
 """What matters to a plan of the config.json of published folders."""
 MODELS: dict[str, str | Callable[[re.Match[str]], str]] = {
@@ -76,7 +92,9 @@ MODELS: dict[str, str | Callable[[re.Match[str]], str]] = {
     r"Llama-2-7B": "preset: llama3-8b, kv_heads: 32, mlp: 11008, vocab: 32000",
     r"Llama-2-70B": "preset: llama3-70b, vocab: 32000",
     r"Mixtral-8x7B": "preset: mixtral-8x7b",
-    r"Qwen3-8B": "preset: qwen3-4b, width: 4096, mlp: 12288",
+    r"Qwen3-8B": "preset: qwen3-4b, width: 4096, mlp: 12288, tie_embeddings: false",
+    r"Qwen3-14B": "preset: qwen3-4b, layers: 40, width: 5120, heads: 40, mlp: 17408, tie_embeddings: false",
+    r"Qwen3-32B": "preset: qwen3-4b, layers: 64, width: 5120, heads: 64, mlp: 25600, tie_embeddings: false",
     r"Qwen3(?: MoE|-)[ ]?30B.*": "preset: qwen3-30b-a3b",
     r"Qwen3-235B.*": "preset: qwen3-30b-a3b, layers: 94, width: 4096, heads: 64, mlp: 1536",
     r"MPT-(\w+) .*": lambda name: _mpt(name[1]),
@@ -85,7 +103,7 @@ MODELS: dict[str, str | Callable[[re.Match[str]], str]] = {
 CLASSES = {
     r"deepseekv2": "DeepSeek-V2", r"DeepSeek V3 671B": "DeepSeek-V3",
     r"Moonlight-16B-A3B.*": "Moonlight-16B-A3B", r"Kimi K2": "Kimi K2",
-    r"Qwen2\.5.(7|32)B": r"Qwen2.5 \1B",
+    r"Qwen2\.5.(7|14|32|72)B": r"Qwen2.5 \1B", r"gpt-oss-(20|120)b": r"gpt-oss-\1b",
 }  # fmt: skip
 """Patterns of the names of those that transformers' classes compute, with their config.json."""
 
@@ -99,8 +117,22 @@ def keys_of(published: str) -> str | None:
             return f"transformers: {folder_of(model, int(layers or CONFIGS[model]['num_hidden_layers']))}"
     for pattern, keys in MODELS.items():
         if match := re.fullmatch(pattern, name):
-            return (match.expand(keys) if isinstance(keys, str) else keys(match)) + f", layers: {layers}" * bool(layers)
+            written = match.expand(keys) if isinstance(keys, str) else keys(match)
+            if layers:
+                written = re.sub(r", layers: \d+", "", written) + f", layers: {layers}"
+            return written
     return None
+
+
+def layers_of(published: str) -> int:
+    """The layers of a published model whose keys are known."""
+    name = published.partition(" cut to ")[0]
+    for pattern, said in CLASSES.items():
+        if match := re.fullmatch(pattern, name):
+            return int(CONFIGS[match.expand(said)]["num_hidden_layers"])
+    keys = keys_of(name) or ""
+    written = re.search(r"layers: (\d+)", keys)
+    return int(written[1]) if written else PRESETS[re.sub(r"preset: ([^,]+).*", r"\1", keys)].layers
 
 
 @cache

@@ -38,7 +38,7 @@ def titles(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
-WRITTEN = ("faults.md", "gallery.md", "gspmd-tables.md", "kernels.md", "plan_accuracy.md")
+WRITTEN = ("faults.md", "gallery.md", "gspmd-tables.md", "kernels.md", "plan_accuracy.md", "serving_accuracy.md")
 """Pages with tables that a benchmark writes from its record."""
 MEASURED = re.compile(
     r"(?<!\w)\d[\d.,]* ?([nuµm]?s|min|h|%|(k |M )?tokens/s|[KMGT]i?B(/s)?|[MGT]bit/s|TFLOP/s)(?![\w/])"
