@@ -93,7 +93,7 @@ class AdaptedModel(BasedModel):
 
     def check(self) -> None:
         """Raises LoraError or FrozenError for what the model does not have."""
-        self.adapters, self.saved  # noqa: B018
+        self.adapters, self.saved, self.frozen  # noqa: B018
         if self.lora is None and self.numbers is None and self.frozen >= self.base.shapes.keys():
             fix = "leave out what is to be trained"
             raise FrozenError(f"nothing is left to train: {', '.join(self.freeze)} is all", "train.freeze", fix)

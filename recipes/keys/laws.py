@@ -193,6 +193,8 @@ def _unread(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if recipe.checkpoint.every_steps == 0:
         for key in ("keep_last", "on_error"):
             yield f"checkpoint.{key}", "`checkpoint.every_steps: 0` saves none"
+    if recipe.adapters.lora is not None:
+        yield "train.freeze", "beside adapters the whole model is frozen"
     data, source = recipe.data, str(recipe.data.stored()["source"])
     if data.sources:
         yield "data.source", "`data.sources` names the texts"

@@ -398,6 +398,7 @@ def test_an_axis_of_a_server_that_shards_nothing_is_warned_of(mesh: str, axes: l
         ([*FRAMES, "data.source=c4"], "data.source"),
         (["fsdp.bucket=none", "fsdp.memory_limit=1GiB"], "fsdp.memory_limit"),
         (["optimizer.momentum=0.5"], "optimizer.momentum"),
+        (["adapters={lora: {rank: 4}}", "train.freeze=[norm]"], "train.freeze"),
         (["optimizer.name=lion", "optimizer.eps=1.0e-6"], "optimizer.eps"),
         (["logging.wandb.mode=disabled", "logging.wandb.project=mine"], "logging.wandb.project"),
         (["schedule.name=constant", "schedule.decay_steps=20"], "schedule.decay_steps"),

@@ -17,6 +17,7 @@ import torch
 from chat_folders import CHATML, chat_folder
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.models.objectives.loss import IGNORE
+from tpshard.train.data.bad_rows import peek
 from tpshard.train.data.conversations import AnswerTokenizer, TooLong, answer_tokenizer
 from tpshard.train.data.corpus import open_text
 from tpshard.train.data.row_columns import Columns
@@ -267,6 +268,17 @@ def test_a_conversation_that_cannot_be_learned_is_named_by_file_and_line(
     assert caught.value.exit == Exit.DATA
     assert "a.jsonl, line 6: " in str(caught.value) and fault in str(caught.value)
     assert Loader(Mixture.of(text, tokenizer(tmp_path)), seq_len=SEQ, global_sequences=1, bad_rows=0.5)
+
+
+def test_a_few_rows_are_judged_before_a_run_by_their_share(tmp_path: Path) -> None:
+    rows = [conversation(random.Random(0), i) for i in range(50)]
+    rows[7]["messages"][0]["role"] = "usr"
+    text = open_text(str(write(tmp_path / "talks.jsonl", rows)), TALK).train
+    learn = tokenizer(tmp_path).labelled
+    with pytest.raises(Mistakes, match=r"1 of \d+ rows") as refused:
+        peek(text, 0.01, learn=learn)
+    assert "line 8: message 1 has the unknown role 'usr'" in refused.value.diagnostics[0].why
+    peek(text, 0.05, learn=learn)
 
 
 def test_of_a_prompt_with_its_completion_only_the_completion_is_learned(tmp_path: Path) -> None:

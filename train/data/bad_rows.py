@@ -74,6 +74,8 @@ def peek(
         except NotLearned as fault:
             row = replace(row, text=None, fault=str(fault))
         counter.see(file, row)
+    if counter.rows_read < rows_read:  # that was all
+        counter.file_ended()
     if counter.rows_read == counter.bad:
         raise text.mistake(f"{text.name} has no readable row", why=counter.first, fix=text.readable)
     if left_out and counter.bad + len(left_out) == counter.rows_read < rows_read:
