@@ -55,9 +55,9 @@ def classify(node: fx.Node, is_view: bool) -> Work:
     return entry_of(node.target).work
 
 
-Compiled = Literal["auto", "all", "layers", "rest", "none"]
-"""The part of a program that is compiled: all of it, the layers (`layers.3...`), all but the layers, or none; `auto`:
-all, or of a large program the layers."""
+Compiled = Literal["auto", "all", "pieces", "layers", "rest", "none"]
+"""The part of a program that is compiled: all of it at once, all in pieces between collectives and control flow, the
+layers (`layers.3...`), all but the layers, or none; `auto`: all, or of a large program the layers."""
 LARGE = 11_000
 """Operations of a program above which only its layers are compiled. Up to about as many the compiler's time grew no
 faster than the program (benchmarks/compile_time.py: with 64 layers, 138 s of CPU); larger ones were not measured."""
@@ -65,19 +65,19 @@ faster than the program (benchmarks/compile_time.py: with 64 layers, 138 s of CP
 
 def is_compiled(compiled: Compiled, info: Info) -> bool:
     """Whether a node is compiled."""
-    if compiled in ("all", "none"):
-        return compiled == "all"
+    if compiled in ("all", "pieces", "none"):
+        return compiled != "none"
     return (compiled == "layers") == (info.place.layer is not None)
 
 
 def compiled_as(program: Program, compiled: Compiled) -> Compiled:
-    """The part of a program that is compiled where `compiled` is asked for: nothing of one with control flow, whose
-    bodies are interpreted, unless layers are compiled by themselves."""
+    """The part of a program that is compiled where `compiled` is asked for: of one with control flow, whose bodies are
+    interpreted, pieces in the place of all."""
     if compiled == "auto":
         operations = sum(node.op == "call_function" for node in program.graph.nodes)
         compiled = "layers" if operations > LARGE else "all"
     within = compiled == "all" and any(node.target in CONTROL_FLOW for node in program.graph.nodes)
-    return "none" if within else compiled
+    return "pieces" if within else compiled
 
 
 @dataclass(frozen=True)

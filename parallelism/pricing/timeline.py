@@ -20,7 +20,7 @@ from tpshard.parallelism.pricing.flow import Flow, info_of
 from tpshard.parallelism.pricing.fusion import NONE, CacheReads, Compiled, Kernel, kernels, seconds
 from tpshard.parallelism.pricing.network import Topology
 from tpshard.parallelism.program import Collective, Program
-from tpshard.parallelism.rules.control_flow import CONTROL_FLOW, cond, priced, rounds
+from tpshard.parallelism.rules.control_flow import CONTROL_FLOW, cond, priced, rounds, scan
 from tpshard.parallelism.words import axes_text
 
 
@@ -227,7 +227,7 @@ def price(
             inside = [
                 price(body, device, devices_per_host, compiled="none", topology=topology) for body in programs_in(node)
             ]
-            tasks.append(_of_bodies(node, inside, run))
+            tasks.append(_of_bodies(node, inside, run, device))
         elif flow.name[node] == "wait_tensor":
             tasks.append(LaneTask(node.name, "wait", 0.0, of=_issuer(node, index)))
         else:
@@ -236,9 +236,11 @@ def price(
     return Priced(program, parts, tasks, costs, device.slowdown, run)
 
 
-def _of_bodies(node: fx.Node, inside: list[Priced], run: list[tuple[Priced, Timeline, int]]) -> LaneTask:
+def _of_bodies(
+    node: fx.Node, inside: list[Priced], run: list[tuple[Priced, Timeline, int]], device: Device
+) -> LaneTask:
     """The task of control flow, which takes what its bodies do: of a condition the one that is priced. Adds these to
-    `run`."""
+    `run`. A condition on a GPU makes the host wait for it, for about as long as a collective."""
     times = rounds(node.target, node.args, operand_shapes(node))
     timed = [(body, body.run(), times) for body in inside]
     if node.target is cond:
@@ -248,6 +250,8 @@ def _of_bodies(node: fx.Node, inside: list[Priced], run: list[tuple[Priced, Time
     total_s, comm_s, exposed_s = (
         times * sum(getattr(timeline, name) for _, timeline, _ in timed) for name in ("seconds", "comm_s", "exposed_s")
     )
+    if node.target is not scan and device.kind == "gpu":
+        total_s += times * device.overhead.issue_s
     return LaneTask(node.name, "compute", total_s, within=(comm_s, exposed_s))
 
 

@@ -42,8 +42,9 @@ class Executor:
 
     On a CPU reduce-scatters and small all-reduces are sent as an all-to-all and summed locally, in rank order (see
     `parallelism.resharding.exchange`); `exchange=False` leaves them to the backend. `compiled`: "all" compiles the
-    whole graph, "layers" its layers (see `regions`), "none" nothing, "auto" what suits its size. `mail` sends and
-    receives for a pipeline stage: at the graph's nodes, or for a compiled graph before and after it.
+    whole graph, or pieces of one with control flow, "layers" its layers (see `regions`), "none" nothing, "auto" what
+    suits its size. `mail` sends and receives for a pipeline stage: at the graph's nodes, or for a compiled graph before
+    and after it.
     """
 
     def __init__(
@@ -61,8 +62,8 @@ class Executor:
         whole = compiled == "all"
         self.module = localize(program, context.rank, context.device, None if whole else self.wait, exchange,
                                self.transfer if mail is not None and not whole else None)  # fmt: skip
-        if compiled == "layers":
-            self.module = with_blocks(self.module)
+        if compiled in ("layers", "pieces"):
+            self.module = with_blocks(self.module, rest=compiled == "pieces")
         self.received, self.sent = positions(program) if mail is not None and whole else ((), ())
         self.run: Callable[..., list[Tensor]] | None = None if whole else self.module
         """The function of the rank; None before the first call, which compiles it for tensors like its inputs."""

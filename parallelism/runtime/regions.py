@@ -1,4 +1,5 @@
-"""Compiling the operations of every layer by torch's compiler, and leaving all others as they are (`compile: blocks`).
+"""Compiling the operations of every layer by torch's compiler, and leaving all others as they are (`compile: blocks`),
+or compiling all operations in pieces, where control flow stands between them.
 
 Collectives and their waits keep their order and stay asynchronous: they are never compiled. Equal layers are compiled
 once.
@@ -18,16 +19,17 @@ from tpshard.parallelism.program import INFO
 from tpshard.parallelism.rules.table import entry_of
 from tpshard.parallelism.runtime.compiled import Boxed, compile_graph
 
-Key = tuple[Layer, bool]
-"""A layer, and whether it is the forward pass: a region belongs to one key."""
+Key = tuple[Layer | None, bool]
+"""A layer, if any, and whether it is the forward pass: a region belongs to one key."""
 
 
-def with_blocks(module: fx.GraphModule) -> fx.GraphModule:
+def with_blocks(module: fx.GraphModule, rest: bool = False) -> fx.GraphModule:
     """Replaces the operations of each layer by regions, which are compiled at their first run.
 
-    module: one rank's graph for the interpreter (`execute.localize`).
+    module: one rank's graph for the interpreter (`execute.localize`). rest: whether operations that belong to no layer
+    are compiled too.
     """
-    return _Cut(module).run()
+    return _Cut(module, rest).run()
 
 
 class CompiledRegion:
@@ -69,8 +71,8 @@ class _Open:
 class _Cut:
     """Copies a graph node by node, with operations of a layer collected into compiled regions."""
 
-    def __init__(self, module: fx.GraphModule):
-        self.module, self.graph = module, fx.Graph()
+    def __init__(self, module: fx.GraphModule, rest: bool):
+        self.module, self.rest, self.graph = module, rest, fx.Graph()
         self.copies: dict[fx.Node, fx.Node] = {}
         self.shared: dict[Any, Boxed] = {}
         self.open: _Open | None = None
@@ -103,7 +105,9 @@ class _Cut:
     def _key(self, node: fx.Node) -> Key | None:
         """The region key of an operation; None if it is not compiled."""
         metadata = node.meta.get(INFO)
-        if node.op != "call_function" or metadata is None or metadata.comm is not None or metadata.place.layer is None:
+        if node.op != "call_function" or metadata is None or metadata.comm is not None:
+            return None
+        if metadata.place.layer is None and not self.rest:
             return None
         if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
             return None

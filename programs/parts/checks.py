@@ -114,8 +114,8 @@ def control_flow_notes(setting: Setting, program: Program) -> list[str]:
     notes = []
     if nodes and setting.recipe.compile in ("auto", "inductor"):
         notes.append(
-            f"`{name}` is control flow, so that the micro-batch's program is interpreted, not compiled as a whole "
-            "(compile: blocks compiles the other operations of layers)"
+            f"`{name}` is control flow, which is interpreted: what stands around it in the micro-batch's program "
+            "is compiled in pieces"
         )
     for node in nodes:
         if node.target is while_loop:

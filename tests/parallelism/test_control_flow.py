@@ -14,18 +14,20 @@ from torch._higher_order_ops import associative_scan, scan, while_loop
 from torch.utils import _pytree as pytree
 from tpshard.devices.read import device
 from tpshard.parallelism import Mesh, mesh_split, partition, program_file
-from tpshard.parallelism.pricing.fusion import kernels
+from tpshard.parallelism.pricing.fusion import compiled_as, kernels
 from tpshard.parallelism.pricing.liveness import liveness
 from tpshard.parallelism.pricing.timeline import Priced, price
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.resharding.lower import is_first
 from tpshard.parallelism.rules.control_flow import WHILE_ROUNDS
+from tpshard.parallelism.rules.table import entry_of
+from tpshard.parallelism.runtime import regions
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor, localize
 from tpshard.parallelism.simulate import run_lockstep
 
 F64 = torch.float64
-MESH = Mesh({"a": 2, "b": 3})
+MESH, ONE = Mesh({"a": 2, "b": 3}), Mesh({"a": 1})
 Ops = Sequence[Callable[..., Any]]
 
 
@@ -304,10 +306,22 @@ def test_memory_counts_the_peak_of_a_body() -> None:
     assert predicted.peak_bytes == pytest.approx(peak, rel=0.01)
 
 
+def test_what_stands_around_control_flow_is_compiled_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regions, "compile_graph", lambda piece, _: lambda boxed: list(piece(*boxed)))
+    x, w = (one.detach() for one in tensors())
+    program = partition(lambda x, w: results_of(nested, TORCH, *(y.requires_grad_() for y in (x, w))), [x, w], ONE)
+    assert compiled_as(program, "all") == compiled_as(program, "auto") == "pieces"
+    pieces = regions.with_blocks(localize(program, 0, torch.device("cpu"), None, False), rest=True)
+    left = [node.target for node in pieces.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    assert all(entry_of(target).view is not None for target in left)
+    assert sum(isinstance(node.target, regions.CompiledRegion) for node in pieces.graph.nodes) > 2
+    for mine, whole in zip(pieces(x, w), program.simulate(x, w), strict=True):
+        assert torch.equal(mine, whole)
+
+
 def on_rank(context: Context, stored: dict[str, Any], args: list[Tensor]) -> list[Tensor]:
     program = program_file.load(stored)
-    # what is compiled as a whole is interpreted where it has control flow
-    return [one.clone() for one in Executor(program, context, compiled="all")(*program.local(context.rank, *args))]
+    return [one.clone() for one in Executor(program, context)(*program.local(context.rank, *args))]
 
 
 def test_processes_compute_what_is_simulated(pool: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def both(context: Context, compiled: Compiled, *overrides: str) -> tuple[list[fl
         elif port.kind == "gradient":
             inputs.append(torch.zeros(port.local))
         elif port.name == "positions":
-            inputs.append(torch.arange(8).expand(port.local).contiguous())
+            inputs.append(torch.arange(port.local[-1]).expand(port.local).contiguous())
         elif port.name == "documents":
             inputs.append(torch.zeros(port.local, dtype=torch.int64))
         else:
@@ -59,10 +60,15 @@ def distances(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> list[
     return [float((a - b).float().norm() / b.float().norm().clamp(min=1e-9)) for a, b in zip(actual, expected)]
 
 
+MIXTURE = ("mesh={ep: 2}", "model={preset: tiny-moe, layers: 1, width: 16, heads: 2, kv_heads: 1, head_dim: 8, mlp: 24,"
+           " experts: 4, top_k: 1, vocab: 32, seq_len: 64}", "sharding.dropless.form=all_to_all")  # fmt: skip
+
+
 @pytest.mark.slow
-def test_inductor_runs_the_same_program(pool) -> None:
-    for actual, *_ in pool.run(both, "all", world=2, mesh={"fsdp": 2}):
-        assert max(actual) < 1e-5
+@pytest.mark.parametrize(("overrides", "pieces"), [((), False), (MIXTURE, True)])
+def test_inductor_runs_the_same_program_in_pieces_around_control_flow(pool, overrides: Any, pieces: bool) -> None:
+    for actual, regions, _ in pool.run(both, "all", *overrides, world=2, mesh={"ep" if pieces else "fsdp": 2}):
+        assert max(actual) < 1e-5 and (regions > 1) == pieces
 
 
 @pytest.mark.parametrize(
