@@ -48,7 +48,8 @@ def rows(skew: Skew) -> list[str]:
         more = f", {one.dropped:.1%} of choices dropped" if skew.capacity is not None else (
             f", its device {one.busiest_device:.2f} of a mean, {gib(one.workspace_bytes)} to compute it"
         )  # fmt: skip
-        if skew.slack is not None and one.busiest_device > skew.slack:
-            more += "; more than its slots, so that tokens are gathered too, which is not priced"
+        if skew.slack is not None and one.busiest_device > 1:
+            few = "more than its slots, so that tokens are gathered too" if one.busiest_device > skew.slack else ""
+            more += f"; {few or 'further slots may be sent'}, which is not priced"
         lines.append(f"  {name:8} the busiest gets {one.busiest:.2f} of a mean: step {seconds(one.step_s)}{more}")
     return lines

@@ -12,6 +12,7 @@ from tpshard.parallelism.graph import Graph, Value
 from tpshard.parallelism.mesh import Axes, Axis, merge, size_of
 from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.propagation.storage import used_values
+from tpshard.parallelism.rules.control_flow import every_graph
 from tpshard.parallelism.sharding import Layout, Sharding, replicated
 from tpshard.parallelism.why import SourcePlace
 from tpshard.programs.setting.setting import Setting
@@ -47,7 +48,7 @@ def annotate(
             reader.rules(annotations, value, name, setting.dims.get(name, ()), (by or {}).get(name, ""))
     for value in batch:
         reader.rules(annotations, value, value.name, (fields or {}).get(value.name, BATCH_DIMS[: value.rank]))
-    for value in graph.values():
+    for value in (value for each in every_graph(graph) for value in each.values()):
         # the inputs of experts are sharded like the experts, and what stages compute like their layers
         own = [d if d in ("expert", "stage") else "" for d in value.dims]
         if value.label and any(own):

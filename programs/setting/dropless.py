@@ -48,8 +48,10 @@ def dropless(
         )  # fmt: skip
     if section.form == "gather" or misfit:
         return Dropless(None, f"gathered: {misfit or '`sharding.dropless.form`'}")
-    groups, tokens = ExpertGroups(size_of(axes), section.slack), recipe.model.seq_len
-    slots = groups.slots(tokens, c.experts, c.top_k)
+    data = _axes(mesh, rules["batch"])
+    groups, tokens = ExpertGroups(size_of(axes), section.slack, size_of(data)), rows() * recipe.model.seq_len
+    always, *more = groups.slots(tokens, c.experts, c.top_k)
+    slots = always + sum(more)
     device, _, per_host = cluster.device_of(recipe)
     topology = Topology(mesh, per_host)
 
@@ -57,17 +59,20 @@ def dropless(
         return collective(device, topology, kind, over, size).seconds + device.overhead.issue_s
 
     token, routing = c.width * itemsize, c.top_k * ROUTING_BYTES  # routing travels beside the tokens one way
-    every, sent = (rows() * groups.count * places for places in (tokens, slots))
+    every, sent = (groups.count * places for places in (tokens, always))
     gather_s = seconds("all_gather", every * (2 * token + routing)) + seconds("reduce_scatter", every * 2 * token)
     exchange_s = 2 * seconds("all_to_all", sent * (2 * token + routing))
-    exchange_s += seconds("all_reduce", 4, _axes(mesh, rules["batch"]))  # of the choices without a slot
+    exchange_s += seconds("all_reduce", 4, data)  # of the load
+    if device.kind == "gpu":  # whose host waits for each condition
+        exchange_s += 2 * (bool(more) + (slots < tokens or bool(more))) * device.overhead.issue_s
     times = f"{exchange_s * 1e3:.3g} ms a layer by all-to-all, {gather_s * 1e3:.3g} ms by gathers"
-    if section.form == "auto" and recipe.compile in ("auto", "inductor"):
-        return Dropless(None, f"gathered: `compile: {recipe.compile}` compiles no program with a fallback ({times})")
     if section.form == "auto" and exchange_s >= gather_s:
         return Dropless(None, f"gathered: {times}")
-    rest = "" if slots == tokens else "; where more go to one, the rest is gathered too, which is not priced"
-    return Dropless(groups, f"by all-to-all: {times}; {slots} slots for {tokens} tokens on each device{rest}")
+    further = [f"up to {slots:,} are sent"] if more else []
+    further += ["the rest is gathered"] if slots < tokens else []
+    room = f"{always:,} slots for {tokens:,} tokens on each device"
+    room += f"; where the load is higher {' and '.join(further)}, which is not priced" if further else ""
+    return Dropless(groups, f"by all-to-all: {times}; {room}")
 
 
 def _axes(mesh: Mesh, names: tuple[str, ...]) -> Axes:

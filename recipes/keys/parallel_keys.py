@@ -15,10 +15,10 @@ class DroplessSection(Section):
 
     form: Literal["auto", "gather", "all_to_all"] = "auto"
     """gather: every token goes to every device with experts. all_to_all: a token goes to the devices of its experts, in
-    slots; in a step in which some find none, these are gathered too. auto: the one with the lower price; gather where
-    `compile: auto` or `inductor` would not compile the other's program."""
+    as many slots as the step's load needs; where some find none, these are gathered too. auto: the one with the lower
+    price."""
     slack: Annotated[float, limits(above=0, most=2**16)] = 1.5
-    """The slots of a device for a sequence, as a multiple of the tokens that even routing sends there."""
+    """The most slots of a device for tokens of another one, as a multiple of those that even routing sends there."""
 
 
 class ShardingSection(Section):
