@@ -94,11 +94,12 @@ class LocalPart:
     @functools.cached_property
     def _moved(self) -> list[fx.Node]:
         """The shards of all results, of a rule that only moves elements: along one sharded factor after another."""
-        nodes, results = self.inputs, [self.shape(i) for i in range(len(self.op.results))]
+        nodes = [self.inputs[i] for i in dict.fromkeys(window.read for _, window in self.rule.windows)]
+        results = [self.shape(i) for i in range(len(self.op.results))]
         for f, window in {f: window for f, window in self.rule.windows if f in self.choice}.items():
             plan, size = halo.plan_of(self.op, self.rule, f, self.axes(f)), self._tensor(0).shape[window.dim]
             nodes = [halo.keep_strided(self.emitter, node, size, self.axes(f), window) for node in nodes]
-            lengths = [shape[window.reader_dim] for shape in results]
+            lengths = [-(-shape[window.reader_dim] // window.scale) for shape in results]
             nodes = self.emitter.move_runs(nodes, window.dim, self.axes(f), plan, lengths, self._near(0))
         return nodes
 

@@ -94,7 +94,8 @@ def plan_of(op: Op, rule: Rule, factor: int, axes: Axes) -> RunPlan:
         if f == factor:
             length = 0 if w.reader in unread else tensors[w.reader].shape[w.reader_dim]
             size = tensors[w.read].shape[w.dim]
-            reads.append(Read(w.read, size, w.reader - first, length, w.first, (1, 1), w.stride, w.within, w.mirrored))
+            more = w.stride, w.within, w.mirrored, w.scale
+            reads.append(Read(w.read, size, w.reader - first, length, w.first, (1, 1), *more))
     return runs_of(tuple(reads), axes)
 
 

@@ -33,6 +33,9 @@ class Read(NamedTuple):
     mirrored: bool = False
     """Whether its position `i` is position `i` from the source's end. It gets its elements in the source's order, those
     of its shard at the shard's end, so that flipping the shard gives the result."""
+    spread: int = 1
+    """If more than 1, position `i` is position `(i + first) / spread` of the source where that is whole. A device gets
+    these elements alone, one after the other from the first that its shard may have."""
 
 
 class ElementRun(NamedTuple):
@@ -128,16 +131,18 @@ def runs_of(reads: tuple[Read, ...], axes: Axes) -> RunPlan:
 
 def _overlaps(read: Read, base: int, axes: Axes) -> list[ElementRun]:
     """The runs of one result that lie in one source, of which a device's shard begins at place `base`."""
-    # what each device has, as positions of the result
+    # what each device has, as positions of the result, or of the source of one that is spread
+    first = read.first if read.spread == 1 else 0
     have = [
-        tuple(-((read.first - place) // read.stride) for place in span)
+        tuple(-((first - place) // read.stride) for place in span)
         for span in spans(read.source_size, axes, read.grains[0])
     ]
     begins = [begin for begin, _ in have]
     part = local_size(read.result_size, axes, read.grains[1])
     least, most = read.within or (0, read.result_size)
     out = []
-    for target, (begin, end) in enumerate(spans(read.result_size, axes, read.grains[1])):
+    for target, span in enumerate(spans(read.result_size, axes, read.grains[1])):
+        begin, end = span if read.spread == 1 else (-(-(place + read.first) // read.spread) for place in span)
         place = -begin
         if read.mirrored:
             begin, end = read.result_size - end, read.result_size - begin

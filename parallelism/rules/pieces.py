@@ -226,13 +226,29 @@ def from_on(at: LocalOp, factor: int, dim: int, start: int) -> Any:
 def slice_scatter(op: Op) -> Rule:
     """The rule of slice_scatter, which replaces x[start:end:step]: devices of a sharded dim read their neighbours."""
     dim, start, end, step = bounds(op, 2)
-    if step != 1:
-        return whole(op, [dim], additive=(0, 1))
 
     def local(at: LocalOp) -> Any:
-        return at.window(0) if cut_dims(at, rule) else at.same()
+        if not cut_dims(at, rule):
+            return at.same()
+        if step == 1:
+            return at.window(0)
+        (f,), rows = rule.results[0][dim], at.window(0)  # those for this shard, in order
+        begins = [begin - start for begin, _ in spans(op.results[0].shape[dim], at.axes(f))]
+        places = at.emit(aten.arange.default, at.shape()[dim], dtype=torch.int64)
+        places = at.emit(aten.add.Tensor, places, at.pick(f, begins))
+        row = at.emit(aten.floor_divide.default, places, step)
+        replaced = at.emit(aten.eq.Tensor, at.emit(aten.mul.Tensor, row, step), places)
+        for inside in ((aten.ge.Scalar, 0), (aten.lt.Scalar, op.operands[1].shape[dim])):
+            replaced = at.emit(aten.logical_and.default, replaced, at.emit(inside[0], row, inside[1]))
+        own = at.emit(aten.sub.Tensor, row, at.pick(f, [-(-begin // step) for begin in begins]))
+        own = at.emit(aten.clamp.default, own, 0, at.shape_of(rows)[dim] - 1)
+        view = [n if d == dim else 1 for d, n in enumerate(at.shape())]
+        spread = at.emit(aten.index_select.default, rows, dim, own)
+        return at.emit(aten.where.self, at.emit(aten.reshape.default, replaced, view), spread, at.inputs[0])
 
     rule = same_dims(op, [dim], Kind.PERMUTE, (0, 1), local=local)
+    if step != 1:
+        return with_windows(rule, [Window(1, dim, 2, dim, first=-start, scale=step)], moving=True)
     kept = [Window(0, dim, 2, dim, within=within) for within in ((0, start), (end, op.results[0].shape[dim]))]
     return with_windows(rule, [*kept, Window(1, dim, 2, dim, first=-start, within=(start, end))], moving=True)
 

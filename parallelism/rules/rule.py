@@ -66,7 +66,8 @@ class Window:
     """Whether position `o` of the reader reads position `o` from the end, which is all that such a window may do: the
     rule flips what it gets."""
     scale: int = 1
-    """The number of the reader's positions for one position of the window."""
+    """The number of the reader's positions for one position of the window. Of a rule that only moves elements: position
+    `o` reads position `(o + first) / scale` where that is whole, and the rule puts what it gets in these places."""
 
 
 @dataclass(frozen=True)

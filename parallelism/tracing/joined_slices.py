@@ -1,6 +1,7 @@
 """Slices of one sharded dim, and the sum of their gradients, as a split and a concatenation that exchange less.
 
-A slice by itself exchanges its own runs of elements; those of a split or a concatenation share permutes (`runs`).
+A slice by itself exchanges its own runs of elements; those of a split or a concatenation share permutes (`runs`). Two
+slices put together in turn, one of them negated, as rotary positions have them, are a roll, which exchanges once.
 Graphs hold slices until they are partitioned, since other code recognizes them.
 """
 
@@ -11,10 +12,11 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import torch
-from tpshard.parallelism.graph import Op, Place, Ref
+from tpshard.parallelism.graph import Op, Place, Ref, Value
 from tpshard.parallelism.propagated import Shardings
 from tpshard.parallelism.rules.pieces import bounds
 from tpshard.parallelism.rules.table import rule_for
+from tpshard.parallelism.sharding import Sharding
 
 aten = torch.ops.aten
 
@@ -35,13 +37,26 @@ class _Sum(NamedTuple):
     pads: list[Op]
 
 
+class _Turn(NamedTuple):
+    """A concatenation of the end of a dim and of its beginning, each with a sign."""
+
+    op: Op
+    source: Value
+    dim: int
+    ends: tuple[int, int]
+    """The sizes of the end and of the beginning."""
+    signs: tuple[int, int]
+
+
 def join(shardings: Shardings) -> Shardings:
     """The shardings of a rewritten copy of the graph, which has the same results; as given where nothing is joined."""
-    if next(_slices_to_join(shardings), None) is None and next(_sums_to_join(shardings), None) is None:
+    parts = _slices_to_join(shardings), _sums_to_join(shardings), _turns_to_join(shardings)
+    if all(next(each, None) is None for each in parts):
         return shardings
     shardings = shardings.copy()
-    _join_slices(shardings)
     _join_padded(shardings)
+    _join_turns(shardings)
+    _join_slices(shardings)
     return shardings
 
 
@@ -123,6 +138,53 @@ def _join_padded(shardings: Shardings) -> None:
         joined.update(summed)
     graph.ops = [op for op in graph.ops if op not in joined]
     graph.refresh_users()
+
+
+def _turns_to_join(shardings: Shardings) -> Iterator[_Turn]:
+    """Yields cat([-x[k:], x[:k]]), with any signs, along a sharded dim; nothing else reads the slices."""
+    for op in shardings.graph.ops:
+        if op.target is not aten.cat.default or len(op.operands) != 2:
+            continue
+        makers, signs = zip(*(_without_sign(value, op) for value in op.operands))
+        if not all(maker is not None and maker.target is aten.slice.Tensor for maker in makers):
+            continue
+        (dim, k, end, step), (other, start, stop, by) = (bounds(maker, 1) for maker in makers)
+        source, result = makers[0].operands[0], op.results[0]
+        along = (op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)) % result.rank
+        turned = (start, stop, end, step, by) == (0, k, source.shape[dim], 1, 1) and dim == other == along
+        axes = [shardings.of[value].dims[dim] for value in (source, result)]
+        if source is makers[1].operands[0] and turned and 0 < k < end and axes[0] and axes[0] == axes[1]:
+            yield _Turn(op, source, dim, (end - k, k), signs)
+
+
+def _join_turns(shardings: Shardings) -> None:
+    """Rewrites concatenations of slices in turn to a roll, times a constant with the signs."""
+    graph = shardings.graph
+    for op, source, dim, ends, signs in list(_turns_to_join(shardings)):
+        result = op.results[0]
+        rolled = Value(f"{op.name}.roll", result.shape, result.dtype)
+        roll = Op(rolled.name, aten.roll.default, (Ref(0), [-ends[1]], [dim]), {}, [source], [rolled], op.place)
+        rolled.producer = roll
+        sign = torch.cat([torch.full((n,), one, dtype=result.dtype) for n, one in zip(ends, signs)])
+        sign = sign.view(-1, *[1] * (result.rank - 1 - dim))
+        constant = Value(f"{op.name}.signs", tuple(sign.shape), sign.dtype)
+        graph.constants[constant.name.replace(".", "_")] = constant, sign
+        op.target, op.args, op.kwargs, op.operands = aten.mul.Tensor, (Ref(0), Ref(1)), {}, [rolled, constant]
+        graph.ops.insert(graph.ops.index(op), roll)
+        shardings.of |= {rolled: shardings.of[result], constant: Sharding.unknown(sign.dim())}
+        shardings.rules |= {each: rule_for(each) for each in (roll, op)}
+    graph.refresh_users()
+    graph.drop_dead()
+
+
+def _without_sign(value: Value, reader: Op) -> tuple[Op | None, int]:
+    """The op that makes a value, or of a negated one its operand, and the sign; None if others read it too."""
+    if value.users != [reader] or value.producer is None:
+        return None, 1
+    if value.producer.target is aten.neg.default:
+        maker, sign = _without_sign(value.producer.operands[0], value.producer)
+        return maker, -sign
+    return value.producer, 1
 
 
 def _padded_summands(op: Op, before: Mapping[Op, list[Op]]) -> list[Op] | None:

@@ -91,6 +91,15 @@ def test_two_slices_put_together_in_turn_are_one_shift() -> None:
     assert [(c.kind, c.bytes) for c in program.collectives] == [("permute", 2 * 2 * 4)]
     assert torch.equal(program.simulate(x)[0], x.roll(2, 0))
 
+    def turned(x: torch.Tensor) -> torch.Tensor:  # as rotary positions do
+        return torch.cat([-x[6:], x[:6]])
+
+    gradient = torch.func.grad(lambda x: turned(x).sin().sum())
+    for fn, shifts in ((turned, 1), (gradient, 2)):
+        program = partition(fn, [x], Mesh({"x": 4}), [("x",)], [("x",)])
+        assert [(c.kind, c.bytes) for c in program.collectives] == [("permute", 3 * 2 * 4)] * shifts
+        assert torch.equal(program.simulate(x)[0], fn(x))
+
 
 def test_a_padding_and_the_window_that_reads_it_exchange_once() -> None:
     """A causal convolution of a sharded sequence needs the last rows of one neighbour, and nothing else."""

@@ -247,7 +247,7 @@ def some_move(rng: random.Random, n: int, m: int) -> tuple[Fn, int]:
     widths = [rng.randint(0, 2), rng.randint(0, 2), rng.randint(-n // 3, n), rng.randint(-n // 3, n)]
     moves: list[tuple[Fn, int]] = [
         (lambda x, s: x[first:last:step], 1),
-        (lambda x, s: torch.slice_scatter(x, s, 0, first, last), last - first),
+        (lambda x, s: torch.slice_scatter(x, s, 0, first, last, step), -(-(last - first) // step)),
         (lambda x, s: x.roll(first, 0), 1),
         (lambda x, s: x.roll((first, -1), (0, 1)), 1),
         (lambda x, s: x.flip([0]), 1),
@@ -291,3 +291,4 @@ def test_only_what_crosses_is_sent() -> None:
     assert rows(lambda x, s: torch.slice_scatter(x, s, 0, 512, 768), 1024, ("x",), 8, torch.zeros(256, 1).double()) == (
         4 * 32
     )
+    assert rows(lambda s: s.new_zeros(1024, 1).slice_scatter(s, 0, 512, 1024, 2), 256) == 2 * 32
