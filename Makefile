@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -rs
 
-.PHONY: setup train test tests texts test-avx2 test-all test-busy lint gpu
+.PHONY: setup train test tests texts test-avx2 test-all test-triton test-busy lint gpu
 setup: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml setup.py
@@ -46,6 +46,13 @@ test-avx2: setup
 # What `make test` leaves out and needs no GPU, and how long each of it takes.
 test-all: test
 	$(PYTEST) -m "slow and not gpu" --durations=0
+
+# The kernels compiled and interpreted by another Triton, such as the one that torch for CUDA pins.
+TRITON ?= 3.7.1
+KERNELS := tests/kernels/test_triton_kernels.py tests/kernels/test_paged_attention.py tests/kernels/test_fp8.py
+test-triton: setup
+	$(BIN)/pip install -q --no-deps --upgrade --target $(VENV)/triton-$(TRITON) triton==$(TRITON)
+	PYTHONPATH=$(abspath $(VENV)/triton-$(TRITON)) $(PYTEST) -m "not gpu" $(KERNELS)
 
 test-busy: setup
 	$(BIN)/python tests/busy.py 2 $(PYTEST) -m "not slow and not gpu"

@@ -54,7 +54,7 @@ nothing was. On the rows for testing:
 
 **What this does not say.** The rows measure other engines, so they judge the cost model (bytes, FLOPs, all-reduces,
 launches) and not tpshard's own server, of which nobody has published a row: it pads its steps to fixed sizes and
-replays graphs on one GPU alone (see [serving](serving.md)). `plan --for serve` plans that server, from the same
+replays graphs of up to 128 rows (see [serving](serving.md)). `plan --for serve` plans that server, from the same
 kernels. The constants were fitted on rows for fitting alone, but the ways of the engines were written down by people
 who had seen all rows.
 

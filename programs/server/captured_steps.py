@@ -5,8 +5,8 @@ from __future__ import annotations
 from tpshard.kernels.attention.paged_selection import PAGED_SELECT, PAGED_SELECTED
 from tpshard.parallelism.program import Program
 
-MOST_ROWS = 64
-"""Most rows of a captured step; larger steps keep the device busy without a graph."""
+MOST_ROWS = 128
+"""Most rows of a captured step: a server's second size. Larger steps keep the device busy without a graph."""
 WAITING = (PAGED_SELECT, PAGED_SELECTED)
 """Operations that cannot be captured: the host waits for the device to read how many keys each row of a selection
 has."""

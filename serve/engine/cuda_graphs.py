@@ -1,4 +1,8 @@
-"""CUDA graphs for small steps: a step's thousands of kernel launches are captured once and replayed as one."""
+"""CUDA graphs for small steps: a step's thousands of kernel launches are captured once and replayed as one.
+
+With several ranks each captures its own steps, collectives included: all ranks meet a size for the first time in the
+same step. Groups connect in the runs before the capture, since they cannot while a graph is captured.
+"""
 
 from __future__ import annotations
 
@@ -55,5 +59,6 @@ class Captured:
                 self._run(*self._inputs)
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=self._pool):
+        # other threads ask events meanwhile: NCCL's, and the watchdog that names what hangs
+        with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
             self._output = self._run(*self._inputs)

@@ -51,7 +51,7 @@ class ProgramRunner:
         self._run: dict[Size, Callable[..., list[Tensor]]] = {
             size: Executor(program, context) for size, program in programs.by_size.items()
         }
-        if context.device.type == "cuda" and context.world == 1:
+        if context.device.type == "cuda":
             self._capture()
 
     def step(self, batch: StepInput, picks: Picks) -> Picked:
