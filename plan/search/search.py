@@ -96,7 +96,7 @@ def _per_device(recipe: Recipe, mesh: Mapping[str, int]) -> list[int]:
 
 
 FEWEST_TRIED = 5
-"""How many numbers of recomputed layers are priced; the third is near the line between two."""
+"""How many numbers of recomputed layers are priced for a variant; two or three are enough where memory is a line."""
 T = TypeVar("T")
 LARGE = 200
 """The number of layers times meshes from which on a search starts helper processes, whose start takes seconds."""
@@ -176,34 +176,34 @@ class _Search:
         return candidate
 
     def some_layers(self) -> None:
-        """Of the two fastest variants that recompute in every layer, finds the fewest layers to recompute instead."""
-        ordered = sorted(self.result.candidates, key=lambda c: c.price.step_s)
-        for whole in [c for c in ordered[:2] if c.remat != "none" and c.mesh.get("pp", 1) == 1]:
-            self.fewest_layers(whole)
+        """With the fastest mesh, goes on from the variants that recompute all of every layer to the fewest layers."""
+        candidates = [c for c in self.result.candidates if c.mesh.get("pp", 1) == 1]
+        if candidates:
+            mesh = min(candidates, key=lambda c: c.price.step_s).mesh
+            for whole in [c for c in candidates if c.mesh == mesh and c.remat == "full"]:
+                self.fewest_layers(whole)
 
     def fewest_layers(self, whole: Candidate) -> None:
-        """Tries numbers of recomputed layers, each where a line through the memory of those before meets the limit."""
+        """Tries numbers of recomputed layers, each where the line through the memory of two others meets the limit."""
         layers = search_pipelines.layers_of(self.recipe)
         limit = cluster.device_of(self.recipe)[0].memory_bytes
-        below, above = (0, 0), (layers, 0)
-        """Layers and bytes of the nearest numbers that do not fit and that do."""
-        count = layers // 2
+        none = replace(whole, remat="none")
+        price, bound = self.figures.prices.get(tuple(none.changes)), self._bound(none)
+        # layers and bytes of the nearest numbers that do not fit and that do
+        below = 0, price.needed_bytes if price is not None else bound.least_bytes if bound is not None else 0
+        above = layers, _needed_bytes(whole)
         for _ in range(FEWEST_TRIED):
-            if not below[0] < count < above[0]:
+            each = (below[1] - above[1]) / max(1, above[0] - below[0])
+            count = above[0] - int((limit - above[1]) / each) if each > 0 else (below[0] + above[0]) // 2
+            count = max(count, below[0] + 1)
+            if count >= above[0]:
                 return
             one = self._try(replace(whole, remat=f"{{first: {count}}}"))
             if one is None:
                 return
-            if one.price.fits:
-                above = count, _needed_bytes(one)
-            else:
-                below = count, _needed_bytes(one)
-            if below[1] and above[1]:
-                each = (below[1] - above[1]) / (above[0] - below[0])
-                ideal = above[0] - int((limit - above[1]) / each) if each > 0 else above[0] - 1
-                count = min(max(ideal, below[0] + 1), above[0] - 1)
-            else:
-                count = (below[0] + above[0]) // 2
+            below, above = (
+                (below, (count, _needed_bytes(one))) if one.price.fits else ((count, _needed_bytes(one)), above)
+            )
 
     def _figure(self, figures: dict[Changes, T | None], one: Candidate, compute: Callable[[Recipe], T]) -> T | None:
         """A figure of a variant, computed once; None for a variant that contradicts itself.

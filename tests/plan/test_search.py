@@ -102,7 +102,7 @@ def test_a_search_recomputes_as_few_layers_as_fit(monkeypatch):
     result = search.search(recipe)
     assert result.candidates[0].remat == "{first: 19}"
     assert loads(search_result.winner(result, recipe)).remat == RematEvery(first=19)
-    assert 19 in tried and len([n for n in tried if n not in (0, 32)]) <= 2 * search.FEWEST_TRIED
+    assert {n for n in tried if n not in (0, 32)} == {19}, "memory is a line here"
 
 
 def test_a_search_says_why_no_pipeline_is_faster() -> None:
