@@ -63,6 +63,7 @@ TEXTS = (
     "model: {preset: tiny}\ndata: {prompt: question}",
     "model: {preset: tiny}\ndata: {messages: talk, prompt: question, completion: answer}",
     "model: {preset: tiny}\ndata: {source: a.jsonl, messages: talk, tokenizer: bytes}",
+    "model: {preset: tiny}\ndata: {sources: []}",
     "model: {preset: tiny}\ndata: {sources: [{source: a.jsonl, weight: 0}]}",
     "model: {preset: tiny}\ndata: {sources: [{source: a.jsonl}, {source: b.jsonl, weight: 0}]}",
     "model: {preset: tiny-moe, experts: 8, top_k: 99}",

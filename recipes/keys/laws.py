@@ -323,8 +323,11 @@ def form_of_rows(recipe: Recipe) -> Iterator[Diagnostic]:
 
 
 def weights_of_sources(recipe: Recipe) -> Iterator[Diagnostic]:
-    """Requires that the weights of a mixture have a sum, and names sources that are never read."""
+    """Requires that a mixture has sources, whose weights have a sum, and names those that are never read."""
     sources = recipe.data.sources
+    if not sources and recipe.where("data.sources").line and not recipe.where("data.source").line:
+        why = "the sample would be read in their place"
+        yield violation(recipe, "data.sources", "`data.sources` names no source", why, "a list of {source: ...}")
     if sources and not sum(one.weight for one in sources):
         message = "the weights of `data.sources` sum to nothing"
         yield violation(recipe, "data.sources.0.weight", message, "no source would be read", "a weight above 0")
