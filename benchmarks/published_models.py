@@ -68,6 +68,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_QWEN_2, "hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8,
         "intermediate_size": 27648,
     },
+    "Qwen2.5 0.5B": {
+        **_QWEN_2, "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
+        "intermediate_size": 4864, "vocab_size": 151936, "tie_word_embeddings": True,
+    },
+    "Qwen2.5 1.5B": {
+        **_QWEN_2, "hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2,
+        "intermediate_size": 8960, "vocab_size": 151936, "tie_word_embeddings": True,
+    },
+    "Qwen2.5 3B": {
+        **_QWEN_2, "hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 2,
+        "intermediate_size": 11008, "vocab_size": 151936, "tie_word_embeddings": True,
+    },
     "Qwen2.5 14B": {
         **_QWEN_2, "hidden_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8,
         "intermediate_size": 13824,
@@ -90,9 +102,16 @@ MODELS: dict[str, str | Callable[[re.Match[str]], str]] = {
     r"Llama-3\.2-1B": "preset: llama3-1b",
     r"Llama-3(?:\.[13])?-(8|70|405)B": r"preset: llama3-\1b",
     r"Llama-2-7B": "preset: llama3-8b, kv_heads: 32, mlp: 11008, vocab: 32000",
+    r"Llama-2-13B": "preset: llama3-8b, layers: 40, width: 5120, heads: 40, kv_heads: 40, mlp: 13824, vocab: 32000",
+    r"Llama-3\.2-3B": "preset: llama3-8b, layers: 28, width: 3072, heads: 24, mlp: 8192, tie_embeddings: true",
+    r"Mistral-7B.*": "preset: llama3-8b, vocab: 32768",
+    r"Mixtral-8x22B": (
+        "preset: mixtral-8x7b, layers: 56, width: 6144, heads: 48, kv_heads: 8, mlp: 16384, vocab: 32768"
+    ),
     r"Llama-2-70B": "preset: llama3-70b, vocab: 32000",
     r"Mixtral-8x7B": "preset: mixtral-8x7b",
     r"Qwen3-8B": "preset: qwen3-4b, width: 4096, mlp: 12288, tie_embeddings: false",
+    r"Qwen3-1\.7B": "preset: qwen3-4b, layers: 28, width: 2048, heads: 16, mlp: 6144",
     r"Qwen3-14B": "preset: qwen3-4b, layers: 40, width: 5120, heads: 40, mlp: 17408, tie_embeddings: false",
     r"Qwen3-32B": "preset: qwen3-4b, layers: 64, width: 5120, heads: 64, mlp: 25600, tie_embeddings: false",
     r"Qwen3(?: MoE|-)[ ]?30B.*": "preset: qwen3-30b-a3b",
@@ -103,7 +122,7 @@ MODELS: dict[str, str | Callable[[re.Match[str]], str]] = {
 CLASSES = {
     r"deepseekv2": "DeepSeek-V2", r"DeepSeek V3 671B": "DeepSeek-V3",
     r"Moonlight-16B-A3B.*": "Moonlight-16B-A3B", r"Kimi K2": "Kimi K2",
-    r"Qwen2\.5.(7|14|32|72)B": r"Qwen2.5 \1B", r"gpt-oss-(20|120)b": r"gpt-oss-\1b",
+    r"Qwen2\.5.(0\.5|1\.5|3|7|14|32|72)B": r"Qwen2.5 \1B", r"gpt-oss-(20|120)b": r"gpt-oss-\1b",
 }  # fmt: skip
 """Patterns of the names of those that transformers' classes compute, with their config.json."""
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -12,7 +13,7 @@ from tpshard.devices.read import device as read_device
 from tpshard.plan.server.engine_steps import EngineProfile, EngineSteps, WeightFormat
 from tpshard.plan.server.server_steps import server_of
 from tpshard.plan.server.step_work import StepWork, step_work
-from tpshard.plan.server.traffic import Traffic
+from tpshard.plan.server.traffic import Traffic, quantile
 from tpshard.programs.server.serve_setting import Size
 from tpshard.programs.server.serving import build_serving
 from tpshard.recipes.reading.load import loads
@@ -24,18 +25,19 @@ DEVICES = {
     "A100-SXM-40GB": "a100-40g", "A100-SXM-80GB": "a100-80g", "A100-PCIe-80GB": "a100-pcie-80g",
     "A800-SXM-80GB": "a800", "H100-SXM-80GB": "h100-sxm-80g", "H200-SXM-141GB": "h200", "B200-SXM-180GB": "b200",
     "H20-96GB": "h20", "H20-141GB (3e)": "h20-141g", "L40S-48GB": "l40s", "L4-24GB": "l4",
-    "RTX-6000-Ada-48GB": "rtx-6000-ada", "RTX-4090-24GB": "rtx-4090",
+    "RTX-6000-Ada-48GB": "rtx-6000-ada", "RTX-A6000-48GB": "rtx-a6000",
+    "GH200-96GB": "h100-sxm-96g", "B300-SXM-288GB": "b300", "RTX-4090-24GB": "rtx-4090",
 }  # fmt: skip
 FIGURES = ("ttft", "tpot", "tokens/s")
 FORMATS = {
     r"bf16|fp16": WeightFormat(),
-    r"int4 .*|awq": WeightFormat(0.52),
-    r"int8 (gptq|w8a16)": WeightFormat(1.02),
-    r"int8 w8a8": WeightFormat(1.0, "int8"),
+    r"int4.*|awq.*": WeightFormat(0.52),
+    r"int8 (gptq|w8a16).*": WeightFormat(1.02),
+    r"int8.*": WeightFormat(1.0, "int8"),
     r"fp8 \(MLP only.*": WeightFormat(1.0, "fp8", "mlp"),
     r"fp8.*": WeightFormat(1.0, "fp8"),
     r"mxfp4 \(experts\).*": WeightFormat(0.53, "fp4", "experts"),
-    r"nvfp4": WeightFormat(0.5625, "fp4"),
+    r"nvfp4.*": WeightFormat(0.5625, "fp4"),
 }
 """Patterns of published weights."""
 CACHES = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0}
@@ -67,7 +69,7 @@ ENGINES: tuple[tuple[str, EngineProfile], ...] = (
         ),
     ),
     (
-        r"SGLang .*",
+        r"SGLang.*",
         EngineProfile(
             "SGLang",
             host_s=3e-4,
@@ -85,18 +87,27 @@ ENGINES: tuple[tuple[str, EngineProfile], ...] = (
         EngineProfile("NIM", host_s=3.5e-3, request_s=1.3e-2, narrow=0.8, running=2048, reserves=True),
     ),
     (
-        r"TensorRT-LLM .*",
+        r"TensorRT-LLM.*",
         EngineProfile("TensorRT-LLM", host_s=3e-4, row_s=2e-6, request_s=1e-2, narrow=0.8, running=2048, reserves=True),
     ),
     (r"LMDeploy TurboMind.*", EngineProfile("TurboMind", host_s=9e-4, request_s=1e-2)),
 )
 """Patterns of engines and their versions, first match first."""
+STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {
+    "mean": statistics.fmean, "ITL mean": statistics.fmean, "p50": statistics.median, "median": statistics.median,
+    "median of per-minute p50": statistics.median, "p90": lambda values: quantile(values, 0.9),
+    "p95": lambda values: quantile(values, 0.95), "p99": lambda values: quantile(values, 0.99),
+    "ITL p50": statistics.median,
+}  # fmt: skip
+"""What published figures are of the requests' own; `ITL p50` is of steps."""
 VARIED = {"ShareGPT": 0.9, "uniform in 0.8-1.0": 0.11, "genai-perf": 0.3}
 """How much lengths differ from their mean, by what the note says."""
 STEADY = ("closed loop for", "genai-perf")
 """Words of notes on closed loops whose figures leave out their start."""
 MOST = 3000
 """Requests of a load that the source calls the maximum."""
+AT_RATE = 500
+"""Requests of a load with a rate."""
 LOOPS = 10
 """Requests of a client of a closed loop."""
 
@@ -146,7 +157,7 @@ def _of(name: str, constants: Constants) -> dict[str, Any]:
 
 def profile_of(engine: str, version: str, note: str) -> EngineProfile | None:
     """The profile of an engine's version; None if none is known."""
-    named = f"{engine} {version}".strip()
+    named = f"{engine} {version.removeprefix('v')}".strip()
     profile = next((profile for pattern, profile in ENGINES if re.fullmatch(pattern, named)), None)
     longest = re.search(r"max-model-len (\d+)", note)
     if (
@@ -186,7 +197,7 @@ def row_of(row: Mapping[str, str]) -> ServedRow:
         ("weights", weights, row["weights"]), ("model", keys_of(row["model"]), row["model"]),
         ("cluster.device", row["gpu"] in DEVICES, row["gpu"]), ("engine", engine, row["engine"]),
         ("cache", cache_dtype in CACHES, cache_dtype),
-        ("serve.mesh", {row["pp"], row["ep"], row["dp"]} == {"1"}, f"pp {row['pp']}, ep {row['ep']}, dp {row['dp']}"),
+        ("serve.mesh", row["pp"] == row["dp"] == "1", f"pp {row['pp']}, ep {row['ep']}, dp {row['dp']}"),
     ):  # fmt: skip
         if not known:
             missing[key] = value
@@ -195,17 +206,20 @@ def row_of(row: Mapping[str, str]) -> ServedRow:
     note, rate = row["note"], None if row["rate_rps"] in ("", "inf") else float(row["rate_rps"])
     queued = re.search(r"([\d,]+) (?:equal requests|ShareGPT prompts)", note)
     at_once = int(row["batch"] or (queued[1].replace(",", "") if queued else MOST))
-    closed = not row["batch"] and bool(row["concurrency"])
-    clients = int(row["concurrency"]) if closed else at_once
+    closed = not row["batch"] and bool(row["concurrency"]) and rate is None
+    clients = int(row["concurrency"]) if closed else AT_RATE if rate is not None else at_once
     varied = next((share for words, share in VARIED.items() if words in note), 0.0)
     prompt, answer = int(row["input_len"]), int(row["output_len"])
-    traffic = Traffic(prompt, answer, rate, clients, max(8, LOOPS * clients) if closed else at_once, varied=varied)
+    if min(prompt, answer, clients) < 1 or (rate is not None and not 0 < rate < 1e6):
+        raise ValueError(f"{clients} clients, {prompt} and {answer} tokens, rate {rate}: not a load")
+    traffic = Traffic(prompt, answer, rate, clients, max(8, LOOPS * clients) if closed else clients, varied=varied)
     measured = {
-        name: (row[f"{name}_stat"], float(row[f"{name}_ms"]) / 1000) for name in FIGURES[:2] if row[f"{name}_ms"]
+        name: (row[f"{name}_stat"], float(row[f"{name}_ms"]) / 1000)
+        for name in FIGURES[:2] if float(row[f"{name}_ms"] or 0) > 0 and row[f"{name}_stat"] in STATISTICS
     }  # fmt: skip
-    if row["output_tok_s_total"]:
+    if float(row["output_tok_s_total"] or 0) > 0:
         measured["tokens/s"] = ("", float(row["output_tok_s_total"]))
-    elif row["total_tok_s"]:
+    elif float(row["total_tok_s"] or 0) > 0:
         measured["tokens/s"] = ("", float(row["total_tok_s"]) * answer / (prompt + answer))
     steady = closed and any(words in note for words in STEADY)
     return ServedRow(

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import csv
 import re
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -24,19 +23,14 @@ from pathlib import Path
 import numpy as np
 from tpshard.diagnostics.diagnostic import Mistakes
 from tpshard.plan.server.engine_traffic import EngineRun, serve_traffic
-from tpshard.plan.server.traffic import quantile
 
 import engine_fit
 from plan_accuracy import spread
 from published_rows import Missing
-from published_servers import FIGURES, NONE, Constants, ServedRow, row_of
+from published_servers import FIGURES, NONE, STATISTICS, Constants, ServedRow, row_of
 from record import ROOT, Record, parser_of
 
 USES = ("fit", "test")
-STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {
-    "mean": statistics.fmean, "ITL mean": statistics.fmean, "p50": statistics.median,
-    "median of per-minute p50": statistics.median, "p95": lambda values: quantile(values, 0.95),
-}  # fmt: skip
 SIDES = ("TTFT below the limit", "TTFT above it", "TPOT", "tokens/s")
 GOALS = {"TTFT below the limit": 25, "TPOT": 15, "tokens/s": 15}
 """The mean errors that are wanted, in percent."""
@@ -79,11 +73,13 @@ class ServedOutcome:
     planned: Mapping[str, float]
     limit: int
     """The admission limit: requests of this traffic that the server holds at once."""
+    sent: float
+    """Requests that are sent at once; with a rate, the mean number in a step."""
 
     @property
     def saturated(self) -> bool:
         """Whether more requests are sent at once than the server should admit."""
-        return self.row.traffic.clients > self.limit
+        return self.sent > self.limit
 
     @property
     def use(self) -> str:
@@ -125,7 +121,8 @@ def _median_gap(run: EngineRun) -> float:
 def outcome_of(row: ServedRow, constants: Constants = NONE) -> ServedOutcome:
     """The planned figures of a row, with other constants than those of the engine and the device."""
     run = serve_traffic(row.steps(constants), row.traffic)
-    return ServedOutcome(row, figures(row, run), run.limit)
+    sent = row.traffic.clients if row.traffic.rate is None else run.rehearsal.mean_running
+    return ServedOutcome(row, figures(row, run), run.limit, sent)
 
 
 GROUPS: dict[str, Callable[[ServedRow], str]] = {
@@ -182,7 +179,7 @@ def rows_table(outcomes: Sequence[ServedOutcome]) -> Iterator[str]:
                 continue
             value, planned = one.row.measured[name][1], one.planned[name]
             cells.append(f"{scale * planned:.4g} of {scale * value:.4g}, {100 * (planned / value - 1):+.0f}%")
-        yield f"| {one.row.name} | {one.use} | {one.row.traffic.clients}, {one.limit} | {' | '.join(cells)} |"
+        yield f"| {one.row.name} | {one.use} | {one.sent:.0f}, {one.limit} | {' | '.join(cells)} |"
 
 
 def main() -> None:

@@ -27,6 +27,8 @@ def test_a_row_is_an_engine_with_its_clients() -> None:
     assert (row.traffic.prompt, row.traffic.answer, row.traffic.clients, row.traffic.count) == (100, 11, 8, 80)
     assert row.measured == {"ttft": ("p95", 0.05), "tokens/s": ("", 400.0)} and not row.steady
     assert published_servers.row_of({**ROW, "batch": "8"}).traffic.count == 8
+    paced = published_servers.row_of({**ROW, "rate_rps": "2.5", "ttft_stat": "p17"})
+    assert paced.traffic.rate == 2.5 and paced.traffic.count == 500 and "ttft" not in paced.measured
     long = published_servers.row_of({**ROW, "engine_version": "0.6.3", "note": "max-model-len 91680"})
     assert long.engine.mixes and long.engine.step_tokens == 512
     with pytest.raises(Missing, match="int3") as missing:
@@ -46,7 +48,7 @@ def test_figures_are_in_the_row_s_statistic() -> None:
     run = EngineRun(Rehearsal(answers, 0, 0, 1, 2.0, 8.0), np.array([(0.2, 1), (0.1, 8)]), 4)
     planned = serving_accuracy.figures(batch, run)
     assert planned == pytest.approx({"ttft": 0.08, "tpot": 0.1, "tokens/s": 8 * 11 / 2.0})
-    outcome = serving_accuracy.ServedOutcome(batch, planned, run.limit)
+    outcome = serving_accuracy.ServedOutcome(batch, planned, run.limit, 8)
     assert outcome.saturated and outcome.errors["TTFT above it"] == pytest.approx(0.6)
     assert not replace(outcome, limit=8).saturated
     assert "tokens/s: 89.0% off" in serving_accuracy.goals([outcome])
