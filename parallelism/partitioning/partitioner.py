@@ -37,7 +37,7 @@ from tpshard.parallelism.program import INFO, Info, Port, Program, Spec, ValueRe
 from tpshard.parallelism.propagated import Shardings
 from tpshard.parallelism.resharding.lower import Emitter
 from tpshard.parallelism.resharding.reshard import LATENCY_BYTES, cost, redistribution
-from tpshard.parallelism.rules.control_flow import CONTROL_FLOW, bodies, cond, rounds
+from tpshard.parallelism.rules.control_flow import CONTROL_FLOW, bodies, cond, every_graph, rounds
 from tpshard.parallelism.rules.table import entry_of
 from tpshard.parallelism.sharding import Layout, even, local_shape, replicated
 from tpshard.parallelism.tracing import joined_slices
@@ -88,7 +88,8 @@ class _Partitioner:
         self.copies: dict[Value, dict[Layout, fx.Node]] = {}
         self.home: dict[Value, Layout] = {}
         self.choices: dict[Op, Choice] = {}
-        self.rules = dict(shardings.rules)
+        graphs = list(every_graph(self.graph))  # a body's own: there are many, of few operations
+        self.rules = {op: rule for each in graphs for op in each.ops if (rule := shardings.rules.get(op)) is not None}
         """The rule by which each op is computed: the chosen one, once an alternative has been chosen."""
         self.warnings: list[str] = []
         self.reasons = Reasons(shardings)
@@ -106,7 +107,7 @@ class _Partitioner:
         outputs = [op for op in self.graph.ops if op.target is output]
         self.summed_gradients = {op.operands[0] for op in outputs if op.results[0].role == "gradient"}
         """Gradient results: their padding is set to 0, since later programs sum their squares, padding included."""
-        self.propagated = {v: Layout(s.dims) for v, s in shardings.of.items()}
+        self.propagated = {v: Layout(shardings.of[v].dims) for each in graphs for v in each.values()}
         self.unreduced = {v: axes for v in self.graph.inputs if (axes := self.s.of[v].unreduced)}
         if border is not None:
             ends = (*zip(self.graph.outputs, border.results), *zip(self.graph.inputs, border.inputs))
@@ -114,6 +115,8 @@ class _Partitioner:
             self.unreduced = {value: layout.partial for value, layout in ends if layout.partial}
         self.sums: dict[Op, dict[int, Axes]] = {}
         """The results of control flow that bodies leave partial, with the axes, by their index."""
+        self.settled: dict[Op, Choice] = {}
+        """How control flow is computed, which is decided once: it depends on what propagation found inside alone."""
         self.records: dict[str, ValueRecord] = {}
         """Those of values in bodies."""
         self.flops: Counter[str] = Counter()
@@ -159,7 +162,9 @@ class _Partitioner:
             sharers = [] if first else [self.sharers.get(v, {}) for v in op.operands]
             if op.target in CONTROL_FLOW:
                 rule = self.s.rules[op]
-                choice = self._settle(op)
+                if op not in self.settled:
+                    self.settled[op] = self._settle(op)
+                choice = self.settled[op]
             else:
                 rule, choice = choose(op, self.s.rules[op], homes, targets, fixed, fetched, sharers, self.latency)
             self.rules[op] = rule
