@@ -72,5 +72,5 @@ def constants_of(rows: Sequence[ServedRow]) -> dict[str, float]:
         constants |= {f"kernels/{name}": getattr(engine.kernels, name) for name in KERNELS}
     for name in sorted({row.device for row in rows}):
         of = device_of(name)
-        constants[f"{name}/reading"] = of.efficiency.reading
+        constants[f"{name}/reading"] = of.serving.efficiency.streaming
     return constants

@@ -70,7 +70,7 @@ EFFICIENCY = {
     "attention": DeviceKey("share", 0.005, 1.0, 0.5),
     "attention_backward": DeviceKey("share", 0.005, 1.0, 0.4),
     "streaming": DeviceKey("share", 0.01, 1.0, 0.85),
-    "reading": DeviceKey("share", 0.01, 1.0, 0.85),
+    "reading": DeviceKey("share", 0.01, 1.0, 0.0, what="of weights by products of few rows; as streaming"),
 }
 OVERHEAD = {
     "op": DeviceKey("time", 0.0, 0.1, 4e-6),

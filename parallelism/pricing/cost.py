@@ -59,8 +59,8 @@ class Efficiency:
     attention_backward: float = 0.4
     streaming: float = 0.85
     """Share of the memory bandwidth that pointwise operations and reductions reach."""
-    reading: float = 0.85
-    """Share of the memory bandwidth at which a server's products of few rows read their weights."""
+    reading: float = 0.0
+    """Share of the memory bandwidth at which a server's products of few rows read their weights; 0: as `streaming`."""
 
 
 @dataclass(frozen=True)
@@ -201,6 +201,12 @@ class Device:
     def stream_rate(self) -> float:
         """Bytes/s of pointwise operations and reductions."""
         return self.memory_bandwidth * self.efficiency.streaming
+
+    @property
+    def serving(self) -> Device:
+        """The device as a server finds it, whose programs read weights above all (`Efficiency.reading`)."""
+        of = self.efficiency
+        return replace(self, efficiency=replace(of, streaming=of.reading)) if of.reading else self
 
     def shared_by(self, processes: int) -> Device:
         """Returns the share of a device that one of `processes` on a host has: a CPU is shared, a GPU is not.

@@ -167,7 +167,7 @@ class EngineSteps:
     @property
     def _read_rate(self) -> float:
         """Bytes/s of weights and activations."""
-        return self.device.memory_bandwidth * self.device.efficiency.reading
+        return self.device.serving.stream_rate
 
     def _products(self, rows: int, logits: int) -> float:
         """Seconds of the products and of what is computed between them."""

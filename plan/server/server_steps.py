@@ -78,8 +78,9 @@ def _steps_note(setting: ServeSetting, sizes: Mapping[Size, int]) -> str:
 
 
 def server_of(recipe: Recipe) -> tuple[ServeSetting, Device, int]:
-    """The setting of a recipe's server, its device, and the number of its ranks on one host. Raises `Mistakes` (exit 4)
-    for GPUs of several hosts, on which no server starts."""
+    """The setting of a recipe's server, its device as a server finds it, and the number of its ranks on one host.
+
+    Raises `Mistakes` (exit 4) for GPUs of several hosts, on which no server starts."""
     device, _, per_host = cluster.device_of(recipe)
     setting = ServeSetting.of(recipe, model_to_serve(recipe, device.kind), device.kind)
     ranks = setting.mesh.ranks
@@ -88,7 +89,7 @@ def server_of(recipe: Recipe) -> tuple[ServeSetting, Device, int]:
             f"`serve.mesh` needs {ranks} GPUs, and a host has {per_host}", exit=Exit.FIT,
             where=recipe.where("serve.mesh"), why="a server runs on one host", fix=f"{per_host} devices or fewer",
         )  # fmt: skip
-    return setting, device, min(ranks, per_host) if recipe.cluster is not None else ranks
+    return setting, device.serving, min(ranks, per_host) if recipe.cluster is not None else ranks
 
 
 def _too_few(blocks: int, requests: int, length: int, each: int) -> str:

@@ -53,6 +53,8 @@ def test_an_engine_s_ways_count() -> None:
     base = steps_of().seconds(loads_of)
     assert steps_of(engine=replace(ENGINE, host_s=3e-3)).seconds(loads_of) == pytest.approx(base + 2e-3)
     assert steps_of(engine=replace(ENGINE, captured=1, launch_s=1e-3)).seconds(loads_of) > base + 50e-3
+    slow = replace(device("a100-80g"), efficiency=replace(device("a100-80g").efficiency, reading=0.1))
+    assert slow.serving.stream_rate == 0.1 * slow.memory_bandwidth and steps_of(device=slow).seconds(loads_of) > base
     assert steps_of(cache_bytes=1.0).seconds(loads_of) < base < steps_of().seconds(replace(loads_of, prompt=64))
 
 
