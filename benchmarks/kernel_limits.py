@@ -81,7 +81,7 @@ class Case:
     elements: float
     """Weights, scores or parameters that a program computes in a turn."""
     bytes: float
-    """Read from and written to memory by all programs."""
+    """Read from and written to memory by all programs, but for the results that they leave for the last one."""
     flops: float = 0
     """That the result needs; those of a tile's padding are not counted."""
     tile_flops: float = 0
@@ -89,8 +89,8 @@ class Case:
     cached: float = 0
     """Bytes that a program copies in a turn, from memory or from the cache."""
     rate: str = "bf16"
-    adds: bool = False
-    """Whether the last program of several adds up their results."""
+    left: float = 0
+    """Bytes of the results that programs write, and the last of them reads to add them up, all through the cache."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,7 @@ def expected(case: Case, on: Device) -> Expected:
     cycles = max(cycles, 2 * sum(loop[name] for name in HALF), 8 * sum(loop[name] for name in EIGHTH))
     issue = case.turns * cycles * code.warps / SCHEDULERS / clock
     product = case.turns * case.tile_flops / (CYCLE_FLOPS[case.rate] * clock)
+    l2 = L2_CYCLE * MULTIPROCESSORS * clock
     times: Counter[str] = Counter()
     left, full = case.programs, resident * MULTIPROCESSORS
     while left > 0:
@@ -132,7 +133,7 @@ def expected(case: Case, on: Device) -> Expected:
         wave = {
             "memory" if flying >= on.memory_bandwidth else "copies in flight":
                 now * a_turn * case.turns / min(on.memory_bandwidth, flying),
-            "L2 cache": now * case.cached * case.turns / (L2_CYCLE * MULTIPROCESSORS * clock),
+            "L2 cache": now * (case.cached * case.turns + case.left / case.programs) / l2,
             "instructions": busiest * issue,
             "products": busiest * product,
         }  # fmt: skip
@@ -140,7 +141,7 @@ def expected(case: Case, on: Device) -> Expected:
             wave["instructions, then products"] = issue + product
         longest = max(wave, key=wave.__getitem__)
         times[longest] += wave[longest]
-    times["first and last copies"] = RAMP * (2 if case.adds else 1)
+    times["first and last copies"] = RAMP * (2 if case.left else 1)
     bound = max(times, key=times.__getitem__)
     return Expected(resident, case.programs / full, limit, sum(times.values()), bound)
 
@@ -175,9 +176,9 @@ def w4a16(
     shape = f"{rows} x {inputs} x {columns}"
     return Case(
         name, f"{rows} tokens, {k} of {experts}, {inputs} x {columns}" if experts else shape, code,
-        blocks * tile.parts, len(packed.words) / tile.parts, chunk * width, weights + rows_of + partial,
+        blocks * tile.parts, len(packed.words) / tile.parts, chunk * width, weights + rows_of,
         2 * used * each * inputs * columns, 2 * tile.rows * chunk * width,
-        chunk * (width / 2 + 2 * min(each, tile.rows)), adds=tile.parts > 1,
+        chunk * (width / 2 + 2 * min(each, tile.rows)), left=partial,
     )  # fmt: skip
 
 
@@ -198,7 +199,7 @@ def paged(name: str, rows: int, sequences: int, context: int, heads: int = 32, k
     return Case(
         name, f"{rows} rows of {sequences}, {context} keys", code, programs, seen / keys / shared,
         keys * tile["M"], 4 * sequences * context * kv * head + 4 * rows * heads * head, 4 * rows * heads * seen * head,
-        4 * tile["M"] * keys * head, 4 * keys * head, adds=shared > 1,
+        4 * tile["M"] * keys * head, 4 * keys * head, left=8 * rows * heads * parts * (head + 2) * (shared > 1),
     )  # fmt: skip
 
 

@@ -3,7 +3,8 @@
 Neighbouring rows of one sequence (a chunk of a prompt) are one tile of queries. Keys are computed in parts of `_PART`
 positions, counted from the sequence's start, each with an online softmax of its own (Milakov and Gimelshein 2018); the
 parts are then added in order. So a row's bits depend on its position alone, whichever rows and programs share its work
-(flash-decoding, Dao et al. 2023, splits by the number of programs).
+(flash-decoding, Dao et al. 2023, splits by the number of programs). A value that is not finite reaches all rows of its
+tile, also those before it.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
