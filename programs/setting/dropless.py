@@ -16,6 +16,9 @@ from tpshard.recipes.keys.schema import Recipe
 
 ROUTING_BYTES = 12
 """Bytes of the id and the weight of a token's expert, which travel with the token."""
+WORTH = 0.8
+"""The part of a gather's time below which an all-to-all is chosen: slots are also filled, joined and emptied, which has
+no price here."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,9 @@ def dropless(
     if device.kind == "gpu":  # whose host waits for each condition
         exchange_s += 2 * (bool(more) + (slots < tokens or bool(more))) * device.overhead.issue_s
     times = f"{exchange_s * 1e3:.3g} ms a layer by all-to-all, {gather_s * 1e3:.3g} ms by gathers"
-    if section.form == "auto" and exchange_s >= gather_s:
-        return Dropless(None, f"gathered: {times}")
+    if section.form == "auto" and exchange_s >= WORTH * gather_s:
+        worth = "" if exchange_s >= gather_s else ", too little a gain for filling slots"
+        return Dropless(None, f"gathered: {times}{worth}")
     further = [f"up to {slots:,} are sent"] if more else []
     further += ["the rest is gathered"] if slots < tokens else []
     room = f"{always:,} slots for {tokens:,} tokens on each device"

@@ -15,8 +15,8 @@ class DroplessSection(Section):
 
     form: Literal["auto", "gather", "all_to_all"] = "auto"
     """gather: every token goes to every device with experts. all_to_all: a token goes to the devices of its experts, in
-    as many slots as the step's load needs; where some find none, these are gathered too. auto: the one with the lower
-    price."""
+    as many slots as the step's load needs; where some find none, these are gathered too. auto: the gather, unless the
+    other's collectives take less than 0.8 of its time."""
     slack: Annotated[float, limits(above=0, most=2**16)] = 1.5
     """The most slots of a device for tokens of another one, as a multiple of those that even routing sends there."""
 
