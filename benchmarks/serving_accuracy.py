@@ -64,6 +64,17 @@ Mixtures of many small experts in 8 bits, up to half too fast. A prompt that was
 simulated. Three rows shard attention over the batch, which no mesh of a server does.
 """
 
+CONSTANTS = (
+    "## Constants",
+    "",
+    "Times of a host per step (`host`), per sequence (`row`), per step on several devices (`peers`), per request and",
+    "per launch outside of graphs; of kernels, shares of a device's rates, the seconds that each takes besides (`gap`)",
+    "and the latencies of a link that an all-reduce takes (`hops`); of devices, the share of the bandwidth at which",
+    "weights are read. Those that no row tells apart are as usual for such kernels: of devices, only the H20's were",
+    "fitted. See `benchmarks/published_servers.py`.",
+    "",
+)
+
 
 @dataclass(frozen=True)
 class ServedOutcome:
@@ -167,6 +178,20 @@ def goals(outcomes: Sequence[ServedOutcome]) -> str:
     return "\n".join(parts)
 
 
+def constants_table(rows: Sequence[ServedRow]) -> Iterator[str]:
+    """What is fitted for each engine, for all kernels and each device, and on how many rows."""
+    of: dict[str, list[str]] = {}
+    for key, value in engine_fit.constants_of(rows).items():
+        owner, _, name = key.partition("/")
+        of.setdefault(owner, []).append(
+            f"{name[:-2]} {1e3 * value:.3g} ms" if name.endswith("_s") else f"{name} {value:.3g}"
+        )
+    yield from ("| of | constants | rows for fitting |", "|---|---|---|")
+    for owner, values in of.items():
+        count = sum(row.fitted and owner in ("kernels", row.device, row.engine.name) for row in rows)
+        yield f"| {owner} | {', '.join(values)} | {count} |"
+
+
 def rows_table(outcomes: Sequence[ServedOutcome]) -> Iterator[str]:
     """Every row beside its measurement."""
     yield "| row | use | requests, limit | TTFT, ms | TPOT, ms | tokens/s |"
@@ -228,7 +253,10 @@ def main() -> None:
     if options.write:
         text = PAGE.format(command=" ".join(file.name for file in options.files), goals=goals(outcomes))
         page = ROOT / "docs" / "serving_accuracy.md"
-        page.write_text("\n".join([text, *lines, "## Every row", "", *each, ""]), encoding="utf-8")
+        page.write_text(
+            "\n".join([text, *lines, *CONSTANTS, *constants_table(rows), "", "## Every row", "", *each, ""]),
+            encoding="utf-8",
+        )
     record.close(write=options.record, as_json=options.json)
     sys.exit(0 if outcomes else 1)
 
