@@ -63,7 +63,9 @@ def test_mistakes_are_one_exception_with_data(tmp_path: Path) -> None:
         tpshard.nothing  # noqa: B018
 
 
-def test_training_ends_with_the_runs_folder_or_a_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_ends_with_the_runs_folder_or_a_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copies: None
+) -> None:
     monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("words of a text\n" * 40)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 HOUSE = Path(__file__).parents[1]
@@ -39,6 +40,7 @@ def imports(tree: ast.AST) -> Iterator[str]:
         yield from imports(node)
 
 
+@cache
 def arrows() -> dict[str, set[str]]:
     """The modules of tpshard that each module imports."""
     modules = files()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 import warnings
 from collections import defaultdict
 from dataclasses import dataclass
@@ -152,8 +153,9 @@ def results_of(path: Path) -> tuple[list[Tensor], list[Tensor]] | None:
 
 
 def main() -> None:
-    """Writes every case's answer anew."""
-    for path in cases():
+    """Writes answers anew: of the cases that the command names, or of all."""
+    named = sys.argv[1:]
+    for path in (path for path in cases() if not named or path.stem in named):
         head, _, before = path.read_text().partition(LINE)
         if (answer := answer_of(path)) != before:
             path.write_text(head + LINE + answer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,7 +12,7 @@ from unittest import mock
 from tpshard.parallelism.graph import Graph, Value
 from tpshard.parallelism.partitioning import partitioner, stretch
 from tpshard.parallelism.passes import run
-from tpshard.parallelism.pipeline import stages
+from tpshard.parallelism.pipeline import stages as pipeline_stages
 from tpshard.parallelism.program import INFO, Program
 from tpshard.parallelism.propagated import Shardings
 from tpshard.parallelism.propagation import propagate, storage
@@ -27,37 +26,39 @@ from tpshard.programs.step.training_step import TrainingPrograms
 
 STAGES: tuple[Callable[..., Any], ...] = (
     annotations.annotate, propagate.propagate, storage.propagate_and_store, joined_slices.join,
-    partitioner.partition_graph, stretch.stretch_program, checks.check_reshards, stages.cut, staged.recompute_uncut,
+    partitioner.partition_graph, stretch.stretch_program, checks.check_reshards, pipeline_stages.cut, staged.recompute_uncut,
     run.run, passes.apply, planner.planned_training, pricing.price_parts,
 )  # fmt: skip
 
 
-def digest(value: Graph | Shardings | Program) -> str:
-    """A hash of all that a value says: graph, layouts, records, warnings."""
+def contents(value: Graph | Shardings | Program) -> object:
+    """All that a value says: graph, layouts, records, warnings. Parts that cannot change are the value's own."""
     if isinstance(value, Graph):
-        said: Any = _graph(value)
-    elif isinstance(value, Shardings):
-        said = _graph(value.graph), *({key.name: one for key, one in part.items()} for part in (value.of, value.rules))
-    else:
-        nodes = [(n.name, str(n.target), n.args, n.kwargs, n.meta.get(INFO)) for n in value.graph.nodes]
-        said = nodes, value.inputs, value.outputs, value.donated, value.warnings, value.records
-    return hashlib.sha256(repr(said).encode()).hexdigest()
+        return _graph(value)
+    if isinstance(value, Shardings):
+        return _graph(value.graph), dict(value.of), dict(value.rules)
+    nodes = [(n.name, n.target, _frozen(n.args), _frozen(n.kwargs), n.meta.get(INFO)) for n in value.graph.nodes]
+    parts = (value.inputs, value.outputs, value.donated, value.warnings, value.records)
+    return nodes, [_frozen(part) for part in parts]
 
 
-def _graph(graph: Graph) -> list[object]:
-    def named(value: Any) -> Any:
-        return value.name if isinstance(value, Value) else value
-
+def _graph(graph: Graph) -> object:
     ops = [
-        (op.name, op.target, op.args, op.kwargs, op.place, [*map(named, op.operands)], [*map(named, op.results)])
+        (op.name, op.target, _frozen(op.args), _frozen(op.kwargs), op.place, tuple(op.operands), tuple(op.results))
         for op in graph.ops
     ]
     values = [
-        (v.name, v.shape, v.dtype, v.producer and v.producer.name, v.index, v.label, v.dims, v.marked,
-         [user.name for user in v.users])
+        (v.name, _frozen(v.shape), v.dtype, v.producer, v.index, v.label, _frozen(v.dims), v.marked, tuple(v.users))
         for v in graph.values()
-    ]  # fmt: skip
-    return [*ops, *values, [*map(named, graph.outputs)]]
+    ]
+    return ops, values, tuple(graph.outputs)
+
+
+def _frozen(value: Any) -> Any:
+    """A value without the lists and dictionaries in it, which could change."""
+    if isinstance(value, dict):
+        return tuple((key, _frozen(part)) for key, part in value.items())
+    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
 
 def _held(value: Any) -> Iterator[Graph | Shardings | Program]:
@@ -73,23 +74,21 @@ def _held(value: Any) -> Iterator[Graph | Shardings | Program]:
 
 @contextmanager
 def nothing_changes() -> Iterator[None]:
-    """Asserts, at the end of each stage and of the block, that all its stages saw is as it was."""
-    seen: dict[int, tuple[Graph | Shardings | Program, str]] = {}
+    """Asserts at the end of the block that all that its stages saw is as it was when the first of them saw it."""
+    seen: dict[int, tuple[Graph | Shardings | Program, object, list[str]]] = {}
 
-    def remember(values: Iterable[Graph | Shardings | Program]) -> None:
+    def remember(values: Iterable[Graph | Shardings | Program], stage: str) -> None:
         for one in values:
             if id(one) not in seen:
-                seen[id(one)] = one, digest(one)
+                seen[id(one)] = one, contents(one), []
+            seen[id(one)][2].append(stage)
 
     def watched(stage: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(stage)
         def call(*args: Any, **kwargs: Any) -> Any:
-            given = [*_held(args), *_held([*kwargs.values()])]
-            remember(given)
+            remember(_held([*args, *kwargs.values()]), stage.__name__)
             result = stage(*args, **kwargs)
-            for one in given:
-                assert digest(one) == seen[id(one)][1], f"{stage.__name__} changed a {type(one).__name__}"
-            remember(_held(result))
+            remember(_held(result), stage.__name__)
             return result
 
         return call
@@ -101,5 +100,5 @@ def nothing_changes() -> Iterator[None]:
                 for name in [name for name, value in vars(module).items() if value is stage]:
                     patches.enter_context(mock.patch.object(module, name, new))
         yield
-    for one, before in seen.values():
-        assert digest(one) == before, f"a {type(one).__name__} was changed between the stages"
+    for one, before, stages in seen.values():
+        assert contents(one) == before, f"a {type(one).__name__} was changed after {', '.join(stages)}"

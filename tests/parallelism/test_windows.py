@@ -72,6 +72,8 @@ def drawn(seed: int) -> tuple[str, Callable[..., Tensor], list[Tensor]]:
 def test_layers_over_cut_images_and_their_gradients(part: int) -> None:
     permuted = 0
     for seed, mesh in itertools.product(range(part, 54, 5), MESHES):
+        if mesh is MESHES[seed % len(MESHES)]:  # two meshes each
+            continue
         _, fn, args = drawn(seed)
         try:
             fn(*args)

@@ -25,7 +25,7 @@ levels:
   - {name: spine, bandwidth: 10 GB/s, latency: 20 us, oversubscribed: 8}
 """
 RECIPE = """name: tiny
-model: {{preset: tiny, seq_len: 32}}
+model: {{preset: tiny, layers: 1, seq_len: 32}}
 cluster: {{device: {file}, nodes: 4, devices_per_node: 2}}
 mesh: {{dp: 2, fsdp: 2, tp: 2}}
 batch: {{global_sequences: 8}}

@@ -17,7 +17,7 @@ from tpshard.plan.server.server_prices import ServerBuilder
 from tpshard.plan.server.traffic import Traffic
 from tpshard.recipes.reading.load import loads
 
-RECIPE = "name: tiny\nmodel: {preset: tiny}\ncluster: {device: cpu, devices_per_node: 2}\nserve: {mesh: {tp: 2}}\n"
+RECIPE = "name: tiny\nmodel: {preset: tiny, layers: 1}\ncluster: {device: cpu, devices_per_node: 2}\nserve: {mesh: {tp: 2}}\n"
 
 
 def test_a_step_between_priced_states_takes_what_its_program_does() -> None:
@@ -48,14 +48,14 @@ def test_the_host_launches_small_steps_of_a_single_gpu_at_once() -> None:
 
 
 def test_the_highest_rate_keeps_the_limits_and_a_higher_one_does_not() -> None:
-    recipe, limits = loads(RECIPE), TimeLimits(ttft=0.05, tpot=0.01)
+    recipe, limits = loads(RECIPE), TimeLimits(ttft=0.02, tpot=0.003)
     answered = answers(recipe, Traffic(40, 16, count=200), limits)
     assert (
         answered.highest is not None
         and answered.highest.within_limits
         and 0 < answered.highest.rate < answered.saturated.rate
     )
-    assert answered.highest.ttft_s[1] <= 0.05 and answered.highest.tpot_s[1] <= 0.01
+    assert answered.highest.ttft_s[1] <= 0.02 and answered.highest.tpot_s[1] <= 0.003
     more = rehearse(
         answered.server.room, Traffic(40, 16, 1.1 * answered.highest.rate, count=200), answered.server.prices
     )

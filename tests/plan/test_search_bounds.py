@@ -13,7 +13,7 @@ RECIPE = """
 name: deep
 cluster: {device: cpu, nodes: 4, devices_per_node: 1}
 mesh: {fsdp: 4}
-model: {preset: tiny, layers: 8, width: 32, heads: 4, kv_heads: 2, head_dim: 8, mlp: 64, vocab: 64, seq_len: 64}
+model: {preset: tiny, layers: 8, width: 16, heads: 4, kv_heads: 2, head_dim: 8, mlp: 64, vocab: 64, seq_len: 64}
 batch: {global_sequences: 32}
 compile: eager
 """

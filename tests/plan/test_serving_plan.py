@@ -244,7 +244,8 @@ def test_a_folder_that_is_not_there_is_planned_as_it_will_be_written(
 ) -> None:
     dims = ["layers=2", "width=64", "heads=4", "kv_heads=2", "head_dim=64", "mlp=128", "vocab=128", "max_seq=64"]
     own = [f"model.{d}" for d in dims]
-    cases = [(folder, layout, order, 128) for order, folder in folders.items() for layout in LAYOUTS]
+    cases = [(folders["head_local"], layout, "head_local", 128) for layout in LAYOUTS]
+    cases.append((folders["global"], "tp_aware", "global", 128))
     for mlp in (7 * 32, 112):  # groups that two ranks do not divide; an MLP that no GPTQ folder holds quantized
         folder = quantize(tmp_path / f"{mlp}", "head_local", replace(CONFIG, mlp=mlp))
         cases.append((folder, "tp_aware", "head_local", mlp))
