@@ -550,7 +550,7 @@ def check(case: Case) -> set[str]:
         for dims in placements(case, number):
             targets |= holds(graph, case.tensors, mesh, expected, dims)
         for i, result in enumerate(expected):
-            for d in range(result.dim()):
+            for d in range(number, result.dim(), len(MESHES)):  # each dim on one of the meshes
                 shardings: list[Any] = [None] * len(expected)
                 shardings[i] = (*(None,) * d, "x")
                 targets |= holds(graph, case.tensors, mesh, expected, None, shardings)
