@@ -94,7 +94,7 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "lfm2": {"architectures": ["Lfm2ForCausalLM"], **_LLAMA, "layer_types": ["conv", "full_attention"]},
     "bert": {"architectures": ["BertLMHeadModel"], **_LLAMA},
-    "openai-gpt": {"architectures": ["OpenAIGPTLMHeadModel"], **_GPT},
+    "openai-gpt": {"architectures": ["OpenAIGPTLMHeadModel"], **_GPT, "n_embd": 32},
     "deepseek_v32": {
         "architectures": ["DeepseekV32ForCausalLM"], **_LLAMA, **_LATENT, "num_key_value_heads": 4,
         "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1,
@@ -114,7 +114,8 @@ MORE: dict[str, dict[str, Any]] = {
         "architectures": ["Dots3NoteForCausalLM"], **_LLAMA, **_LATENT, "num_key_value_heads": 4,
         "layer_types": ["sliding_attention", "indexed_attention"], "sliding_window": 5, "n_routed_experts": 4,
         "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
-        "first_k_dense_replace": 1,
+        "first_k_dense_replace": 1, "swa_num_attention_heads": 8, "swa_num_key_value_heads": 8, "swa_q_lora_rank": 16,
+        "swa_kv_lora_rank": 16, "swa_head_dim": 12, "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8,
     },
     "llama4_text": {
         "architectures": ["Llama4ForCausalLM"], **_LLAMA, "head_dim": 8, "intermediate_size_mlp": 48,
