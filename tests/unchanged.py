@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Any
 from unittest import mock
 
-from tpshard.parallelism.graph import Graph, Value
+from tpshard.parallelism.graph import Graph
 from tpshard.parallelism.partitioning import partitioner, stretch
 from tpshard.parallelism.passes import run
 from tpshard.parallelism.pipeline import stages as pipeline_stages
@@ -26,8 +26,8 @@ from tpshard.programs.step.training_step import TrainingPrograms
 
 STAGES: tuple[Callable[..., Any], ...] = (
     annotations.annotate, propagate.propagate, storage.propagate_and_store, joined_slices.join,
-    partitioner.partition_graph, stretch.stretch_program, checks.check_reshards, pipeline_stages.cut, staged.recompute_uncut,
-    run.run, passes.apply, planner.planned_training, pricing.price_parts,
+    partitioner.partition_graph, stretch.stretch_program, checks.check_reshards, pipeline_stages.cut,
+    staged.recompute_uncut, run.run, passes.apply, planner.planned_training, pricing.price_parts,
 )  # fmt: skip
 
 

@@ -17,7 +17,11 @@ from tpshard.plan.server.server_prices import ServerBuilder
 from tpshard.plan.server.traffic import Traffic
 from tpshard.recipes.reading.load import loads
 
-RECIPE = "name: tiny\nmodel: {preset: tiny, layers: 1}\ncluster: {device: cpu, devices_per_node: 2}\nserve: {mesh: {tp: 2}}\n"
+RECIPE = """name: tiny
+model: {preset: tiny, layers: 1}
+cluster: {device: cpu, devices_per_node: 2}
+serve: {mesh: {tp: 2}}
+"""
 
 
 def test_a_step_between_priced_states_takes_what_its_program_does() -> None:
