@@ -10,14 +10,14 @@ from functools import cache
 from typing import Any
 
 from tpshard.devices.read import device as read_device
-from tpshard.plan.server.engine_steps import EngineProfile, EngineSteps, WeightFormat
 from tpshard.plan.server.server_steps import server_of
-from tpshard.plan.server.step_work import StepWork, step_work
 from tpshard.plan.server.traffic import Traffic, quantile
 from tpshard.programs.server.serve_setting import Size
 from tpshard.programs.server.serving import build_serving
 from tpshard.recipes.reading.load import loads
 
+from engines.engine_steps import EngineProfile, EngineSteps, WeightFormat
+from engines.step_work import StepWork, step_work
 from published_models import keys_of, layers_of
 from published_rows import Missing
 

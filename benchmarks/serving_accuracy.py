@@ -3,7 +3,7 @@
     python benchmarks/serving_accuracy.py published_serving_2026.csv [--only PATTERN] [--fit] [--write] [--record]
 
 Each row becomes what its engine's steps compute on its device (`published_servers`): tpshard's programs for the model
-and mesh, priced as that engine runs them (`tpshard.plan.server.engine_steps`), under the row's traffic: a closed loop,
+and mesh, priced as that engine runs them (`engines.engine_steps`), under the row's traffic: a closed loop,
 a rate, or all at once. Figures are compared in the row's own statistic. A row above the admission limit, the requests
 of its lengths that the cache holds at once, is saturated: its TTFT is time in a queue, and is counted by itself.
 
@@ -22,9 +22,9 @@ from pathlib import Path
 
 import numpy as np
 from tpshard.diagnostics.diagnostic import Mistakes
-from tpshard.plan.server.engine_traffic import EngineRun, serve_traffic
 
 import engine_fit
+from engines.engine_traffic import EngineRun, serve_traffic
 from plan_accuracy import spread
 from published_rows import Missing
 from published_servers import FIGURES, NONE, STATISTICS, Constants, ServedRow, row_of

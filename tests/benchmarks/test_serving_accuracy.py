@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tpshard.plan.server.engine_traffic import EngineRun
 from tpshard.plan.server.traffic import Answered, Rehearsal
 
 import engine_fit
 import published_models
 import published_servers
 import serving_accuracy
+from engines.engine_traffic import EngineRun
 from published_rows import Missing
 
 ROW = dict.fromkeys(("pp", "ep", "dp"), "1") | dict.fromkeys(("batch", "rate_rps", "tpot_ms", "tpot_stat", "note"), "")

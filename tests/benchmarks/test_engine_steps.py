@@ -7,14 +7,15 @@ from functools import cache
 
 import pytest
 from tpshard.devices.read import device
-from tpshard.plan.server.engine_steps import EngineProfile, EngineSteps, StepLoad, WeightFormat
-from tpshard.plan.server.engine_traffic import serve_traffic
 from tpshard.plan.server.server_steps import server_of
-from tpshard.plan.server.step_work import StepWork, step_work
 from tpshard.plan.server.traffic import Traffic
 from tpshard.programs.server.serve_setting import Size
 from tpshard.programs.server.serving import build_serving
 from tpshard.recipes.reading.load import loads
+
+from engines.engine_steps import EngineProfile, EngineSteps, StepLoad, WeightFormat
+from engines.engine_traffic import serve_traffic
+from engines.step_work import StepWork, step_work
 
 ENGINE = EngineProfile("engine", host_s=1e-3, request_s=5e-3, step_tokens=64)
 

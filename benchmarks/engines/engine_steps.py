@@ -11,7 +11,8 @@ from functools import cached_property
 
 import numpy as np
 from tpshard.parallelism.pricing.cost import Device
-from tpshard.plan.server.step_work import KernelWork, StepWork
+
+from engines.step_work import KernelWork, StepWork
 
 _CALLS = 4
 """Launches that an all-reduce outside of a graph takes of the host's time: it is called through several layers."""

@@ -7,8 +7,9 @@ from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
-from tpshard.plan.server.engine_steps import EngineSteps, StepLoad
 from tpshard.plan.server.traffic import Answered, Rehearsal, Traffic
+
+from engines.engine_steps import EngineSteps, StepLoad
 
 _REPEATED = 64
 """Steps taken at once, over which the cache that they read hardly grows."""
