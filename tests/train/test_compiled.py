@@ -33,7 +33,7 @@ def both(context: Context, compiled: Compiled, *overrides: str) -> tuple[list[fl
     setting = Setting.of(loads(RECIPE, overrides))
     program = training.build(setting).micro
     recipe = setting.recipe.model
-    spec = FamilyModel.of_preset("tiny", recipe.overrides())
+    spec = FamilyModel.of_preset(recipe.preset, recipe.overrides())
     generator = torch.Generator().manual_seed(1 + context.rank)
     inputs = []
     for port in program.inputs:
@@ -60,14 +60,18 @@ def distances(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> list[
     return [float((a - b).float().norm() / b.float().norm().clamp(min=1e-9)) for a, b in zip(actual, expected)]
 
 
-MIXTURE = ("mesh={ep: 2}", "model={preset: tiny-moe, layers: 1, width: 16, heads: 2, kv_heads: 1, head_dim: 8, mlp: 24,"
-           " experts: 4, top_k: 1, vocab: 32, seq_len: 64}", "sharding.dropless.form=all_to_all")  # fmt: skip
+MIXTURE = (
+    "mesh={fsdp: 1, ep: 2}", "sharding.dropless.form=all_to_all",
+    "model={preset: tiny-moe, layers: 1, width: 16, heads: 2, kv_heads: 1, head_dim: 8, mlp: 24, experts: 4, top_k: 1,"
+    " norm_top_k: false, vocab: 32, seq_len: 64}",
+)  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("overrides", "pieces"), [((), False), (MIXTURE, True)])
 def test_inductor_runs_the_same_program_in_pieces_around_control_flow(pool, overrides: Any, pieces: bool) -> None:
-    for actual, regions, _ in pool.run(both, "all", *overrides, world=2, mesh={"ep" if pieces else "fsdp": 2}):
+    mesh = {"dp": 1, "fsdp": 1, "ep": 2, "tp": 1} if pieces else {"fsdp": 2}
+    for actual, regions, _ in pool.run(both, "all", *overrides, world=2, mesh=mesh):
         assert max(actual) < 1e-5 and (regions > 1) == pieces
 
 
