@@ -1,7 +1,7 @@
-"""Tokens and masks of chat templates in the manner of families of models are those of transformers.
+"""Tokens and masks of chat templates that write the markers of families of models are those of transformers.
 
-The templates have the structure of published ones, with texts of our own. Their blocks of `{% generation %}` enclose
-what each model learns; without them it has to be found.
+The templates are code and texts of this project. Their blocks of `{% generation %}` enclose what each model learns;
+without them it has to be found.
 """
 
 from __future__ import annotations
