@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import tpshard
 from commands import environment
+from forked import python
 from tpshard.plan import planner
 from tpshard.plan.report.screen import screen
 
@@ -63,16 +64,22 @@ def test_mistakes_are_one_exception_with_data(tmp_path: Path) -> None:
         tpshard.nothing  # noqa: B018
 
 
-def test_training_ends_with_the_runs_folder_or_a_mistake(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copies: None
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
-    monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("words of a text\n" * 40)
-    recipe = tpshard.load("quickstart", SMALL, "model.vocab=260", "mesh={fsdp: 1}", "train.steps=1", "run.dir=run",
-                          "data.source=text.txt", "data.tokenizer=bytes", "evaluate.every_steps=0")  # fmt: skip
-    assert tpshard.train(recipe) == Path("run") and Path("run/metrics.jsonl").read_text().count('"loss"') == 1
-    Path("text.txt").unlink()
-    with pytest.raises(tpshard.Mistakes, match="exit code 6") as caught:
-        tpshard.train(tpshard.load("run", "run.dir=other", "data.source=text.txt"))
-    assert caught.value.exit == 6
+TRAINING = f"""
+import tpshard
+from pathlib import Path
+Path("text.txt").write_text("words of a text\\n" * 40)
+recipe = tpshard.load("quickstart", "{SMALL}", "model.vocab=260", "mesh={{fsdp: 1}}", "train.steps=1", "run.dir=run",
+                      "data.source=text.txt", "data.tokenizer=bytes", "evaluate.every_steps=0")
+assert tpshard.train(recipe) == Path("run") and Path("run/metrics.jsonl").read_text().count('"loss"') == 1
+Path("text.txt").unlink()
+try:
+    tpshard.train(tpshard.load("run", "run.dir=other", "data.source=text.txt"))
+except tpshard.Mistakes as mistakes:
+    assert mistakes.exit == 6 and "exit code 6" in str(mistakes)
+    print("refused")
+"""
+
+
+def test_training_ends_with_the_runs_folder_or_a_mistake(tmp_path: Path) -> None:
+    done = python(TRAINING, environment=environment(), folder=tmp_path)
+    assert done.returncode == 0 and done.stdout.endswith("refused\n"), done.stderr

@@ -94,7 +94,8 @@ class LocalPart:
     @functools.cached_property
     def _moved(self) -> list[fx.Node]:
         """The shards of all results, of a rule that only moves elements: along one sharded factor after another."""
-        nodes = [self.inputs[i] for i in dict.fromkeys(window.read for _, window in self.rule.windows)]
+        reads = dict.fromkeys(window.read for _, window in self.rule.windows)
+        nodes = [self.inputs[i] for i in reads] if reads else self.inputs  # dims of size 1 have no window
         results = [self.shape(i) for i in range(len(self.op.results))]
         for f, window in {f: window for f, window in self.rule.windows if f in self.choice}.items():
             plan, size = halo.plan_of(self.op, self.rule, f, self.axes(f)), self._tensor(0).shape[window.dim]
