@@ -47,7 +47,7 @@ from tpshard.serve.quantizing.quantize_layers import Quantizer, Sequences
 from tpshard.serve.quantizing.write_quantized import write_quantized
 
 CONFIG = ModelConfig(
-    family="llama", layers=2, width=64, heads=4, kv_heads=2, head_dim=64, mlp=128, vocab=128, max_seq=64, seq_len=16,
+    family="llama", layers=1, width=64, heads=4, kv_heads=2, head_dim=64, mlp=128, vocab=128, max_seq=64, seq_len=16,
     dtype="fp32",
 )  # fmt: skip
 ROWS = 8
@@ -229,12 +229,12 @@ def test_a_plan_says_what_gathers_and_why(folders: dict[str, Path]) -> None:
     rows = {row["reason"].partition(":")[0]: (row["kind"], row["count"], row["bytes"]) for row in naive.reshards}
     # activations of 8 rows in fp32: of all heads, and of the whole MLP
     assert rows == {
-        "the act-order of layers.*.attention.wo mixes shards": ("all_gather", 2, 2 * ROWS * 4 * 64 * 4),
-        "the act-order of layers.*.mlp.down mixes shards": ("all_gather", 2, 2 * ROWS * 128 * 4),
+        "the act-order of layers.*.attention.wo mixes shards": ("all_gather", 1, ROWS * 4 * 64 * 4),
+        "the act-order of layers.*.mlp.down mixes shards": ("all_gather", 1, ROWS * 128 * 4),
     }
     shown = screen.screen(naive)
-    assert "2 x all_gather over tp, 16.00 KiB: the act-order of layers.*.attention.wo mixes shards" in shown
-    assert "weights 4 bits in groups of 32, 14 of 14 linears act-ordered, layout naive" in shown
+    assert "all_gather over tp, 8.00 KiB: the act-order of layers.*.attention.wo mixes shards" in shown
+    assert "weights 4 bits in groups of 32, 7 of 7 linears act-ordered, layout naive" in shown
     assert "RESHARDS" not in screen.screen(aware)
     assert naive.pricing.step_s > aware.pricing.step_s
 
@@ -242,7 +242,7 @@ def test_a_plan_says_what_gathers_and_why(folders: dict[str, Path]) -> None:
 def test_a_folder_that_is_not_there_is_planned_as_it_will_be_written(
     folders: dict[str, Path], tmp_path: Path, capsys: Any
 ) -> None:
-    dims = ["layers=2", "width=64", "heads=4", "kv_heads=2", "head_dim=64", "mlp=128", "vocab=128", "max_seq=64"]
+    dims = ["layers=1", "width=64", "heads=4", "kv_heads=2", "head_dim=64", "mlp=128", "vocab=128", "max_seq=64"]
     own = [f"model.{d}" for d in dims]
     cases = [(folders["head_local"], layout, "head_local", 128) for layout in LAYOUTS]
     cases.append((folders["global"], "tp_aware", "global", 128))
