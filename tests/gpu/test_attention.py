@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from attention_cases import documents_of, expected, inputs
@@ -82,16 +84,18 @@ def test_torch_attention_in_a_captured_program(mask: str, dtype: torch.dtype, de
 
 
 # ---- over a paged cache ------------------------------------------------------------------------------------------
-LENGTHS = [1, 17, 64, 65, 200]
+LENGTHS, EARLIER = [1, 17, 64, 65, 200], [(4, 3), (4, 64), (4, 150)]
 
 
-def cache(kv: int, d: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def cache(
+    kv: int, d: int, dtype: torch.dtype, lengths: Sequence[int] = LENGTHS, earlier: Sequence[tuple[int, int]] = EARLIER
+) -> tuple[torch.Tensor, ...]:
     """Pools in which each sequence has its past, tables, and rows of the last and of some earlier positions."""
     generator = torch.Generator().manual_seed(kv + d)
-    width = -(-max(LENGTHS) // 16)
-    tables = (torch.randperm(width * len(LENGTHS), generator=generator) + 1).reshape(len(LENGTHS), width)
-    pools = torch.randn(2, width * len(LENGTHS) + 1, 16, kv, d, generator=generator).to(dtype)
-    rows = [(i, n - 1) for i, n in enumerate(LENGTHS)] + [(4, 3), (4, 64), (4, 150)]
+    width = -(-max(lengths) // 16)
+    tables = (torch.randperm(width * len(lengths), generator=generator) + 1).reshape(len(lengths), width)
+    pools = torch.randn(2, width * len(lengths) + 1, 16, kv, d, generator=generator).to(dtype)
+    rows = [*((i, n - 1) for i, n in enumerate(lengths)), *earlier]
     sequences, positions = (torch.tensor([part]) for part in zip(*rows))
     slots = tables[sequences, positions // 16] * 16 + positions % 16
     new = pools.flatten(1, 2)[:, slots[0]].unsqueeze(1)
@@ -102,7 +106,22 @@ def cache(kv: int, d: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("h", "kv", "d"), [(8, 2, 64), (8, 1, 128), (3, 1, 24), (4, 4, 32), (8, 8, 80)])
 def test_paged(h: int, kv: int, d: int, dtype: torch.dtype, window: int | None, device: str) -> None:
-    pools, new, *rest = cache(kv, d, dtype)
+    check_paged(cache(kv, d, dtype), h, dtype, window, device, every=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_programs_share_a_long_context_and_a_chunk_is_read_as_tiles(dtype: torch.dtype, device: str) -> None:
+    """Three parts of keys, and 70 neighbouring rows of one prompt between rows of others."""
+    chunk = [(0, position) for position in range(1100, 1170)]
+    check_paged(cache(2, 64, dtype, [1300, 40, 700], [*chunk, (1, 5)]), 8, dtype, None, device, every=9)
+
+
+def check_paged(
+    cached: Sequence[torch.Tensor], h: int, dtype: torch.dtype, window: int | None, device: str, every: int
+) -> None:
+    """Compares with plain attention in fp64, and one row in `every` with what it is alone, bit by bit."""
+    pools, new, *rest = cached
+    d = pools.shape[-1]
     q = torch.randn(1, rest[0].shape[1], h, d, generator=torch.Generator().manual_seed(1)).to(dtype)
     reference = paged_attention_reference(q.double(), *new.double(), *pools.double(), *rest, d**-0.5, window)
     on_device = [x.to(device) for x in rest]
@@ -112,7 +131,7 @@ def test_paged(h: int, kv: int, d: int, dtype: torch.dtype, window: int | None, 
     out = paged(q.to(device), *new.to(device), k_pool, v_pool, *on_device, d**-0.5, window)
     assert torch.equal(k_pool.cpu(), pools[0])
     torch.testing.assert_close(out.cpu().double(), reference.double(), atol=BOUND[dtype], rtol=BOUND[dtype])
-    for row in range(q.shape[1]):  # whatever else is in the call
+    for row in range(0, q.shape[1], every):  # whatever else is in the call
         one = [x[:, row : row + 1] for x in on_device[:3]]
         alone = paged(
             q[:, row : row + 1].to(device), *new[:, :, row : row + 1].to(device), k_pool, v_pool, *one, on_device[3],
