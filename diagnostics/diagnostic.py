@@ -190,9 +190,10 @@ def _window(source: Source, width: int) -> tuple[str, int]:
 
 
 def plural(n: float, word: str) -> str:
-    """A number with a noun in singular or plural: `1 host`, `2 hosts`, `2 micro-batches`."""
+    """A number with a noun in singular or plural: `1 host`, `2 hosts`, `2 micro-batches`, `2 epochs`."""
     number = f"{n:,}" if isinstance(n, int) else f"{n:g}"
-    return f"{number} {word}" if n == 1 else f"{number} {word}{'es' if word.endswith('h') else 's'}"
+    hisses = word.endswith(("ch", "sh")) and not word.endswith("epoch")
+    return f"{number} {word}" if n == 1 else f"{number} {word}{'es' if hisses else 's'}"
 
 
 def join(words: Iterable[str]) -> str:

@@ -193,6 +193,7 @@ def test_a_picture_has_one_unit_and_says_what_its_colours_mean(planned, report):
 def test_one_of_a_thing_is_singular():
     assert [plural(n, "host") for n in (1, 2)] == ["1 host", "2 hosts"]
     assert [plural(n, "micro-batch") for n in (1, 8)] == ["1 micro-batch", "8 micro-batches"]
+    assert [plural(2, word) for word in ("epoch", "path")] == ["2 epochs", "2 paths"]
 
 
 def test_ticks_are_round_numbers_and_few():
