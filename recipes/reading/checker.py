@@ -199,7 +199,7 @@ class Checker:
         if missing or ("${" in str(raw) and not final):
             return self.interpolated_value(node, hint, path)
         if (read_as := trap(node)) is not None:
-            return self.refuse_ambiguous(node, read_as, (str,) if Any in bases else bases, path)
+            return self.refuse_ambiguous(node, read_as, [str] if Any in bases else bases, path)
         if Any in bases:
             return raw
         alone = next((base for base, constraints in options if ALONE in constraints), None)
@@ -250,7 +250,7 @@ class Checker:
         checked = self.value(value, hint, path, source)
         return Pending(node.text, path, source) if isinstance(checked, str) and resolved.read else checked
 
-    def refuse_ambiguous(self, node: Node, read_as: str, bases: tuple[Any, ...], path: Path) -> Any:
+    def refuse_ambiguous(self, node: Node, read_as: str, bases: list[Any], path: Path) -> Any:
         """Records a scalar that YAML 1.1 and 1.2 read differently; `read_as` is the reading of 1.1."""
         digits = node.text.lstrip("+-0").isdigit()
         if bool in bases:

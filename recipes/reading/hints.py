@@ -24,31 +24,27 @@ def _hints(cls: Any) -> dict[str, Any]:
     return {item.name: annotated[item.name] for item in fields(cls)}
 
 
-@cache
-def alternatives(hint: Any) -> tuple[tuple[Any, tuple[Constraint, ...]], ...]:
+def alternatives(hint: Any) -> list[tuple[Any, tuple[Constraint, ...]]]:
     """The alternative types of a value, each with its constraints."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
-        return tuple(option for part in get_args(hint) for option in alternatives(part))
+        return [option for part in get_args(hint) for option in alternatives(part)]
     if origin is Annotated:
         base, *constraints = get_args(hint)
-        return tuple((inner, (*more, *constraints)) for inner, more in alternatives(base))
-    return ((hint, ()),)
+        return [(inner, (*more, *constraints)) for inner, more in alternatives(base)]
+    return [(hint, ())]
 
 
-@cache
-def bases_of(hint: Any) -> tuple[Any, ...]:
+def bases_of(hint: Any) -> list[Any]:
     """The alternative types of a value without their constraints."""
-    return tuple(base for base, _ in alternatives(hint))
+    return [base for base, _ in alternatives(hint)]
 
 
-@cache
-def sections_of(hint: Any) -> tuple[type[Section], ...]:
+def sections_of(hint: Any) -> list[type[Section]]:
     """The section classes that a type hint allows for a map."""
-    return tuple(base for base in bases_of(hint) if isinstance(base, type) and issubclass(base, Section))
+    return [base for base in bases_of(hint) if isinstance(base, type) and issubclass(base, Section)]
 
 
-@cache
 def section_of(hint: Any) -> type[Section] | None:
     """The only section class that a type hint allows for a map; None without one, or with several."""
     sections = sections_of(hint)
@@ -84,7 +80,6 @@ def walk(
             yield from walk(inner, below, (*path, name))
 
 
-@cache
 def mapping_of(hint: Any) -> tuple[Any, Any] | None:
     """The key and value types of the map with free keys that a type hint allows; None if it allows none."""
     return next((get_args(base) for base in bases_of(hint) if get_origin(base) is Mapping), None)
