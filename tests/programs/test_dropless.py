@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -14,14 +13,14 @@ from tpshard.models.families.dispatch import ExpertGroups, by_groups
 from tpshard.models.families.routing import Routes
 from tpshard.parallelism import Mesh, partition
 from tpshard.parallelism.node_info import programs_in
-from tpshard.parallelism.pricing.timeline import price
-from tpshard.parallelism.program import Program, info
+from tpshard.parallelism.program import Program
 from tpshard.programs.compare.float64 import BOUND, distance
 from tpshard.programs.compare.lockstep import Lockstep, StepValues
-from tpshard.programs.setting.cluster import device_of
 from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step import training
 from tpshard.recipes.reading.load import loads
+
+from dropless_bytes import sent_to_experts, setting
 
 SIZES = ((16, 8, 8), (16, 8, 16), (16, 12, 8), (16, 12, 8), (16, 8, 12))
 """Tokens, of two sequences on each of eight devices; scores of 16 experts; gate, up and down."""
@@ -79,32 +78,6 @@ def test_results_and_gradients_are_those_of_the_gather_however_tokens_are_routed
 
 
 # ---- recipes ------------------------------------------------------------------------------------------------------
-RECIPE = """
-name: mixture
-cluster: {device: h100-sxm-80g, nodes: 1, devices_per_node: 8}
-mesh: {ep: 8}
-model: {preset: tiny-moe, experts: 16, top_k: 2, layers: 1, width: 64, heads: 4, kv_heads: 4, head_dim: 16, mlp: 32,
-        vocab: 64, seq_len: 4096, dtype: fp32}
-batch: {global_sequences: 8}
-compile: blocks
-"""
-
-
-def setting(*overrides: str) -> Setting:
-    return Setting.of(loads(RECIPE, overrides))
-
-
-def sent_to_experts(*overrides: str) -> int:
-    """Bytes of activations that a device receives over ep in a step with even routing."""
-    built = training.build(setting(*overrides))
-    device, _, per_host = device_of(built.setting.recipe)
-    priced = price(built.stages[0].forward, device, per_host, compiled="none")
-    bodies = [priced, *(body for body, _, _ in priced.bodies)]
-    costs: list[Any] = [(body.kernels[i].node, cost) for body in bodies for i, cost in body.costs.items()]
-    comms = [(info(node).comm, cost) for node, cost in costs]
-    return sum(cost.wire_bytes for comm, cost in comms if comm.axes == ("ep",) and comm.of == "activation")
-
-
 def test_slots_travel_as_the_load_needs_and_only_the_fallback_gathers_tokens() -> None:
     """Even routing sends a share p = 1 - (14 C 2) / (16 C 2) of 4,096 tokens to each device, which are 990.
 
@@ -123,6 +96,7 @@ def test_slots_travel_as_the_load_needs_and_only_the_fallback_gathers_tokens() -
 
 
 def test_an_even_step_with_four_experts_a_token_sends_at_most_half_of_the_gathers_bytes() -> None:
+    """The figures of the pages are those of wider tokens: `benchmarks/dropless_bytes.py`."""
     forms = (f"sharding.dropless.form={form}" for form in ("gather", "all_to_all"))
     gather, exchange = (sent_to_experts(form, "model.top_k=4") for form in forms)
     assert 0 < exchange <= 0.5 * gather
