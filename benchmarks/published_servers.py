@@ -128,6 +128,8 @@ class ServedRow:
     engine: EngineProfile
     fitted: bool
     traffic: Traffic
+    varied: float
+    """The share by which its lengths differ from the traffic's at most."""
     weights: WeightFormat
     cache_bytes: float
     steady: bool
@@ -212,7 +214,7 @@ def row_of(row: Mapping[str, str]) -> ServedRow:
     prompt, answer = int(row["input_len"]), int(row["output_len"])
     if min(prompt, answer, clients) < 1 or (rate is not None and not 0 < rate < 1e6):
         raise ValueError(f"{clients} clients, {prompt} and {answer} tokens, rate {rate}: not a load")
-    traffic = Traffic(prompt, answer, rate, clients, max(8, LOOPS * clients) if closed else clients, varied=varied)
+    traffic = Traffic(prompt, answer, rate, clients, max(8, LOOPS * clients) if closed else clients)
     measured = {
         name: (row[f"{name}_stat"], float(row[f"{name}_ms"]) / 1000)
         for name in FIGURES[:2] if float(row[f"{name}_ms"] or 0) > 0 and row[f"{name}_stat"] in STATISTICS
@@ -223,6 +225,6 @@ def row_of(row: Mapping[str, str]) -> ServedRow:
         measured["tokens/s"] = ("", float(row["total_tok_s"]) * answer / (prompt + answer))
     steady = closed and any(words in note for words in STEADY)
     return ServedRow(
-        row["id"], row["model"], DEVICES[row["gpu"]], int(row["tp"]), engine, row["use"] == "fit", traffic, weights,
-        CACHES[cache_dtype], steady, measured,
+        row["id"], row["model"], DEVICES[row["gpu"]], int(row["tp"]), engine, row["use"] == "fit", traffic, varied,
+        weights, CACHES[cache_dtype], steady, measured,
     )  # fmt: skip

@@ -131,7 +131,7 @@ def _median_gap(run: EngineRun) -> float:
 
 def outcome_of(row: ServedRow, constants: Constants = NONE) -> ServedOutcome:
     """The planned figures of a row, with other constants than those of the engine and the device."""
-    run = serve_traffic(row.steps(constants), row.traffic)
+    run = serve_traffic(row.steps(constants), row.traffic, row.varied)
     sent = row.traffic.clients if row.traffic.rate is None else run.rehearsal.mean_running
     return ServedOutcome(row, figures(row, run), run.limit, sent)
 

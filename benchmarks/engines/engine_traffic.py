@@ -38,21 +38,22 @@ class EngineRun:
     """Requests of this traffic that the server holds at once: the most that it should admit."""
 
 
-def serve_traffic(steps: EngineSteps, traffic: Traffic) -> EngineRun:
-    """Simulates all of the traffic. ValueError if the cache does not hold one request."""
+def serve_traffic(steps: EngineSteps, traffic: Traffic, varied: float = 0.0) -> EngineRun:
+    """Simulates all of the traffic. varied: the share by which lengths differ from the mean at most. ValueError if the
+    cache does not hold one request."""
     limit = min(steps.engine.running, steps.positions // (traffic.prompt + traffic.answer))
     if limit < 1:
         raise ValueError(f"{traffic.prompt + traffic.answer} tokens do not fit a cache of {steps.positions}")
-    return _SimulatedEngine(steps, traffic, limit).run()
+    return _SimulatedEngine(steps, traffic, varied, limit).run()
 
 
 class _SimulatedEngine:
     """The queue of a server, its clock, and the requests that it answers."""
 
-    def __init__(self, steps: EngineSteps, traffic: Traffic, limit: int) -> None:
+    def __init__(self, steps: EngineSteps, traffic: Traffic, varied: float, limit: int) -> None:
         self.steps, self.traffic, self.limit = steps, traffic, limit
         draw = random.Random(traffic.seed)
-        spread = (1 - traffic.varied, 1 + traffic.varied)
+        spread = (1 - varied, 1 + varied)
         self.sizes = [
             (
                 max(1, round(traffic.prompt * draw.uniform(*spread))),

@@ -33,8 +33,6 @@ class Traffic:
     count: int = 1000
     """Number of requests."""
     seed: int = 0
-    varied: float = 0.0
-    """Share by which lengths differ from the mean at most; only an engine's own simulation varies them."""
 
     def arrivals(self) -> list[float]:
         """Arrival times in seconds; with `clients`, all at the start."""

@@ -63,9 +63,9 @@ def test_an_engine_s_ways_count() -> None:
 def test_all_are_answered_however_little_the_cache_holds(reserves: bool) -> None:
     steps = steps_of(engine=replace(ENGINE, reserves=reserves, running=8))
     steps.__dict__["positions"] = 100  # of the cache, in place of the device's
-    run = serve_traffic(steps, Traffic(20, 20, clients=6, count=12, varied=0.2))
+    run = serve_traffic(steps, Traffic(20, 20, clients=6, count=12), 0.2)
     assert run.limit == 2 and len(run.rehearsal.answers) == 12 and (run.rehearsal.preempted > 0) == (not reserves)
-    free = serve_traffic(steps_of(), Traffic(20, 20, clients=6, count=12, varied=0.2))
+    free = serve_traffic(steps_of(), Traffic(20, 20, clients=6, count=12), 0.2)
     assert free.rehearsal.seconds < run.rehearsal.seconds and free.limit == 256
     assert all(a.ttft > ENGINE.request_s for a in free.rehearsal.answers)
     with pytest.raises(ValueError, match="120 tokens do not fit"):
