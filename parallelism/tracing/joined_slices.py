@@ -158,12 +158,16 @@ def _turns_to_join(shardings: Shardings) -> Iterator[_Turn]:
 
 
 def _join_turns(shardings: Shardings) -> None:
-    """Rewrites concatenations of slices in turn to a roll, times a constant with the signs."""
+    """Rewrites concatenations of slices in turn to a roll, times a constant with the signs where there are some."""
     graph = shardings.graph
     for op, source, dim, ends, signs in list(_turns_to_join(shardings)):
-        result = op.results[0]
+        result, args = op.results[0], (Ref(0), [-ends[1]], [dim])
+        if signs == (1, 1):
+            op.target, op.args, op.kwargs, op.operands = aten.roll.default, args, {}, [source]
+            shardings.rules[op] = rule_for(op)
+            continue
         rolled = Value(f"{op.name}.roll", result.shape, result.dtype)
-        roll = Op(rolled.name, aten.roll.default, (Ref(0), [-ends[1]], [dim]), {}, [source], [rolled], op.place)
+        roll = Op(rolled.name, aten.roll.default, args, {}, [source], [rolled], op.place)
         rolled.producer = roll
         sign = torch.cat([torch.full((n,), one, dtype=result.dtype) for n, one in zip(ends, signs)])
         sign = sign.view(-1, *[1] * (result.rank - 1 - dim))

@@ -6,7 +6,7 @@ import itertools
 
 import torch
 from torch.nn import functional as F
-from tpshard.parallelism import Mesh, mesh_split, partition
+from tpshard.parallelism import Mesh, Program, mesh_split, partition
 from tpshard.parallelism.anchors import is_split
 from tpshard.parallelism.partitioning.partitioner import mark_outputs, partition_graph
 from tpshard.parallelism.propagated import Annotation
@@ -84,18 +84,22 @@ def test_what_is_added_by_index_is_summed_where_it_lies() -> None:
         torch.testing.assert_close(program.simulate(x, index, rows)[0], fn(x, index, rows))
 
 
+def targets(program: Program) -> set[object]:
+    return {node.target for node in program.nodes}
+
+
 def test_two_slices_put_together_in_turn_are_one_shift() -> None:
     """cat([x[k:], x[:k]]) of a sharded dim sends k elements to a neighbour, once."""
     x = torch.randn(12, 2)
     program = partition(lambda x: torch.cat([x[10:], x[:10]]), [x], Mesh({"x": 4}), [("x",)], [("x",)])
     assert [(c.kind, c.bytes) for c in program.collectives] == [("permute", 2 * 2 * 4)]
-    assert torch.equal(program.simulate(x)[0], x.roll(2, 0))
+    assert torch.equal(program.simulate(x)[0], x.roll(2, 0)) and torch.ops.aten.mul.Tensor not in targets(program)
 
     def turned(x: torch.Tensor) -> torch.Tensor:  # as rotary positions do
         return torch.cat([-x[6:], x[:6]])
 
     gradient = torch.func.grad(lambda x: turned(x).sin().sum())
-    for fn, shifts in ((turned, 1), (gradient, 2)):
+    for fn, shifts in ((turned, 1), (gradient, 2), (lambda x: torch.cat([x[6:], -x[:6]]), 1)):
         program = partition(fn, [x], Mesh({"x": 4}), [("x",)], [("x",)])
         assert [(c.kind, c.bytes) for c in program.collectives] == [("permute", 3 * 2 * 4)] * shifts
         assert torch.equal(program.simulate(x)[0], fn(x))
