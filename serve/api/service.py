@@ -292,8 +292,6 @@ class Service:
         slot = next((slot for slot in range(engine.runner.slots) if slot not in taken), None)
         if slot is None:
             raise ValueError(f"all of the {engine.runner.slots} slots for adapters (serve.max_loras) are in use")
-        if old is not None and old.slot == slot:
-            self.adapters = others  # if the new one cannot be loaded, the slot holds neither
         engine.runner.adapt(slot, folder)
         root = hashlib.blake2b(f"{next(self._versions)} {name}".encode(), digest_size=16).digest()
         self.adapters, self._folders[name] = {**others, name: LoadedAdapter(name, folder, slot, root)}, folder

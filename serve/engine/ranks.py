@@ -8,7 +8,6 @@ all are ended and the step raises WorkerLost; the owner then creates a new runne
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 import subprocess
 import time
@@ -19,7 +18,7 @@ import psutil
 from tpshard.diagnostics.exits import Exit
 from tpshard.parallelism.runtime.workers import Workers
 from tpshard.programs.server.serving import BLOCK_SIZE
-from tpshard.serve.engine.job import ADAPT, CHANNEL, DONE, JOB, PICK, QUIT, READY, STEP, Closed, Job, receive, send
+from tpshard.serve.engine.job import ADAPT, CHANNEL, DONE, JOB, PICK, PUT, QUIT, READY, STEP, Closed, Job, receive, send
 from tpshard.serve.engine.picks import Picked, Picks
 from tpshard.serve.engine.step import StepInput, WorkerLost
 
@@ -59,12 +58,17 @@ class Ranks:
         return Picked.decode(self._await(DONE, {0}, self._job.step_s)[0])
 
     def adapt(self, slot: int, folder: str) -> None:
+        if wrong := self._ask(ADAPT, folder.encode()):
+            raise ValueError(wrong)
+        self._ask(PUT, str(slot).encode())
+
+    def _ask(self, kind: bytes, body: bytes) -> str:
+        """Sends a frame to all ranks; returns the first answer that is not empty."""
         for channel in self._channels:
             with contextlib.suppress(Closed):  # noticed below
-                send(channel, ADAPT, json.dumps([slot, folder]).encode())
+                send(channel, kind, body)
         answers = self._await(DONE, set(range(self._job.world)), self._job.start_s)
-        if wrong := next(filter(None, answers.values()), b""):
-            raise ValueError(wrong.decode())
+        return next(filter(None, answers.values()), b"").decode()
 
     def check(self) -> None:
         self._workers.listen(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -68,17 +68,24 @@ class ProgramRunner:
         return logits[: len(batch.logit_rows)].float()
 
     def adapt(self, slot: int, folder: str) -> None:
-        """Loads the adapter in a folder into a slot. ValueError where it cannot be loaded."""
+        self.put_adapter(slot, self.read_adapter(folder))
+
+    def read_adapter(self, folder: str) -> dict[str, Tensor]:
+        """The factors in a folder by name. ValueError where they cannot be loaded."""
         setting = self._programs.setting
         assert setting.slots is not None, "this server has no adapters"
         values = slot_values(open_adapters(Path(folder), setting.served.spec, setting.slots))
         program = self._programs.any
-        ports = {port.name: port for port in program.inputs if port.name in self._programs.slotted}
         read = {p.name for node, p in zip(program.graph.find_nodes(op="placeholder"), program.inputs) if node.users}
         if unread := next((name for name in values if name not in read), None):
             raise ValueError(f"{folder}: the model computes `{unread.rpartition('.')[0]}` without calling the layer")
-        for name, port in ports.items():
-            self._fill.put(port, slot, values.get(name))
+        return values
+
+    def put_adapter(self, slot: int, values: Mapping[str, Tensor]) -> None:
+        """Puts the factors that were read into a slot."""
+        for port in self._programs.any.inputs:
+            if port.name in self._programs.slotted:
+                self._fill.put(port, slot, values.get(port.name))
 
     def check(self) -> None: ...
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import sys
@@ -10,13 +9,14 @@ import traceback
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from tpshard.diagnostics.exits import Exit
 from tpshard.files.folder_json import FolderError
 from tpshard.parallelism.runtime.context import connect
 from tpshard.parallelism.runtime.messages import WorkerFault
 from tpshard.parallelism.runtime.place import WorkerPlace
 from tpshard.programs.server.serving import ServingPrograms
-from tpshard.serve.engine.job import ADAPT, CHANNEL, DONE, JOB, PICK, QUIT, READY, STEP, Closed, Job, receive, send
+from tpshard.serve.engine.job import ADAPT, CHANNEL, DONE, JOB, PICK, PUT, QUIT, READY, STEP, Closed, Job, receive, send
 from tpshard.serve.engine.picks import Picks
 from tpshard.serve.engine.runner import ProgramRunner
 from tpshard.serve.engine.step import StepInput
@@ -62,24 +62,25 @@ def describe(error: BaseException) -> tuple[str, int]:
     return (str(error) or type(error).__name__).splitlines()[0][:500], Exit.WORKER_LOST
 
 
-def _adapt(runner: ProgramRunner, slot: int, folder: str) -> str:
-    """Loads an adapter; returns why it could not be loaded, or ""."""
-    try:
-        runner.adapt(slot, folder)
-        return ""
-    except (ValueError, OSError) as error:
-        return str(error) or type(error).__name__
-
-
 def _answer(channel: socket.socket, runner: ProgramRunner, picks: bool) -> None:
     """Computes steps until told to quit. picks: whether this rank picks tokens from the logits, and answers."""
     send(channel, READY)
+    adapter: dict[str, Tensor] = {}
     while True:
         kind, body = receive(channel)
         if kind == QUIT:
             return
-        if kind == ADAPT:
-            send(channel, DONE, _adapt(runner, *json.loads(body)).encode())
+        if kind == ADAPT:  # no rank's slot changes before every rank has read it
+            wrong = ""
+            try:
+                adapter = runner.read_adapter(body.decode())
+            except (ValueError, OSError) as error:
+                wrong = str(error) or type(error).__name__
+            send(channel, DONE, wrong.encode())
+            continue
+        if kind == PUT:
+            runner.put_adapter(int(body), adapter)
+            send(channel, DONE)
             continue
         if kind != STEP:
             raise ValueError(f"received a frame of kind {kind!r} instead of a step")

@@ -126,7 +126,8 @@ class Runner(Protocol):
         ...
 
     def adapt(self, slot: int, folder: str) -> None:
-        """Loads the adapter in a folder into a slot. ValueError where it cannot be loaded; the slot then holds none."""
+        """Loads the adapter in a folder into a slot. ValueError where it cannot be loaded; the slot then holds
+        what it held."""
         ...
 
     def check(self) -> None:

@@ -209,6 +209,8 @@ def test_adapters_are_loaded_and_dropped_while_serving(server: Any, folders: dic
         answer = post(server, "/v1/load_lora_adapter", lora_name=name, lora_path="all")
         assert answer[0] == status and says in answer[1], answer
     again = {"lora_name": "some", "lora_path": "all", "load_inplace": True}
+    assert post(server, "/v1/load_lora_adapter", **again | {"lora_path": "base"})[0] == 400
+    assert completed(server, "some") == (second[0], 32), "what cannot be loaded replaces nothing"
     assert post(server, "/v1/load_lora_adapter", **again)[0] == 200
     assert completed(server, "some") == (first[0], 0), "what was cached with the old adapter is not used"
     assert post(server, "/v1/unload_lora_adapter", lora_name="some")[0] == 200
