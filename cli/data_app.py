@@ -6,6 +6,8 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -39,12 +41,14 @@ def show(
     """
     from tpshard.programs.setting.setting import Setting
     from tpshard.train.data.stream import Loader, Mixture
+    from tpshard.train.data.tokens import read_tokenizer
     from tpshard.train.run.run_data import opened_data
 
     loaded = load(recipe, overrides or ())
     setting = Setting.of(loaded, 1 if loaded.cluster is None and -1 in loaded.mesh.values() else None)
     opened = opened_data(setting, loaded.run.folder)
     texts = [Mixture.of(*one, 1) for one in opened.held_out] if held_out else [opened.mixture]
+    read = read_tokenizer(opened.mixture.tokenizer.folder)
     rows: list[dict[str, Any]] = []
     notes: list[str] = []
     for text in texts:
@@ -53,24 +57,23 @@ def show(
             bad_rows=loaded.data.bad_rows,
         )  # fmt: skip
         while len(rows) < n and any((batch := loader.next()).origin):
-            rows += [row for row in _rows(batch, opened.mixture) if row["documents"]]
+            rows += [row for row in _rows(batch, read) if row["documents"]]
         notes += loader.warnings
         for reader in loader.readers:
-            bad = [counter for chain in reader.chains for counter in (chain.bad, chain.unlearned) if counter.bad]
-            notes += [f"left out: {first}" for first in dict.fromkeys(counter.first for counter in bad)]
+            bad = {id(one): one for chain in reader.chains for one in (chain.bad, chain.unlearned) if one.bad}.values()
+            notes += [f"left out: {one.first}" + (f", and {one.bad - 1:,} more" if one.bad > 1 else "") for one in bad]
         loader.close()
     window = plural(opened.mixture.window, "document")
     order = "in the order of the files" if opened.mixture.window == 1 else f"shuffled in windows of {window}"
     names = [f"{share.text.name} (weight {share.weight:g})" for share in opened.mixture.shares]
     result = {"schema": 1, "sources": names, "order": order, "sequences": rows[:n], "notes": notes}
-    print(json.dumps(result, ensure_ascii=False) if as_json else _text(result, colorful(sys.stdout)))
+    print(json.dumps(result, ensure_ascii=False) if as_json else _text(result, read, colorful(sys.stdout)))
 
 
-def _rows(batch: StepBatch, mixture: Any) -> Iterator[dict[str, Any]]:
+def _rows(batch: StepBatch, read: FolderTokenizer) -> Iterator[dict[str, Any]]:
     """The rows of a batch as JSON values, divided into documents; padding at the end is one number."""
     from tpshard.models.objectives.loss import IGNORE
 
-    read = _reader(mixture)
     fields = {name: batch[name].tolist() for name in ("tokens", "targets", "documents", "positions")}
     for row, origin in enumerate(batch.origin):
         ids, targets, numbers = (fields[name][row] for name in ("tokens", "targets", "documents"))
@@ -91,13 +94,7 @@ def _rows(batch: StepBatch, mixture: Any) -> Iterator[dict[str, Any]]:
         yield {"documents": documents, "padding": len(ids) - used}
 
 
-def _reader(mixture: Any) -> FolderTokenizer:
-    from tpshard.train.data.tokens import read_tokenizer
-
-    return read_tokenizer(mixture.tokenizer.folder)
-
-
-def _text(result: dict[str, Any], color: bool) -> str:
+def _text(result: dict[str, Any], read: FolderTokenizer, color: bool) -> str:
     """The rows as text; targets in green, or in brackets without colour."""
     lines = [f"{', '.join(result['sources'])}: {result['order']}"]
     for number, row in enumerate(result["sequences"], 1):
@@ -107,18 +104,18 @@ def _text(result: dict[str, Any], color: bool) -> str:
         facts = f"{total} tokens, {plural(count, 'target')}, {plural(len(documents), 'document')}"
         lines.append(f"--- sequence {number}: {facts}, {row['padding']} of padding")
         for document in documents:
-            lines += [f"  | {document['from']}", _shown(document["text"], document["learned"], color)]
+            parts = [read.token_bytes(id) for id in document["tokens"]]
+            lines += [f"  | {document['from']}", _shown(parts, document["learned"], color)]
     lines += [f"note: {note}" for note in result["notes"]]
     return "\n".join(lines)
 
 
-def _shown(texts: Sequence[str], learned: Sequence[bool], color: bool) -> str:
-    """A document's text, with what is learned marked."""
+def _shown(parts: Sequence[bytes], learned: Sequence[bool], color: bool) -> str:
+    """A document's text, with what is learned marked. parts: the bytes of its tokens, which divide characters."""
     opens, closes = (TARGET, END) if color else ("[", "]")
-    shown, inside = "", False
-    for text, one in zip(texts, learned):
-        if one != inside:
-            shown += opens if one else closes
-            inside = one
-        shown += "\n".join(map(printable, text.split("\n")))
-    return shown + closes * inside
+    shown = ""
+    for inside, run in groupby(zip(parts, learned), key=itemgetter(1)):
+        text = b"".join(part for part, _ in run).decode(errors="replace")
+        text = "\n".join(map(printable, text.split("\n")))
+        shown += f"{opens}{text}{closes}" if inside else text
+    return shown

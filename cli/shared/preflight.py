@@ -302,6 +302,7 @@ def _learner(recipe: Recipe, columns: Columns) -> Callable[[str], Labelled | Non
             read = load_tokenizer(folder, bos=recipe.data.bos, eos=recipe.data.eos, where=where)
         except Mistakes:  # told of the tokenizer
             return None
+        where = where if template is None else recipe.where("data.chat_template")
         return answer_tokenizer(read, columns, recipe.model.seq_len, recipe.data.too_long, where, template).labelled
     if template is None or columns.key != "messages":
         return None

@@ -42,13 +42,16 @@ class ConversationRenderer:
         ValueError where the tokenizer's library fails."""
         text = rendered_text(self.template, messages, tools)
         marked = self.template.marked_spans(messages, text, tools=tools) if self.template.marks_answers else None
-        spans = marked or []
+        answers, spans = [i for i, message in enumerate(messages) if message["role"] == "assistant"], marked or []
         if marked is None:
-            answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
             for i in answers:
                 spans.append(self._answer(messages, i, text, tools, spans[-1][1] if spans else 0))
         ids, offsets = self.tokenizer.encode_with_offsets(text)
         spans = [self._with_end(span, text, ids, offsets, marked is not None) for span in spans]
+        if any(messages[i].get("weight") == 0 for i in answers):
+            if len(spans) != len(answers):
+                raise TemplateError("`weight: 0` of an answer, of which the chat template marks several parts or none")
+            spans = [span for i, span in zip(answers, spans) if messages[i].get("weight") != 0]
         learned, at = [], 0
         for start, end in offsets:
             while at < len(spans) and start >= spans[at][1]:

@@ -99,3 +99,11 @@ def test_text_that_looks_like_a_marker_ends_no_answer(tmp_path: Path) -> None:
 def test_a_template_that_writes_nothing_is_named(tmp_path: Path) -> None:
     with pytest.raises(TemplateError, match="nothing"):
         renderer(tmp_path, "{% if false %}x{% endif %}").rendered(ASKED)
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_an_answer_of_weight_0_is_not_learned(template: str, tmp_path: Path) -> None:
+    of = renderer(tmp_path, template)
+    last = learned(of, [*ASKED[:3], {"role": "assistant", "content": "Nine."}])
+    only = learned(of, [ASKED[0], {**ASKED[1], "weight": 0}, ASKED[2], {"role": "assistant", "content": "Nine."}])
+    assert only and last.endswith(only) and "Nine." in only and "four" not in only

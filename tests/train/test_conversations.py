@@ -18,7 +18,7 @@ from chat_folders import CHATML, chat_folder
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.models.objectives.loss import IGNORE
 from tpshard.train.data.bad_rows import peek
-from tpshard.train.data.conversations import AnswerTokenizer, TooLong, answer_tokenizer
+from tpshard.train.data.conversations import AnswerTokenizer, TooLong, answer_tokenizer, renders
 from tpshard.train.data.corpus import open_text
 from tpshard.train.data.row_columns import Columns
 from tpshard.train.data.stream import Loader, Mixture, Share, merge_states
@@ -237,7 +237,8 @@ def test_what_is_too_long_is_treated_as_the_recipe_says_and_counted(tmp_path: Pa
     loader = Loader(Mixture.of(text, tokenizer(tmp_path, too_long=too_long)), seq_len=SEQ, global_sequences=1)
     (warning,) = loader.warnings
     done = {"truncate": "truncated", "split": "split into several sequences", "drop": "dropped"}[too_long]
-    assert warning == f"{text.name}: 1 rows are longer than the {SEQ} tokens of model.seq_len: {done}"
+    said = f"1 row longer than the {SEQ} tokens of model.seq_len: {done} (the first: a.jsonl, line 1)"
+    assert warning == f"{text.name}: {said}"
     rows = [loader.next() for _ in range(9)]
     long = [row for row in rows if any(place.endswith(":1") for place in row.origin[0].split())]
     assert len(long) == {"truncate": 1, "drop": 0}.get(too_long, len(long)) and (too_long != "split" or len(long) > 3)
@@ -253,7 +254,9 @@ def test_what_is_too_long_is_treated_as_the_recipe_says_and_counted(tmp_path: Pa
         ([{"role": None, "content": "a"}], 'message 1 of "messages" has the role null'),
         ([{"from": "human", "value": "a"}], "has no role; its keys are from, value"),
         ([{"role": "user", "content": None}], "(user) has no content"),
-        ([{"role": "user", "content": "a"}], "no answer"),
+        ([{"role": "user", "content": "a"}, {"role": "asistant", "content": "b"}], "its roles are user, asistant"),
+        ([], "no answer"),
+        ([{"role": "assistant", "content": "a", "weight": 0.5}], "has the weight 0.5, which is neither 0 nor 1"),
         ([{"role": "usr", "content": "c"}, {"role": "assistant", "content": "b"}], "unknown role 'usr'"),
     ],
 )
@@ -279,6 +282,15 @@ def test_a_few_rows_are_judged_before_a_run_by_their_share(tmp_path: Path) -> No
         peek(text, 0.01, learn=learn)
     assert "line 8: message 1 has the unknown role 'usr'" in refused.value.diagnostics[0].why
     peek(text, 0.05, learn=learn)
+
+
+def test_what_leaves_nothing_to_learn_from_is_refused_before_a_run(tmp_path: Path) -> None:
+    path = write(tmp_path / "talks.jsonl", [conversation(random.Random(0), i) for i in range(120)])
+    learn = replace(tokenizer(tmp_path), length=3).labelled
+    with pytest.raises(Mistakes, match="nothing to learn from"):
+        peek(open_text(str(path), TALK).train, 0.01, learn=learn)
+    with pytest.raises(Mistakes, match="the chat template of the recipe writes nothing"):
+        renders("{{ '' }}", None)
 
 
 def test_of_a_prompt_with_its_completion_only_the_completion_is_learned(tmp_path: Path) -> None:

@@ -61,13 +61,16 @@ def peek(
 ) -> None:
     """Checks small local data wholly, and of larger data the first rows. Raises `Mistakes` (exit 6).
 
-    learn: tried on the first rows, which it encodes or only renders; it raises NotLearned.
+    learn: tried on the first rows, and on up to TRIED until there is one of which something is left; it encodes them or
+    only renders them, and raises NotLearned.
     """
     left_out: list[str] = []
     check(text, bad_rows)
     counter = BadRows(text, 1.0 if learn is None else bad_rows, warn=False)
     every = ((file, row) for file in text.files for row in rows(text, file))
-    for file, row in itertools.islice(every, rows_read):
+    for file, row in itertools.islice(every, TRIED):
+        if counter.rows_read >= rows_read and counter.bad + len(left_out) < counter.rows_read:
+            break
         try:
             if learn is not None and row.text is not None and (one := learn(row.text)) is not None and not one.ids:
                 left_out.append(one.note)
@@ -78,19 +81,20 @@ def peek(
         counter.file_ended()
     if counter.rows_read == counter.bad:
         raise text.mistake(f"{text.name} has no readable row", why=counter.first, fix=text.readable)
-    if left_out and counter.bad + len(left_out) == counter.rows_read < rows_read:
+    if left_out and counter.bad + len(left_out) == counter.rows_read < TRIED:
         fix = "a larger model.seq_len, or data.too_long"
         raise text.mistake(f"{text.name} has nothing to learn from", why=left_out[0], fix=fix)
 
 
 def check(
     text: TextSource, bad_rows: float, sums: ShardSums | None = None, learn: Callable[[str], Labelled] | None = None
-) -> Counter[str]:
+) -> list[str]:
     """Reads small local data once, so that its errors, and what has changed in it, show before the first step.
 
     learn: encodes a row; tried on rows of conversations, of very many only on the first.
 
-    Returns: what was done to conversations that were not taken as they are, such as cutting them, with their number.
+    Returns: what was done to conversations that were not taken as they are, such as cutting them, with their number
+    and the first of them.
     """
     paths = [file.place for file in text.files if isinstance(file.place, Path)]
     try:
@@ -98,9 +102,10 @@ def check(
     except OSError as error:
         fix = "check who may read it, or remove it from data.source"
         raise text.mistake(f"a file of {text.name} cannot be read", why=str(error), fix=fix) from error
-    notes: Counter[str] = Counter()
     if text.trusted or len(paths) < len(text.files) or size > SMALL:
-        return notes
+        return []
+    notes: Counter[str] = Counter()
+    firsts: dict[str, str] = {}
     counter = BadRows(text, bad_rows, warn=False)
     left = TRIED if size > SMALL_CONVERSATIONS else size
     for file in text.files:
@@ -108,7 +113,9 @@ def check(
             if learn is not None and row.text is not None and text.keeps(row.text) and left > 0:
                 left -= 1
                 try:
-                    notes.update(filter(None, [learn(row.text).note]))
+                    if note := learn(row.text).note:
+                        notes[note] += 1
+                        firsts.setdefault(note, f"{file.name}, {text_format(file).unit} {row.number + 1}")
                 except NotLearned as fault:
                     row = replace(row, text=None, fault=str(fault))
             counter.see(file, row)
@@ -119,4 +126,4 @@ def check(
             why=counter.first or text.columns.none_left or f"{plural(len(paths), 'file')}, all empty",
             fix=text.readable if counter.first else "a source with rows, or another filter",
         )
-    return notes
+    return [f"{text.name}: {plural(n, 'row')} {note} (the first: {firsts[note]})" for note, n in notes.items()]

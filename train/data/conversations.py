@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -80,7 +81,7 @@ def answer_tokenizer(
     Args:
         text: of the same folder.
         columns: name messages, or a prompt and a completion.
-        where: the place in the recipe that names the tokenizer.
+        where: the place in the recipe that names the template or the tokenizer.
         template: the source of a chat template in place of the tokenizer's own.
 
     Raises:
@@ -109,12 +110,17 @@ def _rows_of(text: TextTokenizer, read: FolderTokenizer) -> FolderTokenizer:
 
 
 def require_template(template: ChatTemplate, whose: str, where: Source | None) -> None:
-    """Raises Mistakes (exit 6) for a template that is none."""
+    """Raises Mistakes (exit 6) for a template that is none, or writes nothing of a question with its answer."""
+    fix = "correct it, or name another in data.chat_template"
     try:
         template.variables_read  # noqa: B018 (raises)
     except TemplateError as error:
-        message, fix = f"the chat template {whose} cannot be read", "correct it, or name another in data.chat_template"
+        message = f"the chat template {whose} cannot be read"
         raise Mistakes.one(message, exit=Exit.DATA, where=where, why=str(error), fix=fix) from error
+    talk = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+    with suppress(TemplateError):  # it may ask for more than these, which rows may have
+        if not template.render(talk, add_generation_prompt=False).strip():
+            raise Mistakes.one(f"the chat template {whose} writes nothing", exit=Exit.DATA, where=where, fix=fix)
 
 
 def renders(source: str, where: Source | None) -> Callable[[str], None]:

@@ -66,7 +66,7 @@ def open_data(
     def reads(text: TextSource) -> TextTokenizer | AnswerTokenizer:
         if text.columns.key == "column":
             return tokenizer
-        where = recipe.where("data.tokenizer")
+        where = recipe.where("data.tokenizer" if template is None else "data.chat_template")
         return answer_tokenizer(tokenizer, text.columns, length, data.too_long, where, template)
 
     tokenizers = [reads(corpus.train) for corpus in corpora]

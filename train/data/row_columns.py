@@ -100,7 +100,8 @@ class Columns:
         if not isinstance(value, Mapping):
             return TextRow(number, None, f'no "{self.required[0]}"')
         if missing := next((key for key in self.required if key not in value), None):
-            return TextRow(number, None, f'no "{missing}"')
+            asks = ", which its filter asks for" if missing in self.where else ""
+            return TextRow(number, None, f'no "{missing}"{asks}')
         if any(value[key] not in values for key, values in self.where.items()):
             return None
         if self.messages is not None:
@@ -157,6 +158,10 @@ def _fault_of_conversation(column: str, messages: Any) -> str:
         kinds = [part.get("type") for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
         if media := next((kind for kind in kinds if kind in MEDIA), None):
             return f"{at} ({role}) has a part of the type {media}, and only text is learned"
-    if not any(message["role"] == "assistant" for message in messages):
-        return f'no answer: "{column}" has no message of the role "assistant"'
+        if message.get("weight") not in (None, 0, 1):
+            return f"{at} ({role}) has the weight {json.dumps(message['weight'])}, which is neither 0 nor 1"
+    roles = dict.fromkeys(message["role"] for message in messages)
+    if "assistant" not in roles:
+        there = f"its roles are {', '.join(roles)}" if roles else "it is empty"
+        return f'no answer: "{column}" has no message of the role "assistant"; {there}'
     return ""

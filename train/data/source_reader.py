@@ -39,8 +39,7 @@ class SourceReader:
         self.bad, self.sums = BadRows(text, bad_rows), ShardSums()
         self.warnings: list[str] = []
         if checks:
-            notes = check(text, bad_rows, self.sums, tokenizer.labelled if tokenizer.whole else None)
-            self.warnings += [f"{text.name}: {count:,} rows are {note}" for note, count in notes.items()]
+            self.warnings += check(text, bad_rows, self.sums, tokenizer.labelled if tokenizer.whole else None)
         self.order = self._order()
         self.chain_count = _chain_count(lanes, len(self.order))
         self.chains: list[Chain] = []

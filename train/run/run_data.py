@@ -72,7 +72,7 @@ def notes_of(loader: Loader | GeneratedRows, context: Context, data_rank: int) -
     own = loader.notes if isinstance(loader, Loader) else Counter()
     of_ranks = dict(context.gather((data_rank, dict(own))))  # ranks that read the same rows count once
     total: Counter[str] = sum(map(Counter, of_ranks.values()), Counter())
-    return [f"{count:,} rows were {note}" for note, count in total.items()]
+    return [f"{plural(count, 'row')} {note}" for note, count in total.items()]
 
 
 def opened_data(setting: Setting, folder: Path, context: Context | None = None) -> OpenedData:
