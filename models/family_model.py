@@ -181,6 +181,10 @@ class FamilyModel(ModelSpec):
 
         return {path: home.module for path, home in hf_modules(self.config).items()}
 
+    @property
+    def tied(self) -> tuple[str, str] | None:
+        return ("lm_head", "tok_embed.weight") if self.config.tie_embeddings else None
+
     def notes(self, module: nn.Module) -> list[str]:
         if self.source.folder is None:
             return []

@@ -212,6 +212,17 @@ class ModelSpec(ABC):
         """The path of each module with parameters in a Hugging Face folder, by its own, where they differ."""
         return {}
 
+    @property
+    def tied(self) -> tuple[str, str] | None:
+        """The head's path in a Hugging Face folder, and the parameter of the embeddings that is its weight too.
+        For classes of transformers and modules this builds the module."""
+        module: Any = self.build()
+        head, table = (getattr(module, f"get_{side}_embeddings", lambda: None)() for side in ("output", "input"))
+        if head is None or table is None or head.weight is not table.weight:
+            return None
+        paths = {layer: path for path, layer in module.named_modules()}
+        return paths[head], f"{paths[table]}.weight"
+
     def notes(self, module: nn.Module) -> list[str]:
         """Sentences on differences from its authors' training."""
         return []

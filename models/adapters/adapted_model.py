@@ -79,13 +79,21 @@ class AdaptedModel(BasedModel):
         """The parameters of the base that are trained beside the adapters."""
         if self.lora is None or not self.lora.modules_to_save:
             return ()
-        theirs = {one.path: one.theirs for one in self.base.adaptable() if one.theirs}
-        theirs |= self.base.folder_names()
+        theirs = {one.path: [one.theirs] for one in self.base.adaptable() if one.theirs}
+        theirs |= {path: [other] for path, other in self.base.folder_names().items()}
+        if (tied := self.base.tied) is not None:
+            theirs.setdefault(tied[1].rpartition(".")[0], []).extend(("output", tied[0]))
         saved = self.lora.saved(self.base.shapes, theirs)
         if coded := next((name for name in saved if name in self.base.packed), None):
             raise LoraError(f"`{coded.rpartition('.')[0]}` is quantized, and cannot be trained", "modules_to_save",
                             "its codes have no gradient", "an adapter beside it, or the dense folder")  # fmt: skip
         return saved
+
+    @property
+    def saved_head(self) -> str | None:
+        """The folder's path of a head whose weight is that of embeddings in `saved`; None where none is."""
+        tied = self.base.tied if self.saved else None
+        return tied[0] if tied is not None and tied[1] in self.saved else None
 
     @property
     def left_out(self) -> frozenset[str]:  # type: ignore[override]

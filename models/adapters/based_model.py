@@ -32,5 +32,6 @@ class BasedModel(ModelSpec):
     sizes = of_base("sizes")
     weights = of_base("weights")
     adaptable = of_base("adaptable")
+    tied = of_base("tied")
     divides = of_base("divides")
     refusal = of_base("refusal")

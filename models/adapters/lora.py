@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tpshard.diagnostics.diagnostic import suggestion
@@ -168,15 +168,16 @@ class Lora:
         scaling = alpha / (math.sqrt(rank) if self.use_rslora else rank)
         return Adapter(layer, int(rank), scaling, self.dropout, self.dora)
 
-    def saved(self, parameters: Iterable[str], theirs: Mapping[str, str]) -> tuple[str, ...]:
-        """The parameters of the modules in `modules_to_save`. theirs: a module's path in the folder, by its own.
-        LoraError for one that names no module."""
+    def saved(self, parameters: Iterable[str], theirs: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+        """The parameters of the modules in `modules_to_save`. theirs: other paths of a module, by its own. LoraError
+        for one that names no module."""
         names = list(parameters)
         found: dict[str, None] = {}
         for i, end in enumerate(self.modules_to_save):
             matching = [
-                n for n in names if _inside(end, n) or _inside(end, theirs.get(n.rpartition(".")[0], "") + ".w")
-            ]
+                n for n in names
+                if _inside(end, n) or any(_inside(end, f"{path}.w") for path in theirs.get(n.rpartition(".")[0], ()))
+            ]  # fmt: skip
             if not matching:
                 close = suggestion(
                     end, sorted({part for n in names for part in n.split(".")[:-1] if not part.isdigit()})

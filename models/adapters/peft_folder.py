@@ -71,8 +71,17 @@ class PeftFolder:
 
     def _check(self) -> None:
         expected = {name: shape for names, shape in self.places.values() for name in names}
+        copy = f"{self.spec.saved_head}.weight"
+        tied = next((names for names, _ in self.places.values() if copy in names), None)
+        if tied and not (all(one in self.stored for one in tied) and torch.equal(*map(self._tensor, tied))):
+            raise ValueError(
+                f"{self.folder}: `modules_to_save` without `ensure_weight_tying`: PEFT trained `{tied[0]}` and"
+                f" `{copy}` apart from each other, which are one weight of the base"
+            )
         wrong = [f"`{name}` is missing" for name in expected if name not in self.stored]
         for name, (_, entry) in self.stored.items():
+            if self._is_of_base(name):
+                continue
             if name not in expected:
                 wrong.append(f"`{name}` belongs to no adapter that adapter_config.json names")
             elif entry["shape"] != list(expected[name]):
@@ -83,17 +92,32 @@ class PeftFolder:
             more = f"; and {len(wrong) - 3} more" if wrong[3:] else ""
             raise ValueError(f"{self.folder} holds adapters of another model: {'; '.join(wrong[:3])}{more}")
 
-    def read(self, name: str) -> Tensor:
-        """A whole parameter of the adapters, or one that was trained beside them."""
+    def _is_of_base(self, name: str) -> bool:
+        """Whether a tensor is the weight below an adapter of the head, which PEFT saves too, as the base has it."""
+        module, of_base, leaf = name.partition(".base_layer.")
+        path = next((p for p, one in self.spec.adapters.items() if module in one.layer.names), None)
+        shape = self.spec.base.shapes.get(f"{path}.{leaf}")
+        if not of_base or shape is None or self.stored[name][1]["shape"] != list(shape):
+            return False
+        stored = self._tensor(name)
+        own = self.spec.base.initial_block(f"{path}.{leaf}", [0] * len(shape), shape, 0)
+        return torch.equal(stored, own.to(stored.dtype))
+
+    def _tensor(self, name: str) -> Tensor:
+        """A tensor of the file, by its name in `stored`."""
         from safetensors import SafetensorError, safe_open
 
         file = self.folder / peft_config.WEIGHTS
         try:
             with safe_open(file, "pt") as opened:
-                parts = [opened.get_tensor(self.stored[one][0]) for one in self.places[name][0]]
+                return opened.get_tensor(self.stored[name][0])
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} cannot be read: {error}") from error
-        return torch.stack(parts) if _stacked(self.spec, name) else parts[0]
+
+    def read(self, name: str) -> Tensor:
+        """A whole parameter of the adapters, or one that was trained beside them."""
+        names = self.places[name][0]
+        return torch.stack([*map(self._tensor, names)]) if _stacked(self.spec, name) else self._tensor(names[0])
 
     def block(self, name: str, starts: Sequence[int], sizes: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
         """Elements [starts, starts + sizes) of a parameter of the adapters."""
@@ -114,7 +138,8 @@ def places(spec: AdaptedModel) -> Iterator[tuple[str, tuple[list[str], tuple[int
     theirs = spec.base.folder_names()
     for name in spec.saved:
         module, _, leaf = name.rpartition(".")
-        yield name, ([f"{theirs.get(module, module)}.{leaf}"], spec.base.shapes[name])
+        head = [spec.saved_head] if spec.saved_head is not None and name == (spec.base.tied or "")[1] else []
+        yield name, ([f"{path}.{leaf}" for path in (theirs.get(module, module), *head)], spec.base.shapes[name])
 
 
 def _ours(name: str) -> str:
@@ -140,10 +165,12 @@ def write_peft(spec: AdaptedModel, read: Callable[[str], Tensor], folder: Path, 
     theirs = spec.base.folder_names()
     saved = list(dict.fromkeys(theirs.get(n.rpartition(".")[0], n.rpartition(".")[0]) for n in spec.saved))
     config = peft_config.config_of(spec.lora, adapters, every, saved, base)
+    if spec.saved_head is not None:  # versions that do not know the field read both
+        config |= {"ensure_weight_tying": True, "modules_to_save": [*saved, spec.saved_head]}
     tensors: dict[str, Tensor] = {}
     for name, (names, _) in places(spec):
         value = read(name)
-        parts = list(value) if _stacked(spec, name) else [value]
+        parts = list(value) if _stacked(spec, name) else [value] * len(names)
         tensors |= {PREFIX + one: part.contiguous().clone() for one, part in zip(names, parts)}
     with write_aside(folder, overwrite=overwrite) as aside:
         write_tensors(aside / peft_config.WEIGHTS, tensors)

@@ -108,6 +108,36 @@ def test_an_expression_without_end_in_pythons_engine_is_matched_in_linear_time(t
     assert set(adapted.adapters) == {"layers.0.attention.wq", "layers.1.attention.wq"}
 
 
+@pytest.mark.parametrize(("name", "settings"), [
+    ("llama", {"target_modules": ["q_proj", "lm_head"]}),  # PEFT saves the head's own weight, too
+    ("gpt2", {"target_modules": ["c_proj"], "modules_to_save": ["lm_head"], "ensure_weight_tying": True}),
+    ("bloom", {"target_modules": ["dense"], "modules_to_save": ["word_embeddings", "lm_head"]}),
+])  # fmt: skip
+def test_heads_and_tied_embeddings_are_those_of_peft(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    place = architectures.folder(tmp_path / "base", name, weights=True)
+    base, tokens, ours, theirs = open_model(place), torch.arange(12).reshape(2, 6) + 5, tmp_path / "a", tmp_path / "b"
+    model = peft.get_peft_model(architectures.own(name).from_pretrained(place), peft.LoraConfig(r=2, **settings))
+    for i, one in enumerate(p for p in model.parameters() if p.requires_grad):
+        one.data = torch.randn(one.shape, generator=torch.Generator().manual_seed(i)) * 0.1
+    model.save_pretrained(ours)
+    if len(settings.get("modules_to_save", ())) == 2:
+        with pytest.raises(ValueError, match="without `ensure_weight_tying`"):
+            PeftFolder.of(ours, base)
+        return
+    adapters = PeftFolder.of(ours, base)
+    weights = base.weights
+    assert weights is not None
+    merge = merged_blocks(adapters.spec, lambda n, *at: (adapters if n in adapters.places else weights).block(n, *at))
+    merged = fill(base.build(), lambda n, a, b, dtype: merge(n, a, b).to(dtype), "cpu").eval()
+    write_peft(adapters.spec, adapters.read, theirs, base=str(place))
+    again = peft.PeftModel.from_pretrained(architectures.own(name).from_pretrained(place), theirs)
+    with torch.no_grad():
+        expected = model(tokens).logits
+        assert torch.allclose(merged(tokens), expected, rtol=1e-4, atol=1e-5)
+        assert torch.allclose(again(tokens).logits, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_adapters_of_another_base_are_refused(tmp_path: Path) -> None:
     _, _, folder = written(tmp_path, "llama", LORA)
     other = open_model(architectures.folder(tmp_path / "other", "llama", hidden_size=64))
