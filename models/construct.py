@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
+from tpshard.kernels.fake_mode import fake_mode
 
 aten = torch.ops.aten
 UNSET = {
@@ -78,7 +79,7 @@ class Constructor:
         self._tape: list[TapeEntry] = []
         recorder = _Recorder(seed if keyed else None)
         try:
-            with _seeded(seed), FakeTensorMode(allow_non_fake_inputs=True), recorder:
+            with _seeded(seed), fake_mode(), recorder:
                 self._refs = {name: recorder.ref(value) for name, value in _stored(make())}
                 self._tape = recorder.tape
         except Exception:  # such as numpy, which reads storages: all values at once

@@ -12,8 +12,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from tpshard.kernels.dtypes import dtype_name
+from tpshard.kernels.fake_mode import fake_mode
 from tpshard.kernels.quantized.gptq_config import read_config
 from tpshard.models.folders import hf_files, hf_folder
 from tpshard.models.folders.expert_tensors import Stack
@@ -163,7 +163,7 @@ class FolderWeights:
             model, loading = cls.from_pretrained(self.folder, use_safetensors=True, local_files_only=True, **options)
         else:
             in_this_thread = mock.patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1")  # where the mode is active
-            with FakeTensorMode(allow_non_fake_inputs=True), in_this_thread:
+            with fake_mode(), in_this_thread:
                 shapes = {name: torch.empty(self.tensors.shape(name)) for name in self.tensors.names()}
                 model, loading = cls.from_pretrained(None, state_dict=shapes, **options)
         for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):

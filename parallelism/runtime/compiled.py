@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from tpshard.kernels.fake_mode import fake_mode
 from tpshard.kernels.optimizer_steps import FORMULAS
 from tpshard.parallelism.draws import RANDOM, random
 
@@ -66,7 +66,7 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Boxed:
 
     if CACHE not in os.environ:
         os.environ[CACHE] = str(own_cache())
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = fake_mode()
     with mode:
         fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in inputs]
 

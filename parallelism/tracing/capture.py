@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import disable_autocast_cache
 from torch.utils import _pytree as pytree
+from tpshard.kernels.fake_mode import fake_mode
 from tpshard.parallelism.draws import SEED
 from tpshard.parallelism.graph import Graph, Layer, Place, mark
 from tpshard.parallelism.rules.strides import contiguous
@@ -137,7 +138,7 @@ def capture(
     names = list(names) if names is not None else [f"arg{i}" for i in range(len(where))]
     if len(names) != len(where):
         raise ValueError(f"{len(names)} names were given for {len(where)} tensor arguments")
-    mode, own_trail = FakeTensorMode(allow_non_fake_inputs=True), trail or Trail()
+    mode, own_trail = fake_mode(), trail or Trail()
     recorder = Recorder(lambda: own_trail.place, rows)
     full = list(leaves)
     for i, name in zip(where, names):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from tpshard.kernels.fake_mode import fake_mode
 from tpshard.parallelism.graph import Graph, Op, Place, Ref, Value, map_refs
 from tpshard.parallelism.rules.control_flow import CONTROL_FLOW
 from tpshard.parallelism.rules.strides import contiguous
@@ -68,7 +68,7 @@ class _Replay:
 
     def __init__(self, graph: Graph):
         self.graph = graph
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = fake_mode()
         self.place = Place()
         self.recorder = _Functional(lambda: self.place)
         self.env: dict[Value, Any] = {}

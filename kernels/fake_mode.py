@@ -1,0 +1,95 @@
+"""Fake tensors without torch's compiler of Python code.
+
+Everything that runs on fake tensors imports `torch._dynamo`, which takes longer than the plan of a small model: a fake
+mode reads two of its settings, and operations written in Python are marked as what it must not compile. Where nothing
+else has imported it, the package is loaded only when something needs more than that.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch._C._dynamo.eval_frame import set_eval_frame
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+
+def fake_mode() -> FakeTensorMode:
+    """A new mode in which operations compute shapes and dtypes alone; tensors that are not fake may be operands."""
+    if "torch._dynamo" not in sys.modules:
+        torch._dynamo = defer("torch._dynamo", "config")
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def defer(package: str, *apart: str) -> ModuleType:
+    """Imports a package that is loaded at the first use of what `Deferred` lacks, or of a module not in `apart`."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    module = sys.modules[package] = importlib.util.module_from_spec(spec)
+    module.__class__ = Deferred
+    sys.meta_path.insert(0, _Submodules(package, apart))
+    return module
+
+
+class Deferred(ModuleType):
+    """The package before it is loaded, with what fake tensors and process groups ask of it."""
+
+    trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)
+
+    @staticmethod
+    def disable(fn: Callable[..., Any], recursive: bool = True, **_: Any) -> Callable[..., Any]:
+        """The function, run without a compiler that looks at its frames."""
+
+        @functools.wraps(fn)
+        def uncompiled(*args: Any, **kwargs: Any) -> Any:
+            before = set_eval_frame(None)
+            try:
+                return fn(*args, **kwargs)
+            finally:
+                set_eval_frame(before)
+
+        return uncompiled
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked of all modules by those who look for one
+            raise AttributeError(name)
+        next(one for one in sys.meta_path if isinstance(one, _Submodules) and one.package == self.__name__).load()
+        return getattr(self, name)
+
+
+class _Submodules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Loads a deferred package before any of its modules but those `apart`, as each import of a module does."""
+
+    def __init__(self, package: str, apart: tuple[str, ...]) -> None:
+        self.package, self.apart = package, [f"{package}.{name}" for name in apart]
+
+    def load(self) -> None:
+        """Loads the package in place."""
+        sys.meta_path.remove(self)
+        module = sys.modules[self.package]
+        module.__class__ = ModuleType  # type: ignore[assignment]
+        assert module.__spec__ is not None and module.__spec__.loader is not None
+        module.__spec__.loader.exec_module(module)
+
+    def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
+        if not name.startswith(f"{self.package}.") or name in self.apart:
+            return None
+        self.load()
+        if (module := sys.modules.get(name)) is None:
+            return None
+        # the package has imported it: the import that asked finishes with the module as it is
+        self.own, module.__spec__ = module.__spec__, importlib.util.spec_from_loader(name, self)
+        return module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return sys.modules[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self.own

@@ -1,0 +1,38 @@
+"""A deferred package is loaded once and in its own order, when more of it is used than `Deferred` has."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from tpshard.kernels.fake_mode import Deferred, defer
+
+PACKAGE = {
+    "__init__": "from . import config, other\nVALUE = 1", "config": "", "other": "from . import config",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("used", ["a value", "a module", "a module by the package's name"])
+def test_a_deferred_package_is_loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used: str) -> None:
+    log, folder = tmp_path / "log", tmp_path / "deferred"
+    folder.mkdir()
+    for name, text in PACKAGE.items():
+        (folder / f"{name}.py").write_text(f"with open({str(log)!r}, 'a') as log:\n    log.write('{name} ')\n{text}")
+        monkeypatch.delitem(sys.modules, f"deferred.{name}".removesuffix(".__init__"), raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    package = defer("deferred", "config")
+    importlib.import_module("deferred.config")
+    assert package.disable(len)([1, 2]) == 2 and package.trace_rules.clear_lru_cache() is None
+    assert not hasattr(package, "__wrapped__")
+    assert log.read_text() == "config " and type(package) is Deferred
+    if used == "a value":
+        assert package.VALUE == 1
+    elif used == "a module":
+        assert importlib.import_module("deferred.other") is package.other
+    else:
+        exec("from deferred import other")
+    assert log.read_text() == "config __init__ other " and type(package) is ModuleType
+    assert importlib.import_module("deferred") is package and importlib.reload(package.other) is package.other
