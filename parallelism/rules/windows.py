@@ -120,10 +120,14 @@ def convolution(op: Op) -> Rule:
     """The rule of convolution: batch, channels, groups and spatial dims may be sharded; input channels are summed.
 
     The op is convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups). Where the
-    weight has more positions than the result (a gradient of another weight), the weight is sharded with x.
+    windows of the result's positions overlap by more than those of the weight's (a gradient of another weight), the
+    weight is sharded with x. Patches that do not overlap are no such case, however large they are.
     """
-    sizes = [(k, n) for k, n in zip(op.operands[1].shape[2:], op.results[0].shape[2:]) if k > 1]
-    if op.args[6] or not sizes or any(k <= n for k, n in sizes):
+    x, weight = op.operands[:2]
+    strides, dilations = (per_spatial_dim(op.args[i], x.rank - 2) for i in (3, 5))
+    sizes = zip(weight.shape[2:], op.results[0].shape[2:], strides, dilations)
+    overlaps = [(d * (k - 1) + 1 - s, s * (n - 1) + 1 - d) for k, n, s, d in sizes if k > 1]
+    if op.args[6] or not overlaps or any(result <= kernel for result, kernel in overlaps):
         return sliding_over(op)
     return replace(sliding_over(op, summed=True), others=(sliding_over(op),))
 

@@ -121,6 +121,9 @@ def test_windows_that_touch_no_neighbour_send_nothing() -> None:
     ):  # fmt: skip
         program = same(fn, args, Mesh({"x": 4}), (None, None, "x"))  # type: ignore[arg-type]
         assert {c.kind for c in program.collectives} <= {"all_reduce"}
+    sharded = [(None, None, "x"), None]
+    large = partition(lambda x, w: F.conv2d(x, w, stride=8), [x, images(4, 4, 8, 8)], Mesh({"x": 2}), sharded)
+    assert not large.collectives  # patches of 8 in a result of 2, which nobody annotated
 
 
 def test_a_network_of_layers_keeps_images_cut() -> None:
