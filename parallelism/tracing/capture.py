@@ -144,8 +144,9 @@ def capture(
     for i, name in zip(where, names):
         full[i] = _fake(leaves[i], mode)
         recorder.input(name, full[i])
+    eager = torch.compiler.set_stance("force_eager")  # what torch fails to compile in modes, it never tries again
     try:
-        with mode, recorder, disable_autocast_cache(), Unchecked(), ControlFlow(recorder, mode):
+        with mode, recorder, disable_autocast_cache(), Unchecked(), eager, ControlFlow(recorder, mode):
             results, out_tree = pytree.tree_flatten(fn(*pytree.tree_unflatten(full, in_tree)))
     except DataDependentOutputException as error:
         raise ValueError(f"Python reads an element's value, which a static graph does not have: {error}") from error
