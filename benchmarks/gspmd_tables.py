@@ -1,16 +1,18 @@
-"""The recipes of docs/concepts/gspmd-tables.md as plans: collectives, bubbles, a trillion parameters.
+"""The recipes of docs/concepts/gspmd-tables.md as plans: collectives, bubbles, published models, a trillion parameters.
 
-    python benchmarks/gspmd_tables.py [--record] [--docs]        two minutes, for the trillion's four plans
+    python benchmarks/gspmd_tables.py [--record] [--docs]        six minutes, for twelve plans of up to 2,048 devices
 
 Nothing runs: plans are exact in counts and bytes, and their times are predictions. `--docs` writes the page's tables.
-The test of the page computes the tables of the first two parts anew and reads the last from the record.
+The test of the page computes the tables of the first two parts anew and reads the others from the record.
 """
 
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tpshard.parallelism.pipeline import schedules
@@ -34,6 +36,51 @@ BUBBLES = ((4, 1, 4), (4, 1, 16), (4, 2, 8), (4, 4, 8), (8, 1, 8), (8, 2, 16), (
 """Stages, rounds, micro-batches."""
 TRILLION = [(x, y, sequences) for sequences in (512, 4096) for x, y in ((32, 64), (256, 8))]
 """Meshes and batches; every device takes its sequences at once."""
+
+
+@dataclass(frozen=True)
+class PublishedModel:
+    """A model of the paper's authors, on TPUv3 cores (tensorflow/lingvo, tasks/lm/params/synthetic_packed_input.py).
+
+    `rate`: the tokens a second that its file tells to expect.
+    """
+
+    name: str
+    x: int
+    y: int
+    sequences: int
+    length: int
+    rate: float
+    sizes: Mapping[str, int]
+    gated: bool = True
+    adam: bool = False
+
+    def overrides(self) -> list[str]:
+        sizes = {"seq_len": self.length, "max_seq": self.length, "kv_heads": self.sizes["heads"], **self.sizes}
+        plain = [] if self.gated else ["model.preset=granite-20b", "model.attention_bias=false", "model.mlp_bias=false"]
+        return [
+            f"mesh.x={self.x}", f"mesh.y={self.y}", f"cluster.nodes={self.x * self.y // 8}",
+            f"batch.global_sequences={self.sequences}", f"batch.per_device={self.sequences // self.x}",
+            f"optimizer.name={'adamw' if self.adam else 'lion'}", *plain,
+            *(f"model.{key}={size}" for key, size in sizes.items()),
+        ]  # fmt: skip
+
+
+_128B = {"layers": 64, "width": 8192, "heads": 128, "mlp": 65536}
+_12K = {"width": 12288, "heads": 96, "mlp": 49152}
+PUBLISHED = (
+    PublishedModel("DenseLm128B8x8", 8, 16, 16, 1024, 3.7e3, _128B),
+    PublishedModel("DenseLm128B16x16", 16, 32, 128, 1024, 18e3, _128B),
+    PublishedModel("DenseLm128B32x32", 32, 64, 512, 1024, 62e3, _128B),
+    PublishedModel("DenseLm175B32x32", 64, 32, 1024, 2048, 51.53e3, {"layers": 96, **_12K}, gated=False),
+    PublishedModel("DenseLm12kWide41BAdam16x16", 16, 32, 256, 2048, 53.8e3, {"layers": 24, **_12K}, False, True),
+    PublishedModel("DenseLm12kWide162BAdam16x16", 16, 32, 64, 2048, 12.5e3, {"layers": 96, **_12K}, False, True),
+    PublishedModel(
+        "DenseLm1T16x16", 16, 32, 16, 512, 1.4e3, {"layers": 128, "width": 16384, "heads": 256, "mlp": 131072}
+    ),
+)  # fmt: skip
+PEAK = 61.5e12
+"""FLOP/s of a TPUv3 core in bf16."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +108,8 @@ PAPER: dict[tuple[str, str, str], Asked] = {
 
 
 def recipes() -> dict[str, str]:
-    """The page's recipes by name."""
-    blocks = re.findall(r"(?ms)^```yaml\n(name: ([\w-]+)\n.*?)^```$", PAGE.read_text(encoding="utf-8"))
+    """The page's recipes and its device by name."""
+    blocks = re.findall(r"(?ms)^```yaml\n((?:schema: 1\n)?name: ([\w-]+)\n.*?)^```$", PAGE.read_text(encoding="utf-8"))
     return {name: text for text, name in blocks}
 
 
@@ -165,6 +212,42 @@ def bubbles() -> tuple[str, list[dict[str, Any]]]:
     return table(heads, cells), rows
 
 
+# ---- published models -----------------------------------------------------------------------------------------------
+def published() -> list[dict[str, Any]]:
+    texts, rows = recipes(), []
+    with tempfile.TemporaryDirectory() as folder:
+        device = Path(folder) / "tpu-v3.yaml"
+        device.write_text(texts["tpu-v3"], encoding="utf-8")
+        for model in PUBLISHED:
+            report = plan(texts["dense"], [f"cluster.device={device}", *model.overrides()]).report.to_json()
+            tokens = model.sequences * model.length
+            rows.append({
+                "published": model.name, "mesh": f"{model.x} x {model.y}", "sequences": model.sequences,
+                "length": model.length, "params": report["params"], "tokens_s": model.rate, "adam": model.adam,
+                "utilization": 6 * report["params"] * model.rate / (model.x * model.y * PEAK),
+                "planned_tokens_s": tokens / report["time"]["step_s"], "planned_mfu": report["mfu"],
+                "needed_bytes": report["memory"]["needed_bytes"], "exposed_s": report["time"]["exposed_comm_s"],
+                "step_s": report["time"]["step_s"], "sent_bytes": sum(r["wire_bytes"] for r in report["collectives"]),
+            })  # fmt: skip
+    return rows
+
+
+def published_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    cells = [(
+        f"`{row['published']}`", row["mesh"], f"{row['sequences']} x {row['length']:,}",
+        f"{row['params'] / 1e9:,.1f} B", f"{row['tokens_s']:,.0f}", f"{row['planned_tokens_s']:,.0f}",
+        f"{row['planned_tokens_s'] / row['tokens_s']:.2f}",
+        f"{100 * row['utilization']:.0f}%, {100 * row['utilization'] * 4 / 3:.0f}%",
+        f"{100 * row['planned_mfu']:.0f}%, {100 * row['planned_mfu'] * 4 / 3:.0f}%",
+        f"{row['needed_bytes'] / 2**30:.1f} GiB" + ("" if row["adam"] else " \\*"),
+    ) for row in rows]  # fmt: skip
+    heads = (
+        "configuration", "mesh x, y", "sequences", "parameters", "tokens/s, authors", "planned", "planned/authors'",
+        "utilization, authors", "planned", "memory of a core",
+    )  # fmt: skip
+    return table(heads, cells)
+
+
 # ---- a trillion -----------------------------------------------------------------------------------------------------
 def trillion() -> list[dict[str, Any]]:
     text, rows = recipes()["trillion"], []
@@ -211,8 +294,12 @@ def main() -> None:
     record = Record("gspmd_tables", quiet=options.json)
     shardings, layers, _ = attempts()
     pipelines, _ = bubbles()
-    record.rows = trillion()
-    tables = {"shardings": shardings, "attempts": layers, "bubbles": pipelines, "trillion": trillion_table(record.rows)}
+    models, large = published(), trillion()
+    record.rows = [*models, *large]
+    tables = {
+        "shardings": shardings, "attempts": layers, "bubbles": pipelines, "published": published_table(models),
+        "trillion": trillion_table(large),
+    }  # fmt: skip
     text = PAGE.read_text(encoding="utf-8")
     for name, content in tables.items():
         record.say(f"\n{content}\n")
