@@ -3,18 +3,20 @@
     tpshard doctor --measure measured.yaml
     python benchmarks/tp_aware.py --device measured.yaml --netlab NETLAB --links loopback 1gbit 10gbit --record
     python benchmarks/tp_aware.py --shapes llama-70b/16 --ranks 4 --rows 1 16               a cell on loopback
+    python benchmarks/tp_aware.py ... --shapes llama-70b granite-20b --rows 1 4 16          records/tp_aware_wide.json
 
 One layer of Llama-70B and of Granite-20B (arXiv 2402.04925), quantized to 4 bits in groups of 128 with a random
-act-order, as a server's program computes it: bf16, torch's int4 product. `--shapes` has both at full width, and with
-dims divided. `layer` is the whole layer, decoding one token of each row's own sequence; `mlp` is its MLP, which the
-paper's tables are about, with the nodes of the same program. Only the naive layout gathers activations before a
-row-parallel linear.
+act-order, as a server's program computes it: bf16, torch's int4 product. `--shapes` has both with dims divided, and at
+full width, whose record is one of its own. `layer` is the whole layer, decoding one token of each row's own sequence;
+`mlp` is its MLP, which the paper's tables are about, with the nodes of the same program. Only the naive layout gathers
+activations before a row-parallel linear.
 
 Ranks are processes of one thread on this machine: on loopback, or each in a network namespace of its own with a link of
-a rate, which the script NETLAB makes (`up HOSTS RATE`, `run 1 -- COMMAND`, `down`) as root. Bytes and hops then cost
-what they do between devices; with more ranks than cores the ranks' products still take turns on the cores. Rounds are
-interleaved and start with a different layout each. A time is the median in ms of a call, of four in a row after a
-barrier, on rank 0.
+a rate, which the script NETLAB makes (`up HOSTS RATE`, `rate RATE`, `run 1 -- COMMAND`, `down`) as root. A round trip
+of a byte takes some 30 us there, as through a switch, so that bytes and hops cost what they do between devices. With
+more ranks than cores the ranks' products still take turns on the cores. Rounds are interleaved and start with a
+different layout each. A time is the median in ms of a call, of four in a row after a barrier, on rank 0; of one where a
+call takes more than 50 ms.
 
 Beside each ratio of naive to TP-aware stands the plan's. It is the price of the same programs on the device of
 `--device`, where what a collective costs is fitted anew on the link (`doctor --measure`'s own measurement of it).
@@ -71,7 +73,7 @@ from tpshard.serve.engine.weights import Filler, Weights
 
 from record import Record, parser_of
 
-GROUP, PAST, IN_A_ROW = 128, 128, 4
+GROUP, PAST, IN_A_ROW, SLOW = 128, 128, 4, 50
 _LLAMA = ModelConfig(
     family="llama", layers=1, width=8192, heads=64, kv_heads=8, head_dim=128, mlp=28672, vocab=1024, max_seq=512,
     seq_len=512, dtype="bf16",
@@ -89,6 +91,8 @@ SHAPES = {
     "granite-20b": _GRANITE,
 }
 """One layer of each model with its dims divided; heads stay divisible by eight ranks, and their size by 32."""
+WIDE = {"llama-70b", "granite-20b"}
+"""The models' own widths, which have a record of their own: a CPU takes minutes to pack their weights."""
 PARTS = {"mlp": "layers.0.mlp", "layer": "layers.0"}
 
 
@@ -226,20 +230,26 @@ def worker(options: dict[str, Any]) -> None:
     alone = WorkerPlace(rank, ranks, rank, ranks, address, "tpshard")
     place = alone if options["address"] else replace(alone, local_rank=0, local_world=1)
     rows: list[dict[str, Any]] = []
+    devices: dict[str, Device] = {}
     with connect(place, Mesh({"tp": ranks}), watch=False) as context:
-        device = on_link(device_of(options["device"]), ranks, context)
         for shape in options["shapes"]:
             layouts = {layout: Layout(SHAPES[shape], layout, ranks, options["rows"]) for layout in LAYOUTS}
             calls = {name: layout.calls(context, 16 * max(options["rows"])) for name, layout in layouts.items()}
-            for part, m in itertools.product(PARTS, options["rows"]):
-                ms = milliseconds({name: each[part, m] for name, each in calls.items()}, options["rounds"], context)
-                planned = {name: each.planned_ms(part, m, device, ranks) for name, each in layouts.items()}
-                rows.append(
-                    {"shape": shape, "part": part, "ranks": ranks, "M": m, "link": options["link"]}
-                    | {f"{layout}_ms": round(ms[layout], 4) for layout in LAYOUTS}
-                    | {"planned_ratio": round(planned["naive"] / planned["tp_aware"], 4)}
-                    | {f"planned_{layout}_ms": round(planned[layout], 4) for layout in LAYOUTS}
-                )
+            for link in options["links"]:
+                if link != "loopback" and context.is_main:
+                    subprocess.run([options["netlab"], "rate", link], check=True)
+                context.barrier()
+                if link not in devices:
+                    devices[link] = on_link(device_of(options["device"]), ranks, context)
+                for part, m in itertools.product(PARTS, options["rows"]):
+                    ms = milliseconds({name: each[part, m] for name, each in calls.items()}, options["rounds"], context)
+                    planned = {name: each.planned_ms(part, m, devices[link], ranks) for name, each in layouts.items()}
+                    rows.append(
+                        {"shape": shape, "part": part, "ranks": ranks, "M": m, "link": link}
+                        | {f"{layout}_ms": round(ms[layout], 4) for layout in LAYOUTS}
+                        | {"planned_ratio": round(planned["naive"] / planned["tp_aware"], 4)}
+                        | {f"planned_{layout}_ms": round(planned[layout], 4) for layout in LAYOUTS}
+                    )
             del calls, layouts
         if context.is_main:
             Path(options["out"]).write_text(json.dumps(rows))
@@ -247,18 +257,26 @@ def worker(options: dict[str, Any]) -> None:
 
 
 def milliseconds(calls: dict[str, Callable[[], object]], rounds: int, context: Context) -> dict[str, float]:
-    """The median ms of each call, of `IN_A_ROW` in a row; the calls take turns at going first."""
+    """The median ms of each call, of `IN_A_ROW` in a row; the calls take turns at going first.
+
+    Calls that take longer than `SLOW` ms, where a barrier costs nothing beside them, are one in a row and fewer.
+    """
+    began = time.perf_counter()
+    for call in calls.values():
+        call()
+    slow = context.largest(round(1e3 * (time.perf_counter() - began) / len(calls))) > SLOW
+    in_a_row, rounds, warm = (1, max(3, rounds // 4), 1) if slow else (IN_A_ROW, rounds, 3)
     taken: dict[str, list[float]] = {name: [] for name in calls}
     turns = list(calls.items())
-    for i in range(rounds + 3):
+    for i in range(warm + rounds):
         turns.append(turns.pop(0))
         for name, call in turns:
             context.barrier()
             began = time.perf_counter()
-            for _ in range(IN_A_ROW):
+            for _ in range(in_a_row):
                 call()
-            if i >= 3:
-                taken[name].append(1e3 * (time.perf_counter() - began) / IN_A_ROW)
+            if i >= warm:
+                taken[name].append(1e3 * (time.perf_counter() - began) / in_a_row)
     return {name: statistics.median(values) for name, values in taken.items()}
 
 
@@ -272,12 +290,12 @@ def hosts(netlab: str, ranks: int, rate: str) -> Iterator[None]:
         subprocess.run([netlab, "down"], check=True)
 
 
-def run(options: argparse.Namespace, ranks: int, link: str) -> list[dict[str, Any]]:
-    """The rows of one number of ranks on one link."""
+def run(options: argparse.Namespace, ranks: int, links: Sequence[str]) -> list[dict[str, Any]]:
+    """The rows of one number of ranks on loopback, or on links of some rates."""
     with tempfile.TemporaryDirectory() as folder:
-        out, local = Path(folder) / "rows.json", link == "loopback"
-        settings = {key: getattr(options, key) for key in ("device", "shapes", "rows", "rounds")}
-        settings |= {"link": link, "out": str(out), "address": f"file:{folder}/store" if local else ""}
+        out, local = Path(folder) / "rows.json", links == ["loopback"]
+        settings = {key: getattr(options, key) for key in ("device", "shapes", "rows", "rounds", "netlab")}
+        settings |= {"links": links, "out": str(out), "address": f"file:{folder}/store" if local else ""}
         command = [sys.executable, __file__, "--worker", json.dumps(settings)]
         if local:
             own = {"WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
@@ -285,7 +303,7 @@ def run(options: argparse.Namespace, ranks: int, link: str) -> list[dict[str, An
             if codes := [code for worker in workers if (code := worker.wait())]:
                 raise SystemExit(f"workers ended with {codes}")
         else:
-            with hosts(options.netlab, ranks, link):
+            with hosts(options.netlab, ranks, links[0]):
                 subprocess.run([options.netlab, "run", "1", "--", *command], check=True)
         rows: list[dict[str, Any]] = json.loads(out.read_text())
     return rows
@@ -306,18 +324,20 @@ def main() -> None:
         worker(json.loads(options.worker))
         return
     options.device = options.device if options.device == "cpu" else str(Path(options.device).resolve())
-    record = Record("tp_aware", quiet=options.json)
+    record = Record("tp_aware_wide" if set(options.shapes) <= WIDE else "tp_aware", quiet=options.json)
     record.say(
         f"{'shape':<15} {'part':<5} ranks   M     link    naive  local_sort  tp_aware   ms; naive/tp_aware; planned"
     )
-    for link, ranks in itertools.product(options.links, options.ranks):
-        if ranks == 1 and link != "loopback":
+    rates = [link for link in options.links if link != "loopback"]
+    starts = [links for links in (["loopback"] if "loopback" in options.links else [], rates) if links]
+    for links, ranks in itertools.product(starts, options.ranks):
+        if ranks == 1 and links == rates:
             continue
-        for row in run(options, ranks, link):
+        for row in run(options, ranks, links):
             record.rows.append(row)
             record.say(
-                f"{row['shape']:<15} {row['part']:<5} {ranks:>5} {row['M']:>3} {link:>8} {row['naive_ms']:>8.2f} "
-                f"{row['local_sort_ms']:>11.2f} {row['tp_aware_ms']:>9.2f}   "
+                f"{row['shape']:<15} {row['part']:<5} {ranks:>5} {row['M']:>3} {row['link']:>8} "
+                f"{row['naive_ms']:>8.2f} {row['local_sort_ms']:>11.2f} {row['tp_aware_ms']:>9.2f}   "
                 f"{row['naive_ms'] / row['tp_aware_ms']:.2f}   {row['planned_ratio']:.2f}"
             )
     figures(record)
