@@ -17,6 +17,7 @@ from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes
 from tpshard.files.hub_folder import PREFIX
 from tpshard.models.adapters.adapted_model import AdaptedModel
 from tpshard.models.model_spec import ModelSpec
+from tpshard.models.open_model import open_model
 from tpshard.programs.fit.fit import misfits
 from tpshard.programs.fit.recipe_model import carried_by, carried_instead, opened
 from tpshard.programs.fit.wrong_model import wrong_model
@@ -58,7 +59,7 @@ def load_checked(
     if text and examined.sound("model", "task", "adapters", "quantize", "train.freeze"):
         found += code_errors(examined.recipe)
     if text and examined.sound(*FITTED, "train.init_from") and not any(d.severity == "error" for d in found):
-        found += begin_errors(examined.recipe)
+        found += [*begin_errors(examined.recipe), *adapter_errors(examined.recipe)]
     diagnostics = recipes.in_order(found)
     if any(d.severity == "error" for d in diagnostics):
         raise Mistakes(diagnostics)
@@ -185,6 +186,28 @@ def begin_errors(recipe: Recipe) -> tuple[Diagnostic, ...]:
         begin(recipe, place, spec)
     except Mistakes as mistakes:
         return mistakes.diagnostics
+    return ()
+
+
+def adapter_errors(recipe: Recipe) -> tuple[Diagnostic, ...]:
+    """The errors in the adapters that the recipe's server holds, where these and the model are on this machine."""
+    named, folders = str(recipe.serve.stored()["checkpoint"]), recipe.serve.stored()["adapters"].values()
+    away = any(os.path.isabs(str(folder)) and not os.path.exists(str(folder)) for folder in folders)
+    if not folders or away or named.startswith(PREFIX):
+        return ()
+    from tpshard.programs.server.adapter_slots import slots_of
+
+    try:
+        if named == "latest":
+            spec = _model(recipe)
+        else:
+            spec = open_model(Path(named)) if (Path(named) / "config.json").is_file() else None
+        if spec is not None:
+            slots_of(recipe, spec.plain)
+    except Mistakes as mistakes:
+        return mistakes.diagnostics
+    except (ValueError, OSError):  # of the model's folder, which `serve` tells
+        return ()
     return ()
 
 

@@ -13,6 +13,7 @@ import gptq_folders
 import pytest
 import torch
 from servers import Lockstep, programs_of, setting
+from tpshard.cli.shared.preflight import adapter_errors
 from tpshard.cli.shared.serve_worker import stored_weights
 from tpshard.cli.shared.sources import open_source
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
@@ -25,6 +26,7 @@ from tpshard.models.open_model import open_model
 from tpshard.parallelism.runtime.context import alone
 from tpshard.programs.scheduling.request import LoadedAdapter, Sampling, Sequence
 from tpshard.programs.server.serving import build_serving
+from tpshard.recipes.reading.load import loads
 from tpshard.serve.api.service import Limits
 from tpshard.serve.engine.engine import Engine
 from tpshard.serve.engine.runner import ProgramRunner
@@ -248,3 +250,5 @@ def test_an_adapter_of_another_model_is_refused(base: Path, tmp_path: Path) -> N
     folders = write_adapters(other, tmp_path, own=Lora(2, 2.0, ("q_proj",)))
     with pytest.raises(Mistakes, match="cannot be served"):
         programs_of(base, *FEW, named(folders))
+    (told,) = adapter_errors(loads(f"model: {{hf: {base}}}\nserve: {{adapters: {{own: {folders['own']}}}}}\n"))
+    assert told.exit == Exit.CHECKPOINT and told.where is not None and told.where.line == 2
