@@ -185,11 +185,11 @@ def _unread(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "schedule.min_lr_ratio", "a constant schedule stays at the peak"
     if schedule.name != "wsd" and schedule.decay_over != max(1, schedule.decay_steps // 10):
         yield "schedule.decay_over", "only wsd falls over the last steps"
-    if schedule.name in ("constant", "inverse_sqrt"):
-        why = {"constant": "a constant schedule stays at the peak", "inverse_sqrt": "inverse_sqrt has no last step"}
+    endless = {"constant": "a constant schedule stays at the peak", "inverse_sqrt": "inverse_sqrt has no last step"}
+    if why := "`schedule.stages` say the rates" if schedule.stages else endless.get(schedule.name):
         derived = recipe.schedule.decay_steps == recipe.train.steps  # a run's recipe.yaml has what follows
         if not derived and not _changed_alone(recipe, "train.steps", "schedule.decay_steps"):
-            yield "schedule.decay_steps", why[schedule.name]
+            yield "schedule.decay_steps", why
     if recipe.checkpoint.every_steps == 0:
         for key in ("keep_last", "on_error"):
             yield f"checkpoint.{key}", "`checkpoint.every_steps: 0` saves none"

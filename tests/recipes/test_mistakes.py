@@ -402,6 +402,7 @@ def test_an_axis_of_a_server_that_shards_nothing_is_warned_of(mesh: str, axes: l
         (["optimizer.name=lion", "optimizer.eps=1.0e-6"], "optimizer.eps"),
         (["logging.wandb.mode=disabled", "logging.wandb.project=mine"], "logging.wandb.project"),
         (["schedule.name=constant", "schedule.decay_steps=20"], "schedule.decay_steps"),
+        (["schedule.stages=[{steps: 2}]", "schedule.decay_steps=20"], "schedule.decay_steps"),
         (["model.rope_scaling.factor=1", "model.rope_scaling.low_freq_factor=2"], "model.rope_scaling.low_freq_factor"),
         (
             ["model.rope_scaling.factor=1", "model.rope_scaling.original_max_seq=9"],
