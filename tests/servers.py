@@ -15,8 +15,9 @@ from tpshard.cli.shared.sources import open_source
 from tpshard.models.families.config import ModelConfig
 from tpshard.models.family_model import FamilyModel
 from tpshard.parallelism.runtime.context import alone
-from tpshard.parallelism.simulate import cut, run_lockstep
+from tpshard.parallelism.simulate import cut, join, run_lockstep
 from tpshard.programs.server.adapter_slots import open_adapters, slot_values
+from tpshard.programs.server.sampling_programs import Choice
 from tpshard.programs.server.serve_setting import ServeSetting, Size
 from tpshard.programs.server.served import Served, model_to_serve
 from tpshard.programs.server.serving import BLOCK_SIZE, ServingPrograms, build_serving
@@ -26,7 +27,7 @@ from tpshard.serve.engine.job import Job
 from tpshard.serve.engine.picks import Picked, Picks
 from tpshard.serve.engine.ranks import Ranks
 from tpshard.serve.engine.runner import ProgramRunner
-from tpshard.serve.engine.sampling import pick
+from tpshard.serve.engine.sampling import Recalled, pick
 from tpshard.serve.engine.step import StepInput
 from tpshard.serve.engine.weights import Filler, Weights
 
@@ -105,6 +106,7 @@ class Lockstep:
         self.max_rows, self.max_logit_rows = s.most, s.logit_rows(s.most)
         self.chunks = s.chunks if s.states else None
         self.slots = 0 if s.slots is None else s.slots.count
+        self._recalled = Recalled(0, self.vocab, self.max_logit_rows, torch.device("cpu"))
         self._fill = [
             Filler(
                 weights,
@@ -120,7 +122,12 @@ class Lockstep:
         ]
 
     def step(self, batch: StepInput, picks: Picks) -> Picked:
-        return pick(self.logits(batch), picks)
+        return pick(self.logits(batch), picks, self._recalled, self._choose)
+
+    def _choose(self, choice: Choice, *tensors: torch.Tensor, **static: Any) -> list[torch.Tensor]:
+        if not self.programs.any.outputs[0].layout.axes:
+            return choice(*tensors, **static)
+        return self.programs.chooses(len(tensors[0]), choice, **static).simulate(*tensors)
 
     def logits(self, batch: StepInput) -> torch.Tensor:
         s = self.programs.setting
@@ -134,9 +141,10 @@ class Lockstep:
         ]  # fmt: skip
         with torch.no_grad():
             results = run_lockstep(program, inputs)
-        for other in results[1:]:
-            assert torch.equal(results[0][0], other[0])
-        return results[0][0][: len(batch.logit_rows)]
+        port, parts = program.outputs[0], [result[0] for result in results]
+        for other in () if port.layout.axes else parts[1:]:
+            assert torch.equal(parts[0], other)
+        return join(port, s.mesh, parts)[: len(batch.logit_rows)]
 
     def adapt(self, slot: int, folder: str) -> None:
         values = slot_values(open_adapters(Path(folder), self.programs.setting.served.spec))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -32,7 +32,10 @@ class StepPrices:
     """The program of each size, smallest first."""
     device: Device
     per_host: int
+    choosing: Callable[[int], Mapping[str, Program]] = lambda _rows: {}
+    """The programs that choose the tokens of so many rows (`ServingPrograms.choosing`)."""
     _seconds: dict[tuple[Size, int, int], float] = field(default_factory=dict)
+    _choosing_s: dict[int, float] = field(default_factory=dict)
 
     def __call__(self, rows: int, cached: CacheReads, chunk: bool = False) -> float:
         """Seconds of a step with this many rows, padded to the next program's size; a padding row reads one block."""
@@ -49,8 +52,16 @@ class StepPrices:
             cached = CacheReads(APART**blocks, APART**by_row)
             device = self._replayed if self._is_captured(size) else self.device
             priced = price(self.steps[size], device, self.per_host, compiled="none", cached=cached)
-            self._seconds[key] = priced.run().seconds
+            self._seconds[key] = priced.run().seconds + self.choosing_s(size.rows)
         return self._seconds[key]
+
+    def choosing_s(self, rows: int) -> float:
+        """Seconds in which devices that each have a part of the vocabulary choose the tokens of a step."""
+        if rows not in self._choosing_s:
+            device = self._replayed if self.device.kind == "gpu" else self.device
+            priced = [price(one, device, self.per_host, compiled="none") for one in self.choosing(rows).values()]
+            self._choosing_s[rows] = sum(one.run().seconds for one in priced)
+        return self._choosing_s[rows]
 
     def _is_captured(self, size: Size) -> bool:
         """Whether the server replays a step of this size as one CUDA graph."""
@@ -129,4 +140,6 @@ class ServerBuilder:
             blocks, setting.most, setting.logit_rows(setting.most), settings.requests, settings.queue,
             setting.chunks if setting.states else None,
         )  # fmt: skip
-        return PricedServer(recipe, programs, StepPrices(programs.by_size, one_device, per_host), room, held)
+        return PricedServer(
+            recipe, programs, StepPrices(programs.by_size, one_device, per_host, programs.choosing), room, held
+        )

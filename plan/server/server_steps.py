@@ -13,7 +13,7 @@ from tpshard.plan.report import describe
 from tpshard.plan.report.order_rows import order_rows
 from tpshard.plan.report.planned import Planned
 from tpshard.plan.report.report import PlannedJob
-from tpshard.plan.step.pricing import StepPart, price_parts
+from tpshard.plan.step.pricing import StepPart, bytes_of, price_parts
 from tpshard.plan.step.units import gib
 from tpshard.programs.server.serve_setting import ServeSetting, Size
 from tpshard.programs.server.served import LATEST, model_to_serve
@@ -48,6 +48,9 @@ def planned(recipe: Recipe, what: str, source: str = "", accuracy: str = "", who
         )
         for size, times in sizes.items()
     ]
+    behind = {"cache": (blocks + 1) * programs.bytes("cache") + programs.bytes("state"),
+              "parameters": bytes_of(parts[0].program.inputs, "parameter")}  # fmt: skip
+    parts += [StepPart(name, one, 1, behind, "none") for name, one in programs.choosing(sequences).items()]
     pricing = price_parts(parts, device, per_host)
     program = parts[0].program
     stored = recipe.serve.checkpoint

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from array import array
-from collections import Counter
 from dataclasses import dataclass, field
 
 from tpshard.programs.scheduling.blocks import Digest
@@ -37,6 +35,11 @@ class Sampling:
     logprobs: int | None = None
     """How many of the likeliest tokens to report besides the chosen one; None: no log-probabilities."""
 
+    @property
+    def penalizes(self) -> bool:
+        """Whether tokens that came before change what comes next."""
+        return self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty)
+
 
 @dataclass(frozen=True)
 class Logprob:
@@ -57,29 +60,6 @@ class LoadedAdapter:
     slot: int
     root: Digest
     """What the digests of its cached blocks begin with: no other adapter's, and not those of the model alone."""
-
-
-class TokenCounts:
-    """The tokens of a sequence so far, for penalties; brought up to date as tokens come."""
-
-    def __init__(self) -> None:
-        self.distinct = array("q")
-        """The tokens of prompt and answer, each once."""
-        self.answered: Counter[int] = Counter()
-        """How often each token stands in the answer."""
-        self._seen: set[int] = set()
-        self._done = 0
-
-    def update(self, sequence: Sequence) -> None:
-        """Counts the tokens since the last call."""
-        for place in range(self._done, len(sequence.tokens)):
-            token = sequence.tokens[place]
-            if token not in self._seen:
-                self._seen.add(token)
-                self.distinct.append(token)
-            if place >= len(sequence.prompt):
-                self.answered[token] += 1
-        self._done = len(sequence.tokens)
 
 
 @dataclass(eq=False)
@@ -113,7 +93,6 @@ class Sequence:
     published: int = 0
     state: int = 0
     """The index of its state in the pools of recurrent layers; 0 while it has none."""
-    counts: TokenCounts = field(default_factory=TokenCounts)
     finish: str | None = None
     """Why it ended: stop, length, abort or error."""
     prompt_scores: list[Logprob] = field(default_factory=list)

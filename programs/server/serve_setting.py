@@ -34,6 +34,8 @@ LEAST = {"cpu": 1, "gpu": TILE}
 """Rows of the smallest step."""
 APART = {"cpu": 2, "gpu": 8}
 """The ratio of consecutive step sizes. On a GPU the first dozens of rows cost as much as one."""
+CHOOSING = (1, 8)
+"""The smaller numbers of rows for which there are programs that choose tokens."""
 CHUNKS_APART = 4
 """The ratio of consecutive chunk sizes, from `recurrent_steps.CHUNK` on."""
 
@@ -211,6 +213,11 @@ class ServeSetting:
     def logit_rows(self, rows: int) -> int:
         """The maximal number of rows of a step with logits: one token per request."""
         return min(rows, _up(self.recipe.serve.requests))
+
+    def choosing_rows(self, rows: int) -> int:
+        """The rows of the programs that choose so many tokens, where devices have parts of the vocabulary."""
+        most = self.logit_rows(self.most)
+        return next(size for size in (*CHOOSING, most) if size >= min(rows, most))
 
     @property
     def max_seq(self) -> int:

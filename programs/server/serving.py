@@ -3,9 +3,9 @@
 A step's rows are tokens of any number of sequences, chunks of prompts and next tokens alike, so prefill and decode are
 the same function in different sizes. A model with recurrent layers (`programs.recurrent_steps`) has other steps: a
 token for each of many sequences, and chunks of one. Inputs are `STEP`, the parameters (in the kernels' layouts), the
-orders of act-ordered weights, the cache and the states; the output is logits [logit_rows, vocab], whole on every
-device, and for each pool of states the indices that were written. The programs work for any number of cache blocks,
-which the executor chooses.
+orders of act-ordered weights, the cache and the states; the output is logits [logit_rows, vocab], of which a device
+may have a part of the vocabulary, and for each pool of states the indices that were written. Tokens are chosen by
+further programs (`sampling_programs`). The programs work for any number of cache blocks, which the executor chooses.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ from tpshard.programs.server.paging import (
 )
 from tpshard.programs.server.parameter_parts import cut_parameters
 from tpshard.programs.server.recurrent_steps import capture_model, pool_states
+from tpshard.programs.server.sampling_programs import Choice, sampling_program
 from tpshard.programs.server.serve_setting import ServeSetting, Size
+from tpshard.programs.server.token_choice import likeliest, nucleus
 from tpshard.programs.setting.annotations import annotate, fixed, name_dims
 
 BLOCK_SIZE = 16
@@ -54,6 +56,10 @@ CACHE = Annotation(
     Sharding(((),) * 4, (False, False, True, False)), (SourcePlace("a block of the cache is whole, but for KV heads"),)
 )
 """The annotation of a cache, sharded by KV heads at most: attention must read the local tensor that it writes to."""
+LOGITS = Annotation(
+    Sharding(((), ()), (False, True)), (SourcePlace("tokens are chosen where the logits are: rows are whole"),)
+)
+"""The annotation of the logits, sharded by the vocabulary as the head is."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,18 @@ class ServingPrograms:
     def vocab(self) -> int:
         """Number of logits per row."""
         return self.any.outputs[0].shape[-1]
+
+    def chooses(self, rows: int, choice: Choice, count: int | None = None) -> Program:
+        """The program of a function of `token_choice` for so many rows of logits as the steps leave them."""
+        return sampling_program(choice, self.setting.mesh, self.any.outputs[0].layout, rows, self.vocab, count)
+
+    def choosing(self, rows: int) -> dict[str, Program]:
+        """The programs that choose the tokens of a step with so many rows of logits, by name, if requests have a
+        temperature and top-p; none where every device has all logits, and chooses without a program."""
+        if not self.any.outputs[0].layout.axes:
+            return {}
+        size = self.setting.choosing_rows(rows)
+        return {"likeliest token": self.chooses(size, likeliest), "token of top-p": self.chooses(size, nucleus)}
 
     @property
     def notes(self) -> list[str]:
@@ -270,7 +288,8 @@ def _annotations(
 ) -> dict[Value, Annotation]:
     """The recipe's annotations, as in training; the rest of parameters, cache and states is propagated.
 
-    Dims that their axes do not divide stay whole, as do the logits, and a step's rows unless the recipe shards them.
+    Dims that their axes do not divide stay whole, as does the vocabulary if it is not divided evenly, and a step's rows
+    unless the recipe shards them.
     """
     used: dict[str, list[Value]] = {}
     for value in graph.inputs:
@@ -285,7 +304,10 @@ def _annotations(
     whole = [value for value in step if value not in annotations or not seq_axes]
     annotations |= {value: CACHE for value in graph.inputs if value.marked == "cache"}
     annotations |= {value: _state(value, whole_states) for value in graph.inputs if value.marked == "state"}
-    return annotations | {v: WHOLE[v.rank] for v in [*whole, *graph.outputs] if isinstance(v, Value)}
+    annotations |= {v: WHOLE[v.rank] for v in [*whole, *graph.outputs] if isinstance(v, Value)}
+    logits = graph.outputs[0]
+    assert isinstance(logits, Value)
+    return annotations if logits.shape[-1] % setting.mesh.ranks else annotations | {logits: LOGITS}
 
 
 def _state(pool: Value, whole: bool) -> Annotation:

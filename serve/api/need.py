@@ -32,9 +32,10 @@ class Need:
 
     @property
     def collectives(self) -> list[dict[str, Any]]:
-        """The collectives of the smallest step; bytes are those of one of its rows."""
+        """The collectives of the smallest step, and of choosing its tokens; bytes are those of one of its rows."""
         (size, program), *_ = self.programs.by_size.items()
-        counted = Counter((c.kind, ", ".join(map(str, c.axes)), c.bytes // size.rows) for c in program.collectives)
+        every = [c for one in (program, *self.programs.choosing(size.rows).values()) for c in one.collectives]
+        counted = Counter((c.kind, ", ".join(map(str, c.axes)), c.bytes // size.rows) for c in every)
         return [
             {"kind": kind, "axes": axes, "bytes": size, "count": count} for (kind, axes, size), count in counted.items()
         ]

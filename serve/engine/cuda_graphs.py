@@ -18,13 +18,14 @@ _WARM = 3
 class Captured:
     """A program of one size, captured as a CUDA graph at its first call, with static inputs and outputs.
 
-    brought: the indices of the inputs that change between calls. tables: the index of the block tables. width: their
-    columns, as many as the longest sequence has blocks. pool: the memory pool that graphs share.
+    brought: the indices of the inputs that change between calls. pool: the memory pool that graphs share. tables: the
+    index of the block tables, if there are any; width: their columns, as many as the longest sequence has blocks.
     """
 
     def __init__(
-        self, run: Callable[..., list[Tensor]], brought: Sequence[int], tables: int, width: int, pool: Any
-    ) -> None:
+        self, run: Callable[..., list[Tensor]], brought: Sequence[int], pool: Any, tables: int | None = None,
+        width: int = 0,
+    ) -> None:  # fmt: skip
         self._run, self._brought, self._tables, self._width, self._pool = run, brought, tables, width, pool
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: list[Any] = []
@@ -48,10 +49,10 @@ class Captured:
         self._inputs = list(inputs)
         for i in self._brought:  # zeros: rows of block 0, which belongs to no sequence
             self._inputs[i] = torch.zeros_like(inputs[i])
-        tables = inputs[self._tables]
-        # a step with this many rows has at most this many sequences, plus one for padding
-        rows = inputs[self._brought[0]].shape[1]
-        self._inputs[self._tables] = tables.new_zeros(rows + 1, self._width)
+        if self._tables is not None:
+            # a step with this many rows has at most this many sequences, plus one for padding
+            rows = inputs[self._brought[0]].shape[1]
+            self._inputs[self._tables] = inputs[self._tables].new_zeros(rows + 1, self._width)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

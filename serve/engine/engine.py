@@ -9,7 +9,7 @@ from tpshard.programs.scheduling.blocks import BlockPool
 from tpshard.programs.scheduling.recurrent_scheduler import scheduler
 from tpshard.programs.scheduling.request import Event, Logprob, Sequence
 from tpshard.programs.scheduling.scheduler import Slice
-from tpshard.serve.engine.picks import CHOOSE, NOTHING, Picked, picks_of
+from tpshard.serve.engine.picks import CHOOSE, NOTHING, Picked, Told, picks_of
 from tpshard.serve.engine.step import Runner, StepInput
 
 
@@ -27,6 +27,7 @@ class Engine:
         self.pool = BlockPool(min(blocks or runner.blocks, runner.blocks), runner.block_size)
         most = min(max_running, runner.max_logit_rows)
         self.scheduler = scheduler(self.pool, runner.max_rows, runner.max_logit_rows, most, runner.chunks)
+        self._told = Told(runner.max_logit_rows)
         self.steps = 0
         self.computed_tokens = 0
 
@@ -62,6 +63,7 @@ class Engine:
         for sequence in lost:
             sequence.finish = "error"
         s = self.scheduler
+        self._told = Told(self.runner.max_logit_rows)
         self.pool = BlockPool(self.pool.total, self.pool.block_size)
         self.scheduler = scheduler(self.pool, s.max_rows, s.max_logit_rows, s.max_running, self.runner.chunks)
         self.scheduler.preemptions, self.scheduler.prefix_hit_tokens = s.preemptions, s.prefix_hit_tokens
@@ -72,7 +74,7 @@ class Engine:
         slices = self.scheduler.schedule()
         if not slices:
             return []
-        picked = self.runner.step(self._input(slices), picks_of(_asked(slices)))
+        picked = self.runner.step(self._input(slices), picks_of(_asked(slices), self._told))
         self.steps += 1
         self.computed_tokens += sum(piece.count for piece in slices)
         return list(self._receive(slices, picked))

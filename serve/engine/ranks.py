@@ -50,11 +50,10 @@ class Ranks:
 
     def step(self, batch: StepInput, picks: Picks) -> Picked:
         message, asked = batch.encode(), picks.encode()
-        for rank, channel in enumerate(self._channels):
+        for channel in self._channels:
             with contextlib.suppress(Closed):  # noticed below
                 send(channel, STEP, message)
-                if rank == 0:
-                    send(channel, PICK, asked)
+                send(channel, PICK, asked)
         return Picked.decode(self._await(DONE, {0}, self._job.step_s)[0])
 
     def adapt(self, slot: int, folder: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,16 +12,40 @@ from torch import Tensor
 from tpshard.parallelism.program import Port
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.execute import Executor
-from tpshard.parallelism.simulate import cut
+from tpshard.parallelism.sharding import Layout
+from tpshard.parallelism.simulate import block, cut
 from tpshard.programs.server.adapter_slots import open_adapters, slot_values
 from tpshard.programs.server.captured_steps import MOST_ROWS, can_capture
+from tpshard.programs.server.sampling_programs import Choice
 from tpshard.programs.server.serve_setting import Size
 from tpshard.programs.server.serving import BLOCK_SIZE, STEP, ServingPrograms
 from tpshard.serve.engine.cuda_graphs import Captured
 from tpshard.serve.engine.picks import Picked, Picks
-from tpshard.serve.engine.sampling import pick
+from tpshard.serve.engine.sampling import Choosing, Recalled, alone, pick
 from tpshard.serve.engine.step import StepInput
 from tpshard.serve.engine.weights import Filler, Weights
+
+
+class ChoosingTogether:
+    """The `Choosing` of devices that each have a part of the vocabulary: by programs, which are built at first use."""
+
+    def __init__(self, programs: ServingPrograms, context: Context) -> None:
+        self._programs, self._context = programs, context
+        self._pool = torch.cuda.graph_pool_handle() if context.device.type == "cuda" else None
+        self._run: dict[tuple[Any, ...], Callable[..., list[Tensor]]] = {}
+
+    def __call__(self, choice: Choice, *tensors: Tensor, **static: Any) -> list[Tensor]:
+        rows = len(tensors[0])
+        size = self._programs.setting.choosing_rows(rows)
+        key = (choice, size, *static.values())
+        if key not in self._run:
+            run = Executor(self._programs.chooses(size, choice, **static), self._context)
+            on_gpu = self._context.device.type == "cuda"
+            self._run[key] = Captured(run, range(len(tensors)), self._pool) if on_gpu else run
+        if size > rows:
+            at = torch.arange(size, device=tensors[0].device).clamp(max=rows - 1)
+            tensors = tuple(tensor[at] for tensor in tensors)
+        return [result[:rows] for result in self._run[key](*tensors)]
 
 
 class ProgramRunner:
@@ -51,15 +76,19 @@ class ProgramRunner:
         self._run: dict[Size, Callable[..., list[Tensor]]] = {
             size: Executor(program, context) for size, program in programs.by_size.items()
         }
+        layout = programs.any.outputs[0].layout
+        ((first, count),) = block((self.vocab,), Layout(layout.dims[1:]), setting.mesh, context.rank)
+        self._recalled = Recalled(first, count, self.max_logit_rows, context.device)
+        self._choosing: Choosing = ChoosingTogether(programs, context) if layout.axes else alone
         if context.device.type == "cuda":
             self._capture()
 
     def step(self, batch: StepInput, picks: Picks) -> Picked:
-        """The tokens and log-probabilities that are asked of each row with logits."""
-        return pick(self.logits(batch), picks)
+        """The tokens and log-probabilities that are asked of each row with logits, the same bits on every rank."""
+        return pick(self.logits(batch), picks, self._recalled, self._choosing)
 
     def logits(self, batch: StepInput) -> Tensor:
-        """Logits [logit_rows, vocab] in fp32 on the device, the same bits on every rank, until the next step."""
+        """Logits [logit_rows, vocab] in fp32 on the device, of its part of the vocabulary, until the next step."""
         size = Size(len(batch.tokens), True) if batch.is_chunk else self._programs.fitting(len(batch.tokens))
         brought = batch.pad(size.rows, self._programs.setting.logit_rows(size.rows)).arguments(size.chunk)
         arguments = [x if p.name not in brought else self._bring(p, brought[p.name])
@@ -117,4 +146,4 @@ class ProgramRunner:
                 brought = [i for i, port in enumerate(ports) if port.name in STEP]
                 tables = next(i for i, port in enumerate(ports) if port.name == "tables")
                 pool = pool or torch.cuda.graph_pool_handle()
-                self._run[size] = Captured(run, brought, tables, width, pool)
+                self._run[size] = Captured(run, brought, pool, tables, width)

@@ -1,126 +1,145 @@
-"""Choosing tokens from logits, on the device that has them. Each row's token depends on nothing but the row.
-
-Probabilities are whole numbers, 2^40 of the likeliest token's: their sums are exact in any order, so that a draw is the
-same in every batch and on every device (it moves only if a probability's last bit does, of 40).
-"""
+"""Choosing tokens from logits, on the devices that have them. Each row's token depends on nothing but the row."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from tpshard.serve.engine.picks import CHOOSE, Picked, Picks
+from tpshard.programs.server.sampling_programs import Choice
+from tpshard.programs.server.token_choice import drawn, likeliest, nucleus, scores, selected
+from tpshard.serve.engine.picks import ANSWERED, BIAS, CHOOSE, RESET, SEEN, Picked, Picks
 
-WHOLE = 2.0**40
-"""The weight of the likeliest token."""
-CANDIDATES = 1024
-"""Likeliest tokens among which top-k and top-p look first; where they do not suffice, all tokens are sorted."""
+LIKELIEST = 20
+"""Likeliest tokens that are found if any log-probability is asked for."""
 
 
-def pick(logits: Tensor, picks: Picks) -> Picked:
+CHANGES = -1
+"""The table of the tokens whose logits change, beside those of what is told."""
+Choosing = Callable[..., list[Tensor]]
+"""A function (choice, tensors by rows, arguments by name) -> the results of a function of `token_choice`."""
+
+
+def alone(choice: Choice, *tensors: Tensor, **static: Any) -> list[Tensor]:
+    """The `Choosing` of a device that has the whole vocabulary; on a CPU row by row, since a row fits its cache."""
+    if tensors[0].device.type != "cpu" or len(tensors[0]) == 1:
+        return choice(*tensors, **static)
+    rows = [choice(*row, **static) for row in zip(*(tensor.split(1) for tensor in tensors))]
+    return [torch.cat(parts) for parts in zip(*rows)]
+
+
+class Recalled:
+    """What a device was told of the tokens of sequences, by slot; for its part of the vocabulary.
+
+    first, vocab: the first token of the part, and their number. slots: the number of slots. A table [slots, vocab] is
+    made when something is told that it holds.
+    """
+
+    def __init__(self, first: int, vocab: int, slots: int, device: torch.device) -> None:
+        self._first, self._shape, self._device = first, (slots, vocab), device
+        self._tables: dict[int, Tensor] = {}
+
+    def recall(self, news: np.ndarray) -> None:
+        """Takes in what a step tells (`Picks.told`)."""
+        kinds = news[:, 1]
+        fresh = torch.from_numpy(news[kinds == RESET, 0].astype(np.int64)).to(self._device)
+        for table in self._tables.values():
+            table[fresh] = 0
+        for kind, dtype in ((SEEN, torch.bool), (ANSWERED, torch.int32), (BIAS, torch.float64)):
+            facts = news[kinds == kind]
+            slots, tokens, at = self._places(facts[:, 0], facts[:, 2])
+            if not len(slots):
+                continue
+            values = (
+                torch.from_numpy(facts[at, 3]).to(self._device, dtype)
+                if kind == BIAS
+                else slots.new_ones((), dtype=dtype)
+            )
+            self._table(kind, dtype).index_put_((slots, tokens), values, accumulate=kind != SEEN)
+            self._table(CHANGES, torch.bool)[slots, tokens] = True
+
+    def change(self, logits: Tensor, picks: Picks) -> Tensor:
+        """The logits with penalties, biases and excluded tokens, as a new tensor where there are any.
+
+        A positive logit is divided by the penalty for repetition, a negative one multiplied; summands come after.
+        """
+        if not len(picks.changed) and not len(picks.barred):
+            return logits
+        logits = logits.clone()
+        if CHANGES in self._tables and len(picks.changed):
+            numbers = torch.from_numpy(picks.changed.copy()).to(self._device)
+            at, tokens = self._tables[CHANGES][numbers[:, 1].long()].nonzero(as_tuple=True)
+            row, slot, repetition, presence, frequency = numbers[at].unbind(1)
+            none = numbers.new_zeros(())
+            seen, answered, bias = (
+                self._tables[kind][slot.long(), tokens] if kind in self._tables else none
+                for kind in (SEEN, ANSWERED, BIAS)
+            )
+            values, factor = logits[row.long(), tokens], repetition.float()
+            scaled = torch.where(values > 0, values / factor, values * factor)
+            values = torch.where((seen > 0) | (answered > 0), scaled, values)
+            summand = bias - (presence * (answered > 0) + frequency * answered)
+            logits[row.long(), tokens] = values + summand.float()
+        rows, tokens, _ = self._places(*picks.barred.T)
+        logits[rows, tokens] = -torch.inf
+        return logits
+
+    def _table(self, kind: int, dtype: torch.dtype) -> Tensor:
+        if kind not in self._tables:
+            self._tables[kind] = torch.zeros(self._shape, dtype=dtype, device=self._device)
+        return self._tables[kind]
+
+    def _places(self, rows: np.ndarray, tokens: np.ndarray) -> tuple[Tensor, Tensor, np.ndarray]:
+        """Rows and tokens that lie in this device's part, counted from its first, and which these are."""
+        own = tokens - self._first
+        at = (own >= 0) & (own < self._shape[1])
+        here = torch.from_numpy(np.stack([rows[at], own[at]]).astype(np.int64)).to(self._device)
+        return here[0], here[1], at
+
+
+def pick(logits: Tensor, picks: Picks, recalled: Recalled | None = None, choosing: Choosing = alone) -> Picked:
     """A token for each row of logits [rows, vocab] fp32, with the log-probabilities that are asked for.
 
-    A row whose logits are not finite has any token.
+    A row whose logits are not finite has any token. recalled: of the steps before; None: nothing was told before.
+    choosing: how devices choose that each have a part of the vocabulary, which `logits` then is.
     """
-    device, wanted = logits.device, picks.wanted
-    sound = logits.amax(-1).isfinite()
-    changed = change(logits, picks.changes)
-    tokens = changed.argmax(-1)
-    drawing = np.flatnonzero((wanted[:, 0] == CHOOSE) & (picks.settings[:, 0] > 0))
-    for restricted in (False, True):
-        of_kind = drawing[_restricted(picks.settings[drawing]) == restricted]
-        # one by one on a CPU: a row fits its cache
-        for part in np.array_split(of_kind, len(of_kind) if device.type == "cpu" else 1) if len(of_kind) else ():
-            rows = torch.from_numpy(part).to(device)
-            chosen = changed[rows].where(sound[rows, None], 0.0)
-            settings = torch.from_numpy(picks.settings[part]).to(device)
-            tokens[rows] = _from_likeliest(chosen, settings) if restricted else _from_all(chosen, settings)
+    device, wanted, count = logits.device, picks.wanted, len(picks.wanted)
+    table = logits.new_zeros(count, 3 + 2 * picks.most, dtype=torch.float64)
+    if not count:
+        return Picked(table.cpu().numpy())
+    recalled = recalled or Recalled(0, logits.shape[-1], count, device)
+    recalled.recall(picks.told)
+    changed = recalled.change(logits, picks)
+    sound, tokens = choosing(likeliest, logits, changed)
+    for of_kind, restricted in _drawing(picks):
+        rows = torch.from_numpy(of_kind).to(device)
+        chosen = changed[rows].where(sound[rows, None], 0.0)
+        settings = torch.from_numpy(picks.settings[of_kind]).to(device)
+        if not restricted:
+            (tokens[rows],) = choosing(drawn, chosen, settings)
+            continue
+        tokens[rows], enough = choosing(nucleus, chosen, settings)
+        if not bool(enough.all()):
+            more = ~enough
+            (tokens[rows[more]],) = choosing(selected, chosen[more], settings[more])
     scored = torch.from_numpy(np.array(wanted[:, 0])).to(device)
     tokens = tokens.where(scored < 0, scored)
-    table = logits.new_zeros(len(wanted), 3 + 2 * picks.most, dtype=torch.float64)
     table[:, 0], table[:, 1] = sound, tokens
     asking = np.flatnonzero(wanted[:, 1] >= 0)
     if len(asking):
         rows = torch.from_numpy(asking).to(device)
-        logprobs = torch.log_softmax(logits[rows].double(), -1)
-        values, likeliest = logprobs.topk(min(picks.most, logits.shape[-1]))
-        more = picks.most - likeliest.shape[-1]
-        likeliest, values = (torch.nn.functional.pad(x, (0, more)) for x in (likeliest.double(), values))
-        table[rows, 2:] = torch.cat([logprobs.gather(1, tokens[rows, None]), likeliest, values], 1)
+        own, best, values = choosing(scores, logits[rows], tokens[rows], count=max(LIKELIEST, picks.most))
+        found = min(picks.most, best.shape[-1])
+        table[rows, 2], table[rows, 3 : 3 + found] = own, best[:, :found].double()
+        table[rows, 3 + picks.most : 3 + picks.most + found] = values[:, :found]
     return Picked(table.cpu().numpy())
 
 
-def change(logits: Tensor, changes: np.ndarray) -> Tensor:
-    """The logits with penalties, biases and excluded tokens, as a new tensor where there are any (`Picks.changes`)."""
-    changes = changes[changes[:, 1] < logits.shape[-1]]
-    for column, neutral in ((2, 1.0), (3, 0.0)):
-        own = changes[changes[:, column] != neutral]
-        if not len(own):
-            continue
-        logits = logits.clone()
-        rows, tokens = torch.from_numpy(own[:, :2].astype(np.int64).T.copy()).to(logits.device)
-        amount = torch.from_numpy(own[:, column].astype(np.float32)).to(logits.device)
-        values = logits[rows, tokens]
-        scaled = torch.where(values > 0, values / amount, values * amount) if column == 2 else values + amount
-        logits[rows, tokens] = scaled
-    return logits
-
-
-def _restricted(settings: np.ndarray) -> np.ndarray:
-    """Which rows draw from few tokens: with top-k, or top-p below 1."""
-    return (settings[:, 1] > 0) | (settings[:, 2] < 1)  # type: ignore[no-any-return]
-
-
-def _weights(logits: Tensor, settings: Tensor) -> Tensor:
-    """Probabilities relative to the likeliest token's, as whole numbers [rows, vocab]."""
-    logits = logits.double()
-    # relative to the maximum: a temperature near zero gives 1 and 0, not inf - inf
-    return (((logits - logits.amax(-1, keepdim=True)) / settings[:, :1]).exp_() * WHOLE).long()
-
-
-def _at(weights: Tensor, settings: Tensor) -> Tensor:
-    """The place [rows] in each row of weights where a draw falls."""
-    sums = weights.cumsum(-1)
-    total = sums[:, -1:]
-    threshold = (settings[:, 4:] * total).long().minimum(total - 1)
-    return torch.searchsorted(sums, threshold, right=True)[:, 0]
-
-
-def _from_all(logits: Tensor, settings: Tensor) -> Tensor:
-    """Tokens drawn from all that min-p leaves."""
-    weights = _weights(logits, settings)
-    return _at(weights.where(weights >= settings[:, 3:4] * WHOLE, 0), settings)
-
-
-def _from_likeliest(logits: Tensor, settings: Tensor) -> Tensor:
-    """Tokens drawn from the top-k, of these from the smallest set that reaches top-p, of these from what min-p leaves.
-
-    Of equally likely tokens those of smaller ids come first.
-    """
-    weights = _weights(logits, settings)
-    whole = logits.shape[-1]
-    few = min(whole, max(CANDIDATES, int(settings[:, 1].max()) + 1))
-    tokens, enough = _nucleus(logits, weights, settings, few)
-    while few < whole and not bool(enough.all()):
-        few, rows = min(whole, 8 * few), (~enough).nonzero()[:, 0]
-        tokens[rows], enough[rows] = _nucleus(logits[rows], weights[rows], settings[rows], few)
-    return tokens
-
-
-def _nucleus(logits: Tensor, weights: Tensor, settings: Tensor, few: int) -> tuple[Tensor, Tensor]:
-    """Tokens drawn as `_from_likeliest` says, from the `few` likeliest; and whether these were enough."""
-    values, tokens = logits.topk(few)
-    tokens, order = tokens.sort(-1)
-    values, order = values.gather(-1, order).sort(stable=True, dim=-1, descending=True)
-    tokens = tokens.gather(-1, order)
-    top_k = settings[:, 1:2].long()
-    limit = top_k.where(top_k > 0, logits.shape[-1])
-    ordered = weights.gather(-1, tokens)
-    ordered = ordered.where(torch.arange(few, device=logits.device) < limit, 0)
-    sums = ordered.cumsum(-1)
-    total = weights.sum(-1, keepdim=True).where(top_k == 0, sums[:, -1:])
-    kept = (sums - ordered < settings[:, 2:3] * total) & (ordered >= settings[:, 3:4] * WHOLE) & (ordered > 0)
-    last = kept.sum(-1, keepdim=True).clamp(min=1) - 1
-    # the last candidate may share its value with a token that is none
-    enough = values.gather(-1, last) > values[:, -1:]
-    return tokens.gather(-1, _at(ordered.where(kept, 0), settings)[:, None])[:, 0], enough[:, 0]
+def _drawing(picks: Picks) -> list[tuple[np.ndarray, bool]]:
+    """The rows that draw, from all tokens and from few: with top-k, or top-p below 1; and which of both they do."""
+    s = picks.settings
+    drawing, few = (picks.wanted[:, 0] == CHOOSE) & (s[:, 0] > 0), (s[:, 1] > 0) | (s[:, 2] < 1)
+    kinds = ((np.flatnonzero(drawing & (few == restricted)), restricted) for restricted in (False, True))
+    return [(rows, restricted) for rows, restricted in kinds if len(rows)]

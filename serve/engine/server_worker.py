@@ -46,7 +46,7 @@ def work(place: WorkerPlace, prepare: Prepare) -> int:
                 )  # fmt: skip
             runner = ProgramRunner(context, programs, weights, job.blocks)
             runner.warm()
-            _answer(channel, runner, picks=place.rank == 0)
+            _answer(channel, runner, answers=place.rank == 0)
         return Exit.DONE
     except Closed:
         # the parent is gone; other ranks may be stuck, and a regular exit would wait for them
@@ -62,8 +62,8 @@ def describe(error: BaseException) -> tuple[str, int]:
     return (str(error) or type(error).__name__).splitlines()[0][:500], Exit.WORKER_LOST
 
 
-def _answer(channel: socket.socket, runner: ProgramRunner, picks: bool) -> None:
-    """Computes steps until told to quit. picks: whether this rank picks tokens from the logits, and answers."""
+def _answer(channel: socket.socket, runner: ProgramRunner, answers: bool) -> None:
+    """Computes steps until told to quit. answers: whether this rank sends the tokens, which all of them choose."""
     send(channel, READY)
     adapter: dict[str, Tensor] = {}
     while True:
@@ -84,10 +84,9 @@ def _answer(channel: socket.socket, runner: ProgramRunner, picks: bool) -> None:
             continue
         if kind != STEP:
             raise ValueError(f"received a frame of kind {kind!r} instead of a step")
-        if not picks:
-            runner.logits(StepInput.decode(body))
-            continue
         kind, asked = receive(channel)
         if kind != PICK:
             raise ValueError(f"received a frame of kind {kind!r} instead of what a step is asked for")
-        send(channel, DONE, runner.step(StepInput.decode(body), Picks.decode(asked)).encode())
+        picked = runner.step(StepInput.decode(body), Picks.decode(asked))
+        if answers:
+            send(channel, DONE, picked.encode())

@@ -34,7 +34,8 @@ def test_a_step_between_priced_states_takes_what_its_program_does() -> None:
         padded = CacheReads(actual.blocks, (actual.by_row * rows + size.rows - rows) / size.rows)
         program = server.programs.by_size[size]
         exact = price(program, prices.device, prices.per_host, compiled="none", cached=padded)
-        assert prices(rows, actual) == pytest.approx(exact.run().seconds, rel=0.01)
+        chosen_s = prices.choosing_s(size.rows)
+        assert 0 < chosen_s < prices(rows, actual) == pytest.approx(exact.run().seconds + chosen_s, rel=0.01)
 
 
 @pytest.mark.parametrize("ways", [1, 2])
@@ -47,19 +48,19 @@ def test_the_host_launches_small_steps_of_gpus_at_once(ways: int) -> None:
         price(prices.steps[size], prices.device, prices.per_host, compiled="none", cached=read).run().seconds
         for size in (small, large)
     )
-    assert prices(small.rows, read) < 0.75 * eager
-    assert prices(large.rows, read) == pytest.approx(exact)
+    assert prices(small.rows, read) - prices.choosing_s(small.rows) < 0.75 * eager
+    assert prices(large.rows, read) - prices.choosing_s(large.rows) == pytest.approx(exact)
 
 
 def test_the_highest_rate_keeps_the_limits_and_a_higher_one_does_not() -> None:
-    recipe, limits = loads(RECIPE), TimeLimits(ttft=0.02, tpot=0.003)
+    recipe, limits = loads(RECIPE), TimeLimits(ttft=0.03, tpot=0.005)
     answered = answers(recipe, Traffic(40, 16, count=200), limits)
     assert (
         answered.highest is not None
         and answered.highest.within_limits
         and 0 < answered.highest.rate < answered.saturated.rate
     )
-    assert answered.highest.ttft_s[1] <= 0.02 and answered.highest.tpot_s[1] <= 0.003
+    assert answered.highest.ttft_s[1] <= 0.03 and answered.highest.tpot_s[1] <= 0.005
     more = rehearse(
         answered.server.room, Traffic(40, 16, 1.1 * answered.highest.rate, count=200), answered.server.prices
     )

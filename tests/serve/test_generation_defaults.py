@@ -13,7 +13,7 @@ from tpshard.serve.api import answers, fields
 from tpshard.serve.api.generation_defaults import read_generation_defaults
 from tpshard.serve.api.preprocess import Prepared
 from tpshard.serve.engine.picks import CHOOSE, picks_of
-from tpshard.serve.engine.sampling import change, pick
+from tpshard.serve.engine.sampling import Recalled, pick
 from transformers.generation import (
     LogitsProcessorList,
     MinLengthLogitsProcessor,
@@ -76,7 +76,9 @@ def test_excluded_tokens_and_lengths_are_those_of_transformers(tmp_path: Path) -
         logits = torch.randn(16, generator=generator)
         expected = theirs(torch.tensor([sequence.tokens]), logits[None])[0]
         picks = picks_of([(sequence, CHOOSE)])
-        assert torch.equal(change(logits[None], picks.changes)[0], expected), sequence.tokens
+        recalled = Recalled(0, 16, 1, logits.device)
+        recalled.recall(picks.told)
+        assert torch.equal(recalled.change(logits[None], picks)[0], expected), sequence.tokens
         token = pick(logits[None], picks).token(0)
         assert token == int(expected.argmax())
         sequence.tokens.append(token if len(sequence.answer) != 1 else 9)  # 6 is excluded next

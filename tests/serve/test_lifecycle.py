@@ -43,9 +43,17 @@ FEW = ("serve.requests=8", "serve.step_tokens=8")
 """Changes that leave a server few programs to build."""
 
 
+SAMPLINGS = (
+    Sampling(temperature=0, repetition_penalty=1.3, frequency_penalty=0.2, logit_bias=((7, 2.0), (190, 1.5))),
+    Sampling(temperature=1.5, min_p=0.01, seed=4, logprobs=2),
+    Sampling(temperature=1.0, top_k=40, top_p=0.9, seed=5, presence_penalty=0.5),
+    Sampling(temperature=4.0, top_p=0.95, seed=6),
+)
+
+
 def answers(runner: Any) -> list[list[int]]:
     engine = Engine(runner)
-    sequences = [Sequence(tuple(range(2, 2 + n)), Sampling(temperature=0), 12) for n in (3, 20, 90)]
+    sequences = [Sequence(tuple(range(2, 2 + n)), s, 12) for n, s in zip((3, 20, 90, 5), SAMPLINGS)]
     for s in sequences:
         engine.add(s)
     while engine.busy:
