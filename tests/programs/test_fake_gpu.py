@@ -6,9 +6,12 @@ import pytest
 import torch
 from fake_gpu import run_on_fake_gpu
 from tpshard.parallelism import Mesh, partition
+from tpshard.parallelism.sharding import Layout
+from tpshard.programs.server.sampling_programs import sampling_program
 from tpshard.programs.server.serve_setting import ServeSetting
 from tpshard.programs.server.served import model_to_serve
 from tpshard.programs.server.serving import build_serving
+from tpshard.programs.server.token_choice import drawn, likeliest, nucleus, scores, selected
 from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step import training
 from tpshard.recipes.reading.load import load
@@ -56,6 +59,12 @@ def test_a_step_of_a_server_has_all_tensors_on_its_device(case: str) -> None:
     for program in programs.by_size.values():
         cache = {port.name: 4 for port in program.inputs if port.kind == "cache"}
         run_on_fake_gpu(program, program.mesh.ranks - 1, cache | {"tables": 3})
+
+
+def test_what_chooses_tokens_has_all_tensors_on_its_device() -> None:
+    mesh = Mesh({"tp": 4})
+    for choice, count in ((likeliest, None), (drawn, None), (nucleus, None), (selected, None), (scores, 5)):
+        run_on_fake_gpu(sampling_program(choice, mesh, Layout(((), (mesh.axis("tp"),))), 2, 2048, count), 3)
 
 
 def test_a_constant_on_the_cpu_is_found() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_gpu import run_on_fake_gpu
 from torch import Tensor
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.sharding import Layout
@@ -102,13 +101,12 @@ def test_parts_of_the_vocabulary_choose_the_same_tokens_with_the_same_bits(tp: i
     assert np.array_equal(pick(logits, picks).table, pick(logits, picks, choosing=together).table)
 
 
-def test_logits_do_not_travel_and_nothing_is_left_on_the_cpu() -> None:
+def test_logits_do_not_travel() -> None:
     mesh = Mesh({"tp": 8})
     for choice, most in ((likeliest, 4e3), (drawn, 7e3), (nucleus, 1.1e6), (selected, 1.7e6), (scores, 9e4)):
         count = 20 if choice is scores else None
         program = sampling_program(choice, mesh, Layout(((), (mesh.axis("tp"),))), 64, 128_256, count)
         assert sum(one.bytes for one in program.collectives) < most + 2e3, choice.__name__  # of 33 MB of logits
-        run_on_fake_gpu(program, 7)
 
 
 def test_ranks_are_told_news_alone() -> None:
