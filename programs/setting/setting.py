@@ -218,7 +218,7 @@ class Setting:
     def notes(self) -> list[str]:
         """Notes for the user on how the model is treated."""
         own = {name: dtype for name, dtype in self.own_dtypes.items() if dtype != self.param_dtype
-               and name not in self.spec.packed}  # fmt: skip
+               and name not in self.spec.packed and name not in self.spec.added}  # fmt: skip
         notes = naming.notes(self.spec, self.model, self.named)
         if not self.spec.packed and is_quantized(self.spec):
             notes.append(f"{self.spec.source.name} is quantized: what it stands for is trained as dense weights; "
