@@ -222,7 +222,7 @@ class Chooser:
 
         What gathered parameters may hold is at first the memory that the step leaves. The gradients and copies of
         larger buckets take memory too: if the program that runs exceeds the limit, the largest share of it that keeps
-        the limit is found by bisection; if none does, the buckets are the smallest.
+        the limit is found by bisection; if none does, each parameter is a bucket.
         """
         axes = self.setting.fsdp_axes
         if not axes or not buckets.in_order_of_use(program):
@@ -232,9 +232,11 @@ class Chooser:
         total = sum(piece.bytes for piece in pieces)
         least, room = float(max(piece.bytes for piece in pieces)), min(float(total), self.memory - self.peak(program))
         groups = buckets.greedy(pieces, times, max(least, room))
-        if room <= least or self.fits(program_with(groups)):
+        if self.fits(program_with(groups)):
             return groups
         groups = buckets.greedy(pieces, times, least)
+        if room <= least or not self.fits(program_with(groups)):
+            groups, least, room = [[piece.name] for piece in pieces], 0.0, least
         for _ in range(BISECTIONS if self.fits(program_with(groups)) else 0):
             between = (least + room) / 2
             if self.fits(program_with(larger := buckets.greedy(pieces, times, between))):

@@ -70,6 +70,7 @@ def test_the_program_that_runs_keeps_the_memory_limit(policy: str) -> None:
     sizes = ["model.width=64", "model.mlp=256", "model.vocab=128", f"fsdp.bucket={policy}", "remat=full"]
     least, most = peak(*sizes, "fsdp.memory_limit=1"), peak(*sizes, "fsdp.bucket=greedy")
     assert least < 0.9 * most
+    assert policy == "auto" or least == peak(*sizes, "fsdp.bucket=none")
     for limit in (least, (least + most) // 2, most):
         assert peak(*sizes, f"fsdp.memory_limit={limit}") <= limit
 
