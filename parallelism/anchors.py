@@ -19,7 +19,8 @@ def output(x: Any) -> Any:
 
 def _is(name: str) -> Callable[[Op], bool]:
     """A test for our identity op `name`."""
-    return lambda op: str(op.target) == f"tpshard.{name}.default"
+    qualified = f"tpshard::{name}"
+    return lambda op: getattr(op.target, "_name", None) == qualified
 
 
 is_named = _is("named")

@@ -18,6 +18,7 @@ from tpshard.parallelism.node_info import INFO, Info, Spec, info, shape_of
 from tpshard.parallelism.partitioning.choose import Choice, layout_of, share
 from tpshard.parallelism.resharding import halo
 from tpshard.parallelism.resharding.lower import Emitter, is_first, pick
+from tpshard.parallelism.resharding.new_nodes import call
 from tpshard.parallelism.rules.control_flow import numbers
 from tpshard.parallelism.rules.rule import Rule, Window
 from tpshard.parallelism.rules.strides import dense_exactly, dense_last
@@ -193,7 +194,7 @@ class LocalPart:
     def _parts(self, node: fx.Node, specs: Sequence[Spec]) -> list[Any]:
         parts = []
         for i, spec in enumerate(specs):
-            part = self.emitter.graph.call_function(getitem, (node, i))
+            part = call(self.emitter.graph, getitem, (node, i))
             part.meta[INFO] = Info((spec,), self.op.name, self.op.place)
             parts.append(part)
         return parts

@@ -14,8 +14,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from tpshard.parallelism.depth import COMPARED, LAST, REPEATED, Depth
 from tpshard.parallelism.partitioning.reasons import PropagatedReasons
-from tpshard.parallelism.passes.copy import copy_node
 from tpshard.parallelism.program import INFO, Info, Port, Program, ValueRecord, info
+from tpshard.parallelism.resharding.new_nodes import copy_node
 
 
 def stretch_program(program: Program, depth: Depth) -> Program | None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from tpshard.parallelism.passes.copy import call
 from tpshard.parallelism.program import INFO, Program, info
+from tpshard.parallelism.resharding.new_nodes import call
 
 aten = torch.ops.aten
 

@@ -12,9 +12,9 @@ import torch
 from torch import fx
 from tpshard.parallelism.mesh import Axes
 from tpshard.parallelism.node_info import shape_of
-from tpshard.parallelism.passes.copy import call as add_call
 from tpshard.parallelism.passes.order import NodeOrder
 from tpshard.parallelism.program import INFO, Collective, Info, Program, Spec, info
+from tpshard.parallelism.resharding.new_nodes import call as add_call
 
 aten = torch.ops.aten
 funcol = torch.ops._c10d_functional

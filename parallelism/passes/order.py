@@ -36,7 +36,7 @@ class NodeOrder:
             if current in done:
                 stack.pop()
                 continue
-            operands = current.all_input_nodes
+            operands = current._input_nodes
             if not done.issuperset(operands):
                 stack.extend([operand for operand in reversed(operands) if operand not in done])
                 continue
@@ -47,7 +47,7 @@ class NodeOrder:
 
     def can(self, node: fx.Node) -> bool:
         """Whether all operands of a node are in the order already."""
-        return self.done.issuperset(node.all_input_nodes)
+        return self.done.issuperset(node._input_nodes)
 
     def apply(self) -> None:
         """Gives the graph this order; nodes that were not added follow in their old order."""

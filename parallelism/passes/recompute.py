@@ -9,8 +9,8 @@ from operator import getitem
 from torch import fx
 from tpshard.diagnostics.patterns import covers
 from tpshard.parallelism.graph import Layer
-from tpshard.parallelism.passes.copy import copy_node
 from tpshard.parallelism.program import INFO, Program, info
+from tpshard.parallelism.resharding.new_nodes import copy_node
 from tpshard.parallelism.rules.table import entry_of
 
 Keep = Callable[[fx.Node], bool]

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 from tpshard.parallelism.node_info import INFO, info, shape_of
-from tpshard.parallelism.passes.copy import call
 from tpshard.parallelism.pricing.flow import Flow
 from tpshard.parallelism.program import Program
+from tpshard.parallelism.resharding.new_nodes import call
 from tpshard.parallelism.rules.table import entry_of
 
 aten = torch.ops.aten

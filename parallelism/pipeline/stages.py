@@ -18,10 +18,10 @@ import torch
 from torch import fx
 from tpshard.parallelism.draws import SEED
 from tpshard.parallelism.mesh import Axis
-from tpshard.parallelism.passes.copy import copy_node
 from tpshard.parallelism.passes.recompute import layer_of
 from tpshard.parallelism.pricing.flow import info_of
 from tpshard.parallelism.program import INFO, Info, Port, Program, Spec, info, make_collective
+from tpshard.parallelism.resharding.new_nodes import copy_node
 from tpshard.parallelism.rules.table import entry_of
 from tpshard.parallelism.sharding import local_shape, replicated
 from tpshard.parallelism.simulate import RANKED

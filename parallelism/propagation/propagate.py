@@ -61,6 +61,8 @@ class _Propagation:
         self.shardings: dict[Sharding, Sharding] = {}
         self.state: dict[Value, Sharding] = {}
         """The current shardings. Equal ones are one object, so that visits can be cached by identity."""
+        self.identity: dict[Value, int] = {}
+        """The identity of each value's sharding."""
         graphs = list(every_graph(graph))
         ops = [op for each in graphs for op in each.ops]
         for value in (value for each in graphs for value in each.values()):
@@ -78,8 +80,8 @@ class _Propagation:
         self.rules |= {op: rule_for(op) for op in ops if op not in self.rules}
         self.edges: list[Edge] = []
         self.forms: dict[tuple[object, ...], int] = {}
-        self.moves: dict[tuple[object, ...], EdgeChange | None] = {}
-        """Cached results of visits; None for a visit without effect."""
+        self.moves: dict[Loop, dict[tuple[int, ...], EdgeChange | None]] = {}
+        """Cached results of visits by form and identities of shardings; None for a visit without effect."""
         tied = dict(map(tie, ties))
         parts = [part for op in ops for part in parts_of(op, self.rules[op])]
         for op, rule, tensors in [*parts, *((op, rule, op.results) for op, rule in tied.items())]:
@@ -106,7 +108,8 @@ class _Propagation:
             near.sort(key=lambda edge: edge.op is not value.producer)
 
     def _set(self, value: Value, sharding: Sharding) -> None:
-        self.state[value] = self.shardings.setdefault(sharding, sharding)
+        one = self.state[value] = self.shardings.setdefault(sharding, sharding)
+        self.identity[value] = id(one)
 
     # ---- the four loops -----------------------------------------------------------------------------------
     def run(self) -> Shardings:
@@ -183,11 +186,10 @@ class _Propagation:
     # ---- one op -------------------------------------------------------------------------------------------
     def _visit(self, edge: Edge, loop: Loop) -> list[Value]:
         """Propagates axes between an edge's tensors; returns the changed values, tied ones included."""
-        shardings = [self.state[v] for v in edge.tensors]
-        key = (edge.form, loop, *map(id, shardings))
-        if key not in self.moves:
-            self.moves[key] = self._change_of(edge, shardings, loop)
-        moved = self.moves[key]
+        moves, key = self.moves.setdefault(loop, {}), (edge.form, *map(self.identity.__getitem__, edge.tensors))
+        if key not in moves:
+            moves[key] = self._change_of(edge, [self.state[v] for v in edge.tensors], loop)
+        moved = moves[key]
         if moved is None:
             return []
         changed: list[Value] = []

@@ -10,6 +10,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from tpshard.parallelism.factors import extension, parts
@@ -57,14 +58,23 @@ def directions(rule: Rule, single_use: bool, broadcasts: bool) -> tuple[tuple[Di
     0: pass-through ops whose operands have no other reader. 1: all pass-through ops. 2: factors that pass through, of
     any op; broadcasts only backward. 3: all factors. 4: broadcasts forward too.
     """
-    backward = Direction.BACKWARD if broadcasts else Direction.BOTH
-    passing = tuple(backward if kind is Kind.PASS else Direction.NONE for kind in rule.kinds)
-    levels = [(Direction.NONE,) * len(rule.kinds)] * 2 + [passing]
-    levels += [(backward,) * len(rule.kinds), (Direction.BOTH,) * len(rule.kinds)]
-    if rule.priority == 0 and not broadcasts:
+    passes = tuple([kind is Kind.PASS for kind in rule.kinds])
+    return _directions(passes, rule.direction, rule.blocked, rule.priority == 0, single_use, broadcasts)
+
+
+@cache
+def _directions(
+    passes: tuple[bool, ...], direction: Direction, blocked: tuple[int, ...], first: bool, single_use: bool,
+    broadcasts: bool,
+) -> tuple[tuple[Direction, ...], ...]:  # fmt: skip
+    """`directions` of an op whose factors pass through or not; `first`: with the priority of pass-through ops."""
+    backward, count = Direction.BACKWARD if broadcasts else Direction.BOTH, len(passes)
+    levels = [(Direction.NONE,) * count] * 2 + [tuple(backward if one else Direction.NONE for one in passes)]
+    levels += [(backward,) * count, (Direction.BOTH,) * count]
+    if first and not broadcasts:
         at = 0 if single_use else 1
-        levels[at:] = [(Direction.BOTH,) * len(rule.kinds)] * (5 - at)
-    allowed = [Direction.NONE if f in rule.blocked else rule.direction for f in range(len(rule.kinds))]
+        levels[at:] = [(Direction.BOTH,) * count] * (5 - at)
+    allowed = [Direction.NONE if f in blocked else direction for f in range(count)]
     return tuple(tuple(map(operator.and_, level, allowed)) for level in levels)
 
 

@@ -12,6 +12,7 @@ from torch import fx
 from tpshard.parallelism.graph import Place
 from tpshard.parallelism.mesh import Axes, Axis, Mesh, atoms, size_of, split
 from tpshard.parallelism.node_info import INFO, Info, Spec, group_name, info, make_collective, offset, resized, shape_of
+from tpshard.parallelism.resharding.new_nodes import call
 from tpshard.parallelism.resharding.reshard import ReshardStep
 from tpshard.parallelism.resharding.reshard_moves import moved_places
 from tpshard.parallelism.resharding.runs import RunPlan
@@ -77,7 +78,7 @@ class Emitter:
     def call(
         self, target: Any, args: Sequence[Any], specs: Sequence[Spec], kwargs: dict[str, Any] | None = None, **rest: Any
     ) -> fx.Node:
-        node = self.graph.call_function(target, tuple(args), kwargs or {})
+        node = call(self.graph, target, tuple(args), kwargs)
         node.meta[INFO] = Info(tuple(specs), self.origin, self.place, **rest)
         return node
 
@@ -143,7 +144,7 @@ class Emitter:
         key = (target, axes, *args)
         if key not in self.ranked:
             with self.graph.inserting_after(self.prologue) if self.prologue else self.graph.inserting_before(None):
-                node = self.graph.call_function(target, (tuple(tuple(a) for a in axes), *args))
+                node = call(self.graph, target, (tuple(tuple(a) for a in axes), *args))
             node.meta[INFO] = Info((), target.__name__)
             if self.prologue is None:
                 self.prologue = node
