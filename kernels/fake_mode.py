@@ -11,7 +11,8 @@ import functools
 import importlib.abc
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -26,6 +27,24 @@ def fake_mode() -> FakeTensorMode:
     if "torch._dynamo" not in sys.modules:
         torch._dynamo = defer("torch._dynamo", "config")
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """A context in which `torch.compile` and torch's control flow run eagerly, since what fails to compile in a mode is
+    never tried again. The compiler is not loaded for this; one that is loaded in the context obeys it."""
+    with ExitStack() as stack:
+
+        def forbid() -> None:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+
+        if (deferral := _deferral_of("torch._dynamo")) is None:
+            forbid()
+            yield
+            return
+        deferral.then.append(forbid)
+        stack.callback(deferral.then.remove, forbid)
+        yield
 
 
 def defer(package: str, *apart: str) -> ModuleType:
@@ -60,8 +79,15 @@ class Deferred(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # asked of all modules by those who look for one
             raise AttributeError(name)
-        next(one for one in sys.meta_path if isinstance(one, _Submodules) and one.package == self.__name__).load()
+        deferral = _deferral_of(self.__name__)
+        assert deferral is not None
+        deferral.load()
         return getattr(self, name)
+
+
+def _deferral_of(package: str) -> _Submodules | None:
+    """What will load a package; None for one that is loaded, or was never deferred."""
+    return next((one for one in sys.meta_path if isinstance(one, _Submodules) and one.package == package), None)
 
 
 class _Submodules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -69,6 +95,8 @@ class _Submodules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def __init__(self, package: str, apart: tuple[str, ...]) -> None:
         self.package, self.apart = package, [f"{package}.{name}" for name in apart]
+        self.then = list[Callable[[], None]]()
+        """Called once the package is loaded."""
 
     def load(self) -> None:
         """Loads the package in place."""
@@ -77,6 +105,8 @@ class _Submodules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module.__class__ = ModuleType  # type: ignore[assignment]
         assert module.__spec__ is not None and module.__spec__.loader is not None
         module.__spec__.loader.exec_module(module)
+        for call in [*self.then]:
+            call()
 
     def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
         if not name.startswith(f"{self.package}.") or name in self.apart:

@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import disable_autocast_cache
 from torch.utils import _pytree as pytree
-from tpshard.kernels.fake_mode import fake_mode
+from tpshard.kernels.fake_mode import fake_mode, uncompiled
 from tpshard.parallelism.draws import SEED
 from tpshard.parallelism.graph import Graph, Layer, Place, mark
 from tpshard.parallelism.rules.strides import contiguous
@@ -144,9 +144,8 @@ def capture(
     for i, name in zip(where, names):
         full[i] = _fake(leaves[i], mode)
         recorder.input(name, full[i])
-    eager = torch.compiler.set_stance("force_eager")  # what torch fails to compile in modes, it never tries again
     try:
-        with mode, recorder, disable_autocast_cache(), Unchecked(), eager, ControlFlow(recorder, mode):
+        with mode, recorder, disable_autocast_cache(), Unchecked(), uncompiled(), ControlFlow(recorder, mode):
             results, out_tree = pytree.tree_flatten(fn(*pytree.tree_unflatten(full, in_tree)))
     except DataDependentOutputException as error:
         raise ValueError(f"Python reads an element's value, which a static graph does not have: {error}") from error

@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
+from tpshard.kernels import fake_mode
 from tpshard.kernels.fake_mode import Deferred, defer
 
 PACKAGE = {
@@ -36,3 +37,16 @@ def test_a_deferred_package_is_loaded_once(tmp_path: Path, monkeypatch: pytest.M
         exec("from deferred import other")
     assert log.read_text() == "config __init__ other " and type(package) is ModuleType
     assert importlib.import_module("deferred") is package and importlib.reload(package.other) is package.other
+
+
+def test_a_compiler_that_is_loaded_while_a_function_is_captured_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo import eval_frame
+
+    for deferral in (None, SimpleNamespace(then=[])):
+        monkeypatch.setattr(fake_mode, "_deferral_of", lambda _, deferral=deferral: deferral)
+        with fake_mode.uncompiled():
+            if deferral is not None:
+                assert eval_frame._stance.stance == "default"
+                deferral.then[0]()
+            assert eval_frame._stance.stance == "force_eager"
+        assert eval_frame._stance.stance == "default" and not (deferral and deferral.then)
