@@ -93,12 +93,8 @@ def documents(stdlib: Path | None = None) -> Iterator[tuple[str, str]]:
     A document is a help topic, a module's docstring, or a function or class with all its docstrings.
     """
     root = stdlib or Path(sysconfig.get_path("stdlib"))
-    skipped = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idle_test"}
-    for path in sorted(root.rglob("*.py")):
-        inside = path.relative_to(root)
-        if skipped.intersection(inside.parts):
-            continue
-        module = ".".join(inside.with_suffix("").parts).removesuffix(".__init__")
+    for path in _sources(root):
+        module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
         try:
             with tokenize.open(path) as file, warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # invalid escapes in old sources
@@ -114,6 +110,16 @@ def documents(stdlib: Path | None = None) -> Iterator[tuple[str, str]]:
                 parts = list(_docstrings(node, module))
                 if parts:
                     yield "\n\n".join(parts), f"{module}.{node.name}"
+
+
+def _sources(root: Path) -> list[Path]:
+    """The modules of a standard library, without tests and installed packages, which are not even listed."""
+    skipped = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idle_test"}
+    found: list[Path] = []
+    for folder, below, files in os.walk(root):
+        below[:] = [name for name in below if name not in skipped]
+        found += (Path(folder, name) for name in files if name.endswith(".py"))
+    return sorted(found)
 
 
 def conversation(text: str, origin: str) -> list[dict[str, str]]:
