@@ -24,7 +24,7 @@ from tpshard.programs.step import few_layers, training
 from tpshard.programs.step.variants import Variants
 from tpshard.recipes.reading.load import loads, with_changes
 
-SMALL = "seq_len: 16, width: 16, heads: 4, kv_heads: 2, mlp: 24, vocab: 32, layers: 7"
+SMALL = "seq_len: 16, width: 16, heads: 4, kv_heads: 2, mlp: 24, vocab: 32, layers: 6"
 LAYERED = "sharding: {annotate: {'layers.*.residual': [batch, seq_sp, embed]}, rules: {seq_sp: tp}}"
 
 
@@ -78,7 +78,7 @@ SETTINGS = {
 }
 
 
-MORE = ("one device", "replicas", "tensor parallel")
+MORE = ("one device", "fsdp", "replicas", "tensor parallel")
 """Settings whose rules the others have too."""
 
 
@@ -96,7 +96,7 @@ def test_a_stretched_program_is_the_deep_models_node_by_node(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "more", "depth", "mesh"),
     [
-        ("gpt2", {"n_layer": 7}, Depth("transformer.h", 7), "{fsdp: 2}"),
+        ("gpt2", {"n_layer": 6}, Depth("transformer.h", 6), "{fsdp: 2}"),
         ("gpt_oss", {"num_hidden_layers": 13}, Depth("model.layers", 13, period=2), "{tp: 2}"),
         ("deepseek_v32", {"num_hidden_layers": 7}, Depth("model.layers", 7, head=1), "{fsdp: 2, tp: 2}"),
         pytest.param("gemma3_text", {"num_hidden_layers": 38}, Depth("model.layers", 38, period=6), "{fsdp: 2, tp: 2}",
@@ -140,7 +140,7 @@ def test_a_familys_windows_repeat_in_blocks() -> None:
     assert_same(actual, step_programs.micro_program(deep))
 
 
-@pytest.mark.parametrize("layer", [1, 2])
+@pytest.mark.parametrize("layer", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_layers_that_are_not_alike_are_not_repeated(layer: int) -> None:
     pinned = f"sharding: {{pin: {{layers.{layer}.mlp.up.weight: [tp, null]}}, rules: {{mlp: []}}}}"
     deep = setting("{fsdp: 2, tp: 2}", "tiny", pinned)
@@ -171,8 +171,10 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize("layers", [7, pytest.param(80, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [("fsdp 64 on A100", 6), ("tp 8", 6), *(pytest.param(name, 80, marks=pytest.mark.slow) for name in NAMED)],
+)
 def test_a_variant_costs_what_its_plan_says(name: str, layers: int) -> None:
     recipe = loads(
         "name: named\nmodel: {preset: llama3-70b, seq_len: 8192}\nbatch: {global_sequences: 256, per_device: 1}\n"
@@ -235,14 +237,14 @@ def test_stages_whose_layers_a_recipe_treats_apart_are_not_alike(more: str) -> N
 def test_settings_that_share_a_captured_graph_get_their_own_programs() -> None:
     """A graph serves every mesh with as many rows, and building from it changes nothing in it."""
     memo, keys, actual = Memo(), set(), []
-    for mesh in ("{fsdp: 4}", "{fsdp: 2, tp: 2}", "{dp: 2, fsdp: 2}", "{fsdp: 4}"):
+    for mesh in ("{fsdp: 4}", "{fsdp: 2, tp: 2}", "{fsdp: 4}"):
         rows = f"batch.per_device={2 if 'tp' in mesh else 1}"
         one = Setting.of(loads(setting(mesh).recipe.to_yaml(), ["model.layers=2", rows]))
         keys.add(key(one, "graph of a micro-batch"))
         programs = training.build(one, memo=memo)
         actual.append((one, programs.micro.fingerprint, programs.update.fingerprint))
     assert len(keys) == 1
-    for one, micro, update in actual:
+    for one, micro, update in actual[:2]:
         alone = training.build(one)
         assert (micro, update) == (alone.micro.fingerprint, alone.update.fingerprint)
     assert actual[0][1:] == actual[-1][1:] and actual[0][1:] != actual[1][1:]

@@ -19,6 +19,7 @@ from tpshard.plan.report.screen import verdict
 from tpshard.programs.compare.float64 import BOUND, distance, float64
 from tpshard.programs.fit.fit import SAVED_OPERATIONS, misfits
 from tpshard.programs.parts import step_programs
+from tpshard.programs.parts.memo import Memo
 from tpshard.programs.parts.pass_choices import CLEARLY, Chooser
 from tpshard.programs.parts.passes import apply
 from tpshard.programs.setting.annotations import annotate
@@ -32,11 +33,13 @@ cluster: {device: cpu}
 mesh: {fsdp: 2}
 batch: {global_sequences: 4}
 """)
+MEMO = Memo()
+"""What settings share that differ in their passes alone."""
 
 
 def program_with(*overrides: str) -> Program:
     setting = Setting.of(loads(RECIPE, overrides))
-    return apply(setting, step_programs.micro_program(setting))
+    return apply(setting, step_programs.micro_program(setting, memo=MEMO))
 
 
 def buckets(program: Program) -> list[int]:
@@ -62,7 +65,7 @@ def test_parameters_stay_gathered_while_there_is_room() -> None:
 
 def peak(*overrides: str) -> int:
     setting = Setting.of(loads(RECIPE, overrides))
-    return Chooser(setting).peak(apply(setting, step_programs.micro_program(setting)))
+    return Chooser(setting).peak(apply(setting, step_programs.micro_program(setting, memo=MEMO)))
 
 
 @pytest.mark.parametrize("policy", ["greedy", "auto"])
@@ -85,7 +88,7 @@ def test_time_is_paid_only_for_memory_that_is_needed() -> None:
 
 @pytest.mark.parametrize("limit", ["4KiB", "1GiB"])
 def test_a_limit_that_nothing_keeps_ends_the_plan_and_the_run(limit: str) -> None:
-    programs = training.build(Setting.of(loads(RECIPE, [f"fsdp.memory_limit={limit}"])))
+    programs = training.build(Setting.of(loads(RECIPE, [f"fsdp.memory_limit={limit}"])), memo=MEMO)
     report = planner.planned_training(programs).report
     assert report.to_json()["memory"]["limit_bytes"] == report.pricing.limit
     assert report.fits == (limit == "1GiB") == (report.pricing.peak_bytes <= (report.pricing.limit or 0))

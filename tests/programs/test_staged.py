@@ -12,6 +12,7 @@ from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.plan import planner
 from tpshard.programs.compare.float64 import BOUND, distance
 from tpshard.programs.compare.lockstep import Lockstep, StepValues
+from tpshard.programs.parts.memo import Memo
 from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step import training
 from tpshard.programs.step.splitting import layers_of
@@ -29,6 +30,8 @@ pipeline: {schedule: 1f1b}
 """,
     layers=4,
 )
+MEMO = Memo()
+"""What settings share that differ in their pipeline alone."""
 
 
 def setting(*overrides: str) -> Setting:
@@ -38,7 +41,7 @@ def setting(*overrides: str) -> Setting:
 def refusal(*overrides: str) -> str:
     """The error of a recipe that cannot be built, with its exit code."""
     with pytest.raises(Mistakes) as caught:
-        training.build(setting(*overrides))
+        training.build(setting(*overrides), memo=MEMO)
     one = next(one for one in caught.value.diagnostics if one.severity == "error")
     return f"{int(one.exit)} {one.message}; {one.why}; {one.fix}"
 
@@ -120,7 +123,7 @@ def test_by_default_no_split_has_a_faster_slowest_device() -> None:
 
 @cache
 def build(*overrides: str) -> TrainingPrograms:
-    return training.build(setting(*overrides))
+    return training.build(setting(*overrides), memo=MEMO)
 
 
 def test_every_parameter_lies_on_one_device_but_for_tied_ones() -> None:
