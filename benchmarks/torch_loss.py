@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tpshard.models.objectives.loss import IGNORE
+from tpshard.models.objectives.targets import IGNORE
 from tpshard.models.objectives.tasks import LanguageModel
 
 

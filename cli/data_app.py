@@ -40,7 +40,8 @@ def show(
     begin at 0. Nothing is trained; a tokenizer that a run trains is not known before.
     """
     from tpshard.programs.setting.setting import Setting
-    from tpshard.train.data.stream import Loader, Mixture
+    from tpshard.train.data.mixture import Mixture
+    from tpshard.train.data.stream import Loader
     from tpshard.train.data.tokens import read_tokenizer
     from tpshard.train.run.run_data import opened_data
 
@@ -72,7 +73,7 @@ def show(
 
 def _rows(batch: StepBatch, read: FolderTokenizer) -> Iterator[dict[str, Any]]:
     """The rows of a batch as JSON values, divided into documents; padding at the end is one number."""
-    from tpshard.models.objectives.loss import IGNORE
+    from tpshard.models.objectives.targets import IGNORE
 
     fields = {name: batch[name].tolist() for name in ("tokens", "targets", "documents", "positions")}
     for row, origin in enumerate(batch.origin):

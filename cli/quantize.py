@@ -179,10 +179,11 @@ def _text(
     import torch
     from tpshard.serve.quantizing.quantize_layers import Sequences
     from tpshard.train.data.corpus import open_text
+    from tpshard.train.data.mixture import Mixture
     from tpshard.train.data.open_data import OpenedData, open_data
     from tpshard.train.data.row_columns import Columns
     from tpshard.train.data.step_batch import StepBatch
-    from tpshard.train.data.stream import Loader, Mixture, held_out_batch
+    from tpshard.train.data.stream import Loader, held_out_batch
     from tpshard.train.data.tokens import load_tokenizer
 
     if model.tokenizer is None:

@@ -9,9 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from tpshard.models.objectives.chunked_head import Unprojected
-
-IGNORE = -100
-"""The target of a position where nothing is predicted."""
+from tpshard.models.objectives.targets import IGNORE
 
 
 class LossTerms(NamedTuple):

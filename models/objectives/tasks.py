@@ -13,7 +13,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 from tpshard.models.assemble import import_object
-from tpshard.models.objectives.loss import IGNORE, PLAIN, LossTerms, cross_entropy_sum
+from tpshard.models.objectives.loss import PLAIN, LossTerms, cross_entropy_sum
+from tpshard.models.objectives.targets import IGNORE
 
 _HELD_OUT = 1 << 48
 """Rows with this number or above are held out for evaluation."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch.nn import functional as F
-from tpshard.models.objectives.loss import IGNORE
+from tpshard.models.objectives.targets import IGNORE
 
 from torch_loss import TorchCrossEntropy
 

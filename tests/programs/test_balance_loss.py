@@ -10,7 +10,8 @@ import torch
 import transformers
 from torch import Tensor
 from tpshard.models import from_hf, to_hf
-from tpshard.models.objectives.loss import IGNORE, cross_entropy_sum
+from tpshard.models.objectives.loss import cross_entropy_sum
+from tpshard.models.objectives.targets import IGNORE
 from tpshard.programs.compare.float64 import distance, float64
 from tpshard.programs.compare.lockstep import Lockstep
 from tpshard.programs.setting.setting import Setting

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
-from tpshard.models.objectives.loss import IGNORE
+from tpshard.models.objectives.targets import IGNORE
 from tpshard.models.objectives.tasks import MaskedLanguageModel, held_out, task_of
 from tpshard.programs.parts import step_programs
 from tpshard.programs.setting.setting import Setting

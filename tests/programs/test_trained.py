@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
-from tpshard.models.objectives.loss import IGNORE, cross_entropy_sum
+from tpshard.models.objectives.loss import cross_entropy_sum
+from tpshard.models.objectives.targets import IGNORE
 from tpshard.plan import planner
 from tpshard.programs.compare.float64 import BOUND, distance, float64
 from tpshard.programs.compare.lockstep import Lockstep

@@ -16,12 +16,13 @@ import pytest
 import torch
 from chat_folders import CHATML, chat_folder
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
-from tpshard.models.objectives.loss import IGNORE
+from tpshard.models.objectives.targets import IGNORE
 from tpshard.train.data.bad_rows import peek
 from tpshard.train.data.conversations import AnswerTokenizer, TooLong, answer_tokenizer, renders
 from tpshard.train.data.corpus import open_text
+from tpshard.train.data.mixture import Mixture, Share
 from tpshard.train.data.row_columns import Columns
-from tpshard.train.data.stream import Loader, Mixture, Share, merge_states
+from tpshard.train.data.stream import Loader, merge_states
 from tpshard.train.data.tokens import load_tokenizer
 
 SEQ, ROWS = 96, 8

@@ -15,15 +15,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from tpshard.diagnostics.diagnostic import Mistakes
-from tpshard.models.objectives.loss import IGNORE, cross_entropy_sum
+from tpshard.models.objectives.loss import cross_entropy_sum
+from tpshard.models.objectives.targets import IGNORE
 from tpshard.models.optimizers.adamw import AdamW, Treatment, adamw_update
 from tpshard.parallelism.runtime.context import Context
 from tpshard.programs.fit.batching import derive
 from tpshard.recipes.reading.load import loads
 from tpshard.train.checkpoints.shards import Shard
 from tpshard.train.data.corpus import open_text
+from tpshard.train.data.mixture import Mixture
 from tpshard.train.data.step_batch import StepBatch
-from tpshard.train.data.stream import Loader, Mixture
+from tpshard.train.data.stream import Loader
 from tpshard.train.data.tokens import TextTokenizer
 from tpshard.train.records.progress import Progress
 from tpshard.train.run.loop import TrainingLoop

@@ -16,12 +16,13 @@ from c4_files import END, bytes_tokenizer, folder_of, packed, texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
-from tpshard.models.objectives.loss import IGNORE
+from tpshard.models.objectives.targets import IGNORE
 from tpshard.train.data import bad_rows as bad_rows_module
 from tpshard.train.data import corpus as corpus_module
 from tpshard.train.data.corpus import Corpus, TextFile, open_text
+from tpshard.train.data.mixture import Mixture
 from tpshard.train.data.step_batch import StepBatch
-from tpshard.train.data.stream import Loader, Mixture, held_out_batch, merge_states
+from tpshard.train.data.stream import Loader, held_out_batch, merge_states
 
 SEQ, ROWS = 48, 12
 

@@ -15,7 +15,7 @@ from tpshard.diagnostics.diagnostic import Exit, Mistakes, Source, did_you_mean
 from tpshard.models.folders.assistant_spans import ConversationRenderer, rendered_text
 from tpshard.models.folders.chat_template import ChatTemplate, TemplateError
 from tpshard.models.folders.folder_tokenizer import FolderTokenizer
-from tpshard.models.objectives.loss import IGNORE
+from tpshard.models.objectives.targets import IGNORE
 from tpshard.train.data.row_columns import Columns, Labelled, NotLearned
 from tpshard.train.data.tokens import TextTokenizer, read_tokenizer
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
-from tpshard.models.objectives.loss import IGNORE
+from tpshard.models.objectives.targets import IGNORE
 from tpshard.models.objectives.tasks import Task, held_out
 from tpshard.recipes.keys.schema import Recipe
 from tpshard.train.data.step_batch import StepBatch

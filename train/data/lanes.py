@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, Literal, NamedTuple, Protocol
 
 from tpshard.diagnostics.diagnostic import Mistakes
-from tpshard.models.objectives.loss import IGNORE
+from tpshard.models.objectives.targets import IGNORE
 from tpshard.train.data.bad_rows import BadRows
 from tpshard.train.data.corpus import TextFile, TextSource, rows
 from tpshard.train.data.row_columns import Labelled, NotLearned, TextRow

@@ -11,8 +11,8 @@ from tpshard.recipes.keys.data_keys import DataSource
 from tpshard.recipes.keys.schema import Recipe
 from tpshard.train.data.conversations import AnswerTokenizer, answer_tokenizer
 from tpshard.train.data.corpus import Corpus, TextSource, open_text
+from tpshard.train.data.mixture import Mixture, Share
 from tpshard.train.data.row_columns import Columns
-from tpshard.train.data.stream import Mixture, Share
 from tpshard.train.data.tokens import TextTokenizer
 
 CHATML = """{% for message in messages %}<|im_start|>{{ message['role'] }}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
-from tpshard.models.objectives.loss import IGNORE
+from tpshard.models.objectives.targets import IGNORE
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.watchdog import Doing
 from tpshard.programs.compare.float64 import float64

@@ -12,7 +12,7 @@ import torch
 from tpshard.diagnostics.diagnostic import Exit, Mistakes, plural
 from tpshard.models.folders.folder_files import carried
 from tpshard.models.folders.folder_tokenizer import tokenizer_files
-from tpshard.models.objectives.loss import IGNORE
+from tpshard.models.objectives.targets import IGNORE
 from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.watchdog import Doing
 from tpshard.programs.setting.setting import Setting
