@@ -1,4 +1,4 @@
-"""Caches the shapes and dtypes of ops' results on fake tensors, so that equal layers trace faster."""
+"""Caches the shapes and dtypes of ops' results on fake tensors, so that equal layers, and later captures, trace faster."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ class Like(NamedTuple):
     device: torch.device
 
 
+MOST = 20_000
+"""Results that are kept, a kB each."""
+
+
 class Shapes:
     """Runs ops on fake tensors, and caches their results.
 
@@ -28,8 +32,7 @@ class Shapes:
     """
 
     def __init__(self) -> None:
-        self.results: dict[Any, tuple[type | None, list[Like]]] = {}
-        """The results by op and arguments: the type of the returned sequence, if it is one, and the tensors."""
+        self.results = _results_of(torch.get_default_dtype())
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any], refs: Any, operands: list[Tensor]) -> Any:
         """Runs `func(*args, **kwargs)`, or takes its results from the cache.
@@ -52,8 +55,17 @@ class Shapes:
         results = [_like(one) for one in (result if several else (result,))]
         likes = [like for like in results if like is not None]
         if len(likes) == len(results) and not any(result is operand for operand in operands):
+            if len(self.results) >= MOST:
+                self.results.clear()
             self.results[key] = (type(result) if several else None, likes)
         return result
+
+
+@cache
+def _results_of(dtype: torch.dtype) -> dict[Any, tuple[type | None, list[Like]]]:
+    """The results of all captures with this default dtype, by op and arguments: the type of the returned sequence, if
+    it is one, and the tensors."""
+    return {}
 
 
 def _key(func: Any, refs: Any, operands: list[Tensor]) -> Any:
