@@ -1,4 +1,4 @@
-"""Caches the shapes and dtypes of ops' results on fake tensors, so that equal layers, and later captures, trace faster."""
+"""Keeps shapes and dtypes of ops' results on fake tensors, so that equal layers and later captures trace faster."""
 
 from __future__ import annotations
 

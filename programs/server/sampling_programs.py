@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.partitioning.partitioner import mark_outputs, partition_graph
+from tpshard.parallelism.passes.copy import copy_program
 from tpshard.parallelism.program import INFO, Program
 from tpshard.parallelism.propagation.propagate import propagate
 from tpshard.parallelism.sharding import Layout, replicated
@@ -43,7 +44,7 @@ def sampling_program(
     parts = {value: fixed(layout, "the step's logits") for value in graph.inputs if value.name not in sizes}
     for value in graph.inputs:
         value.marked = "batch"
-    program = partition_graph(propagate(graph, mesh, whole | parts))
+    program, _ = copy_program(partition_graph(propagate(graph, mesh, whole | parts)))
     for node, comm in program.issues():
         node.meta[INFO] = replace(node.meta[INFO], comm=replace(comm, of=CHOICE, requested=True))
     return program

@@ -64,8 +64,7 @@ def check(weight, rows, dtype, tile, gated=False, quads=False):
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("sym", [True, False])
+@pytest.mark.parametrize(("dtype", "sym"), [(torch.float16, True), (torch.bfloat16, False)])
 def test_bits_and_dtypes(bits, dtype, sym):
     check(linear(256, 64, bits, sym=sym), 3, dtype, Tile(16, 64))
 

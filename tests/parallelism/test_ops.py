@@ -45,7 +45,7 @@ from tpshard.parallelism.tracing.recorder import Recorder
 aten, prims, ours = torch.ops.aten, torch.ops.prims, torch.ops.tpshard
 torch.set_num_threads(1)
 MESHES = [Mesh({"x": 2}), Mesh({"x": 3})]
-MOST = 48
+MOST = 24
 """Placements of a case that are tried on every mesh; of more, so many are tried on one mesh each."""
 
 

@@ -136,7 +136,7 @@ PACKED = [
     ("mixtral", "{ep: 2}", ("adapters.lora.targets=[wq, experts.down]",), 3, True),
     ("qwen2", "{pp: 2}", ("pipeline={schedule: 1f1b}", "batch.per_device=4"), 2, True),
     ("llama", "{pp: 2}", ("pipeline={form: vectorized, schedule: gpipe}", "batch.per_device=4"), 4, False),
-    ("llama", "{fsdp: 2, tp: 2}", (), 3, False), ("llama", "{fsdp: 2}", (), 2, False),
+    ("llama", "{fsdp: 2, tp: 2}", (), 2, False),
 ]  # fmt: skip
 
 
