@@ -40,7 +40,7 @@ def show(
     begin at 0. Nothing is trained; a tokenizer that a run trains is not known before.
     """
     from tpshard.programs.setting.setting import Setting
-    from tpshard.train.data.mixture import Mixture
+    from tpshard.train.data.open_data import Mixture
     from tpshard.train.data.stream import Loader
     from tpshard.train.data.tokens import read_tokenizer
     from tpshard.train.run.run_data import opened_data

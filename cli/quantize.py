@@ -179,8 +179,7 @@ def _text(
     import torch
     from tpshard.serve.quantizing.quantize_layers import Sequences
     from tpshard.train.data.corpus import open_text
-    from tpshard.train.data.mixture import Mixture
-    from tpshard.train.data.open_data import OpenedData, open_data
+    from tpshard.train.data.open_data import Mixture, OpenedData, open_data
     from tpshard.train.data.row_columns import Columns
     from tpshard.train.data.step_batch import StepBatch
     from tpshard.train.data.stream import Loader, held_out_batch

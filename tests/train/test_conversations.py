@@ -20,7 +20,7 @@ from tpshard.models.objectives.targets import IGNORE
 from tpshard.train.data.bad_rows import peek
 from tpshard.train.data.conversations import AnswerTokenizer, TooLong, answer_tokenizer, renders
 from tpshard.train.data.corpus import open_text
-from tpshard.train.data.mixture import Mixture, Share
+from tpshard.train.data.open_data import Mixture, Share
 from tpshard.train.data.row_columns import Columns
 from tpshard.train.data.stream import Loader, merge_states
 from tpshard.train.data.tokens import load_tokenizer

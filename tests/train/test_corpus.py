@@ -16,7 +16,7 @@ from tpshard.train.data import corpus as text_module
 from tpshard.train.data import text_formats
 from tpshard.train.data.bad_rows import BadRows, check
 from tpshard.train.data.corpus import Corpus, TextFile, open_text, pieces, rows
-from tpshard.train.data.mixture import Mixture
+from tpshard.train.data.open_data import Mixture
 from tpshard.train.data.stream import Loader
 from tpshard.train.data.tokens import load_tokenizer
 

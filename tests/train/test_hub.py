@@ -19,7 +19,7 @@ import json, sys
 sys.path.insert(0, {here!r})
 from c4_files import bytes_tokenizer
 from tpshard.diagnostics.diagnostic import Mistakes
-from tpshard.train.data.mixture import Mixture
+from tpshard.train.data.open_data import Mixture
 from tpshard.train.data.stream import Loader, merge_states
 from tpshard.train.data.corpus import open_text
 from tpshard.train.data.row_columns import Columns

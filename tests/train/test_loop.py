@@ -23,7 +23,7 @@ from tpshard.programs.fit.batching import derive
 from tpshard.recipes.reading.load import loads
 from tpshard.train.checkpoints.shards import Shard
 from tpshard.train.data.corpus import open_text
-from tpshard.train.data.mixture import Mixture
+from tpshard.train.data.open_data import Mixture
 from tpshard.train.data.step_batch import StepBatch
 from tpshard.train.data.stream import Loader
 from tpshard.train.data.tokens import TextTokenizer

@@ -20,7 +20,7 @@ from tpshard.models.objectives.targets import IGNORE
 from tpshard.train.data import bad_rows as bad_rows_module
 from tpshard.train.data import corpus as corpus_module
 from tpshard.train.data.corpus import Corpus, TextFile, open_text
-from tpshard.train.data.mixture import Mixture
+from tpshard.train.data.open_data import Mixture
 from tpshard.train.data.step_batch import StepBatch
 from tpshard.train.data.stream import Loader, held_out_batch, merge_states
 

@@ -13,7 +13,7 @@ from pyarrow import parquet
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.train.data import text_formats
 from tpshard.train.data.corpus import Corpus, open_text, rows
-from tpshard.train.data.mixture import Mixture
+from tpshard.train.data.open_data import Mixture
 from tpshard.train.data.row_columns import Columns
 from tpshard.train.data.stream import Loader
 from tpshard.train.data.text_formats import TextRow, format_of

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.recipes.keys.data_keys import DataSource
 from tpshard.recipes.keys.schema import Recipe
 from tpshard.train.data.conversations import AnswerTokenizer, answer_tokenizer
 from tpshard.train.data.corpus import Corpus, TextSource, open_text
-from tpshard.train.data.mixture import Mixture, Share
 from tpshard.train.data.row_columns import Columns
 from tpshard.train.data.tokens import TextTokenizer
 
@@ -23,6 +23,48 @@ CHATML = """{% for message in messages %}<|im_start|>{{ message['role'] }}
 """The template `data.chat_template: chatml`."""
 LONGEST_TEMPLATE = 1 << 20
 """Bytes of a chat template's file."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """One source of a mixture."""
+
+    text: TextSource
+    tokenizer: TextTokenizer | AnswerTokenizer
+    weight: float = 1.0
+    epochs: int | None = None
+    """How often it is read; None: as often as the run asks."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What a run reads: its sources with their weights, which count documents or their tokens."""
+
+    shares: tuple[Share, ...]
+    by: Literal["rows", "tokens"] = "rows"
+    window: int = 1
+    """Documents of a chain that are shuffled among each other; 1: they come in the order of the files."""
+    epochs: int | None = None
+    """How many whole epochs a run has; None: it reads on and on."""
+
+    @staticmethod
+    def of(text: TextSource, tokenizer: TextTokenizer | AnswerTokenizer, epochs: int | None = None) -> Mixture:
+        """A single source, in the order of its files."""
+        return Mixture((Share(text, tokenizer, epochs=epochs),))
+
+    @property
+    def name(self) -> str:
+        """The names of the sources."""
+        return ", ".join(share.text.name for share in self.shares)
+
+    @property
+    def tokenizer(self) -> TextTokenizer | AnswerTokenizer:
+        """The tokenizer of the first source; those of others differ in what they do with a row."""
+        return self.shares[0].tokenizer
+
+    def mistake(self, message: str, *, why: str = "", fix: str = "") -> Mistakes:
+        """An error (exit 6) at the place of the recipe that names the first source."""
+        return self.shares[0].text.mistake(message, why=why, fix=fix)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ import torch
 from tpshard.train.data.conversations import AnswerTokenizer
 from tpshard.train.data.corpus import TextSource
 from tpshard.train.data.lanes import Lane, LanePlace, PackedRow
-from tpshard.train.data.mixture import Mixture, Share
+from tpshard.train.data.open_data import Mixture, Share
 from tpshard.train.data.shard_sums import merge_sums
 from tpshard.train.data.source_reader import CHAINS, EpochRows, SourceReader
 from tpshard.train.data.step_batch import StepBatch
