@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 
 _set_args, _set_kwargs = fx.Node.args.fset, fx.Node.kwargs.fset  # type: ignore[attr-defined]
+_NO_KEYWORDS: dict[str, Any] = fx.immutable_collections.immutable_dict()
 
 
 def copy_node(graph: fx.Graph, node: fx.Node, copy_of: Callable[[fx.Node], fx.Node]) -> fx.Node:
@@ -48,15 +49,12 @@ def _add(graph: fx.Graph, op: str, target: Any, name: str, result: Any = None) -
     else:
         names._used_names.add(name)
         names._base_count[base] = number
-    node = fx.Node(graph, name, op, target, (), _NONE, result)
+    node = fx.Node(graph, name, op, target, (), _NO_KEYWORDS, result)
     names._obj_to_name[node] = name
     graph._insert(node)
     graph._find_nodes_lookup_table.insert(node)
     graph._len += 1
     return node
-
-
-_NONE: dict[str, Any] = fx.immutable_collections.immutable_dict()
 
 
 @lru_cache(100_000)

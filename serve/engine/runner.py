@@ -79,7 +79,9 @@ class ProgramRunner:
         layout = programs.any.outputs[0].layout
         ((first, count),) = block((self.vocab,), Layout(layout.dims[1:]), setting.mesh, context.rank)
         self._recalled = Recalled(first, count, self.max_logit_rows, context.device)
-        self._choosing: Choosing = ChoosingTogether(programs, context) if layout.axes else alone
+        self.choose_together = bool(layout.axes)
+        """Whether every rank has a part of the vocabulary, and is needed to choose a token."""
+        self._choosing: Choosing = ChoosingTogether(programs, context) if self.choose_together else alone
         if context.device.type == "cuda":
             self._capture()
 

@@ -63,7 +63,7 @@ def describe(error: BaseException) -> tuple[str, int]:
 
 
 def _answer(channel: socket.socket, runner: ProgramRunner, answers: bool) -> None:
-    """Computes steps until told to quit. answers: whether this rank sends the tokens, which all of them choose."""
+    """Computes steps until told to quit. answers: whether this rank sends the tokens."""
     send(channel, READY)
     adapter: dict[str, Tensor] = {}
     while True:
@@ -80,6 +80,7 @@ def _answer(channel: socket.socket, runner: ProgramRunner, answers: bool) -> Non
             continue
         if kind == PUT:
             runner.put_adapter(int(body), adapter)
+            adapter = {}
             send(channel, DONE)
             continue
         if kind != STEP:
@@ -87,6 +88,10 @@ def _answer(channel: socket.socket, runner: ProgramRunner, answers: bool) -> Non
         kind, asked = receive(channel)
         if kind != PICK:
             raise ValueError(f"received a frame of kind {kind!r} instead of what a step is asked for")
-        picked = runner.step(StepInput.decode(body), Picks.decode(asked))
+        batch = StepInput.decode(body)
+        if not answers and not runner.choose_together:
+            runner.logits(batch)
+            continue
+        picked = runner.step(batch, Picks.decode(asked))
         if answers:
             send(channel, DONE, picked.encode())
