@@ -40,6 +40,7 @@ def steps(out: Path, preset: str) -> Iterator[Step]:
     yield Step("doctor", "A", [*TPSHARD, "doctor"], 60)
     yield Step("measure", "B", [*TPSHARD, "doctor", "--measure", str(measured)], 90, lambda *_: measured.read_text())
     yield Step("rates", "B", python("gpu_rates.py"), 60)
+    yield Step("times", "B", python("kernel_times.py"), 120)
     yield Step("kernels", "B", python("kernels.py", "--json", "--models", "llama3-8b"), 200)
     recipe = RECIPE.replace("DEVICE", device)
     yield training("eager", "C", out, recipe, 75, "compile=eager")

@@ -14,9 +14,10 @@ from servers import folder_runner, prompts, runner_of
 from torch import Tensor
 from tpshard.models import build
 from tpshard.models.families.presets import PRESETS
+from tpshard.parallelism.runtime.context import alone
 from tpshard.programs.scheduling.request import Logprob, Sampling, Sequence
 from tpshard.serve.engine.engine import Engine
-from tpshard.serve.engine.runner import ProgramRunner
+from tpshard.serve.engine.runner import ChoosingTogether, ProgramRunner
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (1, 7, 16, 33, 64, 65, 100)
@@ -57,6 +58,28 @@ def test_a_batch_has_the_bits_of_each_alone_and_the_values_of_the_model() -> Non
         expected = torch.log_softmax(model(torch.tensor([s.tokens[:-1]]))[0, len(s.prompt) - 1 :].double(), -1)
         picked = expected.gather(1, torch.tensor(s.answer)[:, None])[:, 0]
         assert [x.logprob for x in scores[s.id]] == pytest.approx(picked.tolist(), abs=2e-3)
+
+
+def test_tokens_chosen_by_replayed_programs_are_those_of_one_device() -> None:
+    """As devices choose that each have a part of the vocabulary; here the part is the whole."""
+    model = build(PRESETS["tiny"], device="cpu", seed=1).float()
+    answers = []
+    for replayed in (False, True):
+        runner = runner_of(copy.deepcopy(model).cuda(), "serve.batch_invariant=true", blocks=256)
+        if replayed:
+            runner._choosing = ChoosingTogether(runner._programs, alone(torch.device("cuda")))
+        kinds = [
+            Sampling(temperature=0, logprobs=2), Sampling(temperature=0.8, top_k=7, seed=1), Sampling(seed=3),
+            Sampling(temperature=1.3, top_p=0.9, seed=5, logprobs=2), Sampling(min_p=0.05, seed=9, temperature=1.1),
+            Sampling(temperature=0, presence_penalty=0.7, frequency_penalty=0.2, logit_bias=((5, 2.0),)),
+        ]  # fmt: skip
+        sequences = [Sequence(tuple(range(3, 10 + i)), kinds[i % len(kinds)], 10) for i in range(12)]
+        scores = answered(runner, sequences)
+        answers.append(([s.tokens for s in sequences], [scores.get(s.id) for s in sequences]))
+        if replayed:
+            chosen = runner._choosing._run  # type: ignore[attr-defined]
+            assert chosen and all(type(run).__name__ == "Captured" for run in chosen.values())
+    assert answers[0] == answers[1]
 
 
 def step_of(folder: Path, device: str, *overrides: str) -> Tensor:

@@ -14,6 +14,7 @@ from commands import tpshard
 from tpshard.parallelism.runtime.context import Context
 from tpshard.programs.compare.float64 import distance, float64
 from tpshard.programs.step import training
+from tpshard.serve.engine.cuda_graphs import Captured
 from training_cases import assert_trained, reference, setting_of, train
 
 
@@ -32,6 +33,23 @@ def collectives(context: Context) -> None:
                 funcol.reduce_scatter_tensor(x, "sum", 1, name), funcol.all_to_all_single(x, [6], [6], name),
             ):  # fmt: skip
                 assert torch.equal(funcol.wait_tensor(result), x)
+    if context.device.type == "cuda":
+        captured_collectives(context, own.group_name)
+
+
+def captured_collectives(context: Context, group: str) -> None:
+    """A step whose collectives are replayed with its kernels, as a server of several devices captures its steps."""
+    funcol = torch.ops._c10d_functional
+
+    def step(x: torch.Tensor) -> list[torch.Tensor]:
+        summed = funcol.wait_tensor(funcol.all_reduce(x * 2, "sum", group))
+        gathered = funcol.wait_tensor(funcol.all_gather_into_tensor(summed + 1, 1, group))
+        return [funcol.wait_tensor(funcol.reduce_scatter_tensor(gathered, "sum", 1, group)) * 3]
+
+    run = Captured(step, [0], torch.cuda.graph_pool_handle())
+    for value in (1.0, 5.0, -2.0):
+        (result,) = run(torch.full((4, 8), value, device=context.device))
+        assert torch.equal(result.cpu(), torch.full((4, 8), (value * 2 + 1) * 3))
 
 
 def test_start_up_groups_and_collectives(pool: Any, device: str) -> None:
