@@ -2,9 +2,9 @@
 
 Neighbouring rows of one sequence (a chunk of a prompt) are one tile of queries. Keys are computed in parts of `_PART`
 positions, counted from the sequence's start, each with an online softmax of its own (Milakov and Gimelshein 2018); the
-parts are then added in order. So a row's bits depend on its position alone, whichever rows and programs share its work
-(flash-decoding, Dao et al. 2023, splits by the number of programs). A value that is not finite reaches all rows of its
-tile, also those before it.
+parts are then added in order, by a second kernel where several programs share them. So a row's bits depend on its
+position alone, whichever rows and programs share its work (flash-decoding, Dao et al. 2023, splits by the number of
+programs). A value that is not finite reaches all rows of its tile, also those before it.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -17,7 +17,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from tpshard.kernels.arrivals import arrivals
 
 _KEYS = 64
 """Keys per step of the loop."""
@@ -25,6 +24,10 @@ _PART = 512
 """Keys per part."""
 _PROGRAMS = 1056
 """Programs that are enough to fill a device: eight for each multiprocessor of an H100."""
+STAGES = 4
+"""Of the loop over keys: a stage finds the blocks of keys, two load them, and the last computes."""
+_AT_ONCE = 8
+"""Parts that are loaded at a time to be added."""
 _ALL = 2**30
 """The window that stands for none."""
 _LOG2_E = math.log2(math.e)
@@ -52,7 +55,7 @@ def _add(largest, total, weighted, largest_b, total_b, weighted_b):
 
 @triton.jit
 def paged_attention_kernel(
-    q, k_pool, v_pool, positions, sequences, tables, out, lse, partial, arrived, rows, scale, width, kv_heads, window,
+    q, k_pool, v_pool, positions, sequences, tables, out, lse, partial, peaks, rows, scale, width, kv_heads, window,
     softcap, GROUP: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr,
     TILE: tl.constexpr, M: tl.constexpr, D: tl.constexpr, CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr, WITH_LSE: tl.constexpr, SPLIT: tl.constexpr,
@@ -61,8 +64,9 @@ def paged_attention_kernel(
 
     q, out: [rows, kv_heads * GROUP, HEAD]; pools: [blocks, BLOCK, kv_heads, HEAD]; tables: [sequences, width]; lse:
     [rows, kv_heads * GROUP], written with WITH_LSE. A run is at most TILE neighbouring rows of one sequence; the
-    program of its first row computes it. With SPLIT, the parts' results are in partial [parts, rows, kv_heads * GROUP,
-    HEAD + 2], and the last program of a run adds them up.
+    program of its first row computes it. With SPLIT it leaves the results of its parts for `add_parts_kernel`: sums of
+    weighted values in partial [parts, rows, kv_heads * GROUP, HEAD], the largest score and the sum of weights in peaks
+    [parts, rows, kv_heads * GROUP, 2].
     """
     row, kv, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     sequence = tl.load(sequences + row)
@@ -83,8 +87,6 @@ def paged_attention_kernel(
         in_head = mine[:, None] & (d[None, :] < HEAD)
         place = head[:, None].to(tl.int64) * HEAD + d[None, :]
         queries = tl.load(q + place, mask=in_head, other=0.0)
-        state = kv_heads * GROUP * (HEAD + 2)  # of a row in `partial`
-        held = partial + head * (HEAD + 2)
         largest = tl.full([M], -float("inf"), tl.float32)
         total = tl.zeros([M], tl.float32)
         weighted = tl.zeros([M, D], tl.float32)
@@ -119,30 +121,46 @@ def paged_attention_kernel(
                 values_sum += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
                 top = now
             if SPLIT:
-                to = held + (part * state).to(tl.int64) * rows
-                tl.store(to, top, mask=mine)
-                tl.store(to + 1, sums, mask=mine)
-                tl.store(to[:, None] + 2 + d[None, :], values_sum, mask=in_head)
+                at_part = (part * rows).to(tl.int64) * kv_heads * GROUP
+                tl.store(partial + at_part * HEAD + place, values_sum, mask=in_head)
+                tl.store(peaks + 2 * (at_part + head), top, mask=mine)
+                tl.store(peaks + 2 * (at_part + head) + 1, sums, mask=mine)
             else:
                 largest, total, weighted = _add(largest, total, weighted, top, sums, values_sum)
-        finish = True
-        if SPLIT:
-            tl.debug_barrier()  # all threads' results are written before one thread counts the arrival
-            count = arrived + row * kv_heads + kv
-            finish = tl.atomic_add(count, 1, sem="acq_rel") == tl.num_programs(2) - 1
-            if finish:
-                tl.store(count, 0)  # ready for the next launch
-                for part in tl.range(first_part, first_part + parts, num_stages=4):
-                    at = held + (part * state).to(tl.int64) * rows
-                    top = tl.load(at, mask=mine, other=0.0, cache_modifier=".cg")
-                    sums = tl.load(at + 1, mask=mine, other=0.0, cache_modifier=".cg")
-                    values_sum = tl.load(at[:, None] + 2 + d[None, :], mask=in_head, other=0.0, cache_modifier=".cg")
-                    largest, total, weighted = _add(largest, total, weighted, top, sums, values_sum)
-        if finish:
+        if not SPLIT:
             result = weighted * (1 / total)[:, None]
             tl.store(out + place, result.to(out.dtype.element_ty), mask=in_head)
             if WITH_LSE:
                 tl.store(lse + head, (largest + tl.log2(total)) * 0.6931471805599453, mask=mine)
+
+
+@triton.jit
+def add_parts_kernel(
+    partial, peaks, positions, out, lse, heads, window, HEAD: tl.constexpr, D: tl.constexpr, PART: tl.constexpr,
+    AT_ONCE: tl.constexpr, WITH_LSE: tl.constexpr,
+):  # fmt: skip
+    """Adds up the parts of a row and head, AT_ONCE of which are on their way at a time. Grid: (rows, heads)."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    position = tl.load(positions + row).to(tl.int32)
+    d, low = tl.arange(0, D), tl.maximum(position - window + 1, 0) // PART
+    state = tl.num_programs(0).to(tl.int64) * heads
+    place = row * heads + head
+    largest = tl.full([1], -float("inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    weighted = tl.zeros([1, D], tl.float32)
+    for begin in range(low, position // PART + 1, AT_ONCE):
+        for ahead in tl.static_range(AT_ONCE):
+            part = begin + ahead
+            there = part <= position // PART
+            at = part * state + place
+            top = tl.load(peaks + 2 * at + tl.arange(0, 1), mask=there, other=-float("inf"))
+            sums = tl.load(peaks + 2 * at + 1 + tl.arange(0, 1), mask=there, other=0.0)
+            values_sum = tl.load(partial + at * HEAD + d[None, :], mask=there & (d[None, :] < HEAD), other=0.0)
+            largest, total, weighted = _add(largest, total, weighted, top, sums, values_sum)
+    result = weighted * (1 / total)[:, None]
+    tl.store(out + place * HEAD + d[None, :], result.to(out.dtype.element_ty), mask=d[None, :] < HEAD)
+    if WITH_LSE:
+        tl.store(lse + place + tl.arange(0, 1), (largest + tl.log2(total)) * 0.6931471805599453)
 
 
 def tile(group: int, head: int, dtype: torch.dtype) -> dict[str, int]:
@@ -176,16 +194,21 @@ def paged_attention(
     lse = q.new_empty((rows, heads), dtype=torch.float32) if with_lse else None
     parts = -(-tables.shape[1] * block // _PART)
     programs = max(1, min(programs_of(rows, kv_heads), parts))
-    partial, arrived = out, out
+    partial, peaks = out, out
     if programs > 1:
-        partial = q.new_empty((parts, rows, heads, head_dim + 2), dtype=torch.float32)
-        arrived = arrivals(q.device)
+        partial = q.new_empty((parts, rows, heads, head_dim), dtype=torch.float32)
+        peaks = q.new_empty((parts, rows, heads, 2), dtype=torch.float32)
+    positions, sizes, window = positions.contiguous(), tile(heads // kv_heads, head_dim, q.dtype), window or _ALL
     in_bits = _LOG2_E if softcap is None else 2 / softcap  # of the softcap's tanh, by a sigmoid
     paged_attention_kernel[rows, kv_heads, programs](
-        q, k_pool, v_pool, positions.contiguous(), sequences.contiguous(), tables.contiguous(), out,
-        out if lse is None else lse, partial, arrived, rows, scale * in_bits, tables.shape[1], kv_heads,
-        _ALL if window is None else window, _LOG2_E * (softcap or 1.0), BLOCK=block,
-        **tile(heads // kv_heads, head_dim, q.dtype), CAPPED=softcap is not None, WINDOWED=window is not None,
-        WITH_LSE=with_lse, SPLIT=programs > 1, num_warps=warps(head_dim),
+        q, k_pool, v_pool, positions, sequences.contiguous(), tables.contiguous(), out, out if lse is None else lse,
+        partial, peaks, rows, scale * in_bits, tables.shape[1], kv_heads, window, _LOG2_E * (softcap or 1.0),
+        BLOCK=block, **sizes, CAPPED=softcap is not None, WINDOWED=window != _ALL, WITH_LSE=with_lse,
+        SPLIT=programs > 1, num_warps=warps(head_dim), num_stages=STAGES,
     )  # fmt: skip
+    if programs > 1:
+        add_parts_kernel[rows, heads](
+            partial, peaks, positions, out, out if lse is None else lse, heads, window, HEAD=head_dim, D=sizes["D"],
+            PART=_PART, AT_ONCE=_AT_ONCE, WITH_LSE=with_lse, num_warps=1,
+        )  # fmt: skip
     return out, lse

@@ -48,8 +48,8 @@ def _multiply(x: Tensor, ids: Tensor, weight: Tensor, fixed_rows: bool) -> Tenso
         from tpshard.kernels.experts import triton_experts  # needs Triton, which CPU builds of torch lack
 
         with torch.cuda.device(x.device):
-            choices = triton_experts.SortedChoices(ids, weight.shape[0], x.dtype, fixed_rows)
-            return choices.linear(rows, weight).view(*ids.shape, weight.shape[1])
+            chosen = triton_experts.chosen_by(ids, len(weight), weight.shape[1:], x.dtype, fixed_rows)
+            return chosen.in_choices(chosen.linear(chosen.rows(rows), weight)).view(*ids.shape, weight.shape[1])
     linear, out = fixed_rows_linear if fixed_rows else F.linear, x.new_zeros(ids.numel(), weight.shape[1])
     for expert, tokens, places in tokens_by_expert(ids, weight.shape[0]):
         out[places] = linear(rows[tokens if x.shape[-2] == 1 else places], weight[expert])
@@ -63,7 +63,9 @@ def _outer(dout: Tensor, x: Tensor, ids: Tensor, experts: int) -> Tensor:
         from tpshard.kernels.experts import triton_experts
 
         with torch.cuda.device(x.device):
-            return triton_experts.SortedChoices(ids, experts, x.dtype, fixed=False).outer(grads, rows)
+            sizes = grads.shape[1], rows.shape[1]
+            chosen = triton_experts.chosen_by(ids, experts, sizes, x.dtype, fixed=False)
+            return chosen.outer(chosen.rows(grads), chosen.rows(rows))
     sums = x.new_zeros(experts, grads.shape[1], rows.shape[1])
     for expert, tokens, places in tokens_by_expert(ids, experts):
         torch.mm(grads[places].T, rows[tokens if x.shape[-2] == 1 else places], out=sums[expert])

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from tpshard.kernels.experts.grouped_rows import GroupedRows, by_library
 
 
 @triton.jit
@@ -86,14 +87,22 @@ def expert_outer_kernel(
 
 
 @triton.jit
-def combine_kernel(values, shares, out, width, CHOICES: tl.constexpr, BLOCK: tl.constexpr):
-    """out[r] = the sum over a row's CHOICES of shares[r, c] * values[r, c], in fp32 and in the order of the choices."""
+def combine_kernel(
+    values, shares, places, out, width, CHOICES: tl.constexpr, BLOCK: tl.constexpr, PLACED: tl.constexpr
+):  # fmt: skip
+    """out[r] = the sum over a row's CHOICES of shares[r, c] * values[r, c], in fp32 and in the order of the choices.
+
+    With PLACED, places[r, c] is the row of a choice in values; below 0 it has none.
+    """
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for c in range(CHOICES):
-        share = tl.load(shares + row * CHOICES + c).to(tl.float32)
-        value = tl.load(values + (row * CHOICES + c) * width + i, mask=i < width, other=0.0)
+        place = row * CHOICES + c
+        share = tl.load(shares + place).to(tl.float32)
+        if PLACED:
+            place = tl.load(places + place)
+        value = tl.load(values + place * width + i, mask=i < tl.where(place >= 0, width, 0), other=0.0)
         total += share * value.to(tl.float32)
     tl.store(out + row * width + i, total.to(out.dtype.element_ty), mask=i < width)
 
@@ -154,6 +163,14 @@ class SortedChoices:
         self.most = min(self.choices, (self.choices + count * (block - 1)) // block)
         """Programs at the most; the last ones may have nothing to do."""
         self.experts = torch.searchsorted(last, torch.arange(self.most, device=ids.device), right=True)
+        self.places: Tensor | None = None
+
+    def rows(self, x: Tensor) -> Tensor:
+        """The rows as `linear` and `outer` read them; `GroupedRows` moves them."""
+        return x
+
+    def in_choices(self, values: Tensor) -> Tensor:
+        return values
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [choices or rows, i] by weight [e, o, i] -> [choices, o]; rows are shared by their choices, in sequence."""
@@ -183,42 +200,56 @@ class SortedChoices:
         return out
 
 
-def combine(values: Tensor, shares: Tensor) -> Tensor:
-    """The sums of values [rows * k, m] with shares [rows, k] -> [rows, m]."""
+def combine(values: Tensor, shares: Tensor, places: Tensor | None = None) -> Tensor:
+    """The sums of values [rows * k, m] with shares [rows, k] -> [rows, m]; places: see `combine_kernel`."""
     (rows, choices), width = shares.shape, values.shape[1]
     out = values.new_empty(rows, width)
     if out.numel():
         block = min(1024, triton.next_power_of_2(width))
         combine_kernel[rows, triton.cdiv(width, block)](
-            values, shares.contiguous(), out, width, CHOICES=choices, BLOCK=block
-        )
+            values, shares.contiguous(), values if places is None else places, out, width, CHOICES=choices,
+            BLOCK=block, PLACED=places is not None,
+        )  # fmt: skip
     return out
+
+
+def chosen_by(
+    ids: Tensor, count: int, sizes: tuple[int, ...], dtype: torch.dtype, fixed: bool
+) -> SortedChoices | GroupedRows:
+    """What multiplies the rows of choices by the matrices, of these sizes, of `count` experts. With `fixed` a row's
+    bits do not depend on the other rows, which is not known of the library's product."""
+    if not fixed and by_library(ids, count, sizes, dtype):
+        return GroupedRows(ids, count)
+    return SortedChoices(ids, count, dtype, fixed)
 
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor, fixed: bool) -> Tensor:
     """Arguments and result as of `kernels.experts`. With `fixed` a token's bits do not depend on other tokens."""
-    chosen = SortedChoices(ids, gate.shape[0], x.dtype, fixed)
-    rows = x.reshape(-1, x.shape[-1])
+    chosen = chosen_by(ids, len(gate), gate.shape[1:], x.dtype, fixed)
+    rows = chosen.rows(x.reshape(-1, x.shape[-1]))
     hidden = F.silu(chosen.linear(rows, gate)) * chosen.linear(rows, up)
-    return combine(chosen.linear(hidden, down), weights.reshape(-1, ids.shape[-1])).view(x.shape)
+    return combine(chosen.linear(hidden, down), weights.reshape(-1, ids.shape[-1]), chosen.places).view(x.shape)
 
 
 def experts_backward(
     dout: Tensor, x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of `experts`: of x, weights, gate, up and down."""
-    chosen = SortedChoices(ids, gate.shape[0], x.dtype, False)
-    rows, grads, shares = x.reshape(-1, x.shape[-1]), dout.reshape(-1, x.shape[-1]), weights.reshape(-1, 1)
+    chosen = chosen_by(ids, len(gate), gate.shape[1:], x.dtype, False)
+    rows, grads = (chosen.rows(tensor.reshape(-1, x.shape[-1])) for tensor in (x, dout))
     gated, linear = chosen.linear(rows, gate), chosen.linear(rows, up)
     sigmoid = torch.sigmoid(gated)
     hidden = gated * sigmoid * linear
     dhidden = chosen.linear(grads, down.transpose(1, 2))
-    dshares = (dhidden * hidden).sum(-1, dtype=torch.float32).to(weights.dtype)
-    own = shares.to(x.dtype)
+    dshares = (dhidden * hidden).sum(-1, keepdim=True, dtype=torch.float32).to(weights.dtype)
+    own = chosen.rows(weights.reshape(-1, 1)).to(x.dtype)
     ddown = chosen.outer(hidden * own, grads).transpose(1, 2).contiguous()
     dhidden = dhidden * own
     dgated, dlinear = dhidden * linear * sigmoid * (1 + gated * (1 - sigmoid)), dhidden * gated * sigmoid
     dx = chosen.linear(dgated, gate.transpose(1, 2)) + chosen.linear(dlinear, up.transpose(1, 2))
-    ones = torch.ones(len(rows), ids.shape[-1], device=x.device)
+    ones = torch.ones(ids.numel() // ids.shape[-1], ids.shape[-1], device=x.device)
     dgate, dup = chosen.outer(dgated, rows), chosen.outer(dlinear, rows)
-    return combine(dx, ones).view(x.shape), dshares.view(weights.shape), dgate, dup, ddown
+    return (
+        combine(dx, ones, chosen.places).view(x.shape), chosen.in_choices(dshares).view(weights.shape), dgate, dup,
+        ddown,
+    )  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 from tpshard.kernels import triton_launch as launch
 from tpshard.kernels.experts import quantized_experts, triton_experts
 from tpshard.kernels.experts.expert_linear import fixed_rows_expert_linear
+from tpshard.kernels.experts.grouped_rows import GroupedRows
 from tpshard.kernels.fp8 import fp8, fp8_launch
 from tpshard.kernels.norm import rms_norm
 from tpshard.kernels.optimizer_steps import adamw_formula, lion_formula
@@ -258,8 +259,10 @@ def routed(rows, k, e, h, m, dtype):
 SHARES = [(9, 2, 4, 24, 40), (1, 1, 3, 8, 16), (70, 2, 2, 40, 24), (300, 1, 2, 16, 24), (3, 4, 32, 16, 8)]
 
 
+@pytest.mark.parametrize("library", [False, True])
 @pytest.mark.parametrize("shares", SHARES, ids=str)
-def test_experts_and_their_gradients(shares):
+def test_experts_and_their_gradients(shares, library, monkeypatch):
+    monkeypatch.setattr(triton_experts, "by_library", lambda *how: library)
     given = routed(*shares, torch.float32)
     wide = [x if i == 1 else x.cpu().double() for i, x in enumerate(given)]
     dout = draw(shares[0], shares[4])
@@ -298,15 +301,19 @@ def test_products_with_experts_and_with_their_transposes(shared, rows):
     _, ids, _, weight, *_ = routed(rows, k, e, 24, 40, torch.float32)
     x = draw(rows, 1 if shared else k, 40, dtype=torch.float32).to(DEVICE)
     dout = draw(rows, k, 24, dtype=torch.float32).to(DEVICE)
-    routing = triton_experts.SortedChoices(ids.to(DEVICE), e, x.dtype, fixed=False)
+    ids_there = ids.to(DEVICE)
     wide = x.cpu().double(), ids, weight.cpu().double()
     expected = fixed_rows_expert_linear(*wide)
     outer = torch.ops.tpshard.expert_outer(dout.cpu().double(), wide[0], ids, e)
     back = fixed_rows_expert_linear(dout.cpu().double(), ids, wide[2].transpose(1, 2))
     rows_of = [each.reshape(-1, each.shape[-1]) for each in (x, dout)]
-    for ours, theirs in ((routing.linear(rows_of[0], weight), expected), (routing.outer(*rows_of[::-1]), outer),
-                         (routing.linear(rows_of[1], weight.transpose(1, 2)), back)):  # fmt: skip
-        torch.testing.assert_close(ours.cpu().double(), theirs.reshape(ours.shape), rtol=1e-4, atol=1e-4)
+    for routing in (triton_experts.SortedChoices(ids_there, e, x.dtype, fixed=False), GroupedRows(ids_there, e)):
+        inputs, grads = map(routing.rows, rows_of)
+        products = routing.linear(inputs, weight), routing.linear(grads, weight.transpose(1, 2))
+        forward, backward = map(routing.in_choices, products)
+        results = (forward, expected), (backward, back), (routing.outer(grads, inputs), outer)
+        for ours, theirs in results:
+            torch.testing.assert_close(ours.cpu().double(), theirs.reshape(ours.shape), rtol=1e-4, atol=1e-4)
 
 
 def test_no_tokens_and_no_owned_choices():
