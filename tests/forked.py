@@ -159,12 +159,20 @@ class CopiedWorker:
             os.kill(self.pid, number)
 
 
+def _start(argv: Sequence[str], **options: Any) -> CopiedWorker | subprocess.Popen[bytes]:
+    """A worker as a copy, or anew where autograd's threads run, which a torch built with CUDA starts for good: a copy
+    has none of them, and its backward passes are refused."""
+    names = [file.read_text() for file in Path("/proc/self/task").glob("*/comm")]
+    fresh = any(name.startswith("pt_autograd") for name in names)
+    return (subprocess.Popen if fresh else CopiedWorker)(argv, **options)
+
+
 def copied_workers() -> AbstractContextManager[Any]:
     """A context in which launchers start copies of this process."""
     from tpshard.parallelism.runtime import workers
 
     names = {"DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutExpired}
-    return mock.patch.object(workers, "subprocess", SimpleNamespace(Popen=CopiedWorker, **names))
+    return mock.patch.object(workers, "subprocess", SimpleNamespace(Popen=_start, **names))
 
 
 def _run(

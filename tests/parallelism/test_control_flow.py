@@ -95,6 +95,8 @@ def written(ops: Ops, x: Tensor, w: Tensor) -> Any:
         return h.mul_(0.5), h @ w
 
     h, z = ops[1](step, y[:, 0] * 1, y, dim=1, reverse=True)
+    if ops is TORCH and torch.__version__ < "2.13":  # which left the slices' dim first
+        z = z.movedim(0, 1)
     z = z.clone()
     z[1] = 0
     return h, z
