@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -177,12 +179,21 @@ def _between_gpus(tool: str) -> Iterator[Finding]:
         text = subprocess.run([tool, "topo", "-m"], capture_output=True, text=True, timeout=10, errors="replace").stdout
     except (OSError, subprocess.TimeoutExpired):
         return
-    rows = [line.split() for line in text.replace("\x1b[4m", "").replace("\x1b[0m", "").splitlines()]
-    rows = [row for row in rows if row and row[0].startswith("GPU") and len(row) > 1 and not row[1].startswith("GPU")]
-    kinds = {cell for row in rows for cell in row[1 : len(rows) + 1] if cell != "X"}
-    if len(rows) > 1:
+    if kinds := gpu_links(text):
         slow = not all(kind.startswith("NV") for kind in kinds)
         yield Finding("gpu to gpu", ", ".join(sorted(kinds)), "note" if slow else "ok")
+
+
+def gpu_links(topology: str) -> set[str]:
+    """The kinds of links between GPUs in what `nvidia-smi topo -m` prints: none for one GPU.
+
+    The header's GPUs are its first columns; network cards and affinities, whose names have blanks, follow.
+    """
+    rows = [line.split() for line in re.sub(r"\x1b\[\d*m", "", topology).splitlines()]
+    header = next((row for row in rows if row[:1] == ["GPU0"] and "X" not in row), [])
+    names = list(takewhile(re.compile(r"GPU\d+").fullmatch, header))
+    cells = [row[1 : len(names) + 1] for row in rows if row is not header and row and row[0] in names]
+    return {kind for row in cells for kind in row} - {"X"}
 
 
 def disk() -> Iterator[Finding]:

@@ -204,6 +204,50 @@ def test_the_doctor_reports_everything_once(fake_driver: Path, capsys: pytest.Ca
     assert any("pid 4242" in f["value"] for f in report["findings"])
 
 
+LEGEND = """
+
+Legend:
+
+  X    = Self
+  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes (e.g., QPI/UPI)
+  NODE = Connection traversing PCIe as well as the interconnect between PCIe Host Bridges within a NUMA node
+  PHB  = Connection traversing PCIe as well as a PCIe Host Bridge (typically the CPU)
+  NV#  = Connection traversing a bonded set of # NVLinks
+
+NIC Legend:
+
+  NIC0: mlx5_0
+"""
+ONE_GPU = """\t\x1b[4mGPU0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \t0-15\t0\t\tN/A
+"""
+ONE_BESIDE_A_CARD = """\t\x1b[4mGPU0\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tPXB\t0-15\t0\t\tN/A
+NIC0\tPXB\t X \t\t\t\t
+"""
+NVLINK = """\t\x1b[4mGPU0\tGPU1\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tNV18\tPXB\tSYS\t0-51,104-155\t0\t\tN/A
+GPU1\tNV18\t X \tSYS\tPIX\t52-103,156-207\t1\t\tN/A
+NIC0\tPXB\tSYS\t X \tSYS\t\t\t\t
+NIC1\tSYS\tPIX\tSYS\t X \t\t\t\t
+"""
+PCIE = """\tGPU0\tGPU1\tGPU2\tmlx5_0\tCPU Affinity\tNUMA Affinity
+GPU0\t X \tPHB\tSYS\tNODE\t0-11\t0
+GPU1\tPHB\t X \tSYS\tNODE\t0-11\t0
+GPU2\tSYS\tSYS\t X \tSYS\t12-23\t1
+mlx5_0\tNODE\tNODE\tSYS\t X \t\t
+"""
+
+
+@pytest.mark.parametrize(("topology", "kinds"), [
+    (ONE_GPU, set()), (ONE_BESIDE_A_CARD, set()), (NVLINK, {"NV18"}), (PCIE, {"PHB", "SYS"}), ("", set()),
+])  # fmt: skip
+def test_links_between_gpus_are_read_beside_cards_and_affinities(topology: str, kinds: set[str]) -> None:
+    from tpshard.cli import doctor
+
+    assert doctor.gpu_links(topology + LEGEND) == kinds
+
+
 def test_the_doctor_lets_two_processes_sum_and_leaves_none_behind(capsys: pytest.CaptureFixture[str]) -> None:
     from tpshard.cli import doctor
 
