@@ -36,7 +36,7 @@ def serve(
     api_key_file: KeyFile = None,
     device: Device = None,
 ) -> int:
-    """Serve a recipe's latest checkpoint, or the folder that `serve.checkpoint` names."""
+    """Serve a recipe's latest checkpoint, or the run or folder that `serve.checkpoint` names."""
     from tpshard.serve.api import http
 
     overrides = on_device(overrides, device)
@@ -60,16 +60,16 @@ def serve(
 
 def model_of(recipe: str, overrides: list[str], loaded: Recipe) -> SourceModel:
     """The model to serve, its weights not yet read."""
-    from tpshard.cli.shared.sources import holds_model, open_source, opened_location
+    from tpshard.cli.shared.sources import model_place, open_source, opened_location
 
     checkpoint = loaded.serve.checkpoint
     if checkpoint == "latest":
         return open_source(recipe, overrides, modules=True)
-    folder = opened_location(checkpoint)
-    if not holds_model(folder):
+    if (place := model_place(checkpoint, loaded, "serve.checkpoint")) is None:
         from tpshard.files.folder_json import FolderError
         from tpshard.models.folders.foreign_formats import refuse_format
 
+        folder = opened_location(checkpoint)
         try:
             if isinstance(folder, Path):
                 refuse_format(folder)
@@ -78,10 +78,10 @@ def model_of(recipe: str, overrides: list[str], loaded: Recipe) -> SourceModel:
             raise Mistakes.one(str(error), exit=Exit.CHECKPOINT, where=where, fix=error.fix) from error
         raise Mistakes.one(
             f"{checkpoint} is neither a checkpoint nor a Hugging Face folder", exit=Exit.CHECKPOINT,
-            where=loaded.where("serve.checkpoint"), why="it has no manifest.json or config.json",
+            where=loaded.where("serve.checkpoint"), why="it has no manifest.json, config.json or checkpoints",
             fix=_other_checkpoint(recipe, checkpoint, loaded),
         )  # fmt: skip
-    return open_source(checkpoint, modules=True, trusted=loaded)
+    return open_source(str(place), modules=True, trusted=loaded)
 
 
 def _other_checkpoint(recipe: str, named: str, loaded: Recipe) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -127,8 +128,20 @@ def keep_apart(model: SourceModel, out: Path) -> None:
         )
 
 
-def latest(checkpoints: Location, recipe: Recipe) -> SavedCheckpoint:
-    """The newest undamaged checkpoint. Raises `Mistakes` (exit 7) where there is none."""
+def model_place(named: str, recipe: Recipe, key: str) -> Location | None:
+    """The place with a model that a recipe's `key` names: a checkpoint, a Hugging Face folder, or of a run its newest
+    checkpoint; None where it is neither. Raises `Mistakes` as `opened_location` and `latest` do."""
+    from tpshard.train.checkpoints.checkpoint import steps
+
+    place = opened_location(named)
+    if holds_model(place):
+        return place
+    return latest(place / "checkpoints", recipe, key).folder if steps(place / "checkpoints") else None
+
+
+def latest(checkpoints: Location, recipe: Recipe, key: str = "run.dir") -> SavedCheckpoint:
+    """The newest undamaged checkpoint, which stderr names. Raises `Mistakes` (exit 7) where there is none, at the
+    recipe's `key`."""
     from tpshard.train.checkpoints.restore import newest
 
     checkpoint = newest(checkpoints)
@@ -136,9 +149,10 @@ def latest(checkpoints: Location, recipe: Recipe) -> SavedCheckpoint:
         raise Mistakes.one(
             f"there is no checkpoint in {checkpoints}",
             exit=Exit.CHECKPOINT,
-            where=recipe.where("run.dir"),
+            where=recipe.where(key),
             fix="`tpshard train` writes them; or name a checkpoint's folder",
         )
+    print(f"reading {checkpoint.folder}", file=sys.stderr, flush=True)
     return checkpoint
 
 

@@ -55,7 +55,8 @@ class Serve(Section):
     folders: ClassVar[tuple[str, ...]] = ("checkpoint", "adapters")
 
     checkpoint: str = "latest"
-    """latest: this run's newest checkpoint; or a checkpoint's folder, or a Hugging Face folder, GPTQ or not."""
+    """latest: this run's newest checkpoint; or another run, for its newest, a checkpoint's folder, or a Hugging Face
+    folder, GPTQ or not."""
     adapters: Mapping[ModelName, str] = field(default_factory=dict)
     """Low-rank adapters by the names by which requests ask for them, each a folder in PEFT's format."""
     adapter_root: str | None = None

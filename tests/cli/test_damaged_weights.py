@@ -42,5 +42,5 @@ def test_what_begins_from_it_names_the_key(folder: Path) -> None:
     spec = model_of(recipe)
     name = next(name for name in spec.shapes if name.endswith("attention.wq.weight"))
     with pytest.raises(Mistakes, match="a run cannot begin from") as refused:
-        initial_values(recipe, spec)(name, (0, 0), (2, 2), seed=1)
+        initial_values(recipe, spec, str(folder))(name, (0, 0), (2, 2), seed=1)
     assert refused.value.exit == Exit.CHECKPOINT and refused.value.diagnostics[0].where.line == 2

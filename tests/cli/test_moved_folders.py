@@ -23,7 +23,7 @@ from tpshard.recipes.reading.load import load
 from tpshard.train.checkpoints.carried import carry
 from tpshard.train.checkpoints.checkpoint import save
 from tpshard.train.checkpoints.shards import Shard
-from tpshard.train.run.initial_values import initial_values
+from tpshard.train.run.initial_values import begun_from, initial_values
 from tpshard.train.run.resuming import changes, kept_recipe
 
 SMALL = {"layers": 1, "width": 32, "mlp": 24, "vocab": 300, "kv_heads": 2}
@@ -147,7 +147,7 @@ def test_a_run_goes_on_where_its_base_has_moved(project: Path, monkeypatch: pyte
         assert not warnings and not changes(folder, folder / "checkpoints", recipe)
         spec = model_of(recipe)
         assert spec.source.folder == carried(folder)
-        block = initial_values(recipe, spec)
+        block = initial_values(recipe, spec, None)
         with pytest.raises(Mistakes, match="base is gone, and no checkpoint of the run has its weights"):
             block("norm.weight", (0,), (32,), seed=0)
 
@@ -211,3 +211,50 @@ def test_a_recipe_is_fine_whose_run_carries_the_tokenizer_that_has_moved(project
     shutil.rmtree(carried(folder))
     with pytest.raises(Mistakes):
         load_checked(str(project / "recipe.yaml"), text=True)
+
+
+def test_a_run_stands_for_its_newest_checkpoint(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(project)
+    folder = trained(project)
+    command = ["serve", "tiny", f"serve.checkpoint={folder}", "--check", "serve.mesh.tp=1"]
+    assert run(command) == Exit.DONE
+    assert f"reading {folder}/checkpoints/step-000005" in capsys.readouterr().err
+    shutil.rmtree(folder / "checkpoints/step-000005")
+    assert run(command) == Exit.CHECKPOINT
+    assert "neither a checkpoint nor a Hugging Face folder" in capsys.readouterr().err
+
+
+class OneRank:
+    is_main = True
+
+    def from_main(self, value: object) -> object:
+        return value
+
+
+def test_a_run_keeps_the_checkpoint_that_it_began_from(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other run may go on meanwhile; a run with adapters reads its base from there again."""
+    monkeypatch.chdir(project)
+    first = trained(project) / "checkpoints/step-000005"
+    spec = open_model("base")
+    values = {name: Shard.whole(p.detach()) for name, p in spec.build(device="cpu").named_parameters()}
+    recipe = load("recipe.yaml", [f"train.init_from={first.parent.parent}"])
+
+    def begun() -> str | None:
+        return begun_from(recipe, Path("next/checkpoints"), OneRank())  # type: ignore[arg-type]
+
+    assert begun() == str(first)
+    save(Path("next/checkpoints"), 1, values, {"init_from": begun()})
+    save(first.parent, 6, values, {"model": spec.to_json()})
+    assert begun() == str(first)
+    shutil.rmtree("next")
+    assert begun() == str(first.parent / "step-000006")
+
+
+def test_a_run_that_goes_on_needs_no_values_to_begin_from(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project)
+    recipe = load("recipe.yaml", ["train.init_from=gone"])
+    block = initial_values(recipe, model_of(recipe), "gone")
+    with pytest.raises(Mistakes, match="a run cannot begin from gone"):
+        block("norm.weight", (0,), (32,), seed=0)

@@ -20,8 +20,9 @@ from tpshard.programs.step import training
 from tpshard.recipes.reading.load import with_changes
 from tpshard.train.data.corpus import Corpus, TextSource, open_text
 from tpshard.train.data.step_batch import StepBatch
-from tpshard.train.run.initial_values import initial_values
+from tpshard.train.run.initial_values import begun_from, initial_values
 from tpshard.train.run.run_data import held_out, opened_data
+from tpshard.train.run.run_store import run_place
 from tpshard.train.run.training_engine import ReadBlock, TrainingEngine
 
 OpenModel = Callable[[Mapping[str, Any]], ReadBlock]
@@ -73,7 +74,10 @@ def open_engine(
     programs = replace(training.build(setting), scoring=scoring)
     context.agree(programs.fingerprints)
     # a run with adapters leaves its base out of its checkpoints
-    initial = initial_values(setting.recipe, setting.spec) if setting.spec.left_out else _no_block
+    initial = _no_block
+    if setting.spec.left_out:
+        begun = begun_from(setting.recipe, run_place(setting.recipe) / "checkpoints", context)
+        initial = initial_values(setting.recipe, setting.spec, begun)
     with float64() if wide else nullcontext():
         engine = TrainingEngine(programs, context, initial, trains=False)
     context.watchdog.doing = Doing("reading the model")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -13,35 +16,66 @@ from tpshard.models.adapters.peft_folder import PeftFolder, is_peft
 from tpshard.models.folders.new_tokens import widened
 from tpshard.models.model_spec import ModelSpec
 from tpshard.models.open_model import from_json, open_model
+from tpshard.parallelism.runtime.context import Context
 from tpshard.programs.fit.recipe_model import carried_instead
 from tpshard.programs.fit.wrong_model import wrong_model
 from tpshard.recipes.keys.schema import Recipe
 from tpshard.train.checkpoints.checkpoint import OPTIMIZER
 from tpshard.train.checkpoints.checkpoint_drafts import MANIFEST
-from tpshard.train.checkpoints.restore import Damaged, SavedCheckpoint, newest, open_checkpoint
+from tpshard.train.checkpoints.restore import Damaged, SavedCheckpoint, newest, open_checkpoint, steps
+from tpshard.train.checkpoints.store_path import Location
 from tpshard.train.run.training_engine import InitialBlock, ReadBlock
 
 
-def begun_from(recipe: Recipe) -> str | None:
-    """The absolute place that a run began from, for its checkpoints; None for its model."""
-    return None if recipe.train.init_from is None else os.path.abspath(recipe.train.init_from)
+def begun_from(recipe: Recipe, checkpoints: Location, context: Context) -> str | None:
+    """The absolute place that a run begins from, of a run its checkpoint; None for its model. Every rank calls it.
+
+    Rank 0 chooses and says it: the other run may go on meanwhile. A run that goes on keeps what its `checkpoints` say,
+    because those of adapters lack the base.
+    """
+    if recipe.train.init_from is None:
+        return None
+    place = None
+    if context.is_main:
+        named = os.path.abspath(recipe.train.init_from)
+        if (place := _begun_before(named, checkpoints)) is None:
+            place = named
+            with contextlib.suppress(ValueError):  # a folder, or what is refused where values are read
+                place = str(newest_in(Path(named)).folder)
+                print(f"the run begins from {place}", file=sys.stderr, flush=True)
+    place = context.from_main(place)
+    return None if place is None else str(place)
 
 
-def initial_values(recipe: Recipe, spec: ModelSpec) -> InitialBlock:
-    """The reader of initial values, whose errors are mistakes of the recipe; weights are opened at once.
+def _begun_before(named: str, checkpoints: Location) -> str | None:
+    """The place that the newest readable checkpoint of a run began from, if it is one of what the recipe names."""
+    for path in reversed(steps(checkpoints).values()):
+        with contextlib.suppress(Damaged):
+            begun = SavedCheckpoint(path).meta.get("init_from")
+            return begun if begun is not None and Path(named) in (Path(begun), Path(begun).parent.parent) else None
+    return None
+
+
+def initial_values(recipe: Recipe, spec: ModelSpec, place: str | None) -> InitialBlock:
+    """The reader of initial values, whose errors are mistakes of the recipe; the model's weights are opened at once.
+    place: what `train.init_from` names, of `begun_from`.
 
     A run that goes on needs no weights of the folder that it began from, which may be gone, unless its checkpoints
     leave them out.
     """
     gone = carried_instead(recipe) is not None
-    named, place = recipe.model, recipe.train.init_from
+    named = recipe.model
+
+    @cache
+    def others() -> Mapping[str, ReadBlock]:
+        return {} if place is None else begin(recipe, place, spec)
 
     def block(
         name: str, starts: Sequence[int], sizes: Sequence[int], *, seed: int, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        if name in others:
+        if name in others():
             try:
-                value = others[name](name, starts, sizes)
+                value = others()[name](name, starts, sizes)
             except (ValueError, OSError, Damaged) as error:
                 raise _cannot_begin(recipe, error) from error
             return value if dtype is None else value.to(dtype)
@@ -57,7 +91,6 @@ def initial_values(recipe: Recipe, spec: ModelSpec) -> InitialBlock:
         gone or spec.weights  # noqa: B018 (raises)
     except (ValueError, OSError) as error:
         raise wrong_model(recipe, error) from error
-    others: Mapping[str, ReadBlock] = {} if place is None else begin(recipe, place, spec)
     return block
 
 
@@ -114,10 +147,7 @@ def _of_adapters(place: Path, spec: ModelSpec) -> dict[str, ReadBlock]:
 
 
 def _of_checkpoint(place: Path, spec: ModelSpec) -> dict[str, ReadBlock]:
-    checkpoint: SavedCheckpoint | None
-    checkpoint = open_checkpoint(place) if (place / MANIFEST).is_file() else newest(place / "checkpoints")
-    if checkpoint is None:
-        raise ValueError(f"there is no checkpoint in {place / 'checkpoints'}")
+    checkpoint = open_checkpoint(place) if (place / MANIFEST).is_file() else newest_in(place)
     saved = {name: one.shape for name, one in checkpoint.tensors.items() if not name.startswith(OPTIMIZER)}
     adapted = "adapters" in checkpoint.meta.get("model", {})
     if adapted and not (isinstance(spec, AdaptedModel) and spec.lora is not None):
@@ -126,3 +156,11 @@ def _of_checkpoint(place: Path, spec: ModelSpec) -> dict[str, ReadBlock]:
     shapes = {name: shape for name, shape in spec.shapes.items() if name in saved or name not in optional}
     vocab = from_json(checkpoint.meta["model"]).vocab if "model" in checkpoint.meta else None
     return dict.fromkeys(saved, widened(checkpoint.block, saved, shapes, (vocab, spec.vocab)))
+
+
+def newest_in(run: Path) -> SavedCheckpoint:
+    """The newest undamaged checkpoint of a run. ValueError where there is none."""
+    checkpoint = newest(run / "checkpoints")
+    if checkpoint is None:
+        raise ValueError(f"there is no checkpoint in {run / 'checkpoints'}")
+    return checkpoint

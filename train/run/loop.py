@@ -29,7 +29,6 @@ from tpshard.train.data.stream import Loader, merge_states
 from tpshard.train.records.progress import Progress
 from tpshard.train.run import nonfinite
 from tpshard.train.run.expert_balance import balance
-from tpshard.train.run.initial_values import begun_from
 from tpshard.train.run.learning_rate import change, described, learning_rate
 from tpshard.train.run.nonfinite import number
 from tpshard.train.run.outcome import Course, Outcome, StepResult
@@ -56,6 +55,7 @@ class TrainingLoop:
         flops_per_s: peak of all devices together, for `mfu`; None where unknown.
         profiled: receives the events of the steps that `train.profile` names; called on rank 0 only.
         model: JSON that describes the model in checkpoints, for readers without the recipe.
+        begun: the place that the run began from, for its checkpoints (see `begun_from`).
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class TrainingLoop:
         peak_memory: Callable[[], int | None] = lambda: None,
         profiled: Callable[[StepProfile], None] = lambda profile: None,
         model: Mapping[str, Any] | None = None,
+        begun: str | None = None,
     ):
         self.recipe, self.context, self.engine, self.loader, self.plan = recipe, context, engine, loader, plan
         self.checkpoints = folder / "checkpoints" if checkpoints is None else checkpoints
@@ -87,7 +88,7 @@ class TrainingLoop:
         self.attempt, self.restarts = attempt, restarts
         self.flops_per_s, self.peak_memory, self.profiled = flops_per_s, peak_memory, profiled
         self._profile: StepProfile | None = None
-        self.model = dict(model or {})
+        self.model, self.begun = dict(model or {}), begun
         self.course = Course()
         self.guard = nonfinite.Guard(recipe.train.on_nonfinite)
         self.outcome = Outcome(Exit.DONE, self.course, restarts=restarts, steps=recipe.train.steps)
@@ -329,7 +330,7 @@ class TrainingLoop:
             "course": dict(vars(self.course)), "data": {**loader_state, **merge_states(parts)},
             "seed": self.recipe.seed, "name": self.recipe.name, "model": self.model, "trained": trained(self.recipe),
             "mesh": dict(self.context.mesh.axes), "attempt": self.attempt,
-            "learning_rate": described(self.recipe), "init_from": begun_from(self.recipe),
+            "learning_rate": described(self.recipe), "init_from": self.begun,
         }  # fmt: skip
         with self.context.watchdog.allow(float(self.recipe.timeout_s.step), "copying a checkpoint"):
             self._saver.start(self.course.step, self.engine.tensors(), meta)

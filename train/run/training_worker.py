@@ -34,7 +34,7 @@ from tpshard.train.records.progress import Progress
 from tpshard.train.records.records import Records, note_saved
 from tpshard.train.records.tensorboard_sink import TensorBoardSink
 from tpshard.train.records.wandb_sink import WandbSink
-from tpshard.train.run.initial_values import initial_values
+from tpshard.train.run.initial_values import begun_from, initial_values
 from tpshard.train.run.learning_rate import learning_rate
 from tpshard.train.run.loop import Row, TrainingLoop
 from tpshard.train.run.outcome import Outcome, ending, summary
@@ -106,7 +106,8 @@ def _train(
     _require_schedule(recipe)
     programs = programs or _build_programs(setting, context)
     planner.check_limit(programs)
-    engine = TrainingEngine(programs, context, initial_values(recipe, setting.spec))
+    begun = begun_from(recipe, place / "checkpoints", context)
+    engine = TrainingEngine(programs, context, initial_values(recipe, setting.spec, begun))
     assert engine.data_rank == data_rank, "the program shards its batch over the axes that the recipe names"
     attempt = context.from_main(run.attempt if run is not None else 0)
     if run is not None:
@@ -124,7 +125,7 @@ def _train(
             record=partial(_send, receivers),
             progress=progress, held_out=checked, attempt=attempt, restarts=crash.restarts(),
             flops_per_s=peak_flops(programs),
-            peak_memory=partial(_peak_memory, context, engine), model=setting.spec.to_json(),
+            peak_memory=partial(_peak_memory, context, engine), model=setting.spec.to_json(), begun=begun,
             profiled=partial(_profiled, programs, plan, folder, progress),
         )  # fmt: skip
         code = 1
