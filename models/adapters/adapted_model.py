@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpshard.diagnostics.patterns import covers, nearest
 from tpshard.models.adapters.based_model import BasedModel, of_base
-from tpshard.models.adapters.lora import MAGNITUDE, A, Adapter, B, Lora, LoraError
+from tpshard.models.adapters.lora import MAGNITUDE, A, Adapter, B, Lora, LoraError, TrainedError, raise_all
 from tpshard.models.model_spec import ModelSource, ModelSpec
 
 if TYPE_CHECKING:
@@ -23,12 +23,8 @@ if TYPE_CHECKING:
     from tpshard.models.layer_stacks import LayerStack
 
 
-class FrozenError(ValueError):
-    """A pattern that freezes nothing, or all; `key` is the recipe's."""
-
-    def __init__(self, message: str, key: str, fix: str) -> None:
-        super().__init__(message)
-        self.key, self.why, self.fix = key, "", fix
+class FrozenError(TrainedError):
+    """A pattern that freezes nothing, or all."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +58,16 @@ class AdaptedModel(BasedModel):
     @cached_property
     def frozen(self) -> frozenset[str]:  # type: ignore[override]
         names = {name: self._whole(name) for name in self.base.shapes}
+        errors: list[TrainedError] = []
         for i, pattern in enumerate(self.freeze):
             if self.numbers is None and not any(covers(pattern, name) for name in names):
                 close = nearest(pattern, names, modules=True)
                 some = dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names)
-                raise FrozenError(
+                errors.append(FrozenError(
                     f"`{pattern}` matches no parameter of {self.base.source.name or 'the model'}", f"train.freeze.{i}",
-                    f"did you mean `{close}`?" if close else f"its parameters are {', '.join(list(some)[:6])}, ...",
-                )  # fmt: skip
+                    fix=f"did you mean `{close}`?" if close else f"its parameters are {', '.join([*some][:6])}, ...",
+                ))  # fmt: skip
+        raise_all(errors)
         if self.lora is None:
             return frozenset(n for n, whole in names.items() if any(covers(pattern, whole) for pattern in self.freeze))
         return frozenset(names) - set(self.saved)
@@ -100,11 +98,17 @@ class AdaptedModel(BasedModel):
         return self.frozen if self.lora is not None else frozenset()
 
     def check(self) -> None:
-        """Raises LoraError or FrozenError for what the model does not have."""
-        self.adapters, self.saved, self.frozen  # noqa: B018
+        """Raises LoraError or FrozenError for what the model does not have, with all others in its `also`."""
+        errors = []
+        for part in ("adapters", "saved", "frozen"):
+            try:
+                getattr(self, part)
+            except TrainedError as error:
+                errors.append(error)
+        raise_all(errors)
         if self.lora is None and self.numbers is None and self.frozen >= self.base.shapes.keys():
             fix = "leave out what is to be trained"
-            raise FrozenError(f"nothing is left to train: {', '.join(self.freeze)} is all", "train.freeze", fix)
+            raise FrozenError(f"nothing is left to train: {', '.join(self.freeze)} is all", "train.freeze", fix=fix)
 
     def _whole(self, name: str) -> str:
         """A name with the number that its layer has in the whole model."""

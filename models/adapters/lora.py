@@ -21,12 +21,31 @@ A, B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude"
 [outputs]. Experts have one of each: [expert, rank, inputs]; so have a server's slots."""
 
 
-class LoraError(ValueError):
-    """Adapters that the model cannot have; `key` is the recipe's key below `adapters.lora`, `fix` what can be done."""
+class TrainedError(ValueError):
+    """What a recipe says of what is trained and the model does not have; `key` is the recipe's, `fix` what can be
+    done, and `also` are further ones."""
+
+    also: tuple[TrainedError, ...] = ()
 
     def __init__(self, message: str, key: str, why: str = "", fix: str = "") -> None:
         super().__init__(message)
-        self.key, self.why, self.fix = f"adapters.lora.{key}", why, fix
+        self.key, self.why, self.fix = key, why, fix
+
+
+class LoraError(TrainedError):
+    """Adapters that the model cannot have. key: the recipe's below `adapters.lora`."""
+
+    def __init__(self, message: str, key: str, why: str = "", fix: str = "") -> None:
+        super().__init__(message, f"adapters.lora.{key}", why, fix)
+
+
+def raise_all(errors: Iterable[TrainedError]) -> None:
+    """Raises the first of the errors, with the others in `also`, if there is one."""
+    each = {(one.key, str(one)): one for error in errors for one in (error, *error.also)}
+    if each:
+        first, *more = each.values()
+        first.also = tuple(more)
+        raise first
 
 
 @dataclass(frozen=True)
@@ -105,26 +124,37 @@ class Lora:
         layers = list(adaptable)
         chosen = [layer for layer in layers if self._targets(layer)]
         several = [*dict.fromkeys(_short(layer) for layer in layers)]
+        errors: list[TrainedError] = []
         if isinstance(self.targets, tuple):
             for i, target in enumerate(self.targets):
                 if not any(_ends(target, name) for layer in layers for name in layer.names):
                     close = suggestion(
                         target, sorted({name.split(".")[-1] for layer in layers for name in layer.names})
                     )
-                    raise LoraError(
+                    errors.append(LoraError(
                         f"`{target}` is no linear layer of {model}", f"targets.{i}",
                         f"its linear layers are {', '.join(several)}",
                         f"did you mean `{close}`?" if close else f"{ALL_LINEAR}, or some of these",
-                    )  # fmt: skip
+                    ))  # fmt: skip
         if not chosen:
+            raise_all(errors)
             message, why = f"`{self.targets}` names no linear layer of {model}", f"these are {', '.join(several)}"
             raise LoraError(message, "targets", why, f"{ALL_LINEAR}, or some of these")
         for key, patterns in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
             for pattern in patterns:
                 if not any(_pattern(pattern, name) for layer in chosen for name in layer.names):
-                    raise LoraError(f"`{pattern}` matches no layer with an adapter", f"{key}.{pattern}",
-                                    f"these have one: {', '.join(dict.fromkeys(map(_short, chosen)))}")  # fmt: skip
-        return tuple(map(self._adapter, chosen))
+                    errors.append(LoraError(f"`{pattern}` matches no layer with an adapter", f"{key}.{pattern}",
+                                            f"these have one: {', '.join(dict.fromkeys(map(_short, chosen)))}")
+                                 )  # fmt: skip
+        made: list[Adapter] = []
+        for layer in chosen:
+            try:
+                made.append(self._adapter(layer))
+            except LoraError as error:
+                if all(one.key != error.key for one in errors):  # other layers are as small
+                    errors.append(error)
+        raise_all(errors)
+        return tuple(made)
 
     def _targets(self, layer: Adaptable) -> bool:
         if isinstance(self.exclude, str):
@@ -173,6 +203,7 @@ class Lora:
         for one that names no module."""
         names = list(parameters)
         found: dict[str, None] = {}
+        errors: list[TrainedError] = []
         for i, end in enumerate(self.modules_to_save):
             matching = [
                 n for n in names
@@ -182,9 +213,10 @@ class Lora:
                 close = suggestion(
                     end, sorted({part for n in names for part in n.split(".")[:-1] if not part.isdigit()})
                 )
-                raise LoraError(f"`{end}` is no module with parameters", f"modules_to_save.{i}",
-                                fix=f"did you mean `{close}`?" if close else "")  # fmt: skip
+                errors.append(LoraError(f"`{end}` is no module with parameters", f"modules_to_save.{i}",
+                                        fix=f"did you mean `{close}`?" if close else ""))  # fmt: skip
             found |= dict.fromkeys(matching)
+        raise_all(errors)
         return tuple(found)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tpshard.diagnostics.diagnostic import Exit, Mistakes, Source, join, looked_for
+from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes, Source, join, looked_for
 from tpshard.recipes.keys.schema import Recipe
 from tpshard.recipes.text.other_tools import hub_fix
 
@@ -24,10 +24,12 @@ def _place(recipe: Recipe, key: str) -> Source:
 
 
 def wrong_model(recipe: Recipe, error: Exception) -> Mistakes:
-    """The mistake for `error`, at the dimension that the recipe changes and the error names, or else at the model."""
-    if written := getattr(error, "key", ""):
+    """The mistake for `error`, at the dimension that the recipe changes and the error names, or else at the model; for
+    one of what is trained with those in its `also`."""
+    if getattr(error, "key", ""):
         own: Any = error
-        return Mistakes.one(str(own), exit=Exit.RECIPE, where=_place(recipe, written), why=own.why, fix=own.fix)
+        each = (own, *getattr(own, "also", ()))
+        return Mistakes(Diagnostic(str(e), Exit.RECIPE, _place(recipe, e.key), e.why, e.fix) for e in each)
     model, names = recipe.model.stored(), getattr(error, "names", ())
     changed = [f"model.{name}" for name in names if model.get(name) is not None]
     key = recipe.model.named_by

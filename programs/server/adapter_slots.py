@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from torch import Tensor
-from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes
 from tpshard.models.adapters.lora import A, B
 from tpshard.models.adapters.peft_config import CONFIG
 from tpshard.models.adapters.peft_folder import PeftFolder, is_peft
@@ -25,18 +25,20 @@ def slots_of(recipe: Recipe, spec: ModelSpec) -> Slots | None:
     section = recipe.serve
     if not section.adapters and section.adapter_root is None and section.max_loras is None:
         return None
-    opened = []
+    opened, mistakes = [], []
     for name, folder in section.adapters.items():
         try:
             opened.append(open_adapters(Path(folder), spec))
             if section.max_lora_rank is not None:
                 _check_rank(opened[-1], section.max_lora_rank)
         except (ValueError, OSError) as error:
-            raise Mistakes.one(
+            mistakes.append(Diagnostic(
                 f"the adapter `{name}` cannot be served", exit=Exit.CHECKPOINT,
                 where=recipe.where(f"serve.adapters.{name}"), why=str(error),
                 fix=getattr(error, "fix", "name another folder"),
-            ) from error  # fmt: skip
+            ))  # fmt: skip
+    if mistakes:
+        raise Mistakes(mistakes)
     own = {path: one for each in opened for path, one in each.spec.adapters.items()}
     any_of = section.adapter_root is not None or not opened
     rank = max((one.rank for each in opened for one in each.spec.adapters.values()), default=RANK)

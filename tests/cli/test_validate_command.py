@@ -228,6 +228,19 @@ def test_text_and_tokenizer_that_are_not_there_are_6(
     assert run(["plan", "tiny", "data.source=c4", "--dry-run", "--json"]) == Exit.DONE  # plans are made elsewhere too
 
 
+def test_each_wrong_entry_of_a_list_is_told(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lora = "adapters.lora={rank: 4000, targets: [x, y, wq], modules_to_save: [v, w], rank_pattern: {t: 4, u: 8}}"
+    for change, told in (
+        (lora, ["`x` is no linear layer", "`y` is no linear layer", "`v` is no module", "`w` is no module",
+                "`t` matches no layer", "`u` matches no layer", "rank 4000 is above"]),
+        ("train.freeze=[x, tok_embed, y]", ["`x` matches no parameter", "`y` matches no parameter"]),
+        ("serve.adapters={a: x, b: y}", ["the adapter `a` cannot", "the adapter `b` cannot"]),
+    ):  # fmt: skip
+        assert run(["validate", "--json", "tiny", change]) != Exit.DONE
+        found = [one["message"] for one in diagnostics(capsys)]
+        assert len(found) == len(told) and all(any(part in one for one in found) for part in told), found
+
+
 def test_recipes_are_listed_shown_and_copied(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["recipes", "ls", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
