@@ -19,7 +19,7 @@ from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.models.objectives.targets import IGNORE
 from tpshard.train.data.bad_rows import peek
 from tpshard.train.data.conversations import AnswerTokenizer, TooLong, answer_tokenizer, renders
-from tpshard.train.data.corpus import open_text
+from tpshard.train.data.corpus import open_text, rows
 from tpshard.train.data.open_data import Mixture, Share
 from tpshard.train.data.row_columns import Columns
 from tpshard.train.data.stream import Loader, merge_states
@@ -243,7 +243,33 @@ def test_what_is_too_long_is_treated_as_the_recipe_says_and_counted(tmp_path: Pa
     rows = [loader.next() for _ in range(9)]
     long = [row for row in rows if any(place.endswith(":1") for place in row.origin[0].split())]
     assert len(long) == {"truncate": 1, "drop": 0}.get(too_long, len(long)) and (too_long != "split" or len(long) > 3)
-    assert sum(loader.notes.values()) == 1
+    assert list(loader.notes.values()) == [1]
+
+
+def test_sequences_of_a_split_row_without_a_target_are_left_out_and_counted(tmp_path: Path) -> None:
+    """All that would be learned is, from the same tokens; the row begins a sequence, so that its parts are whole."""
+    asks, says = {"role": "user", "content": "two and two? " * 60}, {"role": "assistant", "content": "It is " * 40}
+    short = {"messages": [{"role": "user", "content": "two?"}, {"role": "assistant", "content": "It is four."}]}
+    path = write(tmp_path / "a.jsonl", [short, {"messages": [asks, says, asks, says]}, *[short] * 5])
+    text, encoder = open_text(str(path), TALK).train, tokenizer(tmp_path, too_long="split")
+    loader = Loader(Mixture.of(text, encoder, 1), seq_len=SEQ, global_sequences=1)
+    row = next(row for row in rows(text, text.files[0]) if row.number == 1)
+    ids, learned = encoder.learned(json.loads(row.text or ""))
+    parts = [range(at, min(at + SEQ, len(ids))) for at in range(0, len(ids), SEQ)]
+    empty = [part for part in parts if not any(learned[part.start : part.stop + 1])]
+    assert len(empty) > 3 and parts.index(empty[-1]) > 6, "before each of the answers"
+    (split, left_out) = loader.warnings
+    assert "1 row longer than" in split and f"{len(empty)} sequences without a target" in left_out
+    wanted = [(ids[i], ids[i + 1]) for i in range(len(ids) - 1) if learned[i + 1]]
+    taught = []
+    while (batch := loader.next()).origin[0]:
+        tokens, targets = batch["tokens"][0].tolist(), batch["targets"][0].tolist()
+        assert any(target != IGNORE for target in targets)
+        if "a.jsonl:2" in batch.origin[0].split():
+            first = batch["documents"][0] == batch["documents"][0][0]
+            taught += [(tokens[i], targets[i]) for i in range(SEQ) if first[i] and targets[i] != IGNORE]
+    assert taught == wanted
+    assert loader.notes[next(note for note in loader.notes if note.startswith("sequence"))] == len(empty)
 
 
 @pytest.mark.parametrize(

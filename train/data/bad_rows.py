@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tpshard.diagnostics.diagnostic import plural
 from tpshard.train.data.corpus import SMALL, TextFile, TextSource, logger, rows, text_format
-from tpshard.train.data.row_columns import Labelled, NotLearned, TextRow
+from tpshard.train.data.row_columns import Labelled, NotLearned, TextRow, told
 from tpshard.train.data.shard_sums import ShardSums
 
 SMALL_CONVERSATIONS, TRIED = 4 << 20, 1000
@@ -113,8 +113,8 @@ def check(
             if learn is not None and row.text is not None and text.keeps(row.text) and left > 0:
                 left -= 1
                 try:
-                    if note := learn(row.text).note:
-                        notes[note] += 1
+                    for note, n in learn(row.text).counted.items():
+                        notes[note] += n
                         firsts.setdefault(note, f"{file.name}, {text_format(file).unit} {row.number + 1}")
                 except NotLearned as fault:
                     row = replace(row, text=None, fault=str(fault))
@@ -126,4 +126,4 @@ def check(
             why=counter.first or text.columns.none_left or f"{plural(len(paths), 'file')}, all empty",
             fix=text.readable if counter.first else "a source with rows, or another filter",
         )
-    return [f"{text.name}: {plural(n, 'row')} {note} (the first: {firsts[note]})" for note, n in notes.items()]
+    return [f"{text.name}: {told(note, n)} (the first: {firsts[note]})" for note, n in notes.items()]

@@ -65,11 +65,22 @@ class AnswerTokenizer:
             return Labelled(ids, labels)
         note = f"longer than the {self.length} tokens of model.seq_len"
         if self.too_long == "split":
-            return Labelled(ids, labels, f"{note}: split into several sequences")
+            return self._split(ids, labels, f"{note}: split into several sequences")
         kept = labels[: self.length]
         if self.too_long == "drop" or all(label == IGNORE for label in kept[1:]):
             return Labelled([], [], f"{note}: dropped" + (", no answer is left" if self.too_long != "drop" else ""))
         return Labelled(ids[: self.length], kept, f"{note}: truncated")
+
+    def _split(self, ids: list[int], labels: list[int], note: str) -> Labelled:
+        """A row without the sequences of which no token is a target, nor the one that follows. What follows such a
+        sequence is therefore no target of the one before."""
+        size = self.length
+        starts = [at for at in range(0, len(ids), size) if any(one != IGNORE for one in labels[at : at + size + 1])]
+
+        def kept(values: list[int]) -> list[int]:
+            return [value for at in starts for value in values[at : at + size]]
+
+        return Labelled(kept(ids), kept(labels), note, -(-len(ids) // size) - len(starts))
 
 
 def answer_tokenizer(
@@ -88,7 +99,8 @@ def answer_tokenizer(
         Mistakes: exit 6 where the tokenizer's folder has no chat template that can be read.
     """
     read = _rows_of(text, read_tokenizer(text.folder, where))
-    digest = hashlib.sha256(f"{text.fingerprint} {too_long} {columns.key} ".encode())
+    cut = f"split by {length}" if too_long == "split" else too_long
+    digest = hashlib.sha256(f"{text.fingerprint} {cut} {columns.key} ".encode())
     if columns.messages is None:
         return AnswerTokenizer(text, _pairs(text, read), length, too_long, digest.hexdigest()[:32])
     source = read.chat_template if template is None else template

@@ -14,7 +14,7 @@ from tpshard.diagnostics.diagnostic import Mistakes
 from tpshard.models.objectives.targets import IGNORE
 from tpshard.train.data.bad_rows import BadRows
 from tpshard.train.data.corpus import TextFile, TextSource, rows
-from tpshard.train.data.row_columns import Labelled, NotLearned, TextRow
+from tpshard.train.data.row_columns import Labelled, NotLearned, TextRow, told
 from tpshard.train.data.shard_sums import ShardSums
 
 GOLDEN = 0.6180339887498949
@@ -113,7 +113,7 @@ class Chain:
             labelled, fault = Labelled([], []), str(error)
         if counts:
             self.unlearned.see(document.file, TextRow(document.row, None if fault else document.text, fault))
-            self.notes.update(filter(None, [labelled.note]))
+            self.notes.update(labelled.counted)
         return labelled
 
     def _read(self) -> Iterator[Document]:
@@ -125,7 +125,7 @@ class Chain:
     def nothing_to_learn(self) -> Mistakes:
         """The error of a text of which every document is left out."""
         fix = self.text.readable if self.unlearned.first else "a larger model.seq_len, or data.too_long"
-        why = self.unlearned.first or "; ".join(self.notes)
+        why = self.unlearned.first or "; ".join(told(note, n) for note, n in self.notes.items())
         return self.text.mistake(f"{self.text.name} has nothing to learn from", why=why, fix=fix)
 
     def _epoch(self, at: LanePlace) -> Iterator[Document]:
@@ -306,7 +306,7 @@ class Lane:
             number = row.documents[-1] + 1 if row.documents else 0
             feed = self._current()
             whole = feed is not None and feed.chain.tokenizer.whole and feed.offset == 0
-            if feed is None or (whole and row.tokens and left < feed.length <= seq_len):
+            if feed is None or (whole and row.tokens and left < feed.length):
                 row.extend([end] * left, [], number)
                 break
             row.extend(*feed.take(left, read), number)

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from tpshard.diagnostics.diagnostic import plural
+
 MEDIA = frozenset(
     ("image", "image_url", "input_image", "video", "video_url", "audio", "audio_url", "input_audio", "file")
 )
@@ -35,6 +37,22 @@ class Labelled(NamedTuple):
     """For each token its id where it is a target, else IGNORE."""
     note: str = ""
     """What was done to the document that it is not taken as it is, such as cutting it; counted by this text."""
+    without: int = 0
+    """Sequences of it that are left out, because they have no target."""
+
+    @property
+    def counted(self) -> dict[str, int]:
+        """How many rows and sequences are not taken as they are, by what was done; see `told`."""
+        return {note: n for note, n in ((f"row {self.note}", bool(self.note)), (NO_TARGET, self.without)) if n}
+
+
+NO_TARGET = "sequence without a target, of rows that were split: left out"
+
+
+def told(counted: str, n: int) -> str:
+    """A count of `Labelled.counted` in words."""
+    unit, _, done = counted.partition(" ")
+    return f"{plural(n, unit)} {done}"
 
 
 class NotLearned(ValueError):
