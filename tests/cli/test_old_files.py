@@ -37,5 +37,6 @@ def test_an_old_quantized_folder_answers(old: Path) -> None:
 def test_an_old_plan_is_refused_by_name(old: Path) -> None:
     done = tpshard(old, "train", "recipe.yaml", "--plan", "plan.json")
     assert done.returncode == 4
-    assert re.search(r"= (the code of tpshard has changed since|torch \S+, planned with 2\.13\.0)", done.stderr), done.stderr
+    changed = r"= (the code of tpshard has changed since|torch \S+, planned with 2\.13\.0)"
+    assert re.search(changed, done.stderr), done.stderr
     assert "plan again with `tpshard plan`" in done.stderr

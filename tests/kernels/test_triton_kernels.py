@@ -57,7 +57,7 @@ def assert_nothing_spilled(compiled):
 
 
 def assert_loop_in_registers(compiled):
-    """A register or two may be spilled, as some versions of Triton do, mostly around the main loop: at most 1% of it."""
+    """At most 1% of the main loop moves spilled registers: some versions of Triton spill a few, mostly around it."""
     assert compiled.local == 0, compiled
     if compiled.stack:
         loop = compiled.main_loop
