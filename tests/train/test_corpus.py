@@ -73,8 +73,9 @@ def test_without_a_held_out_file_documents_are_held_out_by_their_hash(tmp_path: 
 BAD = [
     (b"{not json", "not JSON"),
     (b'{"text": "cut', "not JSON"),
+    (b'{"text": "a", "more": {"b": 1, "b": 2}}', 'an object has the key "b" twice'),
+    (b'[{"text": "a"}]', 'a list, not an object with a "text"'),
     (b'{"url": "no text"}', 'no "text"'),
-    (b'["text"]', 'no "text"'),
     (b'{"text": ""}', "empty"),
     (b'{"text": " \\n "}', "empty"),
     (b'{"text": 17}', "a number"),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tpshard.diagnostics.diagnostic import plural
 from tpshard.train.data.corpus import SMALL, TextFile, TextSource, logger, rows, text_format
-from tpshard.train.data.row_columns import Labelled, NotLearned, TextRow, told
+from tpshard.train.data.row_columns import Labelled, NotLearned, TextRow, in_words
 from tpshard.train.data.shard_sums import ShardSums
 
 SMALL_CONVERSATIONS, TRIED = 4 << 20, 1000
@@ -126,4 +126,4 @@ def check(
             why=counter.first or text.columns.none_left or f"{plural(len(paths), 'file')}, all empty",
             fix=text.readable if counter.first else "a source with rows, or another filter",
         )
-    return [f"{text.name}: {told(note, n)} (the first: {firsts[note]})" for note, n in notes.items()]
+    return [f"{text.name}: {in_words(note, n)} (the first: {firsts[note]})" for note, n in notes.items()]

@@ -77,10 +77,9 @@ class AnswerTokenizer:
         size = self.length
         starts = [at for at in range(0, len(ids), size) if any(one != IGNORE for one in labels[at : at + size + 1])]
 
-        def kept(values: list[int]) -> list[int]:
-            return [value for at in starts for value in values[at : at + size]]
-
-        return Labelled(kept(ids), kept(labels), note, -(-len(ids) // size) - len(starts))
+        kept = [i for at in starts for i in range(at, min(at + size, len(ids)))]
+        empty = -(-len(ids) // size) - len(starts)
+        return Labelled([ids[i] for i in kept], [labels[i] for i in kept], note, empty)
 
 
 def answer_tokenizer(

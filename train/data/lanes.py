@@ -14,7 +14,7 @@ from tpshard.diagnostics.diagnostic import Mistakes
 from tpshard.models.objectives.targets import IGNORE
 from tpshard.train.data.bad_rows import BadRows
 from tpshard.train.data.corpus import TextFile, TextSource, rows
-from tpshard.train.data.row_columns import Labelled, NotLearned, TextRow, told
+from tpshard.train.data.row_columns import Labelled, NotLearned, TextRow, in_words
 from tpshard.train.data.shard_sums import ShardSums
 
 GOLDEN = 0.6180339887498949
@@ -125,7 +125,7 @@ class Chain:
     def nothing_to_learn(self) -> Mistakes:
         """The error of a text of which every document is left out."""
         fix = self.text.readable if self.unlearned.first else "a larger model.seq_len, or data.too_long"
-        why = self.unlearned.first or "; ".join(told(note, n) for note, n in self.notes.items())
+        why = self.unlearned.first or "; ".join(in_words(note, n) for note, n in self.notes.items())
         return self.text.mistake(f"{self.text.name} has nothing to learn from", why=why, fix=fix)
 
     def _epoch(self, at: LanePlace) -> Iterator[Document]:

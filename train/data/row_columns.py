@@ -42,14 +42,14 @@ class Labelled(NamedTuple):
 
     @property
     def counted(self) -> dict[str, int]:
-        """How many rows and sequences are not taken as they are, by what was done; see `told`."""
+        """How many rows and sequences are not taken as they are, by what was done; see `in_words`."""
         return {note: n for note, n in ((f"row {self.note}", bool(self.note)), (NO_TARGET, self.without)) if n}
 
 
 NO_TARGET = "sequence without a target, of rows that were split: left out"
 
 
-def told(counted: str, n: int) -> str:
+def in_words(counted: str, n: int) -> str:
     """A count of `Labelled.counted` in words."""
     unit, _, done = counted.partition(" ")
     return f"{plural(n, unit)} {done}"
@@ -116,7 +116,7 @@ class Columns:
     def row(self, number: int, value: Any) -> TextRow | None:
         """The row of a JSON object or a row of a table; None for one that `where` leaves out."""
         if not isinstance(value, Mapping):
-            return TextRow(number, None, f'no "{self.required[0]}"')
+            return TextRow(number, None, f'{_kind(value)}, not an object with a "{self.required[0]}"')
         if missing := next((key for key in self.required if key not in value), None):
             asks = ", which its filter asks for" if missing in self.where else ""
             return TextRow(number, None, f'no "{missing}"{asks}')

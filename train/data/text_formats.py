@@ -10,9 +10,10 @@ import codecs
 import gzip
 import io
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from tpshard.train.data.row_columns import Columns, TextRow
 
@@ -86,13 +87,28 @@ def _lines(file: BinaryIO) -> Iterator[bytes | None]:
             yield raw
 
 
+class RepeatedKey(ValueError):
+    """An object of JSON has a key twice, of which a reader would take either."""
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises RepeatedKey."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise RepeatedKey(f'an object has the key "{twice}" twice')
+    return found
+
+
 def _json_row(number: int, raw: bytes | None, columns: Columns) -> TextRow | None:
     if raw is None:
         return TextRow(number, None, f"longer than {LONGEST_ROW} bytes")
     try:
-        value = json.loads(raw.removeprefix(b"\xef\xbb\xbf").decode("utf-8"))
+        value = json.loads(raw.removeprefix(b"\xef\xbb\xbf").decode("utf-8"), object_pairs_hook=_once)
     except UnicodeDecodeError as error:
         return TextRow(number, None, f"invalid UTF-8: {error.reason}")
+    except RepeatedKey as error:
+        return TextRow(number, None, str(error))
     except (ValueError, RecursionError) as error:
         return TextRow(number, None, f"not JSON: {error}")
     return columns.row(number, value)

@@ -25,7 +25,7 @@ from tpshard.train.data.corpus import Corpus, TextSource
 from tpshard.train.data.generated_rows import GeneratedRows, held_out_rows
 from tpshard.train.data.made_tokenizer import byte_tokenizer, trained_tokenizer
 from tpshard.train.data.open_data import OpenedData, open_data
-from tpshard.train.data.row_columns import told
+from tpshard.train.data.row_columns import in_words
 from tpshard.train.data.step_batch import StepBatch
 from tpshard.train.data.stream import Loader, held_out_batch
 from tpshard.train.data.tokens import TextTokenizer, load_tokenizer
@@ -73,7 +73,7 @@ def notes_of(loader: Loader | GeneratedRows, context: Context, data_rank: int) -
     own = loader.notes if isinstance(loader, Loader) else Counter()
     of_ranks = dict(context.gather((data_rank, dict(own))))  # ranks that read the same rows count once
     total: Counter[str] = sum(map(Counter, of_ranks.values()), Counter())
-    return [told(note, count) for note, count in total.items()]
+    return [in_words(note, count) for note, count in total.items()]
 
 
 def opened_data(setting: Setting, folder: Path, context: Context | None = None) -> OpenedData:
