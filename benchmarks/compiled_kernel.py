@@ -20,8 +20,8 @@ _FLOATING = ("x", "out", "weight", "dout", "k_pool", "v_pool")
 """Arguments of the kernel's own dtype."""
 _POINTERS = {"words": "*i32", "scales": "*fp16", "zeros": "*u8", "pieces": "*i32", "bias": "*fp16",
              "partial": "*fp32", "peaks": "*fp32", "arrived": "*i32", "order": "*i64", "param": "*fp32",
-             "exp_avg": "*bf16", "exp_avg_sq": "*bf16", "finite": "*i1", "scale": "*fp32", "lr": "*fp32",
-             "grad": "*fp32", "update": "*fp32"}  # fmt: skip
+             "grad": "*fp32", "exp_avg": "*bf16", "exp_avg_sq": "*bf16", "finite": "*i1", "scale": "*fp32",
+             "lr": "*fp32", "update": "*fp32"}  # fmt: skip
 _POINTERS |= dict.fromkeys(("q", "k", "v", "decay", "beta", "step", "a", "inward", "outward", "state", "last"), "*fp32")
 _POINTERS |= dict.fromkeys(("starts", "ends", "experts", "first_block"), "*i64")
 _NUMBERS = dict.fromkeys(("M", "group_chunks", "first_chunk", "width", "size"), "i32") | {"eps": "fp32"}

@@ -19,15 +19,20 @@ from tpshard.programs.server.captured_steps import MOST_ROWS, can_capture
 from tpshard.programs.server.sampling_programs import Choice
 from tpshard.programs.server.serve_setting import Size
 from tpshard.programs.server.serving import BLOCK_SIZE, STEP, ServingPrograms
+from tpshard.programs.server.token_choice import drawn, likeliest, nucleus
 from tpshard.serve.engine.cuda_graphs import Captured
 from tpshard.serve.engine.picks import Picked, Picks
-from tpshard.serve.engine.sampling import Choosing, Recalled, alone, pick
+from tpshard.serve.engine.sampling import Choosing, Recalled, alone, brought, pick
 from tpshard.serve.engine.step import StepInput
 from tpshard.serve.engine.weights import Filler, Weights
 
+_ALIGNED = 32
+"""Numbers of int64 from whose multiples on kernels may read an input: 256 bytes, as of a tensor of its own."""
 
-class ChoosingTogether:
-    """The `Choosing` of devices that each have a part of the vocabulary: by programs, which are built at first use."""
+
+class ChoosingPrograms:
+    """The `Choosing` of devices that each have a part of the vocabulary, and of a GPU, which replays it: by programs,
+    which are built at first use."""
 
     def __init__(self, programs: ServingPrograms, context: Context) -> None:
         self._programs, self._context = programs, context
@@ -81,7 +86,8 @@ class ProgramRunner:
         self._recalled = Recalled(first, count, self.max_logit_rows, context.device)
         self.choose_together = bool(layout.axes)
         """Whether every rank has a part of the vocabulary, and is needed to choose a token."""
-        self._choosing: Choosing = ChoosingTogether(programs, context) if self.choose_together else alone
+        by_programs = self.choose_together or context.device.type == "cuda"
+        self._choosing: Choosing = ChoosingPrograms(programs, context) if by_programs else alone
         if context.device.type == "cuda":
             self._capture()
 
@@ -92,9 +98,10 @@ class ProgramRunner:
     def logits(self, batch: StepInput) -> Tensor:
         """Logits [logit_rows, vocab] in fp32 on the device, of its part of the vocabulary, until the next step."""
         size = Size(len(batch.tokens), True) if batch.is_chunk else self._programs.fitting(len(batch.tokens))
-        brought = batch.pad(size.rows, self._programs.setting.logit_rows(size.rows)).arguments(size.chunk)
-        arguments = [x if p.name not in brought else self._bring(p, brought[p.name])
-                 for p, x in zip(self._programs.by_size[size].inputs, self._given[size])]  # fmt: skip
+        arrays = batch.pad(size.rows, self._programs.setting.logit_rows(size.rows)).arguments(size.chunk)
+        whole = dict(zip(arrays, self._bring(list(arrays.values()))))
+        arguments = [self._own(p, whole[p.name]) if p.name in whole else x
+                     for p, x in zip(self._programs.by_size[size].inputs, self._given[size])]  # fmt: skip
         logits, *_ = self._run[size](*arguments)
         return logits[: len(batch.logit_rows)].float()
 
@@ -120,8 +127,16 @@ class ProgramRunner:
 
     def check(self) -> None: ...
 
-    def _bring(self, port: Port, value: np.ndarray) -> Tensor:
-        whole = torch.from_numpy(np.ascontiguousarray(value)).to(self._device)
+    def _bring(self, arrays: list[np.ndarray]) -> list[Tensor]:
+        """Arrays of int64 on the device by one copy, each at a place that kernels read as an aligned one's."""
+        sizes = [-(-array.size // _ALIGNED) * _ALIGNED for array in arrays]
+        flat, at = np.zeros(sum(sizes), dtype=np.int64), np.cumsum([0, *sizes]).tolist()
+        for start, array in zip(at, arrays):
+            flat[start : start + array.size] = array.ravel()
+        there = brought(flat, self._device)
+        return [there[start : start + array.size].view(array.shape) for start, array in zip(at, arrays)]
+
+    def _own(self, port: Port, whole: Tensor) -> Tensor:
         return cut(whole, port.layout, self._programs.setting.mesh, self._rank) if port.layout.axes else whole
 
     def warm(self) -> None:
@@ -132,6 +147,18 @@ class ProgramRunner:
             states = np.zeros(0 if self.chunks is None else 1 if size.chunk else 2, dtype=np.int64)
             adapters = none - 1 if self.slots else none[:0]
             self.logits(StepInput(none, none, none, none, np.zeros((1, 1), dtype=np.int64), last, states, adapters))
+        if self._device.type == "cuda":
+            self._warm_choosing()
+
+    def _warm_choosing(self) -> None:
+        """Captures what chooses tokens by the usual settings, for every number of rows."""
+        vocab = self._recalled.vocab
+        for rows in sorted({self._programs.setting.choosing_rows(n) for n in range(1, self.max_logit_rows + 1)}):
+            logits = torch.zeros(rows, vocab, device=self._device)
+            settings = torch.tensor([[1.0, 0.0, 0.9, 0.0, 0.5]], dtype=torch.float64, device=self._device)
+            self._choosing(likeliest, logits, logits)
+            for choice in (drawn, nucleus):
+                self._choosing(choice, logits, settings.repeat(rows, 1))
 
     def close(self) -> None:
         self._given.clear()

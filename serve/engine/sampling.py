@@ -41,10 +41,17 @@ class Recalled:
         self._first, self._shape, self._device = first, (slots, vocab), device
         self._tables: dict[int, Tensor] = {}
 
+    @property
+    def vocab(self) -> int:
+        """The tokens of this device's part."""
+        return self._shape[1]
+
     def recall(self, news: np.ndarray) -> None:
         """Takes in what a step tells (`Picks.told`)."""
+        if not len(news):
+            return
         kinds = news[:, 1]
-        fresh = torch.from_numpy(news[kinds == RESET, 0].astype(np.int64)).to(self._device)
+        fresh = brought(news[kinds == RESET, 0].astype(np.int64), self._device)
         for table in self._tables.values():
             table[fresh] = 0
         for kind, dtype in ((SEEN, torch.bool), (ANSWERED, torch.int32), (BIAS, torch.float64)):
@@ -52,11 +59,7 @@ class Recalled:
             slots, tokens, at = self._places(facts[:, 0], facts[:, 2])
             if not len(slots):
                 continue
-            values = (
-                torch.from_numpy(facts[at, 3]).to(self._device, dtype)
-                if kind == BIAS
-                else slots.new_ones((), dtype=dtype)
-            )
+            values = brought(facts[at, 3], self._device).to(dtype) if kind == BIAS else slots.new_ones((), dtype=dtype)
             self._table(kind, dtype).index_put_((slots, tokens), values, accumulate=kind != SEEN)
             self._table(CHANGES, torch.bool)[slots, tokens] = True
 
@@ -69,7 +72,7 @@ class Recalled:
             return logits
         logits = logits.clone()
         if CHANGES in self._tables and len(picks.changed):
-            numbers = torch.from_numpy(picks.changed.copy()).to(self._device)
+            numbers = brought(picks.changed, self._device)
             at, tokens = self._tables[CHANGES][numbers[:, 1].long()].nonzero(as_tuple=True)
             row, slot, repetition, presence, frequency = numbers[at].unbind(1)
             none = numbers.new_zeros(())
@@ -82,8 +85,9 @@ class Recalled:
             values = torch.where((seen > 0) | (answered > 0), scaled, values)
             summand = bias - (presence * (answered > 0) + frequency * answered)
             logits[row.long(), tokens] = values + summand.float()
-        rows, tokens, _ = self._places(*picks.barred.T)
-        logits[rows, tokens] = -torch.inf
+        if len(picks.barred):
+            rows, tokens, _ = self._places(*picks.barred.T)
+            logits[rows, tokens] = -torch.inf
         return logits
 
     def _table(self, kind: int, dtype: torch.dtype) -> Tensor:
@@ -95,7 +99,7 @@ class Recalled:
         """Rows and tokens that lie in this device's part, counted from its first, and which these are."""
         own = tokens - self._first
         at = (own >= 0) & (own < self._shape[1])
-        here = torch.from_numpy(np.stack([rows[at], own[at]]).astype(np.int64)).to(self._device)
+        here = brought(np.stack([rows[at], own[at]]).astype(np.int64), self._device)
         return here[0], here[1], at
 
 
@@ -106,35 +110,51 @@ def pick(logits: Tensor, picks: Picks, recalled: Recalled | None = None, choosin
     choosing: how devices choose that each have a part of the vocabulary, which `logits` then is.
     """
     device, wanted, count = logits.device, picks.wanted, len(picks.wanted)
-    table = logits.new_zeros(count, 3 + 2 * picks.most, dtype=torch.float64)
     if not count:
-        return Picked(table.cpu().numpy())
+        return Picked(np.zeros((0, 3 + 2 * picks.most)))
     recalled = recalled or Recalled(0, logits.shape[-1], count, device)
     recalled.recall(picks.told)
     changed = recalled.change(logits, picks)
     sound, tokens = choosing(likeliest, logits, changed)
     for of_kind, restricted in _drawing(picks):
-        rows = torch.from_numpy(of_kind).to(device)
-        chosen = changed[rows].where(sound[rows, None], 0.0)
-        settings = torch.from_numpy(picks.settings[of_kind]).to(device)
-        if not restricted:
-            (tokens[rows],) = choosing(drawn, chosen, settings)
-            continue
-        tokens[rows], enough = choosing(nucleus, chosen, settings)
-        if not bool(enough.all()):
-            more = ~enough
-            (tokens[rows[more]],) = choosing(selected, chosen[more], settings[more])
-    scored = torch.from_numpy(np.array(wanted[:, 0])).to(device)
-    tokens = tokens.where(scored < 0, scored)
+        settings = brought(picks.settings[of_kind], device)
+        if len(of_kind) == count:
+            tokens = _drawn(changed.where(sound[:, None], 0.0), settings, restricted, choosing)
+        else:
+            rows = brought(of_kind, device)
+            chosen = changed[rows].where(sound[rows, None], 0.0)
+            tokens[rows] = _drawn(chosen, settings, restricted, choosing)
+    if (wanted[:, 0] >= 0).any():
+        scored = brought(wanted[:, 0], device)
+        tokens = tokens.where(scored < 0, scored)
+    table = logits.new_zeros(count, 3 + 2 * picks.most, dtype=torch.float64)
     table[:, 0], table[:, 1] = sound, tokens
     asking = np.flatnonzero(wanted[:, 1] >= 0)
     if len(asking):
-        rows = torch.from_numpy(asking).to(device)
+        rows = brought(asking, device)
         own, best, values = choosing(scores, logits[rows], tokens[rows], count=max(LIKELIEST, picks.most))
         found = min(picks.most, best.shape[-1])
         table[rows, 2], table[rows, 3 : 3 + found] = own, best[:, :found].double()
         table[rows, 3 + picks.most : 3 + picks.most + found] = values[:, :found]
     return Picked(table.cpu().numpy())
+
+
+def _drawn(logits: Tensor, settings: Tensor, restricted: bool, choosing: Choosing) -> Tensor:
+    """The tokens [rows] that are drawn, from all or, if `restricted`, from few."""
+    if not restricted:
+        (tokens,) = choosing(drawn, logits, settings)
+        return tokens
+    tokens, enough = choosing(nucleus, logits, settings)
+    if not bool(enough.all()):
+        more = ~enough
+        (tokens[more],) = choosing(selected, logits[more], settings[more])
+    return tokens
+
+
+def brought(values: np.ndarray, device: torch.device) -> Tensor:
+    """The values on the device, on a GPU without waiting for what it does."""
+    there = torch.from_numpy(np.array(values))
+    return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there.to(device)
 
 
 def _drawing(picks: Picks) -> list[tuple[np.ndarray, bool]]:

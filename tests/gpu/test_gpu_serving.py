@@ -14,10 +14,10 @@ from servers import folder_runner, prompts, runner_of
 from torch import Tensor
 from tpshard.models import build
 from tpshard.models.families.presets import PRESETS
-from tpshard.parallelism.runtime.context import alone
 from tpshard.programs.scheduling.request import Logprob, Sampling, Sequence
 from tpshard.serve.engine.engine import Engine
-from tpshard.serve.engine.runner import ChoosingTogether, ProgramRunner
+from tpshard.serve.engine.runner import ProgramRunner
+from tpshard.serve.engine.sampling import alone
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (1, 7, 16, 33, 64, 65, 100)
@@ -61,13 +61,12 @@ def test_a_batch_has_the_bits_of_each_alone_and_the_values_of_the_model() -> Non
 
 
 def test_tokens_chosen_by_replayed_programs_are_those_of_one_device() -> None:
-    """As devices choose that each have a part of the vocabulary; here the part is the whole."""
     model = build(PRESETS["tiny"], device="cpu", seed=1).float()
     answers = []
     for replayed in (False, True):
         runner = runner_of(copy.deepcopy(model).cuda(), "serve.batch_invariant=true", blocks=256)
-        if replayed:
-            runner._choosing = ChoosingTogether(runner._programs, alone(torch.device("cuda")))
+        if not replayed:
+            runner._choosing = alone
         kinds = [
             Sampling(temperature=0, logprobs=2), Sampling(temperature=0.8, top_k=7, seed=1), Sampling(seed=3),
             Sampling(temperature=1.3, top_p=0.9, seed=5, logprobs=2), Sampling(min_p=0.05, seed=9, temperature=1.1),

@@ -281,6 +281,7 @@ if DEVICE == "cuda":  # the interpreter multiplies the bits of bf16 as integers
 @pytest.mark.parametrize("dtype", MULTIPLIED)
 def test_a_tokens_experts_have_the_same_bits_in_every_batch(dtype):
     x, ids, *others = routed(67, 2, 3, 24, 40, dtype)
+    ids = ids.to(DEVICE)
     together = triton_experts.experts(x, ids, *others, fixed=True)
     wide = [each.cpu().double() for each in (x, *others)]
     expected = torch.ops.tpshard.experts(wide[0], ids.cpu(), *wide[1:])
