@@ -190,7 +190,13 @@ def paged(name: str, rows: int, sequences: int, context: int, heads: int = 32, k
     constants = tile | {"BLOCK": 16, "CAPPED": False, "WINDOWED": False, "WITH_LSE": False, "SPLIT": shared > 1}
     types = {"q": "*bf16", "scale": "fp32"}
     code = compile_kernel(
-        triton_paged.paged_attention_kernel, constants, "bf16", 90, triton_paged.warps(head), triton_paged.STAGES, types
+        triton_paged.paged_attention_kernel,
+        constants,
+        "bf16",
+        90,
+        triton_paged.warps(head),
+        triton_paged.STAGES[shared > 1],
+        types,
     )
     each = rows // sequences
     runs = sequences * -(-each // tile["TILE"]) * kv

@@ -1,6 +1,7 @@
 """RMSNorm as one operation, which can store its result in a permuted order for the linear that reads it.
 
     tpshard::rms_norm_permuted(x [..., width], weight [width], order [width] | None, eps) -> [..., width]
+    tpshard::add_rms_norm(x [..., width], y [..., width], weight, order | None, eps) -> (x + y, the norm of x + y)
 
 Computed in fp32 but for the multiplication by `weight` (Zhang and Sennrich 2019): out[..., i] = norm(x)[..., order[i]].
 """
@@ -33,3 +34,26 @@ def _shape(x: Tensor, weight: Tensor, order: Tensor | None, eps: float) -> Tenso
 NORM = operation(
     "rms_norm_permuted(Tensor x, Tensor weight, Tensor? order, float eps) -> Tensor", rms_norm, _shape, cuda=_cuda
 )
+
+
+def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, order: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """`tpshard::add_rms_norm` in plain torch."""
+    total = x + y
+    return total, rms_norm(total, weight, order, eps)
+
+
+def _add_cuda(x: Tensor, y: Tensor, weight: Tensor, order: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    from tpshard.kernels import triton_launch
+
+    with torch.cuda.device(x.device):
+        return triton_launch.add_rms_norm(x, y, weight, order, eps)
+
+
+def _add_shapes(x: Tensor, y: Tensor, weight: Tensor, order: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+ADD_NORM = operation(
+    "add_rms_norm(Tensor x, Tensor y, Tensor weight, Tensor? order, float eps) -> (Tensor, Tensor)", add_rms_norm,
+    _add_shapes, cuda=_add_cuda,
+)  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 import triton.testing
 from torch import Tensor
-from tpshard.kernels import triton_norm, triton_optimizer
+from tpshard.kernels import triton_norm, triton_optimizer, triton_steps
 from tpshard.kernels.arrivals import arrivals
 from tpshard.kernels.experts.triton_experts import SortedChoices
 from tpshard.kernels.linear import fixed_rows_linear
@@ -166,14 +166,54 @@ def rms_norm(x: Tensor, weight: Tensor, order: Tensor | None, eps: float) -> Ten
     """RMSNorm of x [..., rows, width], permuted by `order` [width]; columns of a wider tensor are read in place."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x = x.reshape(-1, *x.shape[-2:])
-    outer, inner, width = x.shape
-    if x.stride()[1:] != (width, 1):
+    if x.stride()[1:] != (x.shape[2], 1):
         x = x.contiguous()
-    triton_norm.rms_norm_kernel[(outer * inner,)](
-        x, weight, _or(order, weight), out, inner, x.stride(0), width, eps, BLOCK=triton.next_power_of_2(width),
-        PERMUTED=order is not None, num_warps=8 if width >= 4096 else 4,
-    )  # fmt: skip
+    _norm_rows(x, None, weight, order, out, out, eps)
     return out
+
+
+def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, order: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """x + y [..., width], and `rms_norm` of it."""
+    total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    _norm_rows(x.contiguous().view(1, -1, x.shape[-1]), y.contiguous(), weight, order, total, out, eps)
+    return total, out
+
+
+def _norm_rows(
+    x: Tensor, y: Tensor | None, weight: Tensor, order: Tensor | None, total: Tensor, out: Tensor, eps: float
+) -> None:
+    outer, inner, width = x.shape
+    triton_norm.rms_norm_kernel[(outer * inner,)](
+        x, _or(y, x), weight, _or(order, weight), total, out, inner, x.stride(0), width, eps,
+        BLOCK=triton.next_power_of_2(width), PERMUTED=order is not None, ADDED=y is not None,
+        num_warps=8 if width >= 4096 else 4,
+    )  # fmt: skip
+
+
+def rotate(xs: Sequence[Tensor], cos: Tensor, sin: Tensor) -> list[Tensor]:
+    """`kernels.rotary` in Triton, two tensors a launch."""
+    cos, sin, results = cos.contiguous(), sin.contiguous(), list[Tensor]()
+    for first in range(0, len(xs), 2):
+        pair = [x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous() for x in xs[first : first + 2]]
+        outs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in pair]
+        heads, (_, rows, _, head) = [x.shape[2] for x in pair], pair[0].shape
+        # a product is rounded before it is added, so that bits are those of torch's operations
+        triton_steps.rotate_kernel[rows, sum(heads)](
+            pair[0], pair[-1], cos, sin, outs[0], outs[-1], pair[0].stride(1), pair[-1].stride(1), heads[0],
+            HEAD=head, BLOCK=triton.next_power_of_2(head), num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
+        results += outs
+    return results
+
+
+def store_rows(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> None:
+    """Writes k and v [b, t, kv, d] to the slots [b, t] of pools [n, s, kv, d], in one launch."""
+    _, _, kv, d = k.shape
+    k, v = (x.flatten(0, 1) if x.stride()[2:] == (d, 1) else x.contiguous().flatten(0, 1) for x in (k, v))
+    triton_steps.store_rows_kernel[k.shape[0], 2](
+        k, v, k_pool, v_pool, slots.reshape(-1), k.stride(0), v.stride(0), kv * d,
+        BLOCK=triton.next_power_of_2(kv * d), num_warps=4,
+    )  # fmt: skip
 
 
 STEP_BLOCK = 1024

@@ -217,11 +217,11 @@ def _paged_attention_cuda(
     sequences: Tensor, tables: Tensor, scale: float, window: int | None = None,
     softcap: float | None = None, lse: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    from tpshard.kernels.attention import triton_paged  # needs Triton, which CPU builds of torch lack
+    from tpshard.kernels import triton_launch  # needs Triton, which CPU builds of torch lack
+    from tpshard.kernels.attention import triton_paged
 
     _check(q, k, k_pool, v_pool, positions, window)
-    store(k, k_pool, slots)
-    store(v, v_pool, slots)
+    triton_launch.store_rows(k, v, k_pool, v_pool, slots)
     flat = q.reshape(-1, *q.shape[2:])
     out, logs = triton_paged.paged_attention(
         flat, k_pool, v_pool, positions.reshape(-1), sequences.reshape(-1), tables, scale, window, softcap,

@@ -24,10 +24,9 @@ _PART = 512
 """Keys per part."""
 _PROGRAMS = 1056
 """Programs that are enough to fill a device: eight for each multiprocessor of an H100."""
-STAGES = 4
-"""Of the loop over keys: a stage finds the blocks of keys, two load them, and the last computes."""
-_AT_ONCE = 8
-"""Parts that are loaded at a time to be added."""
+STAGES = {True: 5, False: 3}
+"""Of the loop over keys, where programs share them and where not. A decode step waits for its keys, which more stages
+load earlier; a prompt's tiles find theirs in the cache, and want the registers."""
 _ALL = 2**30
 """The window that stands for none."""
 _LOG2_E = math.log2(math.e)
@@ -137,9 +136,9 @@ def paged_attention_kernel(
 @triton.jit
 def add_parts_kernel(
     partial, peaks, positions, out, lse, heads, window, HEAD: tl.constexpr, D: tl.constexpr, PART: tl.constexpr,
-    AT_ONCE: tl.constexpr, WITH_LSE: tl.constexpr,
+    WITH_LSE: tl.constexpr,
 ):  # fmt: skip
-    """Adds up the parts of a row and head, AT_ONCE of which are on their way at a time. Grid: (rows, heads)."""
+    """Adds up the parts of a row and head, in order. Grid: (rows, heads)."""
     row, head = tl.program_id(0), tl.program_id(1)
     position = tl.load(positions + row).to(tl.int32)
     d, low = tl.arange(0, D), tl.maximum(position - window + 1, 0) // PART
@@ -148,15 +147,12 @@ def add_parts_kernel(
     largest = tl.full([1], -float("inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     weighted = tl.zeros([1, D], tl.float32)
-    for begin in range(low, position // PART + 1, AT_ONCE):
-        for ahead in tl.static_range(AT_ONCE):
-            part = begin + ahead
-            there = part <= position // PART
-            at = part * state + place
-            top = tl.load(peaks + 2 * at + tl.arange(0, 1), mask=there, other=-float("inf"))
-            sums = tl.load(peaks + 2 * at + 1 + tl.arange(0, 1), mask=there, other=0.0)
-            values_sum = tl.load(partial + at * HEAD + d[None, :], mask=there & (d[None, :] < HEAD), other=0.0)
-            largest, total, weighted = _add(largest, total, weighted, top, sums, values_sum)
+    for part in range(low, position // PART + 1):
+        at = part * state + place
+        top = tl.load(peaks + 2 * at + tl.arange(0, 1))
+        sums = tl.load(peaks + 2 * at + 1 + tl.arange(0, 1))
+        values_sum = tl.load(partial + at * HEAD + d[None, :], mask=d[None, :] < HEAD, other=0.0)
+        largest, total, weighted = _add(largest, total, weighted, top, sums, values_sum)
     result = weighted * (1 / total)[:, None]
     tl.store(out + place * HEAD + d[None, :], result.to(out.dtype.element_ty), mask=d[None, :] < HEAD)
     if WITH_LSE:
@@ -204,11 +200,11 @@ def paged_attention(
         q, k_pool, v_pool, positions, sequences.contiguous(), tables.contiguous(), out, out if lse is None else lse,
         partial, peaks, rows, scale * in_bits, tables.shape[1], kv_heads, window, _LOG2_E * (softcap or 1.0),
         BLOCK=block, **sizes, CAPPED=softcap is not None, WINDOWED=window != _ALL, WITH_LSE=with_lse,
-        SPLIT=programs > 1, num_warps=warps(head_dim), num_stages=STAGES,
+        SPLIT=programs > 1, num_warps=warps(head_dim), num_stages=STAGES[programs > 1],
     )  # fmt: skip
     if programs > 1:
         add_parts_kernel[rows, heads](
             partial, peaks, positions, out, out if lse is None else lse, heads, window, HEAD=head_dim, D=sizes["D"],
-            PART=_PART, AT_ONCE=_AT_ONCE, WITH_LSE=with_lse, num_warps=1,
+            PART=_PART, WITH_LSE=with_lse, num_warps=1,
         )  # fmt: skip
     return out, lse

@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -105,6 +104,40 @@ def combine_kernel(
         value = tl.load(values + place * width + i, mask=i < tl.where(place >= 0, width, 0), other=0.0)
         total += share * value.to(tl.float32)
     tl.store(out + row * width + i, total.to(out.dtype.element_ty), mask=i < width)
+
+
+@triton.jit
+def swiglu_kernel(gated, linear, size, BLOCK: tl.constexpr):
+    """silu(gated) * linear, over gated."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    g = tl.load(gated + i, mask=i < size, other=0.0).to(tl.float32)
+    up = tl.load(linear + i, mask=i < size, other=0.0).to(tl.float32)
+    tl.store(gated + i, (g * tl.sigmoid(g) * up).to(gated.dtype.element_ty), mask=i < size)
+
+
+@triton.jit
+def swiglu_backward_kernel(gated, linear, dhidden, shares, dshares, width, BLOCK: tl.constexpr):
+    """The gradients of a row's share and of its gated and linear, over these; over dhidden its share of hidden.
+
+    hidden = silu(gated) * linear, whose gradient is share * dhidden. Grid: rows, all [rows, width].
+    """
+    row = tl.program_id(0).to(tl.int64)
+    share, kind = tl.load(shares + row).to(tl.float32), gated.dtype.element_ty
+    products = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, width, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        at, inside = row * width + i, i < width
+        g = tl.load(gated + at, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(linear + at, mask=inside, other=0.0).to(tl.float32)
+        d = tl.load(dhidden + at, mask=inside, other=0.0).to(tl.float32)
+        gate = tl.sigmoid(g)
+        hidden = g * gate * up
+        products += d * hidden
+        d *= share
+        tl.store(dhidden + at, (hidden * share).to(kind), mask=inside)
+        tl.store(gated + at, (d * up * gate * (1 + g * (1 - gate))).to(kind), mask=inside)
+        tl.store(linear + at, (d * g * gate).to(kind), mask=inside)
+    tl.store(dshares + row, tl.sum(products))
 
 
 @dataclass(frozen=True)
@@ -223,11 +256,18 @@ def chosen_by(
     return SortedChoices(ids, count, dtype, fixed)
 
 
+def swiglu(gated: Tensor, linear: Tensor) -> Tensor:
+    """silu(gated) * linear, in the memory of gated."""
+    if gated.numel():
+        swiglu_kernel[(triton.cdiv(gated.numel(), 1024),)](gated, linear, gated.numel(), BLOCK=1024)
+    return gated
+
+
 def experts(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor, fixed: bool) -> Tensor:
     """Arguments and result as of `kernels.experts`. With `fixed` a token's bits do not depend on other tokens."""
     chosen = chosen_by(ids, len(gate), gate.shape[1:], x.dtype, fixed)
     rows = chosen.rows(x.reshape(-1, x.shape[-1]))
-    hidden = F.silu(chosen.linear(rows, gate)) * chosen.linear(rows, up)
+    hidden = swiglu(chosen.linear(rows, gate), chosen.linear(rows, up))
     return combine(chosen.linear(hidden, down), weights.reshape(-1, ids.shape[-1]), chosen.places).view(x.shape)
 
 
@@ -238,18 +278,17 @@ def experts_backward(
     chosen = chosen_by(ids, len(gate), gate.shape[1:], x.dtype, False)
     rows, grads = (chosen.rows(tensor.reshape(-1, x.shape[-1])) for tensor in (x, dout))
     gated, linear = chosen.linear(rows, gate), chosen.linear(rows, up)
-    sigmoid = torch.sigmoid(gated)
-    hidden = gated * sigmoid * linear
     dhidden = chosen.linear(grads, down.transpose(1, 2))
-    dshares = (dhidden * hidden).sum(-1, keepdim=True, dtype=torch.float32).to(weights.dtype)
-    own = chosen.rows(weights.reshape(-1, 1)).to(x.dtype)
-    ddown = chosen.outer(hidden * own, grads).transpose(1, 2).contiguous()
-    dhidden = dhidden * own
-    dgated, dlinear = dhidden * linear * sigmoid * (1 + gated * (1 - sigmoid)), dhidden * gated * sigmoid
+    shares = chosen.rows(weights.reshape(-1, 1)).contiguous()
+    dshares = torch.empty(shares.shape, dtype=torch.float32, device=x.device)
+    if len(gated):
+        swiglu_backward_kernel[(len(gated),)](gated, linear, dhidden, shares, dshares, gated.shape[1], BLOCK=1024)
+    dgated, dlinear, hidden = gated, linear, dhidden
+    ddown = chosen.outer(hidden, grads).transpose(1, 2).contiguous()
     dx = chosen.linear(dgated, gate.transpose(1, 2)) + chosen.linear(dlinear, up.transpose(1, 2))
     ones = torch.ones(ids.numel() // ids.shape[-1], ids.shape[-1], device=x.device)
     dgate, dup = chosen.outer(dgated, rows), chosen.outer(dlinear, rows)
     return (
-        combine(dx, ones, chosen.places).view(x.shape), chosen.in_choices(dshares).view(weights.shape), dgate, dup,
-        ddown,
+        combine(dx, ones, chosen.places).view(x.shape),
+        chosen.in_choices(dshares).to(weights.dtype).view(weights.shape), dgate, dup, ddown,
     )  # fmt: skip

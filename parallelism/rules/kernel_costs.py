@@ -18,6 +18,8 @@ OPS: Table = {
     "fixed_rows_expert_linear": Entry(work="matmul", routed=1),
     "quantized_experts": product,
     "tpshard.rms_norm_permuted": Entry(calls=6),
+    "tpshard.add_rms_norm": Entry(calls=7),
+    "tpshard.rotate": Entry(calls=8),
     "tpshard.fp8_quantize": product,  # bound by memory, but a kernel of its own, with which no stream fuses
     "tpshard.fp8_multiply": product,
 }

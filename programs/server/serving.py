@@ -27,6 +27,7 @@ from tpshard.parallelism.sharding import Sharding, replicated
 from tpshard.parallelism.why import SourcePlace
 from tpshard.programs.server import step_kernels
 from tpshard.programs.server.act_order import Arrangement, arrange
+from tpshard.programs.server.fewer_launches import FEWER
 from tpshard.programs.server.padding import notes
 from tpshard.programs.server.paging import (
     PAGING,
@@ -238,6 +239,7 @@ def passes(setting: ServeSetting, arrangement: Arrangement, size: Size) -> list[
         partial(step_kernels.quantize, weights=weights, kind=kind, invariant=invariant, parts=setting.parts(size.rows)),
         partial(step_kernels.quantize_experts, weights=weights, invariant=invariant),
         *([partial(join, weights=weights) for join in step_kernels.JOINS] if kind != "cpu" else []),
+        *(FEWER if kind != "cpu" else []),
         *([partial(step_kernels.fix_rows, kind=kind)] if invariant else []),
     ]
 

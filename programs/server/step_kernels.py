@@ -36,7 +36,7 @@ FIXED_ROWS: dict[Any, Any] = {
 Settings = ParamSpec("Settings")
 
 
-class _Edited:
+class Edited:
     """A copy of a program whose nodes and inputs a pass edits."""
 
     def __init__(self, program: Program) -> None:
@@ -104,14 +104,14 @@ class _Edited:
         return replace(self.program, inputs=tuple(self.ports[node] for node in feeds))
 
 
-def _at_each_call(
-    edit: Callable[Concatenate[_Edited, fx.Node, Settings], None],
+def at_each_call(
+    edit: Callable[Concatenate[Edited, fx.Node, Settings], None],
 ) -> Callable[Concatenate[Program, Settings], Program]:
     """A pass that makes an edit at every operation of a program."""
 
     @wraps(edit)
     def edit_program(program: Program, *args: Settings.args, **kwargs: Settings.kwargs) -> Program:
-        edited = _Edited(program)
+        edited = Edited(program)
         for node in edited.calls:
             edit(edited, node, *args, **kwargs)
         return edited.finish()
@@ -126,8 +126,8 @@ def argument_by(node: Any, place: int, *targets: Any) -> Any:
 
 
 # ---- products and views ---------------------------------------------------------------------------------------------
-@_at_each_call
-def merge_views(edited: _Edited, node: fx.Node) -> None:
+@at_each_call
+def merge_views(edited: Edited, node: fx.Node) -> None:
     """Merges views of views, and removes views that change nothing."""
     if node.target is not aten.reshape.default:
         return
@@ -139,8 +139,8 @@ def merge_views(edited: _Edited, node: fx.Node) -> None:
         node.replace_all_uses_with(source)
 
 
-@_at_each_call
-def fold_linears(edited: _Edited, node: fx.Node) -> None:
+@at_each_call
+def fold_linears(edited: Edited, node: fx.Node) -> None:
     """Turns a product with a transposed matrix, and the views around it, into one `linear` over any number of dims."""
     turned = argument_by(node, 1, aten.permute.default) if node.target is aten.mm.default else None
     if turned is None or list(turned.args[1]) != [1, 0]:
@@ -162,8 +162,8 @@ def fold_linears(edited: _Edited, node: fx.Node) -> None:
             user.replace_input_with(node, flat)
 
 
-@_at_each_call
-def fix_rows(edited: _Edited, node: fx.Node, kind: str) -> None:
+@at_each_call
+def fix_rows(edited: Edited, node: fx.Node, kind: str) -> None:
     """Makes linears and experts multiply a fixed number of rows at a time, so that rows are independent.
 
     See `kernels.linear`. On a `cpu` the weights are held as its library packs them.
@@ -182,8 +182,8 @@ def fix_rows(edited: _Edited, node: fx.Node, kind: str) -> None:
     node.args = (rows, edited.hold(weight, Held("onednn", held, (port.name,))))
 
 
-@_at_each_call
-def count_useful(edited: _Edited, node: fx.Node, flops: Mapping[str, int]) -> None:
+@at_each_call
+def count_useful(edited: Edited, node: fx.Node, flops: Mapping[str, int]) -> None:
     """Sets the useful FLOPs of padded operations. flops: those of each operation without padding."""
     facts = info(node)
     if facts.global_flops:
@@ -191,8 +191,8 @@ def count_useful(edited: _Edited, node: fx.Node, flops: Mapping[str, int]) -> No
 
 
 # ---- norms ----------------------------------------------------------------------------------------------------------
-@_at_each_call
-def fuse_norms(edited: _Edited, node: fx.Node) -> None:
+@at_each_call
+def fuse_norms(edited: Edited, node: fx.Node) -> None:
     """Fuses x * rsqrt(mean(x * x) + eps) * weight, fp32 up to the last product, into one kernel (`kernels.norm`)."""
     if (operands := _norm(node)) is not None:
         norm = edited.put(node, NORM, operands, info(node))
@@ -220,8 +220,8 @@ def _norm(node: fx.Node) -> tuple[Any, ...] | None:
     return (wide if narrowed is None else widened.args[0], weight, None, eps)
 
 
-@_at_each_call
-def store_norms_in_order(edited: _Edited, node: fx.Node) -> None:
+@at_each_call
+def store_norms_in_order(edited: Edited, node: fx.Node) -> None:
     """Makes a norm that is read in only one order store its result in that order."""
     norm = argument_by(node, 0, NORM) if node.target is REORDER else None
     if norm is None or len(norm.users) > 1 or norm.args[2] is not None or node.args[2] != 1:
@@ -231,9 +231,9 @@ def store_norms_in_order(edited: _Edited, node: fx.Node) -> None:
 
 
 # ---- quantized weights ----------------------------------------------------------------------------------------------
-@_at_each_call
+@at_each_call
 def quantize(
-    edited: _Edited, node: fx.Node, weights: Mapping[str, Coded], kind: str, invariant: bool, parts: str = ""
+    edited: Edited, node: fx.Node, weights: Mapping[str, Coded], kind: str, invariant: bool, parts: str = ""
 ) -> None:
     """Makes linears with these weights multiply codes: by torch's int4 product on a `cpu`, by Triton on a
     `gpu`, with `invariant` in the same order of sums for any number of rows.
@@ -251,8 +251,8 @@ def quantize(
     node.args = (node.args[0], weight) if kind == "cpu" else (node.args[0], weight, invariant)
 
 
-@_at_each_call
-def quantize_experts(edited: _Edited, node: fx.Node, weights: Mapping[str, Coded], invariant: bool) -> None:
+@at_each_call
+def quantize_experts(edited: Edited, node: fx.Node, weights: Mapping[str, Coded], invariant: bool) -> None:
     """Makes experts with these weights multiply codes; an input holds their three stacks of matrices."""
     if node.target is not EXPERTS:
         return
@@ -281,8 +281,8 @@ def _expert_bytes(ports: Sequence[Port], weights: Mapping[str, Coded]) -> int:
 
 
 # ---- weights side by side -------------------------------------------------------------------------------------------
-@_at_each_call
-def join_gates(edited: _Edited, node: fx.Node, weights: Mapping[str, Coded]) -> None:
+@at_each_call
+def join_gates(edited: Edited, node: fx.Node, weights: Mapping[str, Coded]) -> None:
     """Fuses silu(x @ gate) * (x @ up) of quantized weights on a GPU into one launch."""
     silu = argument_by(node, 0, aten.silu.default) or argument_by(node, 1, aten.silu.default)
     if node.target is not aten.mul.Tensor or silu is None:
@@ -302,7 +302,7 @@ def join_gates(edited: _Edited, node: fx.Node, weights: Mapping[str, Coded]) -> 
 
 def join_products(program: Program, weights: Mapping[str, Coded]) -> Program:
     """Makes products of one value by several weights one launch: q, k and v, or gate and up that are not quantized."""
-    edited = _Edited(program)
+    edited = Edited(program)
     alike: dict[Any, list[fx.Node]] = {}
     for node in edited.calls:
         if (form := _joinable(edited, node, weights)) is not None:
@@ -313,7 +313,7 @@ def join_products(program: Program, weights: Mapping[str, Coded]) -> Program:
     return edited.finish()
 
 
-def _join_products(edited: _Edited, products: Sequence[fx.Node]) -> None:
+def _join_products(edited: Edited, products: Sequence[fx.Node]) -> None:
     first, shapes = products[0], [shape_of(product) for product in products]
     spec = Spec((*shapes[0][:-1], sum(shape[-1] for shape in shapes)), info(first).specs[0].dtype)
     like = _of_all(products, specs=(spec,))
@@ -329,7 +329,7 @@ def _join_products(edited: _Edited, products: Sequence[fx.Node]) -> None:
         product.replace_all_uses_with(part)
 
 
-def _biased(edited: _Edited, products: Sequence[fx.Node]) -> list[fx.Node] | None:
+def _biased(edited: Edited, products: Sequence[fx.Node]) -> list[fx.Node] | None:
     """The additions of a bias to each product; None where one has none, or a bias that others read too."""
     sums = []
     for product in products:
@@ -343,7 +343,7 @@ def _biased(edited: _Edited, products: Sequence[fx.Node]) -> list[fx.Node] | Non
     return sums
 
 
-def _joinable(edited: _Edited, node: fx.Node, weights: Mapping[str, Coded]) -> Any:
+def _joinable(edited: Edited, node: fx.Node, weights: Mapping[str, Coded]) -> Any:
     """A key that is equal for products whose weights can be one matrix; None for another node, or a weight that others
     read too."""
     port = edited.ports.get(node.args[1]) if node.target in (linear, quantized_linear) else None  # type: ignore[arg-type]

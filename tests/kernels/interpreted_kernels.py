@@ -17,6 +17,7 @@ from tpshard.kernels.optimizer_steps import adamw_formula, lion_formula
 from tpshard.kernels.quantized.packed import pack, unpack
 from tpshard.kernels.quantized.quantized import Quantized, group_count, group_index, reference_matmul
 from tpshard.kernels.recurrences import delta_rule, selective_scan, triton_recurrences
+from tpshard.kernels.rotary import rotate
 from tpshard.kernels.triton_launch import Tile
 from triton_interpreter import prepare
 
@@ -348,3 +349,37 @@ def test_quantized_experts_in_one_launch(rows, parts, ordered, monkeypatch):
     expected = torch.ops.tpshard.experts(x.cpu().double(), ids, weights.cpu().double(), *dense)
     actual = quantized_experts.quantized_experts(x, ids.to(DEVICE), weights, stack, True).cpu().double()
     assert (actual - expected).norm() <= 2 * ROUNDING[torch.float16] * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", MULTIPLIED)
+@pytest.mark.parametrize(("heads", "head"), [((4, 2), 16), ((3, 1), 24), ((5,), 64)])
+def test_rotary_positions_have_the_bits_of_torch(heads, head, dtype):
+    wide = draw(1, 5, sum(heads) + 1, head).to(dtype)  # heads in a wider tensor, as after a joined product
+    xs = [one.to(DEVICE) for one in wide.split([*heads, 1], 2)[: len(heads)]]
+    angles = draw(1, 5, 1, head // 2)
+    cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1)
+    cos, sin = cos.to(DEVICE, dtype), sin.to(DEVICE, dtype)
+    for ours, theirs in zip(launch.rotate(xs, cos, sin), rotate(xs, cos, sin), strict=True):
+        assert torch.equal(ours, theirs) and ours.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", MULTIPLIED)
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_sum_and_its_norm_are_those_of_two_kernels(ordered, dtype):
+    x, y = (draw(2, 3, 40).to(DEVICE, dtype) for _ in range(2))
+    weight, order = draw(40).to(DEVICE, dtype), torch.randperm(40).to(DEVICE) if ordered else None
+    total, normed = launch.add_rms_norm(x, y * 2, weight, order, 1e-5)
+    assert torch.equal(total, x + y * 2)
+    assert torch.equal(normed, launch.rms_norm(total, weight, order, 1e-5))
+
+
+def test_keys_and_values_are_stored_at_their_slots():
+    pools = torch.zeros(2, 4, 16, 3, 8, device=DEVICE)
+    wide = draw(1, 5, 3, 16).to(DEVICE, torch.float32)
+    k, v = wide[..., :8], wide[..., 8:].contiguous()
+    slots = torch.tensor([[17, 3, 63, 40, 18]], device=DEVICE)
+    launch.store_rows(k, v, *pools, slots)
+    expected = torch.zeros_like(pools)
+    for pool, x in zip(expected, (k, v)):
+        pool.view(-1, 3, 8)[slots[0]] = x[0]
+    assert torch.equal(pools, expected)

@@ -135,5 +135,7 @@ def test_the_triton_kernel_spills_nothing_in_its_loop(capability: int, group: in
     sizes = triton_paged.tile(group, head, torch.bfloat16) | {"BLOCK": 16, "WITH_LSE": True, "SPLIT": True}
     sizes |= {"CAPPED": group == 8, "WINDOWED": group == 8}
     kernel, types = triton_paged.paged_attention_kernel, {"q": "*bf16", "scale": "fp32"}
-    compiled = compile_kernel(kernel, sizes, "bf16", capability, triton_paged.warps(head), triton_paged.STAGES, types)
+    compiled = compile_kernel(
+        kernel, sizes, "bf16", capability, triton_paged.warps(head), triton_paged.STAGES[True], types
+    )
     assert not {"LDL", "STL"} & set(compiled.main_loop)

@@ -16,7 +16,7 @@ from patience import PATIENCE
 triton = pytest.importorskip("triton", reason="Triton has wheels for Linux on x86-64 alone")
 
 import torch
-from tpshard.kernels import triton_launch, triton_norm, triton_optimizer
+from tpshard.kernels import triton_launch, triton_norm, triton_optimizer, triton_steps
 from tpshard.kernels.experts import triton_experts
 from tpshard.kernels.quantized import triton_quantized
 from tpshard.kernels.quantized.packed import Packed
@@ -182,11 +182,16 @@ def test_the_other_kernels_do_not_spill(capability):
     expected = triton_quantized.dequantize_kernel.arg_names
     constants = triton_launch.constants(packed, 4096, False, Tile(16, 64), fast=True)
     constants = {name: value for name, value in constants.items() if name in expected} | {"BLOCK_N": 64}
+    types = dict.fromkeys(("y", "total", "cos", "sin", "x_out", "y_out", "k", "v"), "*bf16") | {"slots": "*i64"}
+    types |= dict.fromkeys(("x_stride", "y_stride", "k_stride", "v_stride", "x_heads"), "i32")
     for kernel, values in ((triton_quantized.dequantize_kernel, constants),
-                           (triton_norm.rms_norm_kernel, {"BLOCK": 8192, "PERMUTED": True}),
+                           (triton_norm.rms_norm_kernel, {"BLOCK": 8192, "PERMUTED": True, "ADDED": True}),
                            (triton_optimizer.adamw_kernel, {**ADAMW, **LION}),
-                           (triton_optimizer.lion_kernel, LION)):  # fmt: skip
-        assert_nothing_spilled(compile_kernel(kernel, values, "bf16", capability, 8, 3))
+                           (triton_optimizer.lion_kernel, LION),
+                           (triton_steps.rotate_kernel, {"HEAD": 128, "BLOCK": 128}),
+                           (triton_steps.store_rows_kernel, {"BLOCK": 1024})):  # fmt: skip
+        own = {name: kind for name, kind in types.items() if name in kernel.arg_names}
+        assert_nothing_spilled(compile_kernel(kernel, values, "bf16", capability, 8, 3, own))
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
