@@ -63,6 +63,21 @@ def test_every_pass_of_a_server_keeps_the_values(family: str, tp: int, monkeypat
     assert calls == sorted(calls, reverse=True) and calls[-1] < 0.7 * calls[0]
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("family", CASES)
+def test_a_gpus_step_has_fewer_kernels_of_the_same_bits(family: str, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = CASES[family]
+    model, of = build(config, device="cpu", seed=2), setting(config, f"serve.mesh.tp={tp}", kind="gpu")
+    fewer = build_serving(of, [Size(8)])
+    assert names(fewer.any)["rotate.default"] == config.layers
+    # the sum before a layer's second norm, and that before the next layer's first or the last norm
+    assert names(fewer.any)["add_rms_norm.default"] == 2 * config.layers
+    monkeypatch.setattr(serving, "FEWER", ())
+    plain = build_serving(of, [Size(8)])
+    assert sum(names(plain.any).values()) - sum(names(fewer.any).values()) > 5 * config.layers
+    assert torch.equal(*(lockstep(programs, weights_of(model)) for programs in (fewer, plain)))
+
+
 def test_a_weight_that_others_read_too_is_held_twice() -> None:
     """A tied table is looked up unpacked and multiplied packed."""
     program = build_serving(setting(LLAMA), [Size(8)]).any
