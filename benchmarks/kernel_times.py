@@ -24,7 +24,7 @@ from tpshard.devices.measuring.measure_gpu import nearest
 from tpshard.devices.read import device
 from tpshard.kernels import triton_launch
 from tpshard.kernels.attention import triton_paged
-from tpshard.kernels.experts.triton_experts import SortedChoices
+from tpshard.kernels.experts.triton_experts import SortedChoices, chosen_by
 from tpshard.kernels.fp8 import fp8_launch
 from tpshard.kernels.quantized.packed import Packed, pack
 from tpshard.kernels.quantized.quantized import Quantized
@@ -113,6 +113,8 @@ def paged(name: str, rows: int, sequences: int, context: int, heads: int = 32, k
         )
         calls.append(partial(triton_paged.paged_attention, q, k, v, positions, owners, tables, head**-0.5))
         keys, values = (x.view(sequences, context, kv, head).transpose(1, 2) for x in (k, v))
+        if each > 1:  # torch's causal kernel for the last queries of longer keys takes as many KV heads as heads
+            keys, values = (x.repeat_interleave(heads // kv, 1) for x in (keys, values))
         theirs.append(partial(attend, q.view(sequences, each, heads, head).transpose(1, 2), keys, values))
     seen = context - (each - 1) / 2
     return Timed(
@@ -123,12 +125,11 @@ def paged(name: str, rows: int, sequences: int, context: int, heads: int = 32, k
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of the last queries by torch: its FlashAttention aligns causal masks at the end."""
+    """Causal attention of the last queries by torch, whose FlashAttention aligns causal masks at the end."""
     if q.shape[2] == 1:
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(1, 2) for x in (k, v)) if group > 1 else (k, v)
-    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+    return out
 
 
 # ---- experts ---------------------------------------------------------------------------------------------------------
@@ -138,8 +139,10 @@ def even(tokens: int, count: int, k: int) -> Tensor:
 
 
 def experts(name: str, tokens: int, count: int, k: int, width: int, hidden: int, fixed: bool = False) -> Timed:
-    chosen, used = SortedChoices(even(tokens, count, k), count, torch.bfloat16, fixed), min(count, tokens * k)
-    x, weight = bf16(tokens, width), bf16(count, hidden, width)
+    """As it is chosen; by torch's grouped product, whose rows are sorted before."""
+    chosen = chosen_by(even(tokens, count, k), count, (hidden, width), torch.bfloat16, fixed)
+    used, weight = min(count, tokens * k), bf16(count, hidden, width)
+    x = chosen.rows(bf16(tokens, width))
     own = [bf16(tokens * k // used, width) for _ in range(used)]
     return Timed(
         name, f"{tokens} tokens, {k} of {count}, {width} x {hidden}",
@@ -150,8 +153,8 @@ def experts(name: str, tokens: int, count: int, k: int, width: int, hidden: int,
 
 
 def outer(name: str, tokens: int, count: int, k: int, width: int, hidden: int) -> Timed:
-    chosen = SortedChoices(even(tokens, count, k), count, torch.bfloat16, False)
-    x, dout, each = bf16(tokens, width), bf16(tokens * k, hidden), tokens * k // count
+    chosen = chosen_by(even(tokens, count, k), count, (hidden, width), torch.bfloat16, False)
+    x, dout, each = chosen.rows(bf16(tokens, width)), bf16(tokens * k, hidden), tokens * k // count
     pairs = [(bf16(each, hidden), bf16(each, width)) for _ in range(count)]
     return Timed(
         name, f"{tokens} tokens, {k} of {count}, {width} x {hidden}",
@@ -246,7 +249,7 @@ def of_case(make: Callable[[], Timed | Iterator[Timed]], record: Record, bandwid
 
 
 def table(record: Record) -> str:
-    lines = ["| kernel | shape | us | of the limit | torch | its us |", "|---|---|---|---|---|---|"]
+    lines = ["| kernel | shape | us | of the limit | torch has | its us |", "|---|---|---|---|---|---|"]
     for row in record.rows:
         if "error" not in row:
             peer = f"{row['peer']} | {row['peer_us']:.1f}" if "peer" in row else "- | -"
