@@ -226,9 +226,10 @@ def _ends(end: str, name: str) -> bool:
 
 
 def _inside(end: str, name: str) -> bool:
-    """Whether a parameter is in a module whose path ends so."""
+    """Whether a parameter is in a module whose path ends so, within a word too, as PEFT compares: `norm` is also each
+    `input_layernorm`."""
     parts = name.split(".")[:-1]
-    return any(_ends(end, ".".join(parts[:n])) for n in range(1, len(parts) + 1))
+    return any(".".join(parts[:n]).endswith(end) for n in range(1, len(parts) + 1))
 
 
 def _pattern(pattern: str, name: str) -> bool:

@@ -110,6 +110,7 @@ def test_an_expression_without_end_in_pythons_engine_is_matched_in_linear_time(t
 
 @pytest.mark.parametrize(("name", "settings"), [
     ("llama", {"target_modules": ["q_proj", "lm_head"]}),  # PEFT saves the head's own weight, too
+    ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["norm"]}),  # in each layer, too
     ("gpt2", {"target_modules": ["c_proj"], "modules_to_save": ["lm_head"], "ensure_weight_tying": True}),
     ("bloom", {"target_modules": ["dense"], "modules_to_save": ["word_embeddings", "lm_head"]}),
 ])  # fmt: skip
