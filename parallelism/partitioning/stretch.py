@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from tpshard.parallelism.depth import COMPARED, LAST, REPEATED, Depth
 from tpshard.parallelism.partitioning.reasons import PropagatedReasons
 from tpshard.parallelism.program import INFO, Info, Port, Program, ValueRecord, info
-from tpshard.parallelism.resharding.new_nodes import copy_node
+from tpshard.parallelism.resharding.new_nodes import copy_node, identifier
 
 
 def stretch_program(program: Program, depth: Depth) -> Program | None:
@@ -181,7 +181,7 @@ class _Stretch:
         def add_copy(node: fx.Node, copy: int) -> None:
             layer_shift = self._by(node, copy)
             if node.op == "placeholder":
-                new = graph.placeholder(self.depth.shift_name(self.port[node].name, layer_shift).replace(".", "_"))
+                new = graph.placeholder(identifier(self.depth.shift_name(self.port[node].name, layer_shift)))
             else:
                 new = copy_node(graph, node, lambda operand: copies[self._read(node, operand, copy)])
             copies[node, copy] = new

@@ -12,7 +12,7 @@ from torch import fx
 from tpshard.parallelism.graph import Place
 from tpshard.parallelism.mesh import Axes, Axis, Mesh, atoms, size_of, split
 from tpshard.parallelism.node_info import INFO, Info, Spec, group_name, info, make_collective, offset, resized, shape_of
-from tpshard.parallelism.resharding.new_nodes import call
+from tpshard.parallelism.resharding.new_nodes import call, identifier
 from tpshard.parallelism.resharding.reshard import ReshardStep
 from tpshard.parallelism.resharding.reshard_moves import moved_places
 from tpshard.parallelism.resharding.runs import RunPlan
@@ -70,7 +70,7 @@ class Emitter:
         self.origin, self.place = origin, place
 
     def input(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> fx.Node:
-        node = self.graph.placeholder(_identifier(name))
+        node = self.graph.placeholder(identifier(name))
         node.meta[INFO] = Info((Spec(tuple(shape), dtype),), origin=name)
         self.prologue = node
         return node
@@ -387,8 +387,3 @@ def permutation_table(before: Layout, after: Layout, axes: Axes) -> tuple[int, .
         for i, j in zip((i for i in senders if i not in stay), (j for j in receivers if j not in stay)):
             table[i] = j
     return tuple(table)
-
-
-def _identifier(name: str) -> str:
-    """The name with all characters but letters and digits replaced, as a graph's node requires."""
-    return "".join(c if c.isalnum() else "_" for c in name)

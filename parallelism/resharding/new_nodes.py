@@ -21,6 +21,13 @@ def copy_node(graph: fx.Graph, node: fx.Node, copy_of: Callable[[fx.Node], fx.No
     return copy
 
 
+def identifier(name: str) -> str:
+    """A parameter's name as an argument of Python: all but letters and digits replaced, and a digit not in front, where
+    the first layer of an `nn.Sequential` has it."""
+    cleaned = "".join(c if c.isalnum() else "_" for c in name)
+    return f"_{cleaned}" if cleaned[:1].isdigit() else cleaned
+
+
 def call(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> fx.Node:
     """Adds a node that calls `target`, as `fx.Graph.call_function` does."""
     node = _add(graph, "call_function", target, _name_of(target))

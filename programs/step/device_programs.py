@@ -15,6 +15,7 @@ from tpshard.parallelism.pipeline.schedules import Table
 from tpshard.parallelism.program import INFO, Info, Port, Program, Spec, make_collective
 from tpshard.parallelism.propagated import Annotation
 from tpshard.parallelism.propagation.propagate import propagate
+from tpshard.parallelism.resharding.new_nodes import identifier
 from tpshard.parallelism.sharding import Layout, replicated
 from tpshard.parallelism.tracing.capture import capture
 from tpshard.parallelism.transfer import recv, send
@@ -144,7 +145,7 @@ def exchange_program(
             if name in other_names:
                 kind, label = ("gradient", "") if other == me else ("received", f"@{other}")
                 port = Port(f"{name}{SUM}{label}", shapes[name], dtype, storage[name], kind)
-                feeds[name, other] = graph.placeholder(port.name.replace(".", "_").replace("@", "_of_"))
+                feeds[name, other] = graph.placeholder(identifier(port.name.replace("@", "_of_")))
                 feeds[name, other].meta[INFO] = Info((Spec(port.local, dtype),), origin=port.name)
                 inputs.append(port)
 
