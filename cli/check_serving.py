@@ -71,7 +71,7 @@ def _train_scores(source: str, changes: Sequence[str], recipe: Recipe) -> tuple[
     nodes = Nodes.of(os.environ)
     with tempfile.TemporaryDirectory(prefix="tpshard-check-") as scratch:
         file = Path(scratch, "scores.json")
-        command = [sys.executable, "-m", "tpshard.cli.main", "check", source, "--serving"]
+        command = [sys.executable, "-P", "-m", "tpshard.cli.main", "check", source, "--serving"]
         env = {SCORES: json.dumps([list(changes), str(file)])}
         code = launch(command, world=workers_of(recipe, nodes), nodes=nodes, env=env)
         if code or not file.is_file():

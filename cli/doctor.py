@@ -266,7 +266,7 @@ def _pair(backend: str, timeout: float = 90) -> Finding:
     for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         environment.setdefault(key, loopback)
     with tempfile.TemporaryDirectory(prefix="tpshard-doctor-") as folder:
-        argv = [sys.executable, "-m", "tpshard.devices.pair"]
+        argv = [sys.executable, "-P", "-m", "tpshard.devices.pair"]
         ranks = [
             subprocess.Popen(
                 [*argv, str(rank), str(Path(folder, "store")), backend],

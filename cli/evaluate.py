@@ -73,7 +73,7 @@ def evaluate(
         return _tasks(source, recipe, [name for name in tasks.split(",") if name], limit, as_json)
     nodes = Nodes.of(os.environ)
     options = [*(f"--data={text}" for text in data or ()), *["--json"] * as_json]
-    command = [sys.executable, "-m", "tpshard.cli.main", "evaluate", source, *options]
+    command = [sys.executable, "-P", "-m", "tpshard.cli.main", "evaluate", source, *options]
     env = {OVERRIDES: json.dumps(changes)}
     return launch(command, world=workers_of(recipe, nodes), nodes=nodes, env=env)
 

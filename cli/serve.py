@@ -217,7 +217,7 @@ def start_service(loaded: Recipe, model: SourceModel, need: Need) -> Service:
     job = Job.of(need.programs, model.name, need.blocks)
     limits = Limits(running=section.requests, queue=section.queue, request_s=section.request_s, grace_s=section.grace_s)
     torch.set_num_threads(1)  # idle threads of this process would spin on the ranks' cores
-    command = [sys.executable, "-m", "tpshard.cli.shared.serve_worker"]
+    command = [sys.executable, "-P", "-m", "tpshard.cli.shared.serve_worker"]
     service = Service(lambda: Ranks(command, job), limits, Metrics(), section.adapters)
     try:
         service.start()

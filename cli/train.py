@@ -89,7 +89,7 @@ def start(recipe: str, overrides: Sequence[str], plan: str | None) -> int:
     if device_kind(loaded) == "cpu" and (note := sharing_note(local_workers)):
         print(f"note: {note}", file=sys.stderr, flush=True)
     chosen = [] if plan is None else ["--plan", plan]
-    command = [sys.executable, "-m", "tpshard.cli.main", "train", recipe, *chosen]
+    command = [sys.executable, "-P", "-m", "tpshard.cli.main", "train", recipe, *chosen]
     env = {OVERRIDES: json.dumps(overrides)}
     return launch(command, world=world, nodes=nodes, restarts=loaded.launch.restarts, env=env)
 

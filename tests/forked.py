@@ -103,7 +103,7 @@ def python(
 
 
 class CopiedWorker:
-    """What a launcher needs of `subprocess.Popen([python, "-m", MODULE, *ARGUMENTS])`, by a copy of the launcher."""
+    """What a launcher needs of `subprocess.Popen([python, ..., "-m", MODULE, *ARGUMENTS])`, by a copy of itself."""
 
     def __init__(
         self, argv: Sequence[str], *, env: Mapping[str, str], stdin: int, stdout: Any, stderr: Any,
@@ -137,8 +137,9 @@ class CopiedWorker:
                     continue
         os.environ.clear()
         os.environ.update(env)
-        sys.argv = list(argv[2:])
-        importlib.import_module(argv[2]).main()
+        module = argv.index("-m") + 1
+        sys.argv = list(argv[module:])
+        importlib.import_module(argv[module]).main()
 
     def poll(self) -> int | None:
         if self.returncode is None:

@@ -94,12 +94,12 @@ def _price(model: Path, device: Path) -> float:
 @contextmanager
 def _server(model: Path, errors: Path) -> Iterator[int]:
     """Runs `tpshard serve` for a model; yields its port."""
-    start = "import sys; from tpshard.cli.main import main; sys.exit(main())"
-    command = [sys.executable, "-c", start, "serve", "tiny", *_recipe(model), "cluster.device=cpu", "serve.port=0"]
+    serve = [sys.executable, "-P", "-m", "tpshard.cli.main", "serve"]
     with errors.open("w") as log:
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL, text=True, env=_environment()
-        )
+            [*serve, "tiny", *_recipe(model), "cluster.device=cpu", "serve.port=0"],
+            stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL, text=True, env=_environment(),
+        )  # fmt: skip
         try:
             assert process.stdout is not None
             yield _port(process.stdout, errors)

@@ -250,7 +250,7 @@ def workers(crowds: list[int], cores: int, tell: Callable[[str], None]) -> dict[
     """
     environment = {**os.environ, **in_huge_pages(os.environ), "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as files:
-        command = [sys.executable, "-m", "tpshard.devices.measuring.measure_worker", folder]
+        command = [sys.executable, "-P", "-m", "tpshard.devices.measuring.measure_worker", folder]
         numbers = [str(n) for n in (cores, ROUNDS, *crowds)]
         errors = [files.enter_context(Path(folder, str(rank)).open("w+")) for rank in range(max(crowds))]
         processes = [

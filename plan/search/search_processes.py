@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
@@ -37,11 +39,27 @@ class Helpers:
 
     def start(self, function: Callable[..., T], *args: Any) -> Future[T]:
         """Starts `function(*args)` in a process; both must be picklable."""
-        if self._pool is None:  # a forked process would inherit torch's threads without running them
-            self._others = set(multiprocessing.active_children())
-            spawn = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(self.count, spawn, initializer=_begin)
-        return self._pool.submit(function, *args)
+        with _safe_path():
+            if self._pool is None:  # a forked process would inherit torch's threads without running them
+                self._others = set(multiprocessing.active_children())
+                spawn = multiprocessing.get_context("spawn")
+                self._pool = ProcessPoolExecutor(self.count, spawn, initializer=_begin)
+            return self._pool.submit(function, *args)
+
+
+@contextmanager
+def _safe_path() -> Iterator[None]:
+    """Processes that start in this context do not import the working directory's files in place of Python's own, such
+    as a json.py, before they have the path of this process. They are started with their work."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 def share(items: Sequence[T], among: int) -> list[Sequence[T]]:

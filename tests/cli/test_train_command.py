@@ -43,6 +43,16 @@ checkpoint: {every_steps: 5}
 logging: {every_steps: 1, wandb: null}
 """
 
+OWN = """
+import torch
+
+class Net(torch.nn.Sequential):
+    def __init__(self):
+        super().__init__(torch.nn.Embedding(2048, 8), torch.nn.Linear(8, 2048))
+
+    def forward(self, tokens, documents=None, positions=None):
+        return super().forward(tokens)
+"""
 
 ONE: dict[str, Any] = {"world": 1, "mesh": {"dp": 1, "fsdp": 1, "tp": 1}}
 TWO: dict[str, Any] = {"world": 2, "mesh": {"dp": 1, "fsdp": 2, "tp": 1}}
@@ -177,9 +187,16 @@ def test_a_disk_that_refuses_the_comparison_ends_no_training(monkeypatch: pytest
 
 
 def test_a_run_that_nobody_reads_is_done_and_shows_no_secret(tmp_path: Path) -> None:
-    """Its output goes to a closed pipe, its messages to a full disk."""
-    (tmp_path / "recipe.yaml").write_text(RECIPE)
-    command = [sys.executable, "-m", "tpshard.cli.main", "train", "recipe.yaml", "mesh.fsdp=1", "train.steps=2"]
+    """Its output goes to a closed pipe, its messages to a full disk. Its folder holds its model's module, and files
+    named as Python's modules, which nothing imports."""
+    for name in sys.stdlib_module_names:
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a file of the working directory was imported')")
+    (tmp_path / "own_model.py").write_text(OWN)
+    model = re.search("model: {.*}", RECIPE)
+    assert model is not None
+    recipe = RECIPE.replace(model[0], "model: {module: 'own_model:Net', seq_len: 64}")
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    command = [sys.executable, "-P", "-m", "tpshard.cli.main", "train", "recipe.yaml", "mesh.fsdp=1", "train.steps=2"]
     shell = ["bash", "-c", 'set -o pipefail; "$@" 2>/dev/full | true', "bash", *command, "serve.api_key=hunter2"]
     process = subprocess.Popen(shell, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"})
     workers: set[str] = set()

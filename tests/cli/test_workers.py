@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 import torch
+from test_rooms import FLOOR
 from tpshard.cli.shared import worker_errors
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.files.folder_json import FolderError
@@ -69,3 +73,18 @@ def test_hidden_gpus_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert worker_errors.visible_gpus({"CUDA_VISIBLE_DEVICES": "0,3"}) == 2
     assert worker_errors.visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == 0
     assert worker_errors.visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == 0
+
+
+def test_no_process_imports_the_files_of_the_working_directory_in_place_of_pythons() -> None:
+    """Every command line for Python itself has -P."""
+    root = Path(__file__).parents[2]
+    commands = {
+        f"{path}:{node.lineno}": ast.unparse(node)
+        for path in root.glob("*/**/*.py")
+        if path.relative_to(root).parts[0] in FLOOR
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.List) and ast.unparse(node).startswith("[sys.executable")
+    }
+    assert len(commands) >= 9
+    for place, command in commands.items():
+        assert command.startswith("[sys.executable, '-P'"), place

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 from small_recipe import RECIPE, tight_device
 from tpshard.cli.main import run as tpshard
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
@@ -220,6 +223,17 @@ def test_a_search_in_several_processes_is_the_search_in_one(helpers, monkeypatch
     else:
         assert len(priced) < 2 * count
     assert len(told) == len(alone.candidates) + alone.refused
+
+
+def test_helpers_import_no_file_of_the_working_directory(tmp_path, monkeypatch):
+    """Such as a selectors.py, in place of Python's own."""
+    for name in sys.stdlib_module_names:
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a file of the working directory was imported')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    with search.Helpers(1) as helpers:
+        assert helpers.start(os.getcwd).result(timeout=PATIENCE) == str(tmp_path)
+    assert "PYTHONSAFEPATH" not in os.environ
 
 
 def test_a_search_of_a_pipeline_tries_stages_and_schedules_and_none(monkeypatch):
