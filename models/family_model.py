@@ -169,7 +169,12 @@ class FamilyModel(ModelSpec):
         homes, c = hf_modules(self.config), self.config
         layers = []
         for path, leaf in c.leaves.items():
-            if leaf.kind in ("linear", "experts") and leaf.dims[0] != "choice":  # a router's weight is read elsewhere
+            if leaf.kind == "table":
+                rows, width = (c.size(dim, leaf) for dim in leaf.dims)
+                shares = c.tie_embeddings and path == "tok_embed"
+                layers.append(Adaptable(path, width, rows, turned=True, theirs=homes[path].module, table=True,
+                                        shares=shares))  # fmt: skip
+            elif leaf.kind in ("linear", "experts") and leaf.dims[0] != "choice":  # a router's weight is read elsewhere
                 *stack, outputs, inputs = (c.size(dim, leaf) for dim in leaf.dims)
                 head, home = path == "output", homes[path]
                 layers.append(Adaptable(path, outputs, inputs, sum(stack), head=head, theirs=home.module,

@@ -192,7 +192,8 @@ class ModelSpec(ABC):
         return {}
 
     def adaptable(self) -> Sequence[Adaptable]:
-        """The linear layers that can have adapters. For classes of transformers and modules this builds the module."""
+        """The linear layers and embeddings that can have adapters. For classes of transformers and modules this builds
+        the module."""
         from torch import nn
         from tpshard.models.adapters.lora import Adaptable
 
@@ -203,7 +204,11 @@ class ModelSpec(ABC):
             kind = type(layer).__name__
             linear = isinstance(layer, nn.Linear) and kind != "NonDynamicallyQuantizableLinear"
             weight, turned = getattr(layer, "weight", None), kind == "Conv1D"
-            if path and weight is not None and (linear or kind in ("Conv1D", "Linear")) and weight.dim() == 2:
+            if path and isinstance(layer, nn.Embedding):
+                shares = any(getattr(one, "weight", None) is weight for one in module.modules() if one is not layer)
+                layers.append(Adaptable(path, layer.embedding_dim, layer.num_embeddings, turned=True, table=True,
+                                        shares=shares))  # fmt: skip
+            elif path and weight is not None and (linear or kind in ("Conv1D", "Linear")) and weight.dim() == 2:
                 outputs, inputs = weight.shape[::-1] if turned else weight.shape
                 layers.append(Adaptable(path, outputs, inputs, turned=turned, head=layer is head))
         return layers

@@ -172,13 +172,16 @@ class AdaptedModel(BasedModel):
 
     @cached_property
     def _plan(self) -> InitPlan:
-        """A as PEFT draws it, kaiming uniform with a = sqrt(5): within 1 / sqrt(inputs). B is zero."""
+        """A as PEFT draws it, kaiming uniform with a = sqrt(5): within 1 / sqrt(inputs). B is zero. Of an embedding A
+        is zero, and B normal."""
         from tpshard.models.initialization import Initial
 
-        return {
-            name: Initial(shape, 0.0, 0.0 if name.endswith(B) else (3 * shape[-1]) ** -0.5, "uniform")
-            for name, shape in self.added.items() if name.endswith((A, B))
-        }  # fmt: skip
+        def drawn(name: str, shape: tuple[int, ...]) -> Initial:
+            if self.adapters[name.rpartition(".")[0]].layer.table:
+                return Initial(shape, 0.0, 1.0 if name.endswith(B) else 0.0, "normal")
+            return Initial(shape, 0.0, 0.0 if name.endswith(B) else (3 * shape[-1]) ** -0.5, "uniform")
+
+        return {name: drawn(name, shape) for name, shape in self.added.items() if name.endswith((A, B))}
 
     def _row_norms(
         self, name: str, starts: Sequence[int], sizes: Sequence[int], seed: int, dtype: torch.dtype | None

@@ -65,6 +65,10 @@ class Adaptable:
     """The module's path in a Hugging Face folder, `{}` in it an expert's number; "": as here."""
     fused: bool = False
     """Whether the folder's module also has the outputs of other layers."""
+    table: bool = False
+    """Whether it is an embedding table, whose inputs are its rows."""
+    shares: bool = False
+    """Whether its weight is another layer's too."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -123,7 +127,7 @@ class Lora:
         """The adapters of a model's layers, in their order. LoraError for what names nothing or does not fit."""
         layers = list(adaptable)
         chosen = [layer for layer in layers if self._targets(layer)]
-        several = [*dict.fromkeys(_short(layer) for layer in layers)]
+        several = [*dict.fromkeys(_short(layer) for layer in layers if not layer.table)]
         errors: list[TrainedError] = []
         if isinstance(self.targets, tuple):
             for i, target in enumerate(self.targets):
@@ -172,7 +176,7 @@ class Lora:
         if isinstance(self.targets, tuple):
             return any(_ends(target, name) for target in self.targets for name in layer.names)
         if self.targets == ALL_LINEAR:
-            return not layer.head and not layer.experts
+            return not layer.head and not layer.experts and not layer.table
         return any(self._fits("targets", self.targets, name) for name in layer.names)
 
     @staticmethod
@@ -191,6 +195,13 @@ class Lora:
                 f"rank {rank} is above the smaller side of `{layer.path}`, {layer.outputs} x {layer.inputs}", key,
                 "an adapter of that rank has more parameters than the layer needs", f"at most {least}",
             )  # fmt: skip
+        if layer.table and layer.shares:
+            raise LoraError(
+                f"`{layer.path}` cannot have an adapter: its weight is another layer's too", "targets",
+                "merged into it, the adapter would change both", "modules_to_save, which trains both",
+            )  # fmt: skip
+        if layer.table and self.dora:
+            raise LoraError(f"an embedding has no dora: `{layer.path}`", "dora", fix="leave it out, or the embedding")
         if layer.experts and (self.dora or self.dropout):
             key = "dora" if self.dora else "dropout"
             message, why = f"adapters of experts have no {key}: `{layer.path}`", "they are added to weights, as by PEFT"

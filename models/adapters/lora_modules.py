@@ -1,8 +1,8 @@
 """Adapted layers: a module keeps its class, its parameters and their names, and gets `lora_A` and `lora_B` beside them.
 
-A linear layer adds what its adapter computes to its result. Experts add the product of both factors to their weights,
-since their weights are read and not their modules called. Both are PEFT's arithmetic. A server's linear layers have
-adapters in several slots, and each row names the slot of its own.
+A linear layer and an embedding add what their adapter computes to their result. Experts add the product of both factors
+to their weights, since their weights are read and not their modules called. Both are PEFT's arithmetic. A server's
+linear layers have adapters in several slots, and each row names the slot of its own.
 """
 
 from __future__ import annotations
@@ -44,6 +44,15 @@ class _Linear(AdaptedLayer):
         base = F.linear(wide, weight) if dropped else own if bias is None else own - bias
         share = (self.lora_magnitude / _row_norms(weight, self.lora_A, self.lora_B, lora.scaling)).to(wide.dtype)
         return (own + (share - 1) * base + share * added).to(own.dtype)
+
+
+class _Table(AdaptedLayer):
+    def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """ids: [...] -> [..., width]. The row of padding has no gradient, as the table's has none."""
+        own: Tensor = super().forward(ids, *args, **kwargs)  # type: ignore[operator]
+        padding = getattr(self, "padding_idx", getattr(self, "padding", None))
+        added = F.linear(F.embedding(ids, self.lora_A.t(), padding), self.lora_B) * self.lora.scaling
+        return (own + added * getattr(self, "embed_scale", 1.0)).to(own.dtype)
 
 
 class _Experts(AdaptedLayer):
@@ -88,7 +97,8 @@ def _adapted_class(cls: type[nn.Module], mixed: type[AdaptedLayer]) -> type[nn.M
 def adapt(model: nn.Module, adapter: Adapter) -> None:
     """Gives a layer of a model its adapter, whose parameters are fp32 on `meta`."""
     module: Any = model.get_submodule(adapter.layer.path)
-    mixed = _Slots if adapter.slots else _Experts if adapter.layer.experts else _Linear
+    kind = _Experts if adapter.layer.experts else _Table if adapter.layer.table else _Linear
+    mixed = _Slots if adapter.slots else kind
     module.__class__ = _adapted_class(module.__class__, mixed)
     module.lora = replace(adapter, layer=replace(adapter.layer, path="", theirs=""))  # alike in layers that are alike
     module.training = True  # classes of transformers are built without dropout of their own

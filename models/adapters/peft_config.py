@@ -133,8 +133,8 @@ def config_of(lora: Lora, adapters: Sequence[Adapter], every: Sequence[str], sav
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
         "r": lora.rank, "lora_alpha": _plain(whole), "lora_dropout": lora.dropout, "bias": "none",
         "target_modules": ends if exact else chosen, "exclude_modules": None,
-        "fan_in_fan_out": any(one.layer.turned for one in adapters), "use_rslora": lora.use_rslora,
-        "use_dora": lora.dora, "rank_pattern": ranks, "init_lora_weights": True,
+        "fan_in_fan_out": any(one.layer.turned and not one.layer.table for one in adapters),
+        "use_rslora": lora.use_rslora, "use_dora": lora.dora, "rank_pattern": ranks, "init_lora_weights": True,
         "alpha_pattern": {path: _plain(alpha) for path, alpha in alphas.items() if abs(alpha - whole) > 1e-9 * whole},
         "modules_to_save": list(saved) or None, "layers_to_transform": None, "layers_pattern": None,
     }  # fmt: skip

@@ -131,6 +131,8 @@ def places(spec: AdaptedModel) -> Iterator[tuple[str, tuple[list[str], tuple[int
         module = adapter.layer.theirs or path
         for leaf, shape in adapter.shapes.items():
             name = f"{module}.{VECTOR}" if leaf == MAGNITUDE else f"{module}.{leaf}.weight"
+            if adapter.layer.table:
+                name = f"{module}.{leaf.replace('lora_', 'lora_embedding_')}"
             if experts := adapter.layer.experts:
                 yield f"{path}.{leaf}", ([name.format(i) for i in range(experts)], shape[1:])
             else:
@@ -145,7 +147,7 @@ def places(spec: AdaptedModel) -> Iterator[tuple[str, tuple[list[str], tuple[int
 def _ours(name: str) -> str:
     """A tensor's name without what PEFT's present format and the one before add to it."""
     name = name.removeprefix(PREFIX)
-    name = re.sub(r"\.(lora_[AB]|modules_to_save|lora_magnitude_vector)\.default(?=\.|$)", r".\1", name)
+    name = re.sub(r"\.(lora_(?:embedding_)?[AB]|modules_to_save|lora_magnitude_vector)\.default(?=\.|$)", r".\1", name)
     name = name.replace(".modules_to_save.", ".").replace(".original_module.", ".")
     return re.sub(rf"\.{VECTOR}\.weight$", f".{VECTOR}", name)
 

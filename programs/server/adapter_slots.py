@@ -42,7 +42,11 @@ def slots_of(recipe: Recipe, spec: ModelSpec) -> Slots | None:
     own = {path: one for each in opened for path, one in each.spec.adapters.items()}
     any_of = section.adapter_root is not None or not opened
     rank = max((one.rank for each in opened for one in each.spec.adapters.values()), default=RANK)
-    layers = [one.path for one in spec.adaptable() if one.path in own or (any_of and not one.experts and not one.head)]
+    layers = [
+        one.path
+        for one in spec.adaptable()
+        if one.path in own or (any_of and not (one.experts or one.head or one.table))
+    ]
     return Slots(
         section.max_loras or len(opened) + (MORE if section.adapter_root is not None else 0),
         section.max_lora_rank or (max(rank, RANK) if any_of else rank), tuple(layers),
@@ -68,6 +72,7 @@ def open_adapters(folder: Path, spec: ModelSpec, slots: Slots | None = None) -> 
     for wrong, what in (
         (opened.spec.lora.dora, "`use_dora`"), (opened.spec.saved, "`modules_to_save`"),
         (any(one.layer.experts for one in adapters.values()), "adapters of experts"),
+        (any(one.layer.table for one in adapters.values()), "adapters of embeddings"),
     ):  # fmt: skip
         if wrong:
             raise UnservedError(f"{folder / CONFIG}: {what} cannot be served beside other adapters", MERGE)

@@ -10,7 +10,7 @@ import architectures
 import pytest
 import torch
 from tpshard.models.adapters.adapted_model import AdaptedModel
-from tpshard.models.adapters.lora import Lora
+from tpshard.models.adapters.lora import Lora, LoraError
 from tpshard.models.adapters.merging import merged_blocks
 from tpshard.models.adapters.peft_config import CONFIG, lora_of, read_config
 from tpshard.models.adapters.peft_folder import PeftFolder, write_peft
@@ -110,6 +110,7 @@ def test_an_expression_without_end_in_pythons_engine_is_matched_in_linear_time(t
 
 @pytest.mark.parametrize(("name", "settings"), [
     ("llama", {"target_modules": ["q_proj", "lm_head"]}),  # PEFT saves the head's own weight, too
+    ("llama", {"target_modules": ["q_proj", "embed_tokens"], "use_rslora": True}),
     ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["norm"]}),  # in each layer, too
     ("gpt2", {"target_modules": ["c_proj"], "modules_to_save": ["lm_head"], "ensure_weight_tying": True}),
     ("bloom", {"target_modules": ["dense"], "modules_to_save": ["word_embeddings", "lm_head"]}),
@@ -144,3 +145,10 @@ def test_adapters_of_another_base_are_refused(tmp_path: Path) -> None:
     other = open_model(architectures.folder(tmp_path / "other", "llama", hidden_size=64))
     with pytest.raises(ValueError, match="adapters of another model"):
         PeftFolder.of(folder, other)
+
+
+def test_embeddings_that_another_layer_shares_have_no_adapter(tmp_path: Path) -> None:
+    for name, table, tied in (("llama", "tok_embed", {"tie_word_embeddings": True}), ("gpt2", "wte", {})):
+        base = open_model(architectures.folder(tmp_path / name, name, **tied))
+        with pytest.raises(LoraError, match="its weight is another layer's too"):
+            AdaptedModel(base, Lora(2, 2.0, (table,))).check()

@@ -90,6 +90,8 @@ CASES = [
     ("mixtral", "hf", ("adapters.lora.targets=[wq, wv]",)), ("olmo2", "transformers", ()),
     ("llama", "hf", ("adapters.lora={dora: true, rank_pattern: {'layers.1.attention.wq': 3}, targets: [wq, wo]}",)),
     ("gpt2", "transformers", ("adapters.lora.modules_to_save=[ln_f]",)),
+    ("llama", "hf", ("adapters.lora.targets=[embed_tokens, wq]",)),
+    ("gpt2", "transformers", ("adapters.lora.targets=[wpe, c_attn]",)),
 ]  # fmt: skip
 
 
@@ -104,6 +106,7 @@ def test_updates_are_those_of_peft(name: str, key: str, overrides: tuple[str, ..
 
 
 MESHES = [
+    ("llama", "{fsdp: 2, tp: 2}", ("adapters.lora.targets=[tok_embed, wq]",)),
     ("mixtral", "{fsdp: 2}", ()), ("llama", "{fsdp: 2, tp: 2}", ("adapters.lora.dora=true",)),
     ("mixtral", "{ep: 2}", ("adapters.lora.targets=[wq, wo, experts.down]",)), ("olmo2", "{tp: 2}", ()),
     ("qwen2", "{pp: 2}", ("pipeline={schedule: 1f1b}", "batch.per_device=4")),
