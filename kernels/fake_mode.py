@@ -11,6 +11,7 @@ import functools
 import importlib.abc
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.machinery import ModuleSpec
@@ -26,7 +27,29 @@ def fake_mode() -> FakeTensorMode:
     """A new mode in which operations compute shapes and dtypes alone; tensors that are not fake may be operands."""
     if "torch._dynamo" not in sys.modules:
         torch._dynamo = defer("torch._dynamo", "config")
+    if threading.current_thread() is not threading.main_thread():
+        _keep_device_guard()
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@functools.cache
+def _keep_device_guard() -> None:
+    """Keeps what a torch that is built for CUDA uses in place of a device where there is no GPU.
+
+    It belongs to the first thread that enters a fake mode, and torch goes on to use it when this thread has ended,
+    which is a segmentation fault: a thread that never ends enters first.
+    """
+    if torch.version.cuda is None or torch.cuda.is_available():
+        return
+    entered = threading.Event()
+
+    def keep() -> None:
+        with FakeTensorMode():
+            entered.set()
+        threading.Event().wait()
+
+    threading.Thread(target=keep, name="device-guard", daemon=True).start()
+    entered.wait()
 
 
 @contextmanager

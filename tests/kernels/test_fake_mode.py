@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from forked import python
 from tpshard.kernels import fake_mode
 from tpshard.kernels.fake_mode import Deferred, defer
 
@@ -50,3 +51,25 @@ def test_a_compiler_that_is_loaded_while_a_function_is_captured_runs_eagerly(mon
                 deferral.then[0]()
             assert eval_frame._stance.stance == "force_eager"
         assert eval_frame._stance.stance == "default" and not (deferral and deferral.then)
+
+
+THREADS = """
+import threading
+import torch
+from tpshard.kernels.fake_mode import fake_mode
+
+def enter():
+    with fake_mode():
+        torch.empty(2)
+    print("entered")
+
+for _ in range(3):
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+"""
+
+
+def test_threads_one_after_another_enter_fake_modes() -> None:
+    """Where torch is built for CUDA and there is no GPU, its own mode ends the second or third one's process."""
+    assert python(THREADS).stdout.split() == 3 * ["entered"]
