@@ -49,7 +49,7 @@ def run(
         return answer(options.as_json, pass_prices.to_json(rows), pass_prices.text(rows))
     if options.stage is not None:
         return _answer_stage(recipe, options, other)
-    variants = Variants()
+    variants = Variants(fork=True)
     planned = planner.planned(recipe, options.source or recipe.name, options.what, accuracy(), variants)
     report = planned.report
     if options.fit or options.pin:

@@ -7,10 +7,12 @@ memory are not planned.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 
 from tpshard.diagnostics.diagnostic import plural
@@ -20,6 +22,7 @@ from tpshard.plan.search.search import price_changes
 from tpshard.plan.search.search_result import Changes, VariantPrice, as_edit, as_text
 from tpshard.plan.step.units import seconds
 from tpshard.programs.fit.recipe_model import model_of
+from tpshard.programs.parts.ahead import ahead
 from tpshard.programs.step.variants import Variants
 from tpshard.recipes.keys.schema import Recipe
 
@@ -67,8 +70,11 @@ def suggest(
 def promising(report: Report, recipe: Recipe, variants: Variants | None = None) -> list[Edit]:
     """Up to two suggestions without a search: the changes that the plan's figures favour, tried one by one."""
     search = _Search(report, recipe, lambda _: None, variants)
-    tries = 2 if report.pricing.parts[0].size < LARGE else 1
-    prices = {change: search.quick(change) for change in search.likely_changes()[:tries]}
+    changes = search.likely_changes()[: 2 if report.pricing.parts[0].size < LARGE else 1]
+    price = partial(price_changes, recipe, variants=search.variants)
+    with contextlib.ExitStack() as stack:
+        later = [stack.enter_context(ahead(partial(price, change), search.variants.fork)) for change in changes[1:]]
+        prices = dict(zip(changes, [*map(price, changes[:1]), *(result() for result in later)]))
     edits = [as_edit(change, price) for change, price in prices.items() if price and price.beats(GAIN * search.base)]
     return sorted(edits, key=lambda edit: (edit.step_s, edit.change))
 

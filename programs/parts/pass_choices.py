@@ -25,6 +25,7 @@ from tpshard.parallelism.pricing.liveness import liveness
 from tpshard.parallelism.pricing.network import Topology
 from tpshard.parallelism.pricing.timeline import price
 from tpshard.parallelism.program import Program, info
+from tpshard.programs.parts.ahead import ahead
 from tpshard.programs.setting import cluster
 from tpshard.programs.setting.setting import Setting
 from tpshard.recipes.keys.parallel_keys import BucketFile, BucketSize, RematEvery
@@ -50,14 +51,16 @@ class Choices(NamedTuple):
 
 
 def choose(
-    setting: Setting, recomputed: Callable[[bool], Program], program_with: Callable[[Choices], Program]
-) -> Choices:
+    setting: Setting, recomputed: Callable[[bool], Program], program_with: Callable[[Choices], Program],
+    fork: bool = False,
+) -> Choices:  # fmt: skip
     """Chooses the passes' settings for a step, by estimating the time and memory of programs with candidate settings.
 
     recomputed: returns the program before buckets, with or without gathered parameters freed after the forward pass.
-    program_with: returns the program that runs. Raises Mistakes for a file or pattern of buckets that is invalid.
+    program_with: returns the program that runs. fork: whether a second process may price some of them. Raises Mistakes
+    for a file or pattern of buckets that is invalid.
     """
-    chooser, reshard = Chooser(setting), setting.recipe.fsdp.reshard_after_forward
+    chooser, reshard = Chooser(setting, fork), setting.recipe.fsdp.reshard_after_forward
 
     def with_reshard(again: bool) -> Choices:
         def with_buckets(groups: Groups) -> Choices:
@@ -160,8 +163,8 @@ class _Times(buckets.SendTimes):
 class Chooser:
     """Prices variants of the programs of one setting."""
 
-    def __init__(self, setting: Setting):
-        self.setting, recipe = setting, setting.recipe
+    def __init__(self, setting: Setting, fork: bool = False):
+        self.setting, recipe, self.fork = setting, setting.recipe, fork
         whole, _, self.per_host = cluster.device_of(recipe)
         self.device: Device = whole.shared_by(self.per_host)
         self.compiled = compiled_by(recipe)
@@ -251,12 +254,22 @@ class Chooser:
         """
         if not self.setting.fsdp_axes or not buckets.in_order_of_use(program):
             return by_unit
-        greedy = self.greedy(program, program_with)
-        plain, merged = program_with(by_unit), program_with(greedy)
-        if (fits := self.fits(merged)) != self.fits(plain):
+
+        def merged() -> tuple[Groups, bool, float]:
+            groups = self.greedy(program, program_with)
+            return groups, *self._measured(program_with(groups))
+
+        with ahead(merged, self.fork) as of_greedy:
+            plain_fits, plain = self._measured(program_with(by_unit))
+            greedy, fits, measured = of_greedy()
+        if fits != plain_fits:
             return greedy if fits else by_unit
-        measure = self.seconds if fits else self.peak
-        return greedy if measure(merged) < CLEARLY * measure(plain) else by_unit
+        return greedy if measured < CLEARLY * plain else by_unit
+
+    def _measured(self, program: Program) -> tuple[bool, float]:
+        """Whether a step fits, and what is compared: its seconds, or the peak bytes of one that does not fit."""
+        fits = self.fits(program)
+        return fits, self.seconds(program) if fits else self.peak(program)
 
     def fits(self, program: Program) -> bool:
         """Whether the memory of a step fits the device."""

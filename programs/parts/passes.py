@@ -50,8 +50,9 @@ def scheduling(setting: Setting, chosen: Choices) -> list[Pass]:
     ]
 
 
-def apply(setting: Setting, program: Program, watch: Watch | None = None) -> Program:
-    """Applies all passes to a partitioned program; returns the one that runs. watch: sees the result of each pass."""
+def apply(setting: Setting, program: Program, watch: Watch | None = None, fork: bool = False) -> Program:
+    """Applies all passes to a partitioned program; returns the one that runs. watch: sees the result of each pass.
+    fork: as for `choose`."""
 
     @cache
     def with_remat(reshard_after_forward: bool) -> Program:
@@ -61,5 +62,5 @@ def apply(setting: Setting, program: Program, watch: Watch | None = None) -> Pro
     def program_with(chosen: Choices) -> Program:
         return run(scheduling(setting, chosen), with_remat(chosen.reshard_after_forward))
 
-    chosen = choose(setting, with_remat, program_with)
+    chosen = choose(setting, with_remat, program_with, fork)
     return program_with(chosen) if watch is None else run(passes(setting, chosen), program, watch)

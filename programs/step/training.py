@@ -23,13 +23,13 @@ from tpshard.programs.step.training_step import TrainingPrograms
 
 def build(
     setting: Setting, watch: Callable[[TrainingPrograms, PassResult], None] | None = None,
-    make: MicroMaker | None = None, memo: Memo | None = None,
+    make: MicroMaker | None = None, memo: Memo | None = None, fork: bool = False,
 ) -> TrainingPrograms:  # fmt: skip
     """Captures, propagates and partitions all programs of a training recipe. Raises Mistakes for what does not fit.
 
     watch: called after each pass on the micro-batch's program of a step without stages, with all programs and that
     pass's result. make: builds the micro-batch's program, by default `few_layers.micro_program`. memo: keeps what other
-    settings may share.
+    settings may share. fork: whether a second process may price some choices of passes.
     """
     check_fp8(setting.recipe)
     memo = memo or Memo()
@@ -55,6 +55,6 @@ def build(
     if stages:
         return step
     if watch is None:
-        return replace(step, micro=apply(setting, micro))
+        return replace(step, micro=apply(setting, micro, fork=fork))
     finished = apply(setting, micro, lambda passed: watch(replace(step, micro=passed.program), passed))
     return replace(step, micro=finished)

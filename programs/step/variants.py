@@ -40,7 +40,9 @@ def _half_is_available() -> bool:
 class Variants:
     """Builds the programs of one variant after another, and keeps what later ones may share."""
 
-    def __init__(self) -> None:
+    def __init__(self, fork: bool = False) -> None:
+        """fork: whether a second process may price what decides about them (`ahead`)."""
+        self.fork = fork
         self._memo = Memo()
         self._dropped = 0
 
@@ -59,4 +61,4 @@ class Variants:
         """Builds the programs of a setting as `training.build` does, but reuses those of earlier variants. Raises
         Mistakes for what does not fit.
         """
-        return training.build(setting, memo=self._memo)
+        return training.build(setting, memo=self._memo, fork=self.fork)
