@@ -43,3 +43,43 @@ def store_rows_kernel(k, v, k_pool, v_pool, slots, k_stride, v_stride, width, BL
     else:
         values = tl.load(v + row * v_stride + i, mask=i < width)
         tl.store(v_pool + slot * width + i, values.to(v_pool.dtype.element_ty), mask=i < width)
+
+
+@triton.jit
+def reorder_kernel(x, order, out, width, block, BLOCK: tl.constexpr):
+    """out[row, i] = x[row, i // block * block + order[i]]. Grid: (rows, blocks of the width)."""
+    row = tl.program_id(0).to(tl.int64) * width
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    source = i // block * block + tl.load(order + i, mask=i < width, other=0)
+    tl.store(out + row + i, tl.load(x + row + source, mask=i < width), mask=i < width)
+
+
+@triton.jit
+def largest_kernel(keys, out, n, count, BLOCK: tl.constexpr):
+    """The `count` largest keys of a row, in the order of their places. Grid: rows."""
+    row = tl.program_id(0).to(tl.int64)
+    keys += row * n
+    bins = tl.arange(0, 256)
+    found, shift, left = tl.zeros([], tl.int64), 64, count
+    while shift > 0:  # found: the digits of the least of them above `shift`; left: how many begin with these
+        shift -= 8
+        counts = tl.zeros([256], tl.int32)
+        for start in range(0, n, BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            high = tl.load(keys + i, mask=i < n, other=-1) >> shift
+            counts += tl.histogram((high & 255).to(tl.int32), 256, mask=(high >> 8) == found)
+        above = tl.sum(counts) - tl.cumsum(counts)
+        here = (above < left) & (above + counts >= left)
+        found = found * 256 + tl.sum(tl.where(here, bins, 0))
+        left -= tl.sum(tl.where(here, above, 0))
+        if tl.sum(tl.where(here, counts, 0)) == left:  # all that begin so are among them
+            found = found << shift
+            shift = 0
+    written = 0
+    for start in range(0, n, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        values = tl.load(keys + i, mask=i < n, other=-1)
+        taken = (values >= found).to(tl.int32)
+        place = written + tl.cumsum(taken) - 1
+        tl.store(out + row * count + place, values, mask=(taken > 0) & (place < count))
+        written += tl.sum(taken)

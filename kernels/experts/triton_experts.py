@@ -122,7 +122,8 @@ def swiglu_backward_kernel(gated, linear, dhidden, shares, dshares, width, BLOCK
     hidden = silu(gated) * linear, whose gradient is share * dhidden. Grid: rows, all [rows, width].
     """
     row = tl.program_id(0).to(tl.int64)
-    share, kind = tl.load(shares + row).to(tl.float32), gated.dtype.element_ty
+    share = tl.load(shares + row).to(tl.float32)
+    kind = gated.dtype.element_ty
     products = tl.zeros([BLOCK], tl.float32)
     for start in range(0, width, BLOCK):
         i = start + tl.arange(0, BLOCK)

@@ -49,8 +49,15 @@ def _reorder(x: Tensor, order: Tensor, blocks: int) -> Tensor:
     return x.index_select(-1, order if blocks == 1 else positions(order, blocks))
 
 
+def _cuda(x: Tensor, order: Tensor, blocks: int) -> Tensor:
+    from tpshard.kernels import triton_launch  # needs Triton, which CPU builds of torch lack
+
+    with torch.cuda.device(x.device):
+        return triton_launch.reorder(x, order, blocks)
+
+
 def _shape(x: Tensor, order: Tensor, blocks: int) -> Tensor:
     return torch.empty_like(x)
 
 
-REORDER = operation("reorder(Tensor x, Tensor order, int blocks) -> Tensor", _reorder, _shape)
+REORDER = operation("reorder(Tensor x, Tensor order, int blocks) -> Tensor", _reorder, _shape, cuda=_cuda)

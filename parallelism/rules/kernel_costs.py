@@ -20,6 +20,7 @@ OPS: Table = {
     "tpshard.rms_norm_permuted": Entry(calls=6),
     "tpshard.add_rms_norm": Entry(calls=7),
     "tpshard.rotate": Entry(calls=8),
+    "tpshard.largest": Entry(calls=2),
     "tpshard.fp8_quantize": product,  # bound by memory, but a kernel of its own, with which no stream fuses
     "tpshard.fp8_multiply": product,
 }

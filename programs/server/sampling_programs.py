@@ -6,17 +6,22 @@ import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
+from operator import getitem
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from tpshard.kernels.largest import LARGEST
 from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.partitioning.partitioner import mark_outputs, partition_graph
 from tpshard.parallelism.passes.copy import copy_program
-from tpshard.parallelism.program import INFO, Program
+from tpshard.parallelism.program import INFO, Program, info
 from tpshard.parallelism.propagation.propagate import propagate
 from tpshard.parallelism.sharding import Layout, replicated
 from tpshard.parallelism.tracing.capture import capture
+from tpshard.programs.server.step_kernels import Edited, at_each_call
 from tpshard.programs.setting.annotations import fixed
+
+aten = torch.ops.aten
 
 Choice = Callable[..., list[Tensor]]
 """A function of `token_choice`."""
@@ -48,3 +53,15 @@ def sampling_program(
     for node, comm in program.issues():
         node.meta[INFO] = replace(node.meta[INFO], comm=replace(comm, of=CHOICE, requested=True))
     return program
+
+
+@at_each_call
+def select_by_kernel(edited: Edited, node: fx.Node) -> None:
+    """Makes a GPU find the largest of many keys by a kernel of its own (`kernels.largest`)."""
+    used = [user.target is getitem and user.args[1] == 0 for user in node.users]
+    if node.target is not aten.topk.default or info(node).specs[0].dtype != torch.int64 or not all(used):
+        return
+    like = replace(info(node), specs=info(node).specs[:1])
+    selected = edited.put(node, LARGEST, node.args[:2], like)
+    for user in list(node.users):
+        user.replace_all_uses_with(selected)

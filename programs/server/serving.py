@@ -41,7 +41,7 @@ from tpshard.programs.server.paging import (
 )
 from tpshard.programs.server.parameter_parts import cut_parameters
 from tpshard.programs.server.recurrent_steps import capture_model, pool_states
-from tpshard.programs.server.sampling_programs import Choice, sampling_program
+from tpshard.programs.server.sampling_programs import Choice, sampling_program, select_by_kernel
 from tpshard.programs.server.serve_setting import ServeSetting, Size
 from tpshard.programs.server.token_choice import likeliest, nucleus
 from tpshard.programs.setting.annotations import annotate, fixed, name_dims
@@ -114,7 +114,8 @@ class ServingPrograms:
 
     def chooses(self, rows: int, choice: Choice, count: int | None = None) -> Program:
         """The program of a function of `token_choice` for so many rows of logits as the steps leave them."""
-        return sampling_program(choice, self.setting.mesh, self.any.outputs[0].layout, rows, self.vocab, count)
+        program = sampling_program(choice, self.setting.mesh, self.any.outputs[0].layout, rows, self.vocab, count)
+        return program if self.setting.kind == "cpu" else select_by_kernel(program)
 
     def choosing(self, rows: int) -> dict[str, Program]:
         """The programs that choose the tokens of a step with so many rows of logits, by name, if requests have a

@@ -16,6 +16,7 @@ from tpshard.kernels.norm import rms_norm
 from tpshard.kernels.optimizer_steps import adamw_formula, lion_formula
 from tpshard.kernels.quantized.packed import pack, unpack
 from tpshard.kernels.quantized.quantized import Quantized, group_count, group_index, reference_matmul
+from tpshard.kernels.quantized.reorder import REORDER
 from tpshard.kernels.recurrences import delta_rule, selective_scan, triton_recurrences
 from tpshard.kernels.rotary import rotate
 from tpshard.kernels.triton_launch import Tile
@@ -383,3 +384,21 @@ def test_keys_and_values_are_stored_at_their_slots():
     for pool, x in zip(expected, (k, v)):
         pool.view(-1, 3, 8)[slots[0]] = x[0]
     assert torch.equal(pools, expected)
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_columns_are_put_in_order(blocks):
+    x = draw(2, 5, 48).to(DEVICE, torch.float16)
+    order = torch.cat([torch.randperm(48 // blocks) for _ in range(blocks)]).to(DEVICE)
+    expected = REORDER(x.cpu(), order.cpu(), blocks)
+    assert torch.equal(launch.reorder(x, order, blocks).cpu(), expected)
+
+
+@pytest.mark.parametrize("spread", [2**62, 2**12, 40])
+@pytest.mark.parametrize("count", [1, 7, 20, 40])
+def test_the_largest_keys_are_those_of_topk(count, spread):
+    """Keys that differ in their first digits, or in their last alone."""
+    keys = torch.stack([torch.randperm(40) if spread == 40 else torch.randint(spread, (40,)) for _ in range(3)])
+    keys = keys if spread == 40 else keys // 64 * 64 + torch.arange(40)
+    keys[2] += 2**62 - 2**20
+    assert torch.equal(launch.largest(keys.clamp(max=2**63 - 1).to(DEVICE), count).cpu(), keys.topk(count).values)

@@ -17,6 +17,7 @@ triton = pytest.importorskip("triton", reason="Triton has wheels for Linux on x8
 
 import torch
 from tpshard.kernels import triton_launch, triton_norm, triton_optimizer, triton_steps
+from tpshard.kernels.attention import triton_paged
 from tpshard.kernels.experts import triton_experts
 from tpshard.kernels.quantized import triton_quantized
 from tpshard.kernels.quantized.packed import Packed
@@ -183,14 +184,23 @@ def test_the_other_kernels_do_not_spill(capability):
     constants = triton_launch.constants(packed, 4096, False, Tile(16, 64), fast=True)
     constants = {name: value for name, value in constants.items() if name in expected} | {"BLOCK_N": 64}
     types = dict.fromkeys(("y", "total", "cos", "sin", "x_out", "y_out", "k", "v"), "*bf16") | {"slots": "*i64"}
-    types |= dict.fromkeys(("x_stride", "y_stride", "k_stride", "v_stride", "x_heads"), "i32")
+    types |= dict.fromkeys(("gated", "linear", "dhidden", "shares", "values"), "*bf16") | {"dshares": "*fp32"}
+    types |= {"keys": "*i64", "places": "*i64"}
+    types |= dict.fromkeys(("x_stride", "y_stride", "k_stride", "v_stride", "x_heads", "n", "block", "heads"), "i32")
     for kernel, values in ((triton_quantized.dequantize_kernel, constants),
                            (triton_norm.rms_norm_kernel, {"BLOCK": 8192, "PERMUTED": True, "ADDED": True}),
                            (triton_optimizer.adamw_kernel, {**ADAMW, **LION}),
                            (triton_optimizer.lion_kernel, LION),
                            (triton_steps.rotate_kernel, {"HEAD": 128, "BLOCK": 128}),
-                           (triton_steps.store_rows_kernel, {"BLOCK": 1024})):  # fmt: skip
+                           (triton_steps.store_rows_kernel, {"BLOCK": 1024}),
+                           (triton_steps.reorder_kernel, {"BLOCK": 1024}),
+                           (triton_steps.largest_kernel, {"BLOCK": 4096}),
+                           (triton_experts.swiglu_kernel, {"BLOCK": 1024}),
+                           (triton_experts.swiglu_backward_kernel, {"BLOCK": 1024}),
+                           (triton_paged.add_parts_kernel, {"HEAD": 128, "D": 128, "PART": 512, "WITH_LSE": True}),
+                           (triton_experts.combine_kernel, {"CHOICES": 2, "BLOCK": 1024, "PLACED": True})):  # fmt: skip
         own = {name: kind for name, kind in types.items() if name in kernel.arg_names}
+        own |= {"out": "*i64"} if kernel is triton_steps.largest_kernel else {}
         assert_nothing_spilled(compile_kernel(kernel, values, "bf16", capability, 8, 3, own))
 
 

@@ -7,7 +7,7 @@ import torch
 from fake_gpu import run_on_fake_gpu
 from tpshard.parallelism import Mesh, partition
 from tpshard.parallelism.sharding import Layout
-from tpshard.programs.server.sampling_programs import sampling_program
+from tpshard.programs.server.sampling_programs import sampling_program, select_by_kernel
 from tpshard.programs.server.serve_setting import ServeSetting
 from tpshard.programs.server.served import model_to_serve
 from tpshard.programs.server.serving import build_serving
@@ -64,7 +64,8 @@ def test_a_step_of_a_server_has_all_tensors_on_its_device(case: str) -> None:
 def test_what_chooses_tokens_has_all_tensors_on_its_device() -> None:
     mesh = Mesh({"tp": 4})
     for choice, count in ((likeliest, None), (drawn, None), (nucleus, None), (selected, None), (scores, 5)):
-        run_on_fake_gpu(sampling_program(choice, mesh, Layout(((), (mesh.axis("tp"),))), 2, 2048, count), 3)
+        program = sampling_program(choice, mesh, Layout(((), (mesh.axis("tp"),))), 2, 2048, count)
+        run_on_fake_gpu(select_by_kernel(program), 3)
 
 
 def test_a_constant_on_the_cpu_is_found() -> None:

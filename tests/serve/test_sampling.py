@@ -15,7 +15,7 @@ from tpshard.parallelism.mesh import Mesh
 from tpshard.parallelism.sharding import Layout
 from tpshard.programs.scheduling.request import Sampling, Sequence
 from tpshard.programs.server import token_choice
-from tpshard.programs.server.sampling_programs import Choice, sampling_program
+from tpshard.programs.server.sampling_programs import Choice, sampling_program, select_by_kernel
 from tpshard.programs.server.token_choice import drawn, likeliest, nucleus, scores, selected
 from tpshard.serve.engine.picks import CHOOSE, NOTHING, Picked, Picks, Told, picks_of
 from tpshard.serve.engine.sampling import Recalled, pick
@@ -86,14 +86,18 @@ def test_a_row_alone_has_the_bits_that_it_has_among_others() -> None:
             assert alone.logprob(0, top) == together.logprob(number, top)
 
 
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
 @pytest.mark.parametrize("tp", [2, 4])
-def test_parts_of_the_vocabulary_choose_the_same_tokens_with_the_same_bits(tp: int) -> None:
+def test_parts_of_the_vocabulary_choose_the_same_tokens_with_the_same_bits(tp: int, kind: str) -> None:
     """What is chosen is what one device chooses of all logits, in each setting."""
     mesh = Mesh({"tp": tp})
     layout = Layout(((), (mesh.axis("tp"),)))
 
     def together(choice: Choice, *tensors: Tensor, **static: Any) -> list[Tensor]:
-        return sampling_program(choice, mesh, layout, len(tensors[0]), VOCAB, **static).simulate(*tensors)
+        program = sampling_program(choice, mesh, layout, len(tensors[0]), VOCAB, **static)
+        program = program if kind == "cpu" else select_by_kernel(program)
+        assert kind == "cpu" or not program.graph.find_nodes(op="call_function", target=torch.ops.aten.topk.default)
+        return program.simulate(*tensors)
 
     logits = torch.randn(2 * len(SETTINGS), VOCAB, generator=torch.Generator().manual_seed(5)) * 4
     logits[len(SETTINGS) :] = (logits[len(SETTINGS) :] / 4).round()  # many equal ones, and flat
