@@ -6,6 +6,7 @@ of both. A sequence's state is of all its tokens, so that no prefix of another o
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Sequence as Items
 
@@ -53,7 +54,7 @@ class RecurrentScheduler(Scheduler):
         blocks = self.pool.take(-(-self._slice(s, self.max_rows, self.max_logit_rows).count // self.pool.block_size))
         if blocks is None:
             return False
-        s.blocks, s.state = blocks, self._states.popleft()
+        s.blocks, s.state = array("q", blocks), self._states.popleft()
         self.waiting.remove(s)
         self.running.append(s)
         return True

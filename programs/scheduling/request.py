@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from array import array
 from dataclasses import dataclass, field
 
 from tpshard.programs.scheduling.blocks import Digest
@@ -87,7 +88,7 @@ class Sequence:
     """Leading tokens whose keys and values are in the cache."""
     cached: int | None = None
     """Tokens of the prompt that the cache had when the sequence was first scheduled; None before that."""
-    blocks: list[int] = field(default_factory=list)
+    blocks: array[int] = field(default_factory=lambda: array("q"))
     digests: list[Digest] = field(default_factory=list)
     """Digests of the full blocks of `tokens`, as far as needed."""
     published: int = 0

@@ -6,6 +6,7 @@ prefix that is still cached.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from dataclasses import dataclass
 
@@ -112,7 +113,7 @@ class Scheduler:
 
     def _give_back(self, s: Sequence) -> None:
         self.pool.release(s.blocks)
-        s.blocks, s.computed, s.published = [], 0, 0
+        s.blocks, s.computed, s.published = array("q"), 0, 0
         if s.needs_scores:
             s.prompt_scores.clear()
 
@@ -128,7 +129,7 @@ class Scheduler:
             if cached < reusable and digests[cached] in pending:
                 continue  # a running sequence computes this block: wait for it instead of computing it twice
             reused = self.pool.reuse(digests[:cached])
-            s.blocks, s.computed, s.published = reused, cached * self._size, cached
+            s.blocks, s.computed, s.published = array("q", reused), cached * self._size, cached
             piece = self._slice(s, rows, logit_rows)
             new_blocks = self.pool.take(-(-(piece.start + piece.count) // self._size) - len(s.blocks))
             if new_blocks is None:

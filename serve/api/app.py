@@ -118,14 +118,10 @@ class Server:
         """Submits an answer's sequences and yields their events. Closing the generator cancels the sequences."""
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[list[Event]]()
 
-        def deliver(events: list[Event]) -> None:
-            with suppress(RuntimeError):  # the event loop has ended
-                loop.call_soon_threadsafe(queue.put_nowait, events)
-
         running = [c.sequence for c in answer.choices]
         self.service.metrics.prompt_tokens.inc(answer.prompt_tokens)
         try:
-            self.service.submit(running, deliver)
+            self.service.submit(running, queue.put_nowait, loop.call_soon_threadsafe)
         except Unavailable as error:
             raise _unavailable() from error
         try:

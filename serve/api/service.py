@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
@@ -27,6 +28,8 @@ LOOK_S = 1.0
 
 State = Literal["starting", "ready", "broken", "closed"]
 Deliver = Callable[[list[Event]], None]
+Post = Callable[[Callable[[], None]], object]
+"""A function that calls another one in the thread of a client, such as an event loop's `call_soon_threadsafe`."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ class Service:
         """("add", or the reason to end a sequence early; the sequence)"""
         self._changes: deque[tuple[Future[None], Callable[[Engine], None]]] = deque()
         """Changes of adapters that clients wait for."""
-        self._open: dict[int, tuple[Sequence, Deliver]] = {}
+        self._open: dict[int, tuple[Sequence, Deliver, Post]] = {}
         """Sequences with a waiting client, by id."""
         self._wake = threading.Condition()
         self._started = threading.Event()
@@ -141,13 +144,13 @@ class Service:
         if len(self._open) + sequences > self.limits.most:
             raise Full()
 
-    def submit(self, sequences: Iterable[Sequence], deliver: Deliver) -> None:
-        """Adds sequences; `deliver` is called with their events in the engine's thread."""
+    def submit(self, sequences: Iterable[Sequence], deliver: Deliver, post: Post | None = None) -> None:
+        """Adds sequences; `deliver` is called with their events, by `post`, or in the engine's thread."""
         with self._wake:
             if not self.ready:
                 raise Unavailable()
             for s in sequences:
-                self._open[s.id] = (s, deliver)
+                self._open[s.id] = (s, deliver, post or _at_once)
                 self._inbox.append(("add", s))
             self._wake.notify()
 
@@ -287,7 +290,7 @@ class Service:
         if old is not None and not replace:
             raise ValueError(f"there is a model `{name}` already")
         with self._wake:
-            running = [s for s, _ in self._open.values()] + engine.scheduler.running + [*engine.scheduler.waiting]
+            running = [s for s, *_ in self._open.values()] + engine.scheduler.running + [*engine.scheduler.waiting]
         taken = {one.slot for one in (*others.values(), *(s.adapter for s in running)) if one is not None}
         slot = next((slot for slot in range(engine.runner.slots) if slot not in taken), None)
         if slot is None:
@@ -304,16 +307,17 @@ class Service:
 
     def _hand_out(self, events: list[Event]) -> None:
         now = time.monotonic()
-        grouped: dict[Deliver, list[Event]] = {}
+        grouped: dict[Post, dict[Deliver, list[Event]]] = {}
         for event in events:
             self.metrics.event(event, now)
             entry = self._open.get(event.sequence.id)
             if event.finish is not None:
                 self._open.pop(event.sequence.id, None)
             if entry is not None:
-                grouped.setdefault(entry[1], []).append(event)
-        for deliver, own_events in grouped.items():
-            deliver(own_events)
+                _, deliver, post = entry
+                grouped.setdefault(post, {}).setdefault(deliver, []).append(event)
+        for post, by_client in grouped.items():  # one for all clients of an event loop, which waking costs most
+            _post(post, by_client)
 
     def _fail_all(self, why: str) -> None:
         with self._wake:
@@ -322,16 +326,29 @@ class Service:
             changes, self._changes = self._changes, deque()
         for future, _ in changes:
             future.set_exception(Unavailable())
-        for sequence, deliver in lost.values():
+        for sequence, deliver, post in lost.values():
             sequence.finish = "error"
             event = Event(sequence, None, finish="error", error=why)
             self.metrics.event(event, time.monotonic())
-            deliver([event])
+            _post(post, {deliver: [event]})
 
     def _pause(self, seconds: float) -> None:
         with self._wake:
             if not self._closing:
                 self._wake.wait(seconds)
+
+
+def _post(post: Post, by_client: Mapping[Deliver, list[Event]]) -> None:
+    def hand_out() -> None:
+        for deliver, events in by_client.items():
+            deliver(events)
+
+    with suppress(RuntimeError):  # the event loop has ended
+        post(hand_out)
+
+
+def _at_once(work: Callable[[], None]) -> None:
+    work()
 
 
 def _apply(future: Future[None], change: Callable[[Engine], None], engine: Engine) -> None:

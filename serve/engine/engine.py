@@ -80,30 +80,28 @@ class Engine:
         return list(self._receive(slices, picked))
 
     def _input(self, slices: list[Slice]) -> StepInput:
-        size = self.pool.block_size
-        width = max(len(piece.sequence.blocks) for piece in slices)
-        tables = np.zeros((len(slices), width), dtype=np.int64)
-        tokens, positions, slots, owners, logit_rows = [], [], [], [], []
-        row = 0
-        for i, piece in enumerate(slices):
-            s, place = piece.sequence, np.arange(piece.start, piece.start + piece.count)
-            blocks = np.asarray(s.blocks, dtype=np.int64)
-            tables[i, : len(blocks)] = blocks
-            tokens.append(np.asarray(s.tokens[piece.start : piece.start + piece.count], dtype=np.int64))
-            positions.append(place)
-            slots.append(blocks[place // size] * size + place % size)
-            owners.append(np.full(piece.count, i))
-            row += piece.count
-            logit_rows.append(np.arange(row - piece.logit_rows, row))
-        flat = [np.concatenate(x) for x in (tokens, positions, slots, owners, logit_rows)]
+        size, count = self.pool.block_size, len(slices)
+        tables = np.zeros((count, max(len(piece.sequence.blocks) for piece in slices)), dtype=np.int64)
+        tokens: list[int] = []
+        for row, piece in zip(tables, slices):
+            s = piece.sequence
+            row[: len(s.blocks)] = s.blocks
+            tokens += s.tokens[piece.start : piece.start + piece.count]
+        numbers = np.array([(piece.start, piece.count, piece.logit_rows) for piece in slices], dtype=np.int64)
+        starts, counts, wanted = numbers.T
+        ends, owners = counts.cumsum(), np.repeat(np.arange(count), counts)
+        positions = np.arange(len(tokens)) + np.repeat(starts + counts - ends, counts)
+        slots = tables[owners, positions // size] * size + positions % size
+        logit_rows = np.arange(wanted.sum()) + np.repeat(ends - wanted.cumsum(), wanted)
         states = [] if self.runner.chunks is None else [piece.sequence.state for piece in slices]
         adapters = np.zeros(0, dtype=np.int64)
         if self.runner.slots:
             own = [-1 if p.sequence.adapter is None else p.sequence.adapter.slot for p in slices]
-            adapters = np.repeat(np.array(own, dtype=np.int64), [piece.count for piece in slices])
+            adapters = np.repeat(np.array(own, dtype=np.int64), counts)
         return StepInput(
-            flat[0], flat[1], flat[2], flat[3], tables, flat[4], np.array(states, dtype=np.int64), adapters
-        )
+            np.array(tokens, dtype=np.int64), positions, slots, owners, tables, logit_rows,
+            np.array(states, dtype=np.int64), adapters,
+        )  # fmt: skip
 
     def _receive(self, slices: list[Slice], picked: Picked) -> Iterator[Event]:
         """Advances each sequence by what was picked for its rows, in the order of the slices; yields the events."""
