@@ -90,6 +90,7 @@ def main() -> None:
                 record.rows.append(row)
     for row in record.rows:
         record.figure(f"step.{row['clients']}", row["step_ms"], "ms")
+        record.figure(f"first.{row['clients']}", row["first_ms"], "ms")
         record.figure(f"tokens.{row['clients']}", row["tokens_per_s"], "tokens/s")
     record.close(write=options.record, as_json=options.json)
 

@@ -47,7 +47,9 @@ MEASURED = re.compile(
 
 
 def typed_measurements(text: str) -> list[str]:
-    """The numbers with a unit in prose and in transcripts that no record is the source of."""
+    """The numbers with a unit in prose and in transcripts that no record is the source of; not those of tables that a
+    script writes from one."""
+    text = re.sub(r"(?s)<!--table: .*?<!--/-->", "", text)
     text = re.sub(r"(?s)<!--[\w-]+:text [\w.-]+-->\n+```\n.*?```", "", text)
     text = re.sub(r"`[^`\n]+`", "", re.sub(BLOCK, "", text))
     return [measured[0] for measured in MEASURED.finditer(text)]
