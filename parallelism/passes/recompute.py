@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from operator import getitem
@@ -13,6 +14,8 @@ from tpshard.parallelism.program import INFO, Program, info
 from tpshard.parallelism.resharding.new_nodes import copy_node
 from tpshard.parallelism.rules.table import entry_of
 
+LOW = 8
+"""How many times as large as the dim of its sums the result of a low-rank product is."""
 Keep = Callable[[fx.Node], bool]
 """A function that decides whether to save a forward value which the backward pass reads."""
 
@@ -154,7 +157,8 @@ def keep_layer_inputs(every: int = 1, first: int | None = None, modules: Collect
 def keep_selected(names: Collection[str] = ()) -> Keep:
     """A `Keep` that saves outputs of products and attention, and communicated values (remat: selective, or a list).
 
-    names: operations (`mm`, `attention`), or the modules whose product is saved (`wq`, `gate`).
+    names: operations (`mm`, `attention`), or the modules whose product is saved (`wq`, `gate`). Without them the large
+    products of an adapter's low rank are computed again from the small ones, which costs little.
     """
 
     def keep(node: fx.Node) -> bool:
@@ -167,9 +171,17 @@ def keep_selected(names: Collection[str] = ()) -> Keep:
         return info(source).comm is not None or part_of_selected or is_selected(node)
 
     def is_selected(node: fx.Node) -> bool:
-        return info(node).saved and (not names or not names_of(node).isdisjoint(names))
+        return info(node).saved and not (is_low_rank(node) if not names else names_of(node).isdisjoint(names))
 
     return keep
+
+
+def is_low_rank(node: fx.Node) -> bool:
+    """Whether a node is a product over a dim that is at most an eighth of its result's last one."""
+    if entry_of(node.target).work != "matmul":
+        return False
+    shape = info(node).specs[0].shape
+    return 0 < info(node).flops * LOW <= 2 * math.prod(shape) * shape[-1]
 
 
 def names_of(node: fx.Node) -> set[str]:
