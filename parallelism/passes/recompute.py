@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from operator import getitem
 
+import torch
 from torch import fx
 from tpshard.diagnostics.patterns import covers
 from tpshard.parallelism.graph import Layer
@@ -14,6 +15,7 @@ from tpshard.parallelism.program import INFO, Program, info
 from tpshard.parallelism.resharding.new_nodes import copy_node
 from tpshard.parallelism.rules.table import entry_of
 
+MM = torch.ops.aten.mm.default
 LOW = 8
 """How many times as large as the dim of its sums the result of a low-rank product is."""
 Keep = Callable[[fx.Node], bool]
@@ -177,8 +179,8 @@ def keep_selected(names: Collection[str] = ()) -> Keep:
 
 
 def is_low_rank(node: fx.Node) -> bool:
-    """Whether a node is a product over a dim that is at most an eighth of its result's last one."""
-    if entry_of(node.target).work != "matmul":
+    """Whether a node is a product with a matrix over a dim that is at most an eighth of its result's last one."""
+    if node.target is not MM:
         return False
     shape = info(node).specs[0].shape
     return 0 < info(node).flops * LOW <= 2 * math.prod(shape) * shape[-1]

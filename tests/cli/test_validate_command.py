@@ -229,9 +229,9 @@ def test_text_and_tokenizer_that_are_not_there_are_6(
 
 
 def test_each_wrong_entry_of_a_list_is_told(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lora = "adapters.lora={rank: 4000, targets: [x, y, wq], modules_to_save: [v, w], rank_pattern: {t: 4, u: 8}}"
+    lora = "adapters.lora={rank: 4000, targets: [x, y, wq], modules_to_save: [vv, ww], rank_pattern: {t: 4, u: 8}}"
     for change, told in (
-        (lora, ["`x` is no linear layer", "`y` is no linear layer", "`v` is no module", "`w` is no module",
+        (lora, ["`x` is no linear layer", "`y` is no linear layer", "`vv` is no module", "`ww` is no module",
                 "`t` matches no layer", "`u` matches no layer", "rank 4000 is above"]),
         ("train.freeze=[x, tok_embed, y]", ["`x` matches no parameter", "`y` matches no parameter"]),
         ("serve.adapters={a: x, b: y}", ["the adapter `a` cannot", "the adapter `b` cannot"]),

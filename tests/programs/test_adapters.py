@@ -208,14 +208,14 @@ def test_what_is_frozen_has_no_gradient_and_no_moments() -> None:
     ("train.freeze=[tok_embd]|adapters={lora: {rank: 4}}", "`tok_embd` matches no parameter"),
     ("adapters={lora: {targets: [wx]}}", "`wx`"),
     ("adapters={lora: {rank: 65}}", "rank 65 is above"), ("adapters={lora: {rank_pattern: {zz: 2}}}", "`zz`"),
-    ("adapters={lora: {modules_to_save: [head]}}", "`head` is no module"),
+    ("adapters={lora: {modules_to_save: [hat]}}", "`hat` is no module"),
 ])  # fmt: skip
 def test_names_of_nothing_are_refused_at_their_place(override: str, says: str) -> None:
     with pytest.raises(Mistakes, match=says) as refused:
         frozen(*override.split("|"))
     (one,) = refused.value.diagnostics
     assert one.exit == Exit.RECIPE and one.where is not None and one.where.line == 1
-    assert override[one.where.col - 1 :].startswith(("tok_embd", "wx", "65", "2", "head"))
+    assert override[one.where.col - 1 :].startswith(("tok_embd", "wx", "65", "2", "hat"))
 
 
 @pytest.mark.parametrize("said", ["adapters.lora.targets=[qq_proj]", "train.freeze=[no.such]"])
