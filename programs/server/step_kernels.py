@@ -203,21 +203,29 @@ def _norm(node: fx.Node) -> tuple[Any, ...] | None:
     """The arguments of `NORM` for a node that computes the result of a norm; None for any other node."""
     if node.target is not aten.mul.Tensor:
         return None
-    narrowed = argument_by(node, 0, aten._to_copy.default)
-    unit = argument_by(narrowed or node, 0, aten.mul.Tensor)
+    return _weighted(node, 0) or _weighted(node, 1)
+
+
+def _weighted(node: fx.Node, place: int) -> tuple[Any, ...] | None:
+    """The arguments of `NORM` where a product's operand at `place` is what its other one weighs."""
+    narrowed, weight = argument_by(node, place, aten._to_copy.default), node.args[1 - place]
+    unit = argument_by(node if narrowed is None else narrowed, place if narrowed is None else 0, aten.mul.Tensor)
     root = argument_by(unit, 1, aten.rsqrt.default)
     shifted = argument_by(root, 0, aten.add.Tensor)
     mean = argument_by(shifted, 0, aten.mean.dim)
-    square = argument_by(mean, 0, aten.mul.Tensor)
+    square = argument_by(mean, 0, aten.mul.Tensor, aten.pow.Tensor_Scalar)
     if square is None or shifted.kwargs:
         return None
-    wide, weight, eps = unit.args[0], node.args[1], shifted.args[1]
+    wide, eps = unit.args[0], shifted.args[1]
     widened = wide if narrowed is None else argument_by(unit, 0, aten._to_copy.default)
     if widened is None or not isinstance(weight, fx.Node) or not isinstance(eps, (int, float)):
         return None
-    if square.args != (wide, wide) or [list(mean.args[1]), *mean.args[2:]] != [[-1], True]:
+    squared = square.args in ((wide, wide), (wide, 2))
+    if not squared or [list(mean.args[1]), *mean.args[2:]] != [[-1], True] or len(shape_of(weight)) != 1:
         return None
-    return (wide if narrowed is None else widened.args[0], weight, None, eps)
+    x = wide if narrowed is None else widened.args[0]
+    assert isinstance(x, fx.Node)
+    return (x, weight, None, eps) if info(x).specs[0].dtype == info(node).specs[0].dtype else None
 
 
 @at_each_call

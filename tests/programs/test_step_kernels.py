@@ -6,12 +6,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import architectures
 import pytest
 import torch
 import torch.nn.functional as F
-from servers import lockstep, setting, weights_of
+import transformers
+from servers import folder_runner, lockstep, prompts, recipe, setting, weights_of
 from torch import Tensor, fx
 from tpshard.kernels.norm import NORM
 from tpshard.kernels.quantized.gptq_config import GPTQConfig
@@ -26,8 +29,8 @@ from tpshard.parallelism.passes.run import Pass
 from tpshard.parallelism.program import Program, info
 from tpshard.programs.server import serving, step_kernels
 from tpshard.programs.server.act_order import Arrangement
-from tpshard.programs.server.serve_setting import Size
-from tpshard.programs.server.served import Coded
+from tpshard.programs.server.serve_setting import ServeSetting, Size
+from tpshard.programs.server.served import Coded, model_to_serve
 from tpshard.programs.server.serving import build_serving
 from tpshard.programs.server.step_kernels import fold_linears, fuse_norms, merge_views, store_norms_in_order
 
@@ -78,6 +81,28 @@ def test_a_gpus_step_has_fewer_kernels_of_the_same_bits(tp: int, monkeypatch: py
     assert torch.equal(*(lockstep(programs, weights_of(model)) for programs in (fewer, plain)))
 
 
+@pytest.mark.parametrize(("name", "norms", "rotated"), [("llama", 5, 2), ("qwen3", 9, 2), ("olmo2", 9, 2)])
+def test_what_transformers_writes_becomes_the_same_kernels(
+    name: str, norms: int, rotated: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norms with the weight first, and halves that are put together with a sign."""
+    folder = architectures.folder(tmp_path, name, weights=True)
+    written = recipe(f"model={{transformers: {folder}, seq_len: 64}}", "serve.dtype=fp32")
+    of = ServeSetting.of(written, model_to_serve(written, "gpu"), "gpu")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    weights, results = weights_of(theirs), []
+    for fewer in (serving.FEWER, ()):
+        monkeypatch.setattr(serving, "FEWER", fewer)
+        programs = build_serving(of, [Size(8)])
+        found = names(programs.any)
+        assert found["rms_norm_permuted.default"] + found["add_rms_norm.default"] == norms
+        assert found["rotate.default"] == (rotated if fewer else 0)
+        results.append(lockstep(programs, weights))
+    assert torch.equal(*results)
+    expected = folder_runner(folder, "serve.dtype=fp32").logits(prompts())
+    torch.testing.assert_close(results[0], expected, rtol=1e-4, atol=1e-4)
+
+
 def test_a_weight_that_others_read_too_is_held_twice() -> None:
     """A tied table is looked up unpacked and multiplied packed."""
     program = build_serving(setting(LLAMA), [Size(8)]).any
@@ -100,9 +125,10 @@ def models_norm(x: Tensor, w: Tensor) -> Tensor:
 NORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "norm": models_norm,
     "norm, its root used again": lambda x, w: x * root(x) * w + root(x),
-    "norm, by weights of its own for each row": lambda x, w: x * root(x) * (x + w),
+    "norm, its weight first": lambda x, w: w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 0.25)),
 }
 LIKES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "by weights of its own for each row": lambda x, w: x * root(x) * (x + w),
     "over rows": lambda x, w: x * root(x, dim=1) * w,
     "a tensor as eps": lambda x, w: x * root(x, w[:1].abs()) * w,
     "eps twice": lambda x, w: x * torch.rsqrt(torch.add((x * x).mean(-1, keepdim=True), 0.25, alpha=2)) * w,
