@@ -204,6 +204,7 @@ class SortedChoices:
         return x
 
     def in_choices(self, values: Tensor) -> Tensor:
+        """The values of rows in the order of choices, in which these products leave them."""
         return values
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -160,7 +160,7 @@ def keep_selected(names: Collection[str] = ()) -> Keep:
     """A `Keep` that saves outputs of products and attention, and communicated values (remat: selective, or a list).
 
     names: operations (`mm`, `attention`), or the modules whose product is saved (`wq`, `gate`). Without them the large
-    products of an adapter's low rank are computed again from the small ones, which costs little.
+    products of a low rank, such as an adapter's, are computed again from the small ones, which costs little.
     """
 
     def keep(node: fx.Node) -> bool:

@@ -31,6 +31,11 @@ DIFFERENT_PROGRAMS = "ranks that run different programs would wait for each othe
 SAME_VERSIONS = "install the same versions everywhere, and start every worker with the same recipe"
 
 
+def put(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device, to which it is copied while the host goes on."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 @dataclass
 class Context:
     """The connection of one of `world` workers to the others.
@@ -69,9 +74,7 @@ class Context:
 
     def put(self, tensor: Tensor) -> Tensor:
         """A tensor of the host on this worker's device, to which it is copied while the host goes on."""
-        if self.device.type != "cuda":
-            return tensor.to(self.device)
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+        return put(tensor, self.device)
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank. Every rank must call it."""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from tpshard.parallelism.runtime.context import put
 from tpshard.programs.server.sampling_programs import Choice
 from tpshard.programs.server.token_choice import drawn, likeliest, nucleus, scores, selected
 from tpshard.serve.engine.picks import ANSWERED, BIAS, CHOOSE, RESET, SEEN, Picked, Picks
@@ -152,9 +153,8 @@ def _drawn(logits: Tensor, settings: Tensor, restricted: bool, choosing: Choosin
 
 
 def brought(values: np.ndarray, device: torch.device) -> Tensor:
-    """The values on the device, on a GPU without waiting for what it does."""
-    there = torch.from_numpy(np.array(values))
-    return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there.to(device)
+    """A copy of the values on the device."""
+    return put(torch.from_numpy(np.array(values)), device)
 
 
 def _drawing(picks: Picks) -> list[tuple[np.ndarray, bool]]:
