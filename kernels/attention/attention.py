@@ -14,12 +14,14 @@ other heads.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from tpshard.kernels.attention import attention_blocks, attention_parts, flash
-from tpshard.kernels.attention.attention_mask import visible
+from tpshard.kernels.attention import attention_blocks, attention_parts, cpu_attention, cuda_attention
+from tpshard.kernels.attention.attention_mask import last_of
+from tpshard.kernels.attention.attention_parts import Backward, Forward
 from tpshard.kernels.dtypes import wide_dtype
 from tpshard.kernels.operation import LIBRARY, operation
 
@@ -83,109 +85,35 @@ def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: in
         raise ValueError(f"attention: window is {window}; it must be at least 1, the row's own position")
 
 
-# The reference implementation, which also runs where no library kernel applies.
+def _forward(kernel: Forward) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`tpshard::attention` by a kernel."""
+
+    def compute(
+        q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, window: int | None = None,
+        softcap: float | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        _check(q, k, v, documents, window)
+        return kernel(q, k, v, last_of(q.shape[1], k.shape[1], documents, window), scale, softcap)
+
+    return compute
 
 
-def blockwise(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, window: int | None = None,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`tpshard::attention` by matrix products over blocks of queries; the reference, for any device and dtype."""
-    first_query = k.shape[1] - q.shape[1]
-    return attention_blocks.forward(q, k, v, _pair(documents, first_query), scale, window, first_query, 0, softcap)
+def _backward(kernel: Backward) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """`tpshard::attention_backward` by a kernel."""
+
+    def compute(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None,
+        scale: float, window: int | None = None, softcap: float | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        mask = last_of(q.shape[1], k.shape[1], documents, window)
+        dq, dk, dv = kernel(dout, q, k, v, out, lse, mask, scale, softcap)
+        return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+    return compute
 
 
-def blockwise_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None, scale: float,
-    window: int | None = None, softcap: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`tpshard::attention_backward` by matrix products over blocks of queries."""
-    first_query = k.shape[1] - q.shape[1]
-    pair = _pair(documents, first_query)
-    dq, dk, dv = attention_blocks.backward(dout, q, k, v, out, lse, pair, scale, window, first_query, 0, softcap)
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
-
-
-def _pair(documents: Tensor | None, first_query: int) -> attention_blocks.Documents:
-    """The document ids of the queries and of the keys."""
-    return None if documents is None else (documents[:, first_query:], documents)
-
-
-# CPU: torch's flash kernel, four times faster than matrix products for a small model.
-
-
-def _cpu_mask(q: Tensor, k: Tensor, documents: Tensor | None, window: int | None) -> Tensor | None:
-    """The causal mask as torch's kernel adds it to the scores; None where the kernel's own causal mask is the same."""
-    s, t = q.shape[1], k.shape[1]
-    if documents is None and s == t and (window is None or window >= t):
-        return None
-    allowed = visible(_pair(documents, t - s), range(t - s, t), range(t), window, q.device)
-    return torch.zeros((), dtype=q.dtype).where(allowed, -torch.inf)
-
-
-def _repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """Keys or values [b,t,kv,d] with every KV head repeated for the query heads that share it: [b,heads,t,d]."""
-    x = x.transpose(1, 2)
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
-
-
-def _needs_blocks(q: Tensor, softcap: float | None) -> bool:
-    """Whether torch's CPU kernel refuses these queries, so that `blockwise` computes them."""
-    return not q.is_floating_point() or q.numel() == 0 or q.dtype == torch.float64 or softcap is not None
-
-
-def _cpu(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, window: int | None = None,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    _check(q, k, v, documents, window)
-    if _needs_blocks(q, softcap):
-        return blockwise(q, k, v, documents, scale, window, softcap)
-    h = q.shape[2]
-    mask = _cpu_mask(q, k, documents, window)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q.transpose(1, 2), _repeat_heads(k, h), _repeat_heads(v, h), 0.0, mask is None, attn_mask=mask, scale=scale
-    )
-    return out.transpose(1, 2).contiguous(), lse.contiguous()
-
-
-def _cpu_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None, scale: float,
-    window: int | None = None, softcap: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if _needs_blocks(q, softcap):
-        return blockwise_backward(dout, q, k, v, out, lse, documents, scale, window, softcap)
-    h, kv = q.shape[2], k.shape[2]
-    mask = _cpu_mask(q, k, documents, window)
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout.transpose(1, 2), q.transpose(1, 2), _repeat_heads(k, h), _repeat_heads(v, h), out.transpose(1, 2), lse,
-        0.0, mask is None, attn_mask=mask, scale=scale,
-    )  # fmt: skip
-    if h != kv:
-        dk, dv = dk.unflatten(1, (kv, -1)).sum(2), dv.unflatten(1, (kv, -1)).sum(2)
-    return dq.transpose(1, 2).contiguous(), dk.transpose(1, 2).contiguous(), dv.transpose(1, 2).contiguous()
-
-
-# CUDA: torch's FlashAttention where it applies, else `blockwise` (fp32, odd head sizes, document ids out of order).
-
-
-def _cuda(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, window: int | None = None,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    _check(q, k, v, documents, window)
-    if softcap is None and flash.applies(q, k, documents):
-        return flash.forward(q, k, v, documents, scale, window)
-    return blockwise(q, k, v, documents, scale, window, softcap)
-
-
-def _cuda_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None, scale: float,
-    window: int | None = None, softcap: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if softcap is None and flash.applies(q, k, documents):
-        return flash.backward(dout, q, k, v, out, lse, documents, scale, window)
-    return blockwise_backward(dout, q, k, v, out, lse, documents, scale, window, softcap)
+blockwise, blockwise_backward = _forward(attention_blocks.forward), _backward(attention_blocks.backward)
+"""The operations by matrix products over blocks of queries: the reference, for any device and dtype."""
 
 
 def _shape(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -215,13 +143,13 @@ def _gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
 
 _SETTINGS = "Tensor? documents, float scale, int? window=None, float? softcap=None"
 ATTENTION = operation(
-    f"attention(Tensor q, Tensor k, Tensor v, {_SETTINGS}) -> (Tensor, Tensor)", _cpu, _shape, cuda=_cuda,
-    gradient=_gradient, keep=_keep,
+    f"attention(Tensor q, Tensor k, Tensor v, {_SETTINGS}) -> (Tensor, Tensor)",
+    _forward(cpu_attention.forward), _shape, cuda=_forward(cuda_attention.forward), gradient=_gradient, keep=_keep,
 )  # fmt: skip
 ATTENTION_BACKWARD = operation(
     f"attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_SETTINGS}) -> "
     "(Tensor, Tensor, Tensor)",
-    _cpu_backward, _backward_shape, cuda=_cuda_backward,
+    _backward(cpu_attention.backward), _backward_shape, cuda=_backward(cuda_attention.backward),
 )  # fmt: skip
 ATTENTION_PART = attention_parts.PART
 ATTENTION_PART_BACKWARD = attention_parts.PART_BACKWARD

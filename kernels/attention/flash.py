@@ -4,24 +4,51 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
+from tpshard.kernels.attention.attention_mask import CausalMask
 
 
-def applies(q: Tensor, k: Tensor, documents: Tensor | None) -> bool:
-    """Whether the kernels apply: fp16 or bf16, compute capability 8.0 or later, and document ids that never
-    decrease."""
+@dataclass(frozen=True)
+class FlashCall:
+    """What the kernels are told of a mask."""
+
+    causal: bool
+    """Whether each query sees the keys up to its own, the last query's being the last; else all keys."""
+    window: int | None
+    """Of a causal call: how many positions a query attends to, its own included."""
+    starts: tuple[Tensor, Tensor] | None
+    """Where the documents begin among the flattened queries and keys, and how many these are: two of [documents + 1]
+    int32. A document may have no query or no key here. None without documents."""
+
+
+def call_of(q: Tensor, mask: CausalMask) -> FlashCall | None:
+    """How the kernels compute attention under a mask; None where they do not.
+
+    They take fp16 or bf16 on compute capability 8.0 or later, queries that end where the keys end or that see all
+    positions, and document ids that never decrease.
+    """
     d = q.shape[3]
     if q.dtype not in (torch.float16, torch.bfloat16) or d % 8 or d > 256 or q.numel() == 0:
-        return False
+        return None
     if torch.version.hip is not None or torch.cuda.get_device_capability(q.device) < (8, 0):
-        return False
-    if documents is None:
-        return True
-    return q.shape[1] == k.shape[1] and starts_of(documents) is not None
+        return None
+    if not mask.ends_together and not mask.hides_no_position:
+        return None
+    causal = mask.ends_together and not mask.hides_no_position
+    window = mask.window if causal else None
+    if mask.documents is None:
+        return FlashCall(causal, window, None)
+    queries, keys = mask.documents
+    if mask.queries == mask.keys:
+        starts = starts_of(keys)
+        return None if starts is None else FlashCall(causal, window, (starts, starts))
+    pair = _shared_starts(queries, keys)
+    return None if pair is None else FlashCall(causal, window, pair)
 
 
 @contextmanager
@@ -53,8 +80,7 @@ def starts_of(documents: Tensor) -> Tensor | None:
     """
     version, starts = _known.get(documents, (-1, None))
     if version != documents._version:
-        never_decrease = bool((documents[:, 1:] >= documents[:, :-1]).all())
-        starts = _starts(documents) if never_decrease else None
+        starts = _starts(documents) if bool(_never_decrease(documents)) else None
         _known[documents] = documents._version, starts
     return starts
 
@@ -67,6 +93,30 @@ def _starts(documents: Tensor) -> Tensor:
     return torch.cat([begins, begins.new_full((1,), b * s)]).to(torch.int32)
 
 
+def _never_decrease(documents: Tensor) -> Tensor:
+    """Whether no row's ids decrease: [] bool."""
+    return (documents[:, 1:] >= documents[:, :-1]).all()
+
+
+def _shared_starts(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Where each document of queries [b, s] or keys [b, t] begins among either, by `FlashCall.starts`; None where the
+    ids of a row decrease.
+
+    Keys stand at or before the queries, so that the documents have the same order in both. The host waits for the
+    device.
+    """
+    if not bool(_never_decrease(queries) & _never_decrease(keys)):
+        return None
+    least = torch.minimum(queries.min(), keys.min())
+    span = torch.maximum(queries.max(), keys.max()) - least + 1
+    row = torch.arange(queries.shape[0], device=queries.device).unsqueeze(1) * span
+    flat = [(ids - least + row).flatten() for ids in (queries, keys)]
+    documents = torch.cat(flat).unique()
+    starts = [torch.searchsorted(ids, documents, right=True, out_int32=True) for ids in flat]
+    first, second = (torch.cat([ends.new_zeros(1), ends]) for ends in starts)
+    return first, second
+
+
 def _flat(x: Tensor) -> Tensor:
     """x [b, s, ...] as contiguous rows [b * s, ...]."""
     return x.flatten(0, 1).contiguous()
@@ -77,46 +127,44 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _sides(window: int | None) -> dict[str, int]:
+def _sides(call: FlashCall) -> dict[str, int]:
     """The kernels' arguments for a window: how many positions before and after its own a row attends to."""
-    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+    return {} if call.window is None else {"window_size_left": call.window - 1, "window_size_right": 0}
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, window: int | None
-) -> tuple[Tensor, Tensor]:
-    """`tpshard::attention` by torch's FlashAttention: the output [b,s,h,d] and logsumexps [b,h,s]."""
-    b, s = q.shape[:2]
-    if documents is None:
+def forward(q: Tensor, k: Tensor, v: Tensor, call: FlashCall, scale: float) -> tuple[Tensor, Tensor]:
+    """The output [b,s,h,d] and logsumexps [b,h,s] of attention from q [b,s,h,d] to k and v [b,t,kv,d]."""
+    (b, s), t = q.shape[:2], k.shape[1]
+    if call.starts is None:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            _rows(q), _rows(k), _rows(v), None, None, s, k.shape[1], 0.0, True, False, scale=scale, **_sides(window)
+            _rows(q), _rows(k), _rows(v), None, None, s, t, 0.0, call.causal, False, scale=scale, **_sides(call)
         )
         return out.contiguous(), lse
-    starts = starts_of(documents)
+    of_queries, of_keys = call.starts
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        _flat(q), _flat(k), _flat(v), starts, starts, s, s, 0.0, True, False, scale=scale, **_sides(window)
+        _flat(q), _flat(k), _flat(v), of_queries, of_keys, s, t, 0.0, call.causal, False, scale=scale, **_sides(call)
     )
+    if of_queries is not of_keys:  # the kernel says inf for queries without keys
+        lse = lse.masked_fill(lse == torch.inf, -torch.inf)
     return out.unflatten(0, (b, s)), lse.unflatten(1, (b, s)).transpose(0, 1).contiguous()
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None, scale: float,
-    window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`tpshard::attention_backward` by torch's FlashAttention: the gradients of q, k and v."""
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: FlashCall, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, from the output and logsumexps over all keys."""
     b, s, t = q.shape[0], q.shape[1], k.shape[1]
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of dropout, which is off
     with _deterministic():
-        if documents is None:
+        if call.starts is None:
             dq, dk, dv = torch.ops.aten._flash_attention_backward(
-                dout.contiguous(), _rows(q), _rows(k), _rows(v), out, lse, None, None, s, t, 0.0, True, unused, unused,
-                scale=scale, **_sides(window),
+                dout.contiguous(), _rows(q), _rows(k), _rows(v), out, lse, None, None, s, t, 0.0, call.causal,
+                unused, unused, scale=scale, **_sides(call),
             )  # fmt: skip
             return dq.contiguous(), dk.contiguous(), dv.contiguous()
-        starts = starts_of(documents)
         log_sums = lse.transpose(0, 1).flatten(1, 2).contiguous()
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            _flat(dout), _flat(q), _flat(k), _flat(v), _flat(out), log_sums, starts, starts, s, s, 0.0, True,
-            unused, unused, scale=scale, **_sides(window),
+            _flat(dout), _flat(q), _flat(k), _flat(v), _flat(out), log_sums, *call.starts, s, t, 0.0, call.causal,
+            unused, unused, scale=scale, **_sides(call),
         )  # fmt: skip
-    return dq.unflatten(0, (b, s)), dk.unflatten(0, (b, s)), dv.unflatten(0, (b, s))
+    return dq.unflatten(0, (b, s)), dk.unflatten(0, (b, t)), dv.unflatten(0, (b, t))

@@ -117,15 +117,24 @@ def flash_scratch(shapes: Sequence[Sequence[int]]) -> int:
     return 4 * parts * b * rows * h * width + (4 * b * t * h * d if kv != h else 0)
 
 
+def _scratch_of_torch(shapes: Sequence[Sequence[int]]) -> int:
+    """`flash_scratch` of torch's order of dims: dout [b,h,s,d], q, k [b,kv,t,d], ..."""
+    return flash_scratch([(b, s, h, d) for b, h, s, d in shapes[:3]])
+
+
 OPS: Table = {
     "tpshard.attention": Entry(attention, work="attention", saved=True, carries=2, calls=10),
     "tpshard.attention_backward": Entry(attention_backward, work="attention_backward", calls=9, scratch=flash_scratch),
-    "tpshard.attention_part": Entry(work="attention", saved=True),
-    "tpshard.attention_part_backward": Entry(work="attention_backward"),
+    "tpshard.attention_part": Entry(work="attention", saved=True, calls=10),
+    "tpshard.attention_part_backward": Entry(work="attention_backward", calls=9, scratch=flash_scratch),
     aten._scaled_dot_product_flash_attention_for_cpu: Entry(
         of_torch, work="attention", saved=True, dense="last", carries=2, heads_dim=1
     ),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: Entry(
-        partial(of_torch, forward=False), work="attention_backward", saved=True, dense="last"
+        partial(of_torch, forward=False),
+        work="attention_backward",
+        saved=True,
+        dense="last",
+        scratch=_scratch_of_torch,
     ),
 }

@@ -8,12 +8,14 @@ import pytest
 import torch
 from attention_cases import documents_of, expected, inputs
 from tpshard.kernels.attention import attention, flash
+from tpshard.kernels.attention.attention_mask import last_of
 from tpshard.kernels.attention.dense_attention import BACKWARD as BACKWARD_OF_TORCH
 from tpshard.kernels.attention.dense_attention import FORWARD
 from tpshard.kernels.attention.paged_attention import paged_attention_reference
 
 assert attention.__name__  # importing it registers the operations
 OP, BACKWARD = torch.ops.tpshard.attention, torch.ops.tpshard.attention_backward
+PART, PART_BACKWARD = torch.ops.tpshard.attention_part, torch.ops.tpshard.attention_part_backward
 BOUND = {torch.float64: 1e-12, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Of results of size 1. Half precision rounds the probabilities too: an ulp or two of the largest."""
 SHAPES = [(2, 150, 150, 8, 2, 64), (1, 1, 77, 8, 2, 128), (2, 40, 131, 6, 6, 96), (1, 65, 65, 4, 1, 40)]
@@ -43,13 +45,51 @@ def test_forward_and_backward(
         torch.testing.assert_close(first.cpu().double(), value, atol=BOUND[dtype], rtol=BOUND[dtype])
 
 
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("way", ["ring", "gathered"])
+def test_the_parts_of_a_sharded_sequence(
+    way: str, window: int | None, packed: bool, dtype: torch.dtype, device: str
+) -> None:
+    """Three devices with 50 queries each; a ring's keys come in parts, gathered ones as a whole."""
+    q, k, v, dout = (x.to(device) for x in inputs((2, 150, 150, 8, 2, 64), 0, dtype))
+    documents = documents_of(2, 150, 1).to(device) if packed else None
+    wide = torch.promote_types(dtype, torch.float32)
+    out, lse = OP(q, k, v, documents, 0.125, window)
+    dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
+    for first in (0, 50, 100):
+        rows, outs, logs = slice(first, first + 50), [], []
+        own = None if documents is None else documents[:, rows]
+        for at, t in [(0, 50), (50, 50), (100, 50)] if way == "ring" else [(0, 150)]:
+            keys = slice(at, at + t)
+            theirs = None if documents is None else documents[:, keys]
+            pair, where = (k[:, keys], v[:, keys]), (own, theirs, 0.125, window, first, at)
+            part, part_lse = PART(q[:, rows], *pair, *where)
+            outs.append(part.to(wide))
+            logs.append(part_lse)
+            shares = PART_BACKWARD(dout[:, rows], q[:, rows], *pair, out[:, rows], lse[..., rows], *where)
+            dq[:, rows] += shares[0]
+            dk[:, keys] += shares[1]
+            dv[:, keys] += shares[2]
+        total = torch.stack(logs).logsumexp(0)
+        torch.testing.assert_close(total, lse[..., rows], atol=BOUND[dtype], rtol=BOUND[dtype])
+        joined = sum(x * (y - total).exp().transpose(1, 2).unsqueeze(-1) for x, y in zip(outs, logs))
+        torch.testing.assert_close(joined, out[:, rows].to(wide), atol=BOUND[dtype], rtol=BOUND[dtype])
+    host = [x.cpu() for x in (q, k, v, dout)]
+    reference = expected(*host, None if documents is None else documents.cpu(), 0.125, window)[2:]
+    for gradient, value in zip((dq, dk, dv), reference):
+        torch.testing.assert_close(gradient.cpu().double(), value, atol=2 * BOUND[dtype], rtol=2 * BOUND[dtype])
+
+
 @pytest.mark.gpu
 def test_which_kernel_is_asked() -> None:
     q, k, *_ = (x.cuda() for x in inputs(SHAPES[0], 0, torch.bfloat16))
     runs = documents_of(2, 150, 1).cuda()
-    assert flash.applies(q, k, None) and flash.applies(q, k, runs) and flash.applies(q[:, :5], k, None)
-    assert not flash.applies(q, k, runs % 3) and not flash.applies(q[:, :5], k, runs)
-    assert not flash.applies(q.float(), k.float(), None) and not flash.applies(q[..., :60], k[..., :60], None)
+    for queries, keys, documents in ((q, k, None), (q, k, runs), (q[:, :5], k, None), (q[:, :5], k, runs)):
+        assert flash.call_of(queries, last_of(queries.shape[1], keys.shape[1], documents, None))
+    for queries, documents in ((q, runs % 3), (q[:, :5], runs % 3), (q.float(), None), (q[..., :60], None)):
+        assert flash.call_of(queries, last_of(queries.shape[1], 150, documents, None)) is None
 
 
 @pytest.mark.gpu

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_cases import documents_of, expected, inputs, plain_scores
-from tpshard.kernels.attention import flash
 from tpshard.kernels.attention.attention import attention, blockwise, blockwise_backward
 
 OP = torch.ops.tpshard.attention
@@ -113,22 +112,6 @@ def test_refuses_operands_that_do_not_fit(fault: str) -> None:
         k, v, documents = k[:, :5], v[:, :5], documents[:, :5]
     with pytest.raises(ValueError, match=r"do not match|documents"):
         OP(q, k, v, documents, 0.5)
-
-
-@pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("packed", [False, True])
-def test_the_flash_kernels_take_what_they_are_given(
-    packed: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their schemas and shapes in this torch, on `meta`; tests/gpu runs them."""
-    monkeypatch.setattr(flash, "starts_of", lambda documents: torch.empty(4, dtype=torch.int32, device="meta"))
-    q, k, v, dout = (x.to("meta", torch.bfloat16) for x in inputs((2, 9, 9, 4, 2, 16), 0, torch.float32))
-    documents = torch.empty(2, 9, dtype=torch.int64, device="meta") if packed else None
-    out, lse = flash.forward(q, k, v, documents, 0.25, window)
-    assert (out.shape, lse.shape, lse.dtype) == (q.shape, (2, 4, 9), torch.float32)
-    actual = flash.backward(dout, q, k, v, out, lse, documents, 0.25, window)
-    assert [x.shape for x in actual] == [q.shape, k.shape, v.shape]
-    assert not torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory
 
 
 @pytest.mark.parametrize("shape", SHAPES[:5], ids=str)
