@@ -8,11 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from tpshard.diagnostics.diagnostic import Exit
+from tpshard.recipes.foreign.fp8_rows import MEGATRON as IN_FP8
+from tpshard.recipes.foreign.fp8_rows import NO_EXPERTS
 from tpshard.recipes.foreign.megatron_model import SIZES
 from tpshard.recipes.foreign.stacks import MESH, RankSizes, product, rest_of
 from tpshard.recipes.foreign.translation import Conflict, KeyRow, Maybe, Omit, Tool, Unsaid
 from tpshard.recipes.settings import shell_flags, yaml_settings
-from tpshard.recipes.settings.stated import StatedSettings
+from tpshard.recipes.settings.stated import StatedSettings, Unknown
 
 HOSTS: dict[str, Any] = {
     "--nnodes": Maybe(object), "--nproc-per-node": Maybe(object), "recipe.cluster.nodes": Maybe(int),
@@ -42,6 +44,9 @@ def read(data: bytes, file: str) -> StatedSettings:
     if not file.endswith((".yaml", ".yml")):
         return shell_flags.read(data, file)
     settings = yaml_settings.read(data, file)
+    filled = {key: replace(one, value=Unknown(one.value)) for key, one in settings.said.items()
+              if isinstance(one.value, str) and re.fullmatch(r"\$\{?\w+\}?", one.value)}  # fmt: skip
+    settings = replace(settings, said={**settings.said, **filled})
     flags = {_flag(key): replace(one, key=_flag(key)) for key, one in settings.said.items()}
     return replace(settings, said={key: one for key, one in flags.items() if one.value is not False})
 
@@ -162,7 +167,7 @@ def _precision(
     }  # fmt: skip
     if bf16 and fp16:
         return Conflict("--bf16 and --fp16 together stop it", keys, "keep one of them", ("--bf16", "--fp16"))
-    return Unsaid("fp8 is of dense models here", keys, ("--fp8-format",)) if fp8 and experts else keys
+    return Unsaid(NO_EXPERTS, keys, ("--fp8-format",)) if fp8 and experts else keys
 
 
 def _accumulate(fsdp: bool, fsdp2: bool, strategy: str, in_bf16: bool, grads: str) -> dict[str, str]:
@@ -293,6 +298,7 @@ ROWS = (
          "--main-grads-dtype": "fp32", "--exp-avg-dtype": "fp32", "--num-experts": Maybe(int)},
         _precision,
     ),
+    *IN_FP8,
     KeyRow("fsdp.bucket", {}, lambda: "wrap"),
     KeyRow("fsdp.accumulate", {
         "--use-megatron-fsdp": False, "--use-torch-fsdp2": False, "--data-parallel-sharding-strategy": "no_shard",
@@ -342,6 +348,9 @@ ROWS = (
     KeyRow("logging.every_steps", {"--log-interval": 100}),
     KeyRow("logging.wandb", {"--wandb-project": Maybe(str)}, lambda name: {"project": name} if name else None),
     KeyRow("logging.tensorboard", {"--tensorboard-dir": Maybe(object)}, lambda folder: folder is not None),
+    KeyRow((), {"--rotary-percent": 1.0},
+        lambda share: Omit if share == 1 else Unsaid("rotary positions turn all of a head here")),
+    KeyRow((), {"--accumulate-allreduce-grads-in-fp32": True, "--calculate-per-token-loss": False}, lambda *_: Omit),
     KeyRow((), {"--attention-dropout": 0.1, "--hidden-dropout": 0.1},
         lambda *shares: Unsaid("a recipe drops out nothing") if any(shares) else Omit),
     KeyRow((), {"--overlap-grad-reduce": False, "--overlap-param-gather": False, "--use-distributed-optimizer": False},
@@ -353,7 +362,7 @@ LOGS = (
     r"rdzv|data-cache|cache-path|split|num-workers|no-mmap|dataloader|no-create-attention|tiktoken|eod-mask|vocab-file|"
     r"merge-file|distributed-(timeout|backend)|manual-gc|empty-unused|finetune|use-mcore|transformer-impl|no-check|nccl|"
     r"max-restarts|tee|dist-ckpt|override-opt|use-checkpoint|check-for-nan|inprocess|te-rng|no-initialization|"
-    r"no-async-tensor|tokenizer-(hf|metadata)|use-legacy|legacy|trust-remote|reset-|per-split"
+    r"no-async-tensor|init-model-with-meta|tokenizer-(hf|metadata)|use-legacy|legacy|trust-remote|reset-|per-split"
 )
 TOOL = Tool(
     "megatron",
@@ -365,14 +374,20 @@ TOOL = Tool(
         "--use-custom-fsdp": "--use-megatron-fsdp", "--warmup": "--lr-warmup-fraction",
         "--nproc-per-nodes": "--nproc-per-node", "--activations-checkpoint-num-layers": "--recompute-num-layers",
         "--activations-checkpoint-granularity": "--recompute-granularity", "--fp8-hybrid": "--fp8-format",
-        "--num-nodes": "--nnodes",
+        "--num-nodes": "--nnodes", "--pad-vocab-size-to": "--padded-vocab-size",
     },
     unsaid={
-        r"--fp8-.*|--fp4-.*|--first-last-layers-bf16": "fp8 here has a scale per 128 elements, in all layers",
+        r"--fp8-.*|--fp4-.*": "fp8 here has a scale per 128 elements",
+        r"--(q-lora-rank|kv-lora-rank|qk-head-dim|qk-pos-emb-head-dim|v-head-dim|mscale.*|rotary-scaling-factor)":
+            "no family here has latent attention",
+        r"--(deepspeed.*|zero-stage)": "DeepSpeed's sharding is not read here: --use-distributed-optimizer is stage 1",
+        r"--init-method-std": "weights begin as the model's family has it",
+        r"--(optimizer-cpu-offload|optimizer-offload-fraction|cpu-offloading.*|fine-grained-activation-offloading|"
+        r"offload-modules|use-torch-optimizer-for-cpu-offload)": "a recipe offloads nothing",
         r"--(no-)?[\w-]*fusion[\w-]*|--attention-backend|--use-(te|flash-attn)[\w-]*|--[\w-]*cuda-graph[\w-]*|"
         r"--attention-softmax-in-fp32|--tp-comm-[\w-]*|--moe-(token-dispatcher-type|grouped-gemm|use-legacy[\w-]*|"
         r"shared-expert-overlap|enable-deepep|permute[\w-]*)|--cp-comm-type|--ddp-(bucket|num|pad|average)[\w-]*|--DDP-impl|"
-        r"--overlap-[\w-]*|--batch-p2p[\w-]*|--defer-embedding[\w-]*|--delay-wgrad[\w-]*|--disable-gloo[\w-]*":
+        r"--overlap-[\w-]*|--use-nccl-ub|--fsdp-(double|manual)[\w-]*|--batch-p2p[\w-]*|--defer-embedding[\w-]*|--delay-wgrad[\w-]*|--disable-gloo[\w-]*":
             "how a kernel or a collective is done is the compiler's here",
     },
     aside=rf"--({LOGS})[\w-]*|[\w.$-]+ --.*|"

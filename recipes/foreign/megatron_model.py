@@ -125,7 +125,7 @@ def _mixture(flags: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     elif flags["moe_router_pre_softmax"] and not flags["qk_layernorm"]:
         differs["--moe-router-pre-softmax"] = "the chosen scores are normalized to sum to 1"
     coefficient = flags["moe_aux_loss_coeff"]
-    if bias:
+    if bias and flags["moe_router_bias_update_rate"]:
         keys |= {"balance": "bias", "balance_rate": flags["moe_router_bias_update_rate"]}
     elif (
         "aux_loss" in str(flags["moe_router_load_balancing_type"])

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from tpshard.diagnostics.diagnostic import Exit
-from tpshard.models.families.presets import PRESETS, preset
-from tpshard.recipes.foreign import model_names, torchtitan_registry
+from tpshard.models.families.presets import preset
+from tpshard.recipes.foreign import fp8_rows, model_names, torchtitan_registry
+from tpshard.recipes.foreign.fp8_rows import CONVERTED, FLOAT8, NO_EXPERTS, dense, in_float8
 from tpshard.recipes.foreign.stacks import MESH, RankSizes, product, rest_of
 from tpshard.recipes.foreign.translation import Conflict, KeyRow, Maybe, Omit, Tool, Unsaid, stated
 from tpshard.recipes.settings import toml_settings
@@ -75,6 +76,9 @@ def _ranks(
         return Conflict(message, fix="parallelism.data_parallel_shard_degree = -1 takes the rest", exit=Exit.FIT)
     shards = fsdp if fsdp > 0 else times
     others = shards * cp * (tp if etp == 1 else 1)
+    if each is None and fsdp < 1 and others < ep:  # as many devices as its experts need
+        more = ep // math.gcd(ep, others)
+        shards, others = shards * more, others * more
     if others % ep:
         message = f"experts over {ep} ranks do not divide the {others} of data, context and tensor ranks"
         return Conflict(message, exit=Exit.FIT)
@@ -160,8 +164,10 @@ def _model(name: str, flavor: str) -> Any:
     return keys
 
 
-def _decay(optimizer: str, weight_decay: float) -> Any:
-    """Its optimizers decay every parameter, norms and biases too."""
+def _decay(weight_decay: float, converters: list[str]) -> Any:
+    """Its optimizers decay every parameter, norms and biases too; beside adapters norms are frozen."""
+    if "LoRA" in map(str, converters):
+        return Omit
     norms = ["layers.*.attention_norm", "layers.*.mlp_norm", "norm"]
     return [{"match": norms, "weight_decay": weight_decay}] if weight_decay else Omit
 
@@ -193,21 +199,37 @@ def _compile(enable: bool, components: list[str]) -> Any:
     return "blocks" if enable and "model" in components else "eager"
 
 
-def _precision(dtype: str, param: str, converters: list[str], implementation: str, *model: str) -> Any:
+def _precision(dtype: str, param: str, implementation: str, converters: list[str], older: Any, *model: str) -> Any:
     master, computed = DTYPES.get(dtype, "fp32"), DTYPES.get(param, "bf16")
-    others = [one for one in map(str, converters) if one not in ("float8", "quantize.linear.float8")]
-    in_8_bits = len(others) < len(converters) or any("linear.mx" in one or one == "mx" for one in others)
+    others = [one for one in map(str, converters) if one not in ("float8", FLOAT8, "LoRA")]
+    in_8_bits = in_float8(converters, older) or any("linear.mx" in one or one == "mx" for one in others)
     keys = {
         "model.dtype": "fp8" if in_8_bits else computed, "fsdp.param_dtype": computed, "fsdp.master_dtype": master,
         "optimizer.state_dtype": "bf16" if implementation.endswith("bf16") else master,
     }  # fmt: skip
-    sizes = _model(*model)
     why = f"of {', '.join(others)} a recipe has model.dtype: fp8 alone, with a scale per 128 elements"
-    if in_8_bits and isinstance(sizes, dict) and PRESETS[sizes["preset"]].experts:
-        return Unsaid("fp8 is of dense models here", keys | {"model.dtype": computed}, ("model.converters",))
-    if others == ["LoRA"]:
-        why = "give adapters.lora, such as {rank: 8, alpha: 16, targets: [wq, wo]}"
+    if in_8_bits and not dense(_model(*model)):
+        named = ("model.converters",) if converters else (f"{FLOAT8}.enable_float8_linear",)
+        return Unsaid(NO_EXPERTS, keys | {"model.dtype": computed}, named)
     return Unsaid(why, keys, ("model.converters",)) if others else keys
+
+
+LORA = {"w1": ["gate"], "w2": ["down"], "w3": ["up"], "wkv": ["wk", "wv"], "wqkv": ["wq", "wk", "wv"]}
+"""The layers here that its names of layers are."""
+
+
+def _adapter(converters: list[str], rank: int, alpha: float, targets: list[str] | None) -> Any:
+    """An adapter of its LoRA converter; without targets every linear layer has one, the head too."""
+    if "LoRA" not in map(str, converters):
+        return Omit
+    if targets is None:
+        keys = {"rank": rank, "alpha": alpha, "targets": ["all-linear"]}
+        return Unsaid("the head has an adapter too there", keys, ("lora.target_modules",))
+    names = [name for one in targets for name in LORA.get(str(one), [str(one)])]
+    keys = {"rank": rank, "alpha": alpha, "targets": list(dict.fromkeys(names))}
+    fused = [str(one) for one in targets if str(one) in ("wkv", "wqkv")]
+    why = f"{' and '.join(fused)} is one product with one adapter there, an adapter for each of its parts here"
+    return Unsaid(why, keys, ("lora.target_modules",)) if fused else keys
 
 
 def _reshard(policy: str, pp: int) -> bool:
@@ -243,11 +265,14 @@ ROWS = (
     KeyRow(
         ("model.dtype", "fsdp.param_dtype", "fsdp.master_dtype", "optimizer.state_dtype"),
         {
-            "training.dtype": "float32", "training.mixed_precision_param": "bfloat16", "model.converters": [],
-            "optimizer.implementation": "fused", "model.name": "llama3", "model.flavor": "debugmodel",
+            "training.dtype": "float32", "training.mixed_precision_param": "bfloat16",
+            "optimizer.implementation": "fused", **CONVERTED,
         },
         _precision,
     ),
+    KeyRow("adapters.lora", {"model.converters": [], "lora.rank": 8, "lora.alpha": 16.0,
+                             "lora.target_modules": Maybe(list)}, _adapter),
+    *fp8_rows.torchtitan(_model),
     KeyRow("fsdp.reduce_dtype", {"training.mixed_precision_reduce": "float32"}, DTYPES.get),
     KeyRow("fsdp.bucket", {}, lambda: "wrap"),
     KeyRow("fsdp.prefetch", {}, lambda: 1),
@@ -284,7 +309,7 @@ ROWS = (
     KeyRow("optimizer.betas", {"optimizer.beta1": 0.9, "optimizer.beta2": 0.95}, lambda *betas: list(betas)),
     KeyRow("optimizer.eps", {"optimizer.eps": 1e-8}),
     KeyRow("optimizer.weight_decay", {"optimizer.weight_decay": 0.1}),
-    KeyRow("optimizer.groups", {"optimizer.name": "AdamW", "optimizer.weight_decay": 0.1}, _decay),
+    KeyRow("optimizer.groups", {"optimizer.weight_decay": 0.1, "model.converters": []}, _decay),
     KeyRow(
         "schedule",
         {
@@ -343,6 +368,10 @@ TOOL = Tool(
         "training.deterministic": "debug.deterministic",
         "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
         "checkpoint.enable_checkpoint": "checkpoint.enable",
+        **{f"float8.{name}": f"{FLOAT8}.{name}" for name in (
+            "enable_float8_linear", "filter_fqns", "recipe_name", "enable_fsdp_float8_all_gather",
+            "precompute_float8_dynamic_scale_for_fsdp", "emulate",
+        )},
         **{
             f"{old}.{name}": f"parallelism.{name}"
             for old in ("training", "experimental")
@@ -354,7 +383,7 @@ TOOL = Tool(
         },
     },
     unsaid={
-        r"(quantize\.linear\.float8|float8)\..*": "fp8 here has a scale per 128 elements, in all layers",
+        r"optimizer\.param_groups": "groups of the optimizer are not read: optimizer.groups=...",
         r"quantize\..*": "of quantized training a recipe has model.dtype: fp8 alone",
         r"activation_checkpoint\.(.*force_recompute.*|memory_budget)": "what is kept is named here, remat",
         r"(model|parallelism|training)\.\w*(attn_backend|gemm_backend|spmd_backend|comm_backend|cuda_graphs)|override\..*|"
@@ -365,6 +394,7 @@ TOOL = Tool(
         r"(job|profiling|comm|memory_estimation|tokenizer|debug)\..*|metrics\.(?!log_freq).*|model\.(hf_assets_path|tokenizer_path|"
         r"print_after_conversion)|checkpoint\..*|training\.(gc_freq|gc_debug|dataloader\..*)|"
         r"activation_checkpoint\.(preserve_rng_state|determinism_check|debug|early_stop)|loss\..*|"
+        r"quantize\.linear\.\w+\.(emulate|model_compile_enabled)|"
         r".*\.(save_.*_folder|description)"
     ),
 )  # fmt: skip

@@ -63,7 +63,7 @@ def _settings(made: Made, path: str = "") -> Iterator[Stated]:
         elif key == "optimizer.param_groups" and isinstance(value, list) and len(value) == 1:
             yield from _group(value[0])
         elif key == "model.converters":
-            yield Stated(key, _converters(value), where)
+            yield from _converters(value, where)
         elif key == "optimizer.betas" and isinstance(value, list):
             yield from _stated("optimizer", where, **dict(zip(("beta1", "beta2"), value)))
         elif isinstance(value, Made):
@@ -88,17 +88,27 @@ def _model(spec: Made, family: str) -> Iterator[Stated]:
     flavor = spec.args[0] if spec.args else spec.fields.get("flavor", (Unknown("?"), None))[0]
     yield from _stated("model", spec.where, name=family, flavor=_plain(flavor))
     for key, (value, where) in spec.fields.items():
-        if key != "flavor":
-            yield Stated(f"model.{key}", _converters(value) if key == "converters" else _plain(value), where)
+        if key == "converters":
+            yield from _converters(value, where)
+        elif key != "flavor":
+            yield Stated(f"model.{key}", _plain(value), where)
 
 
-def _converters(value: Any) -> Any:
+def _converters(value: Any, where: Source) -> Iterator[Stated]:
+    """The names of converters, and each one's own settings."""
     if not isinstance(value, list):
-        return _plain(value)
-    names = [
-        one.name.partition(".")[0].removesuffix("Converter") if isinstance(one, Made) else str(one) for one in value
-    ]
-    return [CONVERTERS.get(name, name) for name in names]
+        yield Stated("model.converters", _plain(value), where)
+        return
+    names = []
+    for one in value:
+        name = one.name.partition(".")[0].removesuffix("Converter") if isinstance(one, Made) else str(one)
+        names.append(CONVERTERS.get(name, name))
+        section = {"LoRA": "lora"}.get(name, names[-1] if "." in names[-1] else f"quantize.{name}")
+        own = one.fields.items() if isinstance(one, Made) else ()
+        if name == "Float8Linear" and isinstance(one, Made):  # its default there, another than the TOML's
+            yield Stated(f"{section}.recipe_name", "rowwise", one.where)
+        yield from (Stated(f"{section}.{key}", _plain(field), place) for key, (field, place) in own)
+    yield Stated("model.converters", names, where)
 
 
 def _data_set(value: Any) -> Any:

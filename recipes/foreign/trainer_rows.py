@@ -13,7 +13,7 @@ Kind = Literal["none", "fsdp", "zero1", "zero2", "zero3"]
 
 FSDP: dict[str, Any] = {
     "fsdp_config.sharding_strategy": "FULL_SHARD",
-    "fsdp_config.reshard_after_forward": True,
+    "fsdp_config.reshard_after_forward": "true",
 }  # fmt: skip
 """FSDP's settings, with accelerate's defaults."""
 NO_MODEL = "the file names no model; give model.preset=..., or a folder model.hf=..."

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tpshard.diagnostics.diagnostic import Diagnostic, Mistakes, Source
-from tpshard.recipes.settings.shell_script import UNKNOWN, Script, Text, flags_apart, place_at
+from tpshard.recipes.settings.shell_script import UNKNOWN, Script, Text, flags_apart
 from tpshard.recipes.settings.stated import Stated, StatedSettings, Unknown, by_key
 from tpshard.recipes.text.nodes import Node, decode, scalar
 
@@ -21,28 +21,28 @@ def read(data: bytes, file: str) -> StatedSettings:
     The program is that of the command with most flags; in a script that only assigns variables, all their flags count.
     """
     text = decode(data, file)
-    if UNKNOWN in text:
-        where = place_at(text, file, text.index(UNKNOWN), 1)
-        raise Mistakes.one("the script holds a null character", where=where, fix="is this a text file?")
-    hosts = _directives(text, file)
+    hosts = _directives(text)
     script = Script(text, file, {name: (value,) for name, value in hosts.items()})
+    if UNKNOWN in text:
+        where = script.place(text.index(UNKNOWN), 1)
+        raise Mistakes.one("the script holds a null character", where=where, fix="is this a text file?")
     script.read()
     calls = sorted(script.found, key=lambda call: (_flags(call[0]), call[1]))
     words = calls[-1][0] if calls and _flags(calls[-1][0]) else []
-    settings = _settings(words, text, file)
+    settings = _settings(words, script)
     if not words and not script.lost:
         for value in script.variables.values():
-            settings += _settings([piece for one in value or () for piece in flags_apart(one)], text, file)
+            settings += _settings([piece for one in value or () for piece in flags_apart(one)], script)
     known = {one.key for one in settings}
     for key, name in (("--nnodes", "SLURM_NNODES"), ("--nproc-per-node", "SLURM_GPUS_ON_NODE")):
         if key not in known and name in hosts and hosts[name].chars.isdigit():
-            where = place_at(text, file, hosts[name].places[0], len(hosts[name].chars))
+            where = script.place(hosts[name].places[0], len(hosts[name].chars))
             settings.append(Stated(key, int(hosts[name].chars), where))
-    lost = [one for words in script.lost for one in _settings(words, text, file)]
+    lost = [one for words in script.lost for one in _settings(words, script)]
     if not settings and not lost:
         where = Source(file, 1, 1, text.split("\n", 1)[0])
         raise Mistakes.one("the file has no flags", where=where, fix="is this the script that starts the training?")
-    return StatedSettings(by_key(settings), (*_lost(script), *_twice(settings)), tuple(lost))
+    return StatedSettings(by_key(settings), (*_lost(script), *script.absent, *_twice(settings)), tuple(lost))
 
 
 DIRECTIVES = (
@@ -53,7 +53,7 @@ DIRECTIVES = (
 """SLURM's directives of a script's head, and the variables that SLURM sets by them."""
 
 
-def _directives(text: str, file: str) -> dict[str, Text]:
+def _directives(text: str) -> dict[str, Text]:
     """What SLURM sets by a script's `#SBATCH` lines."""
     found: dict[str, Text] = {}
     for pattern, names in DIRECTIVES:
@@ -66,27 +66,27 @@ def _flags(words: Sequence[Text]) -> int:
     return sum(word.chars.startswith("--") for word in words)
 
 
-def _settings(words: Sequence[Text], text: str, file: str) -> list[Stated]:
+def _settings(words: Sequence[Text], script: Script) -> list[Stated]:
     """Flags with the words behind each."""
     settings: list[tuple[str, Source, list[Any]]] = []
-    launcher = words[0].chars.replace(UNKNOWN, "").rpartition("/")[2] if words else ""
+    launcher = (words[0].chars.replace(UNKNOWN, "").rpartition("/")[2] if words else "") or "launcher"
     for word in words:
         if settings and word.chars.endswith(".py"):  # what is before the program is its launcher's
             settings = [(key if re.fullmatch(LAUNCHER, key) else f"{launcher} {key}", where, values)
                         for key, where, values in settings]  # fmt: skip
         elif match := re.match(r"--([A-Za-z][\w-]*)(=)?", word.chars):
-            where = place_at(text, file, word.places[0], len(match[0]))
+            where = script.place(word.places[0], len(match[0]))
             settings.append((f"--{match[1].replace('_', '-')}", where, []))
             if match[2]:
                 settings[-1][2].append(_value(word.chars[match.end() :]))
         elif match := re.match(rf"{UNKNOWN}--([A-Za-z][\w-]*)[ =]?", word.chars):  # a flag under a condition
-            where = place_at(text, file, word.places[0], 1)
+            where = script.place(word.places[0], 1)
             rest = Unknown(word.chars[match.end() :].replace(UNKNOWN, ""))
             settings.append((f"--{match[1].replace('_', '-')}", where, [rest]))
         elif settings and word.chars.strip() and not (settings[-1][2] and word.chars.startswith(UNKNOWN)):
             settings[-1][2].append(_value(word.chars))
         elif word.chars.startswith(UNKNOWN):
-            where = place_at(text, file, word.places[0], 1)
+            where = script.place(word.places[0], 1)
             settings.append((word.chars.replace(UNKNOWN, ""), where, [_value(word.chars)]))
     return [Stated(key, _together(values), where) for key, where, values in settings]
 
@@ -107,12 +107,12 @@ def _value(text: str) -> Any:
 def _lost(script: Script) -> Iterable[Diagnostic]:
     """A warning for each line that has lost its continuation."""
     for words in script.lost:
-        where = place_at(script.text, script.file, words[0].places[0], len(words[0].chars))
+        where = script.place(words[0].places[0], len(words[0].chars))
         before = script.text[: script.text.rfind("\n", 0, words[0].places[0]) + 1].rstrip("\n")
         last = before[before.rfind("\n") + 1 :]
         why = "a space follows its backslash" if re.search(r"\\[ \t\r]+$", last) else "it does not end in a backslash"
         at = max(0, len(before) - 1)
-        also = ((place_at(script.text, script.file, at, 1), why),)
+        also = ((script.place(at, 1), why),)
         flags = _flags(words)
         message = f"a command begins with `{words[0].chars}`: the line before lost its continuation"
         reach = f"its {flags} flags do not reach the program" if flags > 1 else "it does not reach the program"

@@ -6,14 +6,18 @@ A script is read as text and never executed. What depends on the environment, on
 from __future__ import annotations
 
 import ast
+import bisect
 import operator
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from tpshard.diagnostics.diagnostic import Mistakes, Source
+from tpshard.diagnostics.diagnostic import Diagnostic, Mistakes, Source
+from tpshard.files.folder_json import read_regular
 from tpshard.recipes.settings.shell_words import Command, Lexer, Word, WordPart
+from tpshard.recipes.text.nodes import decode
 
 UNKNOWN = "\0"
 """Stands in a text for a part that is not known; the way it is written follows, and the sign again."""
@@ -22,8 +26,11 @@ SIGNS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, a
 OPENS = {"if": "fi", "case": "esac", "for": "done", "while": "done", "until": "done"}
 DECLARES = r"export|local|readonly|declare|typeset|-[A-Za-z]+"
 NUMBERS = {"-gt": operator.gt, "-ge": operator.ge, "-lt": operator.lt, "-le": operator.le}
+ASSIGNMENT = r"[A-Za-z_]\w*\+?="
 MAX_TEXT = 200_000
 """The most characters that variables may be put in for."""
+MAX_FILES, LARGEST = 64, 1 << 18
+"""The most files that a script may source, and the bytes of all."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,7 @@ class Script:
     """What is known of a script after reading it from top to bottom."""
 
     text: str
+    """The script's, and behind it those of the files that it sources."""
     file: str
     variables: dict[str, tuple[Text, ...] | None] = field(default_factory=dict)
     """Words of each variable; None: not known."""
@@ -67,6 +75,12 @@ class Script:
     """The words of each command, and whether it is sure to run."""
     lost: list[tuple[Text, ...]] = field(default_factory=list)
     """Words of commands that begin with a flag: the line before has lost its continuation."""
+    absent: list[Diagnostic] = field(default_factory=list)
+    """A warning for each sourced file that is not here."""
+    starts: list[tuple[int, str]] = field(default_factory=list)
+    """The offset at which each file's text begins, and its name."""
+    reading: list[str] = field(default_factory=list)
+    """The files that are being read, the sourced one last."""
     branches: list[_Branch] = field(default_factory=list)
     budget: int = MAX_TEXT
     follows: bool | None = True
@@ -74,9 +88,27 @@ class Script:
     status: bool | None = True
     """Whether the last command that ran succeeded, which only tests and assignments tell."""
 
+    def __post_init__(self) -> None:
+        self.starts.append((0, self.file))
+
     def read(self) -> None:
         """Goes through the script's commands."""
-        lexer = Lexer(self.text)
+        self._read(0, self.file)
+
+    def place(self, at: int, width: int) -> Source:
+        """A place, by its offset, in the file that it is of."""
+        begin, file = self.starts[bisect.bisect(self.starts, at, key=lambda start: start[0]) - 1]
+        line = self.text.count("\n", begin, at) + 1
+        start = max(begin, self.text.rfind("\n", 0, at) + 1)
+        end = self.text.find("\n", at)
+        row = self.text[start : end if end >= 0 else len(self.text)].rstrip("\r")
+        return Source(file, line, at - start + 1, row, max(1, width))
+
+    def _read(self, start: int, file: str) -> None:
+        lexer, outer, follows = Lexer(self.text, start), len(self.branches), self.follows
+        self.branches.append(_Branch("", follows))
+        self.follows = True
+        self.reading.append(os.path.realpath(file))
         for number, command in enumerate(lexer.commands()):
             end = lexer.ends[number]
             top = self.branches[-1] if self.branches else None
@@ -87,10 +119,43 @@ class Script:
             self.follows = self._after(command, end)
             if self.branches and self.branches[-1].end == "esac" and end == ";;":
                 self.branches[-1].awaits, self.branches[-1].holds = True, False
+        del self.branches[outer:]
+        self.follows = follows
+        self.reading.pop()
+
+    def _sourced(self, words: Sequence[Text]) -> None:
+        """Reads the file that `source` names, where the command runs or beside the script: only running tells which
+        folder `$DIR/name` is in."""
+        whole = words[1].chars if len(words) > 1 else ""
+        name = whole.rpartition(UNKNOWN)[2] if whole.startswith(UNKNOWN) and whole.count(UNKNOWN) == 2 else whole
+        tail = name.lstrip("/")
+        parts = tail.split("/") if UNKNOWN not in tail and tail and name[:1] not in ("~", "") else []
+        folders = dict.fromkeys(os.path.dirname(file) for file in reversed(self.reading))
+        places = [name] * (name == whole and bool(parts))
+        places += [os.path.join(folder, *parts[n:]) for n in range(len(parts)) for folder in folders]
+        for place in places:
+            try:
+                if os.path.realpath(place) in self.reading:
+                    continue
+                text = decode(read_regular(place, LARGEST), place)
+            except (OSError, ValueError, Mistakes):
+                continue
+            if len(self.starts) > MAX_FILES or len(self.text) + len(text) > LARGEST or UNKNOWN in text:
+                break
+            start = len(self.text) + 1
+            self.text += f"\n{text}"
+            self.starts.append((start, place))
+            self._read(start, place)
+            return
+        where = self.place(words[-1].places[0] if words[-1].places else words[0].places[0], len(tail))
+        shown = whole.replace(UNKNOWN, "") or "what it names"
+        message = f"`{words[0].chars} {shown}` is not read: what it sets is not known"
+        fix = "put the file beside the script, where it sets flags"
+        self.absent.append(Diagnostic(message, where=where, fix=fix, severity="warning"))
 
     def _after(self, command: Command, end: str) -> bool | None:
         """Whether the command behind this one runs. One that is no test is taken to succeed."""
-        plain = bool(command) and all(re.match(r"[A-Za-z_]\w*\+?=", word.literal) for word in command)
+        plain = bool(command) and all(re.match(ASSIGNMENT, word.literal) for word in command)
         if self.follows is not False:
             tests = bool(command) and command[0].literal in ("[", "[[")
             self.status = self._test(command) if tests else True if plain or end == "&&" else None
@@ -178,7 +243,7 @@ class Script:
     def _assigned(self, command: Command) -> bool:
         """Takes a command's assignments; whether it has nothing else."""
         rest = [word for word in command if not re.fullmatch(DECLARES, word.literal)]
-        assigned = [word for word in rest if re.match(r"[A-Za-z_]\w*\+?=", word.literal)]
+        assigned = [word for word in rest if re.match(ASSIGNMENT, word.literal)]
         if len(assigned) < len(rest) or not rest:
             return False
         for word in assigned:
@@ -216,6 +281,14 @@ class Script:
         return words if same else None
 
     def _called(self, command: Command) -> None:
+        name = next((n for n, word in enumerate(command) if not re.match(ASSIGNMENT, word.literal)), 0)
+        if command[name].literal in ("source", "."):
+            self._assigned(command[:name])
+            words = [text for word in command[name:] for text in self._expand(word)]
+            self._sourced(words)
+            return
+        if command[name].literal in ("[", "[["):
+            return
         words = [piece for word in command for text in self._expand(word) for piece in flags_apart(text)]
         if words and words[0].chars.startswith("--"):
             self.lost.append(tuple(words))
@@ -265,7 +338,7 @@ class Script:
                 values = list(self.variables[part.text] or ())
                 self.budget -= sum(len(value.chars) for value in values)
                 if self.budget < 0:
-                    where = place_at(self.text, self.file, part.at, 1)
+                    where = self.place(part.at, 1)
                     fix = "write the values of long variables where they are used"
                     raise Mistakes.one("the script's variables grow beyond what is read", where=where, fix=fix)
                 return values
@@ -321,11 +394,3 @@ def _divided(text: Text) -> list[Text]:
 def flags_apart(text: Text) -> list[Text]:
     """A word that holds whole flags, such as the text of `bash -c`, at its spaces."""
     return _divided(text) if re.search(r"(^|\s)--?[A-Za-z].*\s|\s--", text.chars, re.DOTALL) else [text]
-
-
-def place_at(text: str, file: str, at: int, width: int) -> Source:
-    """A place of a script, by its offset."""
-    line = text.count("\n", 0, at) + 1
-    start = text.rfind("\n", 0, at) + 1
-    end = text.find("\n", at)
-    return Source(file, line, at - start + 1, text[start : end if end >= 0 else len(text)].rstrip("\r"), max(1, width))

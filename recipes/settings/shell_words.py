@@ -62,7 +62,7 @@ class Lexer:
                 self.at += 1 if char != "\\" else self._continues()
             elif char == "#":
                 self.at = self._line_end()
-            elif match := re.compile(r"&&|\|\||;;|[\n;|&()]").match(self.text, self.at):
+            elif match := re.compile(r"&&|\|\||;;|[\n;|()]|&(?!>)").match(self.text, self.at):
                 self.at = match.end()
                 if words or match[0] in ("(", ")", ";;"):
                     self.ends.append(match[0])
@@ -70,8 +70,10 @@ class Lexer:
                 words = []
             elif match := re.compile(r"<<-?\s*(['\"]?)(\w+)\1").match(self.text, self.at):
                 self._skip_document(match)
-            elif match := re.compile(r"\d?[<>]+&?").match(self.text, self.at):
+            elif match := re.compile(r"(?:\d?[<>]+&?|&>>?)[ \t]*").match(self.text, self.at):
                 self.at = match.end()
+                if self.text[self.at : self.at + 1] not in tuple("\n;|&()") + ("",):
+                    self._word()  # a redirection's file, which is no argument
             else:
                 words.append(self._word())
         if words:

@@ -229,6 +229,13 @@ def llama3_small() -> Trainer.Config:
         dataloader=_data("c4"),
     )
 
+def llama3_lora():
+    config = llama3_small()
+    config.model_spec = model_registry(
+        "8B", converters=[LoRAConverter.Config(rank=4, target_modules=["wq", "wkv", "w2"])]
+    )
+    return config
+
 def llama3_large():
     config = other.changed(llama3_small())
     config.parallelism.tensor_parallel_degree = 4
@@ -254,7 +261,9 @@ def test_torchtitan_s_registry() -> None:
     translation, text = read(":llama3_large")
     assert loads(text).mesh["tp"] == 4 and loads(text).remat == "none"
     assert {"other.changed(...)", "training.steps"} <= names(translation)  # what only running tells
-    for wrong, words in ((":llama3_smal", "did you mean `llama3_small`"), ("", "the file has 2 configurations")):
+    lora = loads(read(":llama3_lora")[1]).adapters.lora
+    assert lora is not None and (lora.rank, lora.alpha, lora.targets) == (4, 16, ("wq", "wk", "wv", "down"))
+    for wrong, words in ((":llama3_smal", "did you mean `llama3_small`"), ("", "the file has 3 configurations")):
         with pytest.raises(Mistakes, match=words):
             read(wrong)
 
@@ -337,6 +346,60 @@ srun --mpi x python t.py --one $N --two $(date) --three ${X:-3} --four "$((2 ** 
     assert (values["--three"], values["--five"], values["--six"]) == (3, 5, 6)
     assert (values["--nnodes"], values["--nproc-per-node"]) == (3, 8)
     assert all(isinstance(values[key], Unknown) for key in ("--one", "--two", "--four"))
+
+
+def test_a_sourced_file_is_read_where_it_lies_beside(tmp_path: Path) -> None:
+    """By its path, by what follows an unknown folder, by its name; a setting's place is its own file's. What is not
+    here is told, and one that sources itself is read once."""
+    (tmp_path / "models").mkdir()
+    sizes = "source ../again.sh\nMODEL_ARGS=(\n  --num-layers ${LAYERS:-4}\n  --hidden-size 64\n)\nif x; then\n"
+    (tmp_path / "models" / "small.sh").write_text(sizes)
+    (tmp_path / "again.sh").write_text("SEQ=128\n. models/small.sh\n")
+    script = """\
+DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
+LAYERS=2 source "${DIR}/models/small.sh" >/dev/null
+[ -f x ] && . /root/elsewhere/again.sh
+source ~/.bashrc
+source "$DIR/$1.sh"
+torchrun x.py ${MODEL_ARGS[@]} --seq-length ${SEQ} --lr 1 2>&1 | tee log
+"""
+    settings = shell_flags.read(script.encode(), str(tmp_path / "run.sh"))
+    said = settings.said
+    assert {key: one.value for key, one in said.items()} == {
+        "--num-layers": 2, "--hidden-size": 64, "--seq-length": 128, "--lr": 1
+    }  # fmt: skip
+    where = said["--hidden-size"].where
+    assert (Path(where.file).name, where.line, where.text) == ("small.sh", 4, "  --hidden-size 64")
+    assert said["--lr"].where.line == 6
+    told = [one.message.partition("`")[2].partition("`")[0] for one in settings.diagnostics]
+    assert told[:2] == [". models/small.sh", "source ../again.sh"]  # which are being read
+    assert told[2] == "source ~/.bashrc" and told[3].endswith("/$1.sh") and len(told) == 4
+
+
+@pytest.mark.parametrize(
+    ("said", "left"),
+    [("converters = []", set()), ("converters = ['float8']", {"filter_fqns", "recipe_name"}),
+     ("converters = ['float8']\n[quantize.linear.float8]\nfilter_fqns = ['output']", {"recipe_name"}),
+     ("[float8]\nenable_float8_linear = true\nfilter_fqns = ['output', 'wk']\nenable_fsdp_float8_all_gather = true",
+      {"filter_fqns", "recipe_name", "enable_fsdp_float8_all_gather"})],
+)  # fmt: skip
+def test_torchtitan_s_modules_in_fp8(said: str, left: set[str]) -> None:
+    """What computes in fp8 there and not here, or the other way round, is named."""
+    translation, text = translated("torchtitan", f"[model]\n{said}\n")
+    assert loads(text).model.dtype == ("fp8" if left else "bf16")
+    assert {name.rpartition(".")[2] for name in names(translation) if "float8" in name} == left
+
+
+@pytest.mark.parametrize(
+    ("flags", "left"),
+    [("--fp8-recipe tensorwise --first-last-layers-bf16", set()),
+     ("--fp8-format e4m3 --fp8-recipe blockwise", set()),
+     ("--fp8-format hybrid --first-last-layers-bf16 --num-layers-at-end-in-bf16 2",
+      {"--fp8-recipe", "--first-last-layers-bf16", "--num-layers-at-end-in-bf16"})],
+)  # fmt: skip
+def test_megatron_s_layers_in_fp8(flags: str, left: set[str]) -> None:
+    translation, _ = translated("megatron", f"torchrun x.py --bf16 --num-layers 4 --hidden-size 256 {flags}")
+    assert {name for name in names(translation) if "fp8" in name or "bf16" in name} == left
 
 
 @pytest.mark.parametrize("tool", TOOLS)
