@@ -14,6 +14,7 @@ from tpshard.recipes.foreign.trainer_rows import (
     ALWAYS,
     ASIDE,
     FSDP,
+    IN_FP8,
     NO_MODEL,
     STORAGE,
     Kind,
@@ -133,9 +134,9 @@ def _storage(distributed: str, stage: int, strategy: Any, reshard: Any, optimize
     return storage(kind, computed, False, strategy_of(strategy, reshard)[1])
 
 
-def _dtype(*precision: Any) -> str:
+def _dtype(*precision: Any) -> Any:
     chosen = deepspeed.precision(*precision)
-    return "fp8" if chosen == "fp8" else PRECISIONS.get(chosen, "fp32")
+    return Unsaid(IN_FP8, "fp8", ("mixed_precision",)) if chosen == "fp8" else PRECISIONS.get(chosen, "fp32")
 
 
 def _batch(accumulated: Any, micro: int | None, of_json: Any, whole: Any, *values: Any) -> Any:

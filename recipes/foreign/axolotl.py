@@ -9,12 +9,14 @@ from typing import Any
 from tpshard.files.linear_regex import matches_start
 from tpshard.models.families.presets import PRESETS
 from tpshard.recipes.foreign import deepspeed, model_names
+from tpshard.recipes.foreign.fp8_rows import NO_EXPERTS, dense
 from tpshard.recipes.foreign.stacks import MESH, RankSizes
 from tpshard.recipes.foreign.trainer_rows import (
     ALIASES,
     ALWAYS,
     ASIDE,
     FSDP,
+    IN_FP8,
     NO_MODEL,
     STORAGE,
     Kind,
@@ -102,6 +104,10 @@ def _model(base: str | None, revision: str | None) -> Any:
     if keys is None:
         why = "its sizes are read from there, over the network; or give model.hf=FOLDER, or model.preset=..."
         return Unsaid(why, model_names.folder(base, revision), ("base_model",))
+    if (packed := re.search(r"nvfp4|mxfp4|awq|gptq|[48]-?bit|int[48]|w[48]a\d+|fp8", base, re.I)) is not None:
+        return Unsaid(
+            f"its weights are stored as {packed[0]}; here in the type of the computation", keys, ("base_model",)
+        )
     if (window := keys.pop("window", None)) is not None:
         why = f"its attention sees {window} tokens; all here, unless model.hf=FOLDER names its folder"
         return Unsaid(why, keys, ("base_model",))
@@ -130,9 +136,9 @@ def _computed(bf16: Any, fp16: Any, bfloat16: Any, float16: Any) -> str:
 
 def _dtype(fp8: Any, base: str | None, *types: Any) -> Any:
     keys = model_names.named(base or "")
-    if truth(fp8) and keys is not None and PRESETS[keys["preset"]].experts:
-        return Unsaid("fp8 is of dense models here", _computed(*types), ("fp8",))
-    return "fp8" if truth(fp8) else _computed(*types)
+    if truth(fp8) and not dense(keys):
+        return Unsaid(NO_EXPERTS, _computed(*types), ("fp8",))
+    return Unsaid(IN_FP8, "fp8", ("fp8",)) if truth(fp8) else _computed(*types)
 
 
 def _storage(adapter: str | None, bf16: Any, fp16: Any, bfloat16: Any, float16: Any, *kind: Any) -> dict[str, Any]:
@@ -333,10 +339,11 @@ TOOL = Tool(
         r"deepspeed_config\.(train_.*|gradient_acc.*|optimizer\..*|scheduler\..*|(bf16|fp16)\.enabled)":
             "the file's own setting is here; where that differs, the trainer stops",
         **deepspeed.UNSAID,
-        r"(liger|lora|flash_attn)_\w*(kernel|norm|glu_activation|rope|fuse)\w*|use_(kernels|scattermoe|sonicmoe)|"
+        r"(liger|lora|flash_attn)_\w*(kernel|norm|glu_activation|rope|fuse)\w*|use_(kernels|scattermoe|sonicmoe)|flex_attn.*|"
         r"experts_implementation|fused_attn_kernel|gemma4_hybrid_attn_impl|tiled_mlp\w*":
             "kernels are the compiler's here",
         r"processor_type|skip_prepare_dataset|freeze_mm_modules|image_.*": "a recipe trains on text alone",
+        r"fp8_.*": "weights are gathered in bf16 and quantized behind it here",
         r"rl|dpo.*|kto.*|trl\..*|reward_model|process_reward_model|num_labels": "a recipe learns no preferences",
         r"qat\..*|quantization\..*": "training does not simulate quantized weights",
         r"model_config\..*": "sizes of the model are given as model.KEY=...",

@@ -29,6 +29,8 @@ RANKS = {**SPLIT, **HOSTS}
 RULES = {"--sequence-parallel": False, "--expert-tensor-parallel-size": Maybe(int)}
 WHOLE = {"--train-iters": Maybe(int), "--train-samples": Maybe(int), "--global-batch-size": Maybe(int),
          "--micro-batch-size": 1}  # fmt: skip
+SUMS = {"--fp16": False, "--accumulate-allreduce-grads-in-fp32": False, "--grad-reduce-in-bf16": False,
+        "--main-grads-dtype": "fp32"}  # fmt: skip
 REMAT = ("--recompute-granularity", "--recompute-activations", "--recompute-modules")
 STYLES = {
     "linear": "linear",
@@ -155,11 +157,15 @@ def _schedule(
     return keys if wsd_style == "linear" else Unsaid("the fall of wsd is a line here", keys, ("--lr-wsd-decay-style",))
 
 
+def _sums(fp16: bool, in_fp32: bool, in_bf16: bool, grads: str) -> str:
+    """The type of gradients' sums: for bf16 that is fp32 in any case, for fp16 where a flag says so."""
+    return "bf16" if in_bf16 or grads == "bf16" else "fp16" if grads == "fp16" or (fp16 and not in_fp32) else "fp32"
+
+
 def _precision(
-    bf16: bool, fp16: bool, fp8: str | None, in_bf16: bool, grads: str, moments: str, experts: int | None
+    fp16: bool, in_fp32: bool, in_bf16: bool, grads: str, bf16: bool, fp8: str | None, moments: str, experts: int | None
 ) -> Any:
-    computed = "bf16" if bf16 else "fp16" if fp16 else "fp32"
-    sums = "bf16" if in_bf16 or grads == "bf16" else "fp32"
+    computed, sums = "bf16" if bf16 else "fp16" if fp16 else "fp32", _sums(fp16, in_fp32, in_bf16, grads)
     keys = {
         "model.dtype": "fp8" if fp8 and not experts else computed, "fsdp.param_dtype": computed,
         "fsdp.master_dtype": "fp32", "fsdp.reduce_dtype": sums,
@@ -170,10 +176,9 @@ def _precision(
     return Unsaid(NO_EXPERTS, keys, ("--fp8-format",)) if fp8 and experts else keys
 
 
-def _accumulate(fsdp: bool, fsdp2: bool, strategy: str, in_bf16: bool, grads: str) -> dict[str, str]:
+def _accumulate(fsdp: bool, fsdp2: bool, strategy: str, *sums: Any) -> dict[str, str]:
     each = fsdp2 or (fsdp and strategy == "optim_grads_params")
-    sums = "bf16" if in_bf16 or grads == "bf16" else "fp32"
-    return {"gather": "microbatch" if each else "step", "reduce": "each" if each else "last", "dtype": sums}
+    return {"gather": "microbatch" if each else "step", "reduce": "each" if each else "last", "dtype": _sums(*sums)}
 
 
 MODULES: dict[str, tuple[str, ...]] = {
@@ -294,15 +299,14 @@ ROWS = (
         lambda seq: seq or Unsaid("the file does not say it; give model.seq_len=...", 4096)),
     KeyRow(
         ("model.dtype", "fsdp.param_dtype", "fsdp.master_dtype", "fsdp.reduce_dtype", "optimizer.state_dtype"),
-        {"--bf16": False, "--fp16": False, "--fp8-format": Maybe(str), "--grad-reduce-in-bf16": False,
-         "--main-grads-dtype": "fp32", "--exp-avg-dtype": "fp32", "--num-experts": Maybe(int)},
+        {**SUMS, "--bf16": False, "--fp8-format": Maybe(str), "--exp-avg-dtype": "fp32", "--num-experts": Maybe(int)},
         _precision,
     ),
     *IN_FP8,
     KeyRow("fsdp.bucket", {}, lambda: "wrap"),
     KeyRow("fsdp.accumulate", {
         "--use-megatron-fsdp": False, "--use-torch-fsdp2": False, "--data-parallel-sharding-strategy": "no_shard",
-        "--grad-reduce-in-bf16": False, "--main-grads-dtype": "fp32",
+        **SUMS,
     }, _accumulate),
     KeyRow("remat", {
         "--recompute-granularity": Maybe(str), "--recompute-activations": False, "--recompute-method": Maybe(str),
@@ -350,7 +354,7 @@ ROWS = (
     KeyRow("logging.tensorboard", {"--tensorboard-dir": Maybe(object)}, lambda folder: folder is not None),
     KeyRow((), {"--rotary-percent": 1.0},
         lambda share: Omit if share == 1 else Unsaid("rotary positions turn all of a head here")),
-    KeyRow((), {"--accumulate-allreduce-grads-in-fp32": True, "--calculate-per-token-loss": False}, lambda *_: Omit),
+    KeyRow((), {"--calculate-per-token-loss": False}, lambda _: Omit),
     KeyRow((), {"--attention-dropout": 0.1, "--hidden-dropout": 0.1},
         lambda *shares: Unsaid("a recipe drops out nothing") if any(shares) else Omit),
     KeyRow((), {"--overlap-grad-reduce": False, "--overlap-param-gather": False, "--use-distributed-optimizer": False},

@@ -9,7 +9,7 @@ from tpshard.models.families.presets import PRESETS
 from tpshard.recipes.foreign.translation import Conflict, KeyRow, Maybe, Omit, Unsaid, stated
 
 VOCABULARIES = (
-    (r"GPT2BPE", 50257), (r"Llama-?3|meta-llama/.*3\.|llama3", 128256),
+    (r"GPT2BPE|gpt2-vocab", 50257), (r"Llama-?3|meta-llama/.*3\.|llama3", 128256),
     (r"Llama2Tokenizer|Llama-2|mixtral|mistral", 32000), (r"Qwen2\.5-(7|14|32|72)B", 152064),
     (r"Qwen", 151936), (r"deepseek", 129280),
 )  # fmt: skip
@@ -98,7 +98,8 @@ SIZES = (
     KeyRow(
         "model.vocab",
         {"--vocab-size": Maybe(int), "--padded-vocab-size": Maybe(int), "--tokenizer-type": Maybe(str),
-         "--tokenizer-model": Maybe(object), "--make-vocab-size-divisible-by": 128, "--tensor-model-parallel-size": 1},
+         "--tokenizer-model": Maybe(object), "--vocab-file": Maybe(object),
+         "--make-vocab-size-divisible-by": 128, "--tensor-model-parallel-size": 1},
         lambda *values: vocabulary(*values),
     ),
 )  # fmt: skip
@@ -174,12 +175,13 @@ def _differences(flags: dict[str, Any], preset: str) -> dict[str, str]:
 
 
 def vocabulary(
-    size: int | None, padded: int | None, tokenizer: str | None, name: str | None, divisor: int, tp: int
+    size: int | None, padded: int | None, tokenizer: str | None, name: Any, file: Any, divisor: int, tp: int
 ) -> Any:
     """The tokens of the embedding table, which are padded so that tensor parallelism divides them."""
     if padded is not None:
         return padded
-    found = size or next((n for pattern, n in VOCABULARIES if re.search(pattern, f"{tokenizer} {name}", re.I)), None)
+    names = f"{tokenizer} {name} {file}"
+    found = size or next((n for pattern, n in VOCABULARIES if re.search(pattern, names, re.I)), None)
     if found is None:
         return Unsaid("the tokenizer's size is not in the file; give model.vocab=...", 128256, ("--vocab-size",))
     return -(-found // (divisor * tp)) * divisor * tp

@@ -17,6 +17,9 @@ FSDP: dict[str, Any] = {
 }  # fmt: skip
 """FSDP's settings, with accelerate's defaults."""
 NO_MODEL = "the file names no model; give model.preset=..., or a folder model.hf=..."
+IN_FP8 = (
+    "fp8 has a scale per 128 elements here, of all linear layers in blocks; there per tensor, without the first layer"
+)
 STRATEGIES = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
 SCHEDULERS = {
     "cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant",

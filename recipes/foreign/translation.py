@@ -158,13 +158,13 @@ def translate(tool: Tool, settings: StatedSettings, overrides: Mapping[str, Stat
             result = row.value(*(values | {one.key: one.value for one in here}).values())
         except (ArithmeticError, ValueError):  # such as a micro-batch of 0 sequences
             result = Conflict("no recipe follows from these numbers", fix="correct them", exit=Exit.RECIPE)
-        note = ""
+        note = f"as if {', '.join(one.key for one in unknown)} were left out" if unknown else ""
         if isinstance(result, Conflict):
             wrong.append(_contradiction(result, here))
             result = result.value
         if isinstance(result, Unsaid):
             left += _unsaid(result, row, here, defaults)
-            note = f"not said: {result.why}" if result.instead is not Omit else ""
+            note = f"not said: {result.why}" if result.instead is not Omit else note
             result = result.instead
         for key, value in _results(row, result):
             lines.setdefault(key, RecipeLine(key, value, here, defaults, note))
