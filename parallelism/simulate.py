@@ -57,6 +57,7 @@ def simulate(
     return [join(port, mesh, [result[i] for result in results]) for i, port in enumerate(program.outputs)]
 
 
+@torch.no_grad()
 def run_lockstep(
     program: Program,
     arguments: list[list[torch.Tensor]],

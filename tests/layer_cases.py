@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from op_case import Case, call, f, flat, ints, of
+from op_case import Case, call, f, flat, ints, of, truths
 from torch import Tensor
 
 aten = torch.ops.aten
@@ -113,11 +113,22 @@ LAYERS: dict[str, list[Case]] = {
         of(lambda x: x.view(torch.int64) >> 50, f(4, 6)), of(lambda x: x.contiguous().view(torch.int32) >> 20, f(4, 6)),
     ],
     "aten.unfold": [both(lambda x: x.unfold(1, 3, 2), f(4, 7)), of(lambda x: x.unfold(0, 2, 2), f(4, 6))],
+    "aten.im2col aten.col2im windows_of sum_of_windows": [
+        both(lambda x: F.unfold(x, (3, 2), (2, 1), (1, 0), (1, 2)), f(2, 3, 7, 6)), 
+        both(lambda x: F.unfold(x, 2, stride=2), f(3, 4, 6)),
+        both(lambda x: F.fold(x, (6, 5), 3, padding=1), f(2, 18, 30)),
+        both(lambda x, w: torch.einsum("ok,nkl->nol", w, F.unfold(x, 3, padding=1)), f(2, 2, 6, 4), f(4, 18)),
+    ],
     "aten.diagonal aten.diagonal_backward": [
         both(lambda x: x.diagonal(1, 0, 1), f(4, 6, 2)),
+        both(lambda x: (x.diagonal(-1, 2, 0), x.diagonal(0, 1, 2)), f(6, 4, 5)),
+        of(lambda x: x.diagonal(0, 0, 2), truths(6, 2, 6)),
         of(lambda x: aten.diagonal_backward.default(x, [2, 4, 6], 0, 1, 2), f(2, 4)),
     ],
-    "aten.diagonal_scatter": [call(aten.diagonal_scatter.default, f(4, 6), f(4), 1)],
+    "aten.diagonal_scatter": [
+        call(aten.diagonal_scatter.default, f(4, 6), f(4), 1),
+        call(aten.diagonal_scatter.default, f(4, 2, 6), f(2, 3), -1, 0, 2),
+    ],
     "aten._conj aten.view_as_complex aten.view_as_real": [
         both(lambda x: torch.view_as_real(torch.view_as_complex(x.contiguous()).conj() * 2), f(4, 6, 2))
     ],
@@ -134,6 +145,7 @@ LAYERS: dict[str, list[Case]] = {
     "aten.median.default": [of(lambda x: x.median(), f(4, 6))],
     "aten.nanmedian.default": [of(lambda x: x.nanmedian(), f(4, 6))],
     "aten.mode": [of(lambda x: x.mode(1), ints(9, 4, 6))],
+    "sum_to_end": [both(lambda x: x.cumsum(1), f(4, 6)), of(lambda x: x.flip(0).cumsum(0).flip(0), ints(9, 5, 2))],
     "aten.kthvalue": [of(lambda x: x.kthvalue(2, 1), f(4, 6))],
     "aten.histc": [of(lambda x: torch.histc(x, 4, 0.0, 2.0), f(4, 6))],
     "aten.searchsorted": [

@@ -217,6 +217,43 @@ def _pad_dim(x: Tensor, dim: int, before: int, after: int) -> Tensor:
     return aten.constant_pad_nd.default(x, [0, 0] * (x.dim() - 1 - dim % x.dim()) + [before, after])
 
 
+def diagonal(x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
+    """Computes diagonal as the main diagonal of the part of x in which it is that and both dims are of one size."""
+    starts = max(-offset, 0), max(offset, 0)
+    size = max(min(x.shape[d] - start for d, start in zip((dim1, dim2), starts)), 0)
+    if x.shape[dim1] == x.shape[dim2] == size:
+        return NotImplemented
+    return x.narrow(dim1, starts[0], size).narrow(dim2, starts[1], size).diagonal(0, dim1, dim2)
+
+
+def _beside_diagonal(x: Tensor, offset: int, dim1: int, dim2: int) -> Tensor:
+    """A mask that broadcasts to x: true outside of a diagonal."""
+    places = [
+        torch.arange(x.shape[d], device=x.device).view([-1 if e == d % x.dim() else 1 for e in range(x.dim())])
+        for d in (dim1, dim2)
+    ]
+    return places[1] - places[0] != offset
+
+
+def _over_dims(values: Tensor, shape: Sequence[int], offset: int, dim1: int, dim2: int) -> Tensor:
+    """The values of a diagonal [..., size], one in each row of a tensor of `shape`, in which they broadcast."""
+    first, second, start = dim1 % len(shape), dim2 % len(shape), max(-offset, 0)
+    rows = _pad_dim(values, -1, start, shape[first] - start - values.shape[-1])
+    return rows.movedim(-1, first - (second < first)).unsqueeze(second)
+
+
+def diagonal_scatter(x: Tensor, values: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
+    """Computes diagonal_scatter as a choice by position between x and the values."""
+    mask = _beside_diagonal(x, offset, dim1, dim2)
+    return torch.where(mask, x, _over_dims(values, x.shape, offset, dim1, dim2))
+
+
+def diagonal_backward(grad: Tensor, sizes: Sequence[int], offset: int, dim1: int, dim2: int) -> Tensor:
+    """Computes diagonal_backward by zeros around the gradient, which keeps partial sums partial."""
+    spread = _over_dims(grad, sizes, offset, dim1, dim2).expand(sizes)
+    return spread.masked_fill(_beside_diagonal(spread, offset, dim1, dim2), 0)
+
+
 def addmm(c: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     """Computes addmm with factors alpha and beta as a product and a sum; without factors the op has a rule."""
     if alpha == beta == 1:
@@ -378,3 +415,12 @@ def adaptive_max_backward(grad: Tensor, x: Tensor, indices: Tensor) -> Tensor:
     if x.dim() != 4 or kernel is None:
         return NotImplemented
     return aten.max_pool2d_with_indices_backward.default(grad, x, kernel, kernel, [0, 0], [1, 1], False, indices)
+
+
+def in_a_batch(op: Any, rank: int) -> Callable[..., Tensor]:
+    """Returns a decomposition of an op on a tensor without a batch by the op on a batch of one, of this rank."""
+
+    def decomposition(x: Tensor, *args: Any) -> Tensor:
+        return NotImplemented if x.dim() == rank else op(x.unsqueeze(0), *args).squeeze(0)
+
+    return decomposition

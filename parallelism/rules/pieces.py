@@ -1,4 +1,4 @@
-"""Rules of slices, padding, shifts, and concatenation along a dim.
+"""Rules of slices, padding, shifts, concatenation along a dim, and of what lies beside a diagonal or on it.
 
 If the dim is sharded, devices read their neighbours (`Rule.windows`); it is gathered whole where that is cheaper.
 """
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from tpshard.parallelism.graph import Op, Ref
+from tpshard.parallelism.rules import decompositions as by
 from tpshard.parallelism.rules import strides
 from tpshard.parallelism.rules.entry import Entry, Table
 from tpshard.parallelism.rules.indexing import pick_own
@@ -276,6 +277,39 @@ def diagonal_in_shard(diagonal: int, row: int, column: int) -> int:
     return diagonal + row - column
 
 
+def diagonal(op: Op) -> Rule:
+    """The rule of diagonal(x, 0, dim1, dim2) of dims of one size: over a sharded one, each device has its part.
+
+    If the other one is sharded, the result is a sum, to which a device adds the elements that it has.
+    """
+    first, second = (d % op.operands[0].rank for d in (*op.args[2:4], *(0, 1)[len(op.args[2:4]) :]))
+    return replace(_diagonal_along(op, first, second), others=(_diagonal_along(op, second, first),))
+
+
+def _diagonal_along(op: Op, along: int, across: int) -> Rule:
+    """The rule by which the diagonal is sharded as the dim `along` is, and summed over shards of `across`."""
+    x, factors = op.operands[0], Factors()
+    summed = Kind.WHOLE if x.dtype == torch.bool else Kind.REDUCE
+    dims = factors.dims(x.shape, summed, only=[across])
+    rest = [d for d in range(x.rank) if d not in (along, across)]
+
+    def local(at: LocalOp) -> Any:
+        crossed = [(f, d) for d in (along, across) for f in dims[d]]
+        if not any(at.axes(f) for f, _ in crossed):
+            return at.same()
+        places = []
+        for f, d in crossed:
+            place = at.emit(aten.arange.default, at.size(f), dtype=torch.int64)
+            place = at.emit(aten.add.Tensor, place, at.offset(f))
+            places.append(at.emit(aten.reshape.default, place, [-1 if e == d else 1 for e in range(x.rank)]))
+        node = at.emit(aten.masked_fill.Scalar, at.inputs[0], at.emit(aten.ne.Tensor, *places), 0)
+        node = at.emit(aten.sum.dim_IntList, node, [across], True, dtype=x.dtype)
+        return at.emit(aten.squeeze.dim, at.emit(aten.permute.default, node, [*rest, along, across]), -1)
+
+    out = (*(dims[d] for d in rest), dims[along])
+    return factors.rule([dims], [out], additive=(0,), local=local, guarded=dims[across])
+
+
 OPS: Table = {
     aten.slice: view_entry(slice_rule, strides.of_slice),
     aten.narrow: view_entry(slice_rule, strides.same),
@@ -290,4 +324,7 @@ OPS: Table = {
     aten.roll: Entry(roll, inlined=True),
     aten.tril: Entry(triangle),
     aten.triu: Entry(triangle),
+    aten.diagonal: Entry(diagonal, view=strides.by_torch(aten.diagonal.default), recorded=by.diagonal),
+    aten.diagonal_scatter: Entry(recorded=by.diagonal_scatter),
+    aten.diagonal_backward: Entry(recorded=by.diagonal_backward),
 }

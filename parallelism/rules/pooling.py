@@ -1,4 +1,4 @@
-"""Rules of pooling over windows, forward and backward.
+"""Rules of pooling over windows and of unfolding them, forward and backward.
 
 A device with a shard of a spatial dim first gets its neighbours' parts of the windows at the shard's ends.
 """
@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from tpshard.parallelism.graph import Op, Value
 from tpshard.parallelism.rules import decompositions as by
+from tpshard.parallelism.rules import strides
 from tpshard.parallelism.rules.entry import Entry, Table
-from tpshard.parallelism.rules.rule import Dim, Factors, Kind, LocalOp, Rule
+from tpshard.parallelism.rules.rule import Dim, Factors, Kind, LocalOp, Rule, whole
+from tpshard.parallelism.rules.shape import view_entry
 from tpshard.parallelism.rules.windows import Sliding, per_rank, per_spatial_dim
 
 aten = torch.ops.aten
@@ -143,6 +145,121 @@ def average_pool_backward(op: Op, rank: int) -> Rule:
     )  # fmt: skip
 
 
+class Unfolding:
+    """The factors of unfolding `x[..., n, ...] -> out[..., positions, ..., size]`; a window's elements are whole."""
+
+    def __init__(self, x: Value, out: Value, dim: int, size: int, step: int):
+        self.factors, self.dim = Factors(), dim % max(x.rank, 1)
+        d = self.dim
+        before, behind = (self.factors.dims(shape) for shape in (x.shape[:d], x.shape[d + 1 :]))
+        self.sliding = Sliding(self.factors, x.shape[d : d + 1], out.shape[d : d + 1], [size], [step], [0], [1], lead=d)
+        self.x: tuple[Dim, ...] = (*before, *self.sliding.read, *behind)
+        element = self.factors.dims([size], Kind.WHOLE)
+        self.out: tuple[Dim, ...] = (*before, *self.sliding.reader, *behind, *element)
+
+
+def unfold(op: Op) -> Rule:
+    """The rule of unfold(x, dim, size, step)."""
+    (x,), (out,) = op.operands, op.results
+    if x.rank == 0:
+        return whole(op)
+    way = Unfolding(x, out, *op.args[1:])
+
+    def local(at: LocalOp) -> Any:
+        at.inputs[0] = at.window(0)
+        return at.same()
+
+    return way.factors.rule([way.x], [way.out], additive=(0,), local=local, windows=way.sliding.windows(0, 1))
+
+
+def unfold_backward(op: Op) -> Rule:
+    """The rule of unfold_backward(gradient, sizes, dim, size, step), which adds up windows that overlap."""
+    (grad,), (x,) = op.operands, op.results
+    if x.rank == 0:
+        return whole(op)
+    way = Unfolding(x, grad, *op.args[2:])
+
+    def local(at: LocalOp) -> Any:
+        shape = list(at.shape())
+        if any(way.sliding.cut(at)):
+            positions = at.operand_shape(0)[way.dim]
+            (shape[way.dim],) = way.sliding.window(at, [shape[way.dim]], [positions])
+        return at.fold(at.emit(op.target, at.inputs[0], shape, *op.args[2:]), 1, 0)
+
+    return way.factors.rule(
+        [way.out], [way.x], additive=(0,), local=local, windows=way.sliding.windows(1, 0), fills=((0, 0.0),)
+    )
+
+
+APART = (0, 1, 4, 5, 2, 3)
+"""The order of dims that takes windows [n, c, positions, kernel] to columns [n, c, kernel, positions], and back."""
+
+
+def window_counts(
+    size: Sequence[int], kernel: Sequence[int], dilation: Sequence[int], padding: Sequence[int], stride: Sequence[int]
+) -> list[int]:
+    """The number of windows along each spatial dim of images of `size`."""
+    along = zip(size, kernel, dilation, padding, stride)
+    return [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, d, p, s in along]
+
+
+def windows_of(x: Any, *geometry: Sequence[int]) -> Any:
+    """The windows [n, c, positions, positions, kernel, kernel] of images, an op of the global graph alone.
+
+    `im2col` merges these dims, and a sharding of rows could not pass that. geometry: kernel, dilation, padding, stride.
+    """
+    columns = aten.im2col.default(x, *geometry)
+    return columns.view(*x.shape[:2], *geometry[0], *window_counts(x.shape[2:], *geometry)).permute(APART)
+
+
+def sum_of_windows(windows: Any, size: Sequence[int], *geometry: Sequence[int]) -> Any:
+    """The images of `size` to which windows add up, as in `col2im`: the transpose of `windows_of`."""
+    return aten.col2im.default(windows.permute(APART).flatten(4, 5).flatten(1, 3), size, *geometry)
+
+
+def _image_and_windows(image: Value, windows: Value, geometry: Sequence[Any]) -> tuple[Factors, Sliding, list[Any]]:
+    """The factors of images and of their windows, and the dims of both. geometry: as of `windows_of`."""
+    kernel, dilation, padding, stride = geometry
+    factors = Factors()
+    lead, element = factors.dims(image.shape[:2]), factors.dims(kernel, Kind.WHOLE)
+    sliding = Sliding(factors, image.shape[2:], windows.shape[2:4], kernel, stride, padding, dilation)
+    return factors, sliding, [(*lead, *sliding.read), (*lead, *sliding.reader, *element)]
+
+
+def columns(op: Op) -> Rule:
+    """The rule of `windows_of`."""
+    (x,), (out,) = op.operands, op.results
+    kernel, dilation, _, stride = op.args[1:]
+    factors, sliding, (image, windows) = _image_and_windows(x, out, op.args[1:])
+
+    def local(at: LocalOp) -> Any:
+        n, c, *counts = at.shape()[:4]
+        node = at.emit(aten.im2col.default, at.window(0), kernel, dilation, sliding.padding_of(at), stride)
+        node = at.emit(aten.reshape.default, node, [n, c, *kernel, *counts])
+        return at.emit(aten.permute.default, node, list(APART))
+
+    return factors.rule([image], [windows], additive=(0,), local=local, windows=sliding.windows(0, 1, 0.0))
+
+
+def image(op: Op) -> Rule:
+    """The rule of `sum_of_windows`."""
+    (x,), (out,) = op.operands, op.results
+    kernel, dilation, _, stride = op.args[2:]
+    factors, sliding, (image, windows) = _image_and_windows(out, x, op.args[2:])
+
+    def local(at: LocalOp) -> Any:
+        n, c, *counts = at.operand_shape(0)[:4]
+        size = sliding.window(at, at.shape()[2:], counts)
+        node = at.emit(aten.permute.default, at.inputs[0], list(APART))
+        node = at.emit(aten.reshape.default, node, [n, c * math.prod(kernel), math.prod(counts)])
+        node = at.emit(aten.col2im.default, node, size, kernel, dilation, sliding.padding_of(at), stride)
+        return at.fold(node, 1, 0)
+
+    return factors.rule(
+        [windows], [image], additive=(0,), local=local, windows=sliding.windows(1, 0), fills=((0, 0.0),)
+    )
+
+
 def of_rank(rule: Callable[..., Rule], rank: int) -> Entry:
     """The entry of pooling over `rank` spatial dims."""
     return Entry(partial(rule, rank=rank))
@@ -157,6 +274,12 @@ OPS: Table = {
     aten.avg_pool2d_backward: of_rank(average_pool_backward, 2),
     aten.avg_pool3d: of_rank(average_pool, 3),
     aten.avg_pool3d_backward: of_rank(average_pool_backward, 3),
+    aten.unfold: view_entry(unfold, strides.by_torch(aten.unfold.default)),
+    aten.unfold_backward: Entry(unfold_backward),
+    aten.im2col: Entry(recorded=by.in_a_batch(aten.im2col.default, 4), dense="all"),
+    aten.col2im: Entry(recorded=by.in_a_batch(aten.col2im.default, 3), dense="all"),
+    windows_of: Entry(columns),
+    sum_of_windows: Entry(image),
     # with equal windows it is recorded as pooling; dense, since indices are read so
     **per_rank(
         "_adaptive_avg_pool{}d", "in->out", "out,in->in", linear="0", dense="all",

@@ -64,10 +64,7 @@ def along(op: Op, position: int = 1) -> Rule:
     """The rule of ops along a dim that must be whole: cumsum, sort, topk."""
     dim = op.args[position] if len(op.args) > position else op.kwargs.get("dim", -1)
     rank = op.operands[0].rank
-    if rank == 0:
-        return whole(op, [], additive=())
-    linear = op.target is aten.cumsum.default
-    return whole(op, [dim], additive=(0,) if linear else ())
+    return whole(op, [dim] if rank else [], additive=())
 
 
 def reduction(kind: str) -> Entry:

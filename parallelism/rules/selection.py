@@ -106,26 +106,40 @@ def _in_a_row(at: LocalOp, node: Any, dim: int) -> Any:
     return at.emit(aten.reshape.default, node, [*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :]])
 
 
+def sum_to_end(x: Any, dim: int, **kwargs: Any) -> Any:
+    """The sums of each element and all behind it, an op of the global graph alone: a flipped cumsum of a flipped x.
+
+    That is the gradient of cumsum, and neither flip of a sharded dim need move anything.
+    """
+    return x.flip(dim).cumsum(dim, **kwargs).flip(dim)
+
+
 def running_sum(op: Op) -> Rule:
-    """The rule of cumsum: the cumulative sums of a shard, plus the total of all shards before it."""
-    x, out = op.operands[0], op.results[0]
-    main = along(op)
-    if x.rank == 0 or x.shape[op.args[1]] == 1:
+    """The rule of cumsum and `sum_to_end`: the sums within a shard, plus the total of all shards on the other side."""
+    x, out, backward = op.operands[0], op.results[0], op.target is sum_to_end
+    dim = op.args[1] % max(x.rank, 1)
+
+    def sums_of_shard(at: LocalOp) -> Any:
+        if not backward:
+            return at.same()
+        flipped = at.emit(aten.flip.default, at.inputs[0], [dim])
+        return at.emit(aten.flip.default, at.emit(aten.cumsum.default, flipped, dim, **op.kwargs), [dim])
+
+    main = replace(along(op), additive=(0,) if x.rank else (), local=sums_of_shard)
+    if x.rank == 0 or x.shape[dim] == 1:
         return main
-    dim = op.args[1] % x.rank
 
     def local(at: LocalOp) -> Any:
-        (f,) = way.operands[0][dim]
+        (f,), sums = way.operands[0][dim], sums_of_shard(at)
         if not at.axes(f):
-            return at.same()
-        sums = at.same()
-        totals = at.gather(at.emit(aten.narrow.default, sums, dim, at.size(f) - 1, 1), f)
+            return sums
+        totals = at.gather(at.emit(aten.narrow.default, sums, dim, 0 if backward else at.size(f) - 1, 1), f)
         places = at.emit(aten.arange.default, at.members(f), dtype=torch.int64)
-        behind = at.emit(aten.ge.Scalar, places, at.position(f))
-        behind = at.emit(aten.reshape.default, behind, [at.members(f)] + [1] * x.rank)
-        before = at.emit(aten.masked_fill.Scalar, totals, behind, 0)
-        before = at.emit(aten.sum.dim_IntList, before, [0], dtype=out.dtype)
-        return at.emit(aten.add.Tensor, sums, before)
+        apart = at.emit(aten.le.Scalar if backward else aten.ge.Scalar, places, at.position(f))
+        apart = at.emit(aten.reshape.default, apart, [at.members(f)] + [1] * x.rank)
+        others = at.emit(aten.masked_fill.Scalar, totals, apart, 0)
+        others = at.emit(aten.sum.dim_IntList, others, [0], dtype=out.dtype)
+        return at.emit(aten.add.Tensor, sums, others)
 
     way = _by_local_results(op, dim, 1, 1, local=local, fills=((0, 0.0),))
     return replace(main, others=(way,))
@@ -138,4 +152,5 @@ OPS: Table = {
     aten.min.dim: Entry(extreme),
     aten.topk: Entry(topk),
     aten.cumsum: Entry(running_sum),
+    sum_to_end: Entry(running_sum),
 }

@@ -118,60 +118,6 @@ def whole(op: Op, dims: Sequence[int], additive: tuple[int, ...] = (0,)) -> Rule
     return same_dims(op, dims, Kind.WHOLE, additive)
 
 
-def _with_whole(op: Op, *whole: int) -> tuple[Factors, tuple[Dim, ...], list[Dim]]:
-    """New factors for the first operand, with its dims `whole` whole; all its dims, and those that are not whole."""
-    factors = Factors()
-    shape = op.operands[0].shape
-    changed = {d % len(shape) for d in whole}
-    dims = factors.dims(shape, Kind.WHOLE, only=changed)
-    return factors, dims, [dim for d, dim in enumerate(dims) if d not in changed]
-
-
-def _diagonal_of(op: Op, position: int) -> tuple[int, int]:
-    """The two dims of a diagonal, which are the arguments after its offset, argument `position`."""
-    args = [*op.args[position + 1 : position + 3], *(0, 1)[max(0, len(op.args) - position - 1) :]]
-    return op.kwargs.get("dim1", args[0]), op.kwargs.get("dim2", args[1])
-
-
-def diagonal(op: Op) -> Rule:
-    """The rule of diagonal(x, offset, dim1, dim2): both dims are whole, and the diagonal becomes the last dim."""
-    factors, dims, rest = _with_whole(op, *_diagonal_of(op, 1))
-    last = factors.dims(op.results[0].shape[-1:], Kind.WHOLE)
-    return factors.rule([dims], [(*rest, *last)], additive=(0,))
-
-
-def diagonal_scatter(op: Op) -> Rule:
-    """The rule of diagonal_scatter(x, source, offset, dim1, dim2): both dims are whole."""
-    factors, dims, rest = _with_whole(op, *_diagonal_of(op, 2))
-    last = factors.dims(op.operands[1].shape[-1:], Kind.WHOLE)
-    return factors.rule([dims, (*rest, *last)], [dims], additive=(0, 1))
-
-
-def diagonal_backward(op: Op) -> Rule:
-    """The rule of diagonal_backward(gradient, size, offset, dim1, dim2): both dims are whole."""
-    factors = Factors()
-    *rest, last = op.operands[0].shape
-    lead = list(factors.dims(rest))
-    (end,) = factors.dims([last], Kind.WHOLE)
-    changed = {d % op.results[0].rank for d in _diagonal_of(op, 2)}
-    source, others = (*lead, end), iter(lead)
-    out = tuple(
-        factors.dims([n], Kind.WHOLE)[0] if d in changed else next(others) for d, n in enumerate(op.results[0].shape)
-    )
-    return factors.rule(
-        [source], [out], additive=(0,), local=lambda at: at.with_args(Ref(0), list(at.shape()), *op.args[2:])
-    )
-
-
-def unfold(op: Op) -> Rule:
-    """The rule of unfold(x, dim, size, step): the dim is whole; its windows' elements become a new last dim."""
-    factors, dims, _ = _with_whole(op, op.args[1])
-    dim = op.args[1] % max(op.operands[0].rank, 1)
-    count, window = (factors.dims([n], Kind.WHOLE)[0] for n in (op.results[0].shape[dim], op.results[0].shape[-1]))
-    result = (*dims[:dim], count, *dims[dim + 1 :], window)
-    return factors.rule([dims], [result], additive=(0,))
-
-
 def view_dtype(op: Op) -> Rule:
     """The rule of view(x, dtype): the last dim is whole if the dtype changes its size."""
     alike = op.operands[0].shape == op.results[0].shape
@@ -222,10 +168,6 @@ OPS: Table = {
     aten.transpose: view_entry(permute, strides.by_torch(aten.transpose.int), canonical=as_permute),
     aten.t: view_entry(permute, strides.by_torch(aten.t.default), canonical=as_permute),
     aten.expand: view_entry(expand, strides.by_torch(aten.expand.default), broadcasts=True),
-    aten.unfold: view_entry(unfold, strides.by_torch(aten.unfold.default)),
-    aten.diagonal: view_entry(diagonal, strides.by_torch(aten.diagonal.default)),
-    aten.diagonal_scatter: Entry(diagonal_scatter),
-    aten.diagonal_backward: Entry(diagonal_backward),
     aten.as_strided: Entry(view=strides.explicit),
     aten._conj: Entry(canonical=resolve_conjugation),
     aten._neg_view: Entry(canonical=resolve_negation),

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from tpshard.parallelism.anchors import is_boundary, is_named, is_role
 from tpshard.parallelism.graph import Graph, Op, Ref, Value
 from tpshard.parallelism.rules.pieces import bounds
+from tpshard.parallelism.rules.pooling import APART, sum_of_windows, window_counts, windows_of
+from tpshard.parallelism.rules.selection import sum_to_end
 from tpshard.parallelism.rules.strides import of_slice, of_view
 from tpshard.parallelism.rules.table import entry_of
 from tpshard.parallelism.tracing.fold_contractions import fold_contractions
@@ -19,7 +24,9 @@ def canonicalize(graph: Graph) -> None:
     remove_identities(graph)
     unify(graph)
     join_pieces(graph)
+    sum_from_behind(graph)
     narrow_splits(graph)
+    spread_windows(graph)
     fold_contractions(graph)
     merge_views(graph)
     graph.drop_dead()
@@ -96,6 +103,50 @@ def join_pieces(graph: Graph) -> None:
             op.target, op.args, op.kwargs, op.operands = aten.roll.default, (Ref(0), [-k], [dim]), {}, [source]
             graph.refresh_users()
     graph.drop_dead()
+
+
+def sum_from_behind(graph: Graph) -> None:
+    """Rewrites a flipped cumsum of a flipped tensor, the gradient of cumsum, to `sum_to_end`."""
+    for op in graph.ops:
+        sums = op.operands[0].producer if op.target is aten.flip.default else None
+        first = sums.operands[0].producer if sums is not None and sums.target is aten.cumsum.default else None
+        if sums is None or first is None or first.target is not aten.flip.default:
+            continue
+        rank = op.results[0].rank
+        if {sums.args[1] % rank} == {d % rank for d in op.args[1]} == {d % rank for d in first.args[1]}:
+            op.target, op.args, op.kwargs, op.operands = sum_to_end, sums.args, sums.kwargs, [first.operands[0]]
+            graph.refresh_users()
+    graph.drop_dead()
+
+
+def spread_windows(graph: Graph) -> None:
+    """Rewrites im2col and col2im, of `F.unfold` and `F.fold`, to ops whose windows keep all their dims apart."""
+    ops: list[Op] = []
+
+    def step(op: Op, name: str, target: Any, value: Value, args: tuple[Any, ...], shape: Sequence[int]) -> Value:
+        ops.append(Op(f"{op.name}_{name}", target, (Ref(0), *args), {}, [value], [], op.place))
+        ops[-1].results = [Value(ops[-1].name, tuple(shape), value.dtype, ops[-1])]
+        return ops[-1].results[0]
+
+    for op in graph.ops:
+        spread = (
+            op.target in (aten.im2col.default, aten.col2im.default) and op.operands[0].rank + op.results[0].rank == 7
+        )
+        if spread and op.target is aten.im2col.default:
+            (x,), geometry = op.operands, op.args[1:]
+            counts = window_counts(x.shape[2:], *geometry)
+            windows = step(op, "windows", windows_of, x, geometry, (*x.shape[:2], *counts, *geometry[0]))
+            apart = step(op, "apart", aten.permute.default, windows, (APART,), [windows.shape[d] for d in APART])
+            op.target, op.args, op.operands = aten.view.default, (Ref(0), op.results[0].shape), [apart]
+        elif spread:
+            (columns,), counts = op.operands, window_counts(*op.args[1:])
+            shape = (*op.results[0].shape[:2], *op.args[2], *counts)
+            parts = step(op, "parts", aten.view.default, columns, (shape,), shape)
+            windows = step(op, "windows", aten.permute.default, parts, (APART,), [shape[d] for d in APART])
+            op.target, op.operands = sum_of_windows, [windows]
+        ops.append(op)
+    graph.ops = ops
+    graph.refresh_users()
 
 
 PARTS = {aten.split.Tensor: 2, aten.split_with_sizes.default: 2, aten.unbind.int: 1}

@@ -7,7 +7,10 @@
 from __future__ import annotations
 
 import math
+import operator
 import string
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -177,7 +180,11 @@ def _fold(graph: Graph, op: Op, equation: str, ops: list[Op]) -> None:
     for role in shared:
         of_a, of_b = a.groups[roles_a.index(role)], b.groups[roles_b.index(role)]
         if not _agree(a, of_a, b, of_b):
-            a, b = _merge_group(a, of_a, op, ops), _merge_group(b, of_b, op, ops)
+            merged = _merge_group(a, of_a, op, ops), _merge_group(b, of_b, op, ops)
+            common = _common_sizes(*([side.base.shape[d] for d in of] for side, of in ((a, of_a), (b, of_b))))
+            if None in merged and common is not None:  # dims that are not neighbours stay apart in both
+                merged = _split_group(a, of_a, common, op, ops), _split_group(b, of_b, common, op, ops)
+            a, b = merged
         if a is None or b is None:
             a, b = _as_is(op.operands[0]), _as_is(op.operands[1])
             break
@@ -234,6 +241,29 @@ def _merge_group(side: Unmerged | None, group: tuple[int, ...], op: Op, ops: lis
         return d if d <= first else max(first, d - count + 1)
 
     return Unmerged(base, [(first,) if g == group else tuple(after(d) for d in g) for g in side.groups])
+
+
+def _common_sizes(first: Sequence[int], second: Sequence[int]) -> list[int] | None:
+    """The sizes into which the dims of two groups can both be split, from major to minor; None if there are none."""
+    ends = sorted({end for sizes in (first, second) for end in accumulate(reversed(sizes), operator.mul, initial=1)})
+    if any(after % before for before, after in pairwise(ends)):
+        return None
+    return [after // before for before, after in pairwise(ends)][::-1]
+
+
+def _split_group(side: Unmerged, group: tuple[int, ...], sizes: Sequence[int], op: Op, ops: list[Op]) -> Unmerged:
+    """The operand with the dims of a group split by a view into these sizes."""
+    shape, left, parts = side.base.shape, iter(sizes), {}
+    for d in group:
+        parts[d] = [next(left)] if shape[d] > 1 else [1]
+        while math.prod(parts[d]) < shape[d]:
+            parts[d].append(next(left))
+    pieces = [parts.get(d, [n]) for d, n in enumerate(shape)]
+    if all(len(piece) == 1 for piece in pieces):
+        return side
+    base = _new_view(side.base, tuple(n for piece in pieces for n in piece), f"{op.name}_split", op, ops)
+    starts = [0, *accumulate(map(len, pieces))]
+    return Unmerged(base, [tuple(m for d in g for m in range(starts[d], starts[d + 1])) for g in side.groups])
 
 
 def _as_is(value: Value) -> Unmerged:

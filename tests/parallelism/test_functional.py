@@ -150,3 +150,15 @@ def test_a_strided_view_is_refused_where_an_argument_is_a_view_itself() -> None:
         with pytest.raises(ValueError, match="`x` is a view"):
             capture(lambda x: x.clone().as_strided((2, 2), (3, 1), 1), [x], ["x"])
     assert capture(lambda x: x.as_strided((2, 2), (3, 1), 1), [base[:12]]).outputs
+
+
+def test_arguments_that_require_gradients_are_simulated() -> None:
+    """Writes into complex results, of which torch has no gradient; what is simulated needs none."""
+    x = torch.randn(4, 8, requires_grad=True)
+
+    def gradient(x: Tensor) -> Tensor:
+        return torch.autograd.grad(torch.view_as_real(torch.fft.rfft(x)).pow(2).sum(), x)[0]
+
+    (result,) = partition(gradient, [x], Mesh({"x": 2}), [("x",)]).simulate(x)
+    torch.testing.assert_close(result, gradient(x))
+    assert not result.requires_grad

@@ -78,6 +78,47 @@ def test_neighbours_are_read_not_gathered() -> None:
         assert sum(c.bytes for c in program.collectives) <= rows * 64 * 64 * 8
 
 
+def test_windows_of_images_send_what_overlaps() -> None:
+    """Columns of `F.unfold`, their products and gradients: rows of an image stay sharded through all of it."""
+    x, w, y = rand(2, 3, 16, 12), rand(5, 27), rand(2, 27, 192)
+
+    def gradients(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+        loss = torch.einsum("ok,nkl->nol", w, F.unfold(x, 3, padding=1)).pow(2).sum()
+        return torch.autograd.grad(loss, (x, w))
+
+    row, columns = 2 * 3 * 12 * 8, (None, None, "x")
+    program = same(gradients, [x, w], FOUR, [columns, ()], [columns, ()])
+    assert (
+        sorted((c.kind, c.bytes) for c in program.collectives) == [("all_reduce", 5 * 27 * 8)] + [("permute", row)] * 4
+    )
+    assert program.flop_efficiency == 1
+    program = same(lambda y: F.fold(y, (16, 12), 3, padding=1), [y], FOUR, [columns], [columns])
+    assert [(c.kind, c.bytes) for c in program.collectives] == [("permute", row)] * 2
+    assert not same(lambda x: F.unfold(x, 4, stride=4), [x], FOUR, [columns], [columns]).collectives
+    program = same(lambda x: x.unfold(2, 3, 1), [x], FOUR, [columns])
+    assert {c.kind for c in program.collectives} == {"permute"}
+
+
+def test_a_diagonal_lies_where_the_rows_are() -> None:
+    x, squares = rand(3, 8, 8), Mesh({"x": 2, "y": 2})
+    assert not same(lambda x: x.diagonal(0, 1, 2), [x], FOUR, [(None, "x")]).collectives
+    assert not same(lambda x: torch.diag_embed(x), [x], FOUR, [(None, "x")]).collectives
+    program = same(lambda x: x.diagonal(0, 1, 2), [x], squares, [(None, "x", "y")])
+    assert [(c.kind, c.axes, c.bytes) for c in program.collectives] == [("all_reduce", ("y",), 3 * 4 * 8)]
+
+
+def test_the_gradient_of_a_cumulative_sum_sends_totals_alone() -> None:
+    x = rand(3, 16)
+
+    def gradient(x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(x.cumsum(1).pow(2).sum(), x)[0]
+
+    program = same(gradient, [x], FOUR, [(None, "x")], [(None, "x")])
+    assert [(c.kind, c.bytes) for c in program.collectives] == [("all_gather", 4 * 3 * 8)] * 2
+
+
 def test_the_device_that_has_a_position_gives_it_to_all() -> None:
     x = rand(64, 16, 8)
     for fn in (lambda x: x[:, -1], lambda x: x[:, 3:5]):
