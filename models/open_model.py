@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from tpshard.files.folder_json import read_regular
 from tpshard.models.adapters.adapted_model import AdaptedModel
 from tpshard.models.family_model import FamilyModel
-from tpshard.models.folders.hf_config import computes, read_raw
+from tpshard.models.folders.hf_config import DTYPE_NAMES, computes, read_raw
 from tpshard.models.folders.module_folder import module_of
 from tpshard.models.model_spec import ModelSpec
 from tpshard.models.module_model import ModuleModel
@@ -18,6 +21,9 @@ from tpshard.models.transformers_model import TransformersModel
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+
+MANIFEST = "manifest.json"
 
 
 class ModelSection(Protocol):
@@ -98,6 +104,30 @@ def from_json(values: Mapping[str, Any]) -> ModelSpec:
         raise ValueError(f"this is not the description of a model: it has none of {', '.join(MANIFESTS)}") from None
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"this is not the description of a model: {type(error).__name__}: {error}") from error
+
+
+def manifest_of(place: Path) -> Path | None:
+    """The manifest of a checkpoint, or of a run's newest one; None where there is neither."""
+    if (place / MANIFEST).is_file():
+        return place / MANIFEST
+    steps = {int(name[1]): file for file in (place / "checkpoints").glob(f"step-*/{MANIFEST}")
+             if (name := re.fullmatch(r"step-(\d{6,})", file.parent.name)) is not None}  # fmt: skip
+    return steps[max(steps)] if steps else None
+
+
+def saved_model(manifest: Path, module: str | None = None) -> tuple[ModelSpec, str]:
+    """The model of a checkpoint, with its adapters merged, and the dtype of its values. ValueError and OSError where
+    the manifest cannot be read, or names another module than `module`, that of the command's recipe."""
+    try:
+        read: dict[str, Any] = json.loads(read_regular(manifest))
+        spec, tensors = from_json(read["meta"]["model"]), read["tensors"]
+        stored = next((tensors[name]["dtype"] for name in spec.shapes if name in tensors), "float32")
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{manifest} does not describe a model: {type(error).__name__}: {error}") from error
+    if spec.reads_code and spec.source.name != module:
+        raise ValueError(f"{manifest} names the module {spec.source.name}, which the recipe does not name")
+    merged = spec.plain
+    return merged, DTYPE_NAMES.get(stored, "fp32") if merged.weights is None else merged.dtype
 
 
 def from_hf(

@@ -3,9 +3,9 @@
 An entry is a folder in `$TPSHARD_CACHE/plans`, else in `$XDG_CACHE_HOME/tpshard/plans` or `~/.cache/tpshard/plans`,
 with a plan's report (`report_file`), what its pictures show if one was asked for, and the text of its plan.json. All of
 it may be deleted at any time. Its name is a hash of everything a plan depends on: the recipe with the places of its
-values, the device file, the model's configuration, versions and headers of weights (also of `serve.checkpoint`),
-tpshard's code, torch and Python. A recipe with user code (`model.module`, a custom task) has no entry, since that code
-may read anything.
+values, the device file, the model's configuration, versions and headers of weights (also of `serve.checkpoint`; of a
+run there its manifest), tpshard's code, torch and Python. A recipe with user code (`model.module`, a custom task) has
+no entry, since that code may read anything.
 
 Beside it, `saved-plans` has an empty file for each plan with programs that this account saved, named by its sha256:
 `train --plan` runs the programs of these as they are.
@@ -31,6 +31,7 @@ from tpshard.diagnostics.diagnostic import Mistakes
 from tpshard.files.atomic import write_bytes
 from tpshard.files.folder_json import read_regular
 from tpshard.models.folders.folder_identity import adapters_identity, folder_identity, weights_identity
+from tpshard.models.open_model import manifest_of
 from tpshard.plan import saved_plan
 from tpshard.programs.fit.recipe_model import model_of
 from tpshard.recipes.keys.schema import Recipe
@@ -130,6 +131,8 @@ def entry_of(recipe: Recipe, *inputs: object) -> PlanEntry | None:
         stored = dict(weights_identity(spec.source.folder)) if spec.source.folder is not None else {}
         if Path(recipe.serve.checkpoint, "config.json").is_file():
             stored |= {**folder_identity(recipe.serve.checkpoint), **weights_identity(recipe.serve.checkpoint)}
+        elif (manifest := manifest_of(Path(recipe.serve.checkpoint))) is not None:
+            stored[str(manifest)] = hashlib.sha256(read_regular(manifest)).hexdigest()
         for folder in recipe.serve.adapters.values():
             stored |= adapters_identity(folder)
         made_with = json.dumps([saved_plan.versions(recipe), stored], sort_keys=True)

@@ -15,7 +15,7 @@ from tpshard.models.folders import hf_json
 from tpshard.models.folders.foreign_formats import refuse_format, refuse_quantization
 from tpshard.models.folders.module_folder import refuse_module
 
-_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+DTYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _UNSUPPORTED = {  # key -> the values that change nothing
     "sliding_window": (None,),
@@ -218,7 +218,7 @@ def write_config(c: ModelConfig, dtype: str, others: Mapping[str, Any] | None = 
     from; what describes the computation is replaced. ValueError if no architecture of transformers can represent the
     model.
     """
-    theirs = {ours: name for name, ours in _DTYPES.items()}[dtype]
+    theirs = {ours: name for name, ours in DTYPE_NAMES.items()}[dtype]
     hf = c.family_entry.hf
     hf.check(c)
     own = {key.theirs: getattr(c, key.ours) if key.write is None else key.write(c) for key in hf.keys}
@@ -273,9 +273,9 @@ def _rope_to_json(c: ModelConfig) -> dict[str, Any]:
 def _dtype(raw: Mapping[str, Any]) -> str:
     value = raw.get("dtype", raw.get("torch_dtype"))
     name = "float32" if value is None else str(value).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise ValueError(f"`dtype: {name}` is not supported; {', '.join(_DTYPES)} are")
-    return _DTYPES[name]
+    if name not in DTYPE_NAMES:
+        raise ValueError(f"`dtype: {name}` is not supported; {', '.join(DTYPE_NAMES)} are")
+    return DTYPE_NAMES[name]
 
 
 def _value(raw: Mapping[str, Any], key: str, default: Any) -> Any:

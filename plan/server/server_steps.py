@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from tpshard.diagnostics.diagnostic import Exit, Mistakes, plural
 from tpshard.parallelism.pricing.cost import Device
@@ -30,7 +31,7 @@ def planned(recipe: Recipe, what: str, source: str = "", accuracy: str = "", who
     the mesh does not fit the heads.
     """
     setting, device, per_host = server_of(recipe)
-    requests, length = recipe.serve.requests, recipe.model.seq_len
+    requests, length = recipe.serve.requests, min(recipe.model.seq_len, setting.max_seq)
     sequences = 1 if what == "prefill" else min(requests, setting.most)
     sizes = setting.steps_of(what, requests, length)
     programs = build_serving(setting, [size for size in setting.sizes if whole or size in sizes])
@@ -55,8 +56,9 @@ def planned(recipe: Recipe, what: str, source: str = "", accuracy: str = "", who
     program = parts[0].program
     stored = recipe.serve.checkpoint
     spec, quantized = setting.served.spec, setting.served.quantized
+    model = stored if Path(stored).exists() else str(recipe.model.stored()[str(recipe.model.named_by)])
     job = PlannedJob(
-        name=recipe.name, recipe=source, what=what, model=str(recipe.model.stored()[str(recipe.model.named_by)]),
+        name=recipe.name, recipe=source, what=what, model=model,
         params=spec.count or sum(map(math.prod, programs.shapes.values())), seq_len=length,
         dtype=setting.served.dtype, mesh=dict(setting.mesh.axes), nodes=-(-setting.mesh.ranks // per_host),
         devices_per_node=per_host, global_sequences=sequences, per_device=sequences, micro_batches=1,

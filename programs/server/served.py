@@ -17,7 +17,7 @@ from tpshard.models.families.config import ModelConfig
 from tpshard.models.folders.hf_folder import DTYPES
 from tpshard.models.folders.hf_quantized import quantizable
 from tpshard.models.model_spec import ModelSpec
-from tpshard.models.open_model import open_model
+from tpshard.models.open_model import manifest_of, open_model, saved_model
 from tpshard.programs.fit.recipe_model import model_of
 from tpshard.programs.server.act_order import ActOrder, Arrangement, act_orders, order_key, planned_orders
 from tpshard.programs.server.padding import shared_rows
@@ -192,22 +192,30 @@ def _unreadable(recipe: Recipe, folder: Path, error: Exception) -> Mistakes:
 def model_to_serve(recipe: Recipe, kind: str) -> Served:
     """The model that `tpshard serve` would serve on a `cpu` or `gpu`.
 
-    Of an existing folder only the configuration and the orders of inputs are read. For a missing one, if the recipe
-    says how to quantize or lay it out, the result of `tpshard quantize` is assumed. Mistakes, exit 7, for an unreadable
-    folder.
+    Of an existing folder only the configuration and the orders of inputs are read, of a run or a checkpoint its
+    manifest. For a missing one, if the recipe says how to quantize or lay it out, the result of `tpshard quantize` is
+    assumed. Mistakes, exit 7, for an unreadable folder, or one that is none of these.
     """
-    folder = Path(recipe.serve.checkpoint)
-    if recipe.serve.checkpoint != LATEST and (folder / "config.json").is_file():
+    folder, named = Path(recipe.serve.checkpoint), recipe.serve.checkpoint != LATEST
+    if named:
         try:
-            stored = open_model(folder, module=recipe.model.module)
+            if (folder / "config.json").is_file():
+                stored = open_model(folder, module=recipe.model.module)
+                return stored_model(recipe, stored, folder, stored.dtype, kind)
+            if (manifest := manifest_of(folder)) is not None:
+                spec, dtype = saved_model(manifest, recipe.model.module)
+                return Served(spec, serving_dtype(recipe, None, dtype, kind))
+            if folder.exists():
+                raise ValueError("it has no manifest.json, config.json or checkpoints")
         except (ValueError, OSError) as error:
             raise _unreadable(recipe, folder, error) from error
-        return stored_model(recipe, stored, folder, stored.dtype, kind)
     own = model_of(recipe).plain  # adapters are merged as its checkpoint is read
     if (outline := own.outline) is not None:
         layout_given = any(recipe.where(key).line for key in ("quantize", "serve.layout"))
-        if recipe.serve.checkpoint != LATEST and not folder.exists() and layout_given:
+        if named and layout_given:
             planned = Quantization.of_recipe(recipe.quantize, outline)
             note = f"{folder} does not exist yet: planned as `tpshard quantize` would write it"
             return Served(own, serving_dtype(recipe, planned, "fp16", kind), planned, note)
-    return Served(own, serving_dtype(recipe, None, outline.dtype if outline else str(recipe.model.dtype), kind))
+    note = f"{folder} is not on this machine: planned as the recipe's model" if named else ""
+    dtype = outline.dtype if outline else str(recipe.model.dtype)
+    return Served(own, serving_dtype(recipe, None, dtype, kind), note=note)

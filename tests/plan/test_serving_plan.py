@@ -269,6 +269,28 @@ def test_a_folder_that_is_not_there_is_planned_as_it_will_be_written(
     assert "cannot be read" in capsys.readouterr().err
 
 
+def test_a_run_that_is_served_is_planned_as_its_newest_checkpoint(tmp_path: Path, capsys: Any) -> None:
+    """Not as the model of the recipe that names it."""
+    dtypes = {1: "float32", 2: "bfloat16"}
+    for step, dtype in dtypes.items():
+        checkpoint = tmp_path / "run" / "checkpoints" / f"step-{step:06d}"
+        checkpoint.mkdir(parents=True)
+        saved = replace(CONFIG, layers=step)
+        tensors = {name: {"dtype": dtype} for name in ("optimizer/x", "norm.weight")}
+        manifest = {"meta": {"model": FamilyModel(saved).to_json()}, "tensors": tensors}
+        (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    one = ["plan", "llama3-1b", "--for", "decode", "--json", "--no-cache", "serve.mesh.tp=1"]
+    for place, layers, width in (("run", 2, 2), ("run/checkpoints/step-000001", 1, 4)):
+        assert tpshard([*one, f"serve.checkpoint={tmp_path / place}"]) == 0
+        plan = json.loads(capsys.readouterr().out)
+        count = sum(map(math.prod, replace(CONFIG, layers=layers).shapes.values()))
+        held = plan["memory"]["static_bytes"]["parameters"]
+        assert (plan["params"], held, plan["batch"]["seq_len"]) == (count, count * width, 64)
+    assert tpshard([*one, f"serve.checkpoint={tmp_path}"]) == 7
+    assert tpshard([*one, f"serve.checkpoint={tmp_path / 'gone'}"]) == 0
+    assert "gone is not on this machine: planned as the recipe's model" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("device", "held"), [("h100-sxm-80g", 128 // 2 + 4 * 2), ("cpu", 128 // 2 + 4 * 4)])
 def test_four_bits_are_planned_as_four_bits(device: str, held: int, folders: dict[str, Path]) -> None:
     """An output of `down` has codes, a scale per 32 inputs, and on a CPU in bf16 also a shift."""
