@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec, PathFinder
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -212,14 +212,26 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
+class _Here:
+    """Finds modules in the working directory that are nowhere else, but none with the name of one of Python's own, such
+    as `_winapi`: Python's modules ask for those that its other systems have."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
+        if path is not None or name in sys.stdlib_module_names:
+            return None
+        return PathFinder.find_spec(name, [os.getcwd()])
+
+
 def import_object(key: str, path: str) -> Any:
-    """The object at `package.module:Class`. ValueError naming the recipe's key where it cannot be imported."""
+    """The object at `package.module:Class`, also of a module in the working directory. ValueError naming the recipe's
+    key where it cannot be imported."""
     package, colon, attribute = path.partition(":")
     if not (colon and package and attribute):
         raise ValueError(f"`{key}: {path}` is not of the form package:Class")
     try:
-        if importlib.util.find_spec(package.partition(".")[0]) is None and os.getcwd() not in sys.path:
-            sys.path.append(os.getcwd())
+        if _Here not in sys.meta_path:
+            sys.meta_path.append(_Here)
         target: Any = importlib.import_module(package)
     except ImportError as error:
         raise ValueError(f"`{key}: {path}`: {error}") from error

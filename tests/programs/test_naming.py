@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,6 +39,17 @@ def setting_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
     monkeypatch.syspath_prepend(tmp_path)
     recipe = "model: {{module: 'own_net:Net', seq_len: 6, dtype: fp32{dims}}}\nbatch: {{global_sequences: 4}}\n"
     return lambda dims: Setting.of(loads(recipe.format(dims=dims) + "mesh: {tp: 2}\ncompile: eager\n"))
+
+
+def test_no_file_beside_a_module_is_imported_as_pythons_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as `_winapi`, which Python's own modules ask for and have on other systems alone."""
+    (tmp_path / "_winapi.py").write_text("raise SystemExit('a file of the working directory was imported')")
+    (tmp_path / "beside.py").write_text("VALUE = 3")
+    (tmp_path / "own_place.py").write_text("import beside\nclass Net: value = beside.VALUE\n")
+    monkeypatch.chdir(tmp_path)
+    assert import_object("module", "own_place:Net").value == 3
+    with pytest.raises(ModuleNotFoundError, match="_winapi"):
+        importlib.import_module("_winapi")
 
 
 def test_parameters_without_names_are_inferred(setting_of: Callable[[str], Setting]) -> None:
