@@ -6,6 +6,8 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +20,7 @@ from tpshard.diagnostics.diagnostic import plural, printable
 if TYPE_CHECKING:
     from tpshard.models.folders.folder_tokenizer import FolderTokenizer
     from tpshard.train.data.step_batch import StepBatch
+    from tpshard.train.data.stream import Loader
 
 app = group("Print the rows of a recipe's data as the model reads them.")
 Count = Annotated[int, typer.Option("-n", min=1, metavar="N", help="Sequences to print.")]
@@ -41,34 +44,50 @@ def show(
     """
     from tpshard.programs.setting.setting import Setting
     from tpshard.train.data.open_data import Mixture
-    from tpshard.train.data.stream import Loader
+    from tpshard.train.data.stream import Loader, TooLittle
     from tpshard.train.data.tokens import read_tokenizer
     from tpshard.train.run.run_data import opened_data
 
     loaded = load(recipe, overrides or ())
     setting = Setting.of(loaded, 1 if loaded.cluster is None and -1 in loaded.mesh.values() else None)
-    opened = opened_data(setting, loaded.run.folder)
-    texts = [Mixture.of(*one, 1) for one in opened.held_out] if held_out else [opened.mixture]
-    read = read_tokenizer(opened.mixture.tokenizer.folder)
+    data = opened_data(setting, loaded.run.folder)
+    texts = [Mixture.of(*one, 1) for one in data.held_out] if held_out else [data.mixture]
+    read = read_tokenizer(data.mixture.tokenizer.folder)
     rows: list[dict[str, Any]] = []
     notes: list[str] = []
     for text in texts:
-        loader = Loader(
-            text, seq_len=setting.seq_len, global_sequences=setting.batch.global_sequences, seed=loaded.seed,
+        loader = partial(
+            Loader, seq_len=setting.seq_len, global_sequences=setting.batch.global_sequences, seed=loaded.seed,
             bad_rows=loaded.data.bad_rows,
         )  # fmt: skip
-        while len(rows) < n and any((batch := loader.next()).origin):
-            rows += [row for row in _rows(batch, read) if row["documents"]]
-        notes += loader.warnings
-        for reader in loader.readers:
+        try:
+            shown = _first(opened := loader(text), read, n - len(rows))
+        except TooLittle as error:
+            opened.close()
+            notes += [f"{one.message}: `train` refuses it; shown as data.epochs reads it" for one in error.diagnostics]
+            once = tuple(replace(share, epochs=1) for share in text.shares)
+            shown = _first(opened := loader(replace(text, shares=once, epochs=1)), read, n - len(rows))
+        rows += shown
+        notes += opened.warnings
+        for reader in opened.readers:
             bad = {id(one): one for chain in reader.chains for one in (chain.bad, chain.unlearned) if one.bad}.values()
             notes += [f"left out: {one.first}" + (f", and {one.bad - 1:,} more" if one.bad > 1 else "") for one in bad]
-        loader.close()
-    window = plural(opened.mixture.window, "document")
-    order = "in the order of the files" if opened.mixture.window == 1 else f"shuffled in windows of {window}"
-    names = [f"{share.text.name} (weight {share.weight:g})" for share in opened.mixture.shares]
+        opened.close()
+    if not rows:
+        notes.append(f"no document is {'held out' if held_out else 'read'}")
+    window = plural(data.mixture.window, "document")
+    order = "in the order of the files" if data.mixture.window == 1 else f"shuffled in windows of {window}"
+    names = [f"{share.text.name} (weight {share.weight:g})" for share in data.mixture.shares]
     result = {"schema": 1, "sources": names, "order": order, "sequences": rows[:n], "notes": notes}
     print(json.dumps(result, ensure_ascii=False) if as_json else _text(result, read, colorful(sys.stdout)))
+
+
+def _first(loader: Loader, read: FolderTokenizer, most: int) -> list[dict[str, Any]]:
+    """The first rows with documents of a loader, at least `most` if there are so many."""
+    rows: list[dict[str, Any]] = []
+    while len(rows) < most and any((batch := loader.next()).origin):
+        rows += [row for row in _rows(batch, read) if row["documents"]]
+    return rows
 
 
 def _rows(batch: StepBatch, read: FolderTokenizer) -> Iterator[dict[str, Any]]:

@@ -15,6 +15,7 @@ import torch
 from c4_files import END, bytes_tokenizer, folder_of, packed, texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tpshard.cli.main import run as tpshard
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.models.objectives.targets import IGNORE
 from tpshard.train.data import bad_rows as bad_rows_module
@@ -177,6 +178,16 @@ def test_text_smaller_than_one_batch_is_refused_by_name(documents: int, tmp_path
     assert f"{documents * 11} tokens" in str(caught.value) and str(SEQ * ROWS) in str(caught.value)
     with pytest.raises(Mistakes):
         small.next()
+
+
+def test_rows_smaller_than_one_batch_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "short text"}\n{"text": "another"}\n')
+    command = ["data", "show", "tiny", f"data.source={tmp_path / 'a.jsonl'}", "data.tokenizer=bytes"]
+    assert tpshard([*command, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    ((first, second),) = [row["documents"] for row in result["sequences"]]
+    assert (first["from"], second["from"]) == ("a.jsonl:1", "a.jsonl:2")
+    assert any("smaller than one batch" in note and "`train` refuses it" in note for note in result["notes"])
 
 
 def test_a_few_long_documents_are_enough(tmp_path: Path) -> None:

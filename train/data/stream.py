@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from tpshard.diagnostics.diagnostic import Mistakes
 from tpshard.train.data.conversations import AnswerTokenizer
 from tpshard.train.data.corpus import TextSource
 from tpshard.train.data.lanes import Lane, LanePlace, PackedRow
@@ -32,6 +33,10 @@ from tpshard.train.data.step_batch import StepBatch
 from tpshard.train.data.tokens import TextTokenizer
 
 logger = logging.getLogger(__name__)
+
+
+class TooLittle(Mistakes):
+    """The text is smaller than one batch, and is read without end."""
 
 
 class Loader:
@@ -229,10 +234,12 @@ class Loader:
             tokens += len(labelled.ids)
             if tokens >= needed:
                 return
-        raise self.text.mistake(
-            f"{self.text.name} is smaller than one batch: {tokens} tokens, where a step takes {needed}",
-            why=f"batch.global_sequences {self.global_sequences} x model.seq_len {self.seq_len}",
-            fix="more text, a smaller batch.global_sequences, or a shorter model.seq_len",
+        raise TooLittle(
+            self.text.mistake(
+                f"{self.text.name} is smaller than one batch: {tokens} tokens, where a step takes {needed}",
+                why=f"batch.global_sequences {self.global_sequences} x model.seq_len {self.seq_len}",
+                fix="more text, a smaller batch.global_sequences, a shorter model.seq_len, or data.epochs",
+            ).diagnostics
         )
 
     def _snapshot(self, step: int) -> dict[str, Any]:
