@@ -42,6 +42,10 @@ def serve(
     overrides = on_device(overrides, device)
     loaded = load(recipe, overrides, trained=True)
     section = loaded.serve
+    if section.adapter_root is not None and not Path(section.adapter_root).is_dir():
+        message, where = f"there is no folder {section.adapter_root}", loaded.where("serve.adapter_root")
+        why = "clients load adapters from below it"
+        raise Mistakes.one(message, exit=Exit.CHECKPOINT, where=where, why=why, fix="make it, or name another")
     key = http.read_key(api_key_file, section.api_key)
     if check:
         need_before_start = memory_need(loaded, _shape(recipe, overrides or [], loaded))

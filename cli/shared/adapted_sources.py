@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tpshard.cli.shared.source_model import SourceModel, unreadable_source
+from tpshard.files.folder_json import FolderError
 from tpshard.models.adapters.adapted_model import AdaptedModel
 from tpshard.models.adapters.merging import merged_blocks
 from tpshard.models.adapters.peft_config import read_config
@@ -28,6 +29,8 @@ def whole_blocks(spec: AdaptedModel, checkpoint: SavedCheckpoint) -> ReadBlock:
     from tpshard.train.run.initial_values import values_of
 
     place, seed = checkpoint.meta.get("init_from"), int(checkpoint.meta.get("seed", 0))
+    if place is not None and not Path(place).exists():
+        raise FolderError(f"its adapters began from {place}, which is gone", "restore that: it holds their base")
     begun = values_of(Path(place), spec) if place is not None else {}
     folder, stored = spec.base.source.folder, spec.base.weights
     if folder is not None and (other := open_model(folder)).shapes != spec.base.shapes:
@@ -60,7 +63,10 @@ def peft_source(folder: Path) -> SourceModel:
         named = str(read_config(folder).get("base_model_name_or_path") or "")
         place = next((one for one in (Path(named), folder / named) if named and (one / "config.json").is_file()), None)
         if place is None:
-            raise ValueError(f"its base, `base_model_name_or_path: {named}`, is no folder of this machine")
+            fix = f'tpshard chat BASE "serve.adapters={{own: {folder}}}" --adapter own, where BASE is its model'
+            raise FolderError(
+                f"its base, `base_model_name_or_path: {named or None}`, is no folder of this machine", fix
+            )
         base = open_model(place)
         adapters = PeftFolder.of(folder, base)
         stored = base.weights

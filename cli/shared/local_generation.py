@@ -98,6 +98,12 @@ def local_model(
     except Refused as error:
         raise _mistake(error) from error
     recipe, model = _opened(source, overrides)
+    if (named := body.get("model")) is not None and named not in recipe.serve.adapters:
+        served = ", ".join(recipe.serve.adapters)
+        why = f"it has {served}" if served else "it names none"
+        fix = f'"serve.adapters={{{named}: FOLDER}}"' if not served else "one of these, or no --adapter"
+        message = f"`--adapter {named}` is none of `serve.adapters`"
+        raise Mistakes.one(message, exit=Exit.USAGE, why=why, fix=fix)
     need = memory_need(recipe, stored_model(recipe, model))
     tokenizer = open_tokenizer(recipe, model, need)
     if chats and tokenizer.chat_template is None:

@@ -17,7 +17,7 @@ from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes
 from tpshard.files.hub_folder import PREFIX
 from tpshard.models.adapters.adapted_model import AdaptedModel
 from tpshard.models.model_spec import ModelSpec
-from tpshard.models.open_model import open_model
+from tpshard.models.open_model import manifest_of, open_model, saved_model
 from tpshard.programs.fit.fit import misfits
 from tpshard.programs.fit.recipe_model import carried_by, carried_instead, opened
 from tpshard.programs.fit.wrong_model import wrong_model
@@ -200,6 +200,8 @@ def adapter_errors(recipe: Recipe) -> tuple[Diagnostic, ...]:
     try:
         if named == "latest":
             spec = _model(recipe)
+        elif (manifest := manifest_of(Path(named))) is not None:
+            spec, _ = saved_model(manifest, recipe.model.module)
         else:
             spec = open_model(Path(named)) if (Path(named) / "config.json").is_file() else None
         if spec is not None:

@@ -12,6 +12,7 @@ from tpshard.models.adapters.peft_folder import PeftFolder, is_peft
 from tpshard.models.adapters.slotted_model import Slots
 from tpshard.models.folders.hf_files import holds_nan
 from tpshard.models.model_spec import ModelSpec
+from tpshard.models.open_model import manifest_of
 from tpshard.recipes.keys.schema import Recipe
 
 MORE, RANK = 4, 16
@@ -65,7 +66,11 @@ def open_adapters(folder: Path, spec: ModelSpec, slots: Slots | None = None) -> 
     """The adapters in a folder for a served model. ValueError for those of another model, of a kind that is not served,
     or for which the slots have no room."""
     if not is_peft(folder):
-        raise ValueError(f"{folder} holds no adapters: it has no {CONFIG}")
+        fix = "name another folder"
+        if manifest_of(folder) is not None:
+            fix = f"`tpshard convert {folder} OUT` writes the adapters of a run, or a checkpoint, as such a folder"
+        missing = f"it has no {CONFIG}" if folder.is_dir() else "there is no such folder"
+        raise UnservedError(f"{folder} holds no adapters: {missing}", fix)
     opened = PeftFolder.of(folder, spec)
     adapters = opened.spec.adapters
     assert opened.spec.lora is not None

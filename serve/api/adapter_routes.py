@@ -18,8 +18,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
 from tpshard.serve.api import fields
 from tpshard.serve.api.access import read_body, refused
-from tpshard.serve.api.field_checks import Check, Refused, check_fields, flag, text, whole_number
-from tpshard.serve.api.service import Unavailable
+from tpshard.serve.api.field_checks import Check, Refused, check_fields, flag, only, text, whole_number
+from tpshard.serve.api.service import NameTaken, Unavailable
 
 if TYPE_CHECKING:
     from tpshard.serve.api.app import Server
@@ -34,7 +34,9 @@ def _name(value: Any) -> str:
     return str(value)
 
 
-LOAD: dict[str, Check] = {"lora_name": _name, "lora_path": text, "load_inplace": flag}
+LOAD: dict[str, Check] = {
+    "lora_name": _name, "lora_path": text, "load_inplace": flag, "is_3d_lora_weight": only(False)
+}  # fmt: skip
 UNLOAD: dict[str, Check] = {"lora_name": text, "lora_int_id": whole_number(0, 2**63 - 1)}
 
 
@@ -72,6 +74,8 @@ def add_adapter_routes(app: FastAPI, server: Server) -> None:
             raise Refused(f"`{name}` is the name of the model itself", param="lora_name", code="invalid_value")
         try:
             await _done(lambda: server.service.load(name, str(folder), asked.get("load_inplace", False)))
+        except NameTaken as error:
+            raise Refused(str(error), param="lora_name", code="adapter_not_loaded") from error
         except ValueError as error:
             raise Refused(str(error), param="lora_path", code="adapter_not_loaded") from error
         return f"Success: LoRA adapter '{name}' added successfully."

@@ -60,6 +60,10 @@ class Full(Exception):
     """The queue is full."""
 
 
+class NameTaken(ValueError):
+    """There is an adapter of that name."""
+
+
 class NotLoaded(Exception):
     """An adapter of the start that cannot be loaded."""
 
@@ -163,7 +167,8 @@ class Service:
             self._wake.notify()
 
     def load(self, name: str, folder: str, replace: bool = False) -> Future[None]:
-        """Loads an adapter between steps. The future has ValueError where it cannot be loaded. Raises Unavailable, as
+        """Loads an adapter between steps. The future has ValueError where it cannot be loaded, NameTaken where there is
+        one of that name that is not to be replaced. Raises Unavailable, as
         the future does where the runner is lost meanwhile."""
         return self._change(lambda engine: self._load(engine, name, folder, replace))
 
@@ -288,7 +293,7 @@ class Service:
     def _load(self, engine: Engine, name: str, folder: str, replace: bool) -> None:
         old, others = self.adapters.get(name), {key: one for key, one in self.adapters.items() if key != name}
         if old is not None and not replace:
-            raise ValueError(f"there is a model `{name}` already")
+            raise NameTaken(f"there is an adapter `{name}` already; `load_inplace: true` replaces it")
         with self._wake:
             running = [s for s, *_ in self._open.values()] + engine.scheduler.running + [*engine.scheduler.waiting]
         taken = {one.slot for one in (*others.values(), *(s.adapter for s in running)) if one is not None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import replace
@@ -13,6 +14,7 @@ import gptq_folders
 import pytest
 import torch
 from servers import Lockstep, programs_of, setting
+from tpshard.cli.main import run as tpshard
 from tpshard.cli.shared.preflight import adapter_errors
 from tpshard.cli.shared.serve_worker import stored_weights
 from tpshard.cli.shared.sources import open_source
@@ -207,9 +209,12 @@ def test_adapters_are_loaded_and_dropped_while_serving(server: Any, folders: dic
     assert post(server, "/v1/load_lora_adapter", lora_name="some", lora_path="some")[0] == 200
     second = completed(server, "some")
     assert second[1] == 0 and second[0] not in (plain[0], first[0])
-    for name, status, says in (("some", 400, "already"), ("third", 400, "2 slots"), ("tiny", 400, "model itself")):
-        answer = post(server, "/v1/load_lora_adapter", lora_name=name, lora_path="all")
-        assert answer[0] == status and says in answer[1], answer
+    for name, says, param in (
+        ("some", "`load_inplace: true` replaces it", "lora_name"), ("third", "2 slots", "lora_path"),
+        ("tiny", "model itself", "lora_name"),
+    ):  # fmt: skip
+        answer = post(server, "/v1/load_lora_adapter", lora_name=name, lora_path="all", is_3d_lora_weight=False)
+        assert answer[0] == 400 and says in answer[1] and json.loads(answer[1])["error"]["param"] == param, answer
     again = {"lora_name": "some", "lora_path": "all", "load_inplace": True}
     assert post(server, "/v1/load_lora_adapter", **again | {"lora_path": "base"})[0] == 400
     assert completed(server, "some") == (second[0], 32), "what cannot be loaded replaces nothing"
@@ -243,6 +248,22 @@ def test_an_adapter_without_room_is_refused_at_the_recipe(lora: Lora, says: str,
         programs_of(base, *FEW, named(folders), "serve.max_lora_rank=4")
     (mistake,) = raised.value.diagnostics
     assert mistake.exit == Exit.CHECKPOINT and says in mistake.why and mistake.where is not None
+
+
+def test_what_holds_no_adapters_is_told_with_what_to_do(base: Path, tmp_path: Path, capsys: Any) -> None:
+    """A run, whose adapters are converted; a folder that is not there; a name that no adapter has."""
+    (tmp_path / "run" / "checkpoints" / "step-000001").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "step-000001" / "manifest.json").write_text("{}")
+    for place, says in (("run", f"`tpshard convert {tmp_path / 'run'} OUT`"), ("gone", "there is no such folder")):
+        with pytest.raises(Mistakes) as raised:
+            programs_of(base, *FEW, f"serve.adapters={{own: {tmp_path / place}}}")
+        (mistake,) = raised.value.diagnostics
+        assert mistake.exit == Exit.CHECKPOINT and says in mistake.why + mistake.fix
+    assert tpshard(["generate", str(base), "text", "--adapter", "own"]) == Exit.USAGE
+    assert "`--adapter own` is none of `serve.adapters`" in capsys.readouterr().err
+    root = f"serve.adapter_root={tmp_path / 'gone'}"
+    assert tpshard(["serve", "tiny", f"serve.checkpoint={base}", "--check", root]) == Exit.CHECKPOINT
+    assert "there is no folder" in capsys.readouterr().err
 
 
 def test_an_adapter_of_another_model_is_refused(base: Path, tmp_path: Path) -> None:
