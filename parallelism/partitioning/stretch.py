@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from tpshard.parallelism.depth import COMPARED, LAST, REPEATED, Depth
 from tpshard.parallelism.partitioning.reasons import PropagatedReasons
 from tpshard.parallelism.program import INFO, Info, Port, Program, ValueRecord, info
+from tpshard.parallelism.resharding.lower import is_first
 from tpshard.parallelism.resharding.new_nodes import copy_node, identifier
 
 
@@ -77,7 +78,7 @@ class _Stretch:
 
     # ---- the blocks of nodes -----------------------------------------------------------------------------------------
     def _blocks(self) -> dict[fx.Node, int | None]:
-        """Finds the block of every node, from its layer, its parameter or its operands; None outside of layers."""
+        """Finds the block of every node, from its layer, its parameter, operands or readers; None outside of layers."""
         blocks: dict[fx.Node, int | None] = {}
         for node in self.nodes:
             layer = info(node).place.layer if node.op == "call_function" else None
@@ -88,6 +89,9 @@ class _Stretch:
             else:
                 read = {blocks[operand] for operand in node.all_input_nodes} - {None}
                 blocks[node] = read.pop() if len(read) == 1 and node.op == "call_function" else None
+        for node in self.nodes:
+            if node.target is is_first and len(readers := {blocks[user] for user in node.users}) == 1:
+                blocks[node] = readers.pop()  # it reads the device's place alone
         return blocks
 
     def _runs(self) -> list[_Run]:

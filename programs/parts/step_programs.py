@@ -254,7 +254,8 @@ def micro_program(
     annotations: dict[Value, Annotation] = {}
     for value in params:
         if gathered and base is not None:
-            annotations[value] = fixed(used_layout(base, value.name, before[value.name]), "how it is used")
+            used = base.records.get(f"{value.name}.used")  # of all layers, also where its inputs are a shallow model's
+            annotations[value] = fixed(used.layout if used else before[value.name], "how it is used")
         else:
             stored[value.name].append(value)
     for total, added in zip(sums, graph.outputs[2:]):

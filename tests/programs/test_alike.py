@@ -205,6 +205,13 @@ def test_a_pipeline_of_alike_stages_has_the_price_of_its_whole_programs(pipeline
     assert_priced_as_whole(deep)
 
 
+def test_a_pipeline_of_layers_with_biases_has_the_price_of_its_whole_programs() -> None:
+    once = "fsdp: {accumulate: {gather: step, reduce: last}}"
+    extra = ", max_seq: 64, attention_bias: true, mlp_bias: true"
+    deep = setting("{pp: 2, dp: 2, fsdp: 1, tp: 2}", "granite-20b", "pipeline: {schedule: 1f1b}", once, extra=extra)
+    assert_priced_as_whole(Setting.of(loads(deep.recipe.to_yaml(), ["model.layers=12", "batch.per_device=1"])))
+
+
 def assert_priced_as_whole(deep: Setting) -> None:
     alike_ = few_layers.priced_stages(deep)
     assert alike_ is not None
