@@ -42,56 +42,29 @@ FORMATS = {
 """Patterns of published weights."""
 CACHES = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0}
 ENGINES: tuple[tuple[str, EngineProfile], ...] = (
-    (
-        r"vLLM( 0\.[0-7]\..*| main.*|)",
-        EngineProfile(
-            "vLLM to 0.7",
-            host_s=2.5e-3,
-            row_s=2e-5,
-            peers_s=1.4e-3,
-            request_s=1.2e-2,
-            launch_s=4e-5,
-            narrow=0.8,
-            mixes=False,
-            captured=256,
-        ),
-    ),
-    (
-        r"vLLM 0\.([89]|1[0-3])\..*",
-        EngineProfile(
-            "vLLM 0.8 to 0.13", host_s=7e-4, row_s=1.2e-5, peers_s=2e-4, request_s=2.4e-2, launch_s=8e-6, running=1024
-        ),
-    ),
-    (
-        r"vLLM .*",
-        EngineProfile(
-            "vLLM from 0.14", host_s=5e-4, row_s=2e-6, request_s=9e-3, launch_s=1e-5, narrow=0.62, running=1024
-        ),
-    ),
-    (
-        r"SGLang.*",
-        EngineProfile(
-            "SGLang",
-            host_s=3e-4,
-            row_s=2e-6,
-            peers_s=1e-4,
-            request_s=1e-2,
-            launch_s=4e-5,
-            mixes=False,
-            share=0.88,
-            running=1024,
-        ),
-    ),
-    (
-        r"TensorRT-LLM \(NIM\).*",
-        EngineProfile("NIM", host_s=3.5e-3, request_s=1.3e-2, narrow=0.8, running=2048, reserves=True),
-    ),
-    (
-        r"TensorRT-LLM.*",
-        EngineProfile("TensorRT-LLM", host_s=3e-4, row_s=2e-6, request_s=1e-2, narrow=0.8, running=2048, reserves=True),
-    ),
-    (r"LMDeploy TurboMind.*", EngineProfile("TurboMind", host_s=9e-4, request_s=1e-2)),
-)
+    (r"vLLM( 0\.[0-7]\..*| main.*|)", EngineProfile(
+        "vLLM to 0.7", host_s=2.6e-3, row_s=2.2e-5, peers_s=1.5e-3, request_s=2.1e-2, launch_s=4.3e-5, narrow=0.78,
+        mixes=False, captured=256,
+    )),
+    (r"vLLM 0\.([89]|1[0-3])\..*", EngineProfile(
+        "vLLM 0.8 to 0.13", host_s=4.8e-4, row_s=2.6e-5, peers_s=1.6e-4, request_s=2.6e-2, launch_s=8e-6, narrow=0.52,
+        running=1024,
+    )),
+    (r"vLLM .*", EngineProfile(
+        "vLLM from 0.14", host_s=6.7e-4, row_s=2e-6, request_s=9.2e-3, launch_s=1e-5, narrow=0.55, running=1024,
+    )),
+    (r"SGLang.*", EngineProfile(
+        "SGLang", host_s=3.3e-4, row_s=2e-6, peers_s=1e-4, request_s=9.5e-3, launch_s=4e-5, narrow=0.85, mixes=False,
+        share=0.88, running=1024,
+    )),
+    (r"TensorRT-LLM \(NIM\).*", EngineProfile(
+        "NIM", host_s=4.1e-3, request_s=1.3e-2, narrow=0.95, running=2048, reserves=True,
+    )),
+    (r"TensorRT-LLM.*", EngineProfile(
+        "TensorRT-LLM", host_s=3.1e-4, row_s=2e-6, request_s=1e-2, narrow=0.79, running=2048, reserves=True,
+    )),
+    (r"LMDeploy TurboMind.*", EngineProfile("TurboMind", host_s=8e-4, request_s=1e-2)),
+)  # fmt: skip
 """Patterns of engines and their versions, first match first."""
 STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {
     "mean": statistics.fmean, "ITL mean": statistics.fmean, "p50": statistics.median, "median": statistics.median,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import NormalDist
 
 import numpy as np
 from tpshard.parallelism.pricing.cost import Device
@@ -16,6 +17,10 @@ from engines.step_work import KernelWork, StepWork
 
 _CALLS = 4
 """Launches that an all-reduce outside of a graph takes of the host's time: it is called through several layers."""
+
+
+_NORMAL = np.array([NormalDist().inv_cdf((n + 0.5) / 64) for n in range(64)])
+"""Quantiles of a normal distribution."""
 
 
 @dataclass(frozen=True)
@@ -34,20 +39,22 @@ class WeightFormat:
 class KernelShares:
     """What the kernels of published engines reach; the same for all devices and engines."""
 
-    cache: float = 0.7
+    cache: float = 0.74
     """Share of the memory bandwidth at which keys and values are read from a cache of blocks."""
-    gap_s: float = 1.7e-6
+    gap_s: float = 2.4e-6
     """Seconds of each kernel besides: it fills and drains the device."""
-    unpacked: float = 0.65
+    unpacked: float = 0.62
     """Share of the reading rate at which weights of few bits are turned into the activations' dtype."""
-    converted: float = 0.48
+    converted: float = 0.4
     """Of the rate of experts' products, the share that is reached with such weights."""
-    experts: float = 0.62
+    experts: float = 0.7
     """Share of the rates that grouped products of experts reach."""
-    attention: float = 0.6
+    attention: float = 0.67
     """Share of the dense rate that attention of a prompt reaches."""
-    hops: float = 1.9
+    hops: float = 1.5
     """Latencies of the link that an all-reduce by direct reads and writes takes for each of its rounds."""
+    uneven: float = 1.0
+    """How unevenly tokens choose experts: the standard deviation of the logarithm of an expert's popularity."""
 
 
 @dataclass(frozen=True)
@@ -175,11 +182,17 @@ class EngineSteps:
         arrays = self.work.arrays
         per_flop, per_byte, stored = self._rates
         of = np.where(arrays["of_logits"] > 0, logits, rows)
-        unread = arrays["routed"] * (1 - arrays["chosen"]) ** rows  # of experts that no row chooses
+        unread = arrays["routed"] * self._unchosen(rows)
         read = (arrays["weights"] - unread) * stored * per_byte + arrays["row_bytes"] * of / self._read_rate
         computed = np.where(arrays["product"], arrays["flops"] * of * per_flop, 0.0)
         each = np.maximum(computed, read) + (arrays["launches"] + self._quantized) * self.engine.kernels.gap_s
         return float((each * arrays["times"]).sum())
+
+    def _unchosen(self, rows: int) -> np.ndarray:
+        """The share of each kernel's experts that no row chooses, by `KernelShares.uneven`."""
+        popularity = np.exp(self.engine.kernels.uneven * _NORMAL)
+        each = np.minimum(1.0, self.work.arrays["chosen"][:, None] * popularity / popularity.mean())
+        return np.asarray(((1 - each) ** rows).mean(axis=1))
 
     def _attention(self, load: StepLoad) -> float:
         return sum(one.times * self._attends(one, load) for one in self.work.attention)
