@@ -164,7 +164,7 @@ class FamilyModel(ModelSpec):
 
     def adaptable(self) -> list[Adaptable]:
         from tpshard.models.adapters.lora import Adaptable
-        from tpshard.models.folders.hf_names import hf_modules
+        from tpshard.models.folders.hf_names import hf_modules, parameter_of
 
         homes, c = hf_modules(self.config), self.config
         layers = []
@@ -174,11 +174,13 @@ class FamilyModel(ModelSpec):
                 shares = c.tie_embeddings and path == "tok_embed"
                 layers.append(Adaptable(path, width, rows, turned=True, theirs=homes[path].module, table=True,
                                         shares=shares))  # fmt: skip
-            elif leaf.kind in ("linear", "experts") and leaf.dims[0] != "choice":  # a router's weight is read elsewhere
+            elif leaf.kind in ("linear", "experts"):
                 *stack, outputs, inputs = (c.size(dim, leaf) for dim in leaf.dims)
                 head, home = path == "output", homes[path]
+                parameter, part = parameter_of(home)
                 layers.append(Adaptable(path, outputs, inputs, sum(stack), head=head, theirs=home.module,
-                                        fused=home.part is not None))  # fmt: skip
+                                        fused=home.part is not None, router=leaf.dims[0] == "choice",
+                                        parameter=parameter, part=part))  # fmt: skip
         return layers
 
     def folder_names(self) -> dict[str, str]:

@@ -69,6 +69,12 @@ class Adaptable:
     """Whether it is an embedding table, whose inputs are its rows."""
     shares: bool = False
     """Whether its weight is another layer's too."""
+    router: bool = False
+    """Whether it is a router, whose weight is read and which is not called."""
+    parameter: str = ""
+    """The parameter of transformers' class that its weight is, or is a part of; "": it has no other name there."""
+    part: tuple[int, int] = (0, 1)
+    """Which of how many matrices, whose outputs follow one another in `parameter`, its weight is."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -88,6 +94,8 @@ class Adapter:
     dora: bool = False
     slots: int = 0
     """How many adapters a server holds for the layer at once; 0: there is one."""
+    wrapper: str = ""
+    """The module in a PEFT folder that adapts the layer's `parameter` as a whole; "": its layer's own."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -122,16 +130,21 @@ class Lora:
     """The numbers of the layers of the model that have adapters; None: all."""
     lists: tuple[str, ...] = ()
     """The names of the lists in which these are counted; (): any."""
+    parameters: tuple[str, ...] = ()
+    """Ends of the paths of parameters of transformers' class, whose layers have adapters too."""
+    of_folder: bool = False
+    """Whether a PEFT folder says all this, which uses its own names alone, and any rank."""
 
     def adapters(self, adaptable: Iterable[Adaptable], model: str) -> tuple[Adapter, ...]:
         """The adapters of a model's layers, in their order. LoraError for what names nothing or does not fit."""
         layers = list(adaptable)
-        chosen = [layer for layer in layers if self._targets(layer)]
+        wrappers = self._wrappers(layers)
+        chosen = [layer for layer in layers if layer.path in wrappers or self._targets(layer)]
         several = [*dict.fromkeys(_short(layer) for layer in layers if not layer.table)]
         errors: list[TrainedError] = []
         if isinstance(self.targets, tuple):
             for i, target in enumerate(self.targets):
-                if not any(_ends(target, name) for layer in layers for name in layer.names):
+                if not any(_ends(target, name) for layer in layers for name in self._names(layer)):
                     close = suggestion(
                         target, sorted({name.split(".")[-1] for layer in layers for name in layer.names})
                     )
@@ -140,31 +153,55 @@ class Lora:
                         f"its linear layers are {', '.join(several)}",
                         f"did you mean `{close}`?" if close else f"{ALL_LINEAR}, or some of these",
                     ))  # fmt: skip
+        for parameter in self.parameters:
+            if not any(_ends(parameter, layer.parameter) for layer in layers):
+                errors.append(
+                    LoraError(f"`target_parameters`: `{parameter}` can have no adapter in {model}", "targets")
+                )
         if not chosen:
             raise_all(errors)
             message, why = f"`{self.targets}` names no linear layer of {model}", f"these are {', '.join(several)}"
             raise LoraError(message, "targets", why, f"{ALL_LINEAR}, or some of these")
         for key, patterns in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
             for pattern in patterns:
-                if not any(_pattern(pattern, name) for layer in chosen for name in layer.names):
+                if not any(_pattern(pattern, name) for layer in chosen for name in (*layer.names, layer.parameter)):
                     errors.append(LoraError(f"`{pattern}` matches no layer with an adapter", f"{key}.{pattern}",
                                             f"these have one: {', '.join(dict.fromkeys(map(_short, chosen)))}")
                                  )  # fmt: skip
         made: list[Adapter] = []
         for layer in chosen:
             try:
-                made.append(self._adapter(layer))
+                made.append(self._adapter(layer, wrappers.get(layer.path, "")))
             except LoraError as error:
                 if all(one.key != error.key for one in errors):  # other layers are as small
                     errors.append(error)
         raise_all(errors)
         return tuple(made)
 
+    def _names(self, layer: Adaptable) -> tuple[str, ...]:
+        return layer.names[-1:] if self.of_folder else layer.names
+
+    def _wrappers(self, layers: Sequence[Adaptable]) -> dict[str, str]:
+        """For each layer whose parameter is adapted as a whole, the module of PEFT that does so. Those of one module
+        wrap each other, the last parameter of the module outside."""
+        adapted: dict[str, list[str]] = {}
+        of_layer: dict[str, str] = {}
+        for layer in layers:
+            if layer.parameter and any(_ends(end, layer.parameter) for end in self.parameters):
+                of_layer[layer.path] = layer.parameter
+                inside = adapted.setdefault(layer.parameter.rpartition(".")[0], [])
+                inside += [layer.parameter] if layer.parameter not in inside else []
+        return {
+            path: module + ".base_layer" * (len(adapted[module]) - 1 - adapted[module].index(parameter))
+            for path, parameter in of_layer.items() if (module := parameter.rpartition(".")[0])
+        }  # fmt: skip
+
     def _targets(self, layer: Adaptable) -> bool:
+        names = self._names(layer)
         if isinstance(self.exclude, str):
-            if any(self._fits("exclude", self.exclude, name) for name in layer.names):
+            if any(self._fits("exclude", self.exclude, name) for name in names):
                 return False
-        elif any(_ends(end, name) for end in self.exclude for name in layer.names):
+        elif any(_ends(end, name) for end in self.exclude for name in names):
             return False
         if any(_inside(end, f"{name}.weight") for end in self.modules_to_save for name in layer.names):
             return False  # it is trained in full
@@ -174,10 +211,10 @@ class Lora:
             if not any(number is not None and int(number[1]) in self.layers for number in numbers):
                 return False
         if isinstance(self.targets, tuple):
-            return any(_ends(target, name) for target in self.targets for name in layer.names)
+            return any(_ends(target, name) for target in self.targets for name in names)
         if self.targets == ALL_LINEAR:
-            return not layer.head and not layer.experts and not layer.table
-        return any(self._fits("targets", self.targets, name) for name in layer.names)
+            return not (layer.head or layer.experts or layer.table or layer.router)
+        return any(self._fits("targets", self.targets, name) for name in names)
 
     @staticmethod
     def _fits(key: str, pattern: str, name: str) -> bool:
@@ -186,10 +223,11 @@ class Lora:
         except ValueError as error:
             raise LoraError(str(error), key, fix="names of layers, or a regular expression of whole paths") from None
 
-    def _adapter(self, layer: Adaptable) -> Adapter:
-        rank_key, rank = _of_pattern(self.rank_pattern, layer, self.rank)
-        _, alpha = _of_pattern(self.alpha_pattern, layer, self.alpha)
-        if rank > min(layer.inputs, layer.outputs):
+    def _adapter(self, layer: Adaptable, wrapper: str) -> Adapter:
+        names = (layer.parameter,) if wrapper else layer.names
+        rank_key, rank = _of_pattern(self.rank_pattern, names, self.rank)
+        _, alpha = _of_pattern(self.alpha_pattern, names, self.alpha)
+        if rank > min(layer.inputs, layer.outputs) and not self.of_folder:
             least, key = min(layer.inputs, layer.outputs), f"rank_pattern.{rank_key}" if rank_key else "rank"
             raise LoraError(
                 f"rank {rank} is above the smaller side of `{layer.path}`, {layer.outputs} x {layer.inputs}", key,
@@ -202,12 +240,12 @@ class Lora:
             )  # fmt: skip
         if layer.table and self.dora:
             raise LoraError(f"an embedding has no dora: `{layer.path}`", "dora", fix="leave it out, or the embedding")
-        if layer.experts and (self.dora or self.dropout):
-            key = "dora" if self.dora else "dropout"
-            message, why = f"adapters of experts have no {key}: `{layer.path}`", "they are added to weights, as by PEFT"
-            raise LoraError(message, key, why, "leave it out, or the experts")
+        if (layer.experts or layer.router) and (self.dora or self.dropout):
+            key, kind = "dora" if self.dora else "dropout", "experts" if layer.experts else "routers"
+            message, why = f"adapters of {kind} have no {key}: `{layer.path}`", "they are added to weights, as by PEFT"
+            raise LoraError(message, key, why, f"leave it out, or the {kind}")
         scaling = alpha / (math.sqrt(rank) if self.use_rslora else rank)
-        return Adapter(layer, int(rank), scaling, self.dropout, self.dora)
+        return Adapter(layer, int(rank), scaling, self.dropout, self.dora, wrapper=wrapper)
 
     def saved(self, parameters: Iterable[str], theirs: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
         """The parameters of the modules in `modules_to_save`. theirs: other paths of a module, by its own. LoraError
@@ -250,8 +288,8 @@ def _pattern(pattern: str, name: str) -> bool:
         return False
 
 
-def _of_pattern(patterns: Mapping[str, float], layer: Adaptable, default: float) -> tuple[str, float]:
-    key = next((p for p in patterns if any(_pattern(p, name) for name in layer.names)), "")
+def _of_pattern(patterns: Mapping[str, float], names: Sequence[str], default: float) -> tuple[str, float]:
+    key = next((p for p in patterns if any(_pattern(p, name) for name in names)), "")
     return key, patterns[key] if key else default
 
 

@@ -1,8 +1,8 @@
 """Adapted layers: a module keeps its class, its parameters and their names, and gets `lora_A` and `lora_B` beside them.
 
-A linear layer and an embedding add what their adapter computes to their result. Experts add the product of both factors
-to their weights, since their weights are read and not their modules called. Both are PEFT's arithmetic. A server's
-linear layers have adapters in several slots, and each row names the slot of its own.
+A linear layer and an embedding add what their adapter computes to their result. Experts and routers add the product of
+both factors to their weights, since their weights are read and not their modules called. Both are PEFT's arithmetic. A
+server's linear layers have adapters in several slots, and each row names the slot of its own.
 """
 
 from __future__ import annotations
@@ -55,13 +55,14 @@ class _Table(AdaptedLayer):
         return (own + added * getattr(self, "embed_scale", 1.0)).to(own.dtype)
 
 
-class _Experts(AdaptedLayer):
+class _Weight(AdaptedLayer):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The experts' weights with what their adapters add: [expert, outputs, inputs]."""
+        """The weight of experts [expert, outputs, inputs], or of a router, with what the adapter adds."""
         own = self._parameters.get("weight")
         own = super().weight if own is None else own  # type: ignore[misc]
-        return own + (torch.bmm(self.lora_B, self.lora_A) * self.lora.scaling).to(own.dtype)
+        multiply = torch.bmm if self.lora.layer.experts else torch.mm
+        return own + (multiply(self.lora_B, self.lora_A) * self.lora.scaling).to(own.dtype)
 
 
 @dataclass
@@ -97,10 +98,12 @@ def _adapted_class(cls: type[nn.Module], mixed: type[AdaptedLayer]) -> type[nn.M
 def adapt(model: nn.Module, adapter: Adapter) -> None:
     """Gives a layer of a model its adapter, whose parameters are fp32 on `meta`."""
     module: Any = model.get_submodule(adapter.layer.path)
-    kind = _Experts if adapter.layer.experts else _Table if adapter.layer.table else _Linear
+    layer = adapter.layer
+    kind = _Weight if layer.experts or layer.router else _Table if layer.table else _Linear
     mixed = _Slots if adapter.slots else kind
     module.__class__ = _adapted_class(module.__class__, mixed)
-    module.lora = replace(adapter, layer=replace(adapter.layer, path="", theirs=""))  # alike in layers that are alike
+    # alike in layers that are alike
+    module.lora = replace(adapter, layer=replace(layer, path="", theirs="", parameter=""), wrapper="")
     module.training = True  # classes of transformers are built without dropout of their own
     for leaf, shape in adapter.shapes.items():
         module.register_parameter(leaf, nn.Parameter(torch.empty(shape, device="meta")))

@@ -38,6 +38,7 @@ READ: Mapping[str, tuple[Callable[[Any], bool], str]] = {
                                                                   for n in ([v] if isinstance(v, str) else v))),
         "a name of a list of layers, or several",
     ),
+    "target_parameters": (lambda v: v is None or _names(v), "a list of names"),
     "layers_to_transform": (
         lambda v: v is None or type(v) is int or (isinstance(v, list) and all(type(n) is int for n in v)), "numbers",
     ),
@@ -48,7 +49,7 @@ WHOLE: Mapping[str, tuple[Any, ...]] = {
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva", None),
     "fan_in_fan_out": (False, True, None), "trainable_token_indices": (None, [], {}), "loftq_config": (None, {}),
     "layer_replication": (None,), "lora_bias": (False, None), "use_qalora": (False, None),
-    "target_parameters": (None, []), "alora_invocation_tokens": (None,), "arrow_config": (None,),
+    "alora_invocation_tokens": (None,), "arrow_config": (None,),
     "megatron_config": (None,), "corda_config": (None,), "velora_config": (None,), "kasa_config": (None,),
     "monteclora_config": (None,), "use_bdlora": (None, False), "lora_ga_config": (None,),
 }  # fmt: skip
@@ -109,6 +110,7 @@ def lora_of(raw: Mapping[str, Any]) -> Lora:
         exclude=excluded if isinstance(excluded, str) else tuple(excluded),
         layers=None if layers is None else (layers,) if isinstance(layers, int) else tuple(layers) or None,
         lists=(lists,) if isinstance(lists, str) else tuple(lists),
+        parameters=tuple(raw.get("target_parameters") or ()), of_folder=True,
     )  # fmt: skip
 
 
@@ -129,13 +131,17 @@ def config_of(lora: Lora, adapters: Sequence[Adapter], every: Sequence[str], sav
     ranks = {path: one.rank for path, one in zip(chosen, adapters) if one.rank != lora.rank}
     alphas = {path: one.scaling * (one.rank**0.5 if lora.use_rslora else one.rank)
               for path, one in zip(chosen, adapters)}  # fmt: skip
+    alphas = {path: alpha for path, alpha in alphas.items() if abs(alpha - whole) > 1e-9 * whole}
+    if other := next((one.layer.path for path, one in zip(chosen, adapters)
+                      if one.layer.experts and (path in ranks or path in alphas)), None):  # fmt: skip
+        raise ValueError(f"the experts `{other}` have a rank or an alpha of their own, which PEFT does not read")
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
         "r": lora.rank, "lora_alpha": _plain(whole), "lora_dropout": lora.dropout, "bias": "none",
         "target_modules": ends if exact else chosen, "exclude_modules": None,
         "fan_in_fan_out": any(one.layer.turned and not one.layer.table for one in adapters),
         "use_rslora": lora.use_rslora, "use_dora": lora.dora, "rank_pattern": ranks, "init_lora_weights": True,
-        "alpha_pattern": {path: _plain(alpha) for path, alpha in alphas.items() if abs(alpha - whole) > 1e-9 * whole},
+        "alpha_pattern": {path: _plain(alpha) for path, alpha in alphas.items()},
         "modules_to_save": list(saved) or None, "layers_to_transform": None, "layers_pattern": None,
     }  # fmt: skip
 

@@ -16,7 +16,7 @@ from tpshard.files.atomic import write_aside
 from tpshard.files.tensor_file import write_tensors
 from tpshard.models.adapters import peft_config
 from tpshard.models.adapters.adapted_model import AdaptedModel
-from tpshard.models.adapters.lora import MAGNITUDE
+from tpshard.models.adapters.lora import MAGNITUDE, A, Adapter
 from tpshard.models.folders.folder_files import copy_small_files
 from tpshard.models.folders.hf_headers import entries
 from tpshard.models.model_spec import ModelSpec
@@ -117,6 +117,9 @@ class PeftFolder:
     def read(self, name: str) -> Tensor:
         """A whole parameter of the adapters, or one that was trained beside them."""
         names = self.places[name][0]
+        adapter = self.spec.adapters.get(name.rpartition(".")[0])
+        if adapter is not None and adapter.wrapper:
+            return _of_wrapper(adapter, name, self._tensor(names[0]))
         return torch.stack([*map(self._tensor, names)]) if _stacked(self.spec, name) else self._tensor(names[0])
 
     def block(self, name: str, starts: Sequence[int], sizes: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
@@ -130,6 +133,11 @@ def places(spec: AdaptedModel) -> Iterator[tuple[str, tuple[list[str], tuple[int
     for path, adapter in spec.adapters.items():
         module = adapter.layer.theirs or path
         for leaf, shape in adapter.shapes.items():
+            if adapter.wrapper:
+                rank = adapter.rank * (adapter.layer.experts or 1)
+                whole = (rank, shape[-1]) if leaf == A else (shape[-2] * adapter.layer.part[1], rank)
+                yield f"{path}.{leaf}", ([f"{adapter.wrapper}.{leaf}.weight"], whole)
+                continue
             name = f"{module}.{VECTOR}" if leaf == MAGNITUDE else f"{module}.{leaf}.weight"
             if adapter.layer.table:
                 name = f"{module}.{leaf.replace('lora_', 'lora_embedding_')}"
@@ -160,6 +168,8 @@ def write_peft(spec: AdaptedModel, read: Callable[[str], Tensor], folder: Path, 
     tokenizer goes along.
     """
     assert spec.lora is not None
+    if spec.lora.parameters:
+        raise ValueError("`target_parameters` are read and merged (`--merge`), and not written again")
     if spec.base.reads_code:
         raise ValueError("PEFT's folders are for classes of transformers; this is a module of your own")
     adapters = list(spec.adapters.values())
@@ -180,6 +190,19 @@ def write_peft(spec: AdaptedModel, read: Callable[[str], Tensor], folder: Path, 
         (aside / peft_config.CONFIG).write_text(text, encoding="utf-8")
         if tokenizer is not None:
             copy_small_files(aside, tokenizer, None)
+
+
+def _of_wrapper(adapter: Adapter, name: str, stored: Tensor) -> Tensor:
+    """A factor of a layer from that of the parameter that its weight is a part of, as PEFT flattens both: A
+    [expert * rank, inputs], and B [outputs, rank * expert]."""
+    layer = adapter.layer
+    count = layer.experts or 1
+    if name.endswith(A):
+        whole = stored.reshape(count, adapter.rank, -1)
+    else:
+        whole = stored.reshape(-1, adapter.rank, count).permute(2, 0, 1)
+        whole = whole.narrow(1, layer.part[0] * layer.outputs, layer.outputs)
+    return whole.contiguous() if layer.experts else whole[0]
 
 
 def _stacked(spec: AdaptedModel, name: str) -> bool:

@@ -40,7 +40,7 @@ class SlottedModel(AdaptedModel):
     def adapters(self) -> Mapping[str, Adapter]:
         own, chosen = self.slots, {*self.slots.layers}
         return {
-            one.path: Adapter(one, min(own.rank, one.inputs, one.outputs), 1.0, slots=own.count)
+            one.path: Adapter(one, own.rank, 1.0, slots=own.count)
             for one in self.base.adaptable() if one.path in chosen
         }  # fmt: skip
 

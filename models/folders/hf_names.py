@@ -69,6 +69,22 @@ def hf_modules(c: ModelConfig) -> dict[str, Home]:
     return homes
 
 
+_PARTS = {"gate_proj": ("gate_up_proj", (0, 2)), "w1": ("gate_up_proj", (0, 2)), "up_proj": ("gate_up_proj", (1, 2)),
+          "w3": ("gate_up_proj", (1, 2)), "down_proj": ("down_proj", (0, 1)), "w2": ("down_proj", (0, 1))}  # fmt: skip
+"""For each matrix of an expert: the parameter of transformers' class in which all experts have it, and which of how
+many matrices of an expert it is there."""
+
+
+def parameter_of(home: Home) -> tuple[str, tuple[int, int]]:
+    """The path of a weight in transformers' class, and its part of that parameter."""
+    module = home.module.replace(".block_sparse_moe.", ".mlp.")  # as folders of Mixtral are, and its class was, named
+    if not home.stack:
+        return f"{module}.weight", (0, 1)
+    experts, _, matrix = module.partition(".{}.")
+    leaf, part = _PARTS[matrix]
+    return f"{experts}.{leaf}", part
+
+
 def hf_tensors(c: ModelConfig, parameters: Iterable[str]) -> dict[str, list[tuple[str, Home]]]:
     """The parameters that each tensor of the folder consists of, in the order of their rows."""
     modules = hf_modules(c)

@@ -46,7 +46,7 @@ def slots_of(recipe: Recipe, spec: ModelSpec) -> Slots | None:
     layers = [
         one.path
         for one in spec.adaptable()
-        if one.path in own or (any_of and not (one.experts or one.head or one.table))
+        if one.path in own or (any_of and not (one.experts or one.head or one.table or one.router))
     ]
     return Slots(
         section.max_loras or len(opened) + (MORE if section.adapter_root is not None else 0),
@@ -76,7 +76,7 @@ def open_adapters(folder: Path, spec: ModelSpec, slots: Slots | None = None) -> 
     assert opened.spec.lora is not None
     for wrong, what in (
         (opened.spec.lora.dora, "`use_dora`"), (opened.spec.saved, "`modules_to_save`"),
-        (any(one.layer.experts for one in adapters.values()), "adapters of experts"),
+        (any(one.layer.experts or one.layer.router for one in adapters.values()), "adapters of experts or routers"),
         (any(one.layer.table for one in adapters.values()), "adapters of embeddings"),
     ):  # fmt: skip
         if wrong:

@@ -140,6 +140,45 @@ def test_heads_and_tied_embeddings_are_those_of_peft(name: str, settings: dict[s
         assert torch.allclose(again(tokens).logits, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("name", "settings"), [
+    ("mixtral", {"target_modules": "all-linear", "r": 4}),  # experts and routers, as `target_parameters`
+    ("qwen3_moe", {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"], "use_rslora": True}),
+    ("qwen3_moe", {"target_modules": [], "target_parameters": ["gate_up_proj", "o_proj.weight"]}),
+    ("qwen2_moe", {"target_modules": ["shared_expert_gate"]}),  # of one output, below the rank
+])  # fmt: skip
+def test_adapters_of_parameters_are_those_of_peft(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    place = architectures.folder(tmp_path / "base", name, weights=True)
+    base, tokens, folder = open_model(place), torch.arange(12).reshape(2, 6) + 5, tmp_path / "peft"
+    model = peft.get_peft_model(
+        architectures.own(name).from_pretrained(place), peft.LoraConfig(**{"r": 2, "lora_alpha": 6, **settings})
+    )
+    for i, one in enumerate(p for p in model.parameters() if p.requires_grad):
+        one.data = torch.randn(one.shape, generator=torch.Generator().manual_seed(i)) * 0.2
+    model.save_pretrained(folder)
+    adapters, weights = PeftFolder.of(folder, base), base.weights
+    assert weights is not None
+    with torch.no_grad():
+        expected = model.eval()(tokens).logits
+
+    def block(one: str, *at: Any) -> torch.Tensor:
+        return (adapters if one in adapters.places else weights).block(one, *at).float()
+
+    for spec, read in ((base, merged_blocks(adapters.spec, block)), (adapters.spec, block)):
+        filled = fill(spec.build(), lambda n, a, b, dtype, read=read: read(n, a, b).to(dtype), "cpu").eval()
+        with torch.no_grad():
+            assert torch.allclose(filled(tokens), expected, rtol=1e-4, atol=2e-5)
+    if adapters.spec.lora is not None and adapters.spec.lora.parameters:
+        with pytest.raises(ValueError, match="not written again"):
+            write_peft(adapters.spec, adapters.read, tmp_path / "again", base=str(place))
+
+
+def test_experts_with_a_rank_of_their_own_are_not_written(tmp_path: Path) -> None:
+    """PEFT fuses gate and up of all experts, and takes one rank for them."""
+    with pytest.raises(ValueError, match="which PEFT does not read"):
+        written(tmp_path, "mixtral", Lora(4, 4.0, ("w1", "w3"), rank_pattern={"w1": 2}))
+
+
 def test_adapters_of_another_base_are_refused(tmp_path: Path) -> None:
     _, _, folder = written(tmp_path, "llama", LORA)
     other = open_model(architectures.folder(tmp_path / "other", "llama", hidden_size=64))

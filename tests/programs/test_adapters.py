@@ -87,7 +87,7 @@ def by_peft(
 
 CASES = [
     ("qwen2", "hf", ("adapters.lora={rank: 2, use_rslora: true, targets: [q_proj, mlp.down]}",)),
-    ("mixtral", "hf", ("adapters.lora.targets=[wq, wv]",)), ("olmo2", "transformers", ()),
+    ("mixtral", "hf", ("adapters.lora.targets=[wq, router, experts.down]",)), ("olmo2", "transformers", ()),
     ("llama", "hf", ("adapters.lora={dora: true, rank_pattern: {'layers.1.attention.wq': 3}, targets: [wq, wo]}",)),
     ("gpt2", "transformers", ("adapters.lora.modules_to_save=[ln_f]",)),
     ("llama", "hf", ("adapters.lora.targets=[embed_tokens, wq]",)),
