@@ -74,6 +74,9 @@ class FolderTokenizer:
         self.stop_tokens = own.union(*map(stop_ids, (folder, *models)))
         """The ids that end a generated text."""
         self._plain = self.encode("a", special=False)
+        self._texts: dict[int, str] = {}
+        """The texts of single tokens, as they were asked for."""
+        self._bytes: dict[int, bytes] = {}
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """The ids of a text; with `special` also those that the tokenizer puts around it. ValueError where its library
@@ -101,9 +104,22 @@ class FolderTokenizer:
         """The ids of tokens that are no text but markers."""
         return frozenset(id for id, token in self._rust.get_added_tokens_decoder().items() if token.special)
 
+    @cached_property
+    def is_concatenative(self) -> bool:
+        """Whether the text of ids is that of each, one after another, but for characters of several tokens."""
+        from tokenizers.decoders import ByteLevel
+
+        return isinstance(self._rust.decoder, ByteLevel)
+
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """The text of ids, without special tokens unless `special`."""
-        return str(_called(self._rust.decode, list(ids), skip_special_tokens=not special))
+        if len(ids) > 1 or special:
+            return str(_called(self._rust.decode, list(ids), skip_special_tokens=not special))
+        for id in ids:  # most of what is decoded while tokens are generated
+            if id not in self._texts:
+                self._texts[id] = str(_called(self._rust.decode, [id]))
+            return self._texts[id]
+        return ""
 
     def names(self, ids: Sequence[int]) -> list[str]:
         """The tokens of ids as the vocabulary writes them."""
@@ -111,6 +127,11 @@ class FolderTokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """The UTF-8 bytes that a token adds to a text, possibly a part of a character; a special token's name."""
+        if token not in self._bytes:
+            self._bytes[token] = self._token_bytes(token)
+        return self._bytes[token]
+
+    def _token_bytes(self, token: int) -> bytes:
         name = self._rust.id_to_token(token) or ""
         plain = self.decode(self._plain)  # a decoder may strip the space that a text begins with
         text = self.decode([*self._plain, token])[len(plain) :] or name

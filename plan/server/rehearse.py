@@ -89,7 +89,7 @@ class _SimulatedServer:
                 continue
             s.tokens.append(0)
             self.first.setdefault(number, self.now)
-            if len(s.answer) >= s.max_tokens:
+            if s.generated >= s.max_tokens:
                 self.last[number] = self.now
                 self.scheduler.remove(s)
                 self.open.remove(number)

@@ -6,6 +6,8 @@ import itertools
 import time
 from array import array
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 from tpshard.programs.scheduling.blocks import Digest
 
@@ -36,10 +38,15 @@ class Sampling:
     logprobs: int | None = None
     """How many of the likeliest tokens to report besides the chosen one; None: no log-probabilities."""
 
-    @property
+    @cached_property
     def penalizes(self) -> bool:
         """Whether tokens that came before change what comes next."""
         return self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty)
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether tokens are chosen by the model's own logits, and any may come."""
+        return not (self.penalizes or self.logit_bias or self.excluded or self.not_first or self.min_tokens)
 
 
 @dataclass(frozen=True)
@@ -108,6 +115,11 @@ class Sequence:
         return self.tokens[len(self.prompt) :]
 
     @property
+    def generated(self) -> int:
+        """How many these are."""
+        return len(self.tokens) - len(self.prompt)
+
+    @property
     def left(self) -> int:
         """Tokens to compute before the next one can be chosen."""
         return len(self.tokens) - self.computed
@@ -120,7 +132,7 @@ class Sequence:
     @property
     def may_end(self) -> bool:
         """Whether the next token may end the answer."""
-        return len(self.tokens) - len(self.prompt) >= self.sampling.min_tokens
+        return self.generated >= self.sampling.min_tokens
 
     @property
     def done(self) -> bool:
@@ -128,8 +140,7 @@ class Sequence:
         return self.finish is not None
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """The result of one step for one sequence."""
 
     sequence: Sequence

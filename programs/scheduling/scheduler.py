@@ -8,35 +8,31 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tpshard.programs.scheduling.blocks import ROOT, BlockPool, chain
 from tpshard.programs.scheduling.request import Sequence
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Slice:
     """Tokens start .. start + count of a sequence, computed in one step."""
 
     sequence: Sequence
     start: int
     count: int
+    ends: bool = field(init=False)
+    """Whether the next token can be chosen after this slice."""
+    scores: bool = field(init=False)
+    """Whether these rows' logits score the prompt."""
+    logit_rows: int = field(init=False)
+    """The number of rows whose logits are needed."""
 
-    @property
-    def ends(self) -> bool:
-        """Whether the next token can be chosen after this slice."""
-        return self.start + self.count == len(self.sequence.tokens)
-
-    @property
-    def logit_rows(self) -> int:
-        """The number of rows whose logits are needed."""
+    def __post_init__(self) -> None:
         s = self.sequence
-        return self.count if self.scores else int(self.ends and s.max_tokens > 0)
-
-    @property
-    def scores(self) -> bool:
-        """Whether these rows' logits score the prompt."""
-        return self.sequence.needs_scores
+        self.ends = self.start + self.count == len(s.tokens)
+        self.scores = s.needs_scores
+        self.logit_rows = self.count if self.scores else int(self.ends and s.max_tokens > 0)
 
 
 class Scheduler:
@@ -57,9 +53,11 @@ class Scheduler:
         """The slices of the next step; empty if there is nothing to do."""
         slices: list[Slice] = []
         rows, logit_rows = self.max_rows, min(self.max_logit_rows, self.max_rows)
-        answering = [s for s in self.running if s.left == 1]
-        for sequence in answering + [s for s in self.running if s.left > 1]:
-            if sequence not in self.running or not rows or not logit_rows:
+        preemptions = self.preemptions
+        for sequence in sorted(self.running, key=lambda s: s.left > 1):  # answers before prompts
+            if not rows or not logit_rows:
+                break
+            if self.preemptions > preemptions and sequence not in self.running:
                 continue
             piece = self._slice(sequence, rows, logit_rows)
             if not self._room(sequence, piece, slices):
@@ -119,6 +117,8 @@ class Scheduler:
 
     def _admit(self, rows: int, logit_rows: int) -> list[Slice]:
         slices: list[Slice] = []
+        if not self.waiting:
+            return slices
         pending = {self._digest(s, i) for s in self.running for i in range(s.published, len(s.tokens) // self._size)}
         for s in list(self.waiting):
             if not rows or not logit_rows or len(self.running) >= self.max_running:

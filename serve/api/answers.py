@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from tpshard.models.folders.folder_tokenizer import FolderTokenizer
 from tpshard.programs.scheduling.request import Event, LoadedAdapter, Logprob, Sequence
@@ -16,6 +17,8 @@ from tpshard.serve.api.fields import Order
 from tpshard.serve.api.text import Writer
 
 DEFAULT_COMPLETION_TOKENS = 16
+_ANY = "\0"
+"""A text in whose place an event gets its own: no model and no id has this character."""
 
 
 def sequences(
@@ -56,6 +59,15 @@ def sequences(
             for choice in range(order.n)
         ]  # fmt: skip
     return created
+
+
+class ChoicePiece(NamedTuple):
+    """What a choice has for its client: one event of a stream."""
+
+    choice: Choice
+    text: str
+    logprobs: list[Logprob]
+    finish: str | None
 
 
 @dataclass
@@ -122,14 +134,19 @@ class Answer:
             for i, (s, writer) in enumerate(zip(sequences, writers))
         ]
         self._by_sequence = {c.sequence.id: c for c in self.choices}
+        self._unfinished = len(self.choices)
         self._places = [Writer(tokenizer, context=() if order.echo else context) for context in contexts]
         """One Writer per choice; it decodes the tokens whose log-probabilities were sent, for `text_offset`."""
+        self._lengths = [0] * len(contexts)
+        """Characters that it wrote, per choice."""
         self._told_prompt: set[int] = set()
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
+        """By choice, an event of a stream before and after its text."""
 
     @property
     def done(self) -> bool:
         """Whether all choices are finished."""
-        return all(c.finish is not None for c in self.choices)
+        return not self._unfinished
 
     @property
     def prompt_tokens(self) -> int:
@@ -149,6 +166,7 @@ class Answer:
         if choice is None or choice.finish is not None:
             return None
         choice.take(event)
+        self._unfinished -= choice.finish is not None
         return choice
 
     def usage(self) -> dict[str, Any]:
@@ -167,25 +185,42 @@ class Answer:
         choices = [self._whole(c) for c in self.choices]
         return self._head(kind) | {"choices": choices, "usage": self.usage()}
 
-    def opening(self) -> Iterator[dict[str, Any]]:
+    def opening(self) -> bytes:
         """The first events of a stream: the role, for chats."""
-        if self.order.chat:
-            for c in self.choices:
-                yield self._chunk({"index": c.index, "delta": {"role": "assistant", "content": ""}, "logprobs": None})
+        first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
+        return b"".join(sse(self._chunk({"index": c.index} | first)) for c in self.choices if self.order.chat)
 
-    def chunk(self, choice: Choice) -> dict[str, Any] | None:
-        """The new text of a choice as one event of a stream; None if there is none."""
-        text, fresh = choice.flush()
-        if not text and choice.finish is None and not fresh:
-            return None
+    def pieces(self, choices: Iterable[Choice]) -> list[ChoicePiece]:
+        """What these choices have for their client, which is then theirs no more."""
+        taken = [ChoicePiece(c, *c.flush(), c.finish) for c in choices]
+        return [piece for piece in taken if piece.text or piece.logprobs or piece.finish is not None]
+
+    def events(self, pieces: Iterable[ChoicePiece]) -> bytes:
+        """Pieces as events of a stream."""
+        return b"".join(map(self._event, pieces))
+
+    def closing(self) -> bytes:
+        """The last events of a stream: the usage, if requested."""
+        usage = sse(self._chunk(None) | {"usage": self.usage()}) if self.order.include_usage else b""
+        return usage + b"data: [DONE]\n\n"
+
+    def _event(self, piece: ChoicePiece) -> bytes:
+        choice, text, _, finish = piece
+        if text and finish is None and self.order.sampling.logprobs is None:  # most events: only the text is new
+            if choice.index not in self._frames:
+                before, _, after = sse(self._body(ChoicePiece(choice, _ANY, [], None))).rpartition(
+                    json.dumps(_ANY).encode()
+                )
+                self._frames[choice.index] = before, after
+            before, after = self._frames[choice.index]
+            return before + json.dumps(text).encode() + after
+        return sse(self._body(piece))
+
+    def _body(self, piece: ChoicePiece) -> dict[str, Any]:
+        choice, text, logprobs, finish = piece
         body: dict[str, Any] = {"index": choice.index}
         body |= {"delta": {"content": text} if text else {}} if self.order.chat else {"text": text}
-        return self._chunk(body | {"logprobs": self._logprobs(choice, fresh), "finish_reason": choice.finish})
-
-    def closing(self) -> Iterator[dict[str, Any]]:
-        """The last events of a stream: the usage, if requested."""
-        if self.order.include_usage:
-            yield self._chunk(None) | {"usage": self.usage()}
+        return self._chunk(body | {"logprobs": self._logprobs(choice, logprobs), "finish_reason": finish})
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.order.model}
@@ -225,10 +260,10 @@ class Answer:
             scores = choice.sequence.prompt_scores
             entries = [None, *scores, *fresh]
             tokens = [choice.sequence.prompt[0], *(x.token for x in scores), *tokens]
-        offsets, place = [], self._places[choice.index]
+        offsets, writer = [], self._places[choice.index]
         for token in tokens:  # where its text begins: special tokens and the first parts of a character have none
-            offsets.append(len(place.text))
-            place.add(token)
+            offsets.append(self._lengths[choice.index])
+            self._lengths[choice.index] += len(writer.add(token))
         return {
             "tokens": [self.tokenizer.token_text(token) for token in tokens],
             "token_logprobs": [None if x is None else _finite(x.logprob) for x in entries],
@@ -243,6 +278,11 @@ class Answer:
             text = self.tokenizer.token_text(token)
             by_text[text] = max(_finite(value), by_text.get(text, -1e30))
         return by_text
+
+
+def sse(value: dict[str, Any]) -> bytes:
+    """One of the server-sent events of a stream."""
+    return b"data: " + json.dumps(value).encode() + b"\n\n"
 
 
 def _finite(logprob: float) -> float:

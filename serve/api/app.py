@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -24,7 +24,8 @@ from tpshard.models.folders.folder_tokenizer import FolderTokenizer
 from tpshard.programs.scheduling.request import Event
 from tpshard.serve.api.access import ENDS, Access, BodyBudget, JsonErrors, KeyGate, LocalGate, bug, read_body, refused
 from tpshard.serve.api.adapter_routes import add_adapter_routes
-from tpshard.serve.api.answers import Answer, Choice, sequences
+from tpshard.serve.api.answers import Answer, Choice, ChoicePiece, sequences, sse
+from tpshard.serve.api.connections import CONNECTION, Patience
 from tpshard.serve.api.field_checks import Refused
 from tpshard.serve.api.preprocess import Prepared, no_model
 from tpshard.serve.api.preprocess_pool import PreprocessPool
@@ -114,26 +115,76 @@ class Server:
         except Unavailable as error:
             raise _unavailable() from error
 
-    async def run(self, answer: Answer) -> AsyncGenerator[Event, None]:
-        """Submits an answer's sequences and yields their events. Closing the generator cancels the sequences."""
-        loop, queue = asyncio.get_running_loop(), asyncio.Queue[list[Event]]()
-
-        running = [c.sequence for c in answer.choices]
+    @contextmanager
+    def running(self, answer: Answer, streams: bool) -> Iterator[Delivery]:
+        """Submits an answer's sequences, which the end of the block cancels. Raises Refused."""
+        running, delivery = [c.sequence for c in answer.choices], Delivery(answer, self.service, streams)
         self.service.metrics.prompt_tokens.inc(answer.prompt_tokens)
         try:
-            self.service.submit(running, queue.put_nowait, loop.call_soon_threadsafe)
+            self.service.submit(running, delivery.take, asyncio.get_running_loop().call_soon_threadsafe)
         except Unavailable as error:
             raise _unavailable() from error
         try:
-            while not answer.done:
-                for event in await queue.get():
-                    yield event
+            yield delivery
         finally:
             self.service.cancel(running)
 
 
 def _unavailable() -> Refused:
     return Refused("the model is not available now", status=503, kind="server_error", code="unavailable", retry_after=2)
+
+
+class Delivery:
+    """Takes the events of an answer in the event loop, and wakes the task that sends it only where it must: at the end
+    and, of a stream, at the first token and where a part of the text cannot be written at once.
+
+    A task's turn for each token, and the layers of ASGI, would take most of the time of a step of many streams.
+    """
+
+    def __init__(self, answer: Answer, service: Service, streams: bool) -> None:
+        self.answer, self.service, self.streams = answer, service, streams
+        self.connection: Patience | None = None
+        """To which events are written while the task waits; None: the task sends them."""
+        self._changed: dict[int, Choice] = {}
+        """Choices with something for the client, by index."""
+        self._news = asyncio.Event()
+        self._failed: BaseException | None = None
+
+    def take(self, events: list[Event]) -> None:
+        """Takes the events of a step."""
+        try:
+            for event in events:
+                choice = self.answer.take(event)
+                if choice is None:
+                    continue
+                self._changed[choice.index] = choice
+                if choice.finish is not None and not choice.sequence.done:
+                    self.service.cancel([choice.sequence], "stop")  # the engine does not know stop strings
+            if self.answer.done or (self.streams and not self._write()):
+                self._news.set()
+        except BaseException as error:  # the task raises it
+            self._failed = error
+            self._news.set()
+
+    async def news(self) -> None:
+        """Waits until the task is needed. Raises what taking an event raised."""
+        await self._news.wait()
+        self._news.clear()
+        if self._failed is not None:
+            raise self._failed
+
+    def pieces(self) -> list[ChoicePiece]:
+        """What the client has not got."""
+        changed, self._changed = self._changed, {}
+        return self.answer.pieces(changed.values())
+
+    def _write(self) -> bool:
+        """Whether all that the client has not got could be written."""
+        if self.connection is None or not self.connection.writable:
+            return False
+        if pieces := self.pieces():
+            self.connection.write(self.answer.events(pieces))
+        return True
 
 
 class Reply(Response):
@@ -154,7 +205,8 @@ class Reply(Response):
 
         try:
             answer = await self.server.answer(Request(scope, receive), self.kind)
-            work = (self._stream if answer.order.stream else self._whole)(answer, noting)
+            connection = scope.get("state", {}).get(CONNECTION)
+            work = self._stream(answer, noting, connection) if answer.order.stream else self._whole(answer, noting)
             await self.server.while_connected(receive, work)
         except (ClientDisconnect, OSError):
             return  # the client has left, or the connection broke while sending
@@ -166,52 +218,43 @@ class Reply(Response):
             if not began:
                 await refused(refusal)(scope, receive, send)
             else:
-                await send(_data(refusal.body(), more=False))
+                await send(_body(sse(refusal.body()), more=False))
 
     async def _whole(self, answer: Answer, send: Send) -> None:
-        async with aclosing(self.server.run(answer)) as events:
-            async for event in events:
-                self._take(answer, event)
-        body = await _built(answer, lambda: json.dumps(answer.whole()))
+        with self.server.running(answer, streams=False) as delivery:
+            await delivery.news()
+        body = await _built(answer, lambda: json.dumps(answer.whole()), sum(len(c.fresh) for c in answer.choices))
         response = Response(body, media_type="application/json")
         await send({"type": "http.response.start", "status": 200, "headers": response.raw_headers})
         await send({"type": "http.response.body", "body": response.body})
 
-    async def _stream(self, answer: Answer, send: Send) -> None:
-        started = False
-        async with aclosing(self.server.run(answer)) as events:
-            async for event in events:
-                choice = self._take(answer, event)
-                if not started:  # not earlier: errors before the first token are answered with their status
-                    started = True
-                    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-                    await send({"type": "http.response.start", "status": 200, "headers": headers})
-                    for chunk in answer.opening():
-                        await send(_data(chunk))
-                next_chunk = await _built(answer, partial(answer.chunk, choice)) if choice is not None else None
-                if next_chunk is not None:
-                    await send(_data(next_chunk))
-        for chunk in answer.closing():
-            await send(_data(chunk))
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
-
-    def _take(self, answer: Answer, event: Event) -> Choice | None:
-        choice = answer.take(event)
-        if choice is not None and choice.finish is not None and not event.sequence.done:
-            self.server.service.cancel([choice.sequence], "stop")  # the engine does not know stop strings
-        return choice
+    async def _stream(self, answer: Answer, send: Send, connection: Patience | None) -> None:
+        with self.server.running(answer, streams=True) as delivery:
+            await delivery.news()  # not earlier: errors before the first token are answered with their status
+            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send(_body(answer.opening()))
+            while True:
+                done, pieces = answer.done, delivery.pieces()
+                events = await _built(answer, partial(answer.events, pieces), sum(len(p.logprobs) for p in pieces))
+                await send(_body(events))  # waits while the client reads too slowly
+                if done:
+                    break
+                delivery.connection = connection
+                await delivery.news()
+                delivery.connection = None
+        await send(_body(answer.closing(), more=False))
 
 
-async def _built(answer: Answer, make: Callable[[], T]) -> T:
+async def _built(answer: Answer, make: Callable[[], T], logprobs: int) -> T:
     """The result of `make`; from a thread where it names many tokens, one answer after another."""
-    tokens = sum(len(choice.fresh) for choice in answer.choices) + answer.order.echo * answer.prompt_tokens
-    if answer.order.sampling.logprobs is None or tokens < 64:
+    if answer.order.sampling.logprobs is None or logprobs + answer.order.echo * answer.prompt_tokens < 64:
         return make()
     return await asyncio.get_running_loop().run_in_executor(_BUILDER, make)
 
 
-def _data(value: dict[str, Any], more: bool = True) -> dict[str, Any]:
-    return {"type": "http.response.body", "body": b"data: " + json.dumps(value).encode() + b"\n\n", "more_body": more}
+def _body(data: bytes, more: bool = True) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": data, "more_body": more}
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

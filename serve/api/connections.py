@@ -26,6 +26,8 @@ IDLE_S = 1.0
 LAST_S = 1.0
 """Seconds that connections have to end, once the server ends, before they are cut."""
 _LOOK_S = 0.05
+CONNECTION = "tpshard.connection"
+"""The key of a request's connection in the `state` of its ASGI scope."""
 
 
 def connection_limit() -> int:
@@ -53,6 +55,15 @@ class Patience(H11Protocol):
     def idle(self) -> bool:
         """Whether no request is being answered."""
         return self.conn.our_state in (h11.IDLE, h11.DONE)
+
+    @property
+    def writable(self) -> bool:
+        """Whether `write` may be called: an answer of unknown length is being sent, and the client reads it."""
+        return not (self.flow.write_paused or self.transport.is_closing()) and self.scope["http_version"] == "1.1"
+
+    def write(self, data: bytes) -> None:
+        """Sends a part of the body of an answer past ASGI and h11, whose state it leaves as it is."""
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -153,7 +164,9 @@ class CappedServer(uvicorn.Server):
                 await asyncio.sleep(1)
 
     def _protocol(self) -> Patience:
-        return Patience(self.config, self.server_state, self.lifespan.state)
+        connection = Patience(self.config, self.server_state, {})
+        connection.app_state[CONNECTION] = connection
+        return connection
 
     def _make_room(self) -> None:
         """Closes the longest idle connections, a sixteenth of all at most."""

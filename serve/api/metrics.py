@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections import Counter as Tally
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from tpshard.programs.scheduling.request import Event
 
 if TYPE_CHECKING:
     from tpshard.serve.engine.engine import Engine
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+
+
+class Durations:
+    """A histogram of seconds. One thread adds to it, without a lock, since it does so for each token."""
+
+    def __init__(self, name: str, text: str) -> None:
+        self.name, self.text = f"tpshard_{name}_seconds", text
+        self._counts = [0] * (len(_SECONDS) + 1)
+        self._total = 0.0
+
+    def add(self, seconds: float, times: int = 1) -> None:
+        self._counts[bisect_left(_SECONDS, seconds)] += times
+        self._total += seconds * times
+
+    def collect(self) -> Metric:
+        bounds = [*(str(float(bound)) for bound in _SECONDS), "+Inf"]
+        return HistogramMetricFamily(self.name, self.text, list(zip(bounds, accumulate(self._counts))), self._total)
 
 
 class Metrics:
@@ -26,12 +46,9 @@ class Metrics:
         self._last: dict[int, float] = {}
         self.registry.register(self)
 
-        def histogram(name: str, text: str) -> Histogram:
-            return Histogram(f"tpshard_{name}_seconds", text, registry=self.registry, buckets=_SECONDS)
-
-        self.first_token = histogram("time_to_first_token", "From a request's arrival to its first token.")
-        self.between_tokens = histogram("time_between_tokens", "Between two tokens of one answer.")
-        self.whole = histogram("request", "From a request's arrival to its end.")
+        self.first_token = Durations("time_to_first_token", "From a request's arrival to its first token.")
+        self.between_tokens = Durations("time_between_tokens", "Between two tokens of one answer.")
+        self.whole = Durations("request", "From a request's arrival to its end.")
         self.tokens = Counter("tpshard_generated_tokens", "Tokens sent to clients.", registry=self.registry)
         self.prompt_tokens = Counter("tpshard_prompt_tokens", "Tokens of prompts.", registry=self.registry)
         self.finished = Counter("tpshard_requests_finished", "Ended sequences.", ["reason"], registry=self.registry)
@@ -44,24 +61,27 @@ class Metrics:
             self._prefix_hits += self._engine.scheduler.prefix_hit_tokens
         self._engine = engine
 
-    def event(self, event: Event, now: float) -> None:
-        """Counts a token, and the request that it may finish; `now` is in seconds of the monotonic clock."""
-        s = event.sequence
-        if event.token is not None:
-            last = self._last.get(s.id)
-            if last is None:
-                self.first_token.observe(now - s.arrived)
-            else:
-                self.between_tokens.observe(now - last)
-            self._last[s.id] = now
-            self.tokens.inc()
-        if event.finish is not None:
-            self.count_finished(s.id, s.arrived, event.finish)
+    def step(self, events: Iterable[Event], now: float) -> None:
+        """Counts a step's tokens, and the requests that they finish; `now` is in seconds of the monotonic clock."""
+        before = Tally[float]()
+        for s, token, _, finish, _ in events:
+            if token is not None:
+                last = self._last.get(s.id)
+                before[now if last is None else last] += 1
+                if last is None:
+                    self.first_token.add(now - s.arrived)
+                self._last[s.id] = now
+            if finish is not None:
+                self.count_finished(s.id, s.arrived, finish)
+        self.tokens.inc(before.total())
+        del before[now]
+        for last, times in before.items():  # most tokens of a step follow ones of the step before
+            self.between_tokens.add(now - last, times)
 
     def count_finished(self, number: int, arrived: float, reason: str) -> None:
         """Counts a finished request and its duration; `arrived` is in seconds of the monotonic clock."""
         self._last.pop(number, None)
-        self.whole.observe(time.monotonic() - arrived)
+        self.whole.add(time.monotonic() - arrived)
         self.finished.labels(reason).inc()
 
     def collect(self) -> Iterator[Metric]:
@@ -85,6 +105,7 @@ class Metrics:
             "tpshard_preemptions", "Sequences recomputed because the cache was full.", preemptions
         )
         yield CounterMetricFamily("tpshard_prefix_hit_tokens", "Prompt tokens found in the cache.", hits)
+        yield from (one.collect() for one in (self.first_token, self.between_tokens, self.whole))
 
     def text(self) -> bytes:
         """The metrics in Prometheus' text format."""

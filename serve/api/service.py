@@ -311,10 +311,9 @@ class Service:
         del self._folders[name]
 
     def _hand_out(self, events: list[Event]) -> None:
-        now = time.monotonic()
         grouped: dict[Post, dict[Deliver, list[Event]]] = {}
+        self.metrics.step(events, time.monotonic())
         for event in events:
-            self.metrics.event(event, now)
             entry = self._open.get(event.sequence.id)
             if event.finish is not None:
                 self._open.pop(event.sequence.id, None)
@@ -334,7 +333,7 @@ class Service:
         for sequence, deliver, post in lost.values():
             sequence.finish = "error"
             event = Event(sequence, None, finish="error", error=why)
-            self.metrics.event(event, time.monotonic())
+            self.metrics.step([event], time.monotonic())
             _post(post, {deliver: [event]})
 
     def _pause(self, seconds: float) -> None:

@@ -24,26 +24,26 @@ class Writer:
     stop: Sequence[str] = ()
     context: Sequence[int] = ()
     least: int = 0
-    text: str = ""
-    """The text returned so far."""
     stopped: bool = False
-    tokens: list[int] = field(default_factory=list)
-    _pending: str = ""
-    _start: int = 0
-    """The first token of the window that is decoded together with the newest."""
+    _window: list[int] = field(default_factory=list)
+    """The tokens that gave the text before, and those whose text waits; the former only where they change the latter's.
+    """
     _read: int = 0
-    _first: int = 0
-    """The first token that was added."""
+    """How many of these gave their text."""
+    _count: int = 0
+    """Tokens that were added."""
+    _pending: str = ""
 
     def __post_init__(self) -> None:
         before = list(self.context[-_CONTEXT:])
         if not self.tokenizer.decode(before).endswith("�"):  # half a character would swallow the first tokens
-            self.tokens, self._read = before, len(before)
-        self._first = len(self.tokens)
+            self._window, self._read = before, len(before)
 
     def add(self, token: int, last: bool = False) -> str:
         """Adds a token and returns the text that became final; with `last`, all remaining text."""
-        self.tokens.append(token)
+        self._count += 1
+        if token not in self.tokenizer.special_ids:  # these have no text
+            self._window.append(token)
         return self._give(self._new_text(last), last)
 
     def end(self) -> str:
@@ -51,26 +51,28 @@ class Writer:
         return self._give(self._new_text(True), True)
 
     def _new_text(self, last: bool) -> str:
-        written = self.tokenizer.decode(self.tokens[self._start : self._read])
-        whole = self.tokenizer.decode(self.tokens[self._start :])
-        if len(whole) <= len(written) or (whole.endswith("�") and not last and len(self.tokens) - self._read < 8):
-            return whole[len(written) :] if last else ""
-        self._start, self._read = self._read, len(self.tokens)
-        return whole[len(written) :]
+        decode, window = self.tokenizer.decode, self._window
+        written, whole = decode(window[: self._read]), decode(window)
+        new = whole[len(written) :]
+        if not new or (whole.endswith("�") and not last and len(window) - self._read < 8):
+            return new if last else ""
+        del window[: len(window) if self.tokenizer.is_concatenative else self._read]
+        self._read = len(window)
+        return new
 
     def _give(self, new: str, last: bool) -> str:
         if self.stopped:
             return ""
+        if not self.stop:
+            return new
         pending = self._pending + new
         places = [place for place in (pending.find(s) for s in self.stop) if place >= 0]
-        if places and len(self.tokens) - self._first > self.least:
+        if places and self._count > self.least:
             self.stopped, self._pending = True, ""
-            out = pending[: min(places)]
-        else:
-            keep = 0 if last else max((_overlap(pending, s) for s in self.stop), default=0)
-            out, self._pending = pending[: len(pending) - keep], pending[len(pending) - keep :]
-        self.text += out
-        return out
+            return pending[: min(places)]
+        keep = 0 if last else max(_overlap(pending, s) for s in self.stop)
+        self._pending = pending[len(pending) - keep :]
+        return pending[: len(pending) - keep]
 
 
 def _overlap(text: str, stop: str) -> int:

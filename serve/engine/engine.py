@@ -109,7 +109,7 @@ class Engine:
         for piece in slices:
             s, logit_rows, top = piece.sequence, piece.logit_rows, piece.sequence.sampling.logprobs
             rows = range(row, row := row + logit_rows)
-            if not all(picked.sound(r) for r in rows):  # only this sequence fails
+            if not all(map(picked.sound, rows)):  # only this sequence fails
                 yield self._end(s, None, "error", error="the model computed values that are not finite")
                 continue
             if piece.scores:
@@ -119,7 +119,7 @@ class Engine:
             if piece.ends and s.max_tokens > 0:
                 token = picked.token(rows[-1])
                 s.tokens.append(token)
-                finish = "stop" if token in s.stop_tokens else "length" if len(s.answer) >= s.max_tokens else None
+                finish = "stop" if token in s.stop_tokens else "length" if s.generated >= s.max_tokens else None
                 logprob = None if top is None else picked.logprob(rows[-1], top)
                 yield self._end(s, token, finish, logprob) if finish else Event(s, token, logprob)
             elif piece.ends:
@@ -137,9 +137,12 @@ def _asked(slices: list[Slice]) -> Iterator[tuple[Sequence, int]]:
     """What each row with logits is for: scoring the prompt's next token, choosing the answer's, or nothing."""
     for piece in slices:
         s, choosing = piece.sequence, piece.ends and piece.sequence.max_tokens > 0
+        if not piece.scores:
+            yield from [(s, CHOOSE)] * piece.logit_rows
+            continue
         for offset in range(piece.logit_rows):
             place = piece.start + piece.count - piece.logit_rows + offset + 1
             if choosing and offset == piece.logit_rows - 1:
                 yield s, CHOOSE
             else:
-                yield s, s.prompt[place] if piece.scores and place < len(s.prompt) else NOTHING
+                yield s, s.prompt[place] if place < len(s.prompt) else NOTHING

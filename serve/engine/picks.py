@@ -11,6 +11,7 @@ import struct
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -75,18 +76,22 @@ class Picked:
     """[rows, 3 + 2k] float64: 1 where all logits are finite; the token; its log-probability; the k likeliest tokens;
     their log-probabilities."""
 
+    @cached_property
+    def _rows(self) -> list[list[float]]:
+        return self.table.tolist()  # type: ignore[no-any-return]
+
     def sound(self, row: int) -> bool:
         """Whether all logits of a row are finite."""
-        return bool(self.table[row, 0])
+        return bool(self._rows[row][0])
 
     def token(self, row: int) -> int:
-        return int(self.table[row, 1])
+        return int(self._rows[row][1])
 
     def logprob(self, row: int, top: int) -> Logprob:
         """The model's log-probability of the row's token and of the `top` likeliest ones."""
-        tokens, values = np.split(self.table[row, 3:], 2)
-        likeliest = zip(tokens[:top].astype(int).tolist(), values[:top].tolist())
-        return Logprob(self.token(row), float(self.table[row, 2]), tuple(likeliest))
+        _, token, logprob, *likeliest = self._rows[row]
+        half = len(likeliest) // 2
+        return Logprob(int(token), logprob, tuple(zip(map(int, likeliest[:top]), likeliest[half : half + top])))
 
     def encode(self) -> bytes:
         return struct.pack("<II", *self.table.shape) + self.table.astype("<f8").tobytes()
@@ -154,7 +159,7 @@ def picks_of(rows: Iterable[tuple[Sequence, int]], known: Told | None = None) ->
         settings.append((s.temperature if drawing else 0.0, s.top_k, s.top_p, s.min_p, number))
         without = token == NOTHING or (token == CHOOSE and s.logprobs is None)
         wanted.append((token, -1 if without else s.logprobs or 0))
-        if token == CHOOSE:
+        if token == CHOOSE and not s.is_plain:
             barred += ((row, one) for one in _barred(sequence))
             if s.penalizes or s.logit_bias or s.excluded:
                 slot, news = known.news(sequence)
