@@ -9,7 +9,6 @@ All clients ask at once, each with random ids of its own, greedily, without an e
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 import statistics
@@ -19,10 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from record import Record, parser_of
-from running import COMMAND, serving
+from running import COMMAND, read_streams, serving
 
 RECIPE = """
 name: served
@@ -32,35 +29,18 @@ serve: {checkpoint: FOLDER, mesh: {tp: RANKS}, dtype: DTYPE, port: 0}
 """
 
 
-async def ask(client: httpx.AsyncClient, url: str, model: str, prompt: list[int], new: int) -> list[float]:
-    """The times of an answer's tokens, in seconds since the request."""
-    body = {"model": model, "prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True, "stream": True}
-    began, stamps = time.perf_counter(), list[float]()
-    async with client.stream("POST", f"{url}/completions", json=body) as response:
-        if response.status_code != 200:
-            raise SystemExit((await response.aread()).decode())
-        async for line in response.aiter_lines():
-            if line.startswith("data: {"):
-                choices = json.loads(line[6:]).get("choices")
-                if choices and choices[0]["text"]:
-                    stamps.append(time.perf_counter() - began)
-    return stamps
-
-
-async def together(url: str, clients: int, length: int, new: int, seed: int, vocab: int) -> dict[str, Any]:
+def together(url: str, clients: int, length: int, new: int, seed: int, vocab: int) -> dict[str, Any]:
     """One round of `clients` requests at once."""
     draw = random.Random(seed)
-    async with httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=None)) as client:
-        model = (await client.get(f"{url}/models")).json()["data"][0]["id"]
-        prompts = [[draw.randrange(vocab) for _ in range(length)] for _ in range(clients)]
-        began = time.perf_counter()
-        answers = await asyncio.gather(*(ask(client, url, model, prompt, new) for prompt in prompts))
-        seconds = time.perf_counter() - began
-    each = [(stamps[-1] - stamps[0]) / (new - 1) for stamps in answers if stamps]
+    body = {"model": "served", "max_tokens": new, "temperature": 0, "ignore_eos": True, "stream": True}
+    prompts = [[draw.randrange(vocab) for _ in range(length)] for _ in range(clients)]
+    began = time.perf_counter()
+    answers = read_streams(f"{url}/completions", [body | {"prompt": prompt} for prompt in prompts])
+    seconds = time.perf_counter() - began
     return {
-        "clients": clients, "first_ms": 1e3 * statistics.median(stamps[0] for stamps in answers if stamps),
-        "step_ms": 1e3 * statistics.median(each), "tokens_per_s": clients * new / seconds,
-        "tokens": sum(map(len, answers)),
+        "clients": clients, "first_ms": 1e3 * statistics.median(one.first_s for one in answers),
+        "step_ms": 1e3 * statistics.median((one.last_s - one.first_s) / (new - 1) for one in answers),
+        "tokens_per_s": clients * new / seconds, "events": sum(one.events for one in answers),
     }  # fmt: skip
 
 
@@ -85,7 +65,7 @@ def main() -> None:
             record.say(f"ready after {time.perf_counter() - began:.0f} s")
             for clients in options.clients:
                 for seed in (0, 1):  # the first warms: graphs are captured at the first step of their size
-                    row = asyncio.run(together(url, clients, options.prompt, options.new, seed, vocab))
+                    row = together(url, clients, options.prompt, options.new, seed, vocab)
                     print(json.dumps(row), file=sys.stderr, flush=True)
                 record.rows.append(row)
     for row in record.rows:
