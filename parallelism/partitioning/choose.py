@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -360,7 +361,9 @@ def _cost(
         if exchange.factor in choice:
             rest = {f: cut for f, cut in choice.items() if f != exchange.factor}
             members = size_of(choice[exchange.factor].axes)
-            if exchange.rotating:  # one hop per other device, each overlapped with computing a part
+            if exchange.way == "swap":
+                total += exchange.collectives * latency + exchange.bytes / members * share(rule, rest)
+            elif exchange.way == "ring":  # one hop per other device, each overlapped with computing a part
                 hop_bytes = (members - 1) / members * exchange.bytes * share(rule, rest)
                 hidden = rule.flops * share(rule, choice) / FLOPS_PER_BYTE
                 total += (members - 1) * exchange.collectives * latency + max(0.0, hop_bytes - hidden)
@@ -368,7 +371,13 @@ def _cost(
                 total += exchange.collectives * latency + (members - 1) * exchange.bytes * share(rule, rest)
     total += halo.price(op, rule, choice, max(latency, 1))  # of equal bytes, the fewest collectives
     work = rule.flops or sum(v.numel for v in op.results)
-    return total + work * share(rule, choice) / FLOPS_PER_BYTE
+    return total + work * share(rule, choice) * busiest(rule, choice) / FLOPS_PER_BYTE
+
+
+def busiest(rule: Rule, choice: Choice) -> float:
+    """How many times the mean work the busiest device does."""
+    members = math.prod(size_of(choice[f].axes) for f in rule.uneven if f in choice)
+    return (2 * members - 1) / members
 
 
 def with_grains(shape: Sequence[int], propagated: Layout, computed: Layout) -> Layout:

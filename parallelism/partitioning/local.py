@@ -167,13 +167,15 @@ class LocalPart:
         node = self.emitter.call(self.op.target, args, specs, flops=flops, global_flops=whole, saved=True)
         return self._parts(node, specs)
 
-    def several(self, target: Any, *args: Any, work: float | None = None, **kwargs: Any) -> list[Any]:
+    def several(
+        self, target: Any, *args: Any, work: float | None = None, busiest: float = 1.0, **kwargs: Any
+    ) -> list[Any]:
         specs = infer_specs(target, args, kwargs)
         node = self.emitter.call(target, args, specs, kwargs)
         if work is None:
             self._count(node)
         else:
-            flops, whole = round(self.flops * work), round(self.global_flops * work)
+            flops, whole = round(self.flops * work * busiest), round(self.global_flops * work)
             node.meta[INFO] = replace(info(node), flops=flops, global_flops=whole, saved=self.entry.saved)
         return self._parts(node, specs)
 
@@ -183,10 +185,10 @@ class LocalPart:
     def pick(self, factor: int, table: Sequence[int]) -> Any:
         return self.emitter.ranked_number(pick, self.axes(factor), tuple(table))
 
-    def shift(self, node: Any, factor: int) -> Any:
+    def send(self, node: Any, factor: int, to: Sequence[int]) -> Any:
         demand = Demand("others", through(self.op), self.op.name)
         why = {"why": (demand,), "value": (self.op.name,), "of": "activation"}
-        return halo.shift(self.emitter, node, self.axes(factor), 1, why)
+        return self.emitter.send(node, self.axes(factor), to, why)
 
     def dtype(self, result: int) -> Any:
         return self.op.results[result].dtype

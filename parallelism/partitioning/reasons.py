@@ -39,7 +39,7 @@ class Reasons:
         elif is_boundary(reader):
             kind = "storage"
         else:
-            kind, requested = "operand", is_anchor(reader)
+            kind, requested = "operand", is_anchor(reader) or _of_attention(value, step, reader)
             mixing = entry_of(reader.target).mixes
             mixes = reader.operands[mixing].name if mixing is not None else ""
         axis, written_at = "", tuple[SourcePlace, ...]()
@@ -118,6 +118,21 @@ class Reasons:
                             return root
             producer = producer.operands[0].producer if producer.operands else None
         return (), False
+
+
+def _of_attention(value: Value, step: ReshardStep, reader: Op) -> bool:
+    """Whether a step exchanges a sharded sequence for sharded heads before attention, or back behind it, or gathers the
+    ids of its documents.
+
+    Whoever shards the sequence asks for one of the ways to attend to all of it; see `rules.sequence`.
+    """
+    before, behind = (op is not None and _attends(op) for op in (reader, value.producer))
+    ids = not value.dtype.is_floating_point
+    return (step.kind == "exchange" and (before or behind)) or (step.kind == "gather" and before and ids)
+
+
+def _attends(op: Op) -> bool:
+    return entry_of(op.target).work in ("attention", "attention_backward")
 
 
 def views_between(value: Value, operand: Value) -> list[Value] | None:

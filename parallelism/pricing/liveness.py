@@ -134,7 +134,8 @@ def _scratch(flow: Flow, kernels: Sequence[Kernel]) -> Iterator[tuple[int, int]]
     """Yields the kernels that take memory while they run: index and bytes."""
     for i, kernel in enumerate(kernels):
         if kernel.work != "free" and (scratch := entry_of(kernel.node.target).scratch) is not None:
-            yield i, scratch([flow.info[operand].specs[0].shape for operand in kernel.node.all_input_nodes])
+            specs = (flow.info[operand].specs for operand in kernel.node.all_input_nodes)
+            yield i, scratch([one[0].shape for one in specs if one])
 
 
 def _inside_bodies(flow: Flow, device: Device | None) -> Iterator[tuple[int, int]]:

@@ -14,6 +14,7 @@ from tpshard.parallelism.rules import rotation, sequence
 from tpshard.parallelism.rules.entry import Entry, Table
 from tpshard.parallelism.rules.letters import Spelled, rule_of
 from tpshard.parallelism.rules.rule import LocalOp, Rule
+from tpshard.parallelism.rules.sequence_rows import Call
 
 aten = torch.ops.aten
 
@@ -42,9 +43,9 @@ def attention_backward(op: Op) -> Rule:
     return replace(main, others=sequence.backward(op, flops, _call(op, 7))) if k.shape[1] == q.shape[1] else main
 
 
-def _call(op: Op, first: int) -> sequence.Call:
+def _call(op: Op, first: int) -> Call:
     """The op's arguments scale, window and softcap, of which `first` is the first."""
-    return sequence.Call(*(*op.args[first:], None, None)[:3])
+    return Call(*(*op.args[first:], None, None)[:3])
 
 
 def _products(op: Op, q: Value, k: Value, window: int) -> int:
@@ -76,7 +77,7 @@ def of_torch(op: Op, forward: bool = True) -> Rule:
         return replace(main, others=(_ring(op, forward, flops),)) if ring else main
     if mask is not None:  # torch allows no mask beside is_causal
         return main
-    call = sequence.Call(1 / math.sqrt(q.shape[3]) if scale is None else scale, heads_first=True)
+    call = Call(1 / math.sqrt(q.shape[3]) if scale is None else scale, heads_first=True)
     ways = sequence.forward if forward else sequence.backward
     return replace(main, others=ways(op, flops, call))
 
@@ -124,7 +125,9 @@ def _scratch_of_torch(shapes: Sequence[Sequence[int]]) -> int:
 
 OPS: Table = {
     "tpshard.attention": Entry(attention, work="attention", saved=True, carries=2, calls=10),
-    "tpshard.attention_backward": Entry(attention_backward, work="attention_backward", calls=9, scratch=flash_scratch),
+    "tpshard.attention_backward": Entry(
+        attention_backward, work="attention_backward", saved=True, calls=9, scratch=flash_scratch
+    ),
     "tpshard.attention_part": Entry(work="attention", saved=True, calls=10),
     "tpshard.attention_part_backward": Entry(work="attention_backward", calls=9, scratch=flash_scratch),
     aten._scaled_dot_product_flash_attention_for_cpu: Entry(

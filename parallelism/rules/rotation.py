@@ -29,12 +29,15 @@ def around(
     moving: this device's shards, then those of the devices that are `behind` positions before it, cyclically. staying:
     the number of results that stay on the device; the others travel with the shards, and return with them.
     """
-    totals = part(0, moving)
-    for behind in range(1, members):
-        moving = [at.shift(node, s) for node in moving]
-        travelled = [at.shift(node, s) for node in totals[staying:]]
-        totals = join([*totals[:staying], *travelled], part(behind, moving))
-    return totals if members == 1 else [*totals[:staying], *(at.shift(node, s) for node in totals[staying:])]
+    totals: list[Any] = []
+    onward = [(i + 1) % members for i in range(members)]
+    for behind in range(members):  # the next part travels while this one is computed
+        coming = [at.send(node, s, onward) for node in moving] if behind + 1 < members else []
+        travelled = [at.send(node, s, onward) for node in totals[staying:]]
+        share = part(behind, moving)
+        totals = join([*totals[:staying], *travelled], share) if totals else share
+        moving = coming
+    return totals if members == 1 else [*totals[:staying], *(at.send(node, s, onward) for node in totals[staying:])]
 
 
 def forward(at: LocalOp, s: int, t: int, scale: float | None) -> list[Any]:
@@ -52,7 +55,7 @@ def forward(at: LocalOp, s: int, t: int, scale: float | None) -> list[Any]:
         return [out, lse if columns is None else _without_keys(at, columns, lse)]
 
     out, lse = around(at, s, members, [keys, values], part, partial(merge, at, heads_first=True), staying=2)
-    return [out, lse if mask is None else _as_torch(at, lse)]
+    return [cast(at, out, at.dtype(0)), lse if mask is None else _as_torch(at, lse)]
 
 
 def backward(at: LocalOp, s: int, t: int, scale: float | None) -> list[Any]:
@@ -111,7 +114,8 @@ def _as_torch(at: LocalOp, lse: Any) -> Any:
 
 
 def merge(at: LocalOp, first: Sequence[Any], second: Sequence[Any], heads_first: bool) -> list[Any]:
-    """Merges the outputs and logsumexps of attention to two parts of the keys into those of attention to both.
+    """Merges the outputs and logsumexps of attention to two parts of the keys into those of attention to both, the
+    output in the logsumexps' dtype.
 
     heads_first: whether the outputs have the logsumexps' order of dims, `[b h s d]` as `[b h s]`, else `[b s h d]`.
     """
@@ -123,8 +127,7 @@ def merge(at: LocalOp, first: Sequence[Any], second: Sequence[Any], heads_first:
             weight = at.emit(aten.permute.default, weight, [0, 2, 1])
         return at.emit(aten.mul.Tensor, share, at.emit(aten.unsqueeze.default, weight, 3))
 
-    combined = at.emit(aten.add.Tensor, weigh(*first), weigh(*second))
-    return [cast(at, combined, at.dtype_of(first[0])), total]
+    return [at.emit(aten.add.Tensor, weigh(*first), weigh(*second)), total]
 
 
 def plus(at: LocalOp, totals: Sequence[Any], shares: Sequence[Any]) -> list[Any]:

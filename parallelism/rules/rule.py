@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntFlag
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from tpshard.parallelism.graph import Op
 from tpshard.parallelism.mesh import Axes
@@ -76,10 +76,11 @@ class Exchange:
 
     factor: int
     bytes: int
-    """Bytes that every device contributes if nothing else is sharded; for a rotation, of all devices together."""
+    """Bytes that every device contributes to a gather if nothing else is sharded; else of all devices together."""
     collectives: int
-    rotating: bool = False
-    """Whether shards move around a ring of devices hop by hop, while each device computes with its current one."""
+    way: Literal["gather", "ring", "swap"] = "gather"
+    """How: a ring moves shards from device to device, hop by hop, while each computes with its current one; a swap
+    sends every shard to one other device."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,8 @@ class Rule:
     """FLOPs of the whole op; a device does its share by the factors in `work`."""
     work: tuple[int, ...] = ()
     """The factors whose sharding divides the work."""
+    uneven: tuple[int, ...] = ()
+    """Those that divide the work of a causal mask: of n devices the last has (2n - 1) / n times the mean."""
     local: Callable[[LocalOp], Any] | None = None
     """Emits the op on one device's shards; None: the same op on the local operands."""
     has_rule: bool = True
@@ -161,10 +164,13 @@ class LocalOp(Protocol):
     def position(self, factor: int) -> Any:
         """A node (or 0) with this device's position along a factor's axes."""
 
-    def several(self, target: Any, *args: Any, work: float | None = None, **kwargs: Any) -> list[Any]:
+    def several(
+        self, target: Any, *args: Any, work: float | None = None, busiest: float = 1.0, **kwargs: Any
+    ) -> list[Any]:
         """Adds a node with several results; returns a node for each.
 
-        work: the share of the op's FLOPs that it does, if several nodes share them."""
+        work: the share of the op's FLOPs that it does, if several nodes share them. busiest: how many times a device's
+        mean share the busiest device does, for which the others wait."""
 
     def members(self, factor: int) -> int:
         """The number of devices along a factor's axes."""
@@ -172,8 +178,8 @@ class LocalOp(Protocol):
     def pick(self, factor: int, table: Sequence[int]) -> Any:
         """A node with the table's entry for this device's position along a factor's axes."""
 
-    def shift(self, node: Any, factor: int) -> Any:
-        """The value of the previous device along a factor's axes, cyclically."""
+    def send(self, node: Any, factor: int, to: Sequence[int]) -> Any:
+        """What another device along a factor's axes sends of a node, that at position i to the one at to[i]."""
 
     def dtype(self, result: int) -> Any:
         """The dtype of a result."""

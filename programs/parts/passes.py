@@ -18,6 +18,7 @@ from tpshard.parallelism.passes.reduce_early import reduce_early
 from tpshard.parallelism.passes.run import Pass, Watch, run
 from tpshard.parallelism.passes.simplify import simplify
 from tpshard.parallelism.passes.sink_waits import sink_waits
+from tpshard.parallelism.passes.wait_late import wait_late
 from tpshard.parallelism.program import Program
 from tpshard.programs.parts.pass_choices import Choices, choose, keep_of
 from tpshard.programs.setting.setting import Setting
@@ -43,6 +44,7 @@ def scheduling(setting: Setting, chosen: Choices) -> list[Pass]:
         partial(bucket, groups=chosen.buckets),
         hoist_gradients,
         overlap_exchanges,
+        wait_late,
         gather_late,
         partial(prefetch, units=setting.recipe.fsdp.prefetch),
         reduce_early,

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from tpshard.devices.read import device
-from tpshard.kernels.attention import attention
+from tpshard.kernels.attention import attention, cpu_attention
+from tpshard.kernels.attention.attention_mask import last_of
 from tpshard.kernels.attention.paged_attention import PAGED, paged_attention_reference
 from tpshard.kernels.attention.paged_selection import (
     PAGED_SELECT,
@@ -53,9 +54,10 @@ def test_the_kernels_issue_as_many_operations_as_their_entries_say() -> None:
     assert select.calls == entry_of(PAGED_SELECT).calls and selected.calls == entry_of(PAGED_SELECTED).calls
     heads = torch.ones(1, 8, 2, 16)
     with Counting() as forward:
-        out, lse = attention._cpu(heads, heads, heads, rows, 0.25)
+        mask = last_of(8, 8, rows, None)
+        out, lse = cpu_attention.forward(heads, heads, heads, mask, 0.25, None)
     with Counting() as backward:
-        attention._cpu_backward(out, heads, heads, heads, out, lse, rows, 0.25)
+        cpu_attention.backward(out, heads, heads, heads, out, lse, mask, 0.25, None)
     assert forward.calls == entry_of(attention.ATTENTION).calls
     assert backward.calls == entry_of(attention.ATTENTION_BACKWARD).calls
 

@@ -22,6 +22,7 @@ from tpshard.parallelism.passes.reduce_early import reduce_early
 from tpshard.parallelism.passes.run import Pass, run
 from tpshard.parallelism.passes.simplify import simplify
 from tpshard.parallelism.passes.sink_waits import sink_waits
+from tpshard.parallelism.passes.wait_late import wait_late
 from tpshard.parallelism.program import Program, info
 from tpshard.programs.parts import step_programs
 from tpshard.programs.setting.setting import Setting
@@ -99,6 +100,7 @@ VARIANTS: dict[str, list[Pass]] = {
     "by size": [in_sizes],
     "hoisted": [hoist_gradients],
     "gathered late": [gather_late],
+    "waited late": [wait_late],
     "prefetched": [partial(prefetch, units=2)],
     "reduced early": [reduce_early],
     "waits sunk": [sink_waits],

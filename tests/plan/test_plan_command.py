@@ -245,8 +245,8 @@ def test_passes_are_shown_one_by_one(small, capsys):
     assert tpshard(["plan", "small.yaml", "--passes", "--json"]) == Exit.DONE
     rows = json.loads(capsys.readouterr().out)["passes"]
     assert [row["name"] for row in rows] == [
-        "", "recompute", "simplify", "accumulate", "bucket", "hoist_gradients", "overlap_exchanges", "gather_late",
-        "prefetch", "reduce_early", "sink_waits",
+        "", "recompute", "simplify", "accumulate", "bucket", "hoist_gradients", "overlap_exchanges", "wait_late",
+        "gather_late", "prefetch", "reduce_early", "sink_waits",
     ]  # fmt: skip
     assert tpshard(["plan", "small.yaml", "--dry-run", "--json"]) == Exit.DONE
     plan = json.loads(capsys.readouterr().out)
