@@ -192,7 +192,7 @@ class Architecture:
 
         Parameters are on `meta`, in `dtype`. Buffers that no folder stores (rotary frequencies) have their values;
         those that a folder stores are parameters without a gradient, which training leaves as they are. ValueError
-        where these are integers, or where the class is not a causal language model.
+        where these are integers, or where the class is no language model of one text.
         """
         attention_interface.register()
         config = copy.deepcopy(self.config)
@@ -219,9 +219,13 @@ class Architecture:
 
     def _as_language_model(self, model: nn.Module) -> None:
         """Gives the model tpshard's signature for language models; parameters keep their names."""
-        takes = inspect.signature(type(model).forward).parameters
+        name, takes = type(model).__name__, inspect.signature(type(model).forward).parameters
         if "input_ids" not in takes or "labels" not in takes or model.get_output_embeddings() is None:  # type: ignore[operator]
-            raise ValueError(f"{type(model).__name__} is not a causal language model")
+            raise ValueError(
+                f"{name} is no language model: it takes no `input_ids` with `labels`, or has no head of logits"
+            )
+        if getattr(model.config, "is_encoder_decoder", False):
+            raise ValueError(f"{name} is an encoder with a decoder, which read two texts: a recipe gives a model one")
         further, first = {"use_cache": False} if "use_cache" in takes else {}, self.first_position
         types = getattr(self.config.get_text_config(), "layer_types", None)
         window = None if types else getattr(self.config.get_text_config(), "sliding_window", None)

@@ -135,10 +135,11 @@ def _explicit_attention(
     if causal:
         pair = None if documents is None else (documents, documents)
         attended = visible(pair, rows, columns, window, query.device)
-    elif window is not None:
-        raise ValueError("a bidirectional sliding window is not supported")
     elif documents is not None and documents.shape[1] == len(rows) == len(columns):
         attended = (documents.unsqueeze(2) == documents.unsqueeze(1)).unsqueeze(1)
+    if not causal and window is not None:  # to both sides, the query's own position included
+        places = [torch.arange(len(side), device=query.device) for side in (rows, columns)]
+        mask = _joined(mask, ((places[0][:, None] - places[1]).abs() < window)[None, None])
     mask = _joined(mask, attended)
     if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(query, key, value, mask, scale=scale).transpose(1, 2)

@@ -181,9 +181,12 @@ def _fold(graph: Graph, op: Op, equation: str, ops: list[Op]) -> None:
         of_a, of_b = a.groups[roles_a.index(role)], b.groups[roles_b.index(role)]
         if not _agree(a, of_a, b, of_b):
             merged = _merge_group(a, of_a, op, ops), _merge_group(b, of_b, op, ops)
-            common = _common_sizes(*([side.base.shape[d] for d in of] for side, of in ((a, of_a), (b, of_b))))
-            if None in merged and common is not None:  # dims that are not neighbours stay apart in both
-                merged = _split_group(a, of_a, common, op, ops), _split_group(b, of_b, common, op, ops)
+            if None in merged:
+                apart = _split_both(a, of_a, b, of_b, op, ops)
+                merged = apart or (
+                    merged[0] or _merge_apart(a, of_a, op, ops),
+                    merged[1] or _merge_apart(b, of_b, op, ops),
+                )
             a, b = merged
         if a is None or b is None:
             a, b = _as_is(op.operands[0]), _as_is(op.operands[1])
@@ -241,6 +244,32 @@ def _merge_group(side: Unmerged | None, group: tuple[int, ...], op: Op, ops: lis
         return d if d <= first else max(first, d - count + 1)
 
     return Unmerged(base, [(first,) if g == group else tuple(after(d) for d in g) for g in side.groups])
+
+
+def _split_both(
+    a: Unmerged, of_a: tuple[int, ...], b: Unmerged, of_b: tuple[int, ...], op: Op, ops: list[Op]
+) -> tuple[Unmerged, Unmerged] | None:
+    """Both operands with the dims of a group split alike, so that any of them may be sharded.
+
+    None where no sizes divide both, or for an argument, such as a weight, which keeps its dims.
+    """
+    sizes = [[side.base.shape[d] for d in of] for side, of in ((a, of_a), (b, of_b))]
+    common = _common_sizes(*sizes)
+    if common is None or any(side.base.producer is None and own != common for side, own in zip((a, b), sizes)):
+        return None
+    return _split_group(a, of_a, common, op, ops), _split_group(b, of_b, common, op, ops)
+
+
+def _merge_apart(side: Unmerged, group: tuple[int, ...], op: Op, ops: list[Op]) -> Unmerged | None:
+    """The operand with a group of dims, which need not be neighbours, merged behind all others."""
+    if len(group) < 2:
+        return side if group else None
+    order = [d for d in range(side.base.rank) if d not in group] + list(group)
+    turned = Op(f"{op.name}_turned", aten.permute.default, (Ref(0), tuple(order)), {}, [side.base], [], op.place)
+    turned.results = [Value(turned.name, tuple(side.base.shape[d] for d in order), side.base.dtype, turned)]
+    ops.append(turned)
+    moved = Unmerged(turned.results[0], [tuple(order.index(d) for d in g) for g in side.groups])
+    return _merge_group(moved, tuple(order.index(d) for d in group), op, ops)
 
 
 def _common_sizes(first: Sequence[int], second: Sequence[int]) -> list[int] | None:

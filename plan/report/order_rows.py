@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tpshard.plan.report.pattern import pattern
+from tpshard.programs.server.act_order import IN_SEQUENCE
 
 
 def order_rows(between: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -36,5 +37,10 @@ def order_text(rows: Sequence[Mapping[str, Any]]) -> str:
             modules.setdefault(module, []).append(leaf)
         names = ", ".join(f"{module}.{', '.join(leaves)}" for module, leaves in modules.items())
         count = sum(row["count"] for row in group)
-        parts.append(f"{count} stay ({names}): {what}" if what else f"{count} absorbed by the linears before ({names})")
+        if what == IN_SEQUENCE:
+            parts.append(f"{count} have no order ({names}): {what}")
+        else:
+            parts.append(
+                f"{count} stay ({names}): {what}" if what else f"{count} absorbed by the linears before ({names})"
+            )
     return "; ".join(parts)

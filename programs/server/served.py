@@ -115,6 +115,8 @@ class Quantization:
     def __str__(self) -> str:
         size, ordered = self.settings.group_size, len(self.orders)
         groups = f"groups of {size}" if size > 0 else "one group a linear"
+        if not self.weights:
+            return f"{self.settings.bits} bits in {groups}, dequantized when loaded: the class has [inputs, outputs]"
         experts = f", and {len(self.stacks)} stacks of experts" if self.stacks else ""
         linears = len(self.weights) - len(self.stacks)
         return f"{self.settings.bits} bits in {groups}, {ordered} of {linears} linears act-ordered{experts}"

@@ -26,7 +26,7 @@ from tpshard.parallelism.rules.table import rule_for
 from tpshard.parallelism.sharding import Sharding, replicated
 from tpshard.parallelism.why import SourcePlace
 from tpshard.programs.server import step_kernels
-from tpshard.programs.server.act_order import Arrangement, arrange
+from tpshard.programs.server.act_order import IN_SEQUENCE, Arrangement, arrange
 from tpshard.programs.server.fewer_launches import FEWER
 from tpshard.programs.server.padding import notes
 from tpshard.programs.server.paging import (
@@ -267,6 +267,9 @@ def _arrange(setting: ServeSetting, graph: Graph) -> Arrangement:
     inner = {name: dim for name, dim in named.items() if dim in ("heads", "mlp")}
     spread = {name: setting.ways(dim) for name, dim in inner.items()}
     arrangement = arrange(graph, orders, setting.recipe.serve.layout, spread, parameters)
+    if arrangement.between and (quantized := setting.served.quantized) is not None:
+        rest = (name for name in quantized.weights if name not in orders and name not in quantized.stacks)
+        arrangement.between |= dict.fromkeys(rest, IN_SEQUENCE)
     return replace(arrangement, parts=parts)
 
 

@@ -105,6 +105,29 @@ def test_documents_of_a_row_do_not_meet(name: str, monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 
+def test_a_window_to_both_sides_is_that_of_transformers() -> None:
+    from transformers import ModernBertConfig, ModernBertForMaskedLM
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+    config = ModernBertConfig(
+        vocab_size=64, local_attention=4, architectures=["ModernBertForMaskedLM"], **sizes, **special
+    )
+    own = ModernBertForMaskedLM(config).eval()
+    model, tokens = Architecture(config.to_dict()).build(), torch.arange(32).view(2, 16)
+    with torch.no_grad():
+        expected = own(tokens).logits
+        actual = torch.func.functional_call(model, dict(own.named_parameters()), (tokens,))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_of_two_texts_is_named() -> None:
+    config = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_model": 32, "d_ff": 32,
+              "num_layers": 1, "num_heads": 2, "d_kv": 16, "vocab_size": 64}  # fmt: skip
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration is an encoder with a decoder"):
+        Architecture(config).build()
+
+
 def test_dims_come_from_the_class_from_the_recipe_or_from_propagation(tmp_path: Path) -> None:
     folder = architectures.folder(tmp_path, "llama")
     setting = setting_of(folder, {"tp": 2}, ", dims: {'model.layers.*.mlp.gate_proj.weight': [null, embed]}")
@@ -223,7 +246,7 @@ def test_an_unknown_folder_falls_to_transformers_and_says_so(tmp_path: Path) -> 
     [
         ("", {"auto_map": {"AutoModel": "code.Model"}}, "never does"),
         ("", {"architectures": ["NoSuchForCausalLM"]}, "has no model named `NoSuchForCausalLM`"),
-        ("", {"architectures": ["LlamaModel"]}, "not a causal language model"),
+        ("", {"architectures": ["LlamaModel"]}, "LlamaModel is no language model"),
         ("", {"hidden_size": "wide"}, "LlamaConfig refuses it"),
         (", dims: {'model.layers.*.mlp.gate.weight': [mlp, embed]}", {}, "did you mean model.layers.*.mlp.gate_proj"),
         (", dims: {'model.norm.weight': [mlp, embed]}", {}, "names 2 dims, and `model.norm.weight` has 1: [32]"),
