@@ -34,18 +34,21 @@ def load(recipe: str | os.PathLike[str], *overrides: str) -> Recipe:
     return read(os.fspath(recipe), overrides)
 
 
-def _require_fit(recipe: Recipe) -> None:
-    """Raises Mistakes where model, mesh and batch do not fit each other; warnings are `RecipeWarning`s."""
+def _fitting(recipe: Recipe | str | os.PathLike[str]) -> Recipe:
+    """A recipe, or the one that `load` reads. Raises Mistakes where model, mesh and batch do not fit each other;
+    warnings are `RecipeWarning`s."""
     import warnings
 
     from tpshard.cli.shared.preflight import model_errors
     from tpshard.diagnostics.diagnostic import Mistakes
 
+    recipe = load(recipe) if isinstance(recipe, (str, os.PathLike)) else recipe
     diagnostics = model_errors(recipe)
     if any(one.severity == "error" for one in diagnostics):
         raise Mistakes(diagnostics)
     for one in diagnostics:
         warnings.warn(one.message, RecipeWarning, stacklevel=3)
+    return recipe
 
 
 def open_model(of: ModelSection | str | os.PathLike[str]) -> ModelSpec:
@@ -63,36 +66,39 @@ def open_model(of: ModelSection | str | os.PathLike[str]) -> ModelSpec:
         raise Mistakes.one(str(error), exit=Exit.RECIPE, fix=fix) from error
 
 
-def plan(recipe: Recipe, what: Literal["train", "prefill", "decode"] = "train") -> Report:
+def plan(recipe: Recipe | str | os.PathLike[str], what: Literal["train", "prefill", "decode"] = "train") -> Report:
     """The plan of a training step, or of a server's step: what goes where, what is sent, memory and time."""
     from tpshard.plan import planner
 
-    _require_fit(recipe)
+    recipe = _fitting(recipe)
     return planner.report(recipe, recipe.file, what)
 
 
-def stage(recipe: Recipe, name: str, of: str = "", what: Literal["train", "prefill", "decode"] = "train") -> str:
+def stage(
+    recipe: Recipe | str | os.PathLike[str], name: str, of: str = "",
+    what: Literal["train", "prefill", "decode"] = "train",
+) -> str:  # fmt: skip
     """What `plan --stage` prints: a step's graph, shardings or program (`partition`), or the program after a pass.
 
     of: a pattern of modules and values to which the text is limited.
     """
     from tpshard.plan.questions import stage_texts
 
-    _require_fit(recipe)
+    recipe = _fitting(recipe)
     return stage_texts.text(stage_texts.stage(recipe, what, name, of))
 
 
-def build(recipe: Recipe) -> TrainingPrograms:
+def build(recipe: Recipe | str | os.PathLike[str]) -> TrainingPrograms:
     """The programs that `train` runs: `micro`, the program of a micro-batch, and `update`."""
     from tpshard.plan import planner
     from tpshard.programs.setting.cluster import devices_of
     from tpshard.programs.setting.setting import Setting
 
-    _require_fit(recipe)
+    recipe = _fitting(recipe)
     return planner.build_programs(Setting.of(recipe, devices_of(recipe)))
 
 
-def train(recipe: Recipe) -> Path:
+def train(recipe: Recipe | str | os.PathLike[str]) -> Path:
     """Trains on processes of this machine, as `tpshard train` does, and returns the run's folder.
 
     Progress and errors of the processes go to stdout and stderr. Raises Mistakes, with the command's exit code, where
@@ -104,6 +110,7 @@ def train(recipe: Recipe) -> Path:
     from tpshard.diagnostics.diagnostic import Exit, Mistakes
     from tpshard.train.run.resuming import kept_recipe
 
+    recipe = load(recipe) if isinstance(recipe, (str, os.PathLike)) else recipe
     with tempfile.TemporaryDirectory(prefix="tpshard-") as place:
         path = Path(place, "recipe.yaml")
         path.write_text(kept_recipe(recipe), encoding="utf-8")

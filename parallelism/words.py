@@ -10,7 +10,8 @@ from tpshard.parallelism.why import TIE, Demand, Explanation, Hop, SourcePlace, 
 Name = Callable[[str], str]
 """A function that returns the displayed name of a value: its own, or a pattern."""
 
-
+IN_SEQUENCE = "groups in sequence"
+"""What stands between a quantized weight without an order and weights that have one."""
 MIB = 2**20
 
 

@@ -47,6 +47,14 @@ def test_values_are_those_of_the_commands() -> None:
     assert tpshard.stage(recipe, "partition", "layers.0.mlp.up", what="decode").startswith("decode of ")
 
 
+def test_what_load_takes_can_be_planned_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "small.yaml"
+    file.write_text(f"schema: 1\nname: small\n{SMALL.replace('model=', 'model: ')}\n", encoding="utf-8")
+    assert tpshard.plan(file).to_json() == tpshard.plan(tpshard.load(file)).to_json()
+    with pytest.raises(tpshard.Mistakes, match="there is no recipe"):
+        tpshard.build("quickstrat")
+
+
 def test_mistakes_are_one_exception_with_data(tmp_path: Path) -> None:
     with pytest.raises(tpshard.Mistakes) as caught:
         tpshard.load("quickstart", "mesh.tpp=2", "train.steps=none")

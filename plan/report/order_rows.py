@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tpshard.parallelism.words import IN_SEQUENCE
 from tpshard.plan.report.pattern import pattern
-from tpshard.programs.server.act_order import IN_SEQUENCE
 
 
 def order_rows(between: Mapping[str, str]) -> list[dict[str, Any]]:

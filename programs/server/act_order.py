@@ -31,8 +31,6 @@ from tpshard.programs.server.parameter_parts import ParameterPart
 
 Layout = Literal["naive", "local_sort", "tp_aware"]
 LAYOUTS: tuple[Layout, ...] = ("naive", "local_sort", "tp_aware")
-IN_SEQUENCE = "groups in sequence"
-"""What `Arrangement.between` says of a quantized weight that has no order beside weights that have one."""
 Groups = Callable[[str], Tensor | None]
 """A function from a weight's name to its `g_idx`, int32 [inputs]; None for a dense weight."""
 

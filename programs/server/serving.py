@@ -25,8 +25,9 @@ from tpshard.parallelism.propagation.propagate import propagate
 from tpshard.parallelism.rules.table import rule_for
 from tpshard.parallelism.sharding import Sharding, replicated
 from tpshard.parallelism.why import SourcePlace
+from tpshard.parallelism.words import IN_SEQUENCE
 from tpshard.programs.server import step_kernels
-from tpshard.programs.server.act_order import IN_SEQUENCE, Arrangement, arrange
+from tpshard.programs.server.act_order import Arrangement, arrange
 from tpshard.programs.server.fewer_launches import FEWER
 from tpshard.programs.server.padding import notes
 from tpshard.programs.server.paging import (
