@@ -26,7 +26,8 @@ SPLIT = {
     "--use-torch-fsdp2": False,
 }  # fmt: skip
 RANKS = {**SPLIT, **HOSTS}
-RULES = {"--sequence-parallel": False, "--expert-tensor-parallel-size": Maybe(int)}
+RULES = {"--sequence-parallel": False, "--expert-tensor-parallel-size": Maybe(int),
+         "--moe-shared-expert-intermediate-size": Maybe(int)}  # fmt: skip
 WHOLE = {"--train-iters": Maybe(int), "--train-samples": Maybe(int), "--global-batch-size": Maybe(int),
          "--micro-batch-size": 1}  # fmt: skip
 SUMS = {"--fp16": False, "--accumulate-allreduce-grads-in-fp32": False, "--grad-reduce-in-bf16": False,
@@ -82,10 +83,12 @@ def _ranks(
     return sizes if sharded else replace(sizes, stores=())
 
 
-def _mesh(sequence: bool, etp: int | None, *sizes: Any) -> Any:
+def _mesh(sequence: bool, etp: int | None, shared: int | None, *sizes: Any) -> Any:
     ranks, (tp, _, _, ep, *_) = _ranks(*sizes), sizes
     if isinstance(ranks, Conflict):
         return ranks
+    if etp == 1 and tp > 1 and ep > 1:
+        ranks = ranks.with_whole_experts(ep)
     keys = replace(ranks, sequence=sequence).sections
     if _devices(*sizes[len(SPLIT) :]) is not None and ranks.devices % (needed := sizes[1] * ep * (etp or tp)):
         message = (
@@ -93,10 +96,13 @@ def _mesh(sequence: bool, etp: int | None, *sizes: Any) -> Any:
         )
         fix = "cluster.nodes=... says how many hosts there are"
         return Conflict(message, fix=fix, keys=(*list(SPLIT)[:4], *list(HOSTS)[:2]), exit=Exit.FIT)
-    if ranks.ep < ep:
+    if ranks.ep < ep and not ranks.spread:
         why = f"experts are over {ranks.ep} ranks here: an axis of their own among data ranks, not over cp or tp"
         return Unsaid(why, keys, ("--expert-model-parallel-size",))
-    if etp is not None and etp != tp and ep > 1:
+    if ranks.spread and shared:
+        why = "shared experts are whole on each rank of tp, as the others are"
+        return Unsaid(why, keys, ("--moe-shared-expert-intermediate-size",))
+    if etp is not None and etp != tp and ep > 1 and not ranks.spread:
         return Unsaid(f"experts' matrices are divided over tp {tp}", keys, ("--expert-tensor-parallel-size",))
     if _devices(*sizes[len(SPLIT) :]) is None:
         why = f"how many devices there are is not known: {ranks.devices} here; give cluster.nodes and devices_per_node"

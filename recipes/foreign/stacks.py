@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tpshard.diagnostics.diagnostic import Exit, plural
@@ -25,6 +25,8 @@ class RankSizes:
     pp: int = 1
     sequence: bool = True
     """Whether what is between the products of tensor parallelism is sharded along the sequence."""
+    spread: bool = False
+    """Whether experts are spread over the ranks of `tp` too, each whole on one."""
     stores: tuple[str, ...] = ("fsdp", "ep", "cp")
     """The axes that shard what is stored; (): none does."""
 
@@ -38,6 +40,14 @@ class RankSizes:
         """Ranks with sequences of their own."""
         return self.dp * self.fsdp * self.ep
 
+    def with_whole_experts(self, ranks: int) -> RankSizes:
+        """These with whole experts over so many ranks of data and `tp`; unchanged where they do not hold them."""
+        outer = max(1, ranks // self.tp)
+        if ranks % self.tp or self.data % outer:
+            return self
+        rest = self.data // outer
+        return replace(self, dp=1 if self.stores else rest, fsdp=rest if self.stores else 1, ep=outer, spread=True)
+
     @property
     def mesh(self) -> dict[str, int]:
         """The mesh, outer to inner."""
@@ -48,8 +58,9 @@ class RankSizes:
     def rules(self) -> dict[str, Any]:
         """The mesh axes of each dim."""
         rules: dict[str, Any] = {"batch": ["dp", "fsdp", "ep"] if self.ep > 1 else ["dp", "fsdp"]}
-        rules |= dict.fromkeys(("vocab", "heads", "mlp"), "tp")
-        rules |= {"expert": "ep"} if self.ep > 1 else {}
+        rules |= dict.fromkeys(("vocab", "heads", *["mlp"] * (not self.spread)), "tp")
+        experts = ["ep"] * (self.ep > 1) + ["tp"] * self.spread
+        rules |= {"expert": experts if len(experts) > 1 else experts[0]} if experts else {}
         rules |= {"seq": "cp"} if self.cp > 1 else {}
         return rules | ({"seq_sp": cut} if (cut := self._cut) else {})
 

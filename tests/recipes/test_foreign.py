@@ -149,6 +149,21 @@ def test_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not (tmp_path / "made").exists()
 
 
+@pytest.mark.parametrize(("shared", "left"), [("", set()), ("64", {"--moe-shared-expert-intermediate-size"})])
+def test_megatron_s_whole_experts_are_over_tp_too(shared: str, left: set[str]) -> None:
+    """Beside --expert-tensor-parallel-size 1 no expert is cut, and ranks of tp hold experts of their own."""
+    flags = (
+        "--tensor-model-parallel-size 2 --expert-model-parallel-size 4 --sequence-parallel --num-experts 8 "
+        "--expert-tensor-parallel-size 1 --use-distributed-optimizer --ffn-hidden-size 64 --hidden-size 64 --swiglu"
+    )
+    more = f" --moe-shared-expert-intermediate-size {shared}" if shared else ""
+    translation, text = translated("megatron", f"torchrun --nproc-per-node 16 x.py --num-layers 2 {flags}{more}")
+    recipe = loads(text)
+    assert dict(recipe.mesh) == {"dp": 1, "fsdp": 4, "ep": 2, "tp": 2}
+    assert recipe.sharding.rules["expert"] == ("ep", "tp") and "mlp" not in recipe.sharding.rules
+    assert {name for name in names(translation) if "expert" in name} == left
+
+
 def test_axolotl() -> None:
     translation, text = translated("axolotl", AXOLOTL, cluster__devices_per_node=4)
     recipe = loads(text)
