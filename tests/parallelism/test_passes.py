@@ -133,6 +133,19 @@ def test_replicas_too() -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("mesh", ["{fsdp: 4}", "{dp: 2, fsdp: 2}"])
+def test_each_reduction_of_a_unit_runs_until_the_next_is_issued(mesh: str) -> None:
+    """Also beside the reductions of its shards among replicas, which hold no unsharded gradients."""
+    nodes = list(run(VARIANTS["all"], step_program(mesh)).graph.nodes)
+    places = {node: place for place, node in enumerate(nodes)}
+    calls = [node for node in nodes if node.op == "call_function" and (comm := info(node).comm) is not None
+             and (comm.kind, comm.of) == ("reduce_scatter", "gradient")]  # fmt: skip
+    issued = [places[node] for node in calls]
+    waited = [min(places[user] for user in node.users) for node in calls]
+    assert len(calls) > 2 and all(after < wait for after, wait in zip(issued[1:], waited))
+    assert all(wait < after for after, wait in zip(issued[2:], waited))
+
+
 def test_what_the_forward_pass_reads_last_is_not_gathered_again() -> None:
     def gathered(*made: Pass) -> Counter[str]:
         return Counter(comm.value[0] for comm in run(made, step_program()).collectives if comm.of == "parameter")
