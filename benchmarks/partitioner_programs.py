@@ -56,6 +56,17 @@ class Torch:
     def upsample(self, x: Any, w: Any, stride: int) -> Any:
         return F.conv_transpose2d(x, w, None, stride, (w.shape[-1] - stride) // 2)
 
+    def unfold(self, x: Any, kernel: int, stride: int, padding: int) -> Any:
+        """The columns of images: [n, channels x kernel x kernel, positions]."""
+        return F.unfold(x, kernel, stride=stride, padding=padding)
+
+    def diagonal(self, x: Any) -> Any:
+        return torch.diagonal(x, 0, -2, -1)
+
+    def mirror(self, x: Any) -> Any:
+        """Images with one row more above and below, mirrored."""
+        return F.pad(x, (0, 0, 1, 1), mode="reflect")
+
     def pad(self, x: Any, before: int, after: int) -> Any:
         """Zeros around the first dim."""
         return F.pad(x, [0, 0] * (x.ndim - 1) + [before, after])
@@ -112,6 +123,17 @@ class Jax:
             x, w[:, :, ::-1, ::-1], (1, 1), [(around, around)] * 2, lhs_dilation=(stride, stride),
             dimension_numbers=("NCHW", "IOHW", "NCHW"),
         )  # fmt: skip
+
+    def unfold(self, x: Any, kernel: int, stride: int, padding: int) -> Any:
+        around = [(padding, padding)] * 2
+        columns = self.jax.lax.conv_general_dilated_patches(x, (kernel, kernel), (stride, stride), around)
+        return columns.reshape(*columns.shape[:2], -1)
+
+    def diagonal(self, x: Any) -> Any:
+        return self.jnp.diagonal(x, 0, -2, -1)
+
+    def mirror(self, x: Any) -> Any:
+        return self.jnp.pad(x, [(0, 0), (0, 0), (1, 1), (0, 0)], mode="reflect")
 
     def pad(self, x: Any, before: int, after: int) -> Any:
         return self.jnp.pad(x, [(before, after), *[(0, 0)] * (x.ndim - 1)])
@@ -231,6 +253,11 @@ def xp_conv(xp: Any, x: Any, w: Any) -> Any:
 
 def conv_grads(xp: Any, x: Any, w: Any) -> Any:
     return xp.grad(lambda x, w: (xp.conv(x, w) ** 2).sum(), (x, w))
+
+
+def unfold_grads(xp: Any, x: Any, w: Any) -> Any:
+    """The gradients of a convolution written as a product with columns."""
+    return xp.grad(lambda x, w: (xp.einsum("ok,nkl->nol", w, xp.unfold(x, 3, 1, 1)) ** 2).sum(), (x, w))
 
 
 def shift(xp: Any, s: Any) -> Any:
@@ -354,6 +381,14 @@ CASES: dict[str, Case] = {
                                  [(None, None, "x")]),
     "convolution, volumes in 2-d": Case(xp_conv, TWO, [((2, 8, 32, 32, 32), (None, None, "x", "y")),
                                                        ((8, 8, 3, 3, 3), ())], [(None, None, "x", "y")]),
+    "columns of patches": Case(lambda xp, x: xp.unfold(x, 4, 4, 0), ONE, IMAGES[:1], [(None, None, "x")]),
+    "columns, their product, gradients": Case(
+        unfold_grads, ONE, [((4, 16, 64, 64), (None, None, "x")), ((32, 144), ())], [(None, None, "x"), ()]
+    ),
+    "rows mirrored at the edges": Case(lambda xp, x: xp.mirror(x), ONE, IMAGES[:1]),
+    "diagonal": Case(lambda xp, x: xp.diagonal(x), TWO, [((8, 64, 64), (None, "x", "y"))]),
+    "cumulative sum, gradients": Case(lambda xp, x: xp.grad(lambda x: (xp.cumsum(x, 1) ** 2).sum(), (x,)), ONE,
+                                      [((B, E), (None, "x"))], [(None, "x")]),
     "convolution, channels": Case(xp_conv, ONE, [((4, 64, 32, 32), (None, "x")), ((64, 64, 3, 3), (None, "x"))],
                                   [(None, "x")]),
 }  # fmt: skip

@@ -202,12 +202,19 @@ def cat(op: Op) -> Rule:
     return with_windows(rule, windows, moving=True)
 
 
+def without_ones(op: Op) -> None:
+    """Rewrites a flip of dims of size 1 alone, which stay as they are, to a view, and leaves them out beside others."""
+    (x,), rank = op.operands, op.operands[0].rank
+    dims = [d for d in op.args[1] if x.shape[d % rank] != 1]
+    op.target, op.args = (op.target, (Ref(0), dims)) if dims else (aten.view.default, (Ref(0), list(x.shape)))
+
+
 def without_empty(op: Op) -> None:
-    """Removes operands that are empty along the concatenated dim."""
+    """Removes operands that are empty along the concatenated dim; one operand alone is a view."""
     dim = (op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)) % op.results[0].rank
     nonempty = [value for value in op.operands if value.rank > dim and value.shape[dim]]
     alike = all(value.dtype == op.results[0].dtype for value in op.operands)
-    if alike and nonempty and len(nonempty) < len(op.operands):
+    if alike and nonempty and (len(nonempty) < len(op.operands) or len(nonempty) == 1):
         op.args, op.kwargs, op.operands = ([Ref(i) for i in range(len(nonempty))], dim), {}, nonempty
         if len(nonempty) == 1:
             op.target, op.args = aten.view.default, (Ref(0), list(op.results[0].shape))
@@ -320,7 +327,7 @@ OPS: Table = {
     aten.slice_scatter: Entry(slice_scatter),
     aten.cat: Entry(cat, canonical=without_empty),
     aten.constant_pad_nd: Entry(pad),
-    aten.flip: Entry(flip),
+    aten.flip: Entry(flip, canonical=without_ones),
     aten.roll: Entry(roll, inlined=True),
     aten.tril: Entry(triangle),
     aten.triu: Entry(triangle),

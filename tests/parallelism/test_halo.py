@@ -100,6 +100,14 @@ def test_windows_of_images_send_what_overlaps() -> None:
     assert {c.kind for c in program.collectives} == {"permute"}
 
 
+def test_padding_with_one_row_of_the_tensor_sends_rows_alone() -> None:
+    """A flip of one row is that row, and so is a join of one tensor: nothing needs it whole."""
+    x = rand(2, 16, 12)
+    for mode in ("reflect", "replicate"):
+        program = same(lambda x, mode=mode: F.pad(x, (0, 0, 1, 1), mode=mode), [x[None]], FOUR, [(None, None, "x")])
+        assert {c.kind for c in program.collectives} == {"permute"}
+
+
 def test_a_diagonal_lies_where_the_rows_are() -> None:
     x, squares = rand(3, 8, 8), Mesh({"x": 2, "y": 2})
     assert not same(lambda x: x.diagonal(0, 1, 2), [x], FOUR, [(None, "x")]).collectives
