@@ -2,7 +2,7 @@
 
 A linear layer and an embedding add what their adapter computes to their result. Experts and routers add the product of
 both factors to their weights, since their weights are read and not their modules called. Both are PEFT's arithmetic. A
-server's linear layers have adapters in several slots, and each row names the slot of its own.
+server's linear layers and embeddings have adapters in several slots, and each row names the slot of its own.
 """
 
 from __future__ import annotations
@@ -84,6 +84,21 @@ class _Slots(AdaptedLayer):
         return own + expert_linear(expert_linear(x.unsqueeze(-2), slots, self.lora_A), slots, self.lora_B).squeeze(-2)
 
 
+class _TableSlots(AdaptedLayer):
+    row_slots: RowSlots
+
+    def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """ids: [1, rows] -> [1, rows, width]. A row reads the columns of all slots, of which one counts."""
+        own: Tensor = super().forward(ids, *args, **kwargs)  # type: ignore[operator]
+        if self.row_slots.of_rows is None:
+            return own
+        slots, numbers = self.row_slots.of_rows.reshape(*ids.shape, 1), torch.arange(self.lora.slots, device=ids.device)
+        of_all = F.embedding(ids, self.lora_A.flatten(0, 1).t()).unflatten(-1, (self.lora.slots, self.lora.rank))
+        mine = (of_all * (slots == numbers).unsqueeze(-1)).sum(-2)
+        added = expert_linear(mine.unsqueeze(-2), slots, self.lora_B).squeeze(-2)
+        return own + added * getattr(self, "embed_scale", 1.0)
+
+
 def _row_norms(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     """The norm of each row of an adapted weight, of which no gradient is taken (Liu et al. 2024, section 4.3)."""
     whole = (weight + scaling * (b @ a)).detach()
@@ -100,7 +115,7 @@ def adapt(model: nn.Module, adapter: Adapter) -> None:
     module: Any = model.get_submodule(adapter.layer.path)
     layer = adapter.layer
     kind = _Weight if layer.experts or layer.router else _Table if layer.table else _Linear
-    mixed = _Slots if adapter.slots else kind
+    mixed = kind if not adapter.slots else _TableSlots if layer.table else _Slots
     module.__class__ = _adapted_class(module.__class__, mixed)
     # alike in layers that are alike
     module.lora = replace(adapter, layer=replace(layer, path="", theirs="", parameter=""), wrapper="")

@@ -77,7 +77,6 @@ def open_adapters(folder: Path, spec: ModelSpec, slots: Slots | None = None) -> 
     for wrong, what in (
         (opened.spec.lora.dora, "`use_dora`"), (opened.spec.saved, "`modules_to_save`"),
         (any(one.layer.experts or one.layer.router for one in adapters.values()), "adapters of experts or routers"),
-        (any(one.layer.table for one in adapters.values()), "adapters of embeddings"),
     ):  # fmt: skip
         if wrong:
             raise UnservedError(f"{folder / CONFIG}: {what} cannot be served beside other adapters", MERGE)

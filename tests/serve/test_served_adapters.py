@@ -38,6 +38,7 @@ from web import web
 LORAS = {
     "all": Lora(rank=4, alpha=6.0, alpha_pattern={"o_proj": 3.0}),
     "some": Lora(rank=2, alpha=4.0, targets=("q_proj", "down_proj"), use_rslora=True),
+    "table": Lora(rank=3, alpha=4.0, targets=("embed_tokens", "v_proj")),
 }
 FEW = ("serve.requests=8", "serve.step_tokens=8")
 LENGTHS = (2, 9)
@@ -142,7 +143,7 @@ def test_each_row_of_a_batch_has_its_own_adapter(
 ) -> None:
     runner = runner_of(base, f"serve.mesh={{tp: {tp}}}", named(folders), kind=kind)
     tokens, scores, _ = answers(runner, loaded(runner, folders))
-    assert tokens == expected[0] and len({tuple(one) for one in tokens[1::2]}) == 3
+    assert tokens == expected[0] and len({tuple(one) for one in tokens[1::2]}) == 4
     assert scores == pytest.approx(expected[1], abs=2e-5)
 
 
@@ -170,7 +171,7 @@ def test_a_cached_prefix_belongs_to_one_version_of_an_adapter(base: Path, folder
             engine.step()
         return sequence.cached
 
-    assert [cached(one) for one in (*adapters, *adapters)] == [0, 0, 0, 32, 32, 32]
+    assert [cached(one) for one in (*adapters, *adapters)] == [0] * 4 + [32] * 4
     first = adapters[1]
     assert first is not None
     assert cached(replace(first, root=b"another version!")) == 0
