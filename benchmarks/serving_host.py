@@ -7,7 +7,9 @@ The server's runner computes nothing: its step sleeps until `--step` millisecond
 computes, and answers with the tokens of a text. All else is the server: its engine, its event loop, its sockets. The
 clients are one process beside it, which only counts bytes. CPU times are of threads, in user and system mode: `loop` is
 the thread of the event loop and `engine` the engine's. `between` is the time between two tokens of one stream, and
-`first` that to the first token, of medians of all streams. All are per step; shown is the median of the repeats.
+`first` that to the first token, of medians of all streams. `gap` is the time from the end of a step to the begin of the
+next, in which a GPU would wait, and `alone` that of an engine whose tokens nobody sends: what their difference is, a
+process of its own for HTTP could save at most. All are per step; shown is the median of the repeats.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import statistics
 import tempfile
 import threading
 import time
+from collections.abc import MutableSequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,6 +31,7 @@ import numpy as np
 import psutil
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tpshard.models.folders.folder_tokenizer import FolderTokenizer
+from tpshard.programs.scheduling.request import Event, Sampling, Sequence
 from tpshard.serve.api.access import Access
 from tpshard.serve.api.app import Server, make_app
 from tpshard.serve.api.http import bind, run
@@ -44,20 +48,28 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 ROUTES = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
+Gaps = MutableSequence[float]
+"""Seconds between steps, the newest in place of the oldest."""
+
+
 class IdleRunner:
     """A runner that sleeps for each step, and says the tokens of a text one after another."""
 
     blocks, block_size, max_rows, max_logit_rows, max_seq, chunks, slots = 8192, 16, 512, 256, 2048, None, 0
 
-    def __init__(self, text: list[int], vocab: int, step_s: float) -> None:
+    def __init__(self, text: list[int], vocab: int, step_s: float, gaps: Gaps) -> None:
         self.text, self.vocab, self.step_s = np.array(text, dtype=np.float64), vocab, step_s
+        self.gaps, self.steps, self.ended = gaps, 0, 0.0
 
     def step(self, batch: StepInput, picks: Picks) -> Picked:
         began = time.perf_counter()
+        self.gaps[self.steps % len(self.gaps)] = began - self.ended
+        self.steps += 1
         table = np.zeros((len(batch.logit_rows), 3 + 2 * picks.most))
         table[:, 0] = 1
         table[:, 1] = self.text[batch.positions[batch.logit_rows] % len(self.text)]
         time.sleep(max(0.0, self.step_s - (time.perf_counter() - began)))
+        self.ended = time.perf_counter()
         return Picked(table)
 
     def adapt(self, slot: int, folder: str) -> None: ...
@@ -82,10 +94,10 @@ def write_tokenizer(folder: Path, text: str) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def serve(folder: Path, text: str, step_s: float, ready: Connection) -> None:
+def serve(folder: Path, text: str, step_s: float, gaps: Gaps, ready: Connection) -> None:
     """The server, until it is terminated; tells its port and the numbers of its threads."""
     tokenizer = FolderTokenizer(folder)
-    runner = IdleRunner(tokenizer.encode(text), tokenizer.size, step_s)
+    runner = IdleRunner(tokenizer.encode(text), tokenizer.size, step_s, gaps)
     service = Service(lambda: runner, Limits(running=256, queue=1024), Metrics())
     service.start()
     pool = PreprocessPool(PreprocessSetup(str(folder), None, tokenizer.chat_template, "text", {}))
@@ -96,6 +108,25 @@ def serve(folder: Path, text: str, step_s: float, ready: Connection) -> None:
         run(app, service, sock, lambda: ready.send((sock.getsockname()[1], threading.get_native_id(), engine)))
     finally:
         pool.close()
+
+
+def alone(streams: int, new: int, step_s: float) -> float:
+    """Seconds between the steps of an engine whose tokens are dropped."""
+
+    def drop(events: list[Event]) -> None:
+        for event in events:
+            if event.finish is not None:
+                ended.release()
+
+    runner, ended = IdleRunner([5, 6, 7], 1000, step_s, [0.0] * (new // 2)), threading.Semaphore(0)
+    service = Service(lambda: runner, Limits(running=256), Metrics())
+    service.start()
+    sequences = [Sequence((1, 2, 3), Sampling(temperature=0), new) for _ in range(streams)]
+    service.submit(sequences, drop)
+    for _ in sequences:
+        ended.acquire()
+    service.close()
+    return statistics.median(runner.gaps)
 
 
 def ask(results: Connection, port: int, kind: str, new: int, logprobs: int | None) -> None:
@@ -150,7 +181,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         write_tokenizer(Path(place), text)
         ready, told = context.Pipe(duplex=False)
-        server = context.Process(target=serve, args=(Path(place), text, options.step / 1e3, told))
+        gaps, step_s = context.Array("d", options.new // 2, lock=False), options.step / 1e3
+        server = context.Process(target=serve, args=(Path(place), text, step_s, gaps, told))
         server.start()
         clients, theirs = context.Pipe()
         try:
@@ -162,9 +194,13 @@ def main() -> None:
             assert server.pid is not None
             threads = {"loop": loop, "engine": engine}
             for count in options.streams:
-                rows = [measure(count, options.new, server.pid, threads, clients) for _ in range(options.repeat + 1)]
+                rows = []
+                for _ in range(options.repeat + 1):
+                    row = measure(count, options.new, server.pid, threads, clients)
+                    row |= {"gap": 1e3 * statistics.median(gaps), "alone": 1e3 * alone(count, options.new, step_s)}
+                    rows.append(row)
                 record.rows += rows[1:]  # the first warms
-                for name in ("user", "system", "loop.user", "engine.user", "between", "first"):
+                for name in ("user", "system", "loop.user", "engine.user", "gap", "alone", "between", "first"):
                     record.figure(f"{name}.{count}", [row[name] for row in rows[1:]], "ms")
         finally:
             server.terminate()
