@@ -82,7 +82,9 @@ class PeftFolder:
         for name, (_, entry) in self.stored.items():
             if self._is_of_base(name):
                 continue
-            if name not in expected:
+            if name not in expected and ".base_layer." in name:
+                wrong.append(f"`{name}` is not the base's own")
+            elif name not in expected:
                 wrong.append(f"`{name}` belongs to no adapter that adapter_config.json names")
             elif entry["shape"] != list(expected[name]):
                 wrong.append(f"`{name}` is {entry['shape']}, the model makes it {list(expected[name])}")
@@ -93,15 +95,17 @@ class PeftFolder:
             raise ValueError(f"{self.folder} holds adapters of another model: {'; '.join(wrong[:3])}{more}")
 
     def _is_of_base(self, name: str) -> bool:
-        """Whether a tensor is the weight below an adapter of the head, which PEFT saves too, as the base has it."""
+        """Whether a tensor is the weight below an adapter of the head or of embeddings, which PEFT saves too, as the
+        base has it, perhaps rounded."""
         module, of_base, leaf = name.partition(".base_layer.")
         path = next((p for p, one in self.spec.adapters.items() if module in one.layer.names), None)
         shape = self.spec.base.shapes.get(f"{path}.{leaf}")
         if not of_base or shape is None or self.stored[name][1]["shape"] != list(shape):
             return False
         stored = self._tensor(name)
-        own = self.spec.base.initial_block(f"{path}.{leaf}", [0] * len(shape), shape, 0)
-        return torch.equal(stored, own.to(stored.dtype))
+        weights, place = self.spec.base.weights, (f"{path}.{leaf}", [0] * len(shape), shape)
+        own = self.spec.base.initial_block(*place, 0) if weights is None else weights.block(*place)
+        return torch.equal(stored, own.to(stored.dtype)) or torch.equal(stored.to(own.dtype), own)  # either is rounded
 
     def _tensor(self, name: str) -> Tensor:
         """A tensor of the file, by its name in `stored`."""

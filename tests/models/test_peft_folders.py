@@ -9,6 +9,7 @@ from typing import Any
 import architectures
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tpshard.models.adapters.adapted_model import AdaptedModel
 from tpshard.models.adapters.lora import Lora, LoraError
 from tpshard.models.adapters.merging import merged_blocks
@@ -171,6 +172,23 @@ def test_adapters_of_parameters_are_those_of_peft(name: str, settings: dict[str,
     if adapters.spec.lora is not None and adapters.spec.lora.parameters:
         with pytest.raises(ValueError, match="not written again"):
             write_peft(adapters.spec, adapters.read, tmp_path / "again", base=str(place))
+
+
+def test_a_weight_that_peft_saves_too_is_the_bases_own_also_rounded(tmp_path: Path) -> None:
+    """Such as over the quantized folder of a base, whose embeddings are of another type."""
+    _, _, folder = written(tmp_path, "llama", Lora(2, 2.0, ("embed_tokens",)))
+    file = folder / "adapter_model.safetensors"
+    tensors, own = load_file(file), architectures.values("llama")["model.embed_tokens.weight"].float()
+    rounded = architectures.folder(tmp_path / "half", "llama", weights=True)
+    save_file({name: one.half() for name, one in load_file(rounded / "model.safetensors").items()},
+              rounded / "model.safetensors")  # fmt: skip
+    for weight, says in ((own, None), (own + 0.01, "is not the base's own")):
+        save_file(tensors | {"base_model.model.model.embed_tokens.base_layer.weight": weight}, file)
+        if says is None:
+            assert PeftFolder.of(folder, open_model(rounded)).places
+            continue
+        with pytest.raises(ValueError, match=says):
+            PeftFolder.of(folder, open_model(rounded))
 
 
 def test_experts_with_a_rank_of_their_own_are_not_written(tmp_path: Path) -> None:
