@@ -194,6 +194,9 @@ def _text(row: dict[str, str], mesh: dict[str, int]) -> str:
         ranks = replace(ranks, **experts)
         # Megatron spreads them over the ranks of tp too
         rules = ranks.rules | ({"expert": ["fsdp", "tp"]} if experts["ep"] == 1 else {})
+        if mesh["tp"] > 1 and row["stack"].startswith("Megatron-Core"):  # its scripts: --expert-tensor-parallel-size 1
+            ranks = replace(ranks, ep=1, fsdp=data).with_whole_experts(mesh["ep"])
+            rules = ranks.rules
     sizes = {axis: getattr(ranks, axis) for axis in ("pp", "fsdp", "ep", "cp", "tp")}
     pipeline = ""
     if mesh["pp"] > 1:
@@ -213,6 +216,8 @@ def _text(row: dict[str, str], mesh: dict[str, int]) -> str:
         rank = 16 * int((re.findall(r"(\d+) adapters", row["lora"]) or ["1"])[0])
         lora = f"adapters: {{lora: {{rank: {rank}, alpha: 32}}}}"
     accumulate = "{gather: step, reduce: last}" if megatron else "{dtype: bf16}" if automodel else "{}"
+    fused = megatron or composer or row["stack"].startswith("Megatron")  # by kernels of its own
+    compiled = "inductor" if fused else "blocks" if row["compile"] == "1" or automodel else "eager"
     return f"""
 name: row
 cluster: {{device: {device_of(row)}, nodes: {max(1, gpus // per_node)}, devices_per_node: {min(gpus, per_node)}}}
@@ -231,6 +236,6 @@ fsdp:
   reshard_after_forward: {str(row["zero"] != "2").lower()}
   accumulate: {accumulate}
 remat: {_remat(row)}
-compile: {"inductor" if megatron or composer else "blocks" if row["compile"] == "1" or automodel else "eager"}
+compile: {compiled}
 batch: {{global_sequences: {micro * times * ranks.data}, per_device: {micro}}}
 {pipeline}"""
