@@ -122,13 +122,15 @@ class Reasons:
 
 def _of_attention(value: Value, step: ReshardStep, reader: Op) -> bool:
     """Whether a step exchanges a sharded sequence for sharded heads before attention, or back behind it, or gathers the
-    ids of its documents.
+    sequence of keys, values or documents' ids.
 
     Whoever shards the sequence asks for one of the ways to attend to all of it; see `rules.sequence`.
     """
     before, behind = (op is not None and _attends(op) for op in (reader, value.producer))
-    ids = not value.dtype.is_floating_point
-    return (step.kind == "exchange" and (before or behind)) or (step.kind == "gather" and before and ids)
+    if step.kind == "gather" and before:
+        length = 3 - entry_of(reader.target).heads_dim if value.rank == 4 else 1
+        return all(source == length for _, source, _ in step.parts)
+    return step.kind == "exchange" and (before or behind)
 
 
 def _attends(op: Op) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import tpshard
 from fake_gpu import run_on_fake_gpu
 from tpshard.parallelism import Mesh, partition
 from tpshard.parallelism.sharding import Layout
@@ -22,6 +23,10 @@ CASES = {
     "muon": ("quickstart", "model.layers=2", "optimizer.name=muon", "mesh={tp: 2}"),
     "lion": ("tiny", "model.layers=1", "optimizer.name=lion"),
     "sequence": ("quickstart", "model.layers=1", "sharding.rules.seq=tp"),
+    "mirrored": (
+        "tiny", "mesh={cp: 2}", "sharding={rules: {seq: cp}}", "model.layers=1", "model.seq_len=4096", "model.heads=3",
+        "model.kv_heads=3", "model.max_seq=4096",
+    ),
     "experts": ("moe", "model.layers=1"),
     "halos": ("unet",),
     "conformer": ("conformer", "model.args.layers=1"),
@@ -32,7 +37,7 @@ CASES = {
     "llama3-8b": ("llama3-8b", "model.layers=1"),
     "granite-20b": ("granite-20b", "model.layers=1"),
     "dense-2d": ("dense-2d", "model.layers=1"),
-}
+}  # fmt: skip
 """Each shipped recipe of another kind, with few layers, and ways to shard that no shipped recipe has."""
 
 
@@ -41,6 +46,17 @@ def test_a_training_program_has_all_tensors_on_its_device(case: str) -> None:
     name, *overrides = CASES[case]
     for program in training.build(Setting.of(load(name, overrides))).programs.values():
         run_on_fake_gpu(program, program.mesh.ranks - 1)
+
+
+def test_a_long_sequence_on_gpus_is_planned() -> None:
+    """Its devices have equally much attention to compute, and what they send for it is asked for."""
+    name, *overrides = CASES["mirrored"]
+    gpus = "cluster={device: h100-sxm-80g, nodes: 1, devices_per_node: 2}", "model.dtype=bf16", "model.head_dim=128"
+    longer = "model.seq_len=131072", "model.max_seq=131072", "batch={global_sequences: 1, per_device: 1}"
+    plan = tpshard.plan(load(name, [*overrides, *gpus, *longer]))
+    assert plan.flop_efficiency == pytest.approx(1, abs=0.01)
+    sent = [c for c in plan.to_json()["collectives"] if c["of"] == "activation"]
+    assert "permute" in {c["kind"] for c in sent} and all(c["asked"] for c in sent)
 
 
 SERVED = {
