@@ -163,7 +163,9 @@ class FolderWeights:
             model, loading = cls.from_pretrained(self.folder, use_safetensors=True, local_files_only=True, **options)
         else:
             in_this_thread = mock.patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1")  # where the mode is active
-            with fake_mode(), in_this_thread:
+            # a module's `.to` swaps fake parameters, which cannot be where something refers to them; shapes stay
+            unswapped = mock.patch("torch.utils.swap_tensors", lambda *_: None)
+            with fake_mode(), in_this_thread, unswapped:
                 shapes = {name: torch.empty(self.tensors.shape(name)) for name in self.tensors.names()}
                 model, loading = cls.from_pretrained(None, state_dict=shapes, **options)
         for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
