@@ -302,10 +302,10 @@ def text_errors(recipe: Recipe) -> list[Diagnostic]:
             else:
                 require_tokenizer(value, where=where)
         except Mistakes as mistakes:
-            named = recipe.source_key(number) if key == "source" else "data.tokenizer"
+            named_by = recipe.source_key(number) if key == "source" else "data.tokenizer"
             elsewhere = Diagnostic(
                 f"{value} is not on this machine", severity="warning", where=where,
-                why="`train` needs it on every host", fix=f"correct `{named}`, unless the recipe is for other hosts",
+                why="`train` needs it on every host", fix=f"correct `{named_by}`, unless the recipe is for other hosts",
             )  # fmt: skip
             diagnostics += [elsewhere] if _is_elsewhere(value) else mistakes.diagnostics
     return diagnostics
