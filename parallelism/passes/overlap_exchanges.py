@@ -1,9 +1,10 @@
-"""A pass that computes products of a layer while tokens travel to experts and back (GShard's dispatch and combine)."""
+"""A pass that computes products while activations travel: tokens to experts and back, shards between tensor ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from torch import fx
 from tpshard.parallelism.graph import Layer
@@ -18,15 +19,18 @@ _PRODUCTS = ("matmul", "attention", "attention_backward")
 def overlap_exchanges(program: Program) -> Program:
     """Computes products of a layer between the issue and the wait of each of its exchanges of activations.
 
-    Exchanges are all-to-alls, and the gathers and reduce-scatters of experts that drop no token. The products neither
-    feed an exchange nor need its result: those of a shared expert, and in the backward pass also gradients of weights.
+    Exchanges are the collectives of activations and of their gradients, except permutes. The products neither feed an
+    exchange nor need its result: those of a shared expert, and in the backward pass gradients of weights (GShard's
+    dispatch and combine; Megatron-LM's gradients of column-parallel layers). The first exchange of a layer's backward
+    pass, for which that layer has no product, takes from the layer before it.
     Exchanges share them in proportion to their bytes. Collectives stay as they are, and the order depends only on the
-    program, so that it is the same on every rank. Memory grows by the operands and
-    results of the moved products, which live longer.
+    program, so that it is the same on every rank. Memory grows by the operands and results of the moved products, which
+    live longer.
     """
     between: dict[fx.Node, list[fx.Node]] = {}
     for half in _halves(program):
-        between.update(half.deal_products())
+        for end, products in half.deal_products().items():
+            between.setdefault(end, []).extend(products)
     if not between:
         return program.with_new_order()
     order = NodeOrder(program.graph)
@@ -62,9 +66,20 @@ class _Half:
     waits: list[int] = field(default_factory=list)
     """The waits of exchanges."""
 
+    def lend_first(self, earlier: _Half) -> None:
+        """Gives the first exchange to an earlier half if nothing is computed here that does not need its result."""
+        window = range(self.members[0], self.members[-1] + 1)
+        after = _after(self.nodes, window, self.nodes[self.waits[0]])
+        needed = _before(self.nodes, window, self.nodes[self.waits[0]])
+        if all(product in after or product in needed for product in self.products()):
+            earlier.waits.append(self.waits.pop(0))
+
+    def products(self) -> list[fx.Node]:
+        return [self.nodes[i] for i in self.members if entry_of(self.nodes[i].target).work in _PRODUCTS]
+
     def deal_products(self) -> dict[fx.Node, list[fx.Node]]:
         """Distributes the products over the waits; returns the products to compute before each wait."""
-        window = range(self.members[0], self.members[-1] + 1)
+        window = range(self.members[0], max(self.members[-1], self.waits[-1]) + 1)
         issues = [self.nodes[i].all_input_nodes[0] for i in self.waits]
         needed = [_before(self.nodes, window, issue) for issue in issues]
         after = [_after(self.nodes, window, self.nodes[i]) for i in self.waits]
@@ -74,17 +89,17 @@ class _Half:
             issued = (j for j, issue in enumerate(issues) if at[issue] < self.waits[turn])
             return not any(product in needed[j] for j in issued) and not any(product in a for a in after[turn:])
 
-        products = [self.nodes[i] for i in self.members if entry_of(self.nodes[i].target).work in _PRODUCTS]
-        free = {p: [fits(p, turn) for turn in range(len(issues))] for p in products}
-        left = [p for p in products if any(free[p])]
-        work = sum(info(p).flops for p in left)
-        sizes = [_bytes(issue) for issue in issues]
+        free = {p: [fits(p, turn) for turn in range(len(issues))] for p in self.products()}
+        left = [p for p in free if any(free[p])]
+        sizes = [_bytes(issue) if any(free[p][turn] for p in left) else 0 for turn, issue in enumerate(issues)]
         out: dict[fx.Node, list[fx.Node]] = {}
         for turn, i in enumerate(self.waits):
-            share, flops = work * sizes[turn] / sum(sizes), 0.0
-            last = turn == len(self.waits) - 1
+            if not sizes[turn]:
+                continue
+            work = sum(info(p).flops for p in left if any(free[p][turn:]))
+            share, flops = work * sizes[turn] / sum(sizes[turn:]), 0.0
             for product in [p for p in left if free[p][turn]]:
-                if not last and any(free[product][turn + 1 :]) and flops + info(product).flops / 2 > share:
+                if any(free[product][turn + 1 :]) and flops + info(product).flops / 2 > share:
                     break  # this product and later ones go to later waits
                 flops += info(product).flops
                 out.setdefault(self.nodes[i], []).append(product)
@@ -103,34 +118,17 @@ def _halves(program: Program) -> Iterable[_Half]:
             continue
         half = halves.setdefault((place.layer, place.phase == "forward"), _Half(nodes))
         half.members.append(i)
-        if node.target is wait and _is_exchange(node.all_input_nodes[0], node):
+        if node.target is wait and _is_exchange(node.all_input_nodes[0]):
             half.waits.append(i)
-    return [half for half in halves.values() if half.waits]
+    exchanging = [half for half in halves.values() if half.waits]
+    for earlier, half in pairwise(exchanging):
+        half.lend_first(earlier)
+    return [half for half in exchanging if half.waits]
 
 
-def _is_exchange(issue: fx.Node, waited: fx.Node) -> bool:
+def _is_exchange(issue: fx.Node) -> bool:
     comm = info(issue).comm
-    if comm is None or comm.of in ("parameter", "gradient"):
-        return False
-    if comm.kind == "all_gather":
-        return _reaches_experts(waited, lambda node: list(node.users))
-    if comm.kind == "reduce_scatter":
-        return _reaches_experts(issue, lambda node: node.all_input_nodes)
-    return comm.kind == "all_to_all"
-
-
-def _reaches_experts(node: fx.Node, onward: Callable[[fx.Node], list[fx.Node]]) -> bool:
-    """Whether a path along `onward`, through nodes that only move data, leads to a product of routed experts."""
-    queue = onward(node)
-    while queue:
-        near = queue.pop()
-        if near.op != "call_function":
-            continue
-        if entry_of(near.target).routed:
-            return True
-        if info(near).flops == 0 and info(near).comm is None:
-            queue.extend(onward(near))
-    return False
+    return comm is not None and comm.of not in ("parameter", "gradient") and comm.kind != "permute"
 
 
 def _bytes(issue: fx.Node) -> int:

@@ -1,4 +1,4 @@
-"""A shared expert is computed while tokens travel to the routed experts and back, and nothing else changes."""
+"""Products are computed while activations travel to experts and back or between tensor ranks; nothing else changes."""
 
 from __future__ import annotations
 
@@ -30,25 +30,45 @@ model:
    vocab: 32, experts: 4}
 batch: {global_sequences: 4}
 """
+TENSOR = """
+name: tensor
+cluster: {device: cpu}
+mesh: {fsdp: 2, tp: 2}
+model: {preset: tiny, layers: 3, seq_len: 8, width: 16, heads: 4, kv_heads: 2, head_dim: 4, mlp: 32, vocab: 32}
+sharding: {rules: {batch: fsdp, heads: tp, mlp: tp, SEQUENCE}ANNOTATE}
+batch: {global_sequences: 4}
+"""
 CAPACITIES = ("2.0", "null")
 
 
 @cache
 def programs(capacity: str) -> tuple[Program, Program]:
     """A micro-batch's program before and after the pass."""
-    whole = step_programs.micro_program(Setting.of(loads(RECIPE.replace("CAPACITY", capacity))))
+    return before_and_after(RECIPE.replace("CAPACITY", capacity))
+
+
+@cache
+def tensor_programs(sequence: bool) -> tuple[Program, Program]:
+    """The same of dense layers over tensor ranks. sequence: the residual stream is sharded over the sequence."""
+    annotate = ", annotate: {layers.*.residual: [batch, seq_sp, embed]}" if sequence else ""
+    text = TENSOR.replace(", SEQUENCE", ", seq_sp: tp" if sequence else "").replace("ANNOTATE", annotate)
+    return before_and_after(text)
+
+
+def before_and_after(recipe: str) -> tuple[Program, Program]:
+    whole = step_programs.micro_program(Setting.of(loads(recipe)))
     plain = run([partial(recompute, keep=keep_selected())], whole)
     return plain, run([overlap_exchanges], plain)
 
 
-def products(program: Program, phase: str) -> tuple[list[list[fx.Node]], list[fx.Node]]:
-    """The products between the issue and the wait of each exchange over `ep`, and those of the shared expert."""
+def products(program: Program, phase: str, axis: str = "ep") -> tuple[list[list[fx.Node]], list[fx.Node]]:
+    """The products between the issue and the wait of each exchange over `axis`, and those of the shared expert."""
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
     matmuls = {node for node in nodes if node.target in (aten.mm.default, aten.bmm.default)}
     hidden = []
     for i, node in enumerate(nodes):
         comm = info(node).comm
-        if comm is not None and comm.axes == ("ep",) and comm.of == "activation" and info(node).phase == phase:
+        if comm is not None and comm.axes == (axis,) and comm.of == "activation" and info(node).phase == phase:
             end = next(j for j in range(i, len(nodes)) if nodes[j].target is wait and nodes[j].args[0] is node)
             hidden.append([one for one in nodes[i:end] if one in matmuls])
     return hidden, [n for n in nodes if n in matmuls and ".shared." in info(n).module and info(n).phase == phase]
@@ -73,9 +93,26 @@ def test_tokens_travel_as_the_page_says(capacity: str, kinds: set[str]) -> None:
     assert capacity == "null" or len(moved) == 4
 
 
+@pytest.mark.parametrize("sequence", [True, False])
+def test_gradients_of_weights_are_computed_while_those_of_activations_travel(sequence: bool) -> None:
+    """Between tensor ranks. Only the last layer's first exchange has no product before it."""
+    plain, overlapped = tensor_programs(sequence)
+    assert not any(products(plain, "backward", "tp")[0])
+    beside = products(overlapped, "backward", "tp")[0]
+    assert [bool(some) for some in beside] == ([False, *[True] * 11] if sequence else [True] * 6)
+
+
 @pytest.mark.parametrize("capacity", CAPACITIES)
 def test_collectives_stay_and_no_bit_changes(capacity: str) -> None:
-    plain, overlapped = programs(capacity)
+    check_equal(*programs(capacity))
+
+
+@pytest.mark.parametrize("sequence", [True, False])
+def test_collectives_between_tensor_ranks_stay_and_no_bit_changes(sequence: bool) -> None:
+    check_equal(*tensor_programs(sequence))
+
+
+def check_equal(plain: Program, overlapped: Program) -> None:
     counts = [Counter((c.kind, c.axes, c.of, c.bytes) for c in program.collectives) for program in (plain, overlapped)]
     assert counts[0] == counts[1]
     generator = torch.Generator().manual_seed(0)

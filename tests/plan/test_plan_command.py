@@ -258,7 +258,7 @@ def test_passes_are_shown_one_by_one(small, capsys):
     assert len({*counts[1:4]}) == 1 and counts[4] < counts[3] and len({*counts[4:]}) == 1  # only buckets merge them
     assert tpshard(["plan", "small.yaml", "--passes"]) == Exit.DONE
     shown = capsys.readouterr().out.splitlines()
-    assert len(shown) == len(rows) + 1 and shown[1].startswith("as partitioned") and shown[9].startswith("prefetch")
+    assert len(shown) == len(rows) + 1 and shown[1].startswith("as partitioned") and shown[10].startswith("prefetch")
     assert [p.name for p in small.parent.iterdir()] == ["small.yaml"]
     assert tpshard(["plan", "small.yaml", "--passes", "--for", "decode"]) == Exit.USAGE
 
