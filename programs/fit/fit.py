@@ -26,9 +26,9 @@ from tpshard.recipes.keys.schema import Recipe
 
 SAVED_OPERATIONS = frozenset({
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward", "addmm",
-    "attention", "attention_part", "baddbmm", "bmm", "contract", "convolution", "delta_rule", "delta_rule_backward",
-    "dot", "expert_linear", "expert_outer", "experts", "experts_backward", "fp8_product", "mm", "mv",
-    "paged_attention", "paged_attention_lse", "paged_select_keys", "paged_selected_attention", "selective_scan",
+    "attention", "attention_backward", "attention_part", "baddbmm", "bmm", "contract", "convolution", "delta_rule",
+    "delta_rule_backward", "dot", "expert_linear", "expert_outer", "experts", "experts_backward", "fp8_product", "mm",
+    "mv", "paged_attention", "paged_attention_lse", "paged_select_keys", "paged_selected_attention", "selective_scan",
     "selective_scan_backward",
 })  # fmt: skip
 """The operations whose results a list of `remat` can name, in some model: those that their rules call saved."""
