@@ -202,7 +202,7 @@ def _text(
             told = [replace(d, fix=f"{d.fix}; {another}" if d.fix else another) for d in mistakes.diagnostics]
             raise Mistakes(told) from mistakes
     else:
-        corpus = open_text(source, Columns(data.column))
+        corpus = open_text(source, Columns(data.column), key="--text")
         opened = OpenedData(Mixture.of(corpus.train, tokenizer), ((corpus.held_out, tokenizer),), tokenizer)
 
     def join_batches(batches: Iterable[StepBatch]) -> Sequences:

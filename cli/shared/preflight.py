@@ -297,14 +297,15 @@ def text_errors(recipe: Recipe) -> list[Diagnostic]:
             if key == "source":
                 one = recipe.data.all_sources[number]
                 columns = columns_of(recipe, one)
-                text = open_text(value, columns, where=where, split=one.split).train
+                text = open_text(value, columns, where=where, split=one.split, key=recipe.source_key(number)).train
                 peek(text, recipe.data.bad_rows, learn=_learner(recipe, columns))
             else:
                 require_tokenizer(value, where=where)
         except Mistakes as mistakes:
+            named_by = recipe.source_key(number) if key == "source" else "data.tokenizer"
             elsewhere = Diagnostic(
                 f"{value} is not on this machine", severity="warning", where=where,
-                why="`train` needs it on every host", fix=f"correct `data.{key}`, unless the recipe is for other hosts",
+                why="`train` needs it on every host", fix=f"correct `{named_by}`, unless the recipe is for other hosts",
             )  # fmt: skip
             diagnostics += [elsewhere] if _is_elsewhere(value) else mistakes.diagnostics
     return diagnostics

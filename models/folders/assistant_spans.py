@@ -46,6 +46,8 @@ class ConversationRenderer:
         if marked is None:
             for i in answers:
                 spans.append(self._answer(messages, i, text, tools, spans[-1][1] if spans else 0))
+        for i in answers:
+            self._require_calls(messages[i], i, "".join(text[slice(*span)] for span in spans))
         ids, offsets = self.tokenizer.encode_with_offsets(text)
         spans = [self._with_end(span, text, ids, offsets, marked is not None) for span in spans]
         if any(messages[i].get("weight") == 0 for i in answers):
@@ -69,14 +71,31 @@ class ConversationRenderer:
             replaced = self._whole([*messages[:i], _other(messages[i])], tools)
             suffix = _shared(text[::-1], replaced[::-1])
             if not whole.startswith(text[: len(text) - suffix]):  # what is before it is written otherwise, too
-                call = text[_shared(text, replaced) : len(text) - suffix]
-                if (at := whole.find(call, after)) < 0:
-                    raise
-                return at, at + len(call)
+                return self._call(messages, i, whole, text[_shared(text, replaced) : len(text) - suffix], tools, after)
         if _MARK not in replaced:
             raise TemplateError(f"the chat template does not write message {i + 1}, an answer")
         changes = _shared(text, replaced)
         return self._start(messages[:i], text, tools, after, changes), max(changes, len(text) - suffix)
+
+    def _require_calls(self, message: Message, i: int, written: str) -> None:
+        """Raises TemplateError for an answer whose calls are left out, as some templates do beside a content."""
+        if (names := _called(message)) and not any(name in written for name in names):
+            beside = message.get("content") is not None and "tool_call" in self.template.source
+            hint = ", at least not beside a content that is not null" if beside else ""
+            raise TemplateError(f"message {i + 1} calls tools, which the chat template does not write{hint}")
+
+    def _call(
+        self, messages: Sequence[Message], i: int, text: str, written: str, tools: Any, after: int
+    ) -> Span:  # fmt: skip
+        """Where message `i`, which calls tools, stands in the text. written: what it adds to the messages up to it,
+        which may begin with more than it has in the whole conversation, such as thoughts."""
+        if (at := text.find(written, after)) >= 0:
+            return at, at + len(written)
+        begins = [at for at, character in enumerate(written) if character == "<"]
+        for rest in (written[at:] for at in begins if any(name in written[at:] for name in _called(messages[i]))):
+            if (at := text.find(rest, after)) >= 0:
+                return self._start(messages[:i], text, tools, after, at + len(rest)), at + len(rest)
+        raise TemplateError(f"message {i + 1} calls tools, and is written otherwise where results follow")
 
     def _start(self, before: Sequence[Message], text: str, tools: Any, after: int, changes: int) -> int:
         """Where the prompt of an answer ends in the text, in which the answer itself begins to differ at `changes`."""
@@ -128,6 +147,13 @@ class ConversationRenderer:
                 break
         blank = not marked and not closing and text.startswith(self._closing, end)
         return (start, end + len(self._closing)) if blank else span
+
+
+def _called(message: Message) -> list[str]:
+    """The names of the tools that a message calls, and the ids of its calls: a template may write one of them alone."""
+    calls = [call for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
+    named = [(call.get("id"), (call.get("function") or call).get("name")) for call in calls]
+    return [str(one) for pair in named for one in pair if one]
 
 
 def _other(message: Message) -> Message:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import secrets
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,7 +51,8 @@ class ChatTemplate:
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
         self.source, self.variables = source, dict(variables)
-        self._drops = cache(self._probe)
+        self._drops, self._reads_parts = cache(self._probe), cache(self._probe_parts)
+        self._reads_only_parts = cache(self._probe_text)
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True,
@@ -58,12 +60,13 @@ class ChatTemplate:
     ) -> str:  # fmt: skip
         """The prompt: up to where the assistant's answer begins, or to the end of the last message's text.
 
-        A role `developer` is rendered as `system` where the template does not know it. Raises only TemplateError.
+        A role `developer` is rendered as `system` where the template does not know it; a content in parts is the text
+        of these where the template does not read them. Raises only TemplateError.
         """
         renamed = [m | {"role": self._role(m["role"])} for m in map(dict, messages)]
         values = self.variables | variables | {"add_generation_prompt": add_generation_prompt}
         if continue_final_message:
-            renamed[-1]["content"] += f"{_MARK} "
+            renamed[-1]["content"] = _extended(self._with_text(renamed[-1])["content"], f"{_MARK} ")
             text, mark, after = self._render(renamed, values).rpartition(_MARK)
             if not mark:
                 raise TemplateError("the chat template does not write the last message, which is to be continued")
@@ -116,20 +119,42 @@ class ChatTemplate:
 
     def _probe(self, role: str) -> bool:
         """Whether the template renders, but drops, a message of this role."""
-        texts = [self._rendered(role), self._rendered(role, _CALL) if role == "tool" else ""]
-        return any(texts) and not any(_MARK in text for text in texts)
+        texts = self._probes(role, _MARK)
+        return any(texts) and not any(_MARK in text for text in texts) and not self._reads_parts(role)
 
-    def _rendered(self, role: str, before: Mapping[str, Any] | None = None) -> str:
-        """A short conversation with a message of the role, whose text is _MARK; "" where the template refuses it.
-        before: the message before it; some templates write the result of a tool only where it was called."""
-        marked, question = {"role": role, "content": _MARK}, {"role": "user", "content": "question"}
+    def _probe_text(self, role: str) -> bool:
+        """Whether the template writes a content in parts, and of a text nothing."""
+        return not any(_MARK in text for text in self._probes(role, _MARK)) and self._reads_parts(role)
+
+    def _probe_parts(self, role: str) -> bool:
+        """Whether the template writes the text of a content in parts, rather than the parts as data."""
+        as_data = re.compile(rf"""["']text["']\s*:\s*["']{_MARK}""")
+        return any(_MARK in text and not as_data.search(text) for text in self._probes(role, _parts(_MARK)))
+
+    def _probes(self, role: str, content: Any) -> list[str]:
+        """Conversations with a message of the role; some templates write a tool's result only where it was called."""
+        return [self._rendered(role, content, before) for before in ((None, _CALL) if role == "tool" else (None,))]
+
+    def _with_text(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message whose content is text or in parts, whichever the template reads. Raises TemplateError."""
+        role, content = message["role"], message.get("content")
+        if isinstance(content, str) and content and self._reads_only_parts(role):
+            return {**message, "content": _parts(content)}
+        if isinstance(content, list) and not self._reads_parts(role):
+            return {**message, "content": "".join(map(_text_of, content))}
+        return dict(message)
+
+    def _rendered(self, role: str, content: Any = _MARK, before: Mapping[str, Any] | None = None) -> str:
+        """A short conversation with a message of the role; "" where the template refuses it.
+        before: the message before it."""
+        marked, question = {"role": role, "content": content}, {"role": "user", "content": "question"}
         messages = [question, marked, question] if role == "assistant" else [marked, question]
         if role == "user":
             messages = [marked]
         if before is not None:
             messages = [question, dict(before), {**marked, "tool_call_id": before["tool_calls"][0]["id"]}]
         try:
-            return self._render(messages, self.variables | {"add_generation_prompt": True})
+            return self._render(messages, self.variables | {"add_generation_prompt": True}, joined=False)
         except TemplateError:
             return ""
 
@@ -141,10 +166,14 @@ class ChatTemplate:
     def _marking(self) -> Any:
         return _environment(marks=(_OPENS, _CLOSES)).from_string(self.source)
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], template: Any = None) -> str:
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], template: Any = None,
+        joined: bool = True,
+    ) -> str:  # fmt: skip
+        """joined: contents in parts that the template does not read become text."""
         from jinja2 import TemplateError as JinjaError
 
-        written = [_as_transformers(message) for message in messages]
+        written = [_as_transformers(self._with_text(message) if joined else message) for message in messages]
         values = {"messages": written, "tools": None, "documents": None, **variables}
         parts, size = [], 0
         try:
@@ -165,6 +194,27 @@ class ChatTemplate:
         except MemoryError as error:
             raise TemplateError("the chat template took too much memory") from error
         return "".join(parts)
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
+
+
+def _text_of(part: Any) -> str:
+    text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
+    if not isinstance(text, str):
+        raise TemplateError(f"the chat template reads no contents in parts, and of these one has no text: {part}"[:300])
+    return text
+
+
+def _extended(content: Any, more: str) -> Any:
+    """A content with more text at its end; of parts, at the end of the last that has a text."""
+    if not isinstance(content, list):
+        return content + more
+    for i, part in reversed(list(enumerate(content))):
+        if isinstance(part, Mapping) and "text" in part:
+            return [*content[:i], {**part, "text": part["text"] + more}, *content[i + 1 :]]
+    raise TemplateError("the last message, which is to be continued, has no text")
 
 
 def _as_transformers(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -109,9 +109,13 @@ class Recipe(Section):
             return value if value.line == name.line and value.text == name.text else name
         return Source(f"<default {key}>", 0, 0, key)
 
+    def source_key(self, number: int) -> str:
+        """The key that names one of `data.all_sources`."""
+        return f"data.sources.{number}.source" if self.data.sources else "data.source"
+
     def source_place(self, number: int) -> Source:
         """The place that names one of `data.all_sources`."""
-        return self.where(f"data.sources.{number}.source" if self.data.sources else "data.source")
+        return self.where(self.source_key(number))
 
     def changes(self, key: str) -> tuple[tuple[Source, str], ...]:
         """The places elsewhere that changed entries of a map, each with the entry."""

@@ -119,3 +119,27 @@ def test_results_of_tools_may_be_written_where_the_tool_was_called() -> None:
     call = {"type": "function", "id": "1", "function": {"name": "weather", "arguments": {}}}
     asked = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "sunny"}]
     assert "(sunny)" in ChatTemplate(source, {}).render(asked)
+
+
+@pytest.mark.parametrize(
+    ("writes", "expected"),
+    [
+        ("{{ m.content | trim }}", "<user>a b<assistant>c"),
+        ("{% if m.content is iterable %}{{ m.content | tojson }}{% endif %}", '<user>" a b"<assistant>"c "'),
+        ("{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text | trim }}{% endfor %}"
+         "{% endif %}", "<user>ab<assistant>c"),
+        ("{% for p in m.content %}{{ p.text }}{% endfor %}", "<user> a b<assistant>c "),
+    ],
+)  # fmt: skip
+def test_contents_in_parts_are_text_where_the_template_reads_no_parts(writes: str, expected: str) -> None:
+    """And a text is a part where it reads parts alone."""
+    template = ChatTemplate(f"{{% for m in messages %}}<{{{{ m.role }}}}>{writes}{{% endfor %}}", {})
+    asked = {"role": "user", "content": [{"type": "text", "text": " a "}, {"type": "text", "text": "b"}]}
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "c "}]}
+    assert template.render([asked, answer]) == expected
+    continued = template.render([asked, answer], continue_final_message=True)
+    assert continued == expected.removesuffix('"')
+    plain = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert template.render(plain).replace('"', "") == "<user>a<assistant>b"
+    with pytest.raises(TemplateError, match="has no text"):
+        ChatTemplate(CHATML, {}).render([{"role": "user", "content": [{"type": "image"}]}])

@@ -41,6 +41,7 @@ THOUGHTS = [
     ASK, {**ANSWER, "reasoning_content": "Two and two."}, TURNS[2],
     {"role": "assistant", "content": "Sunny.", "reasoning_content": "Look outside."},
 ]  # fmt: skip
+THOUGHT_CALLS = [ASK, {**CALLS[1], "reasoning_content": "I ask."}, *CALLS[2:]]
 INSIDE = [ASK, {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nFour."}, *TURNS[2:]]
 
 
@@ -84,7 +85,8 @@ def test_tokens_and_what_is_learned_are_those_of_transformers(both: tuple[Folder
     templates = [ChatTemplate(source, ours.special) for source in (marked, unmarked(marked))]
     renderers = [ConversationRenderer(ours, template) for template in templates]
     conversations: list[tuple[list[Any], Any]] = [(TURNS, None), (SYSTEM, None), (SAME, None)]
-    conversations += [(CALLS, [TOOL]), ([*CALLS, *TURNS], [TOOL])] if "tool_calls" in marked else []
+    called = [CALLS, [*CALLS, *TURNS], THOUGHT_CALLS]
+    conversations += [(messages, [TOOL]) for messages in called] if "tool_calls" in marked else []
     conversations += [(THOUGHTS, None), (INSIDE, None)] if "think" in marked else []
     for messages, tools in conversations:
         about: dict[str, Any] = {"chat_template": marked, "tools": tools}
@@ -135,3 +137,16 @@ def test_a_template_for_tools_is_used_where_a_conversation_has_some(folder: Path
         for messages, tools in ((TURNS, None), (CALLS, [TOOL])):
             expected = theirs.apply_chat_template(messages, tools=tools, tokenize=False)
             assert template.render(messages, add_generation_prompt=False, tools=tools) == expected
+
+
+def test_calls_that_a_template_writes_only_without_a_content_are_no_answer(folder: Path) -> None:
+    """As DeepSeek R1's first template does."""
+    tokenizer = FolderTokenizer(folder)
+    source = (
+        "{% for m in messages %}<{{ m.role }}>{% if m.content is not none and m.content is defined %}{{ m.content }}"
+        "{% else %}{{ m.tool_calls | tojson }}{% endif %}</s>{% endfor %}"
+    )
+    renderer = ConversationRenderer(tokenizer, ChatTemplate(source, tokenizer.special))
+    with pytest.raises(TemplateError, match=r"message 2 calls tools, which .* at least not beside a content"):
+        renderer.rendered(CALLS)
+    assert '"name": "weather"' in renderer.rendered([ASK, {**CALLS[1], "content": None}, *CALLS[2:]]).text

@@ -276,7 +276,10 @@ def test_sequences_of_a_split_row_without_a_target_are_left_out_and_counted(tmp_
     ("messages", "fault"),
     [
         ("text", "is a text, not a list of messages"),
-        ([{"role": "user", "content": [{"type": "image", "url": "x"}]}], "a part of the type image"),
+        ([{"role": "user", "content": [{"type": "image", "url": "x"}]}], "a part of the type image, which is not"),
+        ([{"role": "user", "content": [{"image_url": {"url": "x"}}]}], "a part of the type image_url, which is not"),
+        ([{"role": "user", "content": [{"type": "text", "text": 1}]}], 'a part whose "text" is a number'),
+        ([{"role": "user", "content": [None]}], "a part that is null"),
         ([{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}], "message 1 calls tools, which"),
         ([{"role": None, "content": "a"}], 'message 1 of "messages" has the role null'),
         ([{"from": "human", "value": "a"}], "has no role; its keys are from, value"),

@@ -56,8 +56,8 @@ def test_what_is_not_there_is_named_with_its_place(
     monkeypatch.chdir(tmp_path)
     where = Source("recipe.yaml", 7, 11, f"  source: {source}")
     with pytest.raises(Mistakes) as caught:
-        open_text(source, where=where)
-    assert caught.value.exit == Exit.DATA
+        open_text(source, where=where, key="data.sources.1.source")
+    assert caught.value.exit == Exit.DATA and str(caught.value).startswith("error: data.sources.1.source: ")
     assert source in str(caught.value) and "recipe.yaml:7:11" in str(caught.value)
 
 

@@ -100,7 +100,7 @@ def check(
     try:
         size = sum(path.stat().st_size for path in paths)
     except OSError as error:
-        fix = "check who may read it, or remove it from data.source"
+        fix = "check who may read it, or remove it from the source"
         raise text.mistake(f"a file of {text.name} cannot be read", why=str(error), fix=fix) from error
     if text.trusted or len(paths) < len(text.files) or size > SMALL:
         return []

@@ -31,6 +31,8 @@ C4 = "hub:allenai/c4:en"
 """The data set that `c4` stands for."""
 ANY_SOURCE = "`sample`, `c4`, `hub:OWNER/NAME`, or a folder, file or pattern of *.jsonl, *.json.gz, *.parquet or *.txt"
 """What `data.source` may be, for errors."""
+SUFFIXES = tuple(suffix for one in FORMATS for suffix in one.suffixes if suffix != ".json")
+"""Files of a folder that are read. A *.json beside data usually describes it, so that it is read where it is named."""
 HELD_OUT = 20
 """One document in this many is held out if a source names no held-out file. With this many files or more, the last
 file is held out instead."""
@@ -118,16 +120,17 @@ class Corpus:
 
 def open_text(
     source: str, columns: Columns | None = None, *, where: Source | None = None, fallback: Path | None = None,
-    split: str | None = None,
+    split: str | None = None, key: str = "data.source",
 ) -> Corpus:  # fmt: skip
-    """The corpus of `data.source`.
+    """The corpus of a source.
 
     Args:
         source: `sample`, `c4`, `hub:OWNER/NAME` or `hub:OWNER/NAME:CONFIGURATION`, or a folder, file or pattern.
         columns: the keys or columns that are read, by default `text`; plain text has none.
-        where: the place of `data.source` in the recipe, for errors.
+        where: the place in the recipe that names the source, for errors.
         fallback: a folder for the sample where the user's cache cannot be written.
         split: the split of a hub data set that is trained on, or a word in the names of those files.
+        key: the recipe's key or the command's option that names the source, for errors.
 
     Raises:
         Mistakes: exit 6; no such files, of several formats, or the hub cannot be reached.
@@ -135,13 +138,13 @@ def open_text(
     columns = columns or Columns()
     if source == "sample":
         sample = ensure_sample(fallback)
-        corpus = _local(str(sample.directory), where)
+        corpus = _local(str(sample.directory), where, key)
         train, held_out = (
             replace(text, name="sample", trusted=True, columns=columns) for text in (corpus.train, corpus.held_out)
         )
         return Corpus(train, held_out, sample.tokenizer)
     name = C4 if source == "c4" else source
-    corpus = _hub(name, where, split) if hub.is_on(name) else _local(source, where, split)
+    corpus = _hub(name, where, key, split) if hub.is_on(name) else _local(source, where, key, split)
     plain = next((file.name for file in corpus.train.files if text_format(file).name == "plain text"), None)
     if plain is not None and columns.key != "column":
         fix = "*.jsonl, *.json.gz or *.parquet"
@@ -171,7 +174,7 @@ def rows(text: TextSource, file: TextFile, start: int = 0, sums: ShardSums | Non
         raise text.mistake(
             f"{file.name} of {text.name} {'ends in the middle' if cut else 'cannot be read'}, after {last + 1} rows",
             why=f"{type(error).__name__}: {error}",
-            fix="fetch the file again, or remove it from data.source",
+            fix="fetch the file again, or remove it from the source",
         ) from error
     except NoColumn as error:
         fix = f"set data.{text.columns.key} to the one that holds it"
@@ -237,17 +240,20 @@ def pieces(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _local(source: str, where: Source | None, split: str | None = None) -> Corpus:
+def _local(source: str, where: Source | None, key: str, split: str | None = None) -> Corpus:
     try:
-        paths, missing = _files_of(source)
+        paths = _files_of(source)
+        message = f"{key}: no file matches {source}" if _is_pattern(source) else f"{key}: there is no {source}"
+        if Path(source).expanduser().is_dir():
+            message = f"{key}: the folder {source} has no *{', *'.join(SUFFIXES)}"
     except (OSError, RuntimeError) as error:  # too long a name, no permission, or no home directory of that user
-        paths, missing = [], f"{source} cannot be looked up: {getattr(error, 'strerror', None) or error}"
+        paths = []
+        message = f"{key}: {source} cannot be looked up: {getattr(error, 'strerror', None) or error}"
     if not paths:
-        why = looked_for(source, where)
-        raise Mistakes.one(f"data.source: {missing}", exit=Exit.DATA, where=where, why=why, fix=ANY_SOURCE)
+        raise Mistakes.one(message, exit=Exit.DATA, where=where, why=looked_for(source, where), fix=ANY_SOURCE)
     names = _names(list(map(str, paths)))
     files = [TextFile(name, path) for name, path in zip(names, paths)]
-    _check_formats(source, names, where)
+    _check_formats(source, names, where, key)
     if split is None:
         return _split(source, files, where)
     train = tuple(file for file in files if split in file.name)
@@ -260,23 +266,23 @@ def _local(source: str, where: Source | None, split: str | None = None) -> Corpu
     return _split(source, train, where)
 
 
-def _files_of(source: str) -> tuple[list[Path], str]:
-    """The files of a folder or pattern, and what is wrong if there are none."""
+def _files_of(source: str) -> list[Path]:
+    """The files of a folder or pattern."""
     path = Path(source).expanduser()
     if path.is_dir():
-        # a *.json beside data usually describes it, so that it is read only where it is named
-        suffixes = [suffix for one in FORMATS for suffix in one.suffixes if suffix != ".json"]
-        paths = [p for p in path.glob("*") if _ends(p, suffixes)] or [p for p in path.rglob("*") if _ends(p, suffixes)]
-        missing = f"the folder {source} has no *{', *'.join(suffixes)}"
-    elif path.is_file():
-        paths, missing = [path], ""
-    elif any(c in source for c in "*?["):
-        root = Path(path.anchor or ".")
-        paths = [p for p in root.glob(str(path.relative_to(root) if path.anchor else path)) if p.is_file()]
-        missing = f"no file matches {source}"
-    else:
-        paths, missing = [], f"there is no {source}"
-    return sorted(paths), missing
+        return sorted(
+            [p for p in path.glob("*") if _ends(p, SUFFIXES)] or [p for p in path.rglob("*") if _ends(p, SUFFIXES)]
+        )
+    if path.is_file():
+        return [path]
+    if not _is_pattern(source):
+        return []
+    root = Path(path.anchor or ".")
+    return sorted(p for p in root.glob(str(path.relative_to(root) if path.anchor else path)) if p.is_file())
+
+
+def _is_pattern(source: str) -> bool:
+    return any(c in source for c in "*?[")
 
 
 def _ends(path: Path, suffixes: Sequence[str]) -> bool:
@@ -289,18 +295,18 @@ def _names(paths: Sequence[str]) -> Sequence[str]:
     return short if len(set(short)) == len(short) else paths
 
 
-def _check_formats(source: str, names: Sequence[str], where: Source | None) -> None:
+def _check_formats(source: str, names: Sequence[str], where: Source | None, key: str) -> None:
     """Raises `Mistakes` for files of no known format, or of several."""
     formats = {name: format_of(name) for name in names}
     unknown = [name for name, one in formats.items() if one is None]
     if unknown:
         more = f", and {len(unknown) - 1} more" if unknown[1:] else ""
-        message = f"data.source: {unknown[0]} of {source} has no known format{more}"
+        message = f"{key}: {unknown[0]} of {source} has no known format{more}"
         raise Mistakes.one(message, exit=Exit.DATA, where=where, fix=ANY_SOURCE)
     counts = Counter(one.name for one in formats.values() if one is not None)
     if len(counts) > 1:
         raise Mistakes.one(
-            f"data.source: {source} has files of several formats",
+            f"{key}: {source} has files of several formats",
             exit=Exit.DATA,
             where=where,
             why=", ".join(f"{count} of {name}" for name, count in counts.most_common()),
@@ -318,7 +324,7 @@ def _split(name: str, files: Sequence[TextFile], where: Source | None) -> Corpus
     return Corpus(TextSource(name, tuple(files), "train", where), TextSource(name, tuple(files), "held_out", where))
 
 
-def _hub(source: str, where: Source | None, split: str | None = None) -> Corpus:
+def _hub(source: str, where: Source | None, key: str, split: str | None = None) -> Corpus:
     repo, configuration, revision = hub.name_of(source)
     hub.require(repo, where)
     try:
@@ -336,7 +342,7 @@ def _hub(source: str, where: Source | None, split: str | None = None) -> Corpus:
             why=f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}",
             fix=hub.CONFIGURATION if isinstance(error, ValueError) else hub.FIX,
         ) from error
-    files = {name: _hub_files(sorted(urls[name]), source, where) for name in urls}
+    files = {name: _hub_files(sorted(urls[name]), source, where, key) for name in urls}
     if split is not None and split not in files:
         fix = f"its splits are {', '.join(files)}"
         raise Mistakes.one(f"{repo} has no split {split!r}", exit=Exit.DATA, where=where, fix=fix)
@@ -348,10 +354,10 @@ def _hub(source: str, where: Source | None, split: str | None = None) -> Corpus:
     return Corpus(TextSource(repo, files[train], where=where), TextSource(repo, held_out, where=where))
 
 
-def _hub_files(urls: Sequence[str], source: str, where: Source | None) -> tuple[TextFile, ...]:
+def _hub_files(urls: Sequence[str], source: str, where: Source | None, key: str) -> tuple[TextFile, ...]:
     # without the revision: a new README in the data set must not look like new text
     paths = [url.partition("@")[2].partition("/")[2] or url for url in urls]
     names = _names(paths)
-    _check_formats(source, names, where)
+    _check_formats(source, names, where, key)
     identities = hub.identities(urls)
     return tuple(TextFile(name, url, identities.get(url, "")) for name, url in zip(names, urls))

@@ -91,7 +91,7 @@ def open_sources(recipe: Recipe, fallback: Path | None = None) -> list[Corpus]:
     Mistakes (exit 6)."""
     return [
         open_text(one.source, columns_of(recipe, one), where=recipe.source_place(number), fallback=fallback,
-                  split=one.split)
+                  split=one.split, key=recipe.source_key(number))
         for number, one in enumerate(recipe.data.all_sources)
     ]  # fmt: skip
 

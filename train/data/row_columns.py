@@ -10,11 +10,6 @@ from typing import Any, NamedTuple
 
 from tpshard.diagnostics.diagnostic import plural
 
-MEDIA = frozenset(
-    ("image", "image_url", "input_image", "video", "video_url", "audio", "audio_url", "input_audio", "file")
-)
-"""Types of a content's parts that are no text."""
-
 
 @dataclass(frozen=True)
 class TextRow:
@@ -155,6 +150,19 @@ def _kind(value: Any) -> str:
     return words.get(type(value), "a map" if isinstance(value, Mapping) else "a list")
 
 
+def _fault_of_part(part: Any) -> str:
+    """What is wrong with a part of a message's content; "" for nothing. Tables write keys that a part lacks as null."""
+    if isinstance(part, str):
+        return ""
+    if not isinstance(part, Mapping):
+        return f"a part that is {_kind(part)}, not a map of type and text"
+    keys = [key for key, value in part.items() if value is not None]
+    if (kind := part.get("type") or ("text" if "text" in keys else next(iter(keys), None))) != "text":
+        return f"a part of the type {kind}, which is not supported: only text is learned"
+    text = part.get("text")
+    return "" if isinstance(text, str) else f'a part whose "text" is {_kind(text)}, not a string'
+
+
 def _fault_of_conversation(column: str, messages: Any) -> str:
     """What is wrong with a conversation whatever its template is; "" for nothing."""
     if not isinstance(messages, Sequence) or isinstance(messages, str):
@@ -173,9 +181,9 @@ def _fault_of_conversation(column: str, messages: Any) -> str:
             return f"{at} ({role}) has no content"
         if content is not None and not isinstance(content, str | list):
             return f"the content of {at} ({role}) is {_kind(content)}, neither text nor a list of parts"
-        kinds = [part.get("type") for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
-        if media := next((kind for kind in kinds if kind in MEDIA), None):
-            return f"{at} ({role}) has a part of the type {media}, and only text is learned"
+        parts = content if isinstance(content, list) else []
+        if fault := next(filter(None, (_fault_of_part(part) for part in parts)), ""):
+            return f"{at} ({role}) has {fault}"
         if message.get("weight") not in (None, 0, 1):
             return f"{at} ({role}) has the weight {json.dumps(message['weight'])}, which is neither 0 nor 1"
     roles = dict.fromkeys(message["role"] for message in messages)

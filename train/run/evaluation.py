@@ -104,7 +104,7 @@ def _rows(setting: Setting, data_rank: int, texts: Sequence[str]) -> list[tuple[
         return [(text.name, held_out(setting, data_rank, (text, tokenizer))) for text, tokenizer in data.held_out]
     asked = recipe.evaluate.sequences if recipe.where("evaluate.sequences").file.startswith("<override") else 0
     form, tokenizer = data.mixture.shares[0].text.columns, data.mixture.tokenizer
-    named = {name: _whole(open_text(name, replace(form, where={}))) for name in dict.fromkeys(texts)}
+    named = {name: _whole(open_text(name, replace(form, where={}), key="--data")) for name in dict.fromkeys(texts)}
     return [(name, held_out(setting, data_rank, (text, tokenizer), asked)) for name, text in named.items()]
 
 
