@@ -36,7 +36,8 @@ class ParameterGroup(Section):
     """Parameters with a learning rate or a weight decay of their own."""
 
     match: Annotated[tuple[str, ...], ALONE]
-    """Patterns of their names, or of modules, such as layers.*.mlp or "*.*.*.*.lora_B"."""
+    """Patterns of their names, or of modules, such as layers.*.mlp or "*.*.*.*.lora_B". A * stays between dots:
+    "*norm" is the last norm alone."""
     lr: NonNegative | None = None
     """Their peak learning rate; null: optimizer.lr. All follow the schedule."""
     weight_decay: NonNegative | None = None

@@ -12,6 +12,7 @@ from tpshard.recipes.keys.schema import Recipe
 from tpshard.recipes.keys.training_keys import Schedule
 from tpshard.recipes.reading.load import loads
 from tpshard.train.run.learning_rate import change, described, learning_rate
+from tpshard.train.run.training_worker import require_schedule
 
 
 def test_warmup_reaches_the_peak_and_the_cosine_ends_at_the_floor() -> None:
@@ -131,3 +132,15 @@ def test_stages_follow_one_another_by_steps_or_tokens(tmp_path: Path, monkeypatc
     for wrong in ("{to: 0}", "{steps: 3, tokens: 9}"):
         with pytest.raises(Mistakes, match=r"`steps` and `tokens`"):
             loads(f"{text}schedule: {{stages: [{wrong}]}}")
+
+
+def test_a_stage_whose_function_cannot_be_called_is_named_by_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wrongly.py").write_text("def fails(done):\n    raise KeyError(done)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    text = "model: {preset: tiny}\nschedule:\n  warmup_steps: 1\n  stages:\n  - {steps: 4}\n  - {steps: 4, name: "
+    for name, said in (("nowhere:f", "No module named"), ("wrongly:fails", "failed")):
+        with pytest.raises(Mistakes, match=rf"`schedule.stages.name: {name}`.*{said}") as caught:
+            require_schedule(loads(f"{text}{name}}}\ntrain: {{steps: 9}}", file="r.yaml"))
+        assert caught.value.exit == Exit.RECIPE and "r.yaml:6:" in str(caught.value)

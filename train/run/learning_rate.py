@@ -62,7 +62,7 @@ def staged(at: SchedulePoint) -> float:
     for stage in at.stages:
         done = (at.step - begin) / (stage.steps or 1)
         if done <= 1:
-            return rate + (stage.to - rate) * shape_of(stage.name, WAYS)(done)
+            return rate + (stage.to - rate) * shape_of(stage.name, WAYS, "schedule.stages.name")(done)
         rate, begin = stage.to, begin + (stage.steps or 1)
     return rate
 
@@ -82,14 +82,17 @@ def learning_rate(step: int, schedule: Schedule, *, peak: float, steps: int) -> 
     return peak * share
 
 
-def shape_of(name: str, table: Mapping[str, Callable[..., float]] = SHAPES) -> Callable[..., float]:
-    """The shape of a named schedule or stage, or a user's function. ValueError for one that cannot be imported."""
-    return table[name] if name in table else _imported(name)
+def shape_of(
+    name: str, table: Mapping[str, Callable[..., float]] = SHAPES, key: str = "schedule.name"
+) -> Callable[..., float]:
+    """The shape of a named schedule or stage, or a user's function. ValueError for one that cannot be imported, which
+    names the recipe's key."""
+    return table[name] if name in table else _imported(key, name)
 
 
 @cache
-def _imported(name: str) -> Callable[..., float]:
-    function: Callable[..., float] = import_object("schedule.name", name)
+def _imported(key: str, name: str) -> Callable[..., float]:
+    function: Callable[..., float] = import_object(key, name)
     return function
 
 

@@ -103,7 +103,7 @@ def _train(
     data_rank = context.mesh.linear_index(setting.data_axes, context.rank)
     loader, checked = data_of(setting, data_rank, folder, context)
     recipe = counted(recipe, loader, context, data_rank, setting.batch.data_ranks)
-    _require_schedule(recipe)
+    require_schedule(recipe)
     programs = programs or _build_programs(setting, context)
     planner.check_limit(programs)
     begun = begun_from(recipe, place / "checkpoints", context)
@@ -219,19 +219,26 @@ def _build_programs(setting: Setting, context: Context) -> TrainingPrograms:
     return programs
 
 
-def _require_schedule(recipe: Recipe) -> None:
+def require_schedule(recipe: Recipe) -> None:
     """Raises Mistakes (exit 3) for a user's schedule that cannot be called."""
     schedule, steps = recipe.schedule, recipe.train.steps
+    place, name = "schedule.name", schedule.name
+    ends = accumulate((stage.steps or 1 for stage in schedule.stages), initial=schedule.warmup_steps)
     try:
-        ends = accumulate((stage.steps or 1 for stage in schedule.stages), initial=schedule.warmup_steps)
-        for step in {steps, *(min(end + 1, steps) for end in ends)}:
-            learning_rate(step, schedule, peak=recipe.optimizer.lr, steps=steps)
+        for i, end in enumerate(ends):
+            if i < len(schedule.stages):  # else the rate after the last
+                place, name = f"schedule.stages.{i}.name", schedule.stages[i].name
+            learning_rate(min(end + 1, steps), schedule, peak=recipe.optimizer.lr, steps=steps)
+        learning_rate(steps, schedule, peak=recipe.optimizer.lr, steps=steps)
     except Exception as error:  # the function's own
         why = "" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        message = str(error) if not why else f"`schedule.name: {schedule.name}` failed"
         fix = "a function of one SchedulePoint that returns a number from 0 on"
-        where = recipe.where("schedule.name")
-        raise Mistakes.one(message, exit=Exit.RECIPE, where=where, why=why, fix=fix) from error
+        failed = f"`schedule.name: {name}` failed"
+        if schedule.stages:
+            fix = "a function of the part of the stage that is done, which returns the part of the way"
+            failed = f"`schedule.stages.name: {name}` failed"
+        message = failed if why else str(error)
+        raise Mistakes.one(message, exit=Exit.RECIPE, where=recipe.where(place), why=why, fix=fix) from error
 
 
 def _send(receivers: Sequence[Receiver], row: Row) -> None:
