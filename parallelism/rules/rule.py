@@ -100,7 +100,8 @@ class Rule:
     work: tuple[int, ...] = ()
     """The factors whose sharding divides the work."""
     uneven: tuple[int, ...] = ()
-    """Those that divide the work of a causal mask: of n devices the last has (2n - 1) / n times the mean."""
+    """The factors in `work` whose shards differ in work, as those of a causal mask's queries: of n devices the last has
+    (2n - 1) / n times the mean, and the others wait for it."""
     local: Callable[[LocalOp], Any] | None = None
     """Emits the op on one device's shards; None: the same op on the local operands."""
     has_rule: bool = True

@@ -30,7 +30,9 @@ def forward(op: Op, flops: int, call: Call) -> tuple[Rule, ...]:
 
     The operands are q, k, v and maybe documents, the results out and lse. A ring needs as many keys as queries.
     """
-    return tuple(_forward(op, flops, call, *way) for way in _ways(call, *op.operands[:2]))
+    q, k = op.operands[:2]
+    call = call.within(k)
+    return tuple(_forward(op, flops, call, *way) for way in _ways(call, q, k))
 
 
 def backward(op: Op, flops: int, call: Call) -> tuple[Rule, ...]:
@@ -39,15 +41,18 @@ def backward(op: Op, flops: int, call: Call) -> tuple[Rule, ...]:
     The operands are dout, q, k, v, out, lse and maybe documents, the results dq, dk and dv. With gathered keys every
     device has its queries' share of all keys' gradients.
     """
-    return tuple(_backward(op, flops, call, *way) for way in _ways(call, *op.operands[1:3]))
+    q, k = op.operands[1:3]
+    call = call.within(k)
+    return tuple(_backward(op, flops, call, *way) for way in _ways(call, q, k))
 
 
 def _ways(call: Call, q: Value, k: Value) -> list[tuple[bool, bool]]:
     """Whether keys rotate, and whether devices are mirrored, which within a window look at equally many keys anyway."""
-    s, t = q.shape[call.length], k.shape[call.length]
-    causal = call.window is None or call.window >= t
-    rings = (False, True) if s == t else (False,)
-    return [(ring, mirrored) for ring in rings for mirrored in ((False, True) if s == t and causal else (False,))]
+    if q.shape[call.length] != k.shape[call.length]:
+        return [(False, False)]
+    return [
+        (ring, mirrored) for ring in (False, True) for mirrored in ((False, True) if call.window is None else (False,))
+    ]
 
 
 def _forward(op: Op, flops: int, call: Call, ring: bool, mirrored: bool) -> Rule:
@@ -78,7 +83,7 @@ def _forward(op: Op, flops: int, call: Call, ring: bool, mirrored: bool) -> Rule
         return [call.turn(at, out), lse]
 
     moved = op.operands if ring else op.operands[:1]
-    facts = _facts(s, call, mirrored, [*moved, *op.results], 2 + (len(moved) + 1) // 2)
+    facts = _facts(s, call, mirrored, [*moved, *op.results], 3 + (len(moved) > 3))
     if ring:
         facts = _with_ring(facts, s, op.operands[1:], PADDED_KEYS)
     return spelled.rule(flops=flops, local=local, **facts)
@@ -128,8 +133,10 @@ def _backward(op: Op, flops: int, call: Call, ring: bool, mirrored: bool) -> Rul
 
 
 def _facts(s: int, call: Call, mirrored: bool, moved: Sequence[Value], swaps: int) -> dict[str, Any]:
-    """A rule's fields for devices that are mirrored or not, in which the values `moved` are swapped, in pairs of
-    collectives."""
+    """A rule's fields for devices that are mirrored or not.
+
+    moved: the values that change places if they are. swaps: how many groups of them move together, by two collectives.
+    """
     if not mirrored:
         return {"uneven": (s,)} if call.window is None else {}
     return {"exchanged": (Exchange(s, sum(value.bytes for value in moved), 2 * swaps, "swap"),), "trailing": (s,)}

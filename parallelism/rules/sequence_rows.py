@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from tpshard.parallelism.graph import Value
 from tpshard.parallelism.rules.rotation import start_of
 from tpshard.parallelism.rules.rule import LocalOp
 
@@ -27,6 +28,10 @@ class Call:
     def length(self) -> int:
         """The dim of the sequence."""
         return 2 if self.heads_first else 1
+
+    def within(self, k: Value) -> Call:
+        """The same without a window that is as long as the keys, and hides none."""
+        return replace(self, window=None) if self.window is not None and self.window >= k.shape[self.length] else self
 
     def letters(self, t: str) -> tuple[str, str, str]:
         """The dims of queries, of keys with the letter `t` in place of `s`, and of logsumexps.
