@@ -107,9 +107,12 @@ class Data(Section):
 
     def form_of(self, source: DataSource) -> Mapping[str, str | None]:
         """The columns that a source's rows are read from, by key; those of `data` where it names none."""
+        return self.own_form(source) or self.own_form(self)
+
+    @staticmethod
+    def own_form(source: DataSource | Data) -> Mapping[str, str | None]:
+        """The columns that a source names itself, by key."""
         own = {key: getattr(source, key) for key in ("column", "messages", "prompt", "completion")}
-        if not any(own.values()):
-            own = {key: getattr(self, key) for key in own}
         return {key: value for key, value in own.items() if value is not None}
 
     @property

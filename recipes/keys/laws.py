@@ -10,6 +10,7 @@ from functools import reduce
 from typing import Any
 
 from tpshard.diagnostics.diagnostic import Diagnostic, Mistakes
+from tpshard.recipes.keys.data_laws import columnless, columns_of_sources, form_of_rows, weights_of_sources
 from tpshard.recipes.keys.mesh_laws import (
     PIPELINE,
     axis_once,
@@ -23,6 +24,7 @@ from tpshard.recipes.keys.mesh_laws import (
     used_axes,
     used_serving_axes,
 )
+from tpshard.recipes.keys.schedule_laws import schedule_in_run, stages_have_a_length
 from tpshard.recipes.keys.schema import Recipe
 from tpshard.recipes.keys.stores import is_url, without_secrets, wrong_store
 from tpshard.recipes.keys.violation import Law, violation
@@ -104,27 +106,6 @@ def terms_of_loss(recipe: Recipe) -> Iterator[Diagnostic]:
             yield violation(recipe, f"loss.{key}", message, why, "remove it", {"task": "the task"})
 
 
-def steps_hold_warmup(recipe: Recipe) -> Iterator[Diagnostic]:
-    warmup, steps = recipe.schedule.warmup_steps, recipe.train.steps
-    if warmup > steps:
-        message, why = f"{warmup:,} steps of warm-up in a run of {steps:,}", "the peak is never reached"
-        fix = f"schedule.warmup_steps: {steps // 10}"
-        yield violation(recipe, "schedule.warmup_steps", message, why, fix, severity="warning")
-
-
-def stages_have_a_length(recipe: Recipe) -> Iterator[Diagnostic]:
-    """Requires of each stage of a schedule that one key says its length, and that a run reaches them all."""
-    stages = recipe.schedule.stages
-    for i, stage in enumerate(stages):
-        if (stage.stored()["steps"] is None) == (stage.tokens is None):
-            message = f"a stage of the schedule has {'no' if stage.tokens is None else 'both'} `steps` and `tokens`"
-            yield violation(recipe, f"schedule.stages.{i}", message, "they say how long it is", "one of them")
-    last = recipe.schedule.warmup_steps + sum(stage.steps or 0 for stage in stages[:-1])
-    if stages and last >= recipe.train.steps and not recipe.data.epochs:
-        message, why = f"the last stage begins after step {last:,}", f"the run ends at step {recipe.train.steps:,}"
-        yield violation(recipe, "schedule.stages", message, why, "shorter stages, or a longer run", severity="warning")
-
-
 def one_end(recipe: Recipe) -> Iterator[Diagnostic]:
     """Requires that one key says how long a run is, or both of `train.steps` and `train.tokens` the same."""
     tokens, steps, epochs = recipe.train.tokens, recipe.train.steps, recipe.data.epochs
@@ -195,7 +176,7 @@ def _unread(recipe: Recipe) -> Iterator[tuple[str, str]]:
             yield f"checkpoint.{key}", "`checkpoint.every_steps: 0` saves none"
     if recipe.adapters.lora is not None:
         yield "train.freeze", "beside adapters the whole model is frozen"
-    data, source = recipe.data, str(recipe.data.stored()["source"])
+    data = recipe.data
     if data.sources:
         yield "data.source", "`data.sources` names the texts"
     else:
@@ -211,8 +192,8 @@ def _unread(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if recipe.task in ("frames", "volumes"):
         for key in ("source", "column", "bos", "eos", "bad_rows", "epochs"):
             yield f"data.{key}", f"the task {recipe.task} generates its data"
-    elif source == "sample" or source.endswith(".txt"):
-        yield "data.column", "plain text has no columns" if source != "sample" else "the sample has one column of text"
+    elif why := columnless([one for one in data.sources or [data] if one is data or not data.own_form(one)]):
+        yield "data.column", why
     fsdp = recipe.fsdp
     if fsdp.bucket not in ("greedy", "auto") and fsdp.reshard_after_forward != "auto":
         yield "fsdp.memory_limit", "neither `fsdp.bucket` nor `fsdp.reshard_after_forward` leaves a choice to it"
@@ -298,47 +279,6 @@ def profiled_steps(recipe: Recipe) -> Iterator[Diagnostic]:
         yield violation(recipe, "train.profile.steps", message, why, fix, severity="warning")
 
 
-def form_of_rows(recipe: Recipe) -> Iterator[Diagnostic]:
-    """Requires that one form of rows is named for each source: text, conversations, or prompts with completions."""
-    data = recipe.data
-    named = [("data.sources." + str(i), one) for i, one in enumerate(data.sources)]
-    for path, one in (("data", data), *named):
-        messages, prompt, completion = one.messages, one.prompt, one.completion
-        if (prompt is None) != (completion is None):
-            key, other = ("prompt", "completion") if completion is None else ("completion", "prompt")
-            message = f"`{path}.{key}` needs `{path}.{other}`: what follows a prompt is learned"
-            yield violation(recipe, f"{path}.{key}", message, fix=f"{other}: NAME_OF_ITS_COLUMN")
-        forms = {"messages": messages, "completion": completion, "column": one.column if one is not data else None}
-        both = [key for key, value in forms.items() if value is not None]
-        if len(both) > 1:
-            message = f"`{path}.{both[0]}` and `{path}.{both[1]}` name two forms of rows"
-            also = {f"{path}.{both[1]}": "the other"}
-            yield violation(recipe, f"{path}.{both[0]}", message, "a source's rows have one form", "keep one", also)
-    stored = data.stored()
-    talks = any("messages" in form for form in data.forms)
-    made = stored["tokenizer"] is not None and data.made_tokens is not None
-    if talks and made and data.chat_template is None:
-        message, why = "a tokenizer that tpshard makes has no chat template", "`messages` are rendered by one"
-        yield violation(recipe, "data.tokenizer", message, why, "data.chat_template: chatml")
-
-
-def weights_of_sources(recipe: Recipe) -> Iterator[Diagnostic]:
-    """Requires that a mixture has sources, whose weights have a sum, and names those that are never read."""
-    sources = recipe.data.sources
-    if not sources and recipe.where("data.sources").line and not recipe.where("data.source").line:
-        why = "the sample would be read in their place"
-        yield violation(recipe, "data.sources", "`data.sources` names no source", why, "a list of {source: ...}")
-    if sources and not sum(one.weight for one in sources):
-        message = "the weights of `data.sources` sum to nothing"
-        yield violation(recipe, "data.sources.0.weight", message, "no source would be read", "a weight above 0")
-        return
-    for number, one in enumerate(sources):
-        if not one.weight:
-            message, why = f"`{one.source}` is never read", "its weight is 0"
-            key = f"data.sources.{number}.weight"
-            yield violation(recipe, key, message, why, "remove it, or a weight above 0", severity="warning")
-
-
 def adapters_have_room(recipe: Recipe) -> Iterator[Diagnostic]:
     """Requires that adapters have other names than the model, and that there is room for all of them."""
     section = recipe.serve
@@ -370,6 +310,7 @@ LAWS: tuple[tuple[Law, tuple[str, ...]], ...] = (
     (one_rest, ("mesh", "serve.mesh")),
     (form_of_rows, ("data",)),
     (weights_of_sources, ("data",)),
+    (columns_of_sources, ("data",)),
     (mesh_on_cluster, ("mesh", "cluster")),
     (known_axes, ("mesh", "sharding.rules", "sharding.pin", "fsdp.axis")),
     (used_serving_axes, ("serve.mesh", "sharding.rules", "sharding.pin", "fsdp.axis")),
@@ -377,8 +318,8 @@ LAWS: tuple[tuple[Law, tuple[str, ...]], ...] = (
     (known_logical_axes, ("sharding.rules", "sharding.annotate", "model.module")),
     (priorities_of_rules, ("sharding.rules", "sharding.priority")),
     (axis_once, ("sharding", "fsdp.axis")),
-    (steps_hold_warmup, ("schedule.warmup_steps", "train.steps")),
-    (stages_have_a_length, ("schedule", "train.steps")),
+    (stages_have_a_length, ("schedule",)),
+    (schedule_in_run, ("schedule", "train.steps")),
     (one_end, ("train.steps", "train.tokens", "data.epochs", "batch.global_sequences", "model.seq_len")),
     (rotary_scaling, ("model.rope_scaling",)),
     (settings_are_read, READ),

@@ -137,7 +137,8 @@ class Checker:
         if path[0] == "sharding" and name in DIMS:
             fix = f"here it is `sharding.rules.{name}`"
         else:
-            fix = other_tools.fix(key) or (elsewhere if len(places) == 1 else did_you_mean(name, keys, elsewhere))
+            known = len(places) == 1 or ":" in name
+            fix = other_tools.fix(key) or (elsewhere if known else did_you_mean(name, keys, elsewhere))
         self.wrong(path, f"unknown key `{key}`", where or self.merged.key_place(path), fix=fix)
 
     def value(self, raw: Any, hint: Any, path: Path, where: Source | None = None) -> Any:

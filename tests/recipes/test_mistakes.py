@@ -395,6 +395,7 @@ def test_an_axis_of_a_server_that_shards_nothing_is_warned_of(mesh: str, axes: l
         (["checkpoint.every_steps=0", "checkpoint.on_error=stop"], "checkpoint.on_error"),
         (["data.source=a.txt", "data.column=body"], "data.column"),
         (["data.column=body"], "data.column"),
+        (["data.sources=[{source: a.txt}, {source: b.jsonl, column: t}]", "data.column=body"], "data.column"),
         ([*FRAMES, "data.source=c4"], "data.source"),
         (["fsdp.bucket=none", "fsdp.memory_limit=1GiB"], "fsdp.memory_limit"),
         (["optimizer.momentum=0.5"], "optimizer.momentum"),
@@ -431,6 +432,11 @@ def test_a_setting_that_another_makes_meaningless_is_named(overrides: list[str],
         ["mesh={pp: 2, fsdp: 1}", "pipeline={schedule: gpipe, form: vectorized}", "sharding.rules.stage=pp"],
         ["model.rope_scaling.factor=2", "model.rope_scaling.low_freq_factor=2"],
         ["evaluate.every_steps=0", "evaluate.sequences=8"],
+        ["data.sources=[{source: a.jsonl, column: t}, {source: b.jsonl}]", "data.column=body"],
+        ["train.steps=20", "schedule={name: wsd, warmup_steps: 2, decay_over: 18}"],
+        ["train.steps=20", "schedule={warmup_steps: 2, stages: [{steps: 10, to: 0.5}, {steps: 8, to: 0}]}"],
+        ["train.steps=20", "schedule={warmup_steps: 2, stages: [{steps: 10, to: 0.5}]}"],
+        ["data.epochs=2", "schedule={warmup_steps: 2, decay_steps: 900000}"],
         ["serve.checkpoint=${oc.env:NOT_SET_HERE}", "serve.layout=naive"],
     ],
 )
@@ -477,3 +483,43 @@ def test_a_mistake_of_a_map_stands_where_it_was_written_with_all_that_changed_it
     recipe = loads("model: {preset: tiny}", ["mesh.tp=2", "mesh.fsdp=2", "seed=3"])
     assert recipe.where("mesh").text == "mesh.tp=2"
     assert loads(text, ["mesh={tp: 2, fsdp: 1, dp: 2}"]).where("mesh").text.startswith("mesh={tp")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "key", "message"),
+    [
+        ("{warmup_steps: 30}", "warmup_steps", "30 steps of warm-up in a run of 20"),
+        ("{decay_steps: 50}", "decay_steps", "the rate is at its lowest at step 50"),
+        (
+            "{warmup_steps: 5, decay_steps: 4}",
+            "decay_steps",
+            "the rate is to be at its lowest at step 4, and rises until",
+        ),
+        ("{decay_steps: 10, min_lr_ratio: 0}", "decay_steps", "the rate is 0 from step 10 of 20 on"),
+        (
+            "{name: wsd, decay_over: 19}",
+            "decay_over",
+            "a fall of 19 steps that ends at step 20, of which 2 are warm-up",
+        ),
+        ("{stages: [{steps: 19, to: 0.5}]}", "stages.0", "the stage ends at step 21"),
+        ("{stages: [{steps: 18}, {tokens: 1, to: 0.5}]}", "stages.1", "the stage begins after step 20"),
+        ("{stages: [{steps: 10, to: 0}]}", "stages.0", "the rate is 0 from step 12 of 20 on"),
+    ],
+)
+def test_what_a_schedule_says_of_steps_that_the_run_lacks_is_warned_of(schedule: str, key: str, message: str) -> None:
+    path = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
+    examined = examine(path, ["train.steps=20", f"schedule={schedule}"])
+    (warning,) = examined.diagnostics
+    assert warning.message.startswith(message) and warning.severity == "warning"
+    assert warning.where == examined.recipe.where(f"schedule.{key}")
+
+
+@pytest.mark.parametrize(
+    ("source", "key"),
+    [("a.txt, column: body", "column"), ("a.txt, filter: {a: 1}", "filter"), ("sample, split: train", "split")],
+)
+def test_columns_of_a_source_without_any_are_refused(source: str, key: str) -> None:
+    path = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
+    examined = examine(path, [f"data.sources=[{{source: {source}}}]"])
+    (mistake,) = examined.diagnostics
+    assert mistake.severity == "error" and mistake.where == examined.recipe.where(f"data.sources.0.{key}")

@@ -106,7 +106,7 @@ def answer_tokenizer(
     if source is None:
         raise Mistakes.one(
             f"the tokenizer {text.folder} has no chat template", exit=Exit.DATA, where=where,
-            why="data.messages are rendered by it",
+            why=f"{columns.section}.messages are rendered by it",
             fix="data.chat_template: chatml, or a template's file; or a tokenizer with chat_template.jinja",
         )  # fmt: skip
     renderer = ConversationRenderer(read, ChatTemplate(source, read.special))

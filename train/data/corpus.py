@@ -177,8 +177,11 @@ def rows(text: TextSource, file: TextFile, start: int = 0, sums: ShardSums | Non
             fix="fetch the file again, or remove it from the source",
         ) from error
     except NoColumn as error:
-        fix = f"set data.{text.columns.key} to the one that holds it"
-        raise text.mistake(f"{file.name} of {text.name} has no text", why=str(error), fix=fix) from error
+        message, fix = (
+            f"{file.name} of {text.name} has no `{error.column}`",
+            f"correct {text.columns.key_of(error.column)}",
+        )
+        raise text.mistake(message, why=str(error), fix=fix) from error
 
 
 def _watched(text: TextSource, file: TextFile, sums: ShardSums | None) -> BinaryIO:

@@ -10,7 +10,7 @@ from tpshard.diagnostics.diagnostic import Exit, Mistakes, Source
 from tpshard.files.hub_folder import is_offline, out_of_reach
 
 PREFIXES = ("hub:", "hf:")
-FIX = "check the network and HF_ENDPOINT; or give data.source a folder of your files, or `sample`"
+FIX = "check the network and HF_ENDPOINT; or name a folder of your files, or `sample`"
 CONFIGURATION = "name one of its configurations: `hub:OWNER/NAME:CONFIGURATION`"
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Literal
 
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
-from tpshard.recipes.keys.data_keys import DataSource
 from tpshard.recipes.keys.schema import Recipe
 from tpshard.train.data.conversations import AnswerTokenizer, answer_tokenizer
 from tpshard.train.data.corpus import Corpus, TextSource, open_text
@@ -77,12 +76,21 @@ class OpenedData:
     tokenizer: TextTokenizer
 
 
-def columns_of(recipe: Recipe, source: DataSource) -> Columns:
-    """What is read of a source's rows."""
-    form = recipe.data.form_of(source)
+def columns_of(recipe: Recipe, number: int) -> Columns:
+    """What is read of the rows of one of `data.all_sources`."""
+    data, source = recipe.data, recipe.data.all_sources[number]
+    form, own = data.form_of(source), recipe.source_key(number).rpartition(".")[0]
+    said = any(recipe.where(f"{own}.{key}").line for key in form)
+    shared = not said and any(recipe.where(f"data.{key}").line for key in form)
     where = {key: value if isinstance(value, tuple) else (value,) for key, value in source.filter.items()}
     return Columns(
-        form.get("column") or "text", form.get("messages"), form.get("prompt"), form.get("completion"), where
+        form.get("column") or "text",
+        form.get("messages"),
+        form.get("prompt"),
+        form.get("completion"),
+        where,
+        "data" if shared else own,
+        f"{own}.filter",
     )
 
 
@@ -90,7 +98,7 @@ def open_sources(recipe: Recipe, fallback: Path | None = None) -> list[Corpus]:
     """The texts of all sources. fallback: a folder for the sample where the user's cache cannot be written. Raises
     Mistakes (exit 6)."""
     return [
-        open_text(one.source, columns_of(recipe, one), where=recipe.source_place(number), fallback=fallback,
+        open_text(one.source, columns_of(recipe, number), where=recipe.source_place(number), fallback=fallback,
                   split=one.split, key=recipe.source_key(number))
         for number, one in enumerate(recipe.data.all_sources)
     ]  # fmt: skip

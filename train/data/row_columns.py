@@ -4,7 +4,7 @@ become of it."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -66,6 +66,10 @@ class Columns:
     completion: str | None = None
     where: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Only rows are read that have one of these values in these columns."""
+    section: str = "data"
+    """The recipe's keys that name the columns are below it: `data`, or one of `data.sources`."""
+    filtered: str = ""
+    """The recipe's key of `where`."""
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -93,6 +97,12 @@ class Columns:
         """The recipe's key that names the columns."""
         return "messages" if self.messages is not None else "column" if self.completion is None else "completion"
 
+    def key_of(self, column: str) -> str:
+        """The recipe's key that names one of the columns."""
+        named = {"messages": self.messages, "prompt": self.prompt, "completion": self.completion}
+        own = next((key for key, value in named.items() if value == column), self.key)
+        return self.filtered if column in self.where else f"{self.section}.{own}"
+
     @property
     def none_left(self) -> str:
         """Why there is no row where a file has some; "" without a filter."""
@@ -102,11 +112,17 @@ class Columns:
     @property
     def readable(self) -> str:
         """A sentence on what makes a row readable, for the fix of an error."""
+        named, also = (
+            f"{self.section}.{self.key}",
+            f", and for {self.filtered} {_quoted(self.where)}" if self.where else "",
+        )
         if self.messages is not None:
-            return f'a row needs a list "{self.messages}" of {{"role", "content"}}, one of them the assistant\'s'
-        if self.completion is not None:
-            return f'a row needs the texts "{self.prompt}" and "{self.completion}"'
-        return f'a row needs a "{self.text}" that is not empty (data.column names another)'
+            needs = f'a list "{self.messages}" of {{"role", "content"}}, one of them the assistant\'s'
+        elif self.completion is not None:
+            needs, named = f'the texts "{self.prompt}" and "{self.completion}"', f"{self.section}.prompt and completion"
+        else:
+            needs = f'a "{self.text}" that is not empty'
+        return f"a row needs {needs} ({named} {'name others' if ' ' in named else 'names another'}){also}"
 
     def row(self, number: int, value: Any) -> TextRow | None:
         """The row of a JSON object or a row of a table; None for one that `where` leaves out."""
@@ -136,6 +152,10 @@ class Columns:
             except UnicodeEncodeError:
                 fault = "an unpaired surrogate, which UTF-8 cannot encode"
         return TextRow(number, None if fault else text, fault)
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names)
 
 
 def _fault_of_text(column: str, text: Any, empty: bool = False) -> str:

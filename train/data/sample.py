@@ -83,7 +83,7 @@ def ensure_sample(fallback: Path | None = None) -> Sample:
         "the sample text cannot be written anywhere",
         exit=Exit.DATA,
         why="; ".join(refused),
-        fix="set TPSHARD_CACHE to a folder with 10 MB to spare, or give data.source a folder of your files",
+        fix="set TPSHARD_CACHE to a folder with 10 MB to spare, or name a folder of your files as the source",
     )
 
 
@@ -185,7 +185,7 @@ def _split() -> tuple[list[str], list[str]]:
             "this Python has no documentation to make the sample text from",
             exit=Exit.DATA,
             why=f"{len(by_hash)} documents under {sysconfig.get_path('stdlib')}; its *.py files are missing",
-            fix="use a Python installed with its sources, or give data.source a folder of your files",
+            fix="use a Python installed with its sources, or name a folder of your files as the source",
         )
     train: list[str] = []
     held_out: list[str] = []

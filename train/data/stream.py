@@ -282,7 +282,7 @@ class Loader:
             differs = "differs" if other is None else f"was used as with {other}"
             differences.append(f"the tokenizer {self.tokenizer.folder} {differs}")
         if (column := state.get("column", "text")) != self._state["column"]:
-            differences.append(f"data.column was {column}, is {self._state['column']}")
+            differences.append(f"the columns read were {column}, are {self._state['column']}")
         mixture = dict(state.get("mixture", {}))
         if (whole := mixture.pop("whole_epochs", False)) != (self._epochs is not None):
             was, now = ("by whole epochs", "without end") if whole else ("without end", "by whole epochs")

@@ -43,6 +43,7 @@ class NoColumn(Exception):
     """A file has no column of the name that the recipe gives."""
 
     def __init__(self, column: str, columns: list[str]):
+        self.column = column
         super().__init__(f"it has no column `{column}`; its columns are {', '.join(columns)}")
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from tpshard.diagnostics.diagnostic import Exit, Mistakes, plural
+from tpshard.diagnostics.diagnostic import Exit, Mistakes, as_text, plural
 from tpshard.models.folders.folder_files import carried
 from tpshard.models.folders.folder_tokenizer import tokenizer_files
 from tpshard.models.objectives.targets import IGNORE
@@ -17,6 +17,7 @@ from tpshard.parallelism.runtime.context import Context
 from tpshard.parallelism.runtime.watchdog import Doing
 from tpshard.programs.setting.setting import Setting
 from tpshard.recipes.keys.data_keys import TokenizerTraining
+from tpshard.recipes.keys.schedule_laws import schedule_beyond
 from tpshard.recipes.keys.schema import Recipe
 from tpshard.recipes.reading.load import with_steps
 from tpshard.recipes.text.other_tools import MADE_TOKENIZERS
@@ -65,7 +66,10 @@ def counted(
         steps = loader.count_steps(data_rank, data_ranks, context.gather, context.watchdog.beat)
     if context.is_main:
         say(f"{plural(recipe.data.epochs, 'epoch')} of {loader.text.name} make {plural(steps, 'step')}\n", sys.stderr)
-    return with_steps(recipe, steps)
+    known = with_steps(recipe, steps)
+    if context.is_main and (warnings := list(schedule_beyond(known))):
+        say(as_text(warnings) + "\n", sys.stderr)
+    return known
 
 
 def notes_of(loader: Loader | GeneratedRows, context: Context, data_rank: int) -> list[str]:
