@@ -119,14 +119,15 @@ def as_json(diagnostics: Sequence[Diagnostic]) -> list[dict[str, Any]]:
     ]
 
 
-def dumps(diagnostics: Sequence[Diagnostic]) -> str:
-    """`as_json` as one document, with a flag for errors."""
+def dumps(diagnostics: Sequence[Diagnostic], **more: Any) -> str:
+    """`as_json` as one document, with a flag for errors, and with what a command adds."""
     return json.dumps(
         {
             "schema": 1,
             "ok": all(d.severity != "error" for d in diagnostics),
             "exit": int(Mistakes(diagnostics).exit) if any(d.severity == "error" for d in diagnostics) else 0,
             "diagnostics": as_json(diagnostics),
+            **more,
         },
         indent=2,
     )

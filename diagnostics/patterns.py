@@ -1,4 +1,7 @@
-"""Name patterns of `annotate`, `pin`, `wrap` and `bucket`: dot-separated; `*` matches within one segment."""
+"""Patterns of names, dot-separated; `*` matches within one segment. Those that shard (`annotate`, `pin`, `wrap`,
+`bucket`, `remat`) begin where a name begins; those of what is trained (`freeze`, `groups`, `orthogonal`, `targets`) may
+stand anywhere in it.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,31 @@ def covers(pattern: str, name: str) -> bool:
     name_parts = name.split(".")
     depth = len(pattern.split("."))
     return depth <= len(name_parts) and matches(pattern, ".".join(name_parts[:depth]))
+
+
+def picks(pattern: str, name: str) -> bool:
+    """Whether `pattern` covers `name` from one of its segments on: `*norm` and `mlp.up` pick `layers.3.mlp_norm.weight`
+    and `layers.3.mlp.up.weight`. With a dot before it a pattern begins where the name does: `.norm`."""
+    if pattern.startswith("."):
+        return covers(pattern[1:], name)
+    parts = name.split(".")
+    return any(covers(pattern, ".".join(parts[start:])) for start in range(len(parts)))
+
+
+def ends(pattern: str, path: str) -> bool:
+    """Whether `pattern` picks a layer itself, none above it: `mlp.*` and `up` do `layers.3.mlp.up`."""
+    if pattern.startswith("."):
+        return matches(pattern[1:], path)
+    parts = path.split(".")
+    return matches(pattern, ".".join(parts[-len(pattern.split(".")) :]))
+
+
+def nearest_pick(pattern: str, names: Iterable[str]) -> str:
+    """The pattern most similar to `pattern`, of as many segments, that picks some of `names`."""
+    depth = len(pattern.strip(".").split("."))
+    parts = [re.sub(r"\.\d+(?=\.|$)", ".*", name).split(".") for name in names]
+    runs = {".".join(each[n : n + depth]) for each in parts for n in range(len(each) - depth + 1)}
+    return suggestion(pattern, sorted(runs - {"*"}))
 
 
 def nearest(pattern: str, names: Iterable[str], *, modules: bool) -> str:

@@ -217,6 +217,14 @@ class ModelSpec(ABC):
         """The path of each module with parameters in a Hugging Face folder, by its own, where they differ."""
         return {}
 
+    def called(self) -> Mapping[str, Sequence[str]]:
+        """The names by which a recipe may mean each parameter: its own, and that in a Hugging Face folder, where a
+        stacked expert's number is `{}`."""
+        theirs = self.folder_names()
+        parts = {name: name.rpartition(".") for name in self.shapes}
+        return {name: tuple(dict.fromkeys((name, f"{theirs.get(path, path)}.{leaf}"))) if path else (name,)
+                for name, (path, _, leaf) in parts.items()}  # fmt: skip
+
     @property
     def tied(self) -> tuple[str, str] | None:
         """The head's path in a Hugging Face folder, and the parameter of the embeddings that is its weight too.

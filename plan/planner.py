@@ -18,6 +18,7 @@ from tpshard.plan.report.report import PlannedJob, Report
 from tpshard.plan.server import server_steps
 from tpshard.plan.step.step_price import price_training
 from tpshard.plan.step.units import gib
+from tpshard.programs.fit.trained_parts import trained_parts
 from tpshard.programs.setting import cluster
 from tpshard.programs.setting.cluster import devices_of
 from tpshard.programs.setting.setting import Setting
@@ -142,6 +143,7 @@ def planned_training(programs: TrainingPrograms, source: str = "", accuracy: str
             "minutes (compile: inductor)"
         )
     report = describe.report_of(job, pricing, programs.micro, list(parameters), accuracy, warnings)
+    report.trained = trained_parts(recipe, setting.spec)
     return Planned(report, pricing, programs)
 
 

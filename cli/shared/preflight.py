@@ -19,7 +19,9 @@ from tpshard.models.adapters.adapted_model import AdaptedModel
 from tpshard.models.model_spec import ModelSpec
 from tpshard.models.open_model import manifest_of, open_model, saved_model
 from tpshard.programs.fit.fit import misfits
+from tpshard.programs.fit.parameter_groups import idle_groups, trained_of
 from tpshard.programs.fit.recipe_model import carried_by, carried_instead, opened
+from tpshard.programs.fit.trained_parts import TrainedParts, trained_parts
 from tpshard.programs.fit.wrong_model import wrong_model
 from tpshard.recipes.keys.data_keys import BYTE_TOKENS
 from tpshard.recipes.keys.schema import DEVICES
@@ -152,6 +154,8 @@ def code_errors(recipe: Recipe) -> list[Diagnostic]:
         spec = _model(recipe)
         if isinstance(spec, AdaptedModel) and spec.outline is None:
             spec.check()
+        if spec is not None and spec.outline is None:
+            found += idle_groups(recipe, trained_of(recipe, spec))
         if spec is not None and spec.reads_code:
             found += _forward_errors(recipe, spec.build())
     except Mistakes:
@@ -166,6 +170,12 @@ def code_errors(recipe: Recipe) -> list[Diagnostic]:
         except Exception as error:
             found.append(Diagnostic(str(error), exit=Exit.RECIPE, where=recipe.where("task"), fix="correct the class"))
     return found
+
+
+def trained_here(recipe: Recipe) -> TrainedParts | None:
+    """What a sound recipe's patterns pick; None where it has none, or its model's folder is elsewhere."""
+    spec = _model(recipe)
+    return None if spec is None else trained_parts(recipe, spec)
 
 
 def begin_errors(recipe: Recipe) -> tuple[Diagnostic, ...]:
@@ -296,7 +306,7 @@ def text_errors(recipe: Recipe) -> list[Diagnostic]:
         try:
             if key == "source":
                 one = recipe.data.all_sources[number]
-                columns = columns_of(recipe, one)
+                columns = columns_of(recipe, number)
                 text = open_text(value, columns, where=where, split=one.split, key=recipe.source_key(number)).train
                 peek(text, recipe.data.bad_rows, learn=_learner(recipe, columns))
             else:

@@ -113,6 +113,10 @@ PLAN = {
     "fingerprint": "Of the program: `train` of the same recipe prints the same.",
 }  # fmt: skip
 PLAN_SOMETIMES = {
+    "trained.*": "Where a recipe has adapters, groups or stages, or freezes something: the `elements` trained `of` "
+    "all; in `picks` for each pattern or group its `key`, its `patterns`, the number of `tensors` that it picks (of "
+    "`targets` layers), their `elements`, and the `names` of the first and the last; in `stages` the `first` and the "
+    "`last` step of each, its `shape`, and the share of the peak that it goes `to`.",
     "buckets[].*": "With fsdp: its collectives in the longest program, with the parameters that each joins. behind_s: "
     "seconds of computation that may hide it.",
     "pipeline.*": "With `pipeline`: schedule, form, bubble, layers of each stage; if staged, seconds, bytes, table.",
@@ -362,7 +366,12 @@ OUTPUTS = (
     Output("plan RECIPE --pin", (), PINNED),
     Output("plan --check RUN", (), CHECKED),
     Output("serve RECIPE --check", ("serve", "quickstart", "model.layers=1", "--check", "--json"), NEED),
-    Output("validate RECIPE", ("validate", "quickstart", "fsdp.gather=1", "--json"), DIAGNOSTICS),
+    Output(
+        "validate RECIPE",
+        ("validate", "quickstart", "fsdp.gather=1", "--json"),
+        DIAGNOSTICS,
+        {"trained.*": "By the name of each recipe without errors, what `plan` has as `trained`; empty without any."},
+    ),
     Output("doctor", ("doctor", "--no-collective", "--json"), FINDINGS),
     Output("check RECIPE --against KEY=VALUE", (), COMPARED),
     Output("check RUN --serving", (), AGREES),

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpshard.diagnostics.patterns import covers, nearest
+from tpshard.diagnostics.patterns import nearest_pick, picks
 from tpshard.models.adapters.based_model import BasedModel, of_base
 from tpshard.models.adapters.lora import MAGNITUDE, A, Adapter, B, Lora, LoraError, TrainedError, raise_all
 from tpshard.models.model_spec import ModelSource, ModelSpec
@@ -29,7 +29,7 @@ class FrozenError(TrainedError):
 
 @dataclass(frozen=True)
 class AdaptedModel(BasedModel):
-    """A model whose parameters are frozen where a pattern covers them, or, with adapters, but for these."""
+    """A model whose parameters are frozen where a pattern picks them, or, with adapters, but for these."""
 
     base: ModelSpec
     lora: Lora | None = None
@@ -44,11 +44,11 @@ class AdaptedModel(BasedModel):
         """The adapters by the path of their layer. LoraError for what names nothing or does not fit."""
         if self.lora is None:
             return {}
-        layers = [replace(one, path=self._whole(one.path)) for one in self.base.adaptable()]
-        kept = {self._whole(one.path): one.path for one in self.base.adaptable()}
+        kept = {self._whole(one.path): one for one in self.base.adaptable()}
+        layers = [replace(one, path=whole, theirs=one.theirs and self._whole(one.path, one.theirs))
+                  for whole, one in kept.items()]  # fmt: skip
         chosen = self.lora.adapters(layers, self.base.source.name or "the model")
-        return {kept[one.layer.path]: replace(one, layer=replace(one.layer, path=kept[one.layer.path]))
-                for one in chosen}  # fmt: skip
+        return {kept[one.layer.path].path: replace(one, layer=kept[one.layer.path]) for one in chosen}
 
     @cached_property
     def added(self) -> Mapping[str, tuple[int, ...]]:  # type: ignore[override]
@@ -57,11 +57,13 @@ class AdaptedModel(BasedModel):
 
     @cached_property
     def frozen(self) -> frozenset[str]:  # type: ignore[override]
-        names = {name: self._whole(name) for name in self.base.shapes}
+        names = {name: [self._whole(name, one) for one in each] for name, each in self.base.called().items()}
+        chosen = {pattern: {name for name, each in names.items() if any(picks(pattern, one) for one in each)}
+                  for pattern in self.freeze}  # fmt: skip
         errors: list[TrainedError] = []
         for i, pattern in enumerate(self.freeze):
-            if self.numbers is None and not any(covers(pattern, name) for name in names):
-                close = nearest(pattern, names, modules=True)
+            if self.numbers is None and not chosen[pattern]:
+                close = nearest_pick(pattern, [one for each in names.values() for one in each])
                 some = dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names)
                 errors.append(FrozenError(
                     f"`{pattern}` matches no parameter of {self.base.source.name or 'the model'}", f"train.freeze.{i}",
@@ -69,7 +71,7 @@ class AdaptedModel(BasedModel):
                 ))  # fmt: skip
         raise_all(errors)
         if self.lora is None:
-            return frozenset(n for n, whole in names.items() if any(covers(pattern, whole) for pattern in self.freeze))
+            return frozenset().union(*chosen.values())
         return frozenset(names) - set(self.saved)
 
     @cached_property
@@ -110,13 +112,21 @@ class AdaptedModel(BasedModel):
             fix = "leave out what is to be trained"
             raise FrozenError(f"nothing is left to train: {', '.join(self.freeze)} is all", "train.freeze", fix=fix)
 
-    def _whole(self, name: str) -> str:
-        """A name with the number that its layer has in the whole model."""
+    def called(self) -> Mapping[str, Sequence[str]]:
+        return {name: [self._whole(name, one) for one in each] for name, each in super().called().items()}
+
+    def _whole(self, name: str, other: str = "") -> str:
+        """A name with the number that its layer has in the whole model; or another of what has that name."""
         if self.numbers is None:
-            return name
+            return other or name
         stack = self.base.stacks[0].path if self.base.stacks else ""
         layer = re.match(rf"{re.escape(stack)}\.(\d+)(?=\.|$)", name)
-        return name if layer is None else f"{stack}.{self.numbers[int(layer[1])]}{name[layer.end() :]}"
+        if layer is None:
+            return other or name
+        number = self.numbers[int(layer[1])]
+        if other in ("", name):
+            return f"{stack}.{number}{name[layer.end() :]}"
+        return re.sub(r"(?<=\.)\d+(?=\.|$)", str(number), other, count=1)
 
     # ---- the model -------------------------------------------------------------------------------------------------
     def module(self, dtype: torch.dtype) -> nn.Module:

@@ -32,6 +32,7 @@ class BasedModel(ModelSpec):
     sizes = of_base("sizes")
     weights = of_base("weights")
     adaptable = of_base("adaptable")
+    folder_names = of_base("folder_names")
     tied = of_base("tied")
     divides = of_base("divides")
     refusal = of_base("refusal")

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tpshard.diagnostics.diagnostic import suggestion
+from tpshard.diagnostics.patterns import ends
 from tpshard.files.linear_regex import fits
 
 ALL_LINEAR = "all-linear"
@@ -144,7 +145,7 @@ class Lora:
         errors: list[TrainedError] = []
         if isinstance(self.targets, tuple):
             for i, target in enumerate(self.targets):
-                if not any(_ends(target, name) for layer in layers for name in self._names(layer)):
+                if not any(self._ends(target, name) for layer in layers for name in self._names(layer)):
                     close = suggestion(
                         target, sorted({name.split(".")[-1] for layer in layers for name in layer.names})
                     )
@@ -211,10 +212,18 @@ class Lora:
             if not any(number is not None and int(number[1]) in self.layers for number in numbers):
                 return False
         if isinstance(self.targets, tuple):
-            return any(_ends(target, name) for target in self.targets for name in names)
+            return any(self._ends(target, name) for target in self.targets for name in names)
         if self.targets == ALL_LINEAR:
             return not (layer.head or layer.experts or layer.table or layer.router)
         return any(self._fits("targets", self.targets, name) for name in names)
+
+    def is_target(self, target: str, layer: Adaptable) -> bool:
+        """Whether one of the targets, or the only one, is this layer, which has an adapter."""
+        return isinstance(self.targets, str) or any(self._ends(target, name) for name in self._names(layer))
+
+    def _ends(self, target: str, path: str) -> bool:
+        """Whether a layer's path ends with a target; those of a PEFT folder are no patterns."""
+        return _ends(target, path) or (not self.of_folder and ends(target, path))
 
     @staticmethod
     def _fits(key: str, pattern: str, name: str) -> bool:

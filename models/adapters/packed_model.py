@@ -205,7 +205,6 @@ class PackedModel(BasedModel):
 
     # ---- the base's ------------------------------------------------------------------------------------------------
     count = of_base("count")
-    folder_names = of_base("folder_names")
     to_json = of_base("to_json")
     plain = of_base("plain")
     read_from = of_base("read_from")

@@ -17,6 +17,7 @@ from tpshard.plan.step.figures import Bucket, Line, StepFigures
 from tpshard.plan.step.forecast import Conditions, Forecast, forecast
 from tpshard.plan.step.time_range import time_range
 from tpshard.plan.step.units import SCHEMA, round_figure, round_figures
+from tpshard.programs.fit.trained_parts import TrainedParts
 from tpshard.programs.setting.stacking import Stacking
 
 _COUNTS = 0.01
@@ -144,6 +145,8 @@ class Report:
     """What became of the order of a server's act-ordered linears (`order_rows`)."""
     forecast: Forecast | None = None
     """The forecast of the whole run, if requested."""
+    trained: TrainedParts | None = None
+    """What is trained, where the recipe's patterns say so."""
     skew: Skew | None = None
     """The effect of uneven routing to experts, if requested."""
 
@@ -376,6 +379,7 @@ class Report:
             **({"programs": self.programs} if self.programs else {}),
             **({"act_orders": self.act_orders} if self.act_orders else {}),
             **({"forecast": self.forecast.to_json()} if self.forecast is not None else {}),
+            **({"trained": self.trained.to_json()} if self.trained is not None else {}),
             **({"skew": self.skew.to_json()} if self.skew is not None else {}),
         }
 

@@ -22,6 +22,7 @@ from tpshard.programs.fit.batching import BatchPlan
 
 if TYPE_CHECKING:
     from tpshard.plan.report.report import Edit, PlannedJob, Report, Tensor
+    from tpshard.programs.fit.trained_parts import TrainedParts
 
 WIDTH, HEIGHT, NARROW = 100, 60, 80
 STAGES = 4
@@ -118,6 +119,7 @@ def screen(report: Report, *, verbose: bool = False, width: int = WIDTH) -> str:
         f"  model   {job.model}, {count(job.params)} parameters, seq {job.seq_len}, {job.dtype}, "
         f"{COMPILED.get(job.compiled, job.compiled)}{', remat ' + job.remat if job.remat else ''}",
         *(f"  weights {text}" for text in (job.quantized, job.weights) if text),
+        *([] if report.trained is None else _trained(report.trained, verbose)),
         *([f"  experts {job.experts}"] if job.experts else []),
         *([f"  orders  {order_text(report.act_orders)}"] if report.act_orders else []),
         f"  mesh    {' x '.join(f'{k} {v}' for k, v in job.mesh.items())} = {report.devices} x "
@@ -145,6 +147,11 @@ def screen(report: Report, *, verbose: bool = False, width: int = WIDTH) -> str:
     if not verbose and len(lines) > HEIGHT:
         lines = [*lines[: HEIGHT - 1], "... (--verbose shows all)"]
     return "\n".join(cut(line, width) for line in lines) + "\n"
+
+
+def _trained(trained: TrainedParts, verbose: bool) -> list[str]:
+    rows = [f"  {row}" for row in trained.rows()]
+    return rows if verbose else _limit(rows, MOST)
 
 
 def _limit(rows: list[str], room: int) -> list[str]:

@@ -6,16 +6,19 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes
-from tpshard.diagnostics.patterns import covers, nearest
+from tpshard.diagnostics.patterns import nearest_pick, picks
 from tpshard.models.layer_stacks import repeated_layers
 from tpshard.recipes.keys.schema import Recipe
 
 
-def matrices_of_layers(model: nn.Module, recipe: Recipe, dims: Mapping[str, Sequence[str]]) -> frozenset[str]:
+def matrices_of_layers(
+    model: nn.Module, recipe: Recipe, dims: Mapping[str, Sequence[str]], called: Mapping[str, Sequence[str]]
+) -> frozenset[str]:
     """The matrices of repeated layers, and stacks of experts' matrices, that require a gradient, by name.
 
     A table of embeddings is none. `optimizer.orthogonal` of the recipe adds matrices and removes some. dims: the names
-    of parameters' dims. Raises Mistakes (exit 3) for a pattern that matches no matrix, (exit 4) where nothing is left.
+    of parameters' dims. called: the names that a recipe may use of them. Raises Mistakes (exit 3) for a pattern that
+    matches no matrix, (exit 4) where nothing is left.
     """
     tables = {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, nn.Embedding)}
     matrices = [
@@ -26,10 +29,10 @@ def matrices_of_layers(model: nn.Module, recipe: Recipe, dims: Mapping[str, Sequ
     chosen = {name: name.startswith(inside) and name not in tables for name in matrices}
     mistakes = []
     for pattern, moved in recipe.optimizer.orthogonal.items():
-        matching = [name for name in matrices if covers(pattern, name)]
+        matching = [name for name in matrices if any(picks(pattern, one) for one in called.get(name, (name,)))]
         chosen |= dict.fromkeys(matching, moved)
         if not matching:
-            close = nearest(pattern, matrices, modules=True)
+            close = nearest_pick(pattern, matrices)
             mistakes.append(
                 Diagnostic(
                     f"`{pattern}` matches no matrix of {type(model).__name__} that is trained", exit=Exit.RECIPE,

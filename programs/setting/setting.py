@@ -295,7 +295,8 @@ class Setting:
         if self.recipe.optimizer.name != "muon":
             return frozenset()
         dims = {name: naming.dims for name, naming in self._named_in_layers.items()}
-        single = matrices_of_layers(self.single, self.recipe, dims)
+        called = self.spec.called() if self.recipe.optimizer.orthogonal else {}
+        single = matrices_of_layers(self.single, self.recipe, dims, called)
         names = [name for name, _ in self.model.named_parameters()]
         return frozenset(name for name in names if (self.members(name) or [name])[0] in single)
 
@@ -307,7 +308,9 @@ class Setting:
             return {}
         names = [name for name, _ in self.model.named_parameters() if name in self.trained]
         members = {name: self.members(name) or [name] for name in names}
-        found = groups_of(self.recipe, [one for each in members.values() for one in each], self.kept is None)
+        called = self.spec.called()
+        every = {one: called.get(one, (one,)) for each in members.values() for one in each}
+        found = groups_of(self.recipe, every, self.kept is None)
         for name, each in members.items():
             if len({found.get(one) for one in each}) > 1:
                 raise Mistakes.one(

@@ -20,8 +20,8 @@ class LoraSection(Section):
     alpha: Positive = derived(default="adapters.lora.rank")
     """The scaling is alpha / rank."""
     targets: Annotated[tuple[str, ...], ALONE] = ("all-linear",)
-    """The layers with an adapter, by the end of their path: wq, mlp.down, or by a folder's names q_proj; all-linear is
-    every linear layer but the head, and no experts, routers or embeddings."""
+    """The layers with an adapter, by a pattern for the end of their path: wq, mlp.*, or by a folder's names "*_proj";
+    all-linear is every linear layer but the head, and no experts, routers or embeddings."""
     dropout: Annotated[float, limits(least=0, below=1)] = 0.0
     """Share of an adapter's inputs that is dropped in training."""
     dora: bool = False

@@ -36,8 +36,8 @@ class ParameterGroup(Section):
     """Parameters with a learning rate or a weight decay of their own."""
 
     match: Annotated[tuple[str, ...], ALONE]
-    """Patterns of their names, or of modules, such as layers.*.mlp or "*.*.*.*.lora_B". A * stays between dots:
-    "*norm" is the last norm alone."""
+    """Patterns of their names, or of modules, such as layers.*.mlp, "*norm*" or lora_B, which may stand anywhere in a
+    name; by tpshard's names or the folder's."""
     lr: NonNegative | None = None
     """Their peak learning rate; null: optimizer.lr. All follow the schedule."""
     weight_decay: NonNegative | None = None
@@ -58,8 +58,8 @@ class Optimizer(Section):
     momentum: Annotated[float, limits(least=0, below=1)] = 0.95
     """Decay of muon's moment of matrices; adamw and lion have `betas` only."""
     orthogonal: Mapping[str, bool] = field(default_factory=dict)
-    """Whether muon moves the matrices of a name or pattern, such as `"layers.*.router": false`, of which the last that
-    matches counts; default: those of repeated layers, without tables of embeddings."""
+    """Whether muon moves the matrices of a name or pattern, such as `"layers.*.router": false`, as in `groups`, of
+    which the last that matches counts; default: those of repeated layers, without tables of embeddings."""
     eps: Positive = 1.0e-8
     """Added to the root of the second moment; lion has none."""
     weight_decay: NonNegative = 0.1
@@ -148,7 +148,7 @@ class Train(Section):
     """A run or a checkpoint, a Hugging Face folder or one with PEFT adapters, from whose values a new run begins, with
     its own data and a fresh optimizer; null: those of the model."""
     freeze: Annotated[tuple[str, ...], ALONE] = ()
-    """Parameters that are not trained, by patterns of their names or of modules, such as tok_embed or layers.*.mlp."""
+    """Parameters that are not trained, by patterns as in `optimizer.groups`, such as tok_embed or layers.*.mlp."""
     clip_grad_norm: Positive | None = 1.0
     """Global norm to which gradients are clipped; null: off."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import pyarrow
 import pytest
 from patience import PATIENCE
+from pyarrow import parquet
 from tpshard import devices
 from tpshard.cli.main import run
 from tpshard.diagnostics.diagnostic import Exit
@@ -239,6 +241,57 @@ def test_each_wrong_entry_of_a_list_is_told(workdir: Path, capsys: pytest.Captur
         assert run(["validate", "--json", "tiny", change]) != Exit.DONE
         found = [one["message"] for one in diagnostics(capsys)]
         assert len(found) == len(told) and all(any(part in one for one in found) for part in told), found
+
+
+def test_errors_in_a_source_name_its_own_keys(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (workdir / "a.jsonl").write_text('{"body": "x"}\n' * 30)
+    table = pyarrow.table({"body": ["x"] * 30})
+    parquet.write_table(table, workdir / "a.parquet")
+    for more, source, fix in (
+        ((), "a.jsonl", "data.sources.0.column names another"),
+        (("data.column=bod",), "a.jsonl", "data.column names another"),
+        ((), "a.jsonl, messages: m", "data.sources.0.messages names another"),
+        ((), "a.jsonl, prompt: body, completion: c", "data.sources.0.prompt and completion name others"),
+        ((), "a.jsonl, column: body, filter: {lang: en}", 'for data.sources.0.filter "lang"'),
+        ((), "a.parquet", "correct data.sources.0.column"),
+        (("data.messages=m",), "a.parquet", "correct data.messages"),
+        ((), "a.parquet, prompt: body, completion: c", "correct data.sources.0.completion"),
+        ((), "a.parquet, column: body, filter: {lang: en}", "correct data.sources.0.filter"),
+    ):  # fmt: skip
+        chat = "data.chat_template=chatml"
+        run(["validate", "--json", "tiny", f"data.sources=[{{source: {source}}}]", chat, *more])
+        assert any(fix in one["fix"] for one in diagnostics(capsys)), (source, more)
+
+
+def test_what_patterns_pick_is_told(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (workdir / "a.yaml").write_text(
+        "model: {preset: tiny}\ntrain: {freeze: [tok_embed, layers.0], steps: 100}\n"
+        'optimizer: {groups: [{match: "*norm*", lr: 0.1}, {match: .norm, lr: 0.2}]}\n'
+        "schedule: {warmup_steps: 10, stages: [{steps: 50}, {tokens: 32768, to: 0.5}]}\n"
+    )
+    assert run(["validate", "a.yaml", "--json"]) == Exit.DONE
+    trained = json.loads(capsys.readouterr().out)["trained"]["a.yaml"]
+    assert [(one["key"], one["tensors"], one["names"]) for one in trained["picks"]] == [
+        ("train.freeze.0", 1, ["tok_embed.weight"]),
+        ("train.freeze.1", 9, ["layers.0.attention_norm.weight", "layers.0.mlp.down.weight"]),
+        ("optimizer.groups.0", 6, ["layers.1.attention_norm.weight", "layers.3.mlp_norm.weight"]),
+        ("optimizer.groups.1", 1, ["norm.weight"]),
+    ]
+    assert [(one["first"], one["last"]) for one in trained["stages"]] == [(11, 60), (61, 61)]
+    frozen, norms = trained["picks"][:2], trained["picks"][2:]
+    assert trained["of"] - trained["elements"] == sum(one["elements"] for one in frozen)
+    assert [one["elements"] for one in norms] == [768, 128]
+    assert run(["plan", "a.yaml", "--json"]) == Exit.DONE
+    assert json.loads(capsys.readouterr().out)["trained"] == trained
+    lora = "adapters.lora={rank: 4, targets: ['w[qv]', mlp.down]}"
+    assert run(["validate", "tiny", lora]) == Exit.DONE
+    told = capsys.readouterr().err
+    assert (
+        "adapters.lora.targets.0 `w[qv]`: 8 layers (" in told and "layers.0.attention.wq ... layers.3.attention" in told
+    )
+    hidden = "optimizer.groups=[{match: mlp.up, lr: 0.1}, {match: layers.*.mlp, lr: 0.2}]"
+    assert run(["validate", "tiny", hidden, "--json"]) == Exit.RECIPE
+    assert "every parameter of the group `mlp.up` is in a later group" in str(diagnostics(capsys))
 
 
 def test_recipes_are_listed_shown_and_copied(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,8 +35,18 @@ def written(tmp_path: Path, name: str, lora: Lora) -> tuple[ModelSpec, AdaptedMo
     return base, spec, tmp_path / "peft"
 
 
+def test_the_folders_names_mean_the_same_in_some_of_the_layers(tmp_path: Path) -> None:
+    base = open_model(architectures.folder(tmp_path / "base", "llama", weights=True))
+    spec = AdaptedModel(base, freeze=("model.layers.1", "layers.0.self_attn.q_proj"))
+    for layer in (0, 1):
+        fewer = spec.keep([layer])
+        assert fewer is not None
+        expected = {name.replace(f"layers.{layer}.", "layers.0.") for name in spec.frozen if f"layers.{layer}." in name}
+        assert fewer.frozen == expected and len(expected) == (1, 9)[layer]
+
+
 @pytest.mark.parametrize(("name", "lora"), [
-    ("llama", LORA), ("mixtral", Lora(2, 2.0, ("q_proj", "w1", "w2", "w3"), use_rslora=True)),
+    ("llama", LORA), ("mixtral", Lora(2, 2.0, ("q_*", "w[1-3]"), use_rslora=True)),
     ("qwen2", Lora(2, 2.0, ("down",), dora=True, modules_to_save=("norm",))), ("gpt2", Lora(2, 4.0, ("c_proj",))),
 ])  # fmt: skip
 def test_what_is_written_is_read_and_merged(name: str, lora: Lora, tmp_path: Path) -> None:

@@ -41,9 +41,10 @@ class PlanOfRun:
         return self._planned
 
     def shardings(self, programs: TrainingPrograms) -> str:
-        """The shardings of all values as text, with the numbers of annotated and inferred ones."""
+        """The shardings of all values as text, with the numbers of annotated and inferred ones, and what is trained."""
         report = self.planned(programs).report
-        return "\n".join([str(report.annotations), *screen.shardings(report)])
+        trained = [] if report.trained is None else report.trained.rows()
+        return "\n".join([str(report.annotations), *screen.shardings(report), *trained])
 
     def trace(self, programs: TrainingPrograms) -> str:
         """The planned step as a trace; "" for a pipeline, whose plan has none of single operations."""
