@@ -2,19 +2,21 @@
 
 Matrix libraries choose kernels, and so the order of sums, by the number of rows. `fixed_rows_linear` multiplies `TILE`
 rows at a time, so that a row's result has the same bits in every batch. With weights packed by the CPU's library it
-multiplies fewer or more rows at once where a probe shows that this changes no bit, and with plain ones fewer where a
-row's bits would depend on its place among `TILE` rows (MKL for AVX2 multiplies six of them in one way and two in
-another).
+multiplies fewer or more rows at once where a probe shows that this changes no bit, one alone in a faster way (see
+`kernels.one_row`), and with plain ones fewer where a row's bits would depend on its place among `TILE` rows (MKL for
+AVX2 multiplies six of them in one way and two in another).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from tpshard.kernels import one_row
 
 TILE = 8
 """Rows of one product with plain weights, and those with whose bits a probe compares other numbers of rows."""
@@ -36,10 +38,12 @@ def fixed_rows_linear(x: Tensor, weight: Tensor) -> Tensor:
         out = _plain(x.reshape(-1, x.shape[-1]), weight)
         return out.view(*x.shape[:-1], out.shape[-1])
     k = x.shape[-1]
-    tiles, rows = same_bits(weight.shape[0], k, weight.dtype, torch.get_num_threads()), x.numel() // k
-    if rows in tiles:  # all dims at once, without views: at one row an operation takes as long as some products
+    probe, rows = probed(weight.shape[0], k, weight.dtype, torch.get_num_threads()), x.numel() // k
+    if rows == 1 and probe.summed:
+        return one_row.product(x.to(weight.dtype), weight, probe.summed).to(x.dtype)
+    if rows in probe.tiles:  # all dims at once, without views: at one row an operation takes as long as some products
         return product(x.to(weight.dtype), weight).to(x.dtype)
-    out = product_in_tiles(x.reshape(rows, k).to(weight.dtype), weight, tiles).to(x.dtype)
+    out = product_in_tiles(x.reshape(rows, k).to(weight.dtype), weight, probe.tiles).to(x.dtype)
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
@@ -111,16 +115,26 @@ def product_in_tiles(x: Tensor, packed: Tensor, tiles: Sequence[int]) -> Tensor:
     return out
 
 
+class Probe(NamedTuple):
+    """What has the bits of products of `TILE` rows with packed weights of one shape."""
+
+    tiles: tuple[int, ...]
+    """The numbers of rows of other products, and `TILE`; largest first."""
+    summed: int
+    """Inputs of a sum in `one_row.product`; 0: it has others, or is slower."""
+
+
 @lru_cache(maxsize=256)
-def same_bits(n: int, k: int, dtype: torch.dtype, threads: int) -> tuple[int, ...]:
-    """The numbers of rows whose products with packed weights [n, k] have the same bits as those of `TILE` rows, which
-    is one of them; largest first.
+def probed(n: int, k: int, dtype: torch.dtype, threads: int) -> Probe:
+    """What multiplies rows with packed weights [n, k] of a dtype on this machine.
 
     The order of sums does not depend on the data, so equal bits of thousands of sums show that it is the same. The
     probe's sums are zero but for rounding, which the order decides: results in bf16 show it too.
     """
     packed, x = pack(mirrored(n, k, 1.0).to(dtype)), mirrored(TILES[0], k, -1.0).to(dtype)
-    return agreeing(x, packed, torch.cat([product(part, packed) for part in x.split(TILE)]))
+    expected = torch.cat([product(part, packed) for part in x.split(TILE)])
+    summed = one_row.probed(packed, x[:TILE], expected[:TILE], product)
+    return Probe(agreeing(x, packed, expected), summed)
 
 
 def agreeing(x: Tensor, packed: Tensor, expected: Tensor) -> tuple[int, ...]:

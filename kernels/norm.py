@@ -15,8 +15,7 @@ from tpshard.kernels.operation import operation
 
 def rms_norm(x: Tensor, weight: Tensor, order: Tensor | None, eps: float) -> Tensor:
     """RMSNorm of x [..., width] in plain torch, permuted by `order` [width]."""
-    wide = x.float()
-    normed = (wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight.to(x.dtype)
+    normed = torch.rms_norm(x, x.shape[-1:], None, eps) * weight.to(x.dtype)
     return normed if order is None else normed.index_select(-1, order)
 
 

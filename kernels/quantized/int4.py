@@ -33,6 +33,7 @@ PARTS = (1024, 512, 256)
 """Inputs of a part that are tried."""
 DENSE_ROWS = 32
 """Rows from which a dense product takes no longer than an int4 one."""
+MULTIPLY = torch.ops.aten._weight_int4pack_mm_for_cpu.default
 COLUMNS = 16
 """The number of columns is padded to a multiple of this."""
 
@@ -143,15 +144,15 @@ def pack_parts(weight: Quantized, dense: bool) -> Int4Parts:
 def parts_linear(x: Tensor, weight: Int4Parts) -> Tensor:
     """The product with a weight in parts: x bf16 [..., inputs] -> bf16 [..., columns]."""
     rows = _input_rows(x, weight)
-    ys = []
-    for (start, size), part in zip(_places(rows.shape[1], weight.most), weight.parts):
-        own = rows[:, start : start + size]
-        if isinstance(part, Int4):
-            ys.append(_product(own, part))
-        else:
-            tiles = same_bits(part.shape[0], size, weight.group, torch.get_num_threads())
-            ys.append(linear.product_in_tiles(own.float(), part, tiles).bfloat16())
-    return _columns(_sum(ys), x, weight)
+    pieces = rows.split(weight.most, 1) if len(weight.parts) > 1 else (rows,)
+    return _columns(_sum([_part(own, part, weight.group) for own, part in zip(pieces, weight.parts)]), x, weight)
+
+
+def _part(rows: Tensor, part: Int4 | Tensor, group: int) -> Tensor:
+    if isinstance(part, Int4):
+        return _product(rows, part)
+    tiles = same_bits(part.shape[0], rows.shape[1], group, torch.get_num_threads())
+    return linear.product_in_tiles(rows.float(), part, tiles).bfloat16()
 
 
 def _sum(ys: list[Tensor]) -> Tensor:
@@ -186,7 +187,7 @@ def _agree(columns: int, inputs: int, most: int, group: int) -> bool:
 @lru_cache(maxsize=256)
 def same_bits(columns: int, inputs: int, group: int, threads: int) -> tuple[int, ...]:
     """The numbers of rows whose dense products of this shape have the bits of int4 ones, largest first. See
-    `linear.same_bits`."""
+    `linear.probed`."""
     half = torch.randint(16, (columns, inputs // 2), generator=torch.Generator().manual_seed(inputs))
     codes = torch.cat([half, half.flip(1)], 1)
     steps = linear.mirrored(2 * columns, inputs // group, 1.0).T.reshape(-1, columns, 2)
@@ -221,7 +222,7 @@ def int4_linear(x: Tensor, weight: Int4) -> Tensor:
 
 
 def _product(rows: Tensor, weight: Int4) -> Tensor:
-    return torch.ops.aten._weight_int4pack_mm_for_cpu(rows.contiguous(), weight.codes, weight.group, weight.scales)
+    return MULTIPLY(rows.contiguous(), weight.codes, weight.group, weight.scales)
 
 
 def _columns(y: Tensor, x: Tensor, weight: Int4 | Int4Parts) -> Tensor:

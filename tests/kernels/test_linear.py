@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from tpshard.kernels import linear
+from tpshard.kernels import linear, one_row
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -45,4 +45,27 @@ def test_the_probe_sees_another_order_of_sums(dtype: torch.dtype, monkeypatch: p
         return total.to(x.dtype)
 
     monkeypatch.setattr(linear, "product", product)
-    assert linear.same_bits.__wrapped__(96, 64, dtype, 1) == (64, 32, 16, 8, 2, 1)
+    monkeypatch.setattr(one_row, "probed", lambda *args: 0)
+    assert linear.probed.__wrapped__(96, 64, dtype, 1).tiles == (64, 32, 16, 8, 2, 1)
+
+
+@pytest.mark.parametrize("k,summed", [(96, 96), (96, 64), (64, 16)])
+def test_one_row_is_summed_in_parts_in_order(k: int, summed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the library sums; here a weight stands for a packed one whose memory is as an x86's."""
+    n = 192
+    x, w = torch.randn(1, 1, k), torch.randn(n, k)
+    table = w.view(n // one_row.BLOCK, one_row.BLOCK, k).transpose(1, 2).reshape(-1, one_row.BLOCK)
+    monkeypatch.setattr(one_row, "_table", lambda *args: table)
+    monkeypatch.setattr(torch.ops.mkldnn, "data_ptr", lambda weight: 0)
+    parts = [x[0, :, at : at + summed] @ w[:, at : at + summed].T for at in range(0, k, summed)]
+    torch.testing.assert_close(one_row.product(x, w, summed), sum(parts)[None])
+
+
+def test_one_row_has_the_bits_of_many_where_the_probe_says_so() -> None:
+    n, k = 128, 704
+    summed = linear.packed_dtype(torch.float32) and linear.probed(n, k, torch.float32, torch.get_num_threads()).summed
+    if not summed:
+        pytest.skip("this machine multiplies one row by its library")
+    x, packed = torch.randn(8, k), linear.pack(torch.randn(n, k))
+    own = torch.cat([one_row.product(row, packed, summed) for row in x.split(1)])
+    assert torch.equal(own, linear.fixed_rows_linear(x, packed))
