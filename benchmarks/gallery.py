@@ -42,7 +42,8 @@ from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step import training
 from tpshard.recipes.reading.load import loads
 from tpshard.serve.engine.weights import Weights
-from tpshard.serve.quantizing.quantize_layers import Quantizer, Sequences
+from tpshard.serve.quantizing.quantize_layers import Quantizer
+from tpshard.serve.quantizing.task_rows import text_rows
 from tpshard.serve.quantizing.write_quantized import write_quantized
 
 from record import ROOT, Record, close_with_table, parser_of
@@ -154,7 +155,7 @@ def causal(name: str, place: Path) -> dict[str, Any]:
 def writes(name: str, place: Path) -> float:
     """How far the loss of the folder that the quantizer writes, by transformers, is from the one that it reports."""
     tokens = torch.randint(0, architectures.VOCAB, (8, 12), generator=torch.Generator().manual_seed(0))
-    text = Sequences(tokens, tokens.roll(-1, 1))
+    text = text_rows(tokens, tokens.roll(-1, 1))
     with wider(name):
         architecture, values = Architecture(architectures.config_of(name)), architectures.values(name)
         spec = TransformersModel(architecture.raw)
@@ -165,7 +166,7 @@ def writes(name: str, place: Path) -> float:
         with torch.no_grad():
             logits = torch.func.functional_call(architectures.own(name), weights, (tokens,)).logits
     assert report.loss_after is not None
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), text.targets.flatten())
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), text.batch["targets"].flatten())
     return abs(float(loss) - report.loss_after)
 
 

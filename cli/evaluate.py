@@ -50,7 +50,8 @@ def evaluate(
     """Print the loss and perplexity of the model in SOURCE on held-out text, or on the texts that --data names.
 
     The model is that of a recipe's latest checkpoint, a checkpoint or a Hugging Face folder, quantized or not, on any
-    mesh (mesh.tp=2). The program is that of training's evaluation. A run keeps the result as a row of metrics.jsonl.
+    mesh (mesh.tp=2); with serve.checkpoint=FOLDER that of FOLDER, by a recipe's task and data. The program is that of
+    training's evaluation. A run keeps the result as a row of metrics.jsonl.
     With --tasks it prints the metrics of lm-eval's tasks instead, computed by the server's engine without a server.
     """
     from tpshard.parallelism.runtime import place as places
@@ -83,15 +84,15 @@ def _tasks(source: str, recipe: Recipe, names: Sequence[str], limit: int | None,
     import time
 
     from tpshard.cli.shared.evaluation_tasks import require_lm_eval, results_of, run_of
-    from tpshard.cli.shared.sources import holds_model, open_source, opened_location
+    from tpshard.cli.shared.sources import holds_model, latest, open_source
     from tpshard.recipes.reading.load import with_changes
 
     require_lm_eval()
     changed = {key: recipe.where(key).file.startswith("<override") for key in ("mesh.tp", "serve.mesh.tp")}
     if not recipe.where("serve.mesh").line or changed == {"mesh.tp": True, "serve.mesh.tp": False}:
         recipe = with_changes(recipe, [f"serve.mesh.tp={recipe.mesh.get('tp', 1)}"])
-    named = source if holds_model(opened_location(source)) else str(_newest(source, recipe))
-    model = open_source(named)
+    place = stored_place(source, recipe)
+    model = open_source(str(place if holds_model(place) else latest(place, recipe).folder))
     results = results_of(recipe, model, names, limit)
     run, step = run_of(model)
     if run is not None:
@@ -103,12 +104,6 @@ def _tasks(source: str, recipe: Recipe, names: Sequence[str], limit: int | None,
     for task, metrics in results.items():
         print("\n".join(f"  {task:<24} {name:<28} {value:.4f}" for name, value in metrics.items()))
     return 0
-
-
-def _newest(source: str, recipe: Recipe) -> Location:
-    from tpshard.cli.shared.sources import latest, runs_of
-
-    return latest(runs_of(source, recipe), recipe).folder
 
 
 def recipe_of(source: str, changes: Sequence[str]) -> Recipe:
@@ -144,6 +139,7 @@ def _recipe_of_folder(folder: Path) -> str:
     from tpshard.cli.shared.source_model import unreadable_source
     from tpshard.cli.shared.worker_errors import visible_gpus
     from tpshard.models.folders import hf_config
+    from tpshard.models.transformers.class_names import task_of_class
 
     try:
         computed = hf_config.computes(folder)
@@ -153,7 +149,7 @@ def _recipe_of_folder(folder: Path) -> str:
         raise unreadable_source(folder, error) from error
     stored = str(raw.get("dtype", raw.get("torch_dtype", "float32")))
     whole = {
-        "name": folder.resolve().name, "data": {"tokenizer": str(folder)},
+        "name": folder.resolve().name, "data": {"tokenizer": str(folder)}, "task": task_of_class(raw),
         "model": {
             "hf" if computed else "transformers": str(folder), "seq_len": length,
             "dtype": "bf16" if visible_gpus() and "32" not in stored else "fp32",
@@ -173,13 +169,21 @@ def _data_ranks(recipe: Recipe) -> int:
 
 
 def stored_place(source: str, recipe: Recipe) -> Location:
-    """The place of the model: SOURCE itself, or the run's checkpoints."""
-    from tpshard.cli.shared.sources import holds_model, opened_location, runs_of
+    """The place of the model: SOURCE itself, what the command line names in serve.checkpoint, or the run's
+    checkpoints."""
+    from tpshard.cli.shared.sources import holds_model, model_place, opened_location, runs_of
     from tpshard.train.checkpoints.checkpoint import steps
 
-    place = opened_location(source)
+    place, where = opened_location(source), recipe.where("serve.checkpoint")
     if holds_model(place):
         return place
+    if where.file.startswith("<override") and recipe.serve.checkpoint != "latest":
+        if (named := model_place(recipe.serve.checkpoint, recipe, "serve.checkpoint")) is not None:
+            return named
+        raise Mistakes.one(
+            f"{recipe.serve.checkpoint} holds no model", exit=Exit.CHECKPOINT, where=where,
+            fix="name a folder of `tpshard quantize`, a checkpoint or a run",
+        )  # fmt: skip
     checkpoints = runs_of(source, recipe)
     if not steps(checkpoints):
         raise Mistakes.one(
@@ -249,7 +253,15 @@ def open_stored(source: str, recipe: Recipe, context: Context, expected: Mapping
     folder = stored_place(source, recipe)
     of_model = isinstance(folder, Path) and any((folder / name).is_file() for name in ("config.json", ADAPTERS))
     if of_model and not (folder / MANIFEST).is_file():
-        return {"read": open_source(source).read_block, "folder": folder, "step": None, "run": None}
+        model = open_source(str(folder), modules=True, trusted=recipe)
+        for name, (shape, _) in expected.items():
+            if model.spec.shapes.get(name) != tuple(shape):
+                raise Mistakes.one(
+                    f"{folder} is another model than the recipe's", exit=Exit.CHECKPOINT, where=recipe.where("model"),
+                    why=f"`{name}` is {_shape(model.spec.shapes.get(name))} there, and {_shape(shape)} in the recipe",
+                    fix="evaluate the folder without the recipe, or name the recipe that it was made from",
+                )  # fmt: skip
+        return {"read": model.read_block, "folder": folder, "step": None, "run": None}
     chosen = None
     if context.is_main:
         checkpoint = open_checkpoint(folder) if (folder / MANIFEST).is_file() else latest(folder, recipe)
@@ -261,6 +273,10 @@ def open_stored(source: str, recipe: Recipe, context: Context, expected: Mapping
         "read": checkpoint.block, "folder": checkpoint.folder, "step": checkpoint.step,
         "run": run if (run / "metrics.jsonl").is_file() else None,
     }  # fmt: skip
+
+
+def _shape(shape: Sequence[int] | None) -> str:
+    return "missing" if shape is None else str(list(shape))
 
 
 def append_to_run(run: Location, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -183,7 +183,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             _say(f"warning: {mistakes.diagnostics[0].message}")
     sys.stderr.flush()
-    gc.freeze()  # the interpreter's last collection would walk over all nodes of a plan for seconds, to free them
+    if "triton" not in sys.modules:  # whose bindings tell of each object that is not freed
+        gc.freeze()  # the interpreter's last collection would walk over all nodes of a plan for seconds, to free them
     sys.exit(code)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,9 +18,10 @@ from tpshard.diagnostics.diagnostic import Exit, Mistakes
 
 if TYPE_CHECKING:
     from tpshard.cli.shared.source_model import SourceModel
+    from tpshard.models.objectives.tasks import Task
     from tpshard.recipes.keys.schema import Recipe
-    from tpshard.serve.quantizing.quantize_layers import Sequences
     from tpshard.serve.quantizing.quantize_report import Quantizing
+    from tpshard.serve.quantizing.task_rows import TaskRows
 
 
 def quantize(
@@ -61,13 +62,19 @@ def quantize(
         check_tokenizer(model.tokenizer)
     import torch
     from tpshard.kernels.quantized.gptq_solver import Settings
+    from tpshard.models.folders.folder_tokenizer import mask_of
+    from tpshard.models.objectives.tasks import task_of
     from tpshard.plan.report.order_rows import order_text
     from tpshard.serve.quantizing.quantize_layers import Quantizer
     from tpshard.serve.quantizing.write_quantized import write_quantized
 
     length = min(seq_len or _seq_len(source, model, recipe), model.spec.sizes.max_seq or _LONGEST)
     section, gpu = recipe.quantize, torch.cuda.is_available()
-    calibration, held_out = _text(model, recipe, text, length, section.calibration.sequences)
+    task = task_of(recipe.task, length, mask=mask_of(model.tokenizer))
+    if task.text:
+        calibration, held_out = _text(model, recipe, task, text, length)
+    else:
+        calibration, held_out = _made(recipe, task, {"--text": text, "--seq-len": seq_len})
     with _errors_told(model, out):
         quantizer = Quantizer(
             model.spec,
@@ -84,7 +91,7 @@ def quantize(
         report = write_quantized(quantizer, out, tokenizer=model.tokenizer, base=model.base, overwrite=overwrite)
     for sentence in _warnings(report):
         print(f"warning: {sentence}", file=sys.stderr)
-    orders = _orders(out, model)
+    orders = _orders(out, model, task)
     if as_json:
         print(json.dumps({**asdict(report), "act_orders": orders}))
     else:
@@ -94,18 +101,21 @@ def quantize(
         print(out)
 
 
-def _orders(folder: Path, model: SourceModel) -> list[dict[str, Any]]:
+def _orders(folder: Path, model: SourceModel, task: Task) -> list[dict[str, Any]]:
     """What the layout `tp_aware` makes of the order of a folder's linears, found on the model's graph."""
     from tpshard.plan.report.order_rows import order_rows
     from tpshard.programs.server.serve_setting import ServeSetting
     from tpshard.programs.server.served import model_to_serve
     from tpshard.programs.server.serving import moved_orders
+    from tpshard.programs.server.task_orders import orders_in_task
     from tpshard.recipes.reading.load import loads
 
     section = model.spec.to_json() if model.spec.reads_code else {"preset": "tiny"}
     named = {"name": "quantized", "cluster": {"device": "cpu"}, "model": section, "serve": {"checkpoint": str(folder)}}
     recipe = loads(json.dumps(named))
     try:
+        if not task.text:
+            return order_rows(orders_in_task(model.spec, folder, task))
         return order_rows(moved_orders(ServeSetting.of(recipe, model_to_serve(recipe, "cpu"), "cpu")))
     except (
         Mistakes,
@@ -147,6 +157,9 @@ def _open(source: str, overrides: Sequence[str]) -> tuple[SourceModel, Recipe]:
     """
     from tpshard.cli.shared.arguments import load
     from tpshard.cli.shared.sources import holds_model, named_tokenizer, open_source, opened_location, run_recipe
+    from tpshard.models.folders.hf_config import read_raw
+    from tpshard.models.transformers.class_names import task_of_class
+    from tpshard.recipes.reading.load import with_changes
 
     path = opened_location(source)
     if not holds_model(path):
@@ -154,6 +167,8 @@ def _open(source: str, overrides: Sequence[str]) -> tuple[SourceModel, Recipe]:
     model = open_source(source, modules=True)
     run = run_recipe(path)
     recipe = load(str(run) if run.is_file() else "tiny", overrides, trained=True)
+    if not run.is_file() and isinstance(path, Path) and (path / "config.json").is_file():
+        recipe = with_changes(recipe, [f"task={task_of_class(read_raw(path))}"])
     return named_tokenizer(model, recipe, overrides), recipe
 
 
@@ -171,13 +186,29 @@ def _seq_len(source: str, model: SourceModel, recipe: Recipe) -> int:
     return model.spec.sizes.train_seq or _LONGEST
 
 
+def _made(recipe: Recipe, task: Task, options: Mapping[str, object]) -> tuple[TaskRows, TaskRows]:
+    """Calibration and held-out rows of a task that makes its rows. `Mistakes` (exit 2) for options about text."""
+    from tpshard.models.objectives.tasks import held_out
+    from tpshard.serve.quantizing.task_rows import TaskRows
+    from tpshard.train.data.generated_rows import drawn
+
+    if given := [name for name, value in options.items() if value is not None]:
+        message = f"{given[0]} is about text, but `task: {recipe.task}` makes its rows"
+        raise Mistakes.one(message, exit=Exit.USAGE, fix="leave it out")
+    numbers = range(recipe.quantize.calibration.sequences)
+    kept = [held_out(number) for number in range(recipe.evaluate.sequences)]
+    batches = (drawn(task, rows, recipe.seed) for rows in (numbers, kept))
+    calibration, others = (TaskRows(batch.tensors, task) for batch in batches)
+    return calibration, others
+
+
 def _text(
-    model: SourceModel, recipe: Recipe, source: str | None, seq_len: int, sequences: int
-) -> tuple[Sequences, Sequences]:
+    model: SourceModel, recipe: Recipe, task: Task, source: str | None, seq_len: int
+) -> tuple[TaskRows, TaskRows]:
     """Calibration and held-out text, as ids of the model's tokenizer: of `source`, else of the recipe's sources in
     their shares."""
     import torch
-    from tpshard.serve.quantizing.quantize_layers import Sequences
+    from tpshard.serve.quantizing.task_rows import TaskRows
     from tpshard.train.data.corpus import open_text
     from tpshard.train.data.open_data import Mixture, OpenedData, open_data
     from tpshard.train.data.row_columns import Columns
@@ -205,11 +236,11 @@ def _text(
         corpus = open_text(source, Columns(data.column), key="--text")
         opened = OpenedData(Mixture.of(corpus.train, tokenizer), ((corpus.held_out, tokenizer),), tokenizer)
 
-    def join_batches(batches: Iterable[StepBatch]) -> Sequences:
-        fields = ("tokens", "targets", "documents", "positions")
-        tensors = [[batch[name] for name in fields] for batch in batches]
-        return Sequences(*map(torch.cat, zip(*tensors)))
+    def join_batches(batches: Iterable[StepBatch]) -> TaskRows:
+        joined = list(batches)
+        return TaskRows({name: torch.cat([batch[name] for batch in joined]) for name in task.fields}, task)
 
+    sequences = recipe.quantize.calibration.sequences
     at_once = min(sequences, 8)
     again = tuple(replace(share, epochs=None) for share in opened.mixture.shares)  # a text that ends is read again
     endless = replace(opened.mixture, shares=again, epochs=None)

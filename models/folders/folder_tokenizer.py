@@ -236,6 +236,14 @@ class FolderTokenizer:
         self._rust = Rust.from_str(json.dumps(raw | {"added_tokens": kept}))
 
 
+def mask_of(folder: str | Path | None) -> int:
+    """The id of the mask token of a folder's tokenizer; 0 where there is none, or no tokenizer."""
+    try:
+        return 0 if folder is None else FolderTokenizer(Path(folder))._id("mask_token") or 0
+    except (ValueError, OSError):  # a plan needs no tokenizer
+        return 0
+
+
 def _called(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
     """The result of a call of the tokenizers library. ValueError where it fails: it raises plain Exceptions, and its
     panics are none."""

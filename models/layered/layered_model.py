@@ -58,9 +58,9 @@ class LayeredModel(ABC):
     """A model on `meta` whose layers are filled, computed and quantized one after the other."""
 
     model: nn.Module
-    """The module; it maps tokens, documents and positions, each [batch, seq], to logits."""
-    layers: str
-    """The path of the list of layers."""
+    """The module, which a task's inputs go into."""
+    stacks: tuple[str, ...]
+    """The paths of the lists of layers, in any order."""
     separates_documents: bool = True
     """Whether layers get the documents of their rows as an argument."""
     knows_heads: bool = False
@@ -100,7 +100,7 @@ class LayeredModel(ABC):
 class FamilyLayers(LayeredModel):
     """A model of one of tpshard's families."""
 
-    layers = "layers"
+    stacks = ("layers",)
     knows_heads = True
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
@@ -180,7 +180,7 @@ class TransformersLayers(LayeredModel):
         name = type(self.model).__name__
         if not architecture.attends and not patch_attention.took_place(self.model):
             raise NotQuantizable(f"{name} mixes tokens by itself, so that `tpshard serve` could not serve its folder")
-        self.layers = only_list(self.model)
+        self.stacks = (only_list(self.model),)
         self.separates_documents = architecture.attends and not patch_attention.took_place(self.model)
         self._transposed: type[nn.Module] = Conv1D
         self._dims = {path: named.dims for path, named in dims_of_plan(self.model).items()}
@@ -188,7 +188,7 @@ class TransformersLayers(LayeredModel):
         self.parameters = [path for path, _ in self.model.named_parameters()]
         self.matrices = matrices = dict[str, Matrix]()
         for path, module in self.model.named_modules():
-            if not path.startswith(f"{self.layers}."):
+            if not path.startswith(f"{self.stacks[0]}."):
                 continue
             if isinstance(module, (nn.Linear, Conv1D)):
                 outputs, inputs = self.weight_of(module).shape

@@ -10,6 +10,7 @@ from tpshard.kernels.quantized.gptq_solver import Heads
 from tpshard.kernels.quantized.quantized import Quantized
 from tpshard.models.families.layers import Linear
 from tpshard.models.folders.module_folder import config_of_module
+from tpshard.models.layer_stacks import layer_stacks
 from tpshard.models.layered.layered_model import (
     ExpertMatrices,
     LayeredModel,
@@ -17,27 +18,26 @@ from tpshard.models.layered.layered_model import (
     NotQuantizable,
     Read,
     fits_gptq,
-    only_list,
 )
 
 
 class ModuleLayers(LayeredModel):
     """A module on `meta` of the class `path`, called with `args`. Its folder has the names of its parameters.
 
-    The linears of its only list of layers are quantized: `nn.Linear` and `families.layers.Linear`. NotQuantizable where
-    it has no such list, or several, or is no model of tokens.
+    The linears of its lists of layers are quantized: `nn.Linear` and `families.layers.Linear`. NotQuantizable where it
+    has no such list.
     """
 
     def __init__(self, path: str, args: Mapping[str, Any], model: nn.Module) -> None:
-        self._named, self.model = (path, args), model
-        if inputs := getattr(model, "inputs", ()):
-            raise NotQuantizable(f"it takes {', '.join(inputs)}: only a model of tokens, documents and positions is")
-        self.layers = only_list(model)
+        self._named, self.model = (path, args), model.eval()  # dropout is for training alone
+        self.stacks = tuple(stack.path for stack in layer_stacks(model))
+        if not self.stacks:
+            raise NotQuantizable(f"{type(model).__name__} has no list of layers, which is quantized layer by layer")
         self.parameters = [name for name, _ in model.named_parameters()]
         self.matrices = {
             name: Matrix(name, fits_gptq(*self.weight_of(module).shape), f"{name}.weight")
             for name, module in model.named_modules()
-            if name.startswith(f"{self.layers}.") and isinstance(module, (nn.Linear, Linear))
+            if name.startswith(tuple(f"{path}." for path in self.stacks)) and isinstance(module, (nn.Linear, Linear))
         }
 
     def experts(self, layer: nn.Module, prefix: str) -> ExpertMatrices | None:

@@ -85,10 +85,13 @@ class TokenLosses(LanguageModel):
 
 
 class MaskedLanguageModel(LanguageModel):
-    """`mlm`: predict 15% of the tokens, replaced by token 0, from both sides (Devlin et al. 2018, masks only).
+    """`mlm`: predict 15% of the tokens, replaced by `mask`, from both sides (Devlin et al. 2018, masks only).
 
     The choice depends on token and position alone, so that a row is masked alike on every mesh and in every epoch.
     """
+
+    mask = 0
+    """The id of the token that stands for a masked one."""
 
     def masked_positions(self, batch: Mapping[str, Tensor]) -> Tensor:
         """The masked positions, bool [batch, seq]: 15% of the tokens with a target, by a hash of token and position."""
@@ -96,7 +99,11 @@ class MaskedLanguageModel(LanguageModel):
         return ((mixed >> 12) % 100 < 15) & (batch["targets"] != IGNORE)
 
     def inputs(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        return torch.where(self.masked_positions(batch), 0, batch["tokens"]), batch["documents"], batch["positions"]
+        return (
+            torch.where(self.masked_positions(batch), self.mask, batch["tokens"]),
+            batch["documents"],
+            batch["positions"],
+        )
 
     def loss(self, output: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         return cross_entropy_sum(output, torch.where(self.masked_positions(batch), batch["tokens"], IGNORE), self.terms)
@@ -180,12 +187,14 @@ TASKS: dict[str, Callable[[int], LanguageModel | Frames | Volumes]] = {
 }  # fmt: skip
 
 
-def task_of(name: str, seq_len: int, terms: LossTerms = PLAIN) -> Task:
+def task_of(name: str, seq_len: int, terms: LossTerms = PLAIN, mask: int = 0) -> Task:
     """The task of a built-in name with these terms of its loss, or of `package:Class`. ValueError where there is
-    none."""
+    none. mask: the token of `mlm`."""
     if name in TASKS:
         built_in = TASKS[name](seq_len)
         built_in.terms = terms
+        if isinstance(built_in, MaskedLanguageModel):
+            built_in.mask = mask
         return built_in
     cls = import_object("task", name)
     try:
@@ -203,7 +212,7 @@ def task_of(name: str, seq_len: int, terms: LossTerms = PLAIN) -> Task:
 def targets_of_rows(task: Task, batch: Mapping[str, Tensor]) -> Tensor:
     """The number of targets of each row, int64 [rows]."""
     counted = task.masked_positions(batch) if isinstance(task, MaskedLanguageModel) else batch["targets"] != IGNORE
-    return counted.flatten(1).sum(1)
+    return counted.reshape(len(counted), -1).sum(1)  # a row may have one target alone
 
 
 def held_out(number: int) -> int:

@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from tpshard.files.folder_json import FolderError
 from tpshard.kernels.quantized import gptq_config
 from tpshard.models import dims
 from tpshard.models.families.config_keys import training_notes
@@ -34,6 +35,11 @@ from tpshard.models.transformers import (
     state_cache,
 )
 from tpshard.models.transformers.chunked_attention import chunk_of
+
+OWN_TASK = (
+    "as a `model.module`, a subclass whose `inputs` are those of a task of your own is trained, quantized and evaluated"
+)
+"""The fix for a class that is no model of one text."""
 
 
 @dataclass(frozen=True)
@@ -221,11 +227,13 @@ class Architecture:
         """Gives the model tpshard's signature for language models; parameters keep their names."""
         name, takes = type(model).__name__, inspect.signature(type(model).forward).parameters
         if "input_ids" not in takes or "labels" not in takes or model.get_output_embeddings() is None:  # type: ignore[operator]
-            raise ValueError(
-                f"{name} is no language model: it takes no `input_ids` with `labels`, or has no head of logits"
+            raise FolderError(
+                f"{name} is no language model: it takes no `input_ids` with `labels`, or has no head of logits",
+                OWN_TASK,
             )
         if getattr(model.config, "is_encoder_decoder", False):
-            raise ValueError(f"{name} is an encoder with a decoder, which read two texts: a recipe gives a model one")
+            message = f"{name} is an encoder with a decoder, which read two texts: a recipe gives a model one"
+            raise FolderError(message, OWN_TASK)
         further, first = {"use_cache": False} if "use_cache" in takes else {}, self.first_position
         types = getattr(self.config.get_text_config(), "layer_types", None)
         window = None if types else getattr(self.config.get_text_config(), "sliding_window", None)

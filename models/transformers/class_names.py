@@ -17,6 +17,11 @@ def class_name(raw: Mapping[str, Any]) -> str:
     return str(names[0])
 
 
+def task_of_class(raw: Mapping[str, Any]) -> str:
+    """The task that the class of a config.json is for: `mlm` for those that predict masked tokens."""
+    return "mlm" if any(str(name).endswith("ForMaskedLM") for name in raw.get("architectures") or ()) else "lm"
+
+
 def check_class(raw: Mapping[str, Any]) -> None:
     """Raises ValueError where `architectures` names no class of the installed transformers, which is not imported."""
     name = class_name(raw)

@@ -18,6 +18,7 @@ from tpshard.models.folders.hf_folder import DTYPES
 from tpshard.models.folders.hf_quantized import quantizable
 from tpshard.models.model_spec import ModelSpec
 from tpshard.models.open_model import manifest_of, open_model, saved_model
+from tpshard.parallelism.words import IN_SEQUENCE
 from tpshard.programs.fit.recipe_model import model_of
 from tpshard.programs.server.act_order import ActOrder, Arrangement, act_orders, order_key, planned_orders
 from tpshard.programs.server.padding import shared_rows
@@ -111,6 +112,12 @@ class Quantization:
         assumed = "of one Hessian" if settings.desc_act else ""
         stacks = {name: (assumed,) for name in weights if len(config.shapes[name]) == 3}
         return Quantization(settings, weights, orders, shared_rows(config.parameters, groups), stacks)
+
+    @property
+    def in_sequence(self) -> dict[str, str]:
+        """What `Arrangement.between` says of linears whose groups are in sequence."""
+        others = (name for name in self.weights if name not in self.orders and name not in self.stacks)
+        return dict.fromkeys(others, IN_SEQUENCE)
 
     def __str__(self) -> str:
         size, ordered = self.settings.group_size, len(self.orders)

@@ -25,7 +25,6 @@ from tpshard.parallelism.propagation.propagate import propagate
 from tpshard.parallelism.rules.table import rule_for
 from tpshard.parallelism.sharding import Sharding, replicated
 from tpshard.parallelism.why import SourcePlace
-from tpshard.parallelism.words import IN_SEQUENCE
 from tpshard.programs.server import step_kernels
 from tpshard.programs.server.act_order import Arrangement, arrange
 from tpshard.programs.server.fewer_launches import FEWER
@@ -269,8 +268,7 @@ def _arrange(setting: ServeSetting, graph: Graph) -> Arrangement:
     spread = {name: setting.ways(dim) for name, dim in inner.items()}
     arrangement = arrange(graph, orders, setting.recipe.serve.layout, spread, parameters)
     if arrangement.between and (quantized := setting.served.quantized) is not None:
-        rest = (name for name in quantized.weights if name not in orders and name not in quantized.stacks)
-        arrangement.between |= dict.fromkeys(rest, IN_SEQUENCE)
+        arrangement.between |= quantized.in_sequence
     return replace(arrangement, parts=parts)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -16,6 +17,7 @@ from tpshard.models.families.dispatch import ExpertGroups
 from tpshard.models.families.layers import multiply_in_fp8
 from tpshard.models.families.mlp import group_experts
 from tpshard.models.families.routing import balance_steps
+from tpshard.models.folders.folder_tokenizer import mask_of
 from tpshard.models.folders.hf_folder import DTYPES
 from tpshard.models.layer_stacks import LayerStack, keep_layers, layer_stacks, names_after
 from tpshard.models.model_spec import ModelSpec
@@ -179,8 +181,12 @@ class Setting:
         return self._task(PLAIN)
 
     def _task(self, terms: LossTerms) -> Task:
+        mask = 0
+        if self.recipe.task == "mlm":
+            with suppress(Mistakes):  # a variable that is not set: a plan needs no tokenizer
+                mask = mask_of(self.recipe.data.tokenizer_folder)
         try:
-            return task_of(self.recipe.task, self.seq_len, terms)
+            return task_of(self.recipe.task, self.seq_len, terms, mask)
         except ValueError as error:
             fix = "correct the class, or task: lm, mlm, frames or volumes"
             raise Mistakes.one(str(error), exit=Exit.RECIPE, where=self.recipe.where("task"), fix=fix) from error

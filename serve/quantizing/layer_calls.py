@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -70,14 +70,56 @@ class CallCatcher(_InPlace):
 
 
 class OutputReplay(_InPlace):
-    """A stand-in for a layer that returns a fixed residual stream, whatever it is called with."""
+    """A stand-in for a layer that returns a fixed residual stream, whatever it is called with; ValueError if it is
+    called again."""
 
     def __init__(self, layer: nn.Module, x: Tensor, form: Form) -> None:
         super().__init__(layer)
-        self.__dict__["x"], self.__dict__["form"] = x, form
+        self.__dict__["x"], self.__dict__["form"], self.__dict__["called"] = x, form, False
 
     def forward(self, *rest: Any, **named: Any) -> Any:
+        if self.called:
+            raise ValueError("the layers run several times in one forward pass, which quantizing layer by layer cannot")
+        self.__dict__["called"] = True
         return self.form(self.x)
+
+
+@dataclass(frozen=True)
+class StackResult:
+    """What a list of layers returns: the last residual stream, and the form of its layers' results."""
+
+    x: Tensor
+    form: Form
+
+
+@contextlib.contextmanager
+def replaying(model: nn.Module, results: Mapping[str, StackResult]) -> Iterator[None]:
+    """A context in which the model's lists of layers at these paths return their results without computing them."""
+    with contextlib.ExitStack() as replaced:
+        for path, result in results.items():
+            layers = [OutputReplay(one, result.x, result.form) for one in model.get_submodule(path).children()]
+            replaced.enter_context(in_place_of(model, path, layers))
+        yield
+
+
+def first_call(model: nn.Module, path: str, run: Callable[[], Any]) -> LayerCall | None:
+    """The call of the first layer of the list at `path`, at which the run ends; None if it is not called."""
+    layers = list(model.get_submodule(path).children())
+    catcher = CallCatcher(layers[0])
+    with in_place_of(model, path, [catcher, *layers[1:]]), contextlib.suppress(LayerCaught):
+        run()
+    return catcher.call  # type: ignore[no-any-return]
+
+
+def first_to_run(model: nn.Module, paths: Sequence[str], run: Callable[[], Any]) -> str | None:
+    """Which of the model's lists of layers runs first; None if none does."""
+    catchers = {path: CallCatcher(next(model.get_submodule(path).children())) for path in paths}
+    with contextlib.ExitStack() as replaced, contextlib.suppress(LayerCaught):
+        for path, catcher in catchers.items():
+            others = list(model.get_submodule(path).children())[1:]
+            replaced.enter_context(in_place_of(model, path, [catcher, *others]))
+        run()
+    return next((path for path, catcher in catchers.items() if catcher.call is not None), None)
 
 
 @contextlib.contextmanager
@@ -92,11 +134,16 @@ def in_place_of(model: nn.Module, path: str, layers: Sequence[nn.Module]) -> Ite
 
 
 def form_of(layer: nn.Module, call: LayerCall) -> Form:
-    """A function that puts a residual stream into the form of a layer's result; its other tensors are not kept."""
+    """A function that puts a residual stream into the form of a layer's result. Its other tensors are kept if they are
+    the same for another stream, as T5's relative positions are, which its first layer returns for all."""
     returned = call.returned_by(layer)
     if not isinstance(returned, tuple):
         return lambda x: x
-    others = tuple(_unknown(one) if isinstance(one, Tensor) else one for one in returned[1:])
+    of_another = replace(call, x=call.x.flip(-1)).returned_by(layer)
+    others = tuple(
+        one if not isinstance(one, Tensor) or torch.equal(one, another) else _unknown(one)
+        for one, another in zip(returned[1:], of_another[1:])
+    )
     return lambda x: (x, *others)
 
 

@@ -1,8 +1,9 @@
-"""Quantizing a model layer by layer, from its dense values and some text to a GPTQ folder and a report.
+"""Quantizing a model layer by layer, from its dense values and rows of its task to a GPTQ folder and a report.
 
-One layer is in memory at a time. Calibration and held-out text each pass through the dense and through the quantized
+One layer is in memory at a time. Calibration and held-out rows each pass through the dense and through the quantized
 layers. Each layer is fitted to its inputs from the quantized layers before it, with the dense outputs as the target.
-The held-out text gives the loss before and after quantizing.
+Of several lists of layers (an encoder and a decoder) the one that runs first is quantized first, and its results are
+what the next one gets. The held-out rows give the loss before and after quantizing.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import contextlib
 import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,48 +34,34 @@ from tpshard.kernels.quantized.gptq_solver import (
 from tpshard.kernels.quantized.quantized import Quantized
 from tpshard.models.layered.layered_model import ExpertMatrices, NotQuantizable, Read
 from tpshard.models.model_spec import ModelSpec
-from tpshard.models.objectives.loss import cross_entropy_sum
 from tpshard.serve.quantizing.layer_calls import (
-    CallCatcher,
     Form,
     LayerCall,
-    LayerCaught,
-    OutputReplay,
+    StackResult,
     calls_of_layers,
     expert_inputs,
+    first_call,
+    first_to_run,
     form_of,
-    in_place_of,
     input_of,
     joined_heads,
+    replaying,
     shared_inputs,
 )
 from tpshard.serve.quantizing.quantize_report import LinearResult, Quantizing
+from tpshard.serve.quantizing.task_rows import TaskRows
 
 Method = Literal["gptq", "nearest"]
 
 
-@dataclass(frozen=True)
-class Sequences:
-    """Text as rows of tokens, all [sequences, seq] int64. `targets` is -100 where there is none."""
+_STORED = ("quantized", "nearest")
 
-    tokens: Tensor
-    targets: Tensor
-    documents: Tensor | None = None
-    positions: Tensor | None = None
 
-    def split(self, rows: int) -> list[Sequences]:
-        """The sequences in parts of at most `rows`."""
-        parts = [None if t is None else t.split(rows) for t in (self.documents, self.positions)]
-        return [
-            Sequences(tokens, targets, *(None if p is None else p[i] for p in parts))
-            for i, (tokens, targets) in enumerate(zip(self.tokens.split(rows), self.targets.split(rows)))
-        ]
+class Pass(NamedTuple):
+    """Some rows on their way through a model, with the results of the lists of layers behind them."""
 
-    def to(self, device: torch.device | str) -> Sequences:
-        tensors = (self.tokens, self.targets, self.documents, self.positions)
-        tokens, targets, documents, positions = (None if t is None else t.to(device) for t in tensors)
-        assert tokens is not None and targets is not None
-        return Sequences(tokens, targets, documents, positions)
+    rows: TaskRows
+    results: dict[str, StackResult]
 
 
 class Quantizer:
@@ -82,7 +69,7 @@ class Quantizer:
 
     Args:
         spec: the model; `read(name)` returns a parameter's dense values.
-        calibration, held_out: text; without held_out no losses are computed.
+        calibration, held_out: rows of the model's task; without held_out no losses are computed.
         order: see `gptq_solver.ordering`.
         method: `nearest` is the baseline, round-to-nearest with the same groups.
         dtype: of the activations; weights are solved in fp32.
@@ -96,8 +83,8 @@ class Quantizer:
         self,
         spec: ModelSpec,
         read: Read,
-        calibration: Sequences,
-        held_out: Sequences | None,
+        calibration: TaskRows,
+        held_out: TaskRows | None,
         settings: Settings,
         order: Order,
         *,
@@ -112,7 +99,8 @@ class Quantizer:
         self.calibration = calibration.to(device).split(rows)
         self.held_out = held_out.to(device).split(rows) if held_out is not None else []
         self.layered = spec.layered(dtype)
-        self.model, self.path = self.layered.model, self.layered.layers
+        self.model = self.layered.model
+        self.inside = tuple(f"{path}." for path in self.layered.stacks)
         self.report = Quantizing(settings.bits, settings.group_size, order, method)
         matrices = self.layered.matrices
         self.fits = {name: matrix.fits and not matrix.router for name, matrix in matrices.items()}
@@ -124,40 +112,54 @@ class Quantizer:
     @torch.no_grad()
     def run(self) -> Iterator[tuple[str, Quantized]]:
         """Yields (module's name in the folder, its quantized linear), layer by layer."""
-        layers = list(self.model.get_submodule(self.path).children())
-        self._load(self.model, "", skip=f"{self.path}.")
-        self._load(layers[0], f"{self.path}.0.")
-        calls, form = self._calls(layers)
-        streams = {"calibration": calls["calibration"], "reference": calls["calibration"]}
+        streams = {"calibration": self.calibration, "reference": self.calibration}
         if self.held_out:
-            self._round(self.model)  # what the folder stores of the parameters before the layers
-            streams |= {"dense": calls["held_out"], "quantized": self._calls(layers)[0]["held_out"]}
-            if self.method == "gptq":
-                streams |= {"nearest": streams["quantized"]}
-            self._load(self.model, "", skip=f"{self.path}.")
-        at: dict[str, list[LayerCall]] = {name: [each[0] for each in batches] for name, batches in streams.items()}
+            streams |= dict.fromkeys(("dense", *self._stored_streams), self.held_out)
+        passes = {name: [Pass(rows, {}) for rows in batches] for name, batches in streams.items()}
+        stacks = list(self.layered.stacks)
+        while stacks:
+            self._load_outside()
+            first = passes["calibration"][0]
+            path = stacks[0] if len(stacks) == 1 else first_to_run(self.model, stacks, partial(self._run, first))
+            if path is None:
+                raise NotQuantizable(f"the forward pass does not call `{stacks[0]}`")
+            stacks.remove(path)
+            yield from self._quantize_stack(path, passes)
+        if self.held_out:
+            self._load_outside()
+            before, self.report.held_out_tokens = self._loss(passes["dense"])
+            self._round(self.model)
+            after, nearest = (self._loss(passes[name])[0] if name in passes else None for name in _STORED)
+            self.report.loss_before, self.report.loss_after, self.report.loss_nearest = before, after, nearest
+
+    @property
+    def _stored_streams(self) -> tuple[str, ...]:
+        """The streams of held-out rows through values as folders store them."""
+        return _STORED if self.method == "gptq" else _STORED[:1]
+
+    def _quantize_stack(self, path: str, passes: Mapping[str, Sequence[Pass]]) -> Iterator[tuple[str, Quantized]]:
+        """Quantizes a list of layers, whose results the passes then have."""
+        layers = list(self.model.get_submodule(path).children())
+        calls = self._calls(path, layers[0], passes)
+        at = {name: [each[0] for each, _ in batches] for name, batches in calls.items()}
         for i, layer in enumerate(layers):
-            prefix = f"{self.path}.{i}."
+            prefix = f"{path}.{i}."
             if i:
                 self._load(layer, prefix)
             dense = copy.deepcopy(layer)
-            nearest = self._nearest(copy.deepcopy(layer), prefix) if "nearest" in streams else None
+            nearest = self._nearest(copy.deepcopy(layer), prefix) if "nearest" in passes else None
             quantized = self._quantize_layer(layer, prefix, at["calibration"], dense, at["reference"])
             self._round(layer, prefix)
-            for name, batches in streams.items():
+            for name, batches in calls.items():
                 computed = dense if name in ("reference", "dense") else nearest if name == "nearest" else layer
                 assert computed is not None
-                following = [each[min(i + 1, len(layers) - 1)] for each in batches]
+                following = [each[min(i + 1, len(layers) - 1)] for each, _ in batches]
                 at[name] = [replace(after, x=call.into(computed)) for call, after in zip(at[name], following)]
             layer.to("meta")
             yield from self.layered.stored(quantized)
-        if self.held_out:
-            before, self.report.held_out_tokens = self._loss(layers, at["dense"], form)
-            self._round(self.model)
-            after, _ = self._loss(layers, at["quantized"], form)
-            self.report.loss_before, self.report.loss_after = before, after
-            if "nearest" in streams:
-                self.report.loss_nearest, _ = self._loss(layers, at["nearest"], form)
+        for name, batches in calls.items():
+            for one, call, (_, form) in zip(passes[name], at[name], batches):
+                one.results[path] = StackResult(call.x, form)
 
     def dense(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (tensor's name in the folder, fp16 values) of everything that is not quantized."""
@@ -179,17 +181,17 @@ class Quantizer:
         and the layers of the model."""
         coded = {self.layered.matrices[name].parameter for name, fits in self.fits.items() if fits}
         for name, parameter in module.named_parameters():
-            if (
-                prefix + name not in coded
-                and not parameter.is_meta
-                and (prefix or not name.startswith(f"{self.path}."))
-            ):
+            if prefix + name not in coded and not parameter.is_meta and (prefix or not name.startswith(self.inside)):
                 parameter.data = parameter.to(torch.float16).to(parameter.dtype)  # what was read stays as it is
 
-    def _load(self, module: nn.Module, prefix: str, skip: str | None = None) -> None:
+    def _load_outside(self) -> None:
+        """Reads the parameters outside the lists of layers."""
+        self._load(self.model, "", skip=self.inside)
+
+    def _load(self, module: nn.Module, prefix: str, skip: tuple[str, ...] = ()) -> None:
         values: dict[int, nn.Parameter] = {}  # of parameters that have several names
         for name, parameter in list(module.named_parameters(remove_duplicate=False)):
-            if skip is not None and name.startswith(skip):
+            if name.startswith(skip):
                 continue
             if id(parameter) not in values:
                 value = self.read(prefix + name)
@@ -201,30 +203,44 @@ class Quantizer:
             owner, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(owner), leaf, values[id(parameter)])
 
-    def _calls(self, layers: Sequence[nn.Module]) -> tuple[dict[str, list[list[LayerCall]]], Form]:
-        """Returns the calls of all layers, per text, batch and layer, and the form of the layers' results."""
-        first = CallCatcher(layers[0])
-        with in_place_of(self.model, self.path, [first, *layers[1:]]), contextlib.suppress(LayerCaught):
-            self._pass(self.calibration[0])
-        form = form_of(layers[0], first.call)
-        batches = {"calibration": self.calibration, "held_out": self.held_out}
-        return {
-            name: [calls_of_layers(self.model, self.path, form, partial(self._pass, one)) for one in several]
-            for name, several in batches.items()
-        }, form
+    def _calls(
+        self, path: str, first: nn.Module, passes: Mapping[str, Sequence[Pass]]
+    ) -> dict[str, list[tuple[list[LayerCall], Form]]]:
+        """For each pass the calls of all layers of a list and the form of their results; `first` is its first layer,
+        whose values are read."""
+        calls = dict[str, list[tuple[list[LayerCall], Form]]]()
+        for stored in (False, True) if self.held_out else (False,):
+            self._load(first, f"{path}.0.")
+            if stored:  # what the folder stores of the parameters before the layers
+                self._round(self.model)
+                self._round(first, f"{path}.0.")
+            for name, batches in passes.items():
+                if (name in _STORED) != stored:
+                    continue
+                alike = {"reference": "calibration", "nearest": "quantized"}.get(name)
+                alone = all(not one.results for one in batches)  # nothing is quantized before
+                calls[name] = calls[alike] if alike and alone else [self._calls_of(path, first, one) for one in batches]
+        if self.held_out:
+            self._load_outside()
+            self._load(first, f"{path}.0.")
+        return calls
 
-    def _pass(self, batch: Sequences) -> Tensor:
-        apart = (batch.documents, batch.positions) if self.layered.separates_documents else (None, None)
-        return self.model(batch.tokens, *apart)  # type: ignore[no-any-return]
+    def _calls_of(self, path: str, first: nn.Module, one: Pass) -> tuple[list[LayerCall], Form]:
+        call = first_call(self.model, path, partial(self._run, one))
+        if call is None:
+            raise NotQuantizable(f"the forward pass does not call `{path}`")
+        form = form_of(first, call)
+        return calls_of_layers(self.model, path, form, partial(self._run, one)), form
 
-    def _loss(self, layers: Sequence[nn.Module], calls: Sequence[LayerCall], form: Form) -> tuple[float, int]:
-        total, count = 0.0, 0
-        for batch, call in zip(self.held_out, calls):
-            with in_place_of(self.model, self.path, [OutputReplay(layer, call.x, form) for layer in layers]):
-                logits = self._pass(batch)
-            batch_loss, tokens = cross_entropy_sum(logits, batch.targets)
-            total, count = total + float(batch_loss), count + int(tokens)
-        return total / max(count, 1), count
+    def _run(self, one: Pass) -> Tensor:
+        """The model's output for the rows of a pass; lists of layers whose results are known are not computed."""
+        inputs = one.rows.inputs(self.dtype)
+        with replaying(self.model, one.results):
+            return self.model(*(inputs if self.layered.separates_documents else inputs[:1]))  # type: ignore[no-any-return]
+
+    def _loss(self, passes: Sequence[Pass]) -> tuple[float, int]:
+        total, count = map(sum, zip(*(one.rows.loss(self._run(one)) for one in passes)))
+        return total / max(count, 1), int(count)
 
     def _quantize_layer(
         self,

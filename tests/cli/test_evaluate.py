@@ -9,6 +9,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import architectures
 import pytest
 import torch
 from forked import python
@@ -94,6 +95,21 @@ def test_convert_and_quantize_keep_to_the_same_sequences(
         (result,) = pool.run(measure, str(folder), ALIKE, [], world=1)
         assert result["loss"] == pytest.approx(expected, abs=1e-6) and result["tokens"] == tokens
         assert result["step"] is None
+    (result,) = pool.run(measure, str(trained), [f"serve.checkpoint={quantized}"], [], world=1)
+    assert result["loss"] == pytest.approx(report["loss_after"], abs=1e-6) and result["model"] == str(quantized)
+    row = read_rows(trained / "metrics.jsonl")[-1]
+    assert row["eval_loss"] != result["loss"], "the run's record is of its own checkpoints"
+
+
+def test_the_folder_of_a_recipes_command_is_checked(trained: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(str(trained), [f"serve.checkpoint={tmp_path}"])
+    with pytest.raises(Mistakes, match="holds no model") as caught:
+        command.stored_place(str(trained), recipe)
+    assert caught.value.exit == Exit.CHECKPOINT
+    architectures.folder(tmp_path, "gpt2", weights=True)
+    alone: Any = None
+    with pytest.raises(Mistakes, match=r"is another model than the recipe's[\s\S]*`embed` is missing there"):
+        command.open_stored(str(trained), recipe, alone, {"embed": ((4, 4), "float32")})
 
 
 def test_named_texts_count_wholly(trained: Path, tmp_path: Path, pool: Any) -> None:

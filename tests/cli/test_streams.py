@@ -84,3 +84,10 @@ def test_no_file_gets_the_number_of_a_closed_stream() -> None:
     for closed in ("<&-", ">&-", "2>&-", "<&- >&- 2>&-"):
         done = subprocess.run(["bash", "-c", f'"$0" -c "$1" {closed}', sys.executable, code], timeout=PATIENCE)
         assert done.returncode == 0, closed
+
+
+def test_a_command_that_loads_triton_ends_quietly() -> None:
+    pytest.importorskip("triton")
+    code = "import triton, sys; from tpshard.cli.main import main; main(['version'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
+    assert "leaked" not in done.stderr

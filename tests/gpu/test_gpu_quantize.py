@@ -11,17 +11,18 @@ from tpshard.kernels.quantized.gptq_solver import Settings
 from tpshard.models import build
 from tpshard.models.families.presets import PRESETS
 from tpshard.models.family_model import FamilyModel
-from tpshard.serve.quantizing.quantize_layers import Quantizer, Sequences
+from tpshard.serve.quantizing.quantize_layers import Quantizer
 from tpshard.serve.quantizing.quantize_report import Quantizing
+from tpshard.serve.quantizing.task_rows import TaskRows, text_rows
 from tpshard.serve.quantizing.write_quantized import write_quantized
 
 CONFIG = replace(PRESETS["tiny"], layers=2, width=64, heads=4, kv_heads=2, head_dim=32, mlp=96, vocab=128, max_seq=64,
                  seq_len=32)  # fmt: skip
 
 
-def text(sequences: int, seed: int) -> Sequences:
+def text(sequences: int, seed: int) -> TaskRows:
     tokens = torch.randint(0, 128, (sequences, 32), generator=torch.Generator().manual_seed(seed))
-    return Sequences(tokens, tokens.roll(-1, 1))
+    return text_rows(tokens, tokens.roll(-1, 1))
 
 
 def quantize(device: str, out: Path) -> Quantizing:

@@ -43,7 +43,8 @@ from tpshard.serve.api.need import need
 from tpshard.serve.engine.job import Job
 from tpshard.serve.engine.runner import ProgramRunner
 from tpshard.serve.engine.step import StepInput
-from tpshard.serve.quantizing.quantize_layers import Quantizer, Sequences
+from tpshard.serve.quantizing.quantize_layers import Quantizer
+from tpshard.serve.quantizing.task_rows import text_rows
 from tpshard.serve.quantizing.write_quantized import write_quantized
 
 CONFIG = ModelConfig(
@@ -65,7 +66,7 @@ def quantize(out: Path, order: Order, config: ModelConfig = CONFIG) -> Path:
     tokens = torch.randint(0, 128, (4, 16), generator=torch.Generator().manual_seed(0))
     read = lambda name: parameters[name].detach() * (1 if "norm" in name else 3)  # noqa: E731
     write_quantized(
-        Quantizer(FamilyModel(config), read, Sequences(tokens, tokens), None, Settings(group_size=32), order), out
+        Quantizer(FamilyModel(config), read, text_rows(tokens, tokens), None, Settings(group_size=32), order), out
     )
     return out
 

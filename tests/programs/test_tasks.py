@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.models.folders.folder_tokenizer import mask_of
 from tpshard.models.objectives.targets import IGNORE
-from tpshard.models.objectives.tasks import MaskedLanguageModel, held_out, task_of
+from tpshard.models.objectives.tasks import MaskedLanguageModel, held_out, targets_of_rows, task_of
+from tpshard.models.transformers.class_names import task_of_class
 from tpshard.programs.parts import step_programs
 from tpshard.programs.setting.setting import Setting
 from tpshard.recipes.reading.load import load, loads
@@ -155,3 +159,25 @@ def test_only_language_models_are_served() -> None:
     with pytest.raises(Mistakes) as error:
         ServeSetting.of(recipe, model_to_serve(recipe, "cpu"), "cpu")
     assert error.value.exit == Exit.FIT and "with `task: frames` cannot be served" in str(error.value)
+
+
+def test_masked_tokens_are_the_tokenizers_own(tmp_path: Path) -> None:
+    """Which a folder names; without one, and without a folder, it is token 0."""
+    vocab = {"[UNK]": 0, "[MASK]": 1, "a": 2}
+    tokens = Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
+    tokens.add_special_tokens(["[UNK]", "[MASK]"])
+    tokens.save(str(tmp_path / "tokenizer.json"))
+    batch = text_rows(4, 64, 8)
+    for named, mask in (({}, 0), ({"mask_token": "[MASK]"}, 1)):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+        task = task_of("mlm", 64, mask=mask_of(tmp_path))
+        assert isinstance(task, MaskedLanguageModel)
+        masked = task.masked_positions(batch)
+        assert masked.any() and set(task.inputs(batch)[0][masked].tolist()) == {mask}
+    assert task_of_class({"architectures": ["BertForMaskedLM"]}) == "mlm"
+    assert task_of_class({"architectures": ["LlamaForCausalLM"]}) == task_of_class({}) == "lm"
+
+
+def test_a_row_may_have_one_target() -> None:
+    targets = torch.tensor([3, IGNORE, 0])
+    assert targets_of_rows(task_of("frames", 8), {"targets": targets}).tolist() == [1, 0, 1]

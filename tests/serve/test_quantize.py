@@ -18,8 +18,10 @@ from tpshard.models import build, from_hf, to_hf
 from tpshard.models.families.presets import PRESETS
 from tpshard.models.family_model import FamilyModel
 from tpshard.models.folders.folder_tokenizer import FolderTokenizer
-from tpshard.recipes.reading.load import loads
-from tpshard.serve.quantizing.quantize_layers import Quantizer, Sequences
+from tpshard.models.objectives.tasks import LanguageModel
+from tpshard.recipes.reading.load import loads, with_changes
+from tpshard.serve.quantizing.quantize_layers import Quantizer
+from tpshard.serve.quantizing.task_rows import text_rows
 from tpshard.serve.quantizing.write_quantized import write_quantized
 
 LLAMA = replace(PRESETS["tiny"], layers=2, width=64, heads=4, kv_heads=2, head_dim=32, mlp=96, vocab=128, max_seq=64,
@@ -40,7 +42,7 @@ def random_model(config, seed=0):
 def text(sequences=6, seq=32, seed=0):
     g = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, 128, (sequences, seq), generator=g) // torch.randint(1, 9, (sequences, 1), generator=g)
-    return Sequences(tokens, tokens.roll(-1, 1))
+    return text_rows(tokens, tokens.roll(-1, 1))
 
 
 def quantizer(model, settings=None, order="global", **more):
@@ -69,8 +71,8 @@ def test_the_folder_holds_the_model_that_was_measured(config, order, tmp_path):
 
     def loss(model):
         with torch.no_grad():
-            logits = model(held_out.tokens)
-        return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), held_out.targets.flatten()))
+            logits = model(held_out.batch["tokens"])
+        return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), held_out.batch["targets"].flatten()))
 
     assert abs(loss(model) - report.loss_before) < 1e-4
     assert abs(loss(back) - report.loss_after) < 2e-3  # embedding, norms and head are in fp16 there
@@ -103,7 +105,7 @@ def test_sizes_that_groups_or_words_do_not_divide(tmp_path):
     folder = GPTQFolder(tmp_path / "out")
     assert folder.linear("model.layers.0.self_attn.q_proj").groups == 2  # 40 and 24 of 64 inputs
     assert folder.config.of("model.layers.0.mlp.up_proj") is None
-    assert from_hf(tmp_path / "out")(text().tokens).shape == (6, 32, 128)
+    assert from_hf(tmp_path / "out")(text().batch["tokens"]).shape == (6, 32, 128)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -172,13 +174,14 @@ def test_calibration_reads_every_source_in_its_share(folder, tmp_path):
         (tmp_path / f"{name}.txt").write_text((word * 40 + "\n") * 60)
     sources = [{"source": str(tmp_path / "a.txt"), "weight": 3}, {"source": str(tmp_path / "b.txt"), "weight": 1}]
     model, recipe = quantize._open(str(folder), [f"data.sources={json.dumps(sources)}"])
-    calibration, _ = quantize._text(model, recipe, None, 32, 64)
+    recipe = with_changes(recipe, ["quantize.calibration.sequences=64"])
+    calibration, _ = quantize._text(model, recipe, LanguageModel(32), None, 32)
     tokenizer = FolderTokenizer(model.tokenizer)
-    words = "".join(tokenizer.decode(row) for row in calibration.tokens.tolist())
+    words = "".join(tokenizer.decode(row) for row in calibration.batch["tokens"].tolist())
     assert 0 < words.count("two") < words.count("one")
     recipe = loads(recipe.to_yaml(), [f"data.sources={json.dumps([{'source': str(tmp_path / 'gone.txt')}])}"])
     with pytest.raises(Mistakes, match=r"gone\.txt[\s\S]*`--text TEXT` calibrates on another text") as refused:
-        quantize._text(model, recipe, None, 32, 8)
+        quantize._text(model, recipe, LanguageModel(32), None, 32)
     assert refused.value.exit == Exit.DATA
 
 

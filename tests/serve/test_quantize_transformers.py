@@ -20,17 +20,18 @@ from tpshard.models.transformers.architecture import Architecture
 from tpshard.models.transformers.class_weights import FolderWeights
 from tpshard.models.transformers_model import TransformersModel
 from tpshard.serve.quantizing.layer_calls import calls_of_layers, form_of
-from tpshard.serve.quantizing.quantize_layers import Quantizer, Sequences
+from tpshard.serve.quantizing.quantize_layers import Quantizer
+from tpshard.serve.quantizing.task_rows import TaskRows, text_rows
 from tpshard.serve.quantizing.write_quantized import write_quantized
 
 QUICK = ("gemma3_text", "gpt2", "stablelm", "qwen2_moe")
 """Layers whose arguments differ; weights [inputs, outputs]; attention that tpshard replaces; experts."""
 
 
-def text(seed: int) -> Sequences:
+def text(seed: int) -> TaskRows:
     tokens = torch.randint(0, 64, (4, 12), generator=torch.Generator().manual_seed(seed))
     places = torch.arange(12).expand(4, 12).contiguous()
-    return Sequences(tokens, tokens.roll(-1, 1), torch.zeros_like(tokens), places)
+    return text_rows(tokens, tokens.roll(-1, 1), torch.zeros_like(tokens), places)
 
 
 def widen(name: str, patch: pytest.MonkeyPatch, **more: Any) -> None:
@@ -65,8 +66,8 @@ def test_the_folder_holds_the_model_that_was_measured(
 
     def loss(weights: dict[str, Tensor]) -> float:
         with torch.no_grad():
-            logits = torch.func.functional_call(own, weights, (held_out.tokens,)).logits
-        return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), held_out.targets.flatten()))
+            logits = torch.func.functional_call(own, weights, (held_out.batch["tokens"],)).logits
+        return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), held_out.batch["targets"].flatten()))
 
     assert report.loss_before == pytest.approx(loss(values), abs=1e-5)
     assert report.loss_after == pytest.approx(

@@ -32,7 +32,8 @@ from tpshard.programs.server.captured_steps import can_capture
 from tpshard.programs.server.serve_setting import Size
 from tpshard.serve.api.need import kernels
 from tpshard.serve.engine.step import StepInput
-from tpshard.serve.quantizing.quantize_layers import Quantizer, Sequences
+from tpshard.serve.quantizing.quantize_layers import Quantizer
+from tpshard.serve.quantizing.task_rows import TaskRows, text_rows
 from tpshard.serve.quantizing.write_quantized import write_quantized
 
 STEP = ("serve.requests=8", "serve.step_tokens=8")
@@ -179,9 +180,9 @@ def test_each_matrix_of_an_expert_is_decoded_once(
 
 
 # ---- `tpshard quantize` ---------------------------------------------------------------------------------------------
-def text(seed: int) -> Sequences:
+def text(seed: int) -> TaskRows:
     tokens = torch.randint(0, 128, (4, 32), generator=torch.Generator().manual_seed(seed))
-    return Sequences(tokens, tokens.roll(-1, 1))
+    return text_rows(tokens, tokens.roll(-1, 1))
 
 
 def quantizer(order: str, seen: int = 4) -> Quantizer:
@@ -214,8 +215,8 @@ def test_the_folder_holds_the_mixture_that_was_measured(order: str, tmp_path: Pa
     assert folder.linear("model.layers.0.mlp.experts.3.down_proj").sorted == (order == "none")
     back, held_out = from_hf(tmp_path / "out", dtype=torch.float32), text(1)
     with torch.no_grad():
-        logits = back(held_out.tokens)
-    loss = float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), held_out.targets.flatten()))
+        logits = back(held_out.batch["tokens"])
+    loss = float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), held_out.batch["targets"].flatten()))
     assert abs(loss - report.loss_after) < 2e-3 and report.loss_after != report.loss_before  # type: ignore[operator]
 
 

@@ -31,7 +31,8 @@ from tpshard.programs.server.serve_setting import Size
 from tpshard.serve.api.need import kernels
 from tpshard.serve.engine import weights
 from tpshard.serve.engine.engine import Engine
-from tpshard.serve.quantizing.quantize_layers import Quantizer, Sequences
+from tpshard.serve.quantizing.quantize_layers import Quantizer
+from tpshard.serve.quantizing.task_rows import text_rows
 from tpshard.serve.quantizing.write_quantized import write_quantized
 
 LLAMA = ModelConfig(
@@ -52,7 +53,7 @@ def quantize(config: ModelConfig, out: Path) -> Path:
         for name, p in model.named_parameters():
             p.copy_(torch.ones_like(p) if name.endswith("norm.weight") else torch.randn_like(p) * 0.15)
     tokens = torch.randint(0, 128, (6, 32)) // torch.randint(1, 9, (6, 1))
-    text = Sequences(tokens, tokens.roll(-1, 1))
+    text = text_rows(tokens, tokens.roll(-1, 1))
     parameters = dict(model.named_parameters())
     settings = Settings(bits=4, group_size=32)
     write_quantized(

@@ -20,7 +20,8 @@ from tpshard.models.transformers.architecture import Architecture
 from tpshard.models.transformers.class_weights import FolderWeights
 from tpshard.models.transformers_model import TransformersModel
 from tpshard.serve.api.service import Limits
-from tpshard.serve.quantizing.quantize_layers import Quantizer, Sequences
+from tpshard.serve.quantizing.quantize_layers import Quantizer
+from tpshard.serve.quantizing.task_rows import text_rows
 from tpshard.serve.quantizing.write_quantized import write_quantized
 from web import web
 
@@ -154,7 +155,7 @@ def test_what_quantize_writes_is_served(
         Quantizer(
             spec,
             values.__getitem__,
-            Sequences(tokens, tokens),
+            text_rows(tokens, tokens),
             None,
             Settings(group_size=16),
             "global",

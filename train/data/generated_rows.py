@@ -24,7 +24,7 @@ class GeneratedRows:
         """This rank's rows of the next step."""
         first = self.step * self.recipe.batch.global_sequences
         self.step += 1
-        return _draw(self.task, [first + row for row in self.part], self.recipe.seed)
+        return drawn(self.task, [first + row for row in self.part], self.recipe.seed)
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data, as JSON."""
@@ -60,13 +60,14 @@ def held_out_rows(
     task: Task, recipe: Recipe, numbers: Sequence[int], each: int, per_device: int
 ) -> Iterator[StepBatch]:
     """Micro-batches of `each` held-out rows by their numbers; missing rows are padding without targets."""
-    batch = _draw(task, [held_out(number) for number in numbers], recipe.seed)
+    batch = drawn(task, [held_out(number) for number in numbers], recipe.seed)
     blank = {name: torch.zeros(field.shape, dtype=field.dtype) for name, field in task.fields.items()}
     blank["targets"] += IGNORE
     yield from batch.micro_batches(blank, each, per_device)
 
 
-def _draw(task: Task, numbers: Sequence[int], seed: int) -> StepBatch:
+def drawn(task: Task, numbers: Sequence[int], seed: int) -> StepBatch:
+    """The rows with these numbers. Mistakes (exit 6) where they are not of the task's fields."""
     if not numbers:
         empty = {key: torch.zeros(0, *field.shape, dtype=field.dtype) for key, field in task.fields.items()}
         return StepBatch(empty, ())
