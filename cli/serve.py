@@ -208,7 +208,7 @@ def start_service(loaded: Recipe, model: SourceModel, need: Need) -> Service:
     """The engine with its ranks, ready to answer. Raises `Mistakes`: exit 7 where weights cannot be used, 9 where
     the ranks do not start."""
     import torch
-    from tpshard.parallelism.runtime.cores import sharing_note
+    from tpshard.parallelism.runtime.cores import sharing_note, vectors_note
     from tpshard.serve.api.metrics import Metrics
     from tpshard.serve.api.service import Limits, NotLoaded, Service
     from tpshard.serve.engine.job import Job
@@ -216,8 +216,9 @@ def start_service(loaded: Recipe, model: SourceModel, need: Need) -> Service:
     from tpshard.serve.engine.step import WorkerLost
 
     section = loaded.serve
-    if _kind(loaded) == "cpu" and (shared := sharing_note(need.programs.setting.mesh.ranks)):
-        print(f"note: {shared}", file=sys.stderr)
+    if _kind(loaded) == "cpu":
+        for slow in filter(None, (sharing_note(need.programs.setting.mesh.ranks), vectors_note())):
+            print(f"note: {slow}", file=sys.stderr)
     job = Job.of(need.programs, model.name, need.blocks)
     limits = Limits(running=section.requests, queue=section.queue, request_s=section.request_s, grace_s=section.grace_s)
     torch.set_num_threads(1)  # idle threads of this process would spin on the ranks' cores

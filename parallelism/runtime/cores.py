@@ -1,8 +1,10 @@
-"""The CPU cores that processes here may use: those of their affinity, within the quota of their control group."""
+"""The CPU cores that processes here may use, those of their affinity within the quota of their control group, and what
+makes them slow."""
 
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +24,14 @@ def sharing_note(processes: int) -> str:
         return ""
     share = "a process has" if processes == 1 else f"{processes} processes share"
     return f"{share} {cores:g} core{'s' * (cores != 1)} of this host, which is slower than a core for each"
+
+
+def vectors_note() -> str:
+    """A sentence for the user where torch computes without vector instructions that all its kernels use; else ""."""
+    import torch
+
+    wide = platform.machine() not in ("x86_64", "AMD64") or torch.backends.cpu.get_cpu_capability() != "DEFAULT"
+    return "" if wide else "torch computes without AVX2 here, which is slower"
 
 
 def _quotas() -> Iterator[float]:

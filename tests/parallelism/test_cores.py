@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from tpshard.parallelism.runtime import cores
 
 
@@ -35,3 +36,11 @@ def test_the_smallest_limit_holds(
     assert cores.usable_cores() == expected
     assert bool(cores.sharing_note(2)) == (expected < 2)
     assert cores.sharing_note(8).startswith(f"8 processes share {expected:g} core")
+
+
+def test_a_cpu_without_avx2_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability, machine, expected in (("DEFAULT", "x86_64", True), ("AVX2", "x86_64", False),
+                                          ("DEFAULT", "aarch64", False)):  # fmt: skip
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda name=capability: name)
+        monkeypatch.setattr(cores.platform, "machine", lambda name=machine: name)
+        assert bool(cores.vectors_note()) == expected
