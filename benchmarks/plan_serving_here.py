@@ -1,12 +1,13 @@
 """Compares predicted and measured time of a server's steps on this machine's CPU, at several numbers of requests.
 
-    python benchmarks/plan_serving_here.py [--device FILE] [--requests 1,8,64] [--layers 8] [--width 1024] [--steps 8]
+    python benchmarks/plan_serving_here.py [--device FILE] [--requests 1,8,64] [--tp 1,2] [--layers 8] [--width 1024]
+        [--steps 8]
 
 The machine is measured as by `tpshard doctor --measure`, but with one and two processes that share one core; then the
-models of `serving_speed.py` are planned with the result, and a worker of the server with one thread computes steps of
-one token per request after 48 others. All times are CPU seconds of processes with one thread, so that other programs
-on the machine count little. `ratio` is predicted / measured, the median of `--repeat`. Exits with 1 if one is more than
-20% off.
+models of `serving_speed.py` are planned with the result, and workers of the server with one thread each compute steps
+of one token per request after 48 others. All times are CPU seconds of processes with one thread, so that other programs
+on the machine count little; those of tp 2 add up, as two processes take turns on one core. `ratio` is predicted /
+measured, the median of `--repeat`. Exits with 1 if one is more than 20% off. AVX2's record: see `serving_speed.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import statistics
 import sys
 import tempfile
 from contextlib import ExitStack, closing
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -56,9 +58,9 @@ def step_of(requests: int) -> StepInput:
     return StepInput(rows, positions, tables[:, -1] * BLOCK_SIZE + AT % BLOCK_SIZE, rows, tables, rows)
 
 
-def planned(recipe_text: str, device: Path, requests: list[int]) -> dict[int, float]:
+def planned(recipe_text: str, device: Path, tp: int, requests: list[int]) -> dict[int, float]:
     """Seconds of the programs for so many requests."""
-    recipe = loads(recipe_text, [f"cluster.device={device}", "cluster.devices_per_node=1"])
+    recipe = loads(recipe_text, [f"cluster.device={device}", f"cluster.devices_per_node={tp}"])
     setting, one_device, per_host = server_of(recipe)
     programs = build_serving(setting, [setting.fitting(count) for count in requests])
     prices = StepPrices(programs.by_size, one_device.shared_by(per_host), per_host)
@@ -67,25 +69,30 @@ def planned(recipe_text: str, device: Path, requests: list[int]) -> dict[int, fl
 
 
 def measured(ranks: Ranks, requests: int, steps: int) -> float:
-    """CPU seconds of the worker in a step, the mean of some."""
-    (worker,) = (p for p in psutil.Process().children() if "serve_worker" in " ".join(p.cmdline()))
+    """CPU seconds of all workers in a step, the mean of some."""
+    workers = [p for p in psutil.Process().children() if "serve_worker" in " ".join(p.cmdline())]
+
+    def cpu_seconds() -> float:
+        return sum(sum(worker.cpu_times()[:2]) for worker in workers)
+
     batch = step_of(requests)
     picks = picks_of([(Sequence((1,), Sampling(temperature=0), 1), CHOOSE)] * requests)
     ranks.step(batch, picks)
-    before = sum(worker.cpu_times()[:2])
+    before = cpu_seconds()
     for _ in range(steps):
         ranks.step(batch, picks)
-    return (sum(worker.cpu_times()[:2]) - before) / steps
+    return (cpu_seconds() - before) / steps
 
 
 def compare(options: argparse.Namespace, folder: Path, record: Record) -> float:
-    """Adds a row for each dtype and number of requests; returns the largest relative error."""
+    """Adds a row for each tp, dtype and number of requests; returns the largest relative error."""
     device, worst = options.device or device_file(folder), 0.0
     record.texts["device"] = device.read_text()
     dense, quantized = write_models(folder, config_of(options.layers, options.width))
-    for label, source, dtype in (("fp32", dense, "fp32"), ("4-bit", quantized, "bf16")):
-        served = job(source, "serve.mesh.tp=1", f"serve.dtype={dtype}")
-        predictions = planned(served.recipe, device, options.requests)
+    ways = product(options.tp, (("fp32", dense, "fp32"), ("4-bit", quantized, "bf16")))
+    for tp, (label, source, dtype) in ways:
+        served = job(source, f"serve.mesh.tp={tp}", f"serve.dtype={dtype}")
+        predictions = planned(served.recipe, device, tp, options.requests)
         with ExitStack() as opened:
             ranks = opened.enter_context(closing(Ranks(WORKER, served)))
             times: dict[int, list[float]] = {count: [] for count in options.requests}
@@ -96,7 +103,7 @@ def compare(options: argparse.Namespace, folder: Path, record: Record) -> float:
             ratio = predictions[count] / statistics.median(seconds)
             worst = max(worst, abs(ratio - 1))
             record.rows.append({
-                "weights": label, "requests": count, "predicted_s": predictions[count],
+                "tp": tp, "weights": label, "requests": count, "predicted_s": predictions[count],
                 "measured_s": statistics.median(seconds), "all_measured_s": seconds, "ratio": ratio,
             })  # fmt: skip
     return worst
@@ -106,6 +113,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--device", type=Path)
     parser.add_argument("--requests", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 64])
+    parser.add_argument("--tp", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2])
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=8)
@@ -116,13 +124,13 @@ def main() -> None:
     record = Record(f"plan_serving_{torch.backends.cpu.get_cpu_capability().lower()}", quiet=options.json)
     with tempfile.TemporaryDirectory() as folder:
         worst = compare(options, Path(folder), record)
-    record.say(f"{'weights':<9}{'requests':>9}{'predicted ms':>14}{'measured ms':>13}{'ratio':>7}")
+    record.say(f"{'tp':<4}{'weights':<9}{'requests':>9}{'predicted ms':>14}{'measured ms':>13}{'ratio':>7}")
     for row in record.rows:
         record.say(
-            f"{row['weights']:<9}{row['requests']:>9}{1e3 * row['predicted_s']:>14.1f}"
+            f"{row['tp']:<4}{row['weights']:<9}{row['requests']:>9}{1e3 * row['predicted_s']:>14.1f}"
             f"{1e3 * row['measured_s']:>13.1f}{row['ratio']:>7.2f}"
         )
-        record.figure(f"{row['weights']}.{row['requests']}", row["ratio"], "times")
+        record.figure(f"tp-{row['tp']}-{row['weights']}.{row['requests']}", row["ratio"], "times")
     record.close(write=options.record, as_json=options.json)
     sys.exit(int(worst > WITHIN))
 
