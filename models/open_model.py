@@ -60,6 +60,14 @@ def open_model(
     return DOORS[of.named_by](of, str(instead or getattr(of, of.named_by)), weights)
 
 
+def open_alike(folder: str | Path, spec: ModelSpec) -> ModelSpec:
+    """A Hugging Face folder, computed as another model is: by its class, also where a family would compute it. Errors
+    as of `open_model`."""
+    if spec.source.key == "transformers":
+        return TransformersModel.of_folder(str(folder), {}, key="transformers", weights=True)
+    return open_model(folder)
+
+
 def _of_folder(folder: str, overrides: Mapping[str, Any], weights: bool) -> ModelSpec:
     if computes(folder):
         return FamilyModel.of_folder(folder, overrides, weights=weights)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tpshard.cli.shared.source_model import SourceModel, unreadable_source
+from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.files.folder_json import FolderError
 from tpshard.models.adapters.adapted_model import AdaptedModel
 from tpshard.models.adapters.merging import merged_blocks
@@ -15,7 +16,7 @@ from tpshard.models.adapters.peft_config import read_config
 from tpshard.models.adapters.peft_folder import PeftFolder
 from tpshard.models.folders.folder_tokenizer import tokenizer_files
 from tpshard.models.folders.new_tokens import widened
-from tpshard.models.open_model import open_model
+from tpshard.models.open_model import open_alike, open_model
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +34,7 @@ def whole_blocks(spec: AdaptedModel, checkpoint: SavedCheckpoint) -> ReadBlock:
         raise FolderError(f"its adapters began from {place}, which is gone", "restore that: it holds their base")
     begun = values_of(Path(place), spec) if place is not None else {}
     folder, stored = spec.base.source.folder, spec.base.weights
-    if folder is not None and (other := open_model(folder)).shapes != spec.base.shapes:
+    if folder is not None and (other := open_alike(folder, spec.base)).shapes != spec.base.shapes:
         widened(checkpoint.block, other.shapes, spec.base.shapes, (other.vocab, spec.base.vocab))  # raises
 
     def block(name: str, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
@@ -53,7 +54,23 @@ def with_adapters(model: SourceModel, spec: AdaptedModel, block: ReadBlock) -> S
         name = next(iter(spec.base.shapes))
         shape = spec.base.shapes[name]
         model = replace(model, dtype=block(name, (0,) * len(shape), (1,) * len(shape)).dtype)
-    return replace(model, spec=spec.base, block=merged_blocks(spec, block), adapted=spec, own_block=block)
+    try:
+        merged = merged_blocks(spec, block)
+    except ValueError as error:  # adapters alone can be written nevertheless
+        merged = _refused(model.name, error)
+    return replace(model, spec=spec.base, block=merged, adapted=spec, own_block=block)
+
+
+def _refused(name: str, error: ValueError) -> ReadBlock:
+    """Raises `Mistakes` (exit 4) where the first block is read."""
+
+    def block(*place: object) -> Tensor:
+        raise Mistakes.one(
+            f"the adapters of {name} cannot be merged", exit=Exit.FIT, why=str(error),
+            fix="`tpshard convert` writes them in PEFT's format; modules_to_save trains such a weight as a whole",
+        ) from error  # fmt: skip
+
+    return block
 
 
 def peft_source(folder: Path) -> SourceModel:

@@ -19,7 +19,7 @@ from tpshard.models.adapters.adapted_model import AdaptedModel
 from tpshard.models.model_spec import ModelSpec
 from tpshard.models.open_model import manifest_of, open_model, saved_model
 from tpshard.programs.fit.fit import misfits
-from tpshard.programs.fit.parameter_groups import idle_groups, trained_of
+from tpshard.programs.fit.parameter_groups import idle_of
 from tpshard.programs.fit.recipe_model import carried_by, carried_instead, opened
 from tpshard.programs.fit.trained_parts import TrainedParts, trained_parts
 from tpshard.programs.fit.wrong_model import wrong_model
@@ -155,7 +155,7 @@ def code_errors(recipe: Recipe) -> list[Diagnostic]:
         if isinstance(spec, AdaptedModel) and spec.outline is None:
             spec.check()
         if spec is not None and spec.outline is None:
-            found += idle_groups(recipe, trained_of(recipe, spec))
+            found += idle_of(recipe, spec)
         if spec is not None and spec.reads_code:
             found += _forward_errors(recipe, spec.build())
     except Mistakes:

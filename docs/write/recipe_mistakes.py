@@ -117,6 +117,7 @@ TEXTS = (
     "model: {preset: tiny}\ndata: {source: 's3://bucket/texts'}",
     "model: {preset: tiny}\noptimizer: {lr: 0, groups: [{match: norm.weight, lr: 1.0e-3}]}",
     "model: {preset: tiny}\noptimizer: {groups: [{match: norm.weight}]}",
+    "model: {preset: tiny}\noptimizer: {groups: [{match: [], lr: 1.0e-3}]}",
     "model: {module: 'tpshard.models.conformer:Conformer', args: {features: 32, classes: 16}}\n"
     "task: frames\nloss: {chunks: 2}",
     "model: {preset: tiny}\nloss: {chunks: 3}",

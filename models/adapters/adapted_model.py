@@ -47,7 +47,9 @@ class AdaptedModel(BasedModel):
         kept = {self._whole(one.path): one for one in self.base.adaptable()}
         layers = [replace(one, path=whole, theirs=one.theirs and self._whole(one.path, one.theirs))
                   for whole, one in kept.items()]  # fmt: skip
-        chosen = self.lora.adapters(layers, self.base.source.name or "the model")
+        tied = None if self.base.outline is None else self.base.tied  # a class of transformers has a layer for it
+        heads = () if tied is None else ("output", tied[0])
+        chosen = self.lora.adapters(layers, self.base.source.name or "the model", heads)
         return {kept[one.layer.path].path: replace(one, layer=kept[one.layer.path]) for one in chosen}
 
     @cached_property

@@ -136,8 +136,9 @@ class Lora:
     of_folder: bool = False
     """Whether a PEFT folder says all this, which uses its own names alone, and any rank."""
 
-    def adapters(self, adaptable: Iterable[Adaptable], model: str) -> tuple[Adapter, ...]:
-        """The adapters of a model's layers, in their order. LoraError for what names nothing or does not fit."""
+    def adapters(self, adaptable: Iterable[Adaptable], model: str, heads: Sequence[str] = ()) -> tuple[Adapter, ...]:
+        """The adapters of a model's layers, in their order. LoraError for what names nothing or does not fit. heads:
+        the paths of a head that is no layer, since the embeddings' table is its weight."""
         layers = list(adaptable)
         wrappers = self._wrappers(layers)
         chosen = [layer for layer in layers if layer.path in wrappers or self._targets(layer)]
@@ -146,6 +147,13 @@ class Lora:
         if isinstance(self.targets, tuple):
             for i, target in enumerate(self.targets):
                 if not any(self._ends(target, name) for layer in layers for name in self._names(layer)):
+                    if any(self._ends(target, head) for head in heads):
+                        errors.append(LoraError(
+                            f"`{target}` cannot have an adapter: its weight is the embeddings' too", f"targets.{i}",
+                            "the head is no layer of its own",
+                            "model.transformers, whose class has one; or modules_to_save, which trains both",
+                        ))  # fmt: skip
+                        continue
                     close = suggestion(
                         target, sorted({name.split(".")[-1] for layer in layers for name in layer.names})
                     )
@@ -161,7 +169,10 @@ class Lora:
                 )
         if not chosen:
             raise_all(errors)
-            message, why = f"`{self.targets}` names no linear layer of {model}", f"these are {', '.join(several)}"
+            named = self.targets if isinstance(self.targets, str) else ", ".join(self.targets)
+            message, why = f"`{named}` names no linear layer of {model}", f"these are {', '.join(several)}"
+            if not named:
+                message = "`targets` names no layer"
             raise LoraError(message, "targets", why, f"{ALL_LINEAR}, or some of these")
         for key, patterns in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
             for pattern in patterns:

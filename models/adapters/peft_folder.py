@@ -99,11 +99,14 @@ class PeftFolder:
         base has it, perhaps rounded."""
         module, of_base, leaf = name.partition(".base_layer.")
         path = next((p for p, one in self.spec.adapters.items() if module in one.layer.names), None)
-        shape = self.spec.base.shapes.get(f"{path}.{leaf}")
+        parameter = f"{path}.{leaf}"
+        if of_base and parameter not in self.spec.base.shapes and (tied := self.spec.base.tied) is not None:
+            parameter = tied[1] if parameter == f"{tied[0]}.weight" else parameter
+        shape = self.spec.base.shapes.get(parameter)
         if not of_base or shape is None or self.stored[name][1]["shape"] != list(shape):
             return False
         stored = self._tensor(name)
-        weights, place = self.spec.base.weights, (f"{path}.{leaf}", [0] * len(shape), shape)
+        weights, place = self.spec.base.weights, (parameter, [0] * len(shape), shape)
         own = self.spec.base.initial_block(*place, 0) if weights is None else weights.block(*place)
         return torch.equal(stored, own.to(stored.dtype)) or torch.equal(stored.to(own.dtype), own)  # either is rounded
 

@@ -18,7 +18,7 @@ from tpshard.models.model_spec import ModelSpec
 from tpshard.programs.fit.batching import batch_misfit, derive
 from tpshard.programs.fit.fp8_fit import fp8_misfits
 from tpshard.programs.fit.layer_split import split_misfit
-from tpshard.programs.fit.parameter_groups import idle_groups, trained_of
+from tpshard.programs.fit.parameter_groups import idle_of
 from tpshard.recipes.keys.constraints import AXES
 from tpshard.recipes.keys.laws import without_effect
 from tpshard.recipes.keys.parallel_keys import RematEvery
@@ -70,7 +70,7 @@ def misfits(recipe: Recipe, spec: ModelSpec | None) -> list[Diagnostic]:
     if spec is not None and spec.outline is not None:
         fit = _Fit(recipe, spec.source.name, spec.outline, mesh, world)
         mistakes += [*fit.names(), *fit.axes_once(), *fit.uneven(), *fit.positions(), *fit.stages()]
-        mistakes += idle_groups(recipe, trained_of(recipe, spec))
+        mistakes += idle_of(recipe, spec)
         mistakes += [*fit.layers(), *without_effect(recipe, fit.unread())]
     return mistakes
 

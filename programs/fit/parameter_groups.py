@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from tpshard.diagnostics.diagnostic import Diagnostic, Exit, Mistakes
 from tpshard.diagnostics.patterns import nearest_pick, picks
@@ -42,7 +43,14 @@ def _matching(pattern: str, called: Called) -> list[str]:
     return [name for name, each in called.items() if any(picks(pattern, one) for one in each)]
 
 
-def idle_groups(recipe: Recipe, called: Called) -> list[Diagnostic]:
+def idle_of(recipe: Recipe, spec: ModelSpec) -> list[Diagnostic]:
+    """`idle_groups` of a whole model."""
+    named = spec.called() if recipe.optimizer.groups else {}
+    trained = {name: each for name, each in named.items() if name not in spec.frozen}
+    return idle_groups(recipe, trained, {name: each for name, each in named.items() if name in spec.frozen})
+
+
+def idle_groups(recipe: Recipe, called: Called, frozen: Called = MappingProxyType({})) -> list[Diagnostic]:
     """The mistakes of groups' patterns that pick no parameter that is trained, and of groups whose parameters are all
     in later ones. called: those that are trained."""
     mistakes, members = [], set(members_of(recipe, called).values())
@@ -52,9 +60,14 @@ def idle_groups(recipe: Recipe, called: Called) -> list[Diagnostic]:
             close = nearest_pick(pattern, [one for each in called.values() for one in each])
             fix = f"did you mean `{close}`?" if close else "`tpshard plan` lists the names of parameters"
             where, why = recipe.where(f"optimizer.groups.{i}.match"), "the group would have no effect"
+            if _matching(pattern, frozen):
+                why = "it is frozen"
+                fix = "leave it out of train.freeze, or leave the group out"
+                if recipe.adapters.lora is not None:
+                    why, fix = "it is frozen beside adapters", "adapters.lora.modules_to_save, or leave the group out"
             message = f"`{pattern}` matches no parameter that is trained"
             mistakes.append(Diagnostic(message, exit=Exit.RECIPE, where=where, why=why, fix=fix))
-        if not idle and i not in members:
+        if group.match and not idle and i not in members:
             message = f"every parameter of the group `{', '.join(group.match)}` is in a later group"
             where, why = recipe.where(f"optimizer.groups.{i}"), "the last group that matches counts"
             fix = "put it behind the others, or leave it out"

@@ -255,6 +255,9 @@ def files_on_this_host(recipe: Recipe) -> Iterator[Diagnostic]:
 def groups_have_a_rate(recipe: Recipe) -> Iterator[Diagnostic]:
     """Requires of groups that they say something, and a rate of others to which theirs is in proportion."""
     for i, group in enumerate(recipe.optimizer.groups):
+        if not group.match:
+            message, fix = "a group of parameters has an empty `match`", "patterns of names, or leave the group out"
+            yield violation(recipe, f"optimizer.groups.{i}.match", message, fix=fix)
         if group.lr is not None and not recipe.optimizer.lr:
             message, why = "a group has a learning rate, and `optimizer.lr` is 0", "groups follow it in proportion"
             yield violation(recipe, f"optimizer.groups.{i}.lr", message, why, "a rate above 0 in optimizer.lr")

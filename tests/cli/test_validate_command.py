@@ -292,6 +292,14 @@ def test_what_patterns_pick_is_told(workdir: Path, capsys: pytest.CaptureFixture
     hidden = "optimizer.groups=[{match: mlp.up, lr: 0.1}, {match: layers.*.mlp, lr: 0.2}]"
     assert run(["validate", "tiny", hidden, "--json"]) == Exit.RECIPE
     assert "every parameter of the group `mlp.up` is in a later group" in str(diagnostics(capsys))
+    for more, why in (
+        ("train.freeze=norm", "it is frozen"),
+        ("adapters.lora={rank: 4}", "it is frozen beside adapters"),
+    ):
+        assert run(["validate", "tiny", "optimizer.groups=[{match: norm, lr: 0.1}]", more, "--json"]) == Exit.RECIPE
+        assert [one["why"] for one in diagnostics(capsys)] == [why]
+    assert run(["validate", "tiny", "optimizer.groups=[{match: [], lr: 0.1}]", "--json"]) == Exit.RECIPE
+    assert [one["message"] for one in diagnostics(capsys)] == ["a group of parameters has an empty `match`"]
 
 
 def test_recipes_are_listed_shown_and_copied(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:

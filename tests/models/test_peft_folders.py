@@ -18,6 +18,8 @@ from tpshard.models.adapters.peft_folder import PeftFolder, write_peft
 from tpshard.models.initialization import fill
 from tpshard.models.model_spec import ModelSpec
 from tpshard.models.open_model import open_model
+from tpshard.recipes.reading.load import loads
+from tpshard.train.run.initial_values import values_of
 
 torch.set_num_threads(1)
 LORA = Lora(rank=4, alpha=6.0, rank_pattern={"layers.1.attention.wo": 2}, alpha_pattern={"wk": 3.0})
@@ -149,6 +151,46 @@ def test_heads_and_tied_embeddings_are_those_of_peft(name: str, settings: dict[s
         expected = model(tokens).logits
         assert torch.allclose(merged(tokens), expected, rtol=1e-4, atol=1e-5)
         assert torch.allclose(again(tokens).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_tied_head_has_an_adapter_in_a_class_alone(tmp_path: Path) -> None:
+    """It is not merged, since the table would have it too; PEFT saves the head's weight beside it."""
+    peft = pytest.importorskip("peft")
+    place = architectures.folder(tmp_path / "base", "gpt2", weights=True)
+    model = peft.get_peft_model(
+        architectures.own("gpt2").from_pretrained(place), peft.LoraConfig(r=2, target_modules=["lm_head"])
+    )
+    for i, one in enumerate(p for p in model.parameters() if p.requires_grad):
+        one.data = torch.randn(one.shape, generator=torch.Generator().manual_seed(i)) * 0.1
+    model.save_pretrained(tmp_path / "peft")
+    base, tokens = open_model(place), torch.arange(12).reshape(2, 6) + 5
+    adapters, weights = PeftFolder.of(tmp_path / "peft", base), base.weights
+    assert weights is not None
+
+    def value(name: str, *at: Any) -> torch.Tensor:
+        return (adapters if name in adapters.places else weights).block(name, *at)
+
+    own = fill(adapters.spec.build(), lambda n, a, b, dtype: value(n, a, b).to(dtype), "cpu").eval()
+    with torch.no_grad():
+        assert torch.allclose(own(tokens), model(tokens).logits, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="shares its weight"):
+        merged_blocks(adapters.spec, value)
+    family = open_model(architectures.folder(tmp_path / "llama", "llama", tie_word_embeddings=True))
+    with pytest.raises(LoraError, match="`lm_head` cannot have an adapter: its weight is the embeddings' too"):
+        AdaptedModel(family, Lora(targets=("wq", "lm_head"))).check()
+
+
+def test_a_class_begins_from_a_folder_that_a_family_computes_too(tmp_path: Path) -> None:
+    place = architectures.folder(tmp_path / "base", "llama", weights=True)
+    section = loads(f"model: {{transformers: {place}}}").model
+    base = open_model(section)
+    assert base.weights is not None
+    for spec in (base, AdaptedModel(base, Lora(targets=("q_proj",)))):
+        begun = values_of(place, spec)
+        assert begun.keys() == base.shapes.keys()
+        name = "model.layers.1.mlp.up_proj.weight"
+        at = (name, (0, 0), base.shapes[name])
+        assert torch.equal(begun[name](*at), base.weights.block(*at))
 
 
 @pytest.mark.parametrize(("name", "settings"), [

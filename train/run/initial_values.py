@@ -11,11 +11,12 @@ from pathlib import Path
 
 import torch
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
+from tpshard.files.folder_json import FolderError
 from tpshard.models.adapters.adapted_model import AdaptedModel
 from tpshard.models.adapters.peft_folder import PeftFolder, is_peft
 from tpshard.models.folders.new_tokens import widened
 from tpshard.models.model_spec import ModelSpec
-from tpshard.models.open_model import from_json, open_model
+from tpshard.models.open_model import from_json, open_alike
 from tpshard.parallelism.runtime.context import Context
 from tpshard.programs.fit.recipe_model import carried_instead
 from tpshard.programs.fit.wrong_model import wrong_model
@@ -106,7 +107,8 @@ def begin(recipe: Recipe, place: str, spec: ModelSpec) -> dict[str, ReadBlock]:
 def _cannot_begin(recipe: Recipe, error: Exception) -> Mistakes:
     return Mistakes.one(
         f"a run cannot begin from {recipe.train.init_from}", exit=Exit.CHECKPOINT,
-        where=recipe.where("train.init_from"), why=str(error), fix="a run, a checkpoint or a folder of the same model",
+        where=recipe.where("train.init_from"), why=str(error),
+        fix=getattr(error, "fix", "a run, a checkpoint or a folder of the same model"),
     )  # fmt: skip
 
 
@@ -125,7 +127,7 @@ def values_of(place: Path, spec: ModelSpec) -> dict[str, ReadBlock]:
     if spec.packed:
         raise ValueError("the base of the adapters is quantized, and begins with its own weights")
     base = spec.plain
-    other = open_model(place)
+    other = open_alike(place, base)
     if other.weights is None:
         raise ValueError(f"{place} holds no weights")
     read = widened(other.weights.block, other.shapes, base.shapes, (other.vocab, base.vocab))
@@ -140,10 +142,22 @@ def _of_adapters(place: Path, spec: ModelSpec) -> dict[str, ReadBlock]:
         own, other = spec.adapters.get(path), theirs.spec.adapters.get(path)
         if own is None or other is None or (own.rank, own.scaling, own.dora) != (other.rank, other.scaling, other.dora):
             shown = [None if one is None else f"rank {one.rank}, scaling {one.scaling:g}" for one in (other, own)]
-            raise ValueError(f"`{path}` has {shown[0] or 'no adapter'} there and {shown[1] or 'none'} here")
+            message = f"`{path}` has {shown[0] or 'no adapter'} there and {shown[1] or 'none'} here"
+            raise FolderError(message, _as_there(theirs))
     if set(theirs.spec.saved) != set(spec.saved):
-        raise ValueError("`modules_to_save` are others there than here")
+        message = "`modules_to_save` are others there than here"
+        raise FolderError(message, _as_there(theirs))
     return dict.fromkeys(theirs.places, theirs.block)
+
+
+def _as_there(theirs: PeftFolder) -> str:
+    """The fix of adapters that are not those of a folder."""
+    lora = theirs.spec.lora
+    assert lora is not None
+    targets = [lora.targets] if isinstance(lora.targets, str) else lora.targets
+    lists = {"targets": targets, "modules_to_save": lora.modules_to_save}
+    named = "".join(f", {key}: [{', '.join(names)}]" for key, names in lists.items() if names)
+    return f"adapters.lora as there: {{rank: {lora.rank}, alpha: {lora.alpha:g}{named}}}"
 
 
 def _of_checkpoint(place: Path, spec: ModelSpec) -> dict[str, ReadBlock]:
