@@ -49,7 +49,7 @@ class AdaptedModel(BasedModel):
                   for whole, one in kept.items()]  # fmt: skip
         tied = None if self.base.outline is None else self.base.tied  # a class of transformers has a layer for it
         heads = () if tied is None else ("output", tied[0])
-        chosen = self.lora.adapters(layers, self.base.source.name or "the model", heads)
+        chosen = self.lora.adapters(layers, self.base.source.name or "the model", heads, self.base.shapes)
         return {kept[one.layer.path].path: replace(one, layer=kept[one.layer.path]) for one in chosen}
 
     @cached_property

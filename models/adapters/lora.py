@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tpshard.diagnostics.diagnostic import suggestion
-from tpshard.diagnostics.patterns import ends
+from tpshard.diagnostics.patterns import ends, picks
 from tpshard.files.linear_regex import fits
 
 ALL_LINEAR = "all-linear"
@@ -136,9 +136,11 @@ class Lora:
     of_folder: bool = False
     """Whether a PEFT folder says all this, which uses its own names alone, and any rank."""
 
-    def adapters(self, adaptable: Iterable[Adaptable], model: str, heads: Sequence[str] = ()) -> tuple[Adapter, ...]:
+    def adapters(
+        self, adaptable: Iterable[Adaptable], model: str, heads: Sequence[str] = (), parameters: Iterable[str] = ()
+    ) -> tuple[Adapter, ...]:
         """The adapters of a model's layers, in their order. LoraError for what names nothing or does not fit. heads:
-        the paths of a head that is no layer, since the embeddings' table is its weight."""
+        the paths of a head that is no layer, since the embeddings' table is its weight. parameters: the model's."""
         layers = list(adaptable)
         wrappers = self._wrappers(layers)
         chosen = [layer for layer in layers if layer.path in wrappers or self._targets(layer)]
@@ -152,6 +154,15 @@ class Lora:
                             f"`{target}` cannot have an adapter: its weight is the embeddings' too", f"targets.{i}",
                             "the head is no layer of its own",
                             "model.transformers, whose class has one; or modules_to_save, which trains both",
+                        ))  # fmt: skip
+                        continue
+                    if any(picks(target, name) for name in parameters):
+                        inside = any(self._ends(f"{target}.*", name) for layer in layers for name in self._names(layer))
+                        errors.append(LoraError(
+                            f"`{target}` of {model} can have no adapter", f"targets.{i}",
+                            f"it is no linear layer of its own; these are {', '.join(several)}",
+                            f"did you mean `{target}.*`?" if inside else
+                            "some of these, or modules_to_save, which trains it as a whole",
                         ))  # fmt: skip
                         continue
                     close = suggestion(

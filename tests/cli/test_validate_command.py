@@ -289,6 +289,10 @@ def test_what_patterns_pick_is_told(workdir: Path, capsys: pytest.CaptureFixture
     assert (
         "adapters.lora.targets.0 `w[qv]`: 8 layers (" in told and "layers.0.attention.wq ... layers.3.attention" in told
     )
+    for target, fix in (("mlp", "did you mean `mlp.*`?"), ("norm", "which trains it as a whole")):
+        assert run(["validate", "tiny", f"adapters.lora={{targets: [{target}]}}", "--json"]) == Exit.RECIPE
+        (one,) = diagnostics(capsys)
+        assert one["message"] == f"`{target}` of tiny can have no adapter" and fix in one["fix"]
     hidden = "optimizer.groups=[{match: mlp.up, lr: 0.1}, {match: layers.*.mlp, lr: 0.2}]"
     assert run(["validate", "tiny", hidden, "--json"]) == Exit.RECIPE
     assert "every parameter of the group `mlp.up` is in a later group" in str(diagnostics(capsys))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import architectures
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tpshard.cli.shared.adapted_sources import whole_blocks
 from tpshard.models.adapters.adapted_model import AdaptedModel
 from tpshard.models.adapters.lora import Lora, LoraError
 from tpshard.models.adapters.merging import merged_blocks
@@ -191,6 +193,8 @@ def test_a_class_begins_from_a_folder_that_a_family_computes_too(tmp_path: Path)
         name = "model.layers.1.mlp.up_proj.weight"
         at = (name, (0, 0), base.shapes[name])
         assert torch.equal(begun[name](*at), base.weights.block(*at))
+    checkpoint: Any = SimpleNamespace(meta={}, tensors={})  # of a run with adapters, which leaves its base out
+    assert torch.equal(whole_blocks(spec, checkpoint)(*at), base.weights.block(*at))
 
 
 @pytest.mark.parametrize(("name", "settings"), [
