@@ -29,8 +29,14 @@ class NodeOrder:
 
     def add(self, node: fx.Node) -> None:
         """Appends a node, and before it the operands that are not in the order yet."""
-        stack = [node]
         done = self.done
+        if node in done:
+            return
+        if self.ahead is None and done.issuperset(node._input_nodes):  # as almost always
+            done.add(node)
+            self.new.append(node)
+            return
+        stack = [node]
         while stack:
             current = stack[-1]
             if current in done:

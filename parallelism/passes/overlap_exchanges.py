@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -62,6 +62,8 @@ class _Half:
 
     nodes: Sequence[fx.Node]
     """All nodes of the graph."""
+    at: Mapping[fx.Node, int]
+    """The position of each of them."""
     members: list[int] = field(default_factory=list)
     waits: list[int] = field(default_factory=list)
     """The waits of exchanges."""
@@ -83,10 +85,9 @@ class _Half:
         issues = [self.nodes[i].all_input_nodes[0] for i in self.waits]
         needed = [_before(self.nodes, window, issue) for issue in issues]
         after = [_after(self.nodes, window, self.nodes[i]) for i in self.waits]
-        at = {node: i for i, node in enumerate(self.nodes)}
 
         def fits(product: fx.Node, turn: int) -> bool:
-            issued = (j for j, issue in enumerate(issues) if at[issue] < self.waits[turn])
+            issued = (j for j, issue in enumerate(issues) if self.at[issue] < self.waits[turn])
             return not any(product in needed[j] for j in issued) and not any(product in a for a in after[turn:])
 
         free = {p: [fits(p, turn) for turn in range(len(issues))] for p in self.products()}
@@ -109,6 +110,7 @@ class _Half:
 
 def _halves(program: Program) -> Iterable[_Half]:
     nodes = list(program.graph.nodes)
+    at = {node: i for i, node in enumerate(nodes)}
     halves: dict[tuple[Layer, bool], _Half] = {}
     for i, node in enumerate(nodes):
         if node.op != "call_function":
@@ -116,7 +118,7 @@ def _halves(program: Program) -> Iterable[_Half]:
         place = info(node).place
         if place.layer is None:
             continue
-        half = halves.setdefault((place.layer, place.phase == "forward"), _Half(nodes))
+        half = halves.setdefault((place.layer, place.phase == "forward"), _Half(nodes, at))
         half.members.append(i)
         if node.target is wait and _is_exchange(node.all_input_nodes[0]):
             half.waits.append(i)

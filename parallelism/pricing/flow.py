@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx
 from tpshard.parallelism.program import INFO, Info, Program
+from tpshard.parallelism.rules.entry import Entry
 from tpshard.parallelism.rules.strides import contiguous, same
 from tpshard.parallelism.rules.table import entry_of
 
@@ -43,6 +44,8 @@ class Flow:
     """Operands of each node, each once."""
     info: dict[fx.Node, Info]
     name: dict[fx.Node, str]
+    entry: dict[fx.Node, Entry]
+    """The entry of each node's operation."""
     bytes: dict[fx.Node, int]
     """Bytes of each node's results on one device."""
     views: set[fx.Node]
@@ -58,21 +61,29 @@ class Flow:
 def _flow(nodes: list[fx.Node]) -> Flow:
     sources = {node: node.all_input_nodes for node in nodes}
     infos = {node: info_of(node) for node in nodes}
-    names = {node: op_name(node) for node in nodes}
+    # targets by identity: the hash of an operation is computed in Python
+    targets = {id(node.target): node.target for node in nodes}
+    named = {key: _target_name(target) for key, target in targets.items()}
+    found = {key: entry_of(target) for key, target in targets.items()}
+    names = {node: named[id(node.target)] for node in nodes}
+    entries = {node: found[id(node.target)] for node in nodes}
     size = {node: info.bytes for node, info in infos.items()}
-    views = _views(nodes, sources, infos)
+    views = _views(nodes, sources, infos, entries)
     root: dict[fx.Node, fx.Node] = {}
     for node in nodes:
         root[node] = root[sources[node][0]] if node in views else node
-    return Flow(nodes, sources, infos, names, size, views, root)
+    return Flow(nodes, sources, infos, names, entries, size, views, root)
 
 
-def _views(nodes: Sequence[fx.Node], sources: dict[fx.Node, list[fx.Node]], infos: dict[fx.Node, Info]) -> set[fx.Node]:
+def _views(
+    nodes: Sequence[fx.Node], sources: dict[fx.Node, list[fx.Node]], infos: dict[fx.Node, Info],
+    entries: dict[fx.Node, Entry],
+) -> set[fx.Node]:  # fmt: skip
     """The nodes whose results are views. A reshape that cannot be a view copies, as in torch."""
     views: set[fx.Node] = set()
     strides: dict[fx.Node, tuple[int, ...]] = {}  # of non-contiguous values
     for node in nodes:
-        view = entry_of(node.target).view
+        view = entries[node].view
         if view is None or node.op != "call_function" or not sources[node]:
             continue
         source = sources[node][0]

@@ -48,11 +48,12 @@ class Kernel:
     """Bytes moved since the last kernel of the same operation, in this run of the program or the one before."""
 
 
-def classify(node: fx.Node, is_view: bool) -> Work:
+def _work(flow: Flow, node: fx.Node) -> Work:
     """The kind of work that bounds a node's kernel; `free` if it has no kernel, such as an integer of the rank."""
-    if node.op != "call_function" or is_view or info_of(node).comm is not None or not info_of(node).specs:
+    info = flow.info[node]
+    if node.op != "call_function" or node in flow.views or info.comm is not None or not info.specs:
         return "free"
-    return entry_of(node.target).work
+    return flow.entry[node].work
 
 
 Compiled = Literal["auto", "all", "pieces", "layers", "rest", "none"]
@@ -103,10 +104,11 @@ def kernels(program: Program, *, compiled: Compiled, cached: CacheReads = NONE) 
 
 
 def _kernels(flow: Flow, compiled: Compiled, cached: CacheReads) -> list[Kernel]:
-    works = {node: classify(node, node in flow.views) for node in flow.nodes}
+    works = {node: _work(flow, node) for node in flow.nodes}
+    controls = {node for node in flow.nodes if node.target in CONTROL_FLOW}
     seen_by = {node: is_compiled(compiled, flow.info[node]) for node in flow.nodes}
     # the interpreter runs a kernel per node
-    group = {} if compiled == "none" else _groups(flow, works, seen_by)
+    group = {} if compiled == "none" else _groups(flow, works, seen_by, controls)
     inlined = set() if compiled == "none" else _inlined(flow, works, seen_by)
     counted: set[tuple[fx.Node, fx.Node]] = set()
     opened: set[fx.Node] = set()
@@ -114,7 +116,7 @@ def _kernels(flow: Flow, compiled: Compiled, cached: CacheReads) -> list[Kernel]
     for node in flow.nodes:
         work, info = works[node], flow.info[node]
         dtype = _dtype(flow, node)
-        if (info.comm is not None and node.op == "call_function") or node.target in CONTROL_FLOW:
+        if (info.comm is not None and node.op == "call_function") or node in controls:
             out.append(Kernel(node, "free", 0, 0, info.bytes, dtype, False))
             continue
         if work == "free":
@@ -130,7 +132,7 @@ def _kernels(flow: Flow, compiled: Compiled, cached: CacheReads) -> list[Kernel]
                     counted.add((kernel_id, source))
                     read += shown
                     cold += shown if source.op == "placeholder" else 0
-        entry = entry_of(node.target)
+        entry = flow.entry[node]
         if entry.lookup:
             read = min(read, 2 * info.bytes + 8)
         if entry.routed and not inside:
@@ -175,16 +177,17 @@ def _listed(node: fx.Node, listed: int, pool: fx.Node, cached: CacheReads) -> Ca
 
 def _count_since(run: list[Kernel]) -> None:
     """Sets `Kernel.since` of all kernels of a program, which is assumed to have run before."""
-    moved_bytes, last = 0, dict[object, int]()
+    moved_bytes, last = 0, dict[int, int]()  # operations by identity
     for kernel in run:
         moved_bytes += kernel.moved
-        last[kernel.node.target] = moved_bytes
+        last[id(kernel.node.target)] = moved_bytes
     last = {target: end - moved_bytes for target, end in last.items()}  # where the previous run left off
     moved_bytes = 0
     for kernel in run:
-        kernel.since = moved_bytes - last[kernel.node.target]
+        target = id(kernel.node.target)
+        kernel.since = moved_bytes - last[target]
         moved_bytes += kernel.moved
-        last[kernel.node.target] = moved_bytes
+        last[target] = moved_bytes
 
 
 def _elements(info: Info) -> int:
@@ -236,7 +239,7 @@ def _inlined(flow: Flow, works: dict[fx.Node, Work], seen_by: dict[fx.Node, bool
         users = readers.get(node, ())
         if node in outputs or any(works[user] != "stream" or not seen_by[user] for user in users):
             continue
-        if not entry_of(node.target).inlined:
+        if not flow.entry[node].inlined:
             continue
         if len(users) > 1:
             large = sum([2 * size[source] >= size[node] for source in inputs])
@@ -257,7 +260,9 @@ def _readers(flow: Flow) -> dict[fx.Node, list[fx.Node]]:
     return readers
 
 
-def _groups(flow: Flow, works: dict[fx.Node, Work], seen_by: dict[fx.Node, bool]) -> dict[fx.Node, fx.Node]:
+def _groups(
+    flow: Flow, works: dict[fx.Node, Work], seen_by: dict[fx.Node, bool], controls: set[fx.Node]
+) -> dict[fx.Node, fx.Node]:
     """The fused kernel of each pointwise node, named by one of its nodes.
 
     A kernel has connected nodes, all or none of the forward pass, with equally many barriers before them.
@@ -278,7 +283,7 @@ def _groups(flow: Flow, works: dict[fx.Node, Work], seen_by: dict[fx.Node, bool]
         sources = flow.sources[node]
         level = max([beyond[source] for source in sources], default=0)
         depth[node] = level
-        beyond[node] = level + (works[node] in barriers or infos[node].comm is not None or node.target in CONTROL_FLOW)
+        beyond[node] = level + (works[node] in barriers or infos[node].comm is not None or node in controls)
         if works[node] != "stream" or not seen_by[node]:
             continue
         parent[node] = node

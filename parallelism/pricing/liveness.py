@@ -18,7 +18,6 @@ from tpshard.parallelism.pricing.flow import Flow
 from tpshard.parallelism.pricing.fusion import Kernel, kernels
 from tpshard.parallelism.program import Program
 from tpshard.parallelism.resharding.exchange import runs_as_exchange
-from tpshard.parallelism.rules.table import entry_of
 
 CATEGORIES = (
     "parameters", "gradients", "optimizer", "activations", "gathered", "logits_and_loss", "communication", "cache",
@@ -133,7 +132,7 @@ def liveness(
 def _scratch(flow: Flow, kernels: Sequence[Kernel]) -> Iterator[tuple[int, int]]:
     """Yields the kernels that take memory while they run: index and bytes."""
     for i, kernel in enumerate(kernels):
-        if kernel.work != "free" and (scratch := entry_of(kernel.node.target).scratch) is not None:
+        if kernel.work != "free" and (scratch := flow.entry[kernel.node].scratch) is not None:
             specs = (flow.info[operand].specs for operand in kernel.node.all_input_nodes)
             yield i, scratch([one[0].shape for one in specs if one])
 

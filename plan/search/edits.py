@@ -16,14 +16,25 @@ MOST_EDITS = 9
 """The largest number of edits of a recipe that are priced."""
 CHUNKS = 8
 """The chunks of a loss that are tried: an eighth of the logits is small beside the gradient of the head."""
+LARGE = 30_000
+"""Operations of a program above which a plan looks for one edit that fits instead of three: each takes half as long as
+the plan."""
+_STATE = ("parameters", "gradients", "optimizer")
+_LEAVES = {
+    "loss.chunks": (*_STATE, "activations", "gathered"), "remat": _STATE, "fsdp.reshard_after_forward": _STATE,
+    "batch.per_device": _STATE,
+}  # fmt: skip
+"""Of keys that save some kinds of memory alone: the kinds at the peak that they leave as they are."""
 
 
 def edits(report: Report, recipe: Recipe, count: int = 3, variants: Variants | None = None) -> list[Edit]:
     """The smallest edits that make the recipe fit, smallest first; if none does, those that come closest.
 
-    An edit that extends a fitting one is tried only if there are too few others. `variants` has the recipe's programs.
+    An edit that extends a fitting one is tried only if there are too few others, and one that leaves more in memory
+    than a device has not at all. `variants` has the recipe's programs.
     """
     variants = variants or Variants()
+    count = count if report.pricing.parts[0].size < LARGE else 1
     done: list[Edit] = []
     fitting: list[frozenset[str]] = []
     further: list[list[str]] = []
@@ -38,6 +49,8 @@ def edits(report: Report, recipe: Recipe, count: int = 3, variants: Variants | N
         yield from further
 
     for change in in_turn():
+        if not _may_fit(change, report):
+            continue
         if len(done) == MOST_EDITS or len(fitting) == count:
             break
         price = price_changes(recipe, change, variants, report.job.what)
@@ -46,6 +59,14 @@ def edits(report: Report, recipe: Recipe, count: int = 3, variants: Variants | N
             if price.fits:
                 fitting.append(_keys(change))
     return [e for e in done if e.fits] or sorted(done, key=lambda e: (e.needed_bytes, e.change))[:count]
+
+
+def _may_fit(changes: Sequence[str], report: Report) -> bool:
+    """Whether what the changes leave at the peak fits a device."""
+    left = set.intersection(*(set(_LEAVES.get(key, ())) for key in _keys(changes)))
+    held = sum(size for kind, size in report.pricing.worst.at_peak.items() if kind in left)
+    device = report.pricing.device
+    return held * device.reserved + device.context_bytes <= device.memory_bytes
 
 
 def _keys(changes: Sequence[str]) -> frozenset[str]:

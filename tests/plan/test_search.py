@@ -73,6 +73,30 @@ def test_an_edit_that_fits_is_not_offered_again_with_more_beside_it(report, monk
     assert [edit.change for edit in edits] == ["remat: full", "batch.per_device: 1"]
 
 
+def test_an_edit_that_leaves_too_much_in_memory_is_not_planned(report, monkeypatch):
+    tried = []
+
+    def quick(recipe, what, variants):
+        tried.append(recipe)
+        return search_result.VariantPrice(1, 1.0, 0.0, False)
+
+    monkeypatch.setattr(search, "price_variant", quick)
+    pricing, kinds = report.pricing, ("parameters", "gradients", "optimizer")
+    state = sum(pricing.worst.at_peak.get(kind, 0) for kind in kinds) * pricing.device.reserved
+
+    def changed(memory: float) -> set[str]:
+        """What is tried on a device with so much memory for a step."""
+        tried.clear()
+        device = replace(pricing.device, memory_bytes=int(memory + pricing.device.context_bytes))
+        small = replace(report, pricing=replace(pricing, device=device))
+        edits_of(small, own)
+        return {str(recipe.remat) for recipe in tried if (recipe.fsdp, recipe.cluster) == (own.fsdp, own.cluster)}
+
+    own = loads(RECIPE, ["remat=none"])
+    assert {"full", "selective"} <= changed(1.1 * state)
+    assert changed(0.9 * state) <= {"none"}, "recomputing leaves the state as it is"
+
+
 def test_a_search_builds_no_mesh_that_cannot_store_the_state(monkeypatch):
     """Replicas of 7 billion parameters with their moments exceed every device; what all devices share is priced."""
     tried = []
