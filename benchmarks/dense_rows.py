@@ -4,7 +4,8 @@ Settings that a row does not state are taken from how its source ran. The loss o
 others but `kf_*` was compiled apart from the blocks. Of `kf_*` the public code says more than the rows (KempnerForge:
 `training/loop.py`, `training/loss.py`, `distributed/tensor_parallel.py`): the loss ran eagerly in the dtype of the
 logits, and the loop held these until the next micro-batch had its own; with tensor parallelism every device held the
-whole embedding, and norms were sharded over the sequence, which the rows deny. Nothing is adapted to a row.
+whole embedding, and norms were sharded over the sequence, which the rows deny. Without asynchronous tensor parallelism
+torch waits for each exchange. Nothing is adapted to a row.
 """
 
 from __future__ import annotations
@@ -72,7 +73,10 @@ def recipe_of(row: dict[str, str]) -> Recipe:
         pins.append('"logits": [[dp, fsdp], null, null]')
     if tp > 1 and holds_logits(row):
         pins += ['"tok_embed.weight": [null, null]', '"embedded": [[dp, fsdp], null, null]']
-    sharding = ", ".join(part for part in (rules, annotate, f"pin: {{{', '.join(pins)}}}" if pins else "") if part)
+    waits = "overlap: false" if tp > 1 and row.get("async_tp") != "1" else ""
+    sharding = ", ".join(
+        part for part in (waits, rules, annotate, f"pin: {{{', '.join(pins)}}}" if pins else "") if part
+    )
     wrap = "[layers.*, [tok_embed, norm, output]]" if holds_logits(row) else "[layers.*, [tok_embed], [norm, output]]"
     reduce = "last" if row.get("accumulate_unsharded") == "1" and times > 1 else "each"
     device = device_of(row)

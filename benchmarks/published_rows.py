@@ -211,6 +211,8 @@ def _text(row: dict[str, str], mesh: dict[str, int]) -> str:
     if model.startswith("transformers"):
         wrap, longest = "[model.layers.*, [model.embed_tokens], [model.norm, lm_head]]", ""
         residual = {f"model.{pattern}": names for pattern, names in residual.items()}
+    # torch's tensor parallelism waits for each exchange; Megatron computes gradients of weights meanwhile
+    waits = ", overlap: false" if mesh["tp"] > 1 and not row["stack"].startswith("Megatron") else ""
     lora = ""
     if row["lora"]:  # as many parameters as several adapters have
         rank = 16 * int((re.findall(r"(\d+) adapters", row["lora"]) or ["1"])[0])
@@ -226,7 +228,7 @@ model: {{{model}, seq_len: {row["seq"]}{longest}, dtype: {"fp8" if "fp8" in row[
 {lora}
 task: {"torch_loss:TorchCrossEntropyFp32" if _whole(row) else "lm"}
 loss: {{chunks: {int(row["seq"]) // 512 if _rl(row) else 1}}}
-sharding: {{rules: {json.dumps(rules)}, annotate: {json.dumps(residual)}}}
+sharding: {{rules: {json.dumps(rules)}, annotate: {json.dumps(residual)}{waits}}}
 fsdp:
   axis: {json.dumps(ranks.storage)}
   wrap: {wrap}

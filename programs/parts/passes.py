@@ -43,7 +43,7 @@ def scheduling(setting: Setting, chosen: Choices) -> list[Pass]:
     return [
         partial(bucket, groups=chosen.buckets),
         hoist_gradients,
-        overlap_exchanges,
+        *([overlap_exchanges] if setting.recipe.sharding.overlap else []),
         wait_late,
         gather_late,
         partial(prefetch, units=setting.recipe.fsdp.prefetch),

@@ -243,6 +243,8 @@ ROWS = (
     }, _remat),
     KeyRow("pipeline", {"distributed_type": "NO", "megatron_lm_config.pp_degree": 1},
         lambda kind, pp: {"schedule": "1f1b"} if kind.upper() == "MEGATRON_LM" and pp > 1 else Omit),
+    KeyRow("sharding.overlap", {"parallelism_config.tp_size": 1, "deepspeed_config.tp_size": 1},
+        lambda *sizes: False if max(sizes) > 1 else Omit),
     KeyRow("compile", {"dynamo_config.dynamo_backend": Maybe(str), "dynamo_backend": Maybe(str)}, _compile),
     KeyRow(("batch.global_sequences", "batch.per_device"), {
         "deepspeed_config.gradient_accumulation_steps": 1, "recipe.batch.per_device": Maybe(int),

@@ -286,6 +286,7 @@ ROWS = (
     KeyRow("remat", {"gradient_checkpointing": Maybe(object), "fsdp_config.activation_checkpointing": False},
         lambda trainer, fsdp: "full" if truth(trainer) or truth(fsdp) else "none" if "offload" not in str(trainer)
         else Unsaid("activations are not offloaded", "full", ("gradient_checkpointing",))),
+    KeyRow("sharding.overlap", {"tensor_parallel_size": 1}, lambda tp: False if tp > 1 else Omit),
     KeyRow("compile", {"torch_compile": False}, lambda on: "blocks" if truth(on) or on == "auto" else "eager"),
     KeyRow(("batch.global_sequences", "batch.per_device"),
         {"micro_batch_size": 1, "gradient_accumulation_steps": Maybe(int), "batch_size": Maybe(int), **RANKS}, _batch),

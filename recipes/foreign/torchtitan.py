@@ -241,7 +241,9 @@ def _async_tp(on: bool, enable: bool, components: list[str], tp: int) -> Any:
     if on and not (enable and "model" in components):
         return Conflict(f"{key} needs compile.enable, without which it stops", keys=(key,), fix="compile.enable = true")
     why = "products are not overlapped in parts with their collectives"
-    return Unsaid(why, keys=(key,)) if on and tp > 1 else Omit
+    if tp == 1:
+        return Omit
+    return Unsaid(why, keys=(key,)) if on else False
 
 
 def _length(seq: int, cp: int, tp: int) -> Any:
@@ -347,7 +349,7 @@ ROWS = (
     KeyRow((), {"training.enable_cpu_offload": False}, lambda on: Unsaid("a recipe offloads nothing") if on else Omit),
     KeyRow((), {"optimizer.early_step_in_backward": False}, lambda on: Unsaid("no key says it") if on else Omit),
     KeyRow((), {"parallelism.disable_loss_parallel": False}, lambda on: Unsaid("the loss is parallel") if on else Omit),
-    KeyRow((), {
+    KeyRow("sharding.overlap", {
         "parallelism.enable_async_tensor_parallel": False, "compile.enable": False,
         "compile.components": ["model", "loss"], "parallelism.tensor_parallel_degree": 1,
     }, _async_tp),

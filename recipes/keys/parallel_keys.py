@@ -43,6 +43,9 @@ class ShardingSection(Section):
     on_uneven: Literal["error", "pad"] = "error"
     """What happens if axes do not divide a computed dim (heads, mlp, vocab, batch, ...). Storage over `fsdp` may be
     uneven."""
+    overlap: bool = True
+    """Whether products that need nothing of it are computed while activations travel between devices of tensor or
+    expert parallelism. Off as in stacks that wait for each exchange, and to hold less."""
     on_reshard: Literal["error", "warn", "allow"] = "warn"
     """What happens if a collective is needed that nothing in the recipe asks for."""
 

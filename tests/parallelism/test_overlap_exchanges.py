@@ -18,6 +18,7 @@ from tpshard.parallelism.passes.run import run
 from tpshard.parallelism.program import Program, info
 from tpshard.programs.parts import step_programs
 from tpshard.programs.setting.setting import Setting
+from tpshard.programs.step import training
 from tpshard.recipes.reading.load import loads
 
 aten = torch.ops.aten
@@ -91,6 +92,15 @@ def test_tokens_travel_as_the_page_says(capacity: str, kinds: set[str]) -> None:
     assert {c.kind for c in moved} == kinds
     assert all(c.requested for c in moved)
     assert capacity == "null" or len(moved) == 4
+
+
+def test_a_recipe_may_wait_for_each_exchange() -> None:
+    text = TENSOR.replace(", SEQUENCE", "").replace("ANNOTATE", "")
+    sizes = []
+    for overrides in ([], ["sharding.overlap=false"]):
+        program = training.build(Setting.of(loads(text, overrides))).micro
+        sizes.append([len(between) for between in products(program, "backward", "tp")[0]])
+    assert sum(sizes[0]) > 0 == sum(sizes[1])
 
 
 @pytest.mark.parametrize("sequence", [True, False])
