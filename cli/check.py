@@ -63,11 +63,13 @@ def check(
     if not against:
         raise typer.BadParameter("name the other recipe, such as --against mesh.tp=2", param_hint="--against")
     pair = [load(recipe, overrides), load(recipe, [*(overrides or ()), *against])]
-    if pair[0] == pair[1]:
+    if _alike(*pair):
+        maps = any("={" in change.replace(" ", "") for change in against)
+        axis, size = next((each for each in pair[0].mesh.items() if each[1] != 1), ("tp", 1))
         raise Mistakes.one(
             f"`--against {' '.join(against)}` changes nothing: both recipes are the same", exit=Exit.USAGE,
-            why="a map is merged key by key, so that an empty one changes nothing" if "{}" in " ".join(against) else "",
-            fix="name another value of a key, such as --against mesh.tp=1",
+            why="a map is merged key by key: what it does not name stays as the recipe has it" if maps else "",
+            fix=f"name each key that changes, such as --against mesh.{axis}={1 if size != 1 else 2}",
         )  # fmt: skip
     wide = wide_dtypes(*pair)
     pair = [with_changes(each, wide) for each in pair]
@@ -128,6 +130,12 @@ def _data(compared: Compared, first: FirstDifference | None) -> dict[str, Any]:
         "distances": [dataclasses.asdict(d) for d in compared.distances],
         "first_difference": None if first is None else dataclasses.asdict(first),
     }
+
+
+def _alike(one: Recipe, other: Recipe) -> bool:
+    """Whether two recipes say the same; axes of one device in their meshes divide nothing."""
+    said = [{**each.stored(), "mesh": [axis for axis in each.mesh.items() if axis[1] != 1]} for each in (one, other)]
+    return repr(said[0]) == repr(said[1])
 
 
 def _text(compared: Compared, first: FirstDifference | None, pair: list[Recipe], against: list[str]) -> str:

@@ -196,6 +196,10 @@ def _as_switch(setting: Stated, default: Any, left: list[Left]) -> Stated:
     """A flag that takes no value, as True: words behind it are no setting of its own, and left."""
     if not (isinstance(default, bool) and setting.key.startswith("--")) or isinstance(setting.value, bool):
         return setting
+    if isinstance(setting.value, Unknown) and setting.value.text == "(under a condition)":
+        why = "only running the script tells whether it is given; here it is"
+        left.append(Left(setting.key, "", setting.where, why))
+        return replace(setting, value=True)
     left.append(Left(setting.shown, "", setting.where, f"it stands behind {setting.key}, which takes no value"))
     return replace(setting, value=True)
 

@@ -274,9 +274,11 @@ class Script:
         if self._runs:
             return words
         before = self.variables.get(name, ())
+        if before and len(words) == len(before) == 1 and words[0].chars.startswith(before[0].chars):  # "$NAME more"
+            new = _under_a_condition(_divided(words[0].cut(len(before[0].chars), len(words[0].chars))))
+            return (_concatenated([before[0], *(part for one in new for part in (Text(" ", one.places[:1]), one))]),)
         if added and before is not None:  # it holds at least what it held; the rest is marked
-            new = words[len(before) :]
-            return (*before, *(_unknown(f"{text.chars} (under a condition)", text.places[:1]) for text in new))
+            return (*before, *_under_a_condition(words[len(before) :]))
         same = before is not None and [text.chars for text in before] == [text.chars for text in words]
         return words if same else None
 
@@ -289,11 +291,25 @@ class Script:
             return
         if command[name].literal in ("[", "[["):
             return
+        if command[name].literal == "read":
+            self._read_variable(command[name + 1 :])
+            return
         words = [piece for word in command for text in self._expand(word) for piece in flags_apart(text)]
         if words and words[0].chars.startswith("--"):
             self.lost.append(tuple(words))
         elif words:
             self.found.append((words, self._runs is True))
+
+    def _read_variable(self, words: Sequence[Word]) -> None:
+        """Takes the text that `read` puts into its variable: a whole document with `-d ''`, else its first line."""
+        names = [word.literal for word in words if re.fullmatch(r"[A-Za-z_]\w*", word.literal)]
+        document = next((word for word in words if word.document), None)
+        whole = any(re.match(r"-\w*d$", word.literal) for word in words)
+        for name in names[:1] if document is not None else names:
+            text = self._joined(document.parts) if document is not None else None
+            if text is not None and not whole:
+                text = text.cut(0, len(text.chars.partition("\n")[0]))
+            self.variables[name] = self._assignment(name, (text,), False) if text is not None else None
 
     # ---- words ------------------------------------------------------------------------------------------------------
     def _expand(self, word: Word) -> list[Text]:
@@ -374,6 +390,19 @@ def _computed(node: ast.expr) -> int:
 def _unknown(written: str, places: Sequence[int]) -> Text:
     chars = f"{UNKNOWN}{written}{UNKNOWN}"
     return Text(chars, tuple(places[:1] or (0,)) * len(chars))
+
+
+def _under_a_condition(words: Iterable[Text]) -> list[Text]:
+    """Words that may not be there, each flag with what follows it as one that is not known."""
+    flags: list[list[Text]] = []
+    for word in words:
+        if not flags or word.chars.lstrip(UNKNOWN).startswith("-"):
+            flags.append([])
+        flags[-1].append(word)
+    return [
+        _unknown(f"{' '.join(word.chars for word in one).replace(UNKNOWN, '')} (under a condition)", one[0].places[:1])
+        for one in flags
+    ]
 
 
 def _concatenated(values: Iterable[Text]) -> Text:

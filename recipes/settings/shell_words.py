@@ -33,6 +33,8 @@ class Word:
     at: int
     items: tuple[Word, ...] | None = None
     """The words between brackets in NAME=(...)."""
+    document: bool = False
+    """Whether it is the text behind `<<NAME`."""
 
     @property
     def literal(self) -> str:
@@ -69,7 +71,9 @@ class Lexer:
                     yield tuple(words)
                 words = []
             elif match := re.compile(r"<<-?\s*(['\"]?)(\w+)\1").match(self.text, self.at):
-                self._skip_document(match)
+                document = self._document(match)
+                if any(word.literal == "read" for word in words[:2]):  # the text of its variable
+                    words.append(document)
             elif match := re.compile(r"(?:\d?[<>]+&?|&>>?)[ \t]*").match(self.text, self.at):
                 self.at = match.end()
                 if self.text[self.at : self.at + 1] not in tuple("\n;|&()") + ("",):
@@ -88,13 +92,14 @@ class Lexer:
         end = self.text.find("\n", self.at)
         return len(self.text) if end < 0 else end
 
-    def _skip_document(self, match: re.Match[str]) -> None:
-        end = re.compile(rf"^\s*{match[2]}\s*$", re.MULTILINE).search(self.text, match.end())
+    def _document(self, match: re.Match[str]) -> Word:
+        """The document behind `<<NAME`, as one word, quoted where its name is."""
         line = self.text.find("\n", match.end())
-        rest = self.text[match.end() : line if line >= 0 else len(self.text)]
+        begin = line + 1 if line >= 0 else len(self.text)
+        end = re.compile(rf"^[ \t]*{match[2]}[ \t]*\r?$", re.MULTILINE).search(self.text, begin)
+        stop = end.start() if end else len(self.text)
         self.at = end.end() if end else len(self.text)
-        if rest.strip():
-            self.at = min(self.at, len(self.text))
+        return Word(_document(self.text[begin:stop], begin, bool(match[1])), begin, document=True)
 
     def _word(self) -> Word:
         start, parts = self.at, list[WordPart]()
@@ -157,6 +162,13 @@ class Lexer:
             end = self.text.find("`", start + 1)
             self.at = len(self.text) if end < 0 else end + 1
             return [WordPart("other", self.text[start : self.at], start, quoted)]
+        if match := re.compile(r"\$\(\s*cat\s*(<<-?\s*(['\"]?)(\w+)\2)[ \t]*\r?\n").match(self.text, start):
+            opened = re.compile(r"<<-?\s*(['\"]?)(\w+)\1").match(self.text, match.start(1))
+            assert opened is not None
+            document = self._document(opened)
+            close = re.compile(r"\s*\)").match(self.text, self.at)
+            self.at = close.end() if close else self.at
+            return [replace(part, quoted=quoted) for part in document.parts]
         if char == "$":
             return [self._expansion(quoted)]
         self.at += 1
@@ -195,6 +207,16 @@ class Lexer:
                     pairs[opened.pop()] = match.end()
             self._closings[opening] = pairs
         return self._closings[opening].get(at) or self._line_end()
+
+
+def _document(text: str, offset: int, plain: bool) -> tuple[WordPart, ...]:
+    """The parts of a document; `plain`: without variables."""
+    if plain:
+        return (WordPart("text", text, offset, True),)
+    lexer, parts = Lexer(text), list[WordPart]()
+    while lexer.at < len(text):
+        parts += lexer._piece(quoted=True)
+    return _joined([replace(part, at=part.at + offset) for part in parts])
 
 
 def _inside(text: str, offset: int) -> tuple[WordPart, ...]:

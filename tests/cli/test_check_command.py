@@ -48,7 +48,10 @@ def test_without_another_recipe_it_is_refused(recipe: str, capsys: pytest.Captur
     assert "--against mesh.tp=2" in capsys.readouterr().err
 
 
-def test_a_change_that_changes_nothing_is_refused(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """An empty map, for one, is merged into the recipe's mesh and leaves it as it is."""
-    assert main.run(["check", recipe, "--against", "mesh={}"]) == Exit.USAGE
-    assert "`--against mesh={}` changes nothing" in capsys.readouterr().err
+@pytest.mark.parametrize("change", ["mesh={}", "mesh={dp: 1}"])
+def test_a_change_that_changes_nothing_is_refused(recipe: str, change: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A map is merged into the recipe's mesh, whose other axes stay."""
+    assert main.run(["check", recipe, "--against", change]) == Exit.USAGE
+    error = capsys.readouterr().err
+    assert f"`--against {change}` changes nothing" in error and "what it does not name stays" in error
+    assert "such as --against mesh.fsdp=1" in error

@@ -483,3 +483,41 @@ def test_a_hostile_file_is_a_mistake(tool: str, text: str, tmp_path: Path, capsy
 def test_a_file_without_an_end_is_not_read(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["recipes", "from", "megatron", "/dev/zero"]) == Exit.USAGE
     assert "not a regular file" in capsys.readouterr().err
+
+
+def test_texts_of_documents_are_read() -> None:
+    """`read -d ''` and `$(cat <<EOF ...)` put one into a variable; other documents are left aside."""
+    script = """cat > other.txt <<EOF
+--num-layers 99
+EOF
+read -r -d '' MODEL <<'EOT'
+--num-layers 24 --hidden-size 2048
+--num-attention-heads $HEADS
+EOT
+TP=2
+REST=$(cat <<EOF
+  --tensor-model-parallel-size ${TP}
+  --seq-length 2048
+EOF
+)
+torchrun --nproc-per-node 8 pretrain_gpt.py $MODEL $REST --lr 1e-4 --train-iters 10 --bf16 --vocab-size 50304
+"""
+    said = shell_flags.read(script.encode(), "run.sh").said
+    values = {key: said[key].value for key in ("--num-layers", "--hidden-size", "--tensor-model-parallel-size")}
+    assert values == {"--num-layers": 24, "--hidden-size": 2048, "--tensor-model-parallel-size": 2}
+    assert isinstance(said["--num-attention-heads"].value, str | Unknown) and said["--seq-length"].where.line == 11
+
+
+def test_a_text_that_grows_under_a_condition_is_named() -> None:
+    """What it held before is read, also where a variable is put in again; none of the rest is lost."""
+    script = """B="--micro-batch-size 1"
+if $FLASH; then B+=" --sequence-parallel"; fi
+[ -n "$FULL" ] && B="$B --recompute-granularity full"
+torchrun --nproc-per-node 8 pretrain_gpt.py $B --num-layers 24 --lr 1e-4
+"""
+    said = shell_flags.read(script.encode(), "run.sh").said
+    assert said["--micro-batch-size"].value == 1
+    unknown = {key: one.value.text for key, one in said.items() if isinstance(one.value, Unknown)}
+    assert unknown == {
+        "--sequence-parallel": "(under a condition)", "--recompute-granularity": "full (under a condition)",
+    }  # fmt: skip
