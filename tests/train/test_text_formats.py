@@ -71,7 +71,7 @@ def test_a_resumed_run_names_another_column(tmp_path: Path) -> None:
     before = loader("text")
     before.next()
     loader("text").load_state_dict(before.state_dict())
-    with pytest.raises(Mistakes, match=r"data\.column was text, is body"):
+    with pytest.raises(Mistakes, match=r"the columns read were text, are body"):
         loader("body").load_state_dict(before.state_dict())
     without = {key: value for key, value in before.state_dict().items() if key != "column"}
     loader("text").load_state_dict(without)  # as saved before there were columns
