@@ -91,6 +91,16 @@ def reorder_to_fill(axes: Axes, members: Sequence[int], sizes: Sequence[int]) ->
     return out
 
 
+def refilled(members: Sequence[int], factors: Mapping[int, Axes], sizes: Sequence[int]) -> Axes:
+    """The axes of a dim of several factors of which one is cut behind another that could be cut further: its axes cut
+    the other first, for which shards change places. None where they do not divide the factors."""
+    axes = tuple(axis for f in members for axis in factors.get(f, ()))
+    filled = reorder_to_fill(axes, members, sizes)
+    if filled is None or any(sizes[f] % size_of(cut) for f, cut in filled.items()):
+        return ()
+    return merge([axis for f in members for axis in filled[f]])
+
+
 def project(dims: Sequence[Axes], rule_dims: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> dict[int, Axes]:
     """The axes of each factor, from the axes of a tensor's dims."""
     return {f: part.axes for f, part in parts(dims, (True,) * len(dims), rule_dims, sizes).items()}

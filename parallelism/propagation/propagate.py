@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from tpshard.parallelism.anchors import output
-from tpshard.parallelism.factors import unproject
+from tpshard.parallelism.factors import refilled, unproject
 from tpshard.parallelism.graph import Graph, Op, Value
-from tpshard.parallelism.mesh import Axes, Axis, Mesh, difference, overlap, remainder, starts_with
+from tpshard.parallelism.mesh import Axes, Axis, Mesh, difference, overlap, remainder, size_of, starts_with
 from tpshard.parallelism.propagated import Annotation, Cause, Shardings
 from tpshard.parallelism.propagation.propagation_step import Edge, EdgeChange, EdgeVisit, directions, tie
 from tpshard.parallelism.rules.control_flow import every_graph
@@ -194,7 +194,7 @@ class _Propagation:
             return []
         changed: list[Value] = []
         for t, factors in moved.factors:
-            self._write_back(edge, t, factors, moved.sources, changed)
+            self._write_back(edge, t, factors, moved.sources, changed, loop == LOOPS[-1])
         for value in list(changed):
             if value in self.ties and self.ties[value] is not edge:
                 changed += self._visit(self.ties[value], loop)
@@ -212,8 +212,9 @@ class _Propagation:
         return EdgeChange(changed, step.sources) if changed else None
 
     def _write_back(
-        self, edge: Edge, t: int, factors: dict[int, Axes], sources: dict[tuple[int, int], int], changed: list[Value]
-    ) -> None:
+        self, edge: Edge, t: int, factors: dict[int, Axes], sources: dict[tuple[int, int], int], changed: list[Value],
+        last: bool,
+    ) -> None:  # fmt: skip
         value = edge.tensors[t]
         for dim, members in enumerate(edge.rule.tensors[t]):
             moved = [f for f in members if (t, f) in sources]
@@ -221,6 +222,8 @@ class _Propagation:
                 continue
             new = unproject(members, factors, edge.rule.sizes)
             old = self.state[value].dims[dim]
+            if last and len(members) > 1 and value in edge.op.results and entry_of(edge.op.target).view:
+                new = max(new, refilled(members, factors, edge.rule.sizes), key=size_of)
             if new == old or not starts_with(new, old):
                 continue
             others = [a for d, axes in enumerate(self.state[value].dims) if d != dim for a in axes]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from tpshard.parallelism import Mesh, partition
 
@@ -67,3 +69,36 @@ def test_a_chain_of_sums_is_reduced_once(products: int, rows: str | None, kind: 
     program = partition(added, args, Mesh({"x": 2, "y": 4}), shardings, [(rows, None)])
     assert [comm.kind for comm in program.collectives] == [kind]
     torch.testing.assert_close(program.simulate(*args)[0], added(*args))
+
+
+def windows(x: Tensor) -> Tensor:
+    """x [n, 16, 16, c] -> [4n windows, 64, c], in which a softmax is computed."""
+    parts = x.view(len(x), 2, 8, 2, 8, -1).permute(0, 1, 3, 2, 4, 5).reshape(len(x) * 4, 64, -1)
+    return torch.softmax(parts, 1).square()
+
+
+def shuffled(x: Tensor) -> Tensor:
+    return F.channel_shuffle(x, 8).relu()
+
+
+@pytest.mark.parametrize("mesh", [{"x": 2}, {"x": 2, "y": 2}])
+@pytest.mark.parametrize(
+    ("function", "spec"), [(windows, (None, "x")), (windows, ("y", None, "x")), (shuffled, ("y", "x"))]
+)
+def test_a_merged_dim_is_sharded_where_a_part_behind_the_first_was(
+    function: Callable[[Tensor], Tensor], spec: tuple[str | None, ...], mesh: dict[str, int]
+) -> None:
+    """Shards change places instead of being gathered, and no work is done twice, forward and backward."""
+    spec = tuple(axis if axis in mesh else None for axis in spec)
+    x = torch.randn(4, 16, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    x.requires_grad_()
+
+    def both(x: Tensor) -> tuple[Tensor, Tensor]:
+        result = function(x)
+        return result.detach(), torch.autograd.grad(result.sin().sum(), x)[0]
+
+    program = partition(both, [x], Mesh(mesh), [spec], [None, spec])
+    for got, expected in zip(program.simulate(x.detach()), both(x)):
+        torch.testing.assert_close(got, expected)
+    assert {comm.kind for comm in program.collectives} <= {"all_to_all", "permute"} and program.collectives
