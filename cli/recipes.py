@@ -53,9 +53,16 @@ def ls(as_json: Json = False) -> None:
         return
     wide = columns(sys.stdout) or 120
     widths = {key: max(len(row[key]) for row in rows) for key in ("name", "model", "devices")}
+    below = wide - sum(widths.values()) < ABOUT
     for row in rows:
-        line = " ".join([*(row[key].ljust(width) for key, width in widths.items()), row["about"]])
-        print(line if len(line) <= wide else line[: wide - 3] + "...")
+        cells = [row[key].ljust(width) for key, width in widths.items()]
+        lines = [" ".join(cells).rstrip(), f"  {row['about']}"] if below else [" ".join([*cells, row["about"]])]
+        for line in lines:
+            print(line if len(line) <= wide else line[: wide - 3] + "...")
+
+
+ABOUT = 40
+"""Columns of a terminal left for what a recipe is about; with fewer that stands on a line of its own."""
 
 
 def _facts(recipe: Recipe) -> dict[str, str]:

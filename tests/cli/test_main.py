@@ -111,6 +111,9 @@ def test_a_narrow_terminal_and_a_locale_without_unicode_are_no_crash(tmp_path: P
     assert max(len(line) for line in shown if "|" in line) <= 40
     assert "Traceback" not in tpshard("recipes", "ls", COLUMNS="40").stderr
     assert max(map(len, tpshard("recipes", "ls", COLUMNS="40").stdout.splitlines())) <= 40
+    narrow = tpshard("recipes", "ls", COLUMNS="80").stdout.splitlines()
+    about = "  Llama 3.1 8B from scratch on 4 nodes of 8 H100"
+    assert max(map(len, narrow)) <= 80 and about in narrow, "it is not cut"
 
 
 def test_shells_complete_commands_recipes_and_keys() -> None:
