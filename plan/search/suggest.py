@@ -16,6 +16,7 @@ from functools import partial
 from itertools import islice
 
 from tpshard.diagnostics.diagnostic import plural
+from tpshard.models.folders.hf_folder import DTYPES
 from tpshard.plan.report.report import Edit, Report
 from tpshard.plan.search import search_pipelines
 from tpshard.plan.search.search import price_changes
@@ -132,28 +133,58 @@ class _Search:
         ]  # fmt: skip
 
     def likely_changes(self) -> list[Changes]:
-        """Changes that the report's figures favour, the most promising first."""
-        report, recipe = self.report, self.recipe
-        spare = report.spare_bytes > 0.15 * report.pricing.device.memory_bytes
+        """Changes that the report's figures favour: better pipelines and compiling, then the others by the seconds that
+        they may save, the most first."""
         changes = self._pipelines()
-        if recipe.compile == "eager" and report.pricing.device.kind == "gpu":
+        if self.recipe.compile == "eager" and self.report.pricing.device.kind == "gpu":
             changes.append(("compile=inductor",))
-        if report.pricing.exposed_s > 0.1 * self.base:
-            if spare:
-                changes += [change for change in self._sequence() if any(one.endswith("=null") for one in change)]
-            if recipe.fsdp.prefetch < 4:
-                changes.append(("fsdp.prefetch=4",))
-            if spare and recipe.fsdp.reshard_after_forward is True:
-                changes.append(("fsdp.reshard_after_forward=false",))
-            crossing = [line for line in report.lines if line.wire == "across" and line.exposed_s > 0]
-            changes += list(self._fsdp_groups(smaller=True))[-1:] if spare and crossing else []
-        if spare and recipe.remat == "full":
-            changes.append(("remat=selective",))
-        if spare and recipe.remat != "none":
-            changes.append(("remat=none",))
-        if spare and report.job.micro_batches % 2 == 0:
-            changes.append((f"batch.per_device={report.job.per_device * 2}",))
-        return [*changes, *islice(self._tensor_parallel(), 1)]
+        estimates = sorted(self._estimates(), key=lambda one: -one[0])
+        return [*changes, *(change for saved, change in estimates if saved > (1 - GAIN) * self.base)]
+
+    def _estimates(self) -> Iterator[tuple[float, Changes]]:
+        """Yields changes for which there may be memory, each with a rough estimate of the seconds of a step that it
+        saves: shares of what is exposed, or of the computation."""
+        report, recipe, fsdp = self.report, self.recipe, self.recipe.fsdp
+        job, held, spare = report.job, report.pricing.worst.at_peak, report.spare_bytes
+        activations = held.get("activations", 0)
+        gathers = self._exposed("parameter")
+        across = self._exposed("parameter", "across") + self._exposed("gradient", "across")
+        inside = self._exposed("activation")
+        if self._gathered_bytes() <= spare:
+            if job.micro_batches > 1 and fsdp.accumulate.gather != "step":
+                yield gathers * (1 - 1 / job.micro_batches), ("fsdp.accumulate.gather=step",)
+            elif fsdp.reshard_after_forward is True:
+                yield gathers / 2, ("fsdp.reshard_after_forward=false",)
+        if fsdp.prefetch < 4:
+            yield gathers / 4, ("fsdp.prefetch=4",)
+        for change in islice(self._tensor_parallel(), 1):
+            halved = change[-1] == f"mesh.tp={job.mesh.get('tp', 1) // 2}"
+            if not halved:
+                yield across / 4, change
+            elif activations / 2 <= spare:  # what is whole over tp does not grow
+                yield (across + inside) / 2, change
+        if activations <= spare and job.micro_batches % 2 == 0:
+            yield (gathers + self._exposed("gradient")) / 2, (f"batch.per_device={job.per_device * 2}",)
+        if across and spare > sum(report.pricing.static_bytes.values()):
+            yield from ((across / 4, change) for change in list(self._fsdp_groups(smaller=True))[-1:])
+        for change in self._sequence():
+            if any(one.endswith("=null") for one in change) and activations <= spare:
+                yield inside / 5, change
+        if recipe.remat == "full" and activations <= spare:
+            yield report.pricing.compute_s / 5, ("remat=selective",)
+        if recipe.remat != "none" and activations / 2 <= spare:
+            yield report.pricing.compute_s / (4 if recipe.remat == "full" else 20), ("remat=none",)
+
+    def _exposed(self, of: str, wire: str = "") -> float:
+        """The seconds of a step that wait for collectives of a kind of value, over one kind of link or any."""
+        return sum(line.exposed_s for line in self.report.lines if line.of == of and wire in ("", line.wire))
+
+    def _gathered_bytes(self) -> float:
+        """The bytes of a device's parameters once they are gathered over FSDP's axes."""
+        fsdp, sizes = self.recipe.fsdp, self.report.job.mesh
+        shards = math.prod(sizes.get(axis, 1) for axis in fsdp.axes)
+        times = shards * DTYPES[fsdp.param_dtype].itemsize / DTYPES[fsdp.master_dtype].itemsize
+        return self.report.pricing.static_bytes.get("parameters", 0) * times
 
     def _pipelines(self) -> list[Changes]:
         return [tuple(changes) for changes in search_pipelines.faster(self.report, self.recipe)]
