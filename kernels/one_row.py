@@ -24,6 +24,8 @@ SUMMED = (1024, 512, 256)
 """Inputs of a sum in sequence that are tried, if not all are."""
 _ROUNDS = 3
 """Timings of each way, of which the least counts."""
+_LEAST_BYTES = 1 << 18
+"""Bytes of the smallest weight for which another way is looked for: below, calling takes longer than reading."""
 _READ_BYTES = 1 << 26
 """Bytes of weights that a timing reads in turn, since a step reads each from memory."""
 
@@ -46,7 +48,8 @@ def probed(packed: Tensor, x: Tensor, expected: Tensor, library: Library) -> int
     """The inputs of a sum with which `product` of each row of x [r, k] has the bits of `expected` [r, n], in less time
     than `library(row, packed)`; 0 where there is none."""
     n, k = packed.shape
-    if packed.dtype != torch.float32 or n % BLOCK or torch.ops.mkldnn._nbytes(packed) != 4 * n * k:
+    read = 4 * n * k
+    if packed.dtype != torch.float32 or n % BLOCK or read < _LEAST_BYTES or torch.ops.mkldnn._nbytes(packed) != read:
         return 0
     rows = x.split(1)
     for summed in (k, *(size for size in SUMMED if size < k)):

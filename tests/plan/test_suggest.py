@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,6 +30,18 @@ def test_suggestions_are_planned_whole_and_the_fastest_comes_first(monkeypatch: 
     assert times == sorted(times) and times[-1] < 0.98 * report.pricing.step_s
     best = planner.report(with_changes(recipe, changes(suggestions.edits[0])), "").pricing
     assert (best.step_s, best.needed_bytes) == (suggestions.edits[0].step_s, suggestions.edits[0].needed_bytes)
+
+
+@pytest.mark.parametrize(
+    ("of", "wire", "changed"),
+    [("parameter", "across", "fsdp.accumulate.gather"), ("activation", "inside", "mesh.fsdp")],
+)
+def test_what_waits_longest_is_what_a_plan_tries_to_change_first(report, of: str, wire: str, changed: str) -> None:
+    line = replace(report.lines[0], of=of, wire=wire, exposed_s=0.5 * report.pricing.step_s)
+    job = replace(report.job, micro_batches=4)
+    likely = suggest._Search(replace(report, job=job, lines=[line]), loads(RECIPE), print).likely_changes()
+    assert likely[0][0].partition("=")[0] == changed
+    assert suggest._Search(replace(report, lines=[]), loads(RECIPE, ["remat=none"]), print).likely_changes() == []
 
 
 def steps(report: Report, gains: Mapping[str, float], unfit: tuple[str, ...] = ()) -> Any:

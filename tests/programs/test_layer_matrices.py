@@ -27,7 +27,7 @@ class Model(nn.Module):
 
 def chosen(model: nn.Module, orthogonal: str = "{}") -> frozenset[str]:
     recipe = loads(f"model: {{module: 'a:B'}}\noptimizer: {{name: muon, orthogonal: {orthogonal}}}\n")
-    return matrices_of_layers(model, recipe, {})
+    return matrices_of_layers(model, recipe, {}, {})
 
 
 def test_a_head_or_a_table_in_a_list_is_no_layer() -> None:
