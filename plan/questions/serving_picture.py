@@ -21,7 +21,7 @@ def draw(answers: ServeAnswers) -> str:
     height = 30 + 2 * (_H + _GAP)
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_W}" height="{height}" viewBox="0 0 {_W} {height}" '
-        'font-family="sans-serif" font-size="11">',
+        'font-family="sans-serif" font-size="11" role="img" aria-label="Time to the first and between later tokens">',
         '<rect width="100%" height="100%" fill="#ffffff"/>',
         f'<text x="8" y="18" font-size="14">{escape(answers.server.recipe.name)}: prompts of '
         f"{answers.traffic.prompt:,}, answers of {answers.traffic.answer:,} tokens, at random times</text>",

@@ -36,7 +36,7 @@ function chainGraph(tensor, form) {
   });
   out.push(`<g><rect x="10" y="${bottom}" width="${width - 20}" height="${high}" rx="4" fill="#dff0d8" stroke="#555"/><text x="${width / 2}" y="${bottom + 22}" text-anchor="middle">${escaped(`${tensor.name} [${tensor.shape.join(", ")}], ${form.form}: ${form.sharding}`)}</text></g>`);
   const tip = '<defs><marker id="tip" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="8" markerHeight="8" orient="auto"><path d="M0,0L8,4L0,8z" fill="#555"/></marker></defs>';
-  return `<svg width="${width}" height="${bottom + high + 6}" font-size="11">${tip}${out.join("")}</svg>`;
+  return `<svg width="${width}" height="${bottom + high + 6}" font-size="11" role="img" aria-label="${escaped(`Why ${tensor.name} is sharded, ${form.form}`)}">${tip}${out.join("")}</svg>`;
 }
 
 function tensorText(tensor) {
@@ -56,6 +56,18 @@ function collectiveText(rows) {
 
 function shownSeconds(s) {
   return s === 0 ? "0" : s < 1e-3 ? `${(s * 1e6).toPrecision(3)} us` : s < 1 ? `${(s * 1e3).toPrecision(4)} ms` : `${s.toPrecision(4)} s`;
+}
+
+// At most seven round times between two, in seconds, each with its words in the unit that the later one has.
+function roundTicks(from, to) {
+  const [unit, size] = to < 1e-3 ? ["us", 1e-6] : to < 1 ? ["ms", 1e-3] : ["s", 1];
+  const least = (to - from) / size / 6, power = 10 ** Math.floor(Math.log10(least));
+  const step = [1, 2, 5, 10].find((n) => n * power >= least) * power, digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
+  const ticks = [];
+  for (let n = Math.ceil(from / size / step - 1e-9); n * step <= (to / size) * (1 + 1e-9); n++) {
+    ticks.push({ seconds: n * step * size, text: `${(n * step).toFixed(digits)} ${unit}` });
+  }
+  return ticks;
 }
 
 // The part of a timeline between two shares of it; neighbours of one colour closer than a pixel are drawn as one.
@@ -80,9 +92,10 @@ function timelinePart(line, from, to) {
     draw();
     out.push(`<text x="8" y="${row * ROW + 15}">${escaped(lane === "wait" ? "waiting" : lane)}</text>`);
   });
-  for (let tick = 0; tick <= 5; tick++) {
-    const share = from + ((to - from) * tick) / 5, x = LEFT + ((W - LEFT - 10) * tick) / 5;
-    out.push(`<text x="${x.toFixed(1)}" y="${lanes.length * ROW + 14}" text-anchor="${tick < 5 ? "middle" : "end"}" fill="#555">${shownSeconds(share * line.seconds)}</text>`);
+  const ticks = roundTicks(from * line.seconds, to * line.seconds);
+  for (const { seconds, text } of ticks) {
+    const x = at((seconds / line.seconds) * line.finest);
+    out.push(`<text x="${x.toFixed(1)}" y="${lanes.length * ROW + 14}" text-anchor="${x < W - 60 ? "middle" : "end"}" fill="#555">${text}</text>`);
   }
   return out.join("");
 }

@@ -67,7 +67,8 @@ def _stages(report: Report, drawing: Drawing) -> list[str]:
     if not height:
         return []
     drawn = (
-        f'<svg width="1000" height="{height}" viewBox="0 0 1000 {height}" font-family="sans-serif" font-size="11">'
+        f'<svg width="1000" height="{height}" viewBox="0 0 1000 {height}" font-family="sans-serif" font-size="11" '
+        'role="img" aria-label="Schedule of the pipeline: a lane per device, a bar per task">'
         f"{pictures.stages(report, drawing)}</svg>"
     )
     return [_section("pipeline", "Schedule of the pipeline", drawn, report.provenance["time"])]

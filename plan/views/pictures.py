@@ -37,7 +37,8 @@ def svg(report: Report, drawing: Drawing) -> str:
     staged = f'<g transform="translate(0,28)">{stages(report, drawing)}</g>\n' if stages_h else ""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_W}" height="{whole_h}" '
-        f'viewBox="0 0 {_W} {whole_h}" font-family="sans-serif" font-size="11">\n'
+        f'viewBox="0 0 {_W} {whole_h}" font-family="sans-serif" font-size="11" '
+        f'role="img" aria-label="{escape(report.job.name)}: timeline and memory">\n'
         f'<rect width="100%" height="100%" fill="#ffffff"/>\n'
         f'<text x="8" y="18" font-size="14">{escape(report.job.name)}: {escape(part.name)}, '
         f"{seconds(part.each_s)}</text>\n"
@@ -223,13 +224,14 @@ def sample(at: Sequence[float], curve: Sequence[int]) -> list[int]:
 
 
 def mesh_map(report: Report) -> str:
-    """Draws the mesh: a box per device in a frame per host, the last axis from left to right; at most 8 hosts."""
+    """Draws the mesh: a box per device in a frame per host, coloured by its place on the last axis that has
+    several devices; at most 8 hosts."""
     per, nodes = report.job.devices_per_node, report.job.nodes
     shown, cell = min(nodes, 8), 44
     columns = min(per, 8)
     rows = -(-per // columns)
     mesh = Mesh(report.job.mesh)
-    axes = [mesh.axis(name) for name in mesh.axes]
+    axes = [axis for axis in map(mesh.axis, mesh.axes) if axis.size > 1]
     out, host_w, host_h = [], columns * cell + 12, rows * cell + 28
     across = max(1, min(shown, 960 // host_w))
     for host in range(shown):
@@ -238,7 +240,7 @@ def mesh_map(report: Report) -> str:
         out.append(f'<text x="{x + 6}" y="{y + 14}">host {host}</text>')
         for local in range(min(per, report.devices - host * per)):
             rank = host * per + local
-            label = ", ".join(f"{axis.name} {mesh.index(axis, rank)}" for axis in axes if axis.size > 1) or "alone"
+            label = ", ".join(f"{axis.name} {mesh.index(axis, rank)}" for axis in axes) or "alone"
             cx, cy = x + 6 + (local % columns) * cell, y + 20 + (local // columns) * cell
             hue = 360 * mesh.index(axes[-1], rank) // axes[-1].size if axes else 0
             out.append(
@@ -249,7 +251,6 @@ def mesh_map(report: Report) -> str:
     height = -(-shown // across) * (host_h + 8)
     more = f"<p>and {nodes - shown} hosts more</p>" if nodes > shown else ""
     return (
-        f'<svg width="{_W}" height="{height}" viewBox="0 0 {_W} {height}" font-family="sans-serif" font-size="11">'
-        + "\n".join(out)
-        + f"</svg>{more}"
+        f'<svg width="{_W}" height="{height}" viewBox="0 0 {_W} {height}" font-family="sans-serif" font-size="11" '
+        f'role="img" aria-label="Hosts and their devices">' + "\n".join(out) + f"</svg>{more}"
     )

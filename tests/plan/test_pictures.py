@@ -7,8 +7,9 @@ import re
 import shutil
 import subprocess
 import xml.etree.ElementTree as ET
-from html import escape
+from html import escape, unescape
 from html.parser import HTMLParser
+from itertools import pairwise
 
 import pytest
 from patience import PATIENCE
@@ -164,6 +165,49 @@ def test_the_page_opens_in_chromium_without_errors_or_requests(planned, report, 
     _, console, requests = open_page(broken, tmp_path)
     assert "nothing is not defined" in "".join(console)
     assert requests == {"http://example.invalid/a.png"}
+
+
+DRIVER = """<script>addEventListener("load", () => {
+  const found = (what) => document.querySelector(what), key = { bubbles: true, cancelable: true };
+  const words = (svg) => [...svg.querySelectorAll("text")].map((t) => t.textContent);
+  const choice = found("#tensor-choice"), line = found("svg.timeline"), box = line.getBoundingClientRect();
+  const seen = { whole: words(line), names: [...document.querySelectorAll("svg")].map((s) => s.ariaLabel) };
+  choice.value = choice.options[2].value;
+  choice.dispatchEvent(new Event("change"));
+  seen.choice = [choice.options[2].text, found("#tensor-graph").innerText];
+  const row = [...document.querySelectorAll("#shardings tbody tr")].at(-1);
+  row.focus();
+  row.dispatchEvent(new KeyboardEvent("keydown", { key: "Enter", ...key }));
+  seen.row = [document.activeElement === row, row.cells[0].textContent, found("#tensor-graph").innerText];
+  const wheel = { deltaY: -1, clientX: box.left + box.width / 2, ...key };
+  for (let i = 0; i < 6; i++) line.dispatchEvent(new WheelEvent("wheel", wheel));
+  seen.zoomed = words(line);
+  line.focus();
+  document.activeElement.dispatchEvent(new KeyboardEvent("keydown", { key: "0", ...key }));
+  seen.again = words(line);
+  document.body.innerHTML = "<pre></pre>";
+  found("pre").textContent = "SEEN" + JSON.stringify(seen) + "SEEN";
+})</script>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
+def test_the_page_is_used_with_wheel_and_keys_in_chromium(planned, report, tmp_path):
+    dom, console, _ = open_page(page.page(report, planned.drawing) + DRIVER, tmp_path)
+    assert console == []
+    seen = json.loads(unescape(dom.split("SEEN")[1]))
+    pattern, shown = seen["choice"]
+    assert pattern in shown
+    focused, name, shown = seen["row"]
+    assert focused and name in shown
+    tick = r"(\d+(?:\.\d*[1-9])?|\d+\.0+) (s|ms|us)"
+    ticks, rest = ([[w for w in seen[key] if bool(re.fullmatch(tick, w)) == is_tick] for key in ("whole", "zoomed")]
+                   for is_tick in (True, False))  # fmt: skip
+    assert rest[0] == rest[1] and "compute" in rest[0] and "forward" in rest[0], "the legend and the lanes stay"
+    assert ticks[0] != ticks[1] and 3 <= len(ticks[1]) <= 8
+    apart = {round(float(b.split()[0]) - float(a.split()[0]), 9) for a, b in pairwise(ticks[1])}
+    assert len(apart) == 1 and f"{apart.pop():e}"[0] in "125"
+    assert seen["again"] == seen["whole"]
+    assert all(seen["names"])
 
 
 def test_trace_has_a_lane_per_resource_and_the_memory(planned, report):
