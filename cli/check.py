@@ -7,8 +7,8 @@ from functools import reduce
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from tpshard.cli.shared.arguments import Json, Overrides, RecipeArgument, load
-from tpshard.diagnostics.diagnostic import Exit, Mistakes, plural
+from tpshard.cli.shared.arguments import Json, Overrides, RecipeArgument, check_change, load
+from tpshard.diagnostics.diagnostic import Exit, plural
 
 if TYPE_CHECKING:
     from tpshard.programs.compare.equality import Compared, FirstDifference
@@ -63,14 +63,7 @@ def check(
     if not against:
         raise typer.BadParameter("name the other recipe, such as --against mesh.tp=2", param_hint="--against")
     pair = [load(recipe, overrides), load(recipe, [*(overrides or ()), *against])]
-    if _alike(*pair):
-        maps = any("={" in change.replace(" ", "") for change in against)
-        axis, size = next((each for each in pair[0].mesh.items() if each[1] != 1), ("tp", 1))
-        raise Mistakes.one(
-            f"`--against {' '.join(against)}` changes nothing: both recipes are the same", exit=Exit.USAGE,
-            why="a map is merged key by key: what it does not name stays as the recipe has it" if maps else "",
-            fix=f"name each key that changes, such as --against mesh.{axis}={1 if size != 1 else 2}",
-        )  # fmt: skip
+    check_change("--against", against, *pair)
     wide = wide_dtypes(*pair)
     pair = [with_changes(each, wide) for each in pair]
     settings = [Setting.of(each) for each in pair]
@@ -130,12 +123,6 @@ def _data(compared: Compared, first: FirstDifference | None) -> dict[str, Any]:
         "distances": [dataclasses.asdict(d) for d in compared.distances],
         "first_difference": None if first is None else dataclasses.asdict(first),
     }
-
-
-def _alike(one: Recipe, other: Recipe) -> bool:
-    """Whether two recipes say the same; axes of one device in their meshes divide nothing."""
-    said = [{**each.stored(), "mesh": [axis for axis in each.mesh.items() if axis[1] != 1]} for each in (one, other)]
-    return repr(said[0]) == repr(said[1])
 
 
 def _text(compared: Compared, first: FirstDifference | None, pair: list[Recipe], against: list[str]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from tpshard.cli.shared.arguments import OptionalRecipe, Overrides, load, on_device
+from tpshard.cli.shared.arguments import OptionalRecipe, Overrides, check_change, load, on_device
 
 if TYPE_CHECKING:
     from tpshard.plan.saved_plan import SavedPlan
@@ -315,4 +315,9 @@ def _other(
         return _saved(names[0], {}) or _recipe(names[0], on_device(None, device))
     if words and _saved(recipe, {}) is not None:
         raise typer.BadParameter("a saved plan is compared with a recipe or another saved plan", param_hint=option)
-    return _recipe(recipe, [*on_device(overrides, device), *words]) if words else None
+    if not words:
+        return None
+    changed = on_device(overrides, device)
+    other = _recipe(recipe, [*changed, *words])
+    check_change(option, words, _recipe(recipe, changed), other)
+    return other

@@ -147,3 +147,18 @@ def load(
     if warnings:
         report(Mistakes(warnings))
     return loaded
+
+
+def check_change(option: str, changes: Sequence[str], one: Recipe, other: Recipe) -> None:
+    """Refuses to compare a recipe with itself: raises `Mistakes` (exit 2) if `changes` leave it as it is; axes of one
+    device in a mesh divide nothing."""
+    said = [{**each.stored(), "mesh": [axis for axis in each.mesh.items() if axis[1] != 1]} for each in (one, other)]
+    if repr(said[0]) != repr(said[1]):
+        return
+    maps = any("={" in change.replace(" ", "") for change in changes)
+    axis, size = next((each for each in one.mesh.items() if each[1] != 1), ("tp", 1))
+    raise Mistakes.one(
+        f"`{option} {' '.join(changes)}` changes nothing: both recipes are the same", exit=Exit.USAGE,
+        why="a map is merged key by key: what it does not name stays as the recipe has it" if maps else "",
+        fix=f"name each key that changes, such as {option} mesh.{axis}={1 if size != 1 else 2}",
+    )  # fmt: skip

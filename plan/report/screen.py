@@ -396,8 +396,13 @@ def _times(report: Report) -> list[str]:
         f"{report.peak_rate / 1e12:.4g} TFLOP/s x {seconds(t.step_s)})",
         f"  FLOP efficiency {report.flop_efficiency:.4f} [exact]: useful FLOPs / FLOPs of all devices",
     ]
-    for row in report.losses[:2] if report.flop_efficiency < 0.99995 else ():  # not if the figure above is 1.0000
-        rows.append(f"    computed more than once: {row['op']} in {row['where']}, efficiency {row['efficiency']:.3f}")
+    if report.flop_efficiency < 0.99995:  # the figure above is not 1.0000
+        lost = report.devices * t.local_flops - t.useful_flops
+        if t.pipeline is not None:
+            rows.append("    stages of unlike size: the FLOPs of the slowest are counted for each")
+        for row in [row for row in report.losses if row["wasted"] > 0.02 * lost][:2]:
+            where = f"{row['op']} in {row['where']}"
+            rows.append(f"    computed more than once: {where}, efficiency {row['efficiency']:.3f}")
     rows.append(f"BOTTLENECK  {report.bottleneck}")
     return rows
 

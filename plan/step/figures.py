@@ -215,6 +215,11 @@ class DrawnPart(PartFigures):
     curves: Mapping[str, Sequence[int]]
 
     @property
+    def drawn_s(self) -> float:
+        """Seconds until all that it began has ended: what it sends to another stage may end after its computation."""
+        return max([self.each_s, *(event.end for event in self.events)]) or 1.0
+
+    @property
     def lanes(self) -> list[str]:
         """The names of its lanes: computation, waiting, and then those of its collectives."""
         names = {event.lane for event in self.events}

@@ -20,7 +20,7 @@ def data(drawing: Drawing) -> dict[str, Any]:
 
 def timeline(part: DrawnPart) -> dict[str, Any]:
     """The events of each lane as [start, length, colour, words], in units of `seconds` / `FINEST`."""
-    total = part.each_s or 1.0
+    total = part.drawn_s
     colors: dict[str, int] = {}
     descriptions: dict[str, int] = {}
     events: dict[str, list[list[int]]] = {lane: [] for lane in part.lanes}
@@ -40,6 +40,6 @@ def timeline(part: DrawnPart) -> dict[str, Any]:
             [start, end - start, color, descriptions.setdefault(f"{name} ({op.phase})", len(descriptions))]
         )
     return {
-        "seconds": part.each_s, "finest": FINEST, "colors": list(colors), "words": list(descriptions),
+        "seconds": total, "finest": FINEST, "colors": list(colors), "words": list(descriptions),
         "lanes": events, "order": list(part.lanes),
     }  # fmt: skip

@@ -111,7 +111,7 @@ def timeline_height(part: DrawnPart) -> int:
 def timeline(part: DrawnPart) -> str:
     """The SVG of a part's timeline, a lane per resource; adjacent events of one colour are merged below a few pixels,
     and those of less than a pixel with the bar before them, so that a picture of many layers stays small."""
-    total = part.each_s or 1.0
+    total = part.drawn_s
     scale = (_W - _LEFT - 10) / total
     out = []
     for row, lane in enumerate(part.lanes):

@@ -55,3 +55,5 @@ def test_a_change_that_changes_nothing_is_refused(recipe: str, change: str, caps
     error = capsys.readouterr().err
     assert f"`--against {change}` changes nothing" in error and "what it does not name stays" in error
     assert "such as --against mesh.fsdp=1" in error
+    assert main.run(["plan", recipe, "--diff", change]) == Exit.USAGE
+    assert f"`--diff {change}` changes nothing" in capsys.readouterr().err

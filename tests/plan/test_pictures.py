@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from html import escape, unescape
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -216,6 +217,14 @@ def test_trace_has_a_lane_per_resource_and_the_memory(planned, report):
     assert {"compute", "collectives over fsdp", "collectives over tp"} <= lanes
     assert max(sum(e["args"].values()) for e in events if e["ph"] == "C") == report.pricing.peak_bytes
     assert all(e["dur"] >= 0 for e in events if e["ph"] == "X")
+
+
+def test_what_ends_after_its_program_stays_inside_the_axes(planned):
+    part = max(planned.drawing.parts, key=lambda part: len(part.lanes))
+    late = replace(part, each_s=part.each_s / 2)
+    drawn = ET.fromstring(f"<svg>{pictures.timeline(late)}</svg>")
+    ends = [float(bar.attrib["x"]) + float(bar.attrib["width"]) for bar in drawn.iter("rect")]
+    assert max(ends) <= 990.3 and page_data.timeline(late)["seconds"] == late.drawn_s == part.each_s
 
 
 def test_svg_is_xml(planned, report):
