@@ -77,7 +77,7 @@ def start(recipe: str, overrides: Sequence[str], plan: str | None) -> int:
     machine.require(loaded)
     for number, one in enumerate(loaded.data.all_sources):
         if hub.is_on(one.source):  # before workers take seconds to start
-            hub.require(hub.name_of(one.source)[0], loaded.source_place(number))
+            hub.place_of(one.source, loaded.source_place(number))
     if loaded.run.store is not None:
         require_store(StorePath(loaded.run.store), loaded.where("run.dir"))
     nodes = Nodes.of(os.environ)

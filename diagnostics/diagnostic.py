@@ -54,9 +54,9 @@ class Diagnostic:
 def looked_for(name: str, where: Source | None) -> str:
     """Where a file or folder that is not there was looked for: beside the recipe's file, and in the working directory.
 
-    Empty for an absolute name.
+    Empty for an absolute name, and for one of the hub's.
     """
-    if os.path.isabs(name) or os.path.exists(name):
+    if os.path.isabs(name) or os.path.exists(name) or name.startswith(("hf:", "hub:")):
         return ""
     folders = [os.path.dirname(where.file)] if where is not None and where.line else []
     places = dict.fromkeys(os.path.abspath(os.path.join(folder, name)) for folder in (*folders, ""))

@@ -39,17 +39,15 @@ def folder_of(name: str, where: Source | None = None, *, weights: bool = True) -
     try:
         return _fetched(match[1], match[2], weights)
     except Exception as error:  # network, hub, login and cache raise many types
-        said = [line for line in str(error).splitlines() if line.strip()]
         raise Mistakes.one(
-            f"{name} cannot be read from the hub", exit=Exit.DATA, where=where,
-            why=f"{type(error).__name__}: {said[0].strip() if said else ''}".removeprefix("ConnectionError: "),
+            f"{name} cannot be read from the hub", exit=Exit.DATA, where=where, why=why_not(error),
             fix="check the name, the network and HF_ENDPOINT (`hf auth login` for gated models); or name a folder",
         ) from error  # fmt: skip
 
 
 @cache
 def _fetched(repo: str, revision: str | None, weights: bool) -> str:
-    unreachable = "" if is_offline() else out_of_reach()
+    unreachable = unreached()
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars
 
@@ -67,12 +65,33 @@ def _fetched(repo: str, revision: str | None, weights: bool) -> str:
     return place
 
 
-def is_offline() -> bool:
-    """Whether the hub's library is told to read its cache alone."""
-    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+def why_not(error: BaseException) -> str:
+    """Why the hub or its cache does not give something, in a sentence of one line."""
+    from huggingface_hub import errors
+
+    cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) else None
+    if isinstance(cause, errors.HfHubHTTPError):  # the library went on to look into its cache
+        return why_not(cause)
+    if isinstance(error, errors.GatedRepoError):
+        return "it is gated, and there is no login here, or one without access, which its page on the hub gives"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "the hub has none of this name, or it is private and this login may not read it"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return "the hub has it, but not in this revision"
+    if isinstance(error, errors.HfHubHTTPError) and error.response is not None:
+        return f"the hub answered {error.response.status_code} {error.response.reason_phrase}".strip()
+    said = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {said[0] if said else ''}".removeprefix("ConnectionError: ")
 
 
-def out_of_reach() -> str:
+def unreached() -> str:
+    """Why only the cache of the hub's library can be read; "" where the hub answers."""
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return "HF_HUB_OFFLINE is set, and the cache is without it"
+    return _out_of_reach()
+
+
+def _out_of_reach() -> str:
     """Why no connection to the hub, or to the proxy before it, can be opened; "" if one can."""
     host, port = _address(os.environ.get("HF_ENDPOINT") or HUB)
     failed: list[str] = [f"no answer within {PATIENCE_S:g} s"]

@@ -13,7 +13,16 @@ from tpshard.diagnostics.diagnostic import Diagnostic, Source, did_you_mean, joi
 from tpshard.models.families.family import DIMS
 from tpshard.recipes.keys import schema
 from tpshard.recipes.keys.constraints import ALONE, BYTES, PERCENT, Constraint, bytes_in, share_in
-from tpshard.recipes.reading.hints import alternatives, bases_of, below_key, hints, mapping_of, sections_of, walk
+from tpshard.recipes.reading.hints import (
+    alternatives,
+    bases_of,
+    below_key,
+    hints,
+    item_of,
+    mapping_of,
+    sections_of,
+    walk,
+)
 from tpshard.recipes.text import other_tools
 from tpshard.recipes.text.nodes import Node, Path, as_node, dotted, key_of, scalar, trap, written_at
 from tpshard.recipes.text.section import Pending, Section, default_of, waits
@@ -131,6 +140,8 @@ class Checker:
             elsewhere = _spaced(name)
         elif slips:
             elsewhere = f"did you mean `{slips[0]}`?"
+        elif lists := self._lists_with(name, path[:-1]):
+            places, elsewhere = lists, f"it belongs to an entry of `{lists[0]}`"
         elif len(places) == 1:
             likely = _likely(written_at(self.merged.raw, path), reduce(below_key, places[0].split("."), schema.Recipe))
             elsewhere = f"it belongs to `{places[0]}`" + (f": {places[0]}={likely}" if likely else "")
@@ -140,6 +151,13 @@ class Checker:
             known = len(places) == 1 or ":" in name
             fix = other_tools.fix(key) or (elsewhere if known else did_you_mean(name, keys, elsewhere))
         self.wrong(path, f"unknown key `{key}`", where or self.merged.key_place(path), fix=fix)
+
+    @staticmethod
+    def _lists_with(name: str, path: Path) -> list[str]:
+        """The lists of the section at a path whose entries have a key, such as `data.sources` for `data.split`."""
+        sections = sections_of(reduce(below_key, map(str, path), schema.Recipe))
+        lists = [(key, item_of(hint)) for cls in sections for key, hint in hints(cls).items()]
+        return [key_of((*path, key)) for key, item in lists if any(name in hints(cls) for cls in sections_of(item))]
 
     def value(self, raw: Any, hint: Any, path: Path, where: Source | None = None) -> Any:
         """Checks a value against a type hint; returns it as that type, or BAD."""

@@ -55,6 +55,17 @@ def test_a_model_of_the_hub_is_planned_without_weights_and_converted(tmp_path: P
     assert codes == [0, 0, 0], said
 
 
+def test_what_the_hub_lacks_is_told_in_words(tmp_path: Path) -> None:
+    """Names of the library's errors say nothing; a folder that it fetched is not looked for beside the recipe."""
+    with Hub({"tokenizer.json": b"{}"}, repo="some/base", kind="models") as hub:
+        names = ("hf:some/base", "hf:some/none", "hf:some/base@v9")
+        codes, said = run(hub.url, tmp_path, *(f"validate tiny model.hf={name}" for name in names))
+    assert codes == [3, 6, 6] and "holds no config.json" in said and "there is no " not in said, said
+    assert "none of this name, or it is private" in said and "not in this revision" in said, said
+    codes, said = run(hub.url, tmp_path, "validate tiny model.hf=hf:some/none", HF_HUB_OFFLINE="1")
+    assert codes == [6] and "HF_HUB_OFFLINE is set, and the cache is without it" in said, said
+
+
 def test_no_network_is_told_at_once_with_the_place(tmp_path: Path) -> None:
     with Hub({}, kind="models") as hub:
         url = hub.url

@@ -66,7 +66,7 @@ class Hub:
         home = f"/datasets/{self.repo}" if self.kind == "datasets" else f"/{self.repo}"
         if match := re.fullmatch(rf"{home}/resolve/[^/]+/(.+)", path):
             self._file(request, match.group(1))
-        elif path == api or path.startswith(f"{api}/revision/"):
+        elif path == api or path in (f"{api}/revision/main", f"{api}/revision/{self.revision}"):
             siblings = [{"rfilename": name} for name in self.files]
             info = {"_id": "0", "id": self.repo, "sha": self.revision, "private": False, "gated": False, "tags": []}
             self._json(request, {**info, "disabled": False, "downloads": 0, "likes": 0, "siblings": siblings})
@@ -77,7 +77,8 @@ class Hub:
             entries = self._tree("", recursive=True)
             self._json(request, [entry for entry in entries if entry["path"] in expected])
         else:
-            self._json(request, {"error": "not here"}, 404, {"X-Error-Code": "EntryNotFound"})
+            lacks = "RevisionNotFound" if path.startswith(api) else "RepoNotFound"
+            self._json(request, {"error": "not here"}, 404, {"X-Error-Code": lacks})
 
     def _tree(self, under: str, recursive: bool) -> list[dict[str, Any]]:
         prefix = f"{under}/" if under else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from tpshard.train.data.row_columns import Columns
 out = dict()
 for source in {sources!r}:
     try:
-        corpus = open_text(source, Columns({column!r}))
+        corpus = open_text(source, Columns({column!r}), split={split!r})
         def loader(part=None):
             mixture = Mixture.of(corpus.train, bytes_tokenizer())
             return Loader(mixture, seq_len=32, global_sequences=8, part=part, bad_rows=0.05)
@@ -51,11 +52,13 @@ print(json.dumps(out))
 """
 
 
-def run(endpoint: str, home: Path, *sources: str, column: str = "text", **more: str) -> dict[str, Any]:
+def run(
+    endpoint: str, home: Path, *sources: str, column: str = "text", split: str | None = None, **more: str
+) -> dict[str, Any]:
     """What is read of each source, or the mistake that its text is answered with."""
     env = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DOWNLOAD_TIMEOUT": "2", **more}
     env = {k: v for k, v in env.items() if not k.lower().endswith("_proxy")}
-    script = SCRIPT.format(here=str(Path(__file__).parent), sources=sources, column=column)
+    script = SCRIPT.format(here=str(Path(__file__).parent), sources=sources, column=column, split=split)
     done = python(script, environment=env)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     out: dict[str, Any] = json.loads(done.stdout)
@@ -116,6 +119,38 @@ def test_another_data_set_of_the_hub_by_configuration_and_column(tmp_path: Path)
     assert streamed.pop("files") == local.pop("files") == ["0.parquet", "1.parquet"]
     assert streamed == local and streamed["resumed"] == streamed["first"][3]
     assert unnamed["exit"] == 6 and "hub:OWNER/NAME:CONFIGURATION" in unnamed["said"]
+
+
+SPLITS = """---
+configs:
+- config_name: default
+  data_files:
+  - {split: train_sft, path: train_sft/*.jsonl}
+  - {split: test_sft, path: test_sft/*.jsonl}
+  - {split: train_gen, path: train_gen/*.jsonl}
+---
+"""
+
+
+def test_a_split_is_named_where_several_are_there_and_its_own_test_split_is_held_out(tmp_path: Path) -> None:
+    """A copy in the cache of the hub's library gives the same rows without a network."""
+    files = {"README.md": SPLITS.encode()}
+    for i, name in enumerate(("train_sft", "test_sft", "train_gen")):
+        files[f"{name}/{name}.jsonl"] = b"".join(json.dumps(row).encode() + b"\n" for row in texts(60, i))
+    home = tmp_path / "home"
+    with Hub(files, repo="some/talks") as hub:
+        unnamed = run(hub.url, home, "hf:some/talks")["hf:some/talks"]
+        streamed = run(hub.url, home, "hf:some/talks", split="train_sft")["hf:some/talks"]
+        fetch = "import huggingface_hub as hub; hub.snapshot_download('some/talks', repo_type='dataset')"
+        done = python(fetch, environment={**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(home)})
+        assert done.returncode == 0, done.stderr
+    assert unnamed["exit"] == 6 and "train_sft, test_sft, train_gen" in unnamed["said"], unnamed
+    for name, file in (("first", "0"), ("held_out", "1")):  # bytes are their own ids
+        read = bytes(id for batch in streamed[name] for row in batch for id in row if id < 256).decode()
+        assert {*re.findall(r"<(\d)\.", read)} == {file}
+    for offline in ("0", "1"):  # nobody listens there any more
+        cached = run(hub.url, home, "hf:some/talks", split="train_sft", HF_HUB_OFFLINE=offline)["hf:some/talks"]
+        assert {**cached, "identities": streamed["identities"]} == streamed
 
 
 def test_a_shard_cut_short_on_the_hub_is_a_data_error_that_names_it(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal, cast
 
 from tpshard.diagnostics.diagnostic import Exit, Mistakes, Source, looked_for
+from tpshard.files.hub_folder import why_not
 from tpshard.train.data import hub
 from tpshard.train.data.row_columns import Columns, TextRow
 from tpshard.train.data.sample import ensure_sample
@@ -329,12 +330,13 @@ def _split(name: str, files: Sequence[TextFile], where: Source | None) -> Corpus
 
 def _hub(source: str, where: Source | None, key: str, split: str | None = None) -> Corpus:
     repo, configuration, revision = hub.name_of(source)
-    hub.require(repo, where)
+    place = hub.place_of(source, where)
     try:
         import datasets
 
         datasets.disable_progress_bars()
-        urls = datasets.load_dataset_builder(repo, configuration, revision=revision).config.data_files or {}
+        here = {"revision": revision} if place == repo else {}
+        urls = datasets.load_dataset_builder(place, configuration, **here).config.data_files or {}
         if not any(urls.values()):
             raise FileNotFoundError("it has no data files")
     except Exception as error:  # network, hub, login and cache raise many types; all mean that there is no data
@@ -342,25 +344,30 @@ def _hub(source: str, where: Source | None, key: str, split: str | None = None) 
             f"{source.partition(':')[2]} cannot be read from the hub",
             exit=Exit.DATA,
             where=where,
-            why=f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}",
+            why=why_not(error),
             fix=hub.CONFIGURATION if isinstance(error, ValueError) else hub.FIX,
         ) from error
-    files = {name: _hub_files(sorted(urls[name]), source, where, key) for name in urls}
-    if split is not None and split not in files:
-        fix = f"its splits are {', '.join(files)}"
-        raise Mistakes.one(f"{repo} has no split {split!r}", exit=Exit.DATA, where=where, fix=fix)
-    held_out = next((files[name] for name in ("validation", "test") if name in files and name != split), None)
-    train = split or "train"
-    if held_out is None or train not in files:
-        chosen = files.values() if split is None else [files[split]]
-        return _split(repo, [file for one in chosen for file in one], where)
-    return Corpus(TextSource(repo, files[train], where=where), TextSource(repo, held_out, where=where))
+    files = {name: _hub_files(sorted(urls[name]), place, source, where, key) for name in urls}
+    train = split or ("train" if len(files) > 1 else next(iter(files)))
+    if train not in files:
+        message, fix = f"{repo} has no split {train!r}", f"its splits are {', '.join(files)}"
+        if split is None:
+            fix += f"; `data.sources: [{{source: {source}, split: {next(iter(files))}}}]` reads one"
+        raise Mistakes.one(message, exit=Exit.DATA, where=where, fix=fix)
+    beside = [train.replace("train", word) for word in ("validation", "test")]  # train_sft: validation_sft, test_sft
+    others = (name for name in (*beside, "validation", "test") if name in files and name != train)
+    if (held_out := next(others, None)) is None:
+        return _split(repo, files[train], where)
+    return Corpus(TextSource(repo, files[train], where=where), TextSource(repo, files[held_out], where=where))
 
 
-def _hub_files(urls: Sequence[str], source: str, where: Source | None, key: str) -> tuple[TextFile, ...]:
+def _hub_files(urls: Sequence[str], place: str, source: str, where: Source | None, key: str) -> tuple[TextFile, ...]:
     # without the revision: a new README in the data set must not look like new text
-    paths = [url.partition("@")[2].partition("/")[2] or url for url in urls]
+    cached = not urls[0].startswith("hf://")
+    paths = [
+        url.removeprefix(f"{place}/") if cached else url.partition("@")[2].partition("/")[2] or url for url in urls
+    ]
     names = _names(paths)
     _check_formats(source, names, where, key)
-    identities = hub.identities(urls)
-    return tuple(TextFile(name, url, identities.get(url, "")) for name, url in zip(names, urls))
+    identities = {} if cached else hub.identities(urls)
+    return tuple(TextFile(n, Path(url) if cached else url, identities.get(url, "")) for n, url in zip(names, urls))

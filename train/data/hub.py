@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from tpshard.diagnostics.diagnostic import Exit, Mistakes, Source
-from tpshard.files.hub_folder import is_offline, out_of_reach
+from tpshard.files.hub_folder import unreached
 
 PREFIXES = ("hub:", "hf:")
-FIX = "check the network and HF_ENDPOINT; or name a folder of your files, or `sample`"
+FIX = (
+    "check the name, the network and HF_ENDPOINT (`hf auth login` for gated data); or name a folder of your files, or "
+    "`sample`"
+)
 CONFIGURATION = "name one of its configurations: `hub:OWNER/NAME:CONFIGURATION`"
 
 
@@ -43,9 +46,17 @@ def identities(urls: Sequence[str]) -> dict[str, str]:
     return {url: told[url] for url in urls if told.get(url)}
 
 
-def require(repo: str, where: Source | None = None) -> None:
-    """Raises `Mistakes` (exit 6) if the hub cannot be reached. With HF_HUB_OFFLINE nothing is checked: its library
-    reads its cache."""
-    if not is_offline() and (why := out_of_reach()):
+def place_of(source: str, where: Source | None = None) -> str:
+    """Where a source is read: its repository's name where the hub answers, else its folder in the cache of the hub's
+    library. Raises `Mistakes` (exit 6) where it has none there."""
+    repo, _, revision = name_of(source)
+    if not (why := unreached()):
+        return repo
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder: str = snapshot_download(repo, repo_type="dataset", revision=revision, local_files_only=True)
+    except Exception as error:  # no cache, no name of a repository
         message = f"{repo} cannot be read from the hub"
-        raise Mistakes.one(message, exit=Exit.DATA, where=where, why=why, fix=FIX)
+        raise Mistakes.one(message, exit=Exit.DATA, where=where, why=why, fix=FIX) from error
+    return folder
