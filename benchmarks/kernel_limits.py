@@ -195,7 +195,7 @@ def paged(name: str, rows: int, sequences: int, context: int, heads: int = 32, k
         "bf16",
         90,
         triton_paged.warps(head),
-        triton_paged.STAGES[shared > 1],
+        triton_paged.stages(tile, torch.bfloat16, shared > 1),
         types,
     )
     each = rows // sequences

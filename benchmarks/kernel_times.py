@@ -28,6 +28,7 @@ from tpshard.kernels.experts.triton_experts import SortedChoices, chosen_by
 from tpshard.kernels.fp8 import fp8_launch
 from tpshard.kernels.quantized.packed import Packed, pack
 from tpshard.kernels.quantized.quantized import Quantized
+from tpshard.kernels.triton_device import capability_of
 
 from kernels import Product, copies, microseconds, random_codes
 from record import Record, close_with_table, in_one_line, parser_of
@@ -69,7 +70,7 @@ def w4a16(name: str, rows: int, inputs: int, columns: int, gated: bool = False) 
 def of_packed(name: str, rows: int, columns: int, gated: bool, first: Packed, nbytes: float) -> Iterator[Timed]:
     weights = [first, *(replace(first, words=first.words.clone()) for _ in range(copies(first.nbytes) - 1))]
     x = bf16(rows, first.inputs)
-    guess = triton_launch.tiles(rows, first, gated, 132, triton_launch.capability_of(x))[0]
+    guess = triton_launch.tiles(rows, first, gated, 132, capability_of(x))[0]
     outputs = columns // 2 if gated else columns
     sizes = nbytes + 2 * rows * (first.inputs + outputs), 2.0 * rows * first.inputs * columns
     peer, shape = dense(x, first.inputs, columns), f"{rows} x {first.inputs} x {columns}"

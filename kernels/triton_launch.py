@@ -14,11 +14,11 @@ import triton.language as tl
 import triton.testing
 from torch import Tensor
 from tpshard.kernels import triton_norm, triton_optimizer, triton_steps
-from tpshard.kernels.arrivals import arrivals
 from tpshard.kernels.experts.triton_experts import SortedChoices
 from tpshard.kernels.linear import fixed_rows_linear
 from tpshard.kernels.quantized import triton_quantized
 from tpshard.kernels.quantized.packed import Packed
+from tpshard.kernels.triton_device import arrivals, capability_of
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,10 @@ class Tile:
     stages: int = 4
 
 
-def capability_of(x: Tensor) -> tuple[int, int]:
-    """The compute capability of a tensor's device; in Triton's interpreter Hopper's."""
-    return torch.cuda.get_device_capability(x.device) if x.is_cuda else (9, 0)
-
-
-def constants(packed: Packed, columns: int, gated: bool, tile: Tile, fast: bool, sharing: int = 0) -> dict[str, Any]:
-    """The compile-time arguments of `matmul_kernel`. `fast` is off in Triton's interpreter."""
+def constants(
+    packed: Packed, columns: int, gated: bool, tile: Tile, fast: bool, sharing: int = 0, large: bool = False
+) -> dict[str, Any]:
+    """The compile-time arguments of `matmul_kernel`. `fast` is off in Triton's interpreter. large: as in the kernel."""
     return {
         "SHARING": sharing,
         "BITS": packed.width,
@@ -57,6 +54,7 @@ def constants(packed: Packed, columns: int, gated: bool, tile: Tile, fast: bool,
         "FAST": fast,
         "ONE_PASS": tile.rows <= 64,
         "PRECISION": "ieee",
+        "LARGE": large,
     }
 
 
@@ -119,7 +117,7 @@ def matmul(x: Tensor, packed: Packed, gated: bool, tile: Tile, choices: SortedCh
         routing = (choices.order, choices.starts, choices.ends, choices.experts, choices.first_block)
     if not out.numel():
         return out
-    blocks = blocks_m * -(-columns // tile.columns)
+    blocks, large = blocks_m * -(-columns // tile.columns), rows * max(inputs, columns) >= 2**31
     partial, arrived = out, out
     if tile.parts > 1:
         partial = x.new_empty((tile.parts, 2 if gated else 1, rows, columns), dtype=torch.float32)
@@ -131,7 +129,7 @@ def matmul(x: Tensor, packed: Packed, gated: bool, tile: Tile, choices: SortedCh
         _or(packed.bias, packed.scales), out, partial, arrived, *routing, rows, columns, inputs,
         len(packed.words) // experts, packed.group_chunks, packed.first_chunk, blocks_m, experts,
         len(packed.scales) // experts, num_warps=tile.warps, num_stages=tile.stages,
-        **constants(packed, columns, gated, tile, x.is_cuda and x.dtype != torch.float32, sharing),
+        **constants(packed, columns, gated, tile, x.is_cuda and x.dtype != torch.float32, sharing, large),
     )  # fmt: skip
     return out
 

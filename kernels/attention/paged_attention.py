@@ -221,12 +221,13 @@ def _paged_attention_cuda(
     from tpshard.kernels.attention import triton_paged
 
     _check(q, k, k_pool, v_pool, positions, window)
-    triton_launch.store_rows(k, v, k_pool, v_pool, slots)
     flat = q.reshape(-1, *q.shape[2:])
-    out, logs = triton_paged.paged_attention(
-        flat, k_pool, v_pool, positions.reshape(-1), sequences.reshape(-1), tables, scale, window, softcap,
-        lse is not None,
-    )  # fmt: skip
+    with torch.cuda.device(q.device):
+        triton_launch.store_rows(k, v, k_pool, v_pool, slots)
+        out, logs = triton_paged.paged_attention(
+            flat, k_pool, v_pool, positions.reshape(-1), sequences.reshape(-1), tables, scale, window, softcap,
+            lse is not None,
+        )  # fmt: skip
     if lse is not None and logs is not None:
         lse.copy_(logs.view(*q.shape[:3]).transpose(1, 2))
     return out.view(q.shape)

@@ -12,21 +12,21 @@ programs). A value that is not finite reaches all rows of its tile, also those b
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from tpshard.kernels.triton_device import capability_of, shared_kib
 
-_KEYS = 64
-"""Keys per step of the loop."""
 _PART = 512
 """Keys per part."""
 _PROGRAMS = 1056
 """Programs that are enough to fill a device: eight for each multiprocessor of an H100."""
-STAGES = {True: 5, False: 3}
-"""Of the loop over keys, where programs share them and where not. A decode step waits for its keys, which more stages
-load earlier; a prompt's tiles find theirs in the cache, and want the registers."""
+_STAGES = {True: 5, False: 3}
+"""Of the loop over keys, where programs share them and where not, if they fit. A decode step waits for its keys, which
+more stages load earlier; a prompt's tiles find theirs in the cache, and want the registers."""
 _ALL = 2**30
 """The window that stands for none."""
 _LOG2_E = math.log2(math.e)
@@ -159,11 +159,30 @@ def add_parts_kernel(
         tl.store(lse + place + tl.arange(0, 1), (largest + tl.log2(total)) * 0.6931471805599453)
 
 
-def tile(group: int, head: int, dtype: torch.dtype) -> dict[str, int]:
-    """The compile-time sizes for `group` query heads of size `head` a KV head: 64 queries are a product of Hopper's."""
+def tile(group: int, head: int, dtype: torch.dtype, capability: tuple[int, int] = (9, 0)) -> dict[str, int]:
+    """The compile-time sizes for `group` query heads of size `head` a KV head: 64 queries are a product of Hopper's.
+
+    KEYS, of a step of the loop, are as many as fit the shared memory of a device, however programs share them, so that
+    a row's bits do not depend on that.
+    """
     queries = max(16 if dtype == torch.float32 else 64, triton.next_power_of_2(group))
-    return {"GROUP": group, "HEAD": head, "KEYS": _KEYS, "PART": _PART, "TILE": max(1, queries // group),
-            "M": queries, "D": max(16, triton.next_power_of_2(head))}  # fmt: skip
+    sizes = {"GROUP": group, "HEAD": head, "PART": _PART, "TILE": max(1, queries // group),
+             "M": queries, "D": max(16, triton.next_power_of_2(head))}  # fmt: skip
+    fitting = [keys for keys in (64, 32) if _fits(sizes | {"KEYS": keys}, dtype, _STAGES[False], capability)]
+    return sizes | {"KEYS": fitting[0] if fitting else 16}
+
+
+def stages(sizes: Mapping[str, int], dtype: torch.dtype, shared: bool, capability: tuple[int, int] = (9, 0)) -> int:
+    """Stages of the loop over keys with these sizes: as many as fit a device."""
+    return next((count for count in range(_STAGES[shared], 2, -1) if _fits(sizes, dtype, count, capability)), 2)
+
+
+def _fits(sizes: Mapping[str, int], dtype: torch.dtype, stages: int, capability: tuple[int, int]) -> bool:
+    """Whether a program's queries and the keys and values in flight fit a device's shared memory; products of Hopper's
+    and later keep those that they read there."""
+    in_flight = stages // 2 + (capability >= (9, 0) and dtype != torch.float32)
+    numbers = (sizes["M"] + 2 * in_flight * sizes["KEYS"]) * sizes["D"]
+    return numbers * dtype.itemsize + (10 << 10) <= shared_kib(capability) << 10
 
 
 def programs_of(rows: int, kv_heads: int) -> int:
@@ -194,13 +213,14 @@ def paged_attention(
     if programs > 1:
         partial = q.new_empty((parts, rows, heads, head_dim), dtype=torch.float32)
         peaks = q.new_empty((parts, rows, heads, 2), dtype=torch.float32)
-    positions, sizes, window = positions.contiguous(), tile(heads // kv_heads, head_dim, q.dtype), window or _ALL
+    capability, positions, window = capability_of(q), positions.contiguous(), window or _ALL
+    sizes = tile(heads // kv_heads, head_dim, q.dtype, capability)
     in_bits = _LOG2_E if softcap is None else 2 / softcap  # of the softcap's tanh, by a sigmoid
     paged_attention_kernel[rows, kv_heads, programs](
         q, k_pool, v_pool, positions, sequences.contiguous(), tables.contiguous(), out, out if lse is None else lse,
         partial, peaks, rows, scale * in_bits, tables.shape[1], kv_heads, window, _LOG2_E * (softcap or 1.0),
         BLOCK=block, **sizes, CAPPED=softcap is not None, WINDOWED=window != _ALL, WITH_LSE=with_lse,
-        SPLIT=programs > 1, num_warps=warps(head_dim), num_stages=STAGES[programs > 1],
+        SPLIT=programs > 1, num_warps=warps(head_dim), num_stages=stages(sizes, q.dtype, programs > 1, capability),
     )  # fmt: skip
     if programs > 1:
         add_parts_kernel[rows, heads](

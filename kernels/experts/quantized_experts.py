@@ -23,6 +23,7 @@ from tpshard.kernels.quantized.int4 import Int4, int4_linear
 from tpshard.kernels.quantized.packed import Packed
 from tpshard.kernels.quantized.quantized import Quantized, concatenate
 from tpshard.kernels.quantized.quantized_linear import Prepared, prepare, quantized_gate, quantized_linear
+from tpshard.kernels.triton_device import capability_of
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class StackedExperts:
         rows, k = x.reshape(-1, x.shape[-1]), ids.shape[-1]
         mean = 1 if invariant else ids.numel() // self.count
         # the programs that fill a device are those of all experts that have tokens
-        share, capability = max(1, 132 // min(self.count, 8)), triton_launch.capability_of(x)
+        share, capability = max(1, 132 // min(self.count, 8)), capability_of(x)
         tiles = [
             triton_launch.tiles(mean, one, one is self.inward, share, capability)[0] for one in (self.inward, self.down)
         ]

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from tpshard.kernels.experts.grouped_rows import GroupedRows, by_library
+from tpshard.kernels.triton_device import capability_of
 
 
 @triton.jit
@@ -184,8 +185,7 @@ class SortedChoices:
     def __init__(self, ids: Tensor, count: int, dtype: torch.dtype, fixed: bool, block: int | None = None) -> None:
         flat = ids.reshape(-1)
         self.choices, self.count = len(flat), count
-        capability = torch.cuda.get_device_capability(ids.device) if ids.is_cuda else (9, 0)
-        self.tile = ExpertTile.of(self.choices, count, dtype, fixed, capability)
+        self.tile = ExpertTile.of(self.choices, count, dtype, fixed, capability_of(ids))
         owner = torch.where((flat >= 0) & (flat < count), flat, count)
         owner, self.order = torch.sort(owner, stable=True)
         bounds = torch.searchsorted(owner, torch.arange(count + 1, device=ids.device))

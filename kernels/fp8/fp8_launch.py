@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 from tpshard.kernels.fp8 import triton_fp8
 from tpshard.kernels.fp8.fp8_blocks import BLOCK, SMALLEST
+from tpshard.kernels.triton_device import capability_of
 
 QUANTIZE_ROWS = 32
 
@@ -41,7 +42,7 @@ def multiply(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: to
     if a.is_cuda and by_library(m, n, k, a.device):
         return torch._scaled_mm(a, b.t(), a_scales.t(), b_scales, out_dtype=dtype)
     out = torch.empty(m, n, dtype=dtype, device=a.device)
-    shape = tile(torch.cuda.get_device_capability(a.device) if a.is_cuda else (9, 0))
+    shape = tile(capability_of(a))
     tiles = triton.cdiv(m, shape["BLOCK_M"]) * triton.cdiv(n, shape["BLOCK_N"])
     triton_fp8.multiply_kernel[(tiles,)](a, a_scales, b, b_scales, out, m, n, k, num_warps=8, num_stages=3, **shape)
     return out

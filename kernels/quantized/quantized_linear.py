@@ -19,6 +19,7 @@ from tpshard.kernels.quantized import int4
 from tpshard.kernels.quantized.int4 import Int4
 from tpshard.kernels.quantized.packed import Packed, pack
 from tpshard.kernels.quantized.quantized import Quantized
+from tpshard.kernels.triton_device import capability_of
 
 Prepared = Packed | Int4
 """A weight packed for a GPU or for a CPU."""
@@ -33,7 +34,7 @@ def prepare(weight: Quantized, device: torch.device | str) -> Prepared:
     """The weight packed for `device`. Raises ValueError where the rows of a group are not adjacent."""
     held = weight.to(device)
     if held.codes.is_cuda:
-        return pack(held, quads=torch.cuda.get_device_capability(held.codes.device) < (9, 0))
+        return pack(held, quads=capability_of(held.codes) < (9, 0))
     return int4.pack(held)
 
 
@@ -56,7 +57,7 @@ def _product(x: Tensor, weight: Packed, gated: bool, invariant: bool) -> Tensor:
             tile = None
         elif invariant:
             # the same order of sums for every batch
-            tile = triton_launch.tiles(1, weight, gated, 132, triton_launch.capability_of(x))[0]
+            tile = triton_launch.tiles(1, weight, gated, 132, capability_of(x))[0]
         else:
             tile = _choice().tile(rows, weight, gated)
         if tile is None:

@@ -173,7 +173,7 @@ def matmul_kernel(
     SHARING: tl.constexpr, BITS: tl.constexpr, MIDDLE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr, GATED: tl.constexpr, RAGGED: tl.constexpr, SYMMETRIC: tl.constexpr,
     BIASED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, QUADS: tl.constexpr, FAST: tl.constexpr,
-    ONE_PASS: tl.constexpr, PRECISION: tl.constexpr,
+    ONE_PASS: tl.constexpr, PRECISION: tl.constexpr, LARGE: tl.constexpr,
 ):  # fmt: skip
     """out[M, N] = x[M, K] @ W, or silu(x @ W[:, :N]) * (x @ W[:, N:]) where GATED.
 
@@ -183,7 +183,8 @@ def matmul_kernel(
     a fixed order.
 
     With SHARING, words, scales and zeros are those of `count` experts one after another, and a block of rows is choices
-    of one of them (see `triton_experts`): out[c] = x[c // SHARING] @ W of the expert of choice c.
+    of one of them (see `triton_experts`): out[c] = x[c // SHARING] @ W of the expert of choice c. LARGE: x or out has
+    more than 2**31 elements.
     """
     block = tl.program_id(0)
     part = tl.program_id(1)
@@ -203,6 +204,9 @@ def matmul_kernel(
         m = (block % blocks_m) * BLOCK_M + tl.arange(0, BLOCK_M)
         rows = m < M
         source = m
+    if LARGE:
+        m = m.to(tl.int64)
+        source = source.to(tl.int64)
     if EVEN_N:
         column = n
     else:

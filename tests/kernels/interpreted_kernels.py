@@ -72,6 +72,13 @@ def test_bits_and_dtypes(bits, dtype, sym):
     check(linear(256, 64, bits, sym=sym), 3, dtype, Tile(16, 64))
 
 
+def test_places_in_64_bits(monkeypatch):
+    sizes = launch.constants
+    monkeypatch.setattr(launch, "constants", lambda *how: sizes(*how[:-1], True))
+    check(linear(256, 64), 3, torch.float16, Tile(16, 64))
+    check(linear(256, 64), 3, torch.float16, Tile(16, 32, 2), gated=True)
+
+
 @pytest.mark.parametrize("group_size", [-1, 32, 40, 64, 96, 128, 256])
 @pytest.mark.parametrize("quads", [False, True])
 def test_group_sizes(group_size, quads):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -127,15 +128,33 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 @pytest.mark.parametrize(("capability", "group", "head"), [(80, 4, 128), (90, 4, 128), (100, 8, 256)])
 def test_the_triton_kernel_spills_nothing_in_its_loop(capability: int, group: int, head: int) -> None:
+    compiled = compiled_paged(capability, group, head, torch.bfloat16, True)
+    assert not {"LDL", "STL"} & set(compiled.main_loop)
+
+
+@pytest.mark.parametrize(("capability", "head", "dtype"), [
+    (80, 256, torch.bfloat16), (86, 256, torch.bfloat16), (86, 128, torch.float32), (89, 256, torch.float32),
+    (90, 192, torch.bfloat16), (90, 256, torch.bfloat16), (90, 256, torch.float32), (100, 256, torch.float32),
+    (120, 256, torch.bfloat16),
+])  # fmt: skip
+def test_the_triton_kernel_fits_the_shared_memory_of_a_device(capability: int, head: int, dtype: torch.dtype) -> None:
+    for shared in (True, False):
+        compiled = compiled_paged(capability, 4, head, dtype, shared)
+        assert compiled.shared <= {80: 163, 90: 227, 100: 227}.get(capability, 99) << 10
+
+
+def compiled_paged(capability: int, group: int, head: int, dtype: torch.dtype, shared: bool) -> Any:
+    """The kernel, with the sizes of its launcher, where programs share keys and where not."""
     pytest.importorskip("triton")
     from tpshard.kernels.attention import triton_paged
 
     from compiled_kernel import compile_kernel
 
-    sizes = triton_paged.tile(group, head, torch.bfloat16) | {"BLOCK": 16, "WITH_LSE": True, "SPLIT": True}
-    sizes |= {"CAPPED": group == 8, "WINDOWED": group == 8}
-    kernel, types = triton_paged.paged_attention_kernel, {"q": "*bf16", "scale": "fp32"}
-    compiled = compile_kernel(
-        kernel, sizes, "bf16", capability, triton_paged.warps(head), triton_paged.STAGES[True], types
-    )
-    assert not {"LDL", "STL"} & set(compiled.main_loop)
+    device, name = divmod(capability, 10), {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
+    sizes = triton_paged.tile(group, head, dtype, device)
+    constants = sizes | {"BLOCK": 16, "WITH_LSE": True, "SPLIT": shared}
+    constants |= {"CAPPED": group == 8, "WINDOWED": group == 8}
+    return compile_kernel(
+        triton_paged.paged_attention_kernel, constants, name, capability, triton_paged.warps(head),
+        triton_paged.stages(sizes, dtype, shared, device), {"q": f"*{name}", "scale": "fp32"},
+    )  # fmt: skip

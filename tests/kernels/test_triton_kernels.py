@@ -166,6 +166,19 @@ def test_packed_pairs_are_codes_less_their_zero(dtype, which):
             assert emulate(assembly, word, (zero * 0x10001 | magic) & 0xFFFFFFFF, dtype) == expected
 
 
+@pytest.mark.parametrize(("rows", "large"), [(524287, False), (524288, True)])
+def test_products_of_more_than_2_31_numbers_count_places_in_64_bits(rows, large, monkeypatch):
+    launched = {}
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *tensors, **constants: launched.update(constants)
+
+    monkeypatch.setattr(triton_quantized, "matmul_kernel", Kernel())
+    triton_launch.matmul(torch.empty(rows, 4096, device="meta"), packed_like(), False, Tile(128, 128))
+    assert launched["LARGE"] == large
+
+
 @pytest.mark.parametrize(("capability", "kinds"), [(80, 2), (90, 3), (100, 1)])
 def test_first_guesses_do_not_spill(capability, kinds):
     assert_no_tile_spills(capability, forms(capability)[:kinds], (1, 512), True)

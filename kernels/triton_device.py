@@ -1,4 +1,7 @@
-"""Counters by which the programs of a launch know which of them finishes last, so that it adds up what all computed."""
+"""What the Triton kernels ask of a device: what it can do, its shared memory, and counters.
+
+By the counters the programs of a launch know which of them finishes last, so that it adds up what all computed.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,20 @@ from torch import Tensor
 _CAPTURED = -1
 _COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
 """Counters by device and stream; those of captured graphs under the key _CAPTURED."""
+
+_SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
+_LEAST_SHARED = 99
+
+
+def capability_of(x: Tensor) -> tuple[int, int]:
+    """The compute capability of a tensor's device; in Triton's interpreter Hopper's."""
+    return torch.cuda.get_device_capability(x.device) if x.is_cuda else (9, 0)
+
+
+def shared_kib(capability: tuple[int, int]) -> int:
+    """KiB of shared memory that one program may use (CUDA C++ Programming Guide, technical specifications); that of
+    devices for workstations where the capability is not known."""
+    return _SHARED.get(capability, _LEAST_SHARED)
 
 
 def arrivals(device: torch.device) -> Tensor:
