@@ -81,7 +81,7 @@ def _train_scores(source: str, changes: Sequence[str], recipe: Recipe) -> tuple[
 
 
 def _work(source: str, recipe: Recipe, place: WorkerPlace, file: Path) -> NoReturn:
-    from tpshard.cli.shared.worker_errors import describe, device_kind
+    from tpshard.cli.shared.worker_errors import describe, device_of_worker
     from tpshard.parallelism.runtime.worker import run_worker
 
     def body() -> int:
@@ -90,7 +90,7 @@ def _work(source: str, recipe: Recipe, place: WorkerPlace, file: Path) -> NoRetu
 
         setting, limits = Setting.of(recipe, place.world), recipe.timeout_s
         with connect(
-            place, setting.mesh, device=device_kind(recipe), start_s=limits.start, step_s=limits.step
+            place, setting.mesh, device=device_of_worker(recipe, place), start_s=limits.start, step_s=limits.step
         ) as context:
             rows = scores_of(source, setting, context)
         if place.rank == 0:

@@ -195,7 +195,7 @@ def stored_place(source: str, recipe: Recipe) -> Location:
 
 def _work(source: str, recipe: Recipe, place: WorkerPlace, texts: Sequence[str], as_json: bool) -> NoReturn:
     from tpshard.cli.shared import streams
-    from tpshard.cli.shared.worker_errors import describe, device_kind
+    from tpshard.cli.shared.worker_errors import describe, device_of_worker
     from tpshard.parallelism.runtime.worker import run_worker
 
     def body() -> int:
@@ -204,7 +204,7 @@ def _work(source: str, recipe: Recipe, place: WorkerPlace, texts: Sequence[str],
 
         setting, limits = Setting.of(recipe, place.world), recipe.timeout_s
         with connect(
-            place, setting.mesh, device=device_kind(recipe), start_s=limits.start, step_s=limits.step
+            place, setting.mesh, device=device_of_worker(recipe, place), start_s=limits.start, step_s=limits.step
         ) as context:
             result = result_of(source, setting, context, texts)
         if place.rank == 0:

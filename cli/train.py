@@ -100,7 +100,7 @@ def _work(recipe: str, overrides: Sequence[str], place: WorkerPlace, plan_file: 
 
     def body() -> int:
         from tpshard.cli.shared.preflight import load_checked
-        from tpshard.cli.shared.worker_errors import device_kind
+        from tpshard.cli.shared.worker_errors import device_of_worker
         from tpshard.plan import saved_plan
         from tpshard.train.run.run_plan import PlanOfRun
         from tpshard.train.run.training_worker import work
@@ -111,6 +111,6 @@ def _work(recipe: str, overrides: Sequence[str], place: WorkerPlace, plan_file: 
         plan = PlanOfRun(plan_file)
         if plan.file is not None:
             saved_plan.check(plan.file, loaded, place.world)
-        return work(loaded, place, plan, device=device_kind(loaded))
+        return work(loaded, place, plan, device=device_of_worker(loaded, place))
 
     run_worker(body, place, describe)

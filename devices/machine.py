@@ -259,10 +259,11 @@ def kind_problems(kind: str, driver: Driver) -> Iterator[Diagnostic]:
             yield _wrong(f"the recipe is for {kind}, and {present}", "its plan and limits would be off", fix)
 
 
-def require(recipe: Recipe) -> None:
+def require(recipe: Recipe, workers: int | None = None) -> None:
     """Raises `Mistakes` (exit 5) when this machine does not match the recipe's cluster.
 
-    Without a cluster, or with a CPU cluster, every machine matches.
+    workers: how many share the GPUs that this process sees; None for all of the cluster's on one host. Without a
+    cluster, or with a CPU cluster, every machine matches.
     """
     cluster = recipe.cluster
     if cluster is None or cluster.device == "cpu":
@@ -274,12 +275,13 @@ def require(recipe: Recipe) -> None:
         described = device(cluster.device, recipe.where("cluster.device"))
         if described.kind == "cpu":
             return
-    driver = probe_driver().used_by(cluster.devices_per_node)
+    count = cluster.devices_per_node if workers is None else workers
+    driver = probe_driver().used_by(count)
     problems = list(kind_problems(cluster.device, driver))
     problems += size_problems(described.name, described.memory_bytes, driver) if described else []
     problems += dtype_problems({str(recipe.model.dtype), str(recipe.fsdp.param_dtype)}, driver)
     torch = probe_torch() if driver.gpus else Torch("", "", 0)
-    problems += gpu_problems(driver, torch, cluster.devices_per_node, "" if driver.gpus else without_gpus(recipe))
+    problems += gpu_problems(driver, torch, count, "" if driver.gpus else without_gpus(recipe))
     problems += busy(driver, recipe.fsdp.memory_limit)
     _raise(recipe.where("cluster.device"), problems)
 

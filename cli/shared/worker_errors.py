@@ -80,6 +80,17 @@ def device_kind(recipe: Recipe) -> str:
     return "cuda" if described.kind == "gpu" else "cpu"
 
 
+def device_of_worker(recipe: Recipe, place: WorkerPlace) -> str:
+    """`device_kind`, for a worker. Raises `Mistakes` (exit 5) where another launcher's worker has no GPU that the
+    recipe can use; tpshard's own launcher has looked at them before it started any."""
+    kind = device_kind(recipe)
+    if kind == "cuda" and place.launcher != "tpshard":
+        from tpshard.devices import machine
+
+        machine.require(recipe, 1 if visible_gpus() == 1 else place.local_world)
+    return kind
+
+
 def workers_of(recipe: Recipe, nodes: Nodes) -> int:
     """The number of workers of a run over all hosts; the mesh must fit it.
 

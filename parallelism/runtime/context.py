@@ -189,6 +189,8 @@ def connect(
     chosen = _device(device, place)
     if chosen.type == "cpu":
         keep_freed_memory()
+    else:
+        _claim(store, place, chosen)
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     _choose_interface(place)
     # the watchdog names the collective that hangs; the backend's own timeout, which does not, comes later
@@ -236,16 +238,28 @@ def _device(kind: str, place: WorkerPlace) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    if count <= place.local_rank:
+    if count <= place.gpu(count):
         raise WorkerFault(
             f"worker {place.local_rank} of this host needs a CUDA device of its own, but "
             f"{'no CUDA device is' if count == 0 else f'only {count} are'} visible",
             exit=Exit.MACHINE,
             fix="check `tpshard doctor`; or choose `cluster.device: cpu`",
         )
-    device = torch.device("cuda", place.local_rank)
+    device = torch.device("cuda", place.gpu(count))
     torch.cuda.set_device(device)
     return device
+
+
+def _claim(store: dist.Store, place: WorkerPlace, device: torch.device) -> None:
+    """Raises WorkerFault (exit 5) where another worker has this GPU, at which NCCL would stop without a name."""
+    properties = torch.cuda.get_device_properties(device)
+    if store.add(f"tpshard/gpu/{properties.uuid}", 1) > 1:
+        raise WorkerFault(
+            f"rank {place.rank} on {socket.gethostname()} and another worker have the same GPU ({properties.name})",
+            exit=Exit.MACHINE,
+            why=f"CUDA_VISIBLE_DEVICES is {os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}",
+            fix="let each worker see all GPUs of its host, or one of its own (srun --gpus-per-task=1)",
+        )
 
 
 def _choose_interface(place: WorkerPlace) -> None:

@@ -35,6 +35,11 @@ class WorkerPlace:
         """Whether all workers run on this host, so that nothing must be reachable from outside."""
         return self.local_world == self.world
 
+    def gpu(self, visible: int) -> int:
+        """The number of this worker's GPU among those that it sees: other launchers may give each worker one of its own
+        (srun --gpus-per-task=1), which is the only one that it sees."""
+        return 0 if visible == 1 and self.launcher != "tpshard" else self.local_rank
+
     def environment(self) -> dict[str, str]:
         """The environment variables from which `find` reads the place in a worker."""
         return {

@@ -8,6 +8,7 @@ import os
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from patience import PATIENCE
@@ -185,6 +186,52 @@ def test_training_for_gpus_that_are_not_here_is_5(
     assert "this machine has none" in printed and "llama3-1b.yaml:4:" in printed
     assert "--device cpu" in printed or "tpshard plan llama3-1b --dry-run" in printed, "as its memory allows"
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("seen", "gpus", "words"),
+    [
+        ("0", (H100,), ""),
+        ("0,1", tuple(replace(H100, index=i) for i in range(2)), ""),
+        ("0", (replace(H100, used=79 * GIB),), "too full"),
+        ("0", (replace(H100, name="NVIDIA A100-SXM4-80GB", capability="8.0"),), "the recipe is for h100-sxm-80g"),
+        ("", (), "this machine has none"),
+    ],
+)
+def test_a_worker_of_another_launcher_is_refused_before_anything_is_read(
+    seen: str, gpus: tuple[Gpu, ...], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of two tasks sees one GPU of its own, or both."""
+    from tpshard.cli.shared import worker_errors
+    from tpshard.parallelism.runtime.place import WorkerPlace
+
+    recipe = loads("model: {preset: tiny}\nmesh: {fsdp: 2}\ncluster: {device: h100-sxm-80g, devices_per_node: 2}")
+    monkeypatch.setattr(machine, "probe_driver", lambda: Driver("570.10", gpus))
+    monkeypatch.setattr(machine, "probe_torch", lambda: replace(BUILD, devices=len(gpus)))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    place = WorkerPlace(1, 2, 1, 2, "env:", "torchrun")
+    if not words:
+        assert worker_errors.device_of_worker(recipe, place) == "cuda"
+        return
+    with pytest.raises(Mistakes, match=words) as refused:
+        worker_errors.device_of_worker(recipe, place)
+    assert refused.value.exit == Exit.MACHINE
+
+
+def test_two_workers_on_one_gpu_are_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    import torch.distributed as dist
+    from tpshard.parallelism.runtime import context
+    from tpshard.parallelism.runtime.messages import WorkerFault
+    from tpshard.parallelism.runtime.place import WorkerPlace
+
+    store, one = dist.HashStore(), SimpleNamespace(uuid="GPU-1", name="NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: one)
+    places = [WorkerPlace(rank, 2, rank, 2, "env:", "torchrun") for rank in range(2)]
+    context._claim(store, places[0], torch.device("cuda", 0))
+    with pytest.raises(WorkerFault, match=r"rank 1 .* have the same GPU \(NVIDIA H100") as refused:
+        context._claim(store, places[1], torch.device("cuda", 0))
+    assert refused.value.exit == Exit.MACHINE
 
 
 def test_a_recipe_for_the_cpu_or_for_no_cluster_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -296,6 +296,12 @@ def test_launchers_are_told_apart() -> None:
     assert places.find(own.environment()) == own
 
 
+def test_a_worker_takes_the_only_gpu_that_another_launcher_lets_it_see() -> None:
+    task = places.find(SRUN | {"SLURM_LOCALID": "3"})
+    assert task is not None and (task.gpu(1), task.gpu(4)) == (0, 3)
+    assert places.WorkerPlace(3, 4, 3, 4, "file:/x", "tpshard").gpu(1) == 3, "which is refused: there is one"
+
+
 @pytest.mark.parametrize(
     ("nodelist", "host"), [("gpu[03-05,9],head", "gpu03"), ("a,b", "a"), ("node7", "node7"), ("r[1-2]-ib", "r1-ib")]
 )
