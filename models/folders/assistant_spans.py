@@ -49,7 +49,8 @@ class ConversationRenderer:
         for i in answers:
             self._require_calls(messages[i], i, "".join(text[slice(*span)] for span in spans))
         ids, offsets = self.tokenizer.encode_with_offsets(text)
-        spans = [self._with_end(span, text, ids, offsets, marked is not None) for span in spans]
+        own = [""] * len(spans) if marked is not None else [_text(messages[i]).rstrip() for i in answers]
+        spans = [self._with_end(s, text, ids, offsets, marked is not None, one) for s, one in zip(spans, own)]
         if any(messages[i].get("weight") == 0 for i in answers):
             if len(spans) != len(answers):
                 raise TemplateError("`weight: 0` of an answer, of which the chat template marks several parts or none")
@@ -127,14 +128,18 @@ class ConversationRenderer:
         after = text.rpartition(_MARK)[2]
         return (after.strip() and after.lstrip().partition("\n")[0].rstrip()) or after
 
-    def _with_end(self, span: Span, text: str, ids: Sequence[int], offsets: Sequence[Span], marked: bool) -> Span:
+    def _with_end(
+        self, span: Span, text: str, ids: Sequence[int], offsets: Sequence[Span], marked: bool, content: str
+    ) -> Span:
         """A span with the marker that ends its turn, where the marker is not in it already. marked: the template's own
-        blocks say where it ends, so that a marker at its end is that of the turn."""
+        blocks say where it ends, so that a marker at its end is that of the turn. content: else what the message ends
+        with, where a marker is the message's own."""
         (start, end), closing = span, self._closing.strip()
         special, stops = self.tokenizer.special_ids, self.tokenizer.stop_tokens
         inside = [id for id, at in zip(ids, offsets) if start < at[1] and at[0] < end and text[slice(*at)].strip()]
         ended = inside and inside[-1] in (special if marked else stops)
-        if ended or (closing and text[start:end].rstrip().endswith(closing)):
+        own = bool(content) and text[start:end].rstrip().endswith(content)
+        if not own and (ended or (closing and text[start:end].rstrip().endswith(closing))):
             return span
         follows = end + len(text[end:]) - len(text[end:].lstrip())
         if closing and text.startswith(closing, follows):
@@ -142,7 +147,7 @@ class ConversationRenderer:
         ends = bool(closing) and self.tokenizer.encode_with_offsets(closing)[0][0] in special
         for id, at in zip(ids, offsets):
             if at[1] > follows:  # another marker than after a last answer, such as one for tools
-                if id in stops or (ends and id in special):
+                if id in stops or (ends and id in special and not (own and ended)):
                     return start, at[1]
                 break
         blank = not marked and not closing and text.startswith(self._closing, end)
@@ -154,6 +159,12 @@ def _called(message: Message) -> list[str]:
     calls = [call for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
     named = [(call.get("id"), (call.get("function") or call).get("name")) for call in calls]
     return [str(one) for pair in named for one in pair if one]
+
+
+def _text(message: Message) -> str:
+    """A message's content where it is a text; else ""."""
+    content = message.get("content")
+    return content if isinstance(content, str) else ""
 
 
 def _other(message: Message) -> Message:

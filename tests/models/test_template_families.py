@@ -33,6 +33,7 @@ ANSWER = {"role": "assistant", "content": "It is four."}
 TURNS = [ASK, ANSWER, {"role": "user", "content": "And now?"}, {"role": "assistant", "content": " It is sunny. "}]
 SYSTEM = [{"role": "system", "content": "Be brief."}, *TURNS]
 SAME = [ASK, ANSWER, ASK, ANSWER]
+ENDED = [ASK, {"role": "assistant", "content": "Four.</s>"}, ASK, ANSWER]
 CALLS = [
     {"role": "user", "content": "The weather?"}, {"role": "assistant", "content": "", "tool_calls": [CALL]},
     {"role": "tool", "name": "weather", "tool_call_id": "call00001", "content": "sunny"}, ANSWER,
@@ -85,6 +86,7 @@ def test_tokens_and_what_is_learned_are_those_of_transformers(both: tuple[Folder
     templates = [ChatTemplate(source, ours.special) for source in (marked, unmarked(marked))]
     renderers = [ConversationRenderer(ours, template) for template in templates]
     conversations: list[tuple[list[Any], Any]] = [(TURNS, None), (SYSTEM, None), (SAME, None)]
+    conversations += [(ENDED, None)] if "<|return|>" not in marked else []  # which ends other answers otherwise
     called = [CALLS, [*CALLS, *TURNS], THOUGHT_CALLS]
     conversations += [(messages, [TOOL]) for messages in called] if "tool_calls" in marked else []
     conversations += [(THOUGHTS, None), (INSIDE, None)] if "think" in marked else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import threading
@@ -301,6 +302,31 @@ def test_a_conversation_that_cannot_be_learned_is_named_by_file_and_line(
     assert caught.value.exit == Exit.DATA
     assert "a.jsonl, line 6: " in str(caught.value) and fault in str(caught.value)
     assert Loader(Mixture.of(text, tokenizer(tmp_path)), seq_len=SEQ, global_sequences=1, bad_rows=0.5)
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (json.dumps([{"messages": []}], indent=1).encode(), "line 1: one list of JSON, not an object a line"),
+        (gzip.compress(b"{}"), "line 1: invalid UTF-8: a compressed file, whose name must end in .gz"),
+    ],
+)
+def test_a_file_of_another_format_than_its_name_says_is_told_as_such(
+    tmp_path: Path, content: bytes, fault: str
+) -> None:
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(Mistakes) as caught:
+        peek(open_text(str(tmp_path / "a.jsonl"), TALK).train, 0.01)
+    assert fault in caught.value.diagnostics[0].why
+
+
+def test_tools_may_be_a_text_of_json_as_tables_hold_them() -> None:
+    messages, tools = [{"role": "assistant", "content": "a"}], [{"type": "function", "function": {"name": "f"}}]
+    one, other = (TALK.row(0, {"messages": messages, "tools": value}) for value in (tools, json.dumps(tools)))
+    assert one == other and one is not None and json.loads(one.text or "")["tools"] == tools
+    for wrong in ("{", '"f"'):
+        row = TALK.row(0, {"messages": messages, "tools": wrong})
+        assert row is not None and "not a list of tools" in row.fault, row
 
 
 def test_a_few_rows_are_judged_before_a_run_by_their_share(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ become of it."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -134,7 +135,7 @@ class Columns:
         if any(value[key] not in values for key, values in self.where.items()):
             return None
         if self.messages is not None:
-            messages, tools = value[self.messages], value.get("tools")
+            messages, tools = value[self.messages], _tools(value.get("tools"))
             fault = _fault_of_conversation(self.messages, messages)
             if tools and not isinstance(tools, list):
                 fault = fault or f'"tools" is {_kind(tools)}, not a list of tools'
@@ -152,6 +153,13 @@ class Columns:
             except UnicodeEncodeError:
                 fault = "an unpaired surrogate, which UTF-8 cannot encode"
         return TextRow(number, None if fault else text, fault)
+
+
+def _tools(value: Any) -> Any:
+    """A row's tools; tables, whose columns have one type, hold them as a text of JSON."""
+    with contextlib.suppress(ValueError, RecursionError):
+        return json.loads(value) if isinstance(value, str) else value
+    return value
 
 
 def _quoted(names: Iterable[str]) -> str:

@@ -107,10 +107,13 @@ def _json_row(number: int, raw: bytes | None, columns: Columns) -> TextRow | Non
     try:
         value = json.loads(raw.removeprefix(b"\xef\xbb\xbf").decode("utf-8"), object_pairs_hook=_once)
     except UnicodeDecodeError as error:
-        return TextRow(number, None, f"invalid UTF-8: {error.reason}")
+        why = "a compressed file, whose name must end in .gz" if raw[:2] == b"\x1f\x8b" else error.reason
+        return TextRow(number, None, f"invalid UTF-8: {why}")
     except RepeatedKey as error:
         return TextRow(number, None, str(error))
     except (ValueError, RecursionError) as error:
+        if number == 0 and raw.strip() == b"[":
+            return TextRow(number, None, "one list of JSON, not an object a line (`jq -c '.[]' FILE > FILE.jsonl`)")
         return TextRow(number, None, f"not JSON: {error}")
     return columns.row(number, value)
 
