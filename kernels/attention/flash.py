@@ -12,6 +12,9 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 from tpshard.kernels.attention.attention_mask import CausalMask
 
+WIDEST = 256
+"""The largest head that FlashAttention takes."""
+
 
 @dataclass(frozen=True)
 class FlashCall:
@@ -32,10 +35,7 @@ def call_of(q: Tensor, mask: CausalMask) -> FlashCall | None:
     They take fp16 or bf16 on compute capability 8.0 or later, queries that end where the keys end or that see all
     positions, and document ids that never decrease.
     """
-    d = q.shape[3]
-    if q.dtype not in (torch.float16, torch.bfloat16) or d % 8 or d > 256 or q.numel() == 0:
-        return None
-    if torch.version.hip is not None or torch.cuda.get_device_capability(q.device) < (8, 0):
+    if not in_half(q) or q.shape[3] % 8:
         return None
     if not mask.ends_together and not mask.hides_no_position:
         return None
@@ -49,6 +49,12 @@ def call_of(q: Tensor, mask: CausalMask) -> FlashCall | None:
         return None if starts is None else FlashCall(causal, window, (starts, starts))
     pair = _shared_starts(queries, keys)
     return None if pair is None else FlashCall(causal, window, pair)
+
+
+def in_half(q: Tensor) -> bool:
+    """Whether queries are in half precision, of heads that kernels take, on a GPU of sm_80 or later."""
+    half = q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] <= WIDEST and q.numel() > 0
+    return half and torch.version.hip is None and torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
 @contextmanager

@@ -24,10 +24,10 @@ SHAPES = [(2, 150, 150, 8, 2, 64), (1, 1, 77, 8, 2, 128), (2, 40, 131, 6, 6, 96)
 
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
 @pytest.mark.parametrize("packed", ["none", "runs", "scattered"])
-@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (7, None), (7, 2.0)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_forward_and_backward(
-    shape: tuple[int, ...], window: int | None, packed: str, dtype: torch.dtype, device: str
+    shape: tuple[int, ...], window: int | None, softcap: float | None, packed: str, dtype: torch.dtype, device: str
 ) -> None:
     q, k, v, dout = (x.to(device) for x in inputs(shape, 0, dtype))
     documents = None if packed == "none" else documents_of(shape[0], shape[2], 1).to(device)
@@ -36,10 +36,10 @@ def test_forward_and_backward(
         documents = documents % 3
     runs = []
     for _ in range(2):
-        out, lse = OP(q, k, v, documents, 0.125, window)
-        runs.append([out, lse, *BACKWARD(dout, q, k, v, out, lse, documents, 0.125, window)])
+        out, lse = OP(q, k, v, documents, 0.125, window, softcap)
+        runs.append([out, lse, *BACKWARD(dout, q, k, v, out, lse, documents, 0.125, window, softcap)])
     host = [x.cpu() for x in (q, k, v, dout)]
-    reference = expected(*host, None if documents is None else documents.cpu(), 0.125, window)
+    reference = expected(*host, None if documents is None else documents.cpu(), 0.125, window, softcap)
     for first, second, value in zip(*runs, reference, strict=True):
         assert torch.equal(first, second), "the same inputs give the same bits"
         torch.testing.assert_close(first.cpu().double(), value, atol=BOUND[dtype], rtol=BOUND[dtype])

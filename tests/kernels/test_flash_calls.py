@@ -141,6 +141,37 @@ def test_what_the_kernels_cannot_compute_is_left_to_products() -> None:
     assert flash.call_of(q[..., :4], last_of(20, 20, None, None)) is None
 
 
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize(
+    ("dtype", "window", "softcap", "own"),
+    [(torch.bfloat16, None, 30.0, True), (torch.bfloat16, 55, None, True), (torch.bfloat16, None, None, False),
+     (torch.float32, None, 30.0, False)],
+)  # fmt: skip
+def test_a_kernel_of_our_own_computes_what_torch_does_not(
+    dtype: torch.dtype, window: int | None, softcap: float | None, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    from tpshard.kernels.attention import triton_flash
+
+    calls = list[str]()
+
+    def forward(q: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
+        calls.append("forward")
+        return q, q
+
+    def backward(*how: Any) -> tuple[Tensor, Tensor, Tensor]:
+        calls.append("backward")
+        return how[1:4]
+
+    monkeypatch.setattr(triton_flash, "forward", forward)
+    monkeypatch.setattr(triton_flash, "backward", backward)
+    mask = CausalMask(*(EARLIER if window else GATHERED), None, window)
+    q, k, v, dout = inputs((2, len(mask.queries), len(mask.keys), 4, 2, 8), 1, dtype)
+    out, lse = cuda_attention.forward(q, k, v, mask, 0.3, softcap)
+    cuda_attention.backward(dout, q, k, v, out, lse, mask, 0.3, softcap)
+    assert calls == (["forward", "backward"] if own else [])
+
+
 @pytest.mark.parametrize("packed", ["no", "same", "pair"])
 @pytest.mark.parametrize("window", [None, 4])
 def test_the_kernels_take_what_they_are_given(packed: str, window: int | None) -> None:

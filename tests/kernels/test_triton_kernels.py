@@ -17,7 +17,7 @@ triton = pytest.importorskip("triton", reason="Triton has wheels for Linux on x8
 
 import torch
 from tpshard.kernels import triton_launch, triton_norm, triton_optimizer, triton_steps
-from tpshard.kernels.attention import triton_paged
+from tpshard.kernels.attention import triton_flash, triton_paged
 from tpshard.kernels.experts import triton_experts
 from tpshard.kernels.quantized import triton_quantized
 from tpshard.kernels.quantized.packed import Packed
@@ -225,6 +225,21 @@ def test_states_of_recurrences_stay_in_registers(capability):
     for kernel, sizes in cases:
         constants = sizes | {"WIDE": triton.language.float32}
         assert_loop_in_registers(compile_kernel(kernel, constants, "fp32", capability, 4, 3))
+
+
+@pytest.mark.parametrize(("capability", "head"), [(80, 128), (86, 256), (90, 128), (90, 256), (100, 256)])
+def test_attention_stays_on_the_chip(capability, head):
+    types = dict.fromkeys(("q", "k", "v", "dout", "dq", "dk", "dv"), "*bf16") | {"lse": "*fp32", "means": "*fp32"}
+    types |= {"row_documents": "*i64", "key_documents": "*i64"} | dict.fromkeys(("plain_scale", "scale"), "fp32")
+    types |= dict.fromkeys(("keys", "shift", "heads"), "i32")
+    for name, kernel in (("forward", triton_flash.forward_kernel), ("queries", triton_flash.query_gradient_kernel),
+                         ("keys", triton_flash.key_gradient_kernel)):  # fmt: skip
+        tile = triton_flash.FlashTile.of(name, head, torch.bfloat16, divmod(capability, 10))
+        constants = tile.sizes(head) | {"CAPPED": True, "WINDOWED": True, "PACKED": False}
+        own = {argument: kind for argument, kind in types.items() if argument in kernel.arg_names}
+        compiled = compile_kernel(kernel, constants, "bf16", capability, tile.warps, tile.stages, own)
+        assert_loop_in_registers(compiled)
+        assert compiled.shared <= {80: 163, 86: 99}.get(capability, 227) << 10
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

@@ -1,0 +1,46 @@
+"""Triton's attention under a mask equals matrix products; `test_triton_kernels.py` runs this file."""
+
+import pytest
+import torch
+from attention_cases import documents_of, inputs
+from tpshard.kernels.attention import attention_blocks, triton_flash
+from tpshard.kernels.attention.attention_mask import CausalMask
+from triton_interpreter import prepare
+
+prepare()
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+OWN, EARLIER = (range(40, 67), range(40, 67)), (range(40, 67), range(35))
+GATHERED, LATER = (range(40, 67), range(70)), (range(40, 67), range(50, 80))
+
+
+@pytest.mark.parametrize(
+    ("positions", "window", "softcap", "packed", "d"),
+    [(OWN, None, 1.5, False, 16), (OWN, 9, 0.7, False, 24), (EARLIER, 20, None, False, 16),
+     (GATHERED, 13, 2.0, True, 16), (GATHERED, None, None, True, 16), (LATER, None, 1.5, True, 16),
+     (LATER, 5, None, False, 8)],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_masks_and_softcaps(positions, window, softcap, packed, d, dtype, monkeypatch):
+    """Queries without keys, keys without queries, and documents out of order."""
+    small = triton_flash.FlashTile(16, 16, 4, 1)
+    monkeypatch.setattr(triton_flash.FlashTile, "of", staticmethod(lambda *how: small))
+    queries, keys = positions
+    q, k, v, dout = inputs((2, len(queries), len(keys), 4, 2, d), 1, dtype)
+    ids = documents_of(2, 80, 3).flip(0)[:, torch.randperm(80, generator=torch.Generator().manual_seed(5))]
+    pair = (ids[:, queries.start : queries.stop], ids[:, keys.start : keys.stop]) if packed else None
+    mask = CausalMask(queries, keys, pair, window)
+    own = CausalMask(queries, keys, None if pair is None else tuple(x.to(DEVICE) for x in pair), window)
+    wide = [x.double() for x in (q, k, v)]
+    expected, logs = attention_blocks.forward(*wide, mask, 0.3, softcap)
+    there = [x.to(DEVICE) for x in (q, k, v)]
+    out, lse = triton_flash.forward(*there, own, 0.3, softcap)
+    close = {"atol": 2e-6, "rtol": 2e-6} if dtype == torch.float32 else {"atol": 3e-3, "rtol": 3e-3}
+    torch.testing.assert_close(lse.cpu().double(), logs, **close)
+    torch.testing.assert_close(out.cpu().double(), expected, **close)
+    total = torch.logaddexp(logs, torch.ones_like(logs))  # over more keys than these
+    gradients = attention_blocks.backward(dout.double(), *wide, expected, total, mask, 0.3, softcap)
+    results = triton_flash.backward(
+        dout.to(DEVICE), *there, expected.to(dtype).to(DEVICE), total.float().to(DEVICE), own, 0.3, softcap
+    )
+    for result, gradient in zip(results, gradients, strict=True):
+        torch.testing.assert_close(result.cpu().double(), gradient, **close)
