@@ -170,10 +170,22 @@ def _remat(fsdp: Any, distributed: str, granularity: str | None, method: str | N
     return {"first": layers} if method == "block" and layers else "full"
 
 
-def _schedule(default: str, kind: str | None, warmup: int, of_json: Any, total: Any, steps: int | None) -> Any:
+def _schedule(
+    default: str,
+    kind: str | None,
+    warmup: int,
+    of_json: Any,
+    total: Any,
+    least: float,
+    over: int | None,
+    way: str,
+    steps: int | None,
+) -> Any:
     names = {"WarmupDecayLR": "linear", "WarmupLR": "constant_with_warmup", "WarmupCosineLR": "cosine"}
     warmup = of_json if isinstance(of_json, int) else warmup
-    return schedule(names.get(kind, kind) if kind else default, warmup, 0.0, steps or math.floor(total or 1000))
+    return schedule(
+        names.get(kind, kind) if kind else default, warmup, least, steps or math.floor(total or 1000), over, way
+    )
 
 
 def _own(default: Any, of_json: Any) -> Any:
@@ -260,7 +272,9 @@ ROWS = (
     KeyRow("schedule", {
         "lr_scheduler_type": "linear", "deepspeed_config.scheduler.type": Maybe(str), "warmup_steps": 0,
         "deepspeed_config.scheduler.params.warmup_num_steps": Maybe(object),
-        "deepspeed_config.scheduler.params.total_num_steps": Maybe(float), "recipe.train.steps": Maybe(int),
+        "deepspeed_config.scheduler.params.total_num_steps": Maybe(float), "lr_scheduler_kwargs.min_lr_ratio": 0.0,
+        "lr_scheduler_kwargs.num_decay_steps": Maybe(int), "lr_scheduler_kwargs.decay_type": "cosine",
+        "recipe.train.steps": Maybe(int),
     }, _schedule),
     KeyRow("train.steps", {"recipe.train.steps": Maybe(int)},
         lambda steps: steps or Unsaid("the program says it, not the file; give train.steps=...", 1000, ("max_steps",))),

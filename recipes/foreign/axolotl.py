@@ -231,17 +231,20 @@ def _length(most: int | None, epochs: float, steps: int | None) -> Any:
     return whole if epochs == whole["data.epochs"] else Unsaid("epochs are whole", whole, ("num_epochs",))
 
 
-def _schedule(name: str, warmup: int | None, share: float | None, least: float, *steps: Any) -> Any:
+def _schedule(
+    name: str, warmup: int | None, share: float | None, least: float, over: int | None, way: str, *steps: Any
+) -> Any:
     length = _length(*steps)
     total = length.get("train.steps") if isinstance(length, dict) else None
     share = warmup if warmup is not None and 0 < warmup < 1 else share
     if share is None and warmup is not None:
-        return schedule(name, int(warmup), least, total)
+        return schedule(name, int(warmup), least, total, over, way)
     if total is None:
         why = "it is a share of the steps that the data makes; give schedule.warmup_steps=..."
-        said = schedule(name, 100, least, None)
+        said = schedule(name, 100, least, None, over, way)
         return said if isinstance(said, Unsaid) else Unsaid(why, said, ("warmup_steps", "warmup_ratio"))
-    return schedule(name, round(share * total) if share is not None else min(int(0.03 * total), 100), least, total)
+    first = round(share * total) if share is not None else min(int(0.03 * total), 100)
+    return schedule(name, first, least, total, over, way)
 
 
 def _evaluate(share: float, every: Any, per_epoch: Any) -> Any:
@@ -297,7 +300,8 @@ ROWS = (
     KeyRow("optimizer.weight_decay", {"weight_decay": 0.0}),
     KeyRow("schedule", {
         "lr_scheduler": "cosine", "warmup_steps": Maybe(float), "warmup_ratio": Maybe(float),
-        "cosine_min_lr_ratio": 0.0, **STEPS,
+        "cosine_min_lr_ratio": 0.0, "lr_scheduler_kwargs.num_decay_steps": Maybe(int),
+        "lr_scheduler_kwargs.decay_type": "cosine", **STEPS,
     }, _schedule),
     KeyRow(("train.steps", "data.epochs"), STEPS, _length),
     KeyRow("train.clip_grad_norm", {"max_grad_norm": 1.0, "deepspeed_config.gradient_clipping": Maybe(object)},
@@ -332,6 +336,7 @@ TOOL = Tool(
     ROWS,
     aliases={
         **ALIASES,
+        "lr_scheduler_kwargs.min_lr_ratio": "cosine_min_lr_ratio",
         "sequence_parallel_degree": "context_parallel_size",
         "torch_compile.enable": "torch_compile",
         "rl.type": "rl",

@@ -160,7 +160,7 @@ def _schedule(
     if style != "WSD":
         return keys
     keys["decay_over"] = wsd or -(-(wsd_samples or 0) // batch) or last
-    return keys if wsd_style == "linear" else Unsaid("the fall of wsd is a line here", keys, ("--lr-wsd-decay-style",))
+    return keys | {"fall": {"minus_sqrt": "sqrt"}.get(wsd_style, wsd_style)}
 
 
 def _sums(fp16: bool, in_fp32: bool, in_bf16: bool, grads: str) -> str:

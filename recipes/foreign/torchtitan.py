@@ -175,14 +175,10 @@ def _decay(weight_decay: float, converters: list[str]) -> Any:
 def _schedule(warmup: int, total: int | None, ratio: float | None, kind: str, least: float, steps: int) -> Any:
     end = total or steps
     keys: dict[str, Any] = {"warmup_steps": warmup, "decay_steps": end, "min_lr_ratio": least}
-    if ratio is None:
-        name = {"linear": "linear", "cosine": "cosine"}.get(kind)
-        keys = {"name": name or "linear", **keys}
-    else:
-        keys = {"name": "wsd", **keys, "decay_over": max(1, round(end * ratio))}
-    if (ratio is None and kind == "sqrt") or (ratio is not None and kind != "linear"):
-        return Unsaid(f"the fall of {keys['name']} is a line here", keys, ("lr_scheduler.decay_type",))
-    return keys
+    if ratio is None and kind != "sqrt":
+        return {"name": kind, **keys}
+    fall = max(1, end - warmup if ratio is None else round(end * ratio))
+    return {"name": "wsd", **keys, "decay_over": fall, "fall": kind}
 
 
 def _remat(mode: str, option: str | int) -> Any:

@@ -96,14 +96,23 @@ def optimizer(name: str) -> Any:
     return ours
 
 
-def schedule(name: str, warmup: int, least: float, steps: int | None) -> Any:
-    """The keys of `schedule`. steps: where it ends; None: where the run does."""
+def schedule(
+    name: str, warmup: int, least: float, steps: int | None, over: int | None = None, way: str = "cosine"
+) -> Any:
+    """The keys of `schedule`. steps: where it ends; None: where the run does. over, way: how warmup_stable_decay falls,
+    num_decay_steps and decay_type of `lr_scheduler_kwargs`."""
     keys: dict[str, Any] = {"name": SCHEDULERS.get(name, "cosine"), "warmup_steps": warmup if name != "constant" else 0}
     if keys["name"] in ("cosine", "linear", "wsd") and steps is not None:
         keys |= {"decay_steps": steps}
     if keys["name"] != "constant":
         keys |= {"min_lr_ratio": least}
-    return keys if name in SCHEDULERS else Unsaid("no schedule here is that one", keys, ("lr_scheduler",))
+    if name not in SCHEDULERS:
+        return Unsaid("no schedule here is that one", keys, ("lr_scheduler",))
+    if keys["name"] != "wsd":
+        return keys
+    keys |= {"fall": {"1-sqrt": "sqrt"}.get(way, way)} | ({"decay_over": over} if over else {})
+    why = "the file does not say over how many steps it falls: a tenth of all"
+    return keys if over else Unsaid(why, keys, ("lr_scheduler_kwargs.num_decay_steps",))
 
 
 ALWAYS = (

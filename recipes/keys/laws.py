@@ -166,6 +166,8 @@ def _unread(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "schedule.min_lr_ratio", "a constant schedule stays at the peak"
     if schedule.name != "wsd" and schedule.decay_over != max(1, schedule.decay_steps // 10):
         yield "schedule.decay_over", "only wsd falls over the last steps"
+    if schedule.name != "wsd" and schedule.fall != "linear":
+        yield "schedule.fall", "only wsd falls over the last steps"
     endless = {"constant": "a constant schedule stays at the peak", "inverse_sqrt": "inverse_sqrt has no last step"}
     if why := "`schedule.stages` say the rates" if schedule.stages else endless.get(schedule.name):
         derived = recipe.schedule.decay_steps == recipe.train.steps  # a run's recipe.yaml has what follows

@@ -82,10 +82,15 @@ class ScheduleStage(Section):
     tokens: Count | None = None
     """Its tokens, of batch.global_sequences x model.seq_len a step."""
     name: Annotated[
-        str, form(r"linear|cosine|constant|[\w.]+:[\w.]+", "linear, cosine, constant or package:function")
+        str,
+        form(
+            r"linear|cosine|sqrt|exponential|constant|[\w.]+:[\w.]+",
+            "linear, cosine, sqrt, exponential, constant or package:function",
+        ),
     ] = "linear"
-    """How it goes from the end of the stage before, at first the peak, to `to`: in a line or half a cosine, or it is
-    there throughout; or your own function of the part of its steps that is done, which returns the part of the way."""
+    """How it goes from the end of the stage before, at first the peak, to `to`: in a line, half a cosine, the root of
+    the part that is done (fast at first) or halving, or it is there throughout; or your own function of the part of its
+    steps that is done, which returns the part of the way."""
     to: Share = 1.0
     """The rate at its end, as a share of the peak."""
 
@@ -97,7 +102,7 @@ class Schedule(Section):
         str, form(rf"{'|'.join(SCHEDULES)}|[\w.]+:[\w.]+", f"{', '.join(SCHEDULES)} or package:function")
     ] = "cosine"
     """Shape after the warm-up: half a cosine or a line down to the lowest rate; the peak throughout; the peak times
-    the root of warmup_steps / step (inverse_sqrt); the peak and then a line down over the last decay_over steps (wsd);
+    the root of warmup_steps / step (inverse_sqrt); the peak and then down over the last decay_over steps (wsd);
     or your own function of a `tpshard.train.run.learning_rate.SchedulePoint`, which returns a share of the peak."""
     warmup_steps: CountOrZero = derived(default="min(2000, train.steps / 10)")
     """Steps of linear warm-up."""
@@ -105,6 +110,8 @@ class Schedule(Section):
     """Step at which cosine, linear and wsd reach the lowest rate, at which later steps stay."""
     decay_over: Count = derived(default="schedule.decay_steps / 10", saved=False)
     """Steps of the fall of wsd, which end at decay_steps."""
+    fall: Literal["linear", "cosine", "sqrt", "exponential"] = "linear"
+    """How wsd falls: in a line, half a cosine, 1 less the root of the part that is done, or 2 x 0.5^part less 1."""
     min_lr_ratio: Share = 0.1
     """The lowest learning rate, as a share of the peak."""
     stages: tuple[ScheduleStage, ...] = ()

@@ -521,3 +521,22 @@ torchrun --nproc-per-node 8 pretrain_gpt.py $B --num-layers 24 --lr 1e-4
     assert unknown == {
         "--sequence-parallel": "(under a condition)", "--recompute-granularity": "full (under a condition)",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tool", "said", "fall", "over"),
+    [
+        ("torchtitan", "[lr_scheduler]\ndecay_ratio = 0.8\ndecay_type = 'sqrt'\n[training]\nsteps = 100", "sqrt", 80),
+        ("torchtitan", "[lr_scheduler]\nwarmup_steps = 10\ndecay_type = 'sqrt'\n[training]\nsteps = 100", "sqrt", 90),
+        ("megatron", "x.py --bf16 --num-layers 2 --lr-decay-style WSD --lr-wsd-decay-iters 20", "exponential", 20),
+        ("axolotl", "base_model: x\nmax_steps: 100\nlr_scheduler: warmup_stable_decay\nlr_scheduler_kwargs: "
+         "{num_decay_steps: 30, decay_type: 1-sqrt}", "sqrt", 30),
+        ("accelerate", "lr_scheduler_type: warmup_stable_decay\nlr_scheduler_kwargs: {num_decay_steps: 5}",
+         "cosine", 5),
+    ],
+)  # fmt: skip
+def test_the_last_fall_is_theirs(tool: str, said: str, fall: str, over: int) -> None:
+    translation, _ = translated(tool, said)
+    keys = {line.key: line.value for line in translation.lines}["schedule"]
+    assert (keys["name"], keys["fall"], keys["decay_over"]) == ("wsd", fall, over)
+    assert not [one for one in translation.left if one.matters and "decay" in one.key]

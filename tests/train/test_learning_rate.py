@@ -35,8 +35,12 @@ def test_constant_stays() -> None:
     assert [learning_rate(s, schedule, peak=1.0, steps=4) for s in (1, 2, 3, 4)] == [0.5, 1.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("name", ["cosine", "linear", "inverse_sqrt", "constant", "wsd"])
-def test_rates_are_those_of_transformers(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "fall", "decay"),
+    [(name, "linear", "linear") for name in ("cosine", "linear", "inverse_sqrt", "constant", "wsd")]
+    + [("wsd", "cosine", "cosine"), ("wsd", "sqrt", "1-sqrt")],
+)
+def test_rates_are_those_of_transformers(name: str, fall: str, decay: str) -> None:
     """With no lowest rate, at which those of transformers do not stay. Their first step is number 0."""
     import torch
     from transformers import get_scheduler
@@ -45,16 +49,23 @@ def test_rates_are_those_of_transformers(name: str) -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=peak)
     named = {"cosine": "cosine", "linear": "linear", "inverse_sqrt": "inverse_sqrt", "constant": "constant_with_warmup",
              "wsd": "warmup_stable_decay"}[name]  # fmt: skip
-    special = {"num_decay_steps": 10, "decay_type": "linear", "min_lr_ratio": 0.0} if name == "wsd" else {}
+    special = {"num_decay_steps": 10, "decay_type": decay, "min_lr_ratio": 0.0} if name == "wsd" else {}
     theirs = get_scheduler(
         named, optimizer, num_warmup_steps=warmup, num_training_steps=steps, scheduler_specific_kwargs=special
     )
-    schedule = Schedule(name=name, warmup_steps=warmup, min_lr_ratio=0.0, decay_over=10)
+    schedule = Schedule(name=name, warmup_steps=warmup, min_lr_ratio=0.0, decay_over=10, fall=fall)
     for step in range(1, steps + 1):
         optimizer.step()
         theirs.step()
         expected = theirs.get_last_lr()[0]
         assert learning_rate(step, schedule, peak=peak, steps=steps) == pytest.approx(expected, abs=1e-12), step
+
+
+def test_an_exponential_fall_is_megatrons() -> None:
+    schedule = Schedule(name="wsd", warmup_steps=0, min_lr_ratio=0.1, decay_over=10, fall="exponential")
+    expected = [0.1 + 0.9 * (2 * 0.5 ** (part / 10) - 1) for part in (1, 5, 10)]
+    rates = [learning_rate(90 + part, schedule, peak=1.0, steps=100) for part in (1, 5, 10)]
+    assert rates == pytest.approx(expected) and rates[-1] == pytest.approx(0.1)
 
 
 def test_a_users_function_is_a_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

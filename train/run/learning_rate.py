@@ -26,6 +26,8 @@ class SchedulePoint(NamedTuple):
     """The lowest rate, as a share of the peak."""
     fall: int
     """Steps of the fall of wsd."""
+    way: str = "linear"
+    """How wsd falls: a name of `WAYS`."""
     stages: Sequence[ScheduleStage] = ()
     """Those of a schedule of stages."""
 
@@ -42,18 +44,21 @@ SHAPES: Mapping[str, Shape] = {
     "linear": lambda at: 1 - (1 - at.low) * at.share(at.warmup),
     "constant": lambda at: 1.0,
     "inverse_sqrt": lambda at: max(at.low, math.sqrt(max(1, at.warmup) / at.step)),
-    "wsd": lambda at: 1 - (1 - at.low) * at.share(max(at.warmup, at.end - at.fall)),
+    "wsd": lambda at: 1 - (1 - at.low) * WAYS[at.way](at.share(max(at.warmup, at.end - at.fall))),
 }
 """The schedules by name: cosine of Loshchilov and Hutter 2017, inverse_sqrt of Vaswani et al. 2017, and wsd of Hu et
-al. 2024 (MiniCPM), with a line for its fall."""
+al. 2024 (MiniCPM), whose fall is one of `WAYS`."""
 
 
 WAYS: Mapping[str, Callable[[float], float]] = {
     "constant": lambda done: 1.0,
     "linear": lambda done: done,
     "cosine": lambda done: 0.5 * (1 - math.cos(math.pi * done)),
+    "sqrt": math.sqrt,
+    "exponential": lambda done: 2 * (1 - 0.5**done),
 }
-"""How a stage goes from one rate to another: the part of the way after a part of its steps."""
+"""How a stage goes from one rate to another: the part of the way after a part of its steps; sqrt of
+Hägele et al. 2024."""
 
 
 def staged(at: SchedulePoint) -> float:
@@ -76,7 +81,7 @@ def learning_rate(step: int, schedule: Schedule, *, peak: float, steps: int) -> 
     end = schedule.decay_steps or steps
     fall = schedule.decay_over or max(1, end // 10)
     shape = staged if schedule.stages else shape_of(schedule.name)
-    share = shape(SchedulePoint(step, warmup, end, schedule.min_lr_ratio, fall, schedule.stages))
+    share = shape(SchedulePoint(step, warmup, end, schedule.min_lr_ratio, fall, schedule.fall, schedule.stages))
     if not isinstance(share, int | float) or not math.isfinite(share) or share < 0:
         raise ValueError(f"`schedule.{_named(schedule)}` gives {share!r} for step {step}, not a share of the peak")
     return peak * share
