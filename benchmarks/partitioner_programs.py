@@ -31,6 +31,7 @@ class Torch:
     argmax = staticmethod(torch.argmax)
     cumsum = staticmethod(torch.cumsum)
     flip = staticmethod(torch.flip)
+    permute = staticmethod(torch.permute)
 
     def sort(self, x: Any, dim: int) -> Any:
         return torch.sort(x, dim).values
@@ -98,6 +99,7 @@ class Jax:
         self.jax, self.jnp, self.mesh = jax, jnp, mesh
         self.einsum, self.roll, self.cumsum, self.flip = jnp.einsum, jnp.roll, jnp.cumsum, jnp.flip
         self.cat, self.sort, self.argmax = jnp.concatenate, jnp.sort, jnp.argmax
+        self.permute = jnp.transpose
         self.relu, self.silu, self.softmax, self.one_hot = jax.nn.relu, jax.nn.silu, jax.nn.softmax, jax.nn.one_hot
         self.topk, self.logsumexp = jax.lax.top_k, jax.scipy.special.logsumexp
 
@@ -265,6 +267,32 @@ def shift(xp: Any, s: Any) -> Any:
     return xp.cat([s[:1], xp.relu(s[:-1])], 0)
 
 
+def shifted_windows(xp: Any, x: Any, wq: Any, wk: Any, wv: Any, axis: str | None = None) -> Any:
+    """Attention inside of windows of 8 x 8 of images [n, h, w, e] that are moved by 4 and back, as in Swin."""
+    (n, h, w, e), moved = x.shape, xp.roll(x, (-4, -4), (1, 2))
+    parts = xp.permute(moved.reshape(n, h // 8, 8, w // 8, 8, e), (0, 1, 3, 2, 4, 5)).reshape(-1, 64, e)
+    parts = xp.split(parts, axis, None, None) if axis else parts
+    parts = heads(xp, *(xp.einsum("bse,end->bsnd", parts, m) for m in (wq, wk, wv))).reshape(-1, 64, e)
+    back = xp.permute(parts.reshape(n, h // 8, w // 8, 8, 8, e), (0, 1, 3, 2, 4, 5)).reshape(n, h, w, e)
+    return xp.roll(back, (4, 4), (1, 2))
+
+
+def annotated_windows(xp: Any, x: Any, *weights: Any) -> Any:
+    """The same with the windows sharded by hand, as shards lie after the move."""
+    return shifted_windows(xp, x, *weights, axis="x")
+
+
+def shifted_windows_grads(xp: Any, x: Any, *weights: Any) -> Any:
+    return xp.grad(lambda *ws: (shifted_windows(xp, x, *ws) ** 2).sum(), weights)
+
+
+def group_norm(xp: Any, x: Any) -> Any:
+    """Of images [n, c, h, w] with three groups of channels."""
+    parts = x.reshape(x.shape[0], 3, -1)
+    centred = parts - parts.mean(2)[..., None]
+    return (centred / ((centred**2).mean(2)[..., None] + 1e-5) ** 0.5).reshape(x.shape)
+
+
 def layer_norm(xp: Any, x: Any) -> Any:
     centred = x - x.mean(-1)[..., None]
     return centred / ((centred * centred).mean(-1)[..., None] + 1e-5)
@@ -280,6 +308,8 @@ LAYER = [((8, S, E), ("x",)), WQ2, WQ2, WQ2, WO2, ((E, H), ("x", "y")), ((E, H),
 MOE = [((8, 64, E), ("x",)), ((E, 8), ()), ((8, E, H), ("x",)), ((8, H, E), ("x",))]
 INDEX = [((512, E), ("x",)), ((512,), ("x",)), ((8, E, H), ("x",)), ((8, H, E), ("x",))]
 IMAGES = [((4, 16, 64, 32), (None, None, "x")), ((16, 16, 3, 3), ()), ((16, 16, 3, 3), ())]
+SWIN: tuple[tuple[int, ...], Dims] = ((8, 64, 32, 64), (None, "x"))
+WINDOWS: list[tuple[tuple[int, ...], Dims]] = [((64, 4, 16), ())] * 3
 ONE, TWO = {"x": 8}, {"x": 4, "y": 2}
 
 CASES: dict[str, Case] = {
@@ -389,6 +419,14 @@ CASES: dict[str, Case] = {
     "diagonal": Case(lambda xp, x: xp.diagonal(x), TWO, [((8, 64, 64), (None, "x", "y"))]),
     "cumulative sum, gradients": Case(lambda xp, x: xp.grad(lambda x: (xp.cumsum(x, 1) ** 2).sum(), (x,)), ONE,
                                       [((B, E), (None, "x"))], [(None, "x")]),
+    "shifted windows": Case(shifted_windows, ONE, [SWIN, *WINDOWS], [SWIN[1]]),
+    "shifted windows, gradients": Case(shifted_windows_grads, ONE, [SWIN, *WINDOWS], [()] * 3),
+    "shifted windows in 2-d": Case(shifted_windows, TWO, [((8, 64, 32, 64), (None, "x", "y")), *WINDOWS],
+                                   [(None, "x", "y")]),
+    "shifted windows, uneven": Case(annotated_windows, {"x": 4}, [((8, 56, 56, 64), (None, "x")), *WINDOWS],
+                                    [(None, "x")]),
+    "group norm, uneven": Case(group_norm, {"x": 2}, [((4, 96, 32, 32), (None, "x"))], [(None, "x")]),
+    "rows in blocks, uneven": Case(lambda xp, x: xp.softmax(x.reshape(15, 64, E), 1), ONE, [((960, E), ("x",))]),
     "convolution, channels": Case(xp_conv, ONE, [((4, 64, 32, 32), (None, "x")), ((64, 64, 3, 3), (None, "x"))],
                                   [(None, "x")]),
 }  # fmt: skip

@@ -87,14 +87,15 @@ def _candidates(
 
 
 def _reorder_cuts(rule: Rule, layouts: Sequence[Layout]) -> dict[int, dict[int, Cut]]:
-    """The cuts of tensors whose dims' axes divide the factors only in another order, by the index of the tensor."""
+    """The cuts of tensors whose dims' axes divide the factors only in another order, or not at all: then they cut the
+    major-most factor. By the index of the tensor."""
     out: dict[int, dict[int, Cut]] = {}
     for t, (layout, dims) in enumerate(zip(layouts, rule.tensors)):
         for d, (axes, members) in enumerate(zip(layout.dims, dims)):
-            if len(members) < 2 or len(axes) < 2 or layout.grain(d) > 1:
+            if len(members) < 2 or not axes or layout.grain(d) > 1:
                 continue
-            parts = factors.reorder_to_fill(axes, members, rule.sizes)
-            if parts is not None and parts != factors.project((axes,), (members,), rule.sizes):
+            parts = factors.reorder_to_fill(axes, members, rule.sizes) or {members[0]: axes}
+            if parts != factors.project((axes,), (members,), rule.sizes):
                 cuts = out.setdefault(t, dict(factors.cuts(layout, dims, rule.sizes)))
                 cuts.update({f: Cut(part) for f, part in parts.items()})
     return out

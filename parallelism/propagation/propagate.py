@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from tpshard.parallelism.anchors import output
-from tpshard.parallelism.factors import refilled, unproject
+from tpshard.parallelism.factors import parts, refilled, unproject
 from tpshard.parallelism.graph import Graph, Op, Value
 from tpshard.parallelism.mesh import Axes, Axis, Mesh, difference, overlap, remainder, size_of, starts_with
 from tpshard.parallelism.propagated import Annotation, Cause, Shardings
@@ -121,6 +121,10 @@ class _Propagation:
                 self._restore(value, written, current)
             for loop in self.loops:
                 self._to_fixpoint(loop)
+        for edge in self.edges:
+            if entry_of(edge.op.target).view and self._pass_unevenly(edge):
+                for loop in self.loops:
+                    self._to_fixpoint(loop)
         for value, written in parked.items():
             self._set(value, replace(self.state[value], priority=written.priority))
         for edge in dict.fromkeys(self.ties.values()):
@@ -182,6 +186,31 @@ class _Propagation:
     def _visit_results(self, loop: Loop) -> None:
         for edge in self.results:
             self._visit(edge, Loop(4, loop.aggressive))
+
+    def _pass_unevenly(self, edge: Edge) -> bool:
+        """Shards dims of a view's result that would be whole over axes of its operand that do not divide a factor of
+        them; returns whether there are any. Devices then send what crosses the ends of parts (15 as [3, 5]), or shards
+        change places (where the part is merged behind another)."""
+        if len(edge.op.operands) != 1 or len(edge.op.results) != 1:
+            return False
+        (read, value), (before, after), sizes = edge.tensors, edge.rule.tensors, edge.rule.sizes
+        found = False
+        for f, part in parts(self.state[read].dims, self.state[read].open, before, sizes).items():
+            now, axes = self.state[value], part.axes or part.overflow
+            dim = next((d for d, members in enumerate(after) if f in members), None)
+            if not axes or dim is None or now.dims[dim] or not now.open[dim]:
+                continue
+            first = after[dim][0]
+            merged = refilled(after[dim], {f: axes}, sizes) if first != f else axes
+            new = merged or (axes if size_of(axes) <= sizes[first] else ())
+            if not new or any(overlap(axis, (*now.axes, *now.barred)) for axis in new):
+                continue
+            self._set(value, now.with_dim(dim, new))
+            source = next(d for d, members in enumerate(before) if f in members)
+            cause = Cause(through(edge.op), read, source)
+            self.causes.setdefault((value, dim), []).extend((axis, cause) for axis in new)
+            found = True
+        return found
 
     # ---- one op -------------------------------------------------------------------------------------------
     def _visit(self, edge: Edge, loop: Loop) -> list[Value]:

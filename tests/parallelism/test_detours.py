@@ -25,7 +25,7 @@ def test_no_program_sends_more_than_xlas() -> None:
     for name, case in CASES.items():
         kinds, efficiency = ours(case)
         assert sum(size for _, size in kinds.values()) <= recorded[name], name
-        assert efficiency > 0.98 or name in ("uneven heads", "shift by one", "convolution, ViT's patches, uneven"), name
+        assert efficiency > (0.7 if "uneven" in name or name == "shift by one" else 0.98), name
 
 
 def test_a_weights_columns_do_not_take_the_axis_of_the_batch() -> None:
@@ -102,3 +102,35 @@ def test_a_merged_dim_is_sharded_where_a_part_behind_the_first_was(
     for got, expected in zip(program.simulate(x.detach()), both(x)):
         torch.testing.assert_close(got, expected)
     assert {comm.kind for comm in program.collectives} <= {"all_to_all", "permute"} and program.collectives
+
+
+def thirds(x: Tensor) -> Tensor:
+    """x [n, 12, 12, c] in windows of 4 x 4, of which an even number of devices has no whole number in a row."""
+    parts = x.view(len(x), 3, 4, 3, 4, -1).permute(0, 1, 3, 2, 4, 5).reshape(len(x) * 9, 16, -1)
+    return torch.softmax(parts, 1).square()
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "spec", "most"),
+    [
+        (lambda x: x.view(3, 5, 4).sin(), (15, 4), ("x",), 2 * 4),  # 10 rows and 5, which were 8 and 7
+        (lambda x: F.group_norm(x, 3), (2, 12, 6, 6), (None, "x"), 2 * 2 * 36),  # 8 channels and 4, which were 6 and 6
+        (thirds, (2, 12, 12, 3), (None, "x"), 2 * 2 * 12 * 3 + 2 * 6 * 12 * 3),  # rows, then windows for images
+        (lambda x: x.view(15, 4).sin(), (3, 5, 4), (None, "x"), 2 * 3 * 3 * 4),
+    ],
+)
+def test_axes_that_do_not_divide_a_part_shard_it_unevenly(
+    function: Callable[[Tensor], Tensor], shape: tuple[int, ...], spec: tuple[str | None, ...], most: int
+) -> None:
+    """Parts of a view's dim that are no multiple of the devices: what crosses is sent, and nothing is gathered."""
+    x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+    def both(x: Tensor) -> tuple[Tensor, Tensor]:
+        result = function(x)
+        return result.detach(), torch.autograd.grad(result.sin().sum(), x)[0]
+
+    program = partition(both, [x], Mesh({"x": 2}), [spec])
+    for got, expected in zip(program.simulate(x.detach()), both(x)):
+        torch.testing.assert_close(got, expected)
+    assert {comm.kind for comm in program.collectives} <= {"all_to_all", "permute"}
+    assert sum(comm.bytes for comm in program.collectives) <= most * 8 and program.flop_efficiency > 0.7
