@@ -280,7 +280,7 @@ def past_padding(op: Op, rule: Rule, choice: Choice, rules: Mapping[Op, Rule]) -
             continue
         value = op.operands[window.read]
         pad = value.producer
-        if rule.moving and window.scale > 1:
+        if (rule.moving and window.scale > 1) or window.places:
             continue
         if pad is None or pad.target is not aten.constant_pad_nd.default or value.users != [reader]:
             continue

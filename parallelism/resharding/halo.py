@@ -64,13 +64,13 @@ def halo_of(operand: int, result: int, axes: Axes, window: Window) -> Halo | Non
     if not all(adjoining):
         return None
     members, part, written = size_of(axes), local_size(operand, axes), local_size(result, axes)
-    length = (written - 1) * window.stride + window.span
-    begins = tuple(r * written * window.stride + window.first for r in range(members))
+    length = window.length(result, written, members)
+    begins = tuple(window.begin(r * written) for r in range(members))
     left = right = 0
     outside, reading = False, []
     for r, begin in enumerate(begins):
         rows = min(written, result - r * written)
-        end = begin + (rows - 1) * window.stride + window.span
+        end = window.begin(r * written + rows - 1) + window.span
         outside = outside or (rows > 0 and (begin < 0 or end > operand))
         begin, end = max(begin, 0), min(end, operand)
         if rows > 0 and begin < end:

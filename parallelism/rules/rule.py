@@ -68,6 +68,21 @@ class Window:
     scale: int = 1
     """The number of the reader's positions for one position of the window. Of a rule that only moves elements: position
     `o` reads position `(o + first) / scale` where that is whole, and the rule puts what it gets in these places."""
+    places: tuple[int, ...] = ()
+    """The first position that each position of the reader reads, ascending, instead of `stride * o + first`."""
+
+    def begin(self, position: int) -> int:
+        """The first position that one of the reader reads; behind the end of `places`, what the last one reads."""
+        if self.places:
+            return self.places[min(position, len(self.places) - 1)]
+        return position * self.stride + self.first
+
+    def length(self, size: int, written: int, members: int) -> int:
+        """The length of the window of `written` positions of the reader, which has `size` over `members` devices."""
+        if not self.places:
+            return (written - 1) * self.stride + self.span
+        parts = ((r * written, min((r + 1) * written, size) - 1) for r in range(members) if r * written < size)
+        return max(self.begin(last) - self.begin(first) for first, last in parts) + self.span
 
 
 @dataclass(frozen=True)

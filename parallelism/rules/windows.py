@@ -1,8 +1,7 @@
-"""The rules of convolution, resizing and padding.
+"""The rules of convolution and padding.
 
 A device with a shard of a spatial dim first receives a halo, its neighbours' parts of the windows at the shard's ends,
-and then convolves. Resizing and padding need whole spatial dims, except where they are recorded as views
-(`rules.decompositions`).
+and then convolves. Padding needs whole spatial dims, except where it is recorded as other ops (`rules.decompositions`).
 """
 
 from __future__ import annotations
@@ -222,7 +221,6 @@ def per_rank(
     return table
 
 
-NEAREST = (by.nearest, by.nearest_backward)
 OPS: Table = {
     aten.convolution: Entry(convolution, work="matmul", saved=True),
     aten.convolution_backward: Entry(convolution_backward, work="matmul", recorded=by.convolution_backward),
@@ -235,8 +233,4 @@ OPS: Table = {
         "reflection_pad{}d", "in->out", "out,in->in", linear="0", recorded=by.padding(by.mirror, by.mirror_back)
     ),
     **per_rank("replication_pad{}d", "in->out", "out,in->in", linear="0", recorded=by.padding(by.last, by.last_back)),
-    **per_rank("upsample_nearest{}d", "in->out", "out->in", linear="0", size=2, recorded=NEAREST),
-    **per_rank("_upsample_nearest_exact{}d", "in->out", "out->in", linear="0", size=2, recorded=NEAREST),
-    **per_rank("_upsample_bilinear{}d_aa", "in->out", "out->in", linear="0", size=2),
-    **per_rank("_upsample_bicubic{}d_aa", "in->out", "out->in", linear="0", size=2),
 }

@@ -61,6 +61,13 @@ def drawn(seed: int) -> tuple[str, Callable[..., Tensor], list[Tensor]]:
         ("nearest", lambda x: F.interpolate(x, scale_factor=2), []),
         ("linear", lambda x: F.interpolate(x, scale_factor=2, mode=("linear", "bilinear", "trilinear")[rank - 1]), []),
         ("cubic", lambda x: F.interpolate(x, scale_factor=3, mode="bicubic" if rank == 2 else "nearest"), []),
+        ("any ratio", lambda x: F.interpolate(
+            x, [n + more[0] + 2 for n in size], mode=("linear", "bilinear", "trilinear")[rank - 1],
+            align_corners=count), []),
+        ("any cubic ratio", lambda x: F.interpolate(
+            x, [2 * n + 1 - 3 * more[0] for n in size], mode="bicubic" if rank == 2 else "nearest-exact",
+            align_corners=count if rank == 2 else None), []),
+        ("any nearest", lambda x: F.interpolate(x, [n + 3 - 4 * more[0] for n in size]), []),
         ("reflect", lambda x: F.pad(x, [2, 1] * rank, "reflect"), []),
         ("replicate", lambda x: F.pad(x, [1, 2] * rank, "replicate"), []),
     ]  # fmt: skip
@@ -103,6 +110,9 @@ def test_resizing_and_padding_send_rows_not_images() -> None:
     for fn, rows in (
         (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), 2),
         (lambda x: F.interpolate(x, scale_factor=2, mode="bicubic"), 4),
+        (lambda x: F.interpolate(x, (96, 16), mode="bicubic", align_corners=True), 6),
+        (lambda x: F.interpolate(x, (127, 31), mode="bilinear", align_corners=True), 2),
+        (lambda x: F.interpolate(x, (96, 20)), 1),
         (lambda x: F.pad(x, [1, 1, 0, 0], "reflect"), 0), (lambda x: F.pad(x, [0, 0, 1, 1], "replicate"), 16),
         (lambda x: F.pad(x, [0, 0, 1, 1], "reflect"), 16),
     ):  # fmt: skip
