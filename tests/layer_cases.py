@@ -199,5 +199,6 @@ LAYERS: dict[str, list[Case]] = {
     "aten._linalg_det": [both(lambda x: torch.linalg.det(_square(x)), f(4, 2, 3))],
     "aten._linalg_slogdet": [both(lambda x: torch.linalg.slogdet(_square(x)), f(4, 2, 3))],
     "aten.linalg_pinv.atol_rtol_tensor": [of(lambda x: torch.linalg.pinv(x), f(4, 3, 2))],
+    "aten._cdist_forward aten._cdist_backward": [both(lambda x, y: torch.cdist(x, y, p=1.0), f(4, 6, 3), f(4, 8, 3))],
     "aten.linalg_matrix_exp": [both(lambda x: torch.linalg.matrix_exp(x), f(4, 2, 2))],
 }  # fmt: skip

@@ -191,6 +191,11 @@ def put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate:
     return torch.where(mask, x + value if accumulate else value, x)
 
 
+def roll(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
+    """Computes a roll over all elements, of no dim, as one of a single dim."""
+    return NotImplemented if dims or x.dim() < 2 else x.reshape(-1).roll(shifts, [0]).reshape(x.shape)
+
+
 def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """Computes stack by concatenating along a new dim, so that all dims keep their shardings."""
     return torch.cat([tensor.unsqueeze(dim) for tensor in tensors], dim)

@@ -92,4 +92,8 @@ OPS: Table = {
     aten._linalg_slogdet: factorization("...MN->...,...,...AB,...K", 2 / 3),
     aten.linalg_pinv.atol_rtol_tensor: factorization("...MN,...,...->...NM", 24),
     aten.linalg_matrix_exp: factorization("...MN->...MN", 20),
+    aten._cdist_forward: letters(
+        "...iK,...jK->...ij", flops=lambda op: 3 * op.results[0].numel * op.operands[0].shape[-1]
+    ),
+    aten._cdist_backward: letters("...ij,...iK,...jK,...ij->...iK", linear="0", dense="all"),
 }

@@ -328,7 +328,7 @@ OPS: Table = {
     aten.cat: Entry(cat, canonical=without_empty),
     aten.constant_pad_nd: Entry(pad),
     aten.flip: Entry(flip, canonical=without_ones),
-    aten.roll: Entry(roll, inlined=True),
+    aten.roll: Entry(roll, inlined=True, recorded=by.roll),
     aten.tril: Entry(triangle),
     aten.triu: Entry(triangle),
     aten.diagonal: Entry(diagonal, view=strides.by_torch(aten.diagonal.default), recorded=by.diagonal),

@@ -70,6 +70,7 @@ def test_neighbours_are_read_not_gathered() -> None:
     cases: list[tuple[Fn, int]] = [
         (lambda x: x[1:] - x[:-1], 1), (lambda x: F.pad(x, (0, 0, 0, 0, 1, -1), value=3.0), 1),
         (lambda x: torch.roll(x, (-1, 2), (0, 1)), 1),
+        (lambda x: torch.roll(x, 64 * 64 + 5), 2),  # over all elements: a row and a bit
         (lambda x: torch.flip(x, [0]), 4), (lambda x: F.pad(x, (0, 0, 0, 0, -2, 2)), 2),
     ]  # fmt: skip
     for fn, rows in cases:
