@@ -30,7 +30,7 @@ import torch
 import triton
 from tpshard.devices.read import Device, device
 from tpshard.kernels import triton_launch, triton_optimizer
-from tpshard.kernels.attention import triton_paged
+from tpshard.kernels.attention import triton_flash, triton_paged
 from tpshard.kernels.experts import triton_experts
 from tpshard.kernels.fp8 import fp8_launch, triton_fp8
 from tpshard.kernels.fp8.fp8_blocks import SMALLEST
@@ -209,6 +209,30 @@ def paged(name: str, rows: int, sequences: int, context: int, heads: int = 32, k
     )  # fmt: skip
 
 
+def flash(which: str, tokens: int, heads: int, kv: int, head: int) -> Case:
+    """Causal attention with a softcap, or the gradients of `queries` or `keys`, which compute scores again."""
+    kernel, products, moved = {
+        "forward": (triton_flash.forward_kernel, 2, 2), "queries": (triton_flash.query_gradient_kernel, 3, 4),
+        "keys": (triton_flash.key_gradient_kernel, 4, 2),
+    }[which]  # fmt: skip
+    tile = triton_flash.FlashTile.of(which, head, torch.bfloat16)
+    constants = tile.sizes(head) | {"CAPPED": True, "WINDOWED": False, "PACKED": False}
+    types = dict.fromkeys(("q", "k", "v", "dout", "dq", "dk", "dv"), "*bf16") | {"lse": "*fp32", "means": "*fp32"}
+    types |= {"row_documents": "*i64", "key_documents": "*i64"} | dict.fromkeys(("plain_scale", "scale"), "fp32")
+    types |= dict.fromkeys(("keys", "shift", "heads"), "i32")
+    own = {name: kind for name, kind in types.items() if name in kernel.arg_names}
+    code = compile_kernel(kernel, constants, "bf16", 90, tile.warps, tile.stages, own)
+    of_keys, size = which == "keys", tile.rows * tile.keys
+    mine, other = (tile.keys, tile.rows) if of_keys else (tile.rows, tile.keys)
+    turns = (tokens + mine) / 2 / other * (heads // kv if of_keys else 1)
+    return Case(
+        f"attention with a softcap, {which if which == 'forward' else 'gradients of ' + which}",
+        f"{tokens} tokens, {heads} heads of {head}", code, -(-tokens // mine) * (kv if of_keys else heads), turns, size,
+        2 * tokens * head * (moved * heads + (4 if of_keys else 2) * kv), products * heads * tokens**2 * head,
+        2 * products * size * head, 4 * other * head,
+    )  # fmt: skip
+
+
 def experts(name: str, tokens: int, count: int, k: int, width: int, hidden: int, fixed: bool = False) -> Case:
     """The product by `up` where each expert gets its equal share."""
     tile = triton_experts.ExpertTile.of(tokens * k, count, torch.bfloat16, fixed)
@@ -266,7 +290,7 @@ def adamw(name: str, size: int) -> Case:
 
 
 def cases() -> Iterator[Case]:
-    """The hot kernels, on shapes of Llama 3 8B and 70B and of Mixtral 8x7B."""
+    """The hot kernels, on shapes of Llama 3 8B and 70B, of Mixtral 8x7B and of Gemma 2 9B."""
     for rows in (1, 16, 64):
         yield w4a16("W4A16", rows, 8192, 8192)
     yield w4a16("W4A16, gate and up of 70B, tp 8", 1, 8192, 7168, gated=True)
@@ -277,6 +301,8 @@ def cases() -> Iterator[Case]:
         yield paged("paged attention, decode", rows, sequences, context)
     yield paged("paged attention, prefill", 512, 1, 8192)
     yield paged("paged attention, prefill", 2048, 1, 2048)
+    for which in ("forward", "queries", "keys"):  # of Gemma 2 9B
+        yield flash(which, 4096, 16, 8, 256)
     yield experts("experts, decode", 16, 8, 2, 4096, 14336, fixed=True)
     yield w4a16("quantized experts, gate and up", 16, 4096, 28672, gated=True, experts=8, k=2)
     yield w4a16("quantized experts, down", 32, 14336, 4096, experts=8, k=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,11 +26,12 @@ def run_on_fake_gpu(program: Program, rank: int, sizes: Mapping[str, int] | None
     sizes: the size of the free dims of an input, by its name (1 if it is not there). Raises AssertionError for a value
     that is not on the GPU, and what torch raises where tensors of two devices meet or the host reads a tensor's values.
     """
-    module = localize(program, rank, GPU, _wait, exchange=False, transfer=lambda value, node: value)
+    with MODE:  # which moves the program's constants to the GPU
+        module = localize(program, rank, GPU, _wait, exchange=False, transfer=lambda value, node: value)
     _OnGPU(module).run(*[_input(port, (sizes or {}).get(port.name, 1)) for port in program.inputs])
 
 
-MODE = FakeTensorMode()
+MODE = FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def _wait(started: Tensor, node: fx.Node) -> Tensor:
@@ -38,6 +40,8 @@ def _wait(started: Tensor, node: fx.Node) -> Tensor:
 
 def _input(port: Any, free: int) -> Tensor:
     shape = [free if dim in port.free else size for dim, size in enumerate(port.local)]
+    if port.held is not None and port.held.form == "dense":  # of several joined ones, one behind the other
+        shape[0] = port.held.bytes // (port.dtype.itemsize * math.prod(shape[1:]))
     with MODE:
         return torch.empty(shape, dtype=port.dtype, device=GPU)
 
@@ -52,10 +56,6 @@ class _OnGPU(fx.Interpreter):
             if isinstance(tensor, Tensor):
                 assert tensor.device == GPU, f"{n.format_node()} is on {tensor.device}"
         return result
-
-    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        constant = super().get_attr(target, args, kwargs)
-        return MODE.from_tensor(constant) if isinstance(constant, Tensor) else constant
 
     def _apart(self, n: fx.Node) -> Any:
         """The results of a node as its metadata says, with operands on the GPU."""

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import architectures
 import pytest
 import torch
 import tpshard
 from fake_gpu import run_on_fake_gpu
+from tpshard.models.adapters.slotted_model import Slots
 from tpshard.parallelism import Mesh, partition
 from tpshard.parallelism.sharding import Layout
+from tpshard.programs.server.captured_steps import can_capture
 from tpshard.programs.server.sampling_programs import sampling_program, select_by_kernel
 from tpshard.programs.server.serve_setting import ServeSetting
 from tpshard.programs.server.served import model_to_serve
-from tpshard.programs.server.serving import build_serving
+from tpshard.programs.server.serving import ServingPrograms, build_serving
 from tpshard.programs.server.token_choice import drawn, likeliest, nucleus, scores, selected
 from tpshard.programs.setting.setting import Setting
 from tpshard.programs.step import training
-from tpshard.recipes.reading.load import load
+from tpshard.recipes.reading.load import load, loads
 
 CASES = {
     "padded": ("tiny", "mesh={tp: 3}", "sharding.on_uneven=pad", "model.layers=1"),
@@ -37,6 +42,10 @@ CASES = {
     "llama3-8b": ("llama3-8b", "model.layers=1"),
     "granite-20b": ("granite-20b", "model.layers=1"),
     "dense-2d": ("dense-2d", "model.layers=1"),
+    "fp8": ("llama3-8b", "model.layers=1", "model.dtype=fp8"),
+    "lora": ("llama3-8b-lora", "model.layers=1"),
+    "qlora": ("llama3-70b-qlora", "model.layers=1"),
+    "dora": ("finetune-lora", "model.layers=1", "adapters.lora.dora=true", "mesh={tp: 2}"),
 }  # fmt: skip
 """Each shipped recipe of another kind, with few layers, and ways to shard that no shipped recipe has."""
 
@@ -71,10 +80,42 @@ SERVED = {
 @pytest.mark.parametrize("case", SERVED)
 def test_a_step_of_a_server_has_all_tensors_on_its_device(case: str) -> None:
     recipe = load(SERVED[case][0], SERVED[case][1:])
-    programs = build_serving(ServeSetting.of(recipe, model_to_serve(recipe, "gpu"), "gpu"))
+    run_steps(build_serving(ServeSetting.of(recipe, model_to_serve(recipe, "gpu"), "gpu")))
+
+
+def run_steps(programs: ServingPrograms) -> None:
     for program in programs.by_size.values():
         cache = {port.name: 4 for port in program.inputs if port.kind == "cache"}
         run_on_fake_gpu(program, program.mesh.ranks - 1, cache | {"tables": 3})
+
+
+FAMILIES = {
+    "gemma2": "hf", "gpt_oss": "hf", "mamba": "hf", "qwen2": "hf", "deepseek_v32": "transformers",
+    "qwen3_next": "transformers",
+}  # fmt: skip
+"""Softcaps and windows, sinks, states, biases of joined products, selected keys, and the delta rule."""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_programs_of_a_family_have_all_tensors_on_their_device(name: str, tmp_path: Path) -> None:
+    folder = architectures.folder(tmp_path, name)
+    recipe = loads(
+        f"name: family\ncluster: {{device: cpu, devices_per_node: 2}}\nmesh: {{cp: 2}}\nserve: {{mesh: {{tp: 1}}}}\n"
+        f"model: {{{FAMILIES[name]}: {folder}, seq_len: 12, dtype: bf16}}\nbatch: {{global_sequences: 8}}\n"
+        "sharding: {rules: {seq: cp}}"
+    )
+    for program in training.build(Setting.of(recipe)).programs.values():
+        run_on_fake_gpu(program, 1)
+    run_steps(build_serving(ServeSetting.of(recipe, model_to_serve(recipe, "gpu"), "gpu")))
+
+
+def test_a_step_with_adapters_is_captured_and_has_all_tensors_on_its_device() -> None:
+    recipe = load("tiny", ["model.layers=1", "serve.mesh.tp=2"])
+    served = model_to_serve(recipe, "gpu")
+    slots = Slots(2, 4, tuple(one.path for one in served.spec.adaptable() if not one.head and not one.table))
+    programs = build_serving(ServeSetting.of(recipe, served, "gpu", slots))
+    assert programs.slotted and all(can_capture(program) for program in programs.by_size.values())
+    run_steps(programs)
 
 
 def test_what_chooses_tokens_has_all_tensors_on_its_device() -> None:
