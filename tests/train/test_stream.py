@@ -178,6 +178,18 @@ def test_text_smaller_than_one_batch_is_refused_by_name(documents: int, tmp_path
     assert f"{documents * 11} tokens" in str(caught.value) and str(SEQ * ROWS) in str(caught.value)
     with pytest.raises(Mistakes):
         small.next()
+    with pytest.raises(Mistakes, match="smaller than one batch"):  # before programs are built
+        loader(open_text(str(tmp_path))).read_first()
+
+
+def test_a_batch_that_was_read_first_is_the_next(tmp_path: Path) -> None:
+    corpus = open_text(str(folder_of(tmp_path)))
+    one, other = loader(corpus), loader(corpus)
+    one.read_first()
+    assert one.step == 0 and one.state_dict() == other.state_dict()
+    for _ in range(3):
+        assert same(together([one.next()]), together([other.next()]))
+    assert one.state_dict() == other.state_dict()
 
 
 def test_rows_smaller_than_one_batch_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -116,6 +116,14 @@ class Loader:
         self._read_ahead()
         return batch
 
+    def read_first(self) -> None:
+        """Reads the batch that `next` returns first. Raises `Mistakes` (exit 6) for what is wrong with it."""
+        ahead = self._read_ahead()
+        result = ahead.get()
+        ahead.put(result)
+        if isinstance(result, BaseException):
+            raise result
+
     def state_dict(self) -> dict[str, Any]:
         """The position after the last returned batch, as JSON, for this rank's rows. See `merge_states`."""
         return self._state

@@ -104,12 +104,15 @@ def _train(
     loader, checked = data_of(setting, data_rank, folder, context)
     recipe = counted(recipe, loader, context, data_rank, setting.batch.data_ranks)
     require_schedule(recipe)
+    attempt = context.from_main(run.attempt if run is not None else 0)
+    if attempt == 1 and isinstance(loader, Loader):  # later starts read from a checkpoint's position on
+        with context.watchdog.allow(float(recipe.timeout_s.start), "reading the first batch"):
+            loader.read_first()
     programs = programs or _build_programs(setting, context)
     planner.check_limit(programs)
     begun = begun_from(recipe, place / "checkpoints", context)
     engine = TrainingEngine(programs, context, initial_values(recipe, setting.spec, begun))
     assert engine.data_rank == data_rank, "the program shards its batch over the axes that the recipe names"
-    attempt = context.from_main(run.attempt if run is not None else 0)
     if run is not None:
         for line in [plan.shardings(programs), str(setting.batch)]:
             say(line + "\n" if line else "", sys.stderr)
