@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from tpshard.diagnostics.diagnostic import Diagnostic, Exit
-from tpshard.recipes.foreign import deepspeed
+from tpshard.recipes.foreign import accelerate_launch, deepspeed
 from tpshard.recipes.foreign.stacks import MESH, RankSizes, product, rest_of
 from tpshard.recipes.foreign.trainer_rows import (
     ALIASES,
@@ -15,9 +17,9 @@ from tpshard.recipes.foreign.trainer_rows import (
     ASIDE,
     FSDP,
     IN_FP8,
-    NO_MODEL,
     STORAGE,
     Kind,
+    model,
     ranks_of,
     schedule,
     storage,
@@ -56,8 +58,10 @@ PRECISION: dict[str, Any] = {
 
 
 def read(data: bytes, file: str) -> StatedSettings:
-    """The settings of a YAML, with those of the DeepSpeed JSON that it names. A JSON alone is DeepSpeed's."""
-    settings = yaml_settings.read(data, file)
+    """The settings of a YAML, or of a script that calls `accelerate launch`, with those of the DeepSpeed JSON that it
+    names. A JSON alone is DeepSpeed's."""
+    launched = re.search(rb"(?m)^[^#\n]*\baccelerate +launch\b", data) is not None
+    settings = (accelerate_launch if launched else yaml_settings).read(data, file)
     if FILE in settings.said and (own := [settings.said[key] for key in ALONE if key in settings.said]):
         message = f"`{own[0].key}` stands beside a DeepSpeed JSON, where accelerate stops"
         also = tuple((one.where, "") for one in own[1:])
@@ -188,6 +192,12 @@ def _schedule(
     )
 
 
+def _evaluate(strategy: str, every: int | None, logged: int) -> Any:
+    if strategy == "epoch":
+        return Unsaid("held-out rows are evaluated each number of steps", 0, ("eval_strategy",))
+    return (every or logged) if strategy == "steps" else 0
+
+
 def _own(default: Any, of_json: Any) -> Any:
     return default if of_json is None else of_json
 
@@ -235,7 +245,7 @@ ROWS = (
         {"recipe.cluster.device": Maybe(str), "num_processes": 1, "num_machines": 1,
          "recipe.cluster.nodes": Maybe(int)},
         _cluster),
-    KeyRow("model", {}, lambda: Unsaid(NO_MODEL, {"hf": "MODEL"}, ("model",))),
+    KeyRow("model", {"model_name_or_path": Maybe(str)}, partial(model, "model_name_or_path")),
     KeyRow("model.seq_len", {"recipe.model.seq_len": Maybe(int)},
         lambda seq: seq or Unsaid("the program says it, not the file; give model.seq_len=...", 2048, ("seq_len",))),
     KeyRow("model.dtype", PRECISION, _dtype),
@@ -283,10 +293,13 @@ ROWS = (
         lambda norm, other: deepspeed.clipping(other if norm == "auto" else norm)),
     KeyRow("seed", {"seed": 42}),
     KeyRow("data.source", {"recipe.data.source": Maybe(str)}, lambda source: source or "sample"),
-    KeyRow("evaluate.every_steps", {"eval_strategy": "no"}, lambda _: 0),
+    KeyRow("evaluate.every_steps", {"eval_strategy": "no", "eval_steps": Maybe(int), "logging_steps": 500}, _evaluate),
     KeyRow("checkpoint.every_steps", {"save_steps": 500}),
     KeyRow("logging.every_steps", {"logging_steps": 500}),
-    KeyRow("logging.wandb", {"report_to": "none"}, lambda _: None),
+    KeyRow("logging.wandb", {"report_to": Maybe(object)},
+        lambda names: {"mode": "auto"} if re.search(r"\b(wandb|all)\b", str(names)) else None),
+    KeyRow((), {"config_file": Maybe(str)},
+        lambda file: Omit if file is None else Unsaid("there is no such file here; defaults in its place")),
     KeyRow((), {"deepspeed_config.deepspeed_config_file": Maybe(str)},
         lambda file: Omit if file is None else Unsaid("there is no such file here; stage 2 in its place")),
 )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import partial
 from typing import Any
 
 from tpshard.files.linear_regex import matches_start
@@ -17,9 +18,9 @@ from tpshard.recipes.foreign.trainer_rows import (
     ASIDE,
     FSDP,
     IN_FP8,
-    NO_MODEL,
     STORAGE,
     Kind,
+    model,
     optimizer,
     ranks_of,
     schedule,
@@ -93,25 +94,6 @@ def _mesh(*values: Any) -> Any:
         )
         return Unsaid(why, ranks.sections, ("devices",))
     return ranks.sections
-
-
-def _model(base: str | None, revision: str | None) -> Any:
-    if base is None:
-        return Unsaid(NO_MODEL, {"hf": "MODEL"})
-    keys = model_names.named(base)
-    if keys is None and base.startswith((".", "/", "~")):
-        return {"hf": base}
-    if keys is None:
-        why = "its sizes are read from there, over the network; or give model.hf=FOLDER, or model.preset=..."
-        return Unsaid(why, model_names.folder(base, revision), ("base_model",))
-    if (packed := re.search(r"nvfp4|mxfp4|awq|gptq|[48]-?bit|int[48]|w[48]a\d+|fp8", base, re.I)) is not None:
-        return Unsaid(
-            f"its weights are stored as {packed[0]}; here in the type of the computation", keys, ("base_model",)
-        )
-    if (window := keys.pop("window", None)) is not None:
-        why = f"its attention sees {window} tokens; all here, unless model.hf=FOLDER names its folder"
-        return Unsaid(why, keys, ("base_model",))
-    return keys
 
 
 def _packed(base: str | None, bits8: Any, bits4: Any, gptq: Any, adapter: str | None) -> Any:
@@ -273,7 +255,7 @@ def _data(datasets: list[Any], pretraining: Any, source: str | None) -> Any:
 
 ROWS = (
     KeyRow(MESH, RANKS, _mesh),
-    KeyRow("model", {"base_model": Maybe(str), "revision_of_model": Maybe(str)}, _model),
+    KeyRow("model", {"base_model": Maybe(str), "revision_of_model": Maybe(str)}, partial(model, "base_model")),
     KeyRow(("adapters.packed", "quantize"), {
         "base_model": Maybe(str), "load_in_8bit": False, "load_in_4bit": False, "gptq": False, "adapter": Maybe(str),
     }, _packed),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from tpshard.diagnostics.diagnostic import Exit
+from tpshard.recipes.foreign import model_names
 from tpshard.recipes.foreign.stacks import RankSizes, product, rest_of
 from tpshard.recipes.foreign.translation import Conflict, KeyRow, Maybe, Omit, Unsaid
 
@@ -94,6 +96,24 @@ def optimizer(name: str) -> Any:
     if "8bit" in plain or "4bit" in plain or plain.startswith("paged") or "fp8" in plain:
         return Unsaid("moments are not kept in 8 bits or paged to the host here", ours)
     return ours
+
+
+def model(key: str, base: str | None, revision: str | None = None) -> Any:
+    """The keys of `model` for a published model or a folder, which the setting `key` names."""
+    if base is None:
+        return Unsaid(NO_MODEL, {"hf": "MODEL"}, ("model",))
+    keys = model_names.named(base)
+    if keys is None and base.startswith((".", "/", "~")):
+        return {"hf": base}
+    if keys is None:
+        why = "its sizes are read from there, over the network; or give model.hf=FOLDER, or model.preset=..."
+        return Unsaid(why, model_names.folder(base, revision), (key,))
+    if (packed := re.search(r"nvfp4|mxfp4|awq|gptq|[48]-?bit|int[48]|w[48]a\d+|fp8", base, re.I)) is not None:
+        return Unsaid(f"its weights are stored as {packed[0]}; here in the type of the computation", keys, (key,))
+    if (window := keys.pop("window", None)) is not None:
+        why = f"its attention sees {window} tokens; all here, unless model.hf=FOLDER names its folder"
+        return Unsaid(why, keys, (key,))
+    return keys
 
 
 def schedule(

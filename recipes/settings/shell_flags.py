@@ -70,8 +70,11 @@ def _settings(words: Sequence[Text], script: Script) -> list[Stated]:
     """Flags with the words behind each."""
     settings: list[tuple[str, Source, list[Any]]] = []
     launcher = (words[0].chars.replace(UNKNOWN, "").rpartition("/")[2] if words else "") or "launcher"
-    for word in words:
-        if settings and word.chars.endswith(".py"):  # what is before the program is its launcher's
+    modules = {i + 1 for i, word in enumerate(words) if word.chars == "-m" and i}
+    for i, word in enumerate(words):
+        if i + 1 in modules:
+            continue
+        if settings and (word.chars.endswith(".py") or i in modules):  # what is before the program is its launcher's
             settings = [(key if re.fullmatch(LAUNCHER, key) else f"{launcher} {key}", where, values)
                         for key, where, values in settings]  # fmt: skip
         elif match := re.match(r"--([A-Za-z][\w-]*)(=)?", word.chars):

@@ -540,3 +540,35 @@ def test_the_last_fall_is_theirs(tool: str, said: str, fall: str, over: int) -> 
     keys = {line.key: line.value for line in translation.lines}["schedule"]
     assert (keys["name"], keys["fall"], keys["decay_over"]) == ("wsd", fall, over)
     assert not [one for one in translation.left if one.matters and "decay" in one.key]
+
+
+LAUNCHED = """\
+MODEL=Qwen/Qwen3-8B
+accelerate launch --config_file own.yaml --num_processes 16 --num_machines 2 \\
+    train.py --model_name_or_path $MODEL --per_device_train_batch_size 2 --gradient_accumulation_steps 4 \\
+    --max_length 4096 --max_steps 500 --bf16 --gradient_checkpointing --eval_strategy steps --report_to wandb none
+"""
+
+
+def test_a_script_that_launches_with_accelerate(tmp_path: Path) -> None:
+    """The launcher's flags count over the file that it names, the program's over both."""
+    script = tmp_path / "run.sh"
+    script.write_text(LAUNCHED)
+    settings = TOOLS["accelerate"].read(LAUNCHED.encode(), str(script))
+    assert names(translate(TOOLS["accelerate"], settings, {})) >= {"config_file"}
+    (tmp_path / "own.yaml").write_text(ACCELERATE.replace("16", "8").replace("num_machines: 2", "num_machines: 1"))
+    translation = translate(TOOLS["accelerate"], TOOLS["accelerate"].read(LAUNCHED.encode(), str(script)), {})
+    recipe = loads(text_of(TOOLS["accelerate"], str(script), translation))
+    assert dict(recipe.mesh) == {"dp": 2, "fsdp": 8, "tp": 1} and recipe.remat == "full"
+    assert (recipe.batch.global_sequences, recipe.batch.per_device, recipe.train.steps) == (128, 2, 500)
+    assert (recipe.model.preset, recipe.model.seq_len, recipe.model.width) == ("qwen3-4b", 4096, 4096)
+    assert recipe.logging.wandb is not None and recipe.evaluate.every_steps == 500
+    assert names(translation) == {"fsdp_config.auto_wrap_policy"}
+
+
+def test_a_module_is_launched_as_a_program_is() -> None:
+    flags = "accelerate launch --use_deepspeed --zero_stage 3 --num_processes 4 --mixed_precision bf16 -m a.b --seed 7"
+    translation, text = translated("accelerate", flags, model__preset="tiny")
+    recipe = loads(text)
+    assert dict(recipe.mesh)["fsdp"] == 4 and recipe.seed == 7 and recipe.model.dtype == "bf16"
+    assert names(translation) == {"seq_len", "max_steps", "per_device_train_batch_size"}
