@@ -141,19 +141,23 @@ def _join_padded(shardings: Shardings) -> None:
 
 
 def _turns_to_join(shardings: Shardings) -> Iterator[_Turn]:
-    """Yields cat([-x[k:], x[:k]]), with any signs, along a sharded dim; nothing else reads the slices."""
+    """Yields cat([-x[k:], x[:k]]), with any signs, along a sharded dim; nothing else reads the slices.
+
+    They may be results of a split too, as `a, b = x.chunk(2, -1)` has them.
+    """
     for op in shardings.graph.ops:
         if op.target is not aten.cat.default or len(op.operands) != 2:
             continue
-        makers, signs = zip(*(_without_sign(value, op) for value in op.operands))
-        if not all(maker is not None and maker.target is aten.slice.Tensor for maker in makers):
+        values, signs = zip(*(_without_sign(value, op) for value in op.operands))
+        pieces = [_bounds_of(value) for value in values if value is not None]
+        if len(pieces) < 2 or pieces[0] is None or pieces[1] is None:
             continue
-        (dim, k, end, step), (other, start, stop, by) = (bounds(maker, 1) for maker in makers)
-        source, result = makers[0].operands[0], op.results[0]
+        (dim, k, end, step), (other, start, stop, by) = pieces[0], pieces[1]
+        (source, beside), result = (value.producer.operands[0] for value in values), op.results[0]
         along = (op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)) % result.rank
         turned = (start, stop, end, step, by) == (0, k, source.shape[dim], 1, 1) and dim == other == along
         axes = [shardings.of[value].dims[dim] for value in (source, result)]
-        if source is makers[1].operands[0] and turned and 0 < k < end and axes[0] and axes[0] == axes[1]:
+        if source is beside and turned and 0 < k < end and axes[0] and axes[0] == axes[1]:
             yield _Turn(op, source, dim, (end - k, k), signs)
 
 
@@ -181,14 +185,26 @@ def _join_turns(shardings: Shardings) -> None:
     graph.drop_dead()
 
 
-def _without_sign(value: Value, reader: Op) -> tuple[Op | None, int]:
-    """The op that makes a value, or of a negated one its operand, and the sign; None if others read it too."""
-    if value.users != [reader] or value.producer is None:
+def _bounds_of(value: Value) -> tuple[int, int, int, int] | None:
+    """The dim, start, end and step of a slice or of a split's result; None for other values."""
+    op = value.producer
+    if op is None or op.target is aten.slice.Tensor:
+        return None if op is None else bounds(op, 1)
+    if op.target not in (aten.split.Tensor, aten.split_with_sizes.default):
+        return None
+    dim = (op.args[2] if len(op.args) > 2 else op.kwargs.get("dim", 0)) % value.rank
+    start = sum(result.shape[dim] for result in op.results[: value.index])
+    return dim, start, start + value.shape[dim], 1
+
+
+def _without_sign(value: Value, reader: Op) -> tuple[Value | None, int]:
+    """A value, or of a negated one the operand of the negation, and the sign; None if others read it too."""
+    if value.users != [reader]:
         return None, 1
-    if value.producer.target is aten.neg.default:
-        maker, sign = _without_sign(value.producer.operands[0], value.producer)
-        return maker, -sign
-    return value.producer, 1
+    if value.producer is not None and value.producer.target is aten.neg.default:
+        inner, sign = _without_sign(value.producer.operands[0], value.producer)
+        return inner, -sign
+    return value, 1
 
 
 def _padded_summands(op: Op, before: Mapping[Op, list[Op]]) -> list[Op] | None:

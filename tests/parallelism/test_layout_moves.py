@@ -98,8 +98,12 @@ def test_two_slices_put_together_in_turn_are_one_shift() -> None:
     def turned(x: torch.Tensor) -> torch.Tensor:  # as rotary positions do
         return torch.cat([-x[6:], x[:6]])
 
+    def of_halves(x: torch.Tensor) -> torch.Tensor:
+        first, second = x.chunk(2)
+        return torch.cat([-second, first])
+
     gradient = torch.func.grad(lambda x: turned(x).sin().sum())
-    for fn, shifts in ((turned, 1), (gradient, 2), (lambda x: torch.cat([x[6:], -x[:6]]), 1)):
+    for fn, shifts in ((turned, 1), (of_halves, 1), (gradient, 2), (lambda x: torch.cat([x[6:], -x[:6]]), 1)):
         program = partition(fn, [x], Mesh({"x": 4}), [("x",)], [("x",)])
         assert [(c.kind, c.bytes) for c in program.collectives] == [("permute", 3 * 2 * 4)] * shifts
         assert torch.equal(program.simulate(x)[0], fn(x))
