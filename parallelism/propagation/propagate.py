@@ -194,6 +194,8 @@ class _Propagation:
         if len(edge.op.operands) != 1 or len(edge.op.results) != 1:
             return False
         (read, value), (before, after), sizes = edge.tensors, edge.rule.tensors, edge.rule.sizes
+        if before == after:  # an identity passes all that it may, as a barrier says
+            return False
         found = False
         for f, part in parts(self.state[read].dims, self.state[read].open, before, sizes).items():
             now, axes = self.state[value], part.axes or part.overflow
@@ -203,7 +205,8 @@ class _Propagation:
             first = after[dim][0]
             merged = refilled(after[dim], {f: axes}, sizes) if first != f else axes
             new = merged or (axes if size_of(axes) <= sizes[first] else ())
-            if not new or any(overlap(axis, (*now.axes, *now.barred)) for axis in new):
+            taken = any(overlap(axis, (*now.axes, *now.barred)) for axis in new)
+            if not new or taken or size_of(new) > value.shape[dim]:
                 continue
             self._set(value, now.with_dim(dim, new))
             source = next(d for d, members in enumerate(before) if f in members)
