@@ -77,10 +77,10 @@ def _launcher(flags: list[Stated], base: Mapping[str, Any]) -> Iterator[Stated]:
 def _program(flags: list[Stated]) -> Iterator[Stated]:
     for one in flags:
         name = one.key.removeprefix("--").replace("-", "_")
-        if name in SWITCHES and one.value in (True, "True", "true"):
+        if name == "max_steps" and isinstance(one.value, int) and one.value <= 0:  # none: epochs count
+            continue
+        if name not in SWITCHES:
+            yield replace(one, key=PROGRAM.get(name, name))
+        elif one.value not in (False, "False", "false"):
             key, value = SWITCHES[name]
             yield replace(one, key=key, value=value)
-        elif name in SWITCHES and one.value in (False, "False", "false"):
-            continue
-        else:
-            yield replace(one, key=PROGRAM.get(name, name))

@@ -568,7 +568,7 @@ def test_a_script_that_launches_with_accelerate(tmp_path: Path) -> None:
 
 def test_a_module_is_launched_as_a_program_is() -> None:
     flags = "accelerate launch --use_deepspeed --zero_stage 3 --num_processes 4 --mixed_precision bf16 -m a.b --seed 7"
-    translation, text = translated("accelerate", flags, model__preset="tiny")
+    translation, text = translated("accelerate", flags + " --max_steps=-1", model__preset="tiny")
     recipe = loads(text)
     assert dict(recipe.mesh)["fsdp"] == 4 and recipe.seed == 7 and recipe.model.dtype == "bf16"
     assert names(translation) == {"seq_len", "max_steps", "per_device_train_batch_size"}
