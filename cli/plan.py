@@ -181,7 +181,7 @@ def plan(
     from tpshard.plan.step.forecast import Conditions, amount
 
     text = _text(against or ())
-    other = None if text is not None else _other(given, recipe, overrides, device)
+    other = None if text is not None else _other(given, recipe, overrides, device, subject)
     first = " ".join([*([recipe] if recipe else []), *(overrides or ())]) or (
         subject.name if isinstance(subject, Recipe) else ""
     )
@@ -300,7 +300,11 @@ def _saved(name: str | None, options: Mapping[str, Any], overrides: Sequence[str
 
 
 def _other(
-    options: Mapping[str, Any], recipe: str | None, overrides: Sequence[str] | None, device: str | None
+    options: Mapping[str, Any],
+    recipe: str | None,
+    overrides: Sequence[str] | None,
+    device: str | None,
+    subject: Recipe | SavedPlan,
 ) -> Recipe | SavedPlan | None:
     """What is compared with: another recipe or saved plan, or the first recipe with changes; None for nothing."""
     option = "--diff" if "--diff" in options else "--against"
@@ -313,11 +317,12 @@ def _other(
         )  # fmt: skip
     if names:
         return _saved(names[0], {}) or _recipe(names[0], on_device(None, device))
-    if words and _saved(recipe, {}) is not None:
-        raise typer.BadParameter("a saved plan is compared with a recipe or another saved plan", param_hint=option)
     if not words:
         return None
-    changed = on_device(overrides, device)
-    other = _recipe(recipe, [*changed, *words])
-    check_change(option, words, _recipe(recipe, changed), other)
+    from tpshard.recipes.keys.schema import Recipe
+
+    if not isinstance(subject, Recipe):
+        raise typer.BadParameter("a saved plan is compared with a recipe or another saved plan", param_hint=option)
+    other = _recipe(recipe, [*on_device(overrides, device), *words])
+    check_change(option, words, subject, other)
     return other

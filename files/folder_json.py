@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
@@ -57,6 +58,15 @@ def read_regular(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:
     if len(data) > most:
         raise ValueError(f"{path} is larger than {most >> 20} MiB")
     return data
+
+
+def read_named(name: str, beside: str, most: int = LARGEST) -> tuple[bytes, str] | None:
+    """The bytes and path of a file that another one, `beside`, names: looked for where the command runs, then in that
+    file's folder. None where neither holds one that `read_regular` reads."""
+    for place in (name, os.path.join(os.path.dirname(beside), name)):
+        with contextlib.suppress(OSError, ValueError):
+            return read_regular(place, most), place
+    return None
 
 
 def parse_object(data: bytes | str, name: object) -> dict[str, Any]:

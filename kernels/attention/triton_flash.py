@@ -46,6 +46,17 @@ def _seen(m, n, of_rows, of_keys, keys, shift, window, WINDOWED: tl.constexpr, P
 
 
 @triton.jit
+def _keys_at(k, v, documents, there, first, of_sequence, step, keys, d, HEAD: tl.constexpr, PACKED: tl.constexpr):
+    """The keys and values [N, D] at `there` of a KV head that begins at `first`, and their documents [N]."""
+    place = first + there.to(tl.int64)[:, None] * step + d[None, :]
+    inside = (there < keys)[:, None] & (d < HEAD)[None, :]
+    of_keys = there
+    if PACKED:
+        of_keys = tl.load(documents + of_sequence + there, mask=there < keys, other=0)
+    return tl.load(k + place, mask=inside, other=0.0), tl.load(v + place, mask=inside, other=0.0), of_keys
+
+
+@triton.jit
 def forward_kernel(
     q, k, v, row_documents, key_documents, out, lse, rows, keys, heads, kv_heads, scale, softcap, shift, window,
     HEAD: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAPPED: tl.constexpr,
@@ -73,14 +84,10 @@ def forward_kernel(
     low = tl.maximum(begin + shift - window + 1, 0) // N * N
     for start in range(low, tl.minimum(tl.minimum(begin + M, rows) + shift, keys), N):
         there = start + n
-        place = first + there.to(tl.int64)[:, None] * step + d[None, :]
-        inside = (there < keys)[:, None] & (d < HEAD)[None, :]
-        tile = tl.load(k + place, mask=inside, other=0.0)
-        values = tl.load(v + place, mask=inside, other=0.0)
+        tile, values, of_keys = _keys_at(
+            k, v, key_documents, there, first, sequence * keys, step, keys, d, HEAD, PACKED
+        )
         scores, _ = _capped(tl.dot(queries, tl.trans(tile), input_precision="ieee"), scale, softcap, CAPPED)
-        of_keys = there
-        if PACKED:
-            of_keys = tl.load(key_documents + sequence * keys + there, mask=there < keys, other=0)
         if PACKED or WINDOWED or start + N > begin + shift + 1:
             seen = _seen(m[:, None], there[None, :], of_rows[:, None], of_keys[None, :], keys, shift, window, WINDOWED,
                          PACKED)  # fmt: skip
@@ -127,14 +134,10 @@ def query_gradient_kernel(
     low = tl.maximum(begin + shift - window + 1, 0) // N * N
     for start in range(low, tl.minimum(tl.minimum(begin + M, rows) + shift, keys), N):
         there = start + n
-        place = first + there.to(tl.int64)[:, None] * step + d[None, :]
-        inside = (there < keys)[:, None] & (d < HEAD)[None, :]
-        tile = tl.load(k + place, mask=inside, other=0.0)
-        values = tl.load(v + place, mask=inside, other=0.0)
+        tile, values, of_keys = _keys_at(
+            k, v, key_documents, there, first, sequence * keys, step, keys, d, HEAD, PACKED
+        )
         scores, ratio = _capped(tl.dot(queries, tl.trans(tile), input_precision="ieee"), scale, softcap, CAPPED)
-        of_keys = there
-        if PACKED:
-            of_keys = tl.load(key_documents + sequence * keys + there, mask=there < keys, other=0)
         seen = _seen(m[:, None], there[None, :], of_rows[:, None], of_keys[None, :], keys, shift, window, WINDOWED,
                      PACKED)  # fmt: skip
         weights = tl.where(seen, tl.exp2(scores - logs[:, None]), 0.0)

@@ -400,7 +400,7 @@ def _times(report: Report) -> list[str]:
         lost = report.devices * t.local_flops - t.useful_flops
         if t.pipeline is not None:
             rows.append("    stages of unlike size: the FLOPs of the slowest are counted for each")
-        for row in [row for row in report.losses if row["wasted"] > 0.02 * lost][:2]:
+        for row in [row for row in report.losses if row["wasted"] > 0.02 * lost][:2]:  # others do not explain it
             where = f"{row['op']} in {row['where']}"
             rows.append(f"    computed more than once: {where}, efficiency {row['efficiency']:.3f}")
     rows.append(f"BOTTLENECK  {report.bottleneck}")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from tpshard.files.folder_json import read_regular
+from tpshard.files.folder_json import read_named
 from tpshard.recipes.settings import shell_flags, yaml_settings
 from tpshard.recipes.settings.stated import Stated, StatedSettings
 
@@ -50,13 +49,9 @@ def read(data: bytes, file: str) -> StatedSettings:
 
 
 def _named(name: str, file: str) -> Mapping[str, Stated] | None:
-    """The settings of a configuration, looked for where the command runs and beside the script; None without it."""
-    for place in (name, os.path.join(os.path.dirname(file), name)):
-        try:
-            return yaml_settings.read(read_regular(place, LARGEST), place).said
-        except (OSError, ValueError):
-            continue
-    return None
+    """The settings of a configuration that the script in `file` names; None where there is none."""
+    found = read_named(name, file, LARGEST)
+    return None if found is None else yaml_settings.read(*found).said
 
 
 def _launcher(flags: list[Stated], base: Mapping[str, Any]) -> Iterator[Stated]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from tpshard.diagnostics.diagnostic import Mistakes
-from tpshard.files.folder_json import read_regular
+from tpshard.files.folder_json import read_named
 from tpshard.recipes.foreign.translation import KeyRow, Maybe, Omit, Unsaid
 from tpshard.recipes.settings.stated import Stated, StatedSettings, of_tree
 from tpshard.recipes.text.nodes import compose, decode
@@ -73,15 +72,11 @@ def with_file(settings: StatedSettings, key: str, file: str) -> StatedSettings:
 
 
 def _read(name: str, file: str) -> dict[str, Stated] | None:
-    """The settings of a JSON, looked for where the command runs and beside the file; None where it is not there."""
-    for place in (name, os.path.join(os.path.dirname(file), name)):
-        try:
-            data = read_regular(place, LARGEST)
-            break
-        except (OSError, ValueError):
-            continue
-    else:
+    """The settings of a JSON that a configuration in `file` names; None where there is none."""
+    found = read_named(name, file, LARGEST)
+    if found is None:
         return None
+    data, place = found
     text = re.sub(r"(?m)^[ \t]+", lambda match: " " * len(match[0]), decode(data, place))
     tree = compose(text, place, mapping=False)
     if tree.kind != "map":
