@@ -137,15 +137,21 @@ LAYERS: dict[str, list[Case]] = {
     "dense_exactly": [of(lambda x: x.view(torch.int64) >> 50, f(4, 6))],
     "dense_last": [of(lambda x: F.scaled_dot_product_attention(x, x, x), f(4, 2, 3, 8))],
     # orders
-    "aten.logcumsumexp": [both(lambda x: x.logcumsumexp(1), f(4, 6))],
-    "aten.cummax": [both(lambda x: x.cummax(1).values, f(4, 6))],
-    "aten.cummin": [both(lambda x: x.cummin(0).values, f(4, 6))],
+    "aten.logcumsumexp": [
+        both(lambda x: x.logcumsumexp(1), f(4, 6)), of(lambda x: x.flip(0).logcumsumexp(0).flip(0), f(5, 2)),
+    ],
+    "aten.cummax": [
+        both(lambda x: x.cummax(1).values, f(4, 6)),
+        of(lambda x: tuple(x.cummax(0)), ints(3, 8, 2)),
+        of(lambda x: torch.where(x > 0.5, torch.nan, x).cummax(0).indices, f(8, 4)),
+    ],
+    "aten.cummin": [both(lambda x: x.cummin(0).values, f(4, 6)), of(lambda x: tuple(x.cummin(1)), ints(3, 2, 7))],
     "aten.median.dim": [of(lambda x: x.median(1), f(4, 6))],
     "aten.nanmedian.dim": [of(lambda x: x.nanmedian(0), f(4, 6))],
     "aten.median.default": [of(lambda x: x.median(), f(4, 6))],
     "aten.nanmedian.default": [of(lambda x: x.nanmedian(), f(4, 6))],
     "aten.mode": [of(lambda x: x.mode(1), ints(9, 4, 6))],
-    "sum_to_end": [both(lambda x: x.cumsum(1), f(4, 6)), of(lambda x: x.flip(0).cumsum(0).flip(0), ints(9, 5, 2))],
+    "scan_to_end": [both(lambda x: x.cumsum(1), f(4, 6)), of(lambda x: x.flip(0).cumsum(0).flip(0), ints(9, 5, 2))],
     "aten.kthvalue": [of(lambda x: x.kthvalue(2, 1), f(4, 6))],
     "aten.histc": [of(lambda x: torch.histc(x, 4, 0.0, 2.0), f(4, 6))],
     "aten.searchsorted": [

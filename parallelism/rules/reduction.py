@@ -15,7 +15,7 @@ from tpshard.parallelism.rules.shape import whole
 aten = torch.ops.aten
 
 
-def _reduced_dims(op: Op, position: int = 1) -> tuple[list[int], bool]:
+def reduced_dims(op: Op, position: int = 1) -> tuple[list[int], bool]:
     """The dims that an op reduces, argument `position`, and whether the result keeps them."""
     rank = op.operands[0].rank
     dims = op.args[position] if len(op.args) > position else op.kwargs.get("dim")
@@ -27,7 +27,7 @@ def _reduced_dims(op: Op, position: int = 1) -> tuple[list[int], bool]:
 
 def reduce(op: Op, reduction: str = "sum", sharded: Kind = Kind.REDUCE, position: int = 1, local: Any = None) -> Rule:
     """The rule of a reduction over dims: over a sharded one the result is partial."""
-    chosen, keep = _reduced_dims(op, position)
+    chosen, keep = reduced_dims(op, position)
     factors = Factors()
     dims = factors.dims(op.operands[0].shape, sharded, only=chosen)
     out = tuple(() if d in chosen else dims[d] for d in range(len(dims)) if keep or d not in chosen)
@@ -41,7 +41,7 @@ def reduce(op: Op, reduction: str = "sum", sharded: Kind = Kind.REDUCE, position
 
 def mean(op: Op) -> Rule:
     """The rule of mean: over a sharded dim, a device returns its sum divided by the whole length, a partial sum."""
-    chosen, _ = _reduced_dims(op)
+    chosen, _ = reduced_dims(op)
     count = math.prod(op.operands[0].shape[d] for d in chosen)
 
     def local(at: LocalOp) -> Any:
@@ -56,12 +56,12 @@ def mean(op: Op) -> Rule:
 
 
 def whole_reduction(op: Op) -> Rule:
-    """The rule of reductions that need whole dims: argmax, prod, any."""
+    """The rule of reductions that need whole dims: medians, and argmax where no other way is cheaper."""
     return reduce(op, sharded=Kind.WHOLE)
 
 
 def along(op: Op, position: int = 1) -> Rule:
-    """The rule of ops along a dim that must be whole: cumsum, sort, topk."""
+    """The rule of ops along a dim that must be whole: sort, topk."""
     dim = op.args[position] if len(op.args) > position else op.kwargs.get("dim", -1)
     rank = op.operands[0].rank
     return whole(op, [dim] if rank else [], additive=())
@@ -95,13 +95,6 @@ OPS: Table = {
     aten.amin: reduction("min"),
     aten.max.default: reduction("max"),
     aten.min.default: reduction("min"),
-    aten.prod: by_whole,
-    aten.any: by_whole,
-    aten.all: by_whole,
-    aten.cumprod: Entry(along),
-    aten.logcumsumexp: Entry(along),
-    aten.cummax: Entry(along),
-    aten.cummin: Entry(along),
     aten.median.dim: Entry(order_statistic),
     aten.nanmedian.dim: Entry(order_statistic),
     aten.mode: Entry(order_statistic),

@@ -1,20 +1,21 @@
-"""Rules of argmax, top-k and cumulative sums over a sharded dim: devices exchange only small local results.
+"""Rules of argmax, top-k, products and scans of a sharded dim: devices exchange only small local results.
 
-The maximum of all elements is the maximum of the shards' maxima; likewise for top-k. Each of these rules is an
-alternative to the one that needs the whole dim, which is cheaper if another dim can take the axes.
+The maximum of all elements is the maximum of the shards' maxima; likewise for top-k, and for what a scan adds up. Each
+of these rules is an alternative to the one that needs the whole dim, which is cheaper if another dim can take the axes.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from tpshard.parallelism.graph import Op
 from tpshard.parallelism.rules.decompositions import flatten_first
 from tpshard.parallelism.rules.entry import Entry, Table
-from tpshard.parallelism.rules.reduction import along, whole_reduction
+from tpshard.parallelism.rules.reduction import along, reduced_dims, whole_reduction
 from tpshard.parallelism.rules.rule import Exchange, Factors, LocalOp, Rule
 from tpshard.parallelism.rules.shape import unlike
 
@@ -27,18 +28,20 @@ def _argument(op: Op, position: int, name: str, default: Any) -> Any:
     return op.args[position] if len(op.args) > position else op.kwargs.get(name, default)
 
 
-def _by_local_results(op: Op, dim: int, remaining: int, collectives: int, **rest: Any) -> Rule:
-    """A rule by which every device reduces its shard of a dim to `remaining` elements, and sends them to the others."""
-    x = op.operands[0]
+def _by_local_results(op: Op, chosen: Sequence[int], remaining: int, collectives: int, **rest: Any) -> Rule:
+    """A rule by which every device reduces its shard of the `chosen` dims to `remaining` elements, and sends them to
+    the others."""
+    x, out = op.operands[0], op.results[0]
     factors = Factors()
     dims = factors.dims(x.shape)
-    remaining_dim = () if op.results[0].rank < x.rank else (dims[dim],) if op.results[0].shape == x.shape else ((),)
-    out = (*dims[:dim], *remaining_dim, *dims[dim + 1 :])
-    others = math.prod(n for d, n in enumerate(x.shape) if d != dim)
-    exchanged_bytes = remaining * others * (x.dtype.itemsize + (INDEX.itemsize if collectives > 1 else 0))
-    exchanged = tuple(Exchange(f, exchanged_bytes, collectives) for f in dims[dim])
+    left = dims
+    if out.shape != x.shape:
+        left = tuple(() if d in chosen else n for d, n in enumerate(dims) if out.rank == x.rank or d not in chosen)
+    others = math.prod(n for d, n in enumerate(x.shape) if d not in chosen)
+    exchanged_bytes = remaining * others * (out.dtype.itemsize + (INDEX.itemsize if collectives > 1 else 0))
+    exchanged = tuple(Exchange(f, exchanged_bytes, collectives) for d in chosen for f in dims[d])
     return factors.rule(
-        [dims], [out] * len(op.results), exchanged=exchanged, flops=x.numel, work=tuple(range(x.rank)), **rest
+        [dims], [left] * len(op.results), exchanged=exchanged, flops=x.numel, work=tuple(range(x.rank)), **rest
     )
 
 
@@ -64,7 +67,7 @@ def extreme(op: Op) -> Rule:
         results = [at.emit(aten.reshape.default, node, list(at.shape())) for node in (value, index)]
         return results if len(op.results) > 1 else results[1]
 
-    way = _by_local_results(op, dim, 1, 2, local=local, fills=((0, float("-inf") if largest else float("inf")),))
+    way = _by_local_results(op, [dim], 1, 2, local=local, fills=((0, float("-inf") if largest else float("inf")),))
     return replace(main, others=(way,))
 
 
@@ -90,7 +93,7 @@ def topk(op: Op) -> Rule:
 
     if x.shape[dim] == 1:
         return main
-    way = _by_local_results(op, dim, k, 2, local=local, even=True)
+    way = _by_local_results(op, [dim], k, 2, local=local, even=True)
     return replace(main, others=(way,))
 
 
@@ -106,43 +109,117 @@ def _in_a_row(at: LocalOp, node: Any, dim: int) -> Any:
     return at.emit(aten.reshape.default, node, [*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :]])
 
 
-def sum_to_end(x: Any, dim: int, **kwargs: Any) -> Any:
-    """The sums of each element and all behind it, an op of the global graph alone: a flipped cumsum of a flipped x.
+@dataclass(frozen=True)
+class Scan:
+    """How an op accumulates along a dim.
+
+    neutral: the value that changes no result. join: the op that adds the total of earlier shards to a shard's results;
+    None where those are chosen instead, with the place of each.
+    """
+
+    neutral: float
+    join: Any = None
+
+
+SCANS = {
+    aten.cumsum.default: Scan(0.0, aten.add.Tensor),
+    aten.cumprod.default: Scan(1.0, aten.mul.Tensor),
+    aten.logcumsumexp.default: Scan(-math.inf, aten.logaddexp.default),
+    aten.cummax.default: Scan(-math.inf),
+    aten.cummin.default: Scan(math.inf),
+}
+
+
+def scan_to_end(x: Any, dim: int, scan: Any, **kwargs: Any) -> Any:
+    """The scan of each element and all behind it, an op of the global graph alone: a flipped scan of a flipped x.
 
     That is the gradient of cumsum, and neither flip of a sharded dim need move anything.
     """
-    return x.flip(dim).cumsum(dim, **kwargs).flip(dim)
+    return scan(x.flip(dim), dim, **kwargs).flip(dim)
 
 
-def running_sum(op: Op) -> Rule:
-    """The rule of cumsum and `sum_to_end`: the sums within a shard, plus the total of all shards on the other side."""
-    x, out, backward = op.operands[0], op.results[0], op.target is sum_to_end
-    dim = op.args[1] % max(x.rank, 1)
+def accumulated(op: Op) -> Rule:
+    """The rule of scans and `scan_to_end`: the scan of a shard, joined with the totals of those before (behind) it."""
+    x, backward = op.operands[0], op.target is scan_to_end
+    target = op.args[2] if backward else op.target
+    dim, how = op.args[1] % max(x.rank, 1), SCANS[target]
+    linear = how.join is aten.add.Tensor and x.rank
 
-    def sums_of_shard(at: LocalOp) -> Any:
+    def own(at: LocalOp) -> list[Any]:
         if not backward:
-            return at.same()
+            same = at.same()
+            return same if isinstance(same, list) else [same]
         flipped = at.emit(aten.flip.default, at.inputs[0], [dim])
-        return at.emit(aten.flip.default, at.emit(aten.cumsum.default, flipped, dim, **op.kwargs), [dim])
+        return [at.emit(aten.flip.default, at.emit(target, flipped, dim, **op.kwargs), [dim])]
 
-    main = replace(along(op), additive=(0,) if x.rank else (), local=sums_of_shard)
-    if x.rank == 0 or x.shape[dim] == 1:
+    main = replace(along(op), additive=(0,) if linear else (), local=own)
+    if x.rank == 0 or x.shape[dim] == 1 or x.dtype == torch.bool:
         return main
 
     def local(at: LocalOp) -> Any:
-        (f,), sums = way.operands[0][dim], sums_of_shard(at)
+        (f,), results = way.operands[0][dim], own(at)
         if not at.axes(f):
-            return sums
-        totals = at.gather(at.emit(aten.narrow.default, sums, dim, 0 if backward else at.size(f) - 1, 1), f)
+            return results
+        if how.join is None:
+            results[1] = at.emit(aten.add.Tensor, results[1], at.offset(f))
+        totals = [at.emit(aten.narrow.default, node, dim, 0 if backward else at.size(f) - 1, 1) for node in results]
+        values = at.gather(totals[0], f)
         places = at.emit(aten.arange.default, at.members(f), dtype=torch.int64)
         apart = at.emit(aten.le.Scalar if backward else aten.ge.Scalar, places, at.position(f))
         apart = at.emit(aten.reshape.default, apart, [at.members(f)] + [1] * x.rank)
-        others = at.emit(aten.masked_fill.Scalar, totals, apart, 0)
-        others = at.emit(aten.sum.dim_IntList, others, [0], dtype=out.dtype)
-        return at.emit(aten.add.Tensor, sums, others)
+        values = at.emit(aten.masked_fill.Scalar, values, apart, finite(how.neutral, at.dtype_of(values)))
+        others, *place = (
+            at.emit(aten.narrow.default, node, 0, at.members(f) - 1, 1)
+            for node in (at.several(target, values, 0) if how.join is None else [at.emit(target, values, 0)])
+        )
+        if how.join is not None:
+            return at.emit(how.join, results[0], at.emit(aten.squeeze.dim, others, 0))
+        indices = at.gather(at.emit(aten._to_copy.default, totals[1], dtype=INDEX), f)
+        index = at.emit(aten._to_copy.default, at.emit(aten.gather.default, indices, 0, *place), dtype=torch.int64)
+        return _later_of(at, results, [at.emit(aten.squeeze.dim, node, 0) for node in (others, index)], target)
 
-    way = _by_local_results(op, dim, 1, 1, local=local, fills=((0, 0.0),))
-    return replace(main, others=(way,))
+    exchanges = 2 if how.join is None else 1
+    way = _by_local_results(op, [dim], 1, exchanges, local=local, fills=((0, how.neutral),))
+    return replace(main, others=(replace(way, trailing=way.operands[0][dim]),))
+
+
+def finite(number: float, dtype: torch.dtype) -> float:
+    """The number, or in place of an infinite one the largest or the smallest integer of a dtype without infinity."""
+    if dtype.is_floating_point or dtype.is_complex or abs(number) != math.inf:
+        return number
+    return torch.iinfo(dtype).max if number > 0 else torch.iinfo(dtype).min
+
+
+def _later_of(at: LocalOp, own: list[Any], before: list[Any], target: Any) -> list[Any]:
+    """The running extremes (value, index) of a shard and of those before it: as in torch the last of equal ones counts,
+    and of all numbers and NaN, the last NaN."""
+    exceeds = aten.ge.Tensor if target is aten.cummax.default else aten.le.Tensor
+    kept = at.emit(exceeds, own[0], before[0])
+    kept = at.emit(aten.logical_or.default, kept, at.emit(aten.ne.Tensor, own[0], own[0]))
+    return [at.emit(aten.where.self, kept, *pair) for pair in zip(own, before)]
+
+
+def joined(again: Any, neutral: float) -> Entry:
+    """The entry of a reduction that gathers the results of shards and reduces these: prod, any and all.
+
+    again: the op for one dim. neutral: the value that changes no result.
+    """
+
+    def rule(op: Op) -> Rule:
+        chosen, _ = reduced_dims(op)
+
+        def local(at: LocalOp) -> Any:
+            node = at.same()
+            for d in chosen:
+                for f in way.operands[0][d]:
+                    if at.axes(f):
+                        node = at.emit(again, at.gather(node, f), 0, **op.kwargs)
+            return node
+
+        way = _by_local_results(op, chosen, 1, 1, local=local, fills=((0, neutral),))
+        return replace(whole_reduction(op), others=(way,))
+
+    return Entry(rule)
 
 
 OPS: Table = {
@@ -151,6 +228,9 @@ OPS: Table = {
     aten.max.dim: Entry(extreme),
     aten.min.dim: Entry(extreme),
     aten.topk: Entry(topk),
-    aten.cumsum: Entry(running_sum),
-    sum_to_end: Entry(running_sum),
+    aten.prod: joined(aten.prod.dim_int, 1.0),
+    aten.any: joined(aten.any.dim, 0.0),
+    aten.all: joined(aten.all.dim, 1.0),
+    scan_to_end: Entry(accumulated),
+    **{scan.overloadpacket: Entry(accumulated) for scan in SCANS},
 }

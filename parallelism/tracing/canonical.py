@@ -10,7 +10,7 @@ from tpshard.parallelism.anchors import is_boundary, is_named, is_role
 from tpshard.parallelism.graph import Graph, Op, Ref, Value
 from tpshard.parallelism.rules.pieces import bounds
 from tpshard.parallelism.rules.pooling import APART, sum_of_windows, window_counts, windows_of
-from tpshard.parallelism.rules.selection import sum_to_end
+from tpshard.parallelism.rules.selection import SCANS, scan_to_end
 from tpshard.parallelism.rules.strides import of_slice, of_view
 from tpshard.parallelism.rules.table import entry_of
 from tpshard.parallelism.tracing.fold_contractions import fold_contractions
@@ -24,7 +24,7 @@ def canonicalize(graph: Graph) -> None:
     remove_identities(graph)
     unify(graph)
     join_pieces(graph)
-    sum_from_behind(graph)
+    scan_from_behind(graph)
     narrow_splits(graph)
     spread_windows(graph)
     fold_contractions(graph)
@@ -105,16 +105,18 @@ def join_pieces(graph: Graph) -> None:
     graph.drop_dead()
 
 
-def sum_from_behind(graph: Graph) -> None:
-    """Rewrites a flipped cumsum of a flipped tensor, the gradient of cumsum, to `sum_to_end`."""
+def scan_from_behind(graph: Graph) -> None:
+    """Rewrites a flipped cumsum of a flipped tensor, the gradient of cumsum, and other such scans to `scan_to_end`."""
     for op in graph.ops:
-        sums = op.operands[0].producer if op.target is aten.flip.default else None
-        first = sums.operands[0].producer if sums is not None and sums.target is aten.cumsum.default else None
-        if sums is None or first is None or first.target is not aten.flip.default:
+        scan = op.operands[0].producer if op.target is aten.flip.default else None
+        if scan is None or scan.target not in SCANS or len(scan.results) > 1:
             continue
-        rank = op.results[0].rank
-        if {sums.args[1] % rank} == {d % rank for d in op.args[1]} == {d % rank for d in first.args[1]}:
-            op.target, op.args, op.kwargs, op.operands = sum_to_end, sums.args, sums.kwargs, [first.operands[0]]
+        first, rank = scan.operands[0].producer, op.results[0].rank
+        if first is None or first.target is not aten.flip.default:
+            continue
+        if {scan.args[1] % rank} == {d % rank for d in op.args[1]} == {d % rank for d in first.args[1]}:
+            op.target, op.args, op.kwargs = scan_to_end, (*scan.args, scan.target), scan.kwargs
+            op.operands = [first.operands[0]]
             graph.refresh_users()
     graph.drop_dead()
 

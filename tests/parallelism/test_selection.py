@@ -1,4 +1,4 @@
-"""argmax, top-k and running sums of a sharded dim combine each device's result with a small exchange."""
+"""argmax, top-k, products and scans of a sharded dim combine each device's result with a small exchange."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ def ways(k: int, keep: bool) -> list[Callable[[Tensor], Any]]:
     return [
         lambda x: x.argmax(1, keep), lambda x: x.argmin(1, keep), lambda x: tuple(x.max(1, keep)),
         lambda x: tuple(x.min(-1, keep)), lambda x: tuple(x.topk(k)), lambda x: tuple(x.topk(k, 0, largest=False)),
-        lambda x: (x * 2 + 1).cumsum(1), lambda x: x.cumsum(0),
+        lambda x: (x * 2 + 1).cumsum(1), lambda x: x.cumsum(0), lambda x: tuple(x.cummax(1)),
+        lambda x: tuple(x.flip(1).cummin(0)), lambda x: x.double().logcumsumexp(1), lambda x: (x > 3).any(1, keep),
+        lambda x: (x.double() / 20).cumprod(1), lambda x: (x.double() / 20).flip(1).cumprod(1).flip(1),
+        lambda x: (x.double() / 20).prod(1, keep), lambda x: (x > -9).all(),
     ]  # fmt: skip
 
 
@@ -49,7 +52,9 @@ def test_the_first_of_equal_ones_is_taken_wherever_it_lies() -> None:
 
 def test_what_is_exchanged_is_small() -> None:
     logits = torch.randn(64, 4096)
-    for fn, elements in ((lambda x: x.argmax(1), 1), (lambda x: tuple(x.topk(4)), 4), (lambda x: x.cumsum(1), 1)):
+    scans = [lambda x: x.cumprod(1), lambda x: x.logcumsumexp(1), lambda x: tuple(x.cummax(1)), lambda x: x.prod(1)]
+    every = [(lambda x: x.argmax(1), 1), (lambda x: tuple(x.topk(4)), 4), (lambda x: x.cumsum(1), 1)]
+    for fn, elements in [*every, *((scan, 1) for scan in scans)]:
         program = partition(fn, [logits], EIGHT, [(None, "x")])
         assert {c.kind for c in program.collectives} == {"all_gather"}
         assert sum(c.bytes for c in program.collectives) <= 8 * 64 * elements * (4 + 8)
