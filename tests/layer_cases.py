@@ -58,6 +58,9 @@ def _pools(rank: int) -> dict[str, list[Case]]:
             averaged: [
                 both(lambda x: average(x, 2), x), both(lambda x: average(x, 3, 2, 1), x),
                 both(lambda x: average(x, 3, 1, 1, count_include_pad=False), x),
+                both(lambda x: average(x, 3, 2, 1, ceil_mode=True), x),
+                both(lambda x: average(x, 3, 3, 1, ceil_mode=True, count_include_pad=False), x),
+                both(lambda x: average(x, 3, 1, 1, ceil_mode=True, divisor_override=5), x),
             ],
             f"adaptive_max_pool{rank}d": [both(lambda x: adaptive(x, [3] * rank), x)],
             f"_adaptive_avg_pool{rank}d": [both(lambda x: mean(x, [3] * rank), x)],

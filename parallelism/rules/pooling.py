@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from tpshard.parallelism.graph import Op, Value
 from tpshard.parallelism.rules import decompositions as by
 from tpshard.parallelism.rules import strides
@@ -105,16 +106,10 @@ def max_pool_backward(op: Op, rank: int) -> Rule:
     )  # fmt: skip
 
 
-def _even(args: Sequence[Any], rank: int) -> bool:
-    """Whether all windows of average pooling have one divisor; args: padding, ceil_mode, count_include_pad, divisor."""
-    padding, ceil, count, divisor = (*args, *(None,) * 4)[:4]
-    return bool(divisor) or (not ceil and (count is not False or not any(per_spatial_dim(padding, rank, 0))))
-
-
 def average_pool(op: Op, rank: int) -> Rule:
     """The rule of avg_pool(x, kernel, stride, padding, ceil_mode, count_include_pad, divisor) over `rank` dims."""
     (x,), (out,) = op.operands, op.results
-    pool = Pooling(x, out, rank, (*(*op.args[1:], *(None,) * 3)[:3], 1), _even(op.args[3:], rank))
+    pool = Pooling(x, out, rank, (*(*op.args[1:], *(None,) * 3)[:3], 1), x.dtype.is_floating_point)
 
     def local(at: LocalOp) -> Any:
         if not any(pool.sliding.cut(at)):
@@ -129,7 +124,7 @@ def average_pool(op: Op, rank: int) -> Rule:
 def average_pool_backward(op: Op, rank: int) -> Rule:
     """The rule of avg_pool_backward(grad, x, kernel, stride, padding, ceil_mode, count_include_pad, divisor)."""
     grad, x = op.operands
-    pool = Pooling(x, grad, rank, (*op.args[2:5], 1), _even(op.args[4:], rank))
+    pool = Pooling(x, grad, rank, (*op.args[2:5], 1))
 
     def local(at: LocalOp) -> Any:
         if not any(pool.sliding.cut(at)):
@@ -143,6 +138,51 @@ def average_pool_backward(op: Op, rank: int) -> Rule:
         [pool.out, pool.x], [pool.x], additive=(0,), local=local, windows=pool.sliding.windows(2, 0),
         fills=((0, 0.0),),
     )  # fmt: skip
+
+
+def _unequal(x: Tensor, args: Sequence[Any], rank: int) -> tuple[list[Any], Any, torch.dtype] | None:
+    """The arguments kernel, stride, padding, ceil_mode, count_include_pad and divisor of average pooling over `rank`
+    dims, the pooling op, and the dtype to add up in; None if all windows have one divisor."""
+    full = [*args, *(None, [], [0], False, True, None)[len(args) :]]
+    equal = full[5] or (not full[3] and (full[4] or not any(per_spatial_dim(full[2], rank, 0))))
+    op = {2: aten.avg_pool2d, 3: aten.avg_pool3d}[rank].default
+    return None if equal or not x.is_floating_point() else (full, op, torch.promote_types(x.dtype, torch.float32))
+
+
+def _divisors(sizes: Sequence[int], counts: Sequence[int], args: Sequence[Any], dtype: torch.dtype) -> Tensor:
+    """The number of elements of each window of average pooling, [counts]; args: as of `_unequal`."""
+    rank = len(sizes)
+    kernel, padding = per_spatial_dim(args[0], rank), per_spatial_dim(args[2], rank, 0)
+    stride = per_spatial_dim(args[1], rank, kernel)
+    total = torch.ones([1] * rank, dtype=dtype)
+    for d, (n, m, k, s, p) in enumerate(zip(sizes, counts, kernel, stride, padding)):
+        first = torch.arange(m) * s - p
+        size = (first + k).clamp(max=n + p) - first if args[4] else (first + k).clamp(max=n) - first.clamp(min=0)
+        total = total * size.to(dtype).view(-1, *[1] * (rank - 1 - d))
+    return total
+
+
+def average(x: Tensor, *args: Any, rank: int) -> Tensor:
+    """Computes avg_pool as sums of windows divided by their sizes, where these differ, as at an image's edges."""
+    unequal = _unequal(x, args, rank)
+    if unequal is None:
+        return NotImplemented
+    full, op, dtype = unequal
+    sums = op(x.to(dtype), *full[:5], 1)
+    average: Tensor = (sums / _divisors(x.shape[-rank:], sums.shape[-rank:], full, dtype)).to(x.dtype)
+    return average
+
+
+def average_backward(grad: Tensor, x: Tensor, *args: Any, rank: int) -> Tensor:
+    """Computes avg_pool_backward as that of sums of windows, from the gradients of averages divided by their sizes."""
+    unequal = _unequal(x, args, rank)
+    if unequal is None:
+        return NotImplemented
+    full, _, dtype = unequal
+    back = {2: aten.avg_pool2d_backward, 3: aten.avg_pool3d_backward}[rank].default
+    each = grad.to(dtype) / _divisors(x.shape[-rank:], grad.shape[-rank:], full, dtype)
+    gradient: Tensor = back(each, x.to(dtype), *full[:5], 1).to(x.dtype)
+    return gradient
 
 
 class Unfolding:
@@ -260,9 +300,11 @@ def image(op: Op) -> Rule:
     )
 
 
-def of_rank(rule: Callable[..., Rule], rank: int) -> Entry:
-    """The entry of pooling over `rank` spatial dims."""
-    return Entry(partial(rule, rank=rank))
+def of_rank(rule: Callable[..., Rule], rank: int, decomposition: Callable[..., Any] | None = None) -> Entry:
+    """The entry of pooling over `rank` spatial dims; decomposition: how calls that it supports are recorded."""
+    return Entry(
+        partial(rule, rank=rank), recorded="itself" if decomposition is None else partial(decomposition, rank=rank)
+    )
 
 
 OPS: Table = {
@@ -270,10 +312,10 @@ OPS: Table = {
     aten.max_pool2d_with_indices_backward: of_rank(max_pool_backward, 2),
     aten.max_pool3d_with_indices: of_rank(max_pool, 3),
     aten.max_pool3d_with_indices_backward: of_rank(max_pool_backward, 3),
-    aten.avg_pool2d: of_rank(average_pool, 2),
-    aten.avg_pool2d_backward: of_rank(average_pool_backward, 2),
-    aten.avg_pool3d: of_rank(average_pool, 3),
-    aten.avg_pool3d_backward: of_rank(average_pool_backward, 3),
+    aten.avg_pool2d: of_rank(average_pool, 2, average),
+    aten.avg_pool2d_backward: of_rank(average_pool_backward, 2, average_backward),
+    aten.avg_pool3d: of_rank(average_pool, 3, average),
+    aten.avg_pool3d_backward: of_rank(average_pool_backward, 3, average_backward),
     aten.unfold: view_entry(unfold, strides.by_torch(aten.unfold.default)),
     aten.unfold_backward: Entry(unfold_backward),
     aten.im2col: Entry(recorded=by.in_a_batch(aten.im2col.default, 4), dense="all"),
