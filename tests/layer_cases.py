@@ -68,7 +68,10 @@ def _pools(rank: int) -> dict[str, list[Case]]:
     if rank == 2:
         for mode in ("bicubic", "bilinear"):
             sized = {"size": [5, 3], "mode": mode, "antialias": True}
-            cases[f"_upsample_{mode}2d_aa"] = [both(lambda x, sized=sized: F.interpolate(x, **sized), x)]
+            cases[f"_upsample_{mode}2d_aa"] = [
+                both(lambda x, sized=sized: F.interpolate(x, **sized), x),
+                both(lambda x, m=mode: F.interpolate(x, size=[5, 9], mode=m, antialias=True, align_corners=True), x),
+            ]
         cases["upsample_bicubic2d"] = [both(lambda x: F.interpolate(x, size=[5, 3], mode="bicubic"), x)]
     result = {f"aten.{name} aten.{name}_backward": each for name, each in cases.items()}
     if rank > 1:

@@ -1,7 +1,8 @@
 """Rules of resizing images with interpolation, by any ratio: a position of the result reads a few neighbours.
 
 A device first gets the rows that its part of the result reads. Kernels of torch measure positions from the end of what
-they get, so that a sharded dim is interpolated here, by weighted sums of rows; torch's kernel resizes the other dims.
+they get, so that a sharded dim is interpolated here, by weighted sums of rows, with antialiasing as one product with a
+matrix of weights; torch's kernel resizes the other dims.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from tpshard.parallelism.graph import Op, Value
 from tpshard.parallelism.rules import decompositions as by
 from tpshard.parallelism.rules.entry import Entry, Table
 from tpshard.parallelism.rules.rule import Dim, Factors, Kind, LocalOp, Rule, Window
-from tpshard.parallelism.rules.windows import per_rank
 
 aten = torch.ops.aten
 
@@ -45,6 +45,24 @@ class Way:
         rows = (place.clamp(min=0) if self.least else place).floor().long().clamp(max=self.n - 1)
         places = tuple((rows - int(self.taps == 4)).tolist())
         return f, Window(read, d, reader, d, span=self.taps, places=places)
+
+    def resized(self, at: LocalOp, f: int, d: int, node: Any, written: int) -> Any:
+        """The `written` results of a device's window along dim d."""
+        total: Any = None
+        for place, weight in self.rows(at, f, d, 0, written, at.shape_of(node)[d], node):
+            part = at.emit(aten.index_select.default, node, d, place)
+            part = part if weight is None else at.emit(aten.mul.Tensor, part, weight)
+            total = part if total is None else at.emit(aten.add.Tensor, total, part)
+        return total
+
+    def spread(self, at: LocalOp, f: int, d: int, node: Any, length: int) -> Any:
+        """The gradient of a device's window of `length` rows from that of its results: the transpose of `resized`."""
+        shape = [length if e == d else n for e, n in enumerate(at.shape_of(node))]
+        total = at.emit(aten.new_zeros.default, node, shape)
+        for place, weight in self.rows(at, f, d, 1, at.shape_of(node)[d], length, node):
+            part = node if weight is None else at.emit(aten.mul.Tensor, node, weight)
+            total = at.emit(aten.index_add.default, total, d, place, part)
+        return total
 
     def rows(self, at: LocalOp, f: int, d: int, read: int, written: int, length: int, like: Any) -> Iterator[Any]:
         """Yields, for each tap, the places in a device's window that its `written` results read, and their weights in
@@ -83,18 +101,71 @@ class Way:
         return at.emit(aten.add.Tensor, node, last)
 
 
+class Smooth(Way):
+    """How positions of one dim are read with antialiasing: by a kernel of `taps` rows, as wide as a position of a
+    smaller result. The weights of a device's rows are a matrix, which is computed by position."""
+
+    def __init__(self, n: int, m: int, taps: int, corners: bool, scale: float | None, centred: bool):
+        super().__init__(n, m, taps, corners, scale, centred)
+        self.wide = max(self.scale, 1.0)
+
+    def window(self, f: int, d: int, read: int, reader: int) -> tuple[int, Window]:
+        centre = (torch.arange(self.m, dtype=self.dtype) + 0.5) * self.scale
+        reach = self.taps / 2 * self.wide
+        first = (centre - reach + 0.5).long().clamp(min=0, max=self.n - 1)
+        end = (centre + reach + 0.5).long().clamp(max=self.n)
+        span = max(1, int((end - first).max()))
+        return f, Window(read, d, reader, d, span=span, places=tuple(first.tolist()), fill=0.0)
+
+    def resized(self, at: LocalOp, f: int, d: int, node: Any, written: int) -> Any:
+        return self._times(at, d, node, self._matrix(at, f, 0, written, at.shape_of(node)[d], at.dtype_of(node)))
+
+    def spread(self, at: LocalOp, f: int, d: int, node: Any, length: int) -> Any:
+        matrix = self._matrix(at, f, 1, at.shape_of(node)[d], length, at.dtype_of(node))
+        return self._times(at, d, node, at.emit(aten.permute.default, matrix, [1, 0]))
+
+    def _times(self, at: LocalOp, d: int, node: Any, matrix: Any) -> Any:
+        """The product of a matrix with a tensor along its dim d."""
+        last = at.emit(aten.linear.default, at.emit(aten.transpose.int, node, d, -1), matrix)
+        return at.emit(aten.transpose.int, last, d, -1)
+
+    def _matrix(self, at: LocalOp, f: int, read: int, written: int, length: int, dtype: torch.dtype) -> Any:
+        """The weights [written, length] with which a device's results read its window of tensor number `read`."""
+        centre = at.emit(aten.add.Tensor, at.emit(aten.arange.default, written), at.offset(f))
+        centre = at.emit(aten.add.Tensor, at.emit(aten._to_copy.default, centre, dtype=self.dtype), 0.5)
+        centre = at.emit(aten.mul.Tensor, centre, self.scale)
+        row = at.emit(aten.add.Tensor, at.emit(aten.arange.default, length), at.begin(f, read))
+        away = at.emit(aten.sub.Tensor, at.emit(aten.add.Tensor, row, 0.5), at.emit(aten.unsqueeze.default, centre, 1))
+        weight = self._kernel(at, at.emit(aten.abs.default, at.emit(aten.div.Tensor, away, self.wide)))
+        for outside in (at.emit(aten.lt.Scalar, row, 0), at.emit(aten.ge.Scalar, row, self.n)):
+            weight = at.emit(aten.masked_fill.Scalar, weight, outside, 0)
+        total = at.emit(aten.sum.dim_IntList, weight, [1], True)
+        total = at.emit(aten.masked_fill.Scalar, total, at.emit(aten.eq.Scalar, total, 0), 1)  # behind the last result
+        return at.emit(aten._to_copy.default, at.emit(aten.div.Tensor, weight, total), dtype=dtype)
+
+    def _kernel(self, at: LocalOp, away: Any) -> Any:
+        """The linear or cubic kernel at distances from its centre."""
+        if self.taps == 2:
+            return at.emit(aten.clamp.default, at.emit(aten.rsub.Scalar, away, 1), 0)
+        near, far = self.cubic(at, away, 0, -0.5), self.cubic(at, at.emit(aten.sub.Tensor, away, 1), 1, -0.5)
+        far = at.emit(aten.masked_fill.Scalar, far, at.emit(aten.ge.Scalar, away, 2), 0)
+        return at.emit(aten.where.self, at.emit(aten.lt.Scalar, away, 1), near, far)
+
+
 class Resizing:
     """The factors of resizing `x[n c spatial] -> out[n c spatial]`, and the way of each spatial dim.
 
     rest: the op's arguments behind the sizes: whether corners are aligned (with several taps), and scales.
     """
 
-    def __init__(self, small: Value, large: Value, taps: int, centred: bool, rest: Sequence[Any]):
+    def __init__(
+        self, small: Value, large: Value, taps: int, centred: bool, rest: Sequence[Any], kind: type[Way] = Way
+    ):  # fmt: skip
         self.factors, self.taps, (x, out) = Factors(), taps, (small.shape, large.shape)
         corners, *scales = rest if taps > 1 else (False, *rest)
         lead = self.factors.dims(x[:2])
         self.ways = [
-            Way(n, m, taps, corners, scale, centred)
+            kind(n, m, taps, corners, scale, centred)
             for n, m, scale in zip(x[2:], out[2:], [*scales, *[None] * len(x)])
         ]  # fmt: skip
         weighed = taps == 1 or small.dtype.is_floating_point  # sums of integers' rows round otherwise
@@ -131,10 +202,10 @@ def _in_fp32(at: LocalOp, node: Any) -> Any:
     return at.emit(aten._to_copy.default, node, dtype=torch.float32) if narrow else node
 
 
-def resize(op: Op, taps: int, centred: bool = False) -> Rule:
+def resize(op: Op, taps: int, centred: bool = False, kind: type[Way] = Way) -> Rule:
     """The rule of upsample(x, size, [align_corners,] scales...)."""
     (x,), (out,) = op.operands, op.results
-    parts = Resizing(x, out, taps, centred, op.args[2:])
+    parts = Resizing(x, out, taps, centred, op.args[2:], kind)
 
     def local(at: LocalOp) -> Any:
         cut = parts.cut(at)
@@ -142,13 +213,7 @@ def resize(op: Op, taps: int, centred: bool = False) -> Rule:
             return at.with_args(op.args[0], list(at.shape()[2:]), *op.args[2:])
         node = _in_fp32(at, at.window(0))
         for d, f, way in cut:
-            total: Any = None
-            rows = way.rows(at, f, d, 0, at.shape()[d], at.shape_of(node)[d], node)
-            for place, weight in rows:
-                part = at.emit(aten.index_select.default, node, d, place)
-                part = part if weight is None else at.emit(aten.mul.Tensor, part, weight)
-                total = part if total is None else at.emit(aten.add.Tensor, total, part)
-            node = total
+            node = way.resized(at, f, d, node, at.shape()[d])
         if len(cut) < len(parts.ways):
             node = at.emit(op.target, node, list(at.shape()[2:]), *parts.others(at, op.args[2:]))
         return at.emit(aten._to_copy.default, node, dtype=x.dtype) if at.dtype_of(node) != x.dtype else node
@@ -156,10 +221,10 @@ def resize(op: Op, taps: int, centred: bool = False) -> Rule:
     return parts.factors.rule([parts.small], [parts.large], additive=(0,), windows=parts.windows(0, 1), local=local)
 
 
-def resize_backward(op: Op, taps: int, centred: bool = False) -> Rule:
+def resize_backward(op: Op, taps: int, centred: bool = False, kind: type[Way] = Way) -> Rule:
     """The rule of upsample_backward(grad, size, input size, [align_corners,] scales...), as that of `resize`."""
     (grad,), (x,) = op.operands, op.results
-    parts = Resizing(x, grad, taps, centred, op.args[3:])
+    parts = Resizing(x, grad, taps, centred, op.args[3:], kind)
     windows = parts.windows(1, 0)
 
     def local(at: LocalOp) -> Any:
@@ -170,12 +235,7 @@ def resize_backward(op: Op, taps: int, centred: bool = False) -> Rule:
             written = at.operand_shape(0)[d]
             (window,) = (w for g, w in windows if g == f)
             size[d] = window.length(way.m, written, at.members(f))
-            shape = [size[d] if e == d else n for e, n in enumerate(at.shape_of(node))]
-            total = at.emit(aten.new_zeros.default, node, shape)
-            for place, weight in way.rows(at, f, d, 1, written, size[d], node):
-                part = node if weight is None else at.emit(aten.mul.Tensor, node, weight)
-                total = at.emit(aten.index_add.default, total, d, place, part)
-            node = total
+            node = way.spread(at, f, d, node, size[d])
         if len(cut) < len(parts.ways):
             node = at.emit(op.target, node, list(at.shape_of(node)[2:]), size, *parts.others(at, op.args[3:]))
         node = at.fold(node, 1, 0)
@@ -186,9 +246,11 @@ def resize_backward(op: Op, taps: int, centred: bool = False) -> Rule:
     )  # fmt: skip
 
 
-def _both(name: str, taps: int, centred: bool = False, recorded: Sequence[Any] = ("itself", "itself")) -> Table:
+def _both(
+    name: str, taps: int, centred: bool = False, recorded: Sequence[Any] = ("itself", "itself"), kind: type[Way] = Way
+) -> Table:  # fmt: skip
     """The entries of an op and of its backward op."""
-    rules = (partial(resize, taps=taps, centred=centred), partial(resize_backward, taps=taps, centred=centred))
+    rules = [partial(rule, taps=taps, centred=centred, kind=kind) for rule in (resize, resize_backward)]
     ops = (getattr(aten, name), getattr(aten, f"{name}_backward"))
     return {op: Entry(rule, recorded=by_what) for op, rule, by_what in zip(ops, rules, recorded)}
 
@@ -201,6 +263,6 @@ OPS: Table = {
     **_both("upsample_bicubic2d", 4),
     **{k: v for rank in (1, 2, 3) for k, v in _both(f"upsample_nearest{rank}d", 1, False, NEAREST).items()},
     **{k: v for rank in (1, 2, 3) for k, v in _both(f"_upsample_nearest_exact{rank}d", 1, True, NEAREST).items()},
-    **per_rank("_upsample_bilinear{}d_aa", "in->out", "out->in", linear="0", size=2),
-    **per_rank("_upsample_bicubic{}d_aa", "in->out", "out->in", linear="0", size=2),
+    **_both("_upsample_bilinear2d_aa", 2, kind=Smooth),
+    **_both("_upsample_bicubic2d_aa", 4, kind=Smooth),
 }

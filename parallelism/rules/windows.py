@@ -15,7 +15,7 @@ import torch
 from tpshard.parallelism.graph import Op, Ref, Value
 from tpshard.parallelism.rules import decompositions as by
 from tpshard.parallelism.rules.entry import Entry, Table
-from tpshard.parallelism.rules.letters import Local, letters
+from tpshard.parallelism.rules.letters import letters
 from tpshard.parallelism.rules.rule import Dim, Factors, Kind, LocalOp, Rule, Window
 
 aten = torch.ops.aten
@@ -190,23 +190,16 @@ def convolution_backward(op: Op) -> Rule:
     )  # fmt: skip
 
 
-def with_local_size(position: int) -> Local:
-    """Returns the local form of an op: its argument at `position`, the result's size, becomes the local size."""
-    return lambda at, of: at.with_args(*at.op.args[:position], list(at.shape()), *at.op.args[position + 1 :])
-
-
 SPATIAL = {1: ("W", "Z"), 2: ("HW", "YZ"), 3: ("DHW", "XYZ")}
 """The letters of the whole spatial dims of input and output, by their number."""
 
 
 def per_rank(
-    name: str, forward: str, backward: str = "", *, size: int | None = None,
-    recorded: Sequence[Any] = ("itself", "itself"), **facts: Any,
+    name: str, forward: str, backward: str = "", *, recorded: Sequence[Any] = ("itself", "itself"), **facts: Any
 ) -> Table:  # fmt: skip
     """The entries of ops with `{}` in their name for the number of spatial dims, and of their backward ops.
 
-    In letters `in` and `out` are the spatial dims of input and output. size: the index of the backward's argument with
-    the input's size. recorded: how each of the two is recorded.
+    In letters `in` and `out` are the spatial dims of input and output. recorded: how each of the two is recorded.
     """
     table: Table = {}
     for rank, (before, after) in SPATIAL.items():
@@ -216,8 +209,7 @@ def per_rank(
             continue
         table[op] = letters(texts[0], recorded=recorded[0], **facts)
         if backward:
-            local = None if size is None else with_local_size(size)
-            table[back] = letters(texts[1], local=local, recorded=recorded[1], **facts)
+            table[back] = letters(texts[1], recorded=recorded[1], **facts)
     return table
 
 

@@ -113,6 +113,8 @@ def test_resizing_and_padding_send_rows_not_images() -> None:
         (lambda x: F.interpolate(x, (96, 16), mode="bicubic", align_corners=True), 6),
         (lambda x: F.interpolate(x, (127, 31), mode="bilinear", align_corners=True), 2),
         (lambda x: F.interpolate(x, (96, 20)), 1),
+        (lambda x: F.interpolate(x, (32, 7), mode="bilinear", antialias=True), 2),
+        (lambda x: F.interpolate(x, scale_factor=2, mode="bicubic", antialias=True), 4),
         (lambda x: F.pad(x, [1, 1, 0, 0], "reflect"), 0), (lambda x: F.pad(x, [0, 0, 1, 1], "replicate"), 16),
         (lambda x: F.pad(x, [0, 0, 1, 1], "reflect"), 16), (lambda x: F.avg_pool2d(x, 3, 2, ceil_mode=True), 1),
         (lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False), 1),
