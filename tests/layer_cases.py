@@ -171,8 +171,19 @@ LAYERS: dict[str, list[Case]] = {
     "aten.scatter_reduce": [
         call(aten.scatter_reduce.two, f(4, 6), 1, ints(6, 4, 3), f(4, 3), "amax"),
         call(aten.scatter_reduce.two, f(4, 6), 0, ints(4, 8, 6), f(8, 6), "mean", include_self=False),
+        *(
+            both(
+                lambda x, i, s, h=how, c=own: x.scatter_reduce(0, i, s, h, include_self=c),
+                f(4, 6), ints(3, 9, 6), f(9, 6),
+            )
+            for how in ("sum", "prod", "mean", "amin") for own in (True, False)
+        ),
+        call(aten.scatter_reduce.two, ints(9, 4, 6), 0, ints(4, 8, 6), ints(9, 8, 6), "amax", include_self=False),
     ],
-    "aten.index_reduce": [call(aten.index_reduce.default, f(4, 6), 0, ints(4, 8), f(8, 6), "amax")],
+    "aten.index_reduce": [
+        call(aten.index_reduce.default, f(4, 6), 0, ints(4, 8), f(8, 6), "amax"),
+        call(aten.index_reduce.default, f(4, 6), 1, ints(6, 3), f(4, 3), "prod", include_self=False),
+    ],
     "aten._embedding_bag aten._embedding_bag_backward": [
         both(lambda k, t, m=mode: F.embedding_bag(k, t, mode=m), ints(12, 4, 2), f(12, 6))
         for mode in ("sum", "mean", "max")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +10,7 @@ from tpshard.parallelism.graph import Op, Value
 from tpshard.parallelism.partitioning.choose import Choice
 from tpshard.parallelism.program import Spec
 from tpshard.parallelism.resharding.lower import Emitter
+from tpshard.parallelism.rules.indexing import finite
 from tpshard.parallelism.rules.rule import Kind, Rule
 from tpshard.parallelism.sharding import Layout, even, local_shape
 
@@ -35,10 +35,7 @@ class ShardPadding:
             zeros = self.zeros.get(node, frozenset())
             if fill is None or (fill == 0 and d in zeros):
                 continue
-            if abs(fill) == math.inf and not value.dtype.is_floating_point:
-                limits = torch.iinfo(value.dtype)
-                fill = limits.max if fill > 0 else limits.min
-            node = self._masked(node, value, layout, d, fill)
+            node = self._masked(node, value, layout, d, finite(fill, value.dtype))
             self.zeros[node] = zeros | {d} if fill == 0 else zeros - {d}
         return node
 

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from tpshard.parallelism.graph import Op, Ref
 from tpshard.parallelism.rules.entry import Entry, Table
 from tpshard.parallelism.rules.letters import letters
-from tpshard.parallelism.rules.rule import Dim, Factors, Kind, LocalOp, Rule
+from tpshard.parallelism.rules.rule import Dim, Exchange, Factors, Kind, LocalOp, Rule
 from tpshard.parallelism.rules.shape import whole
 
 aten = torch.ops.aten
+
+
+def finite(number: float, dtype: torch.dtype) -> float:
+    """The number, or in place of an infinite one the largest or the smallest integer of a dtype without infinity."""
+    if dtype.is_floating_point or dtype.is_complex or abs(number) != math.inf:
+        return number
+    return torch.iinfo(dtype).max if number > 0 else torch.iinfo(dtype).min
 
 
 def own_indices(at: LocalOp, index: Any, factor: int) -> tuple[Any, Any]:
@@ -149,42 +158,98 @@ def _dims_along(factors: Factors, op: Op, dim: int, v: int, kind: Kind) -> tuple
     return tuple(source), tuple(picked)
 
 
+PARTIAL = {"amax": "max", "amin": "min", "prod": "prod"}
+"""How partial results of scatter_reduce over a sharded source are combined."""
+
+
 def scatter(op: Op) -> Rule:
-    """The rule of scatter and scatter_add; what is added may be sharded instead of x, and the results summed."""
-    if "scatter_add" in op.target.overloadpacket.__name__ and op.operands[0].rank:
-        return replace(indexed_write(op, Kind.WHOLE), others=(indexed_write(op, Kind.REDUCE),))
-    return indexed_write(op, Kind.WHOLE)
+    """The rule of scatter, scatter_add and scatter_reduce.
+
+    What is added, or of which the extreme counts, may be sharded instead of x: results of devices are then reduced.
+    """
+    name, main = op.target.overloadpacket.__name__, indexed_write(op, Kind.WHOLE)
+    how = "sum" if name == "scatter_add" else PARTIAL.get(op.args[4], "") if name == "scatter_reduce" else ""
+    if not how or not op.operands[0].rank or not include_self(op.args, op.kwargs):
+        return main
+    return replace(main, others=(indexed_write(op, Kind.REDUCE, how),))
 
 
-def indexed_write(op: Op, kind: Kind) -> Rule:
+def include_self(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether scatter_reduce includes the elements of x in what it reduces."""
+    included: bool = args[5] if len(args) > 5 else kwargs.get("include_self", True)
+    return included
+
+
+def indexed_write(op: Op, kind: Kind, how: str = "sum") -> Rule:
     """The rule of one scatter: a device of a sharded dim writes only its own elements. Along that dim, the index is of
-    `kind`: whole, or summed."""
+    `kind`: whole, or reduced (`how`)."""
     x, index = op.operands[:2]
     src = op.operands[2] if len(op.operands) > 2 else None
     if x.rank == 0 or (src is not None and src.shape != index.shape):
         return whole(op, range(x.rank), additive=())
     dim = op.args[1] % x.rank
     adds = "scatter_add" in op.target.overloadpacket.__name__
-    factors = Factors()
+    factors, multiplies = Factors(), how == "prod"  # no collective multiplies: products are gathered
     v = factors.new(x.shape[dim])
-    target, of_source = _dims_along(factors, op, dim, v, kind)
+    target, of_source = _dims_along(factors, op, dim, v, Kind.PASS if multiplies else kind)
 
     def local(at: LocalOp) -> Any:
-        for f in of_source[dim]:  # x itself is added once
-            if at.axes(f):
-                at.inputs[0] = at.emit(aten.mul.Tensor, at.inputs[0], at.first(f))
-        if not at.axes(v):
-            return at.same()
+        parts = [f for f in of_source[dim] if at.axes(f)]
+        for f in parts if adds or multiplies else ():  # x itself counts once
+            at.inputs[0] = at.emit(aten.mul.Tensor if adds else aten.pow.Tensor_Scalar, at.inputs[0], at.first(f))
+        node = written(at) if at.axes(v) else at.same()
+        for f in parts if multiplies else ():
+            node = at.emit(aten.prod.dim_int, at.gather(node, f), 0, dtype=x.dtype)
+        return node
+
+    def written(at: LocalOp) -> Any:
         local_rows, foreign = own_indices(at, at.inputs[1], v)
         if adds:
             own_source = at.emit(aten.masked_fill.Scalar, at.inputs[2], foreign, 0)
             return at.emit(op.target, at.inputs[0], dim, local_rows, own_source)
         edge = at.emit(aten.masked_fill.Scalar, local_rows, foreign, at.size(v))
-        value = at.inputs[2] if src is not None else op.args[3]
-        return write_own(at, at.inputs[0], dim, at.size(v), lambda grown: at.emit(op.target, grown, dim, edge, value))
+        rest = (at.inputs[2] if src is not None else op.args[3], *op.args[4:])
+        return write_own(
+            at, at.inputs[0], dim, at.size(v), lambda grown: at.emit(op.target, grown, dim, edge, *rest, **op.kwargs)
+        )
 
     operands = [target, of_source] + ([of_source] if src is not None else [])
-    return factors.rule(operands, [target], local=local, additive=(0, 2) if adds else (), fills=((1, 0),))
+    facts: dict[str, Any] = {"fills": ((1, 0),), "reduction": how}
+    if multiplies:
+        facts = {"fills": ((1, 0), (2, 1)), "exchanged": tuple(Exchange(f, x.bytes, 1) for f in of_source[dim])}
+    return factors.rule(operands, [target], local=local, additive=(0, 2) if adds else (), **facts)
+
+
+def scatter_reduced(
+    x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
+) -> Tensor:  # fmt: skip
+    """Computes scatter_reduce by sums, or, where x itself does not count, from a value that changes no result."""
+    how = {"add": "sum", "multiply": "prod"}.get(reduce, reduce)
+    for d, n in enumerate(index.shape):
+        src = src if src.shape[d] == n else src.narrow(d, 0, n)
+    if how == "sum" and include_self:
+        return x.scatter_add(dim, index, src)
+    if how == "mean" and x.is_floating_point():
+        counts = torch.full_like(x, int(include_self)).scatter_add(dim, index, torch.ones_like(src))
+        sums = (x if include_self else torch.zeros_like(x)).scatter_add(dim, index, src)
+        return torch.where(counts == 0, x, sums / counts.clamp(min=1))
+    if how == "mean" or include_self:
+        return NotImplemented if how == reduce else x.scatter_reduce(dim, index, src, how)
+    neutral = torch.full_like(x, finite({"sum": 0, "prod": 1, "amax": -math.inf, "amin": math.inf}[how], x.dtype))
+    marks = torch.ones_like(src, dtype=torch.uint8)
+    written = torch.zeros_like(x, dtype=torch.uint8).scatter_reduce(dim, index, marks, "amax")
+    reduced = neutral.scatter_add(dim, index, src) if how == "sum" else neutral.scatter_reduce(dim, index, src, how)
+    return torch.where(written == 0, x, reduced)
+
+
+def index_reduced(
+    x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True
+) -> Tensor:  # fmt: skip
+    """Computes index_reduce as a scatter_reduce whose index is the same along the other dims."""
+    if x.dim() == 0:
+        return NotImplemented
+    along = [-1 if d == dim % x.dim() else 1 for d in range(x.dim())]
+    return x.scatter_reduce(dim, index.view(along).expand(source.shape), source, reduce, include_self=include_self)
 
 
 OPS: Table = {
@@ -195,4 +260,7 @@ OPS: Table = {
     aten.scatter.value: Entry(scatter),
     aten.scatter.src: Entry(scatter),
     aten.scatter_add: Entry(scatter),
+    aten.scatter.reduce: Entry(recorded=scatter_reduced),
+    aten.scatter_reduce: Entry(scatter, recorded=scatter_reduced),
+    aten.index_reduce: Entry(recorded=index_reduced),
 }

@@ -1,4 +1,4 @@
-"""Rules of ops that look up positions of a dim which must be whole: scatter_reduce, searchsorted, embedding_bag."""
+"""Rules of ops that look up positions of a dim which must be whole: searchsorted, embedding_bag."""
 
 from __future__ import annotations
 
@@ -6,27 +6,9 @@ import torch
 from tpshard.parallelism.graph import Op
 from tpshard.parallelism.rules.entry import Entry, Table
 from tpshard.parallelism.rules.letters import letters, rule_of
-from tpshard.parallelism.rules.rule import Dim, Factors, Kind, Rule, whole
+from tpshard.parallelism.rules.rule import Rule, whole
 
 aten = torch.ops.aten
-
-
-def reduced_by_index(op: Op) -> Rule:
-    """The rule of scatter_reduce(x, dim, index, source) and index_reduce: the dim is whole, others may be sharded."""
-    x = op.operands[0]
-    dim = op.args[1] % max(x.rank, 1)
-    factors = Factors()
-    others = [v.shape for v in op.operands[1:] if v.rank == x.rank]
-    shared = {
-        d: (factors.new(n),) for d, n in enumerate(x.shape)
-        if d != dim and n != 1 and all(shape[d] == n for shape in others)
-    }  # fmt: skip
-
-    def of(shape: tuple[int, ...]) -> tuple[Dim, ...]:
-        own = factors.dims(shape, Kind.WHOLE)
-        return tuple(shared.get(d, own[d]) for d in range(len(shape))) if len(shape) == x.rank else own
-
-    return factors.rule([of(v.shape) for v in op.operands], [of(x.shape)])
 
 
 def search_sorted(op: Op) -> Rule:
@@ -56,9 +38,6 @@ def bags_backward(op: Op) -> Rule:
 
 
 OPS: Table = {
-    aten.scatter.reduce: Entry(reduced_by_index),
-    aten.scatter_reduce: Entry(reduced_by_index),
-    aten.index_reduce: Entry(reduced_by_index),
     aten.searchsorted: Entry(search_sorted, dense="all"),
     aten._embedding_bag: Entry(bags, dense="all"),
     aten._embedding_bag_forward_only: Entry(bags, dense="all"),

@@ -15,6 +15,7 @@ import torch
 from tpshard.parallelism.graph import Op
 from tpshard.parallelism.rules.decompositions import flatten_first
 from tpshard.parallelism.rules.entry import Entry, Table
+from tpshard.parallelism.rules.indexing import finite
 from tpshard.parallelism.rules.reduction import along, reduced_dims, whole_reduction
 from tpshard.parallelism.rules.rule import Exchange, Factors, LocalOp, Rule
 from tpshard.parallelism.rules.shape import unlike
@@ -181,13 +182,6 @@ def accumulated(op: Op) -> Rule:
     exchanges = 2 if how.join is None else 1
     way = _by_local_results(op, [dim], 1, exchanges, local=local, fills=((0, how.neutral),))
     return replace(main, others=(replace(way, trailing=way.operands[0][dim]),))
-
-
-def finite(number: float, dtype: torch.dtype) -> float:
-    """The number, or in place of an infinite one the largest or the smallest integer of a dtype without infinity."""
-    if dtype.is_floating_point or dtype.is_complex or abs(number) != math.inf:
-        return number
-    return torch.iinfo(dtype).max if number > 0 else torch.iinfo(dtype).min
 
 
 def _later_of(at: LocalOp, own: list[Any], before: list[Any], target: Any) -> list[Any]:

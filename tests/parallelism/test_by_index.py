@@ -77,3 +77,24 @@ def test_a_dim_that_is_counted_along_shards_alike(fn: Callable[..., Any]) -> Non
         program = partition(fn, args, MESH, [(axis,), (axis,)])
         assert not program.collectives and axis in program.out_shardings[0]
     assert partition(fn, args, MESH, [("b",), None]).in_shardings[1][0] == "b"
+
+
+@pytest.mark.parametrize("how", ["sum", "mean", "prod", "amax"])
+def test_rows_reduced_into_few_send_the_few(how: str) -> None:
+    x, index, rows = torch.randn(4, 8), torch.randint(0, 3, (96, 8)), torch.randn(96, 8)
+    for own in (True, False):
+        program = partition(
+            lambda x, i, s: x.scatter_reduce(0, i, s, how, include_self=own), [x, index, rows], Mesh({"a": 4}),  # noqa: B023
+            [None, ("a",), ("a",)],
+        )  # fmt: skip
+        expected = x.scatter_reduce(0, index, rows, how, include_self=own)
+        torch.testing.assert_close(program.simulate(x, index, rows)[0], expected)
+        assert sum(c.bytes for c in program.collectives) <= 4 * x.nbytes + x.numel()
+
+
+def test_rows_reduced_into_a_sharded_tensor_send_nothing() -> None:
+    x, index, rows = torch.randn(96, 8), torch.randint(0, 96, (5, 8)), torch.randn(5, 8)
+    for how in ("sum", "mean", "prod", "amin"):
+        program = partition(lambda x, i, s: x.scatter_reduce(0, i, s, how), [x, index, rows], Mesh({"a": 4}), [("a",)])  # noqa: B023
+        torch.testing.assert_close(program.simulate(x, index, rows)[0], x.scatter_reduce(0, index, rows, how))
+        assert not program.collectives
