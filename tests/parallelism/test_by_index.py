@@ -92,9 +92,10 @@ def test_rows_reduced_into_few_send_the_few(how: str) -> None:
         assert sum(c.bytes for c in program.collectives) <= 4 * x.nbytes + x.numel()
 
 
-def test_rows_reduced_into_a_sharded_tensor_send_nothing() -> None:
-    x, index, rows = torch.randn(96, 8), torch.randint(0, 96, (5, 8)), torch.randn(5, 8)
-    for how in ("sum", "mean", "prod", "amin"):
-        program = partition(lambda x, i, s: x.scatter_reduce(0, i, s, how), [x, index, rows], Mesh({"a": 4}), [("a",)])  # noqa: B023
-        torch.testing.assert_close(program.simulate(x, index, rows)[0], x.scatter_reduce(0, index, rows, how))
-        assert not program.collectives
+@pytest.mark.parametrize("how", ["sum", "mean", "prod", "amin"])
+def test_rows_reduced_into_a_sharded_tensor_send_nothing(how: str) -> None:
+    args = [torch.randn(96, 8), torch.randint(0, 96, (5, 8)), torch.randn(5, 8)]
+    fn = lambda x, i, s: x.scatter_reduce(0, i, s, how)  # noqa: E731
+    program = partition(fn, args, Mesh({"a": 4}), [("a",), None, None])
+    torch.testing.assert_close(program.simulate(*args)[0], fn(*args))
+    assert not program.collectives
