@@ -122,7 +122,7 @@ def predict(run: PublishedRun, build: Callable[[Setting], TrainingPrograms]) -> 
     price = priced(run, build(setting))
     memory = price.reserved_bytes if run.reserved else price.peak_bytes
     issued_s = run.host_s * setting.layers * setting.batch.micro_batches if run.host_s else 0.0
-    return Outcome(run, memory / 2**30, max(price.step_s, issued_s), time.perf_counter() - begun)
+    return Outcome(run, memory / 2**30, max(price.step_s, issued_s) + run.idle_s, time.perf_counter() - begun)
 
 
 def spread(errors: Sequence[float | None]) -> str:

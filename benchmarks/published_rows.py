@@ -8,7 +8,8 @@ share of what fused ones would (`STREAMING`), fitted on two devices at once. NeM
 with gradients and moments, and computes norms and SwiGLU by Liger's or TE's kernels; its benchmarks
 (examples/llm_benchmark) have LoRA on all linear layers, and recompute from 32B on. prime-rl's `sft` casts whole logits
 to fp32 and, until this was mended in 2026, held them to the end of the backward pass (`out` of trainer/sft/train.py);
-its `rl` has a chunked head, also in January: whole logits alone would exceed its memory. The step of Megatron-Bridge's
+its `rl` has a chunked head, also in January: whole logits alone would exceed its memory; it then looked for the ends
+of sequences in a loop over a tensor of the device, an element at a time, while the device waited (`TOKEN_S`). The step of Megatron-Bridge's
 Moonlight is its host's (`HOST_S`). Nothing is adapted to a row.
 
 KempnerForge's mixtures are left out: each expert is padded to the tokens of the fullest one (model/moe.py), in runs of
@@ -38,9 +39,9 @@ STREAMING = {"": 1.0, "composer": 0.338, "composer_fp8": 0.567}
 """Bandwidth of a stack's pointwise operations, as a share of what the device's fused ones reach."""
 
 
-HOPPER = 2.7
-"""Rate of attention kernels made for Hopper (FlashAttention 3, TE's) as a multiple of FlashAttention 2's, of which
-H100's constants are; fitted on the four rows for fitting of prime-rl and AutoModel."""
+HOPPER = 3.35
+"""Rate of attention kernels made for Hopper (FlashAttention 3, TE's) as a multiple of what H100's constants say, which
+are of older ones; fitted, with `TOKEN_S`, on the four rows for fitting of prime-rl and AutoModel."""
 ATTENTION = {("h100-sxm-80g", "flash_attention_3"): HOPPER, ("h100-sxm-80g", "TE"): HOPPER,
              ("b200", "flash_attention_2"): None}  # fmt: skip
 """Rates of attention kernels that are not those of the device's constants, as multiples. None: no row for fitting tells
@@ -50,6 +51,11 @@ it, and steps are not compared."""
 HOST_S = {"Megatron-Bridge": 0.0181}
 """Seconds in which a stack's host issues a layer's operations, forward and backward: no step takes less. Fitted on the
 two rows for fitting of Moonlight, whose GPUs wait for it."""
+
+
+TOKEN_S = 25e-6
+"""Seconds a token in which prime-rl's `rl` of January 2026 reads positions one by one (`get_response_lengths` of
+trainer/utils.py) and its device waits."""
 
 
 class Missing(ValueError):
@@ -85,6 +91,8 @@ class PublishedRun:
     """How many times as fast as the device's constants say its attention is."""
     host_s: float = 0.0
     """The seconds of `HOST_S`."""
+    idle_s: float = 0.0
+    """Seconds of a step in which the device waits for its host."""
     held_logits: int = 0
     """Bytes of each element of a micro-batch's logits that the training loop holds until the next one has its own."""
 
@@ -122,6 +130,7 @@ def run_of(row: dict[str, str]) -> PublishedRun:
         claim=(float(claim[2]) / 100, float(claim[1]) / 100) if claim else None,
         attention=attention or 1.0,
         host_s=HOST_S.get(row["stack"].partition(" ")[0], 0.0),
+        idle_s=TOKEN_S * int(row["micro_bs"]) * int(row["n_micro"]) * int(row["seq"]) if _rl(row) else 0.0,
         held_logits=4 if _whole(row) else 0,
     )
 

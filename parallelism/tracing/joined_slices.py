@@ -105,7 +105,11 @@ def _join_slices(shardings: Shardings) -> None:
 
 
 def _sums_to_join(shardings: Shardings) -> Iterator[_Sum]:
-    """Yields sums of pieces padded with zeros, as slices' gradients are, along a sharded dim; the last ones first."""
+    """Yields sums of pieces padded with zeros, as slices' gradients are; the last ones first.
+
+    Along a sharded dim they share what they exchange; along any other each padded piece would be a tensor of the
+    whole size.
+    """
     graph = shardings.graph
     joined: set[Op] = set()
     summands: dict[Op, list[Op]] = {}
@@ -121,7 +125,7 @@ def _sums_to_join(shardings: Shardings) -> Iterator[_Sum]:
         at = [_piece(pad)[1] for pad in pads] + [value.shape[dim]]
         starts = [0, *accumulate(pad.operands[0].shape[dim] for pad in pads)]
         one_dim = all(_piece(pad)[0] == dim and pad.place.phase == op.place.phase for pad in pads)
-        if at != starts or not one_dim or not shardings.of[value].dims[dim]:
+        if at != starts or not one_dim:
             continue
         joined.update(summed)
         yield _Sum(op, dim, summed, pads)
