@@ -29,8 +29,10 @@ from typing import Any
 from tpshard.devices.read import device as read_device
 from tpshard.diagnostics.diagnostic import Mistakes
 from tpshard.parallelism.pricing.cost import Device
+from tpshard.parallelism.pricing.liveness import Span
 from tpshard.parallelism.sharding import local_shape
 from tpshard.plan.step.pricing import Pricing, memory_of, peak_of
+from tpshard.plan.step.reserve import Replay, Turn
 from tpshard.plan.step.step_price import price_step
 from tpshard.programs.parts.pass_choices import compiled_by
 from tpshard.programs.setting import cluster
@@ -112,7 +114,24 @@ def priced(run: PublishedRun, programs: TrainingPrograms, device: Device | None 
     assert first.part.name == "micro-batch"
     part = replace(first.part, always={**first.part.always, **held})
     first = replace(first, part=part, memory=memory_of(part, first.priced, pricing.device))
-    return replace(pricing, parts=[first, *rest], worst=peak_of([first, *rest]))
+    replay = pricing.replay and _with_held_logits(pricing.replay, *held.values())
+    return replace(pricing, parts=[first, *rest], worst=peak_of([first, *rest]), replay=replay)
+
+
+def _with_held_logits(replay: Replay, size: int) -> Replay:
+    """The replay where a loop holds the logits, of `size` bytes, until the next micro-batch has its own."""
+    memories = [turn.memory for turn in replay.turns if turn.memory is replay.turns[0].memory]
+    (n, spans), joined = (len(memories[0].curve), memories[0].spans), list[Span]()
+    at = next((i for i, span in enumerate(spans) if span.bytes == size), None)
+    if at is None:
+        return replace(replay, static=[*replay.static, size])
+    for k in range(len(memories)):
+        end = (k + 1) * n + spans[at].start + 1
+        ends = [end if i == at else span.end + k * n for i, span in enumerate(spans)]
+        joined += [Span(k * n + span.start, end, span.bytes) for span, end in zip(spans, ends)]
+    whole = replace(memories[0], spans=joined, taken=[], curve=[0] * (n * len(memories)))
+    rest = replay.turns[len(memories) :]
+    return replace(replay, turns=[Turn(whole, len(rest)), *(turn._replace(until=len(rest)) for turn in rest)])
 
 
 def predict(run: PublishedRun, build: Callable[[Setting], TrainingPrograms]) -> Outcome:

@@ -9,8 +9,9 @@ with gradients and moments, and computes norms and SwiGLU by Liger's or TE's ker
 (examples/llm_benchmark) have LoRA on all linear layers, and recompute from 32B on. prime-rl's `sft` casts whole logits
 to fp32 and, until this was mended in 2026, held them to the end of the backward pass (`out` of trainer/sft/train.py);
 its `rl` has a chunked head, also in January: whole logits alone would exceed its memory; it then looked for the ends
-of sequences in a loop over a tensor of the device, an element at a time, while the device waited (`TOKEN_S`). The step of Megatron-Bridge's
-Moonlight is its host's (`HOST_S`). Nothing is adapted to a row.
+of sequences in a loop over a tensor of the device, an element at a time, while the device waited (`TOKEN_S`). The step
+of Megatron-Bridge's Moonlight is its host's (`HOST_S`). Nothing is adapted to a row. Reserved memory is with
+expandable segments, which both stacks that state it set.
 
 KempnerForge's mixtures are left out: each expert is padded to the tokens of the fullest one (model/moe.py), in runs of
 20 steps from random weights, whose load nobody published.

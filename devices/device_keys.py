@@ -94,7 +94,6 @@ CONSTANTS = {
     "growth": DeviceKey("bandwidth", 0.0, 1e15, 0.0),
     "cold_bandwidth": DeviceKey("bandwidth", 0.0, 1e15, 0.0),
     "cold_overhead": DeviceKey("ratio", 1.0, 100.0, 1.0),
-    "reserved": DeviceKey("ratio", 1.0, 2.0, 1.05),
 }
 OF_CPU = ("packing", "exponential", "softmax", "growth", "cold_bandwidth", "cold_overhead")
 TOP = {

@@ -77,7 +77,6 @@ def parse(data: bytes, file: str) -> Device:
             **{f"{name}_s": constants[name] for name in OVERHEAD},
             serving=ServingOverhead(*(constants[name] for name in SERVING)),
         ),
-        reserved=constants["reserved"],
         cpu=Cpu(
             cores=host["cores"],
             crowds={n: _crowd(crowd) for n, crowd in host["crowds"].items()},

@@ -335,7 +335,7 @@ def device_file(
         "eager_op": f"{op_s * 1e6:.3g} us",
         "growth": f"{own.growth * base / 1e9:.4g} GB/s", "view": f"{view_s * 1e6:.3g} us",
         "cold_bandwidth": f"{own.cold_bandwidth * base / 1e9:.4g} GB/s", "cold_overhead": f"{own.cold_overhead:.3g}",
-        "issue": "0 us", "step": f"{own.step_s * 1e3:.3g} ms", "reserved": "1.0",
+        "issue": "0 us", "step": f"{own.step_s * 1e3:.3g} ms",
     }  # fmt: skip
     fitted_on = f"measured {today}"
     note = ""

@@ -84,7 +84,7 @@ host:
   across: {link(base.across)}
 constants: {{matmul: {min(1.0, sustained / peak):.3g}, attention: {min(1.0, ahead / peak):.3g}, """ + (
         f"attention_backward: {min(1.0, back / peak):.3g}, streaming: {min(1.0, moved / base.memory_bandwidth):.3g}, "
-        f"op: {op * 0.5e6:.3g} us, eager_op: {op * 1e6:.3g} us, reserved: {base.reserved:g}}}\n"
+        f"op: {op * 0.5e6:.3g} us, eager_op: {op * 1e6:.3g} us}}\n"
         f'fitted: {{matmul: "{fitted_on}, 8192^3 in bf16", streaming: "{fitted_on}, 512 MiB in bf16", '
         f'attention: "{fitted_on}"}}\n'
     )

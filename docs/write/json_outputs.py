@@ -107,7 +107,7 @@ PLAN = {
     "reshards[]": "Collectives that no annotation asks for, each with `kind`, `axes`, `value`, `count`, "
     "`bytes`, `time_s`, `reason`.",
     "warnings[]": "What to look at.",
-    "provenance.*": "Where each figure comes from: exact, calibrated, roofline.",
+    "provenance.*": "Where each figure comes from: exact, replayed (by the allocator's rules), calibrated, roofline.",
     "unfitted.*": "Per figure the constants under it that were not fitted on this device.",
     "accuracy": "How far off plans of this kind were on runs that nothing was fitted on.",
     "fingerprint": "Of the program: `train` of the same recipe prints the same.",

@@ -171,8 +171,6 @@ class Device:
     across: Link
     efficiency: Efficiency = Efficiency()
     overhead: Overhead = Overhead()
-    reserved: float = 1.05
-    """Bytes the allocator reserves per byte allocated at the peak."""
     channels: int = 0
     """Channels of a ring of the communication library; those of a pair are the next power of two. 0: unknown, and
     further communicators count no memory (see `communicators`)."""

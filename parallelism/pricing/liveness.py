@@ -39,6 +39,15 @@ class Living(NamedTuple):
     """Index of the node that reads it last; the number of nodes for what outlives the program."""
 
 
+class Span(NamedTuple):
+    """Memory that a program allocates before the node `start` runs, and frees before the node `end` allocates."""
+
+    start: int
+    end: int
+    """More than the number of nodes for what outlives the program."""
+    bytes: int
+
+
 @dataclass
 class Memory:
     """Bytes of one device over the nodes of a program."""
@@ -52,8 +61,10 @@ class Memory:
     by_category: dict[str, list[int]] = field(default_factory=dict)
     alive: list[Living] = field(default_factory=list)
     """The values in memory at the peak, largest first."""
-    results: list[int] = field(default_factory=list)
-    """Bytes of every value that the program allocates, in order of allocation."""
+    spans: list[Span] = field(default_factory=list)
+    """What the program allocates, in order of allocation; without what kernels take while they run."""
+    taken: list[Span] = field(default_factory=list)
+    """What kernels take while they run."""
 
     @property
     def largest(self) -> list[tuple[str, str, int]]:
@@ -79,15 +90,16 @@ def liveness(
     nodes = flow.nodes
     birth, death, size, category = _lives(program, run, flow)
 
-    change: dict[str, list[int]] = {name: [0] * (len(nodes) + 2) for name in CATEGORIES}
+    change: dict[str, list[int]] = {name: [0] * (len(nodes) + 3) for name in CATEGORIES}
+    spans: list[Span] = []
     for base, start in birth.items():
-        kind = category[base]
         end = death[base]
-        change[kind][start] += size[base]
-        if end < len(nodes):
-            over = run[end].compiled and run[end].work == "stream" and run[end].written == size[base]
-            early = over and end > start
-            change[kind][end if early else end + 1] -= size[base]
+        over = end < len(nodes) and run[end].compiled and run[end].work == "stream" and run[end].written == size[base]
+        freed = end if over and end > start else end + 1
+        change[category[base]][start] += size[base]
+        change[category[base]][freed] -= size[base]
+        if base.op != "placeholder" and size[base]:
+            spans.append(Span(start, freed, size[base]))
     for name, extra in (always or {}).items():
         change[name][0] += extra
     for issue, wait, buffers in _exchanges(flow) if device is not None and device.exchanges else ():
@@ -96,13 +108,11 @@ def liveness(
         change["communication"][issue] += buffers - run[issue].written
         change["communication"][wait + 1] -= buffers - run[issue].written
 
-    for i, taken in _scratch(flow, run) if device is not None and device.kind == "gpu" else ():
-        change["temporary"][i] += taken
-        change["temporary"][i + 1] -= taken
-
-    for i, inside in _inside_bodies(flow, device):
+    scratch = _scratch(flow, run) if device is not None and device.kind == "gpu" else ()
+    taken = [Span(i, i + 1, size) for i, size in (*scratch, *_inside_bodies(flow, device))]
+    for i, after, inside in taken:
         change["temporary"][i] += inside
-        change["temporary"][i + 1] -= inside
+        change["temporary"][after] -= inside
 
     by_category: dict[str, list[int]] = {}
     curve = [0] * len(nodes)
@@ -125,7 +135,8 @@ def liveness(
         curve,
         by_category,
         alive,
-        [size[base] for base in birth if base.op != "placeholder" and size[base]],
+        spans,
+        taken,
     )
 
 

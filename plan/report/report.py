@@ -212,13 +212,14 @@ class Report:
     def provenance(self) -> dict[str, str]:
         """The basis of each figure: exact, calibrated or roofline."""
         times = self._label("time")
+        peak = "exact" if self.job.compiled == "eager" else "roofline"
         return {
             "params": "exact",
             "memory.parameters": "exact",
             "memory.gradients": "exact",
             "memory.optimizer": "exact",
-            "memory.peak_bytes": "exact" if self.job.compiled == "eager" else "roofline",
-            "memory.reserved_bytes": self._label("memory.reserved_bytes"),
+            "memory.peak_bytes": peak,
+            "memory.reserved_bytes": "replayed" if self.pricing.device.kind == "gpu" else peak,
             "collectives.count": "exact",
             "collectives.bytes": "exact",
             "collectives.time_s": self._label("collectives.time_s"),
@@ -248,7 +249,6 @@ class Report:
         return {
             "time": device.unfitted_constants([*works, *used]),
             "collectives.time_s": device.unfitted_constants(used),
-            "memory.reserved_bytes": device.unfitted_constants(["reserved"]),
         }
 
     def forecast_under(self, conditions: Conditions) -> Forecast:

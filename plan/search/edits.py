@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from tpshard.parallelism.pricing.allocator import PAGE
 from tpshard.plan.report.report import Edit, Report
 from tpshard.plan.search import search_pipelines
 from tpshard.plan.search.search import price_changes
@@ -66,7 +66,7 @@ def _may_fit(changes: Sequence[str], report: Report) -> bool:
     left = set.intersection(*(set(_LEAVES.get(key, ())) for key in _keys(changes)))
     held = sum(size for kind, size in report.pricing.worst.at_peak.items() if kind in left)
     device = report.pricing.device
-    return held * device.reserved + device.context_bytes <= device.memory_bytes
+    return held + device.context_bytes <= device.memory_bytes
 
 
 def _keys(changes: Sequence[str]) -> frozenset[str]:
@@ -125,7 +125,7 @@ def _served_smaller(report: Report, recipe: Recipe) -> Iterator[list[str]]:
     """Edits of a server that reduce memory, the least intrusive first."""
     tp, requests, length = report.job.mesh.get("tp", 1), recipe.serve.requests, recipe.model.seq_len
     cache = report.pricing.parts[0].always["cache"]
-    left = cache - math.ceil(-report.spare_bytes / report.pricing.device.reserved)
+    left = cache + report.spare_bytes - min(PAGE, cache // 64)  # a page more may be reserved than is used
     if left >= max(2**20, cache // 8):
         yield [f"serve.cache_mb={left // 2**20}"]
     most = recipe.cluster.devices_per_node if recipe.cluster is not None else tp * 8

@@ -62,7 +62,7 @@ class Bounds:
         """The least bytes that a device needs for a variant. Raises `Mistakes` for one that contradicts itself."""
         device = cluster.device_of(variant)[0]
         held = self.state(mesh) + self._activations(Setting.of(variant, devices_of(variant)))
-        return int(held * device.reserved) + device.context_bytes
+        return held + device.context_bytes
 
     def _activations(self, setting: Setting) -> int:
         """A lower bound of the bytes of activations that the fullest device holds at once."""

@@ -241,7 +241,7 @@ class StepMemory:
     @property
     def reserved_bytes(self) -> int:
         """Bytes that the allocator has reserved on the device at the peak."""
-        return int(self.peak_bytes * self.device.reserved)
+        raise NotImplementedError
 
     @property
     def needed_bytes(self) -> int:
@@ -285,9 +285,15 @@ class StepFigures(StepMemory):
     """FLOPs of one device without recomputation."""
     useful_flops: int
     """FLOPs of all devices without recomputation."""
+    allocator_bytes: int
+    """`reserved_bytes`."""
     pipeline: PricedPipeline | None = None
     limit: int | None = None
 
     @property
     def peak_bytes(self) -> int:
         return self.worst.peak_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self.allocator_bytes

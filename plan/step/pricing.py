@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from tpshard.parallelism.pricing.cost import CommCost, Device
@@ -14,6 +15,7 @@ from tpshard.parallelism.pricing.timeline import Priced, Timeline, price
 from tpshard.parallelism.program import Collective, Info, Port, Program
 from tpshard.parallelism.runtime.heap import MAPPED_BYTES
 from tpshard.plan.step.figures import Line, PricedPipeline, StepMemory
+from tpshard.plan.step.reserve import Replay, Turn
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class PricedPart:
 
         The heap of a process keeps what earlier steps freed, but results of `MAPPED_BYTES` and more are mapped anew.
         """
-        mapped = sum(size for size in self.memory.results if size >= MAPPED_BYTES)
+        mapped = sum(span.bytes for span in self.memory.spans if span.bytes >= MAPPED_BYTES)
         return mapped * self.part.times / device.cpu.growth if device.cpu.growth else 0.0
 
 
@@ -79,6 +81,8 @@ class Pricing(StepMemory):
     pipeline: PricedPipeline | None = None
     """The schedule of a step with stages."""
     limit: int | None = None
+    replay: Replay | None = None
+    """What the device allocates in a step; None on a CPU, whose heap is no allocator of segments."""
 
     def _sum(self, name: str) -> float:
         return float(sum(getattr(p.timeline, name) * p.part.times for p in self.parts))
@@ -112,6 +116,12 @@ class Pricing(StepMemory):
     def peak_bytes(self) -> int:
         """Peak memory of a step on one device, in bytes."""
         return self.worst.memory.peak_bytes
+
+    @cached_property
+    def reserved_bytes(self) -> int:
+        """Bytes that the allocator has reserved on the device at the peak."""
+        replayed = 0 if self.replay is None else self.replay.reserved_bytes(self.device)
+        return max(self.peak_bytes, replayed)
 
     @property
     def local_flops(self) -> int:
@@ -192,4 +202,8 @@ def price_parts(parts: Sequence[StepPart], device: Device, per_host: int) -> Pri
     device = device.shared_by(per_host)
     priced = [price_part(part, device, per_host) for part in parts]
     mapped_s = sum(part.mapped_s(device) for part in priced)
-    return Pricing(device, priced, mapped_s, peak_of(priced), flops_of(priced)[1])
+    worst = peak_of(priced)
+    static = [*worst.part.always.values(), *(port.local_bytes for port in worst.part.program.inputs)]
+    turns = [Turn(part.memory, i) for i, part in enumerate(priced)]
+    replay = Replay(static, turns) if device.kind == "gpu" else None
+    return Pricing(device, priced, mapped_s, worst, flops_of(priced)[1], replay=replay)

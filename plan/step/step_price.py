@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from tpshard.parallelism.mesh import Mesh
@@ -20,6 +20,7 @@ from tpshard.parallelism.pricing.timeline import Priced, Timeline, price
 from tpshard.parallelism.program import Program
 from tpshard.plan.step.figures import DevicePrice, PricedPipeline, StagePrice
 from tpshard.plan.step.pricing import PricedPart, Pricing, StepPart, bytes_of, flops_of, memory_of, peak_of, price_part
+from tpshard.plan.step.reserve import Replay, Turn
 from tpshard.programs.parts.pass_choices import compiled_by
 from tpshard.programs.parts.step_programs import stored_ports
 from tpshard.programs.setting import cluster
@@ -69,10 +70,40 @@ def price_step(programs: TrainingPrograms, whole: Device, per_host: int, compile
     further = max(communicator_bytes([part.part.program for part in each], device, topology) for each in parts_of)
     with_groups = replace(device, context_bytes=device.context_bytes + further)
     fixed_s = _looping(device, mesh, per_host) + sum(part.mapped_s(device) for part in parts)
+    worst = peak_of(peaks)
+    fullest = next(i for i, peak in enumerate(peaks) if peak is worst)
     return Pricing(
-        with_groups, parts, fixed_s, peak_of(peaks),
-        sum(flops_of(each)[1] for each in parts_of), pipeline.idle_s, pipeline if programs.cuts else None,
+        with_groups, parts, fixed_s, worst, sum(flops_of(each)[1] for each in parts_of), pipeline.idle_s,
+        pipeline if programs.cuts else None,
+        replay=_replay(programs, fullest, parts_of[fullest]) if device.kind == "gpu" else None,
     )  # fmt: skip
+
+
+def _replay(programs: TrainingPrograms, place: int, parts: Sequence[PricedPart]) -> Replay:
+    """What a device allocates in a step, up to the micro-batches after which it allocates the same again."""
+    mine, table = programs.devices[place], programs.table
+    by_name = {part.part.name: part for part in parts}
+    tasks = list(table.rows[place])[: len(table.kinds) * (table.most_held(place) + 2)]
+    names = [part_of(task.kind, task.stage) for task in tasks]
+    of_tasks = {part_of(task.kind, task.stage) for task in table.rows[place]}
+    order = [part for part in parts if part.part.name not in of_tasks]
+    before = [part for part in order if part.part.name == "gather"]
+    after = [part for part in order if part.part.name != "gather"]
+    last = len(before) + len(names) + len(after) - 1
+    turns = [Turn(part.memory, last) for part in before]
+    later = {(task.stage, task.micro): len(before) + i for i, task in enumerate(tasks)}
+    for i, (task, name) in enumerate(zip(tasks, names), len(before)):
+        part = by_name[name]
+        kinds = {port.kind for port in part.part.program.outputs}
+        held = later[task.stage, task.micro]
+        until = (held if held > i else last) if "saved" in kinds else last if "gradient" in kinds else i
+        turns.append(Turn(part.memory, until))
+    turns += [Turn(part.memory, last) for part in after]
+    stored = stored_ports(programs.setting, programs.storage, mine.names)
+    summed = any(port.kind == "gradient" for name in of_tasks for port in by_name[name].part.program.inputs)
+    beside = [port for port in mine.update.inputs if port.kind == "optimizer" or (summed and port.kind == "gradient")]
+    static = [port.local_bytes for port in (*stored, *beside)]
+    return Replay(static, turns)
 
 
 def _looping(device: Device, mesh: Mesh, per_host: int) -> float:

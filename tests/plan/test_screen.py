@@ -144,12 +144,12 @@ def test_calibrated_is_what_rests_on_nothing_that_was_not_fitted(report):
         device = replace(report.pricing.device, **changes)
         return replace(report, pricing=replace(report.pricing, device=device))
 
-    every = dict.fromkeys(("matmul", "attention", "streaming", "inside", "reserved"), "measured")
+    every = dict.fromkeys(("matmul", "attention", "streaming", "inside"), "measured")
     fitted = labels(fitted=every)
-    figures = ("time", "collectives.time_s", "memory.reserved_bytes")
-    assert [fitted.provenance[figure] for figure in figures] == ["calibrated"] * 3
+    figures = ("time", "collectives.time_s")
+    assert [fitted.provenance[figure] for figure in figures] == ["calibrated"] * 2
     without_link = labels(fitted={k: v for k, v in every.items() if k != "inside"})
-    assert [without_link.provenance[figure] for figure in figures] == ["roofline", "roofline", "calibrated"]
+    assert [without_link.provenance[figure] for figure in figures] == ["roofline", "roofline"]
     assert without_link.to_json()["unfitted"]["time"] == ["inside"]
     assert "[roofline: inside not fitted]" in screen.screen(without_link)
     served = replace(labels(fitted=every, kind="gpu"), job=replace(report.job, what="decode"))

@@ -82,7 +82,7 @@ def test_an_edit_that_leaves_too_much_in_memory_is_not_planned(report, monkeypat
 
     monkeypatch.setattr(search, "price_variant", quick)
     pricing, kinds = report.pricing, ("parameters", "gradients", "optimizer")
-    state = sum(pricing.worst.at_peak.get(kind, 0) for kind in kinds) * pricing.device.reserved
+    state = sum(pricing.worst.at_peak.get(kind, 0) for kind in kinds)
 
     def changed(memory: float) -> set[str]:
         """What is tried on a device with so much memory for a step."""
