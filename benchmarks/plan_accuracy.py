@@ -29,7 +29,7 @@ from typing import Any
 from tpshard.devices.read import device as read_device
 from tpshard.diagnostics.diagnostic import Mistakes
 from tpshard.parallelism.pricing.cost import Device
-from tpshard.parallelism.pricing.liveness import Span
+from tpshard.parallelism.pricing.liveness import Lifetime
 from tpshard.parallelism.sharding import local_shape
 from tpshard.plan.step.pricing import Pricing, memory_of, peak_of
 from tpshard.plan.step.reserve import Replay, Turn
@@ -121,14 +121,14 @@ def priced(run: PublishedRun, programs: TrainingPrograms, device: Device | None 
 def _with_held_logits(replay: Replay, size: int) -> Replay:
     """The replay where a loop holds the logits, of `size` bytes, until the next micro-batch has its own."""
     memories = [turn.memory for turn in replay.turns if turn.memory is replay.turns[0].memory]
-    (n, spans), joined = (len(memories[0].curve), memories[0].spans), list[Span]()
+    (n, spans), joined = (len(memories[0].curve), memories[0].spans), list[Lifetime]()
     at = next((i for i, span in enumerate(spans) if span.bytes == size), None)
     if at is None:
         return replace(replay, static=[*replay.static, size])
     for k in range(len(memories)):
         end = (k + 1) * n + spans[at].start + 1
         ends = [end if i == at else span.end + k * n for i, span in enumerate(spans)]
-        joined += [Span(k * n + span.start, end, span.bytes) for span, end in zip(spans, ends)]
+        joined += [Lifetime(k * n + span.start, end, span.bytes) for span, end in zip(spans, ends)]
     whole = replace(memories[0], spans=joined, taken=[], curve=[0] * (n * len(memories)))
     rest = replay.turns[len(memories) :]
     return replace(replay, turns=[Turn(whole, len(rest)), *(turn._replace(until=len(rest)) for turn in rest)])

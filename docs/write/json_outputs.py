@@ -51,6 +51,7 @@ PLAN = {
     "batch.tokens": "Tokens of a step on all devices.",
     "memory.peak_bytes": "The most that tensors take at once on the fullest device.",
     "memory.reserved_bytes": "The same with what the allocator keeps beside them.",
+    "memory.segmented_bytes": "`reserved_bytes` without the expandable segments that runs ask for; null on a CPU.",
     "memory.needed_bytes": "`reserved_bytes` and the device's context.",
     "memory.limit_bytes": "`fsdp.memory_limit`, or null.",
     "memory.by_category.*": "Bytes at the peak, by what they hold.",

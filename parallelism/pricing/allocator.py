@@ -53,7 +53,7 @@ class CachingAllocator:
         small = size <= _SMALL
         pool = self._free[small]
         at = bisect_left(pool, (size, -1))
-        block = self._taken(*pool[at]) if at < len(pool) else self._grown(size, small)
+        block = self._removed(*pool[at]) if at < len(pool) else self._grown(size, small)
         rest = block.size - size
         if rest >= _ROUND if small or self.expandable else rest > _SMALL:
             block.size = size
@@ -68,9 +68,9 @@ class CachingAllocator:
         block = self._used.pop(key)
         self.allocated -= block.size
         if block.after is not None and block.after.free:
-            self._join(block, self._taken(block.after.size, block.after.key))
+            self._join(block, self._removed(block.after.size, block.after.key))
         if block.before is not None and block.before.free:
-            before = self._taken(block.before.size, block.before.key)
+            before = self._removed(block.before.size, block.before.key)
             self._join(before, block)
             block = before
         block.free = True
@@ -85,7 +85,7 @@ class CachingAllocator:
         elif self.expandable:
             self._last[block.small] = block
 
-    def _taken(self, size: int, key: int) -> _Block:
+    def _removed(self, size: int, key: int) -> _Block:
         """A free block, which is no longer in its pool."""
         block = self._blocks.pop(key)
         pool = self._free[block.small]
@@ -107,34 +107,34 @@ class CachingAllocator:
         """A block of new memory that is in no pool."""
         if not self.expandable:
             large = 20 * _MIB if size < 10 * _MIB else -(-size // (2 * _MIB)) * 2 * _MIB
-            taken = 2 * _MIB if small else large
-            self._reserve(taken, size)
-            return _Block(next(self._keys), taken, small, None, None)
+            added = 2 * _MIB if small else large
+            self._reserve(added, size)
+            return _Block(next(self._keys), added, small, None, None)
         page, last = 2 * _MIB if small else PAGE, self._last[small]
         own = last.size if last is not None and last.free else 0
-        taken = -(-(size - own) // page) * page
-        self._reserve(taken, size)
+        added = -(-(size - own) // page) * page
+        self._reserve(added, size)
         if own and last is not None:
-            self._taken(own, last.key)
-            last.size += taken
+            self._removed(own, last.key)
+            last.size += added
             return last
-        block = _Block(next(self._keys), taken, small, last, None)
+        block = _Block(next(self._keys), added, small, last, None)
         if last is not None:
             last.after = block
         self._last[small] = block
         return block
 
-    def _reserve(self, taken: int, size: int) -> None:
-        if self.capacity is not None and self.reserved + taken > self.capacity:
-            self._give_back(taken, size)
-        self.reserved += taken
+    def _reserve(self, added: int, size: int) -> None:
+        if self.capacity is not None and self.reserved + added > self.capacity:
+            self._give_back(added, size)
+        self.reserved += added
         self.most_reserved = max(self.most_reserved, self.reserved)
 
-    def _give_back(self, taken: int, size: int) -> None:
+    def _give_back(self, added: int, size: int) -> None:
         """Gives free memory back: pages of an expandable segment, of others only those of which nothing is in use."""
-        if self.expandable:  # addresses stay, memory behind them is taken again where it is used
-            self.reserved = min(self.reserved, max(self.allocated + size, self.capacity or 0) - taken)
+        if self.expandable:  # addresses stay, memory behind them is added again where it is used
+            self.reserved = min(self.reserved, max(self.allocated + size, self.capacity or 0) - added)
             return
         for block in [b for b in self._blocks.values() if b.before is None and b.after is None]:
-            self._taken(block.size, block.key)
+            self._removed(block.size, block.key)
             self.reserved -= block.size

@@ -39,7 +39,7 @@ class Living(NamedTuple):
     """Index of the node that reads it last; the number of nodes for what outlives the program."""
 
 
-class Span(NamedTuple):
+class Lifetime(NamedTuple):
     """Memory that a program allocates before the node `start` runs, and frees before the node `end` allocates."""
 
     start: int
@@ -61,9 +61,9 @@ class Memory:
     by_category: dict[str, list[int]] = field(default_factory=dict)
     alive: list[Living] = field(default_factory=list)
     """The values in memory at the peak, largest first."""
-    spans: list[Span] = field(default_factory=list)
+    spans: list[Lifetime] = field(default_factory=list)
     """What the program allocates, in order of allocation; without what kernels take while they run."""
-    taken: list[Span] = field(default_factory=list)
+    taken: list[Lifetime] = field(default_factory=list)
     """What kernels take while they run."""
 
     @property
@@ -91,7 +91,7 @@ def liveness(
     birth, death, size, category = _lives(program, run, flow)
 
     change: dict[str, list[int]] = {name: [0] * (len(nodes) + 3) for name in CATEGORIES}
-    spans: list[Span] = []
+    spans: list[Lifetime] = []
     for base, start in birth.items():
         end = death[base]
         over = end < len(nodes) and run[end].compiled and run[end].work == "stream" and run[end].written == size[base]
@@ -99,7 +99,7 @@ def liveness(
         change[category[base]][start] += size[base]
         change[category[base]][freed] -= size[base]
         if base.op != "placeholder" and size[base]:
-            spans.append(Span(start, freed, size[base]))
+            spans.append(Lifetime(start, freed, size[base]))
     for name, extra in (always or {}).items():
         change[name][0] += extra
     for issue, wait, buffers in _exchanges(flow) if device is not None and device.exchanges else ():
@@ -109,7 +109,7 @@ def liveness(
         change["communication"][wait + 1] -= buffers - run[issue].written
 
     scratch = _scratch(flow, run) if device is not None and device.kind == "gpu" else ()
-    taken = [Span(i, i + 1, size) for i, size in (*scratch, *_inside_bodies(flow, device))]
+    taken = [Lifetime(i, i + 1, size) for i, size in (*scratch, *_inside_bodies(flow, device))]
     for i, after, inside in taken:
         change["temporary"][i] += inside
         change["temporary"][after] -= inside

@@ -305,6 +305,7 @@ class Report:
             "memory": {
                 "peak_bytes": memory.peak_bytes,
                 "reserved_bytes": times.reserved_bytes,
+                "segmented_bytes": times.segmented_bytes,
                 "needed_bytes": times.needed_bytes,
                 "limit_bytes": times.limit,
                 "by_category": dict(sorted(memory.at_peak.items())),

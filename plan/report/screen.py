@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, groupby, takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -339,6 +339,13 @@ def _runs(numbers: Sequence[int]) -> str:
     return ", ".join(f"{n} x {number}" if n > 3 else ", ".join([str(number)] * n) for number, n in runs)
 
 
+def _without_expandable(report: Report) -> Iterator[str]:
+    """A line where a run that does not let the allocator expand its segments would hold more."""
+    held, usual = report.pricing.segmented_bytes, report.pricing.reserved_bytes
+    if held is not None and held > 1.01 * usual:
+        yield f"  with PYTORCH_ALLOC_CONF=expandable_segments:False, {gib(held)} would be reserved"
+
+
 def _memory(report: Report, width: int) -> list[str]:
     memory, how = report.pricing.worst, report.provenance
     context = report.pricing.device.context_bytes
@@ -350,6 +357,7 @@ def _memory(report: Report, width: int) -> list[str]:
         f"MEMORY of a device  peak {gib(memory.peak_bytes)} allocated [{how['memory.peak_bytes']}], "
         f"{gib(report.pricing.reserved_bytes)} reserved [{how['memory.reserved_bytes']}]",
         f"  allocated: tensors; reserved: all that the allocator holds{driver}",
+        *_without_expandable(report),
         f"  at {report.pricing.peak_at}",
     ]
     line = " "

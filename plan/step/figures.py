@@ -287,6 +287,8 @@ class StepFigures(StepMemory):
     """FLOPs of all devices without recomputation."""
     allocator_bytes: int
     """`reserved_bytes`."""
+    segmented_bytes: int | None
+    """What it would be without expandable segments; None on a CPU."""
     pipeline: PricedPipeline | None = None
     limit: int | None = None
 

@@ -124,6 +124,11 @@ class Pricing(StepMemory):
         return max(self.peak_bytes, replayed)
 
     @property
+    def segmented_bytes(self) -> int | None:
+        """`reserved_bytes` without expandable segments; None on a CPU."""
+        return None if self.replay is None else self.replay.reserved_bytes(self.device, expandable=False)
+
+    @property
     def local_flops(self) -> int:
         """The FLOPs of the device, without recomputation."""
         return flops_of(self.parts)[0]
