@@ -333,7 +333,7 @@ Edge = Callable[[Tensor, int, int, bool], Tensor]
 """An `Edge` computes the padding of one side of a dim, from (tensor, dim, width, whether the side is the dim's end)."""
 
 
-def _pad_by(x: Tensor, padding: Sequence[int], edge: Edge) -> Tensor:
+def pad_by(x: Tensor, padding: Sequence[int], edge: Edge) -> Tensor:
     """Pads the last dims on both sides with what `edge` computes; `padding` begins with the last dim, as in torch."""
     if min(padding) < 0:
         return NotImplemented
@@ -346,7 +346,7 @@ def _pad_by(x: Tensor, padding: Sequence[int], edge: Edge) -> Tensor:
 
 
 def _pad_by_backward(grad: Tensor, x: Tensor, padding: Sequence[int], back: Callable[..., Tensor]) -> Tensor:
-    """Computes the gradient of `_pad_by`; `back` converts the gradient of one side's padding to one of the tensor."""
+    """Computes the gradient of `pad_by`; `back` converts the gradient of one side's padding to one of the tensor."""
     if min(padding) < 0:
         return NotImplemented
     for k in reversed(range(len(padding) // 2)):
@@ -381,9 +381,14 @@ def last_back(edge: Tensor, d: int, n: int, width: int, end: bool) -> Tensor:
     return _pad_dim(edge.sum(d, keepdim=True), d, n - 1 if end else 0, 0 if end else n - 1)
 
 
+def around(x: Tensor, d: int, width: int, end: bool) -> Tensor:
+    """Computes circular padding: the rows of the other side (an `Edge`)."""
+    return x.narrow(d, 0 if end else x.shape[d] - width, width)
+
+
 def padding(edge: Edge, back: Callable[..., Tensor]) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     """Returns the decompositions of a padding op, by concatenation, and of its backward op, which adds gradients."""
-    return partial(_pad_by, edge=edge), partial(_pad_by_backward, back=back)
+    return partial(pad_by, edge=edge), partial(_pad_by_backward, back=back)
 
 
 def _parts_of(x: Tensor, size: Sequence[int]) -> list[int] | None:

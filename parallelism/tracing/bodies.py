@@ -23,7 +23,7 @@ from tpshard.parallelism.tracing.canonical import canonicalize
 from tpshard.parallelism.tracing.functional import functionalize
 from tpshard.parallelism.tracing.recorder import Recorder
 from tpshard.parallelism.tracing.remember import Like, fake
-from tpshard.parallelism.tracing.unchecked import Unchecked
+from tpshard.parallelism.tracing.substitutes import Substitutes
 
 Function = Callable[..., Any]
 RARE = "rare"
@@ -163,7 +163,7 @@ class ControlFlow(TorchFunctionMode):
         outer, self.recorder.body = self.recorder, body
         self.recorder = body
         try:
-            with self, Unchecked(), _Replaced(self.stand_ins):
+            with self, Substitutes(), _Replaced(self.stand_ins):
                 yield
         finally:
             outer.body, self.recorder = None, outer

@@ -20,7 +20,7 @@ from tpshard.parallelism.tracing.canonical import canonicalize
 from tpshard.parallelism.tracing.functional import functionalize
 from tpshard.parallelism.tracing.recorder import Recorder
 from tpshard.parallelism.tracing.remember import Like, fake
-from tpshard.parallelism.tracing.unchecked import Unchecked
+from tpshard.parallelism.tracing.substitutes import Substitutes
 
 
 class Trail:
@@ -145,7 +145,7 @@ def capture(
         full[i] = _fake(leaves[i], mode)
         recorder.input(name, full[i])
     try:
-        with mode, recorder, disable_autocast_cache(), Unchecked(), uncompiled(), ControlFlow(recorder, mode):
+        with mode, recorder, disable_autocast_cache(), Substitutes(), uncompiled(), ControlFlow(recorder, mode):
             results, out_tree = pytree.tree_flatten(fn(*pytree.tree_unflatten(full, in_tree)))
     except DataDependentOutputException as error:
         raise ValueError(f"Python reads an element's value, which a static graph does not have: {error}") from error

@@ -116,7 +116,8 @@ def test_resizing_and_padding_send_rows_not_images() -> None:
         (lambda x: F.interpolate(x, (32, 7), mode="bilinear", antialias=True), 2),
         (lambda x: F.interpolate(x, scale_factor=2, mode="bicubic", antialias=True), 4),
         (lambda x: F.pad(x, [1, 1, 0, 0], "reflect"), 0), (lambda x: F.pad(x, [0, 0, 1, 1], "replicate"), 16),
-        (lambda x: F.pad(x, [0, 0, 1, 1], "reflect"), 16), (lambda x: F.avg_pool2d(x, 3, 2, ceil_mode=True), 1),
+        (lambda x: F.pad(x, [0, 0, 1, 1], "reflect"), 16), (lambda x: F.pad(x, [0, 0, 1, 1], "circular"), 16),
+        (lambda x: F.instance_norm(x), 1), (lambda x: F.avg_pool2d(x, 3, 2, ceil_mode=True), 1),
         (lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False), 1),
     ):  # fmt: skip
         program = partition(fn, [x], Mesh({"x": 4}), [(None, None, "x")], [(None, None, "x")])
@@ -137,6 +138,15 @@ def test_windows_that_touch_no_neighbour_send_nothing() -> None:
     sharded = [(None, None, "x"), None]
     large = partition(lambda x, w: F.conv2d(x, w, stride=8), [x, images(4, 4, 8, 8)], Mesh({"x": 2}), sharded)
     assert not large.collectives  # patches of 8 in a result of 2, which nobody annotated
+
+
+def test_instance_norm_of_sharded_channels_or_images_sends_nothing() -> None:
+    x, w = images(4, 8, 6, 6), images(8)
+    for dims in (("x",), (None, "x")):
+        for mesh in (Mesh({"x": 4}), Mesh({"x": 3})):
+            program = partition(lambda x, w: F.instance_norm(x, weight=w), [x, w], mesh, [dims, dims[1:] or None])
+            torch.testing.assert_close(program.simulate(x, w)[0], F.instance_norm(x, weight=w))
+            assert not program.collectives
 
 
 def test_a_network_of_layers_keeps_images_cut() -> None:

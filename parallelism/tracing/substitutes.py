@@ -1,22 +1,26 @@
-"""Replacing torch functions that read data only to check it by ones without the check, so that they can be traced."""
+"""Replacing torch functions by ones that can be traced, or that shard.
+
+Some read data, only to check it. Others run ops on merged dims, or write what they return piece by piece.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from tpshard.parallelism.rules import decompositions as by
 
 
-class Unchecked(TorchFunctionMode):
-    """A mode that replaces the functions in `UNCHECKED`; inside a replacement the mode is off."""
+class Substitutes(TorchFunctionMode):
+    """A mode that replaces the functions in `SUBSTITUTES`; inside a replacement the mode is off."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return UNCHECKED.get(func, func)(*args, **(kwargs or {}))
+        return SUBSTITUTES.get(func, func)(*args, **(kwargs or {}))
 
 
 def _one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
@@ -61,12 +65,33 @@ def _gaussian_nll_loss(
     return REDUCTIONS[reduction](loss)
 
 
+def _instance_norm(
+    input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None, weight: Tensor | None = None,
+    bias: Tensor | None = None, use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    """F.instance_norm without merging batch and channels, of which either may be sharded: a group norm with a group for
+    each channel, or, with given statistics, a batch norm. If it updates statistics, F.instance_norm itself."""
+    if not use_input_stats:
+        return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    if running_mean is not None or running_var is not None or input.shape[2:].numel() == 1:
+        return F.instance_norm(input, running_mean, running_var, weight, bias, True, momentum, eps)
+    return F.group_norm(input, input.shape[1], weight, bias, eps)
+
+
+def _pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
+    """F.pad, with circular padding as a concatenation, as other padding is recorded."""
+    padded = by.pad_by(input, pad, by.around) if mode == "circular" and len(pad) == 2 * (input.dim() - 2) else None
+    return F.pad(input, pad, mode, value) if padded is None or padded is NotImplemented else padded
+
+
 REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda x: x, "mean": Tensor.mean, "sum": Tensor.sum}
-UNCHECKED: dict[Any, Callable[..., Tensor]] = {
+SUBSTITUTES: dict[Any, Callable[..., Tensor]] = {
     F.one_hot: _one_hot,
     F.gaussian_nll_loss: _gaussian_nll_loss,
     torch.cov: _cov,
     Tensor.cov: _cov,
     torch.corrcoef: _corrcoef,
+    F.instance_norm: _instance_norm,
+    F.pad: _pad,
     Tensor.corrcoef: _corrcoef,
 }
