@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import tempfile
-from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
+from tpshard.kernels.attention import triton_flash
+from tpshard.kernels.attention.attention_mask import CausalMask
+from tpshard.kernels.attention.triton_flash import FlashTile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -64,37 +68,56 @@ class Compiled:
     @cached_property
     def code(self) -> list[str]:
         """Names of all instructions, in order."""
-        return [instruction.split()[0].split(".")[0] for instruction in self._lines[0]]
+        return [_name(instruction) for instruction in self._lines[0]]
 
     @cached_property
     def _lines(self) -> tuple[list[str], list[tuple[int, int]]]:
+        """All instructions, and from which to which jumps go: backwards for a loop, forwards over what is skipped."""
         labels: dict[str, int] = {}
         code: list[str] = []
-        loops = []
         for line in self.sass.splitlines():
             if label := re.match(r"\s*(\.L_x_\d+):", line):
                 labels[label[1]] = len(code)
             elif instruction := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.*?);", line):
                 code.append(instruction[1])
-                target = re.search(r"BRA.*`\((\.L_x_\d+)\)", instruction[1])
-                if target and target[1] in labels and labels[target[1]] < len(code) - 1:  # a jump backwards
-                    loops.append((labels[target[1]], len(code)))
-        return code, loops
+        targets = [(at, re.search(r"BRA.*`\((\.L_x_\d+)\)", instruction)) for at, instruction in enumerate(code)]
+        return code, [(at, labels[target[1]]) for at, target in targets if target and target[1] in labels]
 
     @cached_property
+    def _main(self) -> tuple[int, int]:
+        loops = [(to, at + 1) for at, to in self._lines[1] if to < at]  # a jump to itself is the end of a program
+        inner = [a for a in loops if not any(a[0] <= b[0] and b[1] <= a[1] and a != b for b in loops)]
+        with_products = [a for a in inner if any(name in PRODUCTS for name in self.code[slice(*a)])]
+        return max(with_products or inner or [(0, len(self.code))], key=lambda a: a[1] - a[0])
+
+    @property
     def main_loop(self) -> list[str]:
         """Names of the instructions of the longest loop that holds no other; with products where any has them. The
         whole code where nothing is a loop."""
-        loops = self._lines[1]
-        inner = [a for a in loops if not any(a[0] <= b[0] and b[1] <= a[1] and a != b for b in loops)]
-        bodies = [self.code[start:end] for start, end in inner]
-        with_products = [body for body in bodies if any(name in PRODUCTS for name in body)]
-        return max(with_products or bodies or [self.code], key=len)
+        return self.code[slice(*self._main)]
 
     @property
-    def arithmetic(self) -> int:
-        """Integer and floating point instructions of a warp in one turn of the main loop."""
-        return sum(count for name, count in Counter(self.main_loop).items() if name not in NOT_ARITHMETIC)
+    def skipped(self) -> list[str]:
+        """Those of the main loop's instructions that a jump inside it may skip."""
+        start, end = self._main
+        over = {at for source, to in self._lines[1] if start <= source < to < end for at in range(source + 1, to)}
+        return [self.code[at] for at in sorted(over)]
+
+    @property
+    def product_flops(self) -> float:
+        """Of Hopper's products of all warps in one turn of the main loop, those computed twice too; 0 without any."""
+        shapes = (re.match(r"[HQ]GMMA\.(\d+)x(\d+)x(\d+)", line) for line in self._lines[0][slice(*self._main)])
+        return sum(2 * math.prod(map(int, shape.groups())) for shape in shapes if shape) * self.warps / 4
+
+    def arithmetic(self, skipping: float = 1) -> float:
+        """Integer and floating point instructions of a warp in one turn of the main loop; of those that may be skipped
+        the share `skipping`."""
+        loop, skipped = (sum(name not in NOT_ARITHMETIC for name in part) for part in (self.main_loop, self.skipped))
+        return loop - (1 - skipping) * skipped
+
+
+def _name(instruction: str) -> str:
+    return instruction.split()[0].split(".")[0]
 
 
 def compile_kernel(
@@ -117,6 +140,23 @@ def compile_kernel(
     usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", _output("cuobjdump", binary, "-res-usage")))
     registers, stack, local = (int(usage[key]) for key in ("REG", "STACK", "LOCAL"))
     return Compiled(warps, stages, registers, compiled.metadata.shared, stack, local, binary)
+
+
+def compile_flash(
+    which: str, tokens: int, heads: int, kv: int, head: int, mask: CausalMask, capability: int
+) -> tuple[FlashTile, Compiled]:
+    """Attention with a softcap of 50, `forward` or one of its gradients, as `triton_flash` launches it in bf16."""
+    kernels = {"forward": triton_flash.forward_kernel, "queries": triton_flash.query_gradient_kernel}
+    kernel = kernels.get(which, triton_flash.key_gradient_kernel)
+    tile = FlashTile.of(which, head, torch.bfloat16, divmod(capability, 10))
+    q, k = (torch.empty(1, tokens, count, head, device="meta") for count in (heads, kv))
+    constants = tile.sizes(q, k) | triton_flash.kind(mask, 50.0, True)
+    constants |= triton_flash.own_kind(which, 50.0, torch.bfloat16)
+    types = dict.fromkeys(("q", "k", "v", "dout", "dq", "dk", "dv"), "*bf16") | {"lse": "*fp32", "means": "*fp32"}
+    types |= {"row_documents": "*i64", "key_documents": "*i64", "keys": "i32", "shift": "i32"}
+    types |= dict.fromkeys(("gain", "scale", "slope", "zero"), "fp32")
+    own = {name: kind for name, kind in types.items() if name in kernel.arg_names}
+    return tile, compile_kernel(kernel, constants, "bf16", capability, tile.warps, tile.stages, own)
 
 
 def _output(tool: str, binary: bytes, option: str) -> str:

@@ -30,14 +30,15 @@ import torch
 import triton
 from tpshard.devices.read import Device, device
 from tpshard.kernels import triton_launch, triton_optimizer
-from tpshard.kernels.attention import triton_flash, triton_paged
+from tpshard.kernels.attention import triton_paged
+from tpshard.kernels.attention.attention_mask import CausalMask
 from tpshard.kernels.experts import triton_experts
 from tpshard.kernels.fp8 import fp8_launch, triton_fp8
 from tpshard.kernels.fp8.fp8_blocks import SMALLEST
 from tpshard.kernels.quantized import triton_quantized
 from tpshard.kernels.quantized.packed import Packed, ragged_chunk
 
-from compiled_kernel import Compiled, compile_kernel
+from compiled_kernel import Compiled, compile_flash, compile_kernel
 from record import Record, close_with_table, parser_of
 
 MULTIPROCESSORS, SCHEDULERS, LANES = 132, 4, 32
@@ -63,6 +64,10 @@ HALF = (
     "BFE",
     "PLOP3",
     "P2R",
+    "FMNMX",
+    "FSETP",
+    "FSEL",
+    "F2FP",
 )
 EIGHTH = ("MUFU", "F2F", "I2F", "F2I", "I2FP", "POPC")
 
@@ -85,10 +90,12 @@ class Case:
     flops: float = 0
     """That the result needs; those of a tile's padding are not counted."""
     tile_flops: float = 0
-    """Of a program's products in a turn, padding included."""
+    """Of a program's products in a turn, padding included; counted in the binary where it has Hopper's products."""
     cached: float = 0
     """Bytes that a program copies in a turn, from memory or from the cache."""
     rate: str = "bf16"
+    masked: float = 1
+    """The share of turns that compute what a jump of the loop skips, such as the masks of tiles on the diagonal."""
     left: float = 0
     """Bytes of the results that programs write, and the last of them reads to add them up, all through the cache."""
 
@@ -110,18 +117,24 @@ class Expected:
         return self.limit_s / self.time_s
 
 
+def _cycles(loop: Counter[str]) -> int:
+    """Of a scheduler, for one warp's instructions."""
+    return max(sum(loop.values()), 2 * sum(loop[name] for name in HALF), 8 * sum(loop[name] for name in EIGHTH))
+
+
 def expected(case: Case, on: Device) -> Expected:
     code, registers = case.compiled, -(-case.compiled.registers // 8) * 8
     threads = LANES * code.warps
     resident = min(REGISTERS // (registers * threads), SHARED // (code.shared + 1024), THREADS // threads, PROGRAMS)
     clock = on.rates["bf16"] / (MULTIPROCESSORS * CYCLE_FLOPS["bf16"])
     limit = max(case.bytes / on.memory_bandwidth, case.flops / on.rates[case.rate])
-    a_turn, loop = case.bytes / case.programs / case.turns, Counter(code.main_loop)
-    ahead = max(1, code.stages - 1) if loop["LDGSTS"] else 1
-    cycles = sum(loop.values())
-    cycles = max(cycles, 2 * sum(loop[name] for name in HALF), 8 * sum(loop[name] for name in EIGHTH))
+    a_turn = case.bytes / case.programs / case.turns
+    ahead = max(1, code.stages - 1) if "LDGSTS" in code.main_loop else 1
+    always = Counter(code.main_loop) - Counter(code.skipped)
+    cycles = _cycles(always) + case.masked * (_cycles(Counter(code.main_loop)) - _cycles(always))
     issue = case.turns * cycles * code.warps / SCHEDULERS / clock
-    product = case.turns * case.tile_flops / (CYCLE_FLOPS[case.rate] * clock)
+    product = code.product_flops or case.tile_flops
+    product *= case.turns / (CYCLE_FLOPS[case.rate] * clock)
     l2 = L2_CYCLE * MULTIPROCESSORS * clock
     times: Counter[str] = Counter()
     left, full = case.programs, resident * MULTIPROCESSORS
@@ -210,26 +223,20 @@ def paged(name: str, rows: int, sequences: int, context: int, heads: int = 32, k
 
 
 def flash(which: str, tokens: int, heads: int, kv: int, head: int) -> Case:
-    """Causal attention with a softcap, or the gradients of `queries` or `keys`, which compute scores again."""
-    kernel, products, moved = {
-        "forward": (triton_flash.forward_kernel, 2, 2), "queries": (triton_flash.query_gradient_kernel, 3, 4),
-        "keys": (triton_flash.key_gradient_kernel, 4, 2),
+    """Causal attention with a softcap, or the gradients of `queries`, `keys` or `values`: they compute scores again."""
+    products, moved = {
+        "forward": (2, 2), "queries": (3, 4), "keys": (3, 2), "values": (2, 2), "keys and values": (4, 2),
     }[which]  # fmt: skip
-    tile = triton_flash.FlashTile.of(which, head, torch.bfloat16)
-    constants = tile.sizes(head) | {"CAPPED": True, "WINDOWED": False, "PACKED": False}
-    types = dict.fromkeys(("q", "k", "v", "dout", "dq", "dk", "dv"), "*bf16") | {"lse": "*fp32", "means": "*fp32"}
-    types |= {"row_documents": "*i64", "key_documents": "*i64"} | dict.fromkeys(("plain_scale", "scale"), "fp32")
-    types |= dict.fromkeys(("keys", "shift", "heads"), "i32")
-    own = {name: kind for name, kind in types.items() if name in kernel.arg_names}
-    code = compile_kernel(kernel, constants, "bf16", 90, tile.warps, tile.stages, own)
-    of_keys, size = which == "keys", tile.rows * tile.keys
+    tile, code = compile_flash(which, tokens, heads, kv, head, CausalMask(range(tokens), range(tokens)), 90)
+    of_keys, size = "key" in which or which == "values", tile.rows * tile.keys
     mine, other = (tile.keys, tile.rows) if of_keys else (tile.rows, tile.keys)
-    turns = (tokens + mine) / 2 / other * (heads // kv if of_keys else 1)
+    turns, written = (tokens + mine) / 2 / other, 2 if which == "keys and values" else 1
     return Case(
         f"attention with a softcap, {which if which == 'forward' else 'gradients of ' + which}",
-        f"{tokens} tokens, {heads} heads of {head}", code, -(-tokens // mine) * (kv if of_keys else heads), turns, size,
-        2 * tokens * head * (moved * heads + (4 if of_keys else 2) * kv), products * heads * tokens**2 * head,
-        2 * products * size * head, 4 * other * head,
+        f"{tokens} tokens, {heads} heads of {head}", code, -(-tokens // mine) * (kv if of_keys else heads),
+        turns * (heads // kv if of_keys else 1), size,
+        2 * tokens * head * (moved * heads + (2 + written if of_keys else 2) * kv), products * heads * tokens**2 * head,
+        2 * products * size * head, 4 * other * head, masked=-(-mine // other) / turns,
     )  # fmt: skip
 
 
@@ -301,8 +308,10 @@ def cases() -> Iterator[Case]:
         yield paged("paged attention, decode", rows, sequences, context)
     yield paged("paged attention, prefill", 512, 1, 8192)
     yield paged("paged attention, prefill", 2048, 1, 2048)
-    for which in ("forward", "queries", "keys"):  # of Gemma 2 9B
+    for which in ("forward", "queries", "values", "keys"):  # of Gemma 2 9B
         yield flash(which, 4096, 16, 8, 256)
+    for which in ("forward", "queries", "keys and values"):  # of Gemma 2 27B
+        yield flash(which, 4096, 32, 16, 128)
     yield experts("experts, decode", 16, 8, 2, 4096, 14336, fixed=True)
     yield w4a16("quantized experts, gate and up", 16, 4096, 28672, gated=True, experts=8, k=2)
     yield w4a16("quantized experts, down", 32, 14336, 4096, experts=8, k=1)
@@ -328,7 +337,7 @@ def row(case: Case) -> dict[str, Any]:
                     "bound": result.bound, "waves": result.waves, "resident": result.resident}  # fmt: skip
     return {
         "name": f"{case.kernel}: {case.shape}", "kernel": case.kernel, "shape": case.shape, "bytes": case.bytes,
-        "flops": case.flops, "lane_operations": code.arithmetic * LANES * code.warps / case.elements,
+        "flops": case.flops, "lane_operations": code.arithmetic(case.masked) * LANES * code.warps / case.elements,
         "registers": code.registers, "stack": code.stack, "shared": code.shared, "programs": case.programs, "on": on,
     }  # fmt: skip
 

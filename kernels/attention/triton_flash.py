@@ -25,174 +25,288 @@ _ALL = 2**30
 
 
 @triton.jit
-def _capped(products, scale, softcap, CAPPED: tl.constexpr):
-    """Scores in bits, and with CAPPED tanh of what the cap divides (else anything)."""
-    if CAPPED:
-        ratio = 2 * tl.sigmoid(products * scale) - 1  # tanh; the scale holds the softcap
-        return ratio * softcap, ratio
-    else:
-        return products * scale, products
+def _reciprocals(x):
+    """1 / x of numbers from 1 to 2**30, four by one division, whose unit has the exponentials to compute and is an
+    eighth as fast as that of multiplications."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .f32 ab, cd, all;
+        mul.f32 ab, $4, $5;
+        mul.f32 cd, $6, $7;
+        mul.f32 all, ab, cd;
+        rcp.approx.ftz.f32 all, all;
+        mul.f32 cd, all, cd;
+        mul.f32 ab, all, ab;
+        mul.f32 $0, cd, $5;
+        mul.f32 $1, cd, $4;
+        mul.f32 $2, ab, $7;
+        mul.f32 $3, ab, $6;
+        }
+        """,
+        "=&f,=&f,=&f,=&f,f,f,f,f",
+        [x],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=4,
+    )
 
 
 @triton.jit
-def _seen(m, n, of_rows, of_keys, keys, shift, window, WINDOWED: tl.constexpr, PACKED: tl.constexpr):
-    """Which of the keys n the queries m attend to; both broadcast."""
-    seen = (n <= m + shift) & (n < keys)
+def _graded(products, scale, CAPPED: tl.constexpr, FAST: tl.constexpr):
+    """What scores in bits are a multiple of, but for a number that all have in common: products of queries and keys;
+    with CAPPED the negative of 1 / (1 + exp(2 * r)), since tanh(r) is 1 plus twice that. FAST: off in the interpreter.
+    """
+    if CAPPED:
+        # from 30 bits on tanh is 1 in fp32
+        x = 1 + tl.exp2(tl.minimum(products * scale, 30.0, propagate_nan=tl.PropagateNan.ALL))
+        if FAST:
+            return -_reciprocals(x)
+        else:
+            return -1 / x
+    else:
+        return products
+
+
+@triton.jit
+def _bits(graded, slope, base):
+    """2 ** (graded * slope - base); base is of each, or of each row."""
+    slopes = tl.full(graded.shape, 1.0, tl.float32) * slope
+    return tl.exp2(tl.fma(graded, slopes, tl.broadcast_to(-base, graded.shape)))
+
+
+@triton.jit
+def _seen(m, n, of_rows, of_keys, keys, window, WINDOWED: tl.constexpr, PACKED: tl.constexpr):
+    """Which of the keys at n, of so many, queries that stand at m attend to; both broadcast."""
+    seen = (n <= m) & (n < keys)
     if WINDOWED:
-        seen &= n > m + shift - window
+        seen &= n > m - window
     if PACKED:
         seen &= of_rows == of_keys
     return seen
 
 
 @triton.jit
-def _keys_at(k, v, documents, there, first, of_sequence, step, keys, d, HEAD: tl.constexpr, PACKED: tl.constexpr):
-    """The keys and values [N, D] at `there` of a KV head that begins at `first`, and their documents [N]."""
-    place = first + there.to(tl.int64)[:, None] * step + d[None, :]
-    inside = (there < keys)[:, None] & (d < HEAD)[None, :]
-    of_keys = there
+def _with_documents(documents, own, inside, low, high, BLOCK: tl.constexpr):
+    """The first and behind the last of the positions [low, high) whose document lies between the least and the most of
+    the documents `own` that are `inside`: of documents in order no others."""
+    least = tl.min(tl.where(inside, own, 2**62), 0)
+    most = tl.max(tl.where(inside, own, -(2**62)), 0)
+    first, last = high, low
+    for start in range(low, high, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        ids = tl.load(documents + at, mask=at < high, other=0)
+        between = (at < high) & (ids >= least) & (ids <= most)
+        first = tl.minimum(first, tl.min(tl.where(between, at, high), 0))
+        last = tl.maximum(last, tl.max(tl.where(between, at + 1, low), 0))
+    return first, last
+
+
+@triton.jit
+def _documents_at(documents, there, end, PACKED: tl.constexpr):
+    of = there
     if PACKED:
-        of_keys = tl.load(documents + of_sequence + there, mask=there < keys, other=0)
-    return tl.load(k + place, mask=inside, other=0.0), tl.load(v + place, mask=inside, other=0.0), of_keys
+        of = tl.load(documents + there, mask=there < end, other=0)
+    return of
+
+
+@triton.jit
+def _tile(x, start, N: tl.constexpr, end, STRIDE: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr,
+          EVEN: tl.constexpr):  # fmt: skip
+    """The rows [N, D] from `start` on of a tensor whose rows lie STRIDE apart; 0 from `end` on, unless EVEN."""
+    n, d = tl.arange(0, N), tl.arange(0, D)
+    at = x + tl.cast(start, tl.int64) * STRIDE + (n[:, None] * STRIDE + d[None, :])
+    if not EVEN:
+        return tl.load(at, mask=(start + n < end)[:, None] & (d < HEAD)[None, :], other=0.0)
+    elif D == HEAD:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=(d < HEAD)[None, :], other=0.0)
+
+
+@triton.jit
+def _keys_of(begin, M: tl.constexpr, N: tl.constexpr, rows, keys, shift, window, documents, of_rows,
+             PACKED: tl.constexpr):  # fmt: skip
+    """From which key on, a multiple of N, and up to which the M rows from `begin` on see any."""
+    high = tl.maximum(tl.minimum(tl.minimum(begin + M, rows) + shift, keys), 0)
+    low = tl.minimum(tl.maximum(begin + shift - window + 1, 0), high)
+    if PACKED:
+        low, high = _with_documents(documents, of_rows, begin + tl.arange(0, M) < rows, low, high, 1024)
+    return low // N * N, high
 
 
 @triton.jit
 def forward_kernel(
-    q, k, v, row_documents, key_documents, out, lse, rows, keys, heads, kv_heads, scale, softcap, shift, window,
-    HEAD: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAPPED: tl.constexpr,
-    WINDOWED: tl.constexpr, PACKED: tl.constexpr,
+    q, k, v, row_documents, key_documents, out, lse, rows, keys, scale, slope, zero, shift, window,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, EVEN: tl.constexpr, CAPPED: tl.constexpr, FAST: tl.constexpr, WINDOWED: tl.constexpr,
+    PACKED: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
     """Attention of M queries of one head. Grid: (tiles of rows, sequences * heads).
 
-    q, out: [b, rows, heads, HEAD]; k, v: [b, keys, kv_heads, HEAD]; documents: [b, rows], [b, keys]; lse: [b, heads,
-    rows]. Query m stands at key m + shift.
+    q, out: [b, rows, HEADS, HEAD]; k, v: [b, keys, KV_HEADS, HEAD]; documents: [b, rows], [b, keys]; lse: [b, HEADS,
+    rows]. Query m stands at key m + shift. Scores in bits are `_graded` * slope + zero. EVEN: M divides rows, and N
+    keys. BOUNDED: the cap is so low that 2 ** score and sums of them are numbers of q's type, and need not be divided
+    by the greatest.
     """
-    sequence, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
+    sequence, head = (tl.program_id(1) // HEADS).to(tl.int64), tl.program_id(1) % HEADS
     begin = (tl.num_programs(0) - 1 - tl.program_id(0)) * M  # those with the most keys first
-    m, n, d = begin + tl.arange(0, M), tl.arange(0, N), tl.arange(0, D)
-    in_rows = (m < rows)[:, None] & (d < HEAD)[None, :]
-    at = ((sequence * rows + m) * heads + head)[:, None] * HEAD + d[None, :]
-    queries = tl.load(q + at, mask=in_rows, other=0.0)
-    of_rows = m
-    if PACKED:
-        of_rows = tl.load(row_documents + sequence * rows + m, mask=m < rows, other=0)
-    step = kv_heads * HEAD
-    first = (sequence * keys * kv_heads + head // (heads // kv_heads)) * HEAD
+    m, n = begin + tl.arange(0, M), tl.arange(0, N)
+    ACROSS: tl.constexpr = HEADS * HEAD
+    STRIDE: tl.constexpr = KV_HEADS * HEAD
+    own = (sequence * rows * HEADS + head) * HEAD
+    queries = _tile(q + own, begin, M, rows, ACROSS, HEAD, D, EVEN)
+    of_rows = _documents_at(row_documents + sequence * rows, m, rows, PACKED)
+    documents = key_documents + sequence * keys
+    first = (sequence * keys * KV_HEADS + head // (HEADS // KV_HEADS)) * HEAD
     top = tl.full([M], -float("inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     weighted = tl.zeros([M, D], tl.float32)
-    low = tl.maximum(begin + shift - window + 1, 0) // N * N
-    for start in range(low, tl.minimum(tl.minimum(begin + M, rows) + shift, keys), N):
+    low, high = _keys_of(begin, M, N, rows, keys, shift, window, documents, of_rows, PACKED)
+    for start in range(low, high, N):
         there = start + n
-        tile, values, of_keys = _keys_at(
-            k, v, key_documents, there, first, sequence * keys, step, keys, d, HEAD, PACKED
-        )
-        scores, _ = _capped(tl.dot(queries, tl.trans(tile), input_precision="ieee"), scale, softcap, CAPPED)
-        if PACKED or WINDOWED or start + N > begin + shift + 1:
-            seen = _seen(m[:, None], there[None, :], of_rows[:, None], of_keys[None, :], keys, shift, window, WINDOWED,
-                         PACKED)  # fmt: skip
-            scores = tl.where(seen, scores, -float("inf"))
-        now = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(now == -float("inf"), 0.0, now)
-        weights, shrunk = tl.exp2(scores - base[:, None]), tl.exp2(top - base)
-        total = total * shrunk + tl.sum(weights, 1)
-        weighted *= shrunk[:, None]
-        weighted += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-        top = now
-    result = weighted / tl.where(total > 0, total, 1.0)[:, None]
-    tl.store(out + at, result.to(out.dtype.element_ty), mask=in_rows)
-    logs = tl.where(total > 0, (top + tl.log2(tl.where(total > 0, total, 1.0))) * 0.6931471805599453, -float("inf"))
-    tl.store(lse + (sequence * heads + head) * rows + m, logs, mask=m < rows)
+        tile = _tile(k + first, start, N, keys, STRIDE, HEAD, D, EVEN)
+        values = _tile(v + first, start, N, keys, STRIDE, HEAD, D, EVEN)
+        of_keys = _documents_at(documents, there, keys, PACKED)
+        graded = _graded(tl.dot(queries, tl.trans(tile), input_precision="ieee"), scale, CAPPED, FAST)
+        if PACKED or start + N > begin + shift + 1 or (WINDOWED and start < begin + M + shift - window):
+            seen = _seen((m + shift - start)[:, None], n[None, :], of_rows[:, None], of_keys[None, :], keys - start,
+                         window, WINDOWED, PACKED)  # fmt: skip
+            graded = tl.where(seen, graded, -float("inf"))
+        if BOUNDED:
+            weights = _bits(graded, slope, tl.zeros([1, N], tl.float32) - zero)
+        else:
+            now = tl.maximum(top, tl.max(graded, 1))
+            base = tl.where(now == -float("inf"), 0.0, now) * slope
+            weights, shrunk = _bits(graded, slope, base[:, None]), _bits(top, slope, base)
+            total *= shrunk
+            weighted *= shrunk[:, None]
+            top = now
+        total += tl.sum(weights, 1)
+        weighted = tl.dot(weights.to(values.dtype), values, weighted, input_precision="ieee")
+    result = weighted * (1 / tl.where(total > 0, total, 1.0))[:, None]
+    d = tl.arange(0, D)
+    at = out + own + m.to(tl.int64)[:, None] * ACROSS + d[None, :]
+    tl.store(at, result.to(out.dtype.element_ty), mask=(m < rows)[:, None] & (d < HEAD)[None, :])
+    logs = tl.log2(tl.where(total > 0, total, 1.0))
+    if not BOUNDED:
+        logs += top * slope + zero
+    tl.store(lse + (sequence * HEADS + head) * rows + m,
+             tl.where(total > 0, logs * 0.6931471805599453, -float("inf")), mask=m < rows)  # fmt: skip
 
 
 @triton.jit
 def query_gradient_kernel(
-    dout, q, k, v, out, lse, row_documents, key_documents, dq, means, rows, keys, heads, kv_heads, plain_scale, scale,
-    softcap, shift, window, HEAD: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr,
+    dout, q, k, v, out, lse, row_documents, key_documents, dq, means, rows, keys, gain, scale, slope,
+    zero, shift, window, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr, CAPPED: tl.constexpr, FAST: tl.constexpr,
+    WINDOWED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of M queries, and their means of dout * out, [b, heads, rows]. Grid and shapes as of the forward
-    kernel."""
-    sequence, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
+    """The gradients of M queries, and their means of dout * out, [b, HEADS, rows]. Grid and shapes as of the forward
+    kernel; gain: of the sums, with CAPPED times the derivative of scores by graded * (graded + 1)."""
+    sequence, head = (tl.program_id(1) // HEADS).to(tl.int64), tl.program_id(1) % HEADS
     begin = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
-    m, n, d = begin + tl.arange(0, M), tl.arange(0, N), tl.arange(0, D)
-    in_rows = (m < rows)[:, None] & (d < HEAD)[None, :]
-    at = ((sequence * rows + m) * heads + head)[:, None] * HEAD + d[None, :]
-    grads = tl.load(dout + at, mask=in_rows, other=0.0)
-    results = tl.load(out + at, mask=in_rows, other=0.0)
+    m, n = begin + tl.arange(0, M), tl.arange(0, N)
+    ACROSS: tl.constexpr = HEADS * HEAD
+    STRIDE: tl.constexpr = KV_HEADS * HEAD
+    own = (sequence * rows * HEADS + head) * HEAD
+    grads = _tile(dout + own, begin, M, rows, ACROSS, HEAD, D, EVEN)
+    results = _tile(out + own, begin, M, rows, ACROSS, HEAD, D, EVEN)
     mean = tl.sum(grads.to(tl.float32) * results.to(tl.float32), 1)
-    of_row = (sequence * heads + head) * rows + m
+    of_row = (sequence * HEADS + head) * rows + m
     tl.store(means + of_row, mean, mask=m < rows)
-    queries = tl.load(q + at, mask=in_rows, other=0.0)
-    logs = tl.load(lse + of_row, mask=m < rows, other=0.0) * 1.4426950408889634
-    of_rows = m
-    if PACKED:
-        of_rows = tl.load(row_documents + sequence * rows + m, mask=m < rows, other=0)
-    step = kv_heads * HEAD
-    first = (sequence * keys * kv_heads + head // (heads // kv_heads)) * HEAD
+    queries = _tile(q + own, begin, M, rows, ACROSS, HEAD, D, EVEN)
+    base = tl.load(lse + of_row, mask=m < rows, other=0.0) * 1.4426950408889634 - zero
+    of_rows = _documents_at(row_documents + sequence * rows, m, rows, PACKED)
+    documents = key_documents + sequence * keys
+    first = (sequence * keys * KV_HEADS + head // (HEADS // KV_HEADS)) * HEAD
     gradient = tl.zeros([M, D], tl.float32)
-    low = tl.maximum(begin + shift - window + 1, 0) // N * N
-    for start in range(low, tl.minimum(tl.minimum(begin + M, rows) + shift, keys), N):
+    low, high = _keys_of(begin, M, N, rows, keys, shift, window, documents, of_rows, PACKED)
+    for start in range(low, high, N):
         there = start + n
-        tile, values, of_keys = _keys_at(
-            k, v, key_documents, there, first, sequence * keys, step, keys, d, HEAD, PACKED
-        )
-        scores, ratio = _capped(tl.dot(queries, tl.trans(tile), input_precision="ieee"), scale, softcap, CAPPED)
-        seen = _seen(m[:, None], there[None, :], of_rows[:, None], of_keys[None, :], keys, shift, window, WINDOWED,
-                     PACKED)  # fmt: skip
-        weights = tl.where(seen, tl.exp2(scores - logs[:, None]), 0.0)
+        tile = _tile(k + first, start, N, keys, STRIDE, HEAD, D, EVEN)
+        values = _tile(v + first, start, N, keys, STRIDE, HEAD, D, EVEN)
+        of_keys = _documents_at(documents, there, keys, PACKED)
+        graded = _graded(tl.dot(queries, tl.trans(tile), input_precision="ieee"), scale, CAPPED, FAST)
+        weights = _bits(graded, slope, base[:, None])
+        if PACKED or start + N > begin + shift + 1 or (WINDOWED and start < begin + M + shift - window):
+            seen = _seen((m + shift - start)[:, None], n[None, :], of_rows[:, None], of_keys[None, :], keys - start,
+                         window, WINDOWED, PACKED)  # fmt: skip
+            weights = tl.where(seen, weights, 0.0)
         slopes = weights * (tl.dot(grads, tl.trans(values), input_precision="ieee") - mean[:, None])
         if CAPPED:
-            slopes *= 1 - ratio * ratio
-        gradient += tl.dot(slopes.to(tile.dtype), tile, input_precision="ieee")
-    tl.store(dq + at, (gradient * plain_scale).to(dq.dtype.element_ty), mask=in_rows)
+            slopes *= tl.fma(graded, graded, graded)
+        gradient = tl.dot(slopes.to(tile.dtype), tile, gradient, input_precision="ieee")
+    d = tl.arange(0, D)
+    at = dq + own + m.to(tl.int64)[:, None] * ACROSS + d[None, :]
+    tl.store(at, (gradient * gain).to(dq.dtype.element_ty), mask=(m < rows)[:, None] & (d < HEAD)[None, :])
 
 
 @triton.jit
 def key_gradient_kernel(
-    dout, q, k, v, lse, row_documents, key_documents, dk, dv, means, rows, keys, heads, kv_heads, plain_scale, scale,
-    softcap, shift, window, HEAD: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr,
+    dout, q, k, v, lse, row_documents, key_documents, dk, dv, means, rows, keys, gain, scale, slope,
+    zero, shift, window, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr, CAPPED: tl.constexpr, FAST: tl.constexpr,
+    WINDOWED: tl.constexpr, PACKED: tl.constexpr, OF_KEYS: tl.constexpr,
+    OF_VALUES: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of N keys and their values. Grid: (tiles of keys, sequences * KV heads); shapes as above."""
-    sequence, kv = (tl.program_id(1) // kv_heads).to(tl.int64), tl.program_id(1) % kv_heads
-    begin, group = tl.program_id(0) * N, heads // kv_heads
+    """The gradients of N keys, of their values, or of both. Grid: (tiles of keys, sequences * KV heads); shapes as
+    above."""
+    sequence, kv = (tl.program_id(1) // KV_HEADS).to(tl.int64), tl.program_id(1) % KV_HEADS
+    ACROSS: tl.constexpr = HEADS * HEAD
+    STRIDE: tl.constexpr = KV_HEADS * HEAD
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    begin = tl.program_id(0) * N
     m, n, d = tl.arange(0, M), begin + tl.arange(0, N), tl.arange(0, D)
-    in_keys = (n < keys)[:, None] & (d < HEAD)[None, :]
-    at = ((sequence * keys + n) * kv_heads + kv)[:, None] * HEAD + d[None, :]
-    tile = tl.load(k + at, mask=in_keys, other=0.0)
-    values = tl.load(v + at, mask=in_keys, other=0.0)
-    of_keys = n
+    own = (sequence * keys * KV_HEADS + kv) * HEAD
+    tile = _tile(k + own, begin, N, keys, STRIDE, HEAD, D, EVEN)
+    if OF_KEYS:
+        values = _tile(v + own, begin, N, keys, STRIDE, HEAD, D, EVEN)
+        of_tile = tl.zeros([N, D], tl.float32)
+    if OF_VALUES:
+        of_values = tl.zeros([N, D], tl.float32)
+    of_keys = _documents_at(key_documents + sequence * keys, n, keys, PACKED)
+    documents = row_documents + sequence * rows
+    low = tl.minimum(tl.maximum(begin - shift, 0), rows)
+    # behind the last query that sees one
+    high = tl.maximum(tl.minimum(tl.minimum(begin + N, keys) - 1 - shift + window, rows), low)
     if PACKED:
-        of_keys = tl.load(key_documents + sequence * keys + n, mask=n < keys, other=0)
-    of_tile = tl.zeros([N, D], tl.float32)
-    of_values = tl.zeros([N, D], tl.float32)
-    low = tl.maximum(begin - shift, 0) // M * M
-    high = tl.minimum(tl.minimum(begin + N, keys) - 1 - shift + window, rows)  # behind the last that sees one
-    for turn in range(group * tl.cdiv(tl.maximum(high - low, 0), M)):
-        head = kv * group + turn % group
-        there = low + turn // group * M + m
-        place = ((sequence * rows + there) * heads + head)[:, None] * HEAD + d[None, :]
-        inside = (there < rows)[:, None] & (d < HEAD)[None, :]
-        queries = tl.load(q + place, mask=inside, other=0.0)
-        grads = tl.load(dout + place, mask=inside, other=0.0)
-        of_row = (sequence * heads + head) * rows + there
-        logs = tl.load(lse + of_row, mask=there < rows, other=0.0) * 1.4426950408889634
-        mean = tl.load(means + of_row, mask=there < rows, other=0.0)
-        of_rows = there
-        if PACKED:
-            of_rows = tl.load(row_documents + sequence * rows + there, mask=there < rows, other=0)
-        scores, ratio = _capped(tl.dot(tile, tl.trans(queries), input_precision="ieee"), scale, softcap, CAPPED)
-        seen = _seen(there[None, :], n[:, None], of_rows[None, :], of_keys[:, None], keys, shift, window, WINDOWED,
-                     PACKED)  # fmt: skip
-        weights = tl.where(seen & (there < rows)[None, :], tl.exp2(scores - logs[None, :]), 0.0)
-        of_values += tl.dot(weights.to(grads.dtype), grads, input_precision="ieee")
-        slopes = weights * (tl.dot(values, tl.trans(grads), input_precision="ieee") - mean[None, :])
-        if CAPPED:
-            slopes *= 1 - ratio * ratio
-        of_tile += tl.dot(slopes.to(queries.dtype), queries, input_precision="ieee")
-    tl.store(dk + at, (of_tile * plain_scale).to(dk.dtype.element_ty), mask=in_keys)
-    tl.store(dv + at, of_values.to(dv.dtype.element_ty), mask=in_keys)
+        low, high = _with_documents(documents, of_keys, n < keys, low, high, 1024)
+    low = low // M * M
+    for member in range(GROUP):
+        of_head = sequence * HEADS + kv * GROUP + member
+        first = (sequence * rows * HEADS + kv * GROUP + member) * HEAD
+        for start in range(low, high, M):
+            there = start + m
+            queries = _tile(q + first, start, M, rows, ACROSS, HEAD, D, EVEN)
+            grads = _tile(dout + first, start, M, rows, ACROSS, HEAD, D, EVEN)
+            logs = tl.load(lse + of_head * rows + there, mask=there < rows, other=0.0)
+            of_rows = _documents_at(documents, there, rows, PACKED)
+            graded = _graded(tl.dot(tile, tl.trans(queries), input_precision="ieee"), scale, CAPPED, FAST)
+            weights = _bits(graded, slope, (logs * 1.4426950408889634 - zero)[None, :])
+            hidden = start < begin + N - 1 - shift or (WINDOWED and start + M > begin - shift + window)
+            if PACKED or hidden or start + M > rows:
+                seen = _seen(m[None, :], (n - shift - start)[:, None], of_rows[None, :], of_keys[:, None],
+                             keys - shift - start, window, WINDOWED, PACKED)  # fmt: skip
+                weights = tl.where(seen & (there < rows)[None, :], weights, 0.0)
+            if OF_VALUES:
+                of_values = tl.dot(weights.to(grads.dtype), grads, of_values, input_precision="ieee")
+            if OF_KEYS:
+                mean = tl.load(means + of_head * rows + there, mask=there < rows, other=0.0)
+                slopes = weights * (tl.dot(values, tl.trans(grads), input_precision="ieee") - mean[None, :])
+                if CAPPED:
+                    slopes *= tl.fma(graded, graded, graded)
+                of_tile = tl.dot(slopes.to(queries.dtype), queries, of_tile, input_precision="ieee")
+    at = own + n.to(tl.int64)[:, None] * STRIDE + d[None, :]
+    in_keys = (n < keys)[:, None] & (d < HEAD)[None, :]
+    if OF_KEYS:
+        tl.store(dk + at, (of_tile * gain).to(dk.dtype.element_ty), mask=in_keys)
+    if OF_VALUES:
+        tl.store(dv + at, of_values.to(dv.dtype.element_ty), mask=in_keys)
+
+
+PARTS_OF_KEYS = {False: ("keys and values",), True: ("values", "keys")}
+"""What one launch computes: for heads above 128 the registers of Hopper's hold 128 sums of one kind."""
 
 
 @dataclass(frozen=True)
@@ -206,19 +320,28 @@ class FlashTile:
 
     @staticmethod
     def of(kernel: str, head: int, dtype: torch.dtype, capability: tuple[int, int] = (9, 0)) -> FlashTile:
-        """Of `forward`, `queries` or `keys`, the gradients' kernels; a test compiles them for each kind of device."""
-        roomy, wide = shared_kib(capability) > 99, head > 128
+        """Of `forward`, `queries` or what `PARTS_OF_KEYS` says; a test compiles them for each kind of device.
+
+        Hopper's products want 64 rows for each four warps. 128 are as many as registers hold, and halve what is read
+        from the cache; where two programs fit a multiprocessor, one computes products while the other has exponentials.
+        """
         if dtype == torch.float32:
             return FlashTile(16, 16, 4, 1)
-        if kernel == "forward":
-            return FlashTile(64 if wide else 128, 64 if roomy or not wide else 32, 8, 2)
-        if not wide:
-            return FlashTile(64, 64, 8, 2)
-        return FlashTile(64 if roomy or kernel == "queries" else 32, 32, 8, 2 if roomy else 1)
+        roomy = shared_kib(capability) > 163
+        tiles = {
+            "forward": (128, 32, 8, 3), "queries": (128, 16, 8, 3), "keys and values": (32, 64, 4, 3 if roomy else 1),
+        } if head <= 128 else {
+            "forward": (128, 64, 8, 2), "queries": (128, 32, 8, 2), "values": (64, 128, 8, 2), "keys": (32, 128, 8, 2),
+        } if roomy else {
+            "forward": (64, 32, 4, 2), "queries": (64, 16, 4, 2), "values": (32, 64, 4, 2), "keys": (32, 64, 4, 1),
+        }  # fmt: skip
+        return FlashTile(*tiles[kernel])
 
-    def sizes(self, head: int) -> dict[str, int]:
-        """The compile-time sizes for heads of this size."""
-        return {"HEAD": head, "D": max(16, triton.next_power_of_2(head)), "M": self.rows, "N": self.keys}
+    def sizes(self, q: Tensor, k: Tensor) -> dict[str, int | bool]:
+        """The compile-time sizes for q [b,s,h,d] and k [b,t,kv,d]."""
+        even = q.shape[1] % self.rows == 0 and k.shape[1] % self.keys == 0
+        return {"HEADS": q.shape[2], "KV_HEADS": k.shape[2], "HEAD": q.shape[3], "M": self.rows, "N": self.keys,
+                "D": max(16, triton.next_power_of_2(q.shape[3])), "EVEN": even}  # fmt: skip
 
 
 def forward(
@@ -230,8 +353,9 @@ def forward(
     out, lse = torch.empty_like(q), q.new_empty((b, h, s), dtype=torch.float32)
     tile = FlashTile.of("forward", d, q.dtype, capability_of(q))
     forward_kernel[triton.cdiv(s, tile.rows), b * h](
-        q, k, v, *_documents(mask, q), out, lse, s, k.shape[1], h, k.shape[2], *_scales(scale, softcap), *_span(mask),
-        **tile.sizes(d), **_kind(mask, softcap), num_warps=tile.warps, num_stages=tile.stages,
+        q, k, v, *_documents(mask, q), out, lse, s, k.shape[1], *_scales(scale, softcap), *_span(mask),
+        **tile.sizes(q, k), **kind(mask, softcap, q.is_cuda), **own_kind("forward", softcap, q.dtype),
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out, lse
 
@@ -244,17 +368,20 @@ def backward(
     dout, q, k, v, out, lse = (x.contiguous() for x in (dout, q, k, v, out, lse))
     (b, s, h, d), (t, kv) = q.shape, k.shape[1:3]
     dq, dk, dv, means = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(lse)
-    documents, numbers = _documents(mask, q), (s, t, h, kv, scale, *_scales(scale, softcap), *_span(mask))
+    gain = scale if softcap is None else -4 * scale  # that of tanh is -4 * graded * (graded + 1)
+    mask_kind = kind(mask, softcap, q.is_cuda)
+    documents, numbers = _documents(mask, q), (s, t, gain, *_scales(scale, softcap), *_span(mask))
     tile = FlashTile.of("queries", d, q.dtype, capability_of(q))
     query_gradient_kernel[triton.cdiv(s, tile.rows), b * h](
-        dout, q, k, v, out, lse, *documents, dq, means, *numbers, **tile.sizes(d), **_kind(mask, softcap),
+        dout, q, k, v, out, lse, *documents, dq, means, *numbers, **tile.sizes(q, k), **mask_kind,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    tile = FlashTile.of("keys", d, q.dtype, capability_of(q))
-    key_gradient_kernel[triton.cdiv(t, tile.keys), b * kv](
-        dout, q, k, v, lse, *documents, dk, dv, means, *numbers, **tile.sizes(d), **_kind(mask, softcap),
-        num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    for which in PARTS_OF_KEYS[d > 128]:
+        tile = FlashTile.of(which, d, q.dtype, capability_of(q))
+        key_gradient_kernel[triton.cdiv(t, tile.keys), b * kv](
+            dout, q, k, v, lse, *documents, dk, dv, means, *numbers, **tile.sizes(q, k), **mask_kind,
+            **own_kind(which, softcap, q.dtype), num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
     return dq, dk, dv
 
 
@@ -262,9 +389,11 @@ def _documents(mask: CausalMask, q: Tensor) -> tuple[Tensor, Tensor]:
     return (q, q) if mask.documents is None else (mask.documents[0].contiguous(), mask.documents[1].contiguous())
 
 
-def _scales(scale: float, softcap: float | None) -> tuple[float, float]:
-    """What products are multiplied by, and what tanh of them is, for scores in bits."""
-    return (scale * _LOG2_E, 1.0) if softcap is None else (2 * scale / softcap, softcap * _LOG2_E)
+def _scales(scale: float, softcap: float | None) -> tuple[float, float, float]:
+    """What products are multiplied by for `_graded`, and how scores in bits follow from it: times, and plus."""
+    if softcap is None:
+        return 1.0, scale * _LOG2_E, 0.0
+    return 2 * scale * _LOG2_E / softcap, 2 * softcap * _LOG2_E, softcap * _LOG2_E
 
 
 def _span(mask: CausalMask) -> tuple[int, int]:
@@ -272,6 +401,14 @@ def _span(mask: CausalMask) -> tuple[int, int]:
     return mask.queries.start - mask.keys.start, mask.window or _ALL
 
 
-def _kind(mask: CausalMask, softcap: float | None) -> dict[str, bool]:
+def own_kind(kernel: str, softcap: float | None, dtype: torch.dtype) -> dict[str, bool]:
+    """The compile-time arguments that only one of the kernels has."""
+    if kernel == "forward":
+        return {"BOUNDED": softcap is not None and softcap * _LOG2_E <= 80 and dtype != torch.float16}
+    return {} if kernel == "queries" else {"OF_KEYS": kernel != "values", "OF_VALUES": kernel != "keys"}
+
+
+def kind(mask: CausalMask, softcap: float | None, fast: bool) -> dict[str, bool]:
+    """The compile-time arguments that all kernels have; fast: not in the interpreter."""
     packed, windowed = mask.documents is not None, mask.window is not None
-    return {"CAPPED": softcap is not None, "WINDOWED": windowed, "PACKED": packed}
+    return {"CAPPED": softcap is not None, "FAST": fast, "WINDOWED": windowed, "PACKED": packed}

@@ -28,7 +28,7 @@ def written(sass: str) -> Compiled:
 def test_a_time_is_that_of_the_slowest_part_of_each_wave() -> None:
     sass = ".L_x_0:\n" + "/*0000*/ FADD R0, R0, R0 ;\n" * 998 + "/*0010*/ LDGSTS R0 ;\n/*0020*/ @P0 BRA `(.L_x_0) ;\n"
     code = written(sass)
-    assert code.arithmetic == 998 and len(code.main_loop) == 1000
+    assert code.arithmetic() == 998 and len(code.main_loop) == 1000
     h100 = device("h100-sxm-80g")
     streams = kernel_limits.Case("k", "s", code, programs=4 * 132, turns=100, elements=1, bytes=3.35e9)
     ramp = kernel_limits.RAMP

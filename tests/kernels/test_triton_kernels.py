@@ -2,6 +2,7 @@
 """Triton kernels are right in the interpreter, and compile to lean code for GPUs that are not present."""
 
 import functools
+import inspect
 import itertools
 import os
 import re
@@ -18,13 +19,14 @@ triton = pytest.importorskip("triton", reason="Triton has wheels for Linux on x8
 import torch
 from tpshard.kernels import triton_launch, triton_norm, triton_optimizer, triton_steps
 from tpshard.kernels.attention import triton_flash, triton_paged
+from tpshard.kernels.attention.attention_mask import CausalMask
 from tpshard.kernels.experts import triton_experts
 from tpshard.kernels.quantized import triton_quantized
 from tpshard.kernels.quantized.packed import Packed
 from tpshard.kernels.recurrences import triton_recurrences
 from tpshard.kernels.triton_launch import Tile
 
-from compiled_kernel import compile_kernel
+from compiled_kernel import compile_flash, compile_kernel
 
 LION = {"BETA1": 0.9, "BETA2": 0.99, "DECAY": 0.1, "WIDE": triton.language.float32, "BLOCK": 1024}
 TORCH = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -93,7 +95,7 @@ def test_decode_takes_few_instructions_a_weight(capability, dtype, gated, tile, 
     assert_nothing_spilled(compiled)
     assert PRODUCT[capability] in compiled.main_loop
     weights = packed.chunk * tile.columns * (2 if gated else 1) / (32 * tile.warps)  # of a lane in one turn
-    assert 1.0 < compiled.arithmetic / weights <= 3.6, (compiled.arithmetic / weights, compiled.main_loop)
+    assert 1.0 < compiled.arithmetic() / weights <= 3.6, (compiled.arithmetic() / weights, compiled.main_loop)
 
 
 def assert_no_tile_spills(capability, forms, rows, first_only):
@@ -229,17 +231,29 @@ def test_states_of_recurrences_stay_in_registers(capability):
 
 @pytest.mark.parametrize(("capability", "head"), [(80, 128), (86, 256), (90, 128), (90, 256), (100, 256)])
 def test_attention_stays_on_the_chip(capability, head):
-    types = dict.fromkeys(("q", "k", "v", "dout", "dq", "dk", "dv"), "*bf16") | {"lse": "*fp32", "means": "*fp32"}
-    types |= {"row_documents": "*i64", "key_documents": "*i64"} | dict.fromkeys(("plain_scale", "scale"), "fp32")
-    types |= dict.fromkeys(("keys", "shift", "heads"), "i32")
-    for name, kernel in (("forward", triton_flash.forward_kernel), ("queries", triton_flash.query_gradient_kernel),
-                         ("keys", triton_flash.key_gradient_kernel)):  # fmt: skip
-        tile = triton_flash.FlashTile.of(name, head, torch.bfloat16, divmod(capability, 10))
-        constants = tile.sizes(head) | {"CAPPED": True, "WINDOWED": True, "PACKED": False}
-        own = {argument: kind for argument, kind in types.items() if argument in kernel.arg_names}
-        compiled = compile_kernel(kernel, constants, "bf16", capability, tile.warps, tile.stages, own)
+    mask = CausalMask(range(4096), range(4096), window=512)
+    for which in ("forward", "queries", *triton_flash.PARTS_OF_KEYS[head > 128]):
+        _, compiled = compile_flash(which, 4096, 16, 8, head, mask, capability)
         assert_loop_in_registers(compiled)
         assert compiled.shared <= {80: 163, 86: 99}.get(capability, 227) << 10
+        if capability == 90:  # no product is computed twice, and the masks of the diagonal are jumped over
+            tile = triton_flash.FlashTile.of(which, head, torch.bfloat16)
+            products = {"forward": 2, "queries": 3, "values": 2, "keys": 3, "keys and values": 4}[which]
+            assert compiled.product_flops == products * 2 * tile.rows * tile.keys * head
+            assert "ISETP" in compiled.skipped
+
+
+def test_four_reciprocals_take_one_division():
+    source = inspect.getsource(triton_flash._reciprocals.fn).split('"""')[3]
+    held = {f"${4 + i}": x for i, x in enumerate((1.0, 3.0, 2.0**30, 1.5))}
+    for line in filter(None, (part.strip(" {}\n") for part in source.split(";"))):
+        operation, _, rest = line.partition(" ")
+        names = [name.strip() for name in rest.split(",")]
+        if operation == "mul.f32":
+            held[names[0]] = held[names[1]] * held[names[2]]
+        elif operation == "rcp.approx.ftz.f32":
+            held[names[0]] = 1 / held[names[1]]
+    assert [held[f"${i}"] * held[f"${4 + i}"] for i in range(4)] == pytest.approx([1.0] * 4)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
