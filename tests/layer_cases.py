@@ -112,6 +112,10 @@ LAYERS: dict[str, list[Case]] = {
     "aten._weight_norm_interface aten._weight_norm_interface_backward": [
         both(lambda v, g: torch._weight_norm(v, g, 0), f(4, 6), f(4, 1))
     ],
+    "aten.multilabel_margin_loss_forward": [
+        of(lambda x, y, how=how: F.multilabel_margin_loss(x, y - 1, reduction=how), f(4, 6), ints(7, 4, 6))
+        for how in ("none", "mean", "sum")
+    ],
     "aten.var_mean.correction": [both(lambda x: torch.var_mean(x, [0]), f(4, 6))],
     # views
     "aten.view.default": [call(aten.view.default, f(4, 6), [24])],

@@ -27,6 +27,7 @@ OPS: Table = {
     aten.native_group_norm_backward: Entry(recorded=by.group_norm_backward),
     aten._weight_norm_interface: Entry(recorded=by.weight_norm),
     aten._weight_norm_interface_backward: Entry(recorded=by.weight_norm_backward),
+    aten.multilabel_margin_loss_forward: Entry(recorded=by.multilabel_margin_loss),
     aten.stack: Entry(recorded=by.stack),
     aten.slice_backward: Entry(recorded=by.slice_backward),
     aten.select_backward: Entry(recorded=by.select_backward),

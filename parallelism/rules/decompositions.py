@@ -272,6 +272,21 @@ def addbmm(c: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float = 1
     return (product if alpha == 1 else product * alpha) + (c if beta == 1 else c * beta)
 
 
+def multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
+    """Computes multilabel_margin_loss_forward: the loss, and a mask of each row's targets, which the first -1 ends.
+
+    torch's decomposition also counts what stands behind that.
+    """
+    classes, rows, labels = x.shape[-1], x.reshape(-1, x.shape[-1]), target.reshape(-1, x.shape[-1])
+    listed = (labels < 0).cumsum(1) == 0
+    chosen = labels.where(listed, 0)
+    marks = torch.zeros_like(rows).scatter_add(1, chosen, listed.to(x.dtype)) > 0
+    margins = (1 - rows.gather(1, chosen).unsqueeze(2) + rows.unsqueeze(1)).clamp(min=0)
+    loss = margins.where(listed.unsqueeze(2) & ~marks.unsqueeze(1), 0).sum((1, 2)) / classes
+    loss = loss.reshape(x.shape[:-1]) if reduction == 0 else loss.mean() if reduction == 1 else loss.sum()
+    return loss, marks.to(x.dtype).reshape(x.shape)
+
+
 def convolution_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Sequence[int] | None, stride: Sequence[int],
     padding: Sequence[int], dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,

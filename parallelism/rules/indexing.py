@@ -70,16 +70,12 @@ def embedding(at: LocalOp, of: Mapping[str, int]) -> Any:
 
 
 def embedding_backward(op: Op) -> Rule:
-    """The rule of embedding_dense_backward: a device of a sharded vocabulary adds only its own rows to the gradient.
-
-    With `scale_grad_by_freq`, which divides a row's sum by its number of lookups, all lookups are counted.
-    """
+    """The rule of embedding_dense_backward: a device of a sharded vocabulary adds only its own rows to the gradient."""
     grad, index = op.operands
     out = op.results[0]
-    counted = bool(op.args[4])
     factors = Factors()
-    rows = factors.dims(index.shape, Kind.WHOLE if counted else Kind.REDUCE)
-    v = factors.new(out.shape[0], Kind.WHOLE if counted else Kind.PASS)
+    rows = factors.dims(index.shape, Kind.REDUCE)
+    v = factors.new(out.shape[0])
     d = factors.dims(out.shape[1:])
 
     def local(at: LocalOp) -> Any:
@@ -95,6 +91,14 @@ def embedding_backward(op: Op) -> Rule:
     return factors.rule(
         [(*rows, *d), rows], [((v,), *d)], local=local, additive=(0,), flops=grad.numel, fills=((1, 0),)
     )
+
+
+def embedding_scaled(grad: Tensor, index: Tensor, rows: int, padding: int, scale: bool) -> Tensor:
+    """Computes embedding_dense_backward with `scale_grad_by_freq` as sums divided by the numbers of lookups."""
+    if not scale:
+        return NotImplemented
+    counts = grad.new_zeros(rows).scatter_add(0, index.reshape(-1), grad.new_ones(index.numel()))
+    return aten.embedding_dense_backward.default(grad, index, rows, padding, False) / counts.clamp(min=1).unsqueeze(1)
 
 
 def index_select(op: Op) -> Rule:
@@ -254,7 +258,7 @@ def index_reduced(
 
 OPS: Table = {
     aten.embedding: letters("vd,...->...d", local=embedding, guarded="v", fills=((1, 0),), lookup=True),
-    aten.embedding_dense_backward: Entry(embedding_backward),
+    aten.embedding_dense_backward: Entry(embedding_backward, recorded=embedding_scaled),
     aten.index_select: Entry(index_select, lookup=True, commutes=True),
     aten.gather: Entry(gather, lookup=True),
     aten.scatter.value: Entry(scatter),

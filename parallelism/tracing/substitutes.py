@@ -84,6 +84,27 @@ def _pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float
     return F.pad(input, pad, mode, value) if padded is None or padded is NotImplemented else padded
 
 
+def _stft(
+    input: Tensor, n_fft: int, hop_length: int | None = None, win_length: int | None = None,
+    window: Tensor | None = None, center: bool = True, pad_mode: str = "reflect", normalized: bool = False,
+    onesided: bool | None = None, return_complex: bool | None = None, *rest: Any, **others: Any,
+) -> Tensor:  # fmt: skip
+    """torch.stft of real signals by windows of the last dim, while torch's own reads memory by position."""
+    given = (hop_length, win_length, window, center, pad_mode, normalized, onesided, return_complex)
+    plain = not rest and not any(others.values()) and (window is None or window.is_floating_point())
+    if not plain or not return_complex or not input.is_floating_point():
+        return torch.stft(input, n_fft, *given, *rest, **others)
+    length = n_fft if win_length is None else win_length
+    window = torch.ones(length, dtype=input.dtype) if window is None else window
+    left = (n_fft - length) // 2
+    x = input if input.dim() > 1 else input.unsqueeze(0)
+    x = _pad(x.unsqueeze(1), [n_fft // 2] * 2, pad_mode).squeeze(1) if center else x
+    frames = x.unfold(-1, n_fft, hop_length or n_fft // 4) * F.pad(window, [left, n_fft - length - left])
+    transform = torch.fft.fft if onesided is False else torch.fft.rfft
+    result = transform(frames, norm="ortho" if normalized else None).transpose(1, 2)
+    return result if input.dim() > 1 else result.squeeze(0)
+
+
 REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda x: x, "mean": Tensor.mean, "sum": Tensor.sum}
 SUBSTITUTES: dict[Any, Callable[..., Tensor]] = {
     F.one_hot: _one_hot,
@@ -93,5 +114,7 @@ SUBSTITUTES: dict[Any, Callable[..., Tensor]] = {
     torch.corrcoef: _corrcoef,
     F.instance_norm: _instance_norm,
     F.pad: _pad,
+    torch.stft: _stft,
+    Tensor.stft: _stft,
     Tensor.corrcoef: _corrcoef,
 }

@@ -150,6 +150,8 @@ SUBSTITUTED: list[Callable[[Tensor], Tensor]] = [
     lambda x: torch.nn.InstanceNorm1d(4, track_running_stats=True, dtype=x.dtype)(x[None]),
     lambda x: torch.nn.functional.pad(x[None], (2, 3), mode="circular"),
     lambda x: torch.nn.functional.pad(x[None], (-1, 2), mode="circular"),
+    lambda x: torch.stft(x, 4, 2, 3, x[0, :3].detach(), normalized=True, return_complex=True).abs(),
+    lambda x: x[0].stft(4, 1, center=False, onesided=False, return_complex=True).abs(),
 ]
 
 
