@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any
 
 from tpshard.diagnostics.diagnostic import Diagnostic, Exit
-from tpshard.recipes.foreign import accelerate_launch, deepspeed
+from tpshard.recipes.foreign import deepspeed, launch_scripts
+from tpshard.recipes.foreign.adapter_rows import adapter
 from tpshard.recipes.foreign.stacks import MESH, RankSizes, product, rest_of
 from tpshard.recipes.foreign.trainer_rows import (
     ALIASES,
@@ -58,12 +59,12 @@ PRECISION: dict[str, Any] = {
 
 
 def read(data: bytes, file: str) -> StatedSettings:
-    """The settings of a YAML, or of a script that calls `accelerate launch`, with those of the DeepSpeed JSON that it
-    names. A JSON alone is DeepSpeed's."""
-    launched = re.search(rb"(?m)^[^#\n]*\baccelerate +launch\b", data) is not None
-    settings = (accelerate_launch if launched else yaml_settings).read(data, file)
-    if FILE in settings.said and (own := [settings.said[key] for key in ALONE if key in settings.said]):
-        message = f"`{own[0].key}` stands beside a DeepSpeed JSON, where accelerate stops"
+    """The settings of a YAML, or of a script that starts a program, with those of the DeepSpeed JSON that it names. A
+    JSON alone is DeepSpeed's."""
+    settings = (launch_scripts if launch_scripts.is_script(data, file) else yaml_settings).read(data, file)
+    own = [settings.said[key] for key in ALONE if key in settings.said and not settings.said[key].of_program]
+    if FILE in settings.said and own:
+        message = f"`{own[0].name}` stands beside a DeepSpeed JSON, where accelerate stops"
         also = tuple((one.where, "") for one in own[1:])
         clash = Diagnostic(message, where=own[0].where, fix="say it in the JSON", severity="warning", also=also)
         settings = replace(settings, diagnostics=(*settings.diagnostics, clash))
@@ -177,19 +178,67 @@ def _remat(fsdp: Any, distributed: str, granularity: str | None, method: str | N
 def _schedule(
     default: str,
     kind: str | None,
-    warmup: int,
+    warmup: float,
+    share: float,
     of_json: Any,
     total: Any,
     least: float,
     over: int | None,
     way: str,
     steps: int | None,
+    epochs: float | None,
 ) -> Any:
     names = {"WarmupDecayLR": "linear", "WarmupLR": "constant_with_warmup", "WarmupCosineLR": "cosine"}
-    warmup = of_json if isinstance(of_json, int) else warmup
-    return schedule(
-        names.get(kind, kind) if kind else default, warmup, least, steps or math.floor(total or 1000), over, way
-    )
+    name = names.get(kind, kind) if kind else default
+    share = warmup if 0 < warmup < 1 else share if not warmup else 0.0
+    end = steps or (math.floor(total) if total else None if epochs else 1000)
+    if isinstance(of_json, int) or not share:
+        return schedule(name, of_json if isinstance(of_json, int) else int(warmup), least, end, over, way)
+    if end is not None:
+        return schedule(name, math.ceil(share * end), least, end, over, way)
+    why = "it is a share of the steps that the data makes; give schedule.warmup_steps=..."
+    keys = schedule(name, 100, least, None, over, way)
+    return keys if isinstance(keys, Unsaid) else Unsaid(why, keys, ("warmup_ratio", "warmup_steps"))
+
+
+def _length(steps: int | None, epochs: float | None) -> Any:
+    if steps:
+        return {"train.steps": steps}
+    if epochs is None:
+        return Unsaid("the program says it, not the file; give train.steps=...", {"train.steps": 1000}, ("max_steps",))
+    whole = {"data.epochs": max(1, round(epochs))}
+    return whole if epochs == whole["data.epochs"] else Unsaid("epochs are whole", whole, ("num_train_epochs",))
+
+
+def _saved(strategy: str, every: Any) -> Any:
+    if strategy == "no":
+        return 0
+    if strategy in ("epoch", "best") or type(every) is not int:
+        return Unsaid("checkpoints are a number of steps apart", 500, ("save_strategy", "save_steps"))
+    return every
+
+
+def _adapter(on: Any, kind: str | None, *values: Any) -> Any:
+    """TRL's `use_peft` or LLaMA-Factory's `finetuning_type`, each with its own defaults."""
+    rank, alpha, dropout, *rest = values
+    if not truth(on) and kind in (None, "full"):
+        given = any(value is not None and value is not False for value in values)
+        why = "without --use_peft it has no effect: the whole model is trained"
+        return Unsaid(why, Omit, tuple(list(PEFT)[2:])) if given else Omit
+    if kind is None:
+        rank, alpha, dropout = rank or 16, alpha or 32, 0.05 if dropout is None else dropout
+    else:
+        rank, dropout = rank or 8, dropout or 0.0
+    targets, *rest = rest
+    targets = None if targets in ("all", "all-linear") else targets
+    return adapter(kind or "lora", "finetuning_type", rank, float(alpha or 2 * rank), dropout, False, targets, *rest)
+
+
+PEFT: dict[str, Any] = {
+    "use_peft": False, "finetuning_type": Maybe(str), "lora_r": Maybe(int), "lora_alpha": Maybe(int),
+    "lora_dropout": Maybe(float), "lora_target_modules": Maybe(object), "lora_modules_to_save": Maybe(object),
+    "use_dora": False, "use_rslora": False,
+}  # fmt: skip
 
 
 def _evaluate(strategy: str, every: int | None, logged: int) -> Any:
@@ -249,6 +298,7 @@ ROWS = (
     KeyRow("model.seq_len", {"recipe.model.seq_len": Maybe(int)},
         lambda seq: seq or Unsaid("the program says it, not the file; give model.seq_len=...", 2048, ("seq_len",))),
     KeyRow("model.dtype", PRECISION, _dtype),
+    KeyRow("adapters.lora", PEFT, _adapter),
     KeyRow(STORAGE,
         {"distributed_type": "NO", "deepspeed_config.zero_stage": 2, **FSDP,
          "megatron_lm_config.use_distributed_optimizer": False, **PRECISION},
@@ -280,24 +330,29 @@ ROWS = (
     KeyRow("optimizer.eps", {"adam_epsilon": 1e-8, f"{JSON}.params.eps": Maybe(float)}, _own),
     KeyRow("optimizer.weight_decay", {"weight_decay": 0.0, f"{JSON}.params.weight_decay": Maybe(float)}, _own),
     KeyRow("schedule", {
-        "lr_scheduler_type": "linear", "deepspeed_config.scheduler.type": Maybe(str), "warmup_steps": 0,
+        "lr_scheduler_type": "linear", "deepspeed_config.scheduler.type": Maybe(str), "warmup_steps": 0.0,
+        "warmup_ratio": 0.0,
         "deepspeed_config.scheduler.params.warmup_num_steps": Maybe(object),
         "deepspeed_config.scheduler.params.total_num_steps": Maybe(float), "lr_scheduler_kwargs.min_lr_ratio": 0.0,
         "lr_scheduler_kwargs.num_decay_steps": Maybe(int), "lr_scheduler_kwargs.decay_type": "cosine",
-        "recipe.train.steps": Maybe(int),
+        "recipe.train.steps": Maybe(int), "num_train_epochs": Maybe(float),
     }, _schedule),
-    KeyRow("train.steps", {"recipe.train.steps": Maybe(int)},
-        lambda steps: steps or Unsaid("the program says it, not the file; give train.steps=...", 1000, ("max_steps",))),
+    KeyRow(("train.steps", "data.epochs"), {"recipe.train.steps": Maybe(int), "num_train_epochs": Maybe(float)},
+        _length),
     KeyRow("train.clip_grad_norm",
         {"deepspeed_config.gradient_clipping": "auto", "megatron_lm_config.gradient_clipping": "auto"},
         lambda norm, other: deepspeed.clipping(other if norm == "auto" else norm)),
     KeyRow("seed", {"seed": 42}),
     KeyRow("data.source", {"recipe.data.source": Maybe(str)}, lambda source: source or "sample"),
     KeyRow("evaluate.every_steps", {"eval_strategy": "no", "eval_steps": Maybe(int), "logging_steps": 500}, _evaluate),
-    KeyRow("checkpoint.every_steps", {"save_steps": 500}),
+    KeyRow("checkpoint.every_steps", {"save_strategy": "steps", "save_steps": Maybe(object)},
+        lambda strategy, every: _saved(strategy, 500 if every is None else every)),
+    KeyRow("checkpoint.keep_last", {"save_total_limit": Maybe(int)}, lambda most: Omit if most is None else most),
     KeyRow("logging.every_steps", {"logging_steps": 500}),
     KeyRow("logging.wandb", {"report_to": Maybe(object)},
         lambda names: {"mode": "auto"} if re.search(r"\b(wandb|all)\b", str(names)) else None),
+    KeyRow((), {"stage": "sft"},
+        lambda stage: Omit if stage in ("sft", "pt") else Unsaid("a recipe learns the next token alone")),
     KeyRow((), {"config_file": Maybe(str)},
         lambda file: Omit if file is None else Unsaid("there is no such file here; defaults in its place")),
     KeyRow((), {"deepspeed_config.deepspeed_config_file": Maybe(str)},
@@ -331,7 +386,11 @@ TOOL = Tool(
         rf"{ASIDE}|{deepspeed.ASIDE}|compute_environment|debug|machine_rank|main_.*|rdzv_.*|same_network|tpu_.*|use_cpu|"
         r"gpu_ids|enable_cpu_affinity|downcast_bf16|command.*|mpirun_config\..*|parallelism_config\.cp_comm_strategy|"
         r"(ec2|iam|image|profile|region|base_job|pytorch_version|transformers_version|py_version|sagemaker)_?.*|"
-        r"dynamo_config\.dynamo_(mode|use_.*)"
+        r"dynamo_config\.dynamo_(mode|use_.*)|launcher\..*|output_dir|logging_(dir|strategy|first_step)|run_name|hub_.*|"
+        r"push_to_hub|do_(train|eval)|overwrite_(output_dir|cache)|per_device_eval_batch_size|eval_accumulation_steps|tf32|"
+        r"(dataloader|preprocessing|dataset)_num_(workers|proc)|(remove_unused|ddp|log_level|save_(only|safe)|metric_for)"
+        r"_?.*|gradient_checkpointing_kwargs.*|trust_remote_code|use_fast_tokenizer|cache_dir|plot_loss|disable_tqdm|"
+        r"load_best_model_at_end|greater_is_better|include_num_input_tokens_seen|local_rank|max_samples"
     ),
     program="transformers' Trainer, whose program says what the file does not",
 )  # fmt: skip

@@ -7,9 +7,9 @@ import re
 from functools import partial
 from typing import Any
 
-from tpshard.files.linear_regex import matches_start
 from tpshard.models.families.presets import PRESETS
 from tpshard.recipes.foreign import deepspeed, model_names
+from tpshard.recipes.foreign.adapter_rows import adapter
 from tpshard.recipes.foreign.fp8_rows import NO_EXPERTS, dense
 from tpshard.recipes.foreign.stacks import MESH, RankSizes
 from tpshard.recipes.foreign.trainer_rows import (
@@ -50,10 +50,6 @@ LORA: dict[str, Any] = {
     "peft_use_rslora": False,
 }  # fmt: skip
 STEPS: dict[str, Any] = {"max_steps": Maybe(int), "num_epochs": 1.0, "recipe.train.steps": Maybe(int)}
-OURS = {"embed_tokens": "tok_embed", "lm_head": "output"}
-LINEARS = (*(f"self_attn.{name}_proj" for name in "qkvo"), *(f"mlp.{name}_proj" for name in ("gate", "up", "down")))
-PLACES = ("", "model.", "model.language_model.", "language_model.model.", "model.text_model.")
-"""Where the layers of published classes are."""
 
 
 def read(data: bytes, file: str) -> StatedSettings:
@@ -136,43 +132,13 @@ def _batch(micro: int, accumulated: int | None, of_rank: int | None, *values: An
     return {"batch.global_sequences": micro * accumulated * ranks.data, "batch.per_device": micro}
 
 
-def _adapter(
-    kind: str | None, rank: int, alpha: int | None, dropout: float, linear: bool, targets: Any,
-    saved: list[str] | None, dora: bool, rslora: bool,
-) -> Any:  # fmt: skip
+def _adapter(*values: Any) -> Any:
+    kind, rank, alpha, dropout, *rest = values
     if kind is None:
-        given = rank != 8 or alpha or linear or targets or saved or dora or rslora
+        given = rank != 8 or alpha or any(rest)
         why = "without an adapter it has no effect: the whole model is trained"
         return Unsaid(why, Omit, tuple(list(LORA)[1:])) if given else Omit
-    if kind not in ("lora", "qlora"):
-        return Unsaid("a recipe has low-rank adapters alone", Omit, ("adapter",))
-    listed = (
-        ["all-linear"] if truth(linear) or not targets else [targets] if isinstance(targets, str) else list(targets)
-    )
-    keys: dict[str, Any] = {"rank": rank, "alpha": float(alpha or 8), "targets": listed, "dropout": dropout}
-    keys |= {"modules_to_save": [OURS.get(name, name) for name in saved]} if saved else {}
-    keys |= {"dora": True} if truth(dora) else {}
-    keys |= {"use_rslora": True} if truth(rslora) else {}
-    if all(re.fullmatch(r"[\w.]+|all-linear", name) for name in listed):
-        return keys
-    if len(listed) == 1 and (names := _matched(listed[0])):
-        return {**keys, "targets": names}
-    why = "targets are names of layers here, not a pattern"
-    return Unsaid(why, {**keys, "targets": ["all-linear"]}, ("lora_target_modules",))
-
-
-def _matched(pattern: str) -> list[str]:
-    """The linear layers of a decoder that a pattern of whole paths matches, if it does so in every layer."""
-    found = [[name for name in LINEARS if any(_fits(pattern, f"{place}layers.{n}.{name}") for place in PLACES)]
-             for n in (0, 1, 9)]  # fmt: skip
-    return [name.rpartition(".")[2] for name in found[0]] if found[0] == found[1] == found[2] else []
-
-
-def _fits(pattern: str, path: str) -> bool:
-    try:
-        return matches_start(f"(?:{pattern})$", path)
-    except ValueError:
-        return False
+    return adapter(kind, "adapter", rank, float(alpha or 8), dropout, *rest)
 
 
 CLASHES: tuple[tuple[str, str], ...] = (

@@ -60,7 +60,7 @@ def with_file(settings: StatedSettings, key: str, file: str) -> StatedSettings:
     inside = {name[len(key) + 1 :]: said.pop(name) for name in settings.said if name.startswith(f"{key}.")}
     named = said.get(key)
     if named is not None and isinstance(named.value, str):
-        inside = _read(named.value, file) or inside
+        inside = named_json(named.value, file) or inside
     if not inside:
         return settings
     first = next(iter(inside.values())).where
@@ -71,7 +71,7 @@ def with_file(settings: StatedSettings, key: str, file: str) -> StatedSettings:
     return replace(settings, said=said)
 
 
-def _read(name: str, file: str) -> dict[str, Stated] | None:
+def named_json(name: str, file: str, fix: str = "is this DeepSpeed's JSON?") -> dict[str, Stated] | None:
     """The settings of a JSON that a configuration in `file` names; None where there is none."""
     found = read_named(name, file, LARGEST)
     if found is None:
@@ -80,7 +80,7 @@ def _read(name: str, file: str) -> dict[str, Stated] | None:
     text = re.sub(r"(?m)^[ \t]+", lambda match: " " * len(match[0]), decode(data, place))
     tree = compose(text, place, mapping=False)
     if tree.kind != "map":
-        raise Mistakes.one("the file holds no map of settings", where=tree.source, fix="is this DeepSpeed's JSON?")
+        raise Mistakes.one("the file holds no map of settings", where=tree.source, fix=fix)
     return dict(of_tree(tree))
 
 

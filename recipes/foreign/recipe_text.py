@@ -66,7 +66,7 @@ def _comments(tool: Tool, file: str, lines: Sequence[RecipeLine]) -> dict[str, s
             said = tuple(one for one in said if one not in mesh.said)
             defaults = {key: value for key, value in defaults.items() if key not in mesh.defaults}
             words = ["mesh"]
-        words += [f"{place(one.where, file)}: {one.key.removeprefix('recipe.')} = {one.shown}" for one in said]
+        words += [f"{place(one.where, file)}: {one.name.removeprefix('recipe.')} = {one.shown}" for one in said]
         if defaults:
             shown = [f"{key} = {show(value)}" for key, value in defaults.items()]
             words.append(f"default: {', '.join(shown)}" if len(shown) < 5 else f"{len(shown)} defaults")

@@ -158,7 +158,7 @@ def translate(tool: Tool, settings: StatedSettings, overrides: Mapping[str, Stat
             result = row.value(*(values | {one.key: one.value for one in here}).values())
         except (ArithmeticError, ValueError):  # such as a micro-batch of 0 sequences
             result = Conflict("no recipe follows from these numbers", fix="correct them", exit=Exit.RECIPE)
-        note = f"as if {', '.join(one.key for one in unknown)} were left out" if unknown else ""
+        note = f"as if {', '.join(one.name for one in unknown)} were left out" if unknown else ""
         if isinstance(result, Conflict):
             wrong.append(_contradiction(result, here))
             result = result.value
@@ -187,9 +187,7 @@ def translate(tool: Tool, settings: StatedSettings, overrides: Mapping[str, Stat
 
 def _named_now(tool: Tool, settings: StatedSettings) -> dict[str, Stated]:
     """The settings by the names of the tool's version."""
-    return {
-        name: replace(one, key=name) for key, one in settings.said.items() for name in (tool.aliases.get(key, key),)
-    }
+    return {name: one.named(name) for key, one in settings.said.items() for name in (tool.aliases.get(key, key),)}
 
 
 def _as_switch(setting: Stated, default: Any, left: list[Left]) -> Stated:
@@ -230,7 +228,7 @@ def _type_mistake(setting: Stated, default: Any) -> Diagnostic | None:
         return None
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
     return Diagnostic(
-        f"`{setting.key}: {setting.shown}` must be {words[kind]}", where=setting.where, fix=f"write {words[kind]}"
+        f"`{setting.name}: {setting.shown}` must be {words[kind]}", where=setting.where, fix=f"write {words[kind]}"
     )
 
 
@@ -267,7 +265,7 @@ def _unsaid(unsaid: Unsaid, row: KeyRow, here: Sequence[Stated], defaults: Mappi
 
 
 def _left(setting: Stated, why: str, matters: bool = True) -> Left:
-    return Left(setting.key, setting.shown, setting.where, why, matters)
+    return Left(setting.name, setting.shown, setting.where, why, matters)
 
 
 def _reason(tool: Tool, key: str) -> tuple[str, bool]:

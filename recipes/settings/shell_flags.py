@@ -68,30 +68,30 @@ def _flags(words: Sequence[Text]) -> int:
 
 def _settings(words: Sequence[Text], script: Script) -> list[Stated]:
     """Flags with the words behind each."""
-    settings: list[tuple[str, Source, list[Any]]] = []
+    settings: list[tuple[str, str, Source, list[Any]]] = []
     launcher = (words[0].chars.replace(UNKNOWN, "").rpartition("/")[2] if words else "") or "launcher"
     modules = {i + 1 for i, word in enumerate(words) if word.chars == "-m" and i}
     for i, word in enumerate(words):
         if i + 1 in modules:
             continue
         if settings and (word.chars.endswith(".py") or i in modules):  # what is before the program is its launcher's
-            settings = [(key if re.fullmatch(LAUNCHER, key) else f"{launcher} {key}", where, values)
-                        for key, where, values in settings]  # fmt: skip
+            settings = [(one[0] if re.fullmatch(LAUNCHER, one[0]) else f"{launcher} {one[0]}", *one[1:])
+                        for one in settings]  # fmt: skip
         elif match := re.match(r"--([A-Za-z][\w-]*)(=)?", word.chars):
             where = script.place(word.places[0], len(match[0]))
-            settings.append((f"--{match[1].replace('_', '-')}", where, []))
+            settings.append((f"--{match[1].replace('_', '-')}", f"--{match[1]}", where, []))
             if match[2]:
-                settings[-1][2].append(_value(word.chars[match.end() :]))
+                settings[-1][-1].append(_value(word.chars[match.end() :]))
         elif match := re.match(rf"{UNKNOWN}--([A-Za-z][\w-]*)[ =]?", word.chars):  # a flag under a condition
             where = script.place(word.places[0], 1)
             rest = Unknown(word.chars[match.end() :].replace(UNKNOWN, ""))
-            settings.append((f"--{match[1].replace('_', '-')}", where, [rest]))
-        elif settings and word.chars.strip() and not (settings[-1][2] and word.chars.startswith(UNKNOWN)):
-            settings[-1][2].append(_value(word.chars))
+            settings.append((f"--{match[1].replace('_', '-')}", f"--{match[1]}", where, [rest]))
+        elif settings and word.chars.strip() and not (settings[-1][-1] and word.chars.startswith(UNKNOWN)):
+            settings[-1][-1].append(_value(word.chars))
         elif word.chars.startswith(UNKNOWN):
             where = script.place(word.places[0], 1)
-            settings.append((word.chars.replace(UNKNOWN, ""), where, [_value(word.chars)]))
-    return [Stated(key, _together(values), where) for key, where, values in settings]
+            settings.append((word.chars.replace(UNKNOWN, ""), "", where, [_value(word.chars)]))
+    return [Stated(key, _together(values), where, written) for key, written, where, values in settings]
 
 
 def _together(values: list[Any]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tpshard.diagnostics.diagnostic import Diagnostic, Source
@@ -23,6 +23,10 @@ class Unknown:
     """How it is written there."""
 
 
+Omitted: Any = object()
+"""Stands for the value that a setting has."""
+
+
 @dataclass(frozen=True)
 class Stated:
     """One setting of a file."""
@@ -31,6 +35,19 @@ class Stated:
     value: Any
     """Plain data, or `Unknown`. A flag without a value is True."""
     where: Source
+    written: str = ""
+    """Its name there, where a tool knows it by another key."""
+    of_program: bool = False
+    """Whether a program reads it, not the launcher whose file or flags these are."""
+
+    @property
+    def name(self) -> str:
+        """What people know it by: as it is written there."""
+        return self.written or self.key
+
+    def named(self, key: str, value: Any = Omitted) -> Stated:
+        """The same setting by another key, or with the value that it stands for."""
+        return replace(self, key=key, value=self.value if value is Omitted else value, written=self.name)
 
     @property
     def shown(self) -> str:
