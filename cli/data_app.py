@@ -44,7 +44,8 @@ def show(
     """
     from tpshard.programs.setting.setting import Setting
     from tpshard.train.data.open_data import Mixture
-    from tpshard.train.data.stream import Loader, TooLittle
+    from tpshard.train.data.source_reader import TooLittle
+    from tpshard.train.data.stream import Loader
     from tpshard.train.data.tokens import read_tokenizer
     from tpshard.train.run.run_data import opened_data
 

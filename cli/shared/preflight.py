@@ -31,6 +31,7 @@ from tpshard.recipes.reading import load as recipes
 if TYPE_CHECKING:
     from torch import nn
     from tpshard.recipes.keys.schema import Recipe
+    from tpshard.train.data.corpus import Corpus
     from tpshard.train.data.row_columns import Columns, Labelled
 
 
@@ -39,6 +40,9 @@ FITTED = (
     "train.freeze",
 )  # fmt: skip
 """The keys whose values must be sound for a model to be opened and fitted."""
+BYTES_OF_TOKEN = 32
+"""Bytes of a file for each token of a batch above which it holds a batch surely: no tokenizer's mean token is longer,
+and `validate` need not tokenize the text."""
 
 
 def load_checked(
@@ -57,7 +61,9 @@ def load_checked(
     if examined.sound("cluster.device"):
         found += device_file(examined.recipe)
     if text and examined.sound("data", "task"):
-        found += text_errors(examined.recipe)
+        told = text_errors(examined.recipe)
+        known = examined.sound("model", "batch") and not any(d.severity == "error" for d in [*found, *told])
+        found += [*told, *(too_little(examined.recipe) if known else ())]
     if text and examined.sound("model", "task", "adapters", "quantize", "train.freeze"):
         found += code_errors(examined.recipe)
     if text and examined.sound(*FITTED, "train.init_from") and not any(d.severity == "error" for d in found):
@@ -144,6 +150,14 @@ def _weights(recipe: Recipe, spec: ModelSpec) -> list[Diagnostic]:
             fix="add its *.safetensors; or model.transformers, which starts from random values",
         )
     ]  # fmt: skip
+
+
+def require_weights(recipe: Recipe) -> None:
+    """Raises `Mistakes` (exit 3) where `train` would refuse a folder, or a model of the hub, since it has no weights;
+    what it carries of a folder that is gone is not asked for them."""
+    spec = _model(recipe)
+    if spec is not None and carried_instead(recipe) is None and (why := spec.refusal("train")):
+        raise wrong_model(recipe, ValueError(why))
 
 
 def code_errors(recipe: Recipe) -> list[Diagnostic]:
@@ -319,6 +333,45 @@ def text_errors(recipe: Recipe) -> list[Diagnostic]:
             )  # fmt: skip
             diagnostics += [elsewhere] if _is_elsewhere(value) else mistakes.diagnostics
     return diagnostics
+
+
+def too_little(recipe: Recipe) -> tuple[Diagnostic, ...]:
+    """The error of text that `train` would refuse, since it holds less than one batch: where the only source is a small
+    one of this machine, whose tokenizer is here too."""
+    from tpshard.train.data.bad_rows import SMALL_CONVERSATIONS
+    from tpshard.train.data.hub import is_on
+    from tpshard.train.data.open_data import open_data, open_sources
+
+    data, rows, length = recipe.data, recipe.batch.global_sequences, recipe.model.seq_len
+    if recipe.task not in ("lm", "mlm") or len(data.all_sources) > 1 or data.epochs is not None:
+        return ()
+    try:
+        (only,) = data.all_sources
+        if only.source == "sample" or is_on(only.source) or only.exhausted == "stop":
+            return ()
+        (text,) = (corpus.train for corpus in open_sources(recipe))
+        paths = [file.place for file in text.files if isinstance(file.place, Path)]
+        size = sum(path.stat().st_size for path in paths)
+        if len(paths) < len(text.files) or size > min(SMALL_CONVERSATIONS, BYTES_OF_TOKEN * rows * length):
+            return ()
+        from tpshard.train.data.made_tokenizer import made_tokenizer
+        from tpshard.train.data.source_reader import SourceReader, TooLittle
+        from tpshard.train.data.tokens import TextTokenizer, load_tokenizer
+
+        def tokenizer(corpus: Corpus) -> TextTokenizer:
+            made = None if data.made_tokens is None else made_tokenizer(corpus.train, data.made_tokens)
+            folder = made or data.tokenizer_folder or corpus.tokenizer or ""
+            return load_tokenizer(folder, bos=data.bos, eos=data.eos, where=recipe.where("data.tokenizer"))
+
+        (share,) = open_data(recipe, length, tokenizer).mixture.shares
+        try:
+            reader = SourceReader(share.text, share.tokenizer, None, 1, (), 1, recipe.seed, data.bad_rows, checks=False)
+            reader.check_enough(rows, length)
+        except TooLittle as mistakes:
+            return mistakes.diagnostics
+    except (Mistakes, OSError):  # of the text or the tokenizer, which are told as they are
+        return ()
+    return ()
 
 
 def _learner(recipe: Recipe, columns: Columns) -> Callable[[str], Labelled | None] | None:

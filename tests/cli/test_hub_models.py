@@ -55,6 +55,18 @@ def test_a_model_of_the_hub_is_planned_without_weights_and_converted(tmp_path: P
     assert codes == [0, 0, 0], said
 
 
+def test_a_model_of_the_hub_without_weights_is_refused_before_workers_start(tmp_path: Path) -> None:
+    folder = architectures.folder(tmp_path / "base", "llama", weights=False)
+    recipe = tmp_path / "a.yaml"
+    recipe.write_text(
+        "model: {hf: hf:some/base, seq_len: 8, vocab: 2048}\ncluster: {device: cpu}\nmesh: {}\ndata: {source: sample}\n"
+    )
+    with Hub({path.name: path.read_bytes() for path in folder.iterdir()}, repo="some/base", kind="models") as hub:
+        codes, said = run(hub.url, tmp_path / "home", f"train {recipe} run.dir={tmp_path}/run")
+    assert codes == [3] and "has no weights" in said and "a.yaml:1:13" in said, said
+    assert "starting" not in said and not (tmp_path / "run").exists(), said
+
+
 def test_what_the_hub_lacks_is_told_in_words(tmp_path: Path) -> None:
     """Names of the library's errors say nothing; a folder that it fetched is not looked for beside the recipe."""
     with Hub({"tokenizer.json": b"{}"}, repo="some/base", kind="models") as hub:

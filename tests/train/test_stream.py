@@ -182,6 +182,20 @@ def test_text_smaller_than_one_batch_is_refused_by_name(documents: int, tmp_path
         loader(open_text(str(tmp_path))).read_first()
 
 
+@pytest.mark.parametrize("tokenizer", ["bytes", "{train: 300}"])
+def test_validate_refuses_what_is_smaller_than_one_batch(
+    tokenizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `train` does; not what is read by epochs, nor a text of one batch."""
+    (tmp_path / "a.jsonl").write_text('{"text": "short text"}\n')
+    command = ["validate", "tiny", f"data.source={tmp_path / 'a.jsonl'}", f"data.tokenizer={tokenizer}"]
+    assert tpshard(command) == Exit.DATA
+    assert "smaller than one batch" in capsys.readouterr().err
+    assert tpshard([*command, "data.epochs=1"]) == Exit.DONE
+    (tmp_path / "a.jsonl").write_text('{"text": "short text"}\n' * 20)
+    assert tpshard([*command, "batch.global_sequences=1", "model.seq_len=16"]) == Exit.DONE
+
+
 def test_a_batch_that_was_read_first_is_the_next(tmp_path: Path) -> None:
     corpus = open_text(str(folder_of(tmp_path)))
     one, other = loader(corpus), loader(corpus)

@@ -7,19 +7,22 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tpshard.diagnostics.diagnostic import Exit, Mistakes
 from tpshard.files.atomic import write_aside
 from tpshard.files.file_lock import one_at_a_time
 from tpshard.models.folders.folder_files import carried
 from tpshard.models.folders.folder_tokenizer import tokenizer_files
-from tpshard.parallelism.runtime.context import Context
 from tpshard.recipes.keys.data_keys import BYTE_TOKENS
 from tpshard.recipes.keys.schema import Recipe
 from tpshard.recipes.reading.load import load
 from tpshard.train.data.byte_bpe import byte_bpe
 from tpshard.train.data.corpus import TextSource, pieces, rows
 from tpshard.train.data.sample import cache_dir
+
+if TYPE_CHECKING:
+    from tpshard.parallelism.runtime.context import Context
 
 MOST = 32 << 20
 """Characters; a tokenizer is trained on so much from the start of the training text."""
@@ -28,6 +31,12 @@ MOST = 32 << 20
 def byte_tokenizer(fallback: Path | None = None) -> Path:
     """The folder of the tokenizer `bytes`. Errors as in `stored`."""
     return stored(byte_bpe((), BYTE_TOKENS)[0], fallback)
+
+
+def made_tokenizer(text: TextSource, size: int) -> Path:
+    """The folder of the tokenizer that a new run would make of its text: `trained_tokenizer` on one process. Errors as
+    in `stored`."""
+    return stored(byte_bpe(_first(text) if size > BYTE_TOKENS else (), size)[0])
 
 
 def trained_tokenizer(

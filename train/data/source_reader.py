@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from tpshard.diagnostics.diagnostic import Mistakes
 from tpshard.train.data.bad_rows import BadRows, check
 from tpshard.train.data.conversations import AnswerTokenizer
 from tpshard.train.data.corpus import TextSource, is_empty, rows, sum_whole
@@ -22,6 +23,10 @@ logger = logging.getLogger(__name__)
 
 CHAINS = 64
 """The maximal number of files of a source open at once over all ranks; a rank opens those of its own rows."""
+
+
+class TooLittle(Mistakes):
+    """The text is smaller than one batch, and is read without end."""
 
 
 class SourceReader:
@@ -126,6 +131,22 @@ class SourceReader:
                             yield self.tokenizer.labelled(piece)
                         except NotLearned:
                             continue
+
+    def check_enough(self, rows: int, length: int) -> None:
+        """Raises `TooLittle` if all its text, and not just a short chain, is less than the only source of a step should
+        be: `rows` sequences of `length` tokens."""
+        needed, tokens = rows * length, 0
+        for labelled in self.documents():
+            tokens += len(labelled.ids)
+            if tokens >= needed:
+                return
+        raise TooLittle(
+            self.text.mistake(
+                f"{self.text.name} is smaller than one batch: {tokens} tokens, where a step takes {needed}",
+                why=f"batch.global_sequences {rows} x model.seq_len {length}",
+                fix="more text, a smaller batch.global_sequences, a shorter model.seq_len, or data.epochs",
+            ).diagnostics
+        )
 
     # ---- what a saved position says of the files ----------------------------------------------------------
     def summed(self) -> dict[str, list[Any]]:

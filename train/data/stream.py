@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from tpshard.diagnostics.diagnostic import Mistakes
 from tpshard.train.data.conversations import AnswerTokenizer
 from tpshard.train.data.corpus import TextSource
 from tpshard.train.data.lanes import Lane, LanePlace, PackedRow
@@ -33,10 +32,6 @@ from tpshard.train.data.step_batch import StepBatch
 from tpshard.train.data.tokens import TextTokenizer
 
 logger = logging.getLogger(__name__)
-
-
-class TooLittle(Mistakes):
-    """The text is smaller than one batch, and is read without end."""
 
 
 class Loader:
@@ -204,7 +199,7 @@ class Loader:
         rows = [lane.row(self.seq_len, self.tokenizer.end) for lane in self._lanes]
         epoch = max((lane.epoch for lane in self._lanes), default=0)
         if step == 0 and epoch > 0 and len(self.readers) == 1:
-            self._check_enough()
+            self.readers[0].check_enough(self.global_sequences, self.seq_len)
         return _stack(rows, self.seq_len, epoch)
 
     def first_rows(self, most: int | None) -> StepBatch:
@@ -234,21 +229,6 @@ class Loader:
             beat()
         self._start({})
         return steps
-
-    def _check_enough(self) -> None:
-        """Raises if all the text, and not just a short chain, started over within the first step."""
-        needed, tokens = self.global_sequences * self.seq_len, 0
-        for labelled in self.readers[0].documents():
-            tokens += len(labelled.ids)
-            if tokens >= needed:
-                return
-        raise TooLittle(
-            self.text.mistake(
-                f"{self.text.name} is smaller than one batch: {tokens} tokens, where a step takes {needed}",
-                why=f"batch.global_sequences {self.global_sequences} x model.seq_len {self.seq_len}",
-                fix="more text, a smaller batch.global_sequences, a shorter model.seq_len, or data.epochs",
-            ).diagnostics
-        )
 
     def _snapshot(self, step: int) -> dict[str, Any]:
         return {
